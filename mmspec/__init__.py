@@ -1,0 +1,32 @@
+"""mmspec: lossless speculative decoding for Hugging Face vision-language and autoregressive image models."""
+
+from __future__ import annotations
+
+import importlib
+import pathlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+# In a checkout, mmspec.pipelines, mmspec.kernels and mmspec.app lie beside this folder; in a wheel they lie inside it.
+_root = pathlib.Path(__file__).resolve().parent.parent
+if (_root / "pyproject.toml").is_file() and (_root / "kernels").is_dir():
+    __path__.append(str(_root))
+
+_FACE = {
+    "enable": "mmspec.pipelines.patch",
+    "disable": "mmspec.pipelines.patch",
+    "stats": "mmspec.pipelines.patch",
+    "verify": "mmspec.pipelines.verify",
+    "supported": "mmspec.pipelines.families",
+    "load_drafter": "mmspec.checkpoints.load",
+}
+
+__all__ = ["__version__", *_FACE]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the few public functions when they are first used (PEP 562), so that `import mmspec` stays light."""
+    if name not in _FACE:
+        raise AttributeError(f"module 'mmspec' has no attribute '{name}'; it offers {', '.join(__all__)}")
+    return getattr(importlib.import_module(_FACE[name]), name)

@@ -1,0 +1,75 @@
+"""Prompt lookup: propose what followed the last few tokens when they stood in the text before. No weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmspec.config import SpecConfig
+from mmspec.registry import TargetInfo
+from mmspec.tree import chain
+from mmspec.types import HOLE, Draft, Prompt, Target
+
+
+@dataclass
+class Index:
+    """Per row: where each n-gram was last followed by something."""
+
+    places: list[dict[tuple[int, ...], int]]
+    read: list[int]  # tokens indexed so far
+
+    def select(self, rows: Tensor) -> Index:
+        chosen = rows.tolist()
+        return Index([self.places[i] for i in chosen], [self.read[i] for i in chosen])
+
+    def join(self, other: Index) -> Index:
+        return Index(self.places + other.places, self.read + other.read)
+
+
+@dataclass(frozen=True)
+class NgramDrafter:
+    """Chains copied from the row's own text, the longest match first (Saxena 2023, prompt lookup decoding).
+
+    Attributes:
+        orders: lengths of the n-grams to match, tried in this order.
+        config: `depth` is the longest chain proposed.
+    """
+
+    orders: tuple[int, ...] = (3, 2, 1)
+    config: SpecConfig = field(default_factory=lambda: SpecConfig(depth=5, width=1, size=6))
+    features: tuple[int, ...] = ()
+
+    @property
+    def nodes(self) -> int:
+        return self.config.filled(5, 1, 6).size or 6
+
+    def fit(self, target: TargetInfo, config: SpecConfig) -> NgramDrafter:
+        """Any target will do."""
+        filled = config.filled(5, 1, 6)
+        return replace(self, config=replace(filled, width=1, size=(filled.depth or 5) + 1))
+
+    def start(self, session: Any, target: Target, prompt: Prompt) -> Index:
+        return Index([{} for _ in session.rows], [0 for _ in session.rows])
+
+    def propose(self, session: Any, target: Target) -> Draft:
+        found = [self._continuation(session.memory, b, row.tokens) for b, row in enumerate(session.rows)]
+        depth = max(map(len, found))
+        chains = [[row.tokens[-1], *f, *[HOLE] * (depth - len(f))] for row, f in zip(session.rows, found, strict=True)]
+        tokens = torch.tensor(chains, device=session.pending.device)
+        return Draft(tokens, chain(depth + 1, tokens.device).expand(len(chains)))
+
+    def _continuation(self, index: Index, b: int, tokens: list[int]) -> list[int]:
+        places = index.places[b]
+        for end in range(max(index.read[b], 1), len(tokens)):  # an n-gram that ends before `end` is followed by tokens[end]
+            for n in self.orders:
+                if end >= n:
+                    places[tuple(tokens[end - n : end])] = end
+        index.read[b] = len(tokens)
+        for n in self.orders:
+            at = places.get(tuple(tokens[-n:])) if len(tokens) >= n else None
+            if at is not None:
+                return tokens[at : at + (self.config.depth or 5)]
+        return []

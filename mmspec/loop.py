@@ -1,0 +1,33 @@
+"""The loop: propose → verify → accept → commit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mmspec.accept import along_path
+from mmspec.session import Session
+from mmspec.tree import chain
+from mmspec.types import Draft, Drafter, Prompt, Round, Scores, Target
+
+
+def begin(session: Session, target: Target, drafter: Drafter, prompt: Prompt, scores: Scores) -> Round:
+    """The round of the prefill: the prompt's last token is the root of an empty draft, already in the cache."""
+    B = len(session.rows)
+    root = Draft(prompt.ids[:, -1:], chain(1, prompt.ids.device).expand(B))
+    round_ = session.commit(root, scores, along_path(root, scores.law, session.rule, session.noise(root)))
+    session.memory = session.timed("draft", drafter.start, session, target, prompt)
+    return round_
+
+
+def decode(session: Session, target: Target, drafter: Drafter) -> Iterator[Round]:
+    """Rounds until every row has ended. Rows may be admitted between two rounds; ended rows are let go."""
+    session.retire()
+    while session.rows:
+        draft = session.timed("draft", drafter.propose, session, target)
+        scores = session.timed("verify", target.score, session, draft)
+        verdict = session.timed("other", along_path, draft, scores.law, session.rule, session.noise(draft))
+        round_ = session.timed("other", session.commit, draft, scores, verdict)
+        session.timed("other", target.commit, session, round_)
+        session.count(round_)
+        yield round_
+        session.retire()

@@ -1,0 +1,179 @@
+"""The Session: everything that changes during one generation, row by row. Only `commit`, `retire` and `admit` write it."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from mmspec.kernels import reference as ops
+from mmspec.rules import Rule, exact
+from mmspec.types import Draft, Round, Scores, Verdict
+
+R = TypeVar("R")
+
+
+@dataclass
+class Row:
+    """One sequence: its tokens and when it ends."""
+
+    tokens: list[int]  # the prompt and everything decided so far
+    start: int  # length of the prompt
+    limit: int  # length at which the row ends
+    seed: int  # of this row's noise
+    eos: frozenset[int] = frozenset()
+    stop: Callable[[list[int]], bool] | None = None  # any further condition, asked after each token
+    done: bool = False
+
+    def push(self, token: int) -> bool:
+        """Append one decided token; true once the row has ended."""
+        self.tokens.append(token)
+        self.done = (
+            token in self.eos or len(self.tokens) >= self.limit or (self.stop is not None and self.stop(self.tokens))
+        )
+        return self.done
+
+    @property
+    def generated(self) -> int:
+        return len(self.tokens) - self.start
+
+
+@dataclass
+class Stats:
+    """What happened, summed over rounds and calls; see `tokens_per_target_call` for what τ means here."""
+
+    rounds: int = 0
+    tokens: int = 0  # generated, over all rows, the first one of each row (from the prefill) included
+    row_rounds: int = 0  # rounds, counted once for every row that took part
+    drafted: int = 0
+    accepted: int = 0
+    accepted_by_depth: Counter[int] = field(default_factory=Counter)  # rows that accepted at least so many in a round
+    seconds: Counter[str] = field(default_factory=Counter)  # draft, verify, other (accept and commit), prefill
+
+    @property
+    def target_calls(self) -> int:
+        """Forward passes of the target after the prefill."""
+        return self.rounds
+
+    @property
+    def accepted_draft_tokens_per_call(self) -> float:
+        """τ without the bonus token: drafted tokens kept, per row and target call."""
+        return self.accepted / self.row_rounds if self.row_rounds else 0.0
+
+    @property
+    def tokens_per_target_call(self) -> float:
+        """τ with the bonus token: what a row gains per target call; plain decoding has 1."""
+        return self.accepted_draft_tokens_per_call + 1.0 if self.row_rounds else 0.0
+
+    def acceptance(self, depth: int) -> float:
+        """Share of a row's rounds in which at least `depth` drafted tokens were kept."""
+        return self.accepted_by_depth[depth] / self.row_rounds if self.row_rounds else 0.0
+
+    def add(self, other: Stats) -> None:
+        for name in ("rounds", "tokens", "row_rounds", "drafted", "accepted"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.accepted_by_depth.update(other.accepted_by_depth)
+        self.seconds.update(other.seconds)
+
+    def __str__(self) -> str:
+        spent = sum(self.seconds.values()) or 1.0
+        share = ", ".join(f"{name} {100 * s / spent:.0f} %" for name, s in self.seconds.most_common())
+        depths = " ".join(f"{self.acceptance(d):.2f}" for d in sorted(self.accepted_by_depth))
+        return (
+            f"{self.tokens} tokens in {self.rounds} target calls; tokens_per_target_call "
+            f"{self.tokens_per_target_call:.2f}, accepted_draft_tokens_per_call "
+            f"{self.accepted_draft_tokens_per_call:.2f}; accepted by depth: {depths or 'none'}; time: {share}"
+        )
+
+
+class Session:
+    """Rows under way, with the target's cache and the drafter's memory for exactly these rows."""
+
+    def __init__(self, rows: list[Row], cache: Any, device: torch.device, rule: Rule = exact) -> None:
+        self.rows = rows
+        self.cache = cache  # Rows: the target's own state
+        self.memory: Any = None  # Rows: the drafter's own state
+        self.rule = rule
+        self.last: Round | None = None
+        self.pending = torch.zeros(len(rows), dtype=torch.long, device=device)  # [B] decided, not yet in the cache
+        self.emitted = torch.zeros(len(rows), dtype=torch.long, device=device)  # [B] tokens decided after the prompt
+        self.seeds = torch.tensor([row.seed for row in rows], device=device)
+        self.stats = Stats()
+
+    def timed(self, part: str, call: Callable[..., R], *args: Any) -> R:
+        """Call, and book the time on one part of the round."""
+        began = time.perf_counter()
+        result = call(*args)
+        self.stats.seconds[part] += time.perf_counter() - began
+        return result
+
+    def noise(self, draft: Draft) -> Tensor:
+        """Uniform numbers [B, N], fixed by each row's seed and by the position of the token drawn after each node."""
+        return ops.uniform(self.seeds[:, None], self.emitted[:, None] + draft.tree.depth)
+
+    def commit(self, draft: Draft, scores: Scores, verdict: Verdict) -> Round:
+        """Take what stands: the one read of a round by the host, the rows' new tokens, the next pending token."""
+        order = (~verdict.stands).to(torch.uint8).argsort(dim=1, stable=True)  # what stands, in path order, comes first
+        path = torch.cat([verdict.count[:, None], verdict.token[:, None], draft.tokens.gather(1, order)], 1).tolist()
+        counts = tuple(line[0] for line in path)
+        new = tuple(tuple(self._push(row, line)) for row, line in zip(self.rows, path, strict=True))
+        self.last = Round(draft, scores, verdict, order[:, : max(counts)], counts, new)
+        self.pending = verdict.token
+        self.emitted = self.emitted + verdict.count
+        self.stats.tokens += sum(map(len, new))
+        return self.last
+
+    @staticmethod
+    def _push(row: Row, line: list[int]) -> list[int]:
+        count, token, _root, *path = line
+        new = []
+        for x in [*path[: count - 1], token]:
+            new.append(x)
+            if row.push(x):
+                break
+        return new
+
+    def count(self, round_: Round) -> None:
+        """Book a round after the prefill."""
+        stats, drafted = self.stats, round_.draft.tree.size - 1
+        stats.rounds += 1
+        stats.row_rounds += len(round_.counts)
+        stats.drafted += drafted * len(round_.counts)
+        for kept in round_.counts:
+            stats.accepted += kept - 1
+            stats.accepted_by_depth.update(range(1, kept))
+
+    def retire(self) -> None:
+        """Let the rows go that have ended; the others close ranks."""
+        if any(row.done for row in self.rows):
+            self.select([i for i, row in enumerate(self.rows) if not row.done])
+
+    def select(self, keep: list[int]) -> None:
+        """Keep some rows, by index."""
+        self.rows = [self.rows[i] for i in keep]
+        if not keep:
+            self.last = self.cache = self.memory = None
+            return
+        index = torch.tensor(keep, device=self.pending.device)
+        self.pending, self.emitted, self.seeds = self.pending[index], self.emitted[index], self.seeds[index]
+        self.last = self.last.select(index) if self.last is not None else None
+        self.cache = self.cache.select(index)
+        self.memory = self.memory.select(index) if self.memory is not None else None
+
+    def admit(self, other: Session) -> None:
+        """Take in the rows of another session of the same target and drafter; `other` must not be used any more."""
+        if not self.rows:
+            self.__dict__.update({k: v for k, v in other.__dict__.items() if k != "stats"})
+        else:
+            self.rows = self.rows + other.rows
+            for name in ("pending", "emitted", "seeds"):
+                setattr(self, name, torch.cat([getattr(self, name), getattr(other, name)]))
+            self.cache = self.cache.join(other.cache)
+            self.memory = self.memory.join(other.memory) if self.memory is not None else None
+            self.last = self.last.join(other.last) if self.last is not None and other.last is not None else None
+        self.stats.add(other.stats)

@@ -1,0 +1,119 @@
+"""Slot storage for keys and values: each row appends at its own length, so a ragged batch wastes nothing and a chain commits for free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from mmspec.kernels import reference as ops
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """How many slots each row holds, known to the host and to the device at once."""
+
+    host: tuple[int, ...]
+    device: Tensor  # int64 [B]
+
+    @classmethod
+    def of(cls, host: list[int] | tuple[int, ...], device: torch.device) -> Lengths:
+        return cls(tuple(host), torch.tensor(host, device=device))
+
+    @property
+    def longest(self) -> int:
+        return max(self.host, default=0)
+
+    @property
+    def even(self) -> bool:
+        return len(set(self.host)) <= 1
+
+    def plus(self, counts: tuple[int, ...], device_counts: Tensor) -> Lengths:
+        return Lengths(tuple(n + c for n, c in zip(self.host, counts, strict=True)), self.device + device_counts)
+
+    def select(self, rows: Tensor) -> Lengths:
+        return Lengths(tuple(self.host[i] for i in rows.tolist()), self.device[rows])
+
+    def join(self, other: Lengths) -> Lengths:
+        return Lengths(self.host + other.host, torch.cat([self.device, other.device]))
+
+
+class Slots:
+    """Keys and values of one attention layer, [B, heads, capacity, width], written in place."""
+
+    def __init__(self, reserve: int = 0) -> None:
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+        self.reserve = reserve  # capacity to take at the first write
+
+    def append(self, keys: Tensor, values: Tensor, at: Lengths) -> tuple[Tensor, Tensor]:
+        """Write [B, heads, n, width] after each row's own length; returns views of all slots up to the last one."""
+        n = keys.shape[2]
+        end = at.longest + n
+        self.keys, self.values = self._room(self.keys, keys, end), self._room(self.values, values, end)
+        if at.even:
+            self.keys[:, :, end - n : end] = keys
+            self.values[:, :, end - n : end] = values
+        else:
+            rows = torch.arange(keys.shape[0], device=keys.device)[:, None]
+            slots = at.device[:, None] + torch.arange(n, device=keys.device)
+            self.keys[rows, :, slots] = keys.transpose(1, 2)
+            self.values[rows, :, slots] = values.transpose(1, 2)
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+    def _room(self, buffer: Tensor | None, like: Tensor, end: int) -> Tensor:
+        """A buffer with at least `end` slots; grows by a quarter, so that the copying is paid only now and then."""
+        held = 0 if buffer is None else buffer.shape[2]
+        if buffer is not None and end <= held:
+            return buffer
+        capacity = max(end, self.reserve, held + held // 4)
+        grown = like.new_zeros(like.shape[0], like.shape[1], capacity, like.shape[3])
+        if buffer is not None:
+            grown[:, :, :held] = buffer
+        return grown
+
+    def keep(self, nodes: Tensor, at: Lengths) -> None:
+        """Of the entries appended last, keep those at the offsets `nodes` [B, K], moved down to the row's length."""
+        if self.keys is not None and self.values is not None:
+            source = at.device[:, None] + nodes
+            ops.move_rows(self.keys, source, at.device)
+            ops.move_rows(self.values, source, at.device)
+
+    def select(self, rows: Tensor) -> None:
+        if self.keys is not None and self.values is not None:
+            self.keys, self.values = self.keys[rows], self.values[rows]
+
+    def join(self, other: Slots) -> None:
+        if self.keys is None or self.values is None or other.keys is None or other.values is None:
+            raise ValueError("both caches must hold a prompt before their rows can be joined")
+        self.keys, self.values = _stack(self.keys, other.keys), _stack(self.values, other.values)
+
+
+def _stack(a: Tensor, b: Tensor) -> Tensor:
+    """Rows of b under rows of a, the shorter one filled up with empty slots."""
+    capacity = max(a.shape[2], b.shape[2])
+    return torch.cat([pad(t, (0, 0, 0, capacity - t.shape[2])) for t in (a, b)])
+
+
+def visibility(at: Lengths, open_slots: Tensor, ancestors: Tensor) -> Tensor:
+    """What each node may attend to: the row's own cached slots and the node's ancestors.
+
+    Args:
+        at: lengths before the nodes were appended.
+        open_slots: bool [B, L], false at cached slots that hold padding; slots past L are all real.
+        ancestors: bool [B, N, N].
+
+    Returns:
+        bool [B, N, longest + N], true where visible.
+    """
+    B, N, _ = ancestors.shape
+    past = pad(open_slots, (0, max(0, at.longest - open_slots.shape[1])), value=True)[:, None, : at.longest]
+    if at.even:
+        return torch.cat([past.expand(B, N, at.longest), ancestors], 2)
+    slot = torch.arange(at.longest + N, device=ancestors.device)
+    offset = slot - at.device[:, None]  # [B, T]: 0 at the row's root
+    tree = ancestors.gather(2, offset.clamp(0, N - 1)[:, None].expand(B, N, -1))
+    past = pad(past, (0, N))
+    return torch.where((offset < 0)[:, None], past, tree & (offset < N)[:, None])

@@ -1,0 +1,119 @@
+"""Tree shapes: chains, static trees from a list of paths, and EAGLE-2's dynamic growth, all on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from mmspec.types import Tree
+
+_WORST = -1e9  # stands for log 0 and for NaN, so that a broken drafter still gives a well-formed tree
+
+
+@lru_cache(maxsize=64)
+def chain(size: int, device: torch.device) -> Tree:
+    """One path of `size` nodes, the root included; [1, size]."""
+    index = torch.arange(size, device=device)
+    parents = (index - 1).clamp(min=0)
+    return Tree(parents[None], index[None], (index[:, None] >= index)[None], is_chain=True)
+
+
+def from_paths(paths: Sequence[Sequence[int]], device: torch.device) -> tuple[Tree, Tensor]:
+    """A static tree from paths of child ranks, as EAGLE-1, Medusa and LANTERN list theirs; prefixes may be left out.
+
+    Args:
+        paths: e.g. `[(0,), (1,), (0, 0)]`: the best child, the second best, and the best child's best child.
+
+    Returns:
+        The tree [1, N] and the rank [1, N] of each node among its siblings (0 for the root).
+
+    Raises:
+        ValueError: a rank below zero, or no path at all.
+    """
+    nodes = {tuple(path[:end]) for path in paths for end in range(1, len(path) + 1)}
+    if not nodes or min(min(node) for node in nodes) < 0:
+        raise ValueError(f"a static tree needs paths of ranks ≥ 0, such as [(0,), (0, 0), (1,)]; got {list(paths)!r}")
+    order = [(), *sorted(nodes, key=lambda node: (len(node), node))]
+    where = {node: i for i, node in enumerate(order)}
+    parents = torch.tensor([[where[node[:-1]] for node in order]], device=device)
+    ranks = torch.tensor([[node[-1] if node else 0 for node in order]], device=device)
+    return from_parents(parents, max(map(len, order))), ranks
+
+
+def from_parents(parents: Tensor, depth: int) -> Tree:
+    """The tree of a parent table.
+
+    Args:
+        parents: int64 [B, N], the root its own parent, parents before their children.
+        depth: an upper bound of the tree's depth (a Python number, so that nothing is read from the device).
+    """
+    B, N = parents.shape
+    ancestors = torch.eye(N, dtype=torch.bool, device=parents.device).expand(B, N, N)
+    up = parents
+    for _ in range(max(1, (depth - 1).bit_length() + 1)):  # pointer doubling: 1, 2, 4, … generations
+        reach = ancestors.gather(1, up[:, :, None].expand(B, N, N))
+        ancestors = ancestors | reach
+        up = up.gather(1, up)
+    return Tree(parents, ancestors.sum(-1) - 1, ancestors)
+
+
+Expand = Callable[[Tensor, Tensor], Tensor]
+
+
+def grow(first: Tensor, expand: Expand, width: int, depth: int, size: int) -> tuple[Tensor, Tree]:
+    """EAGLE-2's dynamic tree (Li et al. 2024, §4): expand the most likely frontier, then keep the best of all nodes.
+
+    Scores are sums of log-probabilities. A child never scores more than its parent and stands after it, so a stable
+    descending sort keeps every parent of a kept child, ties included.
+
+    Args:
+        first: log-probabilities [B, V] after the root.
+        expand: given the frontier's tokens [B, width] and, for each, the index [B, width] in the previous frontier it
+            continues (zeros at first), returns log-probabilities [B, width, V] after each.
+        width: branches per node and size of the frontier (`top_k`).
+        depth: the longest path below the root, ≥ 1.
+        size: nodes in the result, the root included; at most 1 + width + (depth − 1)·width².
+
+    Returns:
+        Tokens [B, size − 1] of the nodes below the root, and the tree [B, size].
+    """
+    scores, tokens = _best(first, width)  # [B, k]
+    frontier_scores, frontier_tokens = scores, tokens
+    came_from = torch.zeros_like(tokens)
+    ids = torch.arange(width, device=first.device).expand_as(tokens)  # the frontier's places in the pool
+    pool_scores, pool_tokens, pool_parents = [scores], [tokens], [torch.full_like(tokens, -1)]
+    for level in range(1, depth):
+        log_p = expand(frontier_tokens, came_from)
+        child_scores, child_tokens = _best(log_p, width)  # [B, k, k]
+        child_scores = (frontier_scores[:, :, None] + child_scores).flatten(1)
+        child_tokens = child_tokens.flatten(1)
+        pool_scores.append(child_scores)
+        pool_tokens.append(child_tokens)
+        pool_parents.append(ids.repeat_interleave(width, 1))
+        if level + 1 < depth:
+            frontier_scores, chosen = child_scores.sort(dim=1, descending=True, stable=True)
+            frontier_scores, chosen = frontier_scores[:, :width], chosen[:, :width]
+            frontier_tokens, came_from = child_tokens.gather(1, chosen), chosen // width
+            ids = width + (level - 1) * width**2 + chosen
+    return _keep(torch.cat(pool_scores, 1), torch.cat(pool_tokens, 1), torch.cat(pool_parents, 1), depth, size)
+
+
+def _best(log_p: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    values, tokens = log_p.float().topk(width, -1)
+    return values.nan_to_num(nan=_WORST, posinf=0.0, neginf=_WORST).clamp(max=0.0), tokens
+
+
+def _keep(scores: Tensor, tokens: Tensor, parents: Tensor, depth: int, size: int) -> tuple[Tensor, Tree]:
+    """The `size − 1` best of the pool under a root; `parents` are places in the pool, −1 for the root."""
+    B, pool = scores.shape
+    if size - 1 > pool:
+        raise ValueError(f"a tree of {size} nodes was asked for, but the growth only offers {pool + 1}; lower tree_size")
+    kept = scores.sort(dim=1, descending=True, stable=True).indices[:, : size - 1].sort(dim=1).values
+    place = torch.zeros(B, pool + 1, dtype=torch.long, device=scores.device)  # pool place + 1 → node; the root → 0
+    place.scatter_(1, kept + 1, torch.arange(1, size, device=scores.device).expand(B, -1))
+    node_parents = place.gather(1, parents.gather(1, kept) + 1)
+    root = torch.zeros(B, 1, dtype=torch.long, device=scores.device)
+    return tokens.gather(1, kept), from_parents(torch.cat([root, node_parents], 1), depth)

@@ -1,0 +1,214 @@
+"""The nouns that travel through a round: Law, Tree, Draft, Scores, Verdict, Round. All are frozen values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+HOLE = -1  # the token of a node that proposes nothing: never accepted, never drawn
+FINAL = -1  # as a feature: the final hidden state, after the last norm; i ≥ 0: what enters decoder layer i
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Categorical:
+    """A law over V tokens at each of N nodes: either logits, or (a point mass) only the token it always gives.
+
+    Logits are log-weights up to a constant, −inf for what cannot happen. Exactly one of the two is given.
+    """
+
+    logits: Tensor | None = None  # [B, N, V]
+    ids: Tensor | None = None  # [B, N]
+
+    def __post_init__(self) -> None:
+        if (self.logits is None) == (self.ids is None):
+            raise ValueError("a Categorical holds either logits [B, N, V] or ids [B, N]; give exactly one of them")
+
+    @property
+    def is_point(self) -> bool:
+        return self.ids is not None
+
+    @cached_property
+    def _normaliser(self) -> Tensor:  # [B, N]
+        assert self.logits is not None
+        return self.logits.logsumexp(-1)
+
+    def mass(self, nodes: Tensor, tokens: Tensor) -> Tensor:
+        """Probability, float64 [B, K], of tokens [B, K] under the law at nodes [B, K]; 0 for a hole."""
+        if self.ids is not None:
+            return (self.ids.gather(1, nodes) == tokens).to(torch.float64)
+        assert self.logits is not None
+        rows = torch.arange(tokens.shape[0], device=tokens.device)[:, None]
+        log_p = self.logits[rows, nodes, tokens.clamp(min=0)] - self._normaliser.gather(1, nodes)
+        return log_p.to(torch.float64).exp() * (tokens != HOLE)
+
+    def weights(self, nodes: Tensor, vocab: int | None = None) -> Tensor:
+        """Probabilities, float64 [B, V], of the law at one node per row; a point mass needs to be told V."""
+        if self.ids is not None:
+            if vocab is None:
+                raise ValueError("a point mass does not know its vocabulary; pass vocab=V")
+            ids = self.ids.gather(1, nodes[:, None])
+            return torch.zeros(len(ids), vocab, dtype=torch.float64, device=ids.device).scatter_(1, ids, 1.0)
+        assert self.logits is not None
+        rows = torch.arange(len(nodes), device=nodes.device)
+        return self.logits[rows, nodes].to(torch.float64).softmax(-1)
+
+
+Law = Categorical
+
+
+@dataclass(frozen=True)
+class Tree:
+    """The shape of a draft. Node 0 is the root; every parent stands before its children; the root is its own parent."""
+
+    parents: Tensor  # [B, N]
+    depth: Tensor  # [B, N], 0 at the root
+    ancestors: Tensor  # [B, N, N] bool, a node counts among its own ancestors
+    is_chain: bool = False
+
+    @property
+    def size(self) -> int:
+        return self.parents.shape[1]
+
+    @cached_property
+    def siblings(self) -> Tensor:
+        """bool [B, N, N]: entry (n, k) is true where k is an earlier sibling of n; the root is nobody's sibling."""
+        same = (self.parents[:, :, None] == self.parents[:, None, :]).tril(-1)
+        same[:, :, 0] = False
+        return same
+
+    def expand(self, batch: int) -> Tree:
+        """The same shape for every one of `batch` rows, without copying."""
+        return Tree(*(t.expand(batch, *t.shape[1:]) for t in (self.parents, self.depth, self.ancestors)), self.is_chain)
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Proposed tokens on a tree; node 0 is the pending token: decided, not yet in the cache."""
+
+    tokens: Tensor  # [B, N], HOLE where nothing is proposed
+    tree: Tree
+    law: Law | None = None  # q at each node as it was when its token was drawn; None: point masses on the tokens
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What the target says after each node."""
+
+    law: Law  # p [B, N, V], with every processor (temperature, top-p, grammar) applied
+    hidden: Tensor | None = None  # [B, N, F], the features that the drafter asked for
+    processed: Tensor | None = None  # [B, N, V], logits after the processors, where the caller wants them back
+    raw: Tensor | None = None  # [B, N, V], logits before them, likewise
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Which nodes stand, and what comes next."""
+
+    stands: Tensor  # [B, N] bool, true on one path that starts at the root
+    count: Tensor  # [B], nodes that stand, the root included
+    last: Tensor  # [B], the deepest of them
+    token: Tensor  # [B], drawn from the law after `last`: the next pending token
+
+
+@dataclass(frozen=True)
+class Round:
+    """One propose → verify → accept, frozen; the next `propose` may read it as `session.last`."""
+
+    draft: Draft
+    scores: Scores
+    verdict: Verdict
+    kept: Tensor  # [B, K], the nodes that stand, in path order; entries past a row's count mean nothing
+    counts: tuple[int, ...]  # verdict.count, as the host read it
+    new: tuple[tuple[int, ...], ...]  # tokens decided in this round, per row: the accepted ones, then the drawn one
+
+    def select(self, rows: Tensor) -> Round:
+        """The same round for some of its rows."""
+        chosen = rows.tolist()
+        part = _select(self, rows)
+        return replace(part, counts=tuple(self.counts[i] for i in chosen), new=tuple(self.new[i] for i in chosen))
+
+    def join(self, other: Round) -> Round:
+        """The rounds of two sets of rows as one; the smaller tree is filled up with holes."""
+        both = _join(self, other)
+        return replace(both, counts=self.counts + other.counts, new=self.new + other.new)
+
+
+def _select(value: T, rows: Tensor) -> T:
+    """Index the batch axis of every tensor inside a frozen value."""
+    if isinstance(value, Tensor):
+        return value[rows]  # type: ignore[return-value]
+    if hasattr(value, "__dataclass_fields__"):
+        return type(value)(**{f.name: _select(getattr(value, f.name), rows) for f in fields(value)})  # type: ignore
+    return value
+
+
+def _join(a: T, b: T, name: str = "") -> T:
+    """Stack two frozen values along the batch axis, the smaller tensor of a pair filled up at its end."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        shape = [max(x, y) for x, y in zip(a.shape[1:], b.shape[1:], strict=True)]
+        fill = HOLE if name == "tokens" else 0
+        return torch.cat([_filled(t, shape, fill) for t in (a, b)])  # type: ignore[return-value]
+    if hasattr(a, "__dataclass_fields__"):
+        parts = {f.name: _join(getattr(a, f.name), getattr(b, f.name), f.name) for f in fields(a)}
+        return type(a)(**parts)  # type: ignore
+    if isinstance(a, bool):
+        return a and b
+    return a
+
+
+def _filled(t: Tensor, shape: list[int], fill: int) -> Tensor:
+    out = t.new_full((t.shape[0], *shape), fill)
+    out[tuple(slice(0, n) for n in t.shape)] = t
+    return out
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What a drafter may know of the prompt, as the target's decoder saw it; L positions, left-padded."""
+
+    ids: Tensor  # [B, L]
+    embeds: Tensor | None  # [B, L, H], text embeddings with the visual features in their places
+    hidden: Tensor | None  # [B, L, F], the features that the drafter asked for
+    visual: Tensor  # [B, L] bool, true at image and video positions
+    valid: Tensor  # [B, L] bool, false on padding
+
+
+class Rows(Protocol):
+    """State with one entry per row: it can lose rows and take in the rows of another."""
+
+    def select(self, rows: Tensor) -> Any: ...
+
+    def join(self, other: Any) -> Any: ...
+
+
+class Target(Protocol):
+    """The model whose law is kept. It knows no drafter."""
+
+    features: tuple[int, ...]
+
+    def score(self, session: Any, draft: Draft) -> Scores:
+        """One forward over every node of the draft, each seeing the row's cache and its own ancestors."""
+
+    def commit(self, session: Any, round_: Round) -> None:
+        """Keep the cache entries of the nodes that stand, drop the rest."""
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Input embeddings [..., H] of token ids."""
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Raw logits [..., V] of final features [..., H]."""
+
+
+class Drafter(Protocol):
+    """What proposes. It knows no target's class; it changes nothing but its own memory in the session."""
+
+    def start(self, session: Any, target: Target, prompt: Prompt) -> Any:
+        """Memory for these rows, filled from the prompt."""
+
+    def propose(self, session: Any, target: Target) -> Draft:
+        """The next draft, node 0 being `session.pending`."""

@@ -1,0 +1,107 @@
+"""The target's cache as transformers sees it; the only file that touches `transformers.Cache`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCache, StaticLayer
+
+from mmspec.slots import Lengths, Slots
+
+
+class SlotCache(Cache):
+    """Rows of unequal length in one cache. A forward appends its tokens to every row; `commit` says what stays.
+
+    Sliding-window layers are held in full: a window by slots would drop what a shorter row still needs, so the window
+    is left to the mask.
+    """
+
+    is_compileable = False
+
+    def __init__(self, batch: int, device: torch.device, reserve: int) -> None:
+        super().__init__(layers=[])
+        self.slots: list[Slots] = []
+        self.lengths = Lengths.of([0] * batch, device)
+        self.reserve = reserve
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
+        while len(self.slots) <= layer_idx:
+            self.slots.append(Slots(self.reserve))
+        return self.slots[layer_idx].append(key_states, value_states, self.lengths)
+
+    def get_seq_length(self, layer_idx: int = 0, *_: Any) -> int:
+        return self.lengths.longest
+
+    def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
+        n = query_length if isinstance(query_length, int) else int(query_length.shape[0])
+        return self.lengths.longest + n, 0
+
+    def get_max_length(self, *_: Any) -> int:
+        return -1
+
+    get_max_cache_shape = get_max_length  # the older name
+
+    @property
+    def is_initialized(self) -> bool:
+        return bool(self.slots)
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        return [False] * max(1, len(self.slots))
+
+    def advance(self, count: int) -> None:
+        """All `count` tokens of the last forward stay, in every row."""
+        self.lengths = Lengths(tuple(n + count for n in self.lengths.host), self.lengths.device + count)
+
+    def commit(self, kept: Tensor, counts: tuple[int, ...], device_counts: Tensor, in_place: bool) -> None:
+        """Of the nodes appended last, keep `kept[b, : counts[b]]` in row b; `in_place` says they lie there already."""
+        if not in_place:
+            for layer in self.slots:
+                layer.keep(kept, self.lengths)
+        self.lengths = self.lengths.plus(counts, device_counts)
+
+    def select(self, rows: Tensor) -> SlotCache:
+        for layer in self.slots:
+            layer.select(rows)
+        self.lengths = self.lengths.select(rows)
+        return self
+
+    def join(self, other: SlotCache) -> SlotCache:
+        for mine, theirs in zip(self.slots, other.slots, strict=True):
+            mine.join(theirs)
+        self.lengths = self.lengths.join(other.lengths)
+        return self
+
+    @classmethod
+    def adopt(cls, cache: Cache | None, batch: int, device: torch.device, reserve: int) -> SlotCache:
+        """An empty cache, or a copy of what a user's cache already holds.
+
+        Raises:
+            TypeError: a filled cache whose layers do not hold all their keys (sliding windows, linear attention).
+        """
+        mine = cls(batch, device, reserve)
+        past = int(cache.get_seq_length()) if cache is not None else 0
+        if cache is None or not past:
+            return mine
+        for index, layer in enumerate(cache.layers):
+            if type(layer) not in (DynamicLayer, StaticLayer):
+                raise TypeError(f"a filled cache with {type(layer).__name__} cannot be continued")
+            mine.update(layer.keys[:, :, :past], layer.values[:, :, :past], index)
+        mine.advance(past)
+        return mine
+
+    def hand_back(self, cache: Cache | None, length: int) -> Cache:
+        """Give the first `length` slots to the user's cache (batch 1), or to a new DynamicCache where there was none."""
+        cache = DynamicCache() if cache is None else cache
+        static = isinstance(cache, StaticCache)
+        for index, layer in enumerate(self.slots):
+            assert layer.keys is not None and layer.values is not None
+            keys, values = layer.keys[:, :, :length], layer.values[:, :, :length]
+            if index < len(cache.layers):
+                cache.layers[index].reset()
+            if static:
+                keys, values = (t[:, :, : cache.layers[index].max_cache_len] for t in (keys, values))
+            cache.update(keys.clone(), values.clone(), index)
+        return cache

@@ -1,0 +1,165 @@
+"""What `model.generate` runs on an enabled model: one session from the stock arguments to the stock return value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from mmspec.loop import begin, decode
+from mmspec.pipelines.cache import SlotCache
+from mmspec.pipelines.processors import Processors, endings, unsafe
+from mmspec.pipelines.vlm import VlmTarget
+from mmspec.session import Row, Session, Stats
+from mmspec.tree import chain
+from mmspec.types import Draft, Round
+
+_RESERVE = 1024  # slots to reserve at once at most, beyond the prompt
+
+
+@dataclass
+class Call:
+    """The arguments that `generate` hands to `_sample`."""
+
+    input_ids: Tensor
+    logits_processor: Any
+    stopping_criteria: Any
+    generation_config: Any
+    synced_gpus: bool = False
+    streamer: Any = None
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def user_cache(self) -> Any:
+        """A cache that already holds something, as in a second turn of a conversation."""
+        cache = self.arguments.get("past_key_values")
+        return cache if cache is not None and int(cache.get_seq_length()) > 0 else None
+
+
+def _stateful(call: Call) -> str | None:
+    names = unsafe(call.logits_processor)
+    return f"the logits processor {names[0]} may keep state that rejected drafts would disturb" if names else None
+
+
+# Why a call cannot be accelerated: (condition, reason). The first that holds is reported.
+_OBSTACLES: tuple[tuple[Callable[[Call], Any], str], ...] = (
+    (lambda c: c.input_ids.shape[1] == 0, "a prompt of inputs_embeds alone has no token ids to draft from"),
+    (lambda c: not c.arguments.get("use_cache", True), "use_cache=False re-reads the whole prefix for every token"),
+    (lambda c: c.synced_gpus, "synced_gpus needs every process to run the same number of forwards"),
+    (lambda c: c.generation_config.output_attentions, "attention maps of a tree are not those of single steps"),
+    (lambda c: c.generation_config.output_hidden_states, "output_hidden_states is not collected over tree steps"),
+    (lambda c: c.user_cache is not None and len(c.input_ids) > 1, "continuing a filled cache works for one row only"),
+)
+
+
+def obstacle(call: Call) -> str | None:
+    """Why this call has to run the stock path, or None."""
+    return next((why for holds, why in _OBSTACLES if holds(call)), None) or _stateful(call)
+
+
+def generate(model: Any, drafter: Any, call: Call) -> tuple[Any, Stats]:
+    """Run one call to its end: the stock return value, and what happened."""
+    config = call.generation_config
+    keep = bool(config.return_dict_in_generate and (config.output_scores or config.output_logits))
+    processors = Processors(call.logits_processor)
+    target = VlmTarget(model, drafter.features, processors, bool(config.do_sample), keep)
+    collected = _Collected(call, keep)
+    cache = None
+    with torch.no_grad():
+        for session, round_ in _rounds(target, drafter, call):
+            collected.take(session, round_)
+            cache = session.cache.cache
+    return collected.result(cache), collected.stats
+
+
+def _rounds(target: VlmTarget, drafter: Any, call: Call) -> Iterator[tuple[Session, Round]]:
+    """The prefill's round and all that follow."""
+    ids, config = call.input_ids, call.generation_config
+    limit, eos, stop = endings(call.stopping_criteria, ids.device)
+    seeds = torch.randint(2**62, (len(ids),)).tolist() if config.do_sample else [0] * len(ids)
+    rows = [Row(t, len(t), limit, seed, eos, stop) for t, seed in zip(ids.tolist(), seeds, strict=True)]
+    reserve = ids.shape[1] + min(max(limit - ids.shape[1], 0), _RESERVE) + drafter.nodes
+    session = Session(rows, None, ids.device)
+    config.prefill_chunk_size, chunk = None, config.prefill_chunk_size  # a SlotCache takes a prompt in one piece
+    try:
+        session.cache, prompt, raw = session.timed(
+            "prefill", target.prefill, ids, config, call.arguments, call.user_cache, reserve
+        )
+    finally:
+        config.prefill_chunk_size = chunk
+    root = Draft(ids[:, -1:], chain(1, ids.device).expand(len(ids)))
+    yield session, begin(session, target, drafter, prompt, target.law(raw, session, root, None))
+    for round_ in decode(session, target, drafter):
+        yield session, round_
+
+
+class _Collected:
+    """Gathers rounds into what the caller asked for: tokens, scores, logits, streamed columns."""
+
+    def __init__(self, call: Call, keep: bool) -> None:
+        self.call = call
+        self.keep = keep
+        self.rows: list[Row] = []
+        self.kept: dict[int, list[tuple[Tensor, Tensor]]] = {}  # row id → (processed, raw) of each generated token
+        self.streamed = 0
+        self.stats = Stats()
+
+    def take(self, session: Session, round_: Round) -> None:
+        if not self.rows:
+            self.rows = list(session.rows)
+        self.stats = session.stats
+        if self.keep:
+            for b, row in enumerate(session.rows):
+                nodes = round_.kept[b, : len(round_.new[b])]
+                assert round_.scores.processed is not None and round_.scores.raw is not None
+                pairs = zip(round_.scores.processed[b, nodes], round_.scores.raw[b, nodes], strict=True)
+                self.kept.setdefault(id(row), []).extend(pairs)
+        self._stream()
+
+    def _pad(self) -> int:
+        pad = self.call.generation_config._pad_token_tensor
+        return int(pad) if pad is not None else 0
+
+    def _column(self, index: int) -> list[int]:
+        pad = self._pad()
+        return [row.tokens[row.start + index] if index < row.generated else pad for row in self.rows]
+
+    def _stream(self) -> None:
+        """Put each column once no row can change it any more, as stock decoding would."""
+        if self.call.streamer is None:
+            return
+        longest = max(row.generated for row in self.rows)
+        ready = min((row.generated for row in self.rows if not row.done), default=longest)
+        for index in range(self.streamed, ready):
+            self.call.streamer.put(torch.tensor(self._column(index)))
+        self.streamed = max(self.streamed, ready)
+
+    def result(self, cache: SlotCache | None) -> Any:
+        if self.call.streamer is not None:
+            self.call.streamer.end()
+        ids, config = self.call.input_ids, self.call.generation_config
+        length = max(row.generated for row in self.rows)
+        columns = [self._column(index) for index in range(length)]
+        sequences = torch.cat([ids, torch.tensor(columns, dtype=ids.dtype, device=ids.device).view(length, -1).T], 1)
+        user_cache = self.call.user_cache
+        if user_cache is None and not config.return_dict_in_generate:
+            return sequences
+        if cache is not None and len(ids) == 1:  # ragged rows have no common cache to give back
+            user_cache = cache.hand_back(user_cache, sequences.shape[1] - 1)
+        if not config.return_dict_in_generate:
+            return sequences
+        return GenerateDecoderOnlyOutput(
+            sequences=sequences,
+            scores=self._steps(0, length) if config.output_scores else None,
+            logits=self._steps(1, length) if config.output_logits else None,
+            past_key_values=user_cache,
+        )
+
+    def _steps(self, which: int, length: int) -> tuple[Tensor, ...]:
+        """One [B, V] a step; rows that had ended before repeat their last one."""
+        rows = [[pair[which] for pair in self.kept[id(row)]] for row in self.rows]
+        return tuple(torch.stack([steps[min(t, len(steps) - 1)] for steps in rows]) for t in range(length))
