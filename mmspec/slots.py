@@ -103,17 +103,17 @@ def visibility(at: Lengths, open_slots: Tensor, ancestors: Tensor) -> Tensor:
     Args:
         at: lengths before the nodes were appended.
         open_slots: bool [B, L], false at cached slots that hold padding; slots past L are all real.
-        ancestors: bool [B, N, N].
+        ancestors: bool [B, n, N], which of the N appended nodes each of n queries sees.
 
     Returns:
-        bool [B, N, longest + N], true where visible.
+        bool [B, n, longest + N], true where visible.
     """
-    B, N, _ = ancestors.shape
+    B, n, N = ancestors.shape
     past = pad(open_slots, (0, max(0, at.longest - open_slots.shape[1])), value=True)[:, None, : at.longest]
     if at.even:
-        return torch.cat([past.expand(B, N, at.longest), ancestors], 2)
+        return torch.cat([past.expand(B, n, at.longest), ancestors], 2)
     slot = torch.arange(at.longest + N, device=ancestors.device)
     offset = slot - at.device[:, None]  # [B, T]: 0 at the row's root
-    tree = ancestors.gather(2, offset.clamp(0, N - 1)[:, None].expand(B, N, -1))
+    tree = ancestors.gather(2, offset.clamp(0, N - 1)[:, None].expand(B, n, -1))
     past = pad(past, (0, N))
     return torch.where((offset < 0)[:, None], past, tree & (offset < N)[:, None])

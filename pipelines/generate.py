@@ -92,7 +92,8 @@ def _rounds(target: VlmTarget, drafter: Any, call: Call) -> Iterator[tuple[Sessi
     finally:
         config.prefill_chunk_size = chunk
     root = Draft(ids[:, -1:], chain(1, ids.device).expand(len(ids)))
-    yield session, begin(session, target, drafter, prompt, target.law(raw, session, root, None))
+    hidden = None if prompt.hidden is None else prompt.hidden[:, -1:]
+    yield session, begin(session, target, drafter, prompt, target.law(raw, session, root, hidden))
     for round_ in decode(session, target, drafter):
         yield session, round_
 
