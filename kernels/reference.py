@@ -53,7 +53,7 @@ def categorical(weights: Tensor, u: Tensor) -> Tensor:
 
 
 def exact_ratio(p_x: Tensor, q_x: Tensor) -> Tensor:
-    """Chance to keep x under rejection sampling: min(1, p(x)/q(x)), and 0 where p(x) = 0 (Leviathan et al. 2023, §2.3)."""
+    """Chance to keep x under rejection sampling: min(1, p(x)/q(x)), 0 where p(x) = 0 (Leviathan et al. 2023, §2.3)."""
     return torch.where(p_x > 0, (p_x / q_x).clamp(max=1.0), torch.zeros_like(p_x))
 
 

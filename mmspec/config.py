@@ -44,7 +44,6 @@ class SpecConfig:
 
     def filled(self, depth: int, width: int, size: int) -> SpecConfig:
         """The same options with the drafter's recommendations where the user said nothing."""
-        filled = replace(self, depth=self.depth or depth, width=self.width or width, size=self.size)
-        if filled.size is None:
-            filled = replace(filled, size=filled.depth + 1 if filled.width == 1 else max(size, filled.depth + 1))
-        return filled
+        depth, width = self.depth or depth, self.width or width
+        recommended = depth + 1 if width == 1 else max(size, depth + 1)
+        return replace(self, depth=depth, width=width, size=self.size or recommended)

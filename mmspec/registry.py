@@ -37,7 +37,9 @@ class Entry:
 
 DRAFTERS: dict[str, Entry] = {
     "ngram": Entry("mmspec.drafters.ngram", "NgramDrafter", False, "prompt lookup, no weights; the default"),
-    "eagle": Entry("mmspec.drafters.eagle", "EagleDrafter", True, "EAGLE-2-style feature drafter; reads EAGLE, EAGLE-3"),
+    "eagle": Entry(
+        "mmspec.drafters.eagle", "EagleDrafter", True, "EAGLE-2-style feature drafter; reads EAGLE, EAGLE-3"
+    ),
 }
 
 
@@ -74,7 +76,8 @@ def resolve(drafter: Any, config: SpecConfig, target: TargetInfo) -> Any:
     if isinstance(drafter, (str, Path)):
         if isinstance(drafter, str) and "/" not in drafter and not Path(drafter).exists():
             raise ValueError(
-                f"unknown drafter {drafter!r}; choose from {', '.join(DRAFTERS)}, or pass a folder or owner/name on the hub"
+                f"unknown drafter {drafter!r}; choose from {', '.join(DRAFTERS)}, or pass a folder or "
+                "owner/name on the hub"
             )
         from mmspec.checkpoints.load import load_drafter
 

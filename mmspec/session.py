@@ -1,4 +1,4 @@
-"""The Session: everything that changes during one generation, row by row. Only `commit`, `retire` and `admit` write it."""
+"""The Session: all that changes during one generation, row by row. Only `commit`, `retire` and `admit` write it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Stats:
     drafted: int = 0
     accepted: int = 0
     accepted_by_depth: Counter[int] = field(default_factory=Counter)  # rows that accepted at least so many in a round
-    seconds: Counter[str] = field(default_factory=Counter)  # draft, verify, other (accept and commit), prefill
+    seconds: dict[str, float] = field(default_factory=dict)  # draft, verify, other (accept and commit), prefill
 
     @property
     def target_calls(self) -> int:
@@ -78,11 +78,12 @@ class Stats:
         for name in ("rounds", "tokens", "row_rounds", "drafted", "accepted"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.accepted_by_depth.update(other.accepted_by_depth)
-        self.seconds.update(other.seconds)
+        for part, spent in other.seconds.items():
+            self.seconds[part] = self.seconds.get(part, 0.0) + spent
 
     def __str__(self) -> str:
         spent = sum(self.seconds.values()) or 1.0
-        share = ", ".join(f"{name} {100 * s / spent:.0f} %" for name, s in self.seconds.most_common())
+        share = ", ".join(f"{name} {100 * s / spent:.0f} %" for name, s in sorted(self.seconds.items()))
         depths = " ".join(f"{self.acceptance(d):.2f}" for d in sorted(self.accepted_by_depth))
         return (
             f"{self.tokens} tokens in {self.rounds} target calls; tokens_per_target_call "
@@ -109,7 +110,7 @@ class Session:
         """Call, and book the time on one part of the round."""
         began = time.perf_counter()
         result = call(*args)
-        self.stats.seconds[part] += time.perf_counter() - began
+        self.stats.seconds[part] = self.stats.seconds.get(part, 0.0) + time.perf_counter() - began
         return result
 
     def noise(self, draft: Draft) -> Tensor:

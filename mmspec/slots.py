@@ -1,4 +1,4 @@
-"""Slot storage for keys and values: each row appends at its own length, so a ragged batch wastes nothing and a chain commits for free."""
+"""Slot storage for keys and values: each row appends at its own length, so that a chain commits without a copy."""
 
 from __future__ import annotations
 

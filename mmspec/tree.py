@@ -110,7 +110,9 @@ def _keep(scores: Tensor, tokens: Tensor, parents: Tensor, depth: int, size: int
     """The `size − 1` best of the pool under a root; `parents` are places in the pool, −1 for the root."""
     B, pool = scores.shape
     if size - 1 > pool:
-        raise ValueError(f"a tree of {size} nodes was asked for, but the growth only offers {pool + 1}; lower tree_size")
+        raise ValueError(
+            f"a tree of {size} nodes was asked for, but the growth only offers {pool + 1}; lower tree_size"
+        )
     kept = scores.sort(dim=1, descending=True, stable=True).indices[:, : size - 1].sort(dim=1).values
     place = torch.zeros(B, pool + 1, dtype=torch.long, device=scores.device)  # pool place + 1 → node; the root → 0
     place.scatter_(1, kept + 1, torch.arange(1, size, device=scores.device).expand(B, -1))

@@ -83,7 +83,8 @@ class Tree:
 
     def expand(self, batch: int) -> Tree:
         """The same shape for every one of `batch` rows, without copying."""
-        return Tree(*(t.expand(batch, *t.shape[1:]) for t in (self.parents, self.depth, self.ancestors)), self.is_chain)
+        parents, depth, ancestors = (t.expand(batch, *t.shape[1:]) for t in (self.parents, self.depth, self.ancestors))
+        return Tree(parents, depth, ancestors, self.is_chain)
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,8 @@ def _select(value: T, rows: Tensor) -> T:
     if isinstance(value, Tensor):
         return value[rows]  # type: ignore[return-value]
     if hasattr(value, "__dataclass_fields__"):
-        return type(value)(**{f.name: _select(getattr(value, f.name), rows) for f in fields(value)})  # type: ignore
+        names = [f.name for f in fields(value)]  # type: ignore[arg-type]
+        return type(value)(**{name: _select(getattr(value, name), rows) for name in names})
     return value
 
 
@@ -154,8 +156,8 @@ def _join(a: T, b: T, name: str = "") -> T:
         fill = HOLE if name == "tokens" else 0
         return torch.cat([_filled(t, shape, fill) for t in (a, b)])  # type: ignore[return-value]
     if hasattr(a, "__dataclass_fields__"):
-        parts = {f.name: _join(getattr(a, f.name), getattr(b, f.name), f.name) for f in fields(a)}
-        return type(a)(**parts)  # type: ignore
+        names = [f.name for f in fields(a)]  # type: ignore[arg-type]
+        return type(a)(**{n: _join(getattr(a, n), getattr(b, n), n) for n in names})
     if isinstance(a, bool):
         return a and b
     return a

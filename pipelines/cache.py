@@ -93,7 +93,7 @@ class SlotCache(Cache):
         return mine
 
     def hand_back(self, cache: Cache | None, length: int) -> Cache:
-        """Give the first `length` slots to the user's cache (batch 1), or to a new DynamicCache where there was none."""
+        """Give the first `length` slots to the user's cache (batch 1), or to a new DynamicCache."""
         cache = DynamicCache() if cache is None else cache
         static = isinstance(cache, StaticCache)
         for index, layer in enumerate(self.slots):

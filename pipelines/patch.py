@@ -38,7 +38,7 @@ class Handle:
         """Raise, or say once that the stock path runs; the law of what is generated is the same either way."""
         if self.config.on_unsupported == "error":
             raise UnsupportedError(
-                f"mmspec cannot accelerate this call: {why}. Change the call, call mmspec.disable(model), or enable with "
+                f"mmspec cannot accelerate this call: {why}. Change it, call mmspec.disable(model), or enable with "
                 f"on_unsupported='fallback' to run such calls on the stock path"
             )
         self.fall_back(why)
@@ -100,7 +100,9 @@ class _Enabled:
         )
 
     def _beam_search(self, *args: Any, **kwargs: Any) -> Any:
-        self._mmspec_handle.refuse("beam search (num_beams > 1) ranks whole sequences; a draft has nothing to save there")
+        self._mmspec_handle.refuse(
+            "beam search (num_beams > 1) ranks whole sequences; a draft has nothing to save there"
+        )
         return super()._beam_search(*args, **kwargs)  # type: ignore[misc]
 
     def _assisted_decoding(self, *args: Any, **kwargs: Any) -> Any:

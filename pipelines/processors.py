@@ -8,38 +8,42 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.generation.logits_process import LogitsProcessorList
+from transformers.generation import logits_process
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 
 from mmspec.session import Session
 from mmspec.types import HOLE, Draft
 
+
+def _known(names: str) -> frozenset[type]:
+    return frozenset(getattr(logits_process, name) for name in names.split() if hasattr(logits_process, name))
+
+
 # Functions of one position's scores alone.
-POINTWISE = frozenset(
-    "TemperatureLogitsWarper TopKLogitsWarper TopPLogitsWarper MinPLogitsWarper TopHLogitsWarper TypicalLogitsWarper "
-    "EpsilonLogitsWarper EtaLogitsWarper SuppressTokensLogitsProcessor InfNanRemoveLogitsProcessor "
-    "LogitNormalization".split()
-)
+POINTWISE = _known("""
+    TemperatureLogitsWarper TopKLogitsWarper TopPLogitsWarper MinPLogitsWarper TopHLogitsWarper TypicalLogitsWarper
+    EpsilonLogitsWarper EtaLogitsWarper SuppressTokensLogitsProcessor InfNanRemoveLogitsProcessor LogitNormalization
+""")
 # Functions of the scores and of the tokens before them, with no state of their own.
-HISTORY = frozenset(
-    "RepetitionPenaltyLogitsProcessor NoRepeatNGramLogitsProcessor MinLengthLogitsProcessor "
-    "MinNewTokensLengthLogitsProcessor ForcedBOSTokenLogitsProcessor ForcedEOSTokenLogitsProcessor "
-    "SuppressTokensAtBeginLogitsProcessor SequenceBiasLogitsProcessor NoBadWordsLogitsProcessor "
-    "ExponentialDecayLengthPenalty".split()
-)
+HISTORY = _known("""
+    RepetitionPenaltyLogitsProcessor NoRepeatNGramLogitsProcessor MinLengthLogitsProcessor
+    MinNewTokensLengthLogitsProcessor ForcedBOSTokenLogitsProcessor ForcedEOSTokenLogitsProcessor
+    SuppressTokensAtBeginLogitsProcessor SequenceBiasLogitsProcessor NoBadWordsLogitsProcessor
+    ExponentialDecayLengthPenalty
+""")
 
 
 def unsafe(processors: Iterable[Any]) -> list[str]:
     """Names of the processors that may keep state of their own, which rejected nodes would disturb."""
-    return [type(p).__name__ for p in processors if type(p).__name__ not in POINTWISE | HISTORY]
+    return [type(p).__name__ for p in processors if type(p) not in POINTWISE | HISTORY]
 
 
 class Processors:
     """A LogitsProcessorList over trees: each node is processed with exactly its own prefix."""
 
-    def __init__(self, processors: LogitsProcessorList) -> None:
+    def __init__(self, processors: logits_process.LogitsProcessorList) -> None:
         self.processors = processors
-        self.need_history = any(type(p).__name__ in HISTORY for p in processors)
+        self.need_history = any(type(p) in HISTORY for p in processors)
 
     def __call__(self, logits: Tensor, session: Session, draft: Draft) -> Tensor:
         """Process float logits [B, N, V]; the tokens before node n are the row's own and n's line of ancestors."""
@@ -59,7 +63,9 @@ def _prefixes(session: Session, draft: Draft) -> Iterable[tuple[Tensor, Tensor, 
     tokens, parents = draft.tokens.tolist(), draft.tree.parents.tolist()
     groups: dict[int, list[tuple[list[int], int, int]]] = defaultdict(list)
     for b, row in enumerate(session.rows):
-        before: list[list[int]] = [row.tokens]  # the root is the row's last token, except in the prefill: so is this one
+        before: list[list[int]] = [
+            row.tokens
+        ]  # the root is the row's last token, except in the prefill: so is this one
         groups[len(row.tokens)].append((row.tokens, b, 0))
         for n in range(1, len(tokens[b])):
             prefix = [*before[parents[b][n]], tokens[b][n]]

@@ -1,4 +1,4 @@
-"""Vision-language (and plain language) models of transformers as a Target: stock forwards, explicit masks and positions."""
+"""Vision-language (and language) models of transformers as a Target: stock forwards, explicit masks and positions."""
 
 from __future__ import annotations
 
@@ -124,7 +124,9 @@ class VlmTarget:
     def _features(self, heard: dict[str, Any]) -> Tensor | None:
         if not self.features:
             return None
-        found = [final_hidden(heard["decoder"]) if i == FINAL else layer_input(heard[f"layer {i}"]) for i in self.features]
+        found = [
+            final_hidden(heard["decoder"]) if i == FINAL else layer_input(heard[f"layer {i}"]) for i in self.features
+        ]
         return found[0] if len(found) == 1 else torch.cat([t.to(found[0].device) for t in found], -1)
 
     def law(self, raw: Tensor, session: Session, draft: Draft, hidden: Tensor | None) -> Scores:
@@ -171,7 +173,9 @@ class VlmTarget:
         if not self.eager:
             return visible
         dtype = self.model.dtype
-        return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, torch.finfo(dtype).min)
+        return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(
+            ~visible, torch.finfo(dtype).min
+        )
 
     def commit(self, session: Session, round_: Round) -> None:
         """Keep what stands; on a chain it lies in its place already."""

@@ -63,7 +63,9 @@ class NgramDrafter:
 
     def _continuation(self, index: Index, b: int, tokens: list[int]) -> list[int]:
         places = index.places[b]
-        for end in range(max(index.read[b], 1), len(tokens)):  # an n-gram that ends before `end` is followed by tokens[end]
+        for end in range(
+            max(index.read[b], 1), len(tokens)
+        ):  # an n-gram that ends before `end` is followed by tokens[end]
             for n in self.orders:
                 if end >= n:
                     places[tuple(tokens[end - n : end])] = end

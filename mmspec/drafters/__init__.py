@@ -1,0 +1,1 @@
+"""The drafters, one file each, and the blocks they share."""

@@ -1,0 +1,156 @@
+"""Drafting on features: read the prompt, catch up with what stands, grow a chain or a tree from the last feature."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmspec.config import SpecConfig
+from mmspec.drafters.blocks import Block, Memory, path_after
+from mmspec.slots import Lengths, Slots
+from mmspec.tree import chain, grow
+from mmspec.types import Draft, Prompt, Target, Tree
+
+
+@dataclass
+class _Frontier:
+    """Growth under way: the last level's features, and who is whose ancestor since the root."""
+
+    hidden: Tensor  # [B, k, H]
+    seen: Tensor  # bool [B, k, M]
+    appended: int = 0
+    level: int = 0
+
+
+class FeatureDrafter(nn.Module):
+    """One layer that continues the target's features. A method says what goes in (`inputs`) and what comes out."""
+
+    method: str
+    config: Any
+    options: SpecConfig
+    block: Block
+
+    # -- what a method defines ---------------------------------------------------------------------------------------
+
+    def inputs(self, embeds: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
+        """(what attention reads, the residual) of embeddings [B, n, H] and features: the target's [B, n, F] or own."""
+        raise NotImplementedError
+
+    def logits(self, hidden: Tensor, target: Target) -> Tensor:
+        """Logits [..., V_d] over the draft vocabulary from carried features [..., H]."""
+        raise NotImplementedError
+
+    def carry(self, z: Tensor) -> Tensor:
+        """The layer's output as the feature it stands for."""
+        return z
+
+    def to_target(self, ids: Tensor) -> Tensor:
+        """Ids of the draft vocabulary as the target's."""
+        return ids
+
+    @property
+    def features(self) -> tuple[int, ...]:
+        return self.config.features
+
+    @property
+    def nodes(self) -> int:
+        """Nodes of a draft at most, the root included."""
+        return self.options.size or 1
+
+    # -- drafting ----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def start(self, session: Any, target: Target, prompt: Prompt) -> Memory:
+        """Read the prompt: row j pairs the features at j with the embedding at j + 1; the last waits for its token."""
+        assert prompt.embeds is not None and prompt.hidden is not None
+        B, L = prompt.ids.shape
+        valid = prompt.valid[:, :-1]
+        padded = not bool(valid.all())
+        zero = Lengths.of([0] * B, valid.device)
+        memory = Memory(Slots(L + 256), zero, torch.zeros(B, dtype=torch.long, device=valid.device), valid, padded)
+        if L > 1:
+            causal = torch.ones(L - 1, L - 1, dtype=torch.bool, device=valid.device).tril()
+            seen = (causal & valid[:, None]) | torch.eye(L - 1, dtype=torch.bool, device=valid.device)
+            self._read(memory, prompt.embeds[:, 1:], prompt.hidden[:, :-1], memory.lengths, 0, seen)
+            memory.lengths = Lengths.of([L - 1] * B, valid.device)
+            memory.positions = memory.positions + (L - 1)
+        return memory
+
+    def _read(
+        self, memory: Memory, embeds: Tensor, features: Tensor, at: Lengths, ahead: Tensor | int, seen: Tensor | None
+    ) -> Tensor:
+        """Run n rows [B, n]: appended at `at`, at positions `ahead` of the memory's next one; returns features."""
+        steps = torch.arange(embeds.shape[1], device=embeds.device) if isinstance(ahead, int) else ahead
+        x, residual = self.inputs(embeds, features.to(embeds.dtype))
+        return self.carry(self.block(x, residual, memory.positions[:, None] + steps, memory.attend(at, seen)))
+
+    @torch.no_grad()
+    def propose(self, session: Any, target: Target) -> Draft:
+        memory: Memory = session.memory
+        hidden, follow, count = path_after(session)
+        W = follow.shape[1]
+        seen = None if W == 1 else chain(W, follow.device).ancestors.expand(len(follow), W, W)
+        out = self._read(memory, target.embed(follow), hidden, memory.lengths, 0, seen)
+        memory.lengths = memory.lengths.plus(session.last.counts, count)
+        memory.positions = memory.positions + count
+        f = out.gather(1, (count - 1)[:, None, None].expand(-1, 1, out.shape[2]))  # [B, 1, H]
+        below, tree = self._chain(session, target, f) if self.options.width == 1 else self._tree(session, target, f)
+        return Draft(torch.cat([session.pending[:, None], below], 1), tree)
+
+    def _chain(self, session: Any, target: Target, f: Tensor) -> tuple[Tensor, Tree]:
+        memory, depth, tokens = session.memory, self.options.depth or 1, []
+        for level in range(depth):
+            tokens.append(self.to_target(self.logits(f, target).argmax(-1)))  # [B, 1]
+            if level + 1 < depth:
+                at = Lengths(tuple(n + level for n in memory.lengths.host), memory.lengths.device + level)
+                here = torch.full((1,), level, device=f.device)
+                f = self._read(memory, target.embed(tokens[-1]), f, at, here, None)
+        return torch.cat(tokens, 1), chain(depth + 1, f.device).expand(len(f))
+
+    def _tree(self, session: Any, target: Target, f: Tensor) -> tuple[Tensor, Tree]:
+        memory, o = session.memory, self.options
+        width, depth = o.width or 1, o.depth or 1
+        size = min(o.size or 1, 1 + width + (depth - 1) * width**2)
+        state = _Frontier(f.expand(-1, width, -1), torch.zeros(len(f), width, 0, dtype=torch.bool, device=f.device))
+
+        def expand(tokens: Tensor, came_from: Tensor) -> Tensor:
+            k, n = tokens.shape[1], state.appended
+            before = state.hidden.gather(1, came_from[:, :, None].expand(-1, -1, f.shape[2]))
+            seen = state.seen.gather(1, came_from[:, :, None].expand(-1, -1, n))
+            own = torch.eye(k, dtype=torch.bool, device=f.device).expand(len(f), k, k)
+            state.seen = torch.cat([seen, own], 2)
+            at = Lengths(tuple(x + n for x in memory.lengths.host), memory.lengths.device + n)
+            here = torch.full((k,), state.level, device=f.device)
+            embeds = target.embed(self.to_target(tokens))
+            state.hidden = self._read(memory, embeds, before, at, here, state.seen)
+            state.appended, state.level = n + k, state.level + 1
+            return self.logits(state.hidden, target).float().log_softmax(-1)
+
+        first = self.logits(f[:, 0], target).float().log_softmax(-1)
+        below, tree = grow(first, expand, width, depth, size)
+        return self.to_target(below), tree
+
+    # -- files -------------------------------------------------------------------------------------------------------
+
+    def save_pretrained(self, folder: str | Path, layout: str = "mmspec") -> None:
+        """Write config.json and model.safetensors, in our own layout or in that of `speculators`."""
+        from mmspec.checkpoints.save import save_drafter
+
+        save_drafter(self, folder, layout)
+
+    @classmethod
+    def from_pretrained(cls, name_or_path: str | Path, **options: Any) -> FeatureDrafter:
+        """Read a drafter from a folder or the hub; see `mmspec.load_drafter`."""
+        from mmspec.checkpoints.load import load_drafter
+
+        return load_drafter(name_or_path, **options)
+
+    def push_to_hub(self, repo_id: str, **options: Any) -> str:
+        """Upload to the hub, safetensors only; returns the address."""
+        from mmspec.checkpoints.save import push_drafter
+
+        return push_drafter(self, repo_id, **options)

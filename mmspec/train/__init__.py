@@ -1,0 +1,1 @@
+"""Training of drafters: online distillation from a frozen target."""

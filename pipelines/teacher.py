@@ -1,0 +1,96 @@
+"""A frozen target as a teacher: it writes the answers and hands over its features, batch by batch, nothing on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmspec.pipelines import families
+from mmspec.pipelines.prompts import chat_inputs
+from mmspec.pipelines.swap import final_hidden, layer_input, listen
+from mmspec.pipelines.vlm import tap, untap
+from mmspec.train.data import Sample
+from mmspec.train.distil import Trace
+from mmspec.types import FINAL
+
+_PER_TOKEN = ("token_type_ids", "mm_token_type_ids", "attention_mask")
+
+
+class Teacher:
+    """Context manager around a stock model; while it is open, the decoder is tapped."""
+
+    def __init__(self, model: Any, processor: Any, features: tuple[int, ...]) -> None:
+        self.model = families.unwrap(model).eval().requires_grad_(False)
+        self.processor = processor
+        self.features = features
+
+    def __enter__(self) -> Teacher:
+        tap(self.model, self.features)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        untap(self.model, self.features)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return self.model.get_input_embeddings()(ids)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        return self.model.get_output_embeddings()(hidden)
+
+    def _inputs(self, samples: Sequence[Sample]) -> Any:
+        inputs = chat_inputs(self.processor, [s.prompt for s in samples], [s.load() for s in samples])
+        return inputs.to(self.model.device)
+
+    @torch.no_grad()
+    def answers(self, samples: Sequence[Sample], max_new_tokens: int, temperature: float) -> list[list[int]]:
+        """The target's own answers, as token ids that end with its end-of-sequence token; temperature 0 is greedy."""
+        inputs = self._inputs(samples)
+        sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+        out = self.model.generate(**inputs, max_new_tokens=max_new_tokens, **sampling)[
+            :, inputs["input_ids"].shape[1] :
+        ]
+        eos = self.model.generation_config.eos_token_id
+        ends = set(eos if isinstance(eos, list) else [eos])
+        return [_cut(row, ends) for row in out.tolist()]
+
+    @torch.no_grad()
+    def trace(self, samples: Sequence[Sample], answers: Sequence[Sequence[int]]) -> Trace:
+        """One forward over prompts and answers, right-padded; features and embeddings as the decoder saw them."""
+        inputs = self._inputs(samples)
+        mask = inputs["attention_mask"].bool()
+        prompts = [row[keep].tolist() for row, keep in zip(inputs["input_ids"], mask, strict=True)]
+        longest = max(len(p) + len(a) for p, a in zip(prompts, answers, strict=True))
+        device = mask.device
+        ids = torch.zeros(len(prompts), longest, dtype=torch.long, device=device)
+        valid, answered = torch.zeros_like(ids, dtype=torch.bool), torch.zeros_like(ids, dtype=torch.bool)
+        arguments = {name: t for name, t in inputs.items() if name not in (*_PER_TOKEN, "input_ids")}
+        types = {name: torch.zeros_like(ids) for name in _PER_TOKEN[:2] if name in inputs}
+        for b, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+            n, m = len(prompt), len(answer)
+            ids[b, : n + m] = torch.tensor([*prompt, *answer], device=device)
+            valid[b, : n + m] = True
+            answered[b, n : n + m] = True
+            for name, t in types.items():
+                t[b, :n] = inputs[name][b, mask[b]]
+                t[b, n:] = inputs[name][b, -1]
+        with listen() as heard:
+            self.model(
+                input_ids=ids, attention_mask=valid.long(), use_cache=False, logits_to_keep=1, **arguments, **types
+            )
+        decoder = heard["decoder"]
+        final = final_hidden(decoder)
+        found = [final if i == FINAL else layer_input(heard[f"layer {i}"]) for i in self.features]
+        embeds = decoder[1].get("inputs_embeds")
+        embeds = self.embed(ids) if embeds is None else embeds
+        return Trace(ids, embeds, torch.cat(found, -1), final, valid, answered)
+
+
+def _cut(row: list[int], ends: set[int]) -> list[int]:
+    """Up to and including the first end-of-sequence token."""
+    for i, token in enumerate(row):
+        if token in ends:
+            return row[: i + 1]
+    return row

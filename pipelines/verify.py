@@ -1,0 +1,117 @@
+"""verify: on the user's own model and inputs, the same greedy tokens as the stock path, and an image that matters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from mmspec.pipelines import families
+from mmspec.pipelines.patch import UnsupportedError
+from mmspec.pipelines.swap import restore, swap
+
+_PICTURES = ("pixel_values", "pixel_values_videos")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What verify found.
+
+    Attributes:
+        identical: every row has the stock path's tokens.
+        rows: rows compared.
+        first_difference: (row, generated token index) of the first difference, or None.
+        gap: difference of the two best stock logits there; a gap near zero is a tie that low precision may break.
+        image_matters: another picture changed the output; None where the inputs hold no picture.
+        tokens_per_target_call: τ, bonus token included.
+    """
+
+    identical: bool
+    rows: int
+    first_difference: tuple[int, int] | None
+    gap: float | None
+    image_matters: bool | None
+    tokens_per_target_call: float
+
+    @property
+    def ok(self) -> bool:
+        return self.identical and self.image_matters is not False
+
+    def __str__(self) -> str:
+        if self.identical:
+            same = f"identical to stock generate on {self.rows} of {self.rows} rows"
+        else:
+            assert self.first_difference is not None
+            row, index = self.first_difference
+            same = f"DIFFERS from stock generate, first at row {row}, token {index} (logit gap {self.gap:.2e})"
+        seen = {
+            None: "no picture in these inputs",
+            True: "the picture matters",
+            False: "ANOTHER PICTURE CHANGED NOTHING",
+        }
+        return f"{same}; {seen[self.image_matters]}; {self.tokens_per_target_call:.2f} tokens per target call"
+
+
+def verify(model_or_pipe: Any, inputs: Any, max_new_tokens: int = 64) -> Report:
+    """Generate greedily with mmspec and on the stock path, and again with another picture.
+
+    Args:
+        model_or_pipe: an enabled model.
+        inputs: what a processor returned, as for `model.generate(**inputs)`.
+
+    Raises:
+        UnsupportedError: the model is not enabled.
+    """
+    model = families.unwrap(model_or_pipe)
+    mine = type(model)
+    if getattr(mine, "_mmspec_handle", None) is None:
+        raise UnsupportedError(f"{mine.__name__} is not enabled; call mmspec.enable(model) first")
+    handle = mine._mmspec_handle
+    settings = {"max_new_tokens": max_new_tokens, "do_sample": False, "num_beams": 1}
+    before = (handle.stats.accepted, handle.stats.row_rounds)
+    fast = model.generate(**inputs, **settings)
+    accepted, rounds = (
+        now - then for now, then in zip((handle.stats.accepted, handle.stats.row_rounds), before, strict=True)
+    )
+    other = _other_picture(inputs)
+    changed = None if other is None else not _same(fast, model.generate(**other, **settings))
+    stock = _stock(model, inputs, settings)
+    where = _first_difference(fast, stock.sequences, inputs["input_ids"].shape[1])
+    gap = None
+    if where is not None:
+        best = stock.scores[min(where[1], len(stock.scores) - 1)][where[0]].topk(2).values
+        gap = float(best[0] - best[1])
+    tau = 1 + accepted / rounds if rounds else 1.0
+    return Report(where is None, len(fast), where, gap, changed, tau)
+
+
+def _stock(model: Any, inputs: Any, settings: dict[str, Any]) -> Any:
+    """One call on the stock path; the patch comes back whatever happens."""
+    mine = type(model)
+    handle = mine._mmspec_handle
+    mixin = mine.__mro__[1]
+    restore(model)
+    try:
+        return model.generate(**inputs, **settings, return_dict_in_generate=True, output_scores=True)
+    finally:
+        swap(model, mixin, _mmspec_handle=handle)
+
+
+def _other_picture(inputs: Any) -> dict[str, Any] | None:
+    """The same inputs with every picture turned into its negative; None where there is no picture."""
+    found = {name: -inputs[name] for name in _PICTURES if inputs.get(name) is not None}
+    return {**inputs, **found} if found else None
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and bool((a == b).all())
+
+
+def _first_difference(fast: Tensor, stock: Tensor, prompt: int) -> tuple[int, int] | None:
+    length = min(fast.shape[1], stock.shape[1])
+    differs = (fast[:, :length] != stock[:, :length]).nonzero()
+    if len(differs):
+        row, column = min(map(tuple, differs.tolist()), key=lambda at: at[1])
+        return int(row), int(column) - prompt
+    return None if fast.shape == stock.shape else (0, length - prompt)
