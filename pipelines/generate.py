@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,8 @@ from mmspec.tree import chain
 from mmspec.types import Draft, Round
 
 _RESERVE = 1024  # slots to reserve at once at most, beyond the prompt
+
+watching: ContextVar[Callable[[Round], None] | None] = ContextVar("mmspec_watching", default=None)  # see stream.py
 
 
 @dataclass
@@ -68,9 +71,11 @@ def generate(model: Any, drafter: Any, call: Call) -> tuple[Any, Stats]:
     processors = Processors(call.logits_processor)
     target = VlmTarget(model, drafter.features, processors, bool(config.do_sample), keep)
     collected = _Collected(call, keep)
-    cache = None
+    cache, watch = None, watching.get()
     with torch.no_grad():
         for session, round_ in _rounds(target, drafter, call):
+            if watch is not None:
+                watch(round_)
             collected.take(session, round_)
             cache = session.cache.cache
     return collected.result(cache), collected.stats

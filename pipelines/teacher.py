@@ -11,7 +11,7 @@ from torch import Tensor
 from mmspec.pipelines import families
 from mmspec.pipelines.prompts import chat_inputs
 from mmspec.pipelines.swap import final_hidden, layer_input, listen
-from mmspec.pipelines.vlm import tap, untap
+from mmspec.pipelines.vlm import placeholders, tap, untap
 from mmspec.train.data import Sample
 from mmspec.train.distil import Trace
 from mmspec.types import FINAL
@@ -54,7 +54,7 @@ class Teacher:
         ]
         eos = self.model.generation_config.eos_token_id
         ends = set(eos if isinstance(eos, list) else [eos])
-        return [_cut(row, ends) for row in out.tolist()]
+        return [_cut(row, ends, set(placeholders(self.model))) for row in out.tolist()]
 
     @torch.no_grad()
     def trace(self, samples: Sequence[Sample], answers: Sequence[Sequence[int]]) -> Trace:
@@ -88,9 +88,11 @@ class Teacher:
         return Trace(ids, embeds, torch.cat(found, -1), final, valid, answered)
 
 
-def _cut(row: list[int], ends: set[int]) -> list[int]:
-    """Up to and including the first end-of-sequence token."""
+def _cut(row: list[int], ends: set[int], never: set[int]) -> list[int]:
+    """Up to and including the first end-of-sequence token; up to a placeholder, which no text can hold."""
     for i, token in enumerate(row):
+        if token in never:
+            return row[:i]
         if token in ends:
             return row[: i + 1]
     return row

@@ -41,6 +41,12 @@ class State:
         return State(self.cache.join(other.cache), first, torch.cat(open_slots), types)
 
 
+def placeholders(model: Any) -> list[int]:
+    """Token ids that stand for visual features in a prompt."""
+    names = ("image_token_id", "video_token_id", "image_token_index", "video_token_index")
+    return sorted({getattr(model.config, name, None) for name in names} - {None})
+
+
 def taps(model: Any, features: tuple[int, ...]) -> dict[str, Any]:
     """The modules to overhear: the decoder, and the layers whose input the drafter asked for."""
     decoder = model.get_decoder()
@@ -116,10 +122,7 @@ class VlmTarget:
 
     def _visual(self, ids: Tensor) -> Tensor:
         """bool [B, L]: image and video positions."""
-        config = self.model.config
-        names = ("image_token_id", "video_token_id", "image_token_index", "video_token_index")
-        special = {getattr(config, name, None) for name in names} - {None}
-        return torch.isin(ids, torch.tensor(sorted(special), device=ids.device, dtype=ids.dtype))
+        return torch.isin(ids, torch.tensor(placeholders(self.model), device=ids.device, dtype=ids.dtype))
 
     def _features(self, heard: dict[str, Any]) -> Tensor | None:
         if not self.features:

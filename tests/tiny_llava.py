@@ -1,0 +1,73 @@
+"""A random LLaVA of a few thousand weights with a processor to match, made on the fly and saved like any checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import transformers as T
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+IMAGE_TOKEN = 120
+TEMPLATE = (
+    "{% for m in messages %}{% for c in m['content'] %}{% if c['type'] == 'image' %}<image> "
+    "{% else %}{{ c['text'] }} {% endif %}{% endfor %}{% endfor %}"
+)
+
+
+def model(seed: int = 0) -> T.LlavaForConditionalGeneration:
+    """Random weights, scaled up so that pictures and prompts change the answer."""
+    torch.manual_seed(seed)
+    text = T.LlamaConfig(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=512,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    vision = T.CLIPVisionConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, image_size=28, patch_size=14
+    )
+    config = T.LlavaConfig(text_config=text, vision_config=vision, image_token_id=IMAGE_TOKEN, vision_feature_layer=-2)
+    made = T.LlavaForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for weight in made.parameters():
+            if weight.dim() > 1:
+                weight.mul_(3.0)
+    return made
+
+
+def processor(template: str | None = TEMPLATE) -> T.LlavaProcessor:
+    """Words w3 ... w127; everything else is <unk>."""
+    words = {f"w{i}": i for i in range(4, 128) if i != IMAGE_TOKEN}
+    words |= {"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3, "<image>": IMAGE_TOKEN}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return T.LlavaProcessor(
+        image_processor=T.CLIPImageProcessor(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28}),
+        tokenizer=T.PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer,
+            pad_token="<pad>",
+            bos_token="<s>",
+            eos_token="</s>",
+            unk_token="<unk>",
+            additional_special_tokens=["<image>"],
+        ),
+        patch_size=14,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        chat_template=template,
+    )
+
+
+def save(folder: Path) -> Path:
+    """Both, in a folder that `--model` takes."""
+    model().save_pretrained(folder)
+    processor().save_pretrained(folder)
+    return folder
