@@ -73,7 +73,7 @@ def sibling_mass(mass: Tensor, siblings: Tensor) -> Tensor:
     Returns:
         [B, N].
     """
-    return (siblings * mass[:, None, :]).sum(-1)
+    return torch.where(siblings, mass[:, None, :], 0.0).sum(-1)  # a product would let a NaN through
 
 
 def move_rows(buffer: Tensor, source: Tensor, start: Tensor) -> None:

@@ -49,9 +49,11 @@ def descend(draft: Draft, law: Law, u: Tensor) -> Verdict:
     children[:, 0] = False
     weights = law.weights(last)
     refused = torch.zeros_like(weights).scatter_add_(1, tokens.clamp(min=0), children.to(weights.dtype))
-    taken = (mass * children).sum(-1)
+    left = torch.where(refused > 0, 0.0, weights)
+    left = torch.where(left.sum(-1, keepdim=True) > 0, left, weights)  # rounding may leave nothing
+    taken = torch.where(children, mass, 0.0).sum(-1)
     rest = (u.gather(1, last[:, None])[:, 0] - taken) / (1 - taken)
-    return Verdict(stands, count, last, ops.categorical(weights * (refused == 0), rest.clamp(0, _BELOW_ONE)))
+    return Verdict(stands, count, last, ops.categorical(left, rest.clamp(0, _BELOW_ONE)))
 
 
 def _repeated(draft: Draft) -> Tensor:
@@ -77,7 +79,7 @@ def walk(draft: Draft, law: Law, rule: Rule, u: Tensor) -> Verdict:
     tokens, parents = draft.tokens, draft.tree.parents
     B, N = tokens.shape
     rows = torch.arange(B, device=tokens.device)
-    vocab = law.logits.shape[-1] if law.logits is not None else int(torch.maximum(tokens.max(), law.ids.max())) + 1  # type: ignore[union-attr]
+    vocab = _vocabulary(draft, law)
     current = torch.zeros(B, dtype=torch.long, device=tokens.device)
     stands = torch.zeros(B, N, dtype=torch.bool, device=tokens.device)
     stands[:, 0] = True
@@ -102,3 +104,10 @@ def walk(draft: Draft, law: Law, rule: Rule, u: Tensor) -> Verdict:
         noise = torch.where(kept, u[:, node], noise)
         noise = torch.where(refused, ((noise - f) / (1 - f)).clamp(0, _BELOW_ONE), noise)
     return Verdict(stands, stands.sum(-1), current, ops.categorical(p, noise))
+
+
+def _vocabulary(draft: Draft, law: Law) -> int:
+    """V; for point masses alone, as much of it as is in use."""
+    known = [each.logits.shape[-1] for each in (law, draft.law) if each is not None and each.logits is not None]
+    ids = [t.max() for t in (draft.tokens, law.ids) if t is not None]
+    return known[0] if known else int(torch.stack(ids).max()) + 1

@@ -63,14 +63,13 @@ def _prefixes(session: Session, draft: Draft) -> Iterable[tuple[Tensor, Tensor, 
     tokens, parents = draft.tokens.tolist(), draft.tree.parents.tolist()
     groups: dict[int, list[tuple[list[int], int, int]]] = defaultdict(list)
     for b, row in enumerate(session.rows):
-        before: list[list[int]] = [
-            row.tokens
-        ]  # the root is the row's last token, except in the prefill: so is this one
-        groups[len(row.tokens)].append((row.tokens, b, 0))
+        before: list[list[int] | None] = [row.tokens]  # of the root: it is the row's last token
         for n in range(1, len(tokens[b])):
-            prefix = [*before[parents[b][n]], tokens[b][n]]
-            before.append(prefix)
-            if tokens[b][n] != HOLE:
+            above = before[parents[b][n]]
+            reachable = above is not None and tokens[b][n] != HOLE
+            before.append([*above, tokens[b][n]] if reachable and above is not None else None)
+        for n, prefix in enumerate(before):
+            if prefix is not None:
                 groups[len(prefix)].append((prefix, b, n))
     device = draft.tokens.device
     for group in groups.values():

@@ -1,4 +1,4 @@
-"""stream: `model.generate` as an iterator of steps, one per target call, that tell drafted tokens from the target's own."""
+"""stream: `model.generate` as an iterator of steps, one per target call, that tell drafted tokens from the others."""
 
 from __future__ import annotations
 
@@ -55,8 +55,10 @@ def stream(model_or_pipe: Any, inputs: Any, stop: threading.Event | None = None,
     if rows != 1:
         raise ValueError(f"stream follows one row; got {rows}. Call it once for each, or use model.generate")
     model = families.unwrap(model_or_pipe)
-    relay = _Relay(stop or threading.Event())
-    work = threading.Thread(target=contextvars.copy_context().run, args=(relay.run, model, inputs, settings), daemon=True)
+    relay = _Relay(stop)
+    work = threading.Thread(
+        target=contextvars.copy_context().run, args=(relay.run, model, inputs, settings), daemon=True
+    )
     work.start()
     try:
         while (step := relay.steps.get()) is not None:
@@ -64,21 +66,22 @@ def stream(model_or_pipe: Any, inputs: Any, stop: threading.Event | None = None,
                 raise step
             yield step
     finally:
-        relay.stop.set()
+        relay.closed.set()
         work.join()
 
 
 class _Relay(BaseStreamer):
     """Puts steps into a queue: from rounds where the model is enabled, from streamed tokens where it is not."""
 
-    def __init__(self, stop: threading.Event) -> None:
+    def __init__(self, stop: threading.Event | None) -> None:
         self.steps: SimpleQueue[Step | BaseException | None] = SimpleQueue()
-        self.stop = stop
+        self.closed = threading.Event()
+        self._ends = [self.closed, *([stop] if stop is not None else [])]
         self._prompt_seen = self._in_rounds = False
 
     def run(self, model: Any, inputs: Any, settings: dict[str, Any]) -> None:
         self._thread, self._began = threading.get_ident(), time.perf_counter()
-        criteria = [*(settings.get("stopping_criteria") or ()), _Asked(self.stop)]
+        criteria = [*(settings.get("stopping_criteria") or ()), _Asked(self._ends)]
         self._hook = model.register_forward_hook(self._read)
         watching.set(self._round)
         try:
@@ -118,8 +121,10 @@ class _Relay(BaseStreamer):
 class _Asked(StoppingCriteria):
     """Ends every row once somebody asked for it."""
 
-    def __init__(self, stop: threading.Event) -> None:
-        self.stop = stop
+    def __init__(self, ends: list[threading.Event]) -> None:
+        self.ends = ends
 
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
-        return torch.full((len(input_ids),), self.stop.is_set(), dtype=torch.bool, device=input_ids.device)
+        return torch.full(
+            (len(input_ids),), any(e.is_set() for e in self.ends), dtype=torch.bool, device=input_ids.device
+        )

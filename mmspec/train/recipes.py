@@ -49,7 +49,7 @@ class EagleRecipe:
 
 # Of the embedded drafter: small enough for Muon and a high rate; the token loss leads because speed is what counts.
 SCENES_EAGLE = EagleRecipe(
-    steps=1500, batch=16, lr=3e-3, clip=1.0, muon=True, feature_weight=0.5, token_weight=1.0, unroll=4,
+    steps=700, batch=12, lr=3e-3, clip=1.0, muon=True, feature_weight=0.5, token_weight=1.0, unroll=4,
     sampled=0.3, max_new_tokens=256, held_out=48,
 )  # fmt: skip
 
