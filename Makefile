@@ -1,0 +1,60 @@
+# Every verb sets up what it needs by itself: a virtual environment in .venv, filled once per change of pyproject.toml.
+#   make test                     make caption IN=photos ARGS="--model llava-hf/llava-1.5-7b-hf"
+# PYTHON=... names the interpreter, VENV=... another environment (one that has torch already spares the download).
+
+VENV ?= .venv
+RUN := $(VENV)/bin
+IN ?=
+ARGS ?=
+OFFLINE := HF_HUB_OFFLINE=1
+
+.PHONY: help check test test-all bench demo caption zoo
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make check | test | test-all | bench | demo | caption [IN=folder] [ARGS=options] | zoo"
+
+check: $(VENV)/.mmspec-dev
+	$(RUN)/ruff check .
+	$(RUN)/ruff format --check .
+	$(RUN)/mypy
+
+test: $(VENV)/.mmspec-dev
+	$(OFFLINE) $(RUN)/python -m pytest $(ARGS)
+
+test-all: $(VENV)/.mmspec-dev
+	$(OFFLINE) $(RUN)/python -m pytest --full $(ARGS)
+
+bench: $(VENV)/.mmspec-dev
+	$(OFFLINE) $(RUN)/python -m mmspec.app.cli bench vlm --json benchmarks/results/vlm.json $(ARGS)
+
+zoo: $(VENV)/.mmspec-dev
+	$(OFFLINE) $(RUN)/python -m mmspec.app.cli zoo $(ARGS)
+
+demo: $(VENV)/.mmspec-base
+	$(OFFLINE) $(RUN)/python -m mmspec.app.cli demo $(ARGS)
+
+# Online, because --model may name a model on the Hub; the embedded one needs no network.
+caption: $(VENV)/.mmspec-base
+	$(RUN)/python -m mmspec.app.cli caption $(if $(IN),"$(IN)") $(ARGS)
+
+$(VENV)/.mmspec-base: pyproject.toml | $(RUN)/python
+	$(RUN)/python -m pip install --disable-pip-version-check -e .
+	@touch $@
+
+$(VENV)/.mmspec-dev: pyproject.toml | $(RUN)/python
+	$(RUN)/python -m pip install --disable-pip-version-check -e ".[dev]"
+	@touch $@ $(VENV)/.mmspec-base
+
+# The first interpreter that is new enough; its venv module is a package of its own on Debian and Ubuntu.
+$(RUN)/python:
+	@for python in $(PYTHON) python3 python3.14 python3.13 python3.12 python3.11 python; do \
+	  if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+	    echo "$(VENV): made with $$("$$python" -c 'import sys; print(sys.executable, sys.version.split()[0])')"; \
+	    "$$python" -m venv "$(VENV)" && exit 0; \
+	    echo "make: $$python cannot make a virtual environment; on Debian or Ubuntu: apt install python3-venv" >&2; \
+	    rm -rf "$(VENV)"; exit 1; \
+	  fi; \
+	done; \
+	echo "make: no Python 3.11 or newer found; install one, or name it: make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)" >&2; \
+	exit 1

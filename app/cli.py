@@ -1,0 +1,52 @@
+"""The `mmspec` command: a table of verbs, each a module of this folder that is imported only when it is called."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+import mmspec
+
+COMMANDS = {  # verb: (module with configure(parser) and run(args) -> exit code, one line of help)
+    "caption": ("mmspec.app.caption", "caption a folder of images"),
+    "convert": ("mmspec.app.convert", "rewrite a drafter in another published layout"),
+    "supported": ("mmspec.app.supported", "print which models work with which drafters"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb; the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # a console that lacks a letter must not end a long run
+            stream.reconfigure(errors="backslashreplace")
+    args = _parser(words).parse_args(words)
+    try:
+        return args.run(args)
+    except KeyboardInterrupt:
+        print(f"\nmmspec {args.verb}: stopped", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # `mmspec ... | head`: nobody reads any more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def _parser(words: list[str]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="mmspec", description=mmspec.__doc__)
+    parser.add_argument("--version", action="version", version=f"mmspec {mmspec.__version__}")
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    called = next((word for word in words if not word.startswith("-")), None)
+    for name, (module, help_line) in COMMANDS.items():
+        verb = verbs.add_parser(name, help=help_line)
+        if name == called:
+            chosen = importlib.import_module(module)
+            chosen.configure(verb)
+            verb.set_defaults(run=chosen.run)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,26 @@
+"""The small model that comes with mmspec: its names, the folder of its weights, its prompt and its limits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mmspec import zoo
+from mmspec.zoo.language import PROMPTS
+
+MODEL, DRAFTER = "scenes-vlm", "scenes-vlm-eagle"
+NOTE = (
+    "note: scenes-vlm, the model that comes with mmspec, knows only drawn scenes of coloured shapes; its captions of "
+    "other pictures mean nothing. Name a real model: --model llava-hf/llava-1.5-7b-hf --drafter ngram"
+)
+
+
+def resolve(name: str) -> str:
+    """Folder of an embedded model's weights; any other name unchanged. FileNotFoundError if the weights are missing."""
+    if name not in (MODEL, DRAFTER) or Path(name).exists():
+        return name
+    return str(zoo.path(name))
+
+
+def prompt() -> str:
+    """The prompt under which the embedded model was trained to write a caption."""
+    return PROMPTS["short"]

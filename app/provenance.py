@@ -1,0 +1,86 @@
+"""Where a number comes from: code, command, versions, machine and its load, to stand beside every result."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import mmspec
+
+PACKAGES = ("torch", "transformers", "diffusers")
+
+
+def provenance(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """The facts as plain data; what cannot be found out is None."""
+    commit, dirty = checkout()
+    return {
+        "commit": commit,
+        "dirty": dirty,
+        "argv": list(sys.argv),
+        "versions": {
+            "python": platform.python_version(),
+            "mmspec": mmspec.__version__,
+            **{name: _version(name) for name in PACKAGES},
+        },
+        "system": platform.platform(),
+        "device": device_name(device),
+        "device_type": device.type,
+        "cores": _usable_cores(),
+        "threads": torch.get_num_threads(),
+        "dtype": str(dtype).removeprefix("torch."),
+        "niceness": os.nice(0) if hasattr(os, "nice") else None,
+        "load_average": load_average(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def checkout() -> tuple[str | None, bool | None]:
+    """Commit of the checkout that mmspec runs from, and whether files differ from it; None twice when installed."""
+    root = Path(mmspec.__file__).resolve().parent.parent
+    if not (root / ".git").exists():
+        return None, None
+    commit, changes = (_git(root, *words) for words in (("rev-parse", "HEAD"), ("status", "--porcelain")))
+    return commit, None if changes is None else bool(changes)
+
+
+def _git(root: Path, *words: str) -> str | None:
+    try:
+        found = subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):  # no git here, or a repository of somebody else
+        return None
+    return found.stdout.strip()
+
+
+def device_name(device: torch.device) -> str:
+    """What the device calls itself."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if device.type == "cpu" and Path("/proc/cpuinfo").exists():
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+        return next(names, platform.machine())
+    return platform.processor() or platform.machine()
+
+
+def load_average() -> list[float] | None:
+    """Processes that wanted to run over the last 1, 5 and 15 minutes; above the cores, timings are disturbed."""
+    return [round(x, 2) for x in os.getloadavg()] if hasattr(os, "getloadavg") else None
+
+
+def _usable_cores() -> int | None:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,83 @@
+"""Writes the model card of an embedded VLM from its recipe and its held-out results."""
+from pathlib import Path
+
+from mmspec.app import zoo_fit
+from mmspec.zoo import language
+from mmspec.zoo.recipes import VlmRecipe
+
+CARD = """---
+license: apache-2.0
+library_name: transformers
+pipeline_tag: image-text-to-text
+tags: [llava, mmspec, synthetic]
+---
+# {name}
+
+A small but real `LlavaForConditionalGeneration` ({parameters:.1f} M parameters, bfloat16 safetensors), embedded in
+mmspec so that its demo, tests and benchmarks run without a network. It describes drawn scenes of coloured shapes, in a
+short and factual or a long and fanciful style, and answers questions about one or two pictures.
+
+```python
+from transformers import AutoModelForImageTextToText, AutoProcessor
+from mmspec import zoo
+processor = AutoProcessor.from_pretrained(zoo.path("{name}"))
+model = AutoModelForImageTextToText.from_pretrained(zoo.path("{name}"))
+```
+Prompts it knows best: "{short}" and "{long}".
+
+## Made from
+- Data: scenes drawn by `mmspec.zoo.scenes` (one to six objects of seven shapes, eight colours, three textures and two
+  sizes on seven backgrounds, 96 x 96 pixels) and texts composed from them by `mmspec.zoo.language`. No outside data, no
+  other model.
+- Vision tower: CLIP, {vision.layers} layers x {vision.width}, patch {vision.patch}, 64 visual tokens a picture; first
+  trained alone to classify what stands in each cell of the grid ({tower.steps} steps of {tower.batch} scenes), then
+  frozen.
+- Decoder: Llama, {language_shape.layers} layers x {language_shape.width}, {language_shape.heads} heads, byte-level BPE
+  of {language_shape.vocabulary} tokens; {decoder.steps} steps of {decoder.batch} packed rows. A row is one picture (in
+  every {pair_every}th step two) and {slots} tokens of texts about it that see the picture and themselves only.
+- Optimiser: Muon for the matrices of the layers, AdamW for the rest, peak rates {tower.lr} and {decoder.lr}, warm-up,
+  plateau and linear decay to zero, gradient clip {decoder.clip}, bfloat16 autocast. Seed {seed}.
+- Wall time: {minutes:.0f} minutes on two CPU cores that other work shared.
+
+## Held-out results
+Greedy, float32, n = {n} scenes that no training step has drawn. An object is right when shape and colour are right at
+its place; precision is over the objects stated, recall over those drawn. Answers to questions must match exactly.
+
+| fact | right | of | share |
+|---|---|---|---|
+{rows}
+
+Short captions have {short_tokens:.0f} tokens in the mean, long ones {long_tokens:.0f} (with {long_words} different
+words).
+
+## Limits
+It knows nothing but such drawings: on photographs, other shapes or other questions its answers mean nothing. The mood
+and fancy of long descriptions are invented. English only; at most two pictures in a prompt were trained.
+
+Licence: Apache-2.0. To train it again: `mmspec zoo train {name}`.
+"""
+
+
+def card(recipe: VlmRecipe, results: dict, minutes: float) -> str:
+    """The text of README.md in the model's folder."""
+    facts = [(f"{style} caption: {fact}", score) for style in ("short", "long")
+             for fact, score in results[style]["facts"].items()]
+    facts += [(f"question: {kind}", score) for kind, score in results["questions"].items()]
+    facts.append(("questions, all", _sum(results["questions"])))
+    facts.append(("two pictures, all", _sum(results["pairs"])))
+    rows = "\n".join(f"| {fact} | {right} | {of} | {right / of:.1%} |" for fact, (right, of) in facts if of)
+    return CARD.format(
+        name=recipe.name, parameters=results["parameters"] / 1e6, vision=recipe.vision, language_shape=recipe.language,
+        tower=recipe.tower, decoder=recipe.decoder, pair_every=recipe.pair_every, slots=recipe.slots, seed=recipe.seed,
+        minutes=minutes, n=results["short"]["scenes"], rows=rows, short=language.PROMPTS["short"],
+        long=language.PROMPTS["long"], short_tokens=results["short"]["tokens"], long_tokens=results["long"]["tokens"],
+        long_words=results["long"]["different words"])
+
+
+def wall_minutes(work: Path) -> float:
+    """Minutes that all stages took, from their checkpoints."""
+    return sum(zoo_fit.seconds(work / f"{stage}.pt") for stage in ("tower", "decoder", "polish")) / 60
+
+
+def _sum(scores: dict[str, tuple[int, int]]) -> tuple[int, int]:
+    return sum(right for right, _ in scores.values()), sum(of for _, of in scores.values())

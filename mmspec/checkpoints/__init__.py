@@ -1,0 +1,1 @@
+"""Reading and writing drafters: one key map per published layout, strict both ways, safetensors out."""

@@ -1,0 +1,130 @@
+"""What a folder says of its drafter beside the weights: config.json in each layout, and the card."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import mmspec
+from mmspec.checkpoints.layouts import layout_named
+from mmspec.checkpoints.settings import NOTED
+from mmspec.drafters.eagle import EagleConfig
+
+_NO_LIMIT = 131072  # max_position_embeddings: rotary tables are made as needed, so that only the target sets a limit
+_CARD = """---
+{base}library_name: mmspec
+tags:
+- speculative-decoding
+- {method}
+---
+
+# {method} drafter for {target}
+
+Drafts tokens for {target}{revision}; the target decides, so what is generated is what the target alone would generate.
+
+```python
+import mmspec
+
+mmspec.enable(model, drafter="this folder or repository")
+model.generate(...)  # as before
+```
+
+| depth | width | size |
+|---|---|---|
+| {depth} | {width} | {size} |
+
+These are the recommended depth (longest drafted path), width (branches per node) and size (nodes sent to the target at
+once), used where `enable` is told nothing else. Layout of the files: {layout}. {shapes}
+"""
+
+
+def describe(name: str, config: EagleConfig) -> dict[str, Any]:
+    """config.json of a drafter in a layout.
+
+    Raises:
+        ValueError: the layout has no place for this drafter; the message says why.
+    """
+    layout, values = layout_named(name), config.to_dict()
+    marker = {"layout": name, "method": "eagle", "version": mmspec.__version__}
+    if name == "mmspec":
+        return {"mmspec": marker, **values}
+    wrong = [f"{key} is {values[key]!r}, not {want!r}" for key, want in layout.fixed.items() if values[key] != want]
+    if layout.own_head is not (config.draft_vocab > 0):
+        wrong.append(f"it has {'an' if config.draft_vocab else 'no'} output head of its own")
+    if layout.own_head and len(config.features) < 2:
+        wrong.append(f"it reads {len(config.features)} layer of its target, not several")
+    if wrong:
+        raise ValueError(
+            f"the layout {name!r} ({layout.about}) cannot hold this drafter: {'; '.join(wrong)}. Use layout 'mmspec'"
+        )
+    marker |= {key: values[key] for key in NOTED}
+    return {**_WRITERS[name](config), "mmspec": marker}
+
+
+def _llama(c: EagleConfig) -> dict[str, Any]:
+    return {
+        "model_type": "llama", "hidden_act": "silu", "num_hidden_layers": 1, "vocab_size": c.vocab,
+        "hidden_size": c.hidden, "intermediate_size": c.intermediate, "num_attention_heads": c.heads,
+        "num_key_value_heads": c.kv_heads, "head_dim": c.head_dim or c.hidden // c.heads, "rms_norm_eps": c.norm_eps,
+        "rope_theta": c.rope_theta, "rope_scaling": None, "max_position_embeddings": _NO_LIMIT,
+        "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False,
+    }  # fmt: skip
+
+
+def _eagle(c: EagleConfig) -> dict[str, Any]:
+    return {"architectures": ["LlamaForCausalLM"], **_llama(c), "bias": c.fc_bias, "qkv_bias": c.qkv_bias}
+
+
+def _eagle3(c: EagleConfig) -> dict[str, Any]:
+    own = {"target_hidden_size": c.target_hidden} if c.target_hidden else {}
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"], **_llama(c), "qkv_bias": c.qkv_bias, **own,
+        "draft_vocab_size": c.draft_vocab, "eagle_aux_hidden_state_layer_ids": list(c.features),
+    }  # fmt: skip
+
+
+def _speculators(c: EagleConfig) -> dict[str, Any]:
+    greedy = {"proposal_type": "greedy", "speculative_tokens": c.depth, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+    return {
+        "architectures": ["Eagle3DraftModel"],
+        "speculators_model_type": "eagle3",
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [greedy],
+            "verifier": {"name_or_path": c.target or None, "architectures": []},
+        },
+        "transformer_layer_config": _llama(c),
+        "draft_vocab_size": c.draft_vocab,
+        "target_hidden_size": c.target_hidden or None,
+        "eagle_aux_hidden_state_layer_ids": list(c.features),
+        "norm_before_residual": c.norm_residual,
+        "norm_before_fc": False,
+        "embed_requires_grad": False,
+        "tie_word_embeddings": False,
+    }
+
+
+_WRITERS: dict[str, Callable[[EagleConfig], dict[str, Any]]] = {
+    "eagle": _eagle,
+    "eagle3": _eagle3,
+    "speculators": _speculators,
+}
+
+
+def card(name: str, c: EagleConfig) -> str:
+    """README.md of a drafter in a layout."""
+    on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", c.target) is not None and not c.target.startswith(".")
+    return _CARD.format(
+        base=f"base_model: {json.dumps(c.target)}\n" if on_hub else "",
+        method="eagle",
+        target=c.target or "a target that was not noted",
+        revision=f" (revision {c.target_revision})" if c.target_revision else "",
+        layout=f"{name} ({layout_named(name).about})",
+        shapes=f"Hidden size {c.hidden}, vocabulary {c.vocab}, {c.draft_vocab or 'no'} rows of an own output head.",
+        depth=c.depth,
+        width=c.width,
+        size=c.size,
+    )

@@ -1,0 +1,74 @@
+"""Reading a drafter in any known layout, strictly, from a folder, a file or the hub."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from mmspec.checkpoints import files, settings, weights
+from mmspec.checkpoints.layouts import detect, layout_named
+from mmspec.drafters.eagle import EagleDrafter
+from mmspec.registry import TargetInfo
+
+
+def load_drafter(
+    name_or_path: str | Path,
+    *,
+    target: Any = None,
+    revision: str | None = None,
+    allow_pickle: bool = False,
+    layout: str | None = None,
+) -> EagleDrafter:
+    """A drafter with its weights, frozen and in eval mode, in the types of the file; `enable` fits it to its target.
+
+    Args:
+        name_or_path: a folder, a file with config.json beside it, or owner/name on the hub.
+        target: what it drafts for: a model, its TargetInfo, or its name or folder. Needed where the file does not say
+            which layers it reads (EAGLE-3 as published). A name also replaces the one noted in the file.
+        revision: branch, tag or commit on the hub.
+        allow_pickle: run the code that a .bin file asks for; only for files whose author you trust.
+        layout: one of `layouts.LAYOUTS`; None: what config.json and the tensors' names show.
+
+    Raises:
+        FileNotFoundError: nothing there, or no config.json or weights in it.
+        ValueError: an unknown layout, missing, extra or misshapen tensors, a damaged file, a network we do not have.
+    """
+    path = files.locate(name_or_path, revision)
+    try:
+        config = files.read_config(path)
+        tensors = files.read_tensors(path, allow_pickle)
+        name = detect(config, tensors) if layout is None else layout
+        table = layout_named(name)
+        shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
+        if table.keys:  # not our own names
+            settings.refuse(config, shapes)
+            weights.check_keys(table, tensors)
+        found = settings.read(name, config, shapes, partial(_layers, target))
+        if isinstance(target, (str, Path)):
+            found = replace(found, target=str(target))
+        drafter = weights.build(table, tensors, found)
+    except ValueError as error:
+        raise ValueError(f"{name_or_path}: {error}") from error
+    return drafter.eval().requires_grad_(False)
+
+
+def _layers(target: Any) -> int | None:
+    """How many decoder layers a target has: a TargetInfo, a model, or the name or folder of one."""
+    if target is None:
+        return None
+    if isinstance(target, TargetInfo):
+        return target.layers
+    if isinstance(target, (str, Path)):
+        from transformers import AutoConfig
+
+        try:
+            config = AutoConfig.from_pretrained(target)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"the config of the target {str(target)!r} could not be read: {error}") from error
+    else:
+        config = getattr(target, "config", None)
+    if not hasattr(config, "get_text_config"):
+        raise ValueError(f"target must be a model, or the name or folder of one; got a {type(target).__name__}")
+    return config.get_text_config(decoder=True).num_hidden_layers

@@ -1,0 +1,88 @@
+"""Writing a drafter in a layout: safetensors only, each file replaced in one step, a card beside them."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+
+from mmspec.checkpoints import weights
+from mmspec.checkpoints.describe import card, describe
+from mmspec.checkpoints.files import CONFIG, WEIGHTS
+from mmspec.checkpoints.layouts import layout_named
+from mmspec.drafters.eagle import EagleDrafter
+
+CARD = "README.md"
+
+
+def save_drafter(drafter: Any, folder: str | Path, layout: str = "mmspec") -> None:
+    """Write model.safetensors, config.json and, unless there is one, a card.
+
+    Args:
+        drafter: one with weights.
+        folder: made if need be; the files are replaced one by one, each in one step.
+        layout: one of `layouts.LAYOUTS`.
+
+    Raises:
+        ValueError: an unknown layout, or one that cannot hold this drafter.
+        TypeError: a drafter without weights.
+    """
+    table = layout_named(layout)
+    if not isinstance(drafter, EagleDrafter):
+        raise TypeError(f"only a drafter with weights can be saved; a {type(drafter).__name__} has none")
+    config = json.dumps(describe(layout, drafter.config), indent=2) + "\n"
+    tensors = weights.split(table, drafter)
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    _replace(folder / WEIGHTS, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
+    _replace(folder / CONFIG, lambda path: path.write_text(config, encoding="utf-8"))
+    if not (folder / CARD).exists():
+        text = card(layout, drafter.config)
+        _replace(folder / CARD, lambda path: path.write_text(text, encoding="utf-8"))
+
+
+def push_drafter(
+    drafter: Any,
+    repo_id: str,
+    *,
+    layout: str = "mmspec",
+    private: bool | None = None,
+    revision: str | None = None,
+    token: str | None = None,
+    message: str = "Upload drafter",
+) -> str:
+    """Upload a drafter to the hub, made if need be; a card that stands there is left alone.
+
+    Returns:
+        The repository's address.
+    """
+    from huggingface_hub import HfApi
+
+    api = HfApi(token=token)
+    with tempfile.TemporaryDirectory() as folder:
+        save_drafter(drafter, folder, layout)
+        address = api.create_repo(repo_id, private=private, exist_ok=True)
+        has_card = api.file_exists(repo_id, CARD, revision=revision)
+        api.upload_folder(
+            repo_id=repo_id,
+            folder_path=folder,
+            revision=revision,
+            commit_message=message,
+            ignore_patterns=[CARD] if has_card else None,
+        )
+    return str(address)
+
+
+def _replace(path: Path, write: Callable[[Path], Any]) -> None:
+    """Write beside the file, then put it in its place, so that nobody ever reads half of it."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        write(beside)
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)

@@ -1,0 +1,199 @@
+"""What config.json and the shapes of the tensors say of a drafter, for each layout; the tensors are believed first."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+from mmspec.checkpoints.layouts import Layout, layout_named
+from mmspec.drafters.eagle import EagleConfig
+from mmspec.registry import DRAFTERS
+
+Shape = tuple[int, ...]
+NOTED = ("target", "target_revision", "depth", "width", "size")  # what no published layout has a place for
+
+_NEEDS = {  # setting: (values that our network computes, what any other means)
+    "hidden_act": ((None, "silu"), "another activation than silu"),
+    "num_hidden_layers": ((None, 1), "more than one decoder layer"),
+    "partial_rotary_factor": ((None, 1), "rotary positions on a part of each head"),
+    "norm_before_fc": ((None, False), "a norm of the target's features before fc"),
+    "fc_norm": ((None, False), "a norm of each of the target's features before fc"),
+    "norm_output": ((None, False), "output features that are normed before they are fed back"),
+    "embed_requires_grad": ((None, False), "embeddings of its own, which drift from the target's"),
+}
+_KEYS_NEED = {  # a part of a key: what it means
+    "layers.1.": "more than one decoder layer",
+    "q_norm.weight": "norms of the queries and keys",
+    "fc_norm.": "a norm of each of the target's features before fc",
+    "o_proj.bias": "a bias of the attention's output projection",
+    "_proj.weight_scale": "quantised weights",
+}
+
+
+def read(
+    name: str, config: Mapping[str, Any], shapes: Mapping[str, Shape], layers: Callable[[], int | None]
+) -> EagleConfig:
+    """The settings of a drafter.
+
+    Args:
+        name: its layout.
+        config: config.json as it is.
+        shapes: of the tensors in the file.
+        layers: gives the number of decoder layers of the target, or None where nobody knows; asked only if needed.
+
+    Raises:
+        ValueError: a setting that is missing or makes no sense.
+    """
+    if name == "mmspec":
+        return _own(config)
+    layout, flat = layout_named(name), _flat(config)
+    found = EagleConfig(**_layer(flat, shapes, layout.layer), **_switches(layout, flat, shapes))
+    found = _features(found, config, shapes, layers)
+    noted = _part(config, "mmspec")
+    verifier = _part(_part(config, "speculators_config"), "verifier")
+    target = {"target": verifier["name_or_path"]} if verifier.get("name_or_path") else {}
+    return replace(found, **target, **{key: noted[key] for key in NOTED if noted.get(key)})
+
+
+def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json with the object in which speculators keeps the decoder layer's settings laid open."""
+    return {**config, **_part(config, "transformer_layer_config")}
+
+
+def _part(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """An object inside config.json, empty where it is absent."""
+    part = config.get(key)
+    if part is not None and not isinstance(part, Mapping):
+        raise ValueError(f"{key} in config.json must be an object; it is {part!r}")
+    return part or {}
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _own(config: Mapping[str, Any]) -> EagleConfig:
+    method = _part(config, "mmspec").get("method", "eagle")
+    if method != "eagle":
+        known = [name for name, entry in DRAFTERS.items() if entry.trained]
+        raise ValueError(f"config.json names the method {method!r}, which this version does not have; it has {known}")
+    names = [f.name for f in fields(EagleConfig) if f.name in ("hidden", "intermediate", "heads", "kv_heads", "vocab")]
+    wrong = [f"{name} = {config.get(name)!r}" for name in names if not _is_count(config.get(name))]
+    if wrong:
+        raise ValueError(f"config.json must give whole numbers ≥ 1; it gives {', '.join(wrong)}")
+    return EagleConfig.of({key: value for key, value in config.items() if key != "mmspec"})
+
+
+def refuse(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> None:
+    """Raise a ValueError with every reason for which our network cannot be this drafter's."""
+    flat = _flat(config)
+    kind = config.get("speculators_model_type", "eagle3")
+    needs = [] if kind == "eagle3" else [f"the method {kind!r} of speculators (only 'eagle3' can be read)"]
+    needs += [f"{why} ({k} = {flat[k]!r})" for k, (fine, why) in _NEEDS.items() if flat.get(k) not in fine]
+    needs += [f"{why} ({part}*)" for part, why in _KEYS_NEED.items() if any(part in key for key in shapes)]
+    scaling = _part(flat, "rope_scaling") or _part(flat, "rope_parameters")
+    rope = scaling.get("rope_type") or scaling.get("type") or "default"
+    if rope not in ("default", "mrope"):
+        needs.append(f"rotary positions scaled by {rope!r}")
+    if "sliding_attention" in (flat.get("layer_types") or ()):
+        needs.append("attention within a sliding window")
+    if needs:
+        raise ValueError(f"this drafter needs {'; '.join(needs)}. mmspec's network has not that, so it is refused")
+    if rope == "mrope" or "mrope_section" in scaling:
+        warnings.warn(
+            "this drafter's config.json asks for M-RoPE; mmspec counts a drafter's positions in one dimension. What is "
+            "generated stays exact, but fewer drafted tokens may be accepted after an image",
+            stacklevel=3,
+        )
+
+
+def _layer(flat: Mapping[str, Any], shapes: Mapping[str, Shape], layer: str) -> dict[str, Any]:
+    """The fields that a Llama-like config.json and the decoder layer's tensors give."""
+    matrices = ["fc.weight", *(f"{layer}.{x}_proj.weight" for x in ("self_attn.q", "self_attn.k", "mlp.gate"))]
+    wrong = [f"{key} has the shape {list(shapes[key])}" for key in matrices if len(shapes[key]) != 2]
+    if wrong:
+        raise ValueError(f"{', '.join(wrong)}; expected matrices")
+    heads = flat.get("num_attention_heads")
+    if not _is_count(heads):
+        raise ValueError(f"config.json must give num_attention_heads, a whole number ≥ 1; it gives {heads!r}")
+    q, k = (shapes[f"{layer}.self_attn.{x}_proj.weight"][0] for x in "qk")
+    head_dim = flat.get("head_dim") or q // heads
+    if q != heads * head_dim or k % head_dim or heads % max(1, k // head_dim):
+        raise ValueError(
+            f"{layer}.self_attn.q_proj.weight has {q} rows and k_proj.weight {k}; with num_attention_heads {heads} and "
+            f"head_dim {head_dim} expected {heads * head_dim} and a part of that in whole heads"
+        )
+    hidden = shapes["fc.weight"][0]
+    theta = flat.get("rope_theta") or _part(flat, "rope_parameters").get("rope_theta")
+    return {
+        "hidden": hidden,
+        "intermediate": shapes[f"{layer}.mlp.gate_proj.weight"][0],
+        "heads": heads,
+        "kv_heads": k // head_dim,
+        "head_dim": 0 if head_dim * heads == hidden else head_dim,
+        "vocab": _vocab(flat, shapes),
+        "rope_theta": float(theta or EagleConfig.rope_theta),
+        "norm_eps": float(flat.get("rms_norm_eps") or EagleConfig.norm_eps),
+    }
+
+
+def _vocab(flat: Mapping[str, Any], shapes: Mapping[str, Shape]) -> int:
+    for key in ("t2d", "embed_tokens.weight"):
+        if key in shapes:
+            return shapes[key][0]
+    size = flat.get("vocab_size")
+    if not _is_count(size):
+        raise ValueError(f"config.json must give vocab_size, as no tensor gives the vocabulary; it gives {size!r}")
+    return size
+
+
+def _switches(layout: Layout, flat: Mapping[str, Any], shapes: Mapping[str, Shape]) -> dict[str, Any]:
+    """What the presence of tensors says, and what the layout fixes."""
+    there = {ours: any(name in shapes for name in theirs) for ours, theirs in layout.keys.items()}
+    found = {
+        "fc_bias": there.get("fc.bias", False),
+        "qkv_bias": there.get("block.qkv.bias", False),
+        "input_norm": there.get("input_norm.weight", False),
+        "norm_residual": bool(layout.own_head and flat.get("norm_before_residual")),
+        "draft_vocab": (*shapes["lm_head.weight"], 0)[0] if layout.own_head else 0,
+    }
+    return {**found, "parallel_norm": layout.fixed["parallel_norm"]}
+
+
+def _features(
+    found: EagleConfig, config: Mapping[str, Any], shapes: Mapping[str, Shape], layers: Callable[[], int | None]
+) -> EagleConfig:
+    """With the layers that EAGLE-3 reads: listed, or by default those entering 2, L//2 and L−3; and their width."""
+    wide = shapes["fc.weight"][1]
+    if found.parallel_norm:
+        found = replace(found, features=_listed(config) or _default(layers()))
+        if len(found.features) < 2:
+            raise ValueError(f"an EAGLE-3 drafter reads two layers or more of its target; it lists {found.features}")
+        wide //= len(found.features)
+    else:
+        wide -= found.hidden
+    return found if wide == found.hidden else replace(found, target_hidden=max(wide, 0))
+
+
+def _listed(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Layers whose input is read. Files in the wild count in two ways: see sgl-project/sglang#25454."""
+    listed = config.get("eagle_aux_hidden_state_layer_ids")
+    nested = _part(config, "eagle_config").get("eagle_aux_hidden_state_layer_ids")
+    if not listed and nested:
+        listed = [i + 1 for i in nested] if nested[0] == 1 else nested  # 1 first: layers whose output is read
+    return tuple(listed or ())
+
+
+def _default(layers: int | None) -> tuple[int, ...]:
+    if layers is None:
+        raise ValueError(
+            "the file does not say which layers of the target it reads, and that depends on how many the target has; "
+            "pass target=, the model or its name or folder (`mmspec convert`: --target)"
+        )
+    if layers < 4:
+        raise ValueError(
+            f"EAGLE-3 reads layers 2, L//2 and L−3 of its target; a target of {layers} layers is too small"
+        )
+    return 2, layers // 2, layers - 3

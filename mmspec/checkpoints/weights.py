@@ -1,0 +1,125 @@
+"""Tensors of a layout to a drafter and back: keys and shapes are checked strictly, then projections fused or split."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import Tensor
+
+from mmspec.checkpoints.layouts import Layout
+from mmspec.drafters.eagle import EagleConfig, EagleDrafter
+
+Shape = tuple[int, ...]
+
+
+def check_keys(layout: Layout, came: Collection[str], ours: Collection[str] | None = None) -> None:
+    """Refuse missing and extra tensors.
+
+    Args:
+        layout: the layout they are in.
+        came: names in the file.
+        ours: our tensors that must be there; None: those the layout never lacks, the optional ones being allowed.
+
+    Raises:
+        ValueError: with both lists.
+    """
+    allowed = set(layout.keys if ours is None else ours)
+    wanted = allowed - layout.optional if ours is None else allowed
+    needed = {theirs for name in wanted for theirs in layout.theirs(name)}
+    known = {theirs for name in allowed for theirs in layout.theirs(name)}
+    missing = sorted(needed - set(came))
+    extra = sorted(key for key in set(came) - known if not layout.drops(key))
+    if missing or extra:
+        raise ValueError(
+            f"the tensors do not fit ({layout.about}): missing: {', '.join(missing) or 'none'}; "
+            f"extra: {', '.join(extra) or 'none'}. Is the file complete, and of this layout?"
+        )
+
+
+def build(layout: Layout, tensors: dict[str, Tensor], config: EagleConfig) -> EagleDrafter:
+    """The drafter with these tensors, in the types they have; nothing is copied that need not be fused.
+
+    Raises:
+        ValueError: a missing or extra tensor, a wrong shape, an own embedding, or token ids outside the vocabulary.
+    """
+    with torch.device("meta"):
+        drafter = EagleDrafter(config)
+    expected = drafter.state_dict()
+    if config.draft_vocab == config.vocab and layout.keys and "d2t" not in tensors:
+        tensors = {**tensors, "d2t": torch.zeros(config.vocab, dtype=torch.long)}  # the head has every row, in order
+    check_keys(layout, tensors, expected)
+    _check_shapes(layout, tensors, expected, config)
+    _check_embedding(layout, tensors, config)
+    fused = {}
+    for ours in expected:
+        parts = [tensors[theirs] for theirs in layout.theirs(ours)]
+        fused[ours] = parts[0] if len(parts) == 1 else torch.cat(parts)
+    if "draft_ids" in fused:
+        fused["draft_ids"] = _target_ids(layout, fused["draft_ids"].long(), tensors.get("t2d"), config)
+    drafter.load_state_dict(fused, assign=True)
+    return drafter
+
+
+def split(layout: Layout, drafter: EagleDrafter) -> dict[str, Tensor]:
+    """The drafter's tensors in a layout, contiguous and on the CPU; token ids as offsets where it has them so."""
+    tensors = {}
+    for ours, tensor in drafter.state_dict().items():
+        theirs = layout.theirs(ours)
+        parts = tensor.split(_rows(drafter.config, ours)) if len(theirs) > 1 else [tensor]
+        tensors.update(zip(theirs, parts, strict=True))
+    if "d2t" in tensors:
+        ids = tensors["d2t"].cpu()
+        tensors["d2t"] = ids - torch.arange(len(ids))
+        tensors["t2d"] = torch.zeros(drafter.config.vocab, dtype=torch.bool).index_fill_(0, ids, True)
+    return {key: tensor.detach().cpu().contiguous().clone() for key, tensor in tensors.items()}
+
+
+def _rows(c: EagleConfig, ours: str) -> list[int]:
+    """Rows of each part of one of our fused tensors."""
+    width = c.head_dim or c.hidden // c.heads
+    return {
+        "block.qkv": [c.heads * width, c.kv_heads * width, c.kv_heads * width],
+        "block.gate_up": [c.intermediate, c.intermediate],
+    }[ours.rpartition(".")[0]]
+
+
+def _check_shapes(
+    layout: Layout, came: Mapping[str, Tensor], expected: Mapping[str, Tensor], config: EagleConfig
+) -> None:
+    wrong = []
+    for ours, whole in expected.items():
+        theirs = layout.theirs(ours)
+        rows = _rows(config, ours) if len(theirs) > 1 else [whole.shape[0]]
+        for key, n in zip(theirs, rows, strict=True):
+            shape = (n, *whole.shape[1:])
+            if tuple(came[key].shape) != shape:
+                wrong.append(f"{key} is {list(came[key].shape)}, expected {list(shape)}")
+            elif came[key].is_floating_point() != whole.is_floating_point():
+                kind = "floats" if whole.is_floating_point() else "int64"
+                wrong.append(f"{key} holds {came[key].dtype}, expected {kind}")
+    if wrong:
+        raise ValueError(f"wrong shapes: {'; '.join(wrong)}")
+
+
+def _check_embedding(layout: Layout, tensors: Mapping[str, Tensor], config: EagleConfig) -> None:
+    """A drafter reads its target's embedding; a copy in the file is dropped, one of another width is no copy."""
+    embedding, width = tensors.get("embed_tokens.weight"), config.target_hidden or config.hidden
+    if layout.keys and embedding is not None and tuple(embedding.shape[1:]) != (width,):
+        raise ValueError(
+            f"embed_tokens.weight is {list(embedding.shape)}, expected {[config.vocab, width]}: this drafter has an "
+            "embedding of its own, narrower than its target's; mmspec's network reads the target's, so it is refused"
+        )
+
+
+def _target_ids(layout: Layout, ids: Tensor, marked: Tensor | None, config: EagleConfig) -> Tensor:
+    if layout.keys:
+        ids = ids + torch.arange(len(ids), device=ids.device)
+    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < config.vocab:
+        raise ValueError(
+            f"{layout.theirs('draft_ids')[0]} gives token ids from {int(ids.min())} to {int(ids.max())}, outside the "
+            f"vocabulary of {config.vocab}" + ("; it must hold offsets: target id − row" if layout.keys else "")
+        )
+    if layout.keys and marked is not None and not bool(marked.bool()[ids].all()):
+        raise ValueError("d2t and t2d disagree: a token that d2t gives is not marked in t2d")
+    return ids

@@ -1,0 +1,24 @@
+"""The embedded models and sample pictures that come with the package."""
+from pathlib import Path
+
+_HERE = Path(__file__).resolve().parent
+
+
+def weights() -> Path:
+    """Folder that holds one folder per embedded model."""
+    return _HERE / "weights"
+
+
+def path(name: str) -> Path:
+    """Folder of an embedded model, ready for `from_pretrained`; FileNotFoundError naming those there are."""
+    folder = weights() / name
+    if not (folder / "config.json").is_file():
+        known = sorted(p.parent.name for p in weights().glob("*/config.json"))
+        raise FileNotFoundError(f"no embedded model {name!r}; choose from {', '.join(known) or '(none is installed)'}, "
+                                f"or train it with `mmspec zoo train {name}`")
+    return folder
+
+
+def samples() -> Path:
+    """Folder of the sample pictures: drawn scenes that no embedded model has seen."""
+    return _HERE / "samples"

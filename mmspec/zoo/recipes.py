@@ -1,0 +1,88 @@
+"""Recipes of the embedded models: every hyperparameter of a training run, as data."""
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One stage: `steps` optimizer steps of `batch` scenes.
+
+    The rate warms up, stays at `lr`, then falls linearly to zero; `warmup` and `decay` are fractions of the steps.
+    Matrices inside the layers take Muon, all else AdamW.
+    """
+
+    steps: int
+    batch: int
+    lr: float
+    warmup: float = 0.03
+    decay: float = 0.6
+    weight_decay: float = 0.02
+    clip: float = 1.0
+    newton_schulz: int = 5
+    stop: int | None = None  # leave the stage after this many steps, before the rate has fallen to zero
+
+
+@dataclass(frozen=True)
+class Mix:
+    """What texts a row holds: `long_share` of the rows get a long description; question kinds by relative weight.
+
+    Tokens of numbers, relations, yes and no count `emphasis` times in the loss.
+    """
+
+    long_share: float = 0.5
+    emphasis: float = 1.0
+    questions: tuple[tuple[str, float], ...] = (
+        ("total", 1.0), ("count", 2.0), ("whether", 2.0), ("relation", 2.0), ("neighbours", 1.5), ("spot", 1.5),
+        ("attribute", 1.0), ("place", 1.0), ("which", 1.0), ("background", 0.3), ("presence", 0.7))
+
+
+@dataclass(frozen=True)
+class Vision:
+    """Shape of the CLIP vision tower; one visual token per patch."""
+
+    width: int = 192
+    layers: int = 5
+    heads: int = 3
+    feed_forward: int = 512
+    patch: int = 12
+
+
+@dataclass(frozen=True)
+class Language:
+    """Shape of the Llama decoder, deep and narrow because that is where speculative decoding pays best."""
+
+    width: int = 192
+    layers: int = 24
+    heads: int = 3
+    feed_forward: int = 384
+    positions: int = 1024
+    vocabulary: int = 2048
+
+
+@dataclass(frozen=True)
+class VlmRecipe:
+    """Everything that decides the weights of a vision-language model of the zoo.
+
+    One batch row of the language stage is one image prefix and `slots` tokens of texts about it: the short caption,
+    the long description for some of the scenes, and questions as long as there is room. Every `pair_every`-th step
+    shows two images per row. The decoder is trained twice: on all texts, then on more questions about facts.
+    """
+
+    name: str
+    seed: int = 0
+    vision: Vision = field(default_factory=Vision)
+    language: Language = field(default_factory=Language)
+    tower: Schedule = field(default_factory=lambda: Schedule(steps=1000, batch=48, lr=2e-3, decay=0.4))
+    decoder: Schedule = field(default_factory=lambda: Schedule(
+        steps=1900, batch=12, lr=3e-3, warmup=69 / 1900, stop=1603))
+    mix: Mix = field(default_factory=Mix)
+    polish: Schedule = field(default_factory=lambda: Schedule(steps=600, batch=12, lr=2.5e-3, decay=0.95))
+    polish_mix: Mix = field(default_factory=lambda: Mix(0.2, 4.0, (
+        ("total", 0.3), ("count", 3.0), ("whether", 2.0), ("relation", 3.0), ("neighbours", 1.0), ("spot", 0.7),
+        ("attribute", 1.0), ("place", 3.0), ("which", 1.0), ("background", 0.2), ("presence", 1.5))))
+    slots: int = 256
+    pair_every: int = 10
+    tokenizer_scenes: int = 3000
+
+
+SCENES_VLM = VlmRecipe("scenes-vlm")
+RECIPES = {recipe.name: recipe for recipe in (SCENES_VLM,)}

@@ -1,0 +1,491 @@
+"""Noise, draws, trees, and the proof by enumeration that the law of what is accepted is the target's own."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+from zlib import crc32
+
+import pytest
+import torch
+from torch import Tensor
+
+from mmspec.accept import descend, walk
+from mmspec.kernels import reference as ops
+from mmspec.rules import Rule, exact
+from mmspec.tree import chain, from_parents, from_paths, grow
+from mmspec.types import HOLE, Categorical, Draft, Tree
+
+CPU = torch.device("cpu")
+ALMOST_ONE = 1 - 2.0**-53
+
+
+# -- noise and draws -------------------------------------------------------------------------------------------------
+
+
+def test_uniform_is_uniform_within_a_row_across_rows_and_between_neighbours() -> None:
+    seeds, counters = torch.arange(400)[:, None], torch.arange(500)
+    u = ops.uniform(seeds, counters)
+    assert u.dtype == torch.float64 and u.min() >= 0 and u.max() < 1
+    for sample in (u.flatten(), u[0], u[:, 0], torch.frac(u[1:] - u[:-1] + 1).flatten()):
+        counts = torch.histc(sample, 20, 0, 1)
+        expected = sample.numel() / 20
+        assert ((counts - expected) ** 2 / expected).sum() < 50  # χ² with 19 degrees of freedom: p < 2e-4
+    for pair in (u[:, :-1] * u[:, 1:], u[:-1] * u[1:]):
+        assert abs(pair.mean() - 0.25) < 5 * 0.22 / math.sqrt(pair.numel())
+
+
+def test_uniform_depends_on_seed_and_counter_alone() -> None:
+    many = ops.uniform(torch.tensor([[3], [9], [2**62]]), torch.arange(7))
+    for row, seed in enumerate((3, 9, 2**62)):
+        for counter in range(7):
+            assert many[row, counter] == ops.uniform(torch.tensor(seed), torch.tensor(counter))
+
+
+def test_uniform_is_splitmix64() -> None:
+    """Against the published generator in Python's own integers."""
+
+    def splitmix(state: int) -> int:
+        state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        state = (state ^ (state >> 27)) * 0x94D049BB133111EB % 2**64
+        return state ^ (state >> 31)
+
+    for seed, counter in itertools.product((0, 1, 12345, 2**61 + 7), (0, 1, 99)):
+        want = (splitmix((seed + (counter + 1) * 0x9E3779B97F4A7C15) % 2**64) >> 11) * 2.0**-53
+        assert float(ops.uniform(torch.tensor(seed), torch.tensor(counter))) == want
+
+
+def test_categorical_is_the_inverse_of_the_cumulated_weights() -> None:
+    weights = torch.tensor([0.0, 2.0, 0.0, 1.0, 1.0, 0.0])
+    u = (torch.arange(4000, dtype=torch.float64) + 0.5) / 4000
+    counts = torch.bincount(ops.categorical(weights.expand(4000, -1), u), minlength=6)
+    assert counts.tolist() == [0, 2000, 0, 1000, 1000, 0]
+
+
+def test_categorical_never_draws_weight_zero() -> None:
+    torch.manual_seed(0)
+    for _ in range(300):
+        weights = (
+            torch.rand(1, 9, dtype=torch.float64) * 10.0 ** torch.randint(-30, 3, (1, 9)) * (torch.rand(1, 9) < 0.4)
+        )
+        weights[0, torch.randint(9, ())] = 1e-3
+        for u in (0.0, 1e-300, 0.5, ALMOST_ONE):
+            drawn = ops.categorical(weights, torch.tensor([u], dtype=torch.float64))
+            assert weights[0, drawn] > 0
+
+
+def test_exact_ratio_and_residual_at_their_edges() -> None:
+    p, q = torch.tensor([0.0, 0.0, 0.5, 0.5, 0.2]), torch.tensor([0.0, 0.5, 0.0, 0.25, 0.4])
+    assert torch.equal(ops.exact_ratio(p, q), torch.tensor([0.0, 0.0, 1.0, 1.0, 0.5]))
+    p = torch.tensor([[0.2, 0.8], [0.5, 0.5]])
+    assert torch.allclose(
+        ops.positive_residual(p, torch.tensor([[0.5, 0.5], [0.5, 0.5]])), torch.tensor([[0, 0.3], [0.5, 0.5]])
+    )
+
+
+def test_move_rows_keeps_what_is_named_in_order_and_touches_nothing_before() -> None:
+    buffer = torch.arange(2 * 3 * 10 * 2, dtype=torch.float32).view(2, 3, 10, 2)
+    before = buffer.clone()
+    source, start = torch.tensor([[4, 6, 7], [2, 3, 9]]), torch.tensor([4, 2])
+    ops.move_rows(buffer, source, start)
+    for b in range(2):
+        at = int(start[b])
+        assert torch.equal(buffer[b, :, :at], before[b, :, :at])
+        assert torch.equal(buffer[b, :, at : at + 3], before[b, :, source[b]])
+
+
+# -- trees -----------------------------------------------------------------------------------------------------------
+
+
+def well_formed(tree: Tree) -> None:
+    """Parents stand before children, depth and ancestors agree with a walk up, node by node."""
+    for b, parents in enumerate(tree.parents.tolist()):
+        assert parents[0] == 0 and all(p < n for n, p in enumerate(parents) if n)
+        for n in range(tree.size):
+            line, at = {n}, n
+            while at:
+                at = parents[at]
+                line.add(at)
+            assert tree.depth[b, n] == len(line) - 1
+            assert set(tree.ancestors[b, n].nonzero()[:, 0].tolist()) == line
+            earlier = {k for k in range(1, n) if parents[k] == parents[n]} if n else set()
+            assert set(tree.siblings[b, n].nonzero()[:, 0].tolist()) == earlier
+
+
+def random_parents(batch: int, size: int) -> Tensor:
+    limit = torch.arange(size).clamp(min=1)
+    return (torch.rand(batch, size) * limit).long()
+
+
+def test_from_parents_against_a_walk_up_every_line() -> None:
+    for size in (1, 2, 3, 7, 16, 33):
+        well_formed(from_parents(random_parents(5, size), max(size - 1, 1)))
+    for depth in range(1, 20):  # the bound is tight on a chain, where pointer doubling has most to do
+        well_formed(from_parents(chain(depth + 1, CPU).parents, depth))
+
+
+def test_chain_is_the_tree_of_its_parents() -> None:
+    for size in (1, 2, 9):
+        tree = chain(size, CPU)
+        well_formed(tree)
+        assert tree.is_chain and tree.depth.tolist() == [list(range(size))]
+
+
+def test_from_paths_orders_by_depth_and_completes_prefixes() -> None:
+    tree, ranks = from_paths([(1,), (0, 2, 0), (0,), (0, 0)], CPU)
+    well_formed(tree)
+    assert tree.parents.tolist() == [[0, 0, 0, 1, 1, 4]]
+    assert ranks.tolist() == [[0, 0, 1, 0, 2, 0]]
+    for bad in ([], [()], [(0, -1)]):
+        with pytest.raises(ValueError, match="ranks ≥ 0"):
+            from_paths(bad, CPU)
+
+
+def law_after(path: tuple[int, ...], vocab: int, kind: str) -> Tensor:
+    """Log-probabilities [V] after a path of tokens: a fixed random function of the path."""
+    g = torch.Generator().manual_seed(crc32(repr((path, kind)).encode()))
+    logits = torch.randn(vocab, generator=g)
+    if kind == "ties":
+        return torch.full((vocab,), -math.log(vocab))
+    log_p = (2 * logits).log_softmax(-1)
+    if kind == "-inf":
+        log_p[torch.rand(vocab, generator=g) < 0.7] = -math.inf
+    if kind == "NaN":
+        log_p[torch.rand(vocab, generator=g) < 0.3] = math.nan
+    return log_p
+
+
+def grown(kind: str, width: int, depth: int, size: int, vocab: int = 12) -> tuple[Tensor, Tree]:
+    """`grow` on two rows, with a drafter that remembers the frontier's paths as a real one does."""
+    frontier: list[list[tuple[int, ...]]] = [[(b,)] * width for b in range(2)]
+
+    def expand(tokens: Tensor, came_from: Tensor) -> Tensor:
+        for b in range(2):
+            frontier[b] = [(*frontier[b][int(c)], int(t)) for t, c in zip(tokens[b], came_from[b], strict=True)]
+        return torch.stack([torch.stack([law_after(path, vocab, kind) for path in row]) for row in frontier])
+
+    return grow(torch.stack([law_after((b,), vocab, kind) for b in range(2)]), expand, width, depth, size)
+
+
+def naive_eagle2(b: int, kind: str, width: int, depth: int, size: int, vocab: int = 12) -> set[tuple[int, ...]]:
+    """EAGLE-2 by the paper: the best `width` paths of each level are expanded, then the best of all are kept."""
+    pool: dict[tuple[int, ...], float] = {}
+    frontier = {(b,): 0.0}
+    for _ in range(depth):
+        level = {}
+        for path, score in frontier.items():
+            log_p = law_after(path, vocab, kind)
+            for token in log_p.topk(width).indices.tolist():
+                level[*path, token] = score + float(log_p[token])
+        pool |= level
+        frontier = dict(sorted(level.items(), key=lambda item: -item[1])[:width])
+    return {path[1:] for path, _ in sorted(pool.items(), key=lambda item: -item[1])[: size - 1]}
+
+
+def paths_of(tokens: Tensor, tree: Tree, b: int) -> list[tuple[int, ...]]:
+    paths: list[tuple[int, ...]] = [()]
+    for n in range(1, tree.size):
+        paths.append((*paths[int(tree.parents[b, n])], int(tokens[b, n - 1])))
+    return paths[1:]
+
+
+@pytest.mark.parametrize(
+    ("width", "depth", "size"), [(1, 4, 5), (2, 3, 6), (3, 4, 12), (4, 5, 30), (5, 2, 31), (3, 1, 4)]
+)
+def test_grow_is_eagle2(width: int, depth: int, size: int) -> None:
+    tokens, tree = grown("plain", width, depth, size)
+    well_formed(tree)
+    for b in range(2):
+        assert set(paths_of(tokens, tree, b)) == naive_eagle2(b, "plain", width, depth, size)
+
+
+@pytest.mark.parametrize("kind", ["ties", "-inf", "NaN"])
+@pytest.mark.parametrize(("width", "depth", "size"), [(2, 3, 6), (3, 4, 12), (4, 5, 30), (3, 4, 31)])
+def test_grow_is_well_formed_whatever_the_drafter_says(kind: str, width: int, depth: int, size: int) -> None:
+    tokens, tree = grown(kind, width, depth, size)
+    well_formed(tree)
+    assert tree.size == size and tokens.min() >= 0 and tokens.max() < 12
+    for b in range(2):
+        paths = paths_of(tokens, tree, b)
+        assert len(set(paths)) == len(paths), "no path is proposed twice"
+        assert int(tree.depth[b].max()) <= depth
+
+
+def test_grow_says_when_the_tree_cannot_be_so_large() -> None:
+    with pytest.raises(ValueError, match="only offers"):
+        grown("plain", 2, 2, 8)
+
+
+# -- acceptance ------------------------------------------------------------------------------------------------------
+
+
+def random_draft(batch: int, size: int, vocab: int, holes: bool) -> Draft:
+    """Random trees; with few tokens siblings repeat each other often."""
+    tokens = torch.randint(0, vocab, (batch, size))
+    if holes:
+        tokens[:, 1:][torch.rand(batch, size - 1) < 0.2] = HOLE
+    return Draft(tokens, from_parents(random_parents(batch, size), max(size - 1, 1)))
+
+
+@pytest.mark.parametrize("holes", [False, True])
+@pytest.mark.parametrize("greedy", [False, True])
+def test_descend_is_walk_on_the_same_noise(greedy: bool, holes: bool) -> None:
+    """The fast path against the definition: 4000 random trees a case, every part of the verdict."""
+    for trial in range(40):
+        torch.manual_seed(trial)
+        vocab, size = 2 + trial % 6, 2 + trial % 11
+        draft = random_draft(100, size, vocab, holes)
+        logits = 3 * torch.randn(100, size, vocab)
+        if trial % 3 == 0:  # what top-k leaves: tokens that cannot be drawn
+            logits = logits.masked_fill(logits < logits.topk(2).values[..., -1:], -math.inf)
+        law = Categorical(ids=logits.argmax(-1)) if greedy else Categorical(logits.double())
+        u = torch.rand(100, size, dtype=torch.float64)
+        fast, slow = descend(draft, law, u), walk(draft, law, exact, u)
+        for name in ("stands", "count", "last", "token"):
+            assert torch.equal(getattr(fast, name), getattr(slow, name)), name
+        assert (fast.token >= 0).all() and (fast.token < vocab).all()
+
+
+def test_a_chain_is_a_tree() -> None:
+    """`is_chain` is a promise that lets shortcuts be taken; it must not change the verdict."""
+    torch.manual_seed(0)
+    tokens, logits = torch.randint(0, 3, (500, 6)), torch.randn(500, 6, 3, dtype=torch.float64)
+    u, law = torch.rand(500, 6, dtype=torch.float64), Categorical(logits)
+    tree = chain(6, CPU).expand(500)
+    a, b = descend(Draft(tokens, tree), law, u), descend(Draft(tokens, replace(tree, is_chain=False)), law, u)
+    assert torch.equal(a.stands, b.stands) and torch.equal(a.token, b.token)
+
+
+@pytest.mark.parametrize("parents", [[0, 0, 1, 2], [0, 0, 0, 2]])
+def test_a_broken_law_at_a_node_that_is_not_reached_changes_nothing(parents: list[int]) -> None:
+    """Stock decoding never looks at what comes after a token that it does not draw, so NaN there must not matter."""
+    draft = Draft(torch.tensor([[0, 1, 2, 3]]), from_parents(torch.tensor([parents]), 3))
+    logits = torch.zeros(1, 4, 5)
+    broken = logits.clone()
+    broken[:, 2] = math.nan
+    for u in torch.arange(0.2, 1.0, 0.05):  # at u ≥ 0.2 the first child is refused; node 2 is not reached on the chain
+        noise = torch.full((1, 4), float(u), dtype=torch.float64)
+        for verify in (
+            lambda law, noise=noise: descend(draft, law, noise),
+            lambda law, noise=noise: walk(draft, law, exact, noise),
+        ):
+            sound, other = verify(Categorical(logits)), verify(Categorical(broken))
+            if not sound.stands[0, 2]:
+                assert torch.equal(sound.stands, other.stands) and torch.equal(sound.token, other.token)
+
+
+def test_children_that_cover_the_law_leave_nothing_impossible_to_draw() -> None:
+    """All that top-k allows is drafted, and the noise is as close to one as it gets."""
+    for seed in range(200):
+        torch.manual_seed(seed)
+        logits = torch.full((1, 4, 6), -math.inf)
+        logits[:, :, 1:4] = torch.randn(3)
+        draft = Draft(torch.tensor([[0, 1, 2, 3]]), from_parents(torch.zeros(1, 4, dtype=torch.long), 1))
+        u = torch.full((1, 4), ALMOST_ONE, dtype=torch.float64)
+        for verdict in (descend(draft, Categorical(logits), u), walk(draft, Categorical(logits), exact, u)):
+            assert 1 <= int(verdict.token) <= 3
+
+
+def test_walk_greedy_with_a_law_of_the_drafter() -> None:
+    """p is a point mass, q is not: still the target's token, whatever was drawn."""
+    torch.manual_seed(0)
+    draft = random_draft(300, 7, 5, holes=False)
+    draft = replace(draft, law=Categorical(torch.randn(300, 7, 5)))
+    ids = torch.randint(0, 4, (300, 7))  # the vocabulary's last token never occurs in p: V is q's to tell
+    verdict = walk(draft, Categorical(ids=ids), exact, torch.rand(300, 7, dtype=torch.float64))
+    assert torch.equal(verdict.token, ids.gather(1, verdict.last[:, None])[:, 0])
+    on_path = verdict.stands[:, 1:]
+    assert torch.equal(draft.tokens[:, 1:][on_path], ids.gather(1, draft.tree.parents)[:, 1:][on_path])
+
+
+# -- the law of the output -------------------------------------------------------------------------------------------
+
+GRID = 20000
+
+
+def law_of_first_token(p: Tensor, q: Tensor | None, tokens: list[int], rule: Rule) -> Tensor:
+    """The law of the token after the root, [V], for fixed drafted siblings: u runs over a fine grid."""
+    n = len(tokens)
+    draft = Draft(
+        torch.tensor([[0, *tokens]]).expand(GRID, -1),
+        from_parents(torch.zeros(1, n + 1, dtype=torch.long), 1).expand(GRID),
+    )
+    if q is not None:
+        draft = replace(draft, law=Categorical(q.log().expand(GRID, n + 1, -1)))
+    law = Categorical(p.log().expand(GRID, n + 1, -1))
+    u = ((torch.arange(GRID, dtype=torch.float64) + 0.5) / GRID)[:, None].expand(-1, n + 1)
+    verdict = walk(draft, law, rule, u)
+    first = torch.where(verdict.count > 1, draft.tokens.gather(1, verdict.last[:, None])[:, 0], verdict.token)
+    return torch.bincount(first, minlength=len(p)) / GRID
+
+
+def distance_of_one_position(p: Tensor, q: Tensor, rule: Rule, siblings: int) -> float:
+    """Total variation between p and the law of the output, with `siblings` tokens drawn one by one from q."""
+    law = torch.zeros_like(p)
+    for tokens in itertools.product(range(len(p)), repeat=siblings):
+        law += q[list(tokens)].prod() * law_of_first_token(p, q, list(tokens), rule)
+    return float((law - p).abs().sum() / 2)
+
+
+BIASED = [
+    pytest.param(Rule("residual p", ops.exact_ratio, lambda p, q: p), id="residual is p"),
+    pytest.param(Rule("ratio", lambda p, q: (1.2 * p / q).clamp(max=1), ops.positive_residual), id="ratio too large"),
+    pytest.param(Rule("ratio p", lambda p, q: p, ops.positive_residual), id="ratio forgets q"),
+    pytest.param(Rule("always", lambda p, q: (p >= 0).to(p.dtype), ops.positive_residual), id="keeps everything"),
+]
+
+
+def laws(seed: int, vocab: int) -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return tuple((1.5 * torch.randn(vocab, generator=g, dtype=torch.float64)).softmax(-1) for _ in range(2))  # type: ignore
+
+
+@pytest.mark.parametrize("siblings", [1, 2, 3])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_one_verified_position_has_the_law_p(seed: int, siblings: int) -> None:
+    """Σ over every draft of q(draft) · law(output | draft) is p; the grid's own error is left, 1/GRID a token."""
+    p, q = laws(seed, 4)
+    assert distance_of_one_position(p, q, exact, siblings) < 4 / GRID
+
+
+@pytest.mark.parametrize("rule", BIASED)
+def test_a_planted_error_is_seen(rule: Rule) -> None:
+    p, q = laws(0, 4)
+    assert distance_of_one_position(p, q, rule, 1) > 100 / GRID
+
+
+@pytest.mark.parametrize("rule", [exact, *BIASED])
+def test_the_closed_form_says_the_same(rule: Rule) -> None:
+    """Σ_x q(x)[f(x)·1_x + (1−f(x))·residual_x], the identity that every rule stands on."""
+    p, q = laws(0, 5)
+    f = rule.ratio(p, q)
+    rest = rule.residual(p[None], q[None])[0]
+    law = q * f + (q * (1 - f)).sum() * rest / rest.sum()
+    distance = float((law - p).abs().sum() / 2)
+    assert (distance < 1e-12) == (rule is exact)
+    assert abs(distance - distance_of_one_position(p, q, rule, 1)) < 5 / GRID
+
+
+class Markov:
+    """A target that one matrix defines: the law of a token depends on the token before it."""
+
+    def __init__(self, vocab: int, seed: int = 0) -> None:
+        g = torch.Generator().manual_seed(seed)
+        self.logits = 1.5 * torch.randn(vocab, vocab, generator=g, dtype=torch.float64)
+        self.vocab = vocab
+
+    def joint(self, start: int, length: int) -> Tensor:
+        p = self.logits.softmax(-1)
+        law = p[start]
+        for _ in range(length - 1):
+            law = law[..., None] * p
+        return law.flatten()
+
+
+def decoded(target: Markov, draw: object, length: int, rows: int, verify: object) -> Tensor:
+    """`rows` outputs of `length` tokens, round after round, each with noise of its own from the counter."""
+    seeds = torch.arange(rows)[:, None] * 7919 + 5
+    out = torch.full((rows, length + 8), -1)
+    pending, filled = torch.zeros(rows, dtype=torch.long), torch.zeros(rows, dtype=torch.long)
+    while int(filled.min()) < length:
+        draft = draw(pending, filled)
+        law = Categorical(target.logits[draft.tokens.clamp(min=0)])
+        verdict = verify(draft, law, ops.uniform(seeds, filled[:, None] + draft.tree.depth))
+        path = (~verdict.stands).to(torch.uint8).argsort(1, stable=True)
+        for k in range(1, int(verdict.count.max()) + 1):
+            token = torch.where(
+                verdict.count == k,
+                verdict.token,
+                draft.tokens.gather(1, path[:, min(k, path.shape[1] - 1), None])[:, 0],
+            )
+            live = (k <= verdict.count) & (filled + k - 1 < length)
+            out[torch.arange(rows)[live], (filled + k - 1)[live]] = token[live]
+        pending, filled = verdict.token, (filled + verdict.count).clamp(max=length)
+    return out[:, :length]
+
+
+def hostile_tree(pending: Tensor, filled: Tensor) -> Draft:
+    """Twins, holes, grandchildren below the less likely child; the shape changes with the row's place in the text."""
+    a = (pending + filled) % 3
+    tokens = torch.stack([pending, a, a, (a + 1) % 3, (a + 2) % 3, torch.full_like(a, HOLE), a, (a + 1) % 3], 1)
+    one, two = torch.tensor([0, 0, 0, 0, 1, 1, 3, 6]), torch.tensor([0, 0, 1, 0, 3, 3, 3, 4])
+    return Draft(tokens, from_parents(torch.where((filled % 2 == 0)[:, None], one, two), 4))
+
+
+def drawn_chain(pending: Tensor, filled: Tensor) -> Draft:
+    """A chain drawn from a law q of its own, with noise of its own."""
+    rows, q = len(pending), torch.tensor([0.6, 0.3, 0.1], dtype=torch.float64).log()
+    u = ops.uniform(torch.arange(rows)[:, None] + 10**6, filled[:, None] * 8 + torch.arange(3))
+    tokens = torch.cat([pending[:, None], ops.categorical(q.exp().expand(rows, 3, 3), u)], 1)
+    return Draft(tokens, chain(4, CPU).expand(rows), Categorical(q.expand(rows, 4, 3)))
+
+
+def chi_square(samples: Tensor, law: Tensor, vocab: int) -> float:
+    """Standard deviations by which the χ² statistic exceeds its mean."""
+    index = (samples * vocab ** torch.arange(samples.shape[1] - 1, -1, -1)).sum(-1)
+    counts, expected = torch.bincount(index, minlength=len(law)), law * len(samples)
+    assert float(expected.min()) > 5, "every cell is filled well enough for χ²"
+    free = len(law) - 1
+    return (float(((counts - expected) ** 2 / expected).sum()) - free) / math.sqrt(2 * free)
+
+
+VERIFY = {
+    "descend": descend,
+    "walk": lambda draft, law, u: walk(draft, law, exact, u),
+    "walk, ratio too large": lambda draft, law, u: walk(draft, law, BIASED[1].values[0], u),
+    "walk, residual is p": lambda draft, law, u: walk(draft, law, BIASED[0].values[0], u),
+    "one number for all nodes": lambda draft, law, u: descend(draft, law, u[:, :1].expand_as(u)),
+}
+
+
+@pytest.mark.parametrize(
+    ("draw", "how", "sound"),
+    [
+        (hostile_tree, "descend", True),
+        (hostile_tree, "walk", True),
+        (drawn_chain, "walk", True),
+        (drawn_chain, "walk, ratio too large", False),
+        (drawn_chain, "walk, residual is p", False),
+        (hostile_tree, "one number for all nodes", False),
+    ],
+)
+def test_joint_law_of_several_tokens(draw: object, how: str, sound: bool) -> None:
+    """All 27 texts of three tokens, decoded in speculative rounds, against the chain rule; planted errors stand out."""
+    target = Markov(3, seed=1)
+    samples = decoded(target, draw, 3, 60000, VERIFY[how])
+    excess = chi_square(samples, target.joint(0, 3), 3)
+    assert (excess < 5) if sound else (excess > 20), excess
+
+
+def boundaries(target: Markov) -> list[float]:
+    """Every place in [0, 1) where some decision of `descend` on the fixed tree below changes."""
+    p = target.logits.softmax(-1)
+    edges = {0.0, 1.0}
+    for row in p:
+        for order in itertools.permutations(range(3)):
+            edges |= set(row[list(order)].cumsum(0).tolist())
+    return sorted(edges)
+
+
+def test_joint_law_by_exact_enumeration_of_the_noise() -> None:
+    """One round on a hostile tree, u cut where decisions change: two tokens' joint law comes out to 1e-12."""
+    target = Markov(3, seed=2)
+    edges = boundaries(target)
+    cells = [(b - a, (a + b) / 2) for a, b in itertools.pairwise(edges) if b - a > 1e-14]
+    pairs = list(itertools.product(cells, cells))
+    width = torch.tensor([a[0] * b[0] for a, b in pairs], dtype=torch.float64)
+    first, second = (torch.tensor([pair[i][1] for pair in pairs], dtype=torch.float64) for i in range(2))
+    zero = torch.zeros(len(pairs), dtype=torch.long)
+    draft = hostile_tree(zero, zero)
+    u = torch.where(draft.tree.depth == 0, first[:, None], second[:, None])
+    verdict = descend(draft, Categorical(target.logits[draft.tokens.clamp(min=0)]), u)
+    path = (~verdict.stands).to(torch.uint8).argsort(1, stable=True)
+    x = torch.where(verdict.count == 1, verdict.token, draft.tokens.gather(1, path[:, 1:2])[:, 0])
+    deeper = torch.where(verdict.count == 2, verdict.token, draft.tokens.gather(1, path[:, 2:3])[:, 0].clamp(min=0))
+    p = target.logits.softmax(-1)
+    joint = torch.zeros(3, 3, dtype=torch.float64)
+    done = verdict.count > 1
+    joint.index_put_((x[done], deeper[done]), width[done], accumulate=True)
+    joint += torch.zeros(3, dtype=torch.float64).index_add_(0, x[~done], width[~done])[:, None] * p  # the next round's
+    assert (joint.flatten() - target.joint(0, 2)).abs().max() < 1e-12

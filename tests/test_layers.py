@@ -1,0 +1,141 @@
+"""The house rules of ARCHITECTURE.md that a program can check: who imports whom, and what a file looks like."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FOLDERS = ("app", "pipelines", "mmspec", "kernels")  # each imports only itself and what stands to its right
+INSIDE = {  # the order inside mmspec/: each part imports only its own rank and lower ones
+    "types": 0,
+    "session": 0,
+    "config": 0,
+    "slots": 0,
+    "loop": 1,
+    "accept": 1,
+    "rules": 1,
+    "tree": 1,
+    "models": 2,
+    "drafters": 3,
+    "zoo": 3,  # scenes, texts and recipes, which train reads
+    "registry": 4,
+    "checkpoints": 4,
+    "train": 4,
+}
+FACE = "mmspec/__init__.py"  # imports upwards, but lazily and by name
+DIFFUSERS = ("mmspec/models/", "pipelines/")
+SAYS_NOTHING = {"utils.py", "helpers.py", "common.py", "misc.py"}
+SOURCES = sorted(path.relative_to(ROOT).as_posix() for folder in FOLDERS for path in ROOT.glob(f"{folder}/**/*.py"))
+
+
+def parse(source: str) -> ast.Module:
+    return ast.parse((ROOT / source).read_text(encoding="utf-8"))
+
+
+def dotted(source: str) -> str:
+    """Name under which a file is imported."""
+    name = source.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    return name if name.startswith("mmspec") else f"mmspec.{name}"
+
+
+def imports(source: str) -> set[str]:
+    """All modules (and names in them) that a file imports, wherever in the file it does so."""
+    found: set[str] = set()
+    for node in ast.walk(parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            package = dotted(source).split(".")
+            if not source.endswith("__init__.py"):
+                package = package[:-1]
+            base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
+            module = ".".join(filter(None, [base, node.module]))
+            found |= {f"{module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def folder_of(module: str) -> str | None:
+    """Which of the four folders a module of ours lies in; None for everybody else's."""
+    parts = module.split(".")
+    if parts[0] != "mmspec":
+        return None
+    return parts[1] if len(parts) > 1 and parts[1] in FOLDERS else "mmspec"
+
+
+def test_there_is_something_to_check():
+    assert FACE in SOURCES and "app/cli.py" in SOURCES and len(SOURCES) > 10
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_imports_go_down(source: str):
+    home = folder_of(dotted(source))
+    below = FOLDERS[FOLDERS.index(home) :]
+    for module in imports(source) if source != FACE else ():
+        target = folder_of(module)
+        assert target is None or target in below, f"{source} imports {module}, which stands above it"
+
+
+@pytest.mark.parametrize("source", [source for source in SOURCES if source.startswith("mmspec/") and source != FACE])
+def test_imports_inside_mmspec_go_down(source: str):
+    part = dotted(source).split(".")[1]
+    assert part in INSIDE, f"{source}: give {part!r} a rank in tests/test_layers.py (design: layers)"
+    for module in imports(source):
+        if folder_of(module) == "mmspec" and module.count("."):
+            target = module.split(".")[1]
+            rank = INSIDE.get(target, -1)  # mmspec.__version__ and the like
+            assert rank <= INSIDE[part], f"{source} imports {module}, which stands above it"
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_imports_from_outside(source: str):
+    tops = {module.split(".")[0] for module in imports(source)}
+    for bare in ("kernels", "pipelines", "app"):
+        assert bare not in tops, f"{source}: write mmspec.{bare}; the bare name would load the module twice"
+    assert "random" not in tops, f"{source}: draw from the session's generator"
+    assert "diffusers" not in tops or source.startswith(DIFFUSERS), f"{source}: diffusers belongs in {DIFFUSERS}"
+    if source.startswith("mmspec/"):
+        outside = [module for module in imports(source) if module.startswith("transformers.")]
+        targets = [module for module in outside if module.endswith(("ForConditionalGeneration", "ForCausalLM"))]
+        assert not targets, f"{source} knows a target's class: {targets}"
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_file_says_what_it_is_for(source: str):
+    assert Path(source).name not in SAYS_NOTHING, f"{source}: the name says nothing of what is in it"
+    if not (ROOT / source).read_text(encoding="utf-8").strip():
+        return
+    said = ast.get_docstring(parse(source)) or ""
+    first = said.split("\n")[0]
+    assert first.endswith((".", "`", ")")), f"{source}: the first line is one sentence on what the file is for"
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_no_except_swallows_everything(source: str):
+    for node in ast.walk(parse(source)):
+        if isinstance(node, ast.ExceptHandler):
+            silent = all(isinstance(step, ast.Pass | ast.Continue) for step in node.body)
+            broad = node.type is None or (silent and getattr(node.type, "id", "") in ("Exception", "BaseException"))
+            assert not broad, f"{source}:{node.lineno}: name the errors, or say what happens"
+
+
+def test_four_folders_are_no_packages_of_their_own():
+    for folder in ("app", "pipelines", "kernels", "tests"):
+        assert not list((ROOT / folder).rglob("__init__.py")), f"{folder}/__init__.py would shadow a PyPI package"
+
+
+def test_the_wheel_holds_every_folder():
+    declared = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
+    holding = {dotted(source).rsplit(".", 1)[0] for source in SOURCES if not source.endswith("__init__.py")}
+    assert holding <= declared, f"missing in pyproject.toml: {sorted(holding - declared)}"
+
+
+def test_importing_the_face_is_light():
+    code = "import sys, mmspec; print(sorted({'torch', 'transformers', 'diffusers'} & set(sys.modules)))"
+    out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert out.strip() == "[]"

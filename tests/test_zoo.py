@@ -1,0 +1,178 @@
+"""The zoo: pictures and texts agree, training resumes exactly, and the embedded model loads and captions."""
+import re
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from mmspec import zoo
+from mmspec.app import zoo_eval, zoo_fit, zoo_pack, zoo_score, zoo_tower, zoo_vlm
+from mmspec.zoo import language, scenes
+from mmspec.zoo.recipes import SCENES_VLM, Language, Schedule, Vision, VlmRecipe
+
+TINY = VlmRecipe("tiny", vision=Vision(32, 2, 2, 64), language=Language(32, 2, 2, 64, 1024, 1024),
+                 tower=Schedule(4, 2, 1e-3), decoder=Schedule(4, 2, 1e-3), polish=Schedule(4, 2, 1e-3),
+                 pair_every=2, tokenizer_scenes=40)
+
+
+def drawn(count: int, seed: int = 11) -> list[scenes.Scene]:
+    rng = np.random.default_rng(seed)
+    return [scenes.draw(rng) for _ in range(count)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return zoo_vlm.build_tokenizer(TINY)
+
+
+def test_the_same_seed_draws_the_same_picture_and_text():
+    for first, again in zip(drawn(5), drawn(5), strict=True):
+        assert first == again
+        assert scenes.render(first).tobytes() == scenes.render(again).tobytes()
+        told = [language.long(np.random.default_rng(3), scene) for scene in (first, again)]
+        assert told[0] == told[1]
+
+
+def middle_of(scene: scenes.Scene, thing: scenes.Thing) -> np.ndarray:
+    """Mean (x, y) of the pixels of the thing's colour, looked for in the whole picture."""
+    distance = np.abs(np.asarray(scenes.render(scene)).astype(int) - scenes.COLOURS[thing.colour]).max(-1)
+    rows, columns = np.nonzero(distance < 6)
+    return np.array([columns.mean(), rows.mean()])
+
+
+def test_relations_hold_between_the_pixels():
+    checked: Counter = Counter()
+    for scene in drawn(80):
+        if len(scenes.counts(scene, "colour")) < len(scene.things) or scene.background == "grainy":
+            continue
+        for first, second in pairwise(scene.things):
+            (ax, ay), (bx, by) = middle_of(scene, first), middle_of(scene, second)
+            seen = {"left of": ax < bx - 16, "right of": ax > bx + 16, "above": ay < by - 16, "below": ay > by + 16}
+            assert {relation for relation, holds in seen.items() if holds} == set(scenes.relations(first, second))
+            checked.update(scenes.relations(first, second))
+            checked.update(scenes.relations(second, first))
+    assert set(checked) == set(scenes.RELATIONS)
+
+
+def test_counts_and_relations_are_consistent():
+    for scene in drawn(50):
+        for attribute in ("shape", "colour", "texture", "size"):
+            assert sum(scenes.counts(scene, attribute).values()) == len(scene.things)
+        for first in scene.things:
+            for second in scene.things:
+                assert bool(scenes.relations(first, second)) == (first.cell != second.cell)
+
+
+@pytest.mark.parametrize("style", ["short", "long"])
+def test_texts_name_what_is_in_the_scene(style):
+    rng, tally = np.random.default_rng(5), Counter()
+    for scene in drawn(120):
+        tally += zoo_score.score_caption(getattr(language, style)(rng, scene).answer, scene)
+    facts = {fact for fact, _ in tally}
+    assert {"object precision", "object recall", "relations", "counts", "size", "texture"} <= facts
+    assert all(tally[fact, "right"] == tally[fact, "of"] for fact in facts)
+
+
+def test_the_score_sees_errors():
+    scene = next(s for s in drawn(50) if len(s.things) == 3)
+    text, thing = language.short_caption(scene), scene.things[1]
+    wrong = next(shape for shape in scenes.SHAPES if shape not in text)
+    tally = zoo_score.score_caption(text.replace(language.full_name(thing), f"{thing.size} {thing.texture} "
+                                                 f"{thing.colour} {wrong}").replace("shows three", "shows four"), scene)
+    assert tally["object recall", "of"] - tally["object recall", "right"] == 1
+    assert tally["object precision", "of"] - tally["object precision", "right"] == 1
+    assert tally["counts", "of"] - tally["counts", "right"] == 1
+
+
+def test_long_descriptions_use_a_thousand_words():
+    rng, used = np.random.default_rng(0), set()
+    for scene in drawn(1200):
+        used |= set(re.findall(r"[a-z-]+", language.long(rng, scene).answer.lower()))
+    assert len(used) >= 1000
+
+
+def test_every_question_has_an_answer():
+    rng = np.random.default_rng(1)
+    for scene in drawn(40):
+        for kind in language.QUESTIONS:
+            exchange = language.question(rng, scene, kind)
+            assert exchange.kind == kind and exchange.prompt.endswith(("?", ".")) and exchange.answer.endswith(".")
+        assert language.pair_question(rng, (scene, drawn(1)[0]), TINY.mix).answer
+
+
+@pytest.mark.parametrize("pair", [False, True])
+def test_a_packed_branch_has_the_logits_of_the_chat(tokenizer, pair):
+    processor, model = zoo_vlm.build_processor(TINY, tokenizer), zoo_vlm.build_model(TINY).eval()
+    rng, shown = np.random.default_rng(2), drawn(1 + pair)
+    talks = [[language.any_question(rng, shown[0], TINY.mix) for _ in range(turns)] for turns in (1, 2)]
+    talks.append([language.short(rng, shown[0])])
+    branches = [zoo_pack.branch(talk, lambda text: tokenizer.encode(text, add_special_tokens=False)) for talk in talks]
+    batch = zoo_pack.pack([branches], len(shown), 64, 320)
+    with torch.no_grad():
+        packed = model.lm_head(zoo_vlm.packed_hidden(model, batch, zoo_tower.pixels(shown)))[0]
+    for number, talk in enumerate(talks, 1):
+        chat = []
+        for turn, exchange in enumerate(talk):
+            pictures = [{"type": "image", "image": scenes.render(s)} for s in shown] if turn == 0 else []
+            chat.append({"role": "user", "content": [*pictures, {"type": "text", "text": exchange.prompt}]})
+            chat.append({"role": "assistant", "content": [{"type": "text", "text": exchange.answer}]})
+        inputs = processor.apply_chat_template(chat, tokenize=True, return_dict=True, return_tensors="pt")
+        own, start = batch.branches[0] == number, int((batch.branches[0] == 0).sum())
+        assert inputs["input_ids"][0, start:].tolist() == batch.ids[0, own].tolist()
+        with torch.no_grad():
+            plain = model(**inputs).logits[0, start:]
+        torch.testing.assert_close(packed[own], plain, rtol=0, atol=1e-5)
+
+
+def test_training_resumes_bit_exactly(tokenizer, tmp_path: Path):
+    ends = []
+    for folder, stops in ((tmp_path / "whole", (None,)), (tmp_path / "halves", (2, None))):
+        for stop in stops:
+            tower = zoo_vlm.train_tower(TINY, folder, lambda line: None, stop)
+            model = zoo_vlm.build_model(TINY)
+            model.model.vision_tower.load_state_dict(tower.state_dict())
+        for stop in stops:
+            zoo_vlm.train_decoder(TINY, model, tokenizer, folder, lambda line: None, stop=stop, compiled=False)
+            ends.append(model.state_dict())
+            model = zoo_vlm.build_model(TINY)
+        assert zoo_fit.seconds(folder / "decoder.pt") > 0
+    assert all(torch.equal(ends[0][name], ends[-1][name]) for name in ends[0])
+    assert any(not torch.equal(ends[0][name], weight) for name, weight in model.state_dict().items())
+
+
+def test_the_rate_warms_up_and_falls_to_nothing():
+    plan = Schedule(1000, 1, 1.0, warmup=0.1, decay=0.5)
+    rates = [round(zoo_fit.rate(plan, step), 2) for step in (0, 49, 99, 499, 749, 999)]
+    assert rates == [0.01, 0.5, 1.0, 1.0, 0.5, 0.0]
+
+
+def test_an_unknown_model_is_refused_with_the_known_ones():
+    with pytest.raises(FileNotFoundError, match="no embedded model 'nothing'; choose from"):
+        zoo.path("nothing")
+
+
+def test_sample_pictures_are_small_and_held_out():
+    files = sorted(zoo.samples().glob("*.png"))
+    assert len(files) == zoo_eval.SAMPLES
+    for file, scene in zip(files, zoo_eval.held_out(SCENES_VLM, len(files), stream=2), strict=True):
+        assert file.stat().st_size < 20_000
+        assert Image.open(file).convert("RGB").tobytes() == scenes.render(scene).tobytes()
+
+
+@pytest.mark.skipif(not (zoo.weights() / "scenes-vlm" / "config.json").is_file(),
+                    reason="the weights of scenes-vlm are not here; train them with `mmspec zoo train scenes-vlm`")
+def test_the_embedded_model_captions_held_out_scenes():
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+    folder = zoo.path("scenes-vlm")
+    processor = AutoProcessor.from_pretrained(folder)
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    shown = zoo_eval.held_out(SCENES_VLM, 4, stream=2)
+    texts, tokens = zoo_eval.answer(model, processor, [([scene], language.PROMPTS["short"]) for scene in shown])
+    tally = sum((zoo_score.score_caption(text, scene) for text, scene in zip(texts, shown, strict=True)), Counter())
+    assert tokens > 25
+    assert tally["object recall", "right"] >= 0.8 * tally["object recall", "of"]
+    assert sum(file.stat().st_size for file in folder.iterdir()) < 26_000_000
