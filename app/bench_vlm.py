@@ -23,6 +23,7 @@ from mmspec.app.bench import BenchError, Call, Clock, Outcome, Question, batches
 from mmspec.app.engine import STOCK as NO_DRAFTER
 from mmspec.app.engine import load
 from mmspec.app.provenance import provenance
+from mmspec.pipelines.prompts import chat_inputs
 from mmspec.zoo import language, scenes
 
 HELD_OUT, TUNING = 7001, 7002  # first number of the seeds of scenes that no training and no evaluation draws
@@ -88,21 +89,7 @@ class Bench:
         """Model inputs, one question a row, on the model's device."""
         marker = str(getattr(self.processor, "image_token", "") or "")
         prompts = [q.prompt.replace(marker, "").strip() if marker else q.prompt for q in asked]
-        shared = {"padding": True, "return_tensors": "pt"}
-        if getattr(self.processor, "chat_template", None):
-            shown = [[{"type": "image", "image": image} for image in q.images] for q in asked]
-            chats = [
-                [{"role": "user", "content": [*some, {"type": "text", "text": prompt}]}]
-                for some, prompt in zip(shown, prompts, strict=True)
-            ]
-            made = self.processor.apply_chat_template(
-                chats, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt",
-                processor_kwargs={"padding": True},
-            )  # fmt: skip
-        else:
-            texts = [f"{marker * len(q.images)}\n{p}" for q, p in zip(asked, prompts, strict=True)]
-            made = self.processor(images=[list(q.images) for q in asked], text=texts, **shared)
-        return made.to(self.model.device, self.model.dtype)
+        return chat_inputs(self.processor, prompts, [q.images for q in asked]).to(self.model.device, self.model.dtype)
 
     def call(self, method: Method, cell: Cell, inputs: Any, seed: int) -> Call:
         """One timed call; garbage is collected and the drafter enabled before the clock starts."""

@@ -25,7 +25,7 @@ from mmspec.app.demo_answer import (
     RefusedError,
     Turn,
 )
-from mmspec.app.demo_guard import Picture
+from mmspec.app.demo_guard import picture
 from mmspec.app.demo_run import Duo
 from mmspec.app.engine import first_line
 
@@ -145,7 +145,7 @@ def build(duo: Duo, offer: Offer, page: gr.Blocks) -> Caption:
 
 def _question(duo: Duo, offer: Offer) -> list[Any]:
     """Picture and prompt, with examples of both."""
-    image = Picture(label="Picture", height=230, elem_id="mm-image", buttons=[])
+    image = picture(label="Picture", height=230, elem_id="mm-image", buttons=[])
     if offer.pictures:
         gr.Examples(
             [[str(p)] for p in offer.pictures],

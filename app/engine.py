@@ -15,6 +15,7 @@ from PIL import Image
 
 import mmspec
 from mmspec.app import embedded
+from mmspec.pipelines.prompts import chat_inputs
 
 STOCK = "none"  # the drafter that is none
 
@@ -54,7 +55,8 @@ class Engine:
 
     def caption(self, images: list[Image.Image], prompt: str, **settings: Any) -> Captions:
         """One answer per picture to the same prompt, in one batch."""
-        inputs = inputs_for(self.processor, images, prompt).to(self.model.device, self.model.dtype)
+        inputs = chat_inputs(self.processor, [prompt] * len(images), [[image] for image in images])
+        inputs = inputs.to(self.model.device, self.model.dtype)
         begun = time.perf_counter()
         with torch.inference_mode():
             out = self.model.generate(**inputs, **(self.settings | settings))
@@ -86,26 +88,6 @@ class Engine:
         self.notes += [str(note.message) for note in said if issubclass(note.category, UserWarning)]
 
 
-def inputs_for(processor: Any, images: list[Image.Image], prompt: str) -> Any:
-    """Model inputs of one picture and the prompt a row, by the processor's chat template where it has one."""
-    if getattr(processor, "chat_template", None):
-        chats = [
-            [{"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": prompt}]}]
-            for image in images
-        ]
-        return processor.apply_chat_template(
-            chats,
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=True,
-            return_tensors="pt",
-            processor_kwargs={"padding": True},
-        )
-    marker = getattr(processor, "image_token", None)
-    text = f"{getattr(marker, 'content', marker)}\n{prompt}" if marker else prompt
-    return processor(images=[[image] for image in images], text=[text] * len(images), padding=True, return_tensors="pt")
-
-
 def load(model: str, drafter: str, device: str, dtype: str, max_new_tokens: int, temperature: float) -> Engine:
     """Engine for a name on the Hub, a local folder or an embedded model; `auto` picks the fastest device there is."""
     from transformers import AutoModelForImageTextToText, AutoProcessor
@@ -115,7 +97,7 @@ def load(model: str, drafter: str, device: str, dtype: str, max_new_tokens: int,
     logging.disable_progress_bar()
     if not Path(model).exists() and model != embedded.MODEL and model.count("/") != 1:
         raise EngineError(f"no folder {model!r}; a name on the Hub has the form owner/name")
-    place = _device(device)
+    place = find_device(device)
     kind = ("float32" if place.type == "cpu" else "auto") if dtype == "auto" else dtype
     try:
         where = embedded.resolve(model)
@@ -138,7 +120,8 @@ def first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
-def _device(name: str) -> torch.device:
+def find_device(name: str) -> torch.device:
+    """The device of that name; `auto` is the fastest there is."""
     if name == "auto":
         found = torch.accelerator.current_accelerator(check_available=True)
         return found if found is not None else torch.device("cpu")

@@ -89,7 +89,7 @@ def figures(name: str, calls: dict[str, list[Any]], best: str, greedy: bool, ass
     total = Stats()
     for call in made:
         total.add(call.stats or Stats())
-    spent = sum(total.seconds[part] for part in ("draft", "verify", "other"))
+    spent = sum(total.seconds.get(part, 0.0) for part in ("draft", "verify", "other"))
     row_steps = total.row_rounds or (sum(c.steps for c in made) if assisted else 0)
     gain = sum(c.later for c in made) / row_steps if row_steps else (1.0 if made else None)
     rows = [(a, b) for m, s in zip(made, stock, strict=False) for a, b in zip(m.answers, s.answers, strict=True)]
@@ -107,7 +107,7 @@ def figures(name: str, calls: dict[str, list[Any]], best: str, greedy: bool, ass
         "tokens_per_target_call": gain,
         "accepted_per_call": None if gain is None else gain - 1,
         "acceptance_by_depth": [round(total.acceptance(d), 4) for d in sorted(total.accepted_by_depth)],
-        "draft_share": total.seconds["draft"] / spent if spent else None,
+        "draft_share": total.seconds.get("draft", 0.0) / spent if spent else None,
         "identical_rate": statistics.fmean(a == b for a, b in rows) if rows and greedy else None,
         "length": statistics.fmean(len(a) for a, _ in rows) if rows else None,
         "n": len(made),

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from mmspec.app.engine import find_device
 from mmspec.registry import DRAFTERS, drafter_class
 from mmspec.train.data import read
 from mmspec.train.distil import Distillation
@@ -104,9 +105,9 @@ def train(model: Any, processor: Any, method: str, data: str, out: Path, recipe:
 def run(args: argparse.Namespace) -> int:
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
-    device = torch.accelerator.current_accelerator() if args.device == "auto" else torch.device(args.device)
-    dtype = torch.bfloat16 if device is not None and device.type == "cuda" else torch.float32
-    model = AutoModelForImageTextToText.from_pretrained(args.target, dtype=dtype).to(device or "cpu")
+    device = find_device(args.device)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    model = AutoModelForImageTextToText.from_pretrained(args.target, dtype=dtype).to(device)
     processor = AutoProcessor.from_pretrained(args.target)
     train(
         model,

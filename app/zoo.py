@@ -1,14 +1,20 @@
 """Trains the embedded models of the zoo and writes them into the package: `mmspec zoo`."""
 import argparse
+import json
+import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
+from transformers import LlavaForConditionalGeneration, LlavaProcessor
 
 from mmspec import zoo
-from mmspec.app import zoo_eval, zoo_vlm
-from mmspec.zoo.recipes import RECIPES, VlmRecipe
+from mmspec.app import zoo_card, zoo_eval, zoo_vlm
+from mmspec.app.train import train
+from mmspec.train.recipes import SCENES_EAGLE
+from mmspec.zoo.recipes import DRAFTERS, RECIPES, DrafterRecipe, VlmRecipe
 
 WORK = Path("runs/zoo")  # where checkpoints and logs go
 LOOK_EVERY = 200  # steps between two looks at held-out scenes
@@ -35,7 +41,7 @@ def train_vlm(recipe: VlmRecipe, out_dir: Path, resume: bool = True, work: Path 
     """
     work = work or WORK / recipe.name
     if not resume:
-        for old in (work / f"{stage}.pt" for stage in ("tower", "decoder", "polish")):
+        for old in (work / f"{stage}.pt" for stage in zoo_vlm.STAGES):
             old.unlink(missing_ok=True)
     say = journal(work / "log.txt")
     processor = zoo_vlm.build_processor(recipe, zoo_vlm.build_tokenizer(recipe))
@@ -53,26 +59,48 @@ def train_vlm(recipe: VlmRecipe, out_dir: Path, resume: bool = True, work: Path 
     say(f"exported to {out_dir}")
 
 
-def main(argv: list[str] | None = None) -> int:
-    """`train NAME` trains and exports; `eval NAME` scores the exported model on held-out scenes and writes its card."""
-    parser = argparse.ArgumentParser(prog="mmspec zoo", description=__doc__)
-    parser.add_argument("verb", choices=("train", "eval"))
-    parser.add_argument("name", choices=sorted(RECIPES))
-    parser.add_argument("--out", type=Path, help="folder to export to (default: inside the package)")
-    parser.add_argument("--work", type=Path, help=f"folder of checkpoints and the log (default: {WORK}/NAME)")
-    parser.add_argument("--fresh", action="store_true", help="ignore checkpoints of an earlier run")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--scenes", type=int, default=300, help="held-out scenes to score")
-    asked = parser.parse_args(argv)
-    torch.set_num_threads(asked.threads)
-    recipe = RECIPES[asked.name]
-    out, work = asked.out or zoo.weights() / recipe.name, asked.work or WORK / recipe.name
-    if asked.verb == "train":
-        train_vlm(recipe, out, resume=not asked.fresh, work=work)
-    else:
-        zoo_eval.evaluate(recipe, out, work, asked.scenes)
+def train_drafter(recipe: DrafterRecipe, out_dir: Path, work: Path) -> None:
+    """Distil the drafter of an embedded model from that model's own answers; then export it, with a card."""
+    target = zoo.path(recipe.target)
+    model = LlavaForConditionalGeneration.from_pretrained(target, dtype=torch.float32)
+    model.config._name_or_path = recipe.target
+    processor = LlavaProcessor.from_pretrained(target)
+    drafter = train(model, processor, "eagle", recipe.data, work, SCENES_EAGLE, intermediate=recipe.intermediate)
+    drafter.config = replace(drafter.config, depth=recipe.depth, width=recipe.width, size=recipe.size)
+    out_dir.mkdir(parents=True, exist_ok=True)
+    (out_dir / "README.md").write_text(zoo_card.drafter_card(recipe, json.loads((work / "report.json").read_text())))
+    drafter.to(torch.bfloat16).save_pretrained(out_dir)
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """The options of `mmspec zoo`."""
+    parser.description = "Train the embedded models from nothing, or on from where it was stopped; then score them."
+    add = parser.add_argument
+    add("names", nargs="*", metavar="NAME", help=f"which ({', '.join([*RECIPES, *DRAFTERS])}); default: all, in order")
+    add("--out", type=Path, help="folder to export to, a subfolder each (default: inside the package)")
+    add("--work", type=Path, default=WORK, help="folder of checkpoints and logs, a subfolder each (%(default)s)")
+    add("--fresh", action="store_true", help="ignore checkpoints of an earlier run")
+    add("--eval-only", action="store_true", help="score what is exported already")
+    add("--threads", type=int, default=2, help="CPU threads (%(default)s)")
+    add("--scenes", type=int, default=300, help="held-out scenes to score (%(default)s)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train and score each of the named models."""
+    torch.set_num_threads(args.threads)
+    names = args.names or [*RECIPES, *DRAFTERS]
+    known = [*RECIPES, *DRAFTERS]
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        print(f"mmspec zoo: unknown model {unknown[0]!r}; choose from {', '.join(known)}", file=sys.stderr)
+        return 1
+    for name in names:
+        out, work = (args.out or zoo.weights()) / name, args.work / name
+        if name in DRAFTERS:
+            if not args.eval_only:
+                train_drafter(DRAFTERS[name], out, work)
+            continue
+        if not args.eval_only:
+            train_vlm(RECIPES[name], out, resume=not args.fresh, work=work)
+        zoo_eval.evaluate(RECIPES[name], out, work, args.scenes)
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

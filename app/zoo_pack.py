@@ -90,8 +90,8 @@ def _row(rng: np.random.Generator, here: list[Scene], mix: Mix, room: int, encod
     parts = []
     first: list[Exchange] = []
     if len(here) == 1:
-        first = [language.long(rng, here[0])] if rng.random() < mix.long_share else []
-        first.append(language.short(rng, here[0]))
+        first = [language.long(rng, here[0], mix)] if rng.random() < mix.long_share else []
+        first.append(language.short(rng, here[0], mix))
     refused = 0
     while refused < 3:
         if first:

@@ -21,7 +21,8 @@ from mmspec.app import zoo_fit, zoo_pack, zoo_tower
 from mmspec.zoo import language, lexicon, scenes
 from mmspec.zoo.recipes import Mix, VlmRecipe
 
-TOWER, TEXTS, DECODER, POLISH = 1, 2, 3, 5  # streams of random numbers: [recipe.seed, stream, step]
+TOWER, TEXTS, DECODER, POLISH, SETTLE = 1, 2, 3, 5, 6  # streams of random numbers: [recipe.seed, stream, step]
+STAGES = ("tower", "decoder", "polish", "settle")  # names of their checkpoints
 CHAT_TEMPLATE = (
     "{{ '<bos>' }}{% for message in messages %}"
     "{% if message.role == 'assistant' %}{{ '<assistant>' }}{% else %}{{ '<user>' }}{% endif %}"
@@ -52,7 +53,7 @@ def _sample_texts(recipe: VlmRecipe) -> list[str]:
     texts = []
     for _ in range(recipe.tokenizer_scenes):
         here = scenes.draw(rng)
-        told = [language.short(rng, here), language.long(rng, here)]
+        told = [language.short(rng, here, recipe.mix), language.long(rng, here, recipe.mix)]
         told.append(language.pair_question(rng, (here, scenes.draw(rng)), recipe.mix))
         told += [language.any_question(rng, here, recipe.mix) for _ in range(4)]
         texts += [text for exchange in told for text in (exchange.prompt, exchange.answer)]
@@ -160,10 +161,10 @@ def emphasis(tokenizer: PreTrainedTokenizerFast, mix: Mix) -> torch.Tensor:
 def train_decoder(recipe: VlmRecipe, model: LlavaForConditionalGeneration, tokenizer: PreTrainedTokenizerFast,
                   folder: Path, say: Callable[[str], None], watch: Callable[[int], None] = lambda step: None,
                   stop: int | None = None, compiled: bool = True) -> None:
-    """Second and third stage: projector, decoder and head on packed texts; the tower stays as it is.
+    """The stages after the tower's: projector, decoder and head on packed texts; the tower stays as it is.
 
     Compiled and with the plain attention the step is 1.4 times as fast on a CPU; both are undone afterwards. `stop`
-    breaks off the second stage after that many steps.
+    breaks off the first of them after that many steps.
     """
     model.model.vision_tower.requires_grad_(False)
     model.model.language_model.set_attn_implementation("eager")
@@ -173,7 +174,8 @@ def train_decoder(recipe: VlmRecipe, model: LlavaForConditionalGeneration, token
         return tokenizer.encode(text, add_special_tokens=False)
 
     for name, stream, plan, mix in (("decoder", DECODER, recipe.decoder, recipe.mix),
-                                    ("polish", POLISH, recipe.polish, recipe.polish_mix)):
+                                    ("polish", POLISH, recipe.polish, recipe.polish_mix),
+                                    ("settle", SETTLE, recipe.settle, recipe.settle_mix)):
         weights = emphasis(tokenizer, mix)
 
         def loss_of(step: int, stream=stream, plan=plan, mix=mix, weights=weights) -> tuple[torch.Tensor, int]:
@@ -195,3 +197,5 @@ def export(model: LlavaForConditionalGeneration, processor: LlavaProcessor, fold
     twin.load_state_dict(state)
     twin.to(torch.bfloat16).save_pretrained(folder)
     processor.save_pretrained(folder)
+    for file in folder.iterdir():
+        file.chmod(0o644)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mmspec.kernels import reference as ops
 from mmspec.rules import Rule, exact
-from mmspec.types import Draft, Round, Scores, Verdict
+from mmspec.types import HOLE, Draft, Round, Scores, Verdict
 
 R = TypeVar("R")
 
@@ -50,8 +50,9 @@ class Stats:
     rounds: int = 0
     tokens: int = 0  # generated, over all rows, the first one of each row (from the prefill) included
     row_rounds: int = 0  # rounds, counted once for every row that took part
+    gained: int = 0  # tokens that came of the rounds
     drafted: int = 0
-    accepted: int = 0
+    accepted: int = 0  # of the gained ones, those that were drafted
     accepted_by_depth: Counter[int] = field(default_factory=Counter)  # rows that accepted at least so many in a round
     seconds: dict[str, float] = field(default_factory=dict)  # draft, verify, other (accept and commit), prefill
 
@@ -68,14 +69,14 @@ class Stats:
     @property
     def tokens_per_target_call(self) -> float:
         """τ with the bonus token: what a row gains per target call; plain decoding has 1."""
-        return self.accepted_draft_tokens_per_call + 1.0 if self.row_rounds else 0.0
+        return self.gained / self.row_rounds if self.row_rounds else 0.0
 
     def acceptance(self, depth: int) -> float:
         """Share of a row's rounds in which at least `depth` drafted tokens were kept."""
         return self.accepted_by_depth[depth] / self.row_rounds if self.row_rounds else 0.0
 
     def add(self, other: Stats) -> None:
-        for name in ("rounds", "tokens", "row_rounds", "drafted", "accepted"):
+        for name in ("rounds", "tokens", "row_rounds", "gained", "drafted", "accepted"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.accepted_by_depth.update(other.accepted_by_depth)
         for part, spent in other.seconds.items():
@@ -123,7 +124,8 @@ class Session:
         path = torch.cat([verdict.count[:, None], verdict.token[:, None], draft.tokens.gather(1, order)], 1).tolist()
         counts = tuple(line[0] for line in path)
         new = tuple(tuple(self._push(row, line)) for row, line in zip(self.rows, path, strict=True))
-        self.last = Round(draft, scores, verdict, order[:, : max(counts)], counts, new)
+        proposed = tuple(sum(token != HOLE for token in line[3:]) for line in path)
+        self.last = Round(draft, scores, verdict, order[:, : max(counts)], counts, new, proposed)
         self.pending = verdict.token
         self.emitted = self.emitted + verdict.count
         self.stats.tokens += sum(map(len, new))
@@ -141,13 +143,15 @@ class Session:
 
     def count(self, round_: Round) -> None:
         """Book a round after the prefill."""
-        stats, drafted = self.stats, round_.draft.tree.size - 1
+        stats = self.stats
         stats.rounds += 1
         stats.row_rounds += len(round_.counts)
-        stats.drafted += drafted * len(round_.counts)
-        for kept in round_.counts:
-            stats.accepted += kept - 1
-            stats.accepted_by_depth.update(range(1, kept))
+        stats.drafted += sum(round_.proposed)
+        for count, new in zip(round_.counts, round_.new, strict=True):
+            accepted = min(count - 1, len(new))  # a row may end among its accepted tokens
+            stats.gained += len(new)
+            stats.accepted += accepted
+            stats.accepted_by_depth.update(range(1, accepted + 1))
 
     def retire(self) -> None:
         """Let the rows go that have ended; the others close ranks."""

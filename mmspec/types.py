@@ -126,17 +126,21 @@ class Round:
     kept: Tensor  # [B, K], the nodes that stand, in path order; entries past a row's count mean nothing
     counts: tuple[int, ...]  # verdict.count, as the host read it
     new: tuple[tuple[int, ...], ...]  # tokens decided in this round, per row: the accepted ones, then the drawn one
+    proposed: tuple[int, ...]  # drafted tokens per row, holes left out
 
     def select(self, rows: Tensor) -> Round:
         """The same round for some of its rows."""
         chosen = rows.tolist()
         part = _select(self, rows)
-        return replace(part, counts=tuple(self.counts[i] for i in chosen), new=tuple(self.new[i] for i in chosen))
+        return replace(part, **{name: tuple(getattr(self, name)[i] for i in chosen) for name in _PER_ROW})
 
     def join(self, other: Round) -> Round:
         """The rounds of two sets of rows as one; the smaller tree is filled up with holes."""
         both = _join(self, other)
-        return replace(both, counts=self.counts + other.counts, new=self.new + other.new)
+        return replace(both, **{name: getattr(self, name) + getattr(other, name) for name in _PER_ROW})
+
+
+_PER_ROW = ("counts", "new", "proposed")
 
 
 def _select(value: T, rows: Tensor) -> T:

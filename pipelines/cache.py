@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCache, StaticLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticLayer
 
 from mmspec.slots import Lengths, Slots
 
@@ -74,34 +74,34 @@ class SlotCache(Cache):
         self.lengths = self.lengths.join(other.lengths)
         return self
 
+    @staticmethod
+    def can_adopt(cache: Cache) -> bool:
+        """Whether every layer still holds all its keys: no sliding windows, no recurrent states."""
+        return all(type(layer) in (DynamicLayer, StaticLayer) for layer in cache.layers)
+
     @classmethod
     def adopt(cls, cache: Cache | None, batch: int, device: torch.device, reserve: int) -> SlotCache:
-        """An empty cache, or a copy of what a user's cache already holds.
-
-        Raises:
-            TypeError: a filled cache whose layers do not hold all their keys (sliding windows, linear attention).
-        """
+        """An empty cache, or a copy of what a user's cache already holds (see `can_adopt`)."""
         mine = cls(batch, device, reserve)
         past = int(cache.get_seq_length()) if cache is not None else 0
-        if cache is None or not past:
-            return mine
-        for index, layer in enumerate(cache.layers):
-            if type(layer) not in (DynamicLayer, StaticLayer):
-                raise TypeError(f"a filled cache with {type(layer).__name__} cannot be continued")
-            mine.update(layer.keys[:, :, :past], layer.values[:, :, :past], index)
-        mine.advance(past)
+        if cache is not None and past:
+            for index, layer in enumerate(cache.layers):
+                mine.update(layer.keys[:, :, :past], layer.values[:, :, :past], index)
+            mine.advance(past)
         return mine
 
     def hand_back(self, cache: Cache | None, length: int) -> Cache:
-        """Give the first `length` slots to the user's cache (batch 1), or to a new DynamicCache."""
+        """Put the first `length` slots into the caller's cache (batch 1), or into a new DynamicCache."""
         cache = DynamicCache() if cache is None else cache
-        static = isinstance(cache, StaticCache)
         for index, layer in enumerate(self.slots):
             assert layer.keys is not None and layer.values is not None
             keys, values = layer.keys[:, :, :length], layer.values[:, :, :length]
-            if index < len(cache.layers):
-                cache.layers[index].reset()
-            if static:
-                keys, values = (t[:, :, : cache.layers[index].max_cache_len] for t in (keys, values))
-            cache.update(keys.clone(), values.clone(), index)
+            theirs = cache.layers[index] if index < len(cache.layers) else None
+            if theirs is not None:
+                theirs.reset()
+            if type(theirs) is DynamicLayer:  # a view will do: it never writes in place
+                theirs.lazy_initialization(keys, values)
+                theirs.keys, theirs.values = keys, values
+            else:
+                cache.update(keys, values, index)
         return cache

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.cache_utils import DynamicCache
+from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationMixin
 
 from mmspec.loop import begin, decode
 from mmspec.pipelines.cache import SlotCache
@@ -19,6 +20,7 @@ from mmspec.session import Row, Session, Stats
 from mmspec.tree import chain
 from mmspec.types import Draft, Round
 
+_CACHES_ARE_MARKED = "_is_user_defined" in GenerationMixin._prepare_cache_for_generation.__code__.co_names
 _RESERVE = 1024  # slots to reserve at once at most, beyond the prompt
 
 watching: ContextVar[Callable[[Round], None] | None] = ContextVar("mmspec_watching", default=None)  # see stream.py
@@ -37,10 +39,21 @@ class Call:
     arguments: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def user_cache(self) -> Any:
-        """A cache that already holds something, as in a second turn of a conversation."""
-        cache = self.arguments.get("past_key_values")
-        return cache if cache is not None and int(cache.get_seq_length()) > 0 else None
+    def cache(self) -> Any:
+        """The cache that came with the call: the caller's own, or an empty one that `generate` made."""
+        return self.arguments.get("past_key_values")
+
+    @property
+    def filled(self) -> bool:
+        """Whether it already holds something, as in a second turn of a conversation."""
+        return self.cache is not None and int(self.cache.get_seq_length()) > 0
+
+    @property
+    def returns_cache(self) -> bool:
+        """Whether anybody may look at it afterwards; older transformers do not say whose it is."""
+        unknown = type(self.cache) is DynamicCache and not _CACHES_ARE_MARKED
+        owned = getattr(self.cache, "_is_user_defined", unknown)
+        return bool(self.generation_config.return_dict_in_generate or self.filled or owned)
 
 
 def _stateful(call: Call) -> str | None:
@@ -55,7 +68,8 @@ _OBSTACLES: tuple[tuple[Callable[[Call], Any], str], ...] = (
     (lambda c: c.synced_gpus, "synced_gpus needs every process to run the same number of forwards"),
     (lambda c: c.generation_config.output_attentions, "attention maps of a tree are not those of single steps"),
     (lambda c: c.generation_config.output_hidden_states, "output_hidden_states is not collected over tree steps"),
-    (lambda c: c.user_cache is not None and len(c.input_ids) > 1, "continuing a filled cache works for one row only"),
+    (lambda c: c.filled and len(c.input_ids) > 1, "continuing a filled cache works for one row only"),
+    (lambda c: c.filled and not SlotCache.can_adopt(c.cache), "a filled cache with sliding windows has lost keys"),
 )
 
 
@@ -92,7 +106,7 @@ def _rounds(target: VlmTarget, drafter: Any, call: Call) -> Iterator[tuple[Sessi
     config.prefill_chunk_size, chunk = None, config.prefill_chunk_size  # a SlotCache takes a prompt in one piece
     try:
         session.cache, prompt, raw = session.timed(
-            "prefill", target.prefill, ids, config, call.arguments, call.user_cache, reserve
+            "prefill", target.prefill, ids, config, call.arguments, call.cache, reserve
         )
     finally:
         config.prefill_chunk_size = chunk
@@ -151,18 +165,16 @@ class _Collected:
         length = max(row.generated for row in self.rows)
         columns = [self._column(index) for index in range(length)]
         sequences = torch.cat([ids, torch.tensor(columns, dtype=ids.dtype, device=ids.device).view(length, -1).T], 1)
-        user_cache = self.call.user_cache
-        if user_cache is None and not config.return_dict_in_generate:
-            return sequences
-        if cache is not None and len(ids) == 1:  # ragged rows have no common cache to give back
-            user_cache = cache.hand_back(user_cache, sequences.shape[1] - 1)
+        mine = None
+        if self.call.returns_cache and cache is not None and len(ids) == 1:  # ragged rows have no common cache
+            mine = cache.hand_back(self.call.cache, sequences.shape[1] - 1)
         if not config.return_dict_in_generate:
             return sequences
         return GenerateDecoderOnlyOutput(
             sequences=sequences,
             scores=self._steps(0, length) if config.output_scores else None,
             logits=self._steps(1, length) if config.output_logits else None,
-            past_key_values=user_cache,
+            past_key_values=mine,
         )
 
     def _steps(self, which: int, length: int) -> tuple[Tensor, ...]:

@@ -69,11 +69,9 @@ def verify(model_or_pipe: Any, inputs: Any, max_new_tokens: int = 64) -> Report:
         raise UnsupportedError(f"{mine.__name__} is not enabled; call mmspec.enable(model) first")
     handle = mine._mmspec_handle
     settings = {"max_new_tokens": max_new_tokens, "do_sample": False, "num_beams": 1}
-    before = (handle.stats.accepted, handle.stats.row_rounds)
+    before = (handle.stats.gained, handle.stats.row_rounds)
     fast = model.generate(**inputs, **settings)
-    accepted, rounds = (
-        now - then for now, then in zip((handle.stats.accepted, handle.stats.row_rounds), before, strict=True)
-    )
+    gained, rounds = handle.stats.gained - before[0], handle.stats.row_rounds - before[1]
     other = _other_picture(inputs)
     changed = None if other is None else not _same(fast, model.generate(**other, **settings))
     stock = _stock(model, inputs, settings)
@@ -82,8 +80,7 @@ def verify(model_or_pipe: Any, inputs: Any, max_new_tokens: int = 64) -> Report:
     if where is not None:
         best = stock.scores[min(where[1], len(stock.scores) - 1)][where[0]].topk(2).values
         gap = float(best[0] - best[1])
-    tau = 1 + accepted / rounds if rounds else 1.0
-    return Report(where is None, len(fast), where, gap, changed, tau)
+    return Report(where is None, len(fast), where, gap, changed, gained / rounds if rounds else 1.0)
 
 
 def _stock(model: Any, inputs: Any, settings: dict[str, Any]) -> Any:

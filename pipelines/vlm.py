@@ -75,8 +75,10 @@ class VlmTarget:
         self.arguments: dict[str, Any] = {}
         config = model.get_decoder().config
         self.eager = config._attn_implementation == "eager"
-        sliding = "sliding_attention" in (getattr(config, "layer_types", None) or ())
-        self.window = config.sliding_window if sliding else None
+        kinds = getattr(config, "layer_types", None)
+        sliding = "sliding_attention" in kinds if kinds else getattr(config, "use_sliding_window", True)
+        self.window = getattr(config, "sliding_window", None) if sliding else None
+        self.mixed = bool(kinds)  # a mask per layer type; without types, every layer has the same window
 
     def embed(self, ids: Tensor) -> Tensor:
         return self.model.get_input_embeddings()(ids)
@@ -169,6 +171,8 @@ class VlmTarget:
         depth = draft.tree.depth
         place = torch.where(behind < 0, behind, depth.gather(1, behind.clamp(0, depth.shape[1] - 1)))
         near = depth[:, :, None] - place[:, None, :] < self.window
+        if not self.mixed:
+            return self._as_wanted(full & near)
         return {"full_attention": self._as_wanted(full), "sliding_attention": self._as_wanted(full & near)}
 
     def _as_wanted(self, visible: Tensor) -> Tensor:

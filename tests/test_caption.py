@@ -282,7 +282,8 @@ def test_kill_9_loses_nothing_that_was_recorded(caption, photos: Path, model: Pa
         stdout=subprocess.DEVNULL,
     )
     journal = Path("killed/metadata.jsonl")
-    for _ in range(6000):
+    patience = time.monotonic() + 500  # a loaded machine
+    while time.monotonic() < patience and run.poll() is None:
         if journal.exists() and journal.read_bytes().count(b"\n") >= 3:
             break
         time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""Training: the unrolled drafter is the drafter that decodes, the loss points at the right tokens, a stopped run goes on."""
+"""Training: the unrolled drafter is the one that decodes, the loss is of the right tokens, a stopped run goes on."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_training_unroll_equals_decoding(questions: Path) -> None:
 
 
 def test_a_drafter_that_returns_the_targets_features_has_no_loss_to_learn(questions: Path) -> None:
-    """Planted perfection: if step i returned the target's feature, every step would agree; shifted by one it would not."""
+    """Planted perfection: were step i the target's feature, every step would agree; shifted by one it would not."""
     run = _run(questions.parent / "perfect", questions)
     samples = run.samples[:3]
     trace = run.teacher.trace(samples, run.teacher.answers(samples, 10, 0.0))
@@ -148,7 +148,7 @@ def test_another_recipe_does_not_take_over_a_run(questions: Path, tmp_path: Path
 
 
 def test_training_pays(questions: Path, tmp_path: Path) -> None:
-    """From the command's own function to an enabled model: the trained drafter is accepted more than an untrained one."""
+    """From the command's own function to an enabled model: a trained drafter is accepted more than an untrained one."""
     model, processor = tiny_llava.model(), tiny_llava.processor()
     model.generation_config.eos_token_id = 2
     recipe = RECIPE.with_(steps=150, batch=8, lr=1e-2, sampled=0.0, max_new_tokens=24)

@@ -16,6 +16,7 @@ from mmspec.zoo.recipes import SCENES_VLM, Language, Schedule, Vision, VlmRecipe
 
 TINY = VlmRecipe("tiny", vision=Vision(32, 2, 2, 64), language=Language(32, 2, 2, 64, 1024, 1024),
                  tower=Schedule(4, 2, 1e-3), decoder=Schedule(4, 2, 1e-3), polish=Schedule(4, 2, 1e-3),
+                 settle=Schedule(4, 2, 1e-3),
                  pair_every=2, tokenizer_scenes=40)
 
 
@@ -33,7 +34,7 @@ def test_the_same_seed_draws_the_same_picture_and_text():
     for first, again in zip(drawn(5), drawn(5), strict=True):
         assert first == again
         assert scenes.render(first).tobytes() == scenes.render(again).tobytes()
-        told = [language.long(np.random.default_rng(3), scene) for scene in (first, again)]
+        told = [language.long(np.random.default_rng(3), scene, TINY.mix) for scene in (first, again)]
         assert told[0] == told[1]
 
 
@@ -71,7 +72,7 @@ def test_counts_and_relations_are_consistent():
 def test_texts_name_what_is_in_the_scene(style):
     rng, tally = np.random.default_rng(5), Counter()
     for scene in drawn(120):
-        tally += zoo_score.score_caption(getattr(language, style)(rng, scene).answer, scene)
+        tally += zoo_score.score_caption(getattr(language, style)(rng, scene, TINY.mix).answer, scene)
     facts = {fact for fact, _ in tally}
     assert {"object precision", "object recall", "relations", "counts", "size", "texture"} <= facts
     assert all(tally[fact, "right"] == tally[fact, "of"] for fact in facts)
@@ -91,7 +92,7 @@ def test_the_score_sees_errors():
 def test_long_descriptions_use_a_thousand_words():
     rng, used = np.random.default_rng(0), set()
     for scene in drawn(1200):
-        used |= set(re.findall(r"[a-z-]+", language.long(rng, scene).answer.lower()))
+        used |= set(re.findall(r"[a-z-]+", language.long(rng, scene, TINY.mix).answer.lower()))
     assert len(used) >= 1000
 
 
@@ -109,7 +110,7 @@ def test_a_packed_branch_has_the_logits_of_the_chat(tokenizer, pair):
     processor, model = zoo_vlm.build_processor(TINY, tokenizer), zoo_vlm.build_model(TINY).eval()
     rng, shown = np.random.default_rng(2), drawn(1 + pair)
     talks = [[language.any_question(rng, shown[0], TINY.mix) for _ in range(turns)] for turns in (1, 2)]
-    talks.append([language.short(rng, shown[0])])
+    talks.append([language.short(rng, shown[0], TINY.mix)])
     branches = [zoo_pack.branch(talk, lambda text: tokenizer.encode(text, add_special_tokens=False)) for talk in talks]
     batch = zoo_pack.pack([branches], len(shown), 64, 320)
     with torch.no_grad():
@@ -164,7 +165,7 @@ def test_sample_pictures_are_small_and_held_out():
 
 
 @pytest.mark.skipif(not (zoo.weights() / "scenes-vlm" / "config.json").is_file(),
-                    reason="the weights of scenes-vlm are not here; train them with `mmspec zoo train scenes-vlm`")
+                    reason="the weights of scenes-vlm are not here; train them with `mmspec zoo scenes-vlm`")
 def test_the_embedded_model_captions_held_out_scenes():
     from transformers import AutoModelForImageTextToText, AutoProcessor
     folder = zoo.path("scenes-vlm")

@@ -41,8 +41,10 @@ _EAGLE3 = {  # SafeAILab/EAGLE, EAGLE-3; SpecForge writes the same
     "lm_head.weight": ("lm_head.weight",),
     "draft_ids": ("d2t",),  # as an offset: target id = row + d2t[row]
 }  # fmt: skip
-_SPECULATORS = {  # vllm-project/speculators 0.9, `Eagle3DraftModel`: EAGLE-3 with its layer under another name
-    ours: tuple(name.replace("midlayer.", "layers.0.") for name in theirs) for ours, theirs in _EAGLE3.items()
+_SPECULATORS = {  # vllm-project/speculators 0.9, `Eagle3DraftModel`: the layer's name differs, no biases
+    ours: tuple(name.replace("midlayer.", "layers.0.") for name in theirs)
+    for ours, theirs in _EAGLE3.items()
+    if ours != "block.qkv.bias"
 }
 
 

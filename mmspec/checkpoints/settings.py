@@ -51,10 +51,9 @@ def read(
     layout, flat = layout_named(name), _flat(config)
     found = EagleConfig(**_layer(flat, shapes, layout.layer), **_switches(layout, flat, shapes))
     found = _features(found, config, shapes, layers)
-    noted = _part(config, "mmspec")
-    verifier = _part(_part(config, "speculators_config"), "verifier")
-    target = {"target": verifier["name_or_path"]} if verifier.get("name_or_path") else {}
-    return replace(found, **target, **{key: noted[key] for key in NOTED if noted.get(key)})
+    verifier = _part(_part(config, "speculators_config"), "verifier").get("name_or_path")
+    noted = {"target": verifier, **_part(config, "mmspec")}
+    return replace(found, **{key: noted[key] for key in NOTED if noted.get(key)})
 
 
 def _flat(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -49,8 +49,8 @@ class EagleRecipe:
 
 # Of the embedded drafter: small enough for Muon and a high rate; the token loss leads because speed is what counts.
 SCENES_EAGLE = EagleRecipe(
-    steps=700, batch=12, lr=3e-3, clip=1.0, muon=True, feature_weight=0.5, token_weight=1.0, unroll=4,
-    sampled=0.3, max_new_tokens=256, held_out=48,
+    steps=520, batch=12, lr=3e-3, clip=1.0, muon=True, feature_weight=0.5, token_weight=1.0, unroll=4,
+    sampled=0.25, max_new_tokens=256, held_out=48,
 )  # fmt: skip
 
 RECIPES = {"eagle": EagleRecipe(), "scenes-eagle": SCENES_EAGLE}

@@ -15,7 +15,7 @@ def path(name: str) -> Path:
     if not (folder / "config.json").is_file():
         known = sorted(p.parent.name for p in weights().glob("*/config.json"))
         raise FileNotFoundError(f"no embedded model {name!r}; choose from {', '.join(known) or '(none is installed)'}, "
-                                f"or train it with `mmspec zoo train {name}`")
+                                f"or train it with `mmspec zoo {name}`")
     return folder
 
 

@@ -74,25 +74,26 @@ def stated_relations(scene: Scene) -> list[tuple[Thing, str, Thing]]:
     return told
 
 
-def short_caption(scene: Scene) -> str:
-    """Count, background, every object with size, texture, colour, shape and place, relations, and counts by shape."""
+def short_caption(scene: Scene, shape_counts: bool = False) -> str:
+    """Count, background, every object with size, texture, colour, shape and place, relations; perhaps counts."""
     number = len(scene.things)
     shown = listing([f"{article(full_name(t))} {words.PLACES[t.cell]}" for t in scene.things])
     told = [f"The picture shows {words.NUMBERS[number]} object{'s' * (number > 1)} on {article(scene.background)} "
             f"background: {shown}."]
     told += [f"The {name(a, scene)} is {relation} the {name(b, scene)}." for a, relation, b in stated_relations(scene)]
-    kinds = scenes.counts(scene)
-    verb = "is" if next(iter(kinds.values())) == 1 else "are"
-    told.append(f"There {verb} {listing([counted(count, shape) for shape, count in kinds.items()])}.")
+    if shape_counts:
+        kinds = scenes.counts(scene)
+        verb = "is" if next(iter(kinds.values())) == 1 else "are"
+        told.append(f"There {verb} {listing([counted(count, shape) for shape, count in kinds.items()])}.")
     return " ".join(told)
 
 
-def short(rng: np.random.Generator, scene: Scene) -> Exchange:
-    return Exchange("short", pick(rng, SHORT_PROMPTS), short_caption(scene))
+def short(rng: np.random.Generator, scene: Scene, mix: Mix) -> Exchange:
+    return Exchange("short", pick(rng, SHORT_PROMPTS), short_caption(scene, mix.shape_counts))
 
 
-def long(rng: np.random.Generator, scene: Scene) -> Exchange:
-    return Exchange("long", pick(rng, LONG_PROMPTS), describe_at_length(rng, scene))
+def long(rng: np.random.Generator, scene: Scene, mix: Mix) -> Exchange:
+    return Exchange("long", pick(rng, LONG_PROMPTS), describe_at_length(rng, scene, mix.shape_counts))
 
 
 def names(things: Sequence[Thing], scene: Scene) -> str:
@@ -225,7 +226,7 @@ def pair_question(rng: np.random.Generator, pair: tuple[Scene, Scene], mix: Mix)
     scene, ordinal, form = pair[which], ORDINALS[which], rng.random()
     if form < 0.25:
         return Exchange("pair-short", pick(rng, ("Describe the {} picture.", "Describe the {} image.")).format(ordinal),
-                        short_caption(scene))
+                        short_caption(scene, mix.shape_counts))
     if form < 0.4:
         prompt = pick(rng, ("What is in the {} picture?", "Name the objects in the {} picture.")).format(ordinal)
         return Exchange("pair-names", prompt, names(scene.things, scene))

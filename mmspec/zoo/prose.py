@@ -59,8 +59,8 @@ def pick(rng: np.random.Generator, options: Sequence):
     return options[int(rng.integers(len(options)))]
 
 
-def describe_at_length(rng: np.random.Generator, scene: Scene) -> str:
-    """A varied description: true about every object, some relations, comparisons and counts; free in mood and fancy."""
+def describe_at_length(rng: np.random.Generator, scene: Scene, shape_counts: bool = False) -> str:
+    """A varied description: true of objects, relations, comparisons and counts; free in mood and fancy."""
     things = scene.things
     called = {thing: f"{thing.colour} {thing.shape}" for thing in things}
     single = [thing for thing in things if list(called.values()).count(called[thing]) == 1]
@@ -75,7 +75,7 @@ def describe_at_length(rng: np.random.Generator, scene: Scene) -> str:
     while len(middle) < 4 or rng.random() < 0.35:
         middle.insert(int(rng.integers(1, len(middle) + 1)), _fancy(rng))
     told += middle
-    if rng.random() < 0.4:
+    if rng.random() < 0.4 and shape_counts:
         told.append(_count(rng, scene))
     return " ".join([*told, _fancy(rng)])
 

@@ -25,11 +25,13 @@ class Schedule:
 class Mix:
     """What texts a row holds: `long_share` of the rows get a long description; question kinds by relative weight.
 
-    Tokens of numbers, relations, yes and no count `emphasis` times in the loss.
+    Tokens of numbers, relations, yes and no count `emphasis` times in the loss. With `shape_counts` descriptions may
+    end with how many objects there are of each shape.
     """
 
     long_share: float = 0.5
     emphasis: float = 1.0
+    shape_counts: bool = True
     questions: tuple[tuple[str, float], ...] = (
         ("total", 1.0), ("count", 2.0), ("whether", 2.0), ("relation", 2.0), ("neighbours", 1.5), ("spot", 1.5),
         ("attribute", 1.0), ("place", 1.0), ("which", 1.0), ("background", 0.3), ("presence", 0.7))
@@ -64,7 +66,8 @@ class VlmRecipe:
 
     One batch row of the language stage is one image prefix and `slots` tokens of texts about it: the short caption,
     the long description for some of the scenes, and questions as long as there is room. Every `pair_every`-th step
-    shows two images per row. The decoder is trained twice: on all texts, then on more questions about facts.
+    shows two images per row. The decoder is trained three times: on all texts; on more
+    questions about facts; and without counts by shape, which so small a model states wrongly too often.
     """
 
     name: str
@@ -75,9 +78,14 @@ class VlmRecipe:
     decoder: Schedule = field(default_factory=lambda: Schedule(
         steps=1900, batch=12, lr=3e-3, warmup=69 / 1900, stop=1603))
     mix: Mix = field(default_factory=Mix)
-    polish: Schedule = field(default_factory=lambda: Schedule(steps=600, batch=12, lr=2.5e-3, decay=0.95))
-    polish_mix: Mix = field(default_factory=lambda: Mix(0.2, 4.0, (
+    polish: Schedule = field(default_factory=lambda: Schedule(
+        steps=600, batch=12, lr=2.5e-3, decay=0.95, stop=349))
+    polish_mix: Mix = field(default_factory=lambda: Mix(0.2, 4.0, True, (
         ("total", 0.3), ("count", 3.0), ("whether", 2.0), ("relation", 3.0), ("neighbours", 1.0), ("spot", 0.7),
+        ("attribute", 1.0), ("place", 3.0), ("which", 1.0), ("background", 0.2), ("presence", 1.5))))
+    settle: Schedule = field(default_factory=lambda: Schedule(steps=240, batch=12, lr=1.2e-3, decay=0.95))
+    settle_mix: Mix = field(default_factory=lambda: Mix(0.3, 2.0, False, (
+        ("total", 0.5), ("count", 1.0), ("whether", 2.0), ("relation", 3.0), ("neighbours", 1.0), ("spot", 0.7),
         ("attribute", 1.0), ("place", 3.0), ("which", 1.0), ("background", 0.2), ("presence", 1.5))))
     slots: int = 256
     pair_every: int = 10
@@ -86,3 +94,23 @@ class VlmRecipe:
 
 SCENES_VLM = VlmRecipe("scenes-vlm")
 RECIPES = {recipe.name: recipe for recipe in (SCENES_VLM,)}
+
+
+@dataclass(frozen=True)
+class DrafterRecipe:
+    """An embedded drafter: for which model, from which prompts, in which shape; `mmspec.train.recipes` says how.
+
+    `depth`, `width` and `size` are the tree it recommends, chosen by `mmspec bench vlm --tune` on scenes of their own.
+    """
+
+    name: str
+    target: str
+    data: str
+    intermediate: int = 512
+    depth: int = 7
+    width: int = 1
+    size: int = 8
+
+
+SCENES_VLM_EAGLE = DrafterRecipe("scenes-vlm-eagle", target="scenes-vlm", data="scenes:640")
+DRAFTERS = {recipe.name: recipe for recipe in (SCENES_VLM_EAGLE,)}

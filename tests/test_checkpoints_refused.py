@@ -1,0 +1,228 @@
+"""Checkpoints that are refused: damaged, incomplete, dangerous, of a network or a method that is not there."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from published import KV, LLAMA, PUBLISHED, TARGET, V_D, D, H, V, eagle, eagle3, load, ours, put, speculators
+from safetensors.torch import load_file, save_file
+
+from mmspec.checkpoints import files, save
+from mmspec.config import SpecConfig
+from mmspec.registry import TargetInfo
+
+
+@pytest.mark.parametrize("layout", PUBLISHED)
+def test_missing_and_extra(tmp_path, layout):
+    config, t = PUBLISHED[layout]()
+    prefix = "midlayer" if layout == "eagle3" else "layers.0"
+    t["stranger.weight"] = t.pop(f"{prefix}.mlp.up_proj.weight")
+    with pytest.raises(ValueError, match=rf"missing: {prefix}.mlp.up_proj.weight; extra: stranger.weight"):
+        load(put(tmp_path, config, t))
+
+
+def test_missing_and_extra_of_our_own(tmp_path):
+    save.save_drafter(ours(), tmp_path)
+    t = load_file(tmp_path / "model.safetensors")
+    t["stranger"] = t.pop("block.out.weight").clone()
+    save_file(t, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"missing: block\.out\.weight; extra: stranger"):
+        load(tmp_path)
+
+
+def test_one_bias_of_three(tmp_path):
+    config, t = eagle()
+    t["layers.0.self_attn.k_proj.bias"] = torch.zeros(KV * D)
+    with pytest.raises(
+        ValueError, match=r"missing: layers.0.self_attn.q_proj.bias, layers.0.self_attn.v_proj.bias; extra: n"
+    ):
+        load(put(tmp_path, config, t))
+
+
+@pytest.mark.parametrize(
+    ("key", "tensor", "reason"),
+    [
+        ("layers.0.self_attn.v_proj.weight", torch.zeros(5, H), r"v_proj.weight is \[5, 32\], expected \[16, 32\]"),
+        ("layers.0.mlp.down_proj.weight", torch.zeros(H, 9), r"down_proj.weight is \[32, 9\], expected \[32, 48\]"),
+        ("layers.0.self_attn.k_proj.weight", torch.zeros(5, H), "k_proj.weight 5"),
+        ("layers.0.self_attn.q_proj.weight", torch.zeros(33, H), "q_proj.weight has 33 rows"),
+        ("fc.weight", torch.zeros(H, 5), r"fc.weight is \[32, 5\]"),
+        ("fc.weight", torch.zeros(H), r"fc.weight has the shape \[32\]"),
+        ("fc.bias", torch.zeros(H, dtype=torch.int8), "fc.bias holds torch.int8, expected floats"),
+    ],
+)
+def test_wrong_shapes(tmp_path, key, tensor, reason):
+    config, t = eagle()
+    with pytest.raises(ValueError, match=reason):
+        load(put(tmp_path, config, {**t, key: tensor}))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"d2t": torch.arange(V_D) + V}, "token ids from 61 to 99, outside the vocabulary of 61; it must hold offsets"),
+        ({"d2t": torch.zeros(V_D, dtype=torch.long), "t2d": torch.zeros(V, dtype=torch.bool)}, "d2t and t2d disagree"),
+        ({"d2t": torch.zeros(3, dtype=torch.long)}, r"d2t is \[3\], expected \[20\]"),
+        ({"d2t": torch.zeros(V_D)}, "d2t holds torch.float32, expected int64"),
+        ({"embed_tokens.weight": torch.zeros(V, 16)}, "an embedding of its own"),
+    ],
+)
+def test_wrong_maps(tmp_path, change, reason):
+    config, t = eagle3()
+    with pytest.raises(ValueError, match=reason):
+        load(put(tmp_path, config, {**t, **change}))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"norm_before_fc": True}, "a norm of the target's features before fc"),
+        ({"fc_norm": True}, "a norm of each of the target's features"),
+        ({"norm_output": True}, "output features that are normed"),
+        ({"embed_requires_grad": True}, "embeddings of its own"),
+        ({"speculators_model_type": "dflash"}, "the method 'dflash' of speculators"),
+        ({"transformer_layer_config": {**LLAMA, "num_hidden_layers": 2}}, "more than one decoder layer"),
+        ({"transformer_layer_config": {**LLAMA, "hidden_act": "gelu"}}, "another activation than silu"),
+        ({"transformer_layer_config": {**LLAMA, "rope_scaling": {"rope_type": "llama3"}}}, "scaled by 'llama3'"),
+        ({"transformer_layer_config": {**LLAMA, "layer_types": ["sliding_attention"]}}, "sliding window"),
+        ({"transformer_layer_config": [1]}, "transformer_layer_config in config.json must be an object"),
+        ({"transformer_layer_config": {**LLAMA, "num_attention_heads": "4"}}, "must give num_attention_heads"),
+    ],
+)
+def test_networks_that_we_do_not_have(tmp_path, change, reason):
+    config, t = speculators()
+    with pytest.raises(ValueError, match=reason):
+        load(put(tmp_path, {**config, **change}, t))
+
+
+def test_norms_of_queries_are_named(tmp_path):
+    config, t = speculators()
+    with pytest.raises(ValueError, match="norms of the queries and keys"):
+        load(put(tmp_path, config, {**t, "layers.0.self_attn.q_norm.weight": torch.ones(D)}))
+
+
+def test_mrope_is_read_with_a_warning(tmp_path):
+    config, t = eagle()
+    folder = put(tmp_path, {**config, "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}, t)
+    with pytest.warns(UserWarning, match="M-RoPE"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("config", "key", "reason"),
+    [
+        ({}, "imadpt.q", "a vispec drafter .*not available yet"),
+        ({}, "img_adaptor.query", "a vispec drafter .*not available yet"),
+        ({"model_type": "qwen2_vl"}, "layers.0.input_layernorm.weight", "a msd drafter .*not available yet"),
+    ],
+)
+def test_methods_that_come_later(tmp_path, config, key, reason):
+    base, t = eagle()
+    folder = put(tmp_path, {**base, **config}, {**t, key: torch.ones(H)})
+    with pytest.raises(ValueError, match=reason):
+        load(folder)
+    if config:
+        assert load(folder, layout="eagle").config.input_norm
+
+
+def test_unknown_layouts(tmp_path):
+    folder = put(tmp_path, {}, {"weight": torch.zeros(2)})
+    with pytest.raises(ValueError, match=r"no known drafter layout fits these tensors \(weight\)"):
+        load(folder)
+    with pytest.raises(ValueError, match="unknown layout 'medusa'; choose from mmspec"):
+        load(folder, layout="medusa")
+
+
+class Evil:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def test_a_pickle_that_runs_code(tmp_path):
+    config, t = eagle()
+    proof = tmp_path / "ran"
+    put(tmp_path, config, {})
+    (tmp_path / "model.safetensors").unlink()
+    torch.save({**t, "evil": Evil(proof)}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="allow_pickle=True"):
+        load(tmp_path)
+    assert not proof.exists()
+    with pytest.raises(ValueError, match="a dict of nothing but tensors"):
+        load(tmp_path, allow_pickle=True)
+    assert proof.exists()
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
+@pytest.mark.parametrize("kept", [0, 5, 900])
+def test_cut_short(tmp_path, file, kept):
+    path = put(tmp_path, *eagle(), file) / file
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(ValueError, match=f"{file} is damaged"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("index", "error", "reason"),
+    [
+        ({"weight_map": {"a": "../other.safetensors"}}, ValueError, "must name files of the same folder"),
+        ({"weight_map": 3}, ValueError, "must name files of the same folder"),
+        ({"weight_map": {"a": "model-00001-of-00001.safetensors"}}, FileNotFoundError, "does not hold"),
+    ],
+)
+def test_broken_shards(tmp_path, index, error, reason):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / files.INDEX).write_text(json.dumps(index))
+    with pytest.raises(error, match=reason):
+        load(tmp_path)
+
+
+def test_nothing_there(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"has no config.json, which a drafter needs; it holds nothing"):
+        load(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(FileNotFoundError, match="holds no weights"):
+        load(tmp_path)
+    for name in (tmp_path / "nowhere", "nowhere", "./no/where"):
+        with pytest.raises(FileNotFoundError, match="there is no folder or file"):
+            load(name)
+    with pytest.raises(FileNotFoundError, match="'no/where' is neither a folder here nor could it be fetched"):
+        load("no/where", revision="v1")
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"), [("{", "not JSON"), ("[]", "holds a list"), ("\xff", "not JSON"), ("", "not JSON")]
+)
+def test_broken_config(tmp_path, text, reason):
+    put(tmp_path, *eagle())
+    (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(ValueError, match=reason):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"mmspec": {"method": "flash"}}, "the method 'flash'"),
+        ({"hidden": 0}, "hidden = 0"),
+        ({"surprise": 1}, "unknown fields surprise"),
+    ],
+)
+def test_broken_config_of_our_own(tmp_path, change, reason):
+    save.save_drafter(ours(), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(ValueError, match=reason):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("layout", PUBLISHED)
+def test_fit(tmp_path, layout):
+    drafter = load(put(tmp_path, *PUBLISHED[layout]()))
+    assert drafter.fit(TARGET, SpecConfig(depth=2)).options.depth == 2
+    other = TargetInfo("another/target", V + 3, H + 8, H + 8, 5, torch.device("cpu"), torch.float32)
+    with pytest.raises(ValueError, match=r"does not fit another/target: hidden size 32 \(target: 40\), vocabulary 61"):
+        drafter.fit(other, SpecConfig())
