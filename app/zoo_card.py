@@ -114,12 +114,12 @@ from mmspec import zoo
 mmspec.enable(model, drafter=zoo.path("{name}"))
 ```
 
-- Trained by online distillation (`mmspec train --method eagle`): {train} prompts about drawn scenes, half short and half
-  long; the answers are the target's own ({sampled:.0%} sampled at temperature 1, the rest greedy), its features come from
-  the frozen target as training runs.
+- Trained by online distillation (`mmspec train --method eagle`): {train} prompts about drawn scenes, half short and
+  half long; the answers are the target's own ({sampled:.0%} sampled at temperature 1, the rest greedy), its features
+  come from the frozen target as training runs.
 - {steps} steps of {batch} sequences, {unroll} unrolled steps (training-time test), soft cross-entropy x {token} and
-  SmoothL1 x {feature} with weights {decay}^step, Muon on matrices, peak rate {lr}, seed {seed}; {minutes:.0f} minutes on
-  two CPU cores.
+  SmoothL1 x {feature} with weights {decay}^step, Muon on matrices, peak rate {lr}, seed {seed}; {minutes:.0f} minutes
+  on two CPU cores.
 - Held out: {tau:.2f} tokens per target call for a greedy chain of {unroll} (bonus token included; the ceiling is
   {ceiling}), over the answers to {held_out} prompts.
 - It recommends depth {depth}, width {width}, size {size}.

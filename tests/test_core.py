@@ -392,7 +392,7 @@ def decoded(target: Markov, draw: object, length: int, rows: int, verify: object
         draft = draw(pending, filled)
         law = Categorical(target.logits[draft.tokens.clamp(min=0)])
         verdict = verify(draft, law, ops.uniform(seeds, filled[:, None] + draft.tree.depth))
-        path = (~verdict.stands).to(torch.uint8).argsort(1, stable=True)
+        path = (~verdict.stands).to(torch.uint8).argsort(dim=1, stable=True)
         for k in range(1, int(verdict.count.max()) + 1):
             token = torch.where(
                 verdict.count == k,
@@ -480,7 +480,7 @@ def test_joint_law_by_exact_enumeration_of_the_noise() -> None:
     draft = hostile_tree(zero, zero)
     u = torch.where(draft.tree.depth == 0, first[:, None], second[:, None])
     verdict = descend(draft, Categorical(target.logits[draft.tokens.clamp(min=0)]), u)
-    path = (~verdict.stands).to(torch.uint8).argsort(1, stable=True)
+    path = (~verdict.stands).to(torch.uint8).argsort(dim=1, stable=True)
     x = torch.where(verdict.count == 1, verdict.token, draft.tokens.gather(1, path[:, 1:2])[:, 0])
     deeper = torch.where(verdict.count == 2, verdict.token, draft.tokens.gather(1, path[:, 2:3])[:, 0].clamp(min=0))
     p = target.logits.softmax(-1)

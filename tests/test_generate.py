@@ -202,9 +202,8 @@ def test_an_unknown_processor_runs_the_stock_path_with_a_warning(llava: Any, pol
 
 def letters() -> T.PreTrainedTokenizerFast:
     """One character for every id: a byte-level vocabulary without merges."""
-    vocab = {"<pad>": 0, "<s>": 1, "</s>": 2} | {
-        (chr(i) if 33 <= i < 127 else chr(0x100 + i)): i for i in range(3, VOCAB)
-    }
+    characters = {(chr(i) if 33 <= i < 127 else chr(0x100 + i)): i for i in range(3, VOCAB)}
+    vocab = {"<pad>": 0, "<s>": 1, "</s>": 2, **characters}
     tokenizer = Tokenizer(models.BPE(vocab, []))
     tokenizer.decoder = decoders.Fuse()
     return T.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>")

@@ -28,11 +28,6 @@ def run(*words: str | Path, **options) -> str:
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with nothing but the installed wheel, built from a copy so that the checkout stays clean."""
-    for name in (embedded.MODEL, embedded.DRAFTER):
-        try:
-            zoo.path(name)
-        except FileNotFoundError as error:
-            pytest.skip(f"{error}")
     if int(importlib.metadata.version("setuptools").split(".")[0]) < 77:
         pytest.skip("building needs setuptools >= 77 (pip install -U setuptools)")
     work = tmp_path_factory.mktemp("wheel")
@@ -51,6 +46,11 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_installed_wheel_captions_a_sample(installed: Path, tmp_path: Path):
+    for name in (embedded.MODEL, embedded.DRAFTER):
+        try:
+            zoo.path(name)
+        except FileNotFoundError as error:
+            pytest.skip(f"{error}")
     environment = os.environ | {"PYTHONPATH": str(installed), "HF_HUB_OFFLINE": "1"}
     where = run("-c", "import mmspec; print(mmspec.__file__)", cwd=tmp_path, env=environment)
     assert Path(where.strip()).is_relative_to(installed)  # not the checkout's copy
@@ -59,6 +59,14 @@ def test_the_installed_wheel_captions_a_sample(installed: Path, tmp_path: Path):
     record = json.loads(line)
     assert record["text"] and record["model"] == embedded.MODEL and record["drafter"] == embedded.DRAFTER
     assert "identical text on 1 of 1" in said.splitlines()[-1]
+
+
+def test_no_file_was_left_out(installed: Path):
+    for part in ("mmspec", "pipelines", "kernels", "app"):
+        inside = installed if part == "mmspec" else installed / "mmspec"
+        files = [path.relative_to(ROOT) for path in ROOT.glob(f"{part}/**/*") if path.is_file()]
+        missing = [str(path) for path in files if "__pycache__" not in path.parts and not (inside / path).exists()]
+        assert not missing, f"not in the wheel: {missing}; see package-data in pyproject.toml"
 
 
 def test_the_command_is_declared(installed: Path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 from mmspec.checkpoints.layouts import Layout, layout_named
 from mmspec.drafters.eagle import EagleConfig
@@ -69,7 +69,7 @@ def _part(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     return part or {}
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 

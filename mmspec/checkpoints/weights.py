@@ -63,7 +63,7 @@ def build(layout: Layout, tensors: dict[str, Tensor], config: EagleConfig) -> Ea
 
 def split(layout: Layout, drafter: EagleDrafter) -> dict[str, Tensor]:
     """The drafter's tensors in a layout, contiguous and on the CPU; token ids as offsets where it has them so."""
-    tensors = {}
+    tensors: dict[str, Tensor] = {}
     for ours, tensor in drafter.state_dict().items():
         theirs = layout.theirs(ours)
         parts = tensor.split(_rows(drafter.config, ours)) if len(theirs) > 1 else [tensor]

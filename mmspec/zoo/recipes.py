@@ -107,9 +107,9 @@ class DrafterRecipe:
     target: str
     data: str
     intermediate: int = 512
-    depth: int = 7
+    depth: int = 8
     width: int = 1
-    size: int = 8
+    size: int = 9
 
 
 SCENES_VLM_EAGLE = DrafterRecipe("scenes-vlm-eagle", target="scenes-vlm", data="scenes:640")
