@@ -20,7 +20,7 @@ def picture(**options: Any) -> gr.Image:
 
     A subclass would say it better, but for each of those gradio writes a .pyi file beside the module.
     """
-    made = gr.Image(type="filepath", image_mode=None, sources=["upload", "clipboard"], **options)
+    made = gr.Image(type="filepath", image_mode=None, sources=["upload"], **options)
     made.preprocess = _path  # type: ignore[method-assign]
     return made
 

@@ -20,6 +20,8 @@ _FACE = {
     "verify": "mmspec.pipelines.verify",
     "supported": "mmspec.pipelines.families",
     "load_drafter": "mmspec.checkpoints.load",
+    "save_drafter": "mmspec.checkpoints.save",
+    "push_drafter": "mmspec.checkpoints.save",
 }
 
 __all__ = ["__version__", *_FACE]

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from mmspec.kernels import reference as ops
-from mmspec.rules import Rule, exact
-from mmspec.types import HOLE, Draft, Law, Verdict
+from mmspec.rules import exact
+from mmspec.types import HOLE, Draft, Law, Rule, Verdict
 
 _BELOW_ONE = 1 - 2.0**-53
 

@@ -7,22 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from mmspec.config import SpecConfig
-
-
-@dataclass(frozen=True)
-class TargetInfo:
-    """What a drafter has to fit."""
-
-    name: str
-    vocab: int
-    hidden: int
-    embedding: int
-    layers: int
-    device: torch.device
-    dtype: torch.dtype
+from mmspec.types import TargetInfo
 
 
 @dataclass(frozen=True)
@@ -81,7 +67,7 @@ def resolve(drafter: Any, config: SpecConfig, target: TargetInfo) -> Any:
             )
         from mmspec.checkpoints.load import load_drafter
 
-        drafter = load_drafter(drafter)
+        drafter = load_drafter(drafter, target=target)
     if not hasattr(drafter, "fit"):
         raise ValueError(f"a drafter has start, propose and fit; {type(drafter).__name__} has not")
     return drafter.fit(target, config)

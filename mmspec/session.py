@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from mmspec.kernels import reference as ops
-from mmspec.rules import Rule, exact
-from mmspec.types import HOLE, Draft, Round, Scores, Verdict
+from mmspec.types import HOLE, Draft, Round, Rule, Scores, Verdict
 
 R = TypeVar("R")
 
@@ -96,7 +95,7 @@ class Stats:
 class Session:
     """Rows under way, with the target's cache and the drafter's memory for exactly these rows."""
 
-    def __init__(self, rows: list[Row], cache: Any, device: torch.device, rule: Rule = exact) -> None:
+    def __init__(self, rows: list[Row], cache: Any, device: torch.device, rule: Rule) -> None:
         self.rows = rows
         self.cache = cache  # Rows: the target's own state
         self.memory: Any = None  # Rows: the drafter's own state

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Protocol, TypeVar
@@ -182,6 +183,32 @@ class Prompt:
     hidden: Tensor | None  # [B, L, F], the features that the drafter asked for
     visual: Tensor  # [B, L] bool, true at image and video positions
     valid: Tensor  # [B, L] bool, false on padding
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Two pure functions of probabilities: `ratio(p_x, q_x)` in [0, 1] and `residual(p, q)` as weights over V.
+
+    `lossless` says that the output law is p itself, whatever q is. A relaxed rule carries its parameters in `name`.
+    """
+
+    name: str
+    ratio: Callable[[Tensor, Tensor], Tensor]
+    residual: Callable[[Tensor, Tensor], Tensor]
+    lossless: bool = False
+
+
+@dataclass(frozen=True)
+class TargetInfo:
+    """What a drafter has to fit."""
+
+    name: str
+    vocab: int
+    hidden: int
+    embedding: int
+    layers: int
+    device: torch.device
+    dtype: torch.dtype
 
 
 class Rows(Protocol):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from mmspec.registry import TargetInfo, drafters
+from mmspec.registry import drafters
+from mmspec.types import TargetInfo
 
 # model_type → what the tests prove token-identical
 PROVED: dict[str, str] = {

@@ -16,6 +16,7 @@ from mmspec.loop import begin, decode
 from mmspec.pipelines.cache import SlotCache
 from mmspec.pipelines.processors import Processors, endings, unsafe
 from mmspec.pipelines.vlm import VlmTarget
+from mmspec.rules import exact
 from mmspec.session import Row, Session, Stats
 from mmspec.tree import chain
 from mmspec.types import Draft, Round
@@ -102,7 +103,7 @@ def _rounds(target: VlmTarget, drafter: Any, call: Call) -> Iterator[tuple[Sessi
     seeds = torch.randint(2**62, (len(ids),)).tolist() if config.do_sample else [0] * len(ids)
     rows = [Row(t, len(t), limit, seed, eos, stop) for t, seed in zip(ids.tolist(), seeds, strict=True)]
     reserve = ids.shape[1] + min(max(limit - ids.shape[1], 0), _RESERVE) + drafter.nodes
-    session = Session(rows, None, ids.device)
+    session = Session(rows, None, ids.device, exact)
     config.prefill_chunk_size, chunk = None, config.prefill_chunk_size  # a SlotCache takes a prompt in one piece
     try:
         session.cache, prompt, raw = session.timed(

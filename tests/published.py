@@ -10,7 +10,7 @@ from torch.nn.functional import silu, softmax
 
 import mmspec
 from mmspec.drafters.eagle import EagleConfig, EagleDrafter
-from mmspec.registry import TargetInfo
+from mmspec.types import TargetInfo
 
 H, HEADS, KV, D, MLP, V, V_D, L = 32, 4, 2, 8, 48, 61, 20, 9  # L: decoder layers of the target
 TARGET = TargetInfo("somebody/target", V, H, H, L, torch.device("cpu"), torch.float32)

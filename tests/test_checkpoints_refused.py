@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from mmspec.checkpoints import files, save
 from mmspec.config import SpecConfig
-from mmspec.registry import TargetInfo
+from mmspec.types import TargetInfo
 
 
 @pytest.mark.parametrize("layout", PUBLISHED)

@@ -10,7 +10,7 @@ from typing import Any
 from mmspec.checkpoints import files, settings, weights
 from mmspec.checkpoints.layouts import detect, layout_named
 from mmspec.drafters.eagle import EagleDrafter
-from mmspec.registry import TargetInfo
+from mmspec.types import TargetInfo
 
 
 def load_drafter(

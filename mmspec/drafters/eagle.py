@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from mmspec.config import SpecConfig
 from mmspec.drafters.blocks import Block, RMSNorm, attention
 from mmspec.drafters.feature import FeatureDrafter
-from mmspec.registry import TargetInfo
-from mmspec.types import FINAL, Target
+from mmspec.types import FINAL, Target, TargetInfo
 
 
 @dataclass(frozen=True)
@@ -107,7 +106,11 @@ class EagleDrafter(FeatureDrafter):
             ValueError: the drafter was made for another target; the message says which shapes differ.
         """
         c = self.config
-        wanted = {"hidden size": (c.target_hidden or c.hidden, target.hidden), "vocabulary": (c.vocab, target.vocab)}
+        wanted = {
+            "hidden size": (c.target_hidden or c.hidden, target.hidden),
+            "embedding width": (c.hidden, target.embedding),
+            "vocabulary": (c.vocab, target.vocab),
+        }
         if not c.draft_vocab:
             wanted["head width"] = (c.hidden, target.hidden)
         wrong = [f"{name} {mine} (target: {theirs})" for name, (mine, theirs) in wanted.items() if mine != theirs]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import mmspec
 from mmspec.config import SpecConfig
 from mmspec.drafters.blocks import Block, Memory, path_after
 from mmspec.slots import Lengths, Slots
@@ -137,20 +138,14 @@ class FeatureDrafter(nn.Module):
     # -- files -------------------------------------------------------------------------------------------------------
 
     def save_pretrained(self, folder: str | Path, layout: str = "mmspec") -> None:
-        """Write config.json and model.safetensors, in our own layout or in that of `speculators`."""
-        from mmspec.checkpoints.save import save_drafter
-
-        save_drafter(self, folder, layout)
+        """Write config.json and model.safetensors, in our own layout or in a published one."""
+        mmspec.save_drafter(self, folder, layout)
 
     @classmethod
     def from_pretrained(cls, name_or_path: str | Path, **options: Any) -> FeatureDrafter:
         """Read a drafter from a folder or the hub; see `mmspec.load_drafter`."""
-        from mmspec.checkpoints.load import load_drafter
-
-        return load_drafter(name_or_path, **options)
+        return mmspec.load_drafter(name_or_path, **options)
 
     def push_to_hub(self, repo_id: str, **options: Any) -> str:
         """Upload to the hub, safetensors only; returns the address."""
-        from mmspec.checkpoints.save import push_drafter
-
-        return push_drafter(self, repo_id, **options)
+        return mmspec.push_drafter(self, repo_id, **options)

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from mmspec.config import SpecConfig
-from mmspec.registry import TargetInfo
 from mmspec.tree import chain
-from mmspec.types import HOLE, Draft, Prompt, Target
+from mmspec.types import HOLE, Draft, Prompt, Target, TargetInfo
 
 
 @dataclass

@@ -134,7 +134,7 @@ class Distillation:
         todo = [i for i in mine if i not in done]
         size = 2 * self.recipe.batch
         with path.open("a") as file:
-            for at in tqdm(range(0, len(todo), size), desc=f"answers ({name})", disable=not todo, unit="batch"):
+            for at in tqdm(range(0, len(todo), size), desc=f"answers ({name})", disable=None if todo else True, unit="batch"):
                 group = todo[at : at + size]
                 sampled = name == "train" and (at // size) % 100 < 100 * self.recipe.sampled
                 temperature = self.recipe.temperature if sampled else 0.0
@@ -161,7 +161,7 @@ class Distillation:
         process, processes = self.accelerator.process_index, self.accelerator.num_processes
         order = batches(len(usable), self.recipe.batch, self.recipe.seed, self.step, process, processes)
         bar = tqdm(
-            total=self.recipe.steps, initial=self.step, desc="train", disable=not self.accelerator.is_main_process
+            total=self.recipe.steps, initial=self.step, desc="train", disable=None if self.accelerator.is_main_process else True
         )
         saved = time.monotonic()
         tau = self.measure(held) if self.step else 1.0
