@@ -12,8 +12,8 @@ from mmspec import zoo
 from mmspec.app import embedded, media
 
 ABOUT = (
-    "The same answer of the same vision-language model in fewer steps: a small drafter guesses ahead, and one call of "
-    "the model checks the whole guess."
+    "The same answer from the same vision-language model in fewer steps: a small drafter guesses ahead, "
+    "one call checks the whole guess."
 )
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
 STYLE = Path(__file__).with_name("demo.css")

@@ -31,8 +31,12 @@ from mmspec.app.engine import first_line
 
 # A phone shows the answers below the question: go there when a run starts.
 SHOW = "() => { if (innerWidth < 640) document.getElementById('mm-summary').scrollIntoView({behavior: 'smooth'}) }"
+NAMES = (  # the examples are buttons with a picture and no words
+    "() => document.querySelectorAll('#mm-examples button').forEach((b, i) => "
+    "b.setAttribute('aria-label', `example picture ${i + 1}`))"
+)
 MODEL = "model"  # the concurrency id of whatever runs the model: one at a time
-PLAIN = ("Plain", "stock generate: every token takes one call of the model")
+PLAIN = ("Plain", "stock generate: one call of the model for each token")
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,7 @@ class Caption:
 
 
 def _panes(plain: Answer, fast: Answer, drafter: str) -> tuple[str, str]:
-    about = f"{drafter} drafts ahead, one call of the same model checks the whole draft"
+    about = f"{drafter} drafts ahead; one call checks the whole draft"
     return view.pane(plain, *PLAIN), view.pane(fast, "mmspec", about)
 
 
@@ -107,19 +111,22 @@ def build(duo: Duo, offer: Offer, page: gr.Blocks) -> Caption:
     caption = Caption(duo)
     with gr.Row(elem_id="mm-caption"):
         with gr.Column(scale=2, min_width=300):
-            inputs = _question(duo, offer)
+            inputs = _question(offer)
             with gr.Row(elem_id="mm-buttons"):
                 run = gr.Button("Run", variant="primary", elem_id="mm-run", min_width=80)
                 stop = gr.Button("Stop", variant="stop", interactive=False, elem_id="mm-stop", min_width=80)
                 clear = gr.Button("Clear", elem_id="mm-clear", min_width=80)
+            if len(offer.prompts) > 1:
+                ready = [[prompt] for prompt in offer.prompts]
+                gr.Examples(ready, inputs[1:], label="Prompts", elem_id="mm-prompts", api_visibility="private")
             inputs += _options(duo)
         with gr.Column(scale=5, min_width=320):
             summary = gr.HTML(view.START, elem_id="mm-summary")
+            gr.HTML(view.LEGEND)
             with gr.Row(equal_height=True):
                 first, second = _panes(Answer(False), Answer(True), duo.name)
                 plain = gr.HTML(first, elem_id="mm-plain-pane", min_width=300)
                 fast = gr.HTML(second, elem_id="mm-fast-pane", min_width=300)
-            gr.HTML(view.LEGEND)
             if offer.note:
                 gr.HTML(f'<p class="mm-small">{escape(offer.note)}</p>')
     shown = [summary, plain, fast]
@@ -139,27 +146,21 @@ def build(duo: Duo, offer: Offer, page: gr.Blocks) -> Caption:
     gr.on([run.click, inputs[1].submit], None, js=SHOW, **quick)
     stop.click(caption.stop, None, None, **quick)
     clear.click(caption.clear, None, [inputs[0], inputs[1], *shown], **quick)
+    page.load(None, js=NAMES, **quick)
     page.unload(caption.stop)
     return caption
 
 
-def _question(duo: Duo, offer: Offer) -> list[Any]:
-    """Picture and prompt, with examples of both."""
-    image = picture(label="Picture", height=230, elem_id="mm-image", buttons=[])
+def _question(offer: Offer) -> list[Any]:
+    """Picture, with examples, and prompt."""
+    image = picture(label="Picture", height=200, elem_id="mm-image", buttons=[])
     if offer.pictures:
-        gr.Examples(
-            [[str(p)] for p in offer.pictures],
-            [image],
-            label="Example pictures",
-            api_visibility="private",
-            elem_id="mm-examples",
-        )
+        ready = [[str(path)] for path in offer.pictures]
+        gr.Examples(ready, [image], label="Examples", elem_id="mm-examples", api_visibility="private")
     prompt = gr.Textbox(
         offer.prompts[0] if offer.prompts else "", label="Prompt", lines=1, max_lines=5, max_length=MAX_PROMPT,
         placeholder="What to ask about the picture", elem_id="mm-prompt",
     )  # fmt: skip
-    if len(offer.prompts) > 1:
-        gr.Examples([[p] for p in offer.prompts], [prompt], label="Example prompts", api_visibility="private")
     return [image, prompt]
 
 

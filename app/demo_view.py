@@ -40,13 +40,15 @@ START = (
 
 
 def token(one: Token) -> str:
-    """One token in its colour; a token without text, such as the end of the sequence, still counts as one."""
+    """One token in its colour, the blanks before it left white; one without text, such as the last, still counts."""
     if one.kind == DRAFTED:
         shade, about = f"mm-d{min(one.depth, DEEPEST)}", f"drafted, depth {one.depth}"
     else:
         shade, about = {OWN: ("mm-own", "the target's own"), PLAIN: ("mm-plain", "plain")}[one.kind]
-    silent = " mm-silent" * (not one.text)
-    return f'<span class="mm-t {shade}{silent}" title="{about}">{escape(one.text)}</span>'
+    seen = one.text.lstrip()
+    silent = " mm-silent" * (not seen)
+    blanks = one.text[: len(one.text) - len(seen)]
+    return f'{blanks}<span class="mm-t {shade}{silent}" title="{about}">{escape(seen)}</span>'
 
 
 def pane(answer: Answer, title: str, about: str) -> str:
@@ -63,25 +65,22 @@ def pane(answer: Answer, title: str, about: str) -> str:
 
 
 def _numbers(answer: Answer) -> str:
-    calls = len(answer.gains)
-    known = bool(answer.at)
-    first = f"{duration(answer.prefill)} + {duration(answer.first - answer.prefill)}" if known else ""
-    rows = [
-        ("tokens/s", number(answer.tokens_per_second) if known else "–", "the first token's wait included"),
-        ("tokens_per_target_call", f"{answer.tokens_per_target_call:.2f}" if calls else "–", f"{calls} target calls"),
-        (
-            "accepted_draft_tokens_per_call",
-            f"{answer.accepted_draft_tokens_per_call:.2f}" if calls else "–",
-            f"{answer.accepted} accepted" if answer.accelerated else "nothing is drafted",
-        ),
-        ("time to first token", duration(answer.first) if known else "–", first and f"prefill with picture {first}"),
-        (
-            "all tokens",
-            duration(answer.seconds) if known else "–",
-            f"{len(answer.tokens)} token{'s' * (len(answer.tokens) != 1)}",
-        ),
+    calls, known, count = len(answer.gains), bool(answer.at), len(answer.tokens)
+    first = f"{duration(answer.prefill)} prefill incl. vision + {duration(answer.first - answer.prefill)}"
+    drafted = f"{answer.accepted} accepted" if answer.accelerated else "nothing is drafted"
+    rows = [  # name, value, whether it is known by now, note
+        ("tokens/s", number(answer.tokens_per_second), known, "prefill included"),
+        ("all tokens", duration(answer.seconds), known, f"{count} token{'s' * (count != 1)}"),
+        ("time to first token", duration(answer.first), known, first),
+        ("tokens_per_target_call", f"{answer.tokens_per_target_call:.2f}", calls, "own token included"),
+        ("accepted_draft_tokens_per_call", f"{answer.accepted_draft_tokens_per_call:.2f}", calls, drafted),
+        ("target calls", str(calls), calls, "after the prefill"),
     ]
-    cells = "".join(f"<div><dt>{name}</dt><dd>{value}<small>{note}</small></dd></div>" for name, value, note in rows)
+    cells = "".join(
+        f"<div><dt>{name.replace('_', '_<wbr>')}</dt><dd>{value if seen else '–'}</dd>"
+        f'<dd class="mm-note">{note if seen else ""}</dd></div>'
+        for name, value, seen, note in rows
+    )
     return f'<dl class="mm-numbers">{cells}</dl>'
 
 
@@ -111,9 +110,9 @@ def summary(turn: Turn) -> str:
     spoken = ' role="status"' * turn.over
     return (
         f'<div class="mm-summary"><p class="mm-speed"><strong>{big}</strong> <span>{about}</span></p>'
-        f'<p class="mm-badge mm-{kind}"{spoken}>{words}</p>'
-        f'<p class="mm-small">Picture and prompt were prepared once for both in {duration(turn.prepared)}, which is '
-        f"not counted.</p></div>"
+        f'<div><p class="mm-badge mm-{kind}"{spoken}>{words}</p>'
+        f'<p class="mm-small">Preparing picture and prompt, once for both, took {duration(turn.prepared)} more.</p>'
+        "</div></div>"
     )
 
 

@@ -46,7 +46,8 @@ Prompts it knows best: "{short}" and "{long}".
 
 ## Held-out results
 Greedy, float32, n = {n} scenes that no training step has drawn. An object is right when shape and colour are right at
-its place; precision is over the objects stated, recall over those drawn. Answers to questions must match exactly.
+its place; precision is over the objects stated, recall over those drawn. Counts are
+the totals that captions state. Answers to questions must match exactly.
 
 | fact | right | of | share |
 |---|---|---|---|
@@ -57,8 +58,8 @@ words).
 
 ## Limits
 - Counting is weak: the total in the first sentence is reliable, the number of one shape or colour is often wrong when
-  it is more than one. Questions that name an object and ask where it stands, and questions about two pictures, are
-  answered much less reliably than captions are written; see the table.
+  it is more than one. Questions how two named objects stand to each other, what lies beside an object, whether one is
+  there, and questions about two pictures are answered much less reliably than captions are written; see the table.
 - It knows nothing but such drawings: on photographs, other shapes or other questions its answers mean nothing.
 - The mood and fancy of long descriptions are invented.
 - English only; at most two pictures in a prompt were trained.

@@ -2,6 +2,7 @@
 import json
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -56,11 +57,12 @@ def score_questions(model: LlavaForConditionalGeneration, processor: LlavaProces
     """Exactly right answers by kind of question."""
     rng = np.random.default_rng([recipe.seed, HELD_OUT, 9, int(pairs)])
     asked, wanted = [], []
+    mix = replace(recipe.mix, shape_counts=recipe.settle_mix.shape_counts)
     for first, second in zip(shown[::2], shown[1::2], strict=False):
         for _ in range(2):
             here = [first, second] if pairs else [first if rng.random() < 0.5 else second]
-            exchange = (language.pair_question(rng, (first, second), recipe.mix) if pairs
-                        else language.any_question(rng, here[0], recipe.mix))
+            exchange = (language.pair_question(rng, (first, second), mix) if pairs
+                        else language.any_question(rng, here[0], mix))
             asked.append((here, exchange.prompt))
             wanted.append(exchange)
     given, _ = answer(model, processor, asked)

@@ -27,6 +27,7 @@ class Row:
     seed: int  # of this row's noise
     eos: frozenset[int] = frozenset()
     stop: Callable[[list[int]], bool] | None = None  # any further condition, asked after each token
+    index: int = 0  # place in the call that it came with
     done: bool = False
 
     def push(self, token: int) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationM
 
 from mmspec.loop import begin, decode
 from mmspec.pipelines.cache import SlotCache
-from mmspec.pipelines.processors import Processors, endings, unsafe
+from mmspec.pipelines.processors import Endings, Processors, unsafe
 from mmspec.pipelines.vlm import VlmTarget
 from mmspec.rules import exact
 from mmspec.session import Row, Session, Stats
@@ -38,6 +39,10 @@ class Call:
     synced_gpus: bool = False
     streamer: Any = None
     arguments: dict[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def endings(self) -> Endings:
+        return Endings(self.stopping_criteria, len(self.input_ids), self.input_ids.device)
 
     @property
     def cache(self) -> Any:
@@ -99,10 +104,13 @@ def generate(model: Any, drafter: Any, call: Call) -> tuple[Any, Stats]:
 def _rounds(target: VlmTarget, drafter: Any, call: Call) -> Iterator[tuple[Session, Round]]:
     """The prefill's round and all that follow."""
     ids, config = call.input_ids, call.generation_config
-    limit, eos, stop = endings(call.stopping_criteria, ids.device)
+    ends = call.endings
     seeds = torch.randint(2**62, (len(ids),)).tolist() if config.do_sample else [0] * len(ids)
-    rows = [Row(t, len(t), limit, seed, eos, stop) for t, seed in zip(ids.tolist(), seeds, strict=True)]
-    reserve = ids.shape[1] + min(max(limit - ids.shape[1], 0), _RESERVE) + drafter.nodes
+    rows = [
+        Row(tokens, len(tokens), ends.limit, seed, ends.eos, ends.of(b), index=b)
+        for b, (tokens, seed) in enumerate(zip(ids.tolist(), seeds, strict=True))
+    ]
+    reserve = ids.shape[1] + min(max(ends.limit - ids.shape[1], 0), _RESERVE) + drafter.nodes
     session = Session(rows, None, ids.device, exact)
     config.prefill_chunk_size, chunk = None, config.prefill_chunk_size  # a SlotCache takes a prompt in one piece
     try:
@@ -145,6 +153,10 @@ class _Collected:
         pad = self.call.generation_config._pad_token_tensor
         return int(pad) if pad is not None else 0
 
+    def _length(self) -> int:
+        longest, cut = max(len(row.tokens) for row in self.rows), self.call.endings.cut
+        return (longest if cut is None else min(longest, cut)) - self.rows[0].start
+
     def _column(self, index: int) -> list[int]:
         pad = self._pad()
         return [row.tokens[row.start + index] if index < row.generated else pad for row in self.rows]
@@ -153,8 +165,7 @@ class _Collected:
         """Put each column once no row can change it any more, as stock decoding would."""
         if self.call.streamer is None:
             return
-        longest = max(row.generated for row in self.rows)
-        ready = min((row.generated for row in self.rows if not row.done), default=longest)
+        ready = min((row.generated for row in self.rows if not row.done), default=self._length())
         for index in range(self.streamed, ready):
             self.call.streamer.put(torch.tensor(self._column(index)))
         self.streamed = max(self.streamed, ready)
@@ -163,7 +174,7 @@ class _Collected:
         if self.call.streamer is not None:
             self.call.streamer.end()
         ids, config = self.call.input_ids, self.call.generation_config
-        length = max(row.generated for row in self.rows)
+        length = self._length()
         columns = [self._column(index) for index in range(length)]
         sequences = torch.cat([ids, torch.tensor(columns, dtype=ids.dtype, device=ids.device).view(length, -1).T], 1)
         mine = None

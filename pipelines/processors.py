@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -54,8 +55,23 @@ class Processors:
             return self.processors(no_tokens, logits.flatten(0, 1)).view_as(logits)
         out = logits.clone()
         for ids, rows, nodes in _prefixes(session, draft):
-            out[rows, nodes] = self.processors(ids, logits[rows, nodes])
+            places = [session.rows[b].index for b in rows.tolist()]
+            out[rows, nodes] = self._of(places)(ids, logits[rows, nodes])
         return out
+
+    def _of(self, places: list[int]) -> logits_process.LogitsProcessorList:
+        """The same processors for these rows of the call, where one holds a value per row."""
+        return logits_process.LogitsProcessorList(_narrowed(p, places) for p in self.processors)
+
+
+def _narrowed(processor: Any, places: list[int]) -> Any:
+    """A processor whose per-row values (padding lengths, in a ragged batch) are those of `places`."""
+    lengths = getattr(processor, "prompt_ignore_length", None)
+    if not isinstance(lengths, Tensor):
+        return processor
+    narrowed = copy.copy(processor)
+    narrowed.prompt_ignore_length = lengths[places]
+    return narrowed
 
 
 def _prefixes(session: Session, draft: Draft) -> Iterable[tuple[Tensor, Tensor, Tensor]]:
@@ -77,21 +93,49 @@ def _prefixes(session: Session, draft: Draft) -> Iterable[tuple[Tensor, Tensor, 
         yield torch.tensor(ids, device=device), torch.tensor(rows, device=device), torch.tensor(nodes, device=device)
 
 
-def endings(
-    criteria: StoppingCriteriaList, device: torch.device
-) -> tuple[int, frozenset[int], Callable[[list[int]], bool] | None]:
-    """(length limit, end-of-sequence ids, any further condition on one row's tokens) of a StoppingCriteriaList."""
-    limit, eos, others = 2**62, frozenset[int](), []
-    for criterion in criteria:
-        if type(criterion) is MaxLengthCriteria:
-            limit = min(limit, criterion.max_length)
-        elif type(criterion) is EosTokenCriteria:
-            eos |= frozenset(criterion.eos_token_id.flatten().tolist())
-        else:
-            others.append(criterion)
+class Endings:
+    """A StoppingCriteriaList, asked row by row.
 
-    def stop(tokens: list[int]) -> bool:
-        ids = torch.tensor([tokens], device=device)
-        return any(bool(torch.as_tensor(criterion(ids, None)).all()) for criterion in others)
+    Attributes:
+        limit: length at which every row ends.
+        eos: end-of-sequence ids.
+        cut: length at which the whole call ended, where rows end together; None otherwise.
+    """
 
-    return limit, eos, stop if others else None
+    def __init__(self, criteria: StoppingCriteriaList, rows: int, device: torch.device) -> None:
+        self.limit, self.eos, self.others = 2**62, frozenset[int](), []
+        self._rows, self._device = rows, device
+        self._stopped: dict[int, int] = {}  # row → length at which its conditions first held
+        for criterion in criteria:
+            if type(criterion) is MaxLengthCriteria:
+                self.limit = min(self.limit, criterion.max_length)
+            elif type(criterion) is EosTokenCriteria:
+                self.eos |= frozenset(criterion.eos_token_id.flatten().tolist())
+            else:
+                self.others.append(criterion)
+
+    def of(self, row: int) -> Callable[[list[int]], bool] | None:
+        """What to ask after each token of a row, besides limit and eos.
+
+        Without an end-of-sequence token stock decoding goes on with rows that have stopped until all have, so then
+        rows end together.
+        """
+        if not self.others:
+            return None
+        if self.eos or self._rows == 1:
+            return self._holds
+
+        def together(tokens: list[int]) -> bool:
+            if row not in self._stopped and self._holds(tokens):
+                self._stopped[row] = len(tokens)
+            return len(self._stopped) == self._rows and len(tokens) >= max(self._stopped.values())
+
+        return together
+
+    @property
+    def cut(self) -> int | None:
+        return max(self._stopped.values()) if len(self._stopped) == self._rows else None
+
+    def _holds(self, tokens: list[int]) -> bool:
+        ids = torch.tensor([tokens], device=self._device)
+        return any(bool(torch.as_tensor(criterion(ids, None)).all()) for criterion in self.others)

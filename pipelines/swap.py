@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 from contextvars import ContextVar
 from typing import Any
 
@@ -33,9 +34,8 @@ class _Swapped:
     _mmspec_stock: type
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        make, arguments, *rest = super().__reduce_ex__(protocol)
-        stock, mine = self._mmspec_stock, type(self)
-        return (make, tuple(stock if a is mine else a for a in arguments), *rest)
+        _, _, *rest = super().__reduce_ex__(max(2, int(protocol)))
+        return (copyreg._reconstructor, (self._mmspec_stock, object, None), *rest)  # type: ignore[attr-defined]
 
 
 class Tap:

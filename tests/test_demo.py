@@ -128,8 +128,9 @@ def test_a_run_colours_every_token_once_and_its_counts_add_up(duo: Duo, picture:
     assert demo_view.verdict(turn) == ("same", "✓ identical output: 48 of 48 tokens")
     for answer in (plain, fast):
         html = demo_view.pane(answer, "title", "about")
-        spans = re.findall(r'<span class="mm-t [^>]*>(.*?)</span>', html, re.S)
-        assert "".join(map(unescape, spans)) == answer.text and len(spans) == len(answer.tokens)
+        text = re.search(r'<div class="mm-text"[^>]*>(.*?)</div>', html, re.S)
+        assert text is not None and unescape(re.sub(r"<[^>]*>", "", text[1])) == answer.text
+        assert text[1].count('<span class="mm-t ') == len(answer.tokens)
     assert not hasattr(type(duo.model), "_mmspec_handle")
 
 

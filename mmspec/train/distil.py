@@ -99,6 +99,11 @@ def rate(recipe: EagleRecipe, step: int) -> float:
     return recipe.lr * min(1.0, done / max(recipe.warmup, 1e-9)) * max(1.0 - done, 0.01)
 
 
+def quiet(wanted: bool) -> bool | None:
+    """tqdm's `disable`: a bar is shown if it is wanted and somebody looks at a terminal."""
+    return None if wanted else True
+
+
 class Distillation:
     """One run: answers first, then steps; everything needed to go on is in `out`."""
 
@@ -134,7 +139,8 @@ class Distillation:
         todo = [i for i in mine if i not in done]
         size = 2 * self.recipe.batch
         with path.open("a") as file:
-            for at in tqdm(range(0, len(todo), size), desc=f"answers ({name})", disable=None if todo else True, unit="batch"):
+            starts = range(0, len(todo), size)
+            for at in tqdm(starts, desc=f"answers ({name})", unit="batch", disable=quiet(bool(todo))):
                 group = todo[at : at + size]
                 sampled = name == "train" and (at // size) % 100 < 100 * self.recipe.sampled
                 temperature = self.recipe.temperature if sampled else 0.0
@@ -161,7 +167,7 @@ class Distillation:
         process, processes = self.accelerator.process_index, self.accelerator.num_processes
         order = batches(len(usable), self.recipe.batch, self.recipe.seed, self.step, process, processes)
         bar = tqdm(
-            total=self.recipe.steps, initial=self.step, desc="train", disable=None if self.accelerator.is_main_process else True
+            total=self.recipe.steps, initial=self.step, desc="train", disable=quiet(self.accelerator.is_main_process)
         )
         saved = time.monotonic()
         tau = self.measure(held) if self.step else 1.0

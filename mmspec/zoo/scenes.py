@@ -88,8 +88,9 @@ def render(scene: Scene) -> Image.Image:
     for thing in scene.things:
         mask = Image.new("L", canvas.size, 0)
         _outline(ImageDraw.Draw(mask), thing)
-        box = tuple(int(v * _ZOOM) for v in (thing.x - thing.radius - 1, thing.y - thing.radius - 1,
-                                             thing.x + thing.radius + 2, thing.y + thing.radius + 2))
+        low, high = thing.radius + 1, thing.radius + 2
+        box = (int((thing.x - low) * _ZOOM), int((thing.y - low) * _ZOOM),
+               int((thing.x + high) * _ZOOM), int((thing.y + high) * _ZOOM))
         canvas.paste(_fill(thing, box), box[:2], mask.crop(box))
     return canvas.resize((SIDE, SIDE), Image.Resampling.BOX)
 
@@ -129,7 +130,7 @@ def _outline(pen: ImageDraw.ImageDraw, thing: Thing) -> None:
         pen.polygon(np.stack([x + reach * np.sin(angles), y - reach * np.cos(angles)], 1).ravel().tolist(), fill=255)
 
 
-def _fill(thing: Thing, box: tuple[int, ...]) -> Image.Image:
+def _fill(thing: Thing, box: tuple[int, int, int, int]) -> Image.Image:
     """The texture of one object as a picture of the size of `box`."""
     colour = np.array(COLOURS[thing.colour])
     rows, columns = np.ogrid[box[1]:box[3], box[0]:box[2]]

@@ -125,7 +125,7 @@ class Visitor:
 
     def text(self, pane: str) -> str:
         """What stands in the plain or the fast pane, letter by letter."""
-        return "".join(self.page.locator(f"#mm-{pane}-pane .mm-text .mm-t").all_text_contents())
+        return str(self.page.locator(f"#mm-{pane}-pane .mm-text").text_content())
 
     def count(self, selector: str) -> int:
         return int(self.page.locator(selector).count())
