@@ -1,4 +1,5 @@
 """Trains the embedded models of the zoo and writes them into the package: `mmspec zoo`."""
+
 import argparse
 import json
 import sys

@@ -1,4 +1,5 @@
 """Writes the model card of an embedded VLM from its recipe and its held-out results."""
+
 from pathlib import Path
 
 from mmspec.app import zoo_fit, zoo_vlm
@@ -70,20 +71,38 @@ Licence: Apache-2.0. To train it again: `mmspec zoo {name}`.
 
 def card(recipe: VlmRecipe, results: dict, minutes: float) -> str:
     """The text of README.md in the model's folder."""
-    facts = [(f"{style} caption: {fact}", score) for style in ("short", "long")
-             for fact, score in results[style]["facts"].items()]
+    facts = [
+        (f"{style} caption: {fact}", score)
+        for style in ("short", "long")
+        for fact, score in results[style]["facts"].items()
+    ]
     facts += [(f"question: {kind}", score) for kind, score in results["questions"].items()]
     facts.append(("questions, all", _sum(results["questions"])))
     facts.append(("two pictures, all", _sum(results["pairs"])))
     rows = "\n".join(f"| {fact} | {right} | {of} | {right / of:.1%} |" for fact, (right, of) in facts if of)
     return CARD.format(
-        name=recipe.name, parameters=results["parameters"] / 1e6, vision=recipe.vision, language_shape=recipe.language,
-        tower=recipe.tower, decoder=recipe.decoder, polish=recipe.polish, settle=recipe.settle,
-        polish_weight=recipe.polish_mix.emphasis, steps=_steps(recipe),
-        pair_every=recipe.pair_every, slots=recipe.slots, seed=recipe.seed, minutes=minutes, rows=rows,
-        n=results["short"]["scenes"], short=language.PROMPTS["short"], long=language.PROMPTS["long"],
-        short_tokens=results["short"]["tokens"], long_tokens=results["long"]["tokens"],
-        long_words=results["long"]["different words"])
+        name=recipe.name,
+        parameters=results["parameters"] / 1e6,
+        vision=recipe.vision,
+        language_shape=recipe.language,
+        tower=recipe.tower,
+        decoder=recipe.decoder,
+        polish=recipe.polish,
+        settle=recipe.settle,
+        polish_weight=recipe.polish_mix.emphasis,
+        steps=_steps(recipe),
+        pair_every=recipe.pair_every,
+        slots=recipe.slots,
+        seed=recipe.seed,
+        minutes=minutes,
+        rows=rows,
+        n=results["short"]["scenes"],
+        short=language.PROMPTS["short"],
+        long=language.PROMPTS["long"],
+        short_tokens=results["short"]["tokens"],
+        long_tokens=results["long"]["tokens"],
+        long_words=results["long"]["different words"],
+    )
 
 
 def wall_minutes(work: Path) -> float:
@@ -134,7 +153,23 @@ def drafter_card(recipe: DrafterRecipe, report: dict) -> str:
     r = report["recipe"]
     prompts = int(recipe.data.partition(":")[2]) - r["held_out"]
     return DRAFTER_CARD.format(
-        name=recipe.name, target=recipe.target, train=prompts, sampled=r["sampled"], steps=r["steps"], batch=r["batch"],
-        unroll=r["unroll"], token=r["token_weight"], feature=r["feature_weight"], decay=r["step_decay"], lr=r["lr"],
-        seed=r["seed"], minutes=report["minutes"], tau=report["held_out_tau"], ceiling=r["unroll"] + 1,
-        held_out=r["held_out"], depth=recipe.depth, width=recipe.width, size=recipe.size)
+        name=recipe.name,
+        target=recipe.target,
+        train=prompts,
+        sampled=r["sampled"],
+        steps=r["steps"],
+        batch=r["batch"],
+        unroll=r["unroll"],
+        token=r["token_weight"],
+        feature=r["feature_weight"],
+        decay=r["step_decay"],
+        lr=r["lr"],
+        seed=r["seed"],
+        minutes=report["minutes"],
+        tau=report["held_out_tau"],
+        ceiling=r["unroll"] + 1,
+        held_out=r["held_out"],
+        depth=recipe.depth,
+        width=recipe.width,
+        size=recipe.size,
+    )

@@ -1,4 +1,5 @@
 """Scores an embedded VLM on held-out scenes in both styles, on questions and picture pairs, and writes its card."""
+
 import json
 import time
 from collections import Counter
@@ -25,35 +26,60 @@ def held_out(recipe: VlmRecipe, count: int, stream: int = 0) -> list[Scene]:
 
 
 @torch.no_grad()
-def answer(model: LlavaForConditionalGeneration, processor: LlavaProcessor, asked: list[tuple[list[Scene], str]],
-           batch: int = 30) -> tuple[list[str], float]:
+def answer(
+    model: LlavaForConditionalGeneration,
+    processor: LlavaProcessor,
+    asked: list[tuple[list[Scene], str]],
+    batch: int = 30,
+) -> tuple[list[str], float]:
     """Greedy answers to (pictures, prompt) pairs, and the mean number of generated tokens."""
     texts, tokens = [], 0
     for start in range(0, len(asked), batch):
-        part = asked[start:start + batch]
-        chats = [[{"role": "user", "content": [{"type": "image", "image": scenes.render(scene)} for scene in shown]
-                   + [{"type": "text", "text": prompt}]}] for shown, prompt in part]
-        inputs = processor.apply_chat_template(chats, add_generation_prompt=True, tokenize=True, return_dict=True,
-                                               return_tensors="pt", processor_kwargs={"padding": True})
+        part = asked[start : start + batch]
+        chats = [
+            [
+                {
+                    "role": "user",
+                    "content": [{"type": "image", "image": scenes.render(scene)} for scene in shown]
+                    + [{"type": "text", "text": prompt}],
+                }
+            ]
+            for shown, prompt in part
+        ]
+        inputs = processor.apply_chat_template(
+            chats,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+            processor_kwargs={"padding": True},
+        )
         inputs["pixel_values"] = inputs["pixel_values"].to(model.dtype)
-        out = model.generate(**inputs, do_sample=False, max_new_tokens=320)[:, inputs["input_ids"].shape[1]:]
+        out = model.generate(**inputs, do_sample=False, max_new_tokens=320)[:, inputs["input_ids"].shape[1] :]
         tokens += int((out != model.generation_config.pad_token_id).sum())
         texts += processor.batch_decode(out, skip_special_tokens=True)
     return texts, tokens / max(1, len(asked))
 
 
-def score_style(model: LlavaForConditionalGeneration, processor: LlavaProcessor, shown: list[Scene],
-                style: str) -> dict:
+def score_style(
+    model: LlavaForConditionalGeneration, processor: LlavaProcessor, shown: list[Scene], style: str
+) -> dict:
     """Shares of right facts (with how many there were) in the captions of one style, and examples."""
     texts, tokens = answer(model, processor, [([scene], language.PROMPTS[style]) for scene in shown])
     tally = sum((zoo_score.score_caption(text, scene) for text, scene in zip(texts, shown, strict=True)), Counter())
     facts = {fact: (tally[fact, "right"], tally[fact, "of"]) for fact, part in tally if part == "of"}
-    return {"scenes": len(shown), "tokens": tokens, "facts": dict(sorted(facts.items())), "examples": texts[:3],
-            "different words": len({word for text in texts for word in text.lower().split()})}
+    return {
+        "scenes": len(shown),
+        "tokens": tokens,
+        "facts": dict(sorted(facts.items())),
+        "examples": texts[:3],
+        "different words": len({word for text in texts for word in text.lower().split()}),
+    }
 
 
-def score_questions(model: LlavaForConditionalGeneration, processor: LlavaProcessor, recipe: VlmRecipe,
-                    shown: list[Scene], pairs: bool) -> dict[str, tuple[int, int]]:
+def score_questions(
+    model: LlavaForConditionalGeneration, processor: LlavaProcessor, recipe: VlmRecipe, shown: list[Scene], pairs: bool
+) -> dict[str, tuple[int, int]]:
     """Exactly right answers by kind of question."""
     rng = np.random.default_rng([recipe.seed, HELD_OUT, 9, int(pairs)])
     asked, wanted = [], []
@@ -61,8 +87,9 @@ def score_questions(model: LlavaForConditionalGeneration, processor: LlavaProces
     for first, second in zip(shown[::2], shown[1::2], strict=False):
         for _ in range(2):
             here = [first, second] if pairs else [first if rng.random() < 0.5 else second]
-            exchange = (language.pair_question(rng, (first, second), mix) if pairs
-                        else language.any_question(rng, here[0], mix))
+            exchange = (
+                language.pair_question(rng, (first, second), mix) if pairs else language.any_question(rng, here[0], mix)
+            )
             asked.append((here, exchange.prompt))
             wanted.append(exchange)
     given, _ = answer(model, processor, asked)
@@ -91,7 +118,8 @@ def evaluate(recipe: VlmRecipe, folder: Path, work: Path, count: int) -> dict:
     processor = LlavaProcessor.from_pretrained(folder)
     shown, begun = held_out(recipe, count), time.monotonic()
     results = {
-        "short": score_style(model, processor, shown, "short"), "long": score_style(model, processor, shown, "long"),
+        "short": score_style(model, processor, shown, "short"),
+        "long": score_style(model, processor, shown, "long"),
         "questions": score_questions(model, processor, recipe, shown, False),
         "pairs": score_questions(model, processor, recipe, shown, True),
         "parameters": sum(weight.numel() for weight in model.parameters()),

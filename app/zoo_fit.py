@@ -1,4 +1,5 @@
 """The training loop of the zoo: Muon and AdamW on a step-based schedule, resumed exactly from its checkpoints."""
+
 import os
 import time
 from collections.abc import Callable
@@ -20,8 +21,9 @@ def optimizers(module: nn.Module, plan: Schedule) -> list[torch.optim.Optimizer]
         if weight.requires_grad:
             inside = weight.ndim == 2 and ".layers." in f".{name}"
             (hidden if inside else rest).append(weight)
-    muon = torch.optim.Muon(hidden, lr=plan.lr, weight_decay=plan.weight_decay, ns_steps=plan.newton_schulz,
-                            adjust_lr_fn="match_rms_adamw")
+    muon = torch.optim.Muon(
+        hidden, lr=plan.lr, weight_decay=plan.weight_decay, ns_steps=plan.newton_schulz, adjust_lr_fn="match_rms_adamw"
+    )
     return [muon, torch.optim.AdamW(rest, lr=plan.lr, weight_decay=0.0, betas=(0.9, 0.95), fused=True)]
 
 
@@ -31,9 +33,15 @@ def rate(plan: Schedule, step: int) -> float:
     return plan.lr * min(1.0, done / plan.warmup, (1.0 - done) / plan.decay + 1e-3)
 
 
-def fit(module: nn.Module, plan: Schedule, loss_of: Loss, checkpoint: Path,
-        say: Callable[[str], None] = print, watch: Callable[[int], None] = lambda step: None,
-        stop: int | None = None) -> None:
+def fit(
+    module: nn.Module,
+    plan: Schedule,
+    loss_of: Loss,
+    checkpoint: Path,
+    say: Callable[[str], None] = print,
+    watch: Callable[[int], None] = lambda step: None,
+    stop: int | None = None,
+) -> None:
     """Train `module` in place up to `plan.steps` (or `stop`), resuming from `checkpoint` if that file exists.
 
     The loss of a step depends on nothing but the weights and the step's number, so a resumed run equals an
@@ -58,8 +66,10 @@ def fit(module: nn.Module, plan: Schedule, loss_of: Loss, checkpoint: Path,
         now = time.monotonic()
         if now - told > 20 or step + 1 == last:
             pace = (now - begun) / (step + 1 - first)
-            say(f"step {step + 1}/{plan.steps} loss {loss.item():.4f} norm {norm:.2f} lr {rate(plan, step):.2e} "
-                f"{tokens / (now - begun):.0f} tokens/s {pace:.2f} s/step ETA {pace * (last - step - 1) / 60:.1f} min")
+            say(
+                f"step {step + 1}/{plan.steps} loss {loss.item():.4f} norm {norm:.2f} lr {rate(plan, step):.2e} "
+                f"{tokens / (now - begun):.0f} tokens/s {pace:.2f} s/step ETA {pace * (last - step - 1) / 60:.1f} min"
+            )
             told = now
         watch(step + 1)
         if now - saved > CHECKPOINT_SECONDS or step + 1 == last:
@@ -75,8 +85,10 @@ def seconds(checkpoint: Path) -> float:
 def _save(path: Path, module: nn.Module, tools: list[torch.optim.Optimizer], step: int, spent: float) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
-    torch.save({"module": module.state_dict(), "tools": [tool.state_dict() for tool in tools], "step": step,
-                "seconds": spent}, partial)
+    torch.save(
+        {"module": module.state_dict(), "tools": [tool.state_dict() for tool in tools], "step": step, "seconds": spent},
+        partial,
+    )
     os.replace(partial, path)
 
 

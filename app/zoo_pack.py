@@ -1,4 +1,5 @@
 """Packs many texts about one picture into one row: they share the image prefix, attend to it and to themselves only."""
+
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -63,7 +64,7 @@ def pack(rows: list[list[tuple[list[int], list[bool]]]], images: int, tokens_per
                 continue
             ids[row, here:end], branches[row, here:end] = tokens, number
             positions[row, here:end] = np.arange(start, start + len(tokens))
-            labels[row, here:end - 1] = np.where(said[1:], tokens[1:], IGNORED)
+            labels[row, here : end - 1] = np.where(said[1:], tokens[1:], IGNORED)
             here = end
     return Packed(*(torch.from_numpy(a.astype(np.int64)) for a in (ids, labels, positions, branches)))
 

@@ -1,4 +1,5 @@
 """Reads the generated texts of a zoo VLM back into facts and counts how many of them hold in the scene."""
+
 import re
 from collections import Counter
 from dataclasses import dataclass
@@ -21,10 +22,14 @@ _CELLS = {place: cell for cell, place in enumerate(words.PLACES)}
 _CELLS |= {place: cell for cell, places in enumerate(words.LIVELY_PLACES) for place in places}
 _COLOUR, _SHAPE = _any(scenes.COLOURS), _any(scenes.SHAPES)
 _PLACES = re.compile(rf"\b{_any(_CELLS)}\b")
-_THING = re.compile(rf"\b[Aa]n? ({_any(_SIZES)}) ({_any(_TEXTURES)}) (?:{_any(words.SHADES)} )?"
-                    rf"({_COLOUR}) ({_SHAPE})\b")
-_NAME = (rf"(?:({_any(scenes.SIZES)}) )?(?:({_any(scenes.TEXTURES)}) )?({_COLOUR}) ({_SHAPE})"
-         rf"(?: ({_any(words.PLACES)}))?")
+_THING = re.compile(
+    rf"\b[Aa]n? ({_any(_SIZES)}) ({_any(_TEXTURES)}) (?:{_any(words.SHADES)} )?"
+    rf"({_COLOUR}) ({_SHAPE})\b"
+)
+_NAME = (
+    rf"(?:({_any(scenes.SIZES)}) )?(?:({_any(scenes.TEXTURES)}) )?({_COLOUR}) ({_SHAPE})"
+    rf"(?: ({_any(words.PLACES)}))?"
+)
 _RELATION = re.compile(rf"[Tt]he {_NAME} (?:is|lies|stands) ({_any(scenes.RELATIONS)}) the {_NAME}")
 _LIST = re.compile(r"(?:, | and )(?=an? (?:small|large) )")
 _NUMBER = _any(words.NUMBERS)
@@ -88,8 +93,11 @@ def score_caption(text: str, scene: Scene) -> Counter:
 def _relation_holds(groups: tuple[str | None, ...], scene: Scene) -> bool:
     """Whether some two objects that answer to the names stand so."""
     first, relation, second = groups[:5], groups[5], groups[6:]
-    return any(a is not b and _answers(a, first) and _answers(b, second) and relation in scenes.relations(a, b)
-               for a in scene.things for b in scene.things)
+    return any(
+        a is not b and _answers(a, first) and _answers(b, second) and relation in scenes.relations(a, b)
+        for a in scene.things
+        for b in scene.things
+    )
 
 
 def _answers(thing: Thing, called: tuple[str | None, ...]) -> bool:

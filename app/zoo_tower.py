@@ -1,4 +1,5 @@
 """First stage of a zoo VLM: the vision tower alone learns what stands in every cell of the grid, by auxiliary heads."""
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -8,8 +9,12 @@ from mmspec.zoo import scenes
 from mmspec.zoo.recipes import VlmRecipe
 from mmspec.zoo.scenes import Scene
 
-FIELDS = {"shape": ("none", *scenes.SHAPES), "colour": tuple(scenes.COLOURS), "texture": scenes.TEXTURES,
-          "size": tuple(scenes.SIZES)}
+FIELDS = {
+    "shape": ("none", *scenes.SHAPES),
+    "colour": tuple(scenes.COLOURS),
+    "texture": scenes.TEXTURES,
+    "size": tuple(scenes.SIZES),
+}
 IGNORED = -100
 
 

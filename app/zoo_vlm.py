@@ -1,4 +1,5 @@
 """Builds and trains a vision-language model of the zoo from stock classes: tokenizer, tower, decoder, export."""
+
 from collections.abc import Callable
 from pathlib import Path
 
@@ -40,12 +41,23 @@ def build_tokenizer(recipe: VlmRecipe) -> PreTrainedTokenizerFast:
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
-    core.train_from_iterator(_sample_texts(recipe), trainers.BpeTrainer(
-        vocab_size=recipe.language.vocabulary, special_tokens=list(zoo_pack.SPECIAL), show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    core.train_from_iterator(
+        _sample_texts(recipe),
+        trainers.BpeTrainer(
+            vocab_size=recipe.language.vocabulary,
+            special_tokens=list(zoo_pack.SPECIAL),
+            show_progress=False,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        ),
+    )
     names = dict(zip(("pad_token", "bos_token", "eos_token"), zoo_pack.SPECIAL, strict=False))
-    return PreTrainedTokenizerFast(tokenizer_object=core, **names, extra_special_tokens=list(zoo_pack.SPECIAL[3:]),
-                                   model_max_length=recipe.language.positions, padding_side="left")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        **names,
+        extra_special_tokens=list(zoo_pack.SPECIAL[3:]),
+        model_max_length=recipe.language.positions,
+        padding_side="left",
+    )
 
 
 def _sample_texts(recipe: VlmRecipe) -> list[str]:
@@ -63,16 +75,30 @@ def _sample_texts(recipe: VlmRecipe) -> list[str]:
 def build_processor(recipe: VlmRecipe, tokenizer: PreTrainedTokenizerFast) -> LlavaProcessor:
     """The stock processor; pictures of any size and shape are squeezed to SIDE x SIDE."""
     side = {"height": scenes.SIDE, "width": scenes.SIDE}
-    images = CLIPImageProcessorPil(size=side, crop_size=side, do_center_crop=False, image_mean=[0.5] * 3,
-                                   image_std=[0.5] * 3)
-    return LlavaProcessor(images, tokenizer, patch_size=recipe.vision.patch, num_additional_image_tokens=1,
-                          vision_feature_select_strategy="default", image_token="<image>", chat_template=CHAT_TEMPLATE)
+    images = CLIPImageProcessorPil(
+        size=side, crop_size=side, do_center_crop=False, image_mean=[0.5] * 3, image_std=[0.5] * 3
+    )
+    return LlavaProcessor(
+        images,
+        tokenizer,
+        patch_size=recipe.vision.patch,
+        num_additional_image_tokens=1,
+        vision_feature_select_strategy="default",
+        image_token="<image>",
+        chat_template=CHAT_TEMPLATE,
+    )
 
 
 def vision_config(recipe: VlmRecipe) -> CLIPVisionConfig:
     shape = recipe.vision
-    return CLIPVisionConfig(hidden_size=shape.width, intermediate_size=shape.feed_forward, image_size=scenes.SIDE,
-                            num_attention_heads=shape.heads, num_hidden_layers=shape.layers, patch_size=shape.patch)
+    return CLIPVisionConfig(
+        hidden_size=shape.width,
+        intermediate_size=shape.feed_forward,
+        image_size=scenes.SIDE,
+        num_attention_heads=shape.heads,
+        num_hidden_layers=shape.layers,
+        patch_size=shape.patch,
+    )
 
 
 def build_model(recipe: VlmRecipe) -> LlavaForConditionalGeneration:
@@ -80,22 +106,40 @@ def build_model(recipe: VlmRecipe) -> LlavaForConditionalGeneration:
     torch.manual_seed(recipe.seed)
     shape = recipe.language
     text = LlamaConfig(
-        vocab_size=shape.vocabulary, hidden_size=shape.width, intermediate_size=shape.feed_forward,
-        num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.heads,
-        max_position_embeddings=shape.positions, bos_token_id=zoo_pack.BOS, eos_token_id=zoo_pack.EOS,
-        pad_token_id=zoo_pack.PAD, tie_word_embeddings=False)
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.width,
+        intermediate_size=shape.feed_forward,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.heads,
+        max_position_embeddings=shape.positions,
+        bos_token_id=zoo_pack.BOS,
+        eos_token_id=zoo_pack.EOS,
+        pad_token_id=zoo_pack.PAD,
+        tie_word_embeddings=False,
+    )
     config = LlavaConfig(
-        vision_config=vision_config(recipe), text_config=text, image_token_id=zoo_pack.IMAGE, vision_feature_layer=-1,
-        image_seq_length=(scenes.SIDE // recipe.vision.patch) ** 2, vision_feature_select_strategy="default",
-        tie_word_embeddings=False, pad_token_id=zoo_pack.PAD, eos_token_id=zoo_pack.EOS, bos_token_id=zoo_pack.BOS)
+        vision_config=vision_config(recipe),
+        text_config=text,
+        image_token_id=zoo_pack.IMAGE,
+        vision_feature_layer=-1,
+        image_seq_length=(scenes.SIDE // recipe.vision.patch) ** 2,
+        vision_feature_select_strategy="default",
+        tie_word_embeddings=False,
+        pad_token_id=zoo_pack.PAD,
+        eos_token_id=zoo_pack.EOS,
+        bos_token_id=zoo_pack.BOS,
+    )
     model = LlavaForConditionalGeneration(config)
-    model.generation_config.update(bos_token_id=zoo_pack.BOS, eos_token_id=zoo_pack.EOS, pad_token_id=zoo_pack.PAD,
-                                   max_new_tokens=320)
+    model.generation_config.update(
+        bos_token_id=zoo_pack.BOS, eos_token_id=zoo_pack.EOS, pad_token_id=zoo_pack.PAD, max_new_tokens=320
+    )
     return model
 
 
-def train_tower(recipe: VlmRecipe, folder: Path, say: Callable[[str], None],
-                stop: int | None = None) -> CLIPVisionModel:
+def train_tower(
+    recipe: VlmRecipe, folder: Path, say: Callable[[str], None], stop: int | None = None
+) -> CLIPVisionModel:
     """First stage; ends with the share of right cells by field in the log."""
     torch.manual_seed(recipe.seed)
     reader = zoo_tower.CellReader(CLIPVisionModel(vision_config(recipe)), recipe)
@@ -122,8 +166,12 @@ def visual_tokens(model: LlavaForConditionalGeneration, pixel_values: torch.Tens
     return model.model.multi_modal_projector(seen)
 
 
-def packed_hidden(model: LlavaForConditionalGeneration, batch: zoo_pack.Packed, pixel_values: torch.Tensor,
-                  decode: Callable | None = None) -> torch.Tensor:
+def packed_hidden(
+    model: LlavaForConditionalGeneration,
+    batch: zoo_pack.Packed,
+    pixel_values: torch.Tensor,
+    decode: Callable | None = None,
+) -> torch.Tensor:
     """Last hidden states [B, S, width] of packed rows, by the stock decoder (or its compiled twin `decode`)."""
     inner = model.model.language_model
     embedded = inner.embed_tokens(batch.ids)
@@ -136,8 +184,13 @@ def packed_hidden(model: LlavaForConditionalGeneration, batch: zoo_pack.Packed, 
     return out.last_hidden_state
 
 
-def packed_loss(model: LlavaForConditionalGeneration, batch: zoo_pack.Packed, pixel_values: torch.Tensor,
-                weights: torch.Tensor | None = None, decode: Callable | None = None) -> torch.Tensor:
+def packed_loss(
+    model: LlavaForConditionalGeneration,
+    batch: zoo_pack.Packed,
+    pixel_values: torch.Tensor,
+    weights: torch.Tensor | None = None,
+    decode: Callable | None = None,
+) -> torch.Tensor:
     """Mean cross entropy of everything the assistant says, weighted by token id if `weights` [V] are given."""
     with torch.autocast("cpu", torch.bfloat16):
         hidden = packed_hidden(model, batch, pixel_values, decode)
@@ -158,9 +211,16 @@ def emphasis(tokenizer: PreTrainedTokenizerFast, mix: Mix) -> torch.Tensor:
     return weights
 
 
-def train_decoder(recipe: VlmRecipe, model: LlavaForConditionalGeneration, tokenizer: PreTrainedTokenizerFast,
-                  folder: Path, say: Callable[[str], None], watch: Callable[[int], None] = lambda step: None,
-                  stop: int | None = None, compiled: bool = True) -> None:
+def train_decoder(
+    recipe: VlmRecipe,
+    model: LlavaForConditionalGeneration,
+    tokenizer: PreTrainedTokenizerFast,
+    folder: Path,
+    say: Callable[[str], None],
+    watch: Callable[[int], None] = lambda step: None,
+    stop: int | None = None,
+    compiled: bool = True,
+) -> None:
     """The stages after the tower's: projector, decoder and head on packed texts; the tower stays as it is.
 
     Compiled and with the plain attention the step is 1.4 times as fast on a CPU; both are undone afterwards. `stop`
@@ -173,9 +233,11 @@ def train_decoder(recipe: VlmRecipe, model: LlavaForConditionalGeneration, token
     def encode(text: str) -> list[int]:
         return tokenizer.encode(text, add_special_tokens=False)
 
-    for name, stream, plan, mix in (("decoder", DECODER, recipe.decoder, recipe.mix),
-                                    ("polish", POLISH, recipe.polish, recipe.polish_mix),
-                                    ("settle", SETTLE, recipe.settle, recipe.settle_mix)):
+    for name, stream, plan, mix in (
+        ("decoder", DECODER, recipe.decoder, recipe.mix),
+        ("polish", POLISH, recipe.polish, recipe.polish_mix),
+        ("settle", SETTLE, recipe.settle, recipe.settle_mix),
+    ):
         weights = emphasis(tokenizer, mix)
 
         def loss_of(step: int, stream=stream, plan=plan, mix=mix, weights=weights) -> tuple[torch.Tensor, int]:

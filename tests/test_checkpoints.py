@@ -236,7 +236,7 @@ def test_card(tmp_path):
     save.save_drafter(ours(), tmp_path)
     assert (tmp_path / "README.md").read_text() == "mine"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["README.md", "config.json", "model.safetensors"]
-    save.save_drafter(ours(target="/home/me/target"), tmp_path / "local")
+    save.save_drafter(ours(target="/somewhere/target"), tmp_path / "local")
     assert "base_model" not in (tmp_path / "local" / "README.md").read_text()
 
 

@@ -89,7 +89,7 @@ def shares(marginal: Tensor, count: int = 8) -> Tensor:
 
 
 def excess(samples: Tensor, law: Tensor) -> float:
-    """By how many standard deviations χ² is too large, seen by pairs, by first and second token, and by groups of both."""
+    """By how many standard deviations χ² is too large, by pairs, by first and second token, and by groups of both."""
     assert float(law[samples[:, 0], samples[:, 1]].min()) > 0, "something impossible was drawn"
     one, two = torch.arange(VOCAB)[:, None].expand(-1, VOCAB), torch.arange(VOCAB).expand(VOCAB, -1)
     first, second = shares(law.sum(1))[one], shares(law.sum(0))[two]

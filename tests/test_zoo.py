@@ -1,4 +1,5 @@
 """The zoo: pictures and texts agree, training resumes exactly, and the embedded model loads and captions."""
+
 import re
 from collections import Counter
 from itertools import pairwise
@@ -14,10 +15,17 @@ from mmspec.app import zoo_eval, zoo_fit, zoo_pack, zoo_score, zoo_tower, zoo_vl
 from mmspec.zoo import language, scenes
 from mmspec.zoo.recipes import SCENES_VLM, Language, Schedule, Vision, VlmRecipe
 
-TINY = VlmRecipe("tiny", vision=Vision(32, 2, 2, 64), language=Language(32, 2, 2, 64, 1024, 1024),
-                 tower=Schedule(4, 2, 1e-3), decoder=Schedule(4, 2, 1e-3), polish=Schedule(4, 2, 1e-3),
-                 settle=Schedule(4, 2, 1e-3),
-                 pair_every=2, tokenizer_scenes=40)
+TINY = VlmRecipe(
+    "tiny",
+    vision=Vision(32, 2, 2, 64),
+    language=Language(32, 2, 2, 64, 1024, 1024),
+    tower=Schedule(4, 2, 1e-3),
+    decoder=Schedule(4, 2, 1e-3),
+    polish=Schedule(4, 2, 1e-3),
+    settle=Schedule(4, 2, 1e-3),
+    pair_every=2,
+    tokenizer_scenes=40,
+)
 
 
 def drawn(count: int, seed: int = 11) -> list[scenes.Scene]:
@@ -82,8 +90,12 @@ def test_the_score_sees_errors():
     scene = next(s for s in drawn(50) if len(s.things) == 3)
     text, thing = language.short_caption(scene), scene.things[1]
     wrong = next(shape for shape in scenes.SHAPES if shape not in text)
-    tally = zoo_score.score_caption(text.replace(language.full_name(thing), f"{thing.size} {thing.texture} "
-                                                 f"{thing.colour} {wrong}").replace("shows three", "shows four"), scene)
+    tally = zoo_score.score_caption(
+        text.replace(language.full_name(thing), f"{thing.size} {thing.texture} {thing.colour} {wrong}").replace(
+            "shows three", "shows four"
+        ),
+        scene,
+    )
     assert tally["object recall", "of"] - tally["object recall", "right"] == 1
     assert tally["object precision", "of"] - tally["object precision", "right"] == 1
     assert tally["counts", "of"] - tally["counts", "right"] == 1
@@ -164,10 +176,13 @@ def test_sample_pictures_are_small_and_held_out():
         assert Image.open(file).convert("RGB").tobytes() == scenes.render(scene).tobytes()
 
 
-@pytest.mark.skipif(not (zoo.weights() / "scenes-vlm" / "config.json").is_file(),
-                    reason="the weights of scenes-vlm are not here; train them with `mmspec zoo scenes-vlm`")
+@pytest.mark.skipif(
+    not (zoo.weights() / "scenes-vlm" / "config.json").is_file(),
+    reason="the weights of scenes-vlm are not here; train them with `mmspec zoo scenes-vlm`",
+)
 def test_the_embedded_model_captions_held_out_scenes():
     from transformers import AutoModelForImageTextToText, AutoProcessor
+
     folder = zoo.path("scenes-vlm")
     processor = AutoProcessor.from_pretrained(folder)
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()

@@ -1,4 +1,5 @@
 """The embedded models and sample pictures that come with the package."""
+
 from pathlib import Path
 
 _HERE = Path(__file__).resolve().parent
@@ -14,8 +15,10 @@ def path(name: str) -> Path:
     folder = weights() / name
     if not (folder / "config.json").is_file():
         known = sorted(p.parent.name for p in weights().glob("*/config.json"))
-        raise FileNotFoundError(f"no embedded model {name!r}; choose from {', '.join(known) or '(none is installed)'}, "
-                                f"or train it with `mmspec zoo {name}`")
+        raise FileNotFoundError(
+            f"no embedded model {name!r}; choose from {', '.join(known) or '(none is installed)'}, "
+            f"or train it with `mmspec zoo {name}`"
+        )
     return folder
 
 

@@ -1,4 +1,5 @@
 """Texts about a scene: factual short captions, varied long descriptions, questions, and two-picture prompts."""
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -10,10 +11,20 @@ from mmspec.zoo.prose import describe_at_length
 from mmspec.zoo.recipes import Mix
 from mmspec.zoo.scenes import Scene, Thing
 
-SHORT_PROMPTS = ("Describe this image.", "Describe the picture.", "What does the picture show?", "Caption this image.",
-                 "Give a short description.", "What is in this image?")
-LONG_PROMPTS = ("Describe this image in detail.", "Tell me about this picture at length.",
-                "Write a long description of the image.", "Describe the picture in a lively way.")
+SHORT_PROMPTS = (
+    "Describe this image.",
+    "Describe the picture.",
+    "What does the picture show?",
+    "Caption this image.",
+    "Give a short description.",
+    "What is in this image?",
+)
+LONG_PROMPTS = (
+    "Describe this image in detail.",
+    "Tell me about this picture at length.",
+    "Write a long description of the image.",
+    "Describe the picture in a lively way.",
+)
 PROMPTS = {"short": SHORT_PROMPTS[0], "long": LONG_PROMPTS[0]}
 ORDINALS = ("first", "second")
 
@@ -78,8 +89,10 @@ def short_caption(scene: Scene, shape_counts: bool = False) -> str:
     """Count, background, every object with size, texture, colour, shape and place, relations; perhaps counts."""
     number = len(scene.things)
     shown = listing([f"{article(full_name(t))} {words.PLACES[t.cell]}" for t in scene.things])
-    told = [f"The picture shows {words.NUMBERS[number]} object{'s' * (number > 1)} on {article(scene.background)} "
-            f"background: {shown}."]
+    told = [
+        f"The picture shows {words.NUMBERS[number]} object{'s' * (number > 1)} on {article(scene.background)} "
+        f"background: {shown}."
+    ]
     told += [f"The {name(a, scene)} is {relation} the {name(b, scene)}." for a, relation, b in stated_relations(scene)]
     if shape_counts:
         kinds = scenes.counts(scene)
@@ -108,8 +121,12 @@ def ask_total(rng: np.random.Generator, scene: Scene) -> tuple[str, str]:
 
 def ask_count(rng: np.random.Generator, scene: Scene) -> tuple[str, str]:
     attribute = pick(rng, ("shape", "shape", "colour", "texture", "size"))
-    known = {"shape": scenes.SHAPES, "colour": tuple(scenes.COLOURS), "texture": scenes.TEXTURES,
-             "size": tuple(scenes.SIZES)}[attribute]
+    known = {
+        "shape": scenes.SHAPES,
+        "colour": tuple(scenes.COLOURS),
+        "texture": scenes.TEXTURES,
+        "size": tuple(scenes.SIZES),
+    }[attribute]
     found = scenes.counts(scene, attribute)
     value = pick(rng, list(found)) if rng.random() < 0.8 else pick(rng, known)
     called = words.PLURALS[value] if attribute == "shape" else f"{value} objects"
@@ -203,9 +220,17 @@ def _two(rng: np.random.Generator, scene: Scene) -> tuple[Thing, Thing]:
 
 
 QUESTIONS: dict[str, Callable[[np.random.Generator, Scene], tuple[str, str]]] = {
-    "total": ask_total, "count": ask_count, "whether": ask_whether, "relation": ask_relation,
-    "neighbours": ask_neighbours, "spot": ask_spot, "attribute": ask_attribute, "place": ask_place, "which": ask_which,
-    "background": ask_background, "presence": ask_presence,
+    "total": ask_total,
+    "count": ask_count,
+    "whether": ask_whether,
+    "relation": ask_relation,
+    "neighbours": ask_neighbours,
+    "spot": ask_spot,
+    "attribute": ask_attribute,
+    "place": ask_place,
+    "which": ask_which,
+    "background": ask_background,
+    "presence": ask_presence,
 }
 
 
@@ -225,8 +250,11 @@ def pair_question(rng: np.random.Generator, pair: tuple[Scene, Scene], mix: Mix)
     which = int(rng.integers(2))
     scene, ordinal, form = pair[which], ORDINALS[which], rng.random()
     if form < 0.25:
-        return Exchange("pair-short", pick(rng, ("Describe the {} picture.", "Describe the {} image.")).format(ordinal),
-                        short_caption(scene, mix.shape_counts))
+        return Exchange(
+            "pair-short",
+            pick(rng, ("Describe the {} picture.", "Describe the {} image.")).format(ordinal),
+            short_caption(scene, mix.shape_counts),
+        )
     if form < 0.4:
         prompt = pick(rng, ("What is in the {} picture?", "Name the objects in the {} picture.")).format(ordinal)
         return Exchange("pair-names", prompt, names(scene.things, scene))

@@ -6,10 +6,26 @@ def _words(text: str) -> tuple[str, ...]:
 
 
 NUMBERS = _words("zero one two three four five six seven eight nine ten eleven twelve")
-PLURALS = {"circle": "circles", "square": "squares", "triangle": "triangles", "diamond": "diamonds",
-           "cross": "crosses", "ring": "rings", "star": "stars"}
-PLACES = ("at the top left", "at the top", "at the top right", "on the left", "in the centre", "on the right",
-          "at the bottom left", "at the bottom", "at the bottom right")
+PLURALS = {
+    "circle": "circles",
+    "square": "squares",
+    "triangle": "triangles",
+    "diamond": "diamonds",
+    "cross": "crosses",
+    "ring": "rings",
+    "star": "stars",
+}
+PLACES = (
+    "at the top left",
+    "at the top",
+    "at the top right",
+    "on the left",
+    "in the centre",
+    "on the right",
+    "at the bottom left",
+    "at the bottom",
+    "at the bottom right",
+)
 LIVELY_PLACES = (
     ("in the top left corner", "up in the left corner", "high on the left"),
     ("along the top edge", "right at the top", "high in the middle"),
@@ -21,8 +37,11 @@ LIVELY_PLACES = (
     ("along the bottom edge", "right at the bottom", "low in the middle"),
     ("in the bottom right corner", "down in the right corner", "low on the right"),
 )
-TEXTURE_WORDS = {"plain": ("plain", "solid", "smooth", "unpatterned"), "striped": ("striped", "banded", "stripy"),
-                 "dotted": ("dotted", "spotted", "speckled")}
+TEXTURE_WORDS = {
+    "plain": ("plain", "solid", "smooth", "unpatterned"),
+    "striped": ("striped", "banded", "stripy"),
+    "dotted": ("dotted", "spotted", "speckled"),
+}
 SIZE_WORDS = {"small": ("small", "little", "tiny", "compact"), "large": ("large", "big", "broad", "hefty")}
 SHADES = _words("bright deep vivid warm cool pure rich strong clear frank lively honest")
 COLOUR_LIKE = {

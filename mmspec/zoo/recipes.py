@@ -1,4 +1,5 @@
 """Recipes of the embedded models: every hyperparameter of a training run, as data."""
+
 from dataclasses import dataclass, field
 
 
@@ -33,8 +34,18 @@ class Mix:
     emphasis: float = 1.0
     shape_counts: bool = True
     questions: tuple[tuple[str, float], ...] = (
-        ("total", 1.0), ("count", 2.0), ("whether", 2.0), ("relation", 2.0), ("neighbours", 1.5), ("spot", 1.5),
-        ("attribute", 1.0), ("place", 1.0), ("which", 1.0), ("background", 0.3), ("presence", 0.7))
+        ("total", 1.0),
+        ("count", 2.0),
+        ("whether", 2.0),
+        ("relation", 2.0),
+        ("neighbours", 1.5),
+        ("spot", 1.5),
+        ("attribute", 1.0),
+        ("place", 1.0),
+        ("which", 1.0),
+        ("background", 0.3),
+        ("presence", 0.7),
+    )
 
 
 @dataclass(frozen=True)
@@ -75,18 +86,52 @@ class VlmRecipe:
     vision: Vision = field(default_factory=Vision)
     language: Language = field(default_factory=Language)
     tower: Schedule = field(default_factory=lambda: Schedule(steps=1000, batch=48, lr=2e-3, decay=0.4))
-    decoder: Schedule = field(default_factory=lambda: Schedule(
-        steps=1900, batch=12, lr=3e-3, warmup=69 / 1900, stop=1603))
+    decoder: Schedule = field(
+        default_factory=lambda: Schedule(steps=1900, batch=12, lr=3e-3, warmup=69 / 1900, stop=1603)
+    )
     mix: Mix = field(default_factory=Mix)
-    polish: Schedule = field(default_factory=lambda: Schedule(
-        steps=600, batch=12, lr=2.5e-3, decay=0.95, stop=349))
-    polish_mix: Mix = field(default_factory=lambda: Mix(0.2, 4.0, True, (
-        ("total", 0.3), ("count", 3.0), ("whether", 2.0), ("relation", 3.0), ("neighbours", 1.0), ("spot", 0.7),
-        ("attribute", 1.0), ("place", 3.0), ("which", 1.0), ("background", 0.2), ("presence", 1.5))))
+    polish: Schedule = field(default_factory=lambda: Schedule(steps=600, batch=12, lr=2.5e-3, decay=0.95, stop=349))
+    polish_mix: Mix = field(
+        default_factory=lambda: Mix(
+            0.2,
+            4.0,
+            True,
+            (
+                ("total", 0.3),
+                ("count", 3.0),
+                ("whether", 2.0),
+                ("relation", 3.0),
+                ("neighbours", 1.0),
+                ("spot", 0.7),
+                ("attribute", 1.0),
+                ("place", 3.0),
+                ("which", 1.0),
+                ("background", 0.2),
+                ("presence", 1.5),
+            ),
+        )
+    )
     settle: Schedule = field(default_factory=lambda: Schedule(steps=240, batch=12, lr=1.2e-3, decay=0.95))
-    settle_mix: Mix = field(default_factory=lambda: Mix(0.3, 2.0, False, (
-        ("total", 0.5), ("count", 1.0), ("whether", 2.0), ("relation", 3.0), ("neighbours", 1.0), ("spot", 0.7),
-        ("attribute", 1.0), ("place", 3.0), ("which", 1.0), ("background", 0.2), ("presence", 1.5))))
+    settle_mix: Mix = field(
+        default_factory=lambda: Mix(
+            0.3,
+            2.0,
+            False,
+            (
+                ("total", 0.5),
+                ("count", 1.0),
+                ("whether", 2.0),
+                ("relation", 3.0),
+                ("neighbours", 1.0),
+                ("spot", 0.7),
+                ("attribute", 1.0),
+                ("place", 3.0),
+                ("which", 1.0),
+                ("background", 0.2),
+                ("presence", 1.5),
+            ),
+        )
+    )
     slots: int = 256
     pair_every: int = 10
     tokenizer_scenes: int = 3000

@@ -1,4 +1,5 @@
 """Procedural scenes: one to six drawn objects on a background, with the relations and counts that hold there."""
+
 from collections import Counter
 from dataclasses import dataclass
 
@@ -8,12 +9,23 @@ from PIL import Image, ImageDraw
 SIDE = 96  # pixels of a rendered scene
 CELL = SIDE // 3  # the objects stand on a 3x3 grid
 COLOURS = {
-    "red": (215, 35, 40), "green": (35, 160, 60), "blue": (45, 75, 230), "yellow": (242, 222, 45),
-    "purple": (145, 55, 190), "orange": (245, 138, 30), "cyan": (60, 210, 222), "pink": (252, 155, 195),
+    "red": (215, 35, 40),
+    "green": (35, 160, 60),
+    "blue": (45, 75, 230),
+    "yellow": (242, 222, 45),
+    "purple": (145, 55, 190),
+    "orange": (245, 138, 30),
+    "cyan": (60, 210, 222),
+    "pink": (252, 155, 195),
 }
 BACKGROUNDS = {
-    "white": (246, 246, 246), "grey": (132, 132, 132), "black": (18, 18, 18), "beige": (224, 205, 172),
-    "grainy": (168, 168, 160), "lined": (232, 236, 240), "chequered": (206, 206, 206),
+    "white": (246, 246, 246),
+    "grey": (132, 132, 132),
+    "black": (18, 18, 18),
+    "beige": (224, 205, 172),
+    "grainy": (168, 168, 160),
+    "lined": (232, 236, 240),
+    "chequered": (206, 206, 206),
 }
 SHAPES = ("circle", "square", "triangle", "diamond", "cross", "ring", "star")
 TEXTURES = ("plain", "striped", "dotted")
@@ -66,8 +78,16 @@ def draw(rng: np.random.Generator) -> Scene:
 def _draw_thing(rng: np.random.Generator, cell: int) -> Thing:
     size = str(rng.choice(list(SIZES)))
     x, y = (CELL * np.array([cell % 3 + 0.5, cell // 3 + 0.5]) + rng.uniform(-JITTER, JITTER, 2)).tolist()
-    return Thing(str(rng.choice(SHAPES)), str(rng.choice(list(COLOURS))), str(rng.choice(TEXTURES)), size, cell,
-                 x, y, float(rng.uniform(*SIZES[size])))
+    return Thing(
+        str(rng.choice(SHAPES)),
+        str(rng.choice(list(COLOURS))),
+        str(rng.choice(TEXTURES)),
+        size,
+        cell,
+        x,
+        y,
+        float(rng.uniform(*SIZES[size])),
+    )
 
 
 def relations(first: Thing, second: Thing) -> tuple[str, ...]:
@@ -89,8 +109,12 @@ def render(scene: Scene) -> Image.Image:
         mask = Image.new("L", canvas.size, 0)
         _outline(ImageDraw.Draw(mask), thing)
         low, high = thing.radius + 1, thing.radius + 2
-        box = (int((thing.x - low) * _ZOOM), int((thing.y - low) * _ZOOM),
-               int((thing.x + high) * _ZOOM), int((thing.y + high) * _ZOOM))
+        box = (
+            int((thing.x - low) * _ZOOM),
+            int((thing.y - low) * _ZOOM),
+            int((thing.x + high) * _ZOOM),
+            int((thing.y + high) * _ZOOM),
+        )
         canvas.paste(_fill(thing, box), box[:2], mask.crop(box))
     return canvas.resize((SIDE, SIDE), Image.Resampling.BOX)
 
@@ -133,7 +157,7 @@ def _outline(pen: ImageDraw.ImageDraw, thing: Thing) -> None:
 def _fill(thing: Thing, box: tuple[int, int, int, int]) -> Image.Image:
     """The texture of one object as a picture of the size of `box`."""
     colour = np.array(COLOURS[thing.colour])
-    rows, columns = np.ogrid[box[1]:box[3], box[0]:box[2]]
+    rows, columns = np.ogrid[box[1] : box[3], box[0] : box[2]]
     rows, columns = rows - thing.y * _ZOOM, columns - thing.x * _ZOOM
     pixels = np.broadcast_to(colour, (box[3] - box[1], box[2] - box[0], 3)).astype(np.uint8)
     step = 5 * _ZOOM
