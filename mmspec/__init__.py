@@ -18,6 +18,7 @@ _FACE = {
     "disable": "mmspec.pipelines.patch",
     "stats": "mmspec.pipelines.patch",
     "verify": "mmspec.pipelines.verify",
+    "stream": "mmspec.pipelines.stream",
     "supported": "mmspec.pipelines.families",
     "load_drafter": "mmspec.checkpoints.load",
     "save_drafter": "mmspec.checkpoints.save",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from mmspec.registry import drafters
@@ -56,6 +57,8 @@ def unsupported(model: Any) -> str | None:
         return "get_decoder() does not give a text decoder with layers"
     if model.get_output_embeddings() is None:
         return "get_output_embeddings() gives no head"
+    if "position_ids" not in inspect.signature(decoder.forward).parameters:
+        return "its decoder takes no position_ids, which the nodes of a tree need"
     layers = set(getattr(decoder.config, "layer_types", None) or ["full_attention"])
     if layers - _LAYERS:
         return f"it has {', '.join(sorted(layers - _LAYERS))} layers, whose state cannot be rolled back to a tree node"

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import DynamicCache, QuantizedCache
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationMixin
 
 from mmspec.loop import begin, decode
@@ -74,6 +74,7 @@ _OBSTACLES: tuple[tuple[Callable[[Call], Any], str], ...] = (
     (lambda c: c.synced_gpus, "synced_gpus needs every process to run the same number of forwards"),
     (lambda c: c.generation_config.output_attentions, "attention maps of a tree are not those of single steps"),
     (lambda c: c.generation_config.output_hidden_states, "output_hidden_states is not collected over tree steps"),
+    (lambda c: isinstance(c.cache, QuantizedCache), "a quantized cache rounds the keys, and so changes the law"),
     (lambda c: c.filled and len(c.input_ids) > 1, "continuing a filled cache works for one row only"),
     (lambda c: c.filled and not SlotCache.can_adopt(c.cache), "a filled cache with sliding windows has lost keys"),
 )

@@ -126,14 +126,14 @@ def enable(model_or_pipe: Any, drafter: Any = None, **options: Any) -> Handle:
     """
     config = SpecConfig.of(options)
     model = families.unwrap(model_or_pipe)
-    disable(model)
     why = families.unsupported(model)
     if why is not None:
         if config.on_unsupported == "error":
             raise UnsupportedError(f"mmspec cannot accelerate {type(model).__name__}: {why}")
         warnings.warn(f"mmspec leaves {type(model).__name__} as it is: {why}", stacklevel=2)
         return Handle(model, None, config)
-    ready = resolve(drafter, config, families.describe(model))
+    ready = resolve(drafter, config, families.describe(model))  # may fail: what was enabled before stays
+    disable(model)
     handle = Handle(model, ready, config)
     tap(model, ready.features)
     swap(model, _Enabled, _mmspec_handle=handle)

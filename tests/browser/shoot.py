@@ -17,10 +17,6 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-SERVE = (
-    "import argparse, sys; from mmspec.app import demo; p = argparse.ArgumentParser(); demo.configure(p); "
-    "sys.exit(demo.run(p.parse_args()))"
-)
 FLAGS = [
     "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync",
@@ -51,7 +47,7 @@ def serve(*options: str) -> Iterator[str]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-c", SERVE, "--port", str(port), *options]
+    command = [sys.executable, "-m", "mmspec.app.cli", "demo", "--port", str(port), *options]
     server = subprocess.Popen(command, env=environment, cwd=ROOT)
     try:
         yield _ready(server, f"http://127.0.0.1:{port}/")
