@@ -133,12 +133,14 @@ class Round:
         """The same round for some of its rows."""
         chosen = rows.tolist()
         part = _select(self, rows)
-        return replace(part, **{name: tuple(getattr(self, name)[i] for i in chosen) for name in _PER_ROW})
+        read: dict[str, Any] = {name: tuple(getattr(self, name)[i] for i in chosen) for name in _PER_ROW}
+        return replace(part, **read)
 
     def join(self, other: Round) -> Round:
         """The rounds of two sets of rows as one; the smaller tree is filled up with holes."""
         both = _join(self, other)
-        return replace(both, **{name: getattr(self, name) + getattr(other, name) for name in _PER_ROW})
+        read: dict[str, Any] = {name: getattr(self, name) + getattr(other, name) for name in _PER_ROW}
+        return replace(both, **read)
 
 
 _PER_ROW = ("counts", "new", "proposed")
