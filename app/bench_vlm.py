@@ -21,7 +21,7 @@ from mmspec import registry
 from mmspec.app import embedded, report
 from mmspec.app.bench import BenchError, Call, Clock, Outcome, Question, batches, in_turn, peak_mb, read_questions, wait
 from mmspec.app.engine import STOCK as NO_DRAFTER
-from mmspec.app.engine import load
+from mmspec.app.engine import answer_length, load
 from mmspec.app.provenance import provenance
 from mmspec.pipelines.prompts import chat_inputs
 from mmspec.zoo import language, scenes
@@ -106,7 +106,9 @@ class Bench:
             )
             wait(self.model.device)
             seconds = time.perf_counter() - began
-        answers = tuple(self._answer(row) for row in out[:, inputs["input_ids"].shape[1] :].tolist())
+        end = self.model.generation_config.eos_token_id
+        rows = out[:, inputs["input_ids"].shape[1] :].tolist()
+        answers = tuple(tuple(row[: answer_length(row, end)]) for row in rows)
         stats = handle.stats if handle is not None else None
         steps = stats.rounds if stats is not None else clock.puts - 1
         later = sum(map(len, answers)) - clock.first_tokens
@@ -120,11 +122,6 @@ class Bench:
         else:
             with mmspec.enable(self.model, drafter=method.drafter, **method.options) as handle:
                 yield handle
-
-    def _answer(self, row: list[int]) -> tuple[int, ...]:
-        end = self.model.generation_config.eos_token_id
-        ends = {end} if isinstance(end, int) else set(end or ())
-        return tuple(row[: next((i + 1 for i, token in enumerate(row) if token in ends), len(row))])
 
 
 def _compiled_graphs() -> int:

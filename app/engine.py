@@ -62,7 +62,7 @@ class Engine:
             out = self.model.generate(**inputs, **(self.settings | settings))
         if not self.model.config.is_encoder_decoder:
             out = out[:, inputs["input_ids"].shape[1] :]
-        rows = [row[: _length(row, self.model.generation_config.eos_token_id)] for row in out.tolist()]
+        rows = [row[: answer_length(row, self.model.generation_config.eos_token_id)] for row in out.tolist()]
         seconds = time.perf_counter() - begun  # tolist() has waited for the device
         texts = self.processor.batch_decode(rows, skip_special_tokens=True)
         return Captions([text.strip() for text in texts], [len(row) for row in rows], seconds)
@@ -131,7 +131,7 @@ def find_device(name: str) -> torch.device:
         raise EngineError(f"no device {name!r} here; choose auto, cpu, cuda, cuda:1 or mps") from error
 
 
-def _length(row: list[int], eos: int | list[int] | None) -> int:
+def answer_length(row: list[int], eos: int | list[int] | None) -> int:
     """Tokens of a row up to and with its end-of-sequence token; what follows is padding."""
     ends = {eos} if isinstance(eos, int) else set(eos or ())
     return next((place + 1 for place, token in enumerate(row) if token in ends), len(row))

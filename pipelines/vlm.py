@@ -86,10 +86,6 @@ class VlmTarget:
     def head(self, hidden: Tensor) -> Tensor:
         return self.model.get_output_embeddings()(hidden)
 
-    @property
-    def head_weight(self) -> Tensor:
-        return self.model.get_output_embeddings().weight
-
     def prefill(
         self, ids: Tensor, generation_config: Any, arguments: dict[str, Any], cache: Cache | None, reserve: int
     ) -> tuple[State, Prompt, Tensor]:
