@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from mmspec.kernels import reference as ops
 from mmspec.rules import exact
-from mmspec.types import HOLE, Draft, Law, Rule, Verdict
+from mmspec.types import HOLE, Categorical, Draft, Law, Masses, Rule, Trial, Verdict
 
 _BELOW_ONE = 1 - 2.0**-53
 
 
-def along_path(draft: Draft, law: Law, rule: Rule, u: Tensor) -> Verdict:
+def along_path(draft: Draft, law: Law, rule: Rule, u: Tensor, spent: Tensor | None = None) -> Verdict:
     """Follow one path from the root as far as the rule allows, then draw the token that comes after it.
 
     Args:
@@ -20,13 +23,14 @@ def along_path(draft: Draft, law: Law, rule: Rule, u: Tensor) -> Verdict:
         law: p after each node, [B, N, V].
         rule: what to keep. With `exact` the path and the next token together have the law p (to rounding).
         u: float64 [B, N], uniform noise; the decision at a node uses the number of that node and no other.
+        spent: float64 [B], what the rows were charged before; counts against the rule's budget.
 
     Returns:
         Verdict; `token` is drawn from the law after the last kept node, or from what the refused ones left of it.
     """
-    if rule is exact and draft.law is None:
+    if law.is_point or (rule is exact and draft.law is None):  # all rules agree where p is a point mass
         return descend(draft, law, u)
-    return walk(draft, law, rule, u)
+    return (advance if draft.tree.is_chain else walk)(draft, law, rule, u, spent)
 
 
 def descend(draft: Draft, law: Law, u: Tensor) -> Verdict:
@@ -71,39 +75,97 @@ def _path(match: Tensor, draft: Draft) -> tuple[Tensor, Tensor, Tensor]:
     return stands, stands.sum(-1), depth.argmax(-1)
 
 
-def walk(draft: Draft, law: Law, rule: Rule, u: Tensor) -> Verdict:
+def advance(draft: Draft, law: Law, rule: Rule, u: Tensor, spent: Tensor | None = None) -> Verdict:
+    """`walk` on a chain, all nodes at once: the masses of the drafted tokens decide, and one residual a row is made."""
+    tokens, N = draft.tokens, draft.tree.size
+    x, nodes = tokens[:, 1:], torch.arange(N, device=tokens.device).expand_as(tokens)
+    q, vocab = _drawn_from(draft), _vocabulary(draft, law)
+    trial = Trial(x.clamp(min=0), nodes[:, 1:], _masses(law, nodes[:, :-1], vocab), _masses(q, nodes[:, 1:], vocab))
+    strict, f = chances(rule, trial)
+    if rule.relaxed is not None:
+        wanted = torch.where(x == HOLE, 0.0, (f - strict).abs()).cumsum(1)
+        before = pad(wanted, (1, 0))[:, :-1] + (0.0 if spent is None else spent[:, None])
+        f, charge = _afforded(rule, trial, strict, f, before)
+    match = torch.ones_like(tokens, dtype=torch.bool)
+    match[:, 1:] = (u[:, :-1] < f) & (x != HOLE)
+    stands = match.cumprod(1).to(torch.bool)
+    count = stands.sum(1)
+    last, after = count - 1, count.clamp(max=N - 1)
+    p, noise = law.weights(last, vocab), u.gather(1, last[:, None])[:, 0]
+    refused = (count < N) & (tokens.gather(1, after[:, None])[:, 0] != HOLE)
+    charged = None
+    if rule.relaxed is not None:
+        tested = stands[:, 1:] | (refused[:, None] & (nodes[:, 1:] == after[:, None]))
+        charged = torch.where(tested, charge, 0.0).sum(1)
+    if N > 1:
+        rest = rule.residual(p, q.weights(after, vocab))
+        chance = f.gather(1, (after - 1).clamp(min=0)[:, None])[:, 0]
+        p = torch.where(refused[:, None], rest / rest.sum(-1, keepdim=True), p)
+        noise = torch.where(refused, ((noise - chance) / (1 - chance)).clamp(0, _BELOW_ONE), noise)
+    return Verdict(stands, count, last, ops.categorical(p, noise), charged)
+
+
+def walk(draft: Draft, law: Law, rule: Rule, u: Tensor, spent: Tensor | None = None) -> Verdict:
     """The definition: test the children of the current node one after the other; a refusal changes the law.
 
     A refusal at chance f leaves u ≥ f, and (u − f)/(1 − f) is uniform again: one number serves a whole node.
     """
     tokens, parents = draft.tokens, draft.tree.parents
     B, N = tokens.shape
-    rows = torch.arange(B, device=tokens.device)
-    vocab = _vocabulary(draft, law)
+    q_law, vocab = _drawn_from(draft), _vocabulary(draft, law)
     current = torch.zeros(B, dtype=torch.long, device=tokens.device)
     stands = torch.zeros(B, N, dtype=torch.bool, device=tokens.device)
     stands[:, 0] = True
     p, noise = law.weights(current, vocab), u[:, 0].clone()
+    charged = torch.zeros_like(noise)
     for node in range(1, N):
-        x = tokens[:, node]
-        tested = (parents[:, node] == current) & (x != HOLE)
-        x = x.clamp(min=0)
-        if draft.law is None:
-            q = torch.zeros_like(p).scatter_(1, x[:, None], 1.0)
-        else:
-            q = draft.law.weights(torch.full_like(current, node), vocab)
-        f = rule.ratio(p[rows, x], q[rows, x])
+        tested = (parents[:, node] == current) & (tokens[:, node] != HOLE)
+        if not tested.any():
+            continue
+        here = torch.full_like(current, node)
+        q = q_law.weights(here, vocab)
+        trial = Trial(tokens[:, node].clamp(min=0), draft.tree.depth[:, node], Masses.of(p), Masses.of(q))
+        strict, f = chances(rule, trial)
+        if rule.relaxed is not None:
+            f, charge = _afforded(rule, trial, strict, f, charged if spent is None else charged + spent)
+            charged = torch.where(tested, charged + charge, charged)
         kept = tested & (noise < f)
         refused = tested & ~kept
         stands[:, node] = kept
         current = torch.where(kept, node, current)
         rest = rule.residual(p, q)
-        rest = rest / rest.sum(-1, keepdim=True)
-        p = torch.where(kept[:, None], law.weights(torch.full_like(current, node), vocab), p)
-        p = torch.where(refused[:, None], rest, p)
+        p = torch.where(kept[:, None], law.weights(here, vocab), p)
+        p = torch.where(refused[:, None], rest / rest.sum(-1, keepdim=True), p)
         noise = torch.where(kept, u[:, node], noise)
         noise = torch.where(refused, ((noise - f) / (1 - f)).clamp(0, _BELOW_ONE), noise)
-    return Verdict(stands, stands.sum(-1), current, ops.categorical(p, noise))
+    token = ops.categorical(p, noise)
+    return Verdict(stands, stands.sum(-1), current, token, None if rule.relaxed is None else charged)
+
+
+def chances(rule: Rule, trial: Trial) -> tuple[Tensor, Tensor]:
+    """The chance to keep x strictly, and as the rule would have it; neither keeps what p excludes."""
+    strict = rule.ratio(trial.p_x, trial.q_x)
+    if rule.relaxed is None:
+        return strict, strict
+    return strict, torch.where(trial.p_x > 0, rule.relaxed(trial), 0.0)
+
+
+def _afforded(rule: Rule, trial: Trial, strict: Tensor, f: Tensor, spent: Tensor) -> tuple[Tensor, Tensor]:
+    """The chance nearest to f that costs no more than `spent` leaves of the budget, and what it costs."""
+    if rule.charge is not None:
+        return f, rule.charge(trial)
+    if rule.budget is not None:
+        left = (rule.budget - spent).clamp(min=0)
+        f = torch.minimum(torch.maximum(f, strict - left), strict + left)
+    return f, (f - strict).abs()
+
+
+def _masses(law: Law, nodes: Tensor, vocab: int) -> Masses:
+    return Masses(partial(law.mass, nodes), partial(law.weights, nodes, vocab))
+
+
+def _drawn_from(draft: Draft) -> Law:
+    return draft.law if draft.law is not None else Categorical(ids=draft.tokens)
 
 
 def _vocabulary(draft: Draft, law: Law) -> int:

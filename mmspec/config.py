@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 ON_UNSUPPORTED = ("error", "fallback")
+INITS = ("uniform", "horizontal", "vertical", "mixture")
+COUPLINGS = ("none", "maximal", "gumbel")
+TREE = ("depth", "width", "size", "tree", "draws")  # options of a drafter that grows a chain or a tree
+WINDOW = ("window", "init", "coupling", "proactive")  # options of a drafter that refines a window
 
 
 @dataclass(frozen=True)
 class SpecConfig:
-    """How to draft. None means: what the drafter recommends.
+    """How to draft and what to keep. None means: what the drafter recommends.
 
     Attributes:
         depth: longest drafted path, in tokens (≥ 1).
         width: branches per node and size of the frontier; 1 drafts a chain.
         size: nodes sent to the target in a round, the root included.
+        tree: "dynamic" (grown by likelihood), or the name of a static shape of mmspec/drafters/shapes.py.
+        draws: fill a static tree by drawing without replacement from the draft law, not by rank.
+        window: positions that a Jacobi drafter looks at in a round, the pending token's included; 1 drafts nothing.
+        init: where a Jacobi drafter's first guesses come from, one of INITS.
+        coupling: how it redraws a guess once the target has spoken, one of COUPLINGS.
+        proactive: (K, D): its next D − 1 positions get a tree with K branches per node (K, D ≥ 2).
+        rule: what to keep: a rule's name, with its parameters where it has some, or a Rule.
+        budget: distance in total variation that a relaxed rule may spend on one row; None: no limit.
+        reproducible: fix the noise beforehand, so that a row is what plain decoding with its seed gives, whatever is
+            drafted.
         on_unsupported: what a call does that cannot be accelerated: "error" refuses with the reason, "fallback" warns
             once and runs the stock path. Neither ever changes what is generated.
     """
@@ -23,15 +38,36 @@ class SpecConfig:
     depth: int | None = None
     width: int | None = None
     size: int | None = None
+    tree: str | None = None
+    draws: bool | None = None
+    window: int | None = None
+    init: str | None = None
+    coupling: str | None = None
+    proactive: tuple[int, int] | None = None
+    rule: Any = "exact"
+    budget: float | None = None
+    reproducible: bool = False
     on_unsupported: str = "error"
 
     def __post_init__(self) -> None:
-        for name in ("depth", "width", "size"):
+        for name in ("depth", "width", "size", "window"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
+            if value is not None and not _whole(value, 1):
                 raise ValueError(f"{name} must be a whole number ≥ 1, or None for the drafter's own; got {value!r}")
-        if self.on_unsupported not in ON_UNSUPPORTED:
-            raise ValueError(f"on_unsupported must be one of {', '.join(ON_UNSUPPORTED)}; got {self.on_unsupported!r}")
+        for name, allowed in (("init", INITS), ("coupling", COUPLINGS), ("on_unsupported", ON_UNSUPPORTED)):
+            value = getattr(self, name)
+            if value not in allowed and (value is not None or name == "on_unsupported"):
+                raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}")
+        pair = self.proactive
+        if pair is not None and not (isinstance(pair, tuple) and len(pair) == 2 and all(_whole(n, 2) for n in pair)):
+            raise ValueError(f"proactive must be (branches, levels), both whole numbers ≥ 2, or None; got {pair!r}")
+        if self.budget is not None and not self.budget >= 0:
+            raise ValueError(f"budget must be a distance ≥ 0, or None for no limit; got {self.budget!r}")
+        if self.reproducible and getattr(self.rule, "name", self.rule) != "exact":
+            raise ValueError(
+                f"reproducible=True gives what plain decoding gives for the seed, which rule={self.rule!r} would "
+                "change; leave one of them out"
+            )
 
     @classmethod
     def of(cls, options: dict[str, Any]) -> SpecConfig:
@@ -43,7 +79,26 @@ class SpecConfig:
         return cls(**options)
 
     def filled(self, depth: int, width: int, size: int) -> SpecConfig:
-        """The same options with the drafter's recommendations where the user said nothing."""
+        """The same options with the drafter's recommendations where the user said nothing, for drafters of trees.
+
+        Raises:
+            ValueError: an option that only drafters of windows have.
+        """
+        self.only(TREE, "this drafter")
         depth, width = self.depth or depth, self.width or width
         recommended = depth + 1 if width == 1 else max(size, depth + 1)
         return replace(self, depth=depth, width=width, size=self.size or recommended)
+
+    def only(self, known: Collection[str], drafter: str) -> None:
+        """Refuse drafting options that this drafter has no use for, so that none is ignored silently.
+
+        Raises:
+            ValueError: an option was given that is not among the known ones.
+        """
+        useless = [name for name in (*TREE, *WINDOW) if getattr(self, name) is not None and name not in known]
+        if useless:
+            raise ValueError(f"{drafter} has no use for {', '.join(useless)}; its options are {', '.join(known)}")
+
+
+def _whole(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least

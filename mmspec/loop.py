@@ -25,7 +25,8 @@ def decode(session: Session, target: Target, drafter: Drafter) -> Iterator[Round
     while session.rows:
         draft = session.timed("draft", drafter.propose, session, target)
         scores = session.timed("verify", target.score, session, draft)
-        verdict = session.timed("other", along_path, draft, scores.law, session.rule, session.noise(draft))
+        u = session.noise(draft)
+        verdict = session.timed("other", along_path, draft, scores.law, session.rule, u, session.spent)
         round_ = session.timed("other", session.commit, draft, scores, verdict)
         session.timed("other", target.commit, session, round_)
         session.count(round_)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
-from dataclasses import dataclass
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
+from mmspec import rules
 from mmspec.config import SpecConfig
-from mmspec.types import TargetInfo
+from mmspec.types import Rule, TargetInfo
 
 
 @dataclass(frozen=True)
@@ -23,6 +29,7 @@ class Entry:
 
 DRAFTERS: dict[str, Entry] = {
     "ngram": Entry("mmspec.drafters.ngram", "NgramDrafter", False, "prompt lookup, no weights; the default"),
+    "jacobi": Entry("mmspec.drafters.jacobi", "JacobiDrafter", False, "Jacobi window, no weights; for images"),
     "eagle": Entry(
         "mmspec.drafters.eagle", "EagleDrafter", True, "EAGLE-2-style feature drafter; reads EAGLE, EAGLE-3"
     ),
@@ -71,3 +78,63 @@ def resolve(drafter: Any, config: SpecConfig, target: TargetInfo) -> Any:
     if not hasattr(drafter, "fit"):
         raise ValueError(f"a drafter has start, propose and fit; {type(drafter).__name__} has not")
     return drafter.fit(target, config)
+
+
+RULES: dict[str, Callable[..., Rule]] = {  # those with a `codebook` compare tokens by their codes
+    "exact": lambda: rules.exact,
+    "lantern": rules.lantern,
+    "scaled": rules.scaled,
+    "gsd": rules.gsd,
+    "grouped": rules.grouped,
+    "pooled": rules.pooled,
+}
+
+
+def resolve_rule(spec: str | Rule, codebook: Tensor | None = None, budget: float | None = None) -> Rule:
+    """A rule from its name and parameters, as in "exact" or "lantern(k=10, lam=2.0)", or from itself.
+
+    Args:
+        spec: parameters are given by name, as numbers.
+        codebook: [V, c], the target's codes; on the device where the rule will work.
+        budget: the most that a row may be charged, in total variation; None: no limit.
+
+    Raises:
+        ValueError: an unknown rule or parameter, a value out of range, no codebook where one is needed.
+    """
+    rule = spec if isinstance(spec, Rule) else _made(spec, codebook)
+    limited = rule if budget is None else replace(rule, budget=budget)
+    return rule if rule.lossless else limited
+
+
+def _made(spec: str, codebook: Tensor | None) -> Rule:
+    name, given = _parsed(spec)
+    if name not in RULES:
+        raise ValueError(f"unknown rule {name!r}; choose from {', '.join(RULES)}")
+    allowed = dict(inspect.signature(RULES[name]).parameters)
+    coded = allowed.pop("codebook", None)
+    missing = [key for key, p in allowed.items() if p.default is p.empty and key not in given]
+    wrong = missing or sorted(set(given) - set(allowed))
+    if wrong:
+        what = "needs" if missing else "knows no"
+        raise ValueError(f"{name} {what} {wrong[0]}; its parameters are {', '.join(allowed) or 'none'}; got {spec!r}")
+    if coded is not None and coded.default is coded.empty and codebook is None:
+        raise ValueError(
+            f"a codebook [V, c] is needed: {name} compares tokens by their codes, and this target brings none; "
+            "choose exact or scaled"
+        )
+    return RULES[name](**given) if coded is None else RULES[name](codebook, **given)
+
+
+def _parsed(spec: str) -> tuple[str, dict[str, Any]]:
+    """Name and parameters of "name" or "name(key=number, …)"."""
+    try:
+        call = ast.parse(spec.strip(), mode="eval").body
+        if isinstance(call, ast.Name):
+            return call.id, {}
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and not call.args:
+            given = {each.arg: ast.literal_eval(each.value) for each in call.keywords if each.arg}
+            if len(given) == len(call.keywords) and all(type(v) in (int, float, type(None)) for v in given.values()):
+                return call.func.id, given
+    except (SyntaxError, ValueError):
+        pass
+    raise ValueError(f"a rule reads like exact or lantern(k=10, lam=2.0); got {spec!r}")

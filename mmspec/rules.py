@@ -2,7 +2,145 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
 from mmspec.kernels import reference as ops
-from mmspec.types import Rule
+from mmspec.types import Rule, Trial
 
 exact = Rule("exact", ops.exact_ratio, ops.positive_residual, lossless=True)
+_relaxed = partial(Rule, ratio=ops.exact_ratio, residual=ops.positive_residual)
+
+
+def lantern(codebook: Tensor, *, k: int, delta: float | None = None, lam: float | None = None) -> Rule:
+    """x borrows the mass of its nearest codes, a prefix of the k nearest whose mass stays within a bound.
+
+    Bounded by `delta` it is LANTERN (Jang et al. 2024, §4), by (lam − 1)·p(x) LANTERN++ (Park et al. 2025, §3). A token
+    is at most lam − 1 away from p, in total variation; `delta` bounds only a single draft that is not random.
+    """
+    most = len(codebook) - 1
+    _check("k", k, lambda k: isinstance(k, int) and 1 <= k <= most, f"a whole number from 1 to V − 1 = {most}")
+    if (delta is None) == (lam is None):
+        raise ValueError(f"lantern takes delta or lam, exactly one of them; got delta={delta!r}, lam={lam!r}")
+    if lam is None:
+        _check("delta", delta, lambda delta: 0 < delta <= 1, "in (0, 1]")
+    else:
+        _check("lam", lam, lambda lam: lam > 1, "above 1")
+    near = ops.nearest(codebook, k)
+
+    def relaxed(trial: Trial) -> Tensor:
+        bound = delta if lam is None else (lam - 1) * trial.p_x
+        return ops.exact_ratio(trial.p_x + ops.borrowed(trial.p.at(near[trial.x].long()), bound), trial.q_x)
+
+    bound = f"delta={delta}" if lam is None else f"lam={lam}"
+    return _relaxed(f"lantern(k={k}, {bound})", relaxed=relaxed)
+
+
+def scaled(*, omega: float, nu: float = 0.0) -> Rule:
+    """min(1, ω·p/q) with ω = omega·exp(−nu·(i − 1)) at the i-th draft of a path (Cool-SD, 2026): no codebook needed.
+
+    ω is never less than 1, where the published schedule would refuse more than it must.
+    """
+    _check("omega", omega, lambda omega: omega >= 1, "at least 1")
+    _check("nu", nu, lambda nu: nu >= 0, "at least 0")
+
+    def relaxed(trial: Trial) -> Tensor:
+        weight = (omega * torch.exp(-nu * (trial.depth - 1).to(trial.p_x.dtype))).clamp(min=1.0)
+        return ops.scaled_ratio(trial.p_x, trial.q_x, weight)
+
+    return _relaxed(f"scaled(omega={omega}, nu={nu})", relaxed=relaxed)
+
+
+def gsd(codebook: Tensor | None = None, *, group: int, distance: float | None = None, gap: float | None = None) -> Rule:
+    """Grouped speculative decoding as published (So et al. 2025, §4): min(1, p(C)/q(C)), C around x in the order of p.
+
+    Different tokens have different windows, so the chance can also be less than min(1, p/q): then x is refused more
+    often than it must, and E[charge] is no longer the distance from p but still bounds it. `pooled` has neither flaw.
+
+    Args:
+        group: size of the window of ranks, x included.
+        distance: leave out codes further from x than this.
+        gap: leave out tokens whose probability differs from p(x) by this or more.
+    """
+    _check("group", group, lambda group: isinstance(group, int) and group >= 1, "a whole number of at least 1")
+    if gap is not None:
+        _check("gap", gap, lambda gap: 0 < gap <= 1, "in (0, 1], or None")
+    codes = None
+    if distance is not None:
+        _check("distance", distance, lambda distance: distance > 0, "above 0, or None")
+        if codebook is None:
+            raise ValueError("a codebook [V, c] is needed to measure distance; pass one, or leave distance out")
+        codes = torch.nn.functional.normalize(codebook.float(), dim=-1)
+
+    def relaxed(trial: Trial) -> Tensor:
+        ids, member = ops.rank_window(trial.p.all, trial.x, group)
+        p, q = trial.p.at(ids), trial.q.at(ids)
+        if codes is not None:
+            member = member & ((codes[ids] - codes[trial.x][..., None, :]).norm(dim=-1) <= distance)
+        if gap is not None:
+            member = member & ((p - trial.p_x[..., None]).abs() < gap)
+        return ops.exact_ratio(torch.where(member, p, 0.0).sum(-1), torch.where(member, q, 0.0).sum(-1))
+
+    return _relaxed(f"gsd(group={group}, distance={distance}, gap={gap})", relaxed=relaxed)
+
+
+def grouped(codebook: Tensor, *, radius: float | None = None, cells: int | None = None) -> Rule:
+    """Exact for cells of near codes: min(1, p(C)/q(C)); a refused one gives way to a cell by (p(C) − q(C))+, then p.
+
+    The law of the token's cell is the target's own; inside a cell a token is by q instead of by p, so that output and
+    target can be coupled never further apart than 2·`radius`. What is charged is the distance inside the cell.
+    """
+    cell, name = _cells(codebook, "grouped", radius, cells)
+
+    def charge(trial: Trial) -> Tensor:
+        p, q = _in_cell(trial, cell)
+        P, Q = p.sum(-1), q.sum(-1)
+        apart = (p / P[..., None] - q / Q[..., None]).abs().sum(-1) / 2
+        return torch.where(trial.p_x > 0, ops.exact_ratio(P, Q) * apart, 0.0)
+
+    residual = partial(ops.cell_residual, cell=cell)
+    return Rule(name, ops.exact_ratio, residual, relaxed=partial(_cell_ratio, cell=cell), charge=charge)
+
+
+def pooled(codebook: Tensor, *, radius: float | None = None, cells: int | None = None) -> Rule:
+    """x stands by itself or with its cell of near codes: max(p/q, p(C)/q(C)), at most 1, and the ordinary residual."""
+    cell, name = _cells(codebook, "pooled", radius, cells)
+
+    def relaxed(trial: Trial) -> Tensor:
+        return torch.maximum(ops.exact_ratio(trial.p_x, trial.q_x), _cell_ratio(trial, cell))
+
+    return _relaxed(name, relaxed=relaxed)
+
+
+def _in_cell(trial: Trial, cell: Tensor) -> tuple[Tensor, Tensor]:
+    """p and q [..., V] within the cell of x, cut down to what p can draw."""
+    p = trial.p.all
+    same = (cell == cell[trial.x][..., None]) & (p > 0)
+    return torch.where(same, p, 0.0), torch.where(same, trial.q.all, 0.0)
+
+
+def _cell_ratio(trial: Trial, cell: Tensor) -> Tensor:
+    p, q = _in_cell(trial, cell)
+    return ops.exact_ratio(p.sum(-1), q.sum(-1))
+
+
+def _cells(codebook: Tensor, rule: str, radius: float | None, cells: int | None) -> tuple[Tensor, str]:
+    """The partition, and the rule's name with its parameter."""
+    if (radius is None) == (cells is None):
+        raise ValueError(f"{rule} takes radius or cells, exactly one of them; got radius={radius!r}, cells={cells!r}")
+    if cells is None:
+        _check("radius", radius, lambda radius: 0 <= radius <= 2, "from 0 to 2, a distance of normalised codes")
+    else:
+        most = len(codebook)
+        _check("cells", cells, lambda n: isinstance(n, int) and 1 <= n <= most, f"a whole number from 1 to V = {most}")
+    given = f"radius={radius}" if cells is None else f"cells={cells}"
+    return ops.partition(codebook, radius, cells), f"{rule}({given})"
+
+
+def _check(name: str, value: Any, fine: Callable[[Any], bool], allowed: str) -> None:
+    if not isinstance(value, (int, float)) or not fine(value):
+        raise ValueError(f"{name} must be {allowed}; got {value!r}")

@@ -15,6 +15,7 @@ from mmspec.kernels import reference as ops
 from mmspec.types import HOLE, Draft, Round, Rule, Scores, Verdict
 
 R = TypeVar("R")
+_PER_ROW = ("pending", "emitted", "seeds", "spent")  # tensors [B] of a session
 
 
 @dataclass
@@ -29,6 +30,7 @@ class Row:
     stop: Callable[[list[int]], bool] | None = None  # any further condition, asked after each token
     index: int = 0  # place in the call that it came with
     done: bool = False
+    spent: float = 0.0  # distance from the target's law that a relaxed rule was charged; set when the row is let go
 
     def push(self, token: int) -> bool:
         """Append one decided token; true once the row has ended."""
@@ -54,6 +56,8 @@ class Stats:
     drafted: int = 0
     accepted: int = 0  # of the gained ones, those that were drafted
     accepted_by_depth: Counter[int] = field(default_factory=Counter)  # rows that accepted at least so many in a round
+    lossless: bool = True  # whether every row has the target's own law
+    spent: float = 0.0  # what relaxed rules were charged, over all rows that have ended
     seconds: dict[str, float] = field(default_factory=dict)  # draft, verify, other (accept and commit), prefill
 
     @property
@@ -76,8 +80,9 @@ class Stats:
         return self.accepted_by_depth[depth] / self.row_rounds if self.row_rounds else 0.0
 
     def add(self, other: Stats) -> None:
-        for name in ("rounds", "tokens", "row_rounds", "gained", "drafted", "accepted"):
+        for name in ("rounds", "tokens", "row_rounds", "gained", "drafted", "accepted", "spent"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.lossless = self.lossless and other.lossless
         self.accepted_by_depth.update(other.accepted_by_depth)
         for part, spent in other.seconds.items():
             self.seconds[part] = self.seconds.get(part, 0.0) + spent
@@ -86,10 +91,11 @@ class Stats:
         spent = sum(self.seconds.values()) or 1.0
         share = ", ".join(f"{name} {100 * s / spent:.0f} %" for name, s in sorted(self.seconds.items()))
         depths = " ".join(f"{self.acceptance(d):.2f}" for d in sorted(self.accepted_by_depth))
+        bent = "" if self.lossless else f"; relaxed, charged {self.spent:.3f} in total variation"
         return (
             f"{self.tokens} tokens in {self.rounds} target calls; tokens_per_target_call "
             f"{self.tokens_per_target_call:.2f}, accepted_draft_tokens_per_call "
-            f"{self.accepted_draft_tokens_per_call:.2f}; accepted by depth: {depths or 'none'}; time: {share}"
+            f"{self.accepted_draft_tokens_per_call:.2f}; accepted by depth: {depths or 'none'}; time: {share}{bent}"
         )
 
 
@@ -104,8 +110,9 @@ class Session:
         self.last: Round | None = None
         self.pending = torch.zeros(len(rows), dtype=torch.long, device=device)  # [B] decided, not yet in the cache
         self.emitted = torch.zeros(len(rows), dtype=torch.long, device=device)  # [B] tokens decided after the prompt
+        self.spent = torch.zeros(len(rows), dtype=torch.float64, device=device)  # [B] charged by a relaxed rule so far
         self.seeds = torch.tensor([row.seed for row in rows], device=device)
-        self.stats = Stats()
+        self.stats = Stats(lossless=rule.lossless)
 
     def timed(self, part: str, call: Callable[..., R], *args: Any) -> R:
         """Call, and book the time on one part of the round."""
@@ -128,6 +135,7 @@ class Session:
         self.last = Round(draft, scores, verdict, order[:, : max(counts)], counts, new, proposed)
         self.pending = verdict.token
         self.emitted = self.emitted + verdict.count
+        self.spent = self.spent if verdict.spent is None else self.spent + verdict.spent
         self.stats.tokens += sum(map(len, new))
         return self.last
 
@@ -155,8 +163,13 @@ class Session:
 
     def retire(self) -> None:
         """Let the rows go that have ended; the others close ranks."""
-        if any(row.done for row in self.rows):
-            self.select([i for i, row in enumerate(self.rows) if not row.done])
+        if not any(row.done for row in self.rows):
+            return
+        for row, spent in zip(self.rows, self.spent.tolist(), strict=True):
+            if row.done:
+                row.spent = spent
+                self.stats.spent += spent
+        self.select([i for i, row in enumerate(self.rows) if not row.done])
 
     def select(self, keep: list[int]) -> None:
         """Keep some rows, by index."""
@@ -165,7 +178,8 @@ class Session:
             self.last = self.cache = self.memory = None
             return
         index = torch.tensor(keep, device=self.pending.device)
-        self.pending, self.emitted, self.seeds = self.pending[index], self.emitted[index], self.seeds[index]
+        for name in _PER_ROW:
+            setattr(self, name, getattr(self, name)[index])
         self.last = self.last.select(index) if self.last is not None else None
         self.cache = self.cache.select(index)
         self.memory = self.memory.select(index) if self.memory is not None else None
@@ -176,7 +190,7 @@ class Session:
             self.__dict__.update({k: v for k, v in other.__dict__.items() if k != "stats"})
         else:
             self.rows = self.rows + other.rows
-            for name in ("pending", "emitted", "seeds"):
+            for name in _PER_ROW:
                 setattr(self, name, torch.cat([getattr(self, name), getattr(other, name)]))
             self.cache = self.cache.join(other.cache)
             self.memory = self.memory.join(other.memory) if self.memory is not None else None

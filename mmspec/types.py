@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -39,23 +39,25 @@ class Categorical:
         return self.logits.logsumexp(-1)
 
     def mass(self, nodes: Tensor, tokens: Tensor) -> Tensor:
-        """Probability, float64 [B, K], of tokens [B, K] under the law at nodes [B, K]; 0 for a hole."""
-        if self.ids is not None:
-            return (self.ids.gather(1, nodes) == tokens).to(torch.float64)
-        assert self.logits is not None
+        """Probability, float64, of tokens [B, K] or [B, K, M] under the law at nodes [B, K]; 0 for a hole."""
         rows = torch.arange(tokens.shape[0], device=tokens.device)[:, None]
-        log_p = self.logits[rows, nodes, tokens.clamp(min=0)] - self._normaliser.gather(1, nodes)
+        if tokens.dim() > nodes.dim():
+            rows, nodes = rows[..., None], nodes[..., None]
+        if self.ids is not None:
+            return (self.ids[rows, nodes] == tokens).to(torch.float64)
+        assert self.logits is not None
+        log_p = self.logits[rows, nodes, tokens.clamp(min=0)] - self._normaliser[rows, nodes]
         return log_p.to(torch.float64).exp() * (tokens != HOLE)
 
     def weights(self, nodes: Tensor, vocab: int | None = None) -> Tensor:
-        """Probabilities, float64 [B, V], of the law at one node per row; a point mass needs to be told V."""
+        """Probabilities, float64 [B, V] or [B, K, V], of the law at nodes [B] or [B, K]; a point mass is told V."""
+        rows = torch.arange(len(nodes), device=nodes.device).view(-1, *[1] * (nodes.dim() - 1))
         if self.ids is not None:
             if vocab is None:
                 raise ValueError("a point mass does not know its vocabulary; pass vocab=V")
-            ids = self.ids.gather(1, nodes[:, None])
-            return torch.zeros(len(ids), vocab, dtype=torch.float64, device=ids.device).scatter_(1, ids, 1.0)
+            ids = self.ids[rows, nodes][..., None].clamp(min=0)
+            return torch.zeros(*nodes.shape, vocab, dtype=torch.float64, device=ids.device).scatter_(-1, ids, 1.0)
         assert self.logits is not None
-        rows = torch.arange(len(nodes), device=nodes.device)
         return self.logits[rows, nodes].to(torch.float64).softmax(-1)
 
 
@@ -115,6 +117,7 @@ class Verdict:
     count: Tensor  # [B], nodes that stand, the root included
     last: Tensor  # [B], the deepest of them
     token: Tensor  # [B], drawn from the law after `last`: the next pending token
+    spent: Tensor | None = None  # float64 [B], what a relaxed rule charged for the drafts that were tested
 
 
 @dataclass(frozen=True)
@@ -162,6 +165,8 @@ def _join(a: T, b: T, name: str = "") -> T:
         shape = [max(x, y) for x, y in zip(a.shape[1:], b.shape[1:], strict=True)]
         fill = HOLE if name == "tokens" else 0
         return torch.cat([_filled(t, shape, fill) for t in (a, b)])  # type: ignore[return-value]
+    if a is None or b is None:  # such as the law of a draft, which an empty one has not
+        return None  # type: ignore[return-value]
     if hasattr(a, "__dataclass_fields__"):
         names = [f.name for f in fields(a)]  # type: ignore[arg-type]
         return type(a)(**{n: _join(getattr(a, n), getattr(b, n), n) for n in names})
@@ -188,16 +193,74 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Rule:
-    """Two pure functions of probabilities: `ratio(p_x, q_x)` in [0, 1] and `residual(p, q)` as weights over V.
+class Masses:
+    """The probabilities, float64, of a law at tested nodes [...]; nothing is computed before it is asked for."""
 
-    `lossless` says that the output law is p itself, whatever q is. A relaxed rule carries its parameters in `name`.
+    at: Callable[[Tensor], Tensor]  # of tokens [..., M] → [..., M]
+    make: Callable[[], Tensor]
+
+    @cached_property
+    def all(self) -> Tensor:  # [..., V]
+        return self.make()
+
+    @classmethod
+    def of(cls, weights: Tensor) -> Masses:
+        return cls(partial(weights.gather, -1), lambda: weights)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Drafted tokens under test, all that a relaxed rule may look at; [...] is one node per row, or many."""
+
+    x: Tensor  # [...]
+    depth: Tensor  # [...], 1 for the first draft after the pending token
+    p: Masses
+    q: Masses
+
+    @cached_property
+    def p_x(self) -> Tensor:
+        return self.p.at(self.x[..., None])[..., 0]
+
+    @cached_property
+    def q_x(self) -> Tensor:
+        return self.q.at(self.x[..., None])[..., 0]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """When to keep a drafted token, and the law of the token that replaces a refused one; pure functions.
+
+    `ratio(p_x, q_x)` is the chance to keep x and `residual(p, q)` gives weights over V. A relaxed rule keeps x with the
+    chance `relaxed(trial)` instead and is charged |relaxed − ratio| for every test; it keeps nothing that p excludes.
+    Where p is a point mass there is nothing to relax.
+
+    Charges: with the ordinary residual (p − q)+ and relaxed ≥ ratio = min(1, p/q), the law of a token is, in total
+    variation, exactly E[charge] away from p, and no rule that accepts as often is nearer. Summed over a row, charges
+    bound its distance from the target's law. A rule with another residual brings a `charge` of its own.
+
+    Attributes:
+        name: with all parameters, in a form that `resolve_rule` reads.
+        lossless: the output law is p itself, whatever q is.
+        budget: the most that a row is charged; with what is left of it relaxing is cut short, and stops.
     """
 
     name: str
     ratio: Callable[[Tensor, Tensor], Tensor]
     residual: Callable[[Tensor, Tensor], Tensor]
     lossless: bool = False
+    relaxed: Callable[[Trial], Tensor] | None = None
+    charge: Callable[[Trial], Tensor] | None = None
+    budget: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.budget is None:
+            return
+        if not self.budget >= 0:
+            raise ValueError(f"budget must be a distance ≥ 0, or None for no limit; got {self.budget!r}")
+        if self.charge is not None:
+            raise ValueError(
+                f"{self.name} cannot be cut short by a budget: it is exact for cells as a whole; use pooled"
+            )
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from drafters import DRAFTERS, Oracle, Scripted, _right, eagle
 import mmspec
 from mmspec.loop import decode
 from mmspec.pipelines import generate as generating
-from mmspec.pipelines import patch
+from mmspec.pipelines import stock
 from mmspec.pipelines.generate import Call
 from mmspec.pipelines.processors import Processors
 from mmspec.pipelines.vlm import VlmTarget
@@ -41,11 +41,11 @@ class Caught(Exception):
 
 
 def call_of(model: Any, monkeypatch: pytest.MonkeyPatch, inputs: dict[str, Any], **options: Any) -> Call:
-    def catch(model: Any, drafter: Any, call: Call) -> None:
+    def catch(model: Any, handle: Any, call: Call) -> None:
         raise Caught(call)
 
     with monkeypatch.context() as patched:
-        patched.setattr(patch, "generate", catch)
+        patched.setattr(stock, "generate", catch)
         with pytest.raises(Caught) as caught:
             targets.generate(model, inputs, **options)
     return caught.value.args[0]

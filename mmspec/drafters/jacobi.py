@@ -1,0 +1,264 @@
+"""Jacobi: a window of guesses, redrawn each round from the laws that the target gave them. No weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from mmspec.config import WINDOW, SpecConfig
+from mmspec.kernels import reference as ops
+from mmspec.tree import chain, from_paths
+from mmspec.types import HOLE, Categorical, Draft, Prompt, Round, Target, TargetInfo, Tree
+
+_BELOW_ONE = 1 - 2.0**-53
+_SHARES = {
+    "uniform": (0.0, 0.0),
+    "horizontal": (1.0, 0.0),
+    "vertical": (0.0, 1.0),
+    "mixture": (0.5, 0.5),
+}  # left, above
+
+
+@dataclass
+class Memory:
+    """What rows carry to their next round beside the round itself; C = window − 1 positions are guessed in each."""
+
+    decided: Tensor  # [B, G], the tokens decided last, HOLE where there are fewer; G: width of the grid
+    ends: Tensor  # [B], tokens after the prompt at which the row ends
+    init: str
+    law: Tensor | None = None  # [B, C, V], log q of the guesses on the main line; None: none were drawn from a law
+
+    def append(self, last: Round) -> None:
+        """Take in what a round decided: the accepted tokens, then the drawn one."""
+        token, count = last.verdict.token[:, None], last.verdict.count[:, None]
+        path = torch.cat([last.draft.tokens.gather(1, last.kept)[:, 1:], token], 1).scatter(1, count - 1, token)
+        here = count + torch.arange(self.decided.shape[1], device=path.device)
+        self.decided = torch.cat([self.decided, path], 1).gather(1, here)
+
+    def select(self, rows: Tensor) -> Memory:
+        law = None if self.law is None else self.law[rows]
+        return replace(self, decided=self.decided[rows], ends=self.ends[rows], law=law)
+
+    def join(self, other: Memory) -> Memory:
+        both = (self, other)
+        like = self.law if self.law is not None else other.law
+        law = None
+        if like is not None:  # rows without laws have no guesses yet: what fills their place is never read
+            law = torch.cat([like.new_zeros(len(m.ends), *like.shape[1:]) if m.law is None else m.law for m in both])
+        decided, ends = torch.cat([m.decided for m in both]), torch.cat([m.ends for m in both])
+        return replace(self, decided=decided, ends=ends, law=law)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The nodes of all drafts of a session: `levels` levels of a tree with `ranks` branches per node, then a chain."""
+
+    tree: Tree  # [1, N]
+    line: Tensor  # [N, C + 1]: below a node, its first descendant on each level; where there is none, the root's
+    entry: Tensor  # [N], a node's place in the list: root, (level, rank) in the tree, the chain below its first leaf
+    ranks: int = 1
+    levels: int = 0
+
+
+@lru_cache(maxsize=16)
+def layout(window: int, proactive: tuple[int, int] | None, device: torch.device) -> Layout:
+    """A chain; with proactive = (K, D) its first D − 1 levels have all K branches of every node."""
+    nodes = torch.arange(window, device=device)
+    if proactive is None:
+        return Layout(chain(window, device), nodes.expand(window, window), nodes)
+    K, levels = proactive[0], proactive[1] - 1
+    tree, ranks = from_paths([*product(range(K), repeat=levels), (0,) * (window - 1)], device)
+    depth, rank = tree.depth[0], ranks[0]
+    first = {parent: n for n, parent in enumerate(tree.parents[0].tolist()) if n and not rank[n]}
+    lines: list[list[int]] = []
+    for n, d in enumerate(depth.tolist()):
+        line = lines[0][: d + 1] if n else [0]
+        while len(line) < window:
+            n = first[n] if n in first else lines[0][len(line)]
+            line = [*line, n]
+        lines.append(line)
+    entry = torch.where(depth <= levels, (depth - 1) * K + rank + 1, levels * (K - 1) + depth)
+    entry[0] = 0
+    return Layout(tree, torch.tensor(lines, device=device), entry, K, levels)
+
+
+@dataclass(frozen=True)
+class JacobiDrafter:
+    """Speculative Jacobi decoding, lossless with every init and every coupling (Teng et al. 2024, SJD, §3).
+
+    Why: let F be all that was drawn at earlier positions, in all rounds. Given F, a guess has exactly the law q that
+    its draft states: a first guess by its init, a later one because the coupling makes it a draw from p with noise of
+    its own position, so that q := p also where the guess stayed as it was. When it is tested, p is the true law and
+    the coin is new: what comes out has the law p. So only what F determines may say which law goes to which position.
+
+    Attributes:
+        vocab: tokens of the target's head; the uniform part of a first guess spreads over all of them.
+        copy: chance that a first guess copies a neighbour, where `init` says so; the rest is uniform.
+    """
+
+    vocab: int = 0
+    config: SpecConfig = field(default_factory=SpecConfig)
+    copy: float = 0.3
+    features: tuple[int, ...] = ()
+
+    @property
+    def window(self) -> int:
+        return self.config.window or 16
+
+    @property
+    def nodes(self) -> int:
+        """Nodes of a draft, the root included: one per position of the window, and the branches of the tree."""
+        K, D = self.config.proactive or (1, 1)
+        return self.window + sum(K**level - 1 for level in range(1, D))
+
+    def fit(self, target: TargetInfo, config: SpecConfig) -> JacobiDrafter:
+        """Any target will do.
+
+        Raises:
+            ValueError: an option of another drafter, or a tree with more levels than the window has positions.
+        """
+        config.only(WINDOW, "the jacobi drafter")
+        fitted = replace(self, vocab=target.vocab, config=config)
+        if config.proactive is not None and fitted.window < config.proactive[1]:
+            raise ValueError(
+                f"proactive={config.proactive} needs window ≥ {config.proactive[1]}, got window={fitted.window}; "
+                "raise the window or ask for fewer levels"
+            )
+        return fitted
+
+    def start(self, session: Any, target: Target, prompt: Prompt) -> Memory:
+        """What these rows carry.
+
+        Raises:
+            ValueError: an init that looks at the row above, and a target without a grid.
+        """
+        grid, init = getattr(target, "grid", None), self.config.init
+        if grid is None and init is not None and _SHARES[init][1]:
+            raise ValueError(
+                f"init={init!r} copies the token above, but {type(target).__name__} has no grid; "
+                "choose init='uniform' or 'horizontal'"
+            )
+        device, B = session.pending.device, len(session.rows)
+        ends = torch.tensor([row.limit - row.start for row in session.rows], device=device)
+        decided = torch.full((B, grid[1] if grid else 1), HOLE, device=device)
+        return Memory(decided, ends, init or ("mixture" if grid else "horizontal"))
+
+    @torch.no_grad()
+    def propose(self, session: Any, target: Target) -> Draft:
+        memory, law, pending = session.memory, session.last.scores.law, session.pending
+        memory.append(session.last)
+        shape = layout(self.window, self.config.proactive, pending.device)
+        tree = shape.tree.expand(len(pending))
+        if self.window == 1:
+            return Draft(pending[:, None], tree)
+        column = torch.arange(self.window - 1, device=pending.device)
+        position = session.emitted[:, None] + column  # [B, C], after the prompt
+        vocab = self.vocab if law.is_point else law.logits.shape[-1]
+
+        def noise(columns: int) -> Tensor:  # [B, columns, V], the same in every round
+            return ops.gumbel(session.seeds, position[:, :columns], vocab)
+
+        coins = ops.uniform(  # new in every round, since each decides a token
+            ops.stream(session.seeds, ops.COUPLE)[:, None], session.emitted[:, None] * self.window + column
+        )
+        known, token, log_p = self._carried(session, shape, coins, noise)
+        first, log_q = self._first(session, known, token, coins, vocab)
+        token = torch.where(known, token, first)
+        token = torch.where(position < memory.ends[:, None], token, HOLE)
+        log_q = log_q if log_p is None else torch.where(known[..., None], log_p, log_q)
+        memory.law = None if law.is_point else log_q
+        if shape.levels == 0:
+            tokens, logits = token, log_q
+        else:
+            tokens, logits = _branched(token, log_q, noise(shape.levels), shape)
+        tokens = torch.cat([pending[:, None], tokens], 1)[:, shape.entry]
+        if law.is_point:
+            return Draft(tokens, tree)
+        logits = torch.cat([logits[:, :1], logits], 1)  # the root's entry is not read
+        return Draft(tokens, tree, Categorical(logits if tree.is_chain else logits[:, shape.entry]))
+
+    def _carried(
+        self, session: Any, shape: Layout, coins: Tensor, noise: Noise
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The positions that the last round gave a law to, a prefix of each row: which, the new guesses, log p."""
+        last, law = session.last, session.last.scores.law
+        B, C = coins.shape
+        if last.draft.tokens.shape[1] != shape.tree.size:  # the round of the prefill
+            return torch.zeros_like(coins, dtype=torch.bool), torch.full_like(coins, HOLE, dtype=torch.long), None
+        level = last.verdict.count[:, None] + torch.arange(C, device=coins.device)  # where in the last draft its law is
+        line = shape.line[last.verdict.last]
+        nodes = line.gather(1, level.clamp(max=C))
+        known = (level <= C) & (last.draft.tokens.gather(1, nodes) != HOLE)
+        if law.is_point:
+            return known, law.ids.gather(1, nodes), None
+        rows = torch.arange(B, device=coins.device)[:, None]
+        log_p = law.logits[rows, nodes].float().log_softmax(-1)
+        coupling = self.config.coupling or "maximal"
+        if coupling == "gumbel":
+            return known, (log_p + noise(C)).argmax(-1), log_p
+        if coupling == "none":
+            return known, ops.categorical(log_p.exp(), coins), log_p
+        x = last.draft.tokens.gather(1, line.gather(1, (level + 1).clamp(max=C)))
+        x = torch.where(known & (level < C), x, HOLE)
+        q = session.memory.law[rows, level.clamp(max=C - 1)].exp() * (x != HOLE)[..., None]
+        return known, _keep_or_redraw(log_p.exp(), q, x, coins), log_p
+
+    def _first(self, session: Any, known: Tensor, token: Tensor, coins: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
+        """First guesses [B, C] and log q [B, C, V] of their law: with chance `copy` a neighbour's token, or uniform.
+
+        The neighbours are the last token to the left that is decided or carried, and the decided one straight above; in
+        the first row both are the left one. Where the target's law is a point mass nothing is left to the uniform part.
+        """
+        memory, C = session.memory, coins.shape[1]
+        left = torch.cat([session.pending[:, None], token], 1).gather(1, known.sum(1, keepdim=True)).expand(-1, C)
+        above = memory.decided[:, torch.arange(C, device=coins.device) % memory.decided.shape[1]]
+        near = torch.stack([left, torch.where(above == HOLE, left, above)], -1)
+        share = coins.new_tensor(_SHARES[memory.init]) * (1.0 if session.last.scores.law.is_point else self.copy)
+        copied = share.sum()
+        flat = ((coins - copied) / (1 - copied) * vocab).nan_to_num().clamp(0, vocab - 1).long()
+        token = torch.where(coins < share[0], near[..., 0], near[..., 1])
+        prior = ((1 - copied) / vocab).float().expand(*coins.shape, vocab)
+        prior = prior.scatter_add(2, near, share.float().expand_as(near)).log_()
+        return torch.where(coins < copied, token, flat), prior
+
+
+Noise = Callable[[int], Tensor]
+
+
+def _keep_or_redraw(p: Tensor, q: Tensor, x: Tensor, u: Tensor) -> Tensor:
+    """Maximal coupling: a draw from p that is x ~ q as often as can be (coupled SJD, 2025; SJD-PAC, 2026).
+
+    Args:
+        p, q: probabilities [B, C, V]; q = 0 where there is no guess.
+        x: guesses [B, C], HOLE where there is none.
+        u: uniform noise [B, C].
+    """
+    at = x.clamp(min=0)[..., None]
+    f = ops.exact_ratio(p.gather(-1, at), q.gather(-1, at))[..., 0].to(u.dtype) * (x != HOLE)
+    other = ops.categorical(ops.positive_residual(p, q), ((u - f) / (1 - f)).clamp(0, _BELOW_ONE))
+    return torch.where(u < f, x, other)
+
+
+def _branched(token: Tensor, log_q: Tensor, noise: Tensor, shape: Layout) -> tuple[Tensor, Tensor]:
+    """Guesses [B, C] with further ones on the tree's levels, drawn without replacement: K·R + C − R tokens, log q.
+
+    Each one's law has the earlier ones taken out. The noise [B, R, V] is the positions' own: it is used for no other
+    draw but the one it would repeat, so the first guess may come from anywhere. HOLE where the law has no more tokens.
+    """
+    R, K, V = shape.levels, shape.ranks, log_q.shape[-1]
+    first, law = token[:, :R, None], log_q[:, :R]
+    best, tokens = (law + noise).scatter(2, first.clamp(min=0), math.inf).topk(min(K, V), -1)
+    tokens = pad(torch.where((best == -math.inf) | (first == HOLE), HOLE, tokens), (0, K - min(K, V)), value=HOLE)
+    laws = [law]
+    for rank in range(K - 1):
+        laws.append(laws[-1].scatter(2, tokens[..., rank, None].clamp(min=0), -math.inf))
+    logits = torch.where(tokens[..., None] == HOLE, 0.0, torch.stack(laws, 2))
+    return torch.cat([tokens.flatten(1), token[:, R:]], 1), torch.cat([logits.flatten(1, 2), log_q[:, R:]], 1)

@@ -1,0 +1,174 @@
+"""A target that a table defines, small enough to know the law of everything it can say, and drafters with laws q."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmspec.kernels import reference as ops
+from mmspec.loop import begin, decode
+from mmspec.session import Row, Session
+from mmspec.tree import chain, from_paths
+from mmspec.types import HOLE, Categorical, Draft, Prompt, Round, Rule, Scores
+
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Place:
+    """Where each row stands: the number of the text in its cache, and of the text after each node of the last draft."""
+
+    text: Tensor  # [B]
+    nodes: Tensor  # [B, N]
+
+    def select(self, rows: Tensor) -> Place:
+        return Place(self.text[rows], self.nodes[rows])
+
+    def join(self, other: Place) -> Place:
+        return Place(torch.cat([self.text, other.text]), torch.cat([self.nodes[:, :1], other.nodes[:, :1]]))
+
+
+class TableModel:
+    """A Target: the law of a token depends on all tokens before it, by a table with one line per text.
+
+    Texts are numbered as in a heap: 0 is the empty one, and h·V + 1 + x follows h by x. After `length` tokens the law
+    is uniform.
+    """
+
+    features: tuple[int, ...] = ()
+
+    def __init__(self, vocab: int = 4, length: int = 4, seed: int = 0, scale: float = 1.0) -> None:
+        self.vocab, self.length = vocab, length
+        texts = sum(vocab**t for t in range(length))
+        g = torch.Generator().manual_seed(seed)
+        logits = scale * torch.randn(texts, vocab, generator=g, dtype=torch.float64)
+        self.logits = torch.cat([logits, torch.zeros(1, vocab, dtype=torch.float64)])
+
+    def after(self, text: Tensor, token: Tensor) -> Tensor:
+        return (text * self.vocab + 1 + token.clamp(min=0)).clamp(max=len(self.logits) - 1)
+
+    def joint(self) -> Tensor:
+        """The law of whole outputs, [V^length], the first token most significant."""
+        law, first = torch.ones(1, dtype=torch.float64), 0
+        for t in range(self.length):
+            texts = self.vocab**t
+            law = (law[:, None] * self.logits[first : first + texts].softmax(-1)).flatten()
+            first += texts
+        return law
+
+    def law(self, texts: Tensor, session: Session, draft: Draft) -> Categorical:
+        """p at numbered texts [B, N]; a subclass may realise it otherwise."""
+        return Categorical(self.logits[texts])
+
+    def score(self, session: Any, draft: Draft) -> Scores:
+        nodes = [self.after(session.cache.text, draft.tokens[:, 0])]
+        for n in range(1, draft.tree.size):
+            above = torch.stack(nodes, 1).gather(1, draft.tree.parents[:, n, None])[:, 0]
+            nodes.append(self.after(above, draft.tokens[:, n]))
+        session.cache.nodes = torch.stack(nodes, 1)
+        return Scores(self.law(session.cache.nodes, session, draft))
+
+    def commit(self, session: Any, round_: Round) -> None:
+        session.cache.text = session.cache.nodes.gather(1, round_.verdict.last[:, None])[:, 0]
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return torch.nn.functional.one_hot(ids, self.vocab).double()
+
+    def head(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+
+def run(model: TableModel, drafter: Any, rule: Rule, rows: int, seed: int = 0) -> tuple[Tensor, list[Row], Session]:
+    """`rows` outputs [rows, length], each with a seed of its own, through the real loop; the rows; the session."""
+    # Multiples of an odd number, so that no two runs share seeds.
+    lines = [Row([0], 1, 1 + model.length, (seed * rows + b) * 7919 + 5, index=b) for b in range(rows)]
+    session = Session(list(lines), None, CPU, rule)
+    start = torch.zeros(rows, 1, dtype=torch.long)
+    session.cache = Place(start[:, 0], start)
+    prompt = Prompt(
+        start, None, None, torch.zeros_like(start, dtype=torch.bool), torch.ones_like(start, dtype=torch.bool)
+    )
+    root = Draft(start, chain(1, CPU).expand(rows))
+    begin(session, model, drafter, prompt, Scores(model.law(start, session, root)))
+    for _ in decode(session, model, drafter):
+        pass
+    return torch.tensor([row.tokens[1 : 1 + model.length] for row in lines]), lines, session
+
+
+class Nothing:
+    """A drafter's memory with nothing in it."""
+
+    def select(self, rows: Tensor) -> Nothing:
+        return self
+
+    def join(self, other: Nothing) -> Nothing:
+        return self
+
+
+class Drawn:
+    """Draws from laws q that depend on the pending token and on the depth, with noise of its own, and says so.
+
+    `paths` are ranks as in `from_paths`; siblings are drawn without replacement, each with the law it was drawn from.
+    `honest=False` states another law than the one it draws from.
+    """
+
+    def __init__(self, model: TableModel, paths: list[tuple[int, ...]] | int, honest: bool = True) -> None:
+        depth = paths if isinstance(paths, int) else max(map(len, paths))
+        self.chain = isinstance(paths, int)
+        if isinstance(paths, int):
+            self.tree, self.ranks = chain(1 + paths, CPU), torch.zeros(1, 1 + paths, dtype=torch.long)
+        else:
+            self.tree, self.ranks = from_paths(paths, CPU)
+        g = torch.Generator().manual_seed(99)
+        self.q = torch.randn(model.vocab, 1 + depth, model.vocab, generator=g, dtype=torch.float64)
+        self.honest = honest
+
+    def start(self, session: Any, target: Any, prompt: Prompt) -> Nothing:
+        return Nothing()
+
+    def propose(self, session: Any, target: Any) -> Draft:
+        B, N = len(session.rows), self.tree.size
+        q = self.q[session.pending][:, self.tree.depth[0]]  # [B, N, V]
+        lines = self.tree.parents[0]  # siblings share one line of noise, so that ranks are a draw without replacement
+        place = session.emitted[:, None] * N + lines
+        noise = ops.gumbel(ops.stream(session.seeds, ops.FRESH), place, target.vocab)
+        order = (q.log_softmax(-1) + noise).argsort(-1, descending=True)
+        tokens = order.gather(-1, self.ranks.expand(B, N)[..., None])[..., 0]
+        tokens[:, 0] = session.pending
+        before = torch.arange(target.vocab) < self.ranks[..., None]
+        taken = torch.zeros_like(q, dtype=torch.bool).scatter(-1, order, before.expand_as(order))
+        stated = q.masked_fill(taken, -math.inf) if self.honest else torch.zeros_like(q)
+        return Draft(tokens, self.tree.expand(B), Categorical(stated))
+
+
+class Holes(Drawn):
+    """The same with nothing proposed at every third node."""
+
+    def propose(self, session: Any, target: Any) -> Draft:
+        draft = super().propose(session, target)
+        draft.tokens[:, 3::3] = HOLE
+        return draft
+
+
+def excess(samples: Tensor, joint: Tensor, vocab: int) -> float:
+    """Standard deviations by which the χ² statistic of samples [n, T] exceeds its mean; rare outputs count together."""
+    place = vocab ** torch.arange(samples.shape[1] - 1, -1, -1)
+    counts = torch.bincount((samples * place).sum(-1), minlength=len(joint)).double()
+    expected = joint * len(samples)
+    rare = expected < 8
+    if rare.any():
+        counts = torch.cat([counts[~rare], counts[rare].sum()[None]])
+        expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
+    free = len(expected) - 1
+    return (float(((counts - expected) ** 2 / expected).sum()) - free) / math.sqrt(2 * free)
+
+
+def distance(samples: Tensor, joint: Tensor, vocab: int) -> float:
+    """Total variation between the frequencies of samples [n, T] and a law, the noise of n samples included."""
+    place = vocab ** torch.arange(samples.shape[1] - 1, -1, -1)
+    counts = torch.bincount((samples * place).sum(-1), minlength=len(joint)).double()
+    return float((counts / len(samples) - joint).abs().sum() / 2)
