@@ -1,12 +1,14 @@
-"""`mmspec convert`: a drafter from one published layout to another."""
+"""`mmspec convert`: a drafter from one published layout to another, or LlamaGen's files to a diffusers pipeline."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 OK, FAILED = 0, 1
+LLAMAGEN = "llamagen"  # in the place of SRC
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -14,40 +16,82 @@ def configure(parser: argparse.ArgumentParser) -> None:
     from mmspec.checkpoints.layouts import LAYOUTS
 
     known = "; ".join(f"{name}: {layout.about}" for name, layout in LAYOUTS.items())
+    parser.usage = (
+        "mmspec convert SRC DST [options]\n       mmspec convert llamagen FILE --vq FILE [--text-encoder T5] -o FOLDER"
+    )
     parser.description = f"Read a drafter in any known layout and write it in another, as safetensors. Layouts: {known}"
     add = parser.add_argument
-    add("src", help="folder, file with config.json beside it, or owner/name on the Hugging Face Hub")
-    add("dst", type=Path, help="folder to write")
+    add("src", help="folder, file with config.json beside it, or owner/name on the Hugging Face Hub; or `llamagen`")
+    add("dst", type=Path, help="folder to write; after `llamagen`, the transformer's file")
     add("--layout", choices=tuple(LAYOUTS), default="mmspec", help="layout to write (%(default)s)")
     add("--from", dest="source", choices=tuple(LAYOUTS), help="layout to read (default: what the files show)")
     add("--target", help="model it drafts for, name or folder; needed where the files do not say which layers it reads")
     add("--revision", help="branch, tag or commit of SRC on the hub")
-    add("--allow-pickle", action="store_true", help="run the code in a .bin file; only if you trust its author")
-    add("--overwrite", action="store_true", help="replace a drafter that stands in DST")
+    add(
+        "--allow-pickle",
+        action="store_true",
+        help="run the code in a .bin file; only if you trust its author (llamagen: none is run, see there)",
+    )
+    add("--overwrite", action="store_true", help="replace what stands in the folder to write")
+    group = parser.add_argument_group(
+        LLAMAGEN,
+        "Read the authors' .pt files, or a folder with the Llama-like names of LANTERN's repositories, and write a "
+        "pipeline that LlamaGenPipeline and DiffusionPipeline load. Files of the training scripts hold an "
+        "argparse.Namespace; --allow-pickle lets that through and nothing else.",
+    )
+    add = group.add_argument
+    add("--vq", type=Path, help="the VQ tokenizer's file, such as vq_ds16_t2i.pt")
+    add("--text-encoder", help="T5 for a text-conditional model: folder or hub name, such as google/flan-t5-xl")
+    add("-o", "--output", type=Path, help="folder to write")
+    add("--image-size", type=int, help="pixels along a side of its pictures, where the file does not say it")
+    add("--heads", type=int, help="attention heads, for sizes other than the published ones")
 
 
 def run(args: argparse.Namespace) -> int:
     """Convert as the options say; the exit code."""
+    try:
+        print(_llamagen(args) if args.src == LLAMAGEN else _drafter(args))
+    except (OSError, ValueError) as error:
+        print(f"mmspec convert: {error}", file=sys.stderr)
+        return FAILED
+    return OK
+
+
+def _drafter(args: argparse.Namespace) -> str:
+    """Rewrite a drafter; what to say of it."""
     from mmspec.checkpoints.files import CONFIG, WEIGHTS
     from mmspec.checkpoints.load import load_drafter
     from mmspec.checkpoints.save import save_drafter
 
-    standing = [name for name in (WEIGHTS, CONFIG) if (args.dst / name).exists()]
-    try:
-        if standing and not args.overwrite:
-            there = " and ".join(standing)
-            raise FileExistsError(f"{args.dst} holds {there} already; pass another folder, or --overwrite")
-        drafter = load_drafter(
-            args.src,
-            target=args.target,
-            revision=args.revision,
-            allow_pickle=args.allow_pickle,
-            layout=args.source,
-        )
-        save_drafter(drafter, args.dst, args.layout)
-    except (OSError, ValueError) as error:
-        print(f"mmspec convert: {error}", file=sys.stderr)
-        return FAILED
+    _refuse_standing(args.dst, (WEIGHTS, CONFIG), args.overwrite)
+    drafter = load_drafter(
+        args.src, target=args.target, revision=args.revision, allow_pickle=args.allow_pickle, layout=args.source
+    )
+    save_drafter(drafter, args.dst, args.layout)
     target = drafter.config.target or "not noted; name it with --target"
-    print(f"{args.src} written to {args.dst} in the layout {args.layout}; target: {target}")
-    return OK
+    return f"{args.src} written to {args.dst} in the layout {args.layout}; target: {target}"
+
+
+def _llamagen(args: argparse.Namespace) -> str:
+    """Write a pipeline of LlamaGen's files; what to say of it."""
+    from mmspec.pipelines import llamagen_files as files
+
+    if args.vq is None or args.output is None:
+        raise ValueError("`mmspec convert llamagen FILE` needs --vq FILE, the VQ tokenizer, and -o FOLDER to write")
+    _refuse_standing(args.output, ("model_index.json",), args.overwrite)
+    pipe: Any = files.pipeline(
+        args.dst, args.vq, args.text_encoder, image_size=args.image_size, heads=args.heads,
+        allow_pickle=args.allow_pickle,
+    )  # fmt: skip
+    pipe.save_pretrained(args.output)
+    c = pipe.transformer.config
+    kind = f"{c.classes} classes" if c.classes else "text"
+    silent = "" if c.classes or args.text_encoder else "; it has no text encoder yet, name one with --text-encoder"
+    side = c.grid * pipe.vqvae.downsample
+    return f"{args.dst} written to {args.output}: {kind} to {side}x{side} pixels in {c.grid}x{c.grid} tokens{silent}"
+
+
+def _refuse_standing(folder: Path, names: tuple[str, ...], overwrite: bool) -> None:
+    standing = [name for name in names if (folder / name).exists()]
+    if standing and not overwrite:
+        raise FileExistsError(f"{folder} holds {' and '.join(standing)} already; pass another folder, or --overwrite")

@@ -23,6 +23,7 @@ _FACE = {
     "load_drafter": "mmspec.checkpoints.load",
     "save_drafter": "mmspec.checkpoints.save",
     "push_drafter": "mmspec.checkpoints.save",
+    "LlamaGenPipeline": "mmspec.pipelines.llamagen",
 }
 
 __all__ = ["__version__", *_FACE]
@@ -33,3 +34,6 @@ def __getattr__(name: str) -> Any:
     if name not in _FACE:
         raise AttributeError(f"module 'mmspec' has no attribute '{name}'; it offers {', '.join(__all__)}")
     return getattr(importlib.import_module(_FACE[name]), name)
+
+
+importlib.import_module("mmspec.pipelines.register").register()  # diffusers then knows our pipelines; imports nothing

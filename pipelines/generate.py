@@ -14,13 +14,15 @@ from transformers.cache_utils import DynamicCache, QuantizedCache
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationMixin
 
 from mmspec.loop import begin, decode
+from mmspec.pipelines import guided
 from mmspec.pipelines.cache import SlotCache
 from mmspec.pipelines.processors import Endings, Processors, unsafe
+from mmspec.pipelines.sampling import TorchNoise
 from mmspec.pipelines.vlm import VlmTarget
 from mmspec.rules import exact
 from mmspec.session import Row, Session, Stats
 from mmspec.tree import chain
-from mmspec.types import Draft, Round
+from mmspec.types import Draft, Round, Rule
 
 _CACHES_ARE_MARKED = "_is_user_defined" in GenerationMixin._prepare_cache_for_generation.__code__.co_names
 _RESERVE = 1024  # slots to reserve at once at most, beyond the prompt
@@ -62,8 +64,11 @@ class Call:
         return bool(self.generation_config.return_dict_in_generate or self.filled or owned)
 
 
-def _stateful(call: Call) -> str | None:
-    names = unsafe(call.logits_processor)
+def _stateful(model: Any, call: Call) -> str | None:
+    processors = list(call.logits_processor)
+    if model._mmspec_guided and processors and guided.stands_for(processors[0], model):
+        processors = processors[1:]
+    names = unsafe(processors)
     return f"the logits processor {names[0]} may keep state that rejected drafts would disturb" if names else None
 
 
@@ -80,39 +85,49 @@ _OBSTACLES: tuple[tuple[Callable[[Call], Any], str], ...] = (
 )
 
 
-def obstacle(call: Call) -> str | None:
-    """Why this call has to run the stock path, or None."""
-    return next((why for holds, why in _OBSTACLES if holds(call)), None) or _stateful(call)
+def obstacle(model: Any, call: Call) -> str | None:
+    """Why this call on an enabled model has to run the stock path, or None."""
+    return next((why for holds, why in _OBSTACLES if holds(call)), None) or _stateful(model, call)
 
 
-def generate(model: Any, drafter: Any, call: Call) -> tuple[Any, Stats]:
+def generate(model: Any, handle: Any, call: Call) -> tuple[Any, Stats]:
     """Run one call to its end: the stock return value, and what happened."""
-    config = call.generation_config
+    config, drafter = call.generation_config, handle.drafter
     keep = bool(config.return_dict_in_generate and (config.output_scores or config.output_logits))
-    processors = Processors(call.logits_processor)
-    target = VlmTarget(model, drafter.features, processors, bool(config.do_sample), keep)
+    guidance, rest = guided.split(call.logits_processor, call.input_ids)
+    noise = TorchNoise() if handle.config.reproducible and config.do_sample else None
+    target = model._mmspec_target(
+        model, drafter.features, Processors(rest), bool(config.do_sample), keep, noise, guidance
+    )
     collected = _Collected(call, keep)
     cache, watch = None, watching.get()
     with torch.no_grad():
-        for session, round_ in _rounds(target, drafter, call):
+        for session, round_ in _rounds(target, drafter, call, model._mmspec_rule(call)):
             if watch is not None:
                 watch(round_)
             collected.take(session, round_)
             cache = session.cache.cache
+    if noise is not None:
+        noise.close(collected.length())
     return collected.result(cache), collected.stats
 
 
-def _rounds(target: VlmTarget, drafter: Any, call: Call) -> Iterator[tuple[Session, Round]]:
+def row_seeds(count: int, drawing: bool) -> list[int]:
+    """Seeds of the rows' noise, from torch's global generator; it is left alone where nothing is drawn by them."""
+    return torch.randint(2**62, (count,)).tolist() if drawing else [0] * count
+
+
+def _rounds(target: VlmTarget, drafter: Any, call: Call, rule: Rule = exact) -> Iterator[tuple[Session, Round]]:
     """The prefill's round and all that follow."""
     ids, config = call.input_ids, call.generation_config
     ends = call.endings
-    seeds = torch.randint(2**62, (len(ids),)).tolist() if config.do_sample else [0] * len(ids)
+    seeds = row_seeds(len(ids), target.sampler.sample and target.sampler.noise is None)
     rows = [
         Row(tokens, len(tokens), ends.limit, seed, ends.eos, ends.of(b), index=b)
         for b, (tokens, seed) in enumerate(zip(ids.tolist(), seeds, strict=True))
     ]
     reserve = ids.shape[1] + min(max(ends.limit - ids.shape[1], 0), _RESERVE) + drafter.nodes
-    session = Session(rows, None, ids.device, exact)
+    session = Session(rows, None, ids.device, rule)
     config.prefill_chunk_size, chunk = None, config.prefill_chunk_size  # a SlotCache takes a prompt in one piece
     try:
         session.cache, prompt, raw = session.timed(
@@ -154,7 +169,7 @@ class _Collected:
         pad = self.call.generation_config._pad_token_tensor
         return int(pad) if pad is not None else 0
 
-    def _length(self) -> int:
+    def length(self) -> int:
         longest, cut = max(len(row.tokens) for row in self.rows), self.call.endings.cut
         return (longest if cut is None else min(longest, cut)) - self.rows[0].start
 
@@ -166,7 +181,7 @@ class _Collected:
         """Put each column once no row can change it any more, as stock decoding would."""
         if self.call.streamer is None:
             return
-        ready = min((row.generated for row in self.rows if not row.done), default=self._length())
+        ready = min((row.generated for row in self.rows if not row.done), default=self.length())
         for index in range(self.streamed, ready):
             self.call.streamer.put(torch.tensor(self._column(index)))
         self.streamed = max(self.streamed, ready)
@@ -175,7 +190,7 @@ class _Collected:
         if self.call.streamer is not None:
             self.call.streamer.end()
         ids, config = self.call.input_ids, self.call.generation_config
-        length = self._length()
+        length = self.length()
         columns = [self._column(index) for index in range(length)]
         sequences = torch.cat([ids, torch.tensor(columns, dtype=ids.dtype, device=ids.device).view(length, -1).T], 1)
         mine = None

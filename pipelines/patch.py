@@ -8,11 +8,11 @@ from typing import Any
 
 from mmspec.config import SpecConfig
 from mmspec.pipelines import families
-from mmspec.pipelines.generate import Call, generate, obstacle
 from mmspec.pipelines.swap import restore, swap
-from mmspec.pipelines.vlm import tap, untap
-from mmspec.registry import resolve
+from mmspec.registry import resolve, resolve_rule
+from mmspec.rules import exact
 from mmspec.session import Stats
+from mmspec.types import Rule
 
 
 class UnsupportedError(ValueError):
@@ -22,10 +22,11 @@ class UnsupportedError(ValueError):
 class Handle:
     """An enabled model. Leaving it as a context manager disables it."""
 
-    def __init__(self, model: Any, drafter: Any, config: SpecConfig) -> None:
+    def __init__(self, model: Any, drafter: Any, config: SpecConfig, rule: Rule = exact) -> None:
         self.model = model
         self.drafter = drafter
         self.config = config
+        self.rule = rule
         self.stats = Stats()
         self._lock = threading.Lock()
         self._warned: set[str] = set()
@@ -61,62 +62,16 @@ class Handle:
         return f"<mmspec on {type(self.model).__name__}: {type(self.drafter).__name__}, {self.config}>"
 
 
-class _Enabled:
-    """Mixin of an enabled model; `generate` lands in one of these for every mode that transformers has."""
-
-    _mmspec_handle: Handle
-
-    def _sample(
-        self,
-        input_ids: Any,
-        logits_processor: Any,
-        stopping_criteria: Any,
-        generation_config: Any,
-        synced_gpus: bool = False,
-        streamer: Any = None,
-        **model_kwargs: Any,
-    ) -> Any:
-        handle = self._mmspec_handle
-        call = Call(
-            input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, model_kwargs
-        )
-        why = obstacle(call)
-        if why is None:
-            output, stats = generate(self, handle.drafter, call)
-            handle.book(stats)
-            return output
-        if "logits processor" in why:  # design: never skipped, never guessed; the stock path is always right
-            handle.fall_back(why)
-        else:
-            handle.refuse(why)
-        return super()._sample(  # type: ignore[misc]
-            input_ids,
-            logits_processor,
-            stopping_criteria,
-            generation_config,
-            synced_gpus=synced_gpus,
-            streamer=streamer,
-            **model_kwargs,
-        )
-
-    def _beam_search(self, *args: Any, **kwargs: Any) -> Any:
-        self._mmspec_handle.refuse(
-            "beam search (num_beams > 1) ranks whole sequences; a draft has nothing to save there"
-        )
-        return super()._beam_search(*args, **kwargs)  # type: ignore[misc]
-
-    def _assisted_decoding(self, *args: Any, **kwargs: Any) -> Any:
-        self._mmspec_handle.refuse("assisted decoding (assistant_model, prompt_lookup_num_tokens) drafts by itself")
-        return super()._assisted_decoding(*args, **kwargs)  # type: ignore[misc]
-
-
 def enable(model_or_pipe: Any, drafter: Any = None, **options: Any) -> Handle:
     """Accelerate a loaded model or pipeline in place; `generate` keeps its arguments, its output and its law.
 
     Args:
-        model_or_pipe: a transformers model with `generate`, a `transformers.pipeline`, or a PEFT-wrapped model.
-        drafter: None or "ngram" (no weights), a drafter's name on the hub, a folder, or a Drafter.
-        **options: fields of SpecConfig: depth, width, size, on_unsupported.
+        model_or_pipe: a transformers model with `generate`, a `transformers.pipeline`, a PEFT-wrapped model, or a
+            diffusers pipeline that generates tokens.
+        drafter: "ngram" (no weights; the default), "jacobi" (no weights; the default of models that only draw
+            pictures), a drafter's name on the hub, a folder, or a Drafter.
+        **options: fields of SpecConfig: depth, width, size, window, init, coupling, proactive, rule, budget,
+            reproducible, on_unsupported. With `rule` other than "exact" the law is bent, by what `budget` allows.
 
     Returns:
         A Handle; also a context manager that disables on leaving. Enabling again replaces what was there.
@@ -126,17 +81,21 @@ def enable(model_or_pipe: Any, drafter: Any = None, **options: Any) -> Handle:
     """
     config = SpecConfig.of(options)
     model = families.unwrap(model_or_pipe)
-    why = families.unsupported(model)
+    home = families.home(model)
+    why = home.unsupported(model)
     if why is not None:
         if config.on_unsupported == "error":
             raise UnsupportedError(f"mmspec cannot accelerate {type(model).__name__}: {why}")
         warnings.warn(f"mmspec leaves {type(model).__name__} as it is: {why}", stacklevel=2)
         return Handle(model, None, config)
-    ready = resolve(drafter, config, families.describe(model))  # may fail: what was enabled before stays
+    drafter = getattr(home, "DRAFTER", None) if drafter is None else drafter
+    ready = resolve(drafter, config, home.describe(model))  # may fail: what was enabled before stays
+    codes = None if config.rule == "exact" else home.codebook(model)
+    rule = resolve_rule(config.rule, codes, config.budget)
     disable(model)
-    handle = Handle(model, ready, config)
-    tap(model, ready.features)
-    swap(model, _Enabled, _mmspec_handle=handle)
+    handle = Handle(model, ready, config, rule)
+    home.tap(model, ready.features)
+    swap(model, home.Enabled, _mmspec_handle=handle)
     return handle
 
 
@@ -146,7 +105,7 @@ def disable(model_or_pipe: Any) -> None:
     handle = getattr(type(model), "_mmspec_handle", None)
     if handle is not None:
         restore(model)
-        untap(model, handle.drafter.features)
+        families.home(model).untap(model, handle.drafter.features)
 
 
 def stats(model_or_pipe: Any) -> Stats:

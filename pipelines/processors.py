@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers.generation import logits_process
+from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 
 from mmspec.session import Session
@@ -30,7 +31,7 @@ HISTORY = _known("""
     RepetitionPenaltyLogitsProcessor NoRepeatNGramLogitsProcessor MinLengthLogitsProcessor
     MinNewTokensLengthLogitsProcessor ForcedBOSTokenLogitsProcessor ForcedEOSTokenLogitsProcessor
     SuppressTokensAtBeginLogitsProcessor SequenceBiasLogitsProcessor NoBadWordsLogitsProcessor
-    ExponentialDecayLengthPenalty
+    ExponentialDecayLengthPenalty PrefixConstrainedLogitsProcessor
 """)
 
 
@@ -45,6 +46,7 @@ class Processors:
     def __init__(self, processors: logits_process.LogitsProcessorList) -> None:
         self.processors = processors
         self.need_history = any(type(p) in HISTORY for p in processors)
+        self.grammar = any(type(p) is PrefixConstrainedLogitsProcessor for p in processors)
 
     def __call__(self, logits: Tensor, session: Session, draft: Draft) -> Tensor:
         """Process float logits [B, N, V]; the tokens before node n are the row's own and n's line of ancestors."""
@@ -54,7 +56,7 @@ class Processors:
             no_tokens = draft.tokens.reshape(-1, 1)  # a pointwise warper does not look at them
             return self.processors(no_tokens, logits.flatten(0, 1)).view_as(logits)
         out = logits.clone()
-        for ids, rows, nodes in _prefixes(session, draft):
+        for ids, rows, nodes in self._prefixes(session, draft, out):
             places = [session.rows[b].index for b in rows.tolist()]
             out[rows, nodes] = self._of(places)(ids, logits[rows, nodes])
         return out
@@ -63,34 +65,50 @@ class Processors:
         """The same processors for these rows of the call, where one holds a value per row."""
         return logits_process.LogitsProcessorList(_narrowed(p, places) for p in self.processors)
 
+    def _prefixes(self, session: Session, draft: Draft, out: Tensor) -> Iterable[tuple[Tensor, Tensor, Tensor]]:
+        """Nodes grouped by the length of their prefix, the shorter ones first: ids [G, L], and G row and node indices.
+
+        `out` holds what has been processed so far. Below a token that a grammar forbids there is nothing that it would
+        be asked about: the likeliest allowed token stands for it, so that the grammar sees lawful prefixes only.
+        """
+        tokens, parents = draft.tokens.tolist(), draft.tree.parents.tolist()
+        texts = [torch.tensor(row.tokens, device=draft.tokens.device) for row in session.rows]
+        lines: list[list[list[int]]] = [[[]] for _ in session.rows]  # per node: the drafted tokens that lead to it
+        groups: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for b, row in enumerate(session.rows):
+            depths: list[int | None] = [0]
+            for n in range(1, len(tokens[b])):
+                above = depths[parents[b][n]]
+                depths.append(None if above is None or tokens[b][n] == HOLE else above + 1)
+                lines[b].append([])
+            for n, depth in enumerate(depths):
+                if depth is not None:
+                    groups[len(row.tokens) + depth].append((b, n))
+        for length in sorted(groups):
+            rows, nodes = (torch.tensor(index, device=out.device) for index in zip(*groups[length], strict=True))
+            above = draft.tree.parents[rows, nodes]
+            ids = draft.tokens[rows, nodes]
+            if self.grammar:
+                laws = out[rows, above]
+                forbidden = laws.gather(1, ids[:, None].clamp(min=0))[:, 0].isneginf() & (nodes > 0)
+                ids = torch.where(forbidden, laws.argmax(-1), ids)
+            for (b, n), token in zip(groups[length], ids.tolist(), strict=True):
+                lines[b][n] = [*lines[b][parents[b][n]], token] if n else []
+            prefixes = [torch.cat([texts[b], texts[b].new_tensor(lines[b][n])]) for b, n in groups[length]]
+            yield torch.stack(prefixes), rows, nodes
+
 
 def _narrowed(processor: Any, places: list[int]) -> Any:
-    """A processor whose per-row values (padding lengths, in a ragged batch) are those of `places`."""
+    """A processor whose per-row values (padding lengths, a grammar's rows) are those of `places`."""
     lengths = getattr(processor, "prompt_ignore_length", None)
-    if not isinstance(lengths, Tensor):
-        return processor
-    narrowed = copy.copy(processor)
-    narrowed.prompt_ignore_length = lengths[places]
-    return narrowed
-
-
-def _prefixes(session: Session, draft: Draft) -> Iterable[tuple[Tensor, Tensor, Tensor]]:
-    """Nodes grouped by the length of their prefix: ids [G, L], and the G row and node indices."""
-    tokens, parents = draft.tokens.tolist(), draft.tree.parents.tolist()
-    groups: dict[int, list[tuple[list[int], int, int]]] = defaultdict(list)
-    for b, row in enumerate(session.rows):
-        before: list[list[int] | None] = [row.tokens]  # of the root: it is the row's last token
-        for n in range(1, len(tokens[b])):
-            above = before[parents[b][n]]
-            reachable = above is not None and tokens[b][n] != HOLE
-            before.append([*above, tokens[b][n]] if reachable and above is not None else None)
-        for n, prefix in enumerate(before):
-            if prefix is not None:
-                groups[len(prefix)].append((prefix, b, n))
-    device = draft.tokens.device
-    for group in groups.values():
-        ids, rows, nodes = zip(*group, strict=True)
-        yield torch.tensor(ids, device=device), torch.tensor(rows, device=device), torch.tensor(nodes, device=device)
+    if isinstance(lengths, Tensor):
+        narrowed = copy.copy(processor)
+        narrowed.prompt_ignore_length = lengths[places]
+        return narrowed
+    if type(processor) is PrefixConstrainedLogitsProcessor:
+        allowed = processor._prefix_allowed_tokens_fn
+        return PrefixConstrainedLogitsProcessor(lambda i, ids: allowed(places[i], ids), 1)
+    return processor
 
 
 class Endings:

@@ -54,6 +54,13 @@ class Tap:
 _listening: ContextVar[dict[str, Any] | None] = ContextVar("mmspec_listening", default=None)
 
 
+def note(name: str, value: Any) -> None:
+    """Tell the generation that runs in this context something that no call of a tapped module says."""
+    heard = _listening.get()
+    if heard is not None:
+        heard[name] = value
+
+
 class listen:
     """Context manager: a dictionary of what the tapped modules were given and returned, by tap name."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,33 +12,14 @@ from transformers.cache_utils import Cache
 
 from mmspec.pipelines.cache import SlotCache
 from mmspec.pipelines.processors import Processors
+from mmspec.pipelines.sampling import Noise, Sampler
+from mmspec.pipelines.state import Onward, Places, State
 from mmspec.pipelines.swap import Tap, final_hidden, layer_input, listen, restore, swap
 from mmspec.session import Session
 from mmspec.slots import visibility
 from mmspec.types import FINAL, Categorical, Draft, Prompt, Round, Scores
 
 _TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
-
-
-@dataclass
-class State:
-    """What the target keeps per row."""
-
-    cache: SlotCache
-    first: Tensor  # [..., B, 1], position of the first generated token; Qwen's M-RoPE has leading axes
-    open_slots: Tensor  # bool [B, L], false at the prompt's padding
-    types: dict[str, Tensor]  # token types of generated text, [B, 1] each
-
-    def select(self, rows: Tensor) -> State:
-        types = {name: t[rows] for name, t in self.types.items()}
-        return State(self.cache.select(rows), self.first[..., rows, :], self.open_slots[rows], types)
-
-    def join(self, other: State) -> State:
-        longest = max(self.open_slots.shape[1], other.open_slots.shape[1])
-        open_slots = [pad(t, (0, longest - t.shape[1]), value=True) for t in (self.open_slots, other.open_slots)]
-        types = {name: torch.cat([t, other.types[name]]) for name, t in self.types.items()}
-        first = torch.cat([self.first, other.first], -2)
-        return State(self.cache.join(other.cache), first, torch.cat(open_slots), types)
 
 
 def placeholders(model: Any) -> list[int]:
@@ -64,14 +45,38 @@ def untap(model: Any, features: tuple[int, ...]) -> None:
 
 
 class VlmTarget:
-    """One generate call's view of a model that `enable` has tapped."""
+    """One generate call's view of a model that `enable` has tapped.
 
-    def __init__(self, model: Any, features: tuple[int, ...], processors: Processors, sample: bool, keep: bool) -> None:
+    Args:
+        model: an enabled model.
+        features: what the drafter asked for.
+        processors: what the call does to logits, guidance left out.
+        sample: draw, or take the likeliest token.
+        keep: hand processed and raw logits back with the scores.
+        noise: draw by this noise, fixed beforehand; None: by the session's.
+        guidance: what makes one law of two streams: a NegativePrompt, or what a subclass has in its place; None: one.
+    """
+
+    grid: tuple[int, int] | None = None  # rows and columns, where the tokens are known to be those of one picture
+    widen = True  # process logits in float32, as `_sample` does
+
+    def __init__(
+        self,
+        model: Any,
+        features: tuple[int, ...],
+        processors: Processors,
+        sample: bool,
+        keep: bool,
+        noise: Noise | None = None,
+        guidance: Any = None,
+    ) -> None:
         self.model = model
         self.features = features
-        self.processors = processors
-        self.sample = sample
-        self.keep = keep  # hand processed and raw logits back with the scores
+        self.sampler = Sampler(processors, sample, noise is not None, noise)
+        self.bare = not (sample or keep or processors.processors or guidance)
+        self.keep = keep
+        self.guidance = guidance
+        self.streams = 1 if guidance is None else 2
         self.arguments: dict[str, Any] = {}
         config = model.get_decoder().config
         self.eager = config._attn_implementation == "eager"
@@ -84,15 +89,16 @@ class VlmTarget:
         return self.model.get_input_embeddings()(ids)
 
     def head(self, hidden: Tensor) -> Tensor:
-        return self.model.get_output_embeddings()(hidden)
+        """Logits [B, N, V], guided where there are two streams, of features [B, N, S·H]."""
+        return self._guided(self.model.get_output_embeddings()(torch.cat(hidden.chunk(self.streams, -1))))
 
     def prefill(
         self, ids: Tensor, generation_config: Any, arguments: dict[str, Any], cache: Cache | None, reserve: int
     ) -> tuple[State, Prompt, Tensor]:
-        """The model's own prefill on a SlotCache.
+        """The model's own prefill on a SlotCache, and that of the negative prompt where the call is guided.
 
         Returns:
-            The state, what a drafter may know of the prompt, and the raw logits [B, 1, V] after it.
+            The state, what a drafter may know of the prompt, and the raw logits [S·B, 1, V] after it.
         """
         slots = SlotCache.adopt(cache, ids.shape[0], ids.device, reserve)
         past = slots.lengths.longest
@@ -104,25 +110,46 @@ class VlmTarget:
         arguments = self.model._update_model_kwargs_for_generation(out, arguments)
         slots.advance(valid.shape[1] - past)
         types = {name: arguments.pop(name)[:, -1:] for name in _TYPES if arguments.get(name) is not None}
-        first = arguments.pop("position_ids")[..., -1:]
+        state = State(slots, self._places(arguments.pop("position_ids"), heard), valid, types, self.streams)
         self.arguments = {**arguments, "attention_mask": None}
-        embeds = heard["decoder"][1].get("inputs_embeds")
-        if embeds is None and past == 0:
-            embeds = self.embed(ids)
         prompt = Prompt(
             ids=ids[:, past:] if ids.shape[1] == valid.shape[1] else ids,
-            embeds=embeds,
+            embeds=self._embeds(heard, ids) if past == 0 else heard["decoder"][1].get("inputs_embeds"),
             hidden=self._features(heard),
             visual=self._visual(ids[:, -(valid.shape[1] - past) :]),
             valid=valid[:, past:],
         )
-        return State(slots, first, valid, types), prompt, out.logits[:, -1:]
+        raw = self._logits(out, heard)[:, -1:]
+        return (state, prompt, raw) if self.guidance is None else self._second(state, prompt, raw, reserve)
+
+    def _second(self, state: State, prompt: Prompt, raw: Tensor, reserve: int) -> tuple[State, Prompt, Tensor]:
+        """The same with the negative prompt below; for a drafter the streams end together, on the feature axis."""
+        with listen() as heard:
+            slots, out = self.guidance.prefill(self.model, reserve)
+        first = torch.full_like(prompt.ids[:, :1], slots.lengths.longest)
+        state = state.stack(State(slots, Onward(first), self.guidance.mask.bool(), state.types, 2))
+        assert prompt.embeds is not None
+        prompt = replace(
+            prompt,
+            embeds=_beside(prompt.embeds, self._embeds(heard, self.guidance.ids)),
+            hidden=None if prompt.hidden is None else _beside(prompt.hidden, self._features(heard)),
+        )
+        return state, prompt, torch.cat([raw, self._logits(out, heard)[:, -1:]])
+
+    def _places(self, positions: Tensor, heard: dict[str, Any]) -> Places:
+        """Where the tokens to come stand, from the call's position ids with the next one at their end."""
+        return Onward(positions[..., -1:])
+
+    def _embeds(self, heard: dict[str, Any], ids: Tensor) -> Tensor:
+        embeds = heard["decoder"][1].get("inputs_embeds")
+        return self.embed(ids) if embeds is None else embeds
 
     def _visual(self, ids: Tensor) -> Tensor:
         """bool [B, L]: image and video positions."""
         return torch.isin(ids, torch.tensor(placeholders(self.model), device=ids.device, dtype=ids.dtype))
 
-    def _features(self, heard: dict[str, Any]) -> Tensor | None:
+    def _features(self, heard: dict[str, Any]) -> Any:
+        """[S·B, N, F] of one forward, or None where the drafter wants none."""
         if not self.features:
             return None
         found = [
@@ -130,41 +157,67 @@ class VlmTarget:
         ]
         return found[0] if len(found) == 1 else torch.cat([t.to(found[0].device) for t in found], -1)
 
+    def _logits(self, out: Any, heard: dict[str, Any]) -> Tensor:
+        """Raw logits [S·B, N, V] of one forward."""
+        return out.logits
+
+    def _guided(self, raw: Tensor) -> Tensor:
+        """[B, N, V] of raw logits [S·B, N, V]."""
+        return raw if self.guidance is None else self.guidance(raw)
+
+    def _allowed(self, logits: Tensor, session: Session, draft: Draft) -> Tensor:
+        """The logits [B, N, V] that the model itself lets through, before any processor of the call."""
+        return logits
+
     def law(self, raw: Tensor, session: Session, draft: Draft, hidden: Tensor | None) -> Scores:
         """The law that stock `generate` would draw from: processors on float logits, then softmax or argmax."""
-        raw = raw.to(torch.float32) if self.keep or self.processors.processors or self.sample else raw
-        processed = self.processors(raw, session, draft)
-        law = Categorical(processed) if self.sample else Categorical(ids=processed.argmax(-1))
-        kept = (processed, raw) if self.keep else (None, None)
-        return Scores(law, hidden, *kept)
+        if self.bare:
+            return Scores(Categorical(ids=self._allowed(raw, session, draft).argmax(-1)), hidden)
+        guided = self._guided(raw)
+        guided = self._allowed(guided.to(torch.float32) if self.widen else guided, session, draft)
+        processed = self.sampler.process(guided, session, draft)
+        kept = (processed, raw[: len(processed)].to(torch.float32)) if self.keep else (None, None)
+        return Scores(self.sampler.realised(processed, session, draft), hidden, *kept)
 
     def score(self, session: Session, draft: Draft) -> Scores:
         state: State = session.cache
-        depth = draft.tree.depth
+        tokens, depth = self._tiled(draft.tokens.clamp(min=0)), self._tiled(draft.tree.depth)
+        places = state.places.at(self._tiled((session.emitted - 1)[:, None]) + depth)
+        with listen() as heard:
+            out = self._forward(state, tokens, places, self._mask(state, self._tiled(draft.tree.ancestors), depth))
+        hidden = self._features(heard)
+        if hidden is not None and self.streams > 1:
+            hidden = torch.cat(hidden.chunk(self.streams), -1)
+        return self.law(self._logits(out, heard), session, draft, hidden)
+
+    def _forward(self, state: State, ids: Tensor, places: Tensor, mask: Any) -> Any:
+        """The model's own decoding step, over nodes [S·B, N]."""
         arguments = {
             **self.arguments,
             "past_key_values": state.cache,
-            "position_ids": state.first + (session.emitted - 1)[:, None] + depth,
-            **{name: t.expand_as(depth) for name, t in state.types.items()},
+            "position_ids": places,
+            **{name: t.expand_as(ids) for name, t in state.types.items()},
         }
-        ids = draft.tokens.clamp(min=0)
         inputs = self.model.prepare_inputs_for_generation(ids, next_sequence_length=ids.shape[1], **arguments)
-        inputs["attention_mask"] = self._mask(state, draft)
+        inputs["attention_mask"] = mask
+        if inputs.get("position_ids") is None:  # GLM-Image drops them, and would take a draft for a prompt
+            inputs["position_ids"] = places
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = 0
-        with listen() as heard:
-            out = self.model(**inputs, return_dict=True)
-        return self.law(out.logits, session, draft, self._features(heard))
+        return self.model(**inputs, return_dict=True)
 
-    def _mask(self, state: State, draft: Draft) -> Any:
+    def _tiled(self, t: Tensor) -> Tensor:
+        """One copy below the other for every stream."""
+        return t if self.streams == 1 else t.repeat(self.streams, *[1] * (t.dim() - 1))
+
+    def _mask(self, state: State, ancestors: Tensor, depth: Tensor) -> Any:
         """bool or additive [B, 1, N, T]; one per layer type where the model has sliding windows."""
         at = state.cache.lengths
-        full = visibility(at, state.open_slots, draft.tree.ancestors)
+        full = visibility(at, state.open_slots, ancestors)
         if self.window is None:
             return self._as_wanted(full)
         slot = torch.arange(full.shape[2], device=full.device)
         behind = slot - at.device[:, None]  # [B, T] relative to the root: negative in the cache, then node numbers
-        depth = draft.tree.depth
         place = torch.where(behind < 0, behind, depth.gather(1, behind.clamp(0, depth.shape[1] - 1)))
         near = depth[:, :, None] - place[:, None, :] < self.window
         if not self.mixed:
@@ -183,4 +236,11 @@ class VlmTarget:
     def commit(self, session: Session, round_: Round) -> None:
         """Keep what stands; on a chain it lies in its place already."""
         state: State = session.cache
-        state.cache.commit(round_.kept, round_.counts, round_.verdict.count, round_.draft.tree.is_chain)
+        kept, counts = self._tiled(round_.kept), round_.counts * self.streams
+        state.cache.commit(kept, counts, self._tiled(round_.verdict.count), round_.draft.tree.is_chain)
+
+
+def _beside(cond: Tensor, uncond: Tensor) -> Tensor:
+    """[B, L, 2·H] of [B, L, H] and [B, L', H], ends aligned; where the second is shorter, zeros stand before it."""
+    missing = cond.shape[1] - uncond.shape[1]
+    return torch.cat([cond, pad(uncond, (0, 0, missing, 0))], -1)

@@ -1,0 +1,1 @@
+"""Networks that neither transformers nor diffusers has."""

@@ -1,0 +1,48 @@
+"""Prompts as LlamaGen reads them: captions cleaned as in training, T5 features, moved to the end of the prefix."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from diffusers.utils import is_bs4_available, is_ftfy_available
+from torch import Tensor
+
+
+def cleaned(texts: list[str]) -> list[str]:
+    """DeepFloyd's caption cleaning, twice; without the two libraries that it needs, lower case only."""
+    if not (is_ftfy_available() and is_bs4_available()):
+        warnings.warn(
+            "prompts are only lower-cased, not cleaned as in training, which changes what LlamaGen draws for unusual "
+            "ones; pip install ftfy beautifulsoup4, or pass clean_caption=False",
+            stacklevel=2,
+        )
+        return lowered(texts)
+    from diffusers.pipelines.pixart_alpha.pipeline_pixart_alpha import PixArtAlphaPipeline
+
+    cleaner: Any = object.__new__(PixArtAlphaPipeline)  # the same cleaning, which reads nothing of the pipeline
+    return cleaner._text_preprocessing(texts, clean_caption=True)
+
+
+def lowered(texts: list[str]) -> list[str]:
+    return [text.lower().strip() for text in texts]
+
+
+def read(texts: list[str], tokenizer: Any, encoder: Any, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Features [B, length, width] of texts, left-padded with zeros, and where they stand, bool [B, length].
+
+    Raises:
+        ValueError: a text of more than `length` tokens.
+    """
+    found = tokenizer(texts, padding="max_length", max_length=length, padding_side="right")
+    worst = max(range(len(texts)), key=lambda i: len(found.input_ids[i]))
+    if len(found.input_ids[worst]) > length:
+        raise ValueError(
+            f"the prompt {texts[worst][:60]!r} has {len(found.input_ids[worst])} tokens with its end mark; this model "
+            f"reads {length} at most, so shorten it"
+        )
+    ids, mask = (torch.tensor(found[name], device=device) for name in ("input_ids", "attention_mask"))
+    features = encoder(ids, attention_mask=mask).last_hidden_state * mask[..., None]
+    place = (torch.arange(length, device=device) + mask.sum(1, keepdim=True)) % length  # what was right moves left
+    return features.gather(1, place[..., None].expand_as(features)), mask.bool().gather(1, place)

@@ -1,0 +1,34 @@
+"""Emu3: its pictures are ordinary `generate` calls, guided by a negative prompt and kept on a grid by a grammar."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
+
+from mmspec.pipelines import stock
+from mmspec.pipelines.codes import by_token
+from mmspec.pipelines.generate import Call
+from mmspec.pipelines.stock import describe, tap, unsupported, untap
+from mmspec.rules import exact
+from mmspec.types import Rule
+
+__all__ = ["Enabled", "codebook", "describe", "tap", "unsupported", "untap"]
+
+
+class Enabled(stock.Enabled):
+    """Both prompts in one batch: one forward per round where stock makes two per token."""
+
+    _mmspec_guided = True
+
+    def _mmspec_rule(self, call: Call) -> Rule:
+        """A relaxed rule is for pictures, which a grammar keeps on their grid: text stays exact."""
+        drawing = any(type(p) is PrefixConstrainedLogitsProcessor for p in call.logits_processor)
+        return super()._mmspec_rule(call) if drawing else exact
+
+
+def codebook(model: Any) -> Tensor:
+    """The codes of the visual tokens, on their places in the vocabulary."""
+    codes = model.model.vqmodel.quantize.embedding.weight
+    return by_token(codes, model.vocabulary_mapping.img2bpe, model.get_output_embeddings().weight.shape[0])

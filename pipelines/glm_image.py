@@ -1,0 +1,63 @@
+"""GLM-Image: two grids of picture tokens one after the other, at positions that the prefill lists beforehand."""
+
+from __future__ import annotations
+
+import math
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmspec.pipelines import stock
+from mmspec.pipelines.codes import by_token
+from mmspec.pipelines.state import Listed, Onward, Places
+from mmspec.pipelines.stock import describe, unsupported
+from mmspec.pipelines.swap import note, restore, swap
+from mmspec.pipelines.vlm import VlmTarget
+
+__all__ = ["Enabled", "codebook", "describe", "tap", "unsupported", "untap"]
+
+DRAFTER = "jacobi"  # unless `enable` is told otherwise
+_one_at_a_time = threading.Lock()
+
+
+class _Told:
+    """Mixin of the inner model, which keeps the list on itself: each call hears its own, whatever other threads do."""
+
+    def get_rope_index(self, *args: Any, **kwargs: Any) -> Any:
+        with _one_at_a_time:
+            told = super().get_rope_index(*args, **kwargs)  # type: ignore[misc]
+            note("positions", self._cached_decode_position_ids)  # type: ignore[attr-defined]
+            note("grids", kwargs.get("image_grid_thw"))
+        return told
+
+
+class GlmTarget(VlmTarget):
+    def _places(self, positions: Tensor, heard: dict[str, Any]) -> Places:
+        listed = heard.get("positions")
+        if listed is not None:
+            self.grid = max((tuple(grid[1:]) for grid in heard["grids"].tolist()), key=math.prod)
+            return Listed(listed)
+        length = torch.full_like(positions[..., -1:], heard["decoder"][1]["inputs_embeds"].shape[1])
+        return Onward(length.expand(3, *length.shape))  # without grids stock counts the slots of the cache
+
+
+class Enabled(stock.Enabled):
+    _mmspec_target = GlmTarget
+
+
+def tap(model: Any, features: tuple[int, ...]) -> None:
+    stock.tap(model, features)
+    swap(model.model, _Told)
+
+
+def untap(model: Any, features: tuple[int, ...]) -> None:
+    stock.untap(model, features)
+    restore(model.model)
+
+
+def codebook(model: Any) -> Tensor:
+    """The codes of the head's first tokens; behind them stand the marks of a picture's beginning and end."""
+    codes = torch.nn.functional.normalize(model.model.vqmodel.quantize.embedding.weight, dim=-1)
+    return by_token(codes, {i: i for i in range(len(codes))}, model.get_output_embeddings().weight.shape[0])

@@ -1,0 +1,74 @@
+"""A frozen image pipeline as a teacher: it draws pictures at its own settings and hands over its features."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmspec.pipelines import llamagen
+from mmspec.pipelines.images import Guidance, ImageTarget, stacked
+from mmspec.pipelines.sampling import Sampler
+from mmspec.pipelines.swap import layer_input, listen
+from mmspec.train.data import Sample
+from mmspec.train.distil import Trace
+from mmspec.types import FINAL
+
+
+class ImageTeacher:
+    """Context manager around a LlamaGenPipeline; while it is open, the layers that the drafter reads are tapped."""
+
+    def __init__(self, pipe: llamagen.LlamaGenPipeline, features: tuple[int, ...]) -> None:
+        self.pipe, self.features = pipe, features
+        self.model: Any = pipe.transformer.eval().requires_grad_(False)
+        self.how = pipe._settings({}, "latent", 1)
+        guidance = Guidance(self.how["guidance_scale"])
+        self.target = ImageTarget(self.model, features, Sampler(lambda p, *_: p), guidance, pipe.vqvae.codebook())
+
+    def __enter__(self) -> ImageTeacher:
+        llamagen.tap(self.pipe, self.features)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        llamagen.untap(self.pipe, self.features)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Guided logits [..., V], which are what is verified, of both streams' final features [..., S·H]."""
+        return self.target.head(hidden)
+
+    def _asked(self, samples: Sequence[Sample]) -> dict[str, Any]:
+        prompts = [sample.prompt for sample in samples]
+        return {"class_labels": [int(p) for p in prompts]} if self.model.config.classes else {"prompt": prompts}
+
+    @torch.no_grad()
+    def answers(self, samples: Sequence[Sample], max_new_tokens: int, temperature: float) -> list[list[int]]:
+        """Token ids of one whole picture per prompt, drawn as a plain call of the pipeline would; nothing is cut."""
+        return self.pipe(**self._asked(samples), output_type="latent").tokens.flatten(1).tolist()
+
+    @torch.no_grad()
+    def trace(self, samples: Sequence[Sample], answers: Sequence[Sequence[int]]) -> Trace:
+        """One forward of both streams over prefixes and pictures."""
+        asked, S = self._asked(samples), self.target.streams
+        condition, valid = self.pipe._condition(
+            asked.get("prompt"), asked.get("class_labels"), self.how["clean_caption"]
+        )
+        B, P = valid.shape
+        ids = torch.tensor(answers, device=valid.device)
+        embeds = self.model.prefix_embeds(condition)
+        if S == 2:
+            embeds = torch.cat([embeds, self.model.prefix_embeds(self.model.null_condition(B))])
+        embeds = torch.cat([embeds, self.target.embed(ids).repeat(S, 1, 1)], 1)
+        T = embeds.shape[1]
+        place = torch.arange(-P, T - P, device=ids.device).clamp(min=-1)
+        valid = torch.cat([valid, torch.ones_like(ids, dtype=torch.bool)], 1)
+        causal = torch.ones(T, T, dtype=torch.bool, device=ids.device).tril()
+        seen = causal & valid[:, None] | torch.eye(T, dtype=torch.bool, device=ids.device)
+        with listen() as heard:
+            hidden = self.model(embeds, place.expand(S * B, T), seen.repeat(S, 1, 1))
+        found = [hidden if i == FINAL else layer_input(heard[f"layer {i}"]) for i in self.features]
+        answered = (torch.arange(T, device=ids.device) >= P).expand(B, T)
+        ids = torch.cat([ids.new_zeros(B, P), ids], 1)
+        features = stacked(torch.cat(found, -1), S)
+        return Trace(ids, stacked(embeds, S), features, stacked(hidden, S), valid, answered, start=1 - P)

@@ -1,0 +1,171 @@
+"""An autoregressive image model as a Target: one or two streams under guidance, positions by grid, explicit masks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmspec.models.llamagen import PREFIX
+from mmspec.pipelines.cache import SlotCache
+from mmspec.pipelines.sampling import Sampler
+from mmspec.pipelines.state import Onward, State
+from mmspec.pipelines.swap import layer_input, listen
+from mmspec.session import Session, Stats
+from mmspec.slots import visibility
+from mmspec.tree import chain
+from mmspec.types import FINAL, Draft, Prompt, Round, Rule, Scores
+
+
+def stacked(hidden: Tensor, streams: int) -> Tensor:
+    """Streams from the batch axis to the feature axis: [S·B, n, F] to [B, n, S·F]."""
+    return hidden if streams == 1 else torch.cat(hidden.chunk(streams), -1)
+
+
+def spread(hidden: Tensor, streams: int) -> Tensor:
+    """And back: [B, n, S·F] to [S·B, n, F]."""
+    return hidden if streams == 1 else torch.cat(hidden.chunk(streams, -1))
+
+
+@dataclass(frozen=True)
+class Guidance:
+    """Classifier-free guidance: u + scale·(c − u), for the first `tokens` tokens of a picture (None: for all).
+
+    A scale up to 1 needs no unconditional stream.
+    """
+
+    scale: float
+    tokens: int | None = None
+
+    @property
+    def streams(self) -> int:
+        return 2 if self.scale > 1 else 1
+
+    def __call__(self, logits: Tensor, position: Tensor | None = None) -> Tensor:
+        """Guided float32 logits [B, n, V] of both streams' [S·B, n, V].
+
+        Args:
+            logits: of the conditional stream, then of the unconditional one.
+            position: [B, n], index in the picture of the token that the logits are for; None: guide everywhere.
+        """
+        logits = logits.to(torch.float32)
+        if self.streams == 1:
+            return logits
+        c, u = logits.chunk(2)
+        guided = u + self.scale * (c - u)
+        if self.tokens is None or position is None:
+            return guided
+        return torch.where((position < self.tokens)[..., None], guided, c)
+
+
+class ImageTarget:
+    """One call's view of a LlamaGenTransformer.
+
+    Attributes:
+        grid: rows and columns of tokens in a picture, in reading order.
+        streams: 2 under guidance (conditional, unconditional), else 1. Drafters see them side by side as features.
+        codebook: [V, c], the vectors that the tokens stand for.
+    """
+
+    def __init__(
+        self, transformer: Any, features: tuple[int, ...], sampler: Sampler, guidance: Guidance, codebook: Tensor
+    ) -> None:
+        self.model = transformer
+        self.features = features
+        self.sampler = sampler
+        self.guidance = guidance
+        self.codebook = codebook
+        self.streams = guidance.streams
+        self.grid = (transformer.config.grid, transformer.config.grid)
+        self.size = transformer.config.grid**2
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """[B, n, H]; both streams read the same tokens."""
+        return self.model.tok_embeddings(ids)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Guided logits [B, n, V] of final features [B, n, S·H]."""
+        return self.guidance(self.model.head(spread(hidden, self.streams)))
+
+    def weigh(self, logits: Tensor, session: Session, position: Tensor) -> Tensor:
+        """A drafter's logits [B, n, V] of the tokens at `position` [B, n], weighed as this target weighs its own."""
+        return self.sampler.weighed(logits, session, position)
+
+    def prefill(self, session: Session, condition: Tensor, valid: Tensor, nodes: int) -> tuple[Prompt, Scores]:
+        """Read the prefix, into `session.cache`.
+
+        Args:
+            condition: class ids [B], or text features [B, P, width].
+            valid: bool [B, P], false at the prompt's padding; the unconditional stream has the same mask.
+            nodes: the most that a draft will hold, for which slots are reserved.
+        """
+        (B, P), device, S = valid.shape, valid.device, self.streams
+        embeds = self.model.prefix_embeds(condition)
+        if S == 2:
+            embeds = torch.cat([embeds, self.model.prefix_embeds(self.model.null_condition(B))])
+        cache = SlotCache(S * B, device, P + self.size + nodes)
+        session.cache = State(cache, Onward(torch.zeros_like(cache.lengths.device)[:, None]), valid.repeat(S, 1), {}, S)
+        causal = torch.ones(P, P, dtype=torch.bool, device=device).tril()
+        seen = (causal & valid[:, None]) | torch.eye(P, dtype=torch.bool, device=device)  # padding sees itself
+        before = torch.full((S * B, P), PREFIX, device=device)
+        hidden, features = self._forward(embeds, before, seen.repeat(S, 1, 1), cache)
+        cache.advance(P)
+        ids = torch.zeros(B, P, dtype=torch.long, device=device)
+        prompt = Prompt(ids, stacked(embeds, S), features, torch.zeros_like(valid), valid)
+        root = Draft(ids[:, -1:], chain(1, device).expand(B))
+        last = None if features is None else features[:, -1:]
+        return prompt, self._scores(hidden[:, -1:], last, session, root)
+
+    def score(self, session: Session, draft: Draft) -> Scores:
+        state: State = session.cache
+        index = (session.emitted - 1)[:, None] + draft.tree.depth  # of the nodes' tokens
+        place = state.places.at(index.repeat(self.streams, 1)).clamp(max=self.size - 1)
+        seen = visibility(state.cache.lengths, state.open_slots, draft.tree.ancestors.repeat(self.streams, 1, 1))
+        embeds = self.embed(draft.tokens.clamp(min=0)).repeat(self.streams, 1, 1)
+        hidden, features = self._forward(embeds, place, seen, state.cache)
+        return self._scores(hidden, features, session, draft)
+
+    def commit(self, session: Session, round_: Round) -> None:
+        """Keep what stands; on a chain it lies in its place already."""
+        S, verdict = self.streams, round_.verdict
+        session.cache.cache.commit(
+            round_.kept.repeat(S, 1), round_.counts * S, verdict.count.repeat(S), round_.draft.tree.is_chain
+        )
+
+    def _forward(self, embeds: Tensor, place: Tensor, seen: Tensor, cache: SlotCache) -> tuple[Tensor, Tensor | None]:
+        """Final hidden states [S·B, n, H], and the features that the drafter asked for, [B, n, S·F]."""
+        with listen() as heard:
+            hidden = self.model(embeds, place, seen, cache)
+        found = [hidden if i == FINAL else layer_input(heard[f"layer {i}"]) for i in self.features]
+        return hidden, stacked(torch.cat(found, -1), self.streams) if found else None
+
+    def _scores(self, hidden: Tensor, features: Tensor | None, session: Session, draft: Draft) -> Scores:
+        position = session.emitted[:, None] + draft.tree.depth
+        logits = self.guidance(self.model.head(hidden), position)
+        return Scores(self.sampler.law(logits, session, draft), features)
+
+
+class Nothing:
+    """The drafter of plain decoding: it proposes nothing."""
+
+    features: tuple[int, ...] = ()
+    nodes = 1
+
+    def start(self, session: Session, target: Any, prompt: Any) -> None:
+        return None
+
+    def propose(self, session: Session, target: Any) -> Draft:
+        return Draft(session.pending[:, None], chain(1, session.pending.device).expand(len(session.rows)))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a call decodes; the stock pipeline's is plain decoding with the noise fixed by the rows' seeds."""
+
+    drafter: Any
+    rule: Rule
+    reproducible: bool
+    book: Callable[[Stats], None] = lambda stats: None
