@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from mmspec.app import embedded
 from mmspec.app.engine import find_device
 from mmspec.registry import DRAFTERS, drafter_class
 from mmspec.train.data import read
@@ -27,7 +28,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--data",
         required=True,
-        help="folder of images, .jsonl with image and prompt, hf:owner/name[:split], or scenes:N",
+        help="folder of images, .jsonl with image and prompt, hf:owner/name[:split], or scenes:N; for a model that "
+        "draws: prompts:FILE (one per line; class numbers for a class-conditional model) or pictures:N",
     )
     parser.add_argument("--out", type=Path, required=True, help="folder of the run; rerun the command to resume")
     parser.add_argument("--recipe", choices=sorted(RECIPES), help="default: the published recipe of the method")
@@ -38,7 +40,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _recipe(args: argparse.Namespace) -> EagleRecipe:
-    recipe = RECIPES[args.recipe or args.method]
+    recipe = RECIPES[args.recipe or (f"{args.method}-image" if draws(args.target, args.data) else args.method)]
     types = {f.name: type(getattr(recipe, f.name)) for f in fields(recipe)}
     changes: dict[str, Any] = {}
     for item in args.set:
@@ -48,12 +50,17 @@ def _recipe(args: argparse.Namespace) -> EagleRecipe:
     return recipe.with_(**changes)
 
 
+def draws(target: str, data: str) -> bool:
+    """Whether a target makes pictures: it is a diffusers pipeline, or the data are bare prompts."""
+    return data.startswith(("prompts:", "pictures:")) or (Path(target) / "model_index.json").is_file()
+
+
 def build(method: str, model: Any, intermediate: int | None) -> Any:
     """An untrained drafter in the shape of the target's own decoder layer, with norms throughout."""
     from mmspec.drafters.eagle import EagleConfig
-    from mmspec.pipelines.families import describe
+    from mmspec.pipelines.families import home
 
-    c, info = model.get_decoder().config, describe(model)
+    c, info = model.get_decoder().config, home(model).describe(model)
     theta = (getattr(c, "rope_parameters", None) or {}).get("rope_theta", 10000.0)
     config = EagleConfig(
         hidden=info.hidden,
@@ -75,15 +82,47 @@ def build(method: str, model: Any, intermediate: int | None) -> Any:
     return drafter_class(method)(config)
 
 
+def build_for_pictures(method: str, pipe: Any, intermediate: int | None) -> Any:
+    """An untrained drafter in the shape of a LlamaGen's own layer, rows and columns as its positions."""
+    from mmspec.drafters.eagle import EagleConfig
+    from mmspec.pipelines.families import home
+
+    c, info = pipe.transformer.config, home(pipe).describe(pipe)
+    config = EagleConfig(
+        hidden=c.dim,
+        intermediate=intermediate or pipe.transformer.layers[0].feed_forward.w2.in_features,
+        heads=c.heads,
+        kv_heads=c.heads,
+        vocab=c.vocab,
+        rope="2d",
+        grid=c.grid,
+        rope_theta=c.rope_base,
+        norm_eps=c.norm_eps,
+        features=(FINAL,),
+        input_norm=True,
+        embed_norm=True,
+        out_norm=True,
+        fc_bias=False,
+        target=info.name,
+    )
+    return drafter_class(method)(config)
+
+
 def train(model: Any, processor: Any, method: str, data: str, out: Path, recipe: EagleRecipe, **options: Any) -> Any:
-    """Train a drafter for a loaded model and write it to `out`; returns it. Resumes what `out` already holds."""
+    """Train a drafter for a loaded model and write it to `out`; returns it. Resumes what `out` already holds.
+
+    Without a processor the model is a pipeline that draws.
+    """
+    from mmspec.pipelines.image_teacher import ImageTeacher
     from mmspec.pipelines.teacher import Teacher
 
     torch.manual_seed(recipe.seed)
-    drafter = options.get("drafter") or build(method, model, options.get("intermediate"))
+    shaped = build if processor else build_for_pictures
+    drafter = options.get("drafter") or shaped(method, model, options.get("intermediate"))
     samples = read(data, options.get("limit"), recipe.seed)
     began = time.monotonic()
-    with Teacher(model, processor, drafter.features) as teacher:
+    features = drafter.features
+    with Teacher(model, processor, features) if processor else ImageTeacher(model, features) as teacher:
         drafter.to(model.device)
         run = Distillation(drafter, teacher, samples, recipe, out)
         tau = run.run()
@@ -98,17 +137,29 @@ def train(model: Any, processor: Any, method: str, data: str, out: Path, recipe:
         part = out / "report.json.part"
         part.write_text(json.dumps(report, indent=2))
         os.replace(part, out / "report.json")
-        print(f"held-out tau {tau:.2f} (chain of {recipe.unroll}, bonus token included); drafter in {out / 'drafter'}")
+        kind = "drawn chain" if recipe.overlap else "chain"
+        print(f"held-out tau {tau:.2f} ({kind} of {recipe.unroll}, bonus token included); drafter in {out / 'drafter'}")
     return drafter
 
 
-def run(args: argparse.Namespace) -> int:
+def _opened(target: str, pictures: bool, dtype: torch.dtype) -> tuple[Any, Any]:
+    """A model and its processor, or a pipeline and None."""
+    if pictures:
+        from mmspec.pipelines.llamagen import LlamaGenPipeline
+
+        pipe = LlamaGenPipeline.from_pretrained(target, torch_dtype=dtype)
+        pipe.set_progress_bar_config(disable=True)
+        return pipe, None
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
+    return AutoModelForImageTextToText.from_pretrained(target, dtype=dtype), AutoProcessor.from_pretrained(target)
+
+
+def run(args: argparse.Namespace) -> int:
     device = find_device(args.device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    model = AutoModelForImageTextToText.from_pretrained(args.target, dtype=dtype).to(device)
-    processor = AutoProcessor.from_pretrained(args.target)
+    model, processor = _opened(embedded.resolve(args.target), draws(args.target, args.data), dtype)
+    model.to(device)
     train(
         model,
         processor,

@@ -85,7 +85,7 @@ LAYOUTS = {
         keys=_EAGLE,
         optional=frozenset({"fc.bias", "block.qkv.bias", "input_norm.weight"}),
         dropped=("embed_tokens.weight",),
-        fixed={"features": (FINAL,), "parallel_norm": False, "embed_norm": False, "out_norm": False},
+        fixed={"features": (FINAL,), "parallel_norm": False, "embed_norm": False, "out_norm": False, "rope": "1d"},
         own_head=False,
     ),
     "eagle3": Layout(
@@ -94,7 +94,7 @@ LAYOUTS = {
         keys=_EAGLE3,
         optional=frozenset({"block.qkv.bias", "draft_ids"}),
         dropped=("embed_tokens.weight", "t2d"),
-        fixed={"parallel_norm": True, "norm_residual": False, "input_norm": False, "fc_bias": False},
+        fixed={"parallel_norm": True, "norm_residual": False, "input_norm": False, "fc_bias": False, "rope": "1d"},
         own_head=True,
     ),
     "speculators": Layout(
@@ -103,7 +103,7 @@ LAYOUTS = {
         keys=_SPECULATORS,
         optional=frozenset({"draft_ids"}),
         dropped=("embed_tokens.weight", "t2d", "verifier_norm.weight", "verifier_lm_head.weight"),
-        fixed={"parallel_norm": True, "input_norm": False, "fc_bias": False, "qkv_bias": False},
+        fixed={"parallel_norm": True, "input_norm": False, "fc_bias": False, "qkv_bias": False, "rope": "1d"},
         own_head=True,
     ),
 }

@@ -12,7 +12,8 @@ from mmspec.drafters.eagle import EagleConfig
 from mmspec.registry import DRAFTERS
 
 Shape = tuple[int, ...]
-NOTED = ("target", "target_revision", "depth", "width", "size")  # what no published layout has a place for
+# What no published layout has a place for.
+NOTED = ("target", "target_revision", "depth", "width", "size", "tree", "draws")
 
 _NEEDS = {  # setting: (values that our network computes, what any other means)
     "hidden_act": ((None, "silu"), "another activation than silu"),

@@ -25,19 +25,35 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
 
 
-def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
+def rotate(x: Tensor, positions: Tensor, theta: float, grid: int = 0) -> Tensor:
     """Rotary position embedding, halves convention (Su et al. 2021), tables in fp32.
+
+    On a grid the first half of the angles turns with the row, the second with the column, and what stands before the
+    picture becomes zero, so that it weighs the same to everybody (LlamaGen, Sun et al. 2024, and its published code).
 
     Args:
         x: [B, heads, n, D].
-        positions: [B, n] (or [1, n]).
+        positions: [B, n] (or [1, n]); on a grid, places in reading order: below 0 before it, clamped at its end.
+        grid: tokens along a side of the picture; 0: positions are in one dimension.
     """
-    D = x.shape[-1]
-    frequency = theta ** (torch.arange(0, D, 2, device=x.device, dtype=torch.float32) / -D)
-    angle = positions[:, None, :, None].float() * frequency  # [B, 1, n, D/2]
-    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    angle = _angles(positions, x.shape[-1], theta, grid)[:, None]  # [B, 1, n, D/2]
+    cos, sin = angle.cos(), angle.sin()
+    if grid:
+        there = (positions >= 0)[:, None, :, None]
+        cos, sin = cos * there, sin * there
+    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
     a, b = x.chunk(2, -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+def _angles(positions: Tensor, D: int, theta: float, grid: int) -> Tensor:
+    """[B, n, D/2] of positions [B, n]."""
+    turned = D // 2 if grid else D  # dimensions that turn with one and the same coordinate
+    frequency = theta ** (torch.arange(0, turned, 2, device=positions.device, dtype=torch.float32) / -turned)
+    if not grid:
+        return positions[..., None].float() * frequency
+    place = positions.clamp(0, grid * grid - 1)
+    return torch.cat([axis[..., None].float() * frequency for axis in (place // grid, place % grid)], -1)
 
 
 class Block(nn.Module):
@@ -45,10 +61,10 @@ class Block(nn.Module):
 
     def __init__(
         self, hidden: int, intermediate: int, heads: int, kv_heads: int, theta: float, eps: float,
-        inputs: int = 1, qkv_bias: bool = False, head_dim: int | None = None,
+        inputs: int = 1, qkv_bias: bool = False, head_dim: int | None = None, grid: int = 0,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.heads, self.kv_heads, self.theta = heads, kv_heads, theta
+        self.heads, self.kv_heads, self.theta, self.grid = heads, kv_heads, theta, grid
         self.head_dim = head_dim or hidden // heads
         self.qkv = nn.Linear(inputs * hidden, (heads + 2 * kv_heads) * self.head_dim, bias=qkv_bias)
         self.out = nn.Linear(heads * self.head_dim, hidden, bias=False)
@@ -60,11 +76,37 @@ class Block(nn.Module):
         """x [B, n, inputs·H] is what attention reads, residual [B, n, H] what it adds to; returns [B, n, H]."""
         B, n, _ = x.shape
         heads = self.qkv(x).view(B, n, -1, self.head_dim).transpose(1, 2)
-        turned = rotate(heads[:, : self.heads + self.kv_heads], positions, self.theta)
+        turned = rotate(heads[:, : self.heads + self.kv_heads], positions, self.theta, self.grid)
         o = attend(turned[:, : self.heads], turned[:, self.heads :], heads[:, self.heads + self.kv_heads :])
         x = residual + self.out(o.transpose(1, 2).flatten(2))
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, -1)
         return x + self.down(F.silu(gate) * up)
+
+
+def fold(x: Tensor, streams: int) -> Tensor:
+    """Streams from the feature axis to the batch axis, those of a row side by side: [B, n, S·F] to [B·S, n, F]."""
+    if streams == 1:
+        return x
+    return x.unflatten(-1, (streams, -1)).transpose(1, 2).flatten(0, 1)
+
+
+def unfold(x: Tensor, streams: int) -> Tensor:
+    """And back: [B·S, n, F] to [B, n, S·F]."""
+    if streams == 1:
+        return x
+    return x.unflatten(0, (-1, streams)).transpose(1, 2).flatten(2)
+
+
+def beside(attend: Attend, streams: int) -> Attend:
+    """Attention of [B·S, heads, n, D] as that of [B, S·heads, n, D]: a row's streams are heads of one memory."""
+    if streams == 1:
+        return attend
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(0, (-1, streams)).flatten(1, 2) for t in (q, k, v))
+        return attend(q, k, v).unflatten(1, (streams, -1)).flatten(0, 1)
+
+    return run
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -75,7 +117,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
 
 @dataclass
 class Memory:
-    """A feature drafter's state: keys and values of the rows it has read, per sequence."""
+    """A feature drafter's state: keys and values of the rows it has read, per sequence; streams are further heads."""
 
     slots: Slots
     lengths: Lengths  # rows read, per sequence

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmspec.config import SpecConfig
-from mmspec.drafters.blocks import Block, RMSNorm, attention
+from mmspec.config import TREE, SpecConfig
+from mmspec.drafters import shapes
+from mmspec.drafters.blocks import Block, RMSNorm, attention, fold, unfold
 from mmspec.drafters.feature import FeatureDrafter
 from mmspec.types import FINAL, Target, TargetInfo
 
@@ -28,9 +29,11 @@ class EagleConfig:
         norm_residual: in EAGLE-3's layer the residual is the normed feature (`norm_before_residual` of speculators).
         input_norm: norm before the attention (absent in EAGLE-1/2's only layer).
         embed_norm, out_norm: norm of the embedding, and of the output feature before the head.
+        rope: "1d", or "2d" for pictures: row and column of the token fed, zero before the picture.
+        grid: with "2d", tokens along a side of the picture.
         draft_vocab: rows of the drafter's own head; 0: the target's head is used.
         target, target_revision: what it was trained for.
-        depth, width, size: the tree it recommends (see SpecConfig).
+        depth, width, size, tree, draws: how it recommends to draft (see SpecConfig).
     """
 
     hidden: int
@@ -50,12 +53,23 @@ class EagleConfig:
     out_norm: bool = False
     fc_bias: bool = True
     qkv_bias: bool = False
+    rope: str = "1d"
+    grid: int = 0
     draft_vocab: int = 0
     target: str = ""
     target_revision: str = ""
     depth: int = 5
     width: int = 8
     size: int = 32
+    tree: str = shapes.DYNAMIC
+    draws: bool = False
+
+    def __post_init__(self) -> None:
+        width = self.head_dim or self.hidden // self.heads
+        if self.rope not in ("1d", "2d") or (self.rope == "2d") is not (self.grid > 0):
+            raise ValueError(f"rope is '1d' with grid 0, or '2d' with a grid ≥ 1; got {self.rope!r}, {self.grid!r}")
+        if self.rope == "2d" and width % 4:
+            raise ValueError(f"rope '2d' turns quarters of a head, so head_dim must be a multiple of 4; it is {width}")
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> EagleConfig:
@@ -82,12 +96,12 @@ class EagleDrafter(FeatureDrafter):
     def __init__(self, config: EagleConfig) -> None:
         super().__init__()
         self.config = c = config
-        self.options = SpecConfig().filled(c.depth, c.width, c.size)
+        self.options = self._settled(SpecConfig())
         reads = len(c.features) * (c.target_hidden or c.hidden)
         self.fc = nn.Linear(reads if c.parallel_norm else c.hidden + reads, c.hidden, bias=c.fc_bias)
         self.block = Block(
             c.hidden, c.intermediate, c.heads, c.kv_heads, c.rope_theta, c.norm_eps,
-            inputs=2 if c.parallel_norm else 1, qkv_bias=c.qkv_bias, head_dim=c.head_dim or None,
+            inputs=2 if c.parallel_norm else 1, qkv_bias=c.qkv_bias, head_dim=c.head_dim or None, grid=c.grid,
         )  # fmt: skip
         both = c.parallel_norm
         self.embed_norm = _norm(c, c.embed_norm or both)
@@ -103,8 +117,9 @@ class EagleDrafter(FeatureDrafter):
         """The same weights with the user's options, on the target's device.
 
         Raises:
-            ValueError: the drafter was made for another target; the message says which shapes differ.
+            ValueError: the drafter was made for another target, or has no use for an option; the message says why.
         """
+        options.only(TREE, "eagle")
         c = self.config
         wanted = {
             "hidden size": (c.target_hidden or c.hidden, target.hidden),
@@ -121,8 +136,19 @@ class EagleDrafter(FeatureDrafter):
                 f"{', '.join(wrong)}. Use a drafter trained for this target, or drafter='ngram', which fits any"
             )
         fitted = copy.copy(self.to(device=target.device, dtype=target.dtype).eval())
-        fitted.options = options.filled(c.depth, c.width, c.size)
+        fitted.options = self._settled(options)
         return fitted
+
+    def _settled(self, options: SpecConfig) -> SpecConfig:
+        c = self.config
+        options = shapes.settled(options, c.tree, c.draws, c.depth, c.width, c.size)
+        if options.draws and c.draft_vocab:
+            raise ValueError("draws=True needs the target's own head; this drafter has one of its own")
+        return options
+
+    @property
+    def own_head(self) -> bool:
+        return self.lm_head is not None
 
     def inputs(self, embeds: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
         embeds = self.embed_norm(embeds)
@@ -148,27 +174,30 @@ class EagleDrafter(FeatureDrafter):
         """The target's logits [..., V] at the drafter's own vocabulary."""
         return logits if self.lm_head is None else logits[..., self.draft_ids]
 
-    def forward(self, embeds: Tensor, features: Tensor, valid: Tensor, steps: int) -> list[Tensor]:
+    def forward(self, embeds: Tensor, features: Tensor, valid: Tensor, steps: int, start: int = 0) -> list[Tensor]:
         """Training-time test: what the drafter would predict `steps` tokens ahead, from every position at once.
 
         Step i at base row j reads its own step i−1 output at j and the embedding i tokens later; it attends to the real
         rows up to j and to its own rows of steps 1..i, exactly as in decoding (EAGLE-3, §3.2).
 
         Args:
-            embeds: [B, T, H], embedding of the token after each row.
-            features: [B, T, F], the target's features at each row.
+            embeds: [B, T, S·H], embedding of the token after each row.
+            features: [B, T, S·F], the target's features at each row.
             valid: bool [B, T], false on padding.
             steps: ≥ 1.
+            start: rotary position of row 0; behind a prompt of P tokens, with rope "2d", 1 − P.
 
         Returns:
-            `steps` tensors [B, T, H]; entry i at row j predicts the feature i + 1 rows later.
+            `steps` tensors [B, T, S·H]; entry i at row j predicts the feature i + 1 rows later.
         """
+        S = embeds.shape[-1] // self.config.hidden
+        embeds, features, valid = fold(embeds, S), fold(features, S), valid.repeat_interleave(S, 0)
         B, T, _ = embeds.shape
         device = embeds.device
         causal = torch.ones(T, T, dtype=torch.bool, device=device).tril()
         own = torch.eye(T, dtype=torch.bool, device=device)
         masks, keys, values, outputs = [causal & valid[:, None] | own], [], [], []
-        positions = torch.arange(T, device=device)[None]
+        positions = start + torch.arange(T, device=device)[None]
         for step in range(steps):
 
             def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -179,7 +208,7 @@ class EagleDrafter(FeatureDrafter):
             shifted = torch.cat([embeds[:, step:], embeds.new_zeros(B, step, embeds.shape[2])], 1)
             x, residual = self.inputs(shifted, features)
             features = self.carry(self.block(x, residual, positions + step, attend))
-            outputs.append(features)
+            outputs.append(unfold(features, S))
             masks.append(own.expand(B, T, T))
         return outputs
 

@@ -11,24 +11,31 @@ from torch import Tensor, nn
 
 import mmspec
 from mmspec.config import SpecConfig
-from mmspec.drafters.blocks import Block, Memory, path_after
+from mmspec.drafters import shapes
+from mmspec.drafters.blocks import Block, Memory, beside, fold, path_after, unfold
+from mmspec.kernels import reference as ops
 from mmspec.slots import Lengths, Slots
-from mmspec.tree import chain, grow
-from mmspec.types import Draft, Prompt, Target, Tree
+from mmspec.tree import Expand, chain, grow
+from mmspec.types import Categorical, Draft, Prompt, Target, Tree
 
 
 @dataclass
 class _Frontier:
     """Growth under way: the last level's features, and who is whose ancestor since the root."""
 
-    hidden: Tensor  # [B, k, H]
+    hidden: Tensor  # [B, k, S·H]
     seen: Tensor  # bool [B, k, M]
     appended: int = 0
     level: int = 0
 
 
 class FeatureDrafter(nn.Module):
-    """One layer that continues the target's features. A method says what goes in (`inputs`) and what comes out."""
+    """One layer that continues the target's features. A method says what goes in (`inputs`) and what comes out.
+
+    Under guidance a target has S > 1 streams: they share the tokens, each has features and memory of its own, and the
+    target's head makes one law of them. Outside, streams stand side by side on the feature axis; the layer reads them
+    as rows of a batch.
+    """
 
     method: str
     config: Any
@@ -42,7 +49,7 @@ class FeatureDrafter(nn.Module):
         raise NotImplementedError
 
     def logits(self, hidden: Tensor, target: Target) -> Tensor:
-        """Logits [..., V_d] over the draft vocabulary from carried features [..., H]."""
+        """Logits [..., V_d] over the draft vocabulary from carried features [..., S·H]."""
         raise NotImplementedError
 
     def carry(self, z: Tensor) -> Tensor:
@@ -52,6 +59,11 @@ class FeatureDrafter(nn.Module):
     def to_target(self, ids: Tensor) -> Tensor:
         """Ids of the draft vocabulary as the target's."""
         return ids
+
+    @property
+    def own_head(self) -> bool:
+        """Whether its logits come from a head and a vocabulary of its own."""
+        return False
 
     @property
     def features(self) -> tuple[int, ...]:
@@ -69,10 +81,13 @@ class FeatureDrafter(nn.Module):
         """Read the prompt: row j pairs the features at j with the embedding at j + 1; the last waits for its token."""
         assert prompt.embeds is not None and prompt.hidden is not None
         B, L = prompt.ids.shape
+        if self.own_head and _streams(target) > 1:
+            raise ValueError("a drafter with an output head of its own knows no guidance; use one without, or 'jacobi'")
         valid = prompt.valid[:, :-1]
         padded = not bool(valid.all())
         zero = Lengths.of([0] * B, valid.device)
-        memory = Memory(Slots(L + 256), zero, torch.zeros(B, dtype=torch.long, device=valid.device), valid, padded)
+        first = torch.full((B,), 1 - L if self.block.grid else 0, device=valid.device)
+        memory = Memory(Slots(L + 256), zero, first, valid, padded)
         if L > 1:
             causal = torch.ones(L - 1, L - 1, dtype=torch.bool, device=valid.device).tril()
             seen = (causal & valid[:, None]) | torch.eye(L - 1, dtype=torch.bool, device=valid.device)
@@ -85,9 +100,13 @@ class FeatureDrafter(nn.Module):
         self, memory: Memory, embeds: Tensor, features: Tensor, at: Lengths, ahead: Tensor | int, seen: Tensor | None
     ) -> Tensor:
         """Run n rows [B, n]: appended at `at`, at positions `ahead` of the memory's next one; returns features."""
+        S = embeds.shape[-1] // self.config.hidden
         steps = torch.arange(embeds.shape[1], device=embeds.device) if isinstance(ahead, int) else ahead
-        x, residual = self.inputs(embeds, features.to(embeds.dtype))
-        return self.carry(self.block(x, residual, memory.positions[:, None] + steps, memory.attend(at, seen)))
+        positions = memory.positions[:, None] + steps
+        positions = positions if S == 1 else positions.repeat_interleave(S, 0)
+        x, residual = self.inputs(fold(embeds, S), fold(features.to(embeds.dtype), S))
+        z = self.block(x, residual, positions, beside(memory.attend(at, seen), S))
+        return unfold(self.carry(z), S)
 
     @torch.no_grad()
     def propose(self, session: Any, target: Target) -> Draft:
@@ -95,28 +114,62 @@ class FeatureDrafter(nn.Module):
         hidden, follow, count = path_after(session)
         W = follow.shape[1]
         seen = None if W == 1 else chain(W, follow.device).ancestors.expand(len(follow), W, W)
-        out = self._read(memory, target.embed(follow), hidden, memory.lengths, 0, seen)
+        out = self._read(memory, _embed(target, follow), hidden, memory.lengths, 0, seen)
         memory.lengths = memory.lengths.plus(session.last.counts, count)
         memory.positions = memory.positions + count
-        f = out.gather(1, (count - 1)[:, None, None].expand(-1, 1, out.shape[2]))  # [B, 1, H]
-        below, tree = self._chain(session, target, f) if self.options.width == 1 else self._tree(session, target, f)
-        return Draft(torch.cat([session.pending[:, None], below], 1), tree)
+        f = out.gather(1, (count - 1)[:, None, None].expand(-1, 1, out.shape[2]))  # [B, 1, S·H]
+        o, law = self.options, None
+        draws = o.draws and not session.last.scores.law.is_point  # a point mass is not met by drawing
+        if o.tree == shapes.DYNAMIC:
+            below, tree = self._tree(session, target, f)
+        elif o.tree == "chain" and not draws:
+            below, tree = self._chain(session, target, f)
+        else:
+            below, tree, law = self._static(session, target, f, bool(draws))
+        return Draft(torch.cat([session.pending[:, None], below], 1), tree, law)
+
+    def _weighed(self, session: Any, target: Target, f: Tensor, level: int) -> Tensor:
+        """Logits [B, n, V] of the tokens at `level` below the root's children, weighed as the target weighs its own."""
+        logits, weigh = self.logits(f, target), getattr(target, "weigh", None)
+        if weigh is None or self.own_head:
+            return logits
+        return weigh(logits, session, session.emitted[:, None] + level)
 
     def _chain(self, session: Any, target: Target, f: Tensor) -> tuple[Tensor, Tree]:
         memory, depth, tokens = session.memory, self.options.depth or 1, []
         for level in range(depth):
-            tokens.append(self.to_target(self.logits(f, target).argmax(-1)))  # [B, 1]
+            tokens.append(self.to_target(self._weighed(session, target, f, level).argmax(-1)))  # [B, 1]
             if level + 1 < depth:
                 at = Lengths(tuple(n + level for n in memory.lengths.host), memory.lengths.device + level)
                 here = torch.full((1,), level, device=f.device)
-                f = self._read(memory, target.embed(tokens[-1]), f, at, here, None)
+                f = self._read(memory, _embed(target, tokens[-1]), f, at, here, None)
         return torch.cat(tokens, 1), chain(depth + 1, f.device).expand(len(f))
 
     def _tree(self, session: Any, target: Target, f: Tensor) -> tuple[Tensor, Tree]:
-        memory, o = session.memory, self.options
+        o = self.options
         width, depth = o.width or 1, o.depth or 1
         size = min(o.size or 1, 1 + width + (depth - 1) * width**2)
-        state = _Frontier(f.expand(-1, width, -1), torch.zeros(len(f), width, 0, dtype=torch.bool, device=f.device))
+        first, expand = self._growth(session, target, f)
+        below, tree = grow(first, expand, width, depth, size)
+        return self.to_target(below), tree
+
+    def _static(self, session: Any, target: Target, f: Tensor, draws: bool) -> tuple[Tensor, Tree, Categorical | None]:
+        """A static tree, and the law of what was drawn."""
+
+        def noise(level: int) -> Tensor:
+            return ops.gumbel(seeds, session.emitted[:, None] + level, first.shape[-1])
+
+        assert self.options.tree is not None
+        plan = shapes.plan(self.options.tree, self.options.depth or 1, f.device)
+        seeds = ops.stream(session.seeds, ops.FRESH)
+        first, expand = self._growth(session, target, f)
+        below, law = shapes.fill(first, expand, plan, noise if draws else None)
+        return self.to_target(below), plan.tree.expand(len(f)), None if law is None else Categorical(law)
+
+    def _growth(self, session: Any, target: Target, f: Tensor) -> tuple[Tensor, Expand]:
+        """Log-probabilities [B, V] after the root, and the way to those after a frontier."""
+        memory = session.memory
+        state = _Frontier(f, torch.zeros(len(f), 1, 0, dtype=torch.bool, device=f.device))
 
         def expand(tokens: Tensor, came_from: Tensor) -> Tensor:
             k, n = tokens.shape[1], state.appended
@@ -126,14 +179,12 @@ class FeatureDrafter(nn.Module):
             state.seen = torch.cat([seen, own], 2)
             at = Lengths(tuple(x + n for x in memory.lengths.host), memory.lengths.device + n)
             here = torch.full((k,), state.level, device=f.device)
-            embeds = target.embed(self.to_target(tokens))
+            embeds = _embed(target, self.to_target(tokens))
             state.hidden = self._read(memory, embeds, before, at, here, state.seen)
             state.appended, state.level = n + k, state.level + 1
-            return self.logits(state.hidden, target).float().log_softmax(-1)
+            return self._weighed(session, target, state.hidden, state.level).float().log_softmax(-1)
 
-        first = self.logits(f[:, 0], target).float().log_softmax(-1)
-        below, tree = grow(first, expand, width, depth, size)
-        return self.to_target(below), tree
+        return self._weighed(session, target, f, 0)[:, 0].float().log_softmax(-1), expand
 
     # -- files -------------------------------------------------------------------------------------------------------
 
@@ -149,3 +200,13 @@ class FeatureDrafter(nn.Module):
     def push_to_hub(self, repo_id: str, **options: Any) -> str:
         """Upload to the hub, safetensors only; returns the address."""
         return mmspec.push_drafter(self, repo_id, **options)
+
+
+def _streams(target: Target) -> int:
+    return getattr(target, "streams", 1)
+
+
+def _embed(target: Target, ids: Tensor) -> Tensor:
+    """Embeddings [B, n, S·H] of ids [B, n]: every stream reads the same tokens."""
+    embeds, S = target.embed(ids), _streams(target)
+    return embeds if S == 1 else embeds.repeat(1, 1, S)

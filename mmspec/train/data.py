@@ -1,4 +1,4 @@
-"""Where training prompts come from: images with questions, in a folder, a JSONL list, a dataset, or drawn scenes."""
+"""Where training prompts come from: images with questions, in a folder, a JSONL list, a dataset, or drawn; or texts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PROMPTS = ("Describe this image in detail.", "What is shown in this picture? Pl
 
 @dataclass(frozen=True)
 class Sample:
-    """One prompt about some images; the target itself writes the answer."""
+    """One prompt, about some images or for one; the target itself writes or draws the answer."""
 
     load: Callable[[], list[Image.Image]]
     prompt: str
@@ -30,6 +30,7 @@ def read(source: str, limit: int | None = None, seed: int = 0) -> Sequence[Sampl
     Args:
         source: `scenes:N` (drawn on the fly), a folder of images, a `.jsonl` file with `image` (or `images`) and
             `prompt` (or `question`) per line, paths relative to it, or `hf:owner/name[:split]` with an `image` column.
+            For a target that draws: `prompts:FILE`, one per line, or `pictures:N`, prompts of the zoo's generator.
         limit: use at most so many.
         seed: of drawn scenes.
 
@@ -38,6 +39,10 @@ def read(source: str, limit: int | None = None, seed: int = 0) -> Sequence[Sampl
     """
     if source.startswith("scenes:"):
         samples: Sequence[Sample] = _scenes(int(source.partition(":")[2]), seed)
+    elif source.startswith("prompts:") and Path(source[8:]).is_file():
+        samples = [Sample(list, line.strip()) for line in Path(source[8:]).read_text().splitlines() if line.strip()]
+    elif source.startswith("pictures:"):
+        samples = _pictures(int(source.partition(":")[2]), seed)
     elif source.startswith("hf:"):
         samples = _dataset(source[3:])
     elif Path(source).is_dir():
@@ -46,7 +51,8 @@ def read(source: str, limit: int | None = None, seed: int = 0) -> Sequence[Sampl
         samples = list(_lines(Path(source)))
     else:
         raise ValueError(
-            f"unknown data source {source!r}; give scenes:N, a folder of images, a .jsonl file or hf:owner/name[:split]"
+            f"unknown data source {source!r}; give scenes:N, a folder of images, a .jsonl file, hf:owner/name[:split] "
+            "or, for a model that draws, prompts:FILE or pictures:N"
         )
     if not samples:
         raise ValueError(f"{source} holds no samples; a folder needs images ({', '.join(sorted(_SUFFIXES))})")
@@ -104,6 +110,13 @@ def _scenes(count: int, seed: int) -> list[Sample]:
         return [scenes.render(scenes.draw(np.random.default_rng([seed, 77, index])))]
 
     return [Sample(partial(draw, index), prompts[index % len(prompts)]) for index in range(count)]
+
+
+def _pictures(count: int, seed: int) -> list[Sample]:
+    from mmspec.zoo import pictures
+
+    generators = (np.random.default_rng([seed, 78, index]) for index in range(count))
+    return [Sample(list, pictures.caption(pictures.draw(rng), rng)) for rng in generators]
 
 
 def batches(count: int, size: int, seed: int, start: int, process: int = 0, processes: int = 1) -> Iterator[list[int]]:

@@ -21,14 +21,15 @@ from mmspec.train.recipes import EagleRecipe
 
 @dataclass(frozen=True)
 class Trace:
-    """What the target saw and thought along one batch of right-padded sequences."""
+    """What the target saw and thought along one batch of right-padded sequences; S streams side by side."""
 
     ids: Tensor  # [B, T]
-    embeds: Tensor  # [B, T, H], visual features in their places
-    features: Tensor  # [B, T, F], what the drafter reads
-    final: Tensor  # [B, T, H], final hidden states, what the target's head reads
+    embeds: Tensor  # [B, T, S·H], visual features in their places
+    features: Tensor  # [B, T, S·F], what the drafter reads
+    final: Tensor  # [B, T, S·H], final hidden states, what the target's head reads
     valid: Tensor  # bool [B, T]
     answered: Tensor  # bool [B, T], the target's own tokens
+    start: int = 0  # the drafter's rotary position of row 0; on a grid, behind P rows of prompt, 1 − P
 
 
 class Teaches(Protocol):
@@ -40,17 +41,18 @@ class Teaches(Protocol):
 
 
 def losses(drafter: Any, network: Any, teacher: Teaches, trace: Trace, recipe: EagleRecipe) -> tuple[Tensor, Tensor]:
-    """The weighted loss of all unrolled steps, and whether each step's most likely token was the target's.
+    """The weighted loss of all unrolled steps, and the chance that each step's token is the target's.
 
     Row j pairs the embedding at j + 1 with the features at j and predicts the feature at j + 1, hence token j + 2.
 
     Returns:
-        The loss (a scalar), and agreement bool [steps, rows] over the rows that predict the target's own tokens.
+        The loss (a scalar), and agreement [steps, rows] over the rows that predict the target's own tokens: whether the
+        likeliest tokens are the same (bool), or, if the recipe asks for `overlap`, Σ min(p, q).
     """
     features = trace.features[:, :-1]
     if recipe.noise:
         features = features + (torch.rand_like(features) * 2 - 1) * recipe.noise
-    outputs = network(trace.embeds[:, 1:], features, trace.valid[:, :-1], recipe.unroll)
+    outputs = network(trace.embeds[:, 1:], features, trace.valid[:, :-1], recipe.unroll, trace.start)
     wanted = trace.final[:, 1:]
     T = wanted.shape[1]
     # A row counts if the token after the predicted feature is the target's own, for every step alike.
@@ -64,17 +66,19 @@ def losses(drafter: Any, network: Any, teacher: Teaches, trace: Trace, recipe: E
         with torch.no_grad():
             p = drafter.to_draft(teacher.head(h).float())
         logits = drafter.logits(z, teacher).float()
-        loss = recipe.token_weight * -(p.softmax(-1) * logits.log_softmax(-1)).sum(-1).mean()
+        log_q, weights = logits.log_softmax(-1), p.softmax(-1)
+        loss = recipe.token_weight * -(weights * log_q).sum(-1).mean()
         if recipe.feature_weight and z.shape == h.shape:
             loss = loss + recipe.feature_weight * F.smooth_l1_loss(z, h)
         total = total + recipe.step_decay**step * loss
-        agree.append(logits.argmax(-1) == p.argmax(-1))
+        same = logits.argmax(-1) == p.argmax(-1)
+        agree.append(torch.minimum(weights, log_q.detach().exp()).sum(-1) if recipe.overlap else same)
     assert recipe.unroll <= T, "a sequence shorter than the unrolled steps"
     return total, torch.stack(agree)
 
 
 def expected_tokens(agree: Tensor) -> float:
-    """τ of a greedy chain as deep as the unroll, bonus token included: 1 + Σ_d P(the first d tokens agree)."""
+    """τ of a greedy or drawn chain as deep as the unroll, bonus included: 1 + Σ_d P(the first d tokens stand)."""
     return 1.0 + agree.float().cumprod(0).mean(1).sum().item() if agree.numel() else 1.0
 
 

@@ -31,6 +31,7 @@ class EagleRecipe:
     temperature: float = 1.0  # of the sampled share of the self-generated answers
     sampled: float = 0.25  # share of answers that are sampled rather than greedy
     max_new_tokens: int = 512  # of an answer; ViSpec (Kang et al. 2025, §3.3) uses 1024 with a long-answer prompt
+    overlap: bool = False  # measure τ of a drawn chain, Σ min(p, q) per step, rather than of a greedy one
     held_out: int = 64  # samples kept for measuring τ
     seed: int = 0
 
@@ -53,4 +54,19 @@ SCENES_EAGLE = EagleRecipe(
     sampled=0.25, max_new_tokens=256, held_out=48,
 )  # fmt: skip
 
-RECIPES = {"eagle": EagleRecipe(), "scenes-eagle": SCENES_EAGLE}
+# Pictures. LANTERN's recipe (Jang et al. 2024, arXiv 2410.03355, and its code) is SmoothL1 + 0.1 · cross-entropy with
+# the unguided law on one step, AdamW (0.9, 0.95), lr 1e-4, batch 4, noise 0.1 · 512/length. Ours differs in that the
+# target draws the pictures itself, at its own guidance scale and settings, that both streams are learnt with the guided
+# law that is verified, and that the drafter also sees its own outputs, as above.
+IMAGE_EAGLE = EagleRecipe(lr=1e-4, batch=4, noise=0.1, unroll=4, sampled=1.0, overlap=True)
+SCENES_IMAGE_EAGLE = EagleRecipe(
+    steps=200, batch=8, lr=3e-3, clip=1.0, muon=True, feature_weight=0.5, token_weight=1.0, unroll=3,
+    sampled=1.0, overlap=True, held_out=24,
+)  # fmt: skip
+
+RECIPES = {
+    "eagle": EagleRecipe(),
+    "scenes-eagle": SCENES_EAGLE,
+    "eagle-image": IMAGE_EAGLE,
+    "scenes-image-eagle": SCENES_IMAGE_EAGLE,
+}
