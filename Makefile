@@ -5,14 +5,15 @@
 VENV ?= .venv
 RUN := $(VENV)/bin
 IN ?=
+PROMPT ?= a small red striped circle left of a large blue square on a grey background
 ARGS ?=
 OFFLINE := HF_HUB_OFFLINE=1
 
-.PHONY: help check test test-all bench demo caption zoo
+.PHONY: help check test test-all bench demo caption generate zoo
 .DELETE_ON_ERROR:
 
 help:
-	@echo "make check | test | test-all | bench | demo | caption [IN=folder] [ARGS=options] | zoo"
+	@echo "make check | test | test-all | bench | demo | caption [IN=folder] | generate [PROMPT=text] | zoo; all but check take ARGS=options"
 
 check: $(VENV)/.mmspec-dev
 	$(RUN)/ruff check .
@@ -37,6 +38,9 @@ demo: $(VENV)/.mmspec-base
 # Online, because --model may name a model on the Hub; the embedded one needs no network.
 caption: $(VENV)/.mmspec-base
 	$(RUN)/python -m mmspec.app.cli caption $(if $(IN),"$(IN)") $(ARGS)
+
+generate: $(VENV)/.mmspec-base
+	$(RUN)/python -m mmspec.app.cli generate "$(PROMPT)" --compare $(ARGS)
 
 $(VENV)/.mmspec-base: pyproject.toml | $(RUN)/python
 	$(RUN)/python -m pip install --disable-pip-version-check -e .

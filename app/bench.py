@@ -10,10 +10,10 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from PIL import Image
@@ -24,8 +24,11 @@ from mmspec.app.media import MediaError, decode, find, load_image
 from mmspec.app.provenance import load_average
 from mmspec.session import Stats
 
+T = TypeVar("T")
+WARM_UPS = 6  # calls at most until a compiled path stops compiling
 SUITES = {  # name: (module with configure(parser) and measure(args, outcome), one line of help)
     "vlm": ("mmspec.app.bench_vlm", "answers of a vision-language model, stock paths and drafters side by side"),
+    "image": ("mmspec.app.bench_image", "pictures of an autoregressive image model: speed, and how good they are"),
 }
 FIELDS = {  # what a question list may call its fields, the first one that is filled counts
     "images": ("image", "images", "image_path", "image_paths", "image_file", "file_name", "img"),
@@ -45,7 +48,7 @@ class Outcome:
     provenance: dict[str, Any] = field(default_factory=dict)
     tuned: dict[str, Any] = field(default_factory=dict)  # cell → method → {chosen, tried}
     records: list[report.Record] = field(default_factory=list)
-    meaning: dict[str, str] = field(default_factory=lambda: dict(report.MEANING))
+    meaning: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,7 @@ def run(args: argparse.Namespace) -> int:
         if args.plot:
             report.check_plot(args.plot)
         for _ in importlib.import_module(SUITES[args.suite][0]).measure(args, outcome):
+            outcome.meaning = report.meaning(outcome.records)
             if args.json:
                 _save(args.json, json.dumps(asdict(outcome), indent=1))
     except (BenchError, EngineError, MediaError, report.ReportError) as error:
@@ -146,8 +150,8 @@ def _save(path: Path, text: str) -> None:
     os.replace(half, path)
 
 
-def batches(some: list[Question], size: int) -> list[list[Question]]:
-    """Single questions, or windows that overlap by half, so that there are enough calls to take quartiles of."""
+def batches(some: Sequence[T], size: int) -> list[list[T]]:
+    """Single ones, or windows that overlap by half, so that there are enough calls to take quartiles of."""
     starts = range(0, len(some), max(1, size // 2))
     return [[some[(start + i) % len(some)] for i in range(size)] for start in starts]
 
@@ -156,6 +160,27 @@ def in_turn(count: int, turn: int) -> list[int]:
     """A new starter each turn, and every other turn backwards, so that no method always follows the same one."""
     places = [(turn // 2 + i) % count for i in range(count)]
     return places[::-1] if turn % 2 else places
+
+
+def compiled_graphs() -> int:
+    """How many graphs torch.compile has made so far; a change during a call means that the call compiled."""
+    dynamo = sys.modules.get("torch._dynamo.utils")  # absent as long as nothing was compiled
+    return dynamo.counters["stats"]["unique_graphs"] if dynamo else 0
+
+
+def settle(call: Callable[[], Any]) -> None:
+    """One call, and as many more as it takes until nothing is compiled any more."""
+    for _ in range(WARM_UPS):
+        graphs = compiled_graphs()
+        call()
+        if compiled_graphs() == graphs:
+            return
+    raise RuntimeError(f"still compiling after {WARM_UPS} calls")
+
+
+def say(line: str) -> None:
+    """Progress, to the screen beside the results."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def wait(device: torch.device) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,7 +18,21 @@ from transformers import CompileConfig
 import mmspec
 from mmspec import registry
 from mmspec.app import embedded, report
-from mmspec.app.bench import BenchError, Call, Clock, Outcome, Question, batches, in_turn, peak_mb, read_questions, wait
+from mmspec.app.bench import (
+    BenchError,
+    Call,
+    Clock,
+    Outcome,
+    Question,
+    batches,
+    compiled_graphs,
+    in_turn,
+    peak_mb,
+    read_questions,
+    say,
+    settle,
+    wait,
+)
 from mmspec.app.engine import STOCK as NO_DRAFTER
 from mmspec.app.engine import answer_length, load
 from mmspec.app.provenance import provenance
@@ -27,7 +40,6 @@ from mmspec.pipelines.prompts import chat_inputs
 from mmspec.zoo import language, scenes
 
 HELD_OUT, TUNING = 7001, 7002  # first number of the seeds of scenes that no training and no evaluation draws
-WARM_UPS = 6  # calls at most until a compiled path stops compiling
 GRIDS: dict[str, tuple[dict[str, int], ...]] = {  # what --tune tries
     "lookup": tuple({"prompt_lookup_num_tokens": k} for k in (3, 5, 10)),
     "text drafter": tuple({"depth": d} for d in (3, 5, 8)),
@@ -124,12 +136,6 @@ class Bench:
                 yield handle
 
 
-def _compiled_graphs() -> int:
-    """How many graphs torch.compile has made so far; a change during a call means that the call compiled."""
-    dynamo = sys.modules.get("torch._dynamo.utils")  # absent as long as nothing was compiled
-    return dynamo.counters["stats"]["unique_graphs"] if dynamo else 0
-
-
 def configure(parser: argparse.ArgumentParser) -> None:
     """What is asked, of whom, and by which methods."""
     add = parser.add_argument
@@ -171,7 +177,7 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
             found = measure_cell(bench, cell, ready, some)
             outcome.records += found
             told = [f"{r['method']} {r['speedup_e2e']:.2f}x" for r in found if r["n"] and r["category"] == "all"]
-            _say(f"{cell}, {label}: {', '.join(told)}")
+            say(f"{cell}, {label}: {', '.join(told)}")
             yield
 
 
@@ -204,7 +210,7 @@ def _drafter_names(args: argparse.Namespace) -> list[str]:
     try:
         embedded.resolve(embedded.DRAFTER)
     except FileNotFoundError as error:
-        _say(f"without the embedded drafter: {error}")
+        say(f"without the embedded drafter: {error}")
         return []
     return [embedded.DRAFTER]
 
@@ -242,7 +248,7 @@ def tune(bench: Bench, chosen: list[Method], cell: Cell, asked: dict[str, list[Q
         found.setdefault(name, {"tried": []})["tried"].append({"setting": setting, "ms_per_token": cost})
     for name, entry in found.items():
         entry["chosen"] = min(entry["tried"], key=lambda one: one["ms_per_token"])["setting"]
-        _say(f"tuned {cell}: {name} {entry['chosen']}")
+        say(f"tuned {cell}: {name} {entry['chosen']}")
     return found
 
 
@@ -269,21 +275,16 @@ def measure_cell(bench: Bench, cell: Cell, chosen: list[Method], some: list[Ques
     for turn, group in enumerate(groups):
         inputs = bench.inputs(group)
         for method in (able[place] for place in in_turn(len(able), turn)):
-            graphs = _compiled_graphs()
+            graphs = compiled_graphs()
             calls[method.name][turn] = bench.call(method, cell, inputs, bench.seed + turn)
-            if _compiled_graphs() != graphs:
+            if compiled_graphs() != graphs:
                 notes[method.name] = "compiled during a timed call: its time is overstated"
     return _records(cell, chosen, groups, calls, peaks, notes)
 
 
 def warm_up(bench: Bench, method: Method, cell: Cell, inputs: Any) -> None:
-    """One call, and as many more as it takes until nothing is compiled any more."""
-    for _ in range(WARM_UPS):
-        graphs = _compiled_graphs()
-        bench.call(method, cell, inputs, bench.seed)
-        if _compiled_graphs() == graphs:
-            return
-    raise RuntimeError(f"still compiling after {WARM_UPS} calls")
+    """As many calls as it takes until nothing is compiled any more."""
+    settle(lambda: bench.call(method, cell, inputs, bench.seed))
 
 
 def _records(
@@ -308,7 +309,3 @@ def _records(
                 told = notes.get(method.name, slower.get(method.name, ""))
                 found.append(facts | figures | {"peak_mb": peaks.get(method.name), "note": told})
     return found
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

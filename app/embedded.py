@@ -1,4 +1,4 @@
-"""The small model that comes with mmspec: its names, the folder of its weights, its prompt and its limits."""
+"""The small models that come with mmspec: their names, the folders of their weights, the prompt and its limits."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from mmspec import zoo
 from mmspec.zoo.language import PROMPTS
 
 MODEL, DRAFTER = "scenes-vlm", "scenes-vlm-eagle"
+IMAGE_MODEL, IMAGE_DRAFTER = "scenes-llamagen", "scenes-llamagen-eagle"
 NOTE = (
     "note: scenes-vlm, the model that comes with mmspec, knows only drawn scenes of coloured shapes; its captions of "
     "other pictures mean nothing. Name a real model: --model llava-hf/llava-1.5-7b-hf --drafter ngram"
@@ -16,7 +17,7 @@ NOTE = (
 
 def resolve(name: str) -> str:
     """Folder of an embedded model's weights; any other name unchanged. FileNotFoundError if the weights are missing."""
-    if name not in (MODEL, DRAFTER) or Path(name).exists():
+    if name not in (MODEL, DRAFTER, IMAGE_MODEL, IMAGE_DRAFTER) or Path(name).exists():
         return name
     return str(zoo.path(name))
 

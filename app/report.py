@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,27 +35,58 @@ MEANING = {  # of the columns; stands in the JSON and the Markdown page
     "length": "mean number of generated tokens per row; differs between methods when sampling, hence times per token",
     "n": "timed calls",
 }
-COLUMNS: tuple[tuple[str, Callable[[Record], str]], ...] = (
+Columns = tuple[tuple[str, Callable[[Record], str]], ...]
+COLUMNS: Columns = (
     ("method", lambda r: r["method"]),
-    ("speedup (quartiles)", lambda r: _spread(r, "speedup_e2e")),
-    ("decode only", lambda r: _spread(r, "speedup_decode")),
-    ("vs best stock", lambda r: _number(r["speedup_vs_best_stock"], "{:.2f}x")),
-    ("tokens/call", lambda r: _number(r["tokens_per_target_call"], "{:.2f}")),
-    ("accepted/call", lambda r: _number(r["accepted_per_call"], "{:.2f}")),
-    ("c", lambda r: _number(r["c"], "{:.2f}")),
-    ("draft", lambda r: _number(r["draft_share"], "{:.0%}")),
-    ("TTFT ms", lambda r: _number(r["ttft_ms"], "{:.0f}")),
-    ("tokens/s", lambda r: _number(r["tokens_per_s"], "{:.0f}")),
-    ("peak MB", lambda r: _number(r["peak_mb"], "{:.0f}")),
-    ("identical", lambda r: _number(r["identical_rate"], "{:.0%}")),
-    ("length", lambda r: _number(r["length"], "{:.0f}")),
+    ("speedup (quartiles)", lambda r: spread_text(r, "speedup_e2e")),
+    ("decode only", lambda r: spread_text(r, "speedup_decode")),
+    ("vs best stock", lambda r: number(r["speedup_vs_best_stock"], "{:.2f}x")),
+    ("tokens/call", lambda r: number(r["tokens_per_target_call"], "{:.2f}")),
+    ("accepted/call", lambda r: number(r["accepted_per_call"], "{:.2f}")),
+    ("c", lambda r: number(r["c"], "{:.2f}")),
+    ("draft", lambda r: number(r["draft_share"], "{:.0%}")),
+    ("TTFT ms", lambda r: number(r["ttft_ms"], "{:.0f}")),
+    ("tokens/s", lambda r: number(r["tokens_per_s"], "{:.0f}")),
+    ("peak MB", lambda r: number(r["peak_mb"], "{:.0f}")),
+    ("identical", lambda r: number(r["identical_rate"], "{:.0%}")),
+    ("length", lambda r: number(r["length"], "{:.0f}")),
     ("n", lambda r: str(r["n"])),
     ("setting", lambda r: r.get("setting", "")),
 )
 
 
+def number(value: float | None, form: str) -> str:
+    """A value in this form; a dash where there is none."""
+    return "-" if value is None else form.format(value)
+
+
+def spread_text(record: Record, name: str) -> str:
+    """Median and quartiles of a ratio."""
+    if record[name] is None:
+        return "-"
+    return f"{record[name]:.2f}x ({record[name + '_p25']:.2f}-{record[name + '_p75']:.2f})"
+
+
 class ReportError(Exception):
     """A report that cannot be made; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the records of one suite are shown: under which title, in which columns, and what these mean."""
+
+    title: Callable[[Record], str]
+    columns: Columns
+    meaning: dict[str, str] = field(default_factory=dict)
+    curves: Callable[[Any, list[Record]], None] | None = None  # draws the suite's records as curves, into a panel
+
+
+def _cell(record: Record) -> str:
+    title = f"batch {record['batch']}, temperature {record['temperature']:g}, {record['prompt']} prompt"
+    return title + (f", {record['category']}" if record.get("category", "all") != "all" else "")
+
+
+LAYOUTS: dict[str, Layout] = {"vlm": Layout(_cell, COLUMNS, MEANING)}  # by a record's suite; a suite adds its own
 
 
 def spread(name: str, values: Sequence[float | None]) -> Record:
@@ -118,9 +150,15 @@ def sections(records: list[Record]) -> dict[str, list[Record]]:
     """The records of each cell, under the cell's title."""
     found: dict[str, list[Record]] = {}
     for record in records:
-        title = f"batch {record['batch']}, temperature {record['temperature']:g}, {record['prompt']} prompt"
-        title += f", {record['category']}" if record.get("category", "all") != "all" else ""
-        found.setdefault(title, []).append(record)
+        found.setdefault(LAYOUTS[record["suite"]].title(record), []).append(record)
+    return found
+
+
+def meaning(records: list[Record]) -> dict[str, str]:
+    """What the fields of these records mean."""
+    found: dict[str, str] = {}
+    for suite in dict.fromkeys(record["suite"] for record in records):
+        found |= LAYOUTS[suite].meaning
     return found
 
 
@@ -128,7 +166,8 @@ def table(records: list[Record]) -> str:
     """For the screen: one block a cell, then what the columns mean and all notes."""
     lines = []
     for title, rows in sections(records).items():
-        cells = [[name for name, _ in COLUMNS], *([show(row) for _, show in COLUMNS] for row in rows)]
+        columns = LAYOUTS[rows[0]["suite"]].columns
+        cells = [[name for name, _ in columns], *([show(row) for _, show in columns] for row in rows)]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines += ["", title]
         for row in cells:
@@ -142,11 +181,12 @@ def markdown(records: list[Record], provenance: Record, tuned: Record) -> str:
     """A page of its own: provenance, a table a cell, the meaning of the columns."""
     lines = ["# Benchmark", "", *(f"- {key}: {value}" for key, value in provenance.items()), ""]
     for title, rows in sections(records).items():
-        lines += [f"## {title}", "", "| " + " | ".join(name for name, _ in COLUMNS) + " |"]
-        lines.append("|---" + "|--:" * (len(COLUMNS) - 1) + "|")
-        lines += ["| " + " | ".join(show(row).replace("|", "\\|") for _, show in COLUMNS) + " |" for row in rows]
+        columns = LAYOUTS[rows[0]["suite"]].columns
+        lines += [f"## {title}", "", "| " + " | ".join(name for name, _ in columns) + " |"]
+        lines.append("|---" + "|--:" * (len(columns) - 1) + "|")
+        lines += ["| " + " | ".join(show(row).replace("|", "\\|") for _, show in columns) + " |" for row in rows]
         lines += ["", *(f"{row['method']}: {row['note']}" for row in rows if row.get("note")), ""]
-    lines += ["## What the columns mean", "", *(f"- `{name}`: {text}" for name, text in MEANING.items())]
+    lines += ["## What the columns mean", "", *(f"- `{name}`: {text}" for name, text in meaning(records).items())]
     chosen = [f"- {cell}: {m} {found['chosen']}" for cell, methods in tuned.items() for m, found in methods.items()]
     return "\n".join([*lines, *(["", "## Tuned on other images", "", *chosen] if chosen else [])]) + "\n"
 
@@ -160,39 +200,38 @@ def check_plot(path: Path) -> None:
 
 
 def plot(records: list[Record], path: Path, title: str) -> None:
-    """Speed-up over stock, end to end, one panel a cell; the whiskers are the quartiles."""
+    """Speed-ups, one panel a cell, the whiskers being the quartiles; quality against speed where it was measured."""
     check_plot(path)
     from matplotlib.figure import Figure
 
-    shown = {name: [r for r in rows if r["speedup_e2e"] is not None] for name, rows in sections(records).items()}
+    shown = {name: [r for r in rows if r.get("speedup_e2e") is not None] for name, rows in sections(records).items()}
     shown = {name: rows for name, rows in shown.items() if rows}
-    across = min(2, max(1, len(shown)))
-    down = max(1, -(-len(shown) // across))
-    figure = Figure(figsize=(6.4 * across, 0.9 + 2.3 * down), layout="constrained")
-    panels = figure.subplots(down, across, squeeze=False, sharex=True).ravel()
+    curves = next((drawn for r in records if (drawn := LAYOUTS[r["suite"]].curves)), None)
+    count = len(shown) + (curves is not None)
+    across = min(2, max(1, count))
+    down = max(1, -(-count // across))
+    bars = max(map(len, shown.values()), default=0)
+    figure = Figure(figsize=(6.4 * across, 0.9 + max(2.3, 0.22 * bars) * down), layout="constrained")
+    panels = figure.subplots(down, across, squeeze=False).ravel()
     for panel, (name, rows) in zip(panels, shown.items(), strict=False):
-        middle = [r["speedup_e2e"] for r in rows]
-        low, high = ([r[f"speedup_e2e_{end}"] for r in rows] for end in ("p25", "p75"))
-        whiskers = [np.subtract(middle, low), np.subtract(high, middle)]
-        colours = ["#9aa3ad" if r["stock_path"] else "#2f6fb0" for r in rows]
-        panel.barh([r["method"] for r in rows], middle, xerr=whiskers, color=colours, ecolor="#333333", capsize=2)
-        panel.axvline(1.0, color="#333333", linewidth=0.8)
-        panel.invert_yaxis()
-        panel.set_title(name, fontsize=9)
-        for place, value in enumerate(middle):
-            panel.text(0.03, place, f"{value:.2f}x", va="center", fontsize=8, color="white")
-    for panel in panels[len(shown) :]:
+        _bars(panel, name, rows)
+    if curves is not None:
+        curves(panels[len(shown)], records)
+    for panel in panels[count:]:
         panel.set_visible(False)
     figure.suptitle(title, fontsize=10)
-    figure.supxlabel("speed-up over stock generate, end to end, per token", fontsize=9)
     figure.savefig(path, dpi=150)
 
 
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else form.format(value)
-
-
-def _spread(record: Record, name: str) -> str:
-    if record[name] is None:
-        return "-"
-    return f"{record[name]:.2f}x ({record[name + '_p25']:.2f}-{record[name + '_p75']:.2f})"
+def _bars(panel: Any, name: str, rows: list[Record]) -> None:
+    middle = [r["speedup_e2e"] for r in rows]
+    low, high = ([r[f"speedup_e2e_{end}"] for r in rows] for end in ("p25", "p75"))
+    whiskers = [np.subtract(middle, low), np.subtract(high, middle)]
+    colours = ["#9aa3ad" if r["stock_path"] else "#2f6fb0" for r in rows]
+    panel.barh([r["method"] for r in rows], middle, xerr=whiskers, color=colours, ecolor="#333333", capsize=2)
+    panel.axvline(1.0, color="#333333", linewidth=0.8)
+    panel.invert_yaxis()
+    panel.set_title(name, fontsize=9)
+    panel.set_xlabel("speed-up over plain decoding, end to end", fontsize=9)
+    for place, value in enumerate(middle):
+        panel.text(0.03, place, f"{value:.2f}x", va="center", fontsize=8, color="white")

@@ -12,10 +12,11 @@ import torch
 from transformers import LlavaForConditionalGeneration, LlavaProcessor
 
 from mmspec import zoo
-from mmspec.app import zoo_card, zoo_eval, zoo_vlm
+from mmspec.app import zoo_card, zoo_eval, zoo_image, zoo_vlm
 from mmspec.app.train import train
-from mmspec.train.recipes import SCENES_EAGLE
-from mmspec.zoo.recipes import DRAFTERS, RECIPES, DrafterRecipe, VlmRecipe
+from mmspec.pipelines.llamagen import LlamaGenPipeline
+from mmspec.train.recipes import RECIPES as HOW
+from mmspec.zoo.recipes import DRAFTERS, IMAGES, RECIPES, DrafterRecipe, ImageRecipe, VlmRecipe
 
 WORK = Path("runs/zoo")  # where checkpoints and logs go
 LOOK_EVERY = 200  # steps between two looks at held-out scenes
@@ -60,14 +61,42 @@ def train_vlm(recipe: VlmRecipe, out_dir: Path, resume: bool = True, work: Path 
     say(f"exported to {out_dir}")
 
 
+def train_image(recipe: ImageRecipe, out_dir: Path, resume: bool = True, work: Path | None = None) -> None:
+    """Train an image generator from scratch, or on from the checkpoints in `work`; then export it, with a card."""
+    work = work or WORK / recipe.name
+    if not resume:
+        for old in (work / f"{stage}.pt" for stage in zoo_image.STAGES):
+            old.unlink(missing_ok=True)
+    say = journal(work / "log.txt")
+    pipe = zoo_image.build_pipeline(recipe, zoo_image.train_vq(recipe, work, say))
+
+    def watch(step: int) -> None:
+        if step % LOOK_EVERY == 0:
+            say(f"step {step}: {zoo_image.score_generator(pipe)['nats']:.4f} nats per held-out token")
+
+    zoo_image.train_generator(recipe, pipe, work, say, watch)
+    results = {**zoo_image.score_vq(pipe.vqvae), **zoo_image.score_generator(pipe), "parameters": zoo_image.sizes(pipe)}
+    out_dir.mkdir(parents=True, exist_ok=True)
+    zoo_image.sheet(pipe).save(out_dir / "samples.png")
+    zoo_image.export(pipe, out_dir)
+    (out_dir / "README.md").write_text(zoo_card.image_card(recipe, results, zoo_card.wall_minutes(work)))
+    say(f"exported to {out_dir}")
+
+
 def train_drafter(recipe: DrafterRecipe, out_dir: Path, work: Path) -> None:
     """Distil the drafter of an embedded model from that model's own answers; then export it, with a card."""
-    target = zoo.path(recipe.target)
-    model = LlavaForConditionalGeneration.from_pretrained(target, dtype=torch.float32)
-    model.config._name_or_path = recipe.target
-    processor = LlavaProcessor.from_pretrained(target)
-    drafter = train(model, processor, "eagle", recipe.data, work, SCENES_EAGLE, intermediate=recipe.intermediate)
-    drafter.config = replace(drafter.config, depth=recipe.depth, width=recipe.width, size=recipe.size)
+    target, draws = zoo.path(recipe.target), recipe.target in IMAGES
+    how = HOW[recipe.recipe]
+    if draws:
+        model, processor = LlamaGenPipeline.from_pretrained(target), None
+        model.set_progress_bar_config(disable=True)
+    else:
+        model = LlavaForConditionalGeneration.from_pretrained(target, dtype=torch.float32)
+        model.config._name_or_path = recipe.target
+        processor = LlavaProcessor.from_pretrained(target)
+    drafter = train(model, processor, "eagle", recipe.data, work, how, intermediate=recipe.intermediate)
+    tree = {"depth": recipe.depth, "width": recipe.width, "size": recipe.size}
+    drafter.config = replace(drafter.config, target=recipe.target, **tree)
     out_dir.mkdir(parents=True, exist_ok=True)
     (out_dir / "README.md").write_text(zoo_card.drafter_card(recipe, json.loads((work / "report.json").read_text())))
     drafter.to(torch.bfloat16).save_pretrained(out_dir)
@@ -77,7 +106,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """The options of `mmspec zoo`."""
     parser.description = "Train the embedded models from nothing, or on from where it was stopped; then score them."
     add = parser.add_argument
-    add("names", nargs="*", metavar="NAME", help=f"which ({', '.join([*RECIPES, *DRAFTERS])}); default: all, in order")
+    add(
+        "names",
+        nargs="*",
+        metavar="NAME",
+        help=f"which ({', '.join([*RECIPES, *IMAGES, *DRAFTERS])}); default: all, in order",
+    )
     add("--out", type=Path, help="folder to export to, a subfolder each (default: inside the package)")
     add("--work", type=Path, default=WORK, help="folder of checkpoints and logs, a subfolder each (%(default)s)")
     add("--fresh", action="store_true", help="ignore checkpoints of an earlier run")
@@ -89,8 +123,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train and score each of the named models."""
     torch.set_num_threads(args.threads)
-    names = args.names or [*RECIPES, *DRAFTERS]
-    known = [*RECIPES, *DRAFTERS]
+    known = [*RECIPES, *IMAGES, *DRAFTERS]
+    names = args.names or known
     unknown = [name for name in names if name not in known]
     if unknown:
         print(f"mmspec zoo: unknown model {unknown[0]!r}; choose from {', '.join(known)}", file=sys.stderr)
@@ -100,6 +134,10 @@ def run(args: argparse.Namespace) -> int:
         if name in DRAFTERS:
             if not args.eval_only:
                 train_drafter(DRAFTERS[name], out, work)
+            continue
+        if name in IMAGES:
+            if not args.eval_only:
+                train_image(IMAGES[name], out, resume=not args.fresh, work=work)
             continue
         if not args.eval_only:
             train_vlm(RECIPES[name], out, resume=not args.fresh, work=work)

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from mmspec.app import zoo_fit, zoo_vlm
-from mmspec.zoo import language
-from mmspec.zoo.recipes import DrafterRecipe, VlmRecipe
+from mmspec.app import zoo_fit, zoo_image, zoo_vlm
+from mmspec.zoo import language, pictures
+from mmspec.zoo.recipes import IMAGES, DrafterRecipe, ImageRecipe, VlmRecipe
 
 CARD = """---
 license: apache-2.0
@@ -107,7 +107,8 @@ def card(recipe: VlmRecipe, results: dict, minutes: float) -> str:
 
 def wall_minutes(work: Path) -> float:
     """Minutes that all stages took, from their checkpoints."""
-    return sum(zoo_fit.seconds(work / f"{stage}.pt") for stage in zoo_vlm.STAGES) / 60
+    stages = (*zoo_vlm.STAGES, *zoo_image.STAGES)
+    return sum(zoo_fit.seconds(work / f"{stage}.pt") for stage in stages) / 60
 
 
 def _steps(recipe: VlmRecipe) -> int:
@@ -116,6 +117,78 @@ def _steps(recipe: VlmRecipe) -> int:
 
 def _sum(scores: dict[str, tuple[int, int]]) -> tuple[int, int]:
     return sum(right for right, _ in scores.values()), sum(of for _, of in scores.values())
+
+
+IMAGE_CARD = """---
+license: apache-2.0
+library_name: diffusers
+pipeline_tag: text-to-image
+tags: [llamagen, mmspec, synthetic]
+---
+# {name}
+
+A small but real LlamaGen, embedded in mmspec so that `mmspec generate`, tests and benchmarks run without a network: a
+text-conditional transformer ({transformer:.1f} M parameters) over a 16 x 16 grid of {codes} codes, its VQ tokenizer
+({vqvae:.1f} M) and its T5 encoder ({text_encoder:.1f} M), all in bfloat16 safetensors. It draws 64 x 64 pictures of one
+or two coloured shapes.
+
+```python
+import mmspec
+from diffusers import DiffusionPipeline
+from mmspec import zoo
+pipe = DiffusionPipeline.from_pretrained(zoo.path("{name}"))
+mmspec.enable(pipe, drafter="jacobi")
+pipe("a small red striped circle left of a large blue square on a grainy background").images[0]
+```
+Prompts it knows: "a [small|large] COLOUR [striped|dotted] SHAPE [RELATION a ...] [on a BACKGROUND background]",
+with the words of `mmspec.zoo.pictures`.
+
+![held-out prompts: the drawn picture as the tokenizer gives it back, below it the generator's](samples.png)
+
+## Made from
+- Data: pictures drawn by `mmspec.zoo.pictures`; {grainy:.0%} of them have a grainy background, whose codes are as
+  hard to foretell as those of photographs. No outside data, no other model.
+- Tokenizer: VQ of LlamaGen with {vq.base} channels, multipliers {vq.multipliers} (4 x 4 pixels a code), {codes}
+  L2-normalised codes of {vq.code_dim}; {vq_steps} steps of {vq_batch} pictures with Muon, squared
+  and absolute error, no adversarial and no perceptual loss.
+- Transformer: {shape.layers} layers x {shape.dim}, {shape.heads} heads, {shape.prefix} prefix tokens; trained together
+  with the T5 encoder ({shape.text_layers} layers x {shape.text_width}) on {steps} steps of {batch} pictures;
+  {drop:.0%} of the prompts shown as null. Muon for the matrices of the transformer, AdamW for the rest, peak rate
+  {lr}, seed {seed}, float32.
+- Wall time: {minutes:.0f} minutes on two CPU cores that other work shared.
+
+## Held-out results
+The tokenizer gives pictures back at {psnr:.1f} dB and uses {used} codes (entropy of their use {bits:.1f} bits). The
+transformer needs {nats:.2f} nats a token. How faithful its pictures are, and how fast they come, is measured by
+`mmspec bench image`: see docs/ar-image.md.
+
+Licence: Apache-2.0. To train it again: `mmspec zoo {name}`.
+"""
+
+
+def image_card(recipe: ImageRecipe, results: dict, minutes: float) -> str:
+    """The text of README.md in the folder of an image generator."""
+    vq, shape = recipe.tokenizer, recipe.generator
+    return IMAGE_CARD.format(
+        name=recipe.name,
+        **{part: results["parameters"][part] / 1e6 for part in ("transformer", "vqvae", "text_encoder")},
+        vq=vq,
+        codes=vq.codes,
+        vq_steps=vq.plan.steps,
+        vq_batch=vq.plan.batch,
+        shape=shape,
+        grainy=pictures.GRAINY,
+        steps=shape.plan.steps,
+        batch=shape.plan.batch,
+        drop=shape.drop,
+        lr=shape.plan.lr,
+        seed=recipe.seed,
+        minutes=minutes,
+        psnr=results["psnr"],
+        used=results["codes"],
+        bits=results["bits"],
+        nats=results["nats"],
+    )
 
 
 DRAFTER_CARD = """---
@@ -134,18 +207,27 @@ from mmspec import zoo
 mmspec.enable(model, drafter=zoo.path("{name}"))
 ```
 
-- Trained by online distillation (`mmspec train --method eagle`): {train} prompts about drawn scenes, half short and
-  half long; the answers are the target's own ({sampled:.0%} sampled at temperature 1, the rest greedy), its features
-  come from the frozen target as training runs.
+- Trained by online distillation (`mmspec train --method eagle`): {train} prompts {about}, its features come
+  from the frozen target as training runs.
 - {steps} steps of {batch} sequences, {unroll} unrolled steps (training-time test), soft cross-entropy x {token} and
   SmoothL1 x {feature} with weights {decay}^step, Muon on matrices, peak rate {lr}, seed {seed}; {minutes:.0f} minutes
   on two CPU cores.
-- Held out: {tau:.2f} tokens per target call for a greedy chain of {unroll} (bonus token included; the ceiling is
+- Held out: {tau:.2f} tokens per target call for a {kind} chain of {unroll} (bonus token included; the ceiling is
   {ceiling}), over the answers to {held_out} prompts.
 - It recommends depth {depth}, width {width}, size {size}.
 
 Licence: Apache-2.0. To train it again: `mmspec zoo {name}`.
 """
+
+
+_WRITTEN = (
+    "about drawn scenes, half short and\n  half long; the answers are the target's own ({sampled:.0%} sampled at "
+    "temperature 1, the rest greedy)"
+)
+_DRAWN = (
+    "of the scene generator; the\n  pictures are the target's own, drawn at its own guidance scale, and its two "
+    "streams are learnt with the\n  guided law that is verified"
+)
 
 
 def drafter_card(recipe: DrafterRecipe, report: dict) -> str:
@@ -156,7 +238,8 @@ def drafter_card(recipe: DrafterRecipe, report: dict) -> str:
         name=recipe.name,
         target=recipe.target,
         train=prompts,
-        sampled=r["sampled"],
+        about=_DRAWN if recipe.target in IMAGES else _WRITTEN.format(**r),
+        kind="drawn" if r["overlap"] else "greedy",
         steps=r["steps"],
         batch=r["batch"],
         unroll=r["unroll"],

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 _HERE = Path(__file__).resolve().parent
+_SIGNS = ("config.json", "model_index.json")  # of a model, of a pipeline
 
 
 def weights() -> Path:
@@ -13,8 +14,8 @@ def weights() -> Path:
 def path(name: str) -> Path:
     """Folder of an embedded model, ready for `from_pretrained`; FileNotFoundError naming those there are."""
     folder = weights() / name
-    if not (folder / "config.json").is_file():
-        known = sorted(p.parent.name for p in weights().glob("*/config.json"))
+    if not any((folder / name).is_file() for name in _SIGNS):
+        known = sorted(p.parent.name for name in _SIGNS for p in weights().glob(f"*/{name}"))
         raise FileNotFoundError(
             f"no embedded model {name!r}; choose from {', '.join(known) or '(none is installed)'}, "
             f"or train it with `mmspec zoo {name}`"

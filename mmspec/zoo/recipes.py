@@ -19,6 +19,7 @@ class Schedule:
     weight_decay: float = 0.02
     clip: float = 1.0
     newton_schulz: int = 5
+    kernels: bool = False  # Muon takes the kernels of convolutions, too
     stop: int | None = None  # leave the stage after this many steps, before the rate has fallen to zero
 
 
@@ -155,7 +156,74 @@ class DrafterRecipe:
     depth: int = 8
     width: int = 1
     size: int = 9
+    recipe: str = "scenes-eagle"  # in mmspec.train.recipes
 
 
 SCENES_VLM_EAGLE = DrafterRecipe("scenes-vlm-eagle", target="scenes-vlm", data="scenes:640")
-DRAFTERS = {recipe.name: recipe for recipe in (SCENES_VLM_EAGLE,)}
+SCENES_LLAMAGEN_EAGLE = DrafterRecipe(
+    "scenes-llamagen-eagle", target="scenes-llamagen", data="pictures:624", depth=4, size=5, recipe="scenes-image-eagle"
+)
+DRAFTERS = {recipe.name: recipe for recipe in (SCENES_VLM_EAGLE, SCENES_LLAMAGEN_EAGLE)}
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """Shape and training of the VQ autoencoder.
+
+    For `warm` steps latents are not quantized; then codes are put onto latents, and until `reseed` steps every
+    `reseed_every` steps those again that `reseed_pictures` pictures leave out.
+    """
+
+    base: int = 16
+    multipliers: tuple[int, ...] = (1, 2, 4)
+    latent: int = 64
+    codes: int = 1024
+    code_dim: int = 8
+    blocks: int = 1
+    groups: int = 4
+    commitment: float = 0.25
+    warm: int = 150
+    reseed: int = 1200
+    reseed_every: int = 50
+    reseed_pictures: int = 24
+    plan: Schedule = field(
+        default_factory=lambda: Schedule(steps=2000, batch=4, lr=4e-3, decay=0.6, weight_decay=0.0, kernels=True)
+    )
+
+
+@dataclass(frozen=True)
+class Generator:
+    """Shape of the LlamaGen transformer and of the T5 encoder that is trained along with it.
+
+    After `emphasis_after` steps the codes that objects touch, which a prompt foretells, count `emphasis` times.
+    """
+
+    dim: int = 192
+    layers: int = 8
+    heads: int = 3
+    prefix: int = 24
+    text_width: int = 128
+    text_layers: int = 2
+    text_heads: int = 4
+    text_feed_forward: int = 256
+    drop: float = 0.1  # share of the prompts that are shown as null
+    guidance: float = 3.0  # that its pipeline samples with
+    emphasis: float = 8.0
+    emphasis_after: int = 839
+    plan: Schedule = field(
+        default_factory=lambda: Schedule(steps=1550, batch=12, lr=3e-3, warmup=51 / 1550, decay=0.7, newton_schulz=3)
+    )
+
+
+@dataclass(frozen=True)
+class ImageRecipe:
+    """Everything that decides the weights of an autoregressive image model of the zoo."""
+
+    name: str
+    seed: int = 0
+    tokenizer: Tokenizer = field(default_factory=Tokenizer)
+    generator: Generator = field(default_factory=Generator)
+
+
+SCENES_LLAMAGEN = ImageRecipe("scenes-llamagen")
+IMAGES = {recipe.name: recipe for recipe in (SCENES_LLAMAGEN,)}

@@ -71,11 +71,12 @@ def draw(rng: np.random.Generator) -> Scene:
     """A random scene; the same state of `rng` gives the same scene."""
     count = 1 + int(rng.choice(len(COUNT_WEIGHTS), p=COUNT_WEIGHTS))
     cells = np.sort(rng.choice(9, size=count, replace=False))
-    things = tuple(_draw_thing(rng, int(cell)) for cell in cells)
+    things = tuple(draw_thing(rng, int(cell)) for cell in cells)
     return Scene(str(rng.choice(list(BACKGROUNDS))), things, int(rng.integers(2**31)))
 
 
-def _draw_thing(rng: np.random.Generator, cell: int) -> Thing:
+def draw_thing(rng: np.random.Generator, cell: int) -> Thing:
+    """A random object in one cell of the grid."""
     size = str(rng.choice(list(SIZES)))
     x, y = (CELL * np.array([cell % 3 + 0.5, cell // 3 + 0.5]) + rng.uniform(-JITTER, JITTER, 2)).tolist()
     return Thing(

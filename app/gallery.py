@@ -1,0 +1,100 @@
+"""Many pictures of one method, with what their drawing took; kept in a folder, so that a stopped run goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from mmspec.app.painter import Painter, Painting
+
+
+class GalleryError(Exception):
+    """A folder that holds something else than this run's pictures; the message says what to do."""
+
+
+@dataclass
+class Gallery:
+    """Pictures in the order of their prompts, and sums over the calls that drew them."""
+
+    images: list[Image.Image] = field(default_factory=list)
+    spent: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+    row_rounds: int = 0
+    tokens: int = 0  # of one picture
+
+    def add(self, painting: Painting) -> None:
+        self.images += painting.images
+        self.spent += painting.spent
+        self.seconds += painting.seconds
+        self.row_rounds += painting.stats.row_rounds
+        self.tokens = painting.tokens[0].numel()
+
+    @property
+    def forwards(self) -> float:
+        """Forwards of the target that a picture took part in, the prefill included."""
+        return self.row_rounds / len(self.images) + 1
+
+    @property
+    def compression(self) -> float:
+        return self.tokens / self.forwards
+
+
+def slug(name: str, run: int) -> str:
+    """A folder name for a method's run."""
+    return re.sub(r"[^A-Za-z0-9.+=-]+", "_", name).strip("_") + f".{run}"
+
+
+def fill(
+    painter: Painter, asked: Sequence[Any], seeds: Sequence[int], batch: int, folder: Path | None, told: dict[str, Any]
+) -> Gallery:
+    """Draw what is not in the folder yet, `batch` at a time; whole batches are written before the next one begins.
+
+    Raises:
+        GalleryError: the folder holds pictures of other prompts, seeds or settings.
+    """
+    plan = {**told, "asked": list(asked), "seeds": list(seeds)}
+    found = Gallery() if folder is None else _read(folder, plan)
+    start = len(found.images)
+    for painting in painter.in_batches(asked[start:], seeds[start:], batch):
+        found.add(painting)
+        if folder is not None:
+            _write(folder, found, plan, len(painting.images))
+    return found
+
+
+def _read(folder: Path, plan: dict[str, Any]) -> Gallery:
+    book = folder / "calls.json"
+    if not book.is_file():
+        return Gallery()
+    held = json.loads(book.read_text())
+    earlier = held.pop("plan")
+    count = min(len(earlier["asked"]), len(plan["asked"]))
+    for name, value in json.loads(json.dumps(plan)).items():
+        same = earlier.get(name) == value if name not in ("asked", "seeds") else earlier[name][:count] == value[:count]
+        if not same:
+            raise GalleryError(f"{folder} holds pictures of another run: {name} differs. Name another folder")
+    done = len(held["spent"])
+    if done > len(plan["asked"]):
+        raise GalleryError(f"{folder} holds {done} pictures, more than the {len(plan['asked'])} asked for")
+    images = []
+    for i in range(done):
+        with Image.open(folder / f"{i:05d}.png") as picture:
+            images.append(picture.convert("RGB"))
+    return Gallery(images, **held)
+
+
+def _write(folder: Path, held: Gallery, plan: dict[str, Any], fresh: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for i in range(len(held.images) - fresh, len(held.images)):
+        held.images[i].save(folder / f"{i:05d}.png")
+    half = folder / "calls.json.part"
+    sums = {name: getattr(held, name) for name in ("spent", "seconds", "row_rounds", "tokens")}
+    half.write_text(json.dumps({"plan": plan, **sums}))
+    os.replace(half, folder / "calls.json")

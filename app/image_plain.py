@@ -1,0 +1,107 @@
+"""The fastest plain decoding that we know: a pipeline's own parts with fixed shapes, compiled if wanted."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmspec.pipelines.images import Guidance
+from mmspec.pipelines.llamagen import warpers
+from mmspec.pipelines.sampling import Sampler
+from mmspec.pipelines.swap import restore, swap
+from mmspec.rules import exact
+from mmspec.session import Row, Session
+from mmspec.tree import chain
+from mmspec.types import Draft
+
+
+class StaticPast:
+    """Keys and values of every place, allocated once; the forward writes those of `at`."""
+
+    def __init__(self, model: Any, rows: int, places: int) -> None:
+        c = model.config
+        shape = (rows, c.kv_heads or c.heads, places, c.dim // c.heads)
+        like = {"device": model.device, "dtype": model.dtype}
+        self.keys, self.values = ([torch.zeros(shape, **like) for _ in range(c.num_layers)] for _ in range(2))
+        self.at = torch.zeros(1, dtype=torch.long, device=model.device)
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+        keys, values = self.keys[layer_idx], self.values[layer_idx]
+        keys.index_copy_(2, self.at, key_states)
+        values.index_copy_(2, self.at, value_states)
+        return keys, values
+
+
+class Static:
+    """Mixin of a LlamaGenPipeline: the call and its pictures stay, the loop is plain, its shapes are fixed."""
+
+    transformer: Any
+    _mmspec_static: dict[Any, StaticPast]
+    _mmspec_step: Callable[..., Tensor]
+
+    def _rounds(
+        self, rows: list[Row], condition: Tensor, valid: Tensor, guidance: Guidance, how: dict[str, Any]
+    ) -> Iterator[Session]:
+        """The session once, at the end of its pictures; its stats tell the prefill from the steps."""
+        (B, P), model, S = valid.shape, self.transformer, guidance.streams
+        count, device = rows[0].limit, valid.device
+        sampler = Sampler(warpers(how), how["temperature"] > 0, reproducible=True)
+        session = Session(list(rows), None, device, exact)
+        root = Draft(torch.zeros(B, 1, dtype=torch.long, device=device), chain(1, device).expand(B))
+        began = time.perf_counter()
+        if (S, B) not in self._mmspec_static:
+            self._mmspec_static[S, B] = StaticPast(model, S * B, P + count)
+        past = self._mmspec_static[S, B]
+        embeds = model.prefix_embeds(condition)
+        if S == 2:
+            embeds = torch.cat([embeds, model.prefix_embeds(model.null_condition(B))])
+        open_slots = torch.cat([valid, valid.new_zeros(B, count)], 1).repeat(S, 1)  # [S·B, T]
+        causal = torch.ones(P, P + count, dtype=torch.bool, device=device).tril()
+        seen = (causal & open_slots[:, None]) | torch.eye(P, P + count, dtype=torch.bool, device=device)
+        past.at = torch.arange(P, device=device)
+        hidden = model(embeds, torch.full((S * B, P), -1, device=device), seen, past)
+        logits = guidance(model.head(hidden[:, -1:]), torch.zeros(B, 1, dtype=torch.long, device=device))
+        drawn = [sampler.law(logits, session, root).ids]
+        session.stats.seconds["prefill"] = time.perf_counter() - began
+        began = time.perf_counter()
+        for n in range(1, count):
+            open_slots[:, P + n - 1] = True
+            past.at = torch.full((1,), P + n - 1, device=device)
+            place = torch.full((B, 1), n - 1, device=device)
+            logits = self._mmspec_step(model, guidance, past, drawn[-1], place, open_slots[:, None])
+            session.emitted = session.emitted + 1
+            drawn.append(sampler.law(logits, session, root).ids)
+        for row, line in zip(rows, torch.cat(drawn, 1).tolist(), strict=True):
+            for token in line:
+                row.push(token)
+        stats = session.stats
+        stats.seconds["verify"] = time.perf_counter() - began
+        stats.rounds, stats.tokens = count - 1, count * B
+        stats.row_rounds = stats.gained = (count - 1) * B
+        yield session
+
+
+def _step(model: Any, guidance: Guidance, past: StaticPast, ids: Tensor, place: Tensor, seen: Tensor) -> Tensor:
+    """Guided logits [B, 1, V] after one more token a row."""
+    embeds = model.tok_embeddings(ids).repeat(guidance.streams, 1, 1)
+    hidden = model(embeds, place.repeat(guidance.streams, 1), seen, past)
+    return guidance(model.head(hidden), place + 1)
+
+
+def begin(pipe: Any, compiled: bool) -> None:
+    """Decode plainly with fixed shapes from now on; first calls of a compiled one take long."""
+    step = _step
+    if compiled:
+        mode = "reduce-overhead" if pipe.transformer.device.type == "cuda" else None
+        step = torch.compile(_step, dynamic=False, fullgraph=True, mode=mode)
+    swap(pipe, Static, _mmspec_static={}, _mmspec_step=staticmethod(step))
+
+
+def end(pipe: Any) -> None:
+    """Nothing happens where `begin` was not called."""
+    if isinstance(pipe, Static):
+        restore(pipe)

@@ -1,0 +1,200 @@
+"""The one place where prompts meet an image model: load it, enable mmspec on it, turn prompts into pictures."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+import mmspec
+from mmspec.app import embedded
+from mmspec.app.engine import STOCK, EngineError, find_device, first_line
+from mmspec.registry import resolve_rule
+from mmspec.session import Stats
+from mmspec.types import Rule
+from mmspec.zoo import pictures
+
+PLAIN = STOCK  # the drafter that is none: one token per forward of the target
+NOTE = (
+    "note: scenes-llamagen, the model that comes with mmspec, draws one or two coloured shapes and does not know: {}. "
+    "It knows prompts like 'a small red striped circle left of a large blue square on a grey background'. For others "
+    "name a LlamaGen model of your own: --model FOLDER"
+)
+
+
+@dataclass(frozen=True)
+class Way:
+    """How to decode: a drafter and the options of `mmspec.enable`; PLAIN decodes one token after the other."""
+
+    drafter: Any = PLAIN
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        told = " ".join(f"{name}={value}" for name, value in self.options.items() if value is not None)
+        return f"{self.drafter} {told}".strip()
+
+
+@dataclass(frozen=True)
+class Painting:
+    """What one call of the pipeline gave and took, one entry a picture."""
+
+    images: list[Image.Image]
+    tokens: Tensor  # [B, grid, grid]
+    seconds: float  # of the whole call: text encoder, prefill, rounds, picture decoder
+    stats: Stats
+    spent: list[float]  # distance in total variation that a relaxed rule used at most
+
+    @property
+    def forwards(self) -> int:
+        """Forwards of the target, the prefill among them; its rows share them."""
+        return self.stats.rounds + 1
+
+    @property
+    def compression(self) -> float:
+        """Tokens of one picture per forward that it took part in; plain decoding has 1."""
+        rows = len(self.images)
+        return self.tokens.numel() / (self.stats.row_rounds + rows)
+
+    @property
+    def decode_seconds(self) -> float:
+        """Of the rounds alone: draft, verify, accept and commit."""
+        return sum(spent for part, spent in self.stats.seconds.items() if part != "prefill")
+
+    @property
+    def round_seconds(self) -> float:
+        return self.decode_seconds / max(1, self.stats.rounds)
+
+
+class Painter:
+    """A LlamaGenPipeline and the arguments of its calls."""
+
+    def __init__(self, pipe: Any, **settings: Any) -> None:
+        self.pipe = pipe
+        self.settings = {name: value for name, value in settings.items() if value is not None}
+        self._rules: dict[tuple[str, float | None], Rule] = {}  # neighbours and cells of a codebook take a while
+        pipe.set_progress_bar_config(disable=True)
+
+    @property
+    def device(self) -> torch.device:
+        return self.pipe.transformer.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.pipe.transformer.dtype
+
+    @property
+    def classes(self) -> int:
+        """How many classes it draws; 0: it reads prompts."""
+        return self.pipe.transformer.config.classes
+
+    def go(self, way: Way) -> Any:
+        """Decode in this way from now on; the handle, or None for plain decoding.
+
+        Raises:
+            EngineError: the drafter or an option does not fit.
+        """
+        mmspec.disable(self.pipe)
+        if way.drafter == PLAIN:
+            return None
+        try:
+            options = dict(way.options)
+            if isinstance(options.get("rule"), str):
+                options["rule"] = self._rule(options["rule"], options.get("budget"))
+            drafter = embedded.resolve(way.drafter) if isinstance(way.drafter, str) else way.drafter
+            return mmspec.enable(self.pipe, drafter=drafter, **options)
+        except Exception as error:  # a bad option, a missing folder, a drafter of another model: all end the call
+            raise EngineError(f"cannot draw with {way}: {_told(error)}") from error
+
+    def _rule(self, spec: str, budget: float | None) -> Rule:
+        if (spec, budget) not in self._rules:
+            codebook = self.pipe.vqvae.codebook().detach().to(self.device)
+            self._rules[spec, budget] = resolve_rule(spec, codebook, budget)
+        return self._rules[spec, budget]
+
+    def paint(self, asked: Sequence[str] | Sequence[int], seeds: Sequence[int]) -> Painting:
+        """One picture per prompt or class, in one batch; each depends on its own seed only.
+
+        Raises:
+            EngineError: the pipeline refuses the prompts or its settings.
+        """
+        generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        condition = {"class_labels" if self.classes else "prompt": list(asked)}
+        began = time.perf_counter()
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="prompts are only lower-cased")
+                out = self.pipe(**condition, generator=generators, **self.settings)
+        except (ValueError, TypeError) as error:
+            raise EngineError(_told(error)) from error
+        return Painting(out.images, out.tokens.cpu(), time.perf_counter() - began, out.stats, out.spent)
+
+    def in_batches(self, asked: Sequence[Any], seeds: Sequence[int], size: int) -> Iterator[Painting]:
+        """All of them, `size` at a time."""
+        for start in range(0, len(asked), size):
+            yield self.paint(asked[start : start + size], seeds[start : start + size])
+
+
+def load(model: str, device: str, dtype: str, **settings: Any) -> Painter:
+    """Painter for the embedded model, a folder or a name on the Hub.
+
+    Raises:
+        EngineError: no such model, or it is no LlamaGenPipeline.
+    """
+    from transformers.utils import logging
+
+    from mmspec.pipelines.llamagen import LlamaGenPipeline
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    if not Path(model).exists() and model != embedded.IMAGE_MODEL and model.count("/") != 1:
+        raise EngineError(f"no folder {model!r}; a name on the Hub has the form owner/name")
+    place = find_device(device)
+    kind = {"auto": torch.float32 if place.type == "cpu" else torch.bfloat16}.get(dtype) or getattr(torch, dtype)
+    try:
+        pipe = LlamaGenPipeline.from_pretrained(embedded.resolve(model)).to(place)
+    except Exception as error:  # a missing folder, no network, another pipeline, too little memory: all fatal
+        raise EngineError(
+            f"cannot load the model {model!r}: {first_line(error)}. It must be a LlamaGenPipeline; make one of the "
+            "authors' files with `mmspec convert llamagen`"
+        ) from error
+    for part in (pipe.transformer, pipe.text_encoder):  # the picture decoder stays as it is: it is cheap and exact
+        if part is not None and kind != torch.float32:
+            part.to(kind)
+    return Painter(pipe, **settings)
+
+
+def unknown_words(prompts: Sequence[str]) -> list[str]:
+    """Words that the embedded model has never seen, in order of appearance."""
+    known = set(pictures.vocabulary())
+    said = (word.strip(".,;:!?\"'()").lower() for prompt in prompts for word in prompt.split())
+    return [word for word in dict.fromkeys(said) if word and word not in known]
+
+
+def sheet(rows: Sequence[tuple[str, Sequence[Image.Image]]], titles: bool = True) -> Image.Image:
+    """All pictures on one sheet, a row each, with the row's name above it."""
+    from PIL import ImageDraw
+
+    side = max(max(picture.size) for _, row in rows for picture in row)
+    gap, head = 4, 14 if titles else 0
+    width = max(len(row) for _, row in rows) * (side + gap) + gap
+    page = Image.new("RGB", (width, len(rows) * (side + gap + head) + gap), "white")
+    pen = ImageDraw.Draw(page)
+    for line, (title, row) in enumerate(rows):
+        top = gap + line * (side + gap + head)
+        if titles:
+            pen.text((gap, top), title.encode("latin-1", "replace").decode("latin-1"), fill="black")
+        for column, picture in enumerate(row):
+            page.paste(picture, (gap + column * (side + gap), top + head))
+    return page
+
+
+def _told(error: Exception) -> str:
+    """The message of an error that was written for people; of any other its class too."""
+    return str(error) if isinstance(error, (ValueError, TypeError, FileNotFoundError)) else first_line(error)

@@ -1,0 +1,300 @@
+"""`mmspec bench image`: the arithmetic of its records, its methods, and whole runs on a tiny random pipeline."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_llamagen
+import torch
+from PIL import Image
+
+from mmspec.app import bench, bench_image, gallery, image_methods, image_plain, report, report_image
+from mmspec.app.image_methods import Method, matching
+from mmspec.app.painter import Painter, Painting
+from mmspec.registry import resolve_rule
+from mmspec.session import Stats
+
+QUICK = ["--device", "cpu", "--images", 1, "--batch", 1, "--methods"]
+JACOBI = "jacobi-maximal-8"
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("text")
+    tiny_llamagen.pipeline("text", prefix=24).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def classes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("class")
+    tiny_llamagen.pipeline("class").save_pretrained(folder)
+    return folder
+
+
+def run(*words: object) -> int:
+    parser = argparse.ArgumentParser()
+    bench.configure(parser)
+    return bench.run(parser.parse_args(["image", *map(str, words)]))
+
+
+def painting(seconds: float, rounds: int, spent: tuple[float, ...] = (0.0,), fill: int = 0, **parts: float) -> Painting:
+    rows = len(spent)
+    stats = Stats(rounds=rounds, tokens=16 * rows, row_rounds=rounds * rows, gained=15 * rows)
+    stats.seconds.update(parts)
+    return Painting([Image.new("RGB", (8, 8))] * rows, torch.full((rows, 4, 4), fill), seconds, stats, list(spent))
+
+
+# -- arithmetic ----------------------------------------------------------------------------------------------------
+
+
+def test_figures_of_known_calls() -> None:
+    made = {
+        "ar": [painting(2.0, 15, verify=1.5, prefill=0.3)],
+        "ar-static": [painting(1.6, 15, verify=1.2)],
+        "jacobi": [painting(1.0, 7, verify=0.5, draft=0.1, other=0.1, prefill=0.3)],
+        "jacobi+scaled": [painting(0.5, 3, spent=(0.5, 1.5), fill=1, verify=0.3)],
+    }
+    assert report_image.fastest(made) == "ar-static"
+    found = report_image.figures("jacobi", made, "ar-static")
+    assert found["speedup_e2e"] == pytest.approx(2.0)
+    assert found["speedup_decode"] == pytest.approx(1.5 / 0.7)
+    assert found["speedup_vs_best_plain"] == pytest.approx(1.6)
+    assert found["c"] == pytest.approx(1.0)  # 0.7 s for 7 rounds, 1.5 s for 15 steps
+    assert found["forwards"] == 8 and found["compression"] == 2.0 and found["limit"] == pytest.approx(2.0)
+    assert found["tokens_per_target_call"] == pytest.approx(15 / 7)
+    assert found["shares"] == pytest.approx({"draft": 1 / 7, "verify": 5 / 7, "other": 1 / 7})
+    assert found["identical_rate"] == 1.0 and found["n"] == 1 and not found["stock_path"]
+    made["ar"] = [painting(2.0, 15, spent=(0.0, 0.0), verify=1.5)]
+    rule = report_image.figures("jacobi+scaled", made, "ar-static")
+    assert (rule["spent"], rule["spent_max"], rule["spent_per_token"]) == (1.0, 1.5, 1.0 / 16)
+    assert rule["identical_rate"] == 0.0 and rule["forwards"] == 4 and rule["compression"] == 4.0
+    assert rule["seconds_per_image"] == 0.25
+    failed = report_image.figures("eagle", made, "ar-static")
+    assert failed["n"] == 0 and failed["speedup_e2e"] is failed["compression"] is failed["spent"] is None
+
+
+def test_a_gallery_sums_up_its_calls() -> None:
+    held = gallery.Gallery()
+    held.add(painting(1.0, 7, spent=(0.1, 0.2)))
+    held.add(painting(0.5, 3, spent=(0.3,)))
+    assert held.forwards == 1 + (2 * 7 + 3) / 3 and held.compression == 16 / held.forwards
+    assert held.seconds == 1.5 and held.spent == [0.1, 0.2, 0.3] and len(held.images) == 3
+
+
+# -- methods -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codes", [64, 1024, 16384])
+def test_every_rule_of_the_table_is_one(codes: int) -> None:
+    specs = [*image_methods.published(codes).values(), *image_methods.ours(codes).values()]
+    specs += [spec for points in image_methods.sweeps(codes).values() for _, spec in points]
+    if codes < 1000:
+        codebook = torch.randn(codes, 4)
+        assert not any(resolve_rule(spec, codebook).lossless for spec in specs)
+    k = [int(spec.split("k=")[1].split(",")[0]) for spec in specs if "k=" in spec]
+    assert max(k) == max(10, image_methods.published_k(codes)) < codes
+    assert image_methods.published_k(16384) == 1000
+
+
+def test_methods_are_chosen_by_pattern() -> None:
+    known = image_methods.lossless([("eagle", "folder")])
+    known += image_methods.relaxed(64, [("eagle", "folder")], ["scaled(omega=9.0)"], 0.5)
+    assert len({m.name for m in known}) == len(known)
+    windows = [f"jacobi-{coupling}-8" for coupling in ("none", "maximal", "gumbel")]
+    assert [m.name for m in matching(known, ["jacobi-*-8"])] == ["ar", *windows]
+    rules = {f"{base}+scaled" for base in ("jacobi", "eagle", "eagle-static")}
+    assert {m.name for m in matching(known, ["*+scaled"])} == {"ar", *rules}
+    assert "ar-compiled" not in {m.name for m in matching(known, None, ["ar-*"])}
+    with pytest.raises(ValueError, match=r"no method matches 'jacoby-\*'; choose from ar, ar-static"):
+        matching(known, ["jacoby-*"])
+    own = next(m for m in known if m.name == "jacobi+scaled(omega=9.0)")
+    assert own.way.options["budget"] == 0.5 and not own.lossless and not own.exact_seed
+    exact = {"ar", "ar-static", "ar-compiled", "jacobi-exact-seed-16", "eagle-exact-seed"}
+    assert {m.name for m in known if m.exact_seed} == exact
+
+
+# -- plain paths ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["text", "class"])
+@pytest.mark.parametrize(
+    "settings", [{}, {"guidance_scale": 1.0}, {"temperature": 0.0}, {"top_k": 3, "temperature": 0.7}], ids=str
+)
+def test_the_static_plain_path_draws_the_same_picture(kind: str, settings: dict[str, Any]) -> None:
+    painter = Painter(tiny_llamagen.pipeline(kind), **settings)
+    asked = ["a red circle", "a small blue square"] if kind == "text" else [1, 2]
+    stock, before = painter.paint(asked, [4, 5]), type(painter.pipe)
+    image_plain.begin(painter.pipe, compiled=False)
+    for _ in range(2):  # its buffers are used again
+        static = painter.paint(asked, [4, 5])
+        assert torch.equal(static.tokens, stock.tokens)
+    assert (static.forwards, static.compression) == (16, 1.0) and static.stats.seconds["verify"] > 0
+    image_plain.end(painter.pipe)
+    assert type(painter.pipe) is before
+    other = painter.paint(asked, [6, 7])
+    assert settings.get("temperature") == 0 or not torch.equal(other.tokens, stock.tokens)
+
+
+@pytest.mark.full
+def test_the_compiled_plain_path_draws_the_same_picture() -> None:
+    painter = Painter(tiny_llamagen.pipeline("class"))
+    stock = painter.paint([1, 2], [4, 5])
+    image_plain.begin(painter.pipe, compiled=True)
+    assert torch.equal(painter.paint([1, 2], [4, 5]).tokens, stock.tokens)
+    image_plain.end(painter.pipe)
+
+
+# -- galleries -----------------------------------------------------------------------------------------------------
+
+
+def test_a_gallery_goes_on_where_it_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    painter = Painter(tiny_llamagen.pipeline("class"))
+    asked, seeds, told = [1, 2, 3, 4, 5], [11, 12, 13, 14, 15], {"setting": ""}
+    whole = gallery.fill(painter, asked, seeds, 2, None, told)
+    calls: list[list[int]] = []
+    paint = painter.paint
+
+    def stopped(some: list[int], with_seeds: list[int]) -> Painting:
+        if len(calls) == 1:
+            calls.append([])
+            raise KeyboardInterrupt
+        calls.append(list(some))
+        return paint(some, with_seeds)
+
+    monkeypatch.setattr(painter, "paint", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        gallery.fill(painter, asked, seeds, 2, tmp_path / "g", told)
+    again = gallery.fill(painter, asked, seeds, 2, tmp_path / "g", told)
+    assert calls == [[1, 2], [], [3, 4], [5]]
+    assert [i.tobytes() for i in again.images] == [i.tobytes() for i in whole.images]
+    assert (again.forwards, again.spent) == (whole.forwards, whole.spent)
+    assert len(gallery.fill(painter, asked, seeds, 2, tmp_path / "g", told).images) == 5 and len(calls) == 4
+    with pytest.raises(gallery.GalleryError, match="pictures of another run: seeds differs"):
+        gallery.fill(painter, asked, [0, *seeds[1:]], 2, tmp_path / "g", told)
+    with pytest.raises(gallery.GalleryError, match="setting differs"):
+        gallery.fill(painter, asked, seeds, 2, tmp_path / "g", {"setting": "window 4"})
+
+
+# -- whole runs ----------------------------------------------------------------------------------------------------
+
+
+def test_times_methods_side_by_side(classes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written = {kind: tmp_path / f"out.{kind}" for kind in ("json", "markdown")}
+    files = [word for kind, path in written.items() for word in (f"--{kind}", path)]
+    words = ["--model", classes, "--device", "cpu", "--images", 2, "--batch", 1, 2, "--grid", tmp_path / "grid.png"]
+    assert run(*words, "--methods", "ar-static", JACOBI, "jacobi-exact*", "jacobi+scaled", *files) == 0
+    found = json.loads(written["json"].read_text())
+    cells = {(r["method"], r["batch"]): r for r in found["records"]}
+    assert len(cells) == len(found["records"]) == 5 * 2
+    for batch in (1, 2):
+        plain, static, exact = (cells[name, batch] for name in ("ar", "ar-static", "jacobi-exact-seed-16"))
+        assert plain["speedup_e2e"] == plain["compression"] == plain["c"] == 1.0 and plain["forwards"] == 16
+        assert static["identical_rate"] == exact["identical_rate"] == 1.0 and exact["exact_seed"]
+        assert exact["compression"] >= 1 and exact["c"] > 0 and plain["best_plain"] in ("ar", "ar-static")
+        rule = cells["jacobi+scaled", batch]
+        assert not rule["lossless"] and rule["spent"] >= 0 and "rule scaled(omega=1.5)" in rule["setting"]
+        assert cells[JACOBI, batch]["lossless"] and cells[JACOBI, batch]["spent"] == 0
+    assert found["provenance"]["seed"] == 0 and "speedup_e2e" in found["meaning"]
+    told = capsys.readouterr().out
+    assert "batch 2" in told and "same image" in told and "| jacobi+scaled | bent |" in written["markdown"].read_text()
+    with Image.open(tmp_path / "grid.png") as page:
+        assert page.size == (8 * 12 + 4, 4 * 26 + 4)  # eight columns; ar-static is ar
+
+
+def test_judges_pictures(text: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    words = ["--model", text, "--device", "cpu", "--images", 0, "--quality-images", 4, "--quality-batch", 3]
+    words += ["--quality-methods", "jacobi-exact*", "jacobi+scaled", "--noise-runs", 1]
+    kept = ["--pictures", tmp_path / "pictures", "--json", tmp_path / "out.json"]
+    assert run(*words, *kept, "--plot", tmp_path / "out.svg") == 0
+    found = json.loads((tmp_path / "out.json").read_text())
+    records = {r["method"]: r for r in found["records"]}
+    assert set(records) == {"ar", "jacobi-exact-seed-16", "jacobi+scaled"}
+    noise = records["ar"]["noise"]
+    assert len(noise) == 1 and records["ar"]["fd_ar"] == noise[0] > 0 and records["ar"]["fd_over_noise"] == 1.0
+    assert records["jacobi-exact-seed-16"]["fd_ar"] == pytest.approx(noise[0])  # the very same pictures
+    assert records["jacobi+scaled"]["fd_ar"] > 0 and records["jacobi+scaled"]["spent"] >= 0
+    for record in records.values():
+        assert record["n"] == 4 and 0 <= record["precision"] <= 1 and 0 <= record["faithfulness"] < 0.7
+        assert record["fd_real"] > 0 and not record["note"]
+    assert (tmp_path / "out.svg").stat().st_size > 1000
+    before = (tmp_path / "out.json").read_text()
+    assert run(*words, *kept, "--resume") == 0  # nothing is left to draw, nothing is measured twice
+    again = json.loads((tmp_path / "out.json").read_text())
+    assert again["records"] == json.loads(before)["records"]
+    assert len(list((tmp_path / "pictures").glob("ar.*/00003.png"))) == 2
+
+
+def test_a_sweep_makes_curves(classes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    points = {"scaled": [(w, f"scaled(omega={w})") for w in (1.1, 3.0)]}
+    monkeypatch.setattr(image_methods, "sweeps", lambda codes: points)
+    words = ["--model", classes, "--device", "cpu", "--images", 0, "--quality-images", 6, "--quality-methods", "ar"]
+    assert run(*words, "--sweep", "--noise-runs", 1, "--json", tmp_path / "out.json") == 0
+    records = json.loads((tmp_path / "out.json").read_text())["records"]
+    lines = report_image.curves(records)
+    assert sorted(r["parameter"] for r in lines["scaled"]) == [1.1, 3.0] and len(lines["law kept"]) == 1
+    assert all(r["fd_real"] is None and r["faithfulness"] is None for r in records)  # classes have no real pictures
+
+
+def test_records_outlive_a_stop_and_are_not_measured_twice(
+    classes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    timed = bench_image.timed
+
+    def stopped(bench_: Any, chosen: Any, prompts: Any, batch: int, before: Any) -> Any:
+        if batch == 2:
+            raise KeyboardInterrupt
+        return timed(bench_, chosen, prompts, batch, before)
+
+    monkeypatch.setattr(bench_image, "timed", stopped)
+    words = ["--model", classes, "--device", "cpu", "--images", 2, "--batch", 1, 2, "--methods", JACOBI]
+    words += ["--json", tmp_path / "out.json"]
+    with pytest.raises(KeyboardInterrupt):
+        run(*words)
+    first = json.loads((tmp_path / "out.json").read_text())["records"]
+    assert [r["batch"] for r in first] == [1, 1]
+    monkeypatch.setattr(bench_image, "timed", timed)
+    assert run(*words, "--resume") == 0
+    then = json.loads((tmp_path / "out.json").read_text())["records"]
+    assert then[:2] == first and [r["batch"] for r in then] == [1, 1, 2, 2]
+    assert run(*words, "--resume", "--seed", 1) == 1
+    assert "was measured with seed 0, this run has 1" in capsys.readouterr().err
+
+
+def test_a_failing_method_is_a_result(classes: Path, tmp_path: Path) -> None:
+    words = [*QUICK, "*+grouped", "*+pooled", "--budget", 0.1]  # grouped cannot be cut short
+    assert run("--model", classes, *words, "--json", tmp_path / "out.json") == 0
+    records = {r["method"]: r for r in json.loads((tmp_path / "out.json").read_text())["records"]}
+    assert records["jacobi+grouped"]["n"] == 0 and "cannot be cut short" in records["jacobi+grouped"]["note"]
+    assert records["jacobi+pooled"]["n"] == 1 and records["jacobi+pooled"]["spent_max"] <= 0.1
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--images", 0], "nothing is asked for"),
+        (["--methods", "jacoby"], "no method matches 'jacoby'; choose from ar,"),
+        (["--images", 0, "--quality-images", 3], "--quality-images must be more than 3"),
+        (["--images", 0, "--quality-images", 5, "--backbone", "resnet5000"], "no pretrained timm backbone"),
+        (["--prompts", "/absent.txt"], "cannot read the prompts of /absent.txt"),
+        (["--resume"], "name it with --json"),
+        (["--model", "nowhere"], "no folder 'nowhere'"),
+    ],
+)
+def test_bad_input(classes: Path, capsys: pytest.CaptureFixture[str], words: list[object], told: str) -> None:
+    assert run("--model", classes, "--device", "cpu", *words) == 1
+    assert told in capsys.readouterr().err
+
+
+def test_layouts_show_every_record_that_they_title() -> None:
+    made = {"ar": [painting(2.0, 15, verify=1.5)]}
+    facts = Method("ar").facts
+    record = {"suite": "image", "batch": 1, **facts, **report_image.figures("ar", made, "ar"), "note": "a note"}
+    page = report.markdown([record], {"model": "m"}, {})
+    assert "## batch 1" in page and "| ar | kept | 1.00x (1.00-1.00) |" in page and "ar: a note" in page
+    assert "`forwards`" in page and "`ttft_ms`" not in page

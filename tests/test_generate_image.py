@@ -1,0 +1,175 @@
+"""`mmspec generate`: whole runs on random pipelines of a few thousand weights, and what it says of bad input."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+import tiny_llamagen
+import torch
+from PIL import Image
+
+from mmspec.app import embedded, generate
+from mmspec.app.painter import NOTE, Painter, Way, sheet, unknown_words
+from mmspec.zoo import pictures
+
+PROMPT = "a small red circle"
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("text")
+    tiny_llamagen.pipeline("text").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def classes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("class")
+    tiny_llamagen.pipeline("class").save_pretrained(folder)
+    return folder
+
+
+def run(*words: object) -> int:
+    parser = argparse.ArgumentParser()
+    generate.configure(parser)
+    return generate.run(parser.parse_args([*map(str, words), "--device", "cpu"]))
+
+
+def pixels(path: Path) -> bytes:
+    with Image.open(path) as picture:
+        return picture.convert("RGB").tobytes()
+
+
+def test_draws_the_picture_of_its_seed(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [PROMPT, "--model", text, "--seed", 5]
+    assert run(*words, "--drafter", "none", "-o", tmp_path / "plain.png") == 0
+    told = capsys.readouterr().out
+    assert "1 picture in" in told and "16.0 forwards of the model each, 1.00 tokens per forward" in told
+    assert run(*words, "--reproducible", "--window", 4, "--compare", "-o", tmp_path / "fast.png") == 0
+    assert "identical pictures: 1 of 1" in capsys.readouterr().out
+    assert run(*words, "--drafter", "none", "--seed", 6, "-o", tmp_path / "other.png") == 0
+    plain, fast, other = (pixels(tmp_path / f"{name}.png") for name in ("plain", "fast", "other"))
+    assert plain == fast != other
+
+
+def test_many_prompts_go_into_a_folder(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "list.txt").write_text("a red circle\n\n a blue square \n")
+    words = ["--prompts", tmp_path / "list.txt", "--images", 2, "--batch-size", 3, "--model", text]
+    assert run(*words, "-o", tmp_path / "out") == 0
+    names = sorted(path.name for path in (tmp_path / "out").iterdir())
+    wanted = ("0000-a-red-circle", "0001-a-red-circle", "0002-a-blue-square", "0003-a-blue-square")
+    assert names == [f"{name}.png" for name in wanted]
+    assert len({pixels(tmp_path / "out" / name) for name in names}) == 4  # each its own seed
+    assert "4 pictures in" in capsys.readouterr().out
+
+
+def test_a_sheet_with_plain_decoding_beside_it(text: Path, tmp_path: Path) -> None:
+    words = [PROMPT, "a blue square", "--images", 2, "--model", text]
+    assert run(*words, "--grid", "--compare", "--reproducible", "-o", tmp_path / "sheet.png") == 0
+    with Image.open(tmp_path / "sheet.png") as page:
+        side = 8  # the tiny picture
+        assert page.size == (2 * (side + 4) + 4, 4 * (side + 4 + 14) + 4)
+        rows = [page.crop((4, top, page.width, top + side)).tobytes() for top in (18 + 26 * i for i in range(4))]
+    assert rows[0] == rows[1] and rows[2] == rows[3] and rows[0] != rows[2]
+
+
+def test_a_relaxed_rule_says_that_it_is_one(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [PROMPT, "--model", text, "-o", tmp_path / "x.png", "--init", "uniform"]
+    assert run(*words) == 0
+    assert "not lossless" not in capsys.readouterr().out
+    assert run(*words, "--rule", "scaled(omega=3.0)", "--budget", 0.25) == 0
+    told = capsys.readouterr().out
+    assert "not lossless: scaled(omega=3.0) bent the law" in told
+    assert 0 <= float(told.partition("most ")[2].split()[0]) <= 0.25
+
+
+def test_classes(classes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(3, 9, "--model", classes, "-o", tmp_path / "out") == 0
+    assert len(list((tmp_path / "out").iterdir())) == 2
+    for wrong in (10, "cat", "1.5"):
+        assert run(wrong, "--model", classes, "-o", tmp_path / "none") == 1
+        assert f"numbers from 0 to 9; '{wrong}' is none" in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([], "no prompt; write one in quotes"),
+        ([""], "no prompt"),
+        ([PROMPT, "--window", 0], "window must be a whole number"),
+        ([PROMPT, "--coupling", "loose"], "coupling must be one of none, maximal, gumbel"),
+        ([PROMPT, "--init", "zero"], "init must be one of uniform"),
+        ([PROMPT, "--rule", "landern(k=1)"], "unknown rule 'landern'"),
+        ([PROMPT, "--rule", "scaled(omega=0.5)"], "omega must be at least 1"),
+        ([PROMPT, "--budget", 1], "--budget limits a relaxed rule"),
+        ([PROMPT, "--rule", "scaled(omega=2.0)", "--reproducible"], "leave one of --reproducible and --rule out"),
+        ([PROMPT, "--drafter", "none", "--window", 4], "--window needs a drafter"),
+        ([PROMPT, "--drafter", "jacoby"], "unknown drafter 'jacoby'"),
+        ([PROMPT, "--top-k", -1], "top_k must be a whole number"),
+        ([PROMPT, "--temperature", -1], "temperature must be"),
+        ([" ".join(["red"] * 40)], "has 41 tokens"),
+        ([PROMPT, "-o", "x.bmp"], "a picture is a file ending in .png"),
+        ([PROMPT, "--images", 2, "-o", "x.png"], "2 pictures do not fit"),
+        ([PROMPT, "--device", "abacus"], "no device 'abacus' here"),
+        (["--prompts", "/absent/list.txt"], "cannot read the prompts of '/absent/list.txt'"),
+    ],
+)
+def test_bad_input_is_told_in_one_line(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    words: list[object], told: str,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    parser = argparse.ArgumentParser()
+    generate.configure(parser)
+    assert generate.run(parser.parse_args(["--device", "cpu", "--model", str(text), *map(str, words)])) == 1
+    said = capsys.readouterr().err.strip().splitlines()
+    assert told in said[-1] and said[-1].startswith("mmspec generate: ")
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_no_pipeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(PROMPT, "--model", tmp_path) == 1
+    assert "It must be a LlamaGenPipeline" in capsys.readouterr().err
+    assert run(PROMPT, "--model", "nowhere") == 1
+    assert "no folder 'nowhere'; a name on the Hub has the form owner/name" in capsys.readouterr().err
+
+
+def test_pictures_that_are_there_stay_when_a_later_one_fails(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [PROMPT, " ".join(["red"] * 40), "--batch-size", 1, "--model", text, "-o", tmp_path / "out"]
+    assert run(*words) == 1
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["0000-a-small-red-circle.png"]
+    assert "41 tokens" in capsys.readouterr().err
+
+
+def test_names_the_words_that_the_embedded_model_does_not_know(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert unknown_words(["A small red circle.", "a cat on a Mat, a cat"]) == ["cat", "mat"]
+    assert unknown_words([caption for _, caption in pictures.held_out(20)]) == []
+    monkeypatch.setattr(embedded, "resolve", lambda name: str(text) if name == embedded.IMAGE_MODEL else name)
+    assert run("a red cat", "-o", tmp_path / "x.png") == 0
+    assert NOTE.format("cat") in capsys.readouterr().err
+
+
+def test_a_painting_does_its_sums() -> None:
+    painter = Painter(tiny_llamagen.pipeline("class"))
+    plain = painter.paint([1, 2, 3], [7, 8, 9])
+    assert (plain.forwards, plain.compression, plain.spent) == (16, 1.0, [0.0] * 3)
+    painter.go(Way("jacobi", {"window": 4, "reproducible": True}))
+    fast = painter.paint([1, 2, 3], [7, 8, 9])
+    assert torch.equal(fast.tokens, plain.tokens) and fast.compression >= 1
+    assert fast.compression == pytest.approx(48 / (fast.stats.row_rounds + 3))
+    assert 0 < fast.decode_seconds < fast.seconds
+    alone = painter.paint([2], [8])
+    assert torch.equal(alone.tokens[0], plain.tokens[1])
+
+
+def test_a_sheet_takes_rows_of_different_lengths() -> None:
+    picture = Image.new("RGB", (8, 8), "red")
+    page = sheet([("one", [picture]), ("three ✓", [picture] * 3)])
+    assert page.size == (3 * 12 + 4, 2 * 26 + 4) and page.getpixel((4, 18)) == (255, 0, 0)
