@@ -8,44 +8,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from mmspec.train.muon import Muon
 from mmspec.zoo.recipes import Schedule
 
 CHECKPOINT_SECONDS = 300.0
 Loss = Callable[[int], tuple[torch.Tensor, int]]  # step -> the loss and the number of tokens it cost
-
-
-class Muon(torch.optim.Optimizer):
-    """Momentum steps made orthogonal (Jordan et al. 2024), with the rate scaled to the size of AdamW's steps.
-
-    `torch.optim.Muon` with its Newton-Schulz iteration in float32 instead of bfloat16, in which a CPU without bfloat16
-    arithmetic is ten times slower. Kernels of convolutions count as matrices of one row per output channel.
-    """
-
-    def __init__(self, weights: list[nn.Parameter], plan: Schedule) -> None:
-        super().__init__(weights, {"lr": plan.lr, "weight_decay": plan.weight_decay, "momentum": 0.95})
-        self.iterations = plan.newton_schulz
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        for group in self.param_groups:
-            for weight in group["params"]:
-                state = self.state[weight]
-                held = state.setdefault("momentum_buffer", torch.zeros_like(weight))
-                held.lerp_(weight.grad, 1 - group["momentum"])
-                towards = weight.grad.lerp(held, group["momentum"]).flatten(1)
-                weight.mul_(1 - group["lr"] * group["weight_decay"])
-                size = group["lr"] * 0.2 * max(towards.shape) ** 0.5
-                weight.sub_(_orthogonal(towards, self.iterations).view_as(weight), alpha=size)
-
-
-def _orthogonal(matrix: torch.Tensor, iterations: int) -> torch.Tensor:
-    """About U Vᵀ of the singular value decomposition, by a quintic Newton-Schulz iteration."""
-    tall = matrix.shape[0] > matrix.shape[1]
-    x = (matrix.T if tall else matrix) / matrix.norm().clamp(min=1e-7)
-    for _ in range(iterations):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
-    return x.T if tall else x
 
 
 def optimizers(module: nn.Module, plan: Schedule) -> list[torch.optim.Optimizer]:
@@ -59,7 +26,9 @@ def optimizers(module: nn.Module, plan: Schedule) -> list[torch.optim.Optimizer]
             matrix = weight.ndim == 2 and ".layers." in f".{name}"
             (hidden if matrix or (plan.kernels and weight.ndim == 4) else rest).append(weight)
     adamw = torch.optim.AdamW(rest, lr=plan.lr, weight_decay=0.0, betas=(0.9, 0.95), fused=True)
-    return [Muon(hidden, plan), adamw] if hidden else [adamw]
+    if not hidden:
+        return [adamw]
+    return [Muon(hidden, plan.lr, plan.weight_decay, plan.newton_schulz), adamw]
 
 
 def rate(plan: Schedule, step: int) -> float:

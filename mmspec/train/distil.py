@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 from mmspec.train.data import Sample, batches, lengths_sorted
+from mmspec.train.muon import Muon
 from mmspec.train.recipes import EagleRecipe
 
 
@@ -89,9 +90,7 @@ def optimizers(network: Any, recipe: EagleRecipe) -> list[torch.optim.Optimizer]
     others = [p for p in parameters if not (recipe.muon and p.ndim == 2)]
     found: list[torch.optim.Optimizer] = []
     if matrices:
-        found.append(
-            torch.optim.Muon(matrices, lr=recipe.lr, weight_decay=recipe.weight_decay, adjust_lr_fn="match_rms_adamw")
-        )
+        found.append(Muon(matrices, recipe.lr, recipe.weight_decay))
     if others:
         found.append(torch.optim.AdamW(others, lr=recipe.lr, betas=recipe.betas, weight_decay=recipe.weight_decay))
     return found

@@ -1,0 +1,41 @@
+"""Muon, an optimizer for matrices, in float32."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum steps made orthogonal (Jordan et al. 2024), with the rate scaled to the size of AdamW's steps.
+
+    `torch.optim.Muon` with its Newton-Schulz iteration in float32 instead of bfloat16, in which a CPU without bfloat16
+    arithmetic is ten times slower. Kernels of convolutions count as matrices of one row per output channel.
+    """
+
+    def __init__(self, weights: list[nn.Parameter], lr: float, weight_decay: float, iterations: int = 5) -> None:
+        super().__init__(weights, {"lr": lr, "weight_decay": weight_decay, "momentum": 0.95})
+        self.iterations = iterations
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for weight in (w for w in group["params"] if w.grad is not None):
+                if weight not in self.state:
+                    self.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
+                held = self.state[weight]["momentum_buffer"]
+                held.lerp_(weight.grad, 1 - group["momentum"])
+                towards = weight.grad.lerp(held, group["momentum"]).flatten(1)
+                weight.mul_(1 - group["lr"] * group["weight_decay"])
+                size = group["lr"] * 0.2 * max(towards.shape) ** 0.5
+                weight.sub_(_orthogonal(towards, self.iterations).view_as(weight), alpha=size)
+
+
+def _orthogonal(matrix: Tensor, iterations: int) -> Tensor:
+    """About U Vᵀ of the singular value decomposition, by a quintic Newton-Schulz iteration."""
+    tall = matrix.shape[0] > matrix.shape[1]
+    x = (matrix.T if tall else matrix) / matrix.norm().clamp(min=1e-7)
+    for _ in range(iterations):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
+    return x.T if tall else x
