@@ -62,7 +62,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     fast.add_argument("--window", type=int, help="tokens that jacobi looks at in one forward of the model")
     fast.add_argument("--coupling", help="how jacobi redraws its guesses: none, maximal or gumbel")
     fast.add_argument("--init", help="where jacobi's guesses come from: uniform, horizontal, vertical or mixture")
-    fast.add_argument("--reproducible", action="store_true", help="the very picture of plain decoding")
+    fast.add_argument("--reproducible", action="store_true", help="the very picture of plain decoding, in float32")
     fast.add_argument("--rule", metavar="SPEC", help="bend the law for speed, such as 'scaled(omega=1.5)'")
     fast.add_argument("--budget", type=float, help="the most a rule may bend it per picture, in total variation")
 
@@ -157,10 +157,10 @@ class Run:
     """Draws orders in batches, writes each batch at once, and sums up what it took."""
 
     def __init__(self, painter: Painter, way: Way, args: argparse.Namespace) -> None:
-        from mmspec.app.painter import Way as PlainWay
+        from mmspec.app.painter import Way
 
         self.painter, self.way, self.args = painter, way, args
-        self.plain = PlainWay()
+        self.plain = Way()
         painter.go(way)  # a bad option is told before anything is drawn
         self.made: list[Painting] = []
         self.base: list[Painting] = []

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmspec.models.llamagen import PREFIX, visible
 from mmspec.pipelines.images import Guidance
 from mmspec.pipelines.llamagen import warpers
 from mmspec.pipelines.sampling import Sampler
@@ -56,14 +57,10 @@ class Static:
         if (S, B) not in self._mmspec_static:
             self._mmspec_static[S, B] = StaticPast(model, S * B, P + count)
         past = self._mmspec_static[S, B]
-        embeds = model.prefix_embeds(condition)
-        if S == 2:
-            embeds = torch.cat([embeds, model.prefix_embeds(model.null_condition(B))])
+        embeds = model.prefix(condition, guided=S == 2)
         open_slots = torch.cat([valid, valid.new_zeros(B, count)], 1).repeat(S, 1)  # [S·B, T]
-        causal = torch.ones(P, P + count, dtype=torch.bool, device=device).tril()
-        seen = (causal & open_slots[:, None]) | torch.eye(P, P + count, dtype=torch.bool, device=device)
         past.at = torch.arange(P, device=device)
-        hidden = model(embeds, torch.full((S * B, P), -1, device=device), seen, past)
+        hidden = model(embeds, torch.full((S * B, P), PREFIX, device=device), visible(open_slots, P), past)
         logits = guidance(model.head(hidden[:, -1:]), torch.zeros(B, 1, dtype=torch.long, device=device))
         drawn = [sampler.law(logits, session, root).ids]
         session.stats.seconds["prefill"] = time.perf_counter() - began

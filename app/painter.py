@@ -49,7 +49,7 @@ class Painting:
     tokens: Tensor  # [B, grid, grid]
     seconds: float  # of the whole call: text encoder, prefill, rounds, picture decoder
     stats: Stats
-    spent: list[float]  # distance in total variation that a relaxed rule used at most
+    spent: list[float]  # what a relaxed rule was charged; see LlamaGenOutput
 
     @property
     def forwards(self) -> int:
@@ -165,7 +165,7 @@ def load(model: str, device: str, dtype: str, **settings: Any) -> Painter:
             "authors' files with `mmspec convert llamagen`"
         ) from error
     for part in (pipe.transformer, pipe.text_encoder):  # the picture decoder stays as it is: it is cheap and exact
-        if part is not None and kind != torch.float32:
+        if part is not None and part.dtype != kind:  # transformers loads a text encoder in the type of its file
             part.to(kind)
     return Painter(pipe, **settings)
 

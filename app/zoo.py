@@ -76,6 +76,7 @@ def train_image(recipe: ImageRecipe, out_dir: Path, resume: bool = True, work: P
 
     zoo_image.train_generator(recipe, pipe, work, say, watch)
     results = {**zoo_image.score_vq(pipe.vqvae), **zoo_image.score_generator(pipe), "parameters": zoo_image.sizes(pipe)}
+    results["read"] = zoo_image.faithfulness(pipe)
     out_dir.mkdir(parents=True, exist_ok=True)
     zoo_image.sheet(pipe).save(out_dir / "samples.png")
     zoo_image.export(pipe, out_dir)
@@ -88,7 +89,7 @@ def train_drafter(recipe: DrafterRecipe, out_dir: Path, work: Path) -> None:
     target, draws = zoo.path(recipe.target), recipe.target in IMAGES
     how = HOW[recipe.recipe]
     if draws:
-        model, processor = LlamaGenPipeline.from_pretrained(target), None
+        model, processor = LlamaGenPipeline.from_pretrained(target, torch_dtype=torch.float32), None
         model.set_progress_bar_config(disable=True)
     else:
         model = LlavaForConditionalGeneration.from_pretrained(target, dtype=torch.float32)

@@ -115,6 +115,11 @@ def _steps(recipe: VlmRecipe) -> int:
     return sum(plan.stop or plan.steps for plan in (recipe.decoder, recipe.polish, recipe.settle))
 
 
+def _share(score: tuple[int, int]) -> str:
+    right, of = score
+    return f"{right} of {of}"
+
+
 def _sum(scores: dict[str, tuple[int, int]]) -> tuple[int, int]:
     return sum(right for right, _ in scores.values()), sum(of for _, of in scores.values())
 
@@ -136,6 +141,7 @@ or two coloured shapes.
 import mmspec
 from diffusers import DiffusionPipeline
 from mmspec import zoo
+
 pipe = DiffusionPipeline.from_pretrained(zoo.path("{name}"))
 mmspec.enable(pipe, drafter="jacobi")
 pipe("a small red striped circle left of a large blue square on a grainy background").images[0]
@@ -153,14 +159,23 @@ with the words of `mmspec.zoo.pictures`.
   and absolute error, no adversarial and no perceptual loss.
 - Transformer: {shape.layers} layers x {shape.dim}, {shape.heads} heads, {shape.prefix} prefix tokens; trained together
   with the T5 encoder ({shape.text_layers} layers x {shape.text_width}) on {steps} steps of {batch} pictures;
-  {drop:.0%} of the prompts shown as null. Muon for the matrices of the transformer, AdamW for the rest, peak rate
-  {lr}, seed {seed}, float32.
+  {drop:.0%} of the prompts shown as null; after step {shape.emphasis_after} the codes that objects touch counted
+  {shape.emphasis:.0f} times. Muon for the matrices of the transformer, AdamW for the rest, peak rate {lr}, seed {seed},
+  float32.
 - Wall time: {minutes:.0f} minutes on two CPU cores that other work shared.
 
 ## Held-out results
 The tokenizer gives pictures back at {psnr:.1f} dB and uses {used} codes (entropy of their use {bits:.1f} bits). The
-transformer needs {nats:.2f} nats a token. How faithful its pictures are, and how fast they come, is measured by
-`mmspec bench image`: see docs/ar-image.md.
+transformer needs {nats:.2f} nats a token.
+
+How far the prompt rules the picture, as `scenes-vlm` reads {n} of them (guidance {shape.guidance}); the last column is
+what the same pictures score against somebody else's prompt, so the difference is what the prompt did:
+
+| fact | own prompt | another prompt |
+|---|---|---|
+{read}
+
+How fast they come is measured by `mmspec bench image`: see docs/ar-image.md.
 
 Licence: Apache-2.0. To train it again: `mmspec zoo {name}`.
 """
@@ -169,8 +184,11 @@ Licence: Apache-2.0. To train it again: `mmspec zoo {name}`.
 def image_card(recipe: ImageRecipe, results: dict, minutes: float) -> str:
     """The text of README.md in the folder of an image generator."""
     vq, shape = recipe.tokenizer, recipe.generator
+    own, other = (results["read"][whose]["facts"] for whose in ("own", "other"))
     return IMAGE_CARD.format(
         name=recipe.name,
+        n=results["read"]["own"]["n"],
+        read="\n".join(f"| {fact} | {_share(own[fact])} | {_share(other[fact])} |" for fact in own),
         **{part: results["parameters"][part] / 1e6 for part in ("transformer", "vqvae", "text_encoder")},
         vq=vq,
         codes=vq.codes,

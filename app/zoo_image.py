@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,8 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedTokenizerFast, T5Config, T5EncoderModel
 
+from mmspec.app.faithful import Reader
 from mmspec.app.zoo_fit import fit
-from mmspec.models.llamagen import PREFIX, LlamaGenTransformer
+from mmspec.models.llamagen import PREFIX, LlamaGenTransformer, visible
 from mmspec.models.llamagen_vq import LlamaGenVQ
 from mmspec.pipelines.llamagen import LlamaGenPipeline
 from mmspec.zoo import pictures
@@ -138,8 +140,7 @@ def loss_of(
     embeds = torch.cat([model.prefix_embeds(condition), model.tok_embeddings(ids[:, :-1])], 1)
     P, n = valid.shape[1], embeds.shape[1]
     place = torch.cat([torch.full((P,), PREFIX), torch.arange(n - P)]).expand(len(ids), n)
-    causal = torch.ones(n, n, dtype=torch.bool).tril()
-    seen = (causal & F.pad(valid, (0, n - P), value=True)[:, None]) | torch.eye(n, dtype=torch.bool)
+    seen = visible(F.pad(valid, (0, n - P), value=True), n)
     hidden = model(embeds, place, seen)[:, P - 1 :]
     each = F.cross_entropy(model.head(hidden).flatten(0, 1), ids.flatten(), reduction="none")
     return each.mean() if weights is None else (each * weights.flatten()).sum() / weights.sum()
@@ -201,9 +202,23 @@ def sheet(pipe: LlamaGenPipeline, count: int = 16) -> Image.Image:
     return whole
 
 
+def faithfulness(pipe: LlamaGenPipeline, count: int = 96) -> dict[str, dict[str, Any]]:
+    """What the embedded VLM reads in pictures of held-out prompts, under their own prompt and under the next one's."""
+    drawn, prompts = zip(*pictures.held_out(count), strict=True)
+    made: list[Image.Image] = []
+    for start in range(0, count, 16):
+        made += pipe(list(prompts[start : start + 16]), generator=torch.Generator().manual_seed(start)).images
+    reader = Reader()
+    return {"own": reader.score(made, drawn), "other": reader.score(made, [*drawn[1:], drawn[0]])}
+
+
 def export(pipe: LlamaGenPipeline, folder: Path) -> None:
-    """A folder for `LlamaGenPipeline.from_pretrained`, bfloat16 safetensors. The pipeline itself is cast, too."""
-    pipe.to(dtype=torch.bfloat16)
+    """A folder for `LlamaGenPipeline.from_pretrained`. The pipeline itself is cast, too.
+
+    Safetensors in bfloat16, but for the text encoder: transformers loads what it finds, diffusers in float32.
+    """
+    pipe.transformer.to(torch.bfloat16)
+    pipe.vqvae.to(torch.bfloat16)
     pipe.save_pretrained(folder)
     for file in folder.rglob("*"):
         if file.is_file():

@@ -164,7 +164,7 @@ def rank_window(p: Tensor, x: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 def cell_sums(weights: Tensor, cell: Tensor) -> Tensor:
     """The mass of each token's whole cell, [..., V], from weights [..., V] and the partition [V]."""
-    index = cell.expand_as(weights)
+    index = cell.to(weights.device).expand_as(weights)
     return torch.zeros_like(weights).scatter_add_(-1, index, weights).gather(-1, index)
 
 

@@ -63,6 +63,8 @@ class SpecConfig:
             raise ValueError(f"proactive must be (branches, levels), both whole numbers ≥ 2, or None; got {pair!r}")
         if self.budget is not None and not self.budget >= 0:
             raise ValueError(f"budget must be a distance ≥ 0, or None for no limit; got {self.budget!r}")
+        if self.budget is not None and getattr(self.rule, "name", self.rule) == "exact":
+            raise ValueError("a budget limits what a relaxed rule spends, and rule='exact' spends nothing; name a rule")
         if self.reproducible and getattr(self.rule, "name", self.rule) != "exact":
             raise ValueError(
                 f"reproducible=True gives what plain decoding gives for the seed, which rule={self.rule!r} would "

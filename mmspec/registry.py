@@ -120,7 +120,7 @@ def _made(spec: str, codebook: Tensor | None) -> Rule:
     if coded is not None and coded.default is coded.empty and codebook is None:
         raise ValueError(
             f"a codebook [V, c] is needed: {name} compares tokens by their codes, and this target brings none; "
-            "choose exact or scaled"
+            "choose exact, scaled, or gsd without a distance"
         )
     return RULES[name](**given) if coded is None else RULES[name](codebook, **given)
 

@@ -34,7 +34,8 @@ def lantern(codebook: Tensor, *, k: int, delta: float | None = None, lam: float 
 
     def relaxed(trial: Trial) -> Tensor:
         bound = delta if lam is None else (lam - 1) * trial.p_x
-        return ops.exact_ratio(trial.p_x + ops.borrowed(trial.p.at(near[trial.x].long()), bound), trial.q_x)
+        ids = near.to(trial.x.device)[trial.x].long()  # the target may have moved since the rule was made
+        return ops.exact_ratio(trial.p_x + ops.borrowed(trial.p.at(ids), bound), trial.q_x)
 
     bound = f"delta={delta}" if lam is None else f"lam={lam}"
     return _relaxed(f"lantern(k={k}, {bound})", relaxed=relaxed)
@@ -63,7 +64,7 @@ def gsd(codebook: Tensor | None = None, *, group: int, distance: float | None = 
 
     Args:
         group: size of the window of ranks, x included.
-        distance: leave out codes further from x than this.
+        distance: leave out codes further from x than this; the authors' code measures between input embeddings instead.
         gap: leave out tokens whose probability differs from p(x) by this or more.
     """
     _check("group", group, lambda group: isinstance(group, int) and group >= 1, "a whole number of at least 1")
@@ -80,7 +81,8 @@ def gsd(codebook: Tensor | None = None, *, group: int, distance: float | None = 
         ids, member = ops.rank_window(trial.p.all, trial.x, group)
         p, q = trial.p.at(ids), trial.q.at(ids)
         if codes is not None:
-            member = member & ((codes[ids] - codes[trial.x][..., None, :]).norm(dim=-1) <= distance)
+            here = codes.to(ids.device)
+            member = member & ((here[ids] - here[trial.x][..., None, :]).norm(dim=-1) <= distance)
         if gap is not None:
             member = member & ((p - trial.p_x[..., None]).abs() < gap)
         return ops.exact_ratio(torch.where(member, p, 0.0).sum(-1), torch.where(member, q, 0.0).sum(-1))
@@ -118,7 +120,7 @@ def pooled(codebook: Tensor, *, radius: float | None = None, cells: int | None =
 
 def _in_cell(trial: Trial, cell: Tensor) -> tuple[Tensor, Tensor]:
     """p and q [..., V] within the cell of x, cut down to what p can draw."""
-    p = trial.p.all
+    p, cell = trial.p.all, cell.to(trial.x.device)
     same = (cell == cell[trial.x][..., None]) & (p > 0)
     return torch.where(same, p, 0.0), torch.where(same, trial.q.all, 0.0)
 

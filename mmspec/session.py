@@ -58,6 +58,7 @@ class Stats:
     accepted_by_depth: Counter[int] = field(default_factory=Counter)  # rows that accepted at least so many in a round
     lossless: bool = True  # whether every row has the target's own law
     spent: float = 0.0  # what relaxed rules were charged, over all rows that have ended
+    charges: dict[int, float] = field(default_factory=dict)  # the same per row of the last call, by its place
     seconds: dict[str, float] = field(default_factory=dict)  # draft, verify, other (accept and commit), prefill
 
     @property
@@ -84,6 +85,7 @@ class Stats:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.lossless = self.lossless and other.lossless
         self.accepted_by_depth.update(other.accepted_by_depth)
+        self.charges = dict(other.charges) or self.charges
         for part, spent in other.seconds.items():
             self.seconds[part] = self.seconds.get(part, 0.0) + spent
 
@@ -169,6 +171,7 @@ class Session:
             if row.done:
                 row.spent = spent
                 self.stats.spent += spent
+                self.stats.charges[row.index] = spent
         self.select([i for i, row in enumerate(self.rows) if not row.done])
 
     def select(self, keep: list[int]) -> None:

@@ -79,7 +79,7 @@ class Picture:
 _picture: ContextVar[Picture | None] = ContextVar("mmspec_chameleon", default=None)
 
 
-class ImageTarget(VlmTarget):
+class ChameleonTarget(VlmTarget):
     """The model with its head read directly, and only what a picture may hold."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -113,7 +113,10 @@ class Enabled(stock.Enabled):
             raise ValueError(f"multimodal_generation_mode must be one of {', '.join(MODES)}; got {mode!r}")
         if mode == "text-only":
             return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
-        picture = Picture.of(self, kwargs["input_ids"] if inputs is None else inputs)
+        ids = kwargs.get("input_ids") if inputs is None else inputs
+        if ids is None:
+            raise ValueError("a picture needs a prompt of token ids; pass input_ids")
+        picture = Picture.of(self, ids)
         asked = kwargs.get("max_new_tokens")
         kwargs["max_new_tokens"] = picture.length if asked is None else min(asked, picture.length)
         token = _picture.set(picture)
@@ -124,7 +127,7 @@ class Enabled(stock.Enabled):
 
     @property
     def _mmspec_target(self) -> type[VlmTarget]:  # type: ignore[override]
-        return VlmTarget if _picture.get() is None else ImageTarget
+        return VlmTarget if _picture.get() is None else ChameleonTarget
 
     def _mmspec_rule(self, call: Call) -> Rule:
         """A relaxed rule is for pictures: text stays exact."""

@@ -26,8 +26,8 @@ PICTURES: dict[str, str] = {
     "janus": 'Janus, Janus-Pro: generate(generation_mode="image"), guided',
     "emu3": "Emu3: generate with prefix_allowed_tokens_fn, negative_prompt_ids and guidance_scale",
     "glm_image": "GLM-Image: generate, and GlmImagePipeline unchanged",
-    "chameleon": 'Chameleon, Anole: generate(multimodal_generation_mode="image-only"), guided or not',
-    "llamagen": "LlamaGenPipeline: class- and text-conditional, guided",
+    "chameleon": 'Chameleon, Anole: generate(multimodal_generation_mode="image-only"), guided or not; ours, as below',
+    "llamagen": "LlamaGenPipeline: class- and text-conditional, guided; ours, as below",
 }
 
 # class → the module that patches it: Enabled, describe, unsupported, tap, untap, codebook; DRAFTER if not ngram
@@ -82,8 +82,9 @@ def supported() -> str:
     """Print, and return, the matrix of model families, drafters and rules."""
     lines = ["Proved token-identical to stock generate (greedy, fp32, sdpa and eager, batch 1 and ragged 4):"]
     lines += [f"  {kind:12s} {what}" for kind, what in PROVED.items()]
-    lines += ["Pictures, token-identical (greedy, and sampling with reproducible=True):"]
+    lines += ["Pictures, token-identical likewise (greedy, and sampling with reproducible=True; fp32):"]
     lines += [f"  {kind:12s} {what}" for kind, what in PICTURES.items()]
+    lines += ["  (ours: stock has no such call; identical to decoding one token after the other)"]
     lines += ["Any other decoder-only model with full or sliding attention is judged when it is enabled.", "Drafters:"]
     lines += [f"  {name:12s} {what}" for name, what in drafters().items()]
     lines += ["Rules:", *(f"  {name}" for name in RULES)]

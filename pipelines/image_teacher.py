@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmspec.models.llamagen import visible
 from mmspec.pipelines import llamagen
 from mmspec.pipelines.images import Guidance, ImageTarget, stacked
 from mmspec.pipelines.sampling import Sampler
@@ -25,7 +26,7 @@ class ImageTeacher:
         self.model: Any = pipe.transformer.eval().requires_grad_(False)
         self.how = pipe._settings({}, "latent", 1)
         guidance = Guidance(self.how["guidance_scale"])
-        self.target = ImageTarget(self.model, features, Sampler(lambda p, *_: p), guidance, pipe.vqvae.codebook())
+        self.target = ImageTarget(self.model, features, Sampler(lambda p, *_: p), guidance)
 
     def __enter__(self) -> ImageTeacher:
         llamagen.tap(self.pipe, self.features)
@@ -56,17 +57,12 @@ class ImageTeacher:
         )
         B, P = valid.shape
         ids = torch.tensor(answers, device=valid.device)
-        embeds = self.model.prefix_embeds(condition)
-        if S == 2:
-            embeds = torch.cat([embeds, self.model.prefix_embeds(self.model.null_condition(B))])
-        embeds = torch.cat([embeds, self.target.embed(ids).repeat(S, 1, 1)], 1)
+        embeds = torch.cat([self.model.prefix(condition, guided=S == 2), self.target.embed(ids).repeat(S, 1, 1)], 1)
         T = embeds.shape[1]
         place = torch.arange(-P, T - P, device=ids.device).clamp(min=-1)
         valid = torch.cat([valid, torch.ones_like(ids, dtype=torch.bool)], 1)
-        causal = torch.ones(T, T, dtype=torch.bool, device=ids.device).tril()
-        seen = causal & valid[:, None] | torch.eye(T, dtype=torch.bool, device=ids.device)
         with listen() as heard:
-            hidden = self.model(embeds, place.expand(S * B, T), seen.repeat(S, 1, 1))
+            hidden = self.model(embeds, place.expand(S * B, T), visible(valid, T).repeat(S, 1, 1))
         found = [hidden if i == FINAL else layer_input(heard[f"layer {i}"]) for i in self.features]
         answered = (torch.arange(T, device=ids.device) >= P).expand(B, T)
         ids = torch.cat([ids.new_zeros(B, P), ids], 1)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmspec.models.llamagen import PREFIX
+from mmspec.models.llamagen import PREFIX, visible
 from mmspec.pipelines.cache import SlotCache
 from mmspec.pipelines.sampling import Sampler
 from mmspec.pipelines.state import Onward, State
@@ -67,17 +67,13 @@ class ImageTarget:
     Attributes:
         grid: rows and columns of tokens in a picture, in reading order.
         streams: 2 under guidance (conditional, unconditional), else 1. Drafters see them side by side as features.
-        codebook: [V, c], the vectors that the tokens stand for.
     """
 
-    def __init__(
-        self, transformer: Any, features: tuple[int, ...], sampler: Sampler, guidance: Guidance, codebook: Tensor
-    ) -> None:
+    def __init__(self, transformer: Any, features: tuple[int, ...], sampler: Sampler, guidance: Guidance) -> None:
         self.model = transformer
         self.features = features
         self.sampler = sampler
         self.guidance = guidance
-        self.codebook = codebook
         self.streams = guidance.streams
         self.grid = (transformer.config.grid, transformer.config.grid)
         self.size = transformer.config.grid**2
@@ -103,15 +99,11 @@ class ImageTarget:
             nodes: the most that a draft will hold, for which slots are reserved.
         """
         (B, P), device, S = valid.shape, valid.device, self.streams
-        embeds = self.model.prefix_embeds(condition)
-        if S == 2:
-            embeds = torch.cat([embeds, self.model.prefix_embeds(self.model.null_condition(B))])
+        embeds = self.model.prefix(condition, guided=S == 2)
         cache = SlotCache(S * B, device, P + self.size + nodes)
         session.cache = State(cache, Onward(torch.zeros_like(cache.lengths.device)[:, None]), valid.repeat(S, 1), {}, S)
-        causal = torch.ones(P, P, dtype=torch.bool, device=device).tril()
-        seen = (causal & valid[:, None]) | torch.eye(P, dtype=torch.bool, device=device)  # padding sees itself
         before = torch.full((S * B, P), PREFIX, device=device)
-        hidden, features = self._forward(embeds, before, seen.repeat(S, 1, 1), cache)
+        hidden, features = self._forward(embeds, before, visible(valid, P).repeat(S, 1, 1), cache)
         cache.advance(P)
         ids = torch.zeros(B, P, dtype=torch.long, device=device)
         prompt = Prompt(ids, stacked(embeds, S), features, torch.zeros_like(valid), valid)

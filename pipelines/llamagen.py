@@ -43,7 +43,8 @@ class LlamaGenOutput(BaseOutput):
         images: PIL pictures, or an array or tensor of them, or the token ids for `output_type="latent"`.
         tokens: the token ids [B, grid, grid] behind them.
         stats: what happened in this call.
-        spent: per picture, how far in total variation its law may be from the model's own; 0 unless a relaxed rule ran.
+        spent: per picture, what a relaxed rule was charged, 0 without one. Its mean over many pictures bounds how far
+            their law is from the model's own, in total variation.
     """
 
     images: Any
@@ -145,8 +146,7 @@ class LlamaGenPipeline(DiffusionPipeline):
         plan = self._plan()
         _wake(self.transformer)
         sampler = Sampler(warpers(how), how["temperature"] > 0, plan.reproducible)
-        codes = codebook(self).to(valid.device)
-        target = ImageTarget(self.transformer, plan.drafter.features, sampler, guidance, codes)
+        target = ImageTarget(self.transformer, plan.drafter.features, sampler, guidance)
         session = Session(list(rows), None, valid.device, plan.rule)
         prompt, scores = session.timed("prefill", target.prefill, session, condition, valid, plan.drafter.nodes)
         begin(session, target, plan.drafter, prompt, scores)
@@ -279,7 +279,7 @@ def describe(pipe: Any) -> TargetInfo:
     """What a drafter has to fit."""
     model = pipe.transformer
     c = model.config
-    name = getattr(pipe.config, "_name_or_path", None) or type(pipe).__name__
+    name = str(getattr(pipe.config, "_name_or_path", None) or type(pipe).__name__)
     return TargetInfo(name, c.vocab, c.dim, c.dim, c.num_layers, model.device, model.dtype)
 
 

@@ -70,8 +70,9 @@ def enable(model_or_pipe: Any, drafter: Any = None, **options: Any) -> Handle:
             diffusers pipeline that generates tokens.
         drafter: "ngram" (no weights; the default), "jacobi" (no weights; the default of models that only draw
             pictures), a drafter's name on the hub, a folder, or a Drafter.
-        **options: fields of SpecConfig: depth, width, size, window, init, coupling, proactive, rule, budget,
-            reproducible, on_unsupported. With `rule` other than "exact" the law is bent, by what `budget` allows.
+        **options: fields of SpecConfig: depth, width, size, tree, draws, window, init, coupling, proactive, rule,
+            budget, reproducible, on_unsupported. A `rule` other than "exact" bends the law, by what `budget` allows;
+            of models that both write and draw only that of pictures.
 
     Returns:
         A Handle; also a context manager that disables on leaving. Enabling again replaces what was there.

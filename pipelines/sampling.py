@@ -94,13 +94,10 @@ class TorchNoise:
 
     Args:
         generator: None for torch's global one.
-        vocab: width of the law that the stock loop draws from; None: that of the logits.
-        first: where in it the logits' own tokens begin.
     """
 
-    def __init__(self, generator: torch.Generator | None = None, vocab: int | None = None, first: int = 0) -> None:
+    def __init__(self, generator: torch.Generator | None = None) -> None:
         self.generator = generator
-        self.vocab, self.first = vocab, first
         self._rows = 0  # of the call, known at the first draw
         self._q: Tensor | None = None  # [T, rows, V], of the steps from `_begin` on
         self._begin = 0
@@ -124,8 +121,8 @@ class TorchNoise:
             self._q = like.new_empty(0, self._rows, like.shape[-1])
         fresh = []
         for _ in range(self._begin + len(self._q), end + 1):
-            q = like.new_empty(self._rows, self.vocab or like.shape[-1]).exponential_(1, generator=self.generator)
-            fresh.append(q[None, :, self.first : self.first + like.shape[-1]])
+            q = like.new_empty(self._rows, like.shape[-1]).exponential_(1, generator=self.generator)
+            fresh.append(q[None])
             self._after.append(self._generator(like).get_state())
         passed = begin - self._begin
         if fresh or passed:

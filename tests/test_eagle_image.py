@@ -268,7 +268,7 @@ def drawn(how: str, guess: Any, rows: list[int], scale: float = 3.0) -> tuple[li
     model = tiny_llamagen.transformer("text", vocab=64)
     warpers = LogitsProcessorList([TemperatureLogitsWarper(0.9), TopKLogitsWarper(20)])
     sampler = Sampler(warpers, how != "greedy", how == "seed-exact")
-    target = ImageTarget(model, guess.features, sampler, Guidance(scale), torch.zeros(64, 4))
+    target = ImageTarget(model, guess.features, sampler, Guidance(scale))
     P = tiny_llamagen.PREFIX
     condition = torch.stack(
         [torch.randn(P, tiny_llamagen.WIDTH, generator=torch.Generator().manual_seed(r)) for r in rows]

@@ -17,6 +17,7 @@ from targets import VOCAB
 from torch import Tensor
 
 import mmspec
+from mmspec import zoo
 from mmspec.kernels import reference as ops
 from mmspec.models.llamagen import rotate
 from mmspec.pipelines import captions, llamagen
@@ -28,6 +29,7 @@ from mmspec.rules import exact
 from mmspec.session import Row, Session
 from mmspec.tree import chain
 from mmspec.types import HOLE, Draft
+from mmspec.zoo import pictures
 
 PROMPTS = ["a small red circle", "a large blue striped square left of a circle on the", "square"]
 ROOT = Path(__file__).parent.parent
@@ -532,3 +534,27 @@ def test_parts_that_do_not_belong_together_are_refused():
         mmspec.LlamaGenPipeline(tiny.transformer(), tiny.vq(), defaults={"cfg": 3})
     with pytest.raises(ValueError, match="needs the components text_encoder and tokenizer"):
         mmspec.LlamaGenPipeline(tiny.transformer(), tiny.vq())("a circle")
+
+
+@pytest.fixture(scope="module")
+def embedded() -> tuple[Any, list[Any]]:
+    """The model that comes with mmspec, four seeds, and the tokens that plain decoding draws for each alone."""
+    pipe = mmspec.LlamaGenPipeline.from_pretrained(zoo.path("scenes-llamagen"))
+    pipe.set_progress_bar_config(disable=True)
+    prompts = [prompt for _, prompt in pictures.held_out(4)]
+    return pipe, [draw_embedded(pipe, prompts, [b])[0] for b in range(4)]
+
+
+def draw_embedded(pipe: Any, prompts: list[str], rows: list[int]) -> Tensor:
+    generators = [torch.Generator().manual_seed(b) for b in rows]
+    return pipe([prompts[b] for b in rows], generator=generators, output_type="latent").tokens
+
+
+@pytest.mark.parametrize("window", [1, 8, 64])
+@pytest.mark.parametrize("rows", [[2], [0, 1, 2, 3]], ids=["batch-1", "batch-4"])
+def test_the_embedded_model_draws_the_very_same_picture(embedded: Any, window: int, rows: list[int]) -> None:
+    pipe, alone = embedded
+    with mmspec.enable(pipe, drafter="jacobi", window=window, reproducible=True) as handle:
+        tokens = draw_embedded(pipe, [prompt for _, prompt in pictures.held_out(4)], rows)
+    assert all(torch.equal(tokens[i], alone[b]) for i, b in enumerate(rows))
+    assert window == 1 or handle.stats.tokens_per_target_call > 2

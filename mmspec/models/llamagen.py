@@ -160,6 +160,11 @@ class LlamaGenTransformer(ModelMixin, ConfigMixin):
         """[B, prefix, dim] of class ids [B] or of text features [B, prefix, caption_width]."""
         return self.cls_embedding(condition)
 
+    def prefix(self, condition: Tensor, guided: bool) -> Tensor:
+        """`prefix_embeds` [B, prefix, dim]; when guided [2·B, prefix, dim], those of no condition below."""
+        embeds = self.prefix_embeds(condition)
+        return torch.cat([embeds, self.prefix_embeds(self.null_condition(len(embeds)))]) if guided else embeds
+
     def forward(
         self, embeds: Tensor, positions: Tensor, visible: Tensor | None = None, past: Past | None = None
     ) -> Tensor:
@@ -181,6 +186,17 @@ class LlamaGenTransformer(ModelMixin, ConfigMixin):
     def head(self, hidden: Tensor) -> Tensor:
         """fp32 logits [..., vocab]."""
         return self.output(hidden).float()
+
+
+def visible(open_slots: Tensor, n: int) -> Tensor:
+    """bool [B, n, T] for the first n tokens: each sees itself, and before it what is open.
+
+    Args:
+        open_slots: bool [B, T], false at the padding of the prefix. Without a prompt the mask stays the prompt's.
+    """
+    T, device = open_slots.shape[1], open_slots.device
+    causal = torch.ones(n, T, dtype=torch.bool, device=device).tril()
+    return (causal & open_slots[:, None]) | torch.eye(n, T, dtype=torch.bool, device=device)
 
 
 def turns(grid: int, width: int, base: float) -> Tensor:

@@ -1,7 +1,7 @@
 """Small pictures with a prompt: one or two objects of the scene generator on a 2x2 grid, for image generators."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from PIL import Image
@@ -94,8 +94,3 @@ def held_out(count: int, seed: int = 2**31) -> list[tuple[Picture, str]]:
     rng = np.random.default_rng(seed)
     pictures = [draw(rng) for _ in range(count)]
     return [(picture, caption(picture)) for picture in pictures]
-
-
-def with_grain(picture: Picture, grain: int) -> Picture:
-    """The same picture with other noise in its background."""
-    return replace(picture, grain=grain)

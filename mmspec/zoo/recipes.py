@@ -161,7 +161,7 @@ class DrafterRecipe:
 
 SCENES_VLM_EAGLE = DrafterRecipe("scenes-vlm-eagle", target="scenes-vlm", data="scenes:640")
 SCENES_LLAMAGEN_EAGLE = DrafterRecipe(
-    "scenes-llamagen-eagle", target="scenes-llamagen", data="pictures:624", depth=4, size=5, recipe="scenes-image-eagle"
+    "scenes-llamagen-eagle", target="scenes-llamagen", data="pictures:324", depth=4, size=5, recipe="scenes-image-eagle"
 )
 DRAFTERS = {recipe.name: recipe for recipe in (SCENES_VLM_EAGLE, SCENES_LLAMAGEN_EAGLE)}
 
