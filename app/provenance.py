@@ -24,7 +24,7 @@ def provenance(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     return {
         "commit": commit,
         "dirty": dirty,
-        "argv": list(sys.argv),
+        "argv": ["mmspec", *sys.argv[1:]],
         "versions": {
             "python": platform.python_version(),
             "mmspec": mmspec.__version__,

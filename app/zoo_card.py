@@ -222,6 +222,7 @@ with the target's own head. It only proposes; what is generated is what `{target
 ```python
 import mmspec
 from mmspec import zoo
+
 mmspec.enable(model, drafter=zoo.path("{name}"))
 ```
 

@@ -114,7 +114,7 @@ def test_methods_are_chosen_by_pattern() -> None:
         matching(known, ["jacoby-*"])
     own = next(m for m in known if m.name == "jacobi+scaled(omega=9.0)")
     assert own.way.options["budget"] == 0.5 and not own.lossless and not own.exact_seed
-    exact = {"ar", "ar-static", "ar-compiled", "jacobi-exact-seed-16", "eagle-exact-seed"}
+    exact = {"ar", "ar-static", "ar-compiled", "jacobi-exact-seed-16", "jacobi-exact-seed-32", "eagle-exact-seed"}
     assert {m.name for m in known if m.exact_seed} == exact
 
 
@@ -187,7 +187,7 @@ def test_times_methods_side_by_side(classes: Path, tmp_path: Path, capsys: pytes
     written = {kind: tmp_path / f"out.{kind}" for kind in ("json", "markdown")}
     files = [word for kind, path in written.items() for word in (f"--{kind}", path)]
     words = ["--model", classes, "--device", "cpu", "--images", 2, "--batch", 1, 2, "--grid", tmp_path / "grid.png"]
-    assert run(*words, "--methods", "ar-static", JACOBI, "jacobi-exact*", "jacobi+scaled", *files) == 0
+    assert run(*words, "--methods", "ar-static", JACOBI, "jacobi-exact*16", "jacobi+scaled", *files) == 0
     found = json.loads(written["json"].read_text())
     cells = {(r["method"], r["batch"]): r for r in found["records"]}
     assert len(cells) == len(found["records"]) == 5 * 2
@@ -209,7 +209,7 @@ def test_times_methods_side_by_side(classes: Path, tmp_path: Path, capsys: pytes
 def test_judges_pictures(text: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     words = ["--model", text, "--device", "cpu", "--images", 0, "--quality-images", 4, "--quality-batch", 3]
-    words += ["--quality-methods", "jacobi-exact*", "jacobi+scaled", "--noise-runs", 1]
+    words += ["--quality-methods", "jacobi-exact*16", "jacobi+scaled", "--noise-runs", 1]
     kept = ["--pictures", tmp_path / "pictures", "--json", tmp_path / "out.json"]
     assert run(*words, *kept, "--plot", tmp_path / "out.svg") == 0
     found = json.loads((tmp_path / "out.json").read_text())
