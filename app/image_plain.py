@@ -11,13 +11,11 @@ from torch import Tensor
 
 from mmspec.models.llamagen import PREFIX, visible
 from mmspec.pipelines.images import Guidance
-from mmspec.pipelines.llamagen import warpers
-from mmspec.pipelines.sampling import Sampler
+from mmspec.pipelines.sampling import CounterNoise, Sampler, warpers
 from mmspec.pipelines.swap import restore, swap
 from mmspec.rules import exact
 from mmspec.session import Row, Session
-from mmspec.tree import chain
-from mmspec.types import Draft
+from mmspec.tree import lone
 
 
 class StaticPast:
@@ -50,9 +48,9 @@ class Static:
         """The session once, at the end of its pictures; its stats tell the prefill from the steps."""
         (B, P), model, S = valid.shape, self.transformer, guidance.streams
         count, device = rows[0].limit, valid.device
-        sampler = Sampler(warpers(how), how["temperature"] > 0, reproducible=True)
+        sampler = Sampler(warpers(how), how["temperature"] > 0, CounterNoise())
         session = Session(list(rows), None, device, exact)
-        root = Draft(torch.zeros(B, 1, dtype=torch.long, device=device), chain(1, device).expand(B))
+        root = lone(torch.zeros(B, 1, dtype=torch.long, device=device))
         began = time.perf_counter()
         if (S, B) not in self._mmspec_static:
             self._mmspec_static[S, B] = StaticPast(model, S * B, P + count)

@@ -35,24 +35,6 @@ MEANING = {  # of the columns; stands in the JSON and the Markdown page
     "length": "mean number of generated tokens per row; differs between methods when sampling, hence times per token",
     "n": "timed calls",
 }
-Columns = tuple[tuple[str, Callable[[Record], str]], ...]
-COLUMNS: Columns = (
-    ("method", lambda r: r["method"]),
-    ("speedup (quartiles)", lambda r: spread_text(r, "speedup_e2e")),
-    ("decode only", lambda r: spread_text(r, "speedup_decode")),
-    ("vs best stock", lambda r: number(r["speedup_vs_best_stock"], "{:.2f}x")),
-    ("tokens/call", lambda r: number(r["tokens_per_target_call"], "{:.2f}")),
-    ("accepted/call", lambda r: number(r["accepted_per_call"], "{:.2f}")),
-    ("c", lambda r: number(r["c"], "{:.2f}")),
-    ("draft", lambda r: number(r["draft_share"], "{:.0%}")),
-    ("TTFT ms", lambda r: number(r["ttft_ms"], "{:.0f}")),
-    ("tokens/s", lambda r: number(r["tokens_per_s"], "{:.0f}")),
-    ("peak MB", lambda r: number(r["peak_mb"], "{:.0f}")),
-    ("identical", lambda r: number(r["identical_rate"], "{:.0%}")),
-    ("length", lambda r: number(r["length"], "{:.0f}")),
-    ("n", lambda r: str(r["n"])),
-    ("setting", lambda r: r.get("setting", "")),
-)
 
 
 def number(value: float | None, form: str) -> str:
@@ -60,11 +42,41 @@ def number(value: float | None, form: str) -> str:
     return "-" if value is None else form.format(value)
 
 
+def figure(name: str, form: str) -> Callable[[Record], str]:
+    """A column that shows one figure of a record."""
+    return lambda record: number(record[name], form)
+
+
+def ratio(name: str) -> Callable[[Record], str]:
+    """A column that shows a ratio: median and quartiles."""
+    return lambda record: spread_text(record, name)
+
+
 def spread_text(record: Record, name: str) -> str:
     """Median and quartiles of a ratio."""
     if record[name] is None:
         return "-"
     return f"{record[name]:.2f}x ({record[name + '_p25']:.2f}-{record[name + '_p75']:.2f})"
+
+
+Columns = tuple[tuple[str, Callable[[Record], str]], ...]
+COLUMNS: Columns = (
+    ("method", lambda r: r["method"]),
+    ("speedup (quartiles)", ratio("speedup_e2e")),
+    ("decode only", ratio("speedup_decode")),
+    ("vs best stock", figure("speedup_vs_best_stock", "{:.2f}x")),
+    ("tokens/call", figure("tokens_per_target_call", "{:.2f}")),
+    ("accepted/call", figure("accepted_per_call", "{:.2f}")),
+    ("c", figure("c", "{:.2f}")),
+    ("draft", figure("draft_share", "{:.0%}")),
+    ("TTFT ms", figure("ttft_ms", "{:.0f}")),
+    ("tokens/s", figure("tokens_per_s", "{:.0f}")),
+    ("peak MB", figure("peak_mb", "{:.0f}")),
+    ("identical", figure("identical_rate", "{:.0%}")),
+    ("length", figure("length", "{:.0f}")),
+    ("n", lambda r: str(r["n"])),
+    ("setting", lambda r: r.get("setting", "")),
+)
 
 
 class ReportError(Exception):

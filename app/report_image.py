@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from mmspec.app.report import LAYOUTS, Layout, Record, number, spread, spread_text
+from mmspec.app.report import LAYOUTS, Layout, Record, figure, ratio, spread
 from mmspec.session import Stats
 
 PLAIN = ("ar", "ar-static", "ar-compiled")
@@ -144,14 +144,14 @@ LAYOUTS[SPEED] = Layout(
     (
         ("method", lambda r: r["method"]),
         ("law", lambda r: "kept" if r["lossless"] else "bent"),
-        ("speedup (quartiles)", lambda r: spread_text(r, "speedup_e2e")),
-        ("rounds only", lambda r: spread_text(r, "speedup_decode")),
-        ("vs best plain", lambda r: number(r["speedup_vs_best_plain"], "{:.2f}x")),
-        ("forwards", lambda r: number(r["forwards"], "{:.1f}")),
-        ("tokens/forward", lambda r: number(r["compression"], "{:.2f}")),
-        ("c", lambda r: number(r["c"], "{:.2f}")),
+        ("speedup (quartiles)", ratio("speedup_e2e")),
+        ("rounds only", ratio("speedup_decode")),
+        ("vs best plain", figure("speedup_vs_best_plain", "{:.2f}x")),
+        ("forwards", figure("forwards", "{:.1f}")),
+        ("tokens/forward", figure("compression", "{:.2f}")),
+        ("c", figure("c", "{:.2f}")),
         ("draft/verify/other %", _shares),
-        ("s/image", lambda r: number(r["seconds_per_image"], "{:.2f}")),
+        ("s/image", figure("seconds_per_image", "{:.2f}")),
         ("same image", _identical),
         ("spent (max)", _spent),
         ("n", lambda r: str(r["n"])),
@@ -164,14 +164,14 @@ LAYOUTS[QUALITY] = Layout(
     (
         ("method", lambda r: r["method"]),
         ("law", lambda r: "kept" if r["lossless"] else "bent"),
-        ("tokens/forward", lambda r: number(r["compression"], "{:.2f}")),
-        ("FD to ar", lambda r: number(r["fd_ar"], "{:.3g}")),
-        ("over noise", lambda r: number(r["fd_over_noise"], "{:.2f}")),
-        ("FD to real", lambda r: number(r["fd_real"], "{:.3g}")),
-        ("precision", lambda r: number(r["precision"], "{:.2f}")),
-        ("recall", lambda r: number(r["recall"], "{:.2f}")),
-        ("faithful", lambda r: number(r["faithfulness"], "{:.1%}")),
-        ("all right", lambda r: number(r["all_right"], "{:.0%}")),
+        ("tokens/forward", figure("compression", "{:.2f}")),
+        ("FD to ar", figure("fd_ar", "{:.3g}")),
+        ("over noise", figure("fd_over_noise", "{:.2f}")),
+        ("FD to real", figure("fd_real", "{:.3g}")),
+        ("precision", figure("precision", "{:.2f}")),
+        ("recall", figure("recall", "{:.2f}")),
+        ("faithful", figure("faithfulness", "{:.1%}")),
+        ("all right", figure("all_right", "{:.0%}")),
         ("spent (max)", _spent),
         ("setting", lambda r: r["setting"]),
     ),

@@ -55,6 +55,12 @@ def draws(target: str, data: str) -> bool:
     return data.startswith(("prompts:", "pictures:")) or (Path(target) / "model_index.json").is_file()
 
 
+# An EAGLE layer with norms throughout, on the final feature: what is trained here.
+NORMED: dict[str, Any] = {
+    "features": (FINAL,), "input_norm": True, "embed_norm": True, "out_norm": True, "fc_bias": False,
+}  # fmt: skip
+
+
 def build(method: str, model: Any, intermediate: int | None) -> Any:
     """An untrained drafter in the shape of the target's own decoder layer, with norms throughout."""
     from mmspec.drafters.eagle import EagleConfig
@@ -71,11 +77,7 @@ def build(method: str, model: Any, intermediate: int | None) -> Any:
         vocab=info.vocab,
         rope_theta=float(theta),
         norm_eps=float(getattr(c, "rms_norm_eps", 1e-6)),
-        features=(FINAL,),
-        input_norm=True,
-        embed_norm=True,
-        out_norm=True,
-        fc_bias=False,
+        **NORMED,
         target=info.name,
         target_revision=getattr(model.config, "_commit_hash", None) or "",
     )
@@ -98,11 +100,7 @@ def build_for_pictures(method: str, pipe: Any, intermediate: int | None) -> Any:
         grid=c.grid,
         rope_theta=c.rope_base,
         norm_eps=c.norm_eps,
-        features=(FINAL,),
-        input_norm=True,
-        embed_norm=True,
-        out_norm=True,
-        fc_bias=False,
+        **NORMED,
         target=info.name,
     )
     return drafter_class(method)(config)

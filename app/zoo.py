@@ -4,7 +4,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,6 +35,12 @@ def journal(path: Path) -> Callable[[str], None]:
     return say
 
 
+def forget(work: Path, stages: Sequence[str]) -> None:
+    """Delete the checkpoints of an earlier run."""
+    for stage in stages:
+        (work / f"{stage}.pt").unlink(missing_ok=True)
+
+
 def train_vlm(recipe: VlmRecipe, out_dir: Path, resume: bool = True, work: Path | None = None) -> None:
     """Train from scratch, or on from the checkpoints in `work`; then export to `out_dir` a folder for from_pretrained.
 
@@ -43,8 +49,7 @@ def train_vlm(recipe: VlmRecipe, out_dir: Path, resume: bool = True, work: Path 
     """
     work = work or WORK / recipe.name
     if not resume:
-        for old in (work / f"{stage}.pt" for stage in zoo_vlm.STAGES):
-            old.unlink(missing_ok=True)
+        forget(work, zoo_vlm.STAGES)
     say = journal(work / "log.txt")
     processor = zoo_vlm.build_processor(recipe, zoo_vlm.build_tokenizer(recipe))
     tower = zoo_vlm.train_tower(recipe, work, say)
@@ -65,8 +70,7 @@ def train_image(recipe: ImageRecipe, out_dir: Path, resume: bool = True, work: P
     """Train an image generator from scratch, or on from the checkpoints in `work`; then export it, with a card."""
     work = work or WORK / recipe.name
     if not resume:
-        for old in (work / f"{stage}.pt" for stage in zoo_image.STAGES):
-            old.unlink(missing_ok=True)
+        forget(work, zoo_image.STAGES)
     say = journal(work / "log.txt")
     pipe = zoo_image.build_pipeline(recipe, zoo_image.train_vq(recipe, work, say))
 

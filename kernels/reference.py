@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+_BELOW_ONE = 1 - 2.0**-53
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
 _MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
@@ -80,6 +81,11 @@ def categorical(weights: Tensor, u: Tensor) -> Tensor:
     index = torch.searchsorted(cumulated, threshold, right=True)[..., 0]
     last = weights.shape[-1] - 1 - (weights > 0).flip(-1).to(torch.uint8).argmax(-1)
     return torch.minimum(index, last)  # rounding may carry u * total up to the total itself
+
+
+def remaining(u: Tensor, taken: Tensor) -> Tensor:
+    """A uniform number u ≥ taken, stretched to [0, 1) again: it is as good as new for the draw after a refusal."""
+    return ((u - taken) / (1 - taken)).clamp(0, _BELOW_ONE)
 
 
 def exact_ratio(p_x: Tensor, q_x: Tensor) -> Tensor:

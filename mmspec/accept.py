@@ -12,8 +12,6 @@ from mmspec.kernels import reference as ops
 from mmspec.rules import exact
 from mmspec.types import HOLE, Categorical, Draft, Law, Masses, Rule, Trial, Verdict
 
-_BELOW_ONE = 1 - 2.0**-53
-
 
 def along_path(draft: Draft, law: Law, rule: Rule, u: Tensor, spent: Tensor | None = None) -> Verdict:
     """Follow one path from the root as far as the rule allows, then draw the token that comes after it.
@@ -56,8 +54,8 @@ def descend(draft: Draft, law: Law, u: Tensor) -> Verdict:
     left = torch.where(refused > 0, 0.0, weights)
     left = torch.where(left.sum(-1, keepdim=True) > 0, left, weights)  # rounding may leave nothing
     taken = torch.where(children, mass, 0.0).sum(-1)
-    rest = (u.gather(1, last[:, None])[:, 0] - taken) / (1 - taken)
-    return Verdict(stands, count, last, ops.categorical(left, rest.clamp(0, _BELOW_ONE)))
+    rest = ops.remaining(u.gather(1, last[:, None])[:, 0], taken)
+    return Verdict(stands, count, last, ops.categorical(left, rest))
 
 
 def _repeated(draft: Draft) -> Tensor:
@@ -101,7 +99,7 @@ def advance(draft: Draft, law: Law, rule: Rule, u: Tensor, spent: Tensor | None 
         rest = rule.residual(p, q.weights(after, vocab))
         chance = f.gather(1, (after - 1).clamp(min=0)[:, None])[:, 0]
         p = torch.where(refused[:, None], rest / rest.sum(-1, keepdim=True), p)
-        noise = torch.where(refused, ((noise - chance) / (1 - chance)).clamp(0, _BELOW_ONE), noise)
+        noise = torch.where(refused, ops.remaining(noise, chance), noise)
     return Verdict(stands, count, last, ops.categorical(p, noise), charged)
 
 
@@ -137,7 +135,7 @@ def walk(draft: Draft, law: Law, rule: Rule, u: Tensor, spent: Tensor | None = N
         p = torch.where(kept[:, None], law.weights(here, vocab), p)
         p = torch.where(refused[:, None], rest / rest.sum(-1, keepdim=True), p)
         noise = torch.where(kept, u[:, node], noise)
-        noise = torch.where(refused, ((noise - f) / (1 - f)).clamp(0, _BELOW_ONE), noise)
+        noise = torch.where(refused, ops.remaining(noise, f), noise)
     token = ops.categorical(p, noise)
     return Verdict(stands, stands.sum(-1), current, token, None if rule.relaxed is None else charged)
 

@@ -6,14 +6,13 @@ from collections.abc import Iterator
 
 from mmspec.accept import along_path
 from mmspec.session import Session
-from mmspec.tree import chain
-from mmspec.types import Draft, Drafter, Prompt, Round, Scores, Target
+from mmspec.tree import lone
+from mmspec.types import Drafter, Prompt, Round, Scores, Target
 
 
 def begin(session: Session, target: Target, drafter: Drafter, prompt: Prompt, scores: Scores) -> Round:
     """The round of the prefill: the prompt's last token is the root of an empty draft, already in the cache."""
-    B = len(session.rows)
-    root = Draft(prompt.ids[:, -1:], chain(1, prompt.ids.device).expand(B))
+    root = lone(prompt.ids[:, -1:])
     round_ = session.commit(root, scores, along_path(root, scores.law, session.rule, session.noise(root)))
     session.memory = session.timed("draft", drafter.start, session, target, prompt)
     return round_

@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from mmspec.types import Tree
+from mmspec.types import Draft, Tree
 
 _WORST = -1e9  # stands for log 0 and for NaN, so that a broken drafter still gives a well-formed tree
 
@@ -19,6 +19,11 @@ def chain(size: int, device: torch.device) -> Tree:
     index = torch.arange(size, device=device)
     parents = (index - 1).clamp(min=0)
     return Tree(parents[None], index[None], (index[:, None] >= index)[None], is_chain=True)
+
+
+def lone(tokens: Tensor) -> Draft:
+    """The draft that proposes nothing below its root; tokens [B, 1]."""
+    return Draft(tokens, chain(1, tokens.device).expand(len(tokens)))
 
 
 def from_paths(paths: Sequence[Sequence[int]], device: torch.device) -> tuple[Tree, Tensor]:

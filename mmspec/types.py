@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from mmspec.rows import join, select
+
 HOLE = -1  # the token of a node that proposes nothing: never accepted, never drawn
 FINAL = -1  # as a feature: the final hidden state, after the last norm; i ≥ 0: what enters decoder layer i
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -135,50 +136,18 @@ class Round:
     def select(self, rows: Tensor) -> Round:
         """The same round for some of its rows."""
         chosen = rows.tolist()
-        part = _select(self, rows)
+        part = select(self, rows)
         read: dict[str, Any] = {name: tuple(getattr(self, name)[i] for i in chosen) for name in _PER_ROW}
         return replace(part, **read)
 
     def join(self, other: Round) -> Round:
         """The rounds of two sets of rows as one; the smaller tree is filled up with holes."""
-        both = _join(self, other)
+        both = join(self, other, {"tokens": HOLE})
         read: dict[str, Any] = {name: getattr(self, name) + getattr(other, name) for name in _PER_ROW}
         return replace(both, **read)
 
 
 _PER_ROW = ("counts", "new", "proposed")
-
-
-def _select(value: T, rows: Tensor) -> T:
-    """Index the batch axis of every tensor inside a frozen value."""
-    if isinstance(value, Tensor):
-        return value[rows]  # type: ignore[return-value]
-    if hasattr(value, "__dataclass_fields__"):
-        names = [f.name for f in fields(value)]  # type: ignore[arg-type]
-        return type(value)(**{name: _select(getattr(value, name), rows) for name in names})
-    return value
-
-
-def _join(a: T, b: T, name: str = "") -> T:
-    """Stack two frozen values along the batch axis, the smaller tensor of a pair filled up at its end."""
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        shape = [max(x, y) for x, y in zip(a.shape[1:], b.shape[1:], strict=True)]
-        fill = HOLE if name == "tokens" else 0
-        return torch.cat([_filled(t, shape, fill) for t in (a, b)])  # type: ignore[return-value]
-    if a is None or b is None:  # such as the law of a draft, which an empty one has not
-        return None  # type: ignore[return-value]
-    if hasattr(a, "__dataclass_fields__"):
-        names = [f.name for f in fields(a)]  # type: ignore[arg-type]
-        return type(a)(**{n: _join(getattr(a, n), getattr(b, n), n) for n in names})
-    if isinstance(a, bool):
-        return a and b
-    return a
-
-
-def _filled(t: Tensor, shape: list[int], fill: int) -> Tensor:
-    out = t.new_full((t.shape[0], *shape), fill)
-    out[tuple(slice(0, n) for n in t.shape)] = t
-    return out
 
 
 @dataclass(frozen=True)

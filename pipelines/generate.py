@@ -21,8 +21,8 @@ from mmspec.pipelines.sampling import TorchNoise
 from mmspec.pipelines.vlm import VlmTarget
 from mmspec.rules import exact
 from mmspec.session import Row, Session, Stats
-from mmspec.tree import chain
-from mmspec.types import Draft, Round, Rule
+from mmspec.tree import lone
+from mmspec.types import Round, Rule
 
 _CACHES_ARE_MARKED = "_is_user_defined" in GenerationMixin._prepare_cache_for_generation.__code__.co_names
 _RESERVE = 1024  # slots to reserve at once at most, beyond the prompt
@@ -135,7 +135,7 @@ def _rounds(target: VlmTarget, drafter: Any, call: Call, rule: Rule = exact) -> 
         )
     finally:
         config.prefill_chunk_size = chunk
-    root = Draft(ids[:, -1:], chain(1, ids.device).expand(len(ids)))
+    root = lone(ids[:, -1:])
     hidden = None if prompt.hidden is None else prompt.hidden[:, -1:]
     yield session, begin(session, target, drafter, prompt, target.law(raw, session, root, hidden))
     for round_ in decode(session, target, drafter):

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from mmspec.models.llamagen import visible
 from mmspec.pipelines import llamagen
-from mmspec.pipelines.images import Guidance, ImageTarget, stacked
+from mmspec.pipelines.images import Guidance, ImageTarget
 from mmspec.pipelines.sampling import Sampler
+from mmspec.pipelines.state import stacked, tiled
 from mmspec.pipelines.swap import layer_input, listen
 from mmspec.train.data import Sample
 from mmspec.train.distil import Trace
@@ -57,12 +58,12 @@ class ImageTeacher:
         )
         B, P = valid.shape
         ids = torch.tensor(answers, device=valid.device)
-        embeds = torch.cat([self.model.prefix(condition, guided=S == 2), self.target.embed(ids).repeat(S, 1, 1)], 1)
+        embeds = torch.cat([self.model.prefix(condition, guided=S == 2), tiled(self.target.embed(ids), S)], 1)
         T = embeds.shape[1]
         place = torch.arange(-P, T - P, device=ids.device).clamp(min=-1)
         valid = torch.cat([valid, torch.ones_like(ids, dtype=torch.bool)], 1)
         with listen() as heard:
-            hidden = self.model(embeds, place.expand(S * B, T), visible(valid, T).repeat(S, 1, 1))
+            hidden = self.model(embeds, place.expand(S * B, T), tiled(visible(valid, T), S))
         found = [hidden if i == FINAL else layer_input(heard[f"layer {i}"]) for i in self.features]
         answered = (torch.arange(T, device=ids.device) >= P).expand(B, T)
         ids = torch.cat([ids.new_zeros(B, P), ids], 1)

@@ -12,22 +12,12 @@ from torch import Tensor
 from mmspec.models.llamagen import PREFIX, visible
 from mmspec.pipelines.cache import SlotCache
 from mmspec.pipelines.sampling import Sampler
-from mmspec.pipelines.state import Onward, State
+from mmspec.pipelines.state import Onward, State, spread, stacked, tiled
 from mmspec.pipelines.swap import layer_input, listen
 from mmspec.session import Session, Stats
 from mmspec.slots import visibility
-from mmspec.tree import chain
+from mmspec.tree import lone
 from mmspec.types import FINAL, Draft, Prompt, Round, Rule, Scores
-
-
-def stacked(hidden: Tensor, streams: int) -> Tensor:
-    """Streams from the batch axis to the feature axis: [S·B, n, F] to [B, n, S·F]."""
-    return hidden if streams == 1 else torch.cat(hidden.chunk(streams), -1)
-
-
-def spread(hidden: Tensor, streams: int) -> Tensor:
-    """And back: [B, n, S·F] to [S·B, n, F]."""
-    return hidden if streams == 1 else torch.cat(hidden.chunk(streams, -1))
 
 
 @dataclass(frozen=True)
@@ -101,31 +91,26 @@ class ImageTarget:
         (B, P), device, S = valid.shape, valid.device, self.streams
         embeds = self.model.prefix(condition, guided=S == 2)
         cache = SlotCache(S * B, device, P + self.size + nodes)
-        session.cache = State(cache, Onward(torch.zeros_like(cache.lengths.device)[:, None]), valid.repeat(S, 1), {}, S)
+        session.cache = State(cache, Onward(torch.zeros_like(cache.lengths.device)[:, None]), tiled(valid, S), {}, S)
         before = torch.full((S * B, P), PREFIX, device=device)
-        hidden, features = self._forward(embeds, before, visible(valid, P).repeat(S, 1, 1), cache)
+        hidden, features = self._forward(embeds, before, tiled(visible(valid, P), S), cache)
         cache.advance(P)
         ids = torch.zeros(B, P, dtype=torch.long, device=device)
         prompt = Prompt(ids, stacked(embeds, S), features, torch.zeros_like(valid), valid)
-        root = Draft(ids[:, -1:], chain(1, device).expand(B))
         last = None if features is None else features[:, -1:]
-        return prompt, self._scores(hidden[:, -1:], last, session, root)
+        return prompt, self._scores(hidden[:, -1:], last, session, lone(ids[:, -1:]))
 
     def score(self, session: Session, draft: Draft) -> Scores:
         state: State = session.cache
         index = (session.emitted - 1)[:, None] + draft.tree.depth  # of the nodes' tokens
-        place = state.places.at(index.repeat(self.streams, 1)).clamp(max=self.size - 1)
-        seen = visibility(state.cache.lengths, state.open_slots, draft.tree.ancestors.repeat(self.streams, 1, 1))
-        embeds = self.embed(draft.tokens.clamp(min=0)).repeat(self.streams, 1, 1)
+        place = state.places.at(tiled(index, self.streams)).clamp(max=self.size - 1)
+        seen = visibility(state.cache.lengths, state.open_slots, tiled(draft.tree.ancestors, self.streams))
+        embeds = tiled(self.embed(draft.tokens.clamp(min=0)), self.streams)
         hidden, features = self._forward(embeds, place, seen, state.cache)
         return self._scores(hidden, features, session, draft)
 
     def commit(self, session: Session, round_: Round) -> None:
-        """Keep what stands; on a chain it lies in its place already."""
-        S, verdict = self.streams, round_.verdict
-        session.cache.cache.commit(
-            round_.kept.repeat(S, 1), round_.counts * S, verdict.count.repeat(S), round_.draft.tree.is_chain
-        )
+        session.cache.commit(round_)
 
     def _forward(self, embeds: Tensor, place: Tensor, seen: Tensor, cache: SlotCache) -> tuple[Tensor, Tensor | None]:
         """Final hidden states [S·B, n, H], and the features that the drafter asked for, [B, n, S·F]."""
@@ -150,7 +135,7 @@ class Nothing:
         return None
 
     def propose(self, session: Session, target: Any) -> Draft:
-        return Draft(session.pending[:, None], chain(1, session.pending.device).expand(len(session.rows)))
+        return lone(session.pending[:, None])
 
 
 @dataclass(frozen=True)

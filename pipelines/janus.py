@@ -18,14 +18,14 @@ from mmspec.pipelines.cache import SlotCache
 from mmspec.pipelines.generate import row_seeds, watching
 from mmspec.pipelines.processors import POINTWISE, Processors
 from mmspec.pipelines.sampling import TorchNoise
-from mmspec.pipelines.state import Onward, State
+from mmspec.pipelines.state import Onward, State, spread, stacked
 from mmspec.pipelines.stock import describe, tap, unsupported, untap
 from mmspec.pipelines.swap import listen
 from mmspec.pipelines.vlm import VlmTarget
 from mmspec.rules import exact
 from mmspec.session import Row, Session
-from mmspec.tree import chain
-from mmspec.types import Draft, Prompt, Round, Rule, TargetInfo
+from mmspec.tree import lone
+from mmspec.types import Prompt, Round, Rule, TargetInfo
 
 __all__ = ["Enabled", "codebook", "describe", "tap", "unsupported", "untap"]
 
@@ -145,7 +145,7 @@ class JanusTarget(VlmTarget):
         return self.model.prepare_embeddings_for_image_generation(ids)
 
     def head(self, hidden: Tensor) -> Tensor:
-        return self._guided(self.model.model.generation_head(torch.cat(hidden.chunk(2, -1))))
+        return self._guided(self.model.model.generation_head(spread(hidden, 2)))
 
     def open(self, ready: Prepared, reserve: int) -> tuple[State, Prompt, Tensor]:
         """The prefill of both streams: the state, what a drafter may know, and the raw logits [2B, 1, V]."""
@@ -162,8 +162,8 @@ class JanusTarget(VlmTarget):
         ids, hidden = ready.ids.chunk(2)[0], self._features(heard)
         prompt = Prompt(
             ids=torch.zeros_like(ids),  # words have no id among the codes
-            embeds=torch.cat(ready.embeds.chunk(2), -1),
-            hidden=None if hidden is None else torch.cat(hidden.chunk(2), -1),
+            embeds=stacked(ready.embeds, 2),
+            hidden=None if hidden is None else stacked(hidden, 2),
             visual=self._visual(ids),
             valid=valid.chunk(2)[0],
         )
@@ -207,7 +207,7 @@ def _rounds(session: Session, target: JanusTarget, drafter: Any, ready: Prepared
     """The prefill's round and all that follow."""
     reserve = ready.ids.shape[1] + session.rows[0].limit + drafter.nodes
     session.cache, prompt, raw = session.timed("prefill", target.open, ready, reserve)
-    root = Draft(prompt.ids[:, -1:], chain(1, prompt.ids.device).expand(len(prompt.ids)))
+    root = lone(prompt.ids[:, -1:])
     hidden = None if prompt.hidden is None else prompt.hidden[:, -1:]
     yield begin(session, target, drafter, prompt, target.law(raw, session, root, hidden))
     yield from decode(session, target, drafter)

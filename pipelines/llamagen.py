@@ -13,14 +13,13 @@ from diffusers.pipelines.pipeline_loading_utils import LOADABLE_CLASSES
 from diffusers.utils import BaseOutput
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, T5EncoderModel
-from transformers.generation import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from mmspec.loop import begin, decode
 from mmspec.models.llamagen import LlamaGenTransformer
 from mmspec.models.llamagen_vq import LlamaGenVQ
 from mmspec.pipelines import captions
 from mmspec.pipelines.images import Guidance, ImageTarget, Nothing, Plan
-from mmspec.pipelines.sampling import Sampler
+from mmspec.pipelines.sampling import CounterNoise, Sampler, warpers
 from mmspec.pipelines.swap import Tap, restore, swap
 from mmspec.rules import exact
 from mmspec.session import Row, Session, Stats
@@ -145,7 +144,8 @@ class LlamaGenPipeline(DiffusionPipeline):
         """The session after each round, the prefill's first; it still holds the rows that ended in that round."""
         plan = self._plan()
         _wake(self.transformer)
-        sampler = Sampler(warpers(how), how["temperature"] > 0, plan.reproducible)
+        noise = CounterNoise() if plan.reproducible else None
+        sampler = Sampler(warpers(how), how["temperature"] > 0, noise)
         target = ImageTarget(self.transformer, plan.drafter.features, sampler, guidance)
         session = Session(list(rows), None, valid.device, plan.rule)
         prompt, scores = session.timed("prefill", target.prefill, session, condition, valid, plan.drafter.nodes)
@@ -208,18 +208,6 @@ class LlamaGenPipeline(DiffusionPipeline):
     def _picture(self, tokens: Tensor, output_type: str) -> Any:
         _wake(self.vqvae)
         return self.image_processor.postprocess(self.vqvae.decode(tokens).float(), output_type)
-
-
-def warpers(how: dict[str, Any]) -> LogitsProcessorList:
-    """Temperature, then top-k, then top-p."""
-    chosen = LogitsProcessorList()
-    if how["temperature"] not in (0, 1):
-        chosen.append(TemperatureLogitsWarper(float(how["temperature"])))
-    if how["top_k"]:
-        chosen.append(TopKLogitsWarper(how["top_k"]))
-    if how["top_p"] < 1:
-        chosen.append(TopPLogitsWarper(how["top_p"]))
-    return chosen
 
 
 def _seeds(generator: Any, rows: int) -> list[int]:

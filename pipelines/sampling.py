@@ -8,7 +8,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers.generation.logits_process import LogitsProcessorList
+from transformers.generation.logits_process import (
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from mmspec.kernels import reference as ops
 from mmspec.pipelines.processors import POINTWISE, Processors
@@ -31,22 +36,21 @@ class Sampler:
     Args:
         processors: temperature, top-k and the like: a LogitsProcessorList, or a function of (logits, session, draft).
         sample: draw; otherwise take the likeliest token.
-        reproducible: realise the law with `noise`, as the point mass on the token that the noise chooses. What is drawn
-            after a node then depends on its path and position alone, so that any draft gives the same tokens.
-        noise: CounterNoise for rows with seeds of their own, TorchNoise for what a stock loop would have drawn.
+        noise: realise the law as the point mass on the token that this noise chooses (seed-exact). What is drawn after
+            a node then depends on its path and position alone, so that any draft gives the same tokens. CounterNoise
+            for rows with seeds of their own, TorchNoise for what a stock loop would have drawn; None: keep the law.
     """
 
     def __init__(
         self,
         processors: LogitsProcessorList | Process,
         sample: bool = True,
-        reproducible: bool = False,
         noise: Noise | None = None,
     ) -> None:
         stock = isinstance(processors, LogitsProcessorList)
         self.process: Process = Processors(processors) if stock else processors  # type: ignore[arg-type, assignment]
         self.sample = sample
-        self.noise: Noise | None = (noise or CounterNoise()) if sample and reproducible else None
+        self.noise: Noise | None = noise if sample else None
 
     def law(self, logits: Tensor, session: Session, draft: Draft) -> Categorical:
         """p after each node, from raw (guided) logits [B, N, V]."""
@@ -140,3 +144,15 @@ class TorchNoise:
         if self.generator is not None:
             return self.generator
         return torch.cuda.default_generators[like.device.index] if like.is_cuda else torch.default_generator
+
+
+def warpers(how: dict[str, Any]) -> LogitsProcessorList:
+    """Temperature, then top-k, then top-p."""
+    chosen = LogitsProcessorList()
+    if how["temperature"] not in (0, 1):
+        chosen.append(TemperatureLogitsWarper(float(how["temperature"])))
+    if how["top_k"]:
+        chosen.append(TopKLogitsWarper(how["top_k"]))
+    if how["top_p"] < 1:
+        chosen.append(TopPLogitsWarper(how["top_p"]))
+    return chosen

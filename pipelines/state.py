@@ -10,6 +10,22 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mmspec.pipelines.cache import SlotCache
+from mmspec.types import Round
+
+
+def stacked(hidden: Tensor, streams: int) -> Tensor:
+    """Streams from the batch axis to the feature axis: [S·B, n, F] to [B, n, S·F]."""
+    return hidden if streams == 1 else torch.cat(hidden.chunk(streams), -1)
+
+
+def spread(hidden: Tensor, streams: int) -> Tensor:
+    """And back: [B, n, S·F] to [S·B, n, F]."""
+    return hidden if streams == 1 else torch.cat(hidden.chunk(streams, -1))
+
+
+def tiled(t: Tensor, streams: int) -> Tensor:
+    """One copy below the other for every stream: [B, …] to [S·B, …]."""
+    return t if streams == 1 else t.repeat(streams, *[1] * (t.dim() - 1))
 
 
 class Places(Protocol):
@@ -67,6 +83,11 @@ class State:
     open_slots: Tensor  # bool [S·B, L], false at the prompt's padding
     types: dict[str, Tensor]  # token types of generated text, [S·B, 1] each
     streams: int = 1
+
+    def commit(self, round_: Round) -> None:
+        """Keep what stands, in every stream; on a chain it lies in its place already."""
+        kept, count = tiled(round_.kept, self.streams), tiled(round_.verdict.count, self.streams)
+        self.cache.commit(kept, round_.counts * self.streams, count, round_.draft.tree.is_chain)
 
     def select(self, rows: Tensor) -> State:
         each = len(self.open_slots) // self.streams

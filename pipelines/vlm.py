@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache
 from mmspec.pipelines.cache import SlotCache
 from mmspec.pipelines.processors import Processors
 from mmspec.pipelines.sampling import Noise, Sampler
-from mmspec.pipelines.state import Onward, Places, State
+from mmspec.pipelines.state import Onward, Places, State, spread, stacked, tiled
 from mmspec.pipelines.swap import Tap, final_hidden, layer_input, listen, restore, swap
 from mmspec.session import Session
 from mmspec.slots import visibility
@@ -72,7 +72,7 @@ class VlmTarget:
     ) -> None:
         self.model = model
         self.features = features
-        self.sampler = Sampler(processors, sample, noise is not None, noise)
+        self.sampler = Sampler(processors, sample, noise)
         self.bare = not (sample or keep or processors.processors or guidance)
         self.keep = keep
         self.guidance = guidance
@@ -90,7 +90,7 @@ class VlmTarget:
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits [B, N, V], guided where there are two streams, of features [B, N, S·H]."""
-        return self._guided(self.model.get_output_embeddings()(torch.cat(hidden.chunk(self.streams, -1))))
+        return self._guided(self.model.get_output_embeddings()(spread(hidden, self.streams)))
 
     def prefill(
         self, ids: Tensor, generation_config: Any, arguments: dict[str, Any], cache: Cache | None, reserve: int
@@ -181,13 +181,14 @@ class VlmTarget:
 
     def score(self, session: Session, draft: Draft) -> Scores:
         state: State = session.cache
-        tokens, depth = self._tiled(draft.tokens.clamp(min=0)), self._tiled(draft.tree.depth)
-        places = state.places.at(self._tiled((session.emitted - 1)[:, None]) + depth)
+        tokens, depth, ancestors, index = (
+            tiled(t, self.streams)
+            for t in (draft.tokens.clamp(min=0), draft.tree.depth, draft.tree.ancestors, (session.emitted - 1)[:, None])
+        )
         with listen() as heard:
-            out = self._forward(state, tokens, places, self._mask(state, self._tiled(draft.tree.ancestors), depth))
+            out = self._forward(state, tokens, state.places.at(index + depth), self._mask(state, ancestors, depth))
         hidden = self._features(heard)
-        if hidden is not None and self.streams > 1:
-            hidden = torch.cat(hidden.chunk(self.streams), -1)
+        hidden = None if hidden is None else stacked(hidden, self.streams)
         return self.law(self._logits(out, heard), session, draft, hidden)
 
     def _forward(self, state: State, ids: Tensor, places: Tensor, mask: Any) -> Any:
@@ -205,10 +206,6 @@ class VlmTarget:
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = 0
         return self.model(**inputs, return_dict=True)
-
-    def _tiled(self, t: Tensor) -> Tensor:
-        """One copy below the other for every stream."""
-        return t if self.streams == 1 else t.repeat(self.streams, *[1] * (t.dim() - 1))
 
     def _mask(self, state: State, ancestors: Tensor, depth: Tensor) -> Any:
         """bool or additive [B, 1, N, T]; one per layer type where the model has sliding windows."""
@@ -234,10 +231,7 @@ class VlmTarget:
         )
 
     def commit(self, session: Session, round_: Round) -> None:
-        """Keep what stands; on a chain it lies in its place already."""
-        state: State = session.cache
-        kept, counts = self._tiled(round_.kept), round_.counts * self.streams
-        state.cache.commit(kept, counts, self._tiled(round_.verdict.count), round_.draft.tree.is_chain)
+        session.cache.commit(round_)
 
 
 def _beside(cond: Tensor, uncond: Tensor) -> Tensor:

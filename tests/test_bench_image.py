@@ -24,16 +24,12 @@ JACOBI = "jacobi-maximal-8"
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("text")
-    tiny_llamagen.pipeline("text", prefix=24).save_pretrained(folder)
-    return folder
+    return tiny_llamagen.saved("text", tmp_path_factory, prefix=24)
 
 
 @pytest.fixture(scope="module")
 def classes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("class")
-    tiny_llamagen.pipeline("class").save_pretrained(folder)
-    return folder
+    return tiny_llamagen.saved("class", tmp_path_factory)
 
 
 def run(*words: object) -> int:

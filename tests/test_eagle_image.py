@@ -27,7 +27,7 @@ from mmspec.loop import begin, decode
 from mmspec.models import llamagen
 from mmspec.pipelines.image_teacher import ImageTeacher
 from mmspec.pipelines.images import Guidance, ImageTarget
-from mmspec.pipelines.sampling import Sampler
+from mmspec.pipelines.sampling import CounterNoise, Sampler
 from mmspec.rules import exact
 from mmspec.session import Row, Session
 from mmspec.train import data
@@ -267,7 +267,7 @@ def drawn(how: str, guess: Any, rows: list[int], scale: float = 3.0) -> tuple[li
     """Tokens of some rows (a row's number is its seed and decides its prompt), and what happened."""
     model = tiny_llamagen.transformer("text", vocab=64)
     warpers = LogitsProcessorList([TemperatureLogitsWarper(0.9), TopKLogitsWarper(20)])
-    sampler = Sampler(warpers, how != "greedy", how == "seed-exact")
+    sampler = Sampler(warpers, how != "greedy", CounterNoise() if how == "seed-exact" else None)
     target = ImageTarget(model, guess.features, sampler, Guidance(scale))
     P = tiny_llamagen.PREFIX
     condition = torch.stack(

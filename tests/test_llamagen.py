@@ -476,7 +476,7 @@ def test_torch_noise_is_multinomial_s(ahead):
     rows = [Row([], 0, steps, 0, index=b) for b in range(B)]
     session = Session(list(rows), None, logits.device, exact)
     noise = TorchNoise(mine)
-    sampler = Sampler(lambda x, *_: x, True, True, noise)
+    sampler = Sampler(lambda x, *_: x, True, noise)
     moves = seeded(2)[0]
     while session.rows:
         size = ahead

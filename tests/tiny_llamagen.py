@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import nn
@@ -60,6 +62,13 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=made, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", model_max_length=512
     )
+
+
+def saved(kind: str, folders: pytest.TempPathFactory, **sizes: Any) -> Path:
+    """A folder for `from_pretrained` with such a pipeline."""
+    folder = folders.mktemp(kind)
+    pipeline(kind, **sizes).save_pretrained(folder)
+    return folder
 
 
 def pipeline(kind: str = "text", seed: int = 0, **sizes: Any) -> LlamaGenPipeline:

@@ -18,7 +18,6 @@ from mmspec.kernels import reference as ops
 from mmspec.tree import chain, from_paths
 from mmspec.types import HOLE, Categorical, Draft, Prompt, Round, Target, TargetInfo, Tree
 
-_BELOW_ONE = 1 - 2.0**-53
 _SHARES = {
     "uniform": (0.0, 0.0),
     "horizontal": (1.0, 0.0),
@@ -243,7 +242,7 @@ def _keep_or_redraw(p: Tensor, q: Tensor, x: Tensor, u: Tensor) -> Tensor:
     """
     at = x.clamp(min=0)[..., None]
     f = ops.exact_ratio(p.gather(-1, at), q.gather(-1, at))[..., 0].to(u.dtype) * (x != HOLE)
-    other = ops.categorical(ops.positive_residual(p, q), ((u - f) / (1 - f)).clamp(0, _BELOW_ONE))
+    other = ops.categorical(ops.positive_residual(p, q), ops.remaining(u, f))
     return torch.where(u < f, x, other)
 
 
