@@ -9,11 +9,11 @@ PROMPT ?= a small red striped circle left of a large blue square on a grey backg
 ARGS ?=
 OFFLINE := HF_HUB_OFFLINE=1
 
-.PHONY: help check test test-all bench demo caption generate zoo
+.PHONY: help check test test-all bench demo caption generate zoo docs
 .DELETE_ON_ERROR:
 
 help:
-	@echo "make check | test | test-all | bench | demo | caption [IN=folder] | generate [PROMPT=text] | zoo; all but check take ARGS=options"
+	@echo "make check | test | test-all | bench | demo | caption [IN=folder] | generate [PROMPT=text] | zoo | docs; all but check take ARGS=options"
 
 check: $(VENV)/.mmspec-dev
 	$(RUN)/ruff check .
@@ -32,6 +32,9 @@ bench: $(VENV)/.mmspec-dev
 zoo: $(VENV)/.mmspec-dev
 	$(OFFLINE) $(RUN)/python -m mmspec.app.cli zoo $(ARGS)
 
+docs: $(VENV)/.mmspec-docs
+	NO_MKDOCS_2_WARNING=1 $(OFFLINE) $(RUN)/python -m mkdocs build --strict $(ARGS)
+
 demo: $(VENV)/.mmspec-base
 	$(OFFLINE) $(RUN)/python -m mmspec.app.cli demo $(ARGS)
 
@@ -48,6 +51,10 @@ $(VENV)/.mmspec-base: pyproject.toml | $(RUN)/python
 
 $(VENV)/.mmspec-dev: pyproject.toml | $(RUN)/python
 	$(RUN)/python -m pip install --disable-pip-version-check -e ".[dev]"
+	@touch $@ $(VENV)/.mmspec-base
+
+$(VENV)/.mmspec-docs: pyproject.toml | $(RUN)/python
+	$(RUN)/python -m pip install --disable-pip-version-check -e ".[docs]"
 	@touch $@ $(VENV)/.mmspec-base
 
 # The first interpreter that is new enough; its venv module is a package of its own on Debian and Ubuntu.

@@ -11,14 +11,17 @@ from collections.abc import Sequence
 import mmspec
 
 COMMANDS = {  # verb: (module with configure(parser) and run(args) -> exit code, one line of help)
-    "caption": ("mmspec.app.caption", "caption a folder of images"),
+    "caption": ("mmspec.app.caption.command", "caption a folder of images"),
     "generate": ("mmspec.app.generate", "draw pictures from prompts with an autoregressive image model"),
-    "demo": ("mmspec.app.demo", "see it at work in the browser"),
+    "demo": ("mmspec.app.demo.command", "see it at work in the browser"),
     "verify": ("mmspec.app.verify", "prove on your own model and picture that nothing changes but the time"),
-    "bench": ("mmspec.app.bench", "measure speed side by side with plain decoding, and the quality of pictures"),
+    "bench": (
+        "mmspec.app.bench.command",
+        "measure speed beside plain decoding, and the quality of pictures",
+    ),
     "train": ("mmspec.app.train", "train a drafter for a model"),
     "convert": ("mmspec.app.convert", "rewrite a drafter in another published layout"),
-    "zoo": ("mmspec.app.zoo", "train the embedded models again from nothing"),
+    "zoo": ("mmspec.app.zoo.command", "train the embedded models again from nothing"),
     "supported": ("mmspec.app.supported", "print which models work with which drafters"),
 }
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from mmspec import zoo
-from mmspec.zoo.language import PROMPTS
 
 MODEL, DRAFTER = "scenes-vlm", "scenes-vlm-eagle"
 IMAGE_MODEL, IMAGE_DRAFTER = "scenes-llamagen", "scenes-llamagen-eagle"
@@ -24,4 +23,6 @@ def resolve(name: str) -> str:
 
 def prompt() -> str:
     """The prompt under which the embedded model was trained to write a caption."""
+    from mmspec.zoo.language import PROMPTS
+
     return PROMPTS["short"]

@@ -5,19 +5,29 @@ from __future__ import annotations
 import contextlib
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from PIL import Image
 
 import mmspec
 from mmspec.app import embedded
+from mmspec.pipelines import families
+from mmspec.pipelines.batching import Flow, Plain
+from mmspec.pipelines.intake import TOGETHER, Intake, Static, answer_length
 from mmspec.pipelines.prompts import chat_inputs
+from mmspec.session import Stats
+
+if TYPE_CHECKING:
+    from mmspec.app.caption.prompts import Asked
 
 STOCK = "none"  # the drafter that is none
+PICTURE = (1024, 768)  # what `suggest_rows` takes for an ordinary picture
+ROWS = {"cpu": 8, "cuda": 64}  # answers written at once at most, if nobody says otherwise
+NODES = {"cpu": 64, "cuda": 512}  # drafted nodes of one forward at most, likewise
 
 
 class EngineError(Exception):
@@ -31,6 +41,23 @@ class Captions:
     texts: list[str]
     tokens: list[int]
     seconds: float
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What became of one thing to caption.
+
+    Attributes:
+        tokens: how many were generated.
+        seconds: since its prompt was first read; answers that are written at once share the time.
+        error: why there is no text; None: there is one.
+    """
+
+    ticket: Hashable
+    text: str = ""
+    tokens: int = 0
+    seconds: float = 0.0
+    error: Exception | None = None
 
 
 class Engine:
@@ -67,6 +94,42 @@ class Engine:
         texts = self.processor.batch_decode(rows, skip_special_tokens=True)
         return Captions([text.strip() for text in texts], [len(row) for row in rows], seconds)
 
+    def flow(self, rows: int) -> Captioner:
+        """Continuous captioning, `rows` answers at once; static batches where mmspec cannot accelerate the model."""
+        batches: type[Intake] = Static
+        if families.home(self.model).unsupported(self.model) is None:
+            batches = Flow
+            if self.drafter is None:
+                mmspec.enable(self.model, drafter=Plain())
+        return Captioner(self, batches(self.model, self.processor, rows, **self.settings))
+
+    def suggest_rows(self, frames: int = 1) -> int:
+        """How many answers to write at once to begin with; a flow halves it when memory runs out all the same.
+
+        Four fifths of what is free on the device, less what reading prompts takes, over what a row takes: keys and
+        values of the prompt, the answer and the draft, twice, since they are copied when rows join; and the draft's
+        logits in float32, four times over. At most ROWS, and no more than NODES nodes in one forward: beyond that it is
+        bound by arithmetic, where more rows bring nothing and drafts cost.
+
+        Args:
+            frames: pictures of one item at most.
+        """
+        nodes = getattr(self.drafter, "nodes", 1)
+        kind = self.model.device.type
+        most = max(1, min(ROWS.get(kind, 8), NODES.get(kind, 64) // nodes))
+        free = free_memory(self.model.device)
+        if free is None:
+            return most
+        config, each = self.model.config.get_text_config(), self.model.dtype.itemsize
+        prompt = chat_inputs(self.processor, ["."], [[Image.new("RGB", PICTURE)] * frames], clips=True)
+        length = prompt["input_ids"].shape[1] + self.settings["max_new_tokens"] + nodes
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        keys = 2 * config.num_hidden_layers * heads * width * each * length
+        row = 2 * keys + 4 * nodes * config.vocab_size * 4
+        reading = TOGETHER * 12 * config.hidden_size * each  # activations: hidden states, and the widest of an MLP
+        return max(1, min(most, int((0.8 * free - reading) / row)))
+
     def seed(self, number: int) -> None:
         """Make the next draws repeatable."""
         torch.manual_seed(number)
@@ -86,6 +149,74 @@ class Engine:
             handle = mmspec.enable(self.model, drafter=self.drafter, on_unsupported="fallback")
         self.drafter = handle.drafter  # loaded once, however often the stock path is compared
         self.notes += [str(note.message) for note in said if issubclass(note.category, UserWarning)]
+
+
+@dataclass(frozen=True, eq=False)
+class _Ticket:
+    """What is needed to read an answer: whose it is, and how it was made to begin."""
+
+    ticket: Hashable
+    start: str
+    prompt: list[int]
+
+
+class Captioner:
+    """Pictures and prompts go in one by one, answers come out as they are finished; a failure is one item's own."""
+
+    def __init__(self, engine: Engine, batches: Intake) -> None:
+        self.engine, self._batches = engine, batches
+        self._failed: list[Answer] = []
+
+    @property
+    def rows(self) -> int:
+        """How many answers are written at once at most; it is halved when memory runs out."""
+        return self._batches.rows
+
+    @property
+    def free(self) -> int:
+        """How many items can be added that will not have to wait."""
+        return self._batches.free
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything that has not been handed back yet."""
+        return self._batches.busy or bool(self._failed)
+
+    @property
+    def stats(self) -> Stats:
+        """What happened so far, where mmspec took part."""
+        return self._batches.stats
+
+    def add(self, ticket: Hashable, frames: Sequence[Image.Image], asked: Asked, seed: int = 0) -> None:
+        """One picture, or the frames of one clip, and what is asked about it; `seed` fixes what is drawn."""
+        try:
+            inputs = chat_inputs(self.engine.processor, [asked.text], [frames], asked.system, asked.start, clips=True)
+            inputs = inputs.to(self.engine.model.dtype)
+            prompt = inputs["input_ids"][0].tolist() if asked.start else []
+            self._batches.add(_Ticket(ticket, asked.start, prompt), inputs, seed)
+        except Exception as error:  # a picture or a prompt that the processor refuses
+            self._failed.append(Answer(ticket, error=error))
+
+    def step(self) -> list[Answer]:
+        """A part of the work, such as one forward of the model; returns what has finished."""
+        with torch.inference_mode():
+            done = self._batches.step()
+        found, self._failed = self._failed, []
+        for one in done:
+            assert isinstance(one.ticket, _Ticket)
+            text = self._text(one.ticket, one.tokens) if one.error is None else ""
+            found.append(Answer(one.ticket.ticket, text, len(one.tokens), one.seconds, one.error))
+        return found
+
+    def _text(self, ticket: _Ticket, tokens: list[int]) -> str:
+        """The answer with its beginning; a tokenizer may join the two in ways that only it knows."""
+        if not ticket.start:
+            return self._decode(tokens).strip()
+        before, whole = self._decode(ticket.prompt), self._decode(ticket.prompt + tokens)
+        return (ticket.start + whole.removeprefix(before)).strip()
+
+    def _decode(self, tokens: list[int]) -> str:
+        return self.engine.processor.batch_decode([tokens], skip_special_tokens=True)[0]
 
 
 def load(model: str, drafter: str, device: str, dtype: str, max_new_tokens: int, temperature: float) -> Engine:
@@ -120,6 +251,18 @@ def first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that can still be taken on the device; None where it does not tell."""
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + cached
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines() if device.type == "cpu" else []
+    except OSError:
+        return None
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")), None)
+
+
 def find_device(name: str) -> torch.device:
     """The device of that name; `auto` is the fastest there is."""
     if name == "auto":
@@ -129,9 +272,3 @@ def find_device(name: str) -> torch.device:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise EngineError(f"no device {name!r} here; choose auto, cpu, cuda, cuda:1 or mps") from error
-
-
-def answer_length(row: list[int], eos: int | list[int] | None) -> int:
-    """Tokens of a row up to and with its end-of-sequence token; what follows is padding."""
-    ends = {eos} if isinstance(eos, int) else set(eos or ())
-    return next((place + 1 for place, token in enumerate(row) if token in ends), len(row))

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 OK, FATAL, INTERRUPTED = 0, 1, 130
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ENDINGS = (".png", ".jpg", ".jpeg", ".webp")
-WINDOW = ("window", "init", "coupling")  # options of the jacobi drafter only
+WINDOW = ("window", "init", "coupling", "proactive")  # options of the jacobi drafter only
 
 
 class GenerateError(Exception):
@@ -62,6 +62,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     fast.add_argument("--window", type=int, help="tokens that jacobi looks at in one forward of the model")
     fast.add_argument("--coupling", help="how jacobi redraws its guesses: none, maximal or gumbel")
     fast.add_argument("--init", help="where jacobi's guesses come from: uniform, horizontal, vertical or mixture")
+    fast.add_argument("--proactive", type=_count, nargs=2, metavar=("K", "D"), help="a tree of K guesses, D - 1 deep")
     fast.add_argument("--reproducible", action="store_true", help="the very picture of plain decoding, in float32")
     fast.add_argument("--rule", metavar="SPEC", help="bend the law for speed, such as 'scaled(omega=1.5)'")
     fast.add_argument("--budget", type=float, help="the most a rule may bend it per picture, in total variation")
@@ -108,6 +109,8 @@ def _way(args: argparse.Namespace) -> Way:
     from mmspec.app.painter import PLAIN, Way
 
     given = {name: getattr(args, name) for name in (*WINDOW, "rule", "budget") if getattr(args, name) is not None}
+    if args.proactive:
+        given["proactive"] = tuple(args.proactive)
     if args.reproducible:
         given["reproducible"] = True
     useless = [name for name in given if name != "reproducible"]

@@ -118,8 +118,11 @@ class Painter:
             self._rules[spec, budget] = resolve_rule(spec, codebook, budget)
         return self._rules[spec, budget]
 
-    def paint(self, asked: Sequence[str] | Sequence[int], seeds: Sequence[int]) -> Painting:
+    def paint(self, asked: Sequence[str] | Sequence[int], seeds: Sequence[int], **settings: Any) -> Painting:
         """One picture per prompt or class, in one batch; each depends on its own seed only.
+
+        Args:
+            settings: further arguments of the pipeline's call, for this one only.
 
         Raises:
             EngineError: the pipeline refuses the prompts or its settings.
@@ -130,7 +133,7 @@ class Painter:
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="prompts are only lower-cased")
-                out = self.pipe(**condition, generator=generators, **self.settings)
+                out = self.pipe(**condition, generator=generators, **{**self.settings, **settings})
         except (ValueError, TypeError) as error:
             raise EngineError(_told(error)) from error
         return Painting(out.images, out.tokens.cpu(), time.perf_counter() - began, out.stats, out.spent)

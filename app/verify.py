@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 import mmspec
-from mmspec.app import embedded, media
+from mmspec.app import embedded
+from mmspec.app.caption import media
 from mmspec.pipelines.prompts import chat_inputs
 
 

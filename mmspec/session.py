@@ -47,19 +47,37 @@ class Row:
 
 @dataclass
 class Stats:
-    """What happened, summed over rounds and calls; see `tokens_per_target_call` for what τ means here."""
+    """What happened, summed over rounds and calls; printed, it is one line.
+
+    τ has two meanings in papers, and both are here: `tokens_per_target_call` counts the token that the target adds in
+    each round, `accepted_draft_tokens_per_call` does not.
+
+    Attributes:
+        rounds: propose → verify → accept; each is one forward of the target, however many rows take part.
+        tokens: generated, over all rows, the first one of each row (from the prefill) included.
+        row_rounds: rounds, counted once for every row that took part.
+        gained: tokens that came of the rounds.
+        drafted: tokens proposed.
+        accepted: of the gained ones, those that were drafted.
+        accepted_by_depth: depth → rows that accepted at least so many tokens in a round.
+        lossless: whether every row has the target's own law.
+        spent: distance in total variation that relaxed rules were charged, over all rows that have ended.
+        charges: the same for each row of the last call, by its place.
+        seconds: wall time by part: draft, verify, other (accept and commit), prefill. On a GPU work is launched without
+            waiting for it, so that a part's time may show in the next one.
+    """
 
     rounds: int = 0
-    tokens: int = 0  # generated, over all rows, the first one of each row (from the prefill) included
-    row_rounds: int = 0  # rounds, counted once for every row that took part
-    gained: int = 0  # tokens that came of the rounds
+    tokens: int = 0
+    row_rounds: int = 0
+    gained: int = 0
     drafted: int = 0
-    accepted: int = 0  # of the gained ones, those that were drafted
-    accepted_by_depth: Counter[int] = field(default_factory=Counter)  # rows that accepted at least so many in a round
-    lossless: bool = True  # whether every row has the target's own law
-    spent: float = 0.0  # what relaxed rules were charged, over all rows that have ended
-    charges: dict[int, float] = field(default_factory=dict)  # the same per row of the last call, by its place
-    seconds: dict[str, float] = field(default_factory=dict)  # draft, verify, other (accept and commit), prefill
+    accepted: int = 0
+    accepted_by_depth: Counter[int] = field(default_factory=Counter)
+    lossless: bool = True
+    spent: float = 0.0
+    charges: dict[int, float] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
 
     @property
     def target_calls(self) -> int:

@@ -68,7 +68,7 @@ class Slots:
         held = 0 if buffer is None else buffer.shape[2]
         if buffer is not None and end <= held:
             return buffer
-        capacity = max(end, self.reserve, held + held // 4)
+        capacity = max(end, held + held // 4 if held else self.reserve)
         grown = like.new_zeros(like.shape[0], like.shape[1], capacity, like.shape[3])
         if buffer is not None:
             grown[:, :, :held] = buffer
@@ -85,16 +85,19 @@ class Slots:
         if self.keys is not None and self.values is not None:
             self.keys, self.values = self.keys[rows], self.values[rows]
 
-    def join(self, other: Slots) -> None:
+    def join(self, other: Slots, end: int) -> None:
+        """Take the other's rows below these; of the own slots only those before `end` are in use, the rest is let go."""
         if self.keys is None or self.values is None or other.keys is None or other.values is None:
             raise ValueError("both caches must hold a prompt before their rows can be joined")
-        self.keys, self.values = _stack(self.keys, other.keys), _stack(self.values, other.values)
+        self.keys = _stack(self.keys[:, :, :end], other.keys)
+        self.values = _stack(self.values[:, :, :end], other.values)
 
 
 def _stack(a: Tensor, b: Tensor) -> Tensor:
     """Rows of b under rows of a, the shorter one filled up with empty slots."""
-    capacity = max(a.shape[2], b.shape[2])
-    return torch.cat([pad(t, (0, 0, 0, capacity - t.shape[2])) for t in (a, b)])
+    out = a.new_zeros(len(a) + len(b), a.shape[1], max(a.shape[2], b.shape[2]), a.shape[3])
+    out[: len(a), :, : a.shape[2]], out[len(a) :, :, : b.shape[2]] = a, b
+    return out
 
 
 def visibility(at: Lengths, open_slots: Tensor, ancestors: Tensor) -> Tensor:

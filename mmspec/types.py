@@ -179,7 +179,14 @@ class Masses:
 
 @dataclass(frozen=True)
 class Trial:
-    """Drafted tokens under test, all that a relaxed rule may look at; [...] is one node per row, or many."""
+    """Drafted tokens under test, all that a relaxed rule may look at; [...] is one node per row, or many.
+
+    Attributes:
+        x: the tokens.
+        depth: of each in its draft, 1 for the first one after the pending token.
+        p: the target's law there; `p_x` [...] is its probability of x, `p.all` [..., V] all of it.
+        q: the draft's law, as it was when x was drawn; `q_x` likewise.
+    """
 
     x: Tensor  # [...]
     depth: Tensor  # [...], 1 for the first draft after the pending token
@@ -197,11 +204,11 @@ class Trial:
 
 @dataclass(frozen=True)
 class Rule:
-    """When to keep a drafted token, and the law of the token that replaces a refused one; pure functions.
+    """When to keep a drafted token, and the law of the token that replaces a refused one; pure functions, in float64.
 
-    `ratio(p_x, q_x)` is the chance to keep x and `residual(p, q)` gives weights over V. A relaxed rule keeps x with the
-    chance `relaxed(trial)` instead and is charged |relaxed − ratio| for every test; it keeps nothing that p excludes.
-    Where p is a point mass there is nothing to relax.
+    `ratio(p_x, q_x)`, of probabilities [...], is the chance to keep x and `residual(p, q)`, of laws [..., V], gives
+    weights over V. A relaxed rule keeps x with the chance `relaxed(trial)` [...] instead and is charged
+    |relaxed − ratio| for every test; it keeps nothing that p excludes. Where p is a point mass, nothing can be relaxed.
 
     Charges: with the ordinary residual (p − q)+ and relaxed ≥ ratio = min(1, p/q), the law of a token is, in total
     variation, exactly E[charge] away from p, and no rule that accepts as often is nearer. Summed over a row, charges
@@ -234,7 +241,15 @@ class Rule:
 
 @dataclass(frozen=True)
 class TargetInfo:
-    """What a drafter has to fit."""
+    """What a drafter has to fit.
+
+    Attributes:
+        name: folder or hub name that the target was loaded from.
+        vocab: V, rows of its head.
+        hidden: H, width of its final features.
+        embedding: width of its input embeddings.
+        layers: of its text decoder.
+    """
 
     name: str
     vocab: int
@@ -254,12 +269,16 @@ class Rows(Protocol):
 
 
 class Target(Protocol):
-    """The model whose law is kept. It knows no drafter."""
+    """The model whose law is kept. It knows no drafter.
+
+    Attributes:
+        features: what is overheard for the drafter, in the drafter's order: layers i ≥ 0 by what enters them, FINAL.
+    """
 
     features: tuple[int, ...]
 
     def score(self, session: Any, draft: Draft) -> Scores:
-        """One forward over every node of the draft, each seeing the row's cache and its own ancestors."""
+        """One forward over every node of the draft [B, N], each seeing the row's cache and its own ancestors."""
 
     def commit(self, session: Any, round_: Round) -> None:
         """Keep the cache entries of the nodes that stand, drop the rest."""
@@ -272,10 +291,30 @@ class Target(Protocol):
 
 
 class Drafter(Protocol):
-    """What proposes. It knows no target's class; it changes nothing but its own memory in the session."""
+    """What proposes. It knows no target's class; it changes nothing but its own memory in the session.
+
+    Whatever it proposes, rule `exact` keeps the target's law: a bad drafter costs time, never quality. The loop calls
+    `start` and `propose`; `enable` asks a drafter for three things more:
+
+    - `features: tuple[int, ...]`: what it wants to read of the target, as `prompt.hidden` and
+      `session.last.scores.hidden`, side by side on the last axis: layer i ≥ 0 (what enters it) or FINAL (after the last
+      norm); `()` for nothing.
+    - `nodes: int`: the most nodes N of its drafts, the root included; room in the cache is made for so many.
+    - `fit(target: TargetInfo, config: SpecConfig) -> Drafter`: itself, with these options and for this target;
+      ValueError where it was made for another target or has no use for an option (`config.only(...)` says so).
+    """
 
     def start(self, session: Any, target: Target, prompt: Prompt) -> Any:
-        """Memory for these rows, filled from the prompt."""
+        """Memory for these rows, filled from the prompt; the loop keeps it as `session.memory`.
+
+        Returns:
+            Rows (it can `select` and `join`, since rows end and enter), or None for a drafter that remembers nothing.
+        """
 
     def propose(self, session: Any, target: Target) -> Draft:
-        """The next draft, node 0 being `session.pending`."""
+        """The next draft [B, N] for the rows under way, node 0 being `session.pending`.
+
+        To be read: `session.rows[b].tokens` (prompt and answer so far, the pending token last), `session.memory`,
+        `session.last` (the round before, the prefill's at first), `target.embed` and `target.head`. HOLE stands where a
+        row has nothing to propose. A draft drawn at random must bring the law it was drawn from, as it was then.
+        """

@@ -70,7 +70,7 @@ class SlotCache(Cache):
 
     def join(self, other: SlotCache) -> SlotCache:
         for mine, theirs in zip(self.slots, other.slots, strict=True):
-            mine.join(theirs)
+            mine.join(theirs, self.lengths.longest)
         self.lengths = self.lengths.join(other.lengths)
         return self
 

@@ -119,14 +119,22 @@ def row_seeds(count: int, drawing: bool) -> list[int]:
 
 def _rounds(target: VlmTarget, drafter: Any, call: Call, rule: Rule = exact) -> Iterator[tuple[Session, Round]]:
     """The prefill's round and all that follow."""
-    ids, config = call.input_ids, call.generation_config
-    ends = call.endings
+    ids, ends = call.input_ids, call.endings
     seeds = row_seeds(len(ids), target.sampler.sample and target.sampler.noise is None)
     rows = [
         Row(tokens, len(tokens), ends.limit, seed, ends.eos, ends.of(b), index=b)
         for b, (tokens, seed) in enumerate(zip(ids.tolist(), seeds, strict=True))
     ]
-    reserve = ids.shape[1] + min(max(ends.limit - ids.shape[1], 0), _RESERVE) + drafter.nodes
+    session, round_ = opened(target, drafter, call, rows, rule)
+    yield session, round_
+    for round_ in decode(session, target, drafter):
+        yield session, round_
+
+
+def opened(target: VlmTarget, drafter: Any, call: Call, rows: list[Row], rule: Rule = exact) -> tuple[Session, Round]:
+    """A session of these rows after the prefill of their call, and the round of that prefill."""
+    ids, config = call.input_ids, call.generation_config
+    reserve = ids.shape[1] + min(max(0, *(row.limit - row.start for row in rows)), _RESERVE) + drafter.nodes
     session = Session(rows, None, ids.device, rule)
     config.prefill_chunk_size, chunk = None, config.prefill_chunk_size  # a SlotCache takes a prompt in one piece
     try:
@@ -137,9 +145,7 @@ def _rounds(target: VlmTarget, drafter: Any, call: Call, rule: Rule = exact) -> 
         config.prefill_chunk_size = chunk
     root = lone(ids[:, -1:])
     hidden = None if prompt.hidden is None else prompt.hidden[:, -1:]
-    yield session, begin(session, target, drafter, prompt, target.law(raw, session, root, hidden))
-    for round_ in decode(session, target, drafter):
-        yield session, round_
+    return session, begin(session, target, drafter, prompt, target.law(raw, session, root, hidden))
 
 
 class _Collected:

@@ -56,8 +56,10 @@ class LlamaGenPipeline(DiffusionPipeline):
     """Pictures from LlamaGen (Sun et al. 2024, arXiv 2406.06525), text- or class-conditional.
 
     Args:
-        transformer, vqvae: the model, and the tokenizer whose codes it draws.
-        text_encoder, tokenizer: T5, for a text-conditional model.
+        transformer: the model.
+        vqvae: the tokenizer whose codes it draws.
+        text_encoder: T5, for a text-conditional model.
+        tokenizer: that of the text encoder.
         defaults: of the sampling arguments of a call, where they are not the authors': any of TEXT.
     """
 
@@ -102,12 +104,14 @@ class LlamaGenPipeline(DiffusionPipeline):
             class_labels: one or several class numbers.
             guidance_scale: 7.5 for text and 4.0 for classes unless given; 1 or less leaves the unconditional half out.
             top_k: 1000 for text and 2000 for classes unless given; 0 keeps every token. Ties at the k-th are kept.
-            top_p, temperature: 1.0 unless given; temperature 0 takes the likeliest token.
+            top_p: 1.0 unless given, which keeps every token.
+            temperature: 1.0 unless given; 0 takes the likeliest token.
             num_images_per_prompt: pictures of each prompt or class.
             generator: one, or one per picture, which then does not depend on what else is drawn in the call.
             guidance_interval: k ≥ 0 guides the first k + 2 tokens only; −1 all of them.
             clean_caption: clean prompts as in training, which needs `ftfy` and `beautifulsoup4`.
-            output_type: "pil", "pt" or "np" (pixels in [0, 1]), or "latent": token ids.
+            output_type: "pil", "pt" ([B, 3, h, w]) or "np" ([B, h, w, 3]), pixels in [0, 1], or "latent": token ids.
+            return_dict: give a LlamaGenOutput rather than a tuple.
             callback_on_step_end: called after each round with this pipeline, the round's number, how many tokens every
                 picture has, and {"tokens": [list of token ids per picture]}.
 

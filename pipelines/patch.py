@@ -20,7 +20,15 @@ class UnsupportedError(ValueError):
 
 
 class Handle:
-    """An enabled model. Leaving it as a context manager disables it."""
+    """An enabled model, as `enable` returns it. Leaving it as a context manager disables it.
+
+    Attributes:
+        model: what was patched: the model inside a pipeline or a PEFT wrapper, or the pipeline itself.
+        drafter: the one in use, fitted to the model; None where the model was left as it is.
+        config: the options, as given.
+        rule: what is kept of a draft.
+        stats: what all calls did so far.
+    """
 
     def __init__(self, model: Any, drafter: Any, config: SpecConfig, rule: Rule = exact) -> None:
         self.model = model
@@ -50,6 +58,7 @@ class Handle:
             warnings.warn(f"mmspec runs the stock path: {why}", stacklevel=4)
 
     def disable(self) -> None:
+        """As `mmspec.disable(model)`."""
         disable(self.model)
 
     def __enter__(self) -> Handle:
@@ -70,7 +79,7 @@ def enable(model_or_pipe: Any, drafter: Any = None, **options: Any) -> Handle:
             diffusers pipeline that generates tokens.
         drafter: "ngram" (no weights; the default), "jacobi" (no weights; the default of models that only draw
             pictures), a drafter's name on the hub, a folder, or a Drafter.
-        **options: fields of SpecConfig: depth, width, size, tree, draws, window, init, coupling, proactive, rule,
+        options: fields of SpecConfig: depth, width, size, tree, draws, window, init, coupling, proactive, rule,
             budget, reproducible, on_unsupported. A `rule` other than "exact" bends the law, by what `budget` allows;
             of models that both write and draw only that of pictures.
 
@@ -78,7 +87,11 @@ def enable(model_or_pipe: Any, drafter: Any = None, **options: Any) -> Handle:
         A Handle; also a context manager that disables on leaving. Enabling again replaces what was there.
 
     Raises:
-        UnsupportedError: the model cannot be accelerated, or the drafter was made for another one.
+        UnsupportedError: the model cannot be accelerated; with `on_unsupported="fallback"` it is left as it is, with a
+            warning.
+        ValueError: an unknown drafter or rule, a drafter without its weights or made for another model, an option with
+            a value that makes no sense or that this drafter has no use for. What was enabled before stays.
+        TypeError: an unknown option, or nothing that generates tokens.
     """
     config = SpecConfig.of(options)
     model = families.unwrap(model_or_pipe)
@@ -101,7 +114,11 @@ def enable(model_or_pipe: Any, drafter: Any = None, **options: Any) -> Handle:
 
 
 def disable(model_or_pipe: Any) -> None:
-    """Give the model its stock behaviour back; nothing happens where it was not enabled."""
+    """Give the model its stock behaviour and its class back; nothing happens where it was not enabled.
+
+    Args:
+        model_or_pipe: what was given to `enable`, or the model inside it.
+    """
     model = families.unwrap(model_or_pipe)
     handle = getattr(type(model), "_mmspec_handle", None)
     if handle is not None:
@@ -110,7 +127,10 @@ def disable(model_or_pipe: Any) -> None:
 
 
 def stats(model_or_pipe: Any) -> Stats:
-    """What the enabled model's calls did so far.
+    """What the enabled model's calls did so far, summed up; they start anew when it is enabled again.
+
+    Args:
+        model_or_pipe: what was given to `enable`, or the model inside it.
 
     Raises:
         UnsupportedError: the model is not enabled.

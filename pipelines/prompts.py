@@ -7,25 +7,31 @@ from typing import Any
 
 from PIL import Image
 
+Turns = Sequence[tuple[str, str]]  # what was asked and answered
 
-def chat_inputs(processor: Any, prompts: Sequence[str], images: Sequence[Sequence[Image.Image]]) -> Any:
+
+def chat_inputs(
+    processor: Any, prompts: Sequence[str], images: Sequence[Sequence[Image.Image]], system: str = "", start: str = "",
+    clips: bool = False, before: Turns = (),
+) -> Any:  # fmt: skip
     """Left-padded inputs, one row per prompt: a user turn with the row's pictures first, then its prompt.
 
-    A processor without a chat template gets its image token once per picture, then the prompt.
+    A processor without a chat template gets the system's words, its image token once per picture, the prompt and
+    `start`.
+
+    Args:
+        system: what a system turn says before.
+        start: how every answer is made to begin.
+        clips: several pictures of a row are the frames of a clip; a processor that knows videos gets them as one.
+        before: what every row was asked before and answered; its pictures stand in the first of these turns.
     """
+    clips = clips and getattr(processor, "video_processor", None) is not None
     if getattr(processor, "chat_template", None):
-        chats = [
-            [
-                {
-                    "role": "user",
-                    "content": [*({"type": "image", "image": i} for i in row), {"type": "text", "text": prompt}],
-                }
-            ]
-            for prompt, row in zip(prompts, images, strict=True)
-        ]
+        chats = [_chat(prompt, row, system, start, clips, before) for prompt, row in zip(prompts, images, strict=True)]
         return processor.apply_chat_template(
             chats,
-            add_generation_prompt=True,
+            add_generation_prompt=not start,
+            continue_final_message=bool(start),
             tokenize=True,
             return_dict=True,
             return_tensors="pt",
@@ -33,8 +39,28 @@ def chat_inputs(processor: Any, prompts: Sequence[str], images: Sequence[Sequenc
         )
     marker = getattr(processor, "image_token", None) or ""
     marker = getattr(marker, "content", marker)
+    said = [line for turn in before for line in turn]
     texts = [
-        f"{marker * len(row)}\n{prompt}" if marker else prompt for prompt, row in zip(prompts, images, strict=True)
+        "\n".join(part for part in (system, marker * len(row), *said, prompt, start) if part or part is prompt)
+        for prompt, row in zip(prompts, images, strict=True)
     ]
     pictures = [list(row) for row in images] if any(images) else None
     return processor(images=pictures, text=texts, padding=True, padding_side="left", return_tensors="pt")
+
+
+def _chat(
+    prompt: str, pictures: Sequence[Image.Image], system: str, start: str, clips: bool, before: Turns
+) -> list[dict[str, Any]]:
+    shown = [{"type": "image", "image": picture} for picture in pictures]
+    if clips and len(pictures) > 1:
+        shown = [{"type": "video", "video": list(pictures)}]
+    turns = [("system", [_said(system)])] if system else []
+    for asked, answered in (*before, (prompt, start)):
+        turns.append(("user", [*shown, _said(asked)]))
+        turns += [("assistant", [_said(answered)])] if answered else []
+        shown = []
+    return [{"role": role, "content": content} for role, content in turns]
+
+
+def _said(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}

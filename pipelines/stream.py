@@ -17,7 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from mmspec.pipelines import families
 from mmspec.pipelines.generate import watching
-from mmspec.types import Round
+from mmspec.types import HOLE, Round
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,13 @@ class Step:
             prompt has been read, pictures included.
         accepted: drafted tokens that the target kept. The sequence may end among them, so `tokens` may hold fewer.
         seconds: since the call began.
+        corrected: whether the last token stands where the draft had another one.
     """
 
     tokens: tuple[int, ...]
     accepted: int
     seconds: float
+    corrected: bool = False
 
 
 def stream(model_or_pipe: Any, inputs: Any, stop: threading.Event | None = None, **settings: Any) -> Iterator[Step]:
@@ -45,7 +47,10 @@ def stream(model_or_pipe: Any, inputs: Any, stop: threading.Event | None = None,
         model_or_pipe: enabled or not; a stock model makes one token a step.
         inputs: what a processor returned, one row, as for `model.generate(**inputs)`.
         stop: set it from any thread to end the generation.
-        **settings: as for `generate`.
+        settings: as for `generate`, such as `max_new_tokens` and `do_sample`.
+
+    Yields:
+        Steps; all their `tokens` together are the answer, end-of-sequence included.
 
     Raises:
         ValueError: more than one row.
@@ -103,7 +108,7 @@ class _Relay(BaseStreamer):
 
     def _round(self, round_: Round) -> None:
         self._in_rounds = True
-        self._send(round_.new[0], round_.counts[0] - 1)
+        self._send(round_.new[0], round_.counts[0] - 1, _refused(round_))
 
     def put(self, value: Tensor) -> None:
         if not self._prompt_seen:  # `generate` streams the prompt first
@@ -114,8 +119,15 @@ class _Relay(BaseStreamer):
     def end(self) -> None:
         pass
 
-    def _send(self, tokens: tuple[int, ...], accepted: int) -> None:
-        self.steps.put(Step(tokens, accepted, time.perf_counter() - self._began))
+    def _send(self, tokens: tuple[int, ...], accepted: int, corrected: bool = False) -> None:
+        self.steps.put(Step(tokens, accepted, time.perf_counter() - self._began, corrected))
+
+
+def _refused(round_: Round) -> bool:
+    """Whether the draft went on after the last token of row 0 that was kept: its next guess was refused."""
+    draft = round_.draft
+    onward = (draft.tree.parents[0, 1:] == round_.verdict.last[0]) & (draft.tokens[0, 1:] != HOLE)
+    return bool(onward.any())
 
 
 class _Asked(StoppingCriteria):

@@ -36,6 +36,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
+        """Identical, and the picture, if there is one, matters."""
         return self.identical and self.image_matters is not False
 
     def __str__(self) -> str:
@@ -57,8 +58,12 @@ def verify(model_or_pipe: Any, inputs: Any, max_new_tokens: int = 64) -> Report:
     """Generate greedily with mmspec and on the stock path, and again with another picture.
 
     Args:
-        model_or_pipe: an enabled model.
-        inputs: what a processor returned, as for `model.generate(**inputs)`.
+        model_or_pipe: an enabled model, or the pipeline that holds it; it writes tokens from a prompt.
+        inputs: what a processor returned, as for `model.generate(**inputs)`; on the model's device, of its dtype.
+        max_new_tokens: how far to compare.
+
+    Returns:
+        A Report; it prints as one line, and `ok` says whether all is well. Its calls count in `stats`.
 
     Raises:
         UnsupportedError: the model is not enabled.

@@ -19,7 +19,7 @@ from mmspec.session import Session
 from mmspec.slots import visibility
 from mmspec.types import FINAL, Categorical, Draft, Prompt, Round, Scores
 
-_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
+TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 
 
 def placeholders(model: Any) -> list[int]:
@@ -109,7 +109,7 @@ class VlmTarget:
             out = self.model._prefill(ids, generation_config, arguments, is_first_iteration=True)
         arguments = self.model._update_model_kwargs_for_generation(out, arguments)
         slots.advance(valid.shape[1] - past)
-        types = {name: arguments.pop(name)[:, -1:] for name in _TYPES if arguments.get(name) is not None}
+        types = {name: arguments.pop(name)[:, -1:] for name in TYPES if arguments.get(name) is not None}
         state = State(slots, self._places(arguments.pop("position_ids"), heard), valid, types, self.streams)
         self.arguments = {**arguments, "attention_mask": None}
         prompt = Prompt(

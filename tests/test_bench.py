@@ -11,8 +11,10 @@ import tiny_llava
 import torch
 from PIL import Image
 
-from mmspec.app import bench, bench_vlm, report
-from mmspec.app.bench import BenchError, Call, Clock, Question
+from mmspec.app.bench import command as bench
+from mmspec.app.bench import report
+from mmspec.app.bench import vlm as bench_vlm
+from mmspec.app.bench.command import BenchError, Call, Clock, Question
 from mmspec.app.provenance import provenance
 from mmspec.drafters.eagle import EagleConfig, EagleDrafter
 from mmspec.session import Stats

@@ -12,8 +12,10 @@ import tiny_llamagen
 import torch
 from PIL import Image
 
-from mmspec.app import bench, bench_image, gallery, image_methods, image_plain, report, report_image
-from mmspec.app.image_methods import Method, matching
+from mmspec.app.bench import command as bench
+from mmspec.app.bench import gallery, image_methods, image_plain, report, report_image
+from mmspec.app.bench import image as bench_image
+from mmspec.app.bench.image_methods import Method, matching
 from mmspec.app.painter import Painter, Painting
 from mmspec.registry import resolve_rule
 from mmspec.session import Stats

@@ -1,25 +1,24 @@
-"""`mmspec caption` from the command line on a tiny random LLaVA: bad files, second runs, kills, and what is on disk."""
+"""`mmspec caption` from the command line: bad files, second runs, options, and what is on disk; some on a true model."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
+import clips
 import numpy as np
 import pytest
+import quick_engine
 import tiny_llava
+import yaml
 from PIL import Image
 
-from mmspec.app import bulk, cli, engine
+from mmspec.app import cli
+from mmspec.app.caption import run as running
 
-ROOT = Path(__file__).parent.parent
 OK, FATAL, SOME_FAILED, INTERRUPTED = 0, 1, 3, 130
 GOOD = ("a.png", "b.jpg", "c.webp", "d.png")
 BAD = {"empty.png": "empty", "text.jpg": "not an image", "cut.png": "cut off"}
@@ -30,10 +29,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_llava.save(tmp_path_factory.mktemp("tiny") / "llava")
 
 
-def paint(path: Path) -> Path:
+def paint(path: Path, seed: str = "") -> Path:
     """Noise that differs from name to name, and is the same in every run."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    values = np.random.default_rng(list(path.name.encode())).integers(0, 256, (30, 40, 3), dtype=np.uint8)
+    values = np.random.default_rng(list((seed or path.name).encode())).integers(0, 256, (30, 40, 3), dtype=np.uint8)
     Image.fromarray(values).save(path)
     return path
 
@@ -47,12 +46,24 @@ def photos(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def caption(tmp_path: Path, photos: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    """Run `mmspec caption photos ...` in an empty folder; the exit code."""
+def caption(tmp_path: Path, photos: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """Run `mmspec caption photos ...` in an empty folder with an engine that answers at once; the exit code."""
     monkeypatch.chdir(tmp_path)
 
-    def run(*options: str, folder: Path | str = "photos", drafter: str = "none") -> int:
-        words = ["caption", str(folder), "--model", str(model), "--drafter", drafter, "--max-new-tokens", "6"]
+    def run(*options: str, folder: Path | str = "photos") -> int:
+        words = ["--engine", "quick_engine:load", "--model", "quick", "--max-new-tokens", "1", *options]
+        return cli.main(["caption", str(folder), *words])
+
+    return run
+
+
+@pytest.fixture
+def truly(tmp_path: Path, photos: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """The same with a tiny random LLaVA."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*options: str, drafter: str = "none") -> int:
+        words = ["caption", "photos", "--model", str(model), "--drafter", drafter, "--max-new-tokens", "6"]
         return cli.main([*words, *options])
 
     return run
@@ -65,65 +76,88 @@ def spoil(folder: Path) -> None:
     (folder / "cut.png").write_bytes(data[: len(data) // 2])
 
 
-def lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+def lines(path: Path | str) -> list[dict]:
+    return [json.loads(line) for line in Path(path).read_text("utf-8").splitlines()] if Path(path).exists() else []
 
 
-def captions(folder: Path | str = "captions") -> dict[str, dict]:
-    """The recorded captions by file name, none twice."""
+def captions(folder: Path | str = "captions") -> dict[str, str]:
+    """The captions by file name, none twice."""
     records = lines(Path(folder, "metadata.jsonl"))
     assert len({record["file_name"] for record in records}) == len(records)
-    return {record["file_name"]: record for record in records}
+    return {record["file_name"]: record["text"] for record in records}
 
 
-def failing(monkeypatch: pytest.MonkeyPatch, fails: Callable[[int, int], BaseException | None]) -> list[int]:
-    """Let the model fail where `fails(call number, batch size)` returns an error; the sizes of all batches."""
-    sizes: list[int] = []
-    real = engine.Engine.caption
-
-    def ask(self, images, prompt, **settings):
-        sizes.append(len(images))
-        error = fails(len(sizes), len(images))
-        if error is not None:
-            raise error
-        return real(self, images, prompt, **settings)
-
-    monkeypatch.setattr(engine.Engine, "caption", ask)
-    return sizes
+def journal(folder: Path | str = "captions") -> list[dict]:
+    return lines(Path(folder, ".mmspec/worker-0.jsonl"))
 
 
-def test_what_is_written(caption, model: Path):
+def failing(monkeypatch: pytest.MonkeyPatch, fails: Callable[[int], BaseException | None]) -> None:
+    """Let the model fail where `fails(number of the item)` returns an error."""
+    real, count = quick_engine.Quick.step, []
+
+    def step(self):
+        [answer] = real(self)
+        count.append(answer)
+        answer.error = fails(len(count))
+        if isinstance(answer.error, KeyboardInterrupt):
+            raise answer.error
+        return [answer]
+
+    monkeypatch.setattr(quick_engine.Quick, "step", step)
+
+
+def test_what_is_written(caption):
     assert caption("--prompt", "w5 w6") == OK
     found = captions()
-    assert list(found) == sorted(GOOD)
-    for name, record in found.items():
-        assert record["text"] and 1 <= record["tokens"] <= 6 and record["seconds"] > 0
-        assert (record["prompt"], record["model"], record["drafter"]) == ("w5 w6", str(model), "none")
-        text = Path("captions", Path(name).with_suffix(".txt")).read_text(encoding="utf-8")
-        assert text == record["text"] + "\n"
-    assert len({record["text"] for record in found.values()}) > 1  # the picture matters
-    assert not Path("captions/failed.jsonl").exists()
-    assert {path.name for path in Path("captions").iterdir()} == {"a.txt", "b.txt", "c.txt", "d.txt", "metadata.jsonl"}
+    assert list(found) == sorted(GOOD) and len(set(found.values())) == 4
+    for name, text in found.items():
+        assert Path("captions", name).with_suffix(".txt").read_text(encoding="utf-8") == text + "\n"
+    names = {path.name for path in Path("captions").iterdir()}
+    assert names == {"a.txt", "b.txt", "c.txt", "d.txt", "metadata.jsonl", ".mmspec"}
     assert sorted(path.name for path in Path("photos").iterdir()) == sorted(GOOD)  # nobody's folder is littered
+    for record in journal():
+        assert (record["prompt"], record["model"], record["tokens"]) == ("w5 w6", "quick", 3)
 
 
-def test_captions_are_those_of_stock_generate(caption, model: Path):
+def test_captions_are_those_of_stock_generate(truly, model: Path):
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
-    assert caption("--prompt", "w5 w6", "--batch-size", "3") == OK
+    assert truly("--prompt", "w5 w6", "--batch-size", "3") == OK
+    assert truly("--prompt", "w5 w6", "--out", "two", drafter="ngram") == OK
     processor, network = AutoProcessor.from_pretrained(model), AutoModelForImageTextToText.from_pretrained(model)
-    for name, record in captions().items():
+    assert captions() == captions("two") and len(set(captions().values())) > 1  # the picture matters
+    for name, text in captions().items():
         inputs = processor(images=Image.open(Path("photos", name)), text="<image> w5 w6 ", return_tensors="pt")
         out = network.generate(**inputs, max_new_tokens=6, do_sample=False)[0, inputs["input_ids"].shape[1] :]
-        assert record["text"] == processor.decode(out, skip_special_tokens=True).strip()
+        assert text == processor.decode(out, skip_special_tokens=True).strip()
 
 
-@pytest.mark.parametrize("size", (1, 3))
-def test_bad_files_never_stop_a_run(size: int, caption, photos: Path, capsys: pytest.CaptureFixture):
+def test_the_last_line_is_the_measured_speed_up(truly, capsys: pytest.CaptureFixture):
+    assert truly("--batch-size", "4", "--report", "report.json", drafter="ngram") == OK
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("4 captions, ") and "on 4 of them stock generate took" in last
+    assert last.endswith("identical text on 4 of 4")
+    report = json.loads(Path("report.json").read_text())
+    assert report["counts"]["captioned"] == report["comparison"]["identical"] == 4
+    assert report["acceptance"]["tokens_per_target_call"] >= 1 and report["provenance"]["versions"]["torch"]
+    assert report["tokens"] == sum(record["tokens"] for record in journal())
+    assert truly("--no-compare", "--no-resume", drafter="ngram") == OK
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("4 captions") and "stock" not in last
+
+
+def test_a_temperature_is_repeatable(truly):
+    for out, seed, size in (("one", "1", "1"), ("two", "1", "3"), ("three", "2", "1")):
+        assert truly("--temperature", "1.5", "--seed", seed, "--out", out, "--batch-size", size, drafter="ngram") == OK
+    assert captions("one") == captions("two") != captions("three")
+
+
+@pytest.mark.parametrize("size", ("1", "auto"))
+def test_bad_files_never_stop_a_run(size: str, caption, photos: Path, capsys: pytest.CaptureFixture):
     spoil(photos)
-    assert caption("--batch-size", str(size)) == SOME_FAILED
+    assert caption("--batch-size", size) == SOME_FAILED
     assert list(captions()) == sorted(GOOD)
-    failures = {record["file_name"]: record for record in lines(Path("captions/failed.jsonl"))}
+    failures = {record["file_name"]: record for record in lines("captions/failed.jsonl")}
     assert failures.keys() == BAD.keys()
     for name, reason in BAD.items():
         assert failures[name]["error"] == "MediaError" and reason in failures[name]["message"]
@@ -136,16 +170,17 @@ def test_a_folder_of_nothing_but_bad_files(caption, photos: Path):
     spoil(photos)
     for name in GOOD:
         (photos / name).unlink()
+    assert caption("--batch-size", "2", "--max-errors", "2") == FATAL
     assert caption("--batch-size", "2") == SOME_FAILED
-    assert not captions() and len(lines(Path("captions/failed.jsonl"))) == 3
+    assert not captions() and len(lines("captions/failed.jsonl")) == 3
 
 
 def test_a_second_run_does_only_what_is_missing(caption, photos: Path, capsys: pytest.CaptureFixture):
     spoil(photos)
     assert caption("--limit", "2") == OK  # a.png and b.jpg come first
     before = captions()
-    assert caption() == SOME_FAILED
-    assert {name: captions()[name] for name in before} == before and len(captions()) == 4
+    assert len(before) == 2 and caption() == SOME_FAILED
+    assert before.items() <= captions().items() and len(captions()) == 4
     paint(photos / "e.png")
     capsys.readouterr()
     assert caption() == SOME_FAILED  # what failed before is not tried again, and not forgotten
@@ -153,39 +188,71 @@ def test_a_second_run_does_only_what_is_missing(caption, photos: Path, capsys: p
     assert "1 to caption, 4 done before, 3 failed before" in said and "1 caption" in said
     paint(photos / "empty.png")  # another content is another piece of work
     assert caption() == SOME_FAILED
-    assert "empty.png" in captions() and len(lines(Path("captions/failed.jsonl"))) == 2
+    assert "empty.png" in captions() and len(lines("captions/failed.jsonl")) == 2
     (photos / "text.jpg").unlink()
     paint(photos / "cut.png")
     assert caption("--retry-failed") == OK
-    assert not Path("captions/failed.jsonl").exists()
+    assert not Path("captions/failed.jsonl").exists() and len(journal()) == 4 + 3 + 3
 
 
-def test_another_prompt_is_another_piece_of_work(caption):
+def test_a_touched_file_is_not_another_piece_of_work(caption, photos: Path, capsys: pytest.CaptureFixture):
+    assert caption() == OK
+    os.utime(photos / "a.png", ns=(1, 1))
+    paint(photos / "b.jpg", seed="another picture")
+    assert caption() == OK
+    assert "1 to caption, 3 done before" in capsys.readouterr().out and len(journal()) == 5
+
+
+def test_what_shapes_the_answer_recomputes_it_and_nothing_else_does(caption):
     assert caption("--prompt", "w5") == OK
+    assert caption("--prompt", "w5", "--batch-size", "4", "--limit", "9", "--decoders", "1", "--seed", "5") == OK
+    assert len(journal()) == 4
+    changes = (["--prompt", "w6"], ["--model", "other"], ["--drafter", "none"], ["--max-new-tokens", "2"])
+    changes += (["--temperature", "1"], ["--system", "s"], ["--append", "!"], ["--dtype", "bfloat16"])
+    for number, change in enumerate(changes, 2):
+        assert caption("--prompt", "w5", *change) == OK
+        assert len(journal()) == 4 * number, change
     assert caption("--prompt", "w6 w7") == OK
-    assert {record["prompt"] for record in captions().values()} == {"w6 w7"}
-    for name, record in captions().items():
-        assert Path("captions", name).with_suffix(".txt").read_text().strip() == record["text"]
+    for name, text in captions().items():
+        assert "w6 w7" in text and Path("captions", name).with_suffix(".txt").read_text().strip() == text
 
 
 def test_retry_failed(caption, monkeypatch: pytest.MonkeyPatch):
     with monkeypatch.context() as patch:
-        failing(patch, lambda call, size: RuntimeError("out of luck") if call == 2 else None)
+        failing(patch, lambda number: RuntimeError("out of luck") if number == 2 else None)
         assert caption() == SOME_FAILED
-    assert lines(Path("captions/failed.jsonl"))[0]["error"] == "RuntimeError"
+    assert lines("captions/failed.jsonl")[0]["error"] == "RuntimeError"
     assert caption() == SOME_FAILED and len(captions()) == 3
     assert caption("--retry-failed") == OK and len(captions()) == 4
 
 
 def test_a_torn_last_line_is_healed(caption, capsys: pytest.CaptureFixture):
     assert caption() == OK
-    before, path = captions(), Path("captions/metadata.jsonl")
+    before, path = captions(), Path("captions/.mmspec/worker-0.jsonl")
     path.write_bytes(path.read_bytes()[:-20])
-    Path("captions/d.txt").unlink()  # it is written only after its line
     assert caption() == OK
-    after = captions()
     assert "1 broken line(s)" in capsys.readouterr().out
-    assert {name: record["text"] for name, record in after.items()} == {n: r["text"] for n, r in before.items()}
+    assert captions() == before and len(journal()) == 4
+
+
+def test_a_folder_of_the_old_format_is_read_on(caption, photos: Path, capsys: pytest.CaptureFixture):
+    """When metadata.jsonl was the journal, a line held the settings, and a key made of them."""
+    from mmspec.app.caption.journal import digest
+
+    old = {"prompt": "w5", "model": "quick", "drafter": "ngram", "max_new_tokens": 1, "temperature": 0.0, "seed": None}
+    Path("captions").mkdir()
+    with open("captions/metadata.jsonl", "w") as file:
+        for name in ("a.png", "b.jpg"):
+            content = digest((photos / name).read_bytes())
+            facts = {"file_name": name, "text": f"old {name}", "sidecar": f"{name[0]}.txt", "key": "k", **old}
+            file.write(json.dumps(facts | {"sha256": content, "folder": "f", "tokens": 4, "seconds": 1.0}) + "\n")
+    Path("captions/a.txt").write_text("old a.png\n")
+    assert caption("--prompt", "w5") == OK
+    assert "2 to caption, 2 done before, 1 lost caption files made again" in capsys.readouterr().out
+    assert captions()["a.png"] == "old a.png" and len(captions()) == 4 and len(journal()) == 2
+    assert Path("captions/b.txt").read_text() == "old b.jpg\n"
+    assert caption("--prompt", "w6") == OK  # another prompt: theirs are ours to replace
+    assert all("w6" in text for text in captions().values()) and "w6" in Path("captions/a.txt").read_text()
 
 
 def test_images_of_one_stem_do_not_share_a_caption_file(caption, photos: Path):
@@ -194,7 +261,7 @@ def test_images_of_one_stem_do_not_share_a_caption_file(caption, photos: Path):
     paint(photos / "a.jpg")  # from now on a.txt would mean two images
     assert caption() == OK
     for name in ("a.png", "a.jpg"):
-        assert Path("captions", f"{name}.txt").read_text().strip() == captions()[name]["text"]
+        assert Path("captions", f"{name}.txt").read_text().strip() == captions()[name]
     assert not Path("captions/a.txt").exists()
 
 
@@ -203,21 +270,34 @@ def test_a_lost_caption_file_is_made_again_and_an_edited_one_is_kept(caption):
     Path("captions/a.txt").unlink()
     Path("captions/b.txt").write_text("a better caption")
     assert caption() == OK
-    assert Path("captions/a.txt").read_text().strip() == captions()["a.png"]["text"]
+    assert Path("captions/a.txt").read_text().strip() == captions()["a.png"]
     assert Path("captions/b.txt").read_text() == "a better caption"
     assert caption("--prompt", "w9") == OK
     assert Path("captions/b.txt").read_text() == "a better caption"
     assert caption("--prompt", "w9", "--on-existing", "overwrite") == OK
-    assert Path("captions/b.txt").read_text().strip() == captions()["b.jpg"]["text"]
+    assert Path("captions/b.txt").read_text().strip() == captions()["b.jpg"]
 
 
 def test_beside_the_images(caption, photos: Path):
     (photos / "a.txt").write_text("written by hand")
     paint(photos / "sub" / "e.png")
-    assert caption("--out", "beside", "--recursive") == OK
-    assert (photos / "a.txt").read_text() == "written by hand"
-    assert set(captions(photos)) == {"b.jpg", "c.webp", "d.png", "sub/e.png"}
-    assert (photos / "sub" / "e.txt").exists() and not Path("captions").exists()
+    assert caption("--out", "beside", "--recursive", "--extension", "caption") == OK
+    assert set(captions(photos)) == {*GOOD, "sub/e.png"} and (photos / "sub" / "e.caption").exists()
+    assert not Path("captions").exists()
+
+
+@pytest.mark.parametrize(
+    ("mode", "text"), [("skip", "old"), ("overwrite", "new"), ("append", "old new"), ("prepend", "new old")]
+)
+def test_on_existing(mode: str, text: str, caption, photos: Path):
+    assert caption("--out", "elsewhere") == OK
+    new = captions("elsewhere")["a.png"]
+    (photos / "a.txt").write_text("old\n")
+    for _ in range(2):  # the second time there is nothing left to add
+        assert caption("--out", "beside", "--on-existing", mode) == OK
+        assert (photos / "a.txt").read_text().strip() == text.replace("new", new)
+        assert captions(photos).get("a.png") == (None if mode == "skip" else text.replace("new", new))
+    assert len(journal(photos)) == 4 - (mode == "skip")
 
 
 def test_a_metadata_file_of_somebody_else_is_kept(caption, photos: Path):
@@ -228,6 +308,9 @@ def test_a_metadata_file_of_somebody_else_is_kept(caption, photos: Path):
         records = lines(photos / "metadata.jsonl")
         assert all(record in records for record in theirs) and len(records) == 5
     assert not (photos / "a.txt").exists()
+    assert caption("--out", "beside", "--on-existing", "overwrite") == OK
+    records = lines(photos / "metadata.jsonl")
+    assert theirs[0] not in records and theirs[1] in records and len(records) == 5
 
 
 def test_two_folders_in_one_output_do_not_overwrite_each_other(caption, capsys: pytest.CaptureFixture):
@@ -245,24 +328,17 @@ def test_one_image(caption, photos: Path):
     assert list(captions()) == ["a.png"] and Path("captions/a.png.txt").exists()
 
 
-def test_a_batch_that_fails_is_tried_image_by_image(caption, monkeypatch: pytest.MonkeyPatch):
-    sizes = failing(monkeypatch, lambda call, size: MemoryError("too much") if size > 1 else None)
-    assert caption("--batch-size", "4") == OK
-    assert sizes == [4, 1, 1, 1, 1] and len(captions()) == 4
-
-
-def test_a_model_that_never_works_ends_the_run(caption, photos: Path, monkeypatch: pytest.MonkeyPatch, capsys):
-    for number in range(bulk.PATIENCE):
+def test_a_model_that_never_works_ends_the_run(caption, photos: Path, capsys):
+    for number in range(running.PATIENCE):
         paint(photos / f"more{number}.png")
-    failing(monkeypatch, lambda call, size: ValueError("sizes do not match"))
-    assert caption() == FATAL
-    assert "the model fails on every image. ValueError: sizes do not match" in capsys.readouterr().err
-    assert not captions() and not Path("captions/failed.jsonl").exists()  # the images are not to blame
+    assert caption("--model", "broken") == FATAL
+    assert "the model fails on every item. RuntimeError: it is broken" in capsys.readouterr().err
+    assert not captions() and not Path("captions/failed.jsonl").exists()  # the items are not to blame
 
 
 def test_interrupting_loses_nothing(caption, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
     with monkeypatch.context() as patch:
-        failing(patch, lambda call, size: KeyboardInterrupt() if call == 3 else None)
+        failing(patch, lambda number: KeyboardInterrupt() if number == 3 else None)
         assert caption() == INTERRUPTED
     assert "2 captions are in captions; the same command again goes on" in capsys.readouterr().out
     first = captions()
@@ -271,76 +347,113 @@ def test_interrupting_loses_nothing(caption, monkeypatch: pytest.MonkeyPatch, ca
     assert len(captions()) == 4 and first.items() <= captions().items()
 
 
-def test_kill_9_loses_nothing_that_was_recorded(caption, photos: Path, model: Path, tmp_path: Path):
-    for number in range(20):
-        paint(photos / f"more{number:02}.png")
-    options = ["--model", str(model), "--drafter", "none", "--max-new-tokens", "100", "--out", "killed"]
-    run = subprocess.Popen(
-        [sys.executable, "-m", "mmspec.app.cli", "caption", str(photos), *options],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        stdout=subprocess.DEVNULL,
-    )
-    journal = Path("killed/metadata.jsonl")
-    patience = time.monotonic() + 500  # a loaded machine
-    while time.monotonic() < patience and run.poll() is None:
-        if journal.exists() and journal.read_bytes().count(b"\n") >= 3:
-            break
-        time.sleep(0.01)
-    run.send_signal(signal.SIGKILL)
-    run.wait()
-    first = [json.loads(line) for line in journal.read_bytes().split(b"\n")[:-1]]
-    assert 3 <= len(first) < 24
-    assert cli.main(["caption", str(photos), *options]) == OK
-    second = captions("killed")
-    assert len(second) == 24 and all(second[record["file_name"]] == record for record in first)
-    for name, record in second.items():
-        assert Path("killed", record["sidecar"]).read_text().strip() == record["text"], name
-    assert not list(Path("killed").glob(".mmspec.partial"))
+def test_shards_share_the_work_and_one_folder(caption, photos: Path):
+    for number in range(12):
+        paint(photos / f"more{number}.png")
+    for shard in ("0/3", "1/3"):
+        assert caption("--shard", shard) == OK
+    journals = [lines(path) for path in sorted(Path("captions/.mmspec").glob("*.jsonl"))]
+    assert all(journals) and 0 < len(captions()) == sum(map(len, journals)) < 16
+    assert caption() == OK  # whoever comes last does the rest
+    assert len(captions()) == 16 and len(journal()) == 16 - sum(map(len, journals))
 
 
-@pytest.mark.parametrize("size", (1, 4))
-def test_the_last_line_is_the_measured_speed_up(size: int, caption, capsys: pytest.CaptureFixture):
-    assert caption("--batch-size", str(size), drafter="ngram") == OK
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith("4 captions, ") and "on 4 of them stock generate took" in last
-    assert last.endswith("identical text on 4 of 4")
-    assert caption("--no-compare", "--on-existing", "overwrite", drafter="ngram") == OK
-    assert "stock" not in capsys.readouterr().out.splitlines()[-1]
+def test_a_video_and_its_frames(caption, photos: Path):
+    clips.write(photos / "film.mp4", clips.grey_steps(20))
+    assert caption("--frames", "4", "--prompt", "of {name}") == OK
+    assert captions()["film.mp4"].split()[1:4] == ["4", "of", "film"]
+    assert caption("--frames", "5", "--prompt", "of {name}") == OK
+    assert captions()["film.mp4"].split()[1] == "5" and len(journal()) == 6  # pictures do not depend on --frames
 
 
-def test_stock_and_mmspec_write_the_same(caption):
-    assert caption("--out", "one") == OK
-    assert caption("--out", "two", "--batch-size", "3", drafter="ngram") == OK
-    assert {n: r["text"] for n, r in captions("one").items()} == {n: r["text"] for n, r in captions("two").items()}
+def test_dedup(caption, photos: Path):
+    shutil.copy(photos / "a.png", photos / "z.png")
+    Image.open(photos / "d.png").resize((80, 60)).save(photos / "large.png")
+    assert caption("--out", "exact", "--dedup", "exact", "--batch-size", "3") == OK
+    assert caption("--out", "phash", "--dedup", "phash", "--batch-size", "3") == OK
+    for out, twins in (("exact", {("a.png", "z.png")}), ("phash", {("a.png", "z.png"), ("d.png", "large.png")})):
+        found = captions(out)
+        assert len(found) == 6 and all(found[one] == found[other] for one, other in twins)
+        assert sum("twin_of" in record for record in journal(out)) == len(twins)
+    paint(photos / "new.png", seed="a.png")
+    assert caption("--out", "exact", "--dedup", "exact") == OK
+    assert journal("exact")[-1]["twin_of"] in ("a.png", "z.png")  # earlier runs count
 
 
-def test_a_temperature_is_repeatable(caption):
-    for out, seed in (("one", "1"), ("two", "1"), ("three", "2")):
-        assert caption("--temperature", "1.5", "--seed", seed, "--out", out) == OK
-    one, two, three = ({n: r["text"] for n, r in captions(out).items()} for out in ("one", "two", "three"))
-    assert one == two != three
+def test_formats(caption):
+    from pyarrow import parquet
+
+    assert caption("--format", "parquet,webdataset,pairs,metadata") == OK
+    made = {path.relative_to("captions").as_posix() for path in Path("captions").rglob("*") if path.is_file()}
+    assert {"captions.parquet", "metadata.jsonl", "prompts.txt", "images.txt", "webdataset/00000.tar"} <= made
+    assert parquet.read_table("captions/captions.parquet")["text"].to_pylist() == list(captions().values())
+    assert "a.txt" not in made
 
 
-def test_a_processor_without_a_chat_template(photos: Path):
-    processor = tiny_llava.processor(template=None)
-    answers = engine.Engine(tiny_llava.model(), processor, None, 6).caption([Image.open(photos / "a.png")], "w5 w6")
-    assert len(answers.texts) == len(answers.tokens) == 1
+def test_tables_and_tars(caption, photos: Path):
+    import tarfile
+
+    with tarfile.open("shard.tar", "w") as tar:
+        for name in ("a.png", "d.png"):
+            tar.add(photos / name, name)
+    Path("list.csv").write_text("image,caption\nphotos/a.png,red\nphotos/d.png,\n")
+    assert caption(folder="shard.tar") == OK
+    assert len(captions()) == 2 and not list(Path("captions").rglob("*.txt"))  # no caption files unless asked for
+    assert caption("--out", "two", "--prompt", "now: {existing}.", folder="list.csv") == OK
+    assert {text.split(" ", 2)[2] for text in captions("two").values()} == {"now: red. 0", "now: . 0"}
+    assert caption("--out", "three", folder="list.csv") == OK  # captions that came along are kept
+    assert len(captions("three")) == 1
+    for _ in range(2):
+        assert caption("--out", "four", "--on-existing", "append", folder="list.csv") == OK
+    assert sum(text.startswith("red ") for text in captions("four").values()) == 1 and len(journal("four")) == 2
 
 
-def test_fatal_errors_say_what_to_do(caption, photos: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+def test_config(caption, photos: Path, capsys: pytest.CaptureFixture):
+    config = {"prompt": "w8", "out": "one", "resume": True, "extension": ".cap", "batch-size": "auto", "limit": 2}
+    Path("run.yaml").write_text(yaml.safe_dump(config))
+    assert caption("--config", "run.yaml", "--out", "two") == OK  # the command line wins
+    assert len(captions("two")) == 2 and Path("two/a.cap").read_text().split()[2] == "w8"
+    held = yaml.safe_load(Path("two/.mmspec/run.yaml").read_text())
+    assert held["out"] == "two" and held["prompt"] == "w8" and held["limit"] == 2 and held["inputs"] == ["photos"]
+    assert cli.main(["caption", "--config", "two/.mmspec/run.yaml", "--limit", "9"]) == OK  # the same run again
+    assert len(captions("two")) == 4 and len(journal("two")) == 4
+    wrong = {"promt: x": "did you mean 'prompt'", "resume: 1": "true or false", "[": "YAML", "limit: [1]": "one value"}
+    for text, reason in wrong.items():
+        Path("wrong.yaml").write_text(text)
+        assert caption("--config", "wrong.yaml") == FATAL and reason in capsys.readouterr().err
+    Path("wrong.yaml").write_text("batch-size: 0")
+    with pytest.raises(SystemExit):
+        caption("--config", "wrong.yaml")
+    assert "--config wrong.yaml" in capsys.readouterr().err
+
+
+def test_a_dry_run_writes_nothing(caption, capsys: pytest.CaptureFixture):
+    assert caption("--dry-run", "--prompt", "what is {name}?", "--devices", "cpu,cpu") == OK
+    said = capsys.readouterr().out
+    assert "4 to caption" in said and "prompt: what is a?" in said
+    assert "measured on 3" in said and "with 2 workers; memory per worker up to" in said
+    assert {path.name for path in Path().iterdir()} == {"photos"}
+
+
+def test_fatal_errors_say_what_to_do(caption, truly, photos: Path, capsys: pytest.CaptureFixture):
     cases = {
-        ("nowhere",): "no such file or folder",
         ("photos", "--model", "misspelt"): "no folder 'misspelt'",
         ("photos", "--model", "photos"): "cannot load the model",
         ("photos", "--device", "gpu9"): "no device 'gpu9'",
         ("photos", "--drafter", "no/such"): "cannot use the drafter",
+    }
+    for (_, *options), reason in cases.items():
+        assert truly(*options) == FATAL and reason in capsys.readouterr().err, reason
+    cases = {
+        ("nowhere",): "no such file or folder",
         ("photos", "--out", "photos/a.png"): "choose another --out",
+        ("photos", "--prompt", "{nam}"): "unknown variable {nam}",
+        ("photos", "--engine", "no_such:load"): "give MODULE:FUNCTION",
+        ("photos", "--config", "no.yaml"): "no.yaml cannot be read",
     }
     for (folder, *options), reason in cases.items():
-        assert caption(*options, folder=folder) == FATAL, reason
-        assert reason in capsys.readouterr().err
-    for options in (("--batch-size", "0"), ("--temperature", "-1"), ("--max-new-tokens", "many")):
+        assert caption(*options, folder=folder) == FATAL and reason in capsys.readouterr().err, reason
+    for options in (("--batch-size", "0"), ("--temperature", "-1"), ("--shard", "4/4"), ("--format", "xls")):
         with pytest.raises(SystemExit) as stopped:
             caption(*options)
         assert stopped.value.code == 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import json
 import re
 import threading
@@ -11,14 +13,20 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import av
 import httpx
 import pytest
+import tiny_llamagen
 import tiny_llava
+import torch
 from PIL import Image
 
 import mmspec
-from mmspec.app import demo, demo_bench, demo_caption, demo_guard, demo_view
-from mmspec.app.demo_answer import (
+from mmspec.app.caption.decoder import Decoder
+from mmspec.app.demo import canvas, caption_tab, guard, image_tab, image_view, plots, records, sight, view
+from mmspec.app.demo import command as demo
+from mmspec.app.demo.answer import (
+    CORRECTED,
     DONE,
     DRAFTED,
     OWN,
@@ -27,23 +35,36 @@ from mmspec.app.demo_answer import (
     TIMED_OUT,
     Answer,
     Ask,
-    RefusedError,
     Token,
     Transcript,
     Turn,
 )
-from mmspec.app.demo_run import Duo
+from mmspec.app.demo.canvas import Easel, Wish
+from mmspec.app.demo.desk import QUEUE, Desk, RefusedError
+from mmspec.app.demo.duo import Duo
 from mmspec.app.engine import Engine
+from mmspec.app.painter import Painter
 from mmspec.pipelines.prompts import chat_inputs
-from mmspec.pipelines.stream import stream
+from mmspec.pipelines.stream import Step, stream
 
 PROMPT = "w5 w6 w7 w5 w6 w7"
 VISIT = SimpleNamespace(session_hash="visit")
 
 
 @pytest.fixture(scope="module")
-def duo() -> Duo:
-    return Duo(Engine(tiny_llava.model(), tiny_llava.processor(), "ngram", 32))
+def eyes() -> Iterator[Decoder]:
+    with sight.decoder() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def duo(eyes: Decoder) -> Duo:
+    return Duo(Engine(tiny_llava.model(), tiny_llava.processor(), "ngram", 32), eyes)
+
+
+@pytest.fixture(scope="module")
+def easel() -> Easel:
+    return Easel(Painter(tiny_llamagen.pipeline(grid=8), clean_caption=False))
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +79,23 @@ def inputs(picture: str) -> Any:
     return chat_inputs(tiny_llava.processor(), [PROMPT], [[Image.open(picture)]])
 
 
-def last(run: Iterator[Turn]) -> Turn:
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Twelve frames, from black to white."""
+    path = tmp_path_factory.mktemp("clips") / "grey.mp4"
+    with av.open(str(path), "w") as file:
+        stream = file.add_stream("mpeg4", rate=6, width=64, height=48, pix_fmt="yuv420p")
+        for grey in range(0, 240, 20):
+            file.mux(stream.encode(av.VideoFrame.from_image(Image.new("RGB", (64, 48), (grey, grey, grey)))))
+        file.mux(stream.encode())
+    return str(path)
+
+
+def about(picture: str | None, prompt: str = PROMPT, **options: Any) -> Ask:
+    return Ask("image", picture, None, prompt, **options)
+
+
+def last(run: Iterator[Any]) -> Any:
     *_, turn = run
     return turn
 
@@ -112,22 +149,23 @@ def test_a_stream_raises_what_generate_raised(inputs: Any) -> None:
 
 
 def test_a_run_colours_every_token_once_and_its_counts_add_up(duo: Duo, picture: str) -> None:
-    turn = last(duo.run(Ask(picture, PROMPT, max_new_tokens=48), threading.Event()))
+    turn = last(duo.run(about(picture, PROMPT, max_new_tokens=48), threading.Event()))
     plain, fast = turn.plain, turn.fast
     assert (plain.state, fast.state, turn.over, turn.difference) == (DONE, DONE, True, None)
     assert plain.ids == fast.ids and len(fast.ids) == 48
     assert plain.text == fast.text == duo.processor.decode(fast.ids, skip_special_tokens=True)
     assert {token.kind for token in plain.tokens} == {PLAIN}
     drafted = [token for token in fast.tokens if token.kind == DRAFTED]
-    own = [token for token in fast.tokens if token.kind == OWN]
+    own = [token for token in fast.tokens if token.kind in (OWN, CORRECTED)]
     assert len(drafted) + len(own) == 48 and 0 < len(drafted) <= fast.accepted
+    assert {OWN, CORRECTED} == {token.kind for token in own}
     assert 1 + sum(fast.gains) == 48 == 1 + sum(plain.gains) and plain.accepted == 0
     assert fast.tokens_per_target_call == 1 + fast.accepted / len(fast.gains)
     assert plain.tokens_per_target_call == 1
-    assert 0 < fast.prefill <= fast.first <= fast.at[-1] and fast.at == sorted(fast.at)
-    assert demo_view.verdict(turn) == ("same", "✓ identical output: 48 of 48 tokens")
+    assert 0 < fast.vision < fast.prefill <= fast.first <= fast.at[-1] and fast.at == sorted(fast.at)
+    assert view.verdict(turn) == ("same", "✓ identical output: 48 of 48 tokens")
     for answer in (plain, fast):
-        html = demo_view.pane(answer, "title", "about")
+        html = view.pane(answer, "title", "about")
         text = re.search(r'<div class="mm-text"[^>]*>(.*?)</div>', html, re.S)
         assert text is not None and unescape(re.sub(r"<[^>]*>", "", text[1])) == answer.text
         assert text[1].count('<span class="mm-t ') == len(answer.tokens)
@@ -137,40 +175,74 @@ def test_a_run_colours_every_token_once_and_its_counts_add_up(duo: Duo, picture:
 def test_depths_follow_each_other() -> None:
     answer = Answer(True)
     for tokens, accepted in (((), 0), ((1,), 0), ((2, 3, 4), 2), ((5,), 3)):  # the last draft was cut by the end
-        answer.take(SimpleNamespace(tokens=tokens, accepted=accepted, seconds=1.0))  # type: ignore[arg-type]
-    assert [(t.kind, t.depth) for t in answer.tokens] == [(OWN, 0), (DRAFTED, 1), (DRAFTED, 2), (OWN, 0), (DRAFTED, 1)]
+        answer.take(Step(tokens, accepted, 1.0, corrected=accepted == 2))
+    kinds = [(OWN, 0), (DRAFTED, 1), (DRAFTED, 2), (CORRECTED, 0), (DRAFTED, 1)]
+    assert [(t.kind, t.depth) for t in answer.tokens] == kinds
     assert (answer.gains, answer.accepted, answer.accepted_draft_tokens_per_call) == ([3, 1], 5, 2.5)
 
 
 def test_a_difference_is_found_with_its_gap(duo: Duo, picture: str) -> None:
-    ask = Ask(picture, PROMPT, max_new_tokens=8)
+    ask = about(picture, PROMPT, max_new_tokens=8)
     turn = last(duo.run(ask, threading.Event()))
     turn.fast.tokens[3].id += 1
-    found = duo._difference(turn, ask, duo._inputs(ask))
+    found = duo._difference(turn, duo._inputs(ask, (Image.open(picture),)))
     assert found is not None and found[0] == 3 and found[1] is not None and found[1] >= 0
-    kind, words = demo_view.verdict(Turn(turn.plain, turn.fast, False, 0.0, True, found))
+    kind, words = view.verdict(Turn(turn.plain, turn.fast, ask, 0.0, over=True, difference=found))
     assert kind == "different" and "token 4" in words
 
 
-def test_sampling_has_no_badge(duo: Duo, picture: str) -> None:
-    turn = last(duo.run(Ask(picture, PROMPT, temperature=1.0, top_p=0.9, max_new_tokens=8), threading.Event()))
-    assert demo_view.verdict(turn)[0] == "chance" and turn.difference is None
+@pytest.mark.parametrize("same", [True, False], ids=["same draws", "own draws"])
+def test_sampled_answers_are_compared_only_where_they_must_be_the_same(duo: Duo, picture: str, same: bool) -> None:
+    ask = about(picture, temperature=1.0, top_p=0.9, seed=3, reproducible=same, max_new_tokens=16)
+    turn = last(duo.run(ask, threading.Event()))
+    assert view.verdict(turn)[0] == ("same" if same else "chance") and turn.difference is None
+    assert (turn.plain.ids == turn.fast.ids) or not same
+
+
+def test_a_second_turn_reads_the_first(duo: Duo, picture: str) -> None:
+    ask = about(picture, "w9", before=(("w5 w6", "w7 w8"),), max_new_tokens=8)
+    inputs = duo._inputs(ask, (Image.open(picture),))
+    words = duo.processor.decode(inputs["input_ids"][0]).replace("<image>", "").split()
+    assert words == ["w5", "w6", "w7", "w8", "w9"] and "pixel_values" in inputs
+    one, two = (last(duo.run(a, threading.Event())) for a in (about(picture, "w9", max_new_tokens=8), ask))
+    assert two.plain.ids == two.fast.ids != one.plain.ids
+    said = view.talk(ask.before, ask.prompt, ())
+    assert re.findall(r"<li class=.mm-(\w+).>([^<]*)", said) == [
+        ("asked", "w5 w6"),
+        ("answered", "w7 w8"),
+        ("asked", "w9"),
+    ]
+
+
+def test_a_video_is_looked_at_frame_by_frame(duo: Duo, clip: str) -> None:
+    turns = [
+        last(duo.run(Ask("video", None, clip, PROMPT, frames=n, max_new_tokens=8), threading.Event())) for n in (2, 5)
+    ]
+    assert [len(turn.frames) for turn in turns] == [2, 5]
+    greys = [frame.getpixel((5, 5))[0] for frame in turns[1].frames]
+    assert greys == sorted(greys) and greys[-1] > greys[0] + 100
+    for turn in turns:
+        assert turn.plain.ids == turn.fast.ids and view.verdict(turn)[0] == "same"
+    assert turns[0].plain.ids != turns[1].plain.ids
+    assert view.talk((), "", turns[1].frames).count("<img ") == 5
+    with pytest.raises(RefusedError, match="no video"):
+        last(duo.run(Ask("video", None, None, PROMPT), threading.Event()))
 
 
 def test_stop_and_the_time_limit_end_both_answers(duo: Duo, picture: str) -> None:
     stop, before = threading.Event(), threading.active_count()
-    run = duo.run(Ask(picture, PROMPT, max_new_tokens=400), stop)
+    run = duo.run(about(picture, PROMPT, max_new_tokens=400), stop)
     next(run)
     stop.set()
     turn = last(run)
     assert turn.plain.state == turn.fast.state == STOPPED and len(turn.plain.tokens) < 400
-    assert demo_view.verdict(turn)[0] in ("open", "partial")
-    run = duo.run(Ask(picture, PROMPT), threading.Event())
+    assert view.verdict(turn)[0] in ("open", "partial")
+    run = duo.run(about(picture, PROMPT), threading.Event())
     next(run)
     run.close()  # as when the browser went away
-    assert threading.active_count() == before and not duo._lock.locked()
-    slow = Duo(Engine(tiny_llava.model(), tiny_llava.processor(), "ngram", 32), time_limit=0.0)
-    turn = last(slow.run(Ask(picture, PROMPT), threading.Event()))
+    assert threading.active_count() == before
+    slow = Duo(Engine(tiny_llava.model(), tiny_llava.processor(), "ngram", 32), duo.eyes, time_limit=0.0)
+    turn = last(slow.run(about(picture, PROMPT), threading.Event()))
     assert turn.plain.state == turn.fast.state == TIMED_OUT
 
 
@@ -197,6 +269,9 @@ REFUSED = {
     "heat": ({"temperature": float("nan")}, "between 0 and 2"),
     "drafter": ({"drafter": "vispc"}, "choose from ngram"),
     "room": ({"max_new_tokens": 512}, "room for 512"),
+    "kind": ({"kind": "sound"}, "image, video"),
+    "seed": ({"seed": None}, "between 0 and"),
+    "turns": ({"before": (("w5", "w6"),) * 8}, "at most 8 turns"),
 }
 
 
@@ -204,8 +279,11 @@ REFUSED = {
 def test_a_question_that_is_not_run_says_why(duo: Duo, picture: str, name: str) -> None:
     change, why = REFUSED[name]
     with pytest.raises(RefusedError, match=why):
-        last(duo.run(Ask(**{"image": picture, "prompt": PROMPT, **change}), threading.Event()))
-    assert not duo._lock.locked()
+        last(
+            duo.run(
+                Ask(**{"kind": "image", "image": picture, "video": None, "prompt": PROMPT, **change}), threading.Event()
+            )
+        )
 
 
 def test_pictures_that_are_none(duo: Duo, tmp_path: Path) -> None:
@@ -213,44 +291,167 @@ def test_pictures_that_are_none(duo: Duo, tmp_path: Path) -> None:
     (tmp_path / "text.png").write_text("not a picture")
     for name, why in (("huge.png", "pixels"), ("text.png", "not an image"), ("gone.png", "missing")):
         with pytest.raises(RefusedError, match=why):
-            last(duo.run(Ask(str(tmp_path / name), PROMPT), threading.Event()))
+            last(duo.run(about(str(tmp_path / name)), threading.Event()))
 
 
 def test_trees_fit_their_depth_and_width() -> None:
-    assert Ask(None, "", depth=4, width=1, size=96).tree == {"depth": 4, "width": 1}
-    assert Ask(None, "", depth=1, width=2, size=32).tree == {"depth": 1, "width": 2, "size": 3}
-    assert Ask(None, "", depth=5, width=8, size=2).tree == {"depth": 5, "width": 8, "size": 6}
+    assert about(None, "", depth=4, width=1, size=96).options == {**{"depth": 4, "width": 1}, "reproducible": False}
+    assert about(None, "", depth=1, width=2, size=32).options == {
+        **{"depth": 1, "width": 2, "size": 3},
+        "reproducible": False,
+    }
+    assert about(None, "", depth=5, width=8, size=2).options == {
+        **{"depth": 5, "width": 8, "size": 6},
+        "reproducible": False,
+    }
 
 
 # ------------------------------------------------------------------------------------------------ the tab
 
 
+VALUES = (PROMPT, "ngram", 5, 1, 6, 0, 1, 0, True, 8, 4)  # Ask's fields after the media
+
+
 def test_the_tabs_events(duo: Duo, picture: str) -> None:
-    tab = demo_caption.Caption(duo)
+    tab = caption_tab.Caption(duo, Desk())
     assert len(tab.begin(VISIT)) == 5
-    looks = list(tab.run(VISIT, picture, PROMPT, "ngram", 5, 1, 6, 0, 1, 8))
-    assert "identical output: 8 of 8" in looks[-1][0] and tab._stops == {}
-    (refused,) = list(tab.run(VISIT, None, PROMPT, "ngram", 5, 1, 6, 0, 1, 8))
-    assert 'role="alert"' in refused[0] and tab._stops == {}
+    looks = list(tab.run(VISIT, "image", picture, None, *VALUES))
+    assert "identical output: 8 of 8" in looks[-1][1] and tab.desk._ends == {}
+    said = looks[-1][4]
+    assert [asked for asked, _ in said] == [PROMPT]
+    *_, end = tab.go_on(VISIT, said, "w9", "image", picture, None, *VALUES)
+    assert [asked for asked, _ in end[4]] == [PROMPT, "w9"]
+    (refused,) = list(tab.run(VISIT, "image", None, None, *VALUES))
+    assert 'role="alert"' in refused[1] and tab.desk._ends == {}
     tab.begin(VISIT)
     tab.stop(VISIT)  # pressed while the run waits for its turn
-    *_, end = tab.run(VISIT, picture, PROMPT, "ngram", 5, 1, 6, 0, 1, 8)
-    assert "nothing to compare" in end[0]
-    assert len(tab.clear(VISIT)) == 5
+    *_, end = tab.run(VISIT, "image", picture, None, *VALUES)
+    assert 'role="alert"' in end[1] or "nothing to compare" in end[1]
+    assert len(tab.clear(VISIT)) == 10
 
 
 def test_a_failing_model_is_reported_and_not_fatal(duo: Duo, picture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise MemoryError("<b>no room</b>")
 
-    monkeypatch.setattr(duo.model, "generate", fail)
-    tab = demo_caption.Caption(duo)
-    looks = list(tab.run(VISIT, picture, PROMPT, "ngram", 5, 1, 6, 0, 1, 8))
-    assert "MemoryError: &lt;b&gt;no room" in looks[-1][0] and not duo._lock.locked()
+    tab = caption_tab.Caption(duo, Desk())
+    with monkeypatch.context() as patch:
+        patch.setattr(duo.model, "generate", fail)
+        looks = list(tab.run(VISIT, "image", picture, None, *VALUES))
+    assert "MemoryError: &lt;b&gt;no room" in looks[-1][1]
+    assert "identical" in list(tab.run(VISIT, "image", picture, None, *VALUES))[-1][1]
+
+
+def test_the_desk_serves_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mmspec.app.demo.desk.BUSY", 0.05)
+    desk = Desk()
+
+    def wait(stop: threading.Event) -> Iterator[str]:
+        yield "begun"
+        assert stop.wait(10)
+        yield "stopped"
+
+    first = desk.serve("ann", wait, str)
+    assert next(first) == "begun"
+    assert "busy" in "".join(desk.serve("bob", wait, str))
+    desk.begin("ann")  # she starts something else, in whatever tab
+    assert list(first) == ["stopped"]
+    second = desk.serve("bob", wait, str)
+    assert next(second) == "begun"
+    second.close()  # his page went away
+    assert not desk._lock.locked() and "bob" not in desk._ends
+
+
+def test_a_stopped_run_frees_its_memory(duo: Duo, easel: Easel, picture: str) -> None:
+    def held() -> int:
+        gc.collect()
+        tensors = [o for o in gc.get_objects() if isinstance(o, torch.Tensor)]
+        return sum(t.untyped_storage().nbytes() for t in tensors)
+
+    desk = Desk()
+    for run in (
+        lambda stop: duo.run(about(picture, max_new_tokens=400), stop),
+        lambda stop: easel.run(Wish("a small circle", seed=1), stop),
+    ):
+        list(desk.serve("ann", run, str))  # whatever a first run leaves for the next ones
+        before = held()
+        looks = desk.serve("ann", run, str)
+        next(looks), next(looks)
+        desk.stop("ann")
+        assert last(looks).over
+        del looks
+        assert held() <= before
+
+
+# ------------------------------------------------------------------------------------------------ pictures
+
+
+@pytest.mark.parametrize("method", canvas.METHODS)
+def test_a_picture_fills_its_grid_and_the_counts_add_up(easel: Easel, method: str) -> None:
+    pair = last(easel.run(Wish("a small circle", method, window=4, seed=5), threading.Event()))
+    for drawn in (pair.plain, pair.fast):
+        assert drawn.state == DONE and len(drawn.tokens) == len(drawn.depths) == 64 and drawn.image is not None
+        assert sum(drawn.gains) == 63 and 0 < drawn.prefill < drawn.seconds
+    assert pair.plain.accepted == 0 and pair.plain.forwards == 64
+    assert pair.fast.accepted > 0 and pair.fast.accepted + pair.fast.forwards in (64, 65)  # the last may end in a draft
+    assert easel.painter.pipe._plan().reproducible  # plain again
+    html = image_view.pane(pair.fast, "mmspec", "about")
+    assert html.count('<i class="mm-d') == pair.fast.accepted and html.count('<i class="mm-') == 64
+    kind, words = image_view.verdict(pair)
+    assert kind == ("same" if method == canvas.SEED_EXACT or pair.same == 64 else "chance"), words
+
+
+def test_a_lossy_picture_tells_its_distortion(easel: Easel) -> None:
+    wish = Wish("a small circle", "jacobi, maximal coupling", window=4, rule="scaled", boldness=5, seed=2)
+    pair = last(easel.run(wish, threading.Event()))
+    kind, words = image_view.verdict(pair)
+    assert pair.fast.spent > 0 and kind == "lossy" and f"{pair.fast.spent:.2f}" in words and pair.rule in words
+    limited = last(easel.run(Wish(**{**vars(wish), "budget": 0.25}), threading.Event()))
+    assert 0 < limited.fast.spent <= 0.25 + 1e-9 and "budget of 0.25" in image_view.verdict(limited)[1]
+
+
+WRONG = {
+    "prompt": ({"prompt": " "}, "prompt is empty"),
+    "method": ({"method": "magic"}, "choose from jacobi, seed-exact"),
+    "window": ({"window": 1000}, "between 2 and 64"),
+    "bent": ({"rule": "scaled"}, "plain decoding's own picture"),
+    "heat": ({"temperature": float("nan")}, "between 0 and 2"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wish_that_is_not_drawn_says_why(easel: Easel, name: str) -> None:
+    change, why = WRONG[name]
+    with pytest.raises(RefusedError, match=why):
+        last(easel.run(Wish(**{"prompt": "a circle", **change}), threading.Event()))
+
+
+def test_a_picture_can_be_stopped(easel: Easel) -> None:
+    stop, before = threading.Event(), threading.active_count()
+    run = easel.run(Wish("a small circle"), stop)
+    next(run)
+    stop.set()
+    pair = last(run)
+    assert pair.plain.state == pair.fast.state == STOPPED and len(pair.plain.tokens) < 64
+    assert image_view.verdict(pair) == ("open", "nothing to compare")
+    assert threading.active_count() == before
+    slow = Easel(easel.painter, time_limit=0.0)
+    assert last(slow.run(Wish("a small circle"), threading.Event())).plain.state == TIMED_OUT
+
+
+def test_the_image_tabs_events(easel: Easel) -> None:
+    tab = image_tab.Image(easel, Desk(), own=True)
+    assert len(tab.begin(VISIT)) == 5
+    values = ("a zebra circle", canvas.SEED_EXACT, 4, "off", 1, 0, 7, 3.0, 1.0)
+    looks = list(tab.run(VISIT, *values))
+    assert "the same picture: 64 of 64" in looks[-1][0] and "does not know: zebra" in looks[-1][0]
+    assert 'src="data:image/png;base64,' in next(look[2] for look in reversed(looks) if isinstance(look[2], str))
+    (refused,) = list(tab.run(VISIT, "", *values[1:]))
+    assert 'role="alert"' in refused[0]
 
 
 def test_text_from_the_model_is_escaped() -> None:
-    html = demo_view.token(Token(1, OWN, 0, '<script>"&'))
+    html = view.token(Token(1, OWN, 0, '<script>"&'))
     assert "<script>" not in html and "&lt;script&gt;" in html
 
 
@@ -258,23 +459,64 @@ def test_text_from_the_model_is_escaped() -> None:
 
 
 def test_no_measurements_is_said_clearly(tmp_path: Path) -> None:
-    assert "No measurements yet" in demo_bench.draw(demo_bench.read(tmp_path / "nowhere"), "speedup_e2e", *["all"] * 4)
+    assert "No measurements yet" in records.draw(records.read(tmp_path / "nowhere"), records.Choice(""))
 
 
-def test_records_are_filtered_and_escaped(tmp_path: Path) -> None:
-    record = {"suite": "scenes", "batch": 1, "temperature": 0.0, "speedup_e2e": 2.0}
-    records = [{**record, "method": "eagle"}, {**record, "method": "<i>", "batch": 4, "speedup_e2e": None}]
-    (tmp_path / "a.json").write_text(json.dumps({"provenance": {"commit": "c0ffee"}, "records": records}))
+RECORD = {
+    "suite": "vlm", "batch": 1, "temperature": 0.0, "speedup_e2e": 2.0, "speedup_e2e_p25": 1.5, "speedup_e2e_p75": 2.5,
+    "tokens_per_target_call": 3.0, "acceptance_by_depth": [0.9, 0.5],
+}  # fmt: skip
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> records.Bench:
+    made = [
+        {**RECORD, "method": "eagle"},
+        {**RECORD, "method": "<i>", "batch": 4, "speedup_e2e": None},
+        {**RECORD, "method": "stock", "speedup_e2e": 1.0},
+        {"suite": "image", "method": "jacobi+scaled", "lossless": False, "spent": 3.5, "compression": 4.0},
+        {"suite": "image", "method": "ar", "lossless": True, "spent": 0.0, "compression": 1.0},
+    ]
+    content = {"provenance": {"commit": "c0ffee"}, "records": made, "meaning": {"speedup_e2e": "wall time"}}
+    (tmp_path / "a.json").write_text(json.dumps(content))
     (tmp_path / "b.json").write_text("{broken")
-    bench = demo_bench.read(tmp_path)
-    assert bench.choices("batch") == ["all", "1", "4"]
-    everything = demo_bench.draw(bench, "speedup_e2e", "all", "all", "all", "all")
-    assert (
-        "<i>&lt;" not in everything and "&lt;i&gt;" in everything and "c0ffee" in everything and "b.json" in everything
-    )
-    assert everything.count("<tr>") == 3 and everything.count("<li>") == 1
-    assert "eagle" not in demo_bench.draw(bench, "speedup_e2e", "all", "all", "4", "all")
-    assert "No record passes" in demo_bench.draw(bench, "speedup_e2e", "all", "eagle", "4", "all")
+    return records.read(tmp_path)
+
+
+def test_records_are_filtered_and_escaped(bench: records.Bench) -> None:
+    assert bench.suites == ["vlm", "image"] and bench.choices("vlm", "batch") == ["all", "1", "4"]
+    assert bench.choices("image", "law") == ["all", "lossless", "lossy"]
+    everything = records.draw(bench, records.Choice("vlm", records.TABLE))
+    assert "<i>" not in everything and "&lt;i&gt;" in everything and everything.count("<tr>") == 4
+    assert "c0ffee" in everything and "b.json" in everything and "wall time" in everything
+    four = records.Choice("vlm", filters=("4", "all", "all", "all"))
+    assert "eagle" not in records.draw(bench, four)
+    assert "No record passes" in records.draw(bench, records.Choice("vlm", methods=("eagle",), filters=four.filters))
+    bent = records.draw(bench, records.Choice("image", records.TABLE, filters=("all", "all", "all", "lossy")))
+    assert "jacobi+scaled" in bent and ">ar" not in bent
+
+
+def test_records_are_plotted(bench: records.Bench) -> None:
+    bars = records.draw(bench, records.Choice("vlm"))
+    assert re.findall(r'<li class="(mm-\w+)"><span class="mm-who">(\w+)', bars) == [
+        ("mm-lossless", "eagle"), ("mm-base", "stock")
+    ]  # fmt: skip
+    assert bars.count("mm-span") == 2 and "--w:80.00%" in bars  # of the upper quartile
+    dots = records.draw(bench, records.Choice("image", records.SCATTER, "compression", "spent"))
+    assert dots.count('class="mm-dot') == 2 and "jacobi+scaled: 3.5, 4" in dots
+    lines = records.draw(bench, records.Choice("vlm", records.DEPTHS))
+    assert lines.count("<polyline") == 3 and 'points="0.00,10.00 100.00,50.00"' in lines
+    assert "say nothing" in records.draw(bench, records.Choice("image", records.DEPTHS))
+
+
+@pytest.mark.parametrize(
+    ("values", "ticks"),
+    [([0.2, 4.5], [0, 1, 2, 3, 4, 5]), ([98.0, 99.5], [98, 98.5, 99, 99.5]), ([3.0], [3, 3.2, 3.4, 3.6, 3.8, 4])],
+)
+def test_ticks_are_round(values: list[float], ticks: list[float]) -> None:
+    axis = plots.Axis(values)
+    assert axis.ticks == pytest.approx(ticks)
+    assert all(0 <= axis.at(value) <= 100 for value in values)
 
 
 # ------------------------------------------------------------------------------------------------ the door
@@ -282,20 +524,20 @@ def test_records_are_filtered_and_escaped(tmp_path: Path) -> None:
 
 def test_another_host_needs_a_password() -> None:
     for host in ("127.0.0.1", "localhost", "::1", "127.3.2.1"):
-        assert demo_guard.credentials(host, None) is None
+        assert guard.credentials(host, None) is None
     for host in ("0.0.0.0", "::", "192.168.1.5", "example.org"):
-        with pytest.raises(demo_guard.DoorError, match="--auth USER:PASSWORD"):
-            demo_guard.credentials(host, None)
-        assert demo_guard.credentials(host, "ann:pass:word") == ("ann", "pass:word")
+        with pytest.raises(guard.DoorError, match="--auth USER:PASSWORD"):
+            guard.credentials(host, None)
+        assert guard.credentials(host, "ann:pass:word") == ("ann", "pass:word")
     for wrong in ("ann", "ann:", ":pass", ""):
-        with pytest.raises(demo_guard.DoorError, match="USER:PASSWORD"):
-            demo_guard.credentials("127.0.0.1", wrong)
+        with pytest.raises(guard.DoorError, match="USER:PASSWORD"):
+            guard.credentials("127.0.0.1", wrong)
 
 
 @pytest.fixture(scope="module")
-def served(duo: Duo, picture: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    offer = demo_caption.Offer([Path(picture)], [PROMPT])
-    page = demo.build(duo, offer, tmp_path_factory.mktemp("none"))
+def served(duo: Duo, easel: Easel, picture: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    offer = caption_tab.Offer([Path(picture)], [PROMPT])
+    page = demo.build(duo, offer, tmp_path_factory.mktemp("none"), easel)
     _, address, _ = demo.launch(page, "127.0.0.1", None, None, prevent_thread_lock=True, quiet=True)
     with httpx.Client(base_url=address, trust_env=False, timeout=60) as client:
         yield SimpleNamespace(page=page, client=client)
@@ -319,11 +561,13 @@ def test_the_server_gives_no_files_and_fetches_none(served: Any) -> None:
     assert served.client.get(f"/gradio_api/file={Path(demo.__file__).resolve()}").status_code == 403
     big = served.client.post("/gradio_api/upload", files={"files": ("big.png", b"0" * (21 * 2**20))})
     assert big.status_code == 413
-    run = next(f for f in served.page.fns.values() if f.concurrency_id == demo_caption.MODEL)
     address = {"path": "http://127.0.0.1:9/x.png", "meta": {"_type": "gradio.FileData"}}
-    with pytest.raises(Exception, match="fetches nothing"):
-        import asyncio
-
-        asyncio.run(served.page.preprocess_data(run, [address, PROMPT, "ngram", 5, 1, 6, 0, 1, 8], None))
-    assert run.concurrency_limit == 1 and served.page.max_file_size == 20 * 2**20
+    runs = [f for f in served.page.fns.values() if f.concurrency_id == QUEUE]
+    assert len(runs) == 3  # a question, a further one, a picture: all of them wait in one line
+    assert {run.concurrency_limit for run in runs} == {1}
+    assert {id(run) for run in runs} == {id(f) for f in served.page.fns.values() if f.queue and f.fn}
+    for media in ([address, None], [None, address]):
+        with pytest.raises(Exception, match="fetches nothing"):
+            asyncio.run(served.page.preprocess_data(runs[0], ["image", *media, *VALUES], None))
     assert served.page.share is False and served.page.allowed_paths == []
+    assert served.page.max_file_size == 20 * 2**20 and served.page._queue.max_size == demo.MAX_QUEUE

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from mmspec.app.journal import Journal, key, write_whole
-from mmspec.app.outputs import OutputError, Outputs, sidecars
+from mmspec.app.caption.journal import Journal, key, write_whole
+from mmspec.app.caption.outputs import OutputError, Outputs, sidecars
 
 RECORDS = [{"file_name": "a", "text": "ein Hügel, 山"}, {"file_name": "b", "text": "line\nbreak"}]
 

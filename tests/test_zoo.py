@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from itertools import pairwise
+from itertools import combinations, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +11,11 @@ import torch
 from PIL import Image
 
 from mmspec import zoo
-from mmspec.app import zoo_eval, zoo_fit, zoo_pack, zoo_score, zoo_tower, zoo_vlm
-from mmspec.zoo import language, scenes
-from mmspec.zoo.recipes import SCENES_VLM, Language, Schedule, Vision, VlmRecipe
+from mmspec.app.zoo import evaluate, pack, score, tower
+from mmspec.app.zoo import fit as zoo_fit
+from mmspec.app.zoo import vlm as zoo_vlm
+from mmspec.zoo import clips, language, scenes
+from mmspec.zoo.recipes import SCENES_VLM, Language, Schedule, Turn, Vision, VlmRecipe
 
 TINY = VlmRecipe(
     "tiny",
@@ -23,7 +25,9 @@ TINY = VlmRecipe(
     decoder=Schedule(4, 2, 1e-3),
     polish=Schedule(4, 2, 1e-3),
     settle=Schedule(4, 2, 1e-3),
-    pair_every=2,
+    clips=Schedule(4, 2, 1e-3),
+    turns=(Turn("picture", 1, 256), Turn("pair", 2, 192)),
+    clip_turns=(Turn("clip", 3, 128), Turn("picture", 1, 256)),
     tokenizer_scenes=40,
 )
 
@@ -80,7 +84,7 @@ def test_counts_and_relations_are_consistent():
 def test_texts_name_what_is_in_the_scene(style):
     rng, tally = np.random.default_rng(5), Counter()
     for scene in drawn(120):
-        tally += zoo_score.score_caption(getattr(language, style)(rng, scene, TINY.mix).answer, scene)
+        tally += score.score_caption(getattr(language, style)(rng, scene, TINY.mix).answer, scene)
     facts = {fact for fact, _ in tally}
     assert {"object precision", "object recall", "relations", "counts", "size", "texture"} <= facts
     assert all(tally[fact, "right"] == tally[fact, "of"] for fact in facts)
@@ -90,7 +94,7 @@ def test_the_score_sees_errors():
     scene = next(s for s in drawn(50) if len(s.things) == 3)
     text, thing = language.short_caption(scene), scene.things[1]
     wrong = next(shape for shape in scenes.SHAPES if shape not in text)
-    tally = zoo_score.score_caption(
+    tally = score.score_caption(
         text.replace(language.full_name(thing), f"{thing.size} {thing.texture} {thing.colour} {wrong}").replace(
             "shows three", "shows four"
         ),
@@ -123,10 +127,10 @@ def test_a_packed_branch_has_the_logits_of_the_chat(tokenizer, pair):
     rng, shown = np.random.default_rng(2), drawn(1 + pair)
     talks = [[language.any_question(rng, shown[0], TINY.mix) for _ in range(turns)] for turns in (1, 2)]
     talks.append([language.short(rng, shown[0], TINY.mix)])
-    branches = [zoo_pack.branch(talk, lambda text: tokenizer.encode(text, add_special_tokens=False)) for talk in talks]
-    batch = zoo_pack.pack([branches], len(shown), 64, 320)
+    branches = [pack.branch(talk, lambda text: tokenizer.encode(text, add_special_tokens=False)) for talk in talks]
+    batch = pack.pack([branches], len(shown), 64, 320)
     with torch.no_grad():
-        packed = model.lm_head(zoo_vlm.packed_hidden(model, batch, zoo_tower.pixels(shown)))[0]
+        packed = model.lm_head(zoo_vlm.packed_hidden(model, batch, tower.pixels(shown)))[0]
     for number, talk in enumerate(talks, 1):
         chat = []
         for turn, exchange in enumerate(talk):
@@ -139,6 +143,73 @@ def test_a_packed_branch_has_the_logits_of_the_chat(tokenizer, pair):
         with torch.no_grad():
             plain = model(**inputs).logits[0, start:]
         torch.testing.assert_close(packed[own], plain, rtol=0, atol=1e-5)
+
+
+def drawn_clips(count: int, seed: int = 12) -> list[clips.Clip]:
+    rng = np.random.default_rng(seed)
+    return [clips.draw(rng) for _ in range(count)]
+
+
+def test_frames_show_the_motion_that_the_caption_tells():
+    checked: Counter = Counter()
+    for clip in drawn_clips(80):
+        colours = [thing.colour for thing in clip.scene.things]
+        ends = [clips.at(clip, time) for time in (0.0, 1.0)]
+        for number, told in enumerate(clips.read(clips.caption(clip)).told):
+            if colours.count(told.colour) > 1 or clip.scene.background == "grainy":
+                continue
+            seen = [[t for t in scene.things if t.colour == told.colour] for scene in ends]
+            checked[told.kind] += 1
+            assert [len(things) for things in seen] == [told.kind != "appears", told.kind != "vanishes"]
+            if all(seen):
+                start, end = (middle_of(scene, things[0]) for scene, things in zip(ends, seen, strict=True))
+                expected = np.array(clips.WAYS.get(told.kind, (0, 0))) * scenes.CELL * clip.motions[number].steps
+                assert np.abs(end - start - expected).max() < 2 and told.cell == seen[0][0].cell
+    assert set(checked) == set(clips.TOLD)
+
+
+def test_objects_of_a_clip_never_share_a_cell():
+    for clip in drawn_clips(100):
+        for time in clips.moments(9):
+            for first, second in combinations(clips.at(clip, time).things, 2):
+                assert max(abs(first.x - second.x), abs(first.y - second.y)) > scenes.CELL - 3 * scenes.JITTER
+
+
+def test_a_clip_caption_is_read_back_and_its_errors_are_seen():
+    for clip in drawn_clips(60):
+        assert clips.read(clips.caption(clip)) == clips.facts(clip)
+        tally = score.score_clip(clips.caption(clip), clip)
+        assert all(tally[fact, "right"] == tally[fact, "of"] for fact, _ in tally)
+    clip = next(c for c in drawn_clips(60) if "right" in {m.kind for m in c.motions} and len(c.motions) == 3)
+    wrong = score.score_clip(clips.caption(clip).replace("moves to the right", "moves to the left"), clip)
+    turned = sum(motion.kind == "right" for motion in clip.motions)
+    for fact, lost in (("motion", turned), ("moving", turned), ("all", 1), ("object recall", 0), ("background", 0)):
+        assert wrong[fact, "of"] - wrong[fact, "right"] == lost
+    assert score.score_clip("Nothing.", clip)["motion", "right"] == 0
+
+
+def test_every_caption_of_a_clip_fits_into_its_turn(tokenizer):
+    rng = np.random.default_rng(4)
+    for turn in TINY.clip_turns:
+        shown, batch = pack.draw_batch(TINY, TINY.clips_mix, turn, 8, lambda t: tokenizer.encode(t)[:], [7, 1])
+        assert len(shown) == 8 * turn.pictures
+        assert (batch.labels != pack.IGNORED).any(1).all()
+    assert len({clips.question(rng, clip).kind for clip in drawn_clips(80)}) == 5
+
+
+def test_clips_are_trained_on_from_any_weights(tokenizer, tmp_path: Path):
+    model = zoo_vlm.build_model(TINY)
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    last = {"say": lambda line: None, "compiled": False, "stages": ("clips",)}
+    zoo_vlm.train_decoder(TINY, model, tokenizer, tmp_path, **last)
+    assert [file.name for file in tmp_path.iterdir()] == ["clips.pt"]
+    after = model.state_dict()
+    changed = {name.split(".")[1] for name, weight in after.items() if not torch.equal(weight, before[name])}
+    assert "language_model" in changed and "vision_tower" not in changed
+    halves = zoo_vlm.build_model(TINY)
+    for stop in (1, None):
+        zoo_vlm.train_decoder(TINY, halves, tokenizer, tmp_path / "halves", stop=stop, **last)
+    assert all(torch.equal(weight, after[name]) for name, weight in halves.state_dict().items())
 
 
 def test_training_resumes_bit_exactly(tokenizer, tmp_path: Path):
@@ -170,8 +241,8 @@ def test_an_unknown_model_is_refused_with_the_known_ones():
 
 def test_sample_pictures_are_small_and_held_out():
     files = sorted(zoo.samples().glob("*.png"))
-    assert len(files) == zoo_eval.SAMPLES
-    for file, scene in zip(files, zoo_eval.held_out(SCENES_VLM, len(files), stream=2), strict=True):
+    assert len(files) == evaluate.SAMPLES
+    for file, scene in zip(files, evaluate.held_out(SCENES_VLM, len(files), stream=2), strict=True):
         assert file.stat().st_size < 20_000
         assert Image.open(file).convert("RGB").tobytes() == scenes.render(scene).tobytes()
 
@@ -186,9 +257,9 @@ def test_the_embedded_model_captions_held_out_scenes():
     folder = zoo.path("scenes-vlm")
     processor = AutoProcessor.from_pretrained(folder)
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
-    shown = zoo_eval.held_out(SCENES_VLM, 4, stream=2)
-    texts, tokens = zoo_eval.answer(model, processor, [([scene], language.PROMPTS["short"]) for scene in shown])
-    tally = sum((zoo_score.score_caption(text, scene) for text, scene in zip(texts, shown, strict=True)), Counter())
+    shown = evaluate.held_out(SCENES_VLM, 4, stream=2)
+    texts, tokens = evaluate.answer(model, processor, [([scene], language.PROMPTS["short"]) for scene in shown])
+    tally = sum((score.score_caption(text, scene) for text, scene in zip(texts, shown, strict=True)), Counter())
     assert tokens > 25
     assert tally["object recall", "right"] >= 0.8 * tally["object recall", "of"]
     assert sum(file.stat().st_size for file in folder.iterdir()) < 26_000_000

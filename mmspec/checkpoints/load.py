@@ -31,6 +31,9 @@ def load_drafter(
         allow_pickle: run the code that a .bin file asks for; only for files whose author you trust.
         layout: one of `layouts.LAYOUTS`; None: what config.json and the tensors' names show.
 
+    Returns:
+        The drafter; hand it to `enable(model, drafter=...)`, or use it several times.
+
     Raises:
         FileNotFoundError: nothing there, or no config.json or weights in it.
         ValueError: an unknown layout, missing, extra or misshapen tensors, a damaged file, a network we do not have.

@@ -56,10 +56,24 @@ def push_drafter(
     token: str | None = None,
     message: str = "Upload drafter",
 ) -> str:
-    """Upload a drafter to the hub, made if need be; a card that stands there is left alone.
+    """Upload a drafter to the hub; a card that stands there is left alone.
+
+    Args:
+        drafter: one with weights.
+        repo_id: owner/name; made if need be.
+        layout: one of `layouts.LAYOUTS`.
+        private: of a repository that is made now.
+        revision: branch to write to; None: the main one.
+        token: of the hub; None: the one that you logged in with.
+        message: of the commit.
 
     Returns:
         The repository's address.
+
+    Raises:
+        ValueError: an unknown layout, or one that cannot hold this drafter.
+        TypeError: a drafter without weights.
+        huggingface_hub.errors.HfHubHTTPError: the hub refused.
     """
     from huggingface_hub import HfApi
 

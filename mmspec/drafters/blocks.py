@@ -130,7 +130,7 @@ class Memory:
         return Memory(self.slots, self.lengths.select(rows), self.positions[rows], self.open_slots[rows], self.padded)
 
     def join(self, other: Memory) -> Memory:
-        self.slots.join(other.slots)
+        self.slots.join(other.slots, self.lengths.longest)
         longest = max(self.open_slots.shape[1], other.open_slots.shape[1])
         open_slots = [F.pad(m.open_slots, (0, longest - m.open_slots.shape[1]), value=True) for m in (self, other)]
         positions = torch.cat([self.positions, other.positions])

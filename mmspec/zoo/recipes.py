@@ -27,8 +27,8 @@ class Schedule:
 class Mix:
     """What texts a row holds: `long_share` of the rows get a long description; question kinds by relative weight.
 
-    Tokens of numbers, relations, yes and no count `emphasis` times in the loss. With `shape_counts` descriptions may
-    end with how many objects there are of each shape.
+    Tokens of numbers, relations, yes and no, and the first token of each of the `stressed` words count `emphasis` times
+    in the loss. With `shape_counts` descriptions may end with how many objects there are of each shape.
     """
 
     long_share: float = 0.5
@@ -47,6 +47,7 @@ class Mix:
         ("background", 0.3),
         ("presence", 0.7),
     )
+    stressed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -72,14 +73,44 @@ class Language:
     vocabulary: int = 2048
 
 
+_SETTLED = (
+    ("total", 0.5),
+    ("count", 1.0),
+    ("whether", 2.0),
+    ("relation", 3.0),
+    ("neighbours", 1.0),
+    ("spot", 0.7),
+    ("attribute", 1.0),
+    ("place", 3.0),
+    ("which", 1.0),
+    ("background", 0.2),
+    ("presence", 1.5),
+)
+_DOES = ("moves", "stays", "appears", "vanishes", "up", "down")
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What every row of a step shows: a "picture", a "pair" of them or a "clip"; how many pictures that is; and how
+    many tokens of texts about it follow."""
+
+    kind: str
+    pictures: int
+    slots: int
+
+
+_PICTURE, _PAIR = Turn("picture", 1, 256), Turn("pair", 2, 192)
+_BRIEF, _CLIP, _LONG = Turn("clip", 2, 192), Turn("clip", 4, 192), Turn("clip", 8, 128)
+
+
 @dataclass(frozen=True)
 class VlmRecipe:
     """Everything that decides the weights of a vision-language model of the zoo.
 
-    One batch row of the language stage is one image prefix and `slots` tokens of texts about it: the short caption,
-    the long description for some of the scenes, and questions as long as there is room. Every `pair_every`-th step
-    shows two images per row. The decoder is trained three times: on all texts; on more
-    questions about facts; and without counts by shape, which so small a model states wrongly too often.
+    One batch row of the language stage is one image prefix and texts about it: the short caption, the long description
+    for some of the scenes, and questions as long as there is room. Steps take the `turns` one after the other. The
+    decoder is trained four times: on all texts; on more questions about facts; without counts by shape, which so small
+    a model states wrongly too often; and on clips of a few frames, with pictures in between so that these stay known.
     """
 
     name: str
@@ -113,28 +144,22 @@ class VlmRecipe:
         )
     )
     settle: Schedule = field(default_factory=lambda: Schedule(steps=240, batch=12, lr=1.2e-3, decay=0.95))
-    settle_mix: Mix = field(
-        default_factory=lambda: Mix(
-            0.3,
-            2.0,
-            False,
-            (
-                ("total", 0.5),
-                ("count", 1.0),
-                ("whether", 2.0),
-                ("relation", 3.0),
-                ("neighbours", 1.0),
-                ("spot", 0.7),
-                ("attribute", 1.0),
-                ("place", 3.0),
-                ("which", 1.0),
-                ("background", 0.2),
-                ("presence", 1.5),
-            ),
-        )
-    )
-    slots: int = 256
-    pair_every: int = 10
+    settle_mix: Mix = field(default_factory=lambda: Mix(0.3, 2.0, False, _SETTLED))
+    turns: tuple[Turn, ...] = (*[_PICTURE] * 9, _PAIR)
+    clips: Schedule = field(default_factory=lambda: Schedule(steps=750, batch=4, lr=1.2e-3, decay=0.9, newton_schulz=3))
+    clips_mix: Mix = field(default_factory=lambda: Mix(0.3, 3.0, False, _SETTLED, _DOES))
+    clip_turns: tuple[Turn, ...] = (
+        _CLIP,
+        _PICTURE,
+        _BRIEF,
+        _CLIP,
+        _PAIR,
+        _CLIP,
+        _LONG,
+        _PICTURE,
+        _CLIP,
+        _BRIEF,
+    )  # 3 in 10 steps show what the model knows already
     tokenizer_scenes: int = 3000
 
 
@@ -195,12 +220,14 @@ class Tokenizer:
 class Generator:
     """Shape of the LlamaGen transformer and of the T5 encoder that is trained along with it.
 
-    After `emphasis_after` steps the codes that objects touch, which a prompt foretells, count `emphasis` times.
+    First the text encoder learns to tell what prompts mean (`reading`; published models take a T5 that can read
+    already). Then the codes that objects touch, which a prompt foretells, count `emphasis` times.
     """
 
-    dim: int = 192
+    dim: int = 128
     layers: int = 8
-    heads: int = 3
+    heads: int = 2
+    multiple_of: int = 128
     prefix: int = 24
     text_width: int = 128
     text_layers: int = 2
@@ -208,10 +235,10 @@ class Generator:
     text_feed_forward: int = 256
     drop: float = 0.1  # share of the prompts that are shown as null
     guidance: float = 3.0  # that its pipeline samples with
-    emphasis: float = 8.0
-    emphasis_after: int = 839
+    emphasis: float = 6.0
+    reading: Schedule = field(default_factory=lambda: Schedule(steps=700, batch=64, lr=2e-3, warmup=0.05, decay=0.5))
     plan: Schedule = field(
-        default_factory=lambda: Schedule(steps=1550, batch=12, lr=3e-3, warmup=51 / 1550, decay=0.7, newton_schulz=3)
+        default_factory=lambda: Schedule(steps=3200, batch=12, lr=3e-3, warmup=0.02, decay=0.7, newton_schulz=3)
     )
 
 

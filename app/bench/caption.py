@@ -1,0 +1,254 @@
+"""The caption suite: many pictures, short and long answers mixed, in static batches and continuously, side by side."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import mmspec
+from mmspec import registry
+from mmspec.app import embedded
+from mmspec.app.bench import report
+from mmspec.app.bench.command import BenchError, Outcome, Question, in_turn, peak_mb, read_questions, say, wait
+from mmspec.app.engine import STOCK, load
+from mmspec.app.provenance import provenance
+from mmspec.pipelines.batching import Flow, Plain
+from mmspec.pipelines.intake import Intake, Static
+from mmspec.pipelines.prompts import chat_inputs
+from mmspec.session import Stats
+from mmspec.zoo import language, scenes
+
+HELD_OUT = 7003  # first number of the seeds of scenes that no training, no evaluation and no other suite draws
+PROMPTS = (language.PROMPTS["long"], language.PROMPTS["short"], "How many objects are there?")  # in turn
+BASE = "static"
+
+MEANING = {
+    "speedup_e2e": "wall time of all captions in static batches of stock generate over that of the method, same number "
+    "of rows, prefill included, pictures preprocessed before; median over turns, with the quartiles in brackets",
+    "gain": "the same against static batches with the same drafter: what continuous batching brings",
+    "captions_per_s": "captions over the wall time of all of them",
+    "tokens_per_s": "generated tokens of all captions over that time",
+    "rows_per_round": "rows that took part in a forward of the target after the prefill, on average; in static batches "
+    "of stock generate, which keep all of theirs to the end, those that had not ended yet",
+    "tokens_per_target_call": report.MEANING["tokens_per_target_call"],
+    "prefill_share": "of the time in the target and the drafter, what reading the prompts took (host clock)",
+    "identical_rate": "share of captions token-identical to those of static batches of stock generate",
+    "peak_mb": report.MEANING["peak_mb"].replace("one call", "one run"),
+    "length": "shortest, mean and longest answer in tokens",
+    "n": "timed runs over all captions",
+}
+COLUMNS: report.Columns = (
+    ("method", lambda r: r["method"]),
+    ("captions/s", report.figure("captions_per_s", "{:.2f}")),
+    ("tokens/s", report.figure("tokens_per_s", "{:.0f}")),
+    ("speedup (quartiles)", report.ratio("speedup_e2e")),
+    ("gain over static (quartiles)", report.ratio("gain")),
+    ("rows/round", report.figure("rows_per_round", "{:.2f}")),
+    ("tokens/call", report.figure("tokens_per_target_call", "{:.2f}")),
+    ("prefill", report.figure("prefill_share", "{:.0%}")),
+    ("peak MB", report.figure("peak_mb", "{:.0f}")),
+    ("identical", report.figure("identical_rate", "{:.0%}")),
+    ("length", lambda r: "{}-{:.0f}-{}".format(*r["length"]) if r["length"] else "-"),
+    ("n", lambda r: str(r["n"])),
+)
+report.LAYOUTS["caption"] = report.Layout(
+    lambda r: f"{r['captions']} captions, {r['rows']} row{'s' * (r['rows'] > 1)} at once", COLUMNS, MEANING
+)
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to batch, with a drafter or without."""
+
+    name: str
+    batches: type[Intake]
+    drafter: Any = None  # None: stock generate for static batches, plain decoding for continuous ones
+    twin: str = BASE  # the static method with the same drafter
+
+
+@dataclass(frozen=True)
+class Made:
+    """One run over all captions."""
+
+    seconds: float
+    answers: tuple[tuple[int, ...], ...]
+    stats: Stats | None  # of mmspec's rounds
+    error: Exception | None = None
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self.answers))
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What stays the same over a whole run."""
+
+    model: Any
+    processor: Any
+    asked: list[Any]  # inputs, one prompt each
+    settings: dict[str, Any]
+
+    def run(self, method: Method, rows: int, count: int | None = None) -> Made:
+        """The first `count` captions, all by default; garbage is collected and the drafter enabled before the clock."""
+        asked = self.asked[:count]
+        with self._ready(method) as handle, torch.inference_mode():
+            batches = method.batches(self.model, self.processor, rows, **self.settings)
+            gc.collect()
+            wait(self.model.device)
+            began = time.perf_counter()
+            for number, inputs in enumerate(asked):
+                batches.add(number, inputs)
+            ends = {}
+            while batches.busy:
+                ends |= {end.ticket: end for end in batches.step()}
+            wait(self.model.device)
+            seconds = time.perf_counter() - began
+        error = next((end.error for end in ends.values() if end.error is not None), None)
+        answers = tuple(tuple(ends[number].tokens) for number in range(len(asked)))
+        return Made(seconds, answers, None if handle is None else handle.stats, error)
+
+    @contextlib.contextmanager
+    def _ready(self, method: Method) -> Iterator[Any]:
+        mmspec.disable(self.model)
+        if method.drafter is None and method.batches is Static:
+            yield None
+        else:
+            with mmspec.enable(self.model, drafter=method.drafter or Plain()) as handle:
+                yield handle
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """What is captioned, by whom, and how many at once."""
+    add = parser.add_argument
+    add("--model", default=embedded.MODEL, help="folder, name on the Hub, or scenes-vlm, the embedded one (default)")
+    add("--drafter", nargs="+", help="ngram, or feature drafters; default: the embedded one, if it fits, or ngram")
+    add("--data", type=Path, metavar="PATH", help="questions of your own, as for `bench vlm`")
+    add("--images", type=int, default=24, help="captions of one run (default: %(default)s)")
+    add("--rows", type=int, nargs="+", default=[1, 2, 4, 8], help="captions written at once (default: 1 2 4 8)")
+    add("--turns", type=int, default=3, help="timed runs of every method (default: %(default)s)")
+    add("--max-new-tokens", type=int, default=256)
+    add("--device", default="auto")
+    add("--dtype", default="auto")
+    add("--seed", type=int, default=0)
+
+
+def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
+    """All numbers of rows, one after the other; yields whenever the outcome has grown."""
+    if min(*args.rows, args.turns, args.images) < 1:
+        raise BenchError("--rows, --turns and --images are at least 1")
+    engine = load(args.model, STOCK, args.device, args.dtype, args.max_new_tokens, 0)
+    model = engine.model
+    asked = [
+        chat_inputs(engine.processor, [q.prompt], [q.images]).to(model.device, model.dtype) for q in questions(args)
+    ]
+    bench = Bench(model, engine.processor, asked, engine.settings)
+    outcome.provenance = provenance(model.device, model.dtype) | {"model": args.model}
+    chosen = methods(args)
+    for rows in args.rows:
+        found = measure_rows(bench, rows, chosen, args.turns)
+        outcome.records += found
+        told = [f"{r['method']} {r['captions_per_s']:.2f}" for r in found if r["n"]]
+        say(f"{rows} at once, captions/s: {', '.join(told)}")
+        yield
+
+
+def questions(args: argparse.Namespace) -> list[Question]:
+    """Pictures with prompts whose answers are long, short and very short, in turn; or questions of one's own."""
+    if args.data is None:
+        drawn = [scenes.draw(np.random.default_rng([HELD_OUT, args.seed, i])) for i in range(args.images)]
+        return [Question((scenes.render(s),), PROMPTS[i % len(PROMPTS)]) for i, s in enumerate(drawn)]
+    held, _ = read_questions(args.data, args.images, 0)
+    return [q if q.prompt else Question(q.images, PROMPTS[i % len(PROMPTS)]) for i, q in enumerate(held)]
+
+
+def methods(args: argparse.Namespace) -> list[Method]:
+    """Static and continuous, without a drafter and with each."""
+    found = [Method(BASE, Static), Method("continuous", Flow)]
+    names = args.drafter or [embedded.DRAFTER if args.model == embedded.MODEL else "ngram"]
+    for name in names:
+        trained = name not in registry.DRAFTERS
+        drafter = mmspec.load_drafter(embedded.resolve(name)) if trained else registry.drafter_class(name)()
+        title = f"{BASE} + {getattr(drafter, 'method', name) if trained else name}"
+        title = title if title not in [m.name for m in found] else f"{title}:{Path(name).name}"
+        found.append(Method(title, Static, drafter, title))
+        found.append(Method(title.replace(BASE, "continuous", 1), Flow, drafter, title))
+    return found
+
+
+def measure_rows(bench: Bench, rows: int, chosen: list[Method], turns: int) -> list[report.Record]:
+    """Warm each method up, measure its memory, then time all of them in turn."""
+    notes: dict[str, str] = {}
+    peaks: dict[str, float | None] = {}
+    few = rows + 2  # more than one batch, and rows that are entered twice
+    for method in chosen:
+        made = bench.run(method, rows, few)
+        if made.error is not None:
+            if method.name == BASE:
+                raise made.error
+            reason = " ".join(str(made.error).split())[:200]
+            notes[method.name] = f"failed: {type(made.error).__name__}: {reason}"
+        else:
+            peaks[method.name] = peak_mb(bench.model.device, lambda m=method: bench.run(m, rows, few))
+    able = [m for m in chosen if m.name in peaks]
+    runs: dict[str, list[Made]] = {m.name: [] for m in able}
+    for turn in range(turns):
+        for place in in_turn(len(able), turn):
+            runs[able[place].name].append(bench.run(able[place], rows))
+    return [
+        {"suite": "caption", "method": m.name, "rows": rows, "captions": len(bench.asked)}
+        | figures(m, runs, rows)
+        | {"peak_mb": peaks.get(m.name), "note": notes.get(m.name, "")}
+        for m in chosen
+    ]
+
+
+def figures(method: Method, runs: dict[str, list[Made]], rows: int) -> report.Record:
+    """What is read off the timed runs of one method; None where there is nothing to read."""
+    made = runs.get(method.name, [])
+    total = Stats()
+    for run in made:
+        total.add(run.stats or Stats())
+    spent = sum(total.seconds.values())
+    lengths = [len(answer) for run in made[:1] for answer in run.answers]
+    same = [a == b for run, base in zip(made, runs[BASE], strict=False)
+            for a, b in zip(run.answers, base.answers, strict=True)]  # fmt: skip
+
+    def against(name: str) -> list[float | None]:
+        return [base.seconds / run.seconds for base, run in zip(runs.get(name, []), made, strict=False)]
+
+    stock = method.name == BASE
+    return {
+        "stock_path": stock,
+        **report.spread("speedup_e2e", against(BASE)),
+        **report.spread("gain", against(method.twin)),
+        **report.spread("captions_per_s", [len(run.answers) / run.seconds for run in made]),
+        **report.spread("tokens_per_s", [run.tokens / run.seconds for run in made]),
+        "rows_per_round": _useful(lengths, rows)
+        if stock
+        else total.row_rounds / total.rounds
+        if total.rounds
+        else None,
+        "tokens_per_target_call": 1.0 if stock else total.tokens_per_target_call if made else None,
+        "prefill_share": total.seconds.get("prefill", 0.0) / spent if spent else None,
+        "identical_rate": statistics.fmean(same) if same else None,
+        "length": (min(lengths), statistics.fmean(lengths), max(lengths)) if lengths else None,
+        "n": len(made),
+    }
+
+
+def _useful(lengths: list[int], rows: int) -> float | None:
+    """Rows of a static batch that had not ended yet, on average over its steps after the prefill."""
+    batches = [lengths[first : first + rows] for first in range(0, len(lengths), rows)]
+    steps = sum(max(batch) - 1 for batch in batches)
+    return sum(length - 1 for length in lengths) / steps if steps else None

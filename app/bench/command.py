@@ -1,0 +1,295 @@
+"""`mmspec bench`: speed beside stock transformers, one suite per kind of model; how it is measured and on what."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import importlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from PIL import Image
+
+from mmspec.app.bench import report
+from mmspec.app.caption.media import MediaError, decode, find, load_image
+from mmspec.app.engine import EngineError
+from mmspec.app.provenance import load_average
+from mmspec.session import Stats
+
+T = TypeVar("T")
+WARM_UPS = 6  # calls at most until a compiled path stops compiling
+SUITES = {  # name: (module with configure(parser) and measure(args, outcome), one line of help)
+    "vlm": ("mmspec.app.bench.vlm", "answers of a vision-language model, stock paths and drafters side by side"),
+    "caption": ("mmspec.app.bench.caption", "many captions: static and continuous batches, with drafters and without"),
+    "image": ("mmspec.app.bench.image", "pictures of an autoregressive image model: speed, and how good they are"),
+}
+FIELDS = {  # what a question list may call its fields, the first one that is filled counts
+    "images": ("image", "images", "image_path", "image_paths", "image_file", "file_name", "img"),
+    "prompt": ("prompt", "question", "turns", "instruction", "query", "text"),
+    "category": ("topic", "category", "task", "dataset", "source"),  # MMSpec's task is `topic`; its `category` is free
+}
+
+
+class BenchError(Exception):
+    """A benchmark that cannot be run; the message says what came, what is allowed and what to do."""
+
+
+@dataclass
+class Outcome:
+    """What a run has found so far; a suite fills it."""
+
+    provenance: dict[str, Any] = field(default_factory=dict)
+    tuned: dict[str, Any] = field(default_factory=dict)  # cell → method → {chosen, tried}
+    records: list[report.Record] = field(default_factory=list)
+    meaning: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Question:
+    """One thing to ask: pictures and a prompt; an empty prompt is filled in by the suite."""
+
+    images: tuple[Image.Image, ...]
+    prompt: str = ""
+    category: str = "all"
+
+
+@dataclass(frozen=True)
+class Call:
+    """What one generate call took and gave."""
+
+    seconds: float
+    first: float  # seconds to the first token
+    answers: tuple[tuple[int, ...], ...]  # token ids of each row, its end-of-sequence token included
+    steps: int  # forwards of the target after the prefill
+    later: int  # tokens that came of these
+    stats: Stats | None  # of mmspec's calls
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self.answers))
+
+    @property
+    def per_token(self) -> float:
+        return self.seconds / self.tokens
+
+    @property
+    def decode_per_token(self) -> float | None:
+        return (self.seconds - self.first) / self.later if self.later > 0 else None
+
+    @property
+    def per_step(self) -> float | None:
+        return (self.seconds - self.first) / self.steps if self.steps > 0 else None
+
+
+class Clock:
+    """A streamer that only notes when the first generated tokens come, how many, and how often something comes."""
+
+    def __init__(self) -> None:
+        self.puts = -1  # the prompt is put first
+        self.first_at = 0.0
+        self.first_tokens = 0
+
+    def put(self, tokens: torch.Tensor) -> None:
+        self.puts += 1
+        if self.puts == 1:
+            self.first_at, self.first_tokens = time.perf_counter(), tokens.numel()
+
+    def end(self) -> None:
+        """Nothing is left to do."""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """One sub-command per suite, with the options that all share."""
+    parser.description = "Measure speed side by side with stock transformers on this machine."
+    suites = parser.add_subparsers(dest="suite", metavar="SUITE", required=True)
+    for name, (module, help_line) in SUITES.items():
+        suite = suites.add_parser(name, help=help_line, description=help_line)
+        importlib.import_module(module).configure(suite)
+        files = suite.add_argument_group("what is written")
+        files.add_argument("--json", type=Path, metavar="FILE", help="records with provenance, kept up after each cell")
+        files.add_argument("--markdown", type=Path, metavar="FILE", help="the tables as a page")
+        files.add_argument("--plot", type=Path, metavar="FILE", help="bars as .png, .svg or .pdf (needs matplotlib)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run one suite; 0, or 1 if it could not be run."""
+    outcome, began = Outcome(), time.perf_counter()
+    try:
+        if args.plot:
+            report.check_plot(args.plot)
+        for _ in importlib.import_module(SUITES[args.suite][0]).measure(args, outcome):
+            outcome.meaning = report.meaning(outcome.records)
+            if args.json:
+                _save(args.json, json.dumps(asdict(outcome), indent=1))
+    except (BenchError, EngineError, MediaError, report.ReportError) as error:
+        print(f"mmspec bench {args.suite}: {error}", file=sys.stderr)
+        return 1
+    outcome.provenance |= {"seconds": round(time.perf_counter() - began, 1), "load_average_at_end": load_average()}
+    print(report.table(outcome.records))
+    if args.json:
+        _save(args.json, json.dumps(asdict(outcome), indent=1))
+    if args.markdown:
+        _save(args.markdown, report.markdown(outcome.records, outcome.provenance, outcome.tuned))
+    if args.plot:
+        report.plot(outcome.records, args.plot, f"{outcome.provenance['model']} on {outcome.provenance['device']}")
+    return 0
+
+
+def _save(path: Path, text: str) -> None:
+    """All or nothing, so that a stopped run leaves the last whole file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    half = path.with_name(path.name + ".part")
+    half.write_text(text)
+    os.replace(half, path)
+
+
+def batches(some: Sequence[T], size: int) -> list[list[T]]:
+    """Single ones, or windows that overlap by half, so that there are enough calls to take quartiles of."""
+    starts = range(0, len(some), max(1, size // 2))
+    return [[some[(start + i) % len(some)] for i in range(size)] for start in starts]
+
+
+def in_turn(count: int, turn: int) -> list[int]:
+    """A new starter each turn, and every other turn backwards, so that no method always follows the same one."""
+    places = [(turn // 2 + i) % count for i in range(count)]
+    return places[::-1] if turn % 2 else places
+
+
+def compiled_graphs() -> int:
+    """How many graphs torch.compile has made so far; a change during a call means that the call compiled."""
+    dynamo = sys.modules.get("torch._dynamo.utils")  # absent as long as nothing was compiled
+    return dynamo.counters["stats"]["unique_graphs"] if dynamo else 0
+
+
+def settle(call: Callable[[], Any]) -> None:
+    """One call, and as many more as it takes until nothing is compiled any more."""
+    for _ in range(WARM_UPS):
+        graphs = compiled_graphs()
+        call()
+        if compiled_graphs() == graphs:
+            return
+    raise RuntimeError(f"still compiling after {WARM_UPS} calls")
+
+
+def say(line: str) -> None:
+    """Progress, to the screen beside the results."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def wait(device: torch.device) -> None:
+    """Until the device has done what was queued."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def peak_mb(device: torch.device, call: Callable[[], Any]) -> float | None:
+    """MiB that a call holds at its peak above what was held before it; None where the system does not tell."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        call()
+        return (torch.cuda.max_memory_allocated(device) - before) / 2**20
+    try:
+        ctypes.CDLL(None).malloc_trim(0)  # give back what earlier calls freed, so that this one has to ask for it
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
+        before = _resident("VmRSS")
+    except (OSError, AttributeError, TypeError):
+        call()
+        return None
+    call()
+    return (_resident("VmHWM") - before) / 1024
+
+
+def _resident(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name))  # KiB
+
+
+def read_questions(path: Path, count: int, others: int) -> tuple[list[Question], list[Question]]:
+    """`count` questions spread over the data, and `others` further ones to tune on.
+
+    Args:
+        path: a .jsonl, .json or .parquet list with the fields of FIELDS, or a folder: of one such list (as in
+            killthefullmoon/MMSpec, with its `images/`), or just of pictures.
+
+    Raises:
+        BenchError: no such data, too few questions, or a list without pictures or prompts.
+    """
+    folder = path if path.is_dir() else path.parent
+    rows = list(_rows(path))
+    if len(rows) < count + others:
+        raise BenchError(
+            f"{path} holds {len(rows)} questions; {count} are to be measured and {others} to be tuned on. "
+            f"Lower --images or --tune-images"
+        )
+    chosen = {i * len(rows) // count for i in range(count)}
+    rest = [i for i in range(len(rows)) if i not in chosen]
+    tuning = [rest[i * len(rest) // others] for i in range(others)]
+    measured, tuned = ([_question(rows[i], folder, i) for i in places] for places in (sorted(chosen), tuning))
+    return measured, tuned
+
+
+def _rows(path: Path) -> Iterable[dict[str, Any]]:
+    if path.is_dir():
+        lists = sorted(p for p in path.iterdir() if p.suffix in READERS)
+        if len(lists) > 1:
+            raise BenchError(f"{path} holds {len(lists)} lists ({', '.join(p.name for p in lists)}); name one of them")
+        if not lists:
+            return [{"image": str(picture.resolve())} for picture in find(path, recursive=True)]
+        path = lists[0]
+    if path.suffix not in READERS or not path.is_file():
+        raise BenchError(f"no questions in {str(path)!r}; give a folder or a file ending in {', '.join(READERS)}")
+    return READERS[path.suffix](path)
+
+
+def _jsonl(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+
+
+def _json(path: Path) -> list[dict[str, Any]]:
+    held = json.loads(path.read_text(encoding="utf-8"))
+    return held if isinstance(held, list) else next(value for value in held.values() if isinstance(value, list))
+
+
+def _parquet(path: Path) -> list[dict[str, Any]]:
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise BenchError("a parquet list needs pyarrow: pip install pyarrow, or convert it to .jsonl") from error
+    return pyarrow.parquet.read_table(path).to_pylist()
+
+
+READERS: dict[str, Callable[[Path], list[dict[str, Any]]]] = {".jsonl": _jsonl, ".json": _json, ".parquet": _parquet}
+
+
+def _question(row: dict[str, Any], folder: Path, number: int) -> Question:
+    found = {kind: next((row[n] for n in names if row.get(n)), None) for kind, names in FIELDS.items()}
+    pictures, prompt = found["images"], found["prompt"]
+    if pictures is None or (prompt is None and set(row) != {"image"}):
+        missing = "picture" if pictures is None else "prompt"
+        raise BenchError(
+            f"question {number} has no {missing}: its fields are {', '.join(row)}. Pictures are looked for in "
+            f"{', '.join(FIELDS['images'])}, prompts in {', '.join(FIELDS['prompt'])}"
+        )
+    pictures = pictures if isinstance(pictures, list) else [pictures]
+    prompt = prompt[0] if isinstance(prompt, list) else prompt or ""  # of a conversation, the first turn
+    category = str(found["category"]) if found["category"] else "all"
+    return Question(tuple(_picture(one, folder) for one in pictures), str(prompt), category)
+
+
+def _picture(one: Any, folder: Path) -> Image.Image:
+    """A path (beside the list or in its `images/`), or a picture of a parquet column: {bytes, path}."""
+    if isinstance(one, dict) and one.get("bytes"):
+        return decode(one["bytes"], one.get("path") or "picture in the list")
+    name = one["path"] if isinstance(one, dict) else one
+    places = [folder / name, folder / "images" / name]
+    return load_image(next((place for place in places if place.is_file()), places[0]))

@@ -1,0 +1,267 @@
+"""The image suite: every method draws the same prompts in turn, each call timed; then many pictures, and how good."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+import mmspec
+from mmspec.app import embedded
+from mmspec.app.bench import image_plain, quality, report_image
+from mmspec.app.bench.command import BenchError, Outcome, batches, compiled_graphs, in_turn, say, settle, wait
+from mmspec.app.bench.image_methods import Method, lossless, matching, relaxed, swept
+from mmspec.app.bench.judge import Judge
+from mmspec.app.bench.report import Record
+from mmspec.app.caption.media import find, load_image
+from mmspec.app.engine import EngineError, first_line
+from mmspec.app.generate import DTYPES
+from mmspec.app.painter import Painter, Painting, load, sheet
+from mmspec.app.provenance import provenance
+from mmspec.zoo import pictures
+from mmspec.zoo.pictures import Picture
+
+HELD_OUT = 2**31  # first seed of prompts that no training draws
+BLOCK = 10**7  # seeds of one run of pictures; run 0 is the reference of plain decoding
+GRID = 8  # pictures of a method on the sheet
+DEFAULT_QUALITY = ("ar", "jacobi-*-16", "jacobi-pac", "eagle*", "*+*")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is to be drawn: prompts or classes, and where they are known, the scenes that they describe."""
+
+    prompts: Sequence[Any]
+    scenes: Sequence[Picture] = ()
+    real: Sequence[Image.Image] = ()
+
+    def first(self, count: int) -> Asked:
+        return Asked(self.prompts[:count], self.scenes[:count], self.real[:count])
+
+
+@dataclass
+class Bench:
+    """What stays the same over a whole run."""
+
+    painter: Painter
+    seed: int
+
+    def seeds(self, run: int, count: int) -> list[int]:
+        return [BLOCK * (1 + run) + self.seed * 10**5 + i for i in range(count)]
+
+    def go(self, method: Method) -> None:
+        """Decode by this method from now on."""
+        image_plain.end(self.painter.pipe)
+        self.painter.go(method.way)
+        if method.plain:
+            image_plain.begin(self.painter.pipe, compiled=method.plain == "compiled")
+
+    def call(self, method: Method, group: Sequence[tuple[Any, int]]) -> Painting:
+        """One timed call over (prompt, seed) pairs."""
+        self.go(method)
+        gc.collect()
+        wait(self.painter.device)
+        return self.painter.paint([prompt for prompt, _ in group], [seed for _, seed in group])
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """What is drawn, by which methods, and what is measured."""
+    add = parser.add_argument
+    add("--model", default=embedded.IMAGE_MODEL, help="folder or name on the Hub of a LlamaGenPipeline (%(default)s)")
+    add("--drafter", nargs="+", help="feature drafters (folders or names); default: the embedded one, if it fits")
+    add("--prompts", type=Path, metavar="FILE", help="prompts of your own, one a line (default: held-out scenes)")
+    add("--real", type=Path, metavar="FOLDER", help="real pictures for the distance, where the prompts are your own")
+    add("--images", type=int, default=12, help="prompts timed side by side; 0: no timing (%(default)s)")
+    add("--batch", type=int, nargs="+", default=[1, 4], help="pictures per timed call (default: 1 4)")
+    add("--methods", nargs="+", metavar="PATTERN", help="ar and only these, such as 'jacobi-*' '*+scaled'")
+    add("--without", nargs="+", default=[], metavar="PATTERN", help="leave these out, such as ar-compiled")
+    add("--rule", nargs="+", default=[], metavar="SPEC", help="further rules, such as 'lantern(k=20, lam=1.2)'")
+    add("--budget", type=float, help="distance in total variation that a relaxed rule may spend on a picture")
+    add("--guidance", type=float)
+    add("--top-k", type=int)
+    add("--temperature", type=float)
+    good = parser.add_argument_group("how good the pictures are")
+    good.add_argument("--quality-images", type=int, default=0, metavar="N", help="pictures per method; 0: not measured")
+    good.add_argument("--quality-methods", nargs="+", metavar="PATTERN", help=f"default: {' '.join(DEFAULT_QUALITY)}")
+    good.add_argument("--quality-batch", type=int, default=8, metavar="N", help="pictures per call (%(default)s)")
+    good.add_argument("--noise-runs", type=int, default=2, metavar="N", help="ar beside the reference (%(default)s)")
+    good.add_argument("--backbone", default=quality.EMBEDDED, help="any timm model, or the embedded tower (default)")
+    good.add_argument(
+        "--sweep", nargs="*", metavar="FAMILY", help="rules at several settings, as curves (default: all)"
+    )
+    good.add_argument("--pictures", type=Path, metavar="FOLDER", help="keep the pictures here; a second run goes on")
+    parser.add_argument("--grid", type=Path, metavar="FILE", help="a sheet of pictures, all methods at the same seeds")
+    parser.add_argument("--resume", action="store_true", help="go on with the records of an earlier run's --json")
+    add("--device", default="auto")
+    add("--dtype", choices=DTYPES, default="auto")
+    add("--seed", type=int, default=0)
+
+
+def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
+    """Timing, the sheet, then quality; yields whenever the outcome has grown."""
+    if (args.images, args.quality_images) == (0, 0) and args.grid is None:
+        raise BenchError("nothing is asked for; give --images, --quality-images or --grid")
+    settings = {"guidance_scale": args.guidance, "top_k": args.top_k, "temperature": args.temperature}
+    bench = Bench(load(args.model, args.device, args.dtype, **settings), args.seed)
+    facts = {"model": args.model, "settings": bench.painter.settings, "seed": args.seed, "budget": args.budget}
+    outcome.provenance = provenance(bench.painter.device, bench.painter.dtype) | facts
+    if args.resume:
+        take_up(args.json, outcome, facts)
+    gc.freeze()  # what is loaded stays: the collection before each call need not look through it
+    try:
+        yield from _stages(bench, args, outcome)
+    finally:
+        gc.unfreeze()
+
+
+def _stages(bench: Bench, args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
+    chosen, judged = methods(bench.painter, args)
+    asked = ask(bench.painter, args)
+    for batch in args.batch if args.images else ():
+        found = timed(bench, chosen, asked.first(args.images).prompts, batch, outcome.records)
+        outcome.records += found
+        told = [f"{r['method']} {r['speedup_e2e']:.2f}x" for r in found if r["speedup_e2e"]]
+        say(f"batch {batch}: {', '.join(told) or 'measured before'}")
+        yield
+    if args.grid:
+        draw_sheet(bench, chosen, asked.first(GRID).prompts, args.grid)
+        yield
+    known = {"suite": report_image.QUALITY, "n": args.quality_images, "backbone": args.backbone}
+    left = [m for m in judged if not _there(outcome.records, method=m.name, setting=m.setting, **known)]
+    if args.quality_images and left:
+        judge = Judge(bench, asked.first(args.quality_images), args)
+        for method in left:
+            outcome.records.append(judge.record(method))
+            yield
+
+
+def methods(painter: Painter, args: argparse.Namespace) -> tuple[list[Method], list[Method]]:
+    """What is timed, and what is judged."""
+    codes = painter.pipe.transformer.config.vocab
+    drafters = [(getattr(d, "method", Path(str(name)).name), d) for name, d in _drafters(args)]
+    known = lossless(drafters) + relaxed(codes, drafters, args.rule, args.budget)
+    wanted = args.quality_methods or args.methods or [p for p in DEFAULT_QUALITY if drafters or p != "eagle*"]
+    try:
+        timed_ones = matching(known, args.methods, args.without)
+        judged = [m for m in matching(known, wanted, args.without) if not m.plain]
+        judged += [] if args.sweep is None else swept(codes, args.budget, args.sweep)
+    except ValueError as error:
+        raise BenchError(str(error)) from error
+    return timed_ones, judged
+
+
+def _drafters(args: argparse.Namespace) -> list[tuple[str, Any]]:
+    names = args.drafter
+    if names is None:
+        names = [embedded.IMAGE_DRAFTER] if args.model == embedded.IMAGE_MODEL else []
+    found = []
+    for name in names:
+        try:
+            found.append((name, mmspec.load_drafter(embedded.resolve(name))))
+        except FileNotFoundError as error:
+            if args.drafter is not None:
+                raise BenchError(str(error)) from error
+            say(f"without the embedded drafter: {error}")
+    return found
+
+
+def ask(painter: Painter, args: argparse.Namespace) -> Asked:
+    """Prompts for all that is measured: the user's, or classes, or held-out scenes with their real pictures."""
+    count = max(args.images, args.quality_images, GRID if args.grid else 0)
+    if args.prompts is not None:
+        lines = [line.strip() for line in _text(args.prompts).splitlines() if line.strip()]
+        if not lines:
+            raise BenchError(f"{args.prompts} holds no prompt; write one a line")
+        prompts: list[Any] = [lines[i % len(lines)] for i in range(count)]
+        if painter.classes:
+            raise BenchError(f"{args.model} draws classes, not prompts; leave --prompts out")
+    elif painter.classes:
+        prompts = np.random.default_rng([HELD_OUT, args.seed]).integers(painter.classes, size=count).tolist()
+    else:
+        drawn = pictures.held_out(count, HELD_OUT + args.seed)
+        scenes = [scene for scene, _ in drawn]
+        return Asked([caption for _, caption in drawn], scenes, [pictures.render(scene) for scene in scenes])
+    return Asked(prompts, real=[load_image(path) for path in find(args.real, recursive=True)] if args.real else ())
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BenchError(f"cannot read the prompts of {path}: {first_line(error)}") from error
+
+
+def take_up(path: Path | None, outcome: Outcome, facts: Record) -> None:
+    """Take over the records of an earlier run, if it measured the same thing."""
+    if path is None:
+        raise BenchError("--resume goes on with a file of records; name it with --json")
+    if not path.is_file():
+        return
+    earlier = json.loads(path.read_text())
+    here = outcome.provenance
+    same = [name for name in (*facts, "device", "dtype", "commit") if earlier["provenance"].get(name) != here.get(name)]
+    if same:
+        was, now = (str(held.get(same[0])) for held in (earlier["provenance"], here))
+        raise BenchError(f"{path} was measured with {same[0]} {was}, this run has {now}; leave --resume out")
+    outcome.records += earlier["records"]
+
+
+def _there(records: list[Record], **facts: Any) -> bool:
+    return any(all(record.get(name) == value for name, value in facts.items()) for record in records)
+
+
+def timed(bench: Bench, chosen: list[Method], prompts: Sequence[Any], batch: int, before: list[Record]) -> list[Record]:
+    """Warm each method up, then time all of them in turn on each batch; nothing if all are measured already."""
+    if all(_there(before, suite=report_image.SPEED, batch=batch, method=m.name) for m in chosen):
+        return []
+    before[:] = [r for r in before if (r["suite"], r.get("batch")) != (report_image.SPEED, batch)]
+    groups = batches(list(zip(prompts, bench.seeds(1, len(prompts)), strict=True)), batch)
+    notes: dict[str, str] = {}
+    able = []
+    for method in chosen:
+        try:
+            settle(lambda m=method: bench.call(m, groups[0]))
+            able.append(method)
+        except Exception as error:  # a method that fails is a result, and the others still count
+            if method.name == "ar":
+                raise
+            notes[method.name] = f"failed: {first_line(error)[:200]}"
+    made: dict[str, list[Any]] = {m.name: [None] * len(groups) for m in able}
+    for turn, group in enumerate(groups):
+        for method in (able[place] for place in in_turn(len(able), turn)):
+            graphs = compiled_graphs()
+            made[method.name][turn] = bench.call(method, group)
+            if compiled_graphs() != graphs:
+                notes[method.name] = "compiled during a timed call: its time is overstated"
+    best = report_image.fastest(made)
+    slower = {name: f"slower than {best} here" for name in report_image.PLAIN if name in made and name != best}
+    return [
+        {"suite": report_image.SPEED, "batch": batch, **m.facts, **report_image.figures(m.name, made, best),
+         "note": notes.get(m.name, slower.get(m.name, ""))}
+        for m in chosen
+    ]  # fmt: skip
+
+
+def draw_sheet(bench: Bench, chosen: list[Method], prompts: Sequence[Any], path: Path) -> None:
+    """A row a method, the same prompt and seed in each column."""
+    group = list(zip(prompts, bench.seeds(1, len(prompts)), strict=True))
+    rows = []
+    for method in chosen:
+        if method.plain:
+            continue
+        try:
+            painting = bench.call(method, group)
+        except EngineError as error:
+            say(f"{method.name} is not on the sheet: {error}")
+            continue
+        rows.append((f"{method.name}, {painting.compression:.2f} tokens per forward", painting.images))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sheet(rows).save(path)
+    say(f"sheet: {path}")

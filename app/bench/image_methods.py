@@ -1,0 +1,165 @@
+"""The methods that `mmspec bench image` compares, as a table: plain paths, drafters, and rules that bend the law."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+from mmspec.app.painter import PLAIN, Way
+
+WINDOWS = (8, 16, 32)
+COUPLINGS = ("none", "maximal", "gumbel")
+INITS = ("horizontal", "vertical", "mixture")
+BASE = {"window": 16, "coupling": "maximal"}  # the Jacobi drafter under every relaxed rule
+STATIC = {"tree": "naive_extend_57", "draws": True}  # the tree of LANTERN++, filled by drawing
+PUBLISHED_CODES = 16384  # that lantern's published k is a share of
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to draw, under the name that the tables show.
+
+    Attributes:
+        plain: "static" or "compiled" for the fixed-shape plain loop; empty: the pipeline's own loop.
+        curve: of a sweep, the rule's family and its parameter.
+    """
+
+    name: str
+    way: Way = field(default_factory=Way)
+    plain: str = ""
+    curve: tuple[str, float] | None = None
+
+    @property
+    def lossless(self) -> bool:
+        return str(self.way.options.get("rule", "exact")) == "exact"
+
+    @property
+    def exact_seed(self) -> bool:
+        """Whether it must draw the very picture that plain decoding draws from the same seed."""
+        return self.way.drafter == PLAIN or bool(self.way.options.get("reproducible"))
+
+    @property
+    def setting(self) -> str:
+        return " ".join(f"{name} {value}" for name, value in self.way.options.items())
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a record says of the method."""
+        family, value = self.curve or (None, None)
+        return {"method": self.name, "lossless": self.lossless, "exact_seed": self.exact_seed, "family": family,
+                "parameter": value, "setting": self.setting}  # fmt: skip
+
+
+def lossless(drafters: Sequence[tuple[str, Any]]) -> list[Method]:
+    """The methods that keep the target's law; `drafters` are (name, folder or drafter) of feature drafters."""
+
+    def jacobi(name: str, **options: Any) -> Method:
+        return Method(f"jacobi-{name}", Way("jacobi", options))
+
+    return [
+        Method("ar"),
+        Method("ar-static", plain="static"),
+        Method("ar-compiled", plain="compiled"),
+        *(jacobi(f"{coupling}-{w}", window=w, coupling=coupling) for coupling in COUPLINGS for w in WINDOWS),
+        *(jacobi(f"{init}-16", **BASE, init=init) for init in INITS),
+        jacobi("exact-seed-16", window=16, reproducible=True),
+        jacobi("exact-seed-32", window=32, reproducible=True),
+        jacobi("pac", window=32, coupling="maximal", proactive=(3, 3)),
+        *(Method(name, way) for name, way in _feature(drafters)),
+        *(Method(f"{name}-exact-seed", Way(drafter, {"reproducible": True})) for name, drafter in drafters),
+    ]
+
+
+def published(codes: int) -> dict[str, str]:
+    """Rules as their papers or released code set them. A k that is a share of the codebook stays that share."""
+    return {
+        "lantern-published": f"lantern(k={published_k(codes)}, delta=0.1)",
+        "lantern++-published": f"lantern(k={min(10, codes - 1)}, lam=5.0)",
+        "gsd-published": f"gsd(group={min(14, codes)}, distance=0.7071, gap=0.15)",
+        "cool-sd-published": "scaled(omega=1.1, nu=0.7)",
+    }
+
+
+def ours(codes: int) -> dict[str, str]:
+    """The same rules at milder settings, and those that have no published one."""
+    return {
+        "lantern++": f"lantern(k={min(10, codes - 1)}, lam=1.5)",
+        "gsd": f"gsd(group={min(5, codes)})",
+        "scaled": "scaled(omega=1.5)",
+        "grouped": f"grouped(cells={max(1, codes // 2)})",
+        "pooled": f"pooled(cells={max(1, codes // 2)})",
+    }
+
+
+def sweeps(codes: int) -> dict[str, list[tuple[float, str]]]:
+    """For each family of rules, its parameter from mild to bold and the rule with it."""
+    k = min(10, codes - 1)
+    shares = [cells for share in (0.75, 0.5, 0.25, 0.125, 0.0625) if (cells := int(codes * share)) > 0]
+    groups = [g for g in (3, 5, 10, 25, 50) if g <= codes]
+    return {
+        "scaled": [(w, f"scaled(omega={w})") for w in (1.1, 1.25, 1.5, 2.0, 3.0)],
+        "lantern": [(d, f"lantern(k={published_k(codes)}, delta={d})") for d in (0.02, 0.05, 0.1, 0.2, 0.4)],
+        "lantern++": [(lam, f"lantern(k={k}, lam={lam})") for lam in (1.1, 1.25, 1.5, 2.0, 5.0)],
+        "gsd": [(float(g), f"gsd(group={g})") for g in groups],
+        "grouped": [(float(c), f"grouped(cells={c})") for c in shares],
+        "pooled": [(float(c), f"pooled(cells={c})") for c in shares],
+    }
+
+
+def published_k(codes: int) -> int:
+    """LANTERN's 1000 nearest of 16384 codes, as a share of another codebook."""
+    return max(1, min(codes - 1, round(1000 * codes / PUBLISHED_CODES)))
+
+
+def _feature(drafters: Sequence[tuple[str, Any]]) -> list[tuple[str, Way]]:
+    """Each feature drafter with its own tree and with a static one."""
+    return [(f"{name}{kind}", Way(drafter, options)) for name, drafter in drafters
+            for kind, options in (("", {}), ("-static", STATIC))]  # fmt: skip
+
+
+def relaxed(codes: int, drafters: Sequence[tuple[str, Any]], own: Sequence[str], budget: float | None) -> list[Method]:
+    """Every rule on the Jacobi drafter and on each feature drafter; `own` are further rules, by their specification."""
+    rules = {**published(codes), **ours(codes), **{spec: spec for spec in own}}
+    bases = [("jacobi", Way("jacobi", dict(BASE))), *_feature(drafters)]
+    return [_with_rule(f"{base}+{name}", way, spec, budget) for base, way in bases for name, spec in rules.items()]
+
+
+def swept(codes: int, budget: float | None, families: Sequence[str] = ()) -> list[Method]:
+    """The points of the curves of these families (none named: of all), on the Jacobi drafter.
+
+    Raises:
+        ValueError: a family that there is not.
+    """
+    curves = sweeps(codes)
+    unknown = [family for family in families if family not in curves]
+    if unknown:
+        raise ValueError(f"there is no family of rules {unknown[0]!r} to sweep; choose from {', '.join(curves)}")
+    base = Way("jacobi", dict(BASE))
+    return [
+        _with_rule(f"{family} {value:g}", base, spec, budget, (family, value))
+        for family, points in curves.items()
+        if not families or family in families
+        for value, spec in points
+    ]
+
+
+def _with_rule(name: str, way: Way, spec: str, budget: float | None, curve: tuple[str, float] | None = None) -> Method:
+    limit = {} if budget is None else {"budget": budget}
+    return Method(name, Way(way.drafter, {**way.options, "rule": spec, **limit}), curve=curve)
+
+
+def matching(methods: Sequence[Method], patterns: Sequence[str] | None, without: Sequence[str] = ()) -> list[Method]:
+    """Those whose names match a pattern (all without one); plain decoding always comes first.
+
+    Raises:
+        ValueError: a pattern that matches nothing.
+    """
+    names = [m.name for m in methods]
+    for pattern in (*(patterns or ()), *without):
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ValueError(f"no method matches {pattern!r}; choose from {', '.join(names)}")
+    wanted = [m for m in methods if not patterns or any(fnmatchcase(m.name, p) for p in patterns)]
+    kept = [m for m in wanted if not any(fnmatchcase(m.name, p) for p in without)]
+    return [methods[0], *(m for m in kept if m is not methods[0])]

@@ -1,0 +1,184 @@
+"""`mmspec caption`: images and videos in, a caption for each out; a bad file, a kill or a second run costs nothing."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from mmspec import zoo
+from mmspec.app import embedded
+from mmspec.app.caption import report, settings
+from mmspec.app.caption.inputs import Inputs, open_inputs
+from mmspec.app.caption.journal import write_whole
+from mmspec.app.caption.media import MediaError
+from mmspec.app.caption.outputs import OutputError, Outputs
+from mmspec.app.caption.plan import Plan, Planner, adopted
+from mmspec.app.caption.prompts import PromptError, Prompts
+from mmspec.app.caption.report import Tally, TooManyErrorsError, plain
+from mmspec.app.caption.run import FatalError, Job
+from mmspec.app.caption.settings import BESIDE, SettingsError
+from mmspec.app.caption.workers import Alone, Processes, dispatch, places
+
+OK, FATAL, SOME_FAILED, INTERRUPTED = 0, 1, 3, 130
+DRY_RUN = 4  # items that a dry run captions, the first of them only to warm up
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """The options of `mmspec caption`."""
+    parser.description = (
+        "Caption images and videos. Run it again to go on after a stop: what is done is not done twice. "
+        "Exit code: 0 all well, 3 some items failed (see failed.jsonl), 1 nothing could be done or the run was given "
+        "up, 130 stopped by Ctrl-C."
+    )
+    settings.configure(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Caption as the options say; the exit code."""
+    try:
+        options = settings.resolve(args)
+        return _caption(options)
+    except (MediaError, PromptError, SettingsError, OutputError, FatalError, TooManyErrorsError) as error:
+        print(f"mmspec caption: {plain(str(error))}", file=sys.stderr)
+        return FATAL
+    except OSError as error:
+        print(f"mmspec caption: {error}; what was finished before is safe", file=sys.stderr)
+        return FATAL
+
+
+def _caption(options: argparse.Namespace) -> int:
+    inputs = open_inputs(
+        options.inputs or [zoo.samples()], recursive=options.recursive, column_image=options.column_image,
+        column_text=options.column_text, column_tags=options.column_tags, split=options.split,
+    )  # fmt: skip
+    prompts = Prompts.read(
+        None if options.prompt_file else options.prompt, options.prompt_file, system=options.system,
+        start=options.start_with, prepend=options.prepend, append=options.append,
+    )  # fmt: skip
+    shaping = settings.settings(options)
+    slots = f"shard-{options.shard.replace('/', '-of-')}-" if options.shard else ""
+    folder, origin = _folders(options, inputs)
+    outputs = Outputs(folder, origin, slots, look_only=options.dry_run)
+    with contextlib.closing(outputs):
+        if not options.dry_run:
+            outputs.adopt(lambda record: adopted(shaping, record))
+        todo = Planner(options, shaping, prompts, outputs).plan(inputs)
+        todo.pending = todo.pending[: options.limit]
+        _say_plan(options, inputs, outputs, todo)
+        job = Job(options, shaping, folder, outputs.origin)
+        if options.dry_run:
+            return _dry_run(job, todo)
+        return _work(job, slots, inputs, outputs, todo)
+
+
+def _folders(options: argparse.Namespace, inputs: Inputs) -> tuple[Path, str]:
+    """The output folder, and the name of where the items come from."""
+    origin = str(inputs.root.resolve()) if inputs.root is not None else " ".join(map(str, options.inputs))
+    if options.out != BESIDE:
+        return Path(options.out), origin
+    if inputs.root is None:
+        raise OutputError("--out beside needs files to lie beside; give --out a folder")
+    return inputs.root, origin
+
+
+def _work(job: Job, slots: str, inputs: Inputs, outputs: Outputs, todo: Plan) -> int:
+    options = job.options
+    failed_before = todo.failed_before + len(todo.unwritable)
+    if not todo.pending:
+        _finish(options, inputs, outputs)
+        return SOME_FAILED if failed_before else OK
+    write_whole(outputs.state / "run.yaml", settings.dumped(options), outputs.state / f"{slots}run.partial")
+    tally = Tally(len(todo.pending), options.quiet, todo.unit, options.max_errors)
+    comparison = None
+    try:
+        with contextlib.closing(tally), _crew(job, slots, todo) as crew:
+            for note in crew.notes:
+                print(f"note: {plain(note)}", file=sys.stderr)
+            if isinstance(crew, Alone):
+                comparison = crew.comparison
+            tally.start()
+            dispatch(todo.pending, crew, job, tally.add)
+            if comparison is not None:
+                comparison.measure(crew.worker.engine, crew.worker.flow.rows)
+    except KeyboardInterrupt:
+        _finish(options, inputs, outputs)
+        print(f"\nstopped: {tally.counted} are in {outputs.folder}; the same command again goes on from there")
+        return INTERRUPTED
+    except (FatalError, TooManyErrorsError):
+        _finish(options, inputs, outputs)
+        raise
+    made = _finish(options, inputs, outputs)
+    if options.report:
+        report.write(options.report, options, todo, tally, crew.summaries, comparison)
+    if tally.failed:
+        print(f"{tally.failed} failed: {outputs.folder / 'failed.jsonl'} says why")
+    files = f"a {options.extension} for each" if any(task.sidecar for task in todo.pending) else ""
+    print("captions: " + ", and ".join(filter(None, [", ".join(map(str, made)), files])))
+    print("; ".join(filter(None, [str(tally), str(comparison or "")])))
+    return SOME_FAILED if tally.failed or failed_before else OK
+
+
+@contextlib.contextmanager
+def _crew(job: Job, slots: str, todo: Plan) -> Iterator[Any]:
+    """Who works: Ray, a process per device, or this process; they are told to stop in the end, whatever happens."""
+    options = job.options
+    if options.ray:
+        from mmspec.app.caption.ray_run import Actors
+
+        crew: Any = Actors(job, options.devices, slots)
+    elif len(where := places(options.devices)) > 1:
+        crew = Processes(replace(job, workers=len(where)), where, slots)
+    else:
+        crew = Alone(job, where[0], slots, len(todo.pending))
+    try:
+        yield crew
+    finally:
+        crew.stop()
+
+
+def _dry_run(job: Job, todo: Plan) -> int:
+    """Nothing is written but to a folder that goes again."""
+    if not todo.pending:
+        return OK
+    asked = todo.pending[0].asked
+    for what, text in (("system", asked.system), ("prompt", asked.text), ("answers begin", asked.start)):
+        if text:
+            print(f"{what}: {plain(text)}")
+    step = max(1, len(todo.pending) // DRY_RUN)
+    sample = todo.pending[::step][:DRY_RUN]
+    workers = places(job.options.devices)
+    with tempfile.TemporaryDirectory() as folder:
+        options = copy.copy(job.options)
+        options.devices, options.ray, options.compare = workers[0], False, False
+        trial = replace(job, folder=Path(folder), options=options)
+        warm_up, measured = Tally(1, quiet=True, shown=False), Tally(len(sample), quiet=True, shown=False)
+        with _crew(trial, "", Plan(sample)) as crew:
+            dispatch(sample[:1], crew, trial, warm_up.add)
+            measured.start()
+            dispatch(sample[1:] or sample, crew, trial, measured.add)
+        print(report.estimate(todo, measured, len(workers), crew.summaries[0]))
+    return OK
+
+
+def _finish(options: argparse.Namespace, inputs: Inputs, outputs: Outputs) -> list[Path]:
+    kinds = (options.format or "metadata").split(",")
+    sources = {item.name: item.source for item in inputs.items()} if "webdataset" in kinds else {}
+    return outputs.finish(kinds, options.on_existing == "overwrite", sources)
+
+
+def _say_plan(options: argparse.Namespace, inputs: Inputs, outputs: Outputs, todo: Plan) -> None:
+    print(f"{todo.items} {todo.unit}{'s' * (todo.items != 1)}: {todo}")
+    if outputs.ledger.damaged:
+        print(f"{outputs.ledger.damaged} broken line(s) in {outputs.state} (a run was killed there) are passed over")
+    for trouble in todo.unwritable:
+        print(f"failed: {plain(trouble)}", file=sys.stderr)
+    samples = zoo.samples().resolve()
+    if todo.pending and options.model == embedded.MODEL and (inputs.root is None or inputs.root.resolve() != samples):
+        print(embedded.NOTE)

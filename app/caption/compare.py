@@ -1,0 +1,107 @@
+"""The speed-up measured after a run: a few of its items, spread over it, are captioned by stock generate as well."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from PIL import Image
+
+from mmspec.app.caption.prompts import Asked
+from mmspec.app.engine import Captioner, Engine, first_line
+from mmspec.pipelines.intake import Static
+
+SAMPLE = 6  # items
+WARM_UP = 8  # new tokens
+Shown = tuple[Sequence[Image.Image], Asked]
+
+
+class Comparison:
+    """Keeps some of what the model is asked, and times both paths on it in alternating order, after a warm-up."""
+
+    def __init__(self, items: int):
+        count = min(items, SAMPLE)
+        self._due = [(2 * place + 1) * items // (2 * count) for place in range(count)]
+        self._seen = 0
+        self.kept: list[Shown] = []
+        self.identical = 0
+        self.stock_seconds = self.own_seconds = 0.0
+        self.sampling = False
+        self.trouble = ""
+
+    def show(self, frames: Sequence[Image.Image], asked: Asked) -> None:
+        """What the model is being asked; the first from each due number on is kept."""
+        if self._due and self._seen >= self._due[0]:
+            del self._due[0]
+            self.kept.append((frames, asked))
+        self._seen += 1
+
+    def measure(self, engine: Engine, rows: int) -> None:
+        """Caption what was kept on both paths, `rows` at once; in stock generate a batch waits for its longest row."""
+        self.sampling = engine.sampling
+        try:
+            self._both(engine, rows, self.kept[:1], warm=True)
+            for first in range(0, len(self.kept), rows):
+                self._both(engine, rows, self.kept[first : first + rows], stock_first=(first // rows) % 2 == 1)
+        except Exception as error:  # the captions are safe; only the measurement is not to be had
+            self.trouble = first_line(error)
+
+    def facts(self) -> dict[str, Any]:
+        """For the report."""
+        if self.trouble or not self.own_seconds:
+            return {"trouble": self.trouble}
+        return {
+            "items": len(self.kept),
+            "stock_seconds": round(self.stock_seconds, 4),
+            "own_seconds": round(self.own_seconds, 4),
+            "speedup": round(self.stock_seconds / self.own_seconds, 4),
+            "identical": self.identical,
+        }
+
+    def _both(
+        self, engine: Engine, rows: int, shown: list[Shown], warm: bool = False, stock_first: bool = False
+    ) -> None:
+        more = {"max_new_tokens": WARM_UP} if warm else {}
+        stock = self._stock(engine, rows, shown, more) if stock_first else None
+        own = _timed(engine.flow(rows), shown)
+        stock = stock or self._stock(engine, rows, shown, more)
+        if not warm:
+            self.own_seconds += own[1]
+            self.stock_seconds += stock[1]
+            self.identical += sum(one == other for one, other in zip(own[0], stock[0], strict=True))
+
+    @staticmethod
+    def _stock(engine: Engine, rows: int, shown: list[Shown], more: dict[str, int]) -> tuple[list[str], float]:
+        with engine.stock():
+            batches = Static(engine.model, engine.processor, rows, **(engine.settings | more))
+            return _timed(Captioner(engine, batches), shown)
+
+    def __str__(self) -> str:
+        if self.trouble:
+            return f"stock generate could not be measured ({self.trouble})"
+        if not self.own_seconds:
+            return "no comparison with stock generate"
+        ratio = self.stock_seconds / self.own_seconds
+        verdict = f"{ratio:.1f}x faster" if ratio >= 1.05 else f"no gain here ({ratio:.2f}x)"
+        same = f"identical text on {self.identical} of {len(self.kept)}"
+        if self.sampling:
+            same = "texts are drawn by chance (temperature) and not compared"
+        return (
+            f"on {len(self.kept)} of them stock generate took {self.stock_seconds:.1f} s, "
+            f"mmspec {self.own_seconds:.1f} s: {verdict}, {same}"
+        )
+
+
+def _timed(captioner: Captioner, shown: list[Shown]) -> tuple[list[str], float]:
+    """The texts in order, and the wall time."""
+    begun = time.perf_counter()
+    texts: dict[Any, str] = {}
+    for number, (frames, asked) in enumerate(shown):
+        captioner.add(number, frames, asked)
+    while captioner.busy:
+        for answer in captioner.step():
+            if answer.error is not None:
+                raise answer.error
+            texts[answer.ticket] = answer.text
+    return [texts[number] for number in range(len(shown))], time.perf_counter() - begun

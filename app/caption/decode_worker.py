@@ -1,0 +1,127 @@
+"""A process that decodes: it reads items off a line, and answers with facts and frames, within its limits."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import pickle
+import signal
+import socket
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mmspec.app.caption import media, video
+from mmspec.app.caption.media import Limits, Media, MediaError
+from mmspec.app.caption.video import FramePolicy
+
+if TYPE_CHECKING:
+    from mmspec.app.caption.items import Item
+
+LENGTH = struct.Struct("<Q")
+
+
+@dataclass(frozen=True)
+class Order:
+    """What every worker process is told once."""
+
+    limits: Limits
+    frames: FramePolicy
+    phash: bool
+    max_side: int | None
+
+
+def serve(line: socket.socket, order: Order) -> None:
+    """What a worker process does: read an item off the line, answer with its frames, until the line breaks."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent decides what ends
+    for library in ("OMP", "OPENBLAS", "MKL"):  # numpy is loaded for few pictures, and needs no threads for them
+        os.environ[f"{library}_NUM_THREADS"] = "1"
+    _limit_memory(order.limits.memory)
+    with contextlib.suppress(OSError, EOFError):  # the parent has gone
+        send(line, b"{}")
+        while True:
+            packed = receive(line)
+            _set_alarm(order.limits.seconds + 5)
+            answer, frames = _answer(packed, order)
+            _set_alarm(0)
+            send(line, json.dumps(answer).encode(), *frames)
+
+
+def _answer(packed: bytearray, order: Order) -> tuple[dict[str, Any], list[bytes]]:
+    """What goes back for an item: facts or an error as plain data, never as a pickle; and the frames."""
+    name = "item"
+    try:
+        item = pickle.loads(packed)
+        name = label(item)
+        found = _decode(item, order)
+        facts = {"content": found.content, "phash": found.phash, "seconds": found.seconds}
+        return {**facts, "frames": [frame.size for frame in found.frames]}, [frame.tobytes() for frame in found.frames]
+    except MediaError as error:
+        refusal = error
+    except MemoryError:
+        refusal = media.too_much_memory(name)
+    except Exception as error:  # a source is not ours, and may raise anything at all
+        reason = f"cannot be read ({type(error).__name__}: {error})"
+        refusal = MediaError(name, reason, "check the file, the disk and the network")
+    return {"error": [str(refusal.path), refusal.reason, refusal.what_to_do]}, []
+
+
+def _decode(item: Item, order: Order) -> Media:
+    limits, path = order.limits, item.source.path
+    name = label(item)
+    data = item.source.read() if path is None else media.read(path, limits.max_bytes)
+    media.check_bytes(len(data), name, limits.max_bytes)
+    content = hashlib.sha256(data).hexdigest()
+    if item.kind == "video":
+        frames, seconds = video.decode(data, name, order.frames, limits, order.max_side)
+        return Media(frames, content, None, seconds)
+    picture = media.decode(data, name, limits.max_pixels, order.max_side)
+    return Media((picture,), content, media.perceptual_hash(picture) if order.phash else None)
+
+
+def label(item: Item) -> str:
+    """How messages call an item."""
+    return str(item.source.path or item.name)
+
+
+def _limit_memory(room: int) -> None:
+    """Let this process take so many bytes more than now, on systems that can count them."""
+    with contextlib.suppress(ImportError, OSError, ValueError):  # Windows, macOS: only the limits on size and time hold
+        import resource
+
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        most = pages * resource.getpagesize() + room
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _set_alarm(seconds: float) -> None:
+    """Let the system end this process after a time (0: never), in case the parent is no longer there to do so."""
+    if hasattr(signal, "setitimer"):
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+
+
+def send(line: socket.socket, message: bytes, *bulk: bytes) -> None:
+    """A message, and then bytes that it announces."""
+    line.sendall(LENGTH.pack(len(message)) + message)
+    for part in bulk:
+        line.sendall(part)
+
+
+def receive(line: socket.socket) -> bytearray:
+    return read(line, LENGTH.unpack(read(line, LENGTH.size))[0])
+
+
+def read(line: socket.socket, size: int) -> bytearray:
+    """Exactly so many bytes; EOFError where the line breaks."""
+    read = bytearray(size)
+    rest = memoryview(read)
+    while rest:
+        count = line.recv_into(rest)
+        if not count:
+            raise EOFError
+        rest = rest[count:]
+    return read

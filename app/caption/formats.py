@@ -1,0 +1,195 @@
+"""The final files of a run, made from its records: each in one step, in the order given, the same bytes every time."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import json
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from mmspec.app.caption.items import HEAD, VIDEO, FileSource, Source, kind_of, need, sniff
+from mmspec.app.caption.journal import Record, line_of
+from mmspec.app.caption.media import MediaError
+
+OURS = "ask"  # only records of our own have it; what others wrote into metadata.jsonl is kept as it is
+COLUMNS = {  # of the parquet files: what a record may tell the public
+    **dict.fromkeys(
+        ("file_name", "text", "kind", "existing", "prompt", "system", "start", "model", "drafter"), "string"
+    ),
+    **dict.fromkeys(("tokens", "seed"), "int64"),
+    **dict.fromkeys(("temperature", "seconds", "length"), "float64"),
+    "content": "string",  # sha256 of the item
+}
+CHUNK = 4096  # records written at once
+SHARD_SIZE = 1000  # samples
+MADE_FROM = b"mmspec"  # key in the parquet beside a shard, under which stands what the shard was made from
+
+
+def metadata(records: Iterable[Record], folder: Path, **_: Any) -> list[Path]:
+    """`metadata.jsonl`, which `load_dataset("imagefolder")` reads if it lies in the folder of the images."""
+    path = folder / "metadata.jsonl"
+    some = _unless_empty(records)
+    if some is None:
+        return []
+    with replacing(path) as file:
+        for record in some:
+            shown = {name: record[name] for name in ("file_name", "text")} if OURS in record else record
+            file.write(line_of(shown))
+    return [path]
+
+
+def parquet(records: Iterable[Record], folder: Path, **_: Any) -> list[Path]:
+    """`captions.parquet`; not metadata.parquet, since `imagefolder` refuses a folder with two sorts of metadata."""
+    some = _unless_empty(records)
+    return [] if some is None else [_write_table(some, folder / "captions.parquet")]
+
+
+def pairs(records: Iterable[Record], folder: Path, **_: Any) -> list[Path]:
+    """`prompts.txt` and `videos.txt`, line by line together, for trainers of video models such as finetrainers.
+
+    Only files are listed. Without any video it is the images and `images.txt`.
+    """
+    listed = [record for record in records if kind_of(record["file_name"])]
+    videos = [record for record in listed if kind_of(record["file_name"]) == VIDEO]
+    if not listed:
+        return []
+    captions, files = folder / "prompts.txt", folder / ("videos.txt" if videos else "images.txt")
+    captions.unlink(missing_ok=True)  # half a pair of the old and half of the new would be wrong and look right
+    for path, column in ((files, "file_name"), (captions, "text")):
+        with replacing(path) as file:
+            for record in videos or listed:
+                file.write(" ".join(str(record[column]).split("\n")).strip().encode("utf-8", "surrogateescape") + b"\n")
+    return [captions, files]
+
+
+def webdataset(
+    records: Iterable[Record],
+    folder: Path,
+    sources: Mapping[str, Source] | None = None,
+    shard_size: int = SHARD_SIZE,
+) -> list[Path]:
+    """`webdataset/00000.tar` and so on with .jpg (.mp4 ...), .txt and .json, and beside each a parquet of its captions.
+
+    A shard that was made from the same records is left as it is. Records are left out whose item is not in `sources`
+    (by `file_name`) and has no `path` of its own.
+    """
+    made: list[Path] = []
+    rest = iter(records)
+    while shard := list(itertools.islice(rest, shard_size)):
+        path = folder / "webdataset" / f"{len(made):05}.tar"
+        origin = hashlib.sha256(b"".join(line_of(_public(record)) for record in shard)).hexdigest().encode()
+        if not path.is_file() or _origin(path) != origin:
+            index = path.with_suffix(".parquet")
+            index.unlink(missing_ok=True)
+            complete = _write_shard(shard, path, len(made) * shard_size, sources or {})
+            _write_table(shard, index, {MADE_FROM: origin} if complete else {MADE_FROM: b""})
+        made.append(path)
+    for number in itertools.count(len(made)):  # of a time when there were more captions, or smaller shards
+        path = folder / "webdataset" / f"{number:05}.tar"
+        if _origin(path) is None:
+            return made
+        path.unlink(missing_ok=True)
+        path.with_suffix(".parquet").unlink()
+    return made
+
+
+FORMATS: dict[str, Callable[..., list[Path]]] = {
+    "metadata": metadata,
+    "parquet": parquet,
+    "webdataset": webdataset,
+    "pairs": pairs,
+}
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file to write that takes the place of `path` at the end: whoever looks sees the old one or all of the new."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    partial.unlink(missing_ok=True)
+    try:
+        with open(partial, "xb") as file:  # x: never through a link that somebody laid there
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _write_table(records: Iterable[Record], path: Path, notes: dict[bytes, bytes] | None = None) -> Path:
+    arrow, writers = need("pyarrow", str(path)), need("pyarrow.parquet", str(path))
+    columns = {name: getattr(arrow, kind)() for name, kind in COLUMNS.items()}
+    schema = arrow.schema(list(columns.items()), metadata=notes)
+    rest = iter(records)
+    with replacing(path) as file, writers.ParquetWriter(file, schema) as writer:
+        while part := list(itertools.islice(rest, CHUNK)):
+            rows = [{name: _cell(record.get(name), COLUMNS[name]) for name in COLUMNS} for record in part]
+            writer.write_table(arrow.Table.from_pylist(rows, schema))
+    return path
+
+
+def _write_shard(shard: list[Record], path: Path, first: int, sources: Mapping[str, Source]) -> bool:
+    """Whether all samples could be written; what could not be read is left out, with a warning."""
+    writers = need("webdataset", str(path))
+    complete = True
+    with replacing(path) as file, writers.TarWriter(file, encoder=False, mtime=0) as tar:
+        for number, record in enumerate(shard, first):
+            try:
+                data = _source(record, sources).read()
+            except MediaError as error:
+                warnings.warn(f"left out of {path}: {error}", stacklevel=2)
+                complete = False
+                continue
+            _, extension = sniff(data[:HEAD]) or ("", Path(record["file_name"]).suffix.lower() or ".bin")
+            facts = json.dumps(_public(record)).encode()
+            text = str(record["text"]).encode("utf-8", "replace")
+            tar.write({"__key__": f"{number:09}", extension[1:]: data, "txt": text, "json": facts})
+    return complete
+
+
+def _source(record: Record, sources: Mapping[str, Source]) -> Source:
+    name = record["file_name"]
+    if name in sources:
+        return sources[name]
+    if "path" in record:
+        return FileSource(Path(record["path"]))
+    raise MediaError(name, "is not among the inputs of this run", "name all inputs whose captions belong into the tars")
+
+
+def _origin(tar: Path) -> bytes | None:
+    """What a shard of ours was made from; None if it is not one of ours, or not whole."""
+    index = tar.with_suffix(".parquet")
+    if not index.is_file():
+        return None
+    parquet_files = need("pyarrow.parquet", str(index))
+    try:
+        return (parquet_files.read_schema(index).metadata or {}).get(MADE_FROM)
+    except Exception:  # a damaged file may raise anything; it is made again
+        return b""
+
+
+def _public(record: Record) -> Record:
+    return {name: record[name] for name in COLUMNS if record.get(name) is not None}
+
+
+def _cell(value: Any, kind: str) -> Any:
+    """A value as its column's type; None for what is none of that."""
+    if value is None:
+        return None
+    if kind == "string":
+        return str(value).encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return int(value) if kind == "int64" else float(value)
+
+
+def _unless_empty(records: Iterable[Record]) -> Iterator[Record] | None:
+    rest = iter(records)
+    first = next(rest, None)
+    return None if first is None else itertools.chain([first], rest)

@@ -1,0 +1,95 @@
+"""Data sets of the `datasets` library, from the Hub or a folder, with nothing decoded."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+from mmspec.app.caption.items import VIDEO, DatasetSource, Item, need
+from mmspec.app.caption.media import MediaError
+from mmspec.app.caption.tables import CHUNK, Columns, kind_by_name
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """A data set of the `datasets` library: `hf:owner/name`, `hf:owner/name/config:split`, or one saved to a folder."""
+
+    where: str
+    columns: Columns
+    split: str | None = None
+    root: ClassVar[None] = None
+
+    @cached_property
+    def count(self) -> int | None:
+        return sum(len(part) for part in self._parts.values())
+
+    def check(self) -> None:
+        """MediaError if it cannot be loaded or has no such column."""
+        for part in self._parts.values():
+            self._column(part)
+
+    def items(self, name_of: Callable[[Path], str]) -> Iterator[Item]:
+        for split, part in self._parts.items():
+            name, (column, kind) = f"{self._name}/{split}", self._column(part)
+            pickled = pickle.dumps(part.select_columns([column]))
+            notes = part.select_columns(self.columns.notes) if self.columns.notes else None
+            for row in range(len(part)):
+                if row % CHUNK == 0:
+                    said = notes[row : row + CHUNK] if notes is not None else {}
+                cells = {note: values[row % CHUNK] for note, values in said.items()}
+                source = DatasetSource(name, pickled, row, column)
+                yield Item(f"{name}/{row}", kind, source, *self.columns.said(cells))
+
+    @property
+    def _name(self) -> str:
+        name = self._address[0] if self.where.startswith("hf:") else self.where
+        return Path(name).resolve().name if Path(name).is_dir() else name
+
+    @property
+    def _address(self) -> tuple[str, str | None]:
+        name, _, split = self.where.removeprefix("hf:").partition(":")
+        return name, split or self.split
+
+    @cached_property
+    def _parts(self) -> dict[str, Any]:
+        """The splits that are wanted, with nothing decoded."""
+        datasets = need("datasets", self.where)
+        name, split = self._address
+        try:
+            if not self.where.startswith("hf:"):
+                found = datasets.load_from_disk(self.where)
+                split = self.split
+            else:
+                found = datasets.load_dataset(*_name_and_config(name), split=split)
+        except Exception as error:  # no network, no such set, no such split, a damaged cache: the library says which
+            reason = f"cannot be loaded ({type(error).__name__}: {error})"
+            raise MediaError(self.where, reason, "check the name (owner/name:split) and the network") from error
+        parts = dict(found) if isinstance(found, dict) else {split or str(found.split or "train"): found}
+        if isinstance(found, dict) and split:
+            if split not in parts:
+                raise MediaError(self.where, f"has no split {split!r}; it has {', '.join(parts)}", "name one of them")
+            parts = {split: parts[split]}
+        return {split: _undecoded(part) for split, part in parts.items()}
+
+    def _column(self, part: Any) -> tuple[str, str]:
+        typed = {name: type(feature).__name__ for name, feature in part.features.items()}
+        typed = {name: kind for name, kind in typed.items() if kind in ("Image", "Video")}
+        column = self.columns.choose(part.column_names, self.where, typed)
+        return column, VIDEO if typed.get(column) == "Video" else kind_by_name(column)
+
+
+def _name_and_config(address: str) -> tuple[str, str | None]:
+    """`owner/name/config` in two parts; a folder is none of these."""
+    parts = address.split("/", 2)
+    return (address, None) if len(parts) < 3 or Path(address).is_dir() else ("/".join(parts[:2]), parts[2])
+
+
+def _undecoded(part: Any) -> Any:
+    for name, feature in part.features.items():
+        if getattr(feature, "decode", False):
+            part = part.cast_column(name, type(feature)(decode=False))
+    return part

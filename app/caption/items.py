@@ -1,0 +1,244 @@
+"""One thing to caption: its name, what kind it is, and where a worker process finds its bytes."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+from mmspec.app.caption import media
+from mmspec.app.caption.media import COPY_AGAIN, MediaError
+
+IMAGE, VIDEO = "image", "video"
+VIDEO_EXTENSIONS = {
+    *(".3gp", ".avi", ".flv", ".m2ts", ".m4v", ".mkv", ".mov", ".mp4"),
+    *(".mpeg", ".mpg", ".mts", ".ogv", ".webm", ".wmv"),
+}
+# (place, bytes there, kind, extension): how a file begins, whatever it is called; the first that fits counts
+SIGNATURES = (
+    (0, b"\xff\xd8\xff", IMAGE, ".jpg"),
+    (0, b"\x89PNG\r\n\x1a\n", IMAGE, ".png"),
+    (0, b"GIF8", IMAGE, ".gif"),
+    (0, b"BM", IMAGE, ".bmp"),
+    (0, b"II*\0", IMAGE, ".tif"),
+    (0, b"MM\0*", IMAGE, ".tif"),
+    *((0, b"P%d%c" % (digit, blank), IMAGE, ".ppm") for digit in range(1, 7) for blank in b"\n\r\t "),
+    (8, b"WEBP", IMAGE, ".webp"),
+    (4, b"ftypavi", IMAGE, ".avif"),
+    *((4, b"ftyp" + brand, IMAGE, ".heic") for brand in (b"hei", b"hev", b"mif1", b"msf1")),
+    (4, b"ftyp", VIDEO, ".mp4"),
+    (0, b"\x1aE\xdf\xa3", VIDEO, ".mkv"),
+    (8, b"AVI ", VIDEO, ".avi"),
+    (0, b"\0\0\1\xba", VIDEO, ".mpg"),
+    (0, b"\0\0\1\xb3", VIDEO, ".mpg"),
+    (0, b"FLV\1", VIDEO, ".flv"),
+    (0, b"OggS", VIDEO, ".ogv"),
+)
+HEAD = 16  # bytes that `sniff` looks at
+ROWS = 16  # of a parquet file that a worker holds in memory at a time
+
+
+class Source(Protocol):
+    """Where the bytes of an item are; travels to worker processes by pickle, so it holds no open file.
+
+    Its `str` says for people where that is, and two of the same `str` are the same thing.
+    """
+
+    @property
+    def path(self) -> Path | None:
+        """The file of its own that the item has on this machine, if it has one."""
+
+    def read(self) -> bytes:
+        """All bytes; MediaError if they cannot be had."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """One thing to caption."""
+
+    name: str  # unique in the run and the same in every run: "birds/1.jpg", "shard-000003.tar/0007", "rows.parquet/12"
+    kind: str  # IMAGE or VIDEO
+    source: Source
+    existing: str | None = None  # the caption it came with
+    tags: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class FileSource:
+    """A file."""
+
+    path: Path
+
+    def __str__(self) -> str:
+        return os.path.abspath(self.path)
+
+    def read(self) -> bytes:
+        return media.read(self.path)
+
+
+@dataclass(frozen=True)
+class TarSource:
+    """A member of an uncompressed tar: read by place, so the tar is never walked through again."""
+
+    tar: Path
+    member: str
+    offset: int
+    size: int
+    path: ClassVar[None] = None
+
+    def __str__(self) -> str:
+        return f"{self.tar}: {self.member} at byte {self.offset}"
+
+    def read(self) -> bytes:
+        media.check_bytes(self.size, str(self))
+        try:
+            with open(self.tar, "rb") as file:
+                file.seek(self.offset)
+                data = file.read(self.size)
+        except OSError as error:
+            raise MediaError(self.tar, f"cannot be read ({error.strerror or error})", "check the disk") from error
+        if not data or len(data) < self.size:
+            reason = "is cut off" if self.size else "is empty (0 bytes)"
+            raise MediaError(str(self), reason, COPY_AGAIN)
+        return data
+
+
+@dataclass(frozen=True)
+class ParquetSource:
+    """A cell of a parquet file, found by row group and row in it: bytes, or {bytes, path} as `datasets` has images."""
+
+    table: Path
+    group: int
+    row: int
+    column: str
+    path: ClassVar[None] = None
+
+    def __str__(self) -> str:
+        return f"{self.table}: row {self.row} of row group {self.group}, column {self.column!r}"
+
+    def read(self) -> bytes:
+        try:
+            cell = _cursor(self.table, self.group, self.column).cell(self.row)
+        except MediaError:
+            raise
+        except Exception as error:  # a reader fed with a damaged file may raise anything at all
+            _cursor.cache_clear()
+            raise MediaError(str(self), f"cannot be read ({type(error).__name__}: {error})", COPY_AGAIN) from error
+        return _bytes_of(cell, str(self), self.table.parent)
+
+
+@dataclass(frozen=True)
+class DatasetSource:
+    """A row of a data set of the `datasets` library, which travels as a pickle of paths, not of pictures."""
+
+    name: str
+    dataset: bytes
+    row: int
+    column: str
+    path: ClassVar[None] = None
+
+    def __str__(self) -> str:
+        return f"{self.name}: row {self.row}, column {self.column!r}"
+
+    def read(self) -> bytes:
+        try:
+            cell = _dataset(self.dataset)[self.row][self.column]
+        except Exception as error:  # whatever the library meets on a damaged disk or cache
+            raise MediaError(str(self), f"cannot be read ({type(error).__name__}: {error})", COPY_AGAIN) from error
+        return _bytes_of(cell, str(self), Path())
+
+
+@dataclass(frozen=True)
+class BrokenSource:
+    """A thing that was found and cannot be opened; the run records why and goes on."""
+
+    error: MediaError
+    path: ClassVar[None] = None
+
+    def __str__(self) -> str:
+        return str(self.error)
+
+    def read(self) -> bytes:
+        raise self.error
+
+
+def kind_of(name: str) -> str | None:
+    """What a file of that name is, by its extension: IMAGE, VIDEO or None."""
+    suffix = os.path.splitext(name)[1].lower()
+    return IMAGE if suffix in media.EXTENSIONS else VIDEO if suffix in VIDEO_EXTENSIONS else None
+
+
+def sniff(head: bytes) -> tuple[str, str] | None:
+    """Kind and usual extension of a file that begins with these bytes."""
+    found = (entry for entry in SIGNATURES if head[entry[0] :].startswith(entry[1]))
+    return next(((kind, extension) for *_, kind, extension in found), None)
+
+
+def file_item(path: Path, name_of: Callable[[Path], str], existing: str | None = None, tags: tuple = ()) -> Item:
+    """A file as an item; its beginning tells what its extension does not, and whoever reads it what is wrong."""
+    kind = kind_of(path.name)
+    if kind is None:
+        try:
+            with open(path, "rb") as file:
+                kind, _ = sniff(file.read(HEAD)) or (IMAGE, "")
+        except (OSError, ValueError):  # ValueError: an impossible name out of a list
+            kind = IMAGE
+    return Item(name_of(path), kind, FileSource(path), existing, tags)
+
+
+def broken(name: str, where: Path | str, reason: str, what_to_do: str) -> Item:
+    """An item that can only fail, for what was found and is not as it should be."""
+    return Item(name, IMAGE, BrokenSource(MediaError(where, reason, what_to_do)))
+
+
+def need(module: str, what_for: str) -> Any:
+    """A library of the extra `caption`."""
+    import importlib
+
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise MediaError(what_for, f"needs the library {module}", "pip install 'mmspec[caption]'") from error
+
+
+def _bytes_of(cell: Any, where: str, folder: Path) -> bytes:
+    """Bytes in a cell: themselves, {bytes, path}, or a path (one that is relative starts at `folder`)."""
+    if isinstance(cell, dict) and (cell.get("bytes") or cell.get("path")):
+        cell = cell.get("bytes") or cell["path"]
+    if isinstance(cell, str):
+        return media.read(folder / cell)
+    if not isinstance(cell, bytes) or not cell:
+        came = "nothing" if cell is None or cell == b"" else type(cell).__name__
+        raise MediaError(where, f"holds {came}, not an image or video", "put its bytes or its path there")
+    return cell
+
+
+class _Cursor:
+    """One column of one row group, read forward a few rows at a time, so that a large row group needs little memory."""
+
+    def __init__(self, table: Path, group: int, column: str):
+        self._file = need("pyarrow.parquet", str(table)).ParquetFile(table, pre_buffer=False, buffer_size=2**16)
+        self._where = {"batch_size": ROWS, "row_groups": [group], "columns": [column], "use_threads": False}
+        self._batches: Iterator[Any] = iter(())
+        self._batch: Any = ()
+        self._first = 2**63  # row; behind every row, so that the first question starts the reading
+
+    def cell(self, row: int) -> Any:
+        if row < self._first:
+            self._batches, self._first, self._batch = self._file.iter_batches(**self._where), 0, ()
+        while row >= self._first + len(self._batch):
+            self._first += len(self._batch)
+            self._batch = next(self._batches).column(0)
+        return self._batch[row - self._first].as_py()
+
+
+_cursor = lru_cache(maxsize=2)(_Cursor)
+
+
+@lru_cache(maxsize=4)
+def _dataset(pickled: bytes) -> Any:
+    return pickle.loads(pickled)

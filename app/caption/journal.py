@@ -1,0 +1,241 @@
+"""Append-only files of JSON lines that survive a kill at any moment, and what all of them together know."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import stat
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+Record = dict[str, Any]
+FAILED = "failed"  # `status` of a line that says why there is no caption; a caption's line has none
+
+
+def digest(data: bytes) -> str:
+    """Name of a content: sha256 in hexadecimal."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def key(content: str, **settings: Any) -> str:
+    """Name of one piece of work: what was read (its digest) and everything that shapes the answer."""
+    return digest(json.dumps([content, settings], sort_keys=True).encode())
+
+
+class Journal:
+    """One JSON object a line; `append` returns once the line is on the disk. One process at a time holds a journal.
+
+    A kill can leave half a line behind: opening cuts it off. Lines that are not JSON objects (a disk that filled up
+    with zeros, an editor) stay and are passed over by `Ledger`.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = not os.path.lexists(path)
+        if not fresh and not stat.S_ISREG(path.lstat().st_mode):  # a link could lead to any file of the user's
+            raise OSError(errno.EINVAL, f"{path.name} there is a link or no file at all")
+        self._file = open(path, "w+b" if fresh else "r+b")  # noqa: SIM115 - held open for the whole run
+        if not hold(self._file.fileno()):
+            self._file.close()
+            raise OSError(errno.EBUSY, f"another process writes to {path.name}")
+        _heal(self._file)
+        if fresh:
+            _sync_folder(path.parent)
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+        self.close()
+
+    def append(self, record: Record) -> None:
+        """Write one line and wait until it is on the disk."""
+        self._file.write(line_of(record))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class Ledger:
+    """The newest line of every item in several journals; in memory only where it stands, about 200 bytes an item.
+
+    `captions` and `failures` map names to places; `get` and `failure` read the line. A failure older than a caption of
+    the same item is forgotten. Nothing is written: a torn last line is passed over.
+    """
+
+    def __init__(self, paths: Sequence[Path]):
+        self.damaged = 0
+        self.captions: dict[str, int] = {}
+        self.failures: dict[str, int] = {}
+        self._older: dict[str, list[int]] = {}  # places of captions that newer ones replaced
+        self._files = [open(path, "rb") for path in paths]  # noqa: SIM115
+        for number, file in enumerate(self._files):
+            self._load(number, file)
+
+    def get(self, name: str) -> Record | None:
+        """The caption of an item."""
+        return self._read(self.captions[name]) if name in self.captions else None
+
+    def failure(self, name: str) -> Record | None:
+        """Why an item has no caption, if trying it was the last that happened."""
+        return self._read(self.failures[name]) if name in self.failures else None
+
+    def texts(self, name: str) -> set[str]:
+        """All captions the item ever had here."""
+        places = [*self._older.get(name, ()), *([self.captions[name]] if name in self.captions else [])]
+        return {str(self._read(place).get("text")).strip() for place in places}
+
+    def all_captions(self) -> Iterator[Record]:
+        """Every caption, by name."""
+        return (self._read(self.captions[name]) for name in sorted(self.captions))
+
+    def all_failures(self) -> Iterator[Record]:
+        """Every failure that still stands, by name."""
+        return (self._read(self.failures[name]) for name in sorted(self.failures))
+
+    def close(self) -> None:
+        for file in self._files:
+            file.close()
+
+    def _load(self, number: int, file: BinaryIO) -> None:
+        place = number << 48
+        for line in file:
+            record = parse(line)
+            if record is not None and "file_name" in record:
+                self._enter(str(record["file_name"]), place, record)
+            elif line.strip():
+                self.damaged += 1
+            place += len(line)
+
+    def _enter(self, name: str, place: int, record: Record) -> None:
+        last = self.captions.get(name)
+        if record.get("status") == FAILED:
+            rivals = [found for found in (last, self.failures.get(name)) if found is not None]
+            if all(self._newer(place, record, rival) for rival in rivals):
+                self.failures[name] = place
+            return
+        if last is not None and not self._newer(place, record, last):
+            self._older.setdefault(name, []).append(place)
+            return
+        if last is not None:
+            self._older.setdefault(name, []).append(last)
+        self.captions[name] = place
+        if name in self.failures and self._newer(place, record, self.failures[name]):
+            del self.failures[name]
+
+    def _newer(self, place: int, record: Record, rival: int) -> bool:
+        """Lines of one journal are in order; those of two are compared by their clocks."""
+        if place >> 48 == rival >> 48:
+            return place > rival
+        return float(record.get("time", 0)) >= float(self._read(rival).get("time", 0))
+
+    def _read(self, place: int) -> Record:
+        file = self._files[place >> 48]
+        file.seek(place & (1 << 48) - 1)
+        return parse(file.readline()) or {}
+
+
+def line_of(record: Record) -> bytes:
+    """One line of UTF-8 JSON; file names that are no Unicode (possible on Linux) are written as escapes."""
+    text = json.dumps(record, ensure_ascii=False)
+    try:
+        return text.encode() + b"\n"
+    except UnicodeEncodeError:
+        return json.dumps(record).encode() + b"\n"
+
+
+def parse(line: bytes) -> Record | None:
+    """The object in a line, or None."""
+    try:
+        record = json.loads(line)
+    except ValueError:  # JSONDecodeError and UnicodeDecodeError
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def write_whole(path: Path, data: bytes, partial: Path | None = None, durable: bool = True) -> None:
+    """Replace a file in one step: whoever looks sees the old content or the new one, never a part.
+
+    `partial` is where it grows: one name per writer, on the same disk, so that a kill leaves no litter but this.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = partial or path.parent / ".mmspec.partial"
+    partial.unlink(missing_ok=True)
+    with open(partial, "xb") as file:  # x: never through a link that somebody laid there
+        file.write(data)
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())
+    try:
+        os.replace(partial, path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        if error.errno != errno.EXDEV or partial.parent == path.parent:
+            raise
+        write_whole(path, data, durable=durable)  # a folder below is another disk
+
+
+def hold(handle: int, shared: bool = False, patience: float = 0) -> bool:
+    """Lock an open file until the process ends, however it ends; false if another one still has it after `patience`."""
+    if fcntl is None:
+        return True
+    give_up = time.monotonic() + patience
+    while True:
+        try:
+            fcntl.flock(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() >= give_up:
+                return False
+            time.sleep(0.05)
+        except OSError:  # a network disk without locks
+            return True
+
+
+def _heal(file: BinaryIO) -> None:
+    """Cut off half a last line, or end a whole one that lacks only its end; then stand at the end."""
+    end = file.seek(0, os.SEEK_END)
+    start = _last_line(file, end)
+    file.seek(start)
+    tail = file.read()
+    if tail and parse(tail) is not None:
+        file.write(b"\n")
+    elif tail:
+        file.truncate(start)
+        file.seek(start)
+
+
+def _last_line(file: BinaryIO, end: int, step: int = 2**16) -> int:
+    """Where the line begins that no newline ends; `end` if there is none."""
+    at = end
+    while at > 0:
+        first = max(0, at - step)
+        file.seek(first)
+        found = file.read(at - first).rfind(b"\n")
+        if found >= 0:
+            return first + found + 1
+        at = first
+    return 0
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a new file's name durable; Windows cannot open folders and needs no such thing."""
+    if os.name == "posix":
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

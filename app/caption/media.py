@@ -1,0 +1,280 @@
+"""Images from folders nobody vouches for: find them, and turn each into one right RGB picture or a clear error."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import math
+import operator
+import os
+import stat
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from PIL import Image, ImageOps
+
+MAX_PIXELS = 50_000_000  # checked against the header, before anything is decoded; 150 MB as RGB
+MAX_BYTES = 512 * 2**20  # size on disk
+MAX_ASPECT = 200  # a 1 x 50 000 strip passes the pixel limit, yet a resize of its short side would take all memory
+
+JPEG_NAMES = {".jfif", ".jpe", ".jpeg", ".jpg"}
+OTHER_NAMES = {".apng", ".avif", ".bmp", ".gif", ".png", ".ppm", ".pgm", ".tif", ".tiff", ".webp"}
+UNREADABLE_NAMES = {".heic", ".heif"}  # found, so that their owner learns that they got no caption
+EXTENSIONS = JPEG_NAMES | OTHER_NAMES | UNREADABLE_NAMES
+# Formats Pillow may try. Left out on purpose: EPS (starts Ghostscript), TGA (has no signature, so that any bytes may
+# pass for one), JPEG 2000 (a cut-off file can decode without an error).
+FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
+CONVERT = "save it again as JPEG or PNG"
+COPY_AGAIN = "copy or download it again"
+STRANGERS = (  # place, bytes there, what that is and what to do with it
+    (0, b"%PDF", "is a PDF document", "save its pages as JPEG or PNG"),
+    (0, b"<svg", "is a drawing in SVG", CONVERT),
+    (0, b"\0\0\1\0", "is an icon file (ICO)", CONVERT),
+    (0, b"\0\0\0\x0cjP", "is a JPEG 2000 picture", CONVERT),
+    (4, b"ftyphei", "is a HEIC picture", CONVERT),
+    (4, b"ftypmif1", "is a HEIF picture", CONVERT),
+    (4, b"ftyp", "is a video, not an image", "give it the extension .mp4"),
+    (0, b"\x1aE\xdf\xa3", "is a video, not an image", "give it the extension .mkv"),
+    (8, b"AVI ", "is a video, not an image", "give it the extension .avi"),
+)
+# The lowest 8 frequencies of the discrete cosine transform (DCT-II) of 32 values, for the perceptual hash.
+COSINES = [[math.cos(math.pi * (2 * place + 1) * wave / 64) for place in range(32)] for wave in range(8)]
+
+
+class MediaError(Exception):
+    """One file or folder that cannot be used: which, why, and what its owner can do about it."""
+
+    def __init__(self, path: Path | str, reason: str, what_to_do: str):
+        self.path, self.reason, self.what_to_do = Path(path), reason, what_to_do
+        super().__init__(f"{path}: {reason}; {what_to_do}")
+
+    def __reduce__(self) -> tuple:
+        """Pickle by the three arguments, so that a worker process can hand the error on."""
+        return type(self), (self.path, self.reason, self.what_to_do)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one item may take, so that no file can hold up or kill a run."""
+
+    max_pixels: int = MAX_PIXELS  # of a picture or of one frame
+    max_bytes: int = MAX_BYTES
+    seconds: float = 60.0  # to read and decode it
+    memory: int = 2 * 2**30  # bytes, on top of what an idle worker process takes
+    max_duration: float = 3600.0  # seconds of video in full HD; the more pixels a frame has, the shorter
+
+
+@dataclass(frozen=True)
+class Media:
+    """One decoded item: its frames in RGB (one for an image) and what its bytes are known by."""
+
+    frames: tuple[Image.Image, ...]
+    content: str  # sha256 of the bytes
+    phash: int | None = None  # 64-bit perceptual hash of an image, if asked for
+    seconds: float | None = None  # length of a video
+
+
+def find(path: Path | str, recursive: bool = False) -> list[Path]:
+    """Images (by extension) of a folder in a stable order, or the one image named; hidden files are left out."""
+    path = Path(path)
+    if not path.exists():
+        raise MediaError(path, "no such file or folder", "give a folder with images, or one image")
+    if not path.is_dir():
+        return [path]  # named by hand, so it is tried whatever its extension
+    found: list[Path] = []
+    for folder, below, names in os.walk(path, onerror=_refuse(path)):
+        below[:] = sorted(name for name in below if recursive and not name.startswith("."))
+        found += [Path(folder, name) for name in names if _looks_like_image(name)]
+    if not found:
+        advice = f"known extensions are {' '.join(sorted(EXTENSIONS))}"
+        raise MediaError(path, "no images found", advice if recursive else f"add --recursive for subfolders; {advice}")
+    return sorted(found, key=lambda image: image.relative_to(path).parts)
+
+
+def neighbours(image: Path) -> list[Path]:
+    """The image and all others of its folder."""
+    return sorted({image, *(image.parent / name for name in os.listdir(image.parent) if _looks_like_image(name))})
+
+
+def load_image(path: Path | str, max_pixels: int = MAX_PIXELS) -> Image.Image:
+    """The picture in `path` as upright RGB: first frame of an animation, transparency on white, 16 bits scaled to 8."""
+    return decode(read(path), path, max_pixels)
+
+
+def read(path: Path | str, max_bytes: int = MAX_BYTES) -> bytes:
+    """Bytes of a regular file of sensible size; pipes, devices, folders and symlink loops are refused unopened."""
+    path = Path(path)
+    try:
+        found = path.stat()
+        if stat.S_ISDIR(found.st_mode):
+            raise MediaError(path, "is a folder, not an image", "rename it, or add --recursive to look inside")
+        if not stat.S_ISREG(found.st_mode):
+            raise MediaError(path, "is a pipe or device, not a file", "remove it from the folder")
+        check_bytes(found.st_size, path, max_bytes)
+        return path.read_bytes()
+    except ValueError as error:  # a zero byte in a name out of a list
+        raise MediaError(path, f"is no possible file name ({error})", "correct the list") from error
+    except OSError as error:
+        raise _explained(path, error) from error
+
+
+def check_bytes(size: int, path: Path | str, max_bytes: int = MAX_BYTES) -> None:
+    """Refuse what is empty, or too large to be read whole."""
+    if not size:
+        raise MediaError(path, "is empty (0 bytes)", COPY_AGAIN)
+    if size > max_bytes:
+        reason = f"has {size / 2**20:.0f} MiB, over {max_bytes / 2**20:.0f}"
+        raise MediaError(path, reason, "make it smaller, or raise the limit on bytes")
+
+
+def decode(data: bytes, path: Path | str, max_pixels: int = MAX_PIXELS, max_side: int | None = None) -> Image.Image:
+    """RGB picture out of the bytes of an image file, made to fit into max_side x max_side; `path` is for messages."""
+    with opened(data, path, max_pixels) as image:
+        if max_side is not None:
+            image.draft(None, fitting(image.size, 2 * max_side))  # a JPEG is decoded at a fraction of its size
+        image.load()  # verify() passes a truncated JPEG
+        return shrunk(rgb(_upright(image)), max_side)
+
+
+@contextlib.contextmanager
+def opened(data: bytes, path: Path | str, max_pixels: int) -> Iterator[Image.Image]:
+    """An image of which only the header was read and checked. The one place where Pillow meets foreign bytes.
+
+    Whatever goes wrong inside the `with` becomes a MediaError.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # notes on odd metadata; but Pillow's guard against bombs must stop us:
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+                check_size(image.size, path, max_pixels)
+                yield image
+    except MediaError:
+        raise
+    except Image.UnidentifiedImageError as error:
+        raise MediaError(path, *_stranger(data)) from error
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        reason = "declares more pixels than can be opened safely (a decompression bomb?)"
+        raise MediaError(path, reason, "make it smaller") from error
+    except MemoryError as error:
+        raise too_much_memory(path) from error
+    except Exception as error:  # a decoder fed with hostile bytes may raise anything at all
+        raise MediaError(path, f"is damaged or cut off ({type(error).__name__}: {error})", COPY_AGAIN) from error
+
+
+def too_much_memory(path: Path | str) -> MediaError:
+    """The error for bytes that do not fit into memory when they are decoded."""
+    return MediaError(path, "takes too much memory to decode", "make it smaller, or raise the limit on memory")
+
+
+def fitting(size: tuple[int, int], side: int) -> tuple[int, int]:
+    """The size, made as much smaller as side x side demands, in the same proportions."""
+    scale = min(1.0, side / max(size))
+    return max(1, round(size[0] * scale)), max(1, round(size[1] * scale))
+
+
+def shrunk(picture: Image.Image, max_side: int | None) -> Image.Image:
+    """The picture, made to fit into max_side x max_side."""
+    size = picture.size if max_side is None else fitting(picture.size, max_side)
+    return picture if size == picture.size else picture.resize(size, Image.Resampling.BICUBIC, reducing_gap=2.0)
+
+
+def perceptual_hash(picture: Image.Image) -> int:
+    """pHash in 64 bits: which of the 8 x 8 lowest DCT frequencies of the 32 x 32 grey picture exceed their median.
+
+    Pictures that look alike differ in few bits; (a ^ b).bit_count() is the distance.
+    """
+    grey = picture.convert("L").resize((32, 32), Image.Resampling.LANCZOS, reducing_gap=2.0).tobytes()
+    lines = [[_dot(cosine, grey[start : start + 32]) for start in range(0, 1024, 32)] for cosine in COSINES]
+    waves = [round(_dot(cosine, line), 6) for cosine in COSINES for line in lines]  # rounded: a flat picture has zeros
+    median = sum(sorted(waves)[31:33]) / 2
+    return sum(1 << place for place, wave in enumerate(reversed(waves)) if wave > median)
+
+
+def _dot(left: list[float], right: list[float] | bytes) -> float:
+    return sum(map(operator.mul, left, right))
+
+
+def _stranger(data: bytes) -> tuple[str, str]:
+    """What bytes are that no decoder knows, and what to do."""
+    head = data[:4096].lstrip(b"\xef\xbb\xbf \t\r\n")
+    for place, mark, reason, what_to_do in STRANGERS:
+        if head[place:].startswith(mark) or (mark == b"<svg" and head.startswith(b"<?xml") and mark in head):
+            return reason, what_to_do
+    return "is not an image that can be read here", CONVERT
+
+
+def check_size(size: tuple[int, int], path: Path | str, max_pixels: int) -> None:
+    """Refuse a picture by what its header says."""
+    width, height = size
+    if min(size) < 1:
+        raise MediaError(path, f"declares a size of {width} x {height} pixels", COPY_AGAIN)
+    if width * height > max_pixels:
+        reason = f"{width} x {height} is {width * height / 1e6:.0f} million pixels, over {max_pixels / 1e6:.0f} million"
+        raise MediaError(path, reason, "make the image smaller")
+    if max(size) > MAX_ASPECT * min(size):
+        raise MediaError(path, f"{width} x {height} is longer than {MAX_ASPECT} times its width", "crop it")
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    """The image turned as its EXIF orientation says; one whose EXIF block is broken stays as it is stored."""
+    try:
+        orientation = image.getexif().get(0x0112, 1)
+    except Exception:  # EXIF is parsed lazily out of hostile bytes; without it no orientation is known
+        return image
+    return ImageOps.exif_transpose(image) if orientation in range(2, 9) else image
+
+
+def rgb(image: Image.Image) -> Image.Image:
+    """RGB in 8 bits; whatever is transparent shows a white page."""
+    if image.mode in ("I", "F") or image.mode.startswith("I;16"):
+        return _eight_bits(image).convert("RGB")
+    if image.has_transparency_data:
+        picture = image.convert("RGBA")
+        page = Image.new("RGBA", picture.size, "white")
+        return Image.alpha_composite(page, picture).convert("RGB")
+    return image.convert("RGB")
+
+
+def _eight_bits(image: Image.Image) -> Image.Image:
+    """Grey levels 0..255: 16 bits over their whole range, 32-bit integers and floats over the range they use."""
+    import numpy as np  # late: worker processes start sooner, and few pictures need it
+
+    grey = np.array(image, dtype=np.float32)  # a copy, changed in place: a large picture is large enough once
+    np.nan_to_num(grey, copy=False, posinf=0.0, neginf=0.0)
+    low, high = (0.0, 65535.0) if image.mode.startswith("I;16") else (float(grey.min()), float(grey.max()))
+    scale = 255.0 / (high - low) if high > low else 0.0
+    grey *= scale
+    grey -= low * scale
+    return Image.fromarray(np.rint(grey, out=grey).astype(np.uint8))
+
+
+def _looks_like_image(name: str) -> bool:
+    return os.path.splitext(name)[1].lower() in EXTENSIONS and not name.startswith(".")
+
+
+def _refuse(top: Path) -> Callable[[OSError], None]:
+    """How os.walk reports a folder it cannot list: fatal for the top one, a warning for one further down."""
+
+    def report(error: OSError) -> None:
+        refusal = _explained(Path(error.filename or top), error)
+        if refusal.path == top:
+            raise refusal from error
+        warnings.warn(f"left out: {refusal}", stacklevel=2)
+
+    return report
+
+
+def _explained(path: Path, error: OSError) -> MediaError:
+    reason, what_to_do = {
+        errno.ENOENT: ("is missing or a dangling link", "restore it, or remove the link"),
+        errno.EACCES: ("may not be read", "change its permissions (chmod u+r)"),
+        errno.EPERM: ("may not be read", "change its permissions (chmod u+r)"),
+        errno.ENAMETOOLONG: ("has a name that is too long for this disk", "give it a shorter name"),
+        errno.ENOTDIR: ("is missing: a part of its path is not a folder", "restore it, or remove it from the list"),
+        errno.ELOOP: ("is a symbolic link that leads to itself", "remove the link"),
+    }.get(error.errno or 0, (f"cannot be read ({error.strerror or error})", "check the disk and the file"))
+    return MediaError(path, reason, what_to_do)

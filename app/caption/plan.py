@@ -1,0 +1,182 @@
+"""What a captioning run has still to do: the items of its inputs against what is recorded already."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import hashlib
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from mmspec.app.caption.inputs import Inputs
+from mmspec.app.caption.items import VIDEO, Item
+from mmspec.app.caption.journal import Record, digest
+from mmspec.app.caption.media import MediaError
+from mmspec.app.caption.outputs import OutputError, Outputs, Sidecars, UnwritableTextError
+from mmspec.app.caption.prompts import Asked, Prompts
+from mmspec.app.caption.settings import Settings
+
+
+@dataclass(frozen=True)
+class Task:
+    """One item to caption and all that is decided about it before it is opened; travels to worker processes."""
+
+    item: Item
+    asked: Asked
+    ask: str  # name of all that shapes the answer but the content
+    stamp: str | None  # size and time of its file
+    existing: str | None = None  # the caption that was there before any of ours
+    sidecar: str | None = None  # caption file to write
+    stale: str | None = None  # caption file of an earlier time that is to go
+
+
+@dataclass
+class Plan:
+    """What a run has to do, and what earlier runs or other people did."""
+
+    pending: list[Task] = field(default_factory=list)
+    items: int = 0  # of this run's shard
+    elsewhere: int = 0  # of other shards
+    done: int = 0
+    kept: int = 0
+    failed_before: int = 0
+    restored: int = 0
+    unwritable: list[str] = field(default_factory=list)
+
+    @property
+    def unit(self) -> str:
+        """What the pending ones are called."""
+        return "item" if any(task.item.kind == VIDEO for task in self.pending) else "image"
+
+    def __str__(self) -> str:
+        parts = {
+            "to caption": len(self.pending),
+            "done before": self.done,
+            "kept (they have a caption of another origin)": self.kept,
+            "failed before (--retry-failed tries them again)": self.failed_before,
+            "lost caption files made again": self.restored,
+            "of other shards": self.elsewhere,
+        }
+        return ", ".join(f"{count} {what}" for what, count in parts.items() if count or what == "to caption")
+
+
+class Planner:
+    """Decides about one item after the other; only changed ones of which there is a record are read for it."""
+
+    def __init__(self, options: argparse.Namespace, settings: Settings, prompts: Prompts, outputs: Outputs):
+        self.options, self.settings, self.prompts, self.outputs = options, settings, prompts, outputs
+        self.frames = frame_policy(options)
+        self.reads_existing = any("{existing}" in text for text, _ in prompts.choices)
+
+    def plan(self, inputs: Inputs) -> Plan:
+        """Sort all items of this run's shard. OutputError if the output folder is another data set's."""
+        todo, mine, sidecars = Plan(), [], Sidecars(self.options.extension)
+        for item in inputs.items():
+            sidecars.add(item.name)
+            if self._of_this_shard(item.name):
+                mine.append(item)
+            else:
+                todo.elsewhere += 1
+        todo.items = len(mine)
+        for name in inputs.neighbours(item.name for item in mine):
+            sidecars.add(name)
+        for item in mine:
+            self._sort(item, sidecars if has_sidecar(item, self.options.format) else None, todo)
+        return todo
+
+    def _sort(self, item: Item, sidecars: Sidecars | None, todo: Plan) -> None:
+        options, outputs, name = self.options, self.outputs, item.name
+        record, failure = outputs.ledger.get(name), outputs.ledger.failure(name)
+        sidecar = sidecars.of(name) if sidecars else None
+        stale = outputs.stale(record, sidecar, sidecars) if record and sidecar and sidecars else None
+        stamp = stamp_of(item)
+        same = record is not None and self._unchanged(record, item, stamp)
+        if record and same and options.resume and record.get("ask") == self._asked(item, record.get("existing"))[1]:
+            todo.done += 1
+            self._restore(record, sidecar, stale, todo)
+            return
+        there = outputs.existing(name, sidecar)
+        if options.on_existing == "skip" and (there or (item.existing and not record and not self.reads_existing)):
+            todo.kept += 1
+            return
+        existing = there or (record.get("existing") if record else item.existing)
+        asked, ask = self._asked(item, existing)
+        if failure and failure.get("ask") == ask and failure.get("stamp") == stamp and not options.retry_failed:
+            todo.failed_before += 1
+            return
+        if record and not same and record.get("folder") != outputs.origin and options.on_existing != "overwrite":
+            raise OutputError(
+                f"{outputs.folder} already holds the caption of an {name} from another folder; "
+                "choose another --out, or --on-existing overwrite"
+            )
+        todo.pending.append(Task(item, asked, ask, stamp, existing, sidecar, stale))
+
+    def _asked(self, item: Item, existing: str | None) -> tuple[Asked, str]:
+        """What is asked about the item, and the name of all that shapes the answer but its content."""
+        asked = self.prompts.of(replace(item, existing=existing), self.options.seed)
+        more: Record = {"frames": self.frames} if item.kind == VIDEO else {}
+        if existing and self.options.on_existing in ("append", "prepend"):
+            more |= {"on_existing": self.options.on_existing, "existing": existing}
+        return asked, self.settings.ask(asked, **more)
+
+    def _unchanged(self, record: Record, item: Item, stamp: str | None) -> bool:
+        if stamp and record.get("stamp") == stamp and record.get("folder") == self.outputs.origin:
+            return True
+        try:
+            return record.get("content") == digest(item.source.read())
+        except MediaError:
+            return False
+
+    def _restore(self, record: Record, sidecar: str | None, stale: str | None, todo: Plan) -> None:
+        if sidecar is None:
+            return
+        try:
+            force = self.options.on_existing == "overwrite"
+            todo.restored += self.outputs.restore(record, sidecar, stale, force)
+        except UnwritableTextError as error:
+            todo.unwritable.append(str(error))
+
+    def _of_this_shard(self, name: str) -> bool:
+        if not self.options.shard:
+            return True
+        shard, shards = map(int, self.options.shard.split("/"))
+        return int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()[:8]) % shards == shard
+
+
+def adopted(settings: Settings, record: Record) -> str:
+    """Name of what a line of the old metadata.jsonl answers, as `Settings.ask` gives it today."""
+    names = ("model", "drafter", "max_new_tokens", "temperature", "seed")
+    old = replace(settings, **{name: record.get(name) for name in names}, dtype="auto", engine=Settings.engine)
+    return old.ask(Asked(str(record["prompt"])))
+
+
+def frame_policy(options: argparse.Namespace) -> str:
+    """How the frames of a video are chosen, as FramePolicy.parse reads it."""
+    if options.keyframes:
+        return "keyframes"
+    return f"fps:{options.fps:g}" if options.fps else f"uniform:{options.frames or 8}"
+
+
+def has_sidecar(item: Item, chosen: str | None) -> bool:
+    """Whether an item gets a caption file; without --format, those do that are files of their own."""
+    return item.source.path is not None if chosen is None else "txt" in chosen.split(",")
+
+
+def stamp_of(item: Item) -> str | None:
+    """Size and time of the file that an item is, or lies in; what has not changed is not read again."""
+    for attribute in ("path", "tar", "table"):
+        path = getattr(item.source, attribute, None)
+        if path is not None:
+            return _stamp(path) if attribute == "path" else _stamp_of_many(path)
+    return None
+
+
+def _stamp(path: Path) -> str | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return f"{found.st_size}-{found.st_mtime_ns}"
+
+
+_stamp_of_many = functools.lru_cache(maxsize=64)(_stamp)  # items of one tar come one after the other

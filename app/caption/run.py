@@ -1,0 +1,304 @@
+"""One worker: it opens items, asks its model and writes what it says; a failure is one item's, not the run's."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import os
+import sys
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from PIL import Image
+
+from mmspec.app.caption.decoder import AHEAD, Decoder, DecoderError
+from mmspec.app.caption.journal import Record, digest, key
+from mmspec.app.caption.media import Limits, Media
+from mmspec.app.caption.outputs import UnwritableTextError, Writer, combined, facts_of
+from mmspec.app.caption.plan import Task, frame_policy
+from mmspec.app.caption.prompts import Asked
+from mmspec.app.caption.settings import AUTO, Settings
+from mmspec.app.caption.twins import Twins
+from mmspec.app.caption.video import FramePolicy
+
+PATIENCE = 5  # items on which a model that has never answered may fail before the run is given up
+AUTO_ROWS = {"cpu": 4, "mps": 8}  # --batch-size auto begins there; a full memory halves it
+AUTO_ROWS_ELSEWHERE = 32
+
+
+class FatalError(Exception):
+    """The run cannot go on: no model, or one that fails on item after item, so that the items are not to blame."""
+
+
+class Answers(Protocol):
+    """What an engine's `flow(rows)` returns: items go in one by one, answers come out as they are finished."""
+
+    rows: int
+    free: int
+    busy: bool
+
+    def add(self, ticket: Hashable, frames: Sequence[Image.Image], asked: Asked, seed: int = 0) -> None: ...
+
+    def step(self) -> Sequence[Any]: ...  # each with ticket, text, tokens, seconds, error (None, or why no text)
+
+
+class Model(Protocol):
+    """What --engine MODULE:FUNCTION returns; it is called as `mmspec.app.engine.load` is."""
+
+    notes: list[str]
+    drafter: Any
+
+    def flow(self, rows: int) -> Answers: ...
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every worker of a run is told once; travels to other processes and machines."""
+
+    options: argparse.Namespace
+    settings: Settings
+    folder: Path
+    origin: str
+    workers: int = 1  # on this machine, to share its cores
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of one item, on the disk already."""
+
+    name: str
+    text: str = ""
+    tokens: int = 0
+    seconds: float = 0.0
+    error: str = ""  # class of the error; there may be a text all the same that could not be written beside the item
+    message: str = ""
+    twin_of: str = ""
+
+
+class Worker:
+    """Tasks in by `give`, results out by `step`; between the two they are decoded, asked and recorded."""
+
+    def __init__(self, job: Job, place: str, slot: str):
+        options, self.job, self.slot = job.options, job, slot
+        self.engine = load(options, place)
+        self.rows = rows_for(options.batch_size, place, self.engine)
+        self.flow = self.engine.flow(self.rows)
+        count = options.decoders or max(1, min(4, cores() // (2 * job.workers)))
+        self.window = max(2 * self.rows, PATIENCE + 1) + AHEAD * count  # tasks in hand
+        self.sampler: Callable[..., None] | None = None  # is shown what the model is asked
+        self._twins = Twins(options.dedup, job.folder if options.resume else None) if options.dedup else None
+        self._inbox: deque[Task] = deque()
+        self._decoding: dict[str, Task] = {}
+        self._waiting: deque[tuple[Task, Media]] = deque()
+        self._asked: dict[str, tuple[Task, Media]] = {}
+        self._following = 0  # how many wait for the answer of one like them
+        self._held: list[tuple[Task, str, Exception]] = []  # failures of a model that has not answered yet
+        self._results: list[Result] = []
+        self._answered = False
+        with contextlib.ExitStack() as stack:
+            self._writer = Writer(job.folder, slot)
+            stack.callback(self._writer.close)
+            policy = FramePolicy.parse(frame_policy(options), options.max_frames)
+            limits = Limits(max_pixels=options.max_pixels, seconds=options.timeout, max_duration=options.max_duration)
+            self._decoder = stack.enter_context(Decoder(count, limits, policy, phash=options.dedup == "phash"))
+            self._close = stack.pop_all()
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is in hand."""
+        return bool(self._at_work or self._held or self._results)
+
+    @property
+    def _at_work(self) -> int:
+        return len(self._inbox) + len(self._decoding) + len(self._waiting) + len(self._asked) + self._following
+
+    @property
+    def notes(self) -> list[str]:
+        return self.engine.notes
+
+    def give(self, tasks: Sequence[Task]) -> None:
+        self._inbox.extend(tasks)
+
+    def step(self) -> list[Result]:
+        """A part of the work, such as one round of the model; what has been finished.
+
+        Raises:
+            FatalError: the model, or the decoder, works on nothing.
+        """
+        self._decode()
+        while self._waiting and self.flow.free:
+            self._ask(*self._waiting.popleft())
+        if self.flow.busy:
+            for answer in self.flow.step():
+                self._answer(answer)
+        if not self._at_work:
+            self._let_go()
+        found, self._results = self._results, []
+        return found
+
+    def summary(self) -> dict[str, Any]:
+        """Facts for the report."""
+        stats = getattr(self.flow, "stats", None)
+        facts: dict[str, Any] = {"worker": self.slot, "rows": self.flow.rows, "peak_memory": peak_memory(self.engine)}
+        if stats is not None and stats.rounds:
+            facts |= {
+                "target_calls": stats.target_calls,
+                "row_rounds": stats.row_rounds,
+                "gained": stats.gained,
+                "accepted": stats.accepted,
+                "tokens_per_target_call": round(stats.tokens_per_target_call, 4),
+                "accepted_draft_tokens_per_call": round(stats.accepted_draft_tokens_per_call, 4),
+                "lossless": stats.lossless,
+            }
+        return facts
+
+    def close(self) -> None:
+        self._close.close()
+
+    def _decode(self) -> None:
+        while self._inbox and self._decoder.room:
+            task = self._inbox.popleft()
+            self._decoding[task.item.name] = task
+            self._decoder.submit(task.item.name, task.item)
+        if (
+            not self._decoding or len(self._waiting) > self.rows
+        ):  # pictures wait in the decoder, which counts their bytes
+            return
+        idle = not (self._waiting or self.flow.busy)
+        try:
+            found = self._decoder.ready(0.2 if idle else 0)
+        except DecoderError as error:
+            raise FatalError(str(error)) from error
+        for name, media in found:
+            task = self._decoding.pop(str(name))
+            if isinstance(media, Media):
+                self._sort(task, media)
+            else:
+                self._fail(task, "", media)
+
+    def _sort(self, task: Task, media: Media) -> None:
+        """An item that looks like one before gets that one's caption."""
+        if self._twins is None:
+            self._waiting.append((task, media))
+            return
+        twin = self._twins.of(task, media)
+        if twin is None:
+            self._waiting.append((task, media))
+        elif twin.text is not None:
+            self._keep(task, media, twin.text, twin_of=twin.name)
+        else:
+            self._following += 1
+            twin.followers.append((task, media))
+
+    def _ask(self, task: Task, media: Media) -> None:
+        name, settings = task.item.name, self.job.settings
+        seed = 0 if settings.seed is None else int(digest(f"{settings.seed} {media.content}".encode())[:12], 16)
+        if self.sampler is not None:
+            self.sampler(media.frames, task.asked)
+        self._asked[name] = (task, media)
+        self.flow.add(name, media.frames, task.asked, seed)
+
+    def _answer(self, answer: Any) -> None:
+        task, media = self._asked.pop(answer.ticket)
+        followers = []
+        if self._twins is not None:
+            followers = self._twins.settle(task, media, None if answer.error is not None else answer.text)
+        self._following -= len(followers)
+        if answer.error is not None:
+            self._waiting.extendleft(reversed(followers))
+            self._refused(task, media.content, answer.error)
+            return
+        self._answered = True
+        self._let_go()
+        self._keep(task, media, answer.text, answer.tokens, answer.seconds)
+        for follower, its in followers:
+            self._keep(follower, its, answer.text, twin_of=task.item.name)
+
+    def _refused(self, task: Task, content: str, error: Exception) -> None:
+        self._held.append((task, content, error))
+        if self._answered:
+            self._let_go()
+        elif len(self._held) == PATIENCE:
+            raise FatalError(f"the model fails on every item. {type(error).__name__}: {error}") from error
+
+    def _keep(
+        self, task: Task, media: Media, answer: str, tokens: int = 0, seconds: float = 0.0, twin_of: str = ""
+    ) -> None:
+        text = combined(task.existing, task.asked.caption(answer), self.job.options.on_existing)
+        facts = self._facts(task, media.content) | asdict(self.job.settings) | {"tokens": tokens}
+        facts |= facts_of(
+            prompt=task.asked.text, system=task.asked.system, start=task.asked.start, existing=task.existing,
+            twin_of=twin_of, phash=media.phash, length=media.seconds, seconds=round(seconds, 4),
+            answer=answer if answer != text else None,
+        )  # fmt: skip
+        result = Result(task.item.name, text, tokens, seconds, twin_of=twin_of)
+        try:
+            self._writer.write(task.item.name, text, task.sidecar, task.stale, facts)
+        except UnwritableTextError as error:
+            result = Result(task.item.name, text, tokens, seconds, type(error).__name__, str(error), twin_of)
+        self._results.append(result)
+
+    def _let_go(self) -> None:
+        held, self._held = self._held, []
+        for task, content, error in held:
+            self._fail(task, content, error)
+
+    def _fail(self, task: Task, content: str, error: Exception) -> None:
+        self._writer.fail(task.item.name, error, self._facts(task, content))
+        self._results.append(Result(task.item.name, error=type(error).__name__, message=str(error) or repr(error)))
+
+    def _facts(self, task: Task, content: str) -> Record:
+        path = task.item.source.path
+        return facts_of(
+            key=key(content, ask=task.ask), ask=task.ask, content=content, stamp=task.stamp, folder=self.job.origin,
+            kind=task.item.kind, path=os.path.abspath(path) if path is not None else None,
+        )  # fmt: skip
+
+
+def load(options: argparse.Namespace, place: str) -> Model:
+    """The model behind the captions; FatalError if there is none."""
+    module, _, function = options.engine.partition(":")
+    try:
+        loader = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise FatalError(
+            f"no engine {options.engine!r} ({error}); give MODULE:FUNCTION that Python can import"
+        ) from error
+    try:
+        return loader(options.model, options.drafter, place, options.dtype, options.max_new_tokens, options.temperature)
+    except Exception as error:  # whatever a model or somebody's engine meets while it loads ends the run
+        named = type(error).__name__ == "EngineError"
+        raise FatalError(str(error) if named else f"{type(error).__name__}: {error}") from error
+
+
+def rows_for(asked: int | str, place: str, engine: Any) -> int:
+    """How many items are at work at once."""
+    if asked != AUTO:
+        return int(asked)
+    device = getattr(getattr(engine, "model", None), "device", None)
+    kind = getattr(device, "type", place.partition(":")[0])
+    return AUTO_ROWS.get(kind, AUTO_ROWS_ELSEWHERE)
+
+
+def peak_memory(engine: Any) -> int | None:
+    """Bytes: of the device where it counts them, else of this process; None where nobody tells."""
+    device = getattr(getattr(engine, "model", None), "device", None)
+    if device is not None and device.type == "cuda":
+        import torch
+
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return size if sys.platform == "darwin" else size * 1024
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

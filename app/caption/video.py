@@ -1,0 +1,290 @@
+"""Frames of a video, or of an animated picture taken as one: chosen by a policy, upright, in RGB."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from PIL import Image
+
+from mmspec.app.caption import media
+from mmspec.app.caption.media import COPY_AGAIN, Limits, MediaError
+
+if TYPE_CHECKING:  # a run of images only never loads FFmpeg
+    from av.container import InputContainer
+    from av.packet import Packet as AnyPacket
+    from av.video.frame import VideoFrame
+    from av.video.stream import VideoStream
+
+# Containers FFmpeg may try. Playlists (HLS, DASH, concat) are left out on purpose: they name other files and addresses.
+CONTAINERS = "mov,matroska,avi,mpegts,mpeg,mpegvideo,flv,asf,ogg,mp3,wav,flac,aac"
+FULL_HD = 1920 * 1080
+STILL_DELAY = 0.1  # seconds, of an animation's frame whose delay is missing or too short; what browsers take
+MAX_FRAMES = 64
+CONVERT = "convert it to MP4 (ffmpeg -i IN OUT.mp4)"
+STRANGERS = {
+    b"#EXTM3U": "is a playlist, not a video",
+    b"ffconcat": "is a list of videos, not a video",
+    b"<": "is a web page or another text, not a video",
+    b"%PDF": "is a PDF document, not a video",
+}
+
+
+@dataclass(frozen=True)
+class FramePolicy:
+    """Which frames of a video are looked at."""
+
+    kind: str = "uniform"  # or "fps", "keyframes"
+    rate: float = 8  # frames for "uniform", frames per second for "fps"
+    max_frames: int = MAX_FRAMES
+
+    @classmethod
+    def parse(cls, text: str, max_frames: int = MAX_FRAMES) -> FramePolicy:
+        """Policy out of "uniform:8", "fps:2" or "keyframes"; ValueError for anything else."""
+        kind, _, number = text.partition(":")
+        try:
+            rate = float(number) if number else 0.0 if kind == "keyframes" else -1.0
+        except ValueError:
+            rate = -1.0
+        fits = {"uniform": rate >= 1 and rate.is_integer(), "fps": 0 < rate <= 1000, "keyframes": not number}
+        if not fits.get(kind) or max_frames < 1:
+            raise ValueError(
+                f"unknown frame policy {text!r} (at most {max_frames} frames); choose uniform:N (N frames, evenly "
+                "spread), fps:R (R frames a second) or keyframes, and at least 1 frame"
+            )
+        return cls(kind, rate, max_frames)
+
+    def choose(self, times: Sequence[float], keys: Sequence[bool]) -> list[int]:
+        """Places of the frames to take, given the time (s) of every frame and whether it is a key frame."""
+        if self.kind == "fps":
+            chosen: Sequence[int] = _ticks(times, self.rate)
+        elif self.kind == "keyframes":
+            chosen = [place for place, key in enumerate(keys) if key]
+        else:
+            chosen = _centres(range(len(times)), min(int(self.rate), self.max_frames))
+        return _centres(chosen, self.max_frames)
+
+
+class Packet(NamedTuple):
+    """What the container says of one frame, before anything is decoded."""
+
+    pts: int
+    key: bool
+    run: int  # how many key frames came before it in the file, with itself: a run decodes without what precedes it
+
+
+def decode(
+    data: bytes, path: Path | str, policy: FramePolicy, limits: Limits, max_side: int | None = None
+) -> tuple[tuple[Image.Image, ...], float]:
+    """The chosen frames and the length in seconds; fewer frames where the video has fewer, or where its tail is broken.
+
+    An animated GIF, WebP, PNG or AVIF is a video here, and a still picture one of a single frame.
+    """
+    try:
+        with Image.open(io.BytesIO(data), formats=media.FORMATS):
+            is_picture = True
+    except Exception:  # hostile bytes; whatever is wrong with them, FFmpeg or `media.opened` will say it
+        is_picture = data.startswith((b"GIF8", b"\x89PNG"))
+    return (_animation if is_picture else _film)(data, path, policy, limits, max_side)
+
+
+def _film(
+    data: bytes, path: Path | str, policy: FramePolicy, limits: Limits, max_side: int | None
+) -> tuple[tuple[Image.Image, ...], float]:
+    """Two walks through the file: the first reads all times and decodes nothing, the second decodes what is needed."""
+    with _opened(data, path, limits) as (container, stream):
+        packets = list(_packets(container, stream))
+        shown = sorted(packets)
+        if not shown:
+            raise MediaError(path, "is a video without a single frame", COPY_AGAIN)
+        if len(shown) < stream.frames / 2:
+            raise MediaError(path, f"is cut off: {len(shown)} of its {stream.frames} frames are there", COPY_AGAIN)
+        base = float(stream.time_base or 0)
+        times = [(packet.pts - shown[0].pts) * base for packet in shown]
+        seconds = times[-1] + (float(1 / stream.average_rate) if stream.average_rate else 0.0)
+        _check_length(seconds, (stream.width, stream.height), path, limits)
+        wanted = [shown[place] for place in policy.choose(times, [packet.key for packet in shown])]
+    missing = {packet.pts for packet in wanted}
+    asked, pictures = len(missing), []
+    with _opened(data, path, limits) as (container, stream):
+        for frame in _frames(container, stream, _runs(packets, wanted)):
+            if frame.pts in missing and not frame.is_corrupt:
+                media.check_size((frame.width, frame.height), path, limits.max_pixels)
+                missing.remove(frame.pts)
+                pictures.append(_picture(frame, max_side))
+            if not missing:
+                break
+    return _enough(pictures, asked, path), seconds
+
+
+@contextlib.contextmanager
+def _opened(data: bytes, path: Path | str, limits: Limits) -> Iterator[tuple[InputContainer, VideoStream]]:
+    """A container and its video stream, with nothing decoded; whatever FFmpeg raises inside becomes a MediaError."""
+    import av
+
+    rules = {"format_whitelist": CONTAINERS, "protocol_whitelist": "none"}  # it may open nothing but these bytes
+    try:
+        with av.open(io.BytesIO(data), "r", container_options=rules, metadata_errors="replace") as container:
+            stream = next((one for one in container.streams.video if not _is_cover(one)), None)
+            if stream is None:
+                reason = "has sound but no video" if container.streams.audio else "has no video in it"
+                raise MediaError(path, reason, "leave it out")
+            codec = stream.codec_context
+            if codec is None:
+                raise MediaError(path, "holds video of a kind that cannot be decoded here", CONVERT)
+            if not stream.width or not stream.height:
+                raise MediaError(path, "is damaged: nothing in it tells the size of its frames", COPY_AGAIN)
+            media.check_size((stream.width, stream.height), path, limits.max_pixels)
+            codec.thread_count = 1  # the processes run in parallel; threads would only cost memory
+            # Frames may declare another size than the header; and what is broken shall be missed, not painted over.
+            codec.options = {"max_pixels": str(limits.max_pixels), "err_detect": "explode"}
+            yield container, stream
+    except MediaError:
+        raise
+    except MemoryError as error:  # FFmpeg's own is one too
+        raise media.too_much_memory(path) from error
+    except Exception as error:  # a demuxer fed with hostile bytes may raise anything at all
+        head = data[:512].lstrip()
+        known = next((reason for mark, reason in STRANGERS.items() if head.startswith(mark)), None)
+        reason = (
+            known
+            or f"is damaged, cut off or no video ({type(error).__name__}: {getattr(error, 'strerror', None) or error})"
+        )
+        raise MediaError(path, reason, f"{COPY_AGAIN}, or {CONVERT}") from error
+
+
+def _packets(container: InputContainer, stream: VideoStream) -> Iterator[Packet]:
+    """All frames that the file holds, in its own order, up to where it breaks off."""
+    run = 0
+    for packet in _until_broken(container.demux(stream)):
+        pts = packet.dts if packet.pts is None else packet.pts
+        run += packet.is_keyframe
+        if pts is not None and packet.size and not packet.is_discard:
+            yield Packet(pts, packet.is_keyframe, run)
+
+
+def _runs(packets: list[Packet], wanted: list[Packet]) -> set[int]:
+    """The runs to decode: those of these frames, and the one before where a frame is shown before its key frame."""
+    starts = {packet.run: packet.pts for packet in packets if packet.key}
+    before = {packet.run - 1 for packet in wanted if packet.pts < starts.get(packet.run, packet.pts)}
+    return before | {packet.run for packet in wanted}
+
+
+def _frames(container: InputContainer, stream: VideoStream, runs: set[int]) -> Iterator[VideoFrame]:
+    """The decoded frames of these runs, each run in the order in which it is shown."""
+    run, begun = 0, False
+    for packet in _until_broken(container.demux(stream)):
+        run += packet.is_keyframe
+        if packet.size and run in runs:
+            begun = True
+            yield from _decoded(stream, packet)
+        elif begun:
+            yield from _decoded(stream, None)
+            stream.codec_context.flush_buffers()
+            begun = False
+    if begun:
+        yield from _decoded(stream, None)
+
+
+def _decoded(stream: VideoStream, packet: AnyPacket | None) -> list[VideoFrame]:
+    """What a packet gives (None: what the decoder still holds back); a broken one gives nothing."""
+    import av
+
+    try:
+        return stream.codec_context.decode(packet)
+    except av.error.MemoryError:
+        raise
+    except av.error.FFmpegError:
+        return []
+
+
+def _until_broken(packets: Iterator[AnyPacket]) -> Iterator[AnyPacket]:
+    """The packets before the first place that cannot be read."""
+    import av
+
+    try:
+        yield from packets
+    except av.error.MemoryError:
+        raise
+    except av.error.FFmpegError:
+        return
+
+
+def _picture(frame: VideoFrame, max_side: int | None) -> Image.Image:
+    """The frame in RGB, upright as its metadata says, made smaller as asked."""
+    size = (frame.width, frame.height)
+    width, height = size if max_side is None else media.fitting(size, max_side)
+    picture = frame.to_image(width=width, height=height).convert("RGB")
+    turn = round(frame.rotation / 90) % 4  # quarters, against the clock
+    return picture.transpose(Image.Transpose(turn + 1)) if turn else picture
+
+
+def _is_cover(stream: VideoStream) -> bool:
+    """Whether this is the picture on the sleeve of a piece of music."""
+    from av.stream import Disposition
+
+    return bool(stream.disposition & Disposition.attached_pic)
+
+
+def _animation(
+    data: bytes, path: Path | str, policy: FramePolicy, limits: Limits, max_side: int | None
+) -> tuple[tuple[Image.Image, ...], float]:
+    with media.opened(data, path, limits.max_pixels) as image:
+        times, seconds = [], 0.0
+        for _ in _stills(image, range(getattr(image, "n_frames", 1))):
+            times.append(seconds)
+            delay = float(image.info.get("duration") or 0) / 1000
+            seconds += delay if delay > 0.01 else STILL_DELAY
+            _check_length(seconds, image.size, path, limits)
+        chosen = policy.choose(times, [True] * len(times))
+        pictures = [media.shrunk(media.rgb(image), max_side) for _ in _stills(image, chosen)]
+    return _enough(pictures, len(chosen), path), seconds
+
+
+def _stills(image: Image.Image, places: Sequence[int]) -> Iterator[int]:
+    """Turn the image to one of its frames after the other, up to where the file breaks off."""
+    for place in places:
+        try:
+            image.seek(place)
+            image.load()
+        except MemoryError:
+            raise
+        except Exception:  # of hostile bytes; the frames before are whole
+            return
+        yield place
+
+
+def _check_length(seconds: float, size: tuple[int, int], path: Path | str, limits: Limits) -> None:
+    allowed = limits.max_duration / max(1.0, size[0] * size[1] / FULL_HD)
+    if seconds > allowed:
+        reason = f"lasts {seconds:.0f} s at {size[0]} x {size[1]} pixels, where {allowed:.0f} s are allowed"
+        raise MediaError(path, reason, "cut it into shorter clips, or raise the limit on duration")
+
+
+def _enough(pictures: list[Image.Image], asked: int, path: Path | str) -> tuple[Image.Image, ...]:
+    """The pictures, unless more than half of those asked for are lost."""
+    if not pictures or 2 * len(pictures) < asked:
+        raise MediaError(path, f"is damaged: {len(pictures)} of {asked} frames can be decoded", COPY_AGAIN)
+    return tuple(pictures)
+
+
+def _ticks(times: Sequence[float], rate: float) -> list[int]:
+    """The first frame in each 1 / rate seconds that holds any."""
+    chosen: list[int] = []
+    last = -1
+    for place, time in enumerate(times):
+        tick = int(time * rate + 1e-6)
+        if tick > last:
+            chosen.append(place)
+            last = tick
+    return chosen
+
+
+def _centres(places: Sequence[int], most: int) -> list[int]:
+    """At most so many of them, evenly spread: the centres of equal bins."""
+    count = len(places)
+    return list(places) if count <= most else [places[(2 * bin + 1) * count // (2 * most)] for bin in range(most)]

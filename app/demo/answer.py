@@ -1,0 +1,215 @@
+"""A question as the page asks it, and an answer while it is written: its tokens, whose each is, and when it came."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from mmspec.app.demo.desk import MAX_SEED, RefusedError, within
+from mmspec.pipelines.prompts import Turns
+from mmspec.pipelines.stream import Step
+
+MAX_PROMPT = 2000  # characters
+MAX_NEW_TOKENS = 512
+MAX_DEPTH, MAX_WIDTH, MAX_SIZE = 10, 12, 96
+MAX_FRAMES = 16
+MAX_TURNS = 8  # of a conversation that are kept
+PICTURE, VIDEO = "image", "video"  # as app/caption calls them
+NOUNS = {PICTURE: "picture", VIDEO: "video"}
+WAITING, READING, WRITING, DONE, STOPPED, TIMED_OUT = "waiting", "reading", "writing", "done", "stopped", "timed out"
+PLAIN, DRAFTED, CORRECTED, OWN = "plain", "drafted", "corrected", "own"
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A question and how to answer it, as it came from the page."""
+
+    kind: str  # which of the next two is meant
+    image: str | None
+    video: str | None
+    prompt: str
+    drafter: str = "ngram"
+    depth: int = 5
+    width: int = 1
+    size: int = 6
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+    reproducible: bool = True  # at a temperature: the very tokens that stock generate draws with this seed
+    max_new_tokens: int = 128
+    frames: int = 8  # of a video
+    before: Turns = ()  # of the same conversation
+
+    def check(self) -> None:
+        """Raise RefusedError for what no run should start with; the page's own limits can be walked around."""
+        if self.kind not in NOUNS:
+            raise RefusedError(f"A question is about one of {', '.join(NOUNS)}; got {self.kind!r}.")
+        if len(self.before) >= MAX_TURNS:
+            raise RefusedError(f"A conversation has at most {MAX_TURNS} turns. Press Run to begin anew.")
+        if not self.media:
+            raise RefusedError(f"There is no {self.noun}. Upload one or choose an example.")
+        if not self.prompt.strip():
+            raise RefusedError(f"The prompt is empty. Write what to ask about the {self.noun}.")
+        if len(self.prompt) > MAX_PROMPT:
+            raise RefusedError(f"The prompt has {len(self.prompt)} characters; {MAX_PROMPT} are allowed. Shorten it.")
+        within(self, {
+            "depth": (1, MAX_DEPTH), "width": (1, MAX_WIDTH), "size": (2, MAX_SIZE), "temperature": (0, 2),
+            "top_p": (0.01, 1), "seed": (0, MAX_SEED), "max_new_tokens": (1, MAX_NEW_TOKENS), "frames": (1, MAX_FRAMES),
+        })  # fmt: skip
+
+    @property
+    def noun(self) -> str:
+        return NOUNS[self.kind]
+
+    @property
+    def media(self) -> str | None:
+        return self.video if self.kind == VIDEO else self.image
+
+    @property
+    def comparable(self) -> bool:
+        """Whether both answers have to be the same, token by token."""
+        return self.temperature == 0 or self.reproducible
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """For `enable`; a tree never has more nodes than depth and width can give."""
+        made: dict[str, Any] = {"depth": self.depth, "width": self.width}
+        if self.width > 1:
+            most = 1 + self.width + (self.depth - 1) * self.width**2
+            made["size"] = max(min(self.size, most), self.depth + 1)
+        return made | {"reproducible": self.temperature > 0 and self.reproducible}
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        warmth: dict[str, Any] = {"do_sample": False}
+        if self.temperature > 0:
+            warmth = {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p}
+        return {"max_new_tokens": self.max_new_tokens, "num_beams": 1, **warmth}
+
+
+@dataclass
+class Token:
+    """A token of an answer: its text, whose it is, and how deep in the draft it stood (0 if it was not drafted)."""
+
+    id: int
+    kind: str
+    depth: int
+    text: str = ""
+
+
+@dataclass
+class Answer:
+    """One of the two answers while it is written; times in seconds since its `generate` began."""
+
+    accelerated: bool
+    state: str = WAITING
+    tokens: list[Token] = field(default_factory=list)
+    at: list[float] = field(default_factory=list)  # when each token was there
+    gains: list[int] = field(default_factory=list)  # tokens that each target call after the prefill gave
+    accepted: int = 0
+    vision: float = 0.0  # of the prefill: seconds in the vision tower, 0 where that is not known
+    prefill: float = 0.0
+    seconds: float = 0.0
+
+    def take(self, step: Step) -> list[Token]:
+        """Book a step; its tokens, whose texts are still empty."""
+        self.seconds, self.state = step.seconds, WRITING
+        if not step.tokens:
+            self.prefill = step.seconds
+            return []
+        if self.tokens:
+            self.gains.append(len(step.tokens))
+            self.accepted += step.accepted
+        new = []
+        for n, token in enumerate(step.tokens):
+            drafted = n < step.accepted
+            own = CORRECTED if step.corrected else OWN
+            kind = (DRAFTED if drafted else own) if self.accelerated else PLAIN
+            new.append(Token(token, kind, n + 1 if drafted else 0))
+        self.tokens += new
+        self.at += [step.seconds] * len(new)
+        return new
+
+    @property
+    def ids(self) -> list[int]:
+        return [token.id for token in self.tokens]
+
+    @property
+    def text(self) -> str:
+        return "".join(token.text for token in self.tokens)
+
+    @property
+    def first(self) -> float:
+        return self.at[0] if self.at else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        return len(self.tokens) / self.at[-1] if self.at else 0.0
+
+    @property
+    def accepted_draft_tokens_per_call(self) -> float:
+        return self.accepted / len(self.gains) if self.gains else 0.0
+
+    @property
+    def tokens_per_target_call(self) -> float:
+        return 1.0 + self.accepted_draft_tokens_per_call if self.gains else 0.0
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What there is to see at one moment of a run."""
+
+    plain: Answer
+    fast: Answer
+    ask: Ask
+    prepared: float  # seconds to turn media and prompt into model inputs, once for both
+    frames: tuple[Any, ...] = ()  # PIL pictures: what the model looks at, where that is a video
+    over: bool = False
+    difference: tuple[int, float | None] | None = None  # first token that differs, and the stock logits' gap there
+
+    @property
+    def compared(self) -> int:
+        """Tokens that both answers have."""
+        return min(len(self.plain.tokens), len(self.fast.tokens))
+
+    def speed_up(self, after: int = 0) -> float | None:
+        """Time of the plain answer over that of the accelerated one, to the same number of tokens.
+
+        after=1 leaves out the time to the first token.
+        """
+        n = self.compared
+        if n <= after:
+            return None
+        plain, fast = (a.at[n - 1] - (a.first if after else 0.0) for a in (self.plain, self.fast))
+        return plain / fast if fast > 0 else None
+
+
+class Transcript:
+    """Gives each new token its piece of the text, so that the pieces joined are what the tokenizer decodes."""
+
+    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+        self.decode = decode
+        self.tokens: list[Token] = []
+        self._from = self._read = 0  # the window that is decoded again: a token's text may depend on the one before
+
+    def add(self, token: Token) -> None:
+        self.tokens.append(token)
+        window = [t.id for t in self.tokens[self._from :]]
+        before, now = self.decode(window[: self._read - self._from]), self.decode(window)
+        if not now.endswith("\ufffd"):  # else a letter of several tokens is not complete yet
+            token.text = now[len(before) :]
+            self._from, self._read = self._read, len(self.tokens)
+
+    def close(self) -> None:
+        """Cut the whole text anew where the pieces do not add up to it, as with a letter left incomplete."""
+        ids = [token.id for token in self.tokens]
+        whole, done = self.decode(ids), 0
+        if "".join(token.text for token in self.tokens) == whole:
+            return
+        for n, token in enumerate(self.tokens, 1):
+            prefix = self.decode(ids[:n])
+            end = len(whole) if n == len(ids) else next(
+                (i for i, (a, b) in enumerate(zip(prefix, whole, strict=False)) if a != b), min(len(prefix), len(whole))
+            )  # fmt: skip
+            token.text, done = whole[done : max(done, end)], max(done, end)

@@ -1,0 +1,166 @@
+"""`mmspec demo`: a page on this machine that shows stock generate and mmspec side by side, and the bench's records."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from mmspec import zoo
+from mmspec.app import embedded
+from mmspec.app.caption import items, media
+
+ABOUT = (
+    "The same words and pictures from the same models in fewer steps: guess ahead, check the whole guess in one call."
+)
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+STYLE = Path(__file__).with_name("demo.css")
+PROMPTS = ("Describe this image in two or three sentences.", "What is in this image?")  # for other models
+FURTHER = "Tell me more about what you see."
+WISHES = (  # for the embedded image model
+    "a small red striped circle left of a large blue square on a grey background",
+    "a large green ring on a white background",
+    "a large yellow star above a small purple triangle on a grainy background",
+    "a small cyan dotted diamond right of a large orange cross on a black background",
+)
+MAX_UPLOAD = "20mb"
+MAX_QUEUE = 16
+EXAMPLES = 8
+NONE = "none"
+KEEP = 3600  # seconds after which an upload is deleted
+FONTS: dict[str, Any] = {  # none is fetched
+    "font": ["ui-sans-serif", "system-ui", "sans-serif"],
+    "font_mono": ["ui-monospace", "Consolas", "monospace"],
+}
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """The options of `mmspec demo`."""
+    parser.description = "Show stock generate and mmspec side by side on a page that only this machine can open."
+    add = parser.add_argument
+    add("--model", default=embedded.MODEL, help="name on the Hugging Face Hub, or a folder (%(default)s)")
+    add("--drafter", help="ngram, folder or hub name; default: what fits")
+    add("--image-model", default=embedded.IMAGE_MODEL, help="of the Image tab; none leaves it out (%(default)s)")
+    add("--image-drafter", metavar="NAME", help="a trained drafter for it, folder or hub name")
+    add("--examples", type=Path, metavar="FOLDER", help="example pictures (default: the sample drawings)")
+    add("--results", type=Path, default=RESULTS, metavar="FOLDER", help="the bench's JSON records")
+    add("--host", default="127.0.0.1", help="address to listen on; any but this machine's needs --auth (%(default)s)")
+    add("--port", type=int, help="default: the first free one from 7860 on")
+    add("--auth", metavar="USER:PASSWORD", help="ask for it; or set MMSPEC_DEMO_AUTH, which `ps` does not show")
+    add("--time-limit", type=float, default=180.0, metavar="S", help="longest run, in seconds (%(default)s)")
+    add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps ... (%(default)s)")
+    add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help="(%(default)s)")
+    add("--open", action="store_true", help="open the page in the browser")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until the user stops it; the exit code."""
+    os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read when gradio is imported
+    from mmspec.app.demo import guard, sight
+
+    try:
+        auth = guard.credentials(args.host, args.auth or os.environ.get("MMSPEC_DEMO_AUTH"))
+        pictures, clips = examples(args.examples)
+        with sight.decoder() as eyes:
+            launch(load(args, eyes, pictures, clips), args.host, args.port, auth, inbrowser=args.open)
+    except (guard.DoorError, media.MediaError, _Fatal, OSError) as error:  # OSError: the port is taken
+        print(f"mmspec demo: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+class _Fatal(Exception):
+    """The demo cannot start; the message says why."""
+
+
+def examples(folder: Path | None) -> tuple[list[Path], list[Path]]:
+    """Example pictures and clips: of the folder named, else the samples, if there are any."""
+    where = folder or zoo.samples()
+    try:
+        pictures = media.find(where)[:EXAMPLES]
+    except media.MediaError:
+        if folder is not None:
+            raise
+        pictures = []
+    known = (path for path in sorted(where.glob("*")) if items.kind_of(path.name) == items.VIDEO)
+    return pictures, list(islice(known, EXAMPLES))
+
+
+def load(args: argparse.Namespace, eyes: Any, pictures: list[Path], clips: list[Path]) -> Any:
+    """The page over loaded and warmed-up models."""
+    from mmspec.app import engine as engines
+    from mmspec.app.demo.desk import RefusedError
+
+    try:
+        duo, offer = _captions(args, eyes, pictures, clips)
+        easel = _pictures(args)
+    except (engines.EngineError, RefusedError) as error:
+        raise _Fatal(str(error)) from error
+    return build(duo, offer, args.results, easel, WISHES if args.image_model == embedded.IMAGE_MODEL else ())
+
+
+def _captions(args: argparse.Namespace, eyes: Any, pictures: list[Path], clips: list[Path]) -> tuple[Any, Any]:
+    """What the Caption tab needs."""
+    from mmspec.app import engine as engines
+    from mmspec.app.demo.caption_tab import Offer
+    from mmspec.app.demo.duo import Duo
+    from mmspec.zoo import language
+
+    own = args.model == embedded.MODEL
+    drafter = args.drafter or (embedded.DRAFTER if own else "ngram")
+    engine = engines.load(args.model, drafter, args.device, args.dtype, 128, 0.0)
+    if engine.drafter is None:
+        raise _Fatal(f"{args.model} cannot be accelerated: {'; '.join(engine.notes) or 'no drafter was given'}")
+    duo = Duo(engine, eyes, args.time_limit)
+    prompts = [*reversed(language.PROMPTS.values())] if own else list(PROMPTS)
+    if pictures:
+        duo.warm_up(str(pictures[0]), prompts[0])
+    note = embedded.NOTE.removeprefix("note: ") if own else ""
+    return duo, Offer(pictures, prompts, note, clips, prompts[-1] if own else FURTHER)
+
+
+def _pictures(args: argparse.Namespace) -> Any:
+    """What the Image tab needs; None leaves it out."""
+    from mmspec.app.demo import canvas
+
+    if args.image_model == NONE:
+        return None
+    easel = canvas.load(args.image_model, args.image_drafter, args.device, args.dtype, args.time_limit)
+    easel.warm_up("0" if easel.painter.classes else WISHES[0])
+    return easel
+
+
+def build(duo: Any, offer: Any, results: Path, easel: Any = None, wishes: Sequence[str] = ()) -> Any:
+    """The Blocks: a header and the tabs, which share one queue and one desk."""
+    import gradio as gr
+
+    from mmspec.app.demo import caption_tab, desk, guard, image_tab, records
+
+    one = desk.Desk()
+    with guard.Page(title="mmspec", analytics_enabled=False, fill_width=True, delete_cache=(KEEP, KEEP)) as page:
+        gr.HTML(f'<header class="mm-header"><h1>mmspec</h1><p>{ABOUT}</p></header>')
+        with gr.Tab("Caption"):
+            caption_tab.build(duo, one, offer, page)
+        if easel is not None:
+            with gr.Tab("Image"):
+                image_tab.build(easel, one, wishes, bool(wishes), page)
+        with gr.Tab("Drafters"):
+            records.build(records.read(results))
+    return page
+
+
+def launch(page: Any, host: str, port: int | None, auth: tuple[str, str] | None, **options: Any) -> Any:
+    """Open the door as narrowly as it goes: no share link, no files but the examples, small uploads, a short queue."""
+    import gradio as gr
+
+    theme = gr.themes.Base(primary_hue="emerald", neutral_hue="slate", **FONTS)
+    page.queue(max_size=MAX_QUEUE, default_concurrency_limit=1, api_open=False)
+    return page.launch(
+        server_name=host, server_port=port, auth=auth, share=False, allowed_paths=[], max_file_size=MAX_UPLOAD,
+        footer_links=[], run_history=False, enable_monitoring=False, strict_cors=True, ssr_mode=False, pwa=False,
+        mcp_server=False, theme=theme, css_paths=STYLE, **options,
+    )  # fmt: skip

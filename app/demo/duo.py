@@ -1,0 +1,149 @@
+"""One question answered twice on one model: first as transformers made it, then accelerated, never both at once."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from PIL import Image
+
+import mmspec
+from mmspec.app.caption.decoder import Decoder
+from mmspec.app.demo.answer import DONE, PICTURE, READING, STOPPED, TIMED_OUT, VIDEO, Answer, Ask, Transcript, Turn
+from mmspec.app.demo.desk import RefusedError
+from mmspec.app.demo.sight import look_at
+from mmspec.app.engine import Engine
+from mmspec.pipelines.prompts import chat_inputs
+from mmspec.pipelines.stream import stream
+
+TIME_LIMIT = 120.0  # seconds for both answers together
+REFRESH = 0.12  # seconds between two looks at an answer under way
+
+
+class Duo:
+    """Both paths of one loaded model; one run at a time."""
+
+    def __init__(self, engine: Engine, eyes: Decoder, time_limit: float = TIME_LIMIT) -> None:
+        self.eyes = eyes
+        self.model, self.processor, self.time_limit = engine.model, engine.processor, time_limit
+        name = getattr(engine.drafter, "method", "ngram")
+        self.drafters: dict[str, Any] = {name: engine.drafter, "ngram": "ngram"}
+        self.name = name  # of the drafter to begin with
+        wish = getattr(engine.drafter, "options", None) or engine.drafter.config
+        self.tree = (wish.depth or 5, wish.width or 1, wish.size or 6)
+        mmspec.disable(self.model)
+
+    def run(self, ask: Ask, stop: threading.Event) -> Iterator[Turn]:
+        """Looks at a run while it goes on; the last one is of its end.
+
+        Raises:
+            RefusedError: the question is not run.
+        """
+        ask.check()
+        if ask.drafter not in self.drafters:
+            raise RefusedError(f"No drafter {ask.drafter!r} here; choose from {', '.join(self.drafters)}.")
+        began = time.perf_counter()
+        frames = look_at(ask, self.eyes, stop)
+        inputs = self._inputs(ask, frames)
+        shown = frames if ask.kind == VIDEO else ()
+        turn = Turn(Answer(False), Answer(True), ask, time.perf_counter() - began, shown)
+        try:
+            deadline = time.monotonic() + self.time_limit
+            for answer in (turn.plain, turn.fast):
+                for _ in self._answer(answer, ask, inputs, stop, deadline):
+                    yield turn
+            yield dataclasses.replace(turn, over=True, difference=self._difference(turn, inputs))
+        finally:
+            mmspec.disable(self.model)
+
+    def warm_up(self, image: str, prompt: str) -> None:
+        """Pay for what only the first run of a process costs."""
+        depth, width, size = self.tree
+        for drafter in self.drafters:
+            ask = Ask(PICTURE, image, None, prompt, drafter, depth, width, size, max_new_tokens=8)
+            for _ in self.run(ask, threading.Event()):
+                pass
+
+    def _inputs(self, ask: Ask, frames: tuple[Image.Image, ...]) -> Any:
+        inputs = chat_inputs(self.processor, [ask.prompt.strip()], [frames], clips=True, before=ask.before)
+        length = inputs["input_ids"].shape[1]
+        room = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        if room is not None and length + ask.max_new_tokens > room:
+            raise RefusedError(
+                f"The {ask.noun} and the prompts take {length} tokens and the answer up to {ask.max_new_tokens}; this "
+                f"model has room for {room} together. Shorten the prompt or the answer, take fewer frames."
+            )
+        return inputs.to(self.model.device, self.model.dtype)
+
+    def _answer(self, answer: Answer, ask: Ask, inputs: Any, stop: threading.Event, deadline: float) -> Iterator[None]:
+        """Write one answer; yields when there is something new to see."""
+        left = deadline - time.monotonic()
+        if stop.is_set() or left <= 0:
+            answer.state = STOPPED if stop.is_set() else TIMED_OUT
+            return
+        answer.state = READING
+        yield
+        if answer.accelerated:
+            mmspec.enable(self.model, drafter=self.drafters[ask.drafter], **ask.options)
+        torch.manual_seed(ask.seed)
+        transcript, shown = Transcript(self._decode), time.monotonic()
+        steps = stream(self.model, inputs, stop, max_time=left, **ask.settings)
+        with _vision_timed(self.model, answer), contextlib.closing(steps):
+            for step in steps:
+                for token in answer.take(step):
+                    transcript.add(token)
+                if time.monotonic() - shown >= REFRESH:
+                    yield
+                    shown = time.monotonic()
+        transcript.close()
+        answer.state = STOPPED if stop.is_set() else TIMED_OUT if time.monotonic() >= deadline else DONE
+        yield
+
+    def _decode(self, ids: list[int]) -> str:
+        return self.processor.decode(ids, skip_special_tokens=True)
+
+    def _difference(self, turn: Turn, inputs: Any) -> tuple[int, float | None] | None:
+        """The first token that differs, with the gap of the two best stock logits there; None if there is none."""
+        mmspec.disable(self.model)
+        plain, fast, n = turn.plain.ids, turn.fast.ids, turn.compared
+        ended = turn.plain.state == turn.fast.state == DONE
+        where = next((i for i in range(n) if plain[i] != fast[i]), n if ended and len(plain) != len(fast) else None)
+        if not turn.ask.comparable or where is None:
+            return None
+        torch.manual_seed(turn.ask.seed)
+        again = {**turn.ask.settings, "max_new_tokens": where + 1, "max_time": self.time_limit}
+        stock = self.model.generate(**inputs, **again, return_dict_in_generate=True, output_scores=True)
+        best = stock.scores[where][0].topk(2).values if len(stock.scores) > where else None
+        return where, None if best is None else float(best[0] - best[1])
+
+
+@contextlib.contextmanager
+def _vision_timed(model: Any, answer: Answer) -> Iterator[None]:
+    """Inside, the time that the model's vision tower takes is booked on the answer, where there is a tower."""
+    tower = model.get_encoder(modality="image")
+    if tower is model:
+        yield
+        return
+
+    def now() -> float:
+        if model.device.type != "cpu":
+            torch.accelerator.synchronize(model.device)
+        return time.perf_counter()
+
+    def enter(*_: Any) -> None:
+        answer.vision -= now()
+
+    def leave(*_: Any) -> None:
+        answer.vision += now()
+
+    hooks = tower.register_forward_pre_hook(enter), tower.register_forward_hook(leave)
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -1,0 +1,83 @@
+"""What the demo does not let in: addresses to fetch, pictures not yet checked, strangers without a password."""
+
+from __future__ import annotations
+
+import ipaddress
+from typing import Any
+
+import gradio as gr
+from gradio_client import utils as client_utils
+
+ADDRESS = "The demo fetches nothing from the network. Download the file and upload it."
+
+
+class DoorError(ValueError):
+    """A way of opening the demo to others that is not allowed; the message says what to do."""
+
+
+def picture(**options: Any) -> gr.Image:
+    """An image input that hands over the path of the upload unopened: app/caption is the one place that decodes.
+
+    A subclass would say it better, but for each of those gradio writes a .pyi file beside the module.
+    """
+    made = gr.Image(type="filepath", image_mode=None, sources=["upload"], **options)
+    made.preprocess = _path  # type: ignore[method-assign]
+    return made
+
+
+def video(**options: Any) -> gr.Video:
+    """A video input that does the same; gradio's own would start ffmpeg on the upload."""
+    made = gr.Video(format=None, sources=["upload"], include_audio=True, **options)
+    made.preprocess = _path  # type: ignore[method-assign]
+    return made
+
+
+def _path(payload: Any) -> str | None:
+    if payload is None:
+        return None
+    if not payload.path:
+        raise gr.Error("The demo takes uploaded files only.")
+    return str(payload.path)
+
+
+class Page(gr.Blocks):
+    """Blocks that refuse file inputs which are addresses; stock gradio downloads them on the server."""
+
+    async def preprocess_data(self, block_fn: Any, inputs: list[Any], *args: Any, **kwargs: Any) -> Any:
+        client_utils.traverse(inputs, _refuse_address, client_utils.is_file_obj)
+        return await super().preprocess_data(block_fn, inputs, *args, **kwargs)
+
+
+def _refuse_address(file: dict[str, Any]) -> dict[str, Any]:
+    if client_utils.is_http_url_like(str(file.get("path") or "")):
+        raise gr.Error(ADDRESS)
+    return file
+
+
+def credentials(host: str, auth: str | None) -> tuple[str, str] | None:
+    """User and password, or None for a demo that only this machine can reach.
+
+    Raises:
+        DoorError: another host without a password, or a password that cannot be read.
+    """
+    if auth is None:
+        if is_local(host):
+            return None
+        raise DoorError(
+            f"--host {host} lets others on the network in, so a password is needed: add --auth USER:PASSWORD, or set "
+            f"MMSPEC_DEMO_AUTH, or leave --host out to be reached from this machine only"
+        )
+    user, colon, password = auth.partition(":")
+    if not (user and colon and password):
+        raise DoorError("--auth takes USER:PASSWORD, both not empty, with a colon between them")
+    return user, password
+
+
+def is_local(host: str) -> bool:
+    """Whether only this machine can reach a server that listens there."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:  # a name
+        return False

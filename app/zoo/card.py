@@ -1,0 +1,298 @@
+"""Writes the model card of an embedded VLM from its recipe and its held-out results."""
+
+from pathlib import Path
+
+from mmspec.app.zoo import fit as zoo_fit
+from mmspec.app.zoo import image as zoo_image
+from mmspec.app.zoo import vlm as zoo_vlm
+from mmspec.zoo import clips, language, pictures
+from mmspec.zoo.recipes import IMAGES, DrafterRecipe, ImageRecipe, VlmRecipe
+
+CARD = """---
+license: apache-2.0
+library_name: transformers
+pipeline_tag: image-text-to-text
+tags: [llava, mmspec, synthetic]
+---
+# {name}
+
+A small but real `LlavaForConditionalGeneration` ({parameters:.1f} M parameters, bfloat16 safetensors), embedded in
+mmspec so that its demo, tests and benchmarks run without a network. It describes drawn scenes of coloured shapes, in a
+short and factual or a long and fanciful style, answers questions about one or two pictures, and says what happens in
+short clips (two to eight frames, all in one message).
+
+```python
+from transformers import AutoModelForImageTextToText, AutoProcessor
+from mmspec import zoo
+processor = AutoProcessor.from_pretrained(zoo.path("{name}"))
+model = AutoModelForImageTextToText.from_pretrained(zoo.path("{name}"))
+```
+Prompts it knows best: "{short}" and "{long}", and for the frames of a clip "{clip}".
+
+## Made from
+- Data: scenes drawn by `mmspec.zoo.scenes` (one to six objects of seven shapes, eight colours, three textures and two
+  sizes on seven backgrounds, 96 x 96 pixels) and texts composed from them by `mmspec.zoo.language`. No outside data, no
+  other model.
+- Vision tower: CLIP, {vision.layers} layers x {vision.width}, patch {vision.patch}, 64 visual tokens a picture; first
+  trained alone to classify what stands in each cell of the grid ({tower.steps} steps of {tower.batch} scenes), then
+  frozen.
+- Decoder: Llama, {language_shape.layers} layers x {language_shape.width}, {language_shape.heads} heads, byte-level BPE
+  of {language_shape.vocabulary} tokens; {steps} steps of {decoder.batch} packed rows. A row is one picture (in every
+  {pair_every}th step two) and up to {slots} tokens of texts about it that see the picture and themselves only.
+- Stages of the decoder: {decoder.stop} of {decoder.steps} planned steps on all texts; {polish.stop} of
+  {polish.steps} on more questions about facts, with numbers and relations weighted {polish_weight:.0f} times;
+  {settle.steps} without the sentence that counts objects by shape, which the model kept stating wrongly for repeated
+  shapes; {clips.steps} steps of {clips.batch} rows on clips drawn by `mmspec.zoo.clips`, {known:.0%} of them on single
+  pictures and pairs as before.
+- Optimiser: Muon for the matrices of the layers, AdamW for the rest, peak rates {tower.lr}, {decoder.lr},
+  {polish.lr}, {settle.lr} and {clips.lr} by stage, warm-up, plateau and linear decay, gradient clip
+  {decoder.clip}, bfloat16 autocast where the CPU has it. Seed {seed}.
+- Wall time: {minutes}.
+
+## Held-out results
+Greedy, float32, n = {n} scenes (and as many clips) that no training step has drawn. An object is right
+when shape and colour are right at its place; precision is over the objects stated, recall over those drawn. Counts are
+the totals that captions state. Answers to questions must match exactly. In clips, motion is what the caption says that
+each object does (an object not found counts as wrong), moving only those that do not stay, all whole captions.
+
+| fact | right | of | share |
+|---|---|---|---|
+{rows}
+
+Short captions have {short_tokens:.0f} tokens in the mean, long ones {long_tokens:.0f} (with {long_words} different
+words).
+
+## Limits
+- Counting is weak: the total in the first sentence is reliable, the number of one shape or colour is often wrong when
+  it is more than one. Questions how two named objects stand to each other, what lies beside an object, whether one is
+  there, and questions about two pictures are answered much less reliably than captions are written; see the table.
+- It knows nothing but such drawings: on photographs, other shapes or other questions its answers mean nothing.
+- The mood and fancy of long descriptions are invented.
+- English only; clips of two, four and eight frames were trained, in which nothing crosses the way of something else.
+
+Licence: Apache-2.0. To train it again: `mmspec zoo {name}`.
+"""
+
+
+EARLIER = 74  # minutes of the stages before clips, for the embedded weights
+
+
+def card(recipe: VlmRecipe, results: dict, minutes: str) -> str:
+    """The text of README.md in the model's folder."""
+    facts = [
+        (f"{style} caption: {fact}", score)
+        for style in ("short", "long")
+        for fact, score in results[style]["facts"].items()
+    ]
+    facts += [(f"question: {kind}", score) for kind, score in results["questions"].items()]
+    facts.append(("questions, all", _sum(results["questions"])))
+    facts.append(("two pictures, all", _sum(results["pairs"])))
+    for seen in results["clips"]:
+        facts += [(f"clip of {seen['frames']} frames: {fact}", score) for fact, score in seen["facts"].items()]
+    rows = "\n".join(f"| {fact} | {right} | {of} | {right / of:.1%} |" for fact, (right, of) in facts if of)
+    return CARD.format(
+        name=recipe.name,
+        parameters=results["parameters"] / 1e6,
+        vision=recipe.vision,
+        language_shape=recipe.language,
+        tower=recipe.tower,
+        decoder=recipe.decoder,
+        polish=recipe.polish,
+        settle=recipe.settle,
+        polish_weight=recipe.polish_mix.emphasis,
+        steps=_steps(recipe),
+        pair_every=len(recipe.turns),
+        slots=max(turn.slots for turn in recipe.turns),
+        clips=recipe.clips,
+        known=sum(turn.kind != "clip" for turn in recipe.clip_turns) / len(recipe.clip_turns),
+        clip=clips.PROMPTS[0],
+        seed=recipe.seed,
+        minutes=minutes,
+        rows=rows,
+        n=results["short"]["scenes"],
+        short=language.PROMPTS["short"],
+        long=language.PROMPTS["long"],
+        short_tokens=results["short"]["tokens"],
+        long_tokens=results["long"]["tokens"],
+        long_words=results["long"]["different words"],
+    )
+
+
+def vlm_minutes(work: Path) -> str:
+    """What the stages took; where only the last ran here, those before it took EARLIER."""
+    *before, last = (zoo_fit.seconds(work / f"{stage}.pt") / 60 for stage in zoo_vlm.STAGES)
+    first = f"{sum(before) or EARLIER:.0f} minutes on two CPU cores that other work shared"
+    return f"{first}, then {last:.0f} on one for clips"
+
+
+def wall_minutes(work: Path) -> float:
+    """Minutes that all stages of an image generator took, from their checkpoints."""
+    return sum(zoo_fit.seconds(work / f"{stage}.pt") for stage in zoo_image.STAGES) / 60
+
+
+def _steps(recipe: VlmRecipe) -> int:
+    return sum(plan.stop or plan.steps for plan in (recipe.decoder, recipe.polish, recipe.settle))
+
+
+def _share(score: tuple[int, int]) -> str:
+    right, of = score
+    return f"{right} of {of}"
+
+
+def _sum(scores: dict[str, tuple[int, int]]) -> tuple[int, int]:
+    return sum(right for right, _ in scores.values()), sum(of for _, of in scores.values())
+
+
+IMAGE_CARD = """---
+license: apache-2.0
+library_name: diffusers
+pipeline_tag: text-to-image
+tags: [llamagen, mmspec, synthetic]
+---
+# {name}
+
+A small but real LlamaGen, embedded in mmspec so that `mmspec generate`, tests and benchmarks run without a network: a
+text-conditional transformer ({transformer:.1f} M parameters) over a 16 x 16 grid of {codes} codes, its VQ tokenizer
+({vqvae:.1f} M) and its T5 encoder ({text_encoder:.1f} M), all in bfloat16 safetensors. It draws 64 x 64 pictures of one
+or two coloured shapes.
+
+```python
+import mmspec
+from diffusers import DiffusionPipeline
+from mmspec import zoo
+
+pipe = DiffusionPipeline.from_pretrained(zoo.path("{name}"))
+mmspec.enable(pipe, drafter="jacobi")
+pipe("a small red striped circle left of a large blue square on a grainy background").images[0]
+```
+Prompts it knows: "a [small|large] COLOUR [striped|dotted] SHAPE [RELATION a ...] [on a BACKGROUND background]",
+with the words of `mmspec.zoo.pictures`.
+
+![held-out prompts: the drawn picture as the tokenizer gives it back, below it the generator's](samples.png)
+
+## Made from
+- Data: pictures drawn by `mmspec.zoo.pictures`; {grainy:.0%} of them have a grainy background, whose codes are as
+  hard to foretell as those of photographs. No outside data, no other model.
+- Tokenizer: VQ of LlamaGen with {vq.base} channels, multipliers {vq.multipliers} (4 x 4 pixels a code), {codes}
+  L2-normalised codes of {vq.code_dim}; {vq_steps} steps of {vq_batch} pictures with Muon, squared
+  and absolute error, no adversarial and no perceptual loss.
+- Transformer: {shape.layers} layers x {shape.dim}, {shape.heads} heads, {shape.prefix} prefix tokens; trained together
+  with the T5 encoder ({shape.text_layers} layers x {shape.text_width}) on {steps} steps of {batch} pictures;
+  {drop:.0%} of the prompts shown as null; the codes that objects touch counted {shape.emphasis:.0f} times. Muon for the
+  matrices of the transformer, AdamW for the rest, peak rate {lr}, seed {seed}, float32.
+- Before that the T5 encoder learnt to say what prompts mean, on {shape.reading.steps} steps of
+  {shape.reading.batch} prompts.
+- Wall time: {minutes:.0f} minutes on two CPU cores that other work shared.
+
+## Held-out results
+The tokenizer gives pictures back at {psnr:.1f} dB and uses {used} codes (entropy of their use {bits:.1f} bits). The
+transformer needs {nats:.2f} nats a token, and {other:.3f} more under another picture's prompt.
+
+How far the prompt rules the picture, as `scenes-vlm` reads {n} of them (guidance {shape.guidance}); the last column is
+what the same pictures score against somebody else's prompt, so the difference is what the prompt did:
+
+| fact | own prompt | another prompt |
+|---|---|---|
+{read}
+
+How fast they come is measured by `mmspec bench image`: see docs/ar-image.md.
+
+Licence: Apache-2.0. To train it again: `mmspec zoo {name}`.
+"""
+
+
+def image_card(recipe: ImageRecipe, results: dict, minutes: float) -> str:
+    """The text of README.md in the folder of an image generator."""
+    vq, shape = recipe.tokenizer, recipe.generator
+    own, other = (results["read"][whose]["facts"] for whose in ("own", "other"))
+    return IMAGE_CARD.format(
+        name=recipe.name,
+        n=results["read"]["own"]["n"],
+        read="\n".join(f"| {fact} | {_share(own[fact])} | {_share(other[fact])} |" for fact in own),
+        **{part: results["parameters"][part] / 1e6 for part in ("transformer", "vqvae", "text_encoder")},
+        vq=vq,
+        codes=vq.codes,
+        vq_steps=vq.plan.steps,
+        vq_batch=vq.plan.batch,
+        shape=shape,
+        grainy=pictures.GRAINY,
+        steps=shape.plan.steps,
+        batch=shape.plan.batch,
+        drop=shape.drop,
+        lr=shape.plan.lr,
+        seed=recipe.seed,
+        minutes=minutes,
+        psnr=results["psnr"],
+        used=results["codes"],
+        bits=results["bits"],
+        nats=results["nats"],
+        other=results["other"] - results["nats"],
+    )
+
+
+DRAFTER_CARD = """---
+license: apache-2.0
+library_name: mmspec
+tags: [speculative-decoding, eagle, mmspec]
+---
+# {name}
+
+The EAGLE-2-style drafter of `{target}`, embedded in mmspec: one decoder layer on the target's final features, drafting
+with the target's own head. It only proposes; what is generated is what `{target}` alone would generate.
+
+```python
+import mmspec
+from mmspec import zoo
+
+mmspec.enable(model, drafter=zoo.path("{name}"))
+```
+
+- Trained by online distillation (`mmspec train --method eagle`): {train} prompts {about}, its features come
+  from the frozen target as training runs.
+- {steps} steps of {batch} sequences, {unroll} unrolled steps (training-time test), soft cross-entropy x {token} and
+  SmoothL1 x {feature} with weights {decay}^step, Muon on matrices, peak rate {lr}, seed {seed}; {minutes:.0f} minutes
+  on two CPU cores.
+- Held out: {tau:.2f} tokens per target call for a {kind} chain of {unroll} (bonus token included; the ceiling is
+  {ceiling}), over the answers to {held_out} prompts.
+- It recommends depth {depth}, width {width}, size {size}.
+
+Licence: Apache-2.0. To train it again: `mmspec zoo {name}`.
+"""
+
+
+_WRITTEN = (
+    "about drawn scenes, half short and\n  half long; the answers are the target's own ({sampled:.0%} sampled at "
+    "temperature 1, the rest greedy)"
+)
+_DRAWN = (
+    "of the scene generator; the\n  pictures are the target's own, drawn at its own guidance scale, and its two "
+    "streams are learnt with the\n  guided law that is verified"
+)
+
+
+def drafter_card(recipe: DrafterRecipe, report: dict) -> str:
+    """The text of README.md in the drafter's folder, from the report of its training."""
+    r = report["recipe"]
+    prompts = int(recipe.data.partition(":")[2]) - r["held_out"]
+    return DRAFTER_CARD.format(
+        name=recipe.name,
+        target=recipe.target,
+        train=prompts,
+        about=_DRAWN if recipe.target in IMAGES else _WRITTEN.format(**r),
+        kind="drawn" if r["overlap"] else "greedy",
+        steps=r["steps"],
+        batch=r["batch"],
+        unroll=r["unroll"],
+        token=r["token_weight"],
+        feature=r["feature_weight"],
+        decay=r["step_decay"],
+        lr=r["lr"],
+        seed=r["seed"],
+        minutes=report["minutes"],
+        tau=report["held_out_tau"],
+        ceiling=r["unroll"] + 1,
+        held_out=r["held_out"],
+        depth=recipe.depth,
+        width=recipe.width,
+        size=recipe.size,
+    )

@@ -1,0 +1,163 @@
+"""Trains the embedded models of the zoo and writes them into the package: `mmspec zoo`."""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from transformers import LlavaForConditionalGeneration, LlavaProcessor
+
+from mmspec import zoo
+from mmspec.app.train import train
+from mmspec.app.zoo import card, evaluate
+from mmspec.app.zoo import image as zoo_image
+from mmspec.app.zoo import vlm as zoo_vlm
+from mmspec.pipelines.llamagen import LlamaGenPipeline
+from mmspec.train.recipes import RECIPES as HOW
+from mmspec.zoo.recipes import DRAFTERS, IMAGES, RECIPES, DrafterRecipe, ImageRecipe, VlmRecipe
+
+WORK = Path("runs/zoo")  # where checkpoints and logs go
+LOOK_EVERY = 200  # steps between two looks at held-out scenes
+
+
+def journal(path: Path) -> Callable[[str], None]:
+    """A function that prints a line and appends it to the file, with the time of day."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+
+    def say(line: str) -> None:
+        line = f"{time.strftime('%H:%M:%S')} {line}"
+        print(line, flush=True)
+        with path.open("a") as out:
+            out.write(line + "\n")
+
+    return say
+
+
+def forget(work: Path, stages: Sequence[str]) -> None:
+    """Delete the checkpoints of an earlier run."""
+    for stage in stages:
+        (work / f"{stage}.pt").unlink(missing_ok=True)
+
+
+def train_vlm(
+    recipe: VlmRecipe, out_dir: Path, resume: bool = True, work: Path | None = None, shipped: bool = False
+) -> None:
+    """Train from scratch, or on from the checkpoints in `work`; then export to `out_dir` a folder for from_pretrained.
+
+    Every LOOK_EVERY steps the log gets a line of held-out scores and `work`/preview the model as it stands. Without
+    `resume`, checkpoints of an earlier run are deleted. With `shipped`, only the last stage is trained, on from the
+    embedded weights.
+    """
+    work = work or WORK / recipe.name
+    if not resume:
+        forget(work, zoo_vlm.STAGES)
+    say = journal(work / "log.txt")
+    if shipped:
+        processor = LlavaProcessor.from_pretrained(zoo.path(recipe.name))
+        model = LlavaForConditionalGeneration.from_pretrained(zoo.path(recipe.name), dtype=torch.float32)
+    else:
+        processor = zoo_vlm.build_processor(recipe, zoo_vlm.build_tokenizer(recipe))
+        tower = zoo_vlm.train_tower(recipe, work, say)
+        model = zoo_vlm.build_model(recipe)
+        model.model.vision_tower.load_state_dict(tower.state_dict())
+
+    def watch(step: int) -> None:
+        if step % LOOK_EVERY == 0:
+            zoo_vlm.export(model, processor, work / "preview")
+            say(f"step {step}: " + evaluate.glance(recipe, model, processor))
+
+    stages = zoo_vlm.STAGES[-1:] if shipped else zoo_vlm.STAGES[1:]
+    zoo_vlm.train_decoder(recipe, model, processor.tokenizer, work, say, watch, stages=stages)
+    zoo_vlm.export(model, processor, out_dir)
+    say(f"exported to {out_dir}")
+
+
+def train_image(recipe: ImageRecipe, out_dir: Path, resume: bool = True, work: Path | None = None) -> None:
+    """Train an image generator from scratch, or on from the checkpoints in `work`; then export it, with a card."""
+    work = work or WORK / recipe.name
+    if not resume:
+        forget(work, zoo_image.STAGES)
+    say = journal(work / "log.txt")
+    pipe = zoo_image.build_pipeline(recipe, zoo_image.train_vq(recipe, work, say))
+
+    def watch(step: int) -> None:
+        if step % LOOK_EVERY == 0:
+            nats = zoo_image.score_generator(pipe)
+            say(f"step {step}: {nats['nats']:.4f} nats per held-out token, {nats['other']:.4f} under another prompt")
+
+    zoo_image.train_reading(recipe, pipe, work, say)
+    zoo_image.train_generator(recipe, pipe, work, say, watch)
+    results = {**zoo_image.score_vq(pipe.vqvae), **zoo_image.score_generator(pipe), "parameters": zoo_image.sizes(pipe)}
+    results["read"] = zoo_image.faithfulness(pipe)
+    out_dir.mkdir(parents=True, exist_ok=True)
+    zoo_image.sheet(pipe).save(out_dir / "samples.png")
+    zoo_image.export(pipe, out_dir)
+    (out_dir / "README.md").write_text(card.image_card(recipe, results, card.wall_minutes(work)))
+    say(f"exported to {out_dir}")
+
+
+def train_drafter(recipe: DrafterRecipe, out_dir: Path, work: Path) -> None:
+    """Distil the drafter of an embedded model from that model's own answers; then export it, with a card."""
+    target, draws = zoo.path(recipe.target), recipe.target in IMAGES
+    how = HOW[recipe.recipe]
+    if draws:
+        model, processor = LlamaGenPipeline.from_pretrained(target, torch_dtype=torch.float32), None
+        model.set_progress_bar_config(disable=True)
+    else:
+        model = LlavaForConditionalGeneration.from_pretrained(target, dtype=torch.float32)
+        model.config._name_or_path = recipe.target
+        processor = LlavaProcessor.from_pretrained(target)
+    drafter = train(model, processor, "eagle", recipe.data, work, how, intermediate=recipe.intermediate)
+    tree = {"depth": recipe.depth, "width": recipe.width, "size": recipe.size}
+    drafter.config = replace(drafter.config, target=recipe.target, **tree)
+    out_dir.mkdir(parents=True, exist_ok=True)
+    (out_dir / "README.md").write_text(card.drafter_card(recipe, json.loads((work / "report.json").read_text())))
+    drafter.to(torch.bfloat16).save_pretrained(out_dir)
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """The options of `mmspec zoo`."""
+    parser.description = "Train the embedded models from nothing, or on from where it was stopped; then score them."
+    add = parser.add_argument
+    add(
+        "names",
+        nargs="*",
+        metavar="NAME",
+        help=f"which ({', '.join([*RECIPES, *IMAGES, *DRAFTERS])}); default: all, in order",
+    )
+    add("--out", type=Path, help="folder to export to, a subfolder each (default: inside the package)")
+    add("--work", type=Path, default=WORK, help="folder of checkpoints and logs, a subfolder each (%(default)s)")
+    add("--fresh", action="store_true", help="ignore checkpoints of an earlier run")
+    add("--from-shipped", action="store_true", help="train only the last stage of a VLM, on from the embedded weights")
+    add("--eval-only", action="store_true", help="score what is exported already")
+    add("--threads", type=int, default=2, help="CPU threads (%(default)s)")
+    add("--scenes", type=int, default=300, help="held-out scenes to score (%(default)s)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train and score each of the named models."""
+    torch.set_num_threads(args.threads)
+    known = [*RECIPES, *IMAGES, *DRAFTERS]
+    names = args.names or known
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        print(f"mmspec zoo: unknown model {unknown[0]!r}; choose from {', '.join(known)}", file=sys.stderr)
+        return 1
+    for name in names:
+        out, work = (args.out or zoo.weights()) / name, args.work / name
+        if name in DRAFTERS:
+            if not args.eval_only:
+                train_drafter(DRAFTERS[name], out, work)
+            continue
+        if name in IMAGES:
+            if not args.eval_only:
+                train_image(IMAGES[name], out, resume=not args.fresh, work=work)
+            continue
+        if not args.eval_only:
+            train_vlm(RECIPES[name], out, not args.fresh, work, args.from_shipped)
+        evaluate.evaluate(RECIPES[name], out, work, args.scenes)
+    return 0

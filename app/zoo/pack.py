@@ -1,0 +1,131 @@
+"""Packs many texts about one prefix of pictures into one row: they share it, attend to it and to themselves only."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from mmspec.zoo import clips, language, scenes
+from mmspec.zoo.language import Exchange
+from mmspec.zoo.recipes import Mix, Turn, VlmRecipe
+from mmspec.zoo.scenes import Scene
+
+SPECIAL = ("<pad>", "<bos>", "<eos>", "<image>", "<user>", "<assistant>")  # their ids are 0, 1, 2, ...
+PAD, BOS, EOS, IMAGE, USER, ASSISTANT = range(len(SPECIAL))
+IGNORED = -100
+PADDING = -1  # branch number of the padding; 0 is the image prefix
+SECOND_TURN = 0.15  # chance that a question is followed by a second one in the same branch
+Encode = Callable[[str], list[int]]
+
+
+@dataclass(frozen=True)
+class Packed:
+    """One batch; S = prefix and slots. `labels` holds the token to be predicted *after* each position, or IGNORED."""
+
+    ids: torch.Tensor  # [B, S]
+    labels: torch.Tensor  # [B, S]
+    positions: torch.Tensor  # [B, S], restarting behind the prefix in every branch
+    branches: torch.Tensor  # [B, S]
+
+    def mask(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Additive mask, 0 where a query may look: [B, 1, S, S]."""
+        length = self.ids.shape[1]
+        causal = torch.ones(length, length, dtype=torch.bool).tril()
+        own = self.branches[:, :, None] == self.branches[:, None]
+        seen = causal & (own | (self.branches == 0)[:, None])
+        return torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, -1e9)[:, None]
+
+
+def branch(exchanges: list[Exchange], encode: Encode) -> tuple[list[int], list[bool]]:
+    """Token ids of a conversation behind its image prefix, and which of them the assistant says."""
+    ids: list[int] = []
+    said: list[bool] = []
+    for turn, exchange in enumerate(exchanges):
+        asked = ([USER] if turn else []) + encode(exchange.prompt) + [ASSISTANT]
+        answered = [*encode(exchange.answer), EOS]
+        ids += asked + answered
+        said += [False] * len(asked) + [True] * len(answered)
+    return ids, said
+
+
+def pack(rows: list[list[tuple[list[int], list[bool]]]], images: int, tokens_per_image: int, slots: int) -> Packed:
+    """Rows of branches as tensors; branches that do not fit into `slots` any more are left out."""
+    prefix = [BOS, USER] + [IMAGE] * (images * tokens_per_image)
+    start, shape = len(prefix), (len(rows), len(prefix) + slots)
+    ids, labels = np.full(shape, PAD), np.full(shape, IGNORED)
+    branches, positions = np.full(shape, PADDING), np.zeros(shape, np.int64)
+    ids[:, :start], branches[:, :start], positions[:, :start] = prefix, 0, np.arange(start)
+    for row, parts in enumerate(rows):
+        here = start
+        for number, (tokens, said) in enumerate(parts, 1):
+            end = here + len(tokens)
+            if end > shape[1]:
+                continue
+            ids[row, here:end], branches[row, here:end] = tokens, number
+            positions[row, here:end] = np.arange(start, start + len(tokens))
+            labels[row, here : end - 1] = np.where(said[1:], tokens[1:], IGNORED)
+            here = end
+    return Packed(*(torch.from_numpy(a.astype(np.int64)) for a in (ids, labels, positions, branches)))
+
+
+def draw_batch(
+    recipe: VlmRecipe, mix: Mix, turn: Turn, rows: int, encode: Encode, seed: list[int]
+) -> tuple[list[Scene], Packed]:
+    """The batch of one step: its scenes (the pictures of a row stand together) and its packed texts."""
+    rng = np.random.default_rng(seed)
+    shown: list[Scene] = []
+    parts = []
+    for _ in range(rows):
+        here, first, ask = SHOWN[turn.kind](rng, turn, mix)
+        shown += here
+        parts.append(_row(rng, first, ask, turn.slots, encode))
+    tokens_per_image = (scenes.SIDE // recipe.vision.patch) ** 2
+    return shown, pack(parts, turn.pictures, tokens_per_image, turn.slots)
+
+
+def _row(
+    rng: np.random.Generator, first: list[Exchange], ask: Callable[[], Exchange], room: int, encode: Encode
+) -> list[tuple[list[int], list[bool]]]:
+    """Branches of the texts that must come first, then of questions as long as there is room."""
+    parts = []
+    refused = 0
+    while refused < 3:
+        if first:
+            exchanges = [first.pop(0)]
+        else:
+            exchanges = [ask() for _ in range(1 + (rng.random() < SECOND_TURN))]
+        tokens, said = branch(exchanges, encode)
+        if len(tokens) > room:
+            refused += 1
+            continue
+        room -= len(tokens)
+        parts.append((tokens, said))
+    return parts
+
+
+Shown = tuple[list[Scene], list[Exchange], Callable[[], Exchange]]  # pictures, texts that come first, a question
+
+
+def _picture(rng: np.random.Generator, turn: Turn, mix: Mix) -> Shown:
+    scene = scenes.draw(rng)
+    first = [language.long(rng, scene, mix)] if rng.random() < mix.long_share else []
+    return [scene], [*first, language.short(rng, scene, mix)], lambda: language.any_question(rng, scene, mix)
+
+
+def _pair(rng: np.random.Generator, turn: Turn, mix: Mix) -> Shown:
+    pair = (scenes.draw(rng), scenes.draw(rng))
+    return list(pair), [], lambda: language.pair_question(rng, pair, mix)
+
+
+def _clip(rng: np.random.Generator, turn: Turn, mix: Mix) -> Shown:
+    clip = clips.draw(rng)
+    frames = [clips.at(clip, time) for time in clips.moments(turn.pictures, rng)]
+    return frames, [clips.describe(rng, clip)], lambda: clips.question(rng, clip)
+
+
+SHOWN: dict[str, Callable[[np.random.Generator, Turn, Mix], Shown]] = {
+    "picture": _picture,
+    "pair": _pair,
+    "clip": _clip,
+}
