@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
     from mmspec.app import engine as engines
 
     model = args.model or embedded.MODEL
-    drafter = args.drafter or (embedded.DRAFTER if model == embedded.MODEL else "ngram")
+    drafter = args.drafter or embedded.drafter(model)
     try:
         loaded = engines.load(model, drafter, "auto", "auto", args.max_new_tokens, 0.0)
         inputs = chat_inputs(loaded.processor, [args.prompt], [[media.load_image(args.image)]])

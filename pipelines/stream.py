@@ -72,7 +72,8 @@ def stream(model_or_pipe: Any, inputs: Any, stop: threading.Event | None = None,
             yield step
     finally:
         relay.closed.set()
-        work.join()
+        if threading.current_thread() is not work:  # an abandoned stream may be collected in its own thread
+            work.join()
 
 
 class _Relay(BaseStreamer):

@@ -7,6 +7,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton, as transformers does
+
 torch.set_num_threads(min(2, torch.get_num_threads()))
 
 

@@ -23,7 +23,7 @@ from PIL import Image
 
 import mmspec
 from mmspec.app.caption.decoder import Decoder
-from mmspec.app.demo import canvas, caption_tab, guard, image_tab, image_view, plots, records, sight, view
+from mmspec.app.demo import caption_tab, guard, image_tab, image_view, plots, records, sight, view
 from mmspec.app.demo import command as demo
 from mmspec.app.demo.answer import (
     CORRECTED,
@@ -39,9 +39,10 @@ from mmspec.app.demo.answer import (
     Transcript,
     Turn,
 )
-from mmspec.app.demo.canvas import Easel, Wish
+from mmspec.app.demo.canvas import Easel
 from mmspec.app.demo.desk import QUEUE, Desk, RefusedError
 from mmspec.app.demo.duo import Duo
+from mmspec.app.demo.wish import METHODS, SEED_EXACT, Wish
 from mmspec.app.engine import Engine
 from mmspec.app.painter import Painter
 from mmspec.pipelines.prompts import chat_inputs
@@ -215,15 +216,15 @@ def test_a_second_turn_reads_the_first(duo: Duo, picture: str) -> None:
 
 
 def test_a_video_is_looked_at_frame_by_frame(duo: Duo, clip: str) -> None:
-    turns = [
-        last(duo.run(Ask("video", None, clip, PROMPT, frames=n, max_new_tokens=8), threading.Event())) for n in (2, 5)
-    ]
+    asks = [Ask("video", None, clip, PROMPT, frames=n, max_new_tokens=8) for n in (2, 5)]
+    turns = [last(duo.run(ask, threading.Event())) for ask in asks]
     assert [len(turn.frames) for turn in turns] == [2, 5]
     greys = [frame.getpixel((5, 5))[0] for frame in turns[1].frames]
     assert greys == sorted(greys) and greys[-1] > greys[0] + 100
     for turn in turns:
         assert turn.plain.ids == turn.fast.ids and view.verdict(turn)[0] == "same"
-    assert turns[0].plain.ids != turns[1].plain.ids
+    pixels = [len(duo._inputs(ask, turn.frames)["pixel_values"]) for ask, turn in zip(asks, turns, strict=True)]
+    assert pixels == [2, 5]
     assert view.talk((), "", turns[1].frames).count("<img ") == 5
     with pytest.raises(RefusedError, match="no video"):
         last(duo.run(Ask("video", None, None, PROMPT), threading.Event()))
@@ -327,7 +328,7 @@ def test_the_tabs_events(duo: Duo, picture: str) -> None:
     tab.stop(VISIT)  # pressed while the run waits for its turn
     *_, end = tab.run(VISIT, "image", picture, None, *VALUES)
     assert 'role="alert"' in end[1] or "nothing to compare" in end[1]
-    assert len(tab.clear(VISIT)) == 10
+    assert len(tab.clear(VISIT)) == 9
 
 
 def test_a_failing_model_is_reported_and_not_fatal(duo: Duo, picture: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -365,7 +366,7 @@ def test_the_desk_serves_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_stopped_run_frees_its_memory(duo: Duo, easel: Easel, picture: str) -> None:
     def held() -> int:
         gc.collect()
-        tensors = [o for o in gc.get_objects() if isinstance(o, torch.Tensor)]
+        tensors = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
         return sum(t.untyped_storage().nbytes() for t in tensors)
 
     desk = Desk()
@@ -373,20 +374,21 @@ def test_a_stopped_run_frees_its_memory(duo: Duo, easel: Easel, picture: str) ->
         lambda stop: duo.run(about(picture, max_new_tokens=400), stop),
         lambda stop: easel.run(Wish("a small circle", seed=1), stop),
     ):
-        list(desk.serve("ann", run, str))  # whatever a first run leaves for the next ones
-        before = held()
-        looks = desk.serve("ann", run, str)
-        next(looks), next(looks)
-        desk.stop("ann")
-        assert last(looks).over
-        del looks
-        assert held() <= before
+        sizes = []
+        for _ in range(2):  # the first leaves what all others need, too
+            looks = desk.serve("ann", run, str)
+            next(looks), next(looks)
+            desk.stop("ann")
+            assert last(looks).over
+            del looks
+            sizes.append(held())
+        assert sizes[1] <= sizes[0]
 
 
 # ------------------------------------------------------------------------------------------------ pictures
 
 
-@pytest.mark.parametrize("method", canvas.METHODS)
+@pytest.mark.parametrize("method", METHODS)
 def test_a_picture_fills_its_grid_and_the_counts_add_up(easel: Easel, method: str) -> None:
     pair = last(easel.run(Wish("a small circle", method, window=4, seed=5), threading.Event()))
     for drawn in (pair.plain, pair.fast):
@@ -398,7 +400,7 @@ def test_a_picture_fills_its_grid_and_the_counts_add_up(easel: Easel, method: st
     html = image_view.pane(pair.fast, "mmspec", "about")
     assert html.count('<i class="mm-d') == pair.fast.accepted and html.count('<i class="mm-') == 64
     kind, words = image_view.verdict(pair)
-    assert kind == ("same" if method == canvas.SEED_EXACT or pair.same == 64 else "chance"), words
+    assert kind == ("same" if method == SEED_EXACT or pair.same == 64 else "chance"), words
 
 
 def test_a_lossy_picture_tells_its_distortion(easel: Easel) -> None:
@@ -442,7 +444,7 @@ def test_a_picture_can_be_stopped(easel: Easel) -> None:
 def test_the_image_tabs_events(easel: Easel) -> None:
     tab = image_tab.Image(easel, Desk(), own=True)
     assert len(tab.begin(VISIT)) == 5
-    values = ("a zebra circle", canvas.SEED_EXACT, 4, "off", 1, 0, 7, 3.0, 1.0)
+    values = ("a zebra circle", SEED_EXACT, 4, "off", 1, 0, 7, 3.0, 1.0)
     looks = list(tab.run(VISIT, *values))
     assert "the same picture: 64 of 64" in looks[-1][0] and "does not know: zebra" in looks[-1][0]
     assert 'src="data:image/png;base64,' in next(look[2] for look in reversed(looks) if isinstance(look[2], str))
@@ -565,7 +567,8 @@ def test_the_server_gives_no_files_and_fetches_none(served: Any) -> None:
     runs = [f for f in served.page.fns.values() if f.concurrency_id == QUEUE]
     assert len(runs) == 3  # a question, a further one, a picture: all of them wait in one line
     assert {run.concurrency_limit for run in runs} == {1}
-    assert {id(run) for run in runs} == {id(f) for f in served.page.fns.values() if f.queue and f.fn}
+    others = {f.name for f in served.page.fns.values() if f.queue and f.fn and f not in runs}
+    assert others == {"stop"}  # of a page that is closed
     for media in ([address, None], [None, address]):
         with pytest.raises(Exception, match="fetches nothing"):
             asyncio.run(served.page.preprocess_data(runs[0], ["image", *media, *VALUES], None))

@@ -1,4 +1,4 @@
-"""A journal loses no whole line and keeps no half one; a caption file's name never means two images."""
+"""A journal loses no whole line and keeps no half one, the newest counts; a caption file has one meaning."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from mmspec.app.caption.journal import Journal, key, write_whole
-from mmspec.app.caption.outputs import OutputError, Outputs, sidecars
+from mmspec.app.caption.journal import FAILED, Journal, Ledger, key, write_whole
+from mmspec.app.caption.outputs import OutputError, Outputs, Sidecars, Writer
 
 RECORDS = [{"file_name": "a", "text": "ein Hügel, 山"}, {"file_name": "b", "text": "line\nbreak"}]
 
@@ -19,6 +19,13 @@ def filled(path: Path) -> bytes:
         for record in RECORDS:
             journal.append(record)
     return path.read_bytes()
+
+
+def known(*paths: Path) -> dict[str, dict]:
+    """The newest caption of everything."""
+    ledger = Ledger(paths)
+    assert not ledger.damaged
+    return {record["file_name"]: record for record in ledger.all_captions()}
 
 
 def test_every_line_is_readable_as_soon_as_append_returns(tmp_path: Path):
@@ -34,32 +41,57 @@ def test_a_kill_after_any_byte_costs_at_most_the_line_being_written(tmp_path: Pa
     whole = filled(path)
     for size in range(len(whole) + 1):
         path.write_bytes(whole[:size])
+        complete = RECORDS[: whole[: size + 1].count(b"\n")]  # a line that lacks only its end is whole
+        ledger = Ledger([path])
+        assert list(ledger.all_captions()) == complete, size
         with Journal(path) as journal:
-            complete = whole[: size + 1].count(b"\n")  # a line that lacks only its end is whole
-            assert journal.records == RECORDS[:complete], size
             journal.append({"file_name": "c"})
-        with Journal(path) as journal:
-            assert journal.records == [*RECORDS[:complete], {"file_name": "c"}] and not journal.damaged, size
+        assert list(known(path).values()) == [*complete, {"file_name": "c"}], size
 
 
-def test_broken_lines_in_the_middle_are_counted_and_dropped(tmp_path: Path):
+def test_broken_lines_in_the_middle_are_counted_and_passed_over(tmp_path: Path):
     path = tmp_path / "j.jsonl"
     first, second = filled(path).splitlines(keepends=True)
     path.write_bytes(first + b"\0" * 9 + b"\n" + b"[1, 2]\n\n" + b"\xff\xfe\n" + second)
     with Journal(path) as journal:
-        assert journal.records == RECORDS and journal.damaged == 3
-        journal.compact(journal.records)
         journal.append({"file_name": "c"})
+    ledger = Ledger([path])
+    assert list(ledger.all_captions()) == [*RECORDS, {"file_name": "c"}] and ledger.damaged == 3
+
+
+def test_the_newest_line_counts_whichever_journal_it_is_in(tmp_path: Path):
+    lines = {"one": [("x", 3), ("x", 5), ("y", 1)], "two": [("x", 4), ("y", 2), ("z", 1)]}
+    for name, told in lines.items():
+        with Journal(tmp_path / f"{name}.jsonl") as journal:
+            for item, time in told:
+                journal.append({"file_name": item, "text": f"{item}{time}", "time": time})
+    for order in (("one", "two"), ("two", "one")):
+        paths = [tmp_path / f"{name}.jsonl" for name in order]
+        assert [record["text"] for record in known(*paths).values()] == ["x5", "y2", "z1"]
+        assert Ledger(paths).texts("x") == {"x3", "x4", "x5"}
+
+
+def test_a_failure_stands_until_a_caption_comes(tmp_path: Path):
+    path = tmp_path / "j.jsonl"
     with Journal(path) as journal:
-        assert journal.records == [*RECORDS, {"file_name": "c"}] and not journal.damaged
+        for status in (FAILED, None, FAILED):
+            journal.append({"file_name": "x", "text": "t"} | ({"status": status} if status else {}))
+            ledger = Ledger([path])
+            assert bool(ledger.failure("x")) == bool(status)
+    assert ledger.get("x") == {"file_name": "x", "text": "t"}  # what was there before the failure is still there
+
+
+def test_one_process_at_a_time_holds_a_journal(tmp_path: Path):
+    with Journal(tmp_path / "j.jsonl"), pytest.raises(OSError, match="another process"):
+        Journal(tmp_path / "j.jsonl")
+    Journal(tmp_path / "j.jsonl").close()
 
 
 def test_a_name_that_is_no_unicode_can_be_recorded(tmp_path: Path):
     record = {"file_name": b"\xff.png".decode("utf-8", "surrogateescape")}
     with Journal(tmp_path / "j.jsonl") as journal:
         journal.append(record)
-    with Journal(tmp_path / "j.jsonl") as journal:
-        assert journal.records == [record]
+    assert list(known(tmp_path / "j.jsonl").values()) == [record]
     (tmp_path / "j.jsonl").read_text(encoding="utf-8")
 
 
@@ -86,7 +118,11 @@ def test_links_in_a_hostile_folder_lead_nowhere(tmp_path: Path):
     assert precious.read_text() == "precious" and (folder / "x.txt").read_bytes() == b"caption"
     (folder / "metadata.jsonl").symlink_to(precious)
     with pytest.raises(OutputError, match="is a link"):
-        Outputs(folder, folder, [])
+        Outputs(folder, "origin")
+    (folder / "metadata.jsonl").unlink()
+    (folder / ".mmspec" / "worker-0.jsonl").symlink_to(precious)
+    with pytest.raises(OSError, match="is a link"):
+        Writer(folder, "worker-0")
     assert precious.read_text() == "precious"
 
 
@@ -95,17 +131,19 @@ def test_a_hostile_journal_deletes_nothing(tmp_path: Path):
     folder.mkdir()
     precious.write_text("precious")
     os.mkfifo(folder / "y.txt")
+    writer = Writer(folder, "worker-0")
     line = {"file_name": "x.png", "key": "k", "text": "precious", "sidecar": "../precious.txt", "path": 7}
-    (folder / "metadata.jsonl").write_text(json.dumps(line) + "\n")
-    (folder / "failed.jsonl").write_text(json.dumps(line) + "\n")
-    outputs = Outputs(folder, folder, [folder / "x.png", folder / "y.png"])
-    assert outputs.restore(folder / "x.png") and not outputs.foreign(folder / "y.png")
+    writer.journal.append(line)
+    writer.close()
+    outputs, sidecars = Outputs(folder, "origin"), Sidecars()
+    sidecars.add("x.png")
+    assert outputs.stale(line, "x.txt", sidecars) is None
+    assert outputs.restore(line, "x.txt", None, force=False) and outputs.existing("y.png", "y.txt") is None
     outputs.close()
     assert precious.read_text() == "precious"
 
 
 def test_sidecar_names():
-    root = Path("/r")
     cases = {
         "alone.jpg": "alone.txt",
         "x.jpg": "x.jpg.txt",
@@ -115,21 +153,33 @@ def test_sidecar_names():
         "z.jpg": "z.txt",
         "z.jpg.png": "z.jpg.png.txt",  # z.jpg.txt would look like the caption of z.jpg
         "sub/x.jpg": "sub/x.txt",
+        "shard.tar/0007": "shard.tar/0007.txt",
     }
-    chosen = sidecars([root / name for name in cases], root)
-    assert chosen == {root / name: text for name, text in cases.items()}
-    assert len({text.casefold() for text in chosen.values()}) == len(cases)
+    sidecars = Sidecars()
+    for name in cases:
+        sidecars.add(name)
+    assert {name: sidecars.of(name) for name in cases} == cases
+    for hostile in ("../x.png", "/etc/x.png", "a/../../x.png"):
+        with pytest.raises(OutputError, match="leads out"):
+            sidecars.of(hostile)
 
 
 def test_one_run_at_a_time(tmp_path: Path):
-    first = Outputs(tmp_path / "out", tmp_path, [])
-    with pytest.raises(OutputError, match="another mmspec caption"):
-        Outputs(tmp_path / "out", tmp_path, [])
+    first = Outputs(tmp_path / "out", "origin")
+    for slots in ("", "shard-0-of-2-"):
+        with pytest.raises(OutputError, match="another mmspec caption"):
+            Outputs(tmp_path / "out", "origin", slots)
     first.close()
-    Outputs(tmp_path / "out", tmp_path, []).close()
+    shards = [Outputs(tmp_path / "out", "origin", f"shard-{n}-of-2-") for n in range(2)]  # these may run at once
+    for slots in ("", "shard-0-of-2-"):
+        with pytest.raises(OutputError, match="another mmspec caption"):
+            Outputs(tmp_path / "out", "origin", slots)
+    for one in shards:
+        one.close()
+    Outputs(tmp_path / "out", "origin").close()
 
 
 def test_an_output_folder_that_cannot_be(tmp_path: Path):
     (tmp_path / "file").touch()
     with pytest.raises(OutputError, match="choose another --out"):
-        Outputs(tmp_path / "file", tmp_path, [])
+        Outputs(tmp_path / "file", "origin")

@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from dataclasses import replace
 from itertools import combinations, pairwise
 from pathlib import Path
 
@@ -15,20 +16,22 @@ from mmspec.app.zoo import evaluate, pack, score, tower
 from mmspec.app.zoo import fit as zoo_fit
 from mmspec.app.zoo import vlm as zoo_vlm
 from mmspec.zoo import clips, language, scenes
-from mmspec.zoo.recipes import SCENES_VLM, Language, Schedule, Turn, Vision, VlmRecipe
+from mmspec.zoo.recipes import SCENES_VIDEO, SCENES_VLM, Language, Mix, Schedule, Stage, Turn, Vision, VlmRecipe
 
 TINY = VlmRecipe(
     "tiny",
+    tuple(
+        Stage(name, 3 + place, Schedule(4, 2, 1e-3), Mix(), (Turn("picture", 1, 256), Turn("pair", 2, 192)))
+        for place, name in enumerate(("decoder", "polish", "settle"))
+    ),
     vision=Vision(32, 2, 2, 64),
     language=Language(32, 2, 2, 64, 1024, 1024),
     tower=Schedule(4, 2, 1e-3),
-    decoder=Schedule(4, 2, 1e-3),
-    polish=Schedule(4, 2, 1e-3),
-    settle=Schedule(4, 2, 1e-3),
-    clips=Schedule(4, 2, 1e-3),
-    turns=(Turn("picture", 1, 256), Turn("pair", 2, 192)),
-    clip_turns=(Turn("clip", 3, 128), Turn("picture", 1, 256)),
     tokenizer_scenes=40,
+)
+_TURNS = (Turn("clip", 3, 128), Turn("picture", 1, 256))
+TINY_VIDEO = replace(
+    TINY, start="tiny", stages=(Stage("clips", 7, Schedule(4, 2, 1e-3), SCENES_VIDEO.stages[0].mix, _TURNS),)
 )
 
 
@@ -46,7 +49,7 @@ def test_the_same_seed_draws_the_same_picture_and_text():
     for first, again in zip(drawn(5), drawn(5), strict=True):
         assert first == again
         assert scenes.render(first).tobytes() == scenes.render(again).tobytes()
-        told = [language.long(np.random.default_rng(3), scene, TINY.mix) for scene in (first, again)]
+        told = [language.long(np.random.default_rng(3), scene, TINY.texts) for scene in (first, again)]
         assert told[0] == told[1]
 
 
@@ -84,7 +87,7 @@ def test_counts_and_relations_are_consistent():
 def test_texts_name_what_is_in_the_scene(style):
     rng, tally = np.random.default_rng(5), Counter()
     for scene in drawn(120):
-        tally += score.score_caption(getattr(language, style)(rng, scene, TINY.mix).answer, scene)
+        tally += score.score_caption(getattr(language, style)(rng, scene, TINY.texts).answer, scene)
     facts = {fact for fact, _ in tally}
     assert {"object precision", "object recall", "relations", "counts", "size", "texture"} <= facts
     assert all(tally[fact, "right"] == tally[fact, "of"] for fact in facts)
@@ -108,7 +111,7 @@ def test_the_score_sees_errors():
 def test_long_descriptions_use_a_thousand_words():
     rng, used = np.random.default_rng(0), set()
     for scene in drawn(1200):
-        used |= set(re.findall(r"[a-z-]+", language.long(rng, scene, TINY.mix).answer.lower()))
+        used |= set(re.findall(r"[a-z-]+", language.long(rng, scene, TINY.texts).answer.lower()))
     assert len(used) >= 1000
 
 
@@ -118,15 +121,15 @@ def test_every_question_has_an_answer():
         for kind in language.QUESTIONS:
             exchange = language.question(rng, scene, kind)
             assert exchange.kind == kind and exchange.prompt.endswith(("?", ".")) and exchange.answer.endswith(".")
-        assert language.pair_question(rng, (scene, drawn(1)[0]), TINY.mix).answer
+        assert language.pair_question(rng, (scene, drawn(1)[0]), TINY.texts).answer
 
 
 @pytest.mark.parametrize("pair", [False, True])
 def test_a_packed_branch_has_the_logits_of_the_chat(tokenizer, pair):
     processor, model = zoo_vlm.build_processor(TINY, tokenizer), zoo_vlm.build_model(TINY).eval()
     rng, shown = np.random.default_rng(2), drawn(1 + pair)
-    talks = [[language.any_question(rng, shown[0], TINY.mix) for _ in range(turns)] for turns in (1, 2)]
-    talks.append([language.short(rng, shown[0], TINY.mix)])
+    talks = [[language.any_question(rng, shown[0], TINY.texts) for _ in range(turns)] for turns in (1, 2)]
+    talks.append([language.short(rng, shown[0], TINY.texts)])
     branches = [pack.branch(talk, lambda text: tokenizer.encode(text, add_special_tokens=False)) for talk in talks]
     batch = pack.pack([branches], len(shown), 64, 320)
     with torch.no_grad():
@@ -190,8 +193,10 @@ def test_a_clip_caption_is_read_back_and_its_errors_are_seen():
 
 def test_every_caption_of_a_clip_fits_into_its_turn(tokenizer):
     rng = np.random.default_rng(4)
-    for turn in TINY.clip_turns:
-        shown, batch = pack.draw_batch(TINY, TINY.clips_mix, turn, 8, lambda t: tokenizer.encode(t)[:], [7, 1])
+    for turn in _TURNS:
+        shown, batch = pack.draw_batch(
+            TINY_VIDEO, TINY_VIDEO.stages[0].mix, turn, 8, lambda t: tokenizer.encode(t)[:], [7, 1]
+        )
         assert len(shown) == 8 * turn.pictures
         assert (batch.labels != pack.IGNORED).any(1).all()
     assert len({clips.question(rng, clip).kind for clip in drawn_clips(80)}) == 5
@@ -200,15 +205,15 @@ def test_every_caption_of_a_clip_fits_into_its_turn(tokenizer):
 def test_clips_are_trained_on_from_any_weights(tokenizer, tmp_path: Path):
     model = zoo_vlm.build_model(TINY)
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    last = {"say": lambda line: None, "compiled": False, "stages": ("clips",)}
-    zoo_vlm.train_decoder(TINY, model, tokenizer, tmp_path, **last)
+    last = {"say": lambda line: None, "compiled": False}
+    zoo_vlm.train_decoder(TINY_VIDEO, model, tokenizer, tmp_path, **last)
     assert [file.name for file in tmp_path.iterdir()] == ["clips.pt"]
     after = model.state_dict()
     changed = {name.split(".")[1] for name, weight in after.items() if not torch.equal(weight, before[name])}
     assert "language_model" in changed and "vision_tower" not in changed
     halves = zoo_vlm.build_model(TINY)
     for stop in (1, None):
-        zoo_vlm.train_decoder(TINY, halves, tokenizer, tmp_path / "halves", stop=stop, **last)
+        zoo_vlm.train_decoder(TINY_VIDEO, halves, tokenizer, tmp_path / "halves", stop=stop, **last)
     assert all(torch.equal(weight, after[name]) for name, weight in halves.state_dict().items())
 
 

@@ -23,7 +23,7 @@ from mmspec.app.bench.command import BenchError, Outcome, Question, in_turn, pea
 from mmspec.app.engine import STOCK, load
 from mmspec.app.provenance import provenance
 from mmspec.pipelines.batching import Flow, Plain
-from mmspec.pipelines.intake import Intake, Static
+from mmspec.pipelines.intake import Finished, Intake, Static
 from mmspec.pipelines.prompts import chat_inputs
 from mmspec.session import Stats
 from mmspec.zoo import language, scenes
@@ -109,7 +109,7 @@ class Bench:
             began = time.perf_counter()
             for number, inputs in enumerate(asked):
                 batches.add(number, inputs)
-            ends = {}
+            ends: dict[Any, Finished] = {}
             while batches.busy:
                 ends |= {end.ticket: end for end in batches.step()}
             wait(self.model.device)
@@ -175,7 +175,7 @@ def questions(args: argparse.Namespace) -> list[Question]:
 def methods(args: argparse.Namespace) -> list[Method]:
     """Static and continuous, without a drafter and with each."""
     found = [Method(BASE, Static), Method("continuous", Flow)]
-    names = args.drafter or [embedded.DRAFTER if args.model == embedded.MODEL else "ngram"]
+    names = args.drafter or [embedded.drafter(args.model)]
     for name in names:
         trained = name not in registry.DRAFTERS
         drafter = mmspec.load_drafter(embedded.resolve(name)) if trained else registry.drafter_class(name)()

@@ -30,6 +30,7 @@ SUITES = {  # name: (module with configure(parser) and measure(args, outcome), o
     "vlm": ("mmspec.app.bench.vlm", "answers of a vision-language model, stock paths and drafters side by side"),
     "caption": ("mmspec.app.bench.caption", "many captions: static and continuous batches, with drafters and without"),
     "image": ("mmspec.app.bench.image", "pictures of an autoregressive image model: speed, and how good they are"),
+    "kernels": ("mmspec.app.bench.kernels", "kernels beside their definitions, as a share of the copy bandwidth"),
 }
 FIELDS = {  # what a question list may call its fields, the first one that is filled counts
     "images": ("image", "images", "image_path", "image_paths", "image_file", "file_name", "img"),

@@ -59,7 +59,7 @@ def _caption(options: argparse.Namespace) -> int:
         column_text=options.column_text, column_tags=options.column_tags, split=options.split,
     )  # fmt: skip
     prompts = Prompts.read(
-        None if options.prompt_file else options.prompt, options.prompt_file, system=options.system,
+        options.prompt, options.prompt_file, system=options.system,
         start=options.start_with, prepend=options.prepend, append=options.append,
     )  # fmt: skip
     shaping = settings.settings(options)
@@ -67,8 +67,7 @@ def _caption(options: argparse.Namespace) -> int:
     folder, origin = _folders(options, inputs)
     outputs = Outputs(folder, origin, slots, look_only=options.dry_run)
     with contextlib.closing(outputs):
-        if not options.dry_run:
-            outputs.adopt(lambda record: adopted(shaping, record))
+        outputs.adopt(lambda record: adopted(shaping, record))
         todo = Planner(options, shaping, prompts, outputs).plan(inputs)
         todo.pending = todo.pending[: options.limit]
         _say_plan(options, inputs, outputs, todo)
@@ -93,36 +92,44 @@ def _work(job: Job, slots: str, inputs: Inputs, outputs: Outputs, todo: Plan) ->
     failed_before = todo.failed_before + len(todo.unwritable)
     if not todo.pending:
         _finish(options, inputs, outputs)
+        _report(options, todo, Tally(0, shown=False), [], None)
         return SOME_FAILED if failed_before else OK
     write_whole(outputs.state / "run.yaml", settings.dumped(options), outputs.state / f"{slots}run.partial")
     tally = Tally(len(todo.pending), options.quiet, todo.unit, options.max_errors)
     comparison = None
     try:
         with contextlib.closing(tally), _crew(job, slots, todo) as crew:
-            for note in crew.notes:
-                print(f"note: {plain(note)}", file=sys.stderr)
-            if isinstance(crew, Alone):
-                comparison = crew.comparison
-            tally.start()
-            dispatch(todo.pending, crew, job, tally.add)
+            comparison = crew.comparison if isinstance(crew, Alone) else None
+            dispatch(todo.pending, crew, job, tally.add, lambda: _start(crew, tally))
             if comparison is not None:
                 comparison.measure(crew.worker.engine, crew.worker.flow.rows)
     except KeyboardInterrupt:
         _finish(options, inputs, outputs)
+        _report(options, todo, tally, [], None)
         print(f"\nstopped: {tally.counted} are in {outputs.folder}; the same command again goes on from there")
         return INTERRUPTED
     except (FatalError, TooManyErrorsError):
         _finish(options, inputs, outputs)
         raise
     made = _finish(options, inputs, outputs)
-    if options.report:
-        report.write(options.report, options, todo, tally, crew.summaries, comparison)
+    _report(options, todo, tally, crew.summaries, comparison)
     if tally.failed:
         print(f"{tally.failed} failed: {outputs.folder / 'failed.jsonl'} says why")
     files = f"a {options.extension} for each" if any(task.sidecar for task in todo.pending) else ""
     print("captions: " + ", and ".join(filter(None, [", ".join(map(str, made)), files])))
     print("; ".join(filter(None, [str(tally), str(comparison or "")])))
     return SOME_FAILED if tally.failed or failed_before else OK
+
+
+def _start(crew: Any, tally: Tally) -> None:
+    for note in crew.notes:
+        print(f"note: {plain(note)}", file=sys.stderr)
+    tally.start()
+
+
+def _report(options: argparse.Namespace, todo: Plan, tally: Tally, workers: list, comparison: Any) -> None:
+    if options.report:
+        report.write(options.report, options, todo, tally, workers, comparison)
 
 
 @contextlib.contextmanager
@@ -170,7 +177,7 @@ def _dry_run(job: Job, todo: Plan) -> int:
 def _finish(options: argparse.Namespace, inputs: Inputs, outputs: Outputs) -> list[Path]:
     kinds = (options.format or "metadata").split(",")
     sources = {item.name: item.source for item in inputs.items()} if "webdataset" in kinds else {}
-    return outputs.finish(kinds, options.on_existing == "overwrite", sources)
+    return outputs.finish(kinds, options.on_existing != "skip", sources)
 
 
 def _say_plan(options: argparse.Namespace, inputs: Inputs, outputs: Outputs, todo: Plan) -> None:
@@ -180,5 +187,7 @@ def _say_plan(options: argparse.Namespace, inputs: Inputs, outputs: Outputs, tod
     for trouble in todo.unwritable:
         print(f"failed: {plain(trouble)}", file=sys.stderr)
     samples = zoo.samples().resolve()
-    if todo.pending and options.model == embedded.MODEL and (inputs.root is None or inputs.root.resolve() != samples):
+    if todo.pending and options.model in embedded.VLMS and (inputs.root is None or inputs.root.resolve() != samples):
         print(embedded.NOTE)
+    if options.model == embedded.MODEL and any(task.item.kind == "video" for task in todo.pending):
+        print(embedded.CLIPS_NOTE)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import posixpath
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -97,7 +99,7 @@ class Outputs:
 
     def __init__(self, folder: Path, origin: str, slots: str = "", look_only: bool = False):
         self.folder, self.origin, self.slots = folder, digest(os.fsencode(origin))[:16], slots
-        self.state = folder / STATE
+        self.state, self.look_only = folder / STATE, look_only
         self._locks: list[int] = []
         try:
             if not look_only:
@@ -117,9 +119,17 @@ class Outputs:
         """Take over a folder of the time when metadata.jsonl was the journal; `name_ask` names what a line answers."""
         if self._journals() or not self.old:
             return
-        lines = [record | {"ask": name_ask(record), "content": record["sha256"], "time": 0} for record in self.old]
-        write_whole(self.state / "earlier.jsonl", b"".join(map(line_of, lines)), self.state / "earlier.partial")
-        self.reload()
+        records = [record | {"ask": name_ask(record), "content": record["sha256"], "time": 0} for record in self.old]
+        lines = b"".join(map(line_of, records))
+        if not self.look_only:
+            write_whole(self.state / "earlier.jsonl", lines, self.state / "earlier.partial")
+            self.reload()
+            return
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as elsewhere:
+            path = Path(elsewhere, "earlier.jsonl")
+            path.write_bytes(lines)
+            self.ledger = Ledger([path])
+        self._read_metadata()
 
     def reload(self) -> None:
         """Read the journals again, with what the workers have written since."""
@@ -163,12 +173,12 @@ class Outputs:
         except OSError:
             return None
 
-    def finish(self, kinds: Iterable[str], overwrite: bool, sources: Mapping[str, Source]) -> list[Path]:
+    def finish(self, kinds: Iterable[str], replace: bool, sources: Mapping[str, Source]) -> list[Path]:
         """Make the final files of all journals, each in one step; what was made. `sources` is for webdataset."""
         if not self._alone("finish.lock", FINISHING):
             raise OutputError(f"another run is still finishing {self.folder}; run the command again")
         self.reload()
-        if overwrite:
+        if replace:  # captions by another hand, with ours
             self.foreign = {name: text for name, text in self.foreign.items() if name not in self.ledger.captions}
         made: list[Path] = []
         for kind in kinds:
@@ -280,4 +290,4 @@ def facts_of(**facts: Any) -> Record:
 
 
 def _stem(name: str) -> str:
-    return str(PurePosixPath(name).with_suffix("")) if PurePosixPath(name).suffix else name
+    return posixpath.splitext(name)[0]

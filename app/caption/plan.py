@@ -91,7 +91,8 @@ class Planner:
         stale = outputs.stale(record, sidecar, sidecars) if record and sidecar and sidecars else None
         stamp = stamp_of(item)
         same = record is not None and self._unchanged(record, item, stamp)
-        if record and same and options.resume and record.get("ask") == self._asked(item, record.get("existing"))[1]:
+        came = item.existing or (record or {}).get("existing")  # what was there before any of ours
+        if record and same and options.resume and record.get("ask") == self._asked(item, came)[1]:
             todo.done += 1
             self._restore(record, sidecar, stale, todo)
             return
@@ -99,7 +100,7 @@ class Planner:
         if options.on_existing == "skip" and (there or (item.existing and not record and not self.reads_existing)):
             todo.kept += 1
             return
-        existing = there or (record.get("existing") if record else item.existing)
+        existing = there or came
         asked, ask = self._asked(item, existing)
         if failure and failure.get("ask") == ask and failure.get("stamp") == stamp and not options.retry_failed:
             todo.failed_before += 1
@@ -128,7 +129,7 @@ class Planner:
             return False
 
     def _restore(self, record: Record, sidecar: str | None, stale: str | None, todo: Plan) -> None:
-        if sidecar is None:
+        if sidecar is None or self.options.dry_run:
             return
         try:
             force = self.options.on_existing == "overwrite"

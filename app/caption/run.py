@@ -26,8 +26,7 @@ from mmspec.app.caption.twins import Twins
 from mmspec.app.caption.video import FramePolicy
 
 PATIENCE = 5  # items on which a model that has never answered may fail before the run is given up
-AUTO_ROWS = {"cpu": 4, "mps": 8}  # --batch-size auto begins there; a full memory halves it
-AUTO_ROWS_ELSEWHERE = 32
+AUTO_ROWS = 4  # --batch-size auto of an engine that suggests nothing
 
 
 class FatalError(Exception):
@@ -85,7 +84,7 @@ class Worker:
     def __init__(self, job: Job, place: str, slot: str):
         options, self.job, self.slot = job.options, job, slot
         self.engine = load(options, place)
-        self.rows = rows_for(options.batch_size, place, self.engine)
+        self.rows = rows_for(options, self.engine)
         self.flow = self.engine.flow(self.rows)
         count = options.decoders or max(1, min(4, cores() // (2 * job.workers)))
         self.window = max(2 * self.rows, PATIENCE + 1) + AHEAD * count  # tasks in hand
@@ -164,9 +163,7 @@ class Worker:
             task = self._inbox.popleft()
             self._decoding[task.item.name] = task
             self._decoder.submit(task.item.name, task.item)
-        if (
-            not self._decoding or len(self._waiting) > self.rows
-        ):  # pictures wait in the decoder, which counts their bytes
+        if not self._decoding or len(self._waiting) > self.rows:  # the rest waits in the decoder, which counts bytes
             return
         idle = not (self._waiting or self.flow.busy)
         try:
@@ -275,13 +272,11 @@ def load(options: argparse.Namespace, place: str) -> Model:
         raise FatalError(str(error) if named else f"{type(error).__name__}: {error}") from error
 
 
-def rows_for(asked: int | str, place: str, engine: Any) -> int:
+def rows_for(options: argparse.Namespace, engine: Any) -> int:
     """How many items are at work at once."""
-    if asked != AUTO:
-        return int(asked)
-    device = getattr(getattr(engine, "model", None), "device", None)
-    kind = getattr(device, "type", place.partition(":")[0])
-    return AUTO_ROWS.get(kind, AUTO_ROWS_ELSEWHERE)
+    if options.batch_size != AUTO:
+        return int(options.batch_size)
+    return engine.suggest_rows(options.frames or 1) if hasattr(engine, "suggest_rows") else AUTO_ROWS
 
 
 def peak_memory(engine: Any) -> int | None:

@@ -132,7 +132,7 @@ def build(duo: Duo, desk: Desk, offer: Offer, page: gr.Blocks) -> Caption:
             further, send = _further(offer)
             if offer.note:
                 gr.HTML(f'<p class="mm-small">{escape(offer.note)}</p>')
-    shown = [talk, summary, plain, fast, said]
+    shown, doors = [talk, summary, plain, fast, said], [run, stop, further, send]
 
     for triggers, work, given in (
         ([run.click, inputs[3].submit], caption.run, inputs),
@@ -140,10 +140,10 @@ def build(duo: Duo, desk: Desk, offer: Offer, page: gr.Blocks) -> Caption:
     ):
         started = gr.on(triggers, caption.begin, None, [summary, plain, fast, run, stop], **QUICK)
         ended = started.then(work, given, shown, **IN_TURN)
-        ended.then(lambda: _buttons(running=False), None, [run, stop], **QUICK)
+        ended.then(lambda turns: (*_buttons(running=False), *_may_ask(bool(turns))), said, doors, **QUICK)
         gr.on(triggers, None, js=SHOW.format("mm-summary"), **QUICK)
-    gr.on([c.change for c in inputs[:3]], lambda: ([], ""), None, [said, talk], **QUICK)  # another thing to talk about
-    said.change(lambda turns: _may_ask(bool(turns)), said, [further, send], **QUICK)
+    another = [c.change for c in inputs[:3]]  # thing to talk about
+    gr.on(another, lambda: ([], "", *_may_ask(False)), None, [said, talk, further, send], **QUICK)
     stop.click(caption.stop, None, None, **QUICK)
     clear.click(caption.clear, None, [*inputs[1:4], further, *shown], **QUICK)
     page.load(None, js=NAMES, **QUICK)

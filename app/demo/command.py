@@ -111,7 +111,7 @@ def _captions(args: argparse.Namespace, eyes: Any, pictures: list[Path], clips: 
     from mmspec.zoo import language
 
     own = args.model == embedded.MODEL
-    drafter = args.drafter or (embedded.DRAFTER if own else "ngram")
+    drafter = args.drafter or embedded.drafter(args.model)
     engine = engines.load(args.model, drafter, args.device, args.dtype, 128, 0.0)
     if engine.drafter is None:
         raise _Fatal(f"{args.model} cannot be accelerated: {'; '.join(engine.notes) or 'no drafter was given'}")
@@ -130,7 +130,7 @@ def _pictures(args: argparse.Namespace) -> Any:
     if args.image_model == NONE:
         return None
     easel = canvas.load(args.image_model, args.image_drafter, args.device, args.dtype, args.time_limit)
-    easel.warm_up("0" if easel.painter.classes else WISHES[0])
+    easel.warm_up("0" if easel.painter.classes else "a picture")
     return easel
 
 

@@ -3,8 +3,6 @@
 from pathlib import Path
 
 from mmspec.app.zoo import fit as zoo_fit
-from mmspec.app.zoo import image as zoo_image
-from mmspec.app.zoo import vlm as zoo_vlm
 from mmspec.zoo import clips, language, pictures
 from mmspec.zoo.recipes import IMAGES, DrafterRecipe, ImageRecipe, VlmRecipe
 
@@ -18,8 +16,7 @@ tags: [llava, mmspec, synthetic]
 
 A small but real `LlavaForConditionalGeneration` ({parameters:.1f} M parameters, bfloat16 safetensors), embedded in
 mmspec so that its demo, tests and benchmarks run without a network. It describes drawn scenes of coloured shapes, in a
-short and factual or a long and fanciful style, answers questions about one or two pictures, and says what happens in
-short clips (two to eight frames, all in one message).
+short and factual or a long and fanciful style, and answers questions about one or two pictures{more}.
 
 ```python
 from transformers import AutoModelForImageTextToText, AutoProcessor
@@ -27,33 +24,16 @@ from mmspec import zoo
 processor = AutoProcessor.from_pretrained(zoo.path("{name}"))
 model = AutoModelForImageTextToText.from_pretrained(zoo.path("{name}"))
 ```
-Prompts it knows best: "{short}" and "{long}", and for the frames of a clip "{clip}".
+Prompts it knows best: "{short}" and "{long}"{clip}.
 
 ## Made from
-- Data: scenes drawn by `mmspec.zoo.scenes` (one to six objects of seven shapes, eight colours, three textures and two
-  sizes on seven backgrounds, 96 x 96 pixels) and texts composed from them by `mmspec.zoo.language`. No outside data, no
-  other model.
-- Vision tower: CLIP, {vision.layers} layers x {vision.width}, patch {vision.patch}, 64 visual tokens a picture; first
-  trained alone to classify what stands in each cell of the grid ({tower.steps} steps of {tower.batch} scenes), then
-  frozen.
-- Decoder: Llama, {language_shape.layers} layers x {language_shape.width}, {language_shape.heads} heads, byte-level BPE
-  of {language_shape.vocabulary} tokens; {steps} steps of {decoder.batch} packed rows. A row is one picture (in every
-  {pair_every}th step two) and up to {slots} tokens of texts about it that see the picture and themselves only.
-- Stages of the decoder: {decoder.stop} of {decoder.steps} planned steps on all texts; {polish.stop} of
-  {polish.steps} on more questions about facts, with numbers and relations weighted {polish_weight:.0f} times;
-  {settle.steps} without the sentence that counts objects by shape, which the model kept stating wrongly for repeated
-  shapes; {clips.steps} steps of {clips.batch} rows on clips drawn by `mmspec.zoo.clips`, {known:.0%} of them on single
-  pictures and pairs as before.
-- Optimiser: Muon for the matrices of the layers, AdamW for the rest, peak rates {tower.lr}, {decoder.lr},
-  {polish.lr}, {settle.lr} and {clips.lr} by stage, warm-up, plateau and linear decay, gradient clip
-  {decoder.clip}, bfloat16 autocast where the CPU has it. Seed {seed}.
-- Wall time: {minutes}.
+{made}
+- Wall time: {minutes:.0f} minutes on {cores} that other work shared.
 
 ## Held-out results
-Greedy, float32, n = {n} scenes (and as many clips) that no training step has drawn. An object is right
-when shape and colour are right at its place; precision is over the objects stated, recall over those drawn. Counts are
-the totals that captions state. Answers to questions must match exactly. In clips, motion is what the caption says that
-each object does (an object not found counts as wrong), moving only those that do not stay, all whole captions.
+Greedy, float32, n = {n} that no training step has drawn. An object is right when shape and colour are right at its
+place; precision is over the objects stated, recall over those drawn. Counts are the totals that captions state. Answers
+to questions must match exactly.{explained}
 
 | fact | right | of | share |
 |---|---|---|---|
@@ -68,16 +48,47 @@ words).
   there, and questions about two pictures are answered much less reliably than captions are written; see the table.
 - It knows nothing but such drawings: on photographs, other shapes or other questions its answers mean nothing.
 - The mood and fancy of long descriptions are invented.
-- English only; clips of two, four and eight frames were trained, in which nothing crosses the way of something else.
+- English only; {limit}.
 
 Licence: Apache-2.0. To train it again: `mmspec zoo {name}`.
 """
 
+MADE = """\
+- Data: scenes drawn by `mmspec.zoo.scenes` (one to six objects of seven shapes, eight colours, three textures and two
+  sizes on seven backgrounds, 96 x 96 pixels) and texts composed from them by `mmspec.zoo.language`. No outside data, no
+  other model.
+- Vision tower: CLIP, {vision.layers} layers x {vision.width}, patch {vision.patch}, 64 visual tokens a picture; first
+  trained alone to classify what stands in each cell of the grid ({tower.steps} steps of {tower.batch} scenes), then
+  frozen.
+- Decoder: Llama, {language.layers} layers x {language.width}, {language.heads} heads, byte-level BPE of
+  {language.vocabulary} tokens; {steps} steps of {decoder.plan.batch} packed rows. A row is one picture (in every
+  {pair_every}th step two) and up to {slots} tokens of texts about it that see the picture and themselves only.
+- Stages of the decoder: {decoder.plan.stop} of {decoder.plan.steps} planned steps on all texts; {polish.plan.stop} of
+  {polish.plan.steps} on more questions about facts, with numbers and relations weighted {polish.mix.emphasis:.0f}
+  times; {settle.plan.steps} without the sentence that counts objects by shape, which the model kept stating wrongly for
+  repeated shapes.
+- Optimiser: Muon for the matrices of the layers, AdamW for the rest, peak rates {tower.lr}, {decoder.plan.lr},
+  {polish.plan.lr} and {settle.plan.lr} by stage, warm-up, plateau and linear decay, gradient clip
+  {decoder.plan.clip}, bfloat16 autocast where the CPU has it. Seed {seed}."""
 
-EARLIER = 74  # minutes of the stages before clips, for the embedded weights
+MADE_ON = """\
+- Start: the weights of `{start}`; its card says what they were made from. The tower stays as it is.
+- Data: clips drawn by `mmspec.zoo.clips`, in which objects move, appear, vanish or stay, with captions and questions;
+  {known:.0%} of the steps show single pictures and pairs as before. No outside data, no other model.
+- {clips.plan.steps} steps of {clips.plan.batch} packed rows; a row of a clip is two, four or eight frames.
+- Optimiser: Muon for the matrices of the layers, AdamW for the rest, peak rate {clips.plan.lr}, warm-up, plateau and
+  linear decay, gradient clip {clips.plan.clip}. Seed {seed}."""
+
+_MORE = ", and says what happens in\nshort clips (two to eight frames, all in one message)"
+_EXPLAINED = (
+    " In clips, motion is what the caption says that each object does (an object not found\ncounts as wrong), moving "
+    "only those that do not stay, all whole captions."
+)
+_PAIRS_ONLY = "at most two pictures in a prompt were trained"
+_EIGHT = "clips of two, four and eight frames were trained, in which nothing crosses the way of something else"
 
 
-def card(recipe: VlmRecipe, results: dict, minutes: str) -> str:
+def card(recipe: VlmRecipe, results: dict, minutes: float) -> str:
     """The text of README.md in the model's folder."""
     facts = [
         (f"{style} caption: {fact}", score)
@@ -90,26 +101,19 @@ def card(recipe: VlmRecipe, results: dict, minutes: str) -> str:
     for seen in results["clips"]:
         facts += [(f"clip of {seen['frames']} frames: {fact}", score) for fact, score in seen["facts"].items()]
     rows = "\n".join(f"| {fact} | {right} | {of} | {right / of:.1%} |" for fact, (right, of) in facts if of)
+    moving, n = bool(results["clips"]), results["short"]["scenes"]
     return CARD.format(
         name=recipe.name,
         parameters=results["parameters"] / 1e6,
-        vision=recipe.vision,
-        language_shape=recipe.language,
-        tower=recipe.tower,
-        decoder=recipe.decoder,
-        polish=recipe.polish,
-        settle=recipe.settle,
-        polish_weight=recipe.polish_mix.emphasis,
-        steps=_steps(recipe),
-        pair_every=len(recipe.turns),
-        slots=max(turn.slots for turn in recipe.turns),
-        clips=recipe.clips,
-        known=sum(turn.kind != "clip" for turn in recipe.clip_turns) / len(recipe.clip_turns),
-        clip=clips.PROMPTS[0],
-        seed=recipe.seed,
+        more=_MORE if moving else "",
+        clip=f', and for the frames of a clip "{clips.PROMPTS[0]}"' if moving else "",
+        made=_made(recipe),
         minutes=minutes,
+        cores="two CPU cores" if recipe.start is None else "one CPU core",
+        explained=_EXPLAINED if moving else "",
+        limit=_EIGHT if moving else _PAIRS_ONLY,
         rows=rows,
-        n=results["short"]["scenes"],
+        n=f"{n} scenes, and as many clips," if moving else f"{n} scenes",
         short=language.PROMPTS["short"],
         long=language.PROMPTS["long"],
         short_tokens=results["short"]["tokens"],
@@ -118,20 +122,22 @@ def card(recipe: VlmRecipe, results: dict, minutes: str) -> str:
     )
 
 
-def vlm_minutes(work: Path) -> str:
-    """What the stages took; where only the last ran here, those before it took EARLIER."""
-    *before, last = (zoo_fit.seconds(work / f"{stage}.pt") / 60 for stage in zoo_vlm.STAGES)
-    first = f"{sum(before) or EARLIER:.0f} minutes on two CPU cores that other work shared"
-    return f"{first}, then {last:.0f} on one for clips"
+def _made(recipe: VlmRecipe) -> str:
+    stages = {stage.name: stage for stage in recipe.stages}
+    turns = recipe.stages[0].turns
+    if recipe.start is not None:
+        known = sum(turn.kind != "clip" for turn in turns) / len(turns)
+        return MADE_ON.format(start=recipe.start, known=known, seed=recipe.seed, **stages)
+    return MADE.format(
+        vision=recipe.vision, language=recipe.language, tower=recipe.tower, seed=recipe.seed,
+        steps=sum(stage.plan.stop or stage.plan.steps for stage in recipe.stages), pair_every=len(turns),
+        slots=max(turn.slots for turn in turns), **stages,
+    )  # fmt: skip
 
 
 def wall_minutes(work: Path) -> float:
-    """Minutes that all stages of an image generator took, from their checkpoints."""
-    return sum(zoo_fit.seconds(work / f"{stage}.pt") for stage in zoo_image.STAGES) / 60
-
-
-def _steps(recipe: VlmRecipe) -> int:
-    return sum(plan.stop or plan.steps for plan in (recipe.decoder, recipe.polish, recipe.settle))
+    """Minutes that all stages took, from their checkpoints."""
+    return sum(map(zoo_fit.seconds, work.glob("*.pt"))) / 60
 
 
 def _share(score: tuple[int, int]) -> str:

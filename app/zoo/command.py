@@ -43,22 +43,19 @@ def forget(work: Path, stages: Sequence[str]) -> None:
         (work / f"{stage}.pt").unlink(missing_ok=True)
 
 
-def train_vlm(
-    recipe: VlmRecipe, out_dir: Path, resume: bool = True, work: Path | None = None, shipped: bool = False
-) -> None:
-    """Train from scratch, or on from the checkpoints in `work`; then export to `out_dir` a folder for from_pretrained.
+def train_vlm(recipe: VlmRecipe, out_dir: Path, resume: bool = True, work: Path | None = None) -> None:
+    """Train from what the recipe starts with, or on from the checkpoints in `work`; then export to `out_dir`.
 
     Every LOOK_EVERY steps the log gets a line of held-out scores and `work`/preview the model as it stands. Without
-    `resume`, checkpoints of an earlier run are deleted. With `shipped`, only the last stage is trained, on from the
-    embedded weights.
+    `resume`, checkpoints of an earlier run are deleted.
     """
     work = work or WORK / recipe.name
     if not resume:
-        forget(work, zoo_vlm.STAGES)
+        forget(work, ("tower", *(stage.name for stage in recipe.stages)))
     say = journal(work / "log.txt")
-    if shipped:
-        processor = LlavaProcessor.from_pretrained(zoo.path(recipe.name))
-        model = LlavaForConditionalGeneration.from_pretrained(zoo.path(recipe.name), dtype=torch.float32)
+    if recipe.start is not None:
+        processor = LlavaProcessor.from_pretrained(zoo.path(recipe.start))
+        model = LlavaForConditionalGeneration.from_pretrained(zoo.path(recipe.start), dtype=torch.float32)
     else:
         processor = zoo_vlm.build_processor(recipe, zoo_vlm.build_tokenizer(recipe))
         tower = zoo_vlm.train_tower(recipe, work, say)
@@ -70,8 +67,7 @@ def train_vlm(
             zoo_vlm.export(model, processor, work / "preview")
             say(f"step {step}: " + evaluate.glance(recipe, model, processor))
 
-    stages = zoo_vlm.STAGES[-1:] if shipped else zoo_vlm.STAGES[1:]
-    zoo_vlm.train_decoder(recipe, model, processor.tokenizer, work, say, watch, stages=stages)
+    zoo_vlm.train_decoder(recipe, model, processor.tokenizer, work, say, watch)
     zoo_vlm.export(model, processor, out_dir)
     say(f"exported to {out_dir}")
 
@@ -132,7 +128,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--out", type=Path, help="folder to export to, a subfolder each (default: inside the package)")
     add("--work", type=Path, default=WORK, help="folder of checkpoints and logs, a subfolder each (%(default)s)")
     add("--fresh", action="store_true", help="ignore checkpoints of an earlier run")
-    add("--from-shipped", action="store_true", help="train only the last stage of a VLM, on from the embedded weights")
     add("--eval-only", action="store_true", help="score what is exported already")
     add("--threads", type=int, default=2, help="CPU threads (%(default)s)")
     add("--scenes", type=int, default=300, help="held-out scenes to score (%(default)s)")
@@ -158,6 +153,6 @@ def run(args: argparse.Namespace) -> int:
                 train_image(IMAGES[name], out, resume=not args.fresh, work=work)
             continue
         if not args.eval_only:
-            train_vlm(RECIPES[name], out, not args.fresh, work, args.from_shipped)
+            train_vlm(RECIPES[name], out, not args.fresh, work)
         evaluate.evaluate(RECIPES[name], out, work, args.scenes)
     return 0

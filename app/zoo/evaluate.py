@@ -84,7 +84,7 @@ def score_questions(
     """Exactly right answers by kind of question."""
     rng = np.random.default_rng([recipe.seed, HELD_OUT, 9, int(pairs)])
     asked, wanted = [], []
-    mix = replace(recipe.mix, shape_counts=recipe.settle_mix.shape_counts)
+    mix = replace(recipe.texts, shape_counts=recipe.stages[-1].mix.shape_counts)
     for first, second in zip(shown[::2], shown[1::2], strict=False):
         for _ in range(2):
             here = [first, second] if pairs else [first if rng.random() < 0.5 else second]
@@ -117,6 +117,10 @@ def score_clips(model: LlavaForConditionalGeneration, processor: LlavaProcessor,
     }
 
 
+def sees_clips(recipe: VlmRecipe) -> bool:
+    return any(turn.kind == "clip" for stage in recipe.stages for turn in stage.turns)
+
+
 def glance(recipe: VlmRecipe, model: LlavaForConditionalGeneration, processor: LlavaProcessor, count: int = 30) -> str:
     """One line on a few held-out scenes, for the log of a running training."""
     was_training = model.training
@@ -124,7 +128,7 @@ def glance(recipe: VlmRecipe, model: LlavaForConditionalGeneration, processor: L
     shown = held_out(recipe, count, stream=1)
     facts = score_style(model, processor, shown, "short")["facts"]
     single, double = (score_questions(model, processor, recipe, shown, pairs) for pairs in (False, True))
-    seen = score_clips(model, processor, count, FRAMES[0])["facts"]
+    seen = score_clips(model, processor, count, FRAMES[0])["facts"] if sees_clips(recipe) else {}
     model.train(was_training)
     told = {**facts, **{f"?{kind}": score for kind, score in (single | double).items()}}
     told |= {f"clip-{fact}": score for fact, score in seen.items()}
@@ -141,14 +145,15 @@ def evaluate(recipe: VlmRecipe, folder: Path, work: Path, count: int) -> dict:
         "long": score_style(model, processor, shown, "long"),
         "questions": score_questions(model, processor, recipe, shown, False),
         "pairs": score_questions(model, processor, recipe, shown, True),
-        "clips": [score_clips(model, processor, count, frames) for frames in FRAMES],
+        "clips": [score_clips(model, processor, count, frames) for frames in FRAMES if sees_clips(recipe)],
         "parameters": sum(weight.numel() for weight in model.parameters()),
     }
     results["seconds"] = time.monotonic() - begun
     work.mkdir(parents=True, exist_ok=True)
     (work / "results.json").write_text(json.dumps(results, indent=1))
-    (folder / "README.md").write_text(card.card(recipe, results, card.vlm_minutes(work)))
-    save_samples(recipe)
+    (folder / "README.md").write_text(card.card(recipe, results, card.wall_minutes(work)))
+    if recipe.start is None:
+        save_samples(recipe)
     return results
 
 

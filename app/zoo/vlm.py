@@ -1,6 +1,6 @@
 """Builds and trains a vision-language model of the zoo from stock classes: tokenizer, tower, decoder, export."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -21,11 +21,10 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 from mmspec.app.zoo import fit as zoo_fit
 from mmspec.app.zoo import pack, tower
 from mmspec.zoo import language, lexicon, scenes
-from mmspec.zoo.recipes import Mix, VlmRecipe
+from mmspec.zoo.recipes import Mix, Stage, VlmRecipe
 
 # streams of random numbers: [recipe.seed, stream, step]
-TOWER, TEXTS, DECODER, POLISH, SETTLE, CLIPS = 1, 2, 3, 5, 6, 7
-STAGES = ("tower", "decoder", "polish", "settle", "clips")  # names of their checkpoints
+TOWER, TEXTS = 1, 2
 CHAT_TEMPLATE = (
     "{{ '<bos>' }}{% for message in messages %}"
     "{% if message.role == 'assistant' %}{{ '<assistant>' }}{% else %}{{ '<user>' }}{% endif %}"
@@ -67,9 +66,9 @@ def _sample_texts(recipe: VlmRecipe) -> list[str]:
     texts = []
     for _ in range(recipe.tokenizer_scenes):
         here = scenes.draw(rng)
-        told = [language.short(rng, here, recipe.mix), language.long(rng, here, recipe.mix)]
-        told.append(language.pair_question(rng, (here, scenes.draw(rng)), recipe.mix))
-        told += [language.any_question(rng, here, recipe.mix) for _ in range(4)]
+        told = [language.short(rng, here, recipe.texts), language.long(rng, here, recipe.texts)]
+        told.append(language.pair_question(rng, (here, scenes.draw(rng)), recipe.texts))
+        told += [language.any_question(rng, here, recipe.texts) for _ in range(4)]
         texts += [text for exchange in told for text in (exchange.prompt, exchange.answer)]
     return texts
 
@@ -221,7 +220,6 @@ def train_decoder(
     watch: Callable[[int], None] = lambda step: None,
     stop: int | None = None,
     compiled: bool = True,
-    stages: Sequence[str] = STAGES[1:],
 ) -> None:
     """The stages after the tower's: projector, decoder and head on packed texts; the tower stays as it is.
 
@@ -241,24 +239,15 @@ def train_decoder(
         with torch.compiler.set_stance("force_eager"):  # generation has other shapes at every step
             watch(step)
 
-    plans = {
-        "decoder": (DECODER, recipe.decoder, recipe.mix, recipe.turns),
-        "polish": (POLISH, recipe.polish, recipe.polish_mix, recipe.turns),
-        "settle": (SETTLE, recipe.settle, recipe.settle_mix, recipe.turns),
-        "clips": (CLIPS, recipe.clips, recipe.clips_mix, recipe.clip_turns),
-    }
-    for name in stages:
-        stream, plan, mix, turns = plans[name]
-        weights = emphasis(tokenizer, mix)
+    for stage in recipe.stages:
+        weights = emphasis(tokenizer, stage.mix)
 
-        def loss_of(
-            step: int, stream=stream, plan=plan, mix=mix, turns=turns, weights=weights
-        ) -> tuple[torch.Tensor, int]:
-            turn, seed = turns[step % len(turns)], [recipe.seed, stream, step]
-            shown, batch = pack.draw_batch(recipe, mix, turn, plan.batch, encode, seed)
+        def loss_of(step: int, stage: Stage = stage, weights: torch.Tensor = weights) -> tuple[torch.Tensor, int]:
+            turn, seed = stage.turns[step % len(stage.turns)], [recipe.seed, stage.stream, step]
+            shown, batch = pack.draw_batch(recipe, stage.mix, turn, stage.plan.batch, encode, seed)
             return packed_loss(model, batch, tower.pixels(shown), weights), batch.ids.numel()
 
-        zoo_fit.fit(model, plan, loss_of, folder / f"{name}.pt", say, look, stop or plan.stop)
+        zoo_fit.fit(model, stage.plan, loss_of, folder / f"{stage.name}.pt", say, look, stop or stage.plan.stop)
         if stop is not None:
             break
     for layer in decoder.layers:

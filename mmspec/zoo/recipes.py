@@ -73,6 +73,19 @@ class Language:
     vocabulary: int = 2048
 
 
+_FACTS = (
+    ("total", 0.3),
+    ("count", 3.0),
+    ("whether", 2.0),
+    ("relation", 3.0),
+    ("neighbours", 1.0),
+    ("spot", 0.7),
+    ("attribute", 1.0),
+    ("place", 3.0),
+    ("which", 1.0),
+    ("background", 0.2),
+    ("presence", 1.5),
+)
 _SETTLED = (
     ("total", 0.5),
     ("count", 1.0),
@@ -104,67 +117,72 @@ _BRIEF, _CLIP, _LONG = Turn("clip", 2, 192), Turn("clip", 4, 192), Turn("clip", 
 
 
 @dataclass(frozen=True)
-class VlmRecipe:
-    """Everything that decides the weights of a vision-language model of the zoo.
+class Stage:
+    """One stage of a decoder's training; `name` is that of its checkpoint, `stream` that of its random numbers.
 
-    One batch row of the language stage is one image prefix and texts about it: the short caption, the long description
-    for some of the scenes, and questions as long as there is room. Steps take the `turns` one after the other. The
-    decoder is trained four times: on all texts; on more questions about facts; without counts by shape, which so small
-    a model states wrongly too often; and on clips of a few frames, with pictures in between so that these stay known.
+    One batch row is one image prefix and texts about it: the short caption, the long description for some of the
+    scenes, and questions as long as there is room. Steps take the `turns` one after the other.
     """
 
     name: str
+    stream: int
+    plan: Schedule
+    mix: Mix
+    turns: tuple[Turn, ...]
+
+
+_MIXED = (*[_PICTURE] * 9, _PAIR)
+_CLIPS = (_CLIP, _PICTURE, _BRIEF, _CLIP, _PAIR, _CLIP, _LONG, _PICTURE, _CLIP, _BRIEF)  # 3 in 10 are known already
+
+
+@dataclass(frozen=True)
+class VlmRecipe:
+    """Everything that decides the weights of a vision-language model of the zoo.
+
+    Its tower is trained first, then the decoder in `stages`; with `start`, the name of an embedded model, only the
+    decoder, on from that model's weights.
+    """
+
+    name: str
+    stages: tuple[Stage, ...]
+    start: str | None = None
     seed: int = 0
     vision: Vision = field(default_factory=Vision)
     language: Language = field(default_factory=Language)
     tower: Schedule = field(default_factory=lambda: Schedule(steps=1000, batch=48, lr=2e-3, decay=0.4))
-    decoder: Schedule = field(
-        default_factory=lambda: Schedule(steps=1900, batch=12, lr=3e-3, warmup=69 / 1900, stop=1603)
-    )
-    mix: Mix = field(default_factory=Mix)
-    polish: Schedule = field(default_factory=lambda: Schedule(steps=600, batch=12, lr=2.5e-3, decay=0.95, stop=349))
-    polish_mix: Mix = field(
-        default_factory=lambda: Mix(
-            0.2,
-            4.0,
-            True,
-            (
-                ("total", 0.3),
-                ("count", 3.0),
-                ("whether", 2.0),
-                ("relation", 3.0),
-                ("neighbours", 1.0),
-                ("spot", 0.7),
-                ("attribute", 1.0),
-                ("place", 3.0),
-                ("which", 1.0),
-                ("background", 0.2),
-                ("presence", 1.5),
-            ),
-        )
-    )
-    settle: Schedule = field(default_factory=lambda: Schedule(steps=240, batch=12, lr=1.2e-3, decay=0.95))
-    settle_mix: Mix = field(default_factory=lambda: Mix(0.3, 2.0, False, _SETTLED))
-    turns: tuple[Turn, ...] = (*[_PICTURE] * 9, _PAIR)
-    clips: Schedule = field(default_factory=lambda: Schedule(steps=750, batch=4, lr=1.2e-3, decay=0.9, newton_schulz=3))
-    clips_mix: Mix = field(default_factory=lambda: Mix(0.3, 3.0, False, _SETTLED, _DOES))
-    clip_turns: tuple[Turn, ...] = (
-        _CLIP,
-        _PICTURE,
-        _BRIEF,
-        _CLIP,
-        _PAIR,
-        _CLIP,
-        _LONG,
-        _PICTURE,
-        _CLIP,
-        _BRIEF,
-    )  # 3 in 10 steps show what the model knows already
+    texts: Mix = field(default_factory=Mix)  # that the tokenizer is trained on
     tokenizer_scenes: int = 3000
 
+    def stage(self, name: str) -> Stage:
+        return next(stage for stage in self.stages if stage.name == name)
 
-SCENES_VLM = VlmRecipe("scenes-vlm")
-RECIPES = {recipe.name: recipe for recipe in (SCENES_VLM,)}
+
+# All texts; more questions about facts; no counts by shape, which so small a model states wrongly too often.
+SCENES_VLM = VlmRecipe(
+    "scenes-vlm",
+    (
+        Stage("decoder", 3, Schedule(steps=1900, batch=12, lr=3e-3, warmup=69 / 1900, stop=1603), Mix(), _MIXED),
+        Stage(
+            "polish", 5, Schedule(steps=600, batch=12, lr=2.5e-3, decay=0.95, stop=349),
+            Mix(0.2, 4.0, True, _FACTS), _MIXED,
+        ),
+        Stage(
+            "settle", 6, Schedule(steps=240, batch=12, lr=1.2e-3, decay=0.95),
+            Mix(0.3, 2.0, False, _SETTLED), _MIXED,
+        ),
+    ),
+)  # fmt: skip
+SCENES_VIDEO = VlmRecipe(
+    "scenes-video",
+    (
+        Stage(
+            "clips", 7, Schedule(steps=750, batch=4, lr=1.2e-3, decay=0.9, newton_schulz=3),
+            Mix(0.3, 3.0, False, _SETTLED, _DOES), _CLIPS,
+        ),
+    ),
+    start="scenes-vlm",
+)  # fmt: skip
+RECIPES = {recipe.name: recipe for recipe in (SCENES_VLM, SCENES_VIDEO)}
 
 
 @dataclass(frozen=True)

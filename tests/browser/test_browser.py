@@ -1,4 +1,4 @@
-"""The demo's page in a real Chromium, used as a person would: run, compare, stop, mistakes, keyboard, phone."""
+"""The demo's page in a real Chromium, used as a person would: ask, draw, stop, mistakes, keyboard, phone, records."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import av
 import numpy as np
 import pytest
+import tiny_llamagen
 import tiny_llava
 from browser import shoot
 from PIL import Image
@@ -18,8 +20,9 @@ _WHY = shoot.missing()
 pytestmark = [pytest.mark.skipif(_WHY is not None, reason=str(_WHY)), pytest.mark.timeout(1800)]
 
 RECORD = {
-    "suite": "scenes", "method": "eagle", "batch": 1, "temperature": 0.0, "prompt": "long", "speedup_e2e": 2.1,
+    "suite": "vlm", "method": "eagle", "batch": 1, "temperature": 0.0, "prompt": "long", "speedup_e2e": 2.1,
     "speedup_decode": 2.6, "tokens_per_target_call": 3.4, "accepted_per_call": 2.4, "identical_rate": 1.0, "n": 64,
+    "acceptance_by_depth": [0.9, 0.7, 0.4],
 }  # fmt: skip
 
 
@@ -31,10 +34,21 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     for i in range(3):
         scenes.render(scenes.draw(np.random.default_rng(i))).save(folder / "examples" / f"{i}.png")
     records = [RECORD, {**RECORD, "method": "ngram", "speedup_e2e": 1.2}]
+    records.append({"suite": "image", "method": "jacobi+scaled", "lossless": False, "spent": 3.5, "compression": 4.0})
     content = {"provenance": {"commit": "abc", "device": "cpu"}, "records": records}
     (folder / "results" / "one.json").write_text(json.dumps(content))
     model = tiny_llava.save(folder / "model")
-    options = ["--model", str(model), "--examples", str(folder / "examples"), "--results", str(folder / "results")]
+    tiny_llamagen.pipeline(grid=8).save_pretrained(folder / "painter")
+    options = [
+        "--model",
+        str(model),
+        "--image-model",
+        str(folder / "painter"),
+        "--examples",
+        str(folder / "examples"),
+        "--results",
+        str(folder / "results"),
+    ]
     with shoot.serve(*options) as found:
         yield found
 
@@ -67,14 +81,14 @@ def test_a_run_fills_both_panes_and_says_that_they_are_the_same(visitor: shoot.V
 def test_stop_ends_a_run_and_the_next_one_works(visitor: shoot.Visitor) -> None:
     visitor.choose()
     visitor.page.get_by_role("button", name="Options").click()
-    visitor.page.get_by_label("number input for New tokens").fill("400")
+    visitor.set("New tokens", 400)
     visitor.ask("w5 w6")
     visitor.press("run")
     visitor.page.wait_for_selector("#mm-plain-pane .mm-text .mm-t")
     visitor.press("stop")
     visitor.page.wait_for_selector("#mm-fast-pane .mm-state:text('stopped')")
     visitor.wait_idle()
-    visitor.page.get_by_label("number input for New tokens").fill("8")
+    visitor.set("New tokens", 8)
     visitor.press("run")
     assert "8 of 8" in visitor.wait_for("#mm-summary .mm-same")
 
@@ -108,23 +122,101 @@ def test_the_keyboard_is_enough(visitor: shoot.Visitor) -> None:
     visitor.wait_for("#mm-summary .mm-same")
 
 
-def test_chance_is_not_compared(visitor: shoot.Visitor) -> None:
+def test_a_conversation_goes_on_until_the_picture_changes(visitor: shoot.Visitor) -> None:
+    assert visitor.page.locator("#mm-send").is_disabled()
+    visitor.choose()
+    visitor.ask("w5 w6")
+    visitor.press("run")
+    visitor.wait_for("#mm-summary .mm-same")
+    visitor.wait_idle()
+    first = visitor.text("plain")
+    visitor.page.fill("#mm-further textarea:not([disabled])", "w9")
+    visitor.page.locator("#mm-further textarea").press("Enter")
+    visitor.page.wait_for_selector("#mm-talk .mm-asked >> nth=1")
+    assert visitor.page.locator("#mm-talk li").all_inner_texts() == ["w5 w6", first.strip(), "w9"]
+    visitor.wait_for("#mm-summary .mm-same")
+    visitor.wait_idle()
+    visitor.choose(1)
+    visitor.page.wait_for_selector("#mm-talk li", state="detached")
+    visitor.page.wait_for_selector("#mm-send[disabled]")
+
+
+def test_a_video_shows_the_frames_that_are_read(visitor: shoot.Visitor, tmp_path: Path) -> None:
+    path = tmp_path / "clip.webm"
+    with av.open(str(path), "w") as file:
+        stream = file.add_stream("vp9", rate=6, width=64, height=48, pix_fmt="yuv420p")
+        for grey in range(0, 240, 20):
+            file.mux(stream.encode(av.VideoFrame.from_image(Image.new("RGB", (64, 48), (grey, grey, grey)))))
+        file.mux(stream.encode())
+    visitor.upload_video(path)
+    visitor.page.get_by_role("button", name="Options").click()
+    visitor.set("Frames", 5)
+    visitor.set("New tokens", 8)
+    visitor.ask("w5")
+    visitor.press("run")
+    assert "8 of 8" in visitor.wait_for("#mm-summary .mm-same")
+    assert visitor.count("#mm-talk .mm-frames img") == 5
+
+
+def test_chance_is_compared_where_the_draws_are_the_same(visitor: shoot.Visitor) -> None:
     visitor.choose()
     visitor.page.get_by_role("button", name="Options").click()
-    visitor.page.get_by_label("number input for Temperature").fill("1")
-    visitor.page.get_by_label("number input for New tokens").fill("8")
+    visitor.set("Temperature", 1)
+    visitor.set("New tokens", 8)
+    visitor.press("run")
+    assert "8 of 8" in visitor.wait_for("#mm-summary .mm-same")
+    visitor.wait_idle()
+    visitor.page.get_by_label("Same draws").uncheck()
     visitor.press("run")
     assert "Drawn at random" in visitor.wait_for("#mm-summary .mm-chance")
 
 
-def test_the_drafters_tab_filters(visitor: shoot.Visitor) -> None:
-    visitor.page.get_by_role("tab", name="Drafters").click()
+def test_a_picture_is_drawn_twice_and_its_grid_fills(visitor: shoot.Visitor) -> None:
+    visitor.open("Image")
+    visitor.page.fill("#mm-wish textarea", "a small circle")
+    visitor.press("draw")
+    assert "the same picture: 64 of 64" in visitor.wait_for("#mm-paint-summary .mm-same")
+    visitor.wait_idle()
+    assert visitor.count("#mm-plain-canvas .mm-cells i.mm-plain") == 64
+    drafted = visitor.count("#mm-fast-canvas .mm-cells i[class^=mm-d]")
+    assert 0 < drafted == 64 - visitor.count("#mm-fast-canvas .mm-cells i.mm-own")
+    pictures = [visitor.page.locator(f"#mm-{which}-canvas img").get_attribute("src") for which in ("plain", "fast")]
+    assert pictures[0] == pictures[1] and str(pictures[0]).startswith("data:image/png")
+    shown = "getComputedStyle(document.querySelector('#mm-fast-canvas .mm-own'), '::after').display"
+    assert visitor.page.evaluate(shown) == "block"
+    visitor.page.get_by_label("picture", exact=True).check()
+    visitor.page.wait_for_function(f"{shown} === 'none'")
+
+
+def test_a_lossy_picture_is_named_so(visitor: shoot.Visitor) -> None:
+    visitor.open("Image")
+    visitor.page.fill("#mm-wish textarea", "a small circle")
+    visitor.page.get_by_role("button", name="Relaxation (lossy)").click()
+    visitor.page.wait_for_selector("input[aria-label='Lossy rule'][disabled]")  # the seed-exact method bends nothing
+    visitor.pick("Method", "jacobi, maximal coupling")
+    visitor.page.wait_for_selector("input[aria-label='Lossy rule']:not([disabled])")
+    visitor.pick("Lossy rule", "scaled")
+    visitor.press("draw")
+    visitor.wait_for("#mm-paint-summary .mm-lossy[role=status]")
+    assert "in total variation" in visitor.page.locator("#mm-paint-summary .mm-lossy").inner_text()
+
+
+def test_the_drafters_tab_filters_and_plots(visitor: shoot.Visitor) -> None:
+    visitor.open("Drafters")
     visitor.wait_for("#mm-bench .mm-bars")
-    assert visitor.count("#mm-bench .mm-bars li") == 2
-    visitor.page.get_by_label("Method").click()
-    visitor.page.get_by_role("option", name="ngram").click()
-    visitor.page.wait_for_function("document.querySelectorAll('#mm-bench .mm-bars li').length === 1")
-    assert "ngram" in visitor.page.locator("#mm-bench .mm-bars li").inner_text()
+    assert visitor.count("#mm-bench .mm-bars ol li") == 2
+    visitor.page.get_by_label("acceptance by depth").check()
+    visitor.wait_for("#mm-bench .mm-plot")
+    assert visitor.count("#mm-bench polyline") == 2
+    visitor.pick("Methods", "ngram")
+    visitor.page.wait_for_function("document.querySelectorAll('#mm-bench polyline').length === 1")
+    visitor.pick("Suite", "image")
+    visitor.page.get_by_label("table").check()
+    visitor.wait_for("#mm-bench .mm-table")
+    visitor.page.wait_for_selector("#mm-bench th:text('jacobi+scaled')")
+    visitor.page.get_by_label("two measures").check()
+    visitor.page.wait_for_selector("#mm-bench .mm-dot")
+    visitor.page.locator("#mm-bench .mm-dot").first.focus()
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
@@ -134,7 +226,17 @@ def test_a_phone_needs_no_scrolling_sideways(chromium: object, address: str, dar
     visiting.press("run")
     visiting.wait_for("#mm-summary .mm-same")
     assert not visiting.too_wide
-    visiting.page.get_by_role("tab", name="Drafters").click()
+    visiting.open("Image")
+    visiting.page.fill("#mm-wish textarea", "a small circle")
+    visiting.press("draw")
+    visiting.wait_for("#mm-paint-summary .mm-same")
+    assert not visiting.too_wide
+    visiting.open("Drafters")
     visiting.wait_for("#mm-bench .mm-bars")
     assert not visiting.too_wide
+    for view in ("two measures", "acceptance by depth"):
+        visiting.page.get_by_label(view).check()
+        visiting.page.wait_for_selector("#mm-bench .mm-plot")
+        assert not visiting.too_wide
+    assert visiting.outside == [] and visiting.errors == []
     visiting.close()

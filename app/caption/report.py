@@ -1,0 +1,165 @@
+"""What a run tells while it goes on and when it ends: a line per item, a bar, the last sentence, the report."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
+
+from mmspec.app.caption.journal import write_whole
+from mmspec.app.caption.plan import Plan
+from mmspec.app.caption.run import Result
+
+if TYPE_CHECKING:  # torch is imported only once it is clear that there is something to caption
+    from mmspec.app.caption.compare import Comparison
+
+MEGA = 2**20
+
+
+class TooManyErrorsError(Exception):
+    """More items failed than --max-errors allows."""
+
+
+@dataclass
+class Tally:
+    """Counts of one run, and the bar that shows them."""
+
+    total: int
+    quiet: bool = False
+    unit: str = "image"
+    max_errors: int | None = None
+    shown: bool = True
+    captions: int = 0
+    tokens: int = 0
+    twins: int = 0
+    failed: int = 0
+    errors: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self._begun = time.perf_counter()
+        self.seconds = 0.0  # wall time, without loading the model
+        disable = None if self.shown else True  # None: where nobody looks
+        self._bar = tqdm(total=self.total, unit=self.unit, disable=disable, dynamic_ncols=True)
+
+    def start(self) -> None:
+        """The models are loaded: from here on time counts."""
+        self._begun = time.perf_counter()
+        self._bar.reset()
+
+    def add(self, result: Result) -> None:
+        """One item is done; it is on the disk already. TooManyErrorsError if it was one failure too many."""
+        self.seconds = time.perf_counter() - self._begun
+        self.captions += bool(result.text)
+        self.tokens += result.tokens
+        self.twins += bool(result.twin_of)
+        if result.text and not self.quiet:
+            tqdm.write(f"{plain(result.name)}: {plain(result.text)}")
+        if result.error:
+            self.failed += 1
+            self.errors[result.error] += 1
+            tqdm.write(f"failed: {plain(result.message)}", file=sys.stderr)
+        self._bar.set_postfix_str(f"{self.tokens / max(self.seconds, 1e-9):.0f} tokens/s", refresh=False)
+        self._bar.update()
+        if self.max_errors and self.failed >= self.max_errors:
+            raise TooManyErrorsError(f"{self.failed} items failed, as many as --max-errors allows; the run is given up")
+
+    def close(self) -> None:
+        self._bar.close()
+
+    @property
+    def counted(self) -> str:
+        return f"{self.captions} caption{'s' * (self.captions != 1)}"
+
+    def __str__(self) -> str:
+        rate = self.captions / max(self.seconds, 1e-9)
+        pace = f"{rate:.1f} {self.unit}s/s" if rate >= 1 else f"{1 / rate:.1f} s per {self.unit}" if rate else ""
+        same = f"{self.twins} of them copied from one that is the same" if self.twins else ""
+        return ", ".join(filter(None, [self.counted, pace, same]))
+
+
+def write(
+    path: Path,
+    options: argparse.Namespace,
+    todo: Plan,
+    tally: Tally,
+    workers: Sequence[dict[str, Any]],
+    comparison: Comparison | None,
+) -> None:
+    """The report as JSON: counts, speeds, acceptance, and where the numbers come from."""
+    import torch
+
+    from mmspec.app.engine import EngineError, find_device
+    from mmspec.app.provenance import provenance
+
+    try:
+        device = find_device(options.devices if "," not in options.devices else "auto")
+    except EngineError:
+        device = torch.device("cpu")
+    seconds = max(tally.seconds, 1e-9)
+    facts = {
+        "counts": {
+            "items": todo.items,
+            "captioned": tally.captions,
+            "copied_from_twins": tally.twins,
+            "done_before": todo.done,
+            "kept": todo.kept,
+            "failed": tally.failed,
+            "failed_before": todo.failed_before,
+            "of_other_shards": todo.elsewhere,
+            "not_reached": len(todo.pending) - tally.captions - tally.failed,
+        },
+        "failures": dict(tally.errors),
+        "seconds": round(tally.seconds, 3),
+        "items_per_second": round(tally.captions / seconds, 4),
+        "tokens": tally.tokens,
+        "tokens_per_second": round(tally.tokens / seconds, 2),
+        "acceptance": _acceptance(workers),
+        "comparison": comparison.facts() if comparison else None,
+        "workers": list(workers),
+        "options": {name: str(v) if isinstance(v, Path) else v for name, v in vars(options).items()},
+        "provenance": provenance(device, torch.float32 if device.type == "cpu" else torch.bfloat16),
+    }
+    write_whole(path, json.dumps(facts, indent=2, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n")
+
+
+def estimate(todo: Plan, tally: Tally, workers: int, summary: dict[str, Any]) -> str:
+    """What a whole run will take, from the few items of a dry run."""
+    if not tally.captions:
+        return "no estimate: nothing could be captioned"
+    each = tally.seconds / tally.captions
+    memory = summary.get("peak_memory")
+    held = f"; memory per worker up to {memory / MEGA:,.0f} MiB at {summary['rows']} at once" if memory else ""
+    return (
+        f"measured on {tally.captions}: {each:.2f} s each, so {len(todo.pending)} take about "
+        f"{_duration(len(todo.pending) * each / workers)} with {workers} worker{'s' * (workers != 1)}{held}"
+    )
+
+
+def plain(text: str) -> str:
+    """Text safe for a terminal: on one line, and without the control sequences a file name or a model may hold."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
+
+
+def _acceptance(workers: Sequence[dict[str, Any]]) -> dict[str, float] | None:
+    rounds = sum(worker.get("row_rounds", 0) for worker in workers)
+    if not rounds:
+        return None
+    return {
+        name: round(sum(worker.get(part, 0) for worker in workers) / rounds, 4)
+        for name, part in (("tokens_per_target_call", "gained"), ("accepted_draft_tokens_per_call", "accepted"))
+    }
+
+
+def _duration(seconds: float) -> str:
+    minutes, days = seconds / 60, seconds / 86400
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{minutes:.0f} min" if minutes < 90 else f"{minutes / 60:.1f} h" if days < 2 else f"{days:.1f} days"

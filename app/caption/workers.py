@@ -1,0 +1,253 @@
+"""Who does the work: this process, or one process per device; what a killed worker had in hand goes to the others."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any, Protocol
+
+from mmspec.app.caption.journal import FAILED, Ledger
+from mmspec.app.caption.outputs import STATE
+from mmspec.app.caption.plan import Task
+from mmspec.app.caption.run import FatalError, Job, Result, Worker, cores
+from mmspec.app.caption.settings import AUTO
+
+GOODBYE = 30.0  # seconds a process has for its last round once it was told to stop
+
+
+class Member(Protocol):
+    """One worker as its crew sees it."""
+
+    slot: str
+    window: int  # tasks it may have in hand; 0 until it has loaded its model
+
+    def give(self, tasks: Sequence[Task]) -> None: ...
+
+
+class Crew(Protocol):
+    """Workers wherever they run; a context manager."""
+
+    members: list[Any]
+    summaries: list[dict[str, Any]]
+    notes: list[str]
+
+    def hear(self) -> list[tuple[Any, list[Result] | None]]:
+        """Wait for news; None from a member means that it is dead. FatalError if no worker can work."""
+
+    def stop(self) -> None:
+        """Let them end and collect their summaries."""
+
+
+class Alone:
+    """The worker of this process, and the comparison with stock generate, where there is something to compare."""
+
+    def __init__(self, job: Job, place: str, slots: str, items: int):
+        self.worker = Worker(job, place, f"{slots}worker-0")
+        self.slot, self.window = self.worker.slot, self.worker.window
+        self.members, self.notes = [self], self.worker.notes
+        self.summaries: list[dict[str, Any]] = []
+        self.comparison = None
+        engine = self.worker.engine
+        if job.options.compare and engine.drafter is not None and hasattr(engine, "stock"):
+            from mmspec.app.caption.compare import Comparison
+
+            self.comparison = Comparison(items)
+            self.worker.sampler = self.comparison.show
+
+    def give(self, tasks: Sequence[Task]) -> None:
+        self.worker.give(tasks)
+
+    def hear(self) -> list[tuple[Any, list[Result] | None]]:
+        return [(self, self.worker.step())]
+
+    def stop(self) -> None:
+        self.summaries.append(self.worker.summary())
+        self.worker.close()
+
+
+@dataclass(eq=False)
+class Hand:
+    """A worker process and our end of the pipe to it."""
+
+    process: Any
+    pipe: Connection
+    slot: str
+    place: str
+    window: int = 0
+
+    def give(self, tasks: Sequence[Task]) -> None:
+        with contextlib.suppress(OSError):  # it has just died; `hear` will say so
+            self.pipe.send(tasks)
+
+
+class Processes:
+    """One process per device, each with a model, a decoder and a journal of its own."""
+
+    def __init__(self, job: Job, places: Sequence[str], slots: str):
+        self.summaries: list[dict[str, Any]] = []
+        self.notes: list[str] = []
+        self.members: list[Hand] = []
+        context = multiprocessing.get_context("spawn")
+        for number, place in enumerate(places):
+            ours, theirs = context.Pipe()
+            slot = f"{slots}worker-{number}"
+            process = context.Process(target=serve, args=(theirs, job, place, slot), name=slot)
+            process.start()
+            theirs.close()  # so that the pipe breaks when the process ends
+            self.members.append(Hand(process, ours, slot, place))
+
+    def hear(self) -> list[tuple[Any, list[Result] | None]]:
+        pipes: dict[Any, Hand] = {hand.pipe: hand for hand in self.members}
+        news: list[tuple[Any, list[Result] | None]] = []
+        for pipe in wait(list(pipes)):
+            hand = pipes[pipe]
+            try:
+                kind, said = hand.pipe.recv()
+            except (EOFError, OSError):
+                self._bury(hand)
+                news.append((hand, None))
+                continue
+            if kind == "fatal":
+                raise FatalError(said)
+            if kind == "ready":
+                hand.window, notes = said
+                self.notes += [note for note in notes if note not in self.notes]
+            elif kind == "results":
+                news.append((hand, said))
+        return news
+
+    def stop(self) -> None:
+        for hand in self.members:
+            with contextlib.suppress(OSError):
+                hand.pipe.send(None)
+        give_up = time.monotonic() + GOODBYE
+        for hand in self.members:
+            with contextlib.suppress(OSError, EOFError):
+                while hand.pipe.poll(max(0.0, give_up - time.monotonic())):
+                    kind, said = hand.pipe.recv()
+                    if kind == "end":
+                        self.summaries.append(said)
+                        break
+            hand.pipe.close()
+            hand.process.join(max(0.1, give_up - time.monotonic()))
+            if hand.process.is_alive():
+                hand.process.kill()
+                hand.process.join()
+
+    def _bury(self, hand: Hand) -> None:
+        self.members.remove(hand)
+        hand.pipe.close()
+        hand.process.join(5)
+        code = hand.process.exitcode
+        how = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
+        print(f"{hand.slot} on {hand.place} has ended ({how}); the others go on with its items", file=sys.stderr)
+
+
+def serve(pipe: Connection, job: Job, place: str, slot: str) -> None:
+    """What a worker process does: tasks off the pipe, results into it, until the other end is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent decides what ends
+    try:
+        if place.startswith("cpu"):
+            _share_cores(job.workers)
+        worker = Worker(job, place, slot)
+        with contextlib.closing(worker):
+            pipe.send(("ready", (worker.window, worker.notes)))
+            while True:
+                if not worker.busy or pipe.poll(0):
+                    tasks = pipe.recv()
+                    if tasks is None:
+                        pipe.send(("end", worker.summary()))
+                        return
+                    worker.give(tasks)
+                if results := worker.step():
+                    pipe.send(("results", results))
+    except (EOFError, ConnectionError):  # the parent has gone
+        return
+    except (FatalError, OSError) as error:
+        with contextlib.suppress(OSError):
+            pipe.send(("fatal", f"{slot} on {place}: {error}"))
+
+
+def _share_cores(workers: int) -> None:
+    """Threads for torch, which is not imported yet."""
+    share = max(1, cores() // workers)
+    os.environ["OMP_NUM_THREADS"] = str(min(share, int(os.environ.get("OMP_NUM_THREADS") or share)))
+
+
+def dispatch(
+    tasks: Sequence[Task],
+    crew: Crew,
+    job: Job,
+    report: Callable[[Result], None],
+    started: Callable[[], Any] | None = None,
+) -> None:
+    """Keep everybody's hands full until all tasks are done; `report` hears of each once, when it is on the disk.
+
+    `started` is called when the first worker has loaded its model.
+
+    Raises:
+        FatalError: no worker is left, or none can work.
+    """
+    todo, begun = deque(tasks), time.time()
+    hands: dict[Any, dict[str, Task]] = {member: {} for member in crew.members}
+    while todo or any(hands.values()):
+        share = math.ceil((len(todo) + sum(map(len, hands.values()))) / len(crew.members))  # of all that is left
+        for member in crew.members:
+            room = min(member.window, share) - len(hands[member])
+            lot = [todo.popleft() for _ in range(min(len(todo), room))]
+            if lot:
+                if started is not None:
+                    started()
+                    started = None
+                hands[member] |= {task.item.name: task for task in lot}
+                member.give(lot)
+        for member, results in crew.hear():
+            if results is None:
+                left = hands.pop(member)
+                for result in _recorded(job, member.slot, left, begun):
+                    del left[result.name]
+                    report(result)
+                todo.extendleft(reversed(left.values()))
+                if not crew.members:
+                    raise FatalError("all workers have ended; what is finished is safe, the same command goes on")
+            for result in results or ():
+                if hands[member].pop(result.name, None) is not None:
+                    report(result)
+
+
+def _recorded(job: Job, slot: str, left: dict[str, Task], begun: float) -> list[Result]:
+    """What a dead worker had written down but no longer told."""
+    path = job.folder / STATE / f"{slot}.jsonl"
+    if not path.exists():
+        return []
+    ledger, found = Ledger([path]), []
+    for name, task in left.items():
+        record = ledger.failure(name) or ledger.get(name)
+        if record is None or record.get("ask") != task.ask or record.get("time", 0) < begun:
+            continue
+        if record.get("status") == FAILED:
+            found.append(Result(name, error=str(record["error"]), message=str(record["message"])))
+        else:
+            found.append(Result(name, str(record["text"]), int(record.get("tokens", 0))))
+    ledger.close()
+    return found
+
+
+def places(devices: str) -> list[str]:
+    """One name per worker: of --devices, or every CUDA device there is, or the fastest device."""
+    if devices != AUTO:
+        names = [name.strip() for name in devices.split(",") if name.strip()]
+        return [f"cuda:{name}" if name.isdecimal() else name for name in names]
+    import torch
+
+    found = torch.cuda.device_count()
+    return [f"cuda:{number}" for number in range(found)] if found > 1 else [AUTO]

@@ -1,0 +1,213 @@
+"""One prompt drawn twice at one seed, by plain decoding and accelerated, and the token grid while it fills."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+from PIL import Image
+
+from mmspec.app import embedded
+from mmspec.app.demo.answer import DONE, STOPPED, TIMED_OUT, WAITING
+from mmspec.app.demo.desk import RefusedError
+from mmspec.app.demo.wish import FEATURE, LOSSLESS, METHODS, Wish
+from mmspec.app.engine import EngineError
+from mmspec.app.painter import Painter, Painting, Way
+from mmspec.pipelines.llamagen import CLASS, TEXT
+
+DRAWING = "drawing"
+REFRESH = 0.25  # seconds between two looks at a picture under way
+Looks = Generator[None, None, None]
+
+
+@dataclass
+class Canvas:
+    """One of the two pictures while it is drawn."""
+
+    accelerated: bool
+    grid: int
+    state: str = WAITING
+    tokens: list[int] = field(default_factory=list)
+    depths: list[int] = field(default_factory=list)  # where in a draft each token stood; 0: the target's own
+    gains: list[int] = field(default_factory=list)  # tokens that each forward after the prefill gave
+    prefill: float = 0.0
+    seconds: float = 0.0  # without the time that the looks took
+    image: Image.Image | None = None
+    spent: float = 0.0  # what a relaxed rule was charged, known at the end
+
+    def take(self, tokens: list[int], seconds: float) -> None:
+        """Book a round, by all tokens that there are after it."""
+        new, self.seconds, self.state = len(tokens) - len(self.tokens), seconds, DRAWING
+        if self.tokens:
+            self.gains.append(new)
+        else:
+            self.prefill = seconds
+        self.depths += [*range(1, new), 0]
+        self.tokens = tokens
+
+    def finish(self, painting: Painting, seconds: float) -> None:
+        if painting.stats.accepted > self.accepted:  # the last round ended among its drafted tokens
+            self.depths[-1] = self.depths[-2] + 1
+        self.image, self.spent, self.seconds, self.state = painting.images[0], painting.spent[0], seconds, DONE
+
+    @property
+    def accepted(self) -> int:
+        return sum(depth > 0 for depth in self.depths)
+
+    @property
+    def forwards(self) -> int:
+        """Of the target, the prefill among them."""
+        return len(self.gains) + bool(self.tokens)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What there is to see at one moment of a run."""
+
+    plain: Canvas
+    fast: Canvas
+    wish: Wish
+    rule: str  # as it was enabled
+    over: bool = False
+
+    @property
+    def speed_up(self) -> float | None:
+        done = self.plain.state == self.fast.state == DONE
+        return self.plain.seconds / self.fast.seconds if done else None
+
+    @property
+    def same(self) -> int:
+        """Places of the grid where both have the same token."""
+        return sum(a == b for a, b in zip(self.plain.tokens, self.fast.tokens, strict=False))
+
+
+class Easel:
+    """Both ways to draw of one loaded pipeline; one run at a time."""
+
+    def __init__(self, painter: Painter, drafter: Any = None, time_limit: float = 120.0) -> None:
+        self.painter, self.drafter, self.time_limit = painter, drafter, time_limit
+        self.grid = painter.pipe.transformer.config.grid
+        self.codes = painter.pipe.transformer.config.vocab
+        given = {**(CLASS if painter.classes else TEXT), **painter.pipe.config.defaults}
+        self.guidance, self.temperature = given["guidance_scale"], given["temperature"]
+        self.methods = METHODS if drafter is None else {**METHODS, **FEATURE}
+
+    def way(self, wish: Wish) -> Way:
+        """How to decode for a wish."""
+        options = dict(self.methods[wish.method])
+        if wish.rule != LOSSLESS:
+            options |= {"rule": wish.spec(self.codes)} | ({"budget": wish.budget} if wish.budget else {})
+        if wish.method in FEATURE:
+            return Way(self.drafter, options)
+        return Way("jacobi", {"window": wish.window, **options})
+
+    def run(self, wish: Wish, stop: threading.Event) -> Iterator[Pair]:
+        """Looks at a run while it goes on; the last one is of its end.
+
+        Raises:
+            RefusedError: the wish is not run.
+        """
+        wish.check(self.methods)
+        asked = self._asked(wish.prompt)
+        pair = Pair(Canvas(False, self.grid), Canvas(True, self.grid), wish, wish.spec(self.codes))
+        deadline = time.monotonic() + self.time_limit
+        try:
+            for canvas, way in ((pair.plain, Way()), (pair.fast, self.way(wish))):
+                if not stop.is_set() and time.monotonic() < deadline:
+                    handle = self.painter.go(way)
+                    if wish.method in FEATURE and handle is not None:
+                        self.drafter = handle.drafter  # read from its file once
+                    with contextlib.closing(self._draw(canvas, asked, wish, stop, deadline)) as looks:
+                        for _ in looks:
+                            yield pair
+                if canvas.state != DONE:
+                    canvas.state = STOPPED if stop.is_set() else TIMED_OUT
+            yield Pair(pair.plain, pair.fast, wish, pair.rule, over=True)
+        except EngineError as error:
+            raise RefusedError(str(error)) from error
+        finally:
+            self.painter.go(Way())
+
+    def warm_up(self, prompt: str) -> None:
+        """Pay for what only the first run of a process costs."""
+        for _ in self.run(Wish(prompt, guidance=self.guidance), threading.Event()):
+            pass
+
+    def _asked(self, prompt: str) -> Any:
+        if not self.painter.classes:
+            return prompt.strip()
+        if not prompt.strip().isdecimal() or int(prompt) >= self.painter.classes:
+            raise RefusedError(f"This model draws classes: write a number from 0 to {self.painter.classes - 1}.")
+        return int(prompt)
+
+    def _draw(self, canvas: Canvas, asked: Any, wish: Wish, stop: threading.Event, deadline: float) -> Looks:
+        """Draw one picture in a thread of its own; yields when there is something new to see."""
+        looks: SimpleQueue[BaseException | None] = SimpleQueue()
+        closed = threading.Event()
+        began, spent = time.perf_counter(), [0.0]  # spent: on looking, which is not the model's time
+        shown = [began]
+
+        def seen(_: Any, step: int, __: int, state: dict[str, Any]) -> None:
+            now = time.perf_counter()
+            if stop.is_set() or closed.is_set() or time.monotonic() >= deadline:
+                raise _Ended
+            tokens, seconds = state["tokens"][0], now - began - spent[0]
+            canvas.take(tokens, seconds)
+            if now - shown[0] >= REFRESH:
+                canvas.image = self._look(tokens)
+                looks.put(None)
+                shown[0] = time.perf_counter()
+                spent[0] += shown[0] - now
+
+        def work() -> None:
+            settings = {"guidance_scale": wish.guidance, "temperature": wish.temperature}
+            try:
+                made = self.painter.paint([asked], [wish.seed], callback_on_step_end=seen, **settings)
+                canvas.finish(made, made.seconds - spent[0])
+                looks.put(_Ended())
+            except BaseException as error:  # it belongs to whoever iterates
+                looks.put(error)
+
+        canvas.state = DRAWING
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        try:
+            yield
+            while not isinstance(look := looks.get(), _Ended):
+                if isinstance(look, BaseException):
+                    raise look
+                yield
+            yield
+        finally:
+            closed.set()
+            thread.join()
+
+    @torch.no_grad()
+    def _look(self, tokens: list[int]) -> Image.Image:
+        """The picture so far; what is not drawn yet is filled with the last token."""
+        pipe, size = self.painter.pipe, self.grid**2
+        ids = torch.tensor([*tokens, *tokens[-1:] * (size - len(tokens))], device=self.painter.device)
+        pixels = pipe.vqvae.decode(ids.view(1, self.grid, self.grid)).float()
+        return pipe.image_processor.postprocess(pixels, "pil")[0]
+
+
+class _Ended(Exception):
+    """Thrown into a call of the pipeline to end it, and put into the queue when it has ended."""
+
+
+def load(model: str, drafter: str | None, device: str, dtype: str, time_limit: float) -> Easel:
+    """Easel for the embedded image model, a folder or a name on the Hub.
+
+    Raises:
+        EngineError: it cannot be loaded.
+    """
+    from mmspec.app.painter import load as load_painter
+
+    own = embedded.IMAGE_DRAFTER if model == embedded.IMAGE_MODEL else None
+    return Easel(load_painter(model, device, dtype), drafter or own, time_limit)

@@ -1,0 +1,85 @@
+"""The desk where all tabs queue for the models: one run at a time, ended by its own visitor, by time or by mistakes."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+
+from mmspec.app.engine import first_line
+
+T = TypeVar("T")
+QUEUE = "models"  # the one concurrency id of everything that runs a model
+MAX_SEED = 2**31 - 1
+BUSY = 5.0  # seconds to wait for a run that is being stopped
+
+
+class RefusedError(ValueError):
+    """A wish that is not run; the message is for the person who had it."""
+
+
+def within(wish: Any, limits: dict[str, tuple[float, float]]) -> None:
+    """Raise RefusedError for a field of `wish` that is no number in its range."""
+    for name, (low, high) in limits.items():
+        value = getattr(wish, name)
+        if not isinstance(value, (int, float)) or not low <= value <= high:
+            raise RefusedError(f"{name} is {value}; it must lie between {low} and {high}.")
+
+
+class Desk:
+    """Runs by browser session. A visitor has one run: a new one, in whatever tab, ends the one before."""
+
+    def __init__(self) -> None:
+        self._ends: dict[str, threading.Event] = {}
+        self._lock = threading.Lock()  # the queue lets one in at a time; this holds even for callers around it
+
+    def begin(self, visitor: str) -> None:
+        """Before the queue: end an earlier run of this visitor, so that its place is free."""
+        self.stop(visitor)
+        self._ends[visitor] = threading.Event()
+
+    def stop(self, visitor: str) -> None:
+        """End this visitor's run, whether it goes on or waits; also called when the page is closed."""
+        running = self._ends.get(visitor)
+        if running is not None:
+            running.set()
+
+    def serve(
+        self, visitor: str, run: Callable[[threading.Event], Iterator[T]], refuse: Callable[[str], T]
+    ) -> Iterator[T]:
+        """What there is to see of a run, again and again; of one that fails or is refused, the reason."""
+        asked = self._ends.setdefault(visitor, threading.Event())
+        free = self._lock.acquire(timeout=BUSY)
+        try:
+            if not free:
+                raise RefusedError("The model is still busy with another run. Try again in a moment.")
+            with contextlib.closing(run(asked)) as looks:  # type: ignore[type-var]
+                yield from looks
+        except RefusedError as error:
+            yield refuse(str(error))
+        except Exception as error:  # whatever the model raised: the page says so and goes on
+            traceback.print_exc(file=sys.stderr)
+            yield refuse(f"The model failed: {first_line(error)}")
+        finally:
+            if free:
+                _free_memory()
+                self._lock.release()
+            if self._ends.get(visitor) is asked:
+                del self._ends[visitor]
+
+
+def visitor(request: Any) -> str:
+    return str(request.session_hash)
+
+
+def _free_memory() -> None:
+    """Give back what an ended run held, caches of the device included."""
+    gc.collect()
+    if torch.accelerator.is_available():
+        torch.accelerator.memory.empty_cache()

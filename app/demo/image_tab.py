@@ -1,0 +1,150 @@
+"""The Image tab: a prompt drawn by plain decoding and with drafts, its token grid filling in, and the lossy knob."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from html import escape
+from typing import Any
+
+import gradio as gr
+
+from mmspec.app.demo import image_view, look
+from mmspec.app.demo.answer import MAX_PROMPT
+from mmspec.app.demo.canvas import Canvas, Easel
+from mmspec.app.demo.caption_tab import IN_TURN, QUICK, SHOW
+from mmspec.app.demo.desk import Desk, visitor
+from mmspec.app.demo.wish import (
+    FAMILIES,
+    LOSSLESS,
+    MAX_GUIDANCE,
+    MAX_WINDOW,
+    SEED_EXACT,
+    STEPS,
+    Wish,
+    seed_exact,
+)
+from mmspec.app.painter import unknown_words
+
+PLAIN = ("Plain", "the pipeline as it is: one forward of the model for each token")
+VIEWS = ["picture", "with drafts", "drafts only"]
+TURN = "(view) => { document.getElementById('mm-paint').dataset.view = view; }"
+
+
+class Image:
+    """The tab's events."""
+
+    def __init__(self, easel: Easel, desk: Desk, own: bool) -> None:
+        self.easel, self.desk = easel, desk
+        self.own = own  # whether it is the embedded model, which knows few words
+
+    def begin(self, request: gr.Request) -> tuple[Any, ...]:
+        """Before the queue: end an earlier run of this visitor and clear the panes."""
+        self.desk.begin(visitor(request))
+        return look.waiting(), *self.empty(), *_buttons(running=True)
+
+    def run(self, request: gr.Request, *values: Any) -> Iterator[tuple[Any, ...]]:
+        """Summary and both panes, again and again; `values` are Wish's fields, in order."""
+
+        def looks(stop: threading.Event) -> Iterator[tuple[Any, ...]]:
+            wish, shown = Wish(*values), ("", "")
+            note = self._unknown(wish.prompt)
+            for pair in self.easel.run(wish, stop):
+                now = self._panes(pair.plain, pair.fast, wish.method)
+                changed = (new if new != old else gr.skip() for new, old in zip(now, shown, strict=True))
+                yield image_view.summary(pair, note), *changed
+                shown = now
+
+        def refuse(message: str) -> tuple[Any, ...]:
+            return look.refusal(message), gr.skip(), gr.skip()
+
+        yield from self.desk.serve(visitor(request), looks, refuse)
+
+    def stop(self, request: gr.Request) -> None:
+        self.desk.stop(visitor(request))
+
+    def empty(self) -> tuple[str, str]:
+        grid = self.easel.grid
+        return self._panes(Canvas(False, grid), Canvas(True, grid), SEED_EXACT)
+
+    @staticmethod
+    def _panes(plain: Canvas, fast: Canvas, method: str) -> tuple[str, str]:
+        about = f"{method}: one forward looks at many tokens"
+        return image_view.pane(plain, *PLAIN), image_view.pane(fast, "mmspec", about)
+
+    def _unknown(self, prompt: str) -> str:
+        words = unknown_words([prompt]) if self.own else []
+        return f"This model does not know: {escape(', '.join(words))}." if words else ""
+
+
+def _buttons(running: bool) -> tuple[Any, Any]:
+    return gr.update(interactive=not running), gr.update(interactive=running)
+
+
+def build(easel: Easel, desk: Desk, prompts: Sequence[str], own: bool, page: gr.Blocks) -> Image:
+    """Lay the tab out in the page under construction and tie its events."""
+    image = Image(easel, desk, own)
+    with gr.Row(elem_id="mm-paint"):
+        with gr.Column(scale=2, min_width=300):
+            prompt = gr.Textbox(
+                prompts[0] if prompts else "", label="Prompt", lines=2, max_lines=5, max_length=MAX_PROMPT,
+                placeholder="What to draw", elem_id="mm-wish",
+            )  # fmt: skip
+            if easel.painter.classes:
+                prompt.label = f"Class, 0 to {easel.painter.classes - 1}"
+            with gr.Row(elem_id="mm-paint-buttons"):
+                draw = gr.Button("Draw", variant="primary", elem_id="mm-draw", min_width=80)
+                stop = gr.Button("Stop", variant="stop", interactive=False, elem_id="mm-halt", min_width=80)
+            if len(prompts) > 1:
+                ready = [[text] for text in prompts]
+                gr.Examples(ready, [prompt], label="Prompts", elem_id="mm-wishes", api_visibility="private")
+            inputs = [prompt, *_method(easel), *_sampling(easel)]
+        with gr.Column(scale=5, min_width=320):
+            summary = gr.HTML(image_view.START, elem_id="mm-paint-summary")
+            with gr.Row(elem_id="mm-views"):
+                view = gr.Radio(VIEWS, value=VIEWS[1], show_label=False, container=False, elem_id="mm-view")
+                gr.HTML(image_view.LEGEND)
+            with gr.Row(equal_height=True):
+                first, second = image.empty()
+                plain = gr.HTML(first, elem_id="mm-plain-canvas", min_width=300)
+                fast = gr.HTML(second, elem_id="mm-fast-canvas", min_width=300)
+
+    started = gr.on([draw.click, prompt.submit], image.begin, None, [summary, plain, fast, draw, stop], **QUICK)
+    ended = started.then(image.run, inputs, [summary, plain, fast], **IN_TURN)
+    ended.then(lambda: _buttons(running=False), None, [draw, stop], **QUICK)
+    gr.on([draw.click, prompt.submit], None, js=SHOW.format("mm-paint-summary"), **QUICK)
+    stop.click(image.stop, None, None, **QUICK)
+    view.change(None, view, js=TURN, **QUICK)
+    return image
+
+
+def _method(easel: Easel) -> list[Any]:
+    """How to draft, and the knob that bends the law: method, window, rule, boldness, budget."""
+    method = gr.Dropdown(list(easel.methods), value=SEED_EXACT, label="Method", elem_id="mm-method")
+    window = gr.Slider(2, MAX_WINDOW, 16, step=1, label="Window", info="tokens that one forward looks at")
+    with gr.Accordion("Relaxation (lossy)", open=False, elem_id="mm-lossy"):
+        gr.HTML('<p class="mm-small">A relaxed rule keeps more drafted tokens and bends the law for it. What it is '
+                "charged bounds how far, and is shown with the picture.</p>")  # fmt: skip
+        rule = gr.Dropdown([LOSSLESS, *FAMILIES], value=LOSSLESS, label="Lossy rule", interactive=False)
+        boldness = gr.Slider(1, STEPS, 2, step=1, label="Boldness", info="lossy: from mild to bold", interactive=False)
+        budget = gr.Number(0, label="Budget", minimum=0, info="most total variation to spend; 0: no limit")
+
+    def chosen(name: str) -> tuple[Any, ...]:
+        bound = seed_exact(name)
+        relaxed = gr.update(interactive=False, value=LOSSLESS) if bound else gr.update(interactive=True)
+        return gr.update(interactive=name.startswith("jacobi")), relaxed
+
+    method.change(chosen, method, [window, rule], **QUICK)
+    rule.change(lambda name: gr.update(interactive=name != LOSSLESS), rule, boldness, **QUICK)
+    return [method, window, rule, boldness, budget]
+
+
+def _sampling(easel: Easel) -> list[Any]:
+    with gr.Accordion("Sampling", open=False, elem_id="mm-paint-options"):
+        return [
+            gr.Number(0, label="Seed", precision=0, minimum=0, info="of both pictures"),
+            gr.Slider(1, MAX_GUIDANCE, easel.guidance, step=0.5, label="Guidance",
+                      info="how closely to follow the prompt"),
+            gr.Slider(0, 2, easel.temperature, step=0.05, label="Temperature",
+                      info="0 takes the likeliest token"),
+        ]  # fmt: skip

@@ -1,0 +1,50 @@
+"""What a question is about, decoded in a process of its own: a picture, or some frames of a video."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+from PIL import Image
+
+from mmspec.app.caption.decoder import Decoder
+from mmspec.app.caption.items import FileSource, Item
+from mmspec.app.caption.media import Limits, MediaError
+from mmspec.app.caption.video import FramePolicy
+from mmspec.app.demo.answer import MAX_FRAMES, Ask
+from mmspec.app.demo.desk import RefusedError
+
+LIMITS = Limits(max_pixels=16_000_000, max_bytes=64 * 2**20, seconds=20.0, max_duration=120.0)
+LONGEST = 1024  # pixels of a side that are handed on
+PATIENCE = 0.2  # seconds between two looks whether the visitor has given up
+
+
+def decoder() -> Decoder:
+    """A context manager; inside, `look_at` works."""
+    return Decoder(1, LIMITS, FramePolicy("uniform", MAX_FRAMES), max_side=LONGEST)
+
+
+def look_at(ask: Ask, eyes: Decoder, stop: threading.Event) -> tuple[Image.Image, ...]:
+    """The picture, or at most as many frames of the video as are asked for.
+
+    Raises:
+        RefusedError: it cannot be used; the message says why, and what to do.
+    """
+    assert ask.media is not None
+    ticket, end = object(), time.monotonic() + 2 * LIMITS.seconds
+    eyes.submit(ticket, Item("upload", ask.kind, FileSource(Path(ask.media))))
+    while not stop.is_set() and time.monotonic() < end:
+        for whose, found in eyes.ready(PATIENCE):
+            if whose is not ticket:  # of a run that was given up
+                continue
+            if isinstance(found, MediaError):
+                raise RefusedError(f"This {ask.noun} {found.reason}; {found.what_to_do}.")
+            return _spread(found.frames, ask.frames)
+    raise RefusedError(f"The {ask.noun} was not read to its end.")
+
+
+def _spread(frames: tuple[Image.Image, ...], most: int) -> tuple[Image.Image, ...]:
+    """At most so many of them: the centres of equal parts."""
+    count = min(most, len(frames))
+    return tuple(frames[(2 * n + 1) * len(frames) // (2 * count)] for n in range(count))

@@ -1,0 +1,56 @@
+"""A server that streams captions as server-sent events, while they are being written.
+
+python examples/serve.py
+curl -N -F image=@photo.png -F prompt="Describe this image." localhost:8000/caption
+"""
+
+import json
+from collections.abc import AsyncIterator
+
+import uvicorn
+from fastapi import FastAPI, Form, HTTPException, UploadFile
+from fastapi.concurrency import iterate_in_threadpool
+from fastapi.responses import StreamingResponse
+from PIL import Image, UnidentifiedImageError
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+import mmspec
+from mmspec import zoo
+
+processor = AutoProcessor.from_pretrained(zoo.path("scenes-vlm"))
+model = AutoModelForImageTextToText.from_pretrained(zoo.path("scenes-vlm"), dtype="float32")
+mmspec.enable(model, drafter=zoo.path("scenes-vlm-eagle"))
+app = FastAPI()
+
+
+@app.post("/caption")
+def caption(
+    image: UploadFile, prompt: str = Form("Describe this image."), max_new_tokens: int = Form(96, ge=1, le=512)
+):
+    try:
+        picture = Image.open(image.file).convert("RGB")
+    except (UnidentifiedImageError, Image.DecompressionBombError, OSError) as error:
+        raise HTTPException(422, f"not a picture that can be read: {error}") from error
+    content = [{"type": "image", "image": picture}, {"type": "text", "text": prompt}]
+    inputs = processor.apply_chat_template(
+        [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=True,
+        return_dict=True, return_tensors="pt",
+    )  # fmt: skip
+    return StreamingResponse(events(inputs, max_new_tokens), media_type="text/event-stream")
+
+
+async def events(inputs, max_new_tokens: int) -> AsyncIterator[str]:
+    """One event for each forward of the model; the generation ends when the client goes away."""
+    steps, tokens = mmspec.stream(model, inputs, max_new_tokens=max_new_tokens, do_sample=False), []
+    try:
+        async for step in iterate_in_threadpool(steps):
+            tokens += step.tokens
+            text = processor.decode(tokens, skip_special_tokens=True)
+            yield f"data: {json.dumps({'text': text, 'drafted': step.accepted, 'seconds': round(step.seconds, 3)})}\n\n"
+        yield "event: done\ndata: {}\n\n"
+    finally:
+        steps.close()
+
+
+if __name__ == "__main__":
+    uvicorn.run(app, host="127.0.0.1", port=8000)

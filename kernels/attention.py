@@ -1,0 +1,193 @@
+"""Attention of a draft's nodes to [cached prefix | nodes], split over the prefix, in one pass and a small second one."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mmspec.kernels.checks import BOOL, FLOATS, INDEX, INTERPRETED, at_home, sizes, splits_for
+
+
+@triton.jit
+def _fold(
+    q, K, V, slot, loaded, seen, m, l, acc, factor, stride_k, stride_v, d, e, D, E,
+    UPCAST: tl.constexpr,
+):  # fmt: skip
+    """One block of slots into the running softmax; slots that nobody sees are not even read."""
+    slot = slot.to(tl.int64)
+    k = tl.load(K + slot[:, None] * stride_k + d[None, :], mask=loaded[:, None] & (d < D)[None, :], other=0.0)
+    v = tl.load(V + slot[:, None] * stride_v + e[None, :], mask=loaded[:, None] & (e < E)[None, :], other=0.0)
+    if UPCAST:
+        scores = tl.dot(q.to(tl.float32), tl.trans(k.to(tl.float32)), input_precision="ieee")
+    else:
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    scores = tl.where(seen, scores * factor, -float("inf"))
+    top = tl.maximum(m, tl.max(scores, 1))
+    safe = tl.where(top == -float("inf"), 0.0, top)
+    weights = tl.exp2(scores - safe[:, None])
+    shrink = tl.exp2(m - safe)
+    l = l * shrink + tl.sum(weights, 1)
+    weights = weights.to(v.dtype)
+    if UPCAST:
+        acc = acc * shrink[:, None] + tl.dot(weights.to(tl.float32), v.to(tl.float32), input_precision="ieee")
+    else:
+        acc = acc * shrink[:, None] + tl.dot(weights, v, input_precision="ieee")
+    return top, l, acc
+
+
+@triton.jit
+def _attend(
+    Q, K, V, OUT, ACC, STAT, LENGTHS, BITS, OPEN, FIRST,
+    n, heads, groups, slots, padded, words, splits, factor, D, E,
+    q_b, q_h, q_n, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_n, bits_b, bits_n, open_b, first_b,
+    HAS_OPEN: tl.constexpr, HAS_FIRST: tl.constexpr, SPLIT: tl.constexpr, UPCAST: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """One tile of one kv head's queries, all its query heads below each other, against one part of the prefix."""
+    part, b, g = tl.program_id(1), (tl.program_id(2) // groups).to(tl.int64), tl.program_id(2) % groups
+    share = heads // groups
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    live = row < share * n
+    head, node = (g * share + row // n).to(tl.int64), (row % n).to(tl.int64)
+    d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
+    at = b * q_b + head * q_h + node * q_n
+    q = tl.load(Q + at[:, None] + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0.0)
+    K, V = K + b * k_b + g.to(tl.int64) * k_h, V + b * v_b + g.to(tl.int64) * v_h
+    m = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    l = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
+    length = tl.load(LENGTHS + b).to(tl.int32)
+    chunk = tl.cdiv(tl.cdiv(length, splits), BLOCK_N) * BLOCK_N
+    begin, end = part * chunk, tl.minimum((part + 1) * chunk, length)
+    if HAS_FIRST:
+        first = tl.load(FIRST + b * first_b + node, mask=live, other=2147483647).to(tl.int32)
+        begin = tl.maximum(begin, tl.min(first, 0))
+    for start in range(begin, end, BLOCK_N):
+        slot = start + tl.arange(0, BLOCK_N)
+        loaded = slot < end
+        if HAS_OPEN:
+            loaded = loaded & (tl.load(OPEN + b * open_b + slot, mask=loaded & (slot < padded), other=1) != 0)
+        seen = live[:, None] & loaded[None, :]
+        if HAS_FIRST:
+            seen = seen & (slot[None, :] >= first[:, None])
+        m, l, acc = _fold(q, K, V, slot, loaded, seen, m, l, acc, factor, k_t, v_t, d, e, D, E, UPCAST)
+    if part == splits - 1:
+        for start in range(0, words * 64, BLOCK_N):
+            other = start + tl.arange(0, BLOCK_N)
+            inside = (other < words * 64) & (length + other < slots)
+            word = BITS + b * bits_b + node[:, None] * bits_n + (other // 64)[None, :]
+            word = tl.load(word, mask=live[:, None] & inside[None, :], other=0)
+            seen = ((word >> (other % 64).to(tl.int64)[None, :]) & 1) != 0
+            loaded = tl.max(seen.to(tl.int32), 0) != 0
+            m, l, acc = _fold(q, K, V, length + other, loaded, seen, m, l, acc, factor, k_t, v_t, d, e, D, E, UPCAST)
+    if SPLIT:
+        line = ((part * (tl.num_programs(2) // groups) + b) * heads + head) * n + node
+        tl.store(STAT + line * 2, m, mask=live)
+        tl.store(STAT + line * 2 + 1, l, mask=live)
+        keep = (live & (l > 0))[:, None] & (e < E)[None, :]
+        tl.store(ACC + line[:, None] * E + e[None, :], acc, mask=keep)
+    else:
+        at = b * o_b + head * o_h + node * o_n
+        acc = acc / tl.where(l > 0, l, 1.0)[:, None]
+        keep = live[:, None] & (e < E)[None, :]
+        tl.store(OUT + at[:, None] + e[None, :], acc.to(OUT.dtype.element_ty), mask=keep)
+
+
+@triton.jit
+def _reduce(
+    ACC, STAT, OUT, splits, heads, n, lines, E, o_b, o_h, o_n,
+    PARTS: tl.constexpr, LINES: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """The parts of some queries' softmax into one."""
+    line = tl.program_id(0).to(tl.int64) * LINES + tl.arange(0, LINES)
+    part, e = tl.arange(0, PARTS).to(tl.int64)[None, :], tl.arange(0, BLOCK_E)
+    there = (line < lines)[:, None] & (part < splits)
+    m = tl.load(STAT + (part * lines + line[:, None]) * 2, mask=there, other=-float("inf"))
+    top = tl.max(m, 1)
+    top = tl.where(top == -float("inf"), 0.0, top)
+    total = tl.zeros([LINES], tl.float32)
+    acc = tl.zeros([LINES, BLOCK_E], tl.float32)
+    for i in range(0, splits):
+        at = (line * 0 + i) * lines + line  # int64
+        weight = tl.exp2(tl.load(STAT + at * 2, mask=line < lines, other=-float("inf")) - top)
+        l = tl.load(STAT + at * 2 + 1, mask=line < lines, other=0.0)
+        keep = (l > 0)[:, None] & (e < E)[None, :]  # a part that saw nothing has written no sum
+        acc += weight[:, None] * tl.load(ACC + at[:, None] * E + e[None, :], mask=keep, other=0.0)
+        total += weight * l
+    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+    at = line // (heads * n) * o_b + (line // n) % heads * o_h + line % n * o_n
+    keep = (line < lines)[:, None] & (e < E)[None, :]
+    tl.store(OUT + at[:, None] + e[None, :], acc.to(OUT.dtype.element_ty), mask=keep)
+
+
+def tree_attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    lengths: Tensor,
+    bits: Tensor,
+    open_slots: Tensor | None = None,
+    first: Tensor | None = None,
+    scale: float | None = None,
+    splits: int | None = None,
+) -> Tensor:
+    """See `reference.tree_attention`; scores and sums in float32, products in the inputs' dtype.
+
+    Args:
+        splits: parts of the prefix; None: enough to fill the device. The result's memory is [B, n, heads, E].
+    """
+    dim = sizes(
+        "tree_attention",
+        q=(q, "B heads n D", FLOATS),
+        keys=(keys, "B kv_heads T D", (q.dtype,)),
+        values=(values, "B kv_heads T E", (q.dtype,)),
+        lengths=(lengths, "B", INDEX),
+        bits=(bits, "B n W", INDEX),
+        open_slots=(open_slots, "B L", BOOL),
+        first=(first, "B n", INDEX),
+    )
+    B, heads, groups, n, T, D, E, W = (dim[k] for k in ("B", "heads", "kv_heads", "n", "T", "D", "E", "W"))
+    if heads % groups:
+        raise ValueError(f"tree_attention: {heads} query heads cannot share {groups} kv heads evenly")
+    out = torch.empty(B, n, heads, E, dtype=q.dtype, device=q.device).transpose(1, 2)
+    if not out.numel():
+        return out
+    rows = heads // groups * n
+    small = q.dtype == torch.float32 or max(D, E) > 128  # so that tiles fit into shared memory, and compile soon
+    block_m = max(16, min(32 if small else 64, triton.next_power_of_2(rows)))
+    block_n = 32 if small else 64
+    tiles = triton.cdiv(rows, block_m)
+    splits = splits or splits_for(q, tiles * B * groups, T, 4 * block_n)
+    partial = torch.empty(splits, B, heads, n, E + 2, dtype=torch.float32, device=q.device) if splits > 1 else None
+    acc = out if partial is None else partial.view(-1)[: -2 * splits * B * heads * n]
+    stat = out if partial is None else partial.view(-1)[-2 * splits * B * heads * n :]
+    wide = {"BLOCK_E": max(16, triton.next_power_of_2(E))}
+    with at_home(q):
+        _attend[(tiles, splits, B * groups)](
+            q, keys, values, out, acc, stat, lengths, bits, _or(open_slots, lengths), _or(first, lengths),
+            n, heads, groups, T, 0 if open_slots is None else dim["L"], W, splits,
+            (D**-0.5 if scale is None else scale) * math.log2(math.e), D, E,
+            *q.stride()[:3], *keys.stride()[:3], *values.stride()[:3], *out.stride()[:3], *bits.stride()[:2],
+            0 if open_slots is None else open_slots.stride(0), 0 if first is None else first.stride(0),
+            HAS_OPEN=open_slots is not None, HAS_FIRST=first is not None, SPLIT=splits > 1,
+            UPCAST=INTERPRETED and q.dtype == torch.bfloat16,  # the interpreter's dot of bfloat16 is wrong
+            BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=max(16, triton.next_power_of_2(D)), **wide,
+        )  # fmt: skip
+        if splits > 1:
+            lines = B * heads * n
+            _reduce[(triton.cdiv(lines, 16),)](
+                acc, stat, out, splits, heads, n, lines, E, *out.stride()[:3],
+                PARTS=triton.next_power_of_2(splits), LINES=16, **wide,
+            )  # fmt: skip
+    return out
+
+
+def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
+    """A pointer that is never followed where there is no tensor."""
+    if tensor is None:
+        return other
+    return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor

@@ -1,0 +1,68 @@
+"""One place that chooses: Triton on CUDA, the definitions elsewhere; MMSPEC_KERNELS=reference or triton forces one."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable
+from functools import lru_cache, wraps
+from typing import Any
+
+from torch import Tensor
+
+from mmspec.kernels import reference
+
+VARIABLE = "MMSPEC_KERNELS"
+KERNELS = {  # operation: the module beside its definition in `reference`
+    "uniform": "noise",
+    "tree_attention": "attention",
+    "compact_rows": "rows",
+    "draw": "verify",
+    "verify_point_mass": "verify",
+    "residual_sample": "residual",
+    "lantern_accept": "relaxed",
+    "logit_window": "relaxed",
+    "gaussian_path": "gaussian",
+}
+
+
+@lru_cache(maxsize=64)
+def chosen(operation: str, device: str, wish: str) -> Callable[..., Any]:
+    """The function that runs an operation on a kind of device.
+
+    Raises:
+        ValueError: a wish that is neither `reference` nor `triton`.
+    """
+    if wish not in ("", "auto", "reference", "triton"):
+        raise ValueError(f"{VARIABLE}={wish!r} is not known; choose reference or triton, or leave it unset")
+    if wish == "triton" or (device == "cuda" and wish != "reference"):
+        module = importlib.import_module(f"mmspec.kernels.{KERNELS[operation]}")
+        return getattr(module, operation)
+    return getattr(reference, operation)
+
+
+def _on(tensor: Any) -> str:
+    while isinstance(tensor, list | tuple):
+        tensor = tensor[0] if tensor else None
+    return tensor.device.type if isinstance(tensor, Tensor) else ""
+
+
+def _operation(name: str) -> Callable[..., Any]:
+    definition = getattr(reference, name)
+
+    @wraps(definition)
+    def run(first: Any, *rest: Any, **named: Any) -> Any:
+        return chosen(name, _on(first), os.environ.get(VARIABLE, ""))(first, *rest, **named)
+
+    return run
+
+
+uniform = _operation("uniform")
+tree_attention = _operation("tree_attention")
+compact_rows = _operation("compact_rows")
+draw = _operation("draw")
+verify_point_mass = _operation("verify_point_mass")
+residual_sample = _operation("residual_sample")
+lantern_accept = _operation("lantern_accept")
+logit_window = _operation("logit_window")
+gaussian_path = _operation("gaussian_path")

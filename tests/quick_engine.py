@@ -1,0 +1,54 @@
+"""An engine for `--engine quick_engine:load`: it answers from the pixels, after --max-new-tokens milliseconds."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass
+class Answer:
+    ticket: Any
+    text: str
+    tokens: int
+    seconds: float
+    error: Exception | None = None
+
+
+class Quick:
+    """What --engine asks for, and as a flow one answer a step; a model called `broken` fails on everything."""
+
+    drafter = None
+    notes: list[str] = []
+
+    def __init__(self, model: str, milliseconds: int):
+        self.model_name, self.pause, self.asked = model, milliseconds / 1000, []
+
+    def flow(self, rows: int) -> Quick:
+        self.rows = rows
+        return self
+
+    @property
+    def free(self) -> int:
+        return self.rows - len(self.asked)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.asked)
+
+    def add(self, ticket: Any, frames: Sequence[Any], asked: Any, seed: int = 0) -> None:
+        self.asked.append((ticket, frames, asked.text, seed))
+
+    def step(self) -> list[Answer]:
+        time.sleep(self.pause)
+        ticket, frames, prompt, seed = self.asked.pop(0)
+        error = RuntimeError("it is broken") if self.model_name == "broken" else None
+        text = hashlib.sha256(b"".join(frame.tobytes() for frame in frames)).hexdigest()[:16]
+        return [Answer(ticket, f"{text} {len(frames)} {prompt} {seed}".strip(), 3, self.pause, error)]
+
+
+def load(model: str, drafter: str, device: str, dtype: str, max_new_tokens: int, temperature: float) -> Quick:
+    return Quick(model, max_new_tokens)

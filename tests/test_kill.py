@@ -1,0 +1,74 @@
+"""Runs that are killed at random moments and begun again: nothing is lost, nothing is done twice, nothing is half."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+ROOT = Path(__file__).parent.parent
+ITEMS, KILLS = 200, 10
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("photos")
+    rng = np.random.default_rng(6)
+    for number in range(ITEMS):
+        Image.fromarray(rng.integers(0, 256, (4, 4, 3), dtype=np.uint8)).save(folder / f"{number:03}.png")
+    return folder
+
+
+def start(photos: Path, out: Path, *options: str) -> subprocess.Popen:
+    words = ["caption", str(photos), "--out", str(out), "--engine", "quick_engine:load", "--model", "quick"]
+    return subprocess.Popen(
+        [sys.executable, "-m", "mmspec.app.cli", *words, "--quiet", "--max-new-tokens", "12", *options],
+        env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"},
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+def whole_lines(out: Path) -> list[dict]:
+    """All lines that a run has finished, of all journals."""
+    journals = sorted((out / ".mmspec").glob("*.jsonl"))
+    return [json.loads(line) for path in journals for line in path.read_bytes().split(b"\n")[:-1]]
+
+
+@pytest.mark.parametrize("devices", ("cpu", "cpu,cpu"))
+def test_200_items_and_10_kills(devices: str, photos: Path, tmp_path: Path):
+    out, rng = tmp_path / "out", np.random.default_rng(200)
+    before: list[str] = []
+    for kill in range(KILLS):
+        run = start(photos, out, "--devices", devices)
+        aim = len(before) + int(rng.integers(0, 2 * (ITEMS - 40) // KILLS))  # so many lines, then some ms more
+        patience = time.monotonic() + 100
+        while len(whole_lines(out)) < aim and run.poll() is None and time.monotonic() < patience:
+            time.sleep(0.002)
+        time.sleep(float(rng.uniform(0, 0.03)))
+        assert run.poll() is None, f"kill {kill}: the run ended by itself"
+        run.send_signal(signal.SIGKILL)
+        run.wait()
+        for path in out.glob("*.txt"):
+            assert len(path.read_text().split()) >= 4 and path.read_text().endswith("\n"), path  # never half
+        names = [line["file_name"] for line in whole_lines(out)]
+        assert set(before) <= set(names)
+        before = names
+    assert 0 < len(before) < ITEMS
+    assert start(photos, out, "--devices", devices).wait(100) == 0
+    names = sorted(line["file_name"] for line in whole_lines(out))
+    assert names == [f"{number:03}.png" for number in range(ITEMS)]  # none lost, and the model answered for none twice
+    records = [json.loads(line) for line in (out / "metadata.jsonl").read_text().splitlines()]
+    assert [record["file_name"] for record in records] == names
+    for record in records:
+        assert (out / record["file_name"]).with_suffix(".txt").read_text() == record["text"] + "\n"
+    assert len({record["text"] for record in records}) == ITEMS
+    assert not list(out.rglob("*partial*"))

@@ -1,0 +1,130 @@
+"""Several workers, as processes and on Ray: all work, and what a killed one had in hand is done by the others."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+from test_kill import photos  # noqa: F401 - a fixture
+
+from mmspec.app import cli
+from mmspec.app.caption import settings
+from mmspec.app.caption.inputs import open_inputs
+from mmspec.app.caption.outputs import STATE, Outputs
+from mmspec.app.caption.plan import Planner
+from mmspec.app.caption.prompts import Prompts
+from mmspec.app.caption.run import FatalError, Job
+from mmspec.app.caption.workers import Processes, dispatch, places
+
+OK, FATAL = 0, 1
+ITEMS = 60
+
+
+@pytest.fixture
+def few(photos: Path, tmp_path: Path) -> Path:  # noqa: F811
+    folder = tmp_path / "few"
+    folder.mkdir()
+    for path in sorted(photos.iterdir())[:ITEMS]:
+        os.link(path, folder / path.name)
+    return folder
+
+
+def prepared(few: Path, out: Path, *words: str) -> tuple[Job, list]:
+    """The job and the tasks of a run with the quick engine."""
+    parser = argparse.ArgumentParser()
+    settings.configure(parser)
+    words = ("--engine", "quick_engine:load", "--model", "quick", "--max-new-tokens", "10", *words)
+    options = settings.resolve(parser.parse_args([str(few), *words]))
+    outputs, shaping = Outputs(out, str(few)), settings.settings(options)
+    todo = Planner(options, shaping, Prompts.read(options.prompt), outputs).plan(open_inputs([few]))
+    outputs.close()
+    return Job(options, shaping, out, outputs.origin), todo.pending
+
+
+def recorded(out: Path) -> dict[str, list[str]]:
+    """Which items each journal holds."""
+    return {path.stem: [json.loads(line)["file_name"] for line in path.open()] for path in out.glob(f"{STATE}/*.jsonl")}
+
+
+def everything(out: Path) -> list[str]:
+    return sorted(name for names in recorded(out).values() for name in names)
+
+
+def test_a_killed_worker_loses_nothing(few: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+    job, tasks = prepared(few, tmp_path / "out")
+    told: list[str] = []
+    crew = Processes(job, ["cpu", "cpu"], "")
+
+    def report(result) -> None:
+        told.append(result.name)
+        if len(told) == 10:
+            os.kill(crew.members[0].process.pid, signal.SIGKILL)
+
+    try:
+        dispatch(tasks, crew, job, report)
+        assert len(crew.members) == 1
+    finally:
+        crew.stop()
+    names = sorted(path.name for path in few.iterdir())
+    assert sorted(told) == names and everything(tmp_path / "out") == names
+    assert all(recorded(tmp_path / "out").values())  # both had a part
+    assert "worker-0 on cpu has ended (SIGKILL)" in capsys.readouterr().err
+    assert [summary["worker"] for summary in crew.summaries] == ["worker-1"]
+
+
+def test_without_workers_the_run_ends_and_says_so(few: Path, tmp_path: Path):
+    job, tasks = prepared(few, tmp_path / "out")
+    crew = Processes(job, ["cpu"], "")
+    threading.Timer(0, lambda: os.kill(crew.members[0].process.pid, signal.SIGKILL)).start()
+    with pytest.raises(FatalError, match="all workers have ended"):
+        dispatch(tasks, crew, job, lambda result: None)
+    crew.stop()
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_run(few: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+    words = ["caption", str(few), "--out", str(tmp_path / "out"), "--engine", "quick_engine:nothing"]
+    assert cli.main([*words, "--devices", "cpu,cpu"]) == FATAL
+    assert "on cpu: no engine 'quick_engine:nothing'" in capsys.readouterr().err
+
+
+def test_names_of_devices():
+    assert places("0,1") == ["cuda:0", "cuda:1"] and places("cpu, cpu") == ["cpu", "cpu"] and places("mps") == ["mps"]
+
+
+def test_ray(few: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Two actors on a Ray of this machine, one of them killed on the way."""
+    ray = pytest.importorskip("ray")
+    from mmspec.app.caption.ray_run import Actors
+
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (Path(__file__).parent.parent, Path(__file__).parent))))
+    monkeypatch.setenv("RAY_worker_niceness", "0")  # a busy machine would starve the actors
+    ray.init(num_cpus=2, include_dashboard=False, object_store_memory=100 * 2**20, logging_level="error")
+    try:
+        job, tasks = prepared(few, tmp_path / "out")
+        told: list[str] = []
+        crew = Actors(job, "cpu,cpu", "")
+        first = ray.get(crew.members[0].actor.process.remote())
+
+        def report(result) -> None:
+            told.append(result.name)
+            if len(told) == 10:
+                os.kill(first, signal.SIGKILL)
+
+        dispatch(tasks, crew, job, report)
+        assert len(crew.members) == 1
+        crew.stop()
+        names = sorted(path.name for path in few.iterdir())
+        assert sorted(told) == names and everything(tmp_path / "out") == names
+        assert len(crew.summaries) == 1
+
+        words = ["caption", str(few), "--engine", "quick_engine:load", "--model", "quick", "--ray", "--quiet"]
+        assert cli.main([*words, "--devices", "cpu,cpu", "--out", str(tmp_path / "two"), "--limit", "20"]) == OK
+        assert len(recorded(tmp_path / "two")) == 2
+        assert len((tmp_path / "two" / "metadata.jsonl").read_text().splitlines()) == 20
+    finally:
+        ray.shutdown()
