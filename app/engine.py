@@ -130,10 +130,6 @@ class Engine:
         reading = TOGETHER * 12 * config.hidden_size * each  # activations: hidden states, and the widest of an MLP
         return max(1, min(most, int((0.8 * free - reading) / row)))
 
-    def seed(self, number: int) -> None:
-        """Make the next draws repeatable."""
-        torch.manual_seed(number)
-
     @contextlib.contextmanager
     def stock(self) -> Iterator[None]:
         """Inside, the model generates as transformers made it."""
@@ -226,7 +222,7 @@ def load(model: str, drafter: str, device: str, dtype: str, max_new_tokens: int,
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    if not Path(model).exists() and model not in embedded.VLMS and model.count("/") != 1:
+    if not Path(model).exists() and model != embedded.MODEL and model.count("/") != 1:
         raise EngineError(f"no folder {model!r}; a name on the Hub has the form owner/name")
     place = find_device(device)
     kind = ("float32" if place.type == "cpu" else "auto") if dtype == "auto" else dtype

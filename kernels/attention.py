@@ -1,4 +1,4 @@
-"""Attention of a draft's nodes to [cached prefix | nodes], split over the prefix, in one pass and a small second one."""
+"""Attention of a draft's nodes to [cached prefix | nodes]: parts of the prefix side by side, then their sum."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mmspec.kernels.checks import BOOL, FLOATS, INDEX, INTERPRETED, at_home, siz
 
 @triton.jit
 def _fold(
-    q, K, V, slot, loaded, seen, m, l, acc, factor, stride_k, stride_v, d, e, D, E,
+    q, K, V, slot, loaded, seen, m, z, acc, factor, stride_k, stride_v, d, e, D, E,
     UPCAST: tl.constexpr,
 ):  # fmt: skip
     """One block of slots into the running softmax; slots that nobody sees are not even read."""
@@ -30,13 +30,13 @@ def _fold(
     safe = tl.where(top == -float("inf"), 0.0, top)
     weights = tl.exp2(scores - safe[:, None])
     shrink = tl.exp2(m - safe)
-    l = l * shrink + tl.sum(weights, 1)
+    z = z * shrink + tl.sum(weights, 1)
     weights = weights.to(v.dtype)
     if UPCAST:
         acc = acc * shrink[:, None] + tl.dot(weights.to(tl.float32), v.to(tl.float32), input_precision="ieee")
     else:
         acc = acc * shrink[:, None] + tl.dot(weights, v, input_precision="ieee")
-    return top, l, acc
+    return top, z, acc
 
 
 @triton.jit
@@ -58,7 +58,7 @@ def _attend(
     q = tl.load(Q + at[:, None] + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0.0)
     K, V = K + b * k_b + g.to(tl.int64) * k_h, V + b * v_b + g.to(tl.int64) * v_h
     m = tl.full([BLOCK_M], -float("inf"), tl.float32)
-    l = tl.zeros([BLOCK_M], tl.float32)
+    z = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
     length = tl.load(LENGTHS + b).to(tl.int32)
     chunk = tl.cdiv(tl.cdiv(length, splits), BLOCK_N) * BLOCK_N
@@ -74,7 +74,7 @@ def _attend(
         seen = live[:, None] & loaded[None, :]
         if HAS_FIRST:
             seen = seen & (slot[None, :] >= first[:, None])
-        m, l, acc = _fold(q, K, V, slot, loaded, seen, m, l, acc, factor, k_t, v_t, d, e, D, E, UPCAST)
+        m, z, acc = _fold(q, K, V, slot, loaded, seen, m, z, acc, factor, k_t, v_t, d, e, D, E, UPCAST)
     if part == splits - 1:
         for start in range(0, words * 64, BLOCK_N):
             other = start + tl.arange(0, BLOCK_N)
@@ -83,16 +83,16 @@ def _attend(
             word = tl.load(word, mask=live[:, None] & inside[None, :], other=0)
             seen = ((word >> (other % 64).to(tl.int64)[None, :]) & 1) != 0
             loaded = tl.max(seen.to(tl.int32), 0) != 0
-            m, l, acc = _fold(q, K, V, length + other, loaded, seen, m, l, acc, factor, k_t, v_t, d, e, D, E, UPCAST)
+            m, z, acc = _fold(q, K, V, length + other, loaded, seen, m, z, acc, factor, k_t, v_t, d, e, D, E, UPCAST)
     if SPLIT:
         line = ((part * (tl.num_programs(2) // groups) + b) * heads + head) * n + node
         tl.store(STAT + line * 2, m, mask=live)
-        tl.store(STAT + line * 2 + 1, l, mask=live)
-        keep = (live & (l > 0))[:, None] & (e < E)[None, :]
+        tl.store(STAT + line * 2 + 1, z, mask=live)
+        keep = (live & (z > 0))[:, None] & (e < E)[None, :]
         tl.store(ACC + line[:, None] * E + e[None, :], acc, mask=keep)
     else:
         at = b * o_b + head * o_h + node * o_n
-        acc = acc / tl.where(l > 0, l, 1.0)[:, None]
+        acc = acc / tl.where(z > 0, z, 1.0)[:, None]
         keep = live[:, None] & (e < E)[None, :]
         tl.store(OUT + at[:, None] + e[None, :], acc.to(OUT.dtype.element_ty), mask=keep)
 
@@ -114,10 +114,10 @@ def _reduce(
     for i in range(0, splits):
         at = (line * 0 + i) * lines + line  # int64
         weight = tl.exp2(tl.load(STAT + at * 2, mask=line < lines, other=-float("inf")) - top)
-        l = tl.load(STAT + at * 2 + 1, mask=line < lines, other=0.0)
-        keep = (l > 0)[:, None] & (e < E)[None, :]  # a part that saw nothing has written no sum
+        z = tl.load(STAT + at * 2 + 1, mask=line < lines, other=0.0)
+        keep = (z > 0)[:, None] & (e < E)[None, :]  # a part that saw nothing has written no sum
         acc += weight[:, None] * tl.load(ACC + at[:, None] * E + e[None, :], mask=keep, other=0.0)
-        total += weight * l
+        total += weight * z
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
     at = line // (heads * n) * o_b + (line // n) % heads * o_h + line % n * o_n
     keep = (line < lines)[:, None] & (e < E)[None, :]

@@ -124,19 +124,24 @@ def _draw(n: Sizes, device: torch.device, dtype: torch.dtype) -> Arguments:
 
 
 def _verify(n: Sizes, device: torch.device, dtype: torch.dtype) -> Arguments:
-    """Likely tokens, so that paths are kept; here and there a sibling twice and a hole."""
+    """Likely tokens, some of them twice and some holes, and noise that falls upon one of a node's children."""
     B, N = n["B"], n["N"]
     logits, above = _logits(n, device, dtype), parents(B, N).to(device)
-    rows = torch.arange(B, device=device)[:, None]
+    rows, node = torch.arange(B, device=device)[:, None], torch.arange(N, device=device)
     best = logits[rows, above].topk(min(4, n["V"]), -1).indices
     tokens = best.gather(-1, torch.randint(0, best.shape[-1], (B, N, 1)).to(device))[..., 0]
     tokens[torch.rand(B, N).to(device) < 0.1] = -1
+    siblings = (above[:, :, None] == above[:, None, :]) & (node < node[:, None]) & (node > 0)
+    repeated = (siblings & (tokens[:, :, None] == tokens[:, None, :])).any(-1)
+    mass = reference.token_mass(logits, logits.float().logsumexp(-1), above, tokens) * ~repeated
+    u = torch.rand(B, N, dtype=torch.float64).to(device)
+    middle = torch.where(mass > 0, reference.sibling_mass(mass, siblings) + mass / 2, u.gather(1, above))
     return {
         "logits": logits,
         "tokens": tokens,
         "parents": above,
         "ancestors": ancestors(above.cpu()).to(device),
-        "noise": torch.rand(B, N, dtype=torch.float64).to(device),
+        "noise": u.scatter(1, above[:, 1:], middle[:, 1:]),
     }
 
 
@@ -260,7 +265,10 @@ CASES: dict[str, Case] = {
     "verify_point_mass": Case(_verify, _last_again, {"B": 2, "N": 9, "V": 301}, {"B": 1, "N": 60, "V": 152064}),
     "residual_sample": Case(_residual, size_of, {"B": 5, "V": 301}, {"B": 16, "V": 152064}),
     "lantern_accept": Case(
-        _lantern, _gathered, {"B": 2, "N": 3, "K": 4, "V": 301, "k": 100}, {"B": 4, "N": 32, "K": 32, "V": 16384, "k": 1000}
+        _lantern,
+        _gathered,
+        {"B": 2, "N": 3, "K": 4, "V": 301, "k": 100},
+        {"B": 4, "N": 32, "K": 32, "V": 16384, "k": 1000},
     ),
     "logit_window": Case(
         _window,

@@ -251,8 +251,8 @@ def tree_attention(
 ) -> Tensor:
     """Attention of draft nodes to [their row's cached prefix | the nodes that they may see].
 
-    Row b holds a prefix in slots 0 … lengths[b] − 1, and node k in slot lengths[b] + k. What lies in slots that no query
-    of the row sees does not matter, not even NaN. A query that sees nothing gives 0.
+    Row b holds a prefix in slots 0 … lengths[b] − 1, and node k in slot lengths[b] + k. What lies in slots that no
+    query of the row sees does not matter, not even NaN. A query that sees nothing gives 0.
 
     Args:
         q: [B, heads, n, D].
@@ -368,7 +368,7 @@ def residual_sample(
     refused: Tensor | None = None,
     rows: Tensor | None = None,
 ) -> Tensor:
-    """A draw from what p has left over once drafts were refused: (p − q)+, or p without some tokens; p if that is nothing.
+    """A draw from what p has left over once drafts were refused: (p − q)+, or p without them; p if that is nothing.
 
     Args:
         p: logits [B, V].

@@ -26,25 +26,25 @@ def scanned(logits: Tensor, lines: int, vocab: int, block: int) -> tuple[int, in
 def _normalise(X, M, L, V, chunk, parts, x_b, BLOCK: tl.constexpr):
     """Maximum and sum of exponentials, float64, of one part of a row."""
     b, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    m, l = tl.full([], -float("inf"), tl.float64), tl.full([], 0.0, tl.float64)
+    m, z = tl.full([], -float("inf"), tl.float64), tl.full([], 0.0, tl.float64)
     for start in range(part * chunk, tl.minimum((part + 1) * chunk, V), BLOCK):
         v = start + tl.arange(0, BLOCK)
         x = tl.load(X + b * x_b + v, mask=v < V, other=-float("inf")).to(tl.float64)
         top = tl.maximum(m, tl.max(x, 0))
         safe = tl.where(top == -float("inf"), 0.0, top)
-        l = l * tl.exp(m - safe) + tl.sum(tl.exp(x - safe), 0)
+        z = z * tl.exp(m - safe) + tl.sum(tl.exp(x - safe), 0)
         m = top
     tl.store(M + b * parts + part, m)
-    tl.store(L + b * parts + part, l)
+    tl.store(L + b * parts + part, z)
 
 
 @triton.jit
 def _log_z(M, L, line, parts, PARTS: tl.constexpr):
     part = tl.arange(0, PARTS)
     m = tl.load(M + line * parts + part, mask=part < parts, other=-float("inf")).to(tl.float64)
-    l = tl.load(L + line * parts + part, mask=part < parts, other=0.0).to(tl.float64)
+    z = tl.load(L + line * parts + part, mask=part < parts, other=0.0).to(tl.float64)
     top = tl.max(m, 0)
-    return top + tl.log(tl.sum(tl.where(l > 0, l * tl.exp(m - top), 0.0), 0))
+    return top + tl.log(tl.sum(tl.where(z > 0, z * tl.exp(m - top), 0.0), 0))
 
 
 @triton.jit
@@ -214,8 +214,8 @@ def residual_sample(
             continue
         block = min(_BLOCK, triton.next_power_of_2(dim["V"]))
         chunk, parts = scanned(logits, dim["B"], dim["V"], block)
-        m, l = torch.empty(2, dim["B"], parts, dtype=torch.float64, device=p.device)
+        m, z = torch.empty(2, dim["B"], parts, dtype=torch.float64, device=p.device)
         with at_home(p):
-            _normalise[(dim["B"], parts)](logits, m, l, dim["V"], chunk, parts, logits.stride(0), BLOCK=block)
-        stats.append((m, l))
+            _normalise[(dim["B"], parts)](logits, m, z, dim["V"], chunk, parts, logits.stride(0), BLOCK=block)
+        stats.append((m, z))
     return pick(p, None, stats[0], refused, u, q, stats[1] if q is not None else None, rows)

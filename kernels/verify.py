@@ -26,9 +26,9 @@ def _scan(
     line, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, n = line // N, line % N
     X += b * x_b + n * x_n
-    m, l = tl.full([], -float("inf"), tl.float32), tl.full([], 0.0, tl.float32)
+    m, z = tl.full([], -float("inf"), tl.float32), tl.full([], 0.0, tl.float32)
     best = tl.full([], -float("inf"), tl.float64)
-    token = tl.full([], V, tl.int32)
+    token = tl.zeros([], tl.int32) + part * chunk  # what argmax says where nothing is likely
     if DRAW == GUMBEL:
         cell = gumbel_cell(tl.load(SEED + b), tl.load(POSITION + b * position_b + n))
     for start in range(part * chunk, tl.minimum((part + 1) * chunk, V), BLOCK):
@@ -37,7 +37,7 @@ def _scan(
         x = tl.load(X + v, mask=inside, other=-float("inf")).to(tl.float32)
         top = tl.maximum(m, tl.max(x, 0))
         safe = tl.where(top == -float("inf"), 0.0, top)
-        l = l * tl.exp(m - safe) + tl.sum(tl.exp(x - safe), 0)
+        z = z * tl.exp(m - safe) + tl.sum(tl.exp(x - safe), 0)
         m = top
         if DRAW != NOTHING:
             score = x.to(tl.float64)
@@ -49,7 +49,7 @@ def _scan(
             best = tl.maximum(best, high)
     at = line * parts + part
     tl.store(M + at, m)
-    tl.store(L + at, l)
+    tl.store(L + at, z)
     if DRAW != NOTHING:
         tl.store(BEST + at, best)
         tl.store(TOKEN + at, token)
@@ -61,10 +61,10 @@ def _log_z(M, L, line, mask, parts, PARTS: tl.constexpr):
     part = tl.arange(0, PARTS)[None, :]
     inside = mask[:, None] & (part < parts)
     m = tl.load(M + line[:, None] * parts + part, mask=inside, other=-float("inf"))
-    l = tl.load(L + line[:, None] * parts + part, mask=inside, other=0.0)
+    z = tl.load(L + line[:, None] * parts + part, mask=inside, other=0.0)
     top = tl.max(m, 1)
     safe = tl.where(top == -float("inf"), 0.0, top)
-    return safe + tl.log(tl.sum(l * tl.exp(m - safe[:, None]), 1))
+    return safe + tl.log(tl.sum(z * tl.exp(m - safe[:, None]), 1))
 
 
 @triton.jit
@@ -166,7 +166,7 @@ class _Scanned:
         B, N, V = logits.shape
         chunk, self.parts = scanned(logits, B * N, V, _BLOCK)
         shape, device = (B, N, self.parts), logits.device
-        self.m, self.l = (torch.empty(shape, dtype=torch.float32, device=device) for _ in range(2))
+        self.m, self.z = (torch.empty(shape, dtype=torch.float32, device=device) for _ in range(2))
         self.best, self.token = self.m, self.m
         if drawing.value != NOTHING.value:
             self.best = torch.empty(shape, dtype=torch.float64, device=device)
@@ -174,7 +174,7 @@ class _Scanned:
         seed, position = (self.m, self.m) if noise is None else noise
         with at_home(logits):
             _scan[(B * N, self.parts)](
-                logits, seed, position, self.m, self.l, self.best, self.token, N, V, chunk, self.parts,
+                logits, seed, position, self.m, self.z, self.best, self.token, N, V, chunk, self.parts,
                 *logits.stride()[:2], position.stride(0), DRAW=drawing,
                 BLOCK=min(_BLOCK, triton.next_power_of_2(V)), num_warps=8,
             )  # fmt: skip
@@ -219,7 +219,7 @@ def verify_point_mass(
         seed=(seed, "B", INDEX),
         position=(position, "B N", INDEX),
     )
-    B, N, V = dim["B"], dim["N"], dim["V"]
+    B, N = dim["B"], dim["N"]
     if ancestors is not None and N > _NODES:
         raise ValueError(
             f"verify_point_mass: a tree has at most {_NODES} nodes here, got {N}; MMSPEC_KERNELS=reference"
@@ -234,12 +234,12 @@ def verify_point_mass(
     above = tokens if ancestors is None else ancestors.view(torch.uint8)
     with at_home(logits):
         _path[(B,)](
-            logits, tokens, parents, above, rest if u is None else u, found.m, found.l, found.best, found.token,
+            logits, tokens, parents, above, rest if u is None else u, found.m, found.z, found.best, found.token,
             stands.view(torch.uint8), count, last, token, log_z, refused, rest,
             N, found.parts, *logits.stride()[:2], tokens.stride(0), parents.stride(0), *above.stride()[:2],
             0 if u is None else u.stride(0), INVERSE=u is not None, CHAIN=ancestors is None,
             NODES=max(16, triton.next_power_of_2(N)), PARTS=triton.next_power_of_2(found.parts), ROWS=16,
         )  # fmt: skip
     if u is not None:
-        token = pick(logits, last, (found.m, found.l), refused, rest)
+        token = pick(logits, last, (found.m, found.z), refused, rest)
     return Verified(stands, count, last, token, log_z)

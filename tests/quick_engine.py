@@ -9,6 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 
+class AcceleratorError(RuntimeError):
+    """Called like torch's, without its import."""
+
+
 @dataclass
 class Answer:
     ticket: Any
@@ -19,13 +23,14 @@ class Answer:
 
 
 class Quick:
-    """What --engine asks for, and as a flow one answer a step; a model called `broken` fails on everything."""
+    """What --engine asks for, and as a flow one answer a step; a model called `broken` fails on everything,
+    `lost` after its third answer."""
 
     drafter = None
     notes: list[str] = []
 
     def __init__(self, model: str, milliseconds: int):
-        self.model_name, self.pause, self.asked = model, milliseconds / 1000, []
+        self.model_name, self.pause, self.asked, self.steps = model, milliseconds / 1000, [], 0
 
     def flow(self, rows: int) -> Quick:
         self.rows = rows
@@ -46,6 +51,9 @@ class Quick:
         time.sleep(self.pause)
         ticket, frames, prompt, seed = self.asked.pop(0)
         error = RuntimeError("it is broken") if self.model_name == "broken" else None
+        self.steps += 1
+        if self.model_name == "lost" and self.steps > 3:
+            error = AcceleratorError("CUDA error: device-side assert triggered")
         text = hashlib.sha256(b"".join(frame.tobytes() for frame in frames)).hexdigest()[:16]
         return [Answer(ticket, f"{text} {len(frames)} {prompt} {seed}".strip(), 3, self.pause, error)]
 

@@ -342,6 +342,16 @@ def test_a_model_that_never_works_ends_the_run(caption, photos: Path, capsys):
     assert not captions() and not Path("captions/failed.jsonl").exists()  # the items are not to blame
 
 
+def test_a_device_that_is_lost_does_not_fail_the_rest(caption, photos: Path, capsys: pytest.CaptureFixture):
+    for number in range(6):
+        paint(photos / f"z{number}.png")
+    assert caption("--model", "lost", "--report", "report.json") == FATAL
+    assert "the device works no more" in capsys.readouterr().err
+    counts = json.loads(Path("report.json").read_text())["counts"]
+    assert counts["captioned"] == 3 and counts["failed"] == 1 and counts["not_reached"] == 6
+    assert caption("--model", "lost", "--retry-failed") == FATAL and len(captions()) == 6  # a fresh device goes on
+
+
 def test_interrupting_loses_nothing(caption, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
     with monkeypatch.context() as patch:
         failing(patch, lambda number: KeyboardInterrupt() if number == 3 else None)
@@ -370,6 +380,11 @@ def test_a_video_and_its_frames(caption, photos: Path):
     assert captions()["film.mp4"].split()[1:4] == ["4", "of", "film"]
     assert caption("--frames", "5", "--prompt", "of {name}") == OK
     assert captions()["film.mp4"].split()[1] == "5" and len(journal()) == 6  # pictures do not depend on --frames
+    assert caption("--frames", "5", "--max-frames", "3", "--prompt", "of {name}") == OK
+    assert captions()["film.mp4"].split()[1] == "3"
+    for most in ("9", "1"):
+        assert caption("--keyframes", "--max-frames", most, "--prompt", "of {name}") == OK
+    assert captions()["film.mp4"].split()[1] == "1" and len(journal()) == 9
 
 
 def test_dedup(caption, photos: Path):
@@ -424,6 +439,8 @@ def test_config(caption, photos: Path, capsys: pytest.CaptureFixture):
     assert held["out"] == "two" and held["prompt"] == "w8" and held["limit"] == 2 and held["inputs"] == ["photos"]
     assert cli.main(["caption", "--config", "two/.mmspec/run.yaml", "--limit", "9"]) == OK  # the same run again
     assert len(captions("two")) == 4 and len(journal("two")) == 4
+    Path("frames.yaml").write_text("frames: 3")
+    assert caption("--config", "frames.yaml", "--fps", "1") == OK
     wrong = {"promt: x": "did you mean 'prompt'", "resume: 1": "true or false", "[": "YAML", "limit: [1]": "one value"}
     for text, reason in wrong.items():
         Path("wrong.yaml").write_text(text)
@@ -460,7 +477,13 @@ def test_fatal_errors_say_what_to_do(caption, truly, photos: Path, capsys: pytes
     }
     for (folder, *options), reason in cases.items():
         assert caption(*options, folder=folder) == FATAL and reason in capsys.readouterr().err, reason
-    for options in (("--batch-size", "0"), ("--temperature", "-1"), ("--shard", "4/4"), ("--format", "xls")):
+    for options in (
+        ("--batch-size", "0"),
+        ("--temperature", "-1"),
+        ("--shard", "4/4"),
+        ("--format", "xls"),
+        ("--fps", "2000"),
+    ):
         with pytest.raises(SystemExit) as stopped:
             caption(*options)
         assert stopped.value.code == 2

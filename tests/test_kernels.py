@@ -1,8 +1,8 @@
 """Every kernel beside its definition: Triton's interpreter proves the arithmetic on a CPU, the same tests a real GPU.
 
-How near each must come, and why, stands in `kernels/cases.py`, for the benchmark refuses to time what these tests would.
-Two things the interpreter cannot show: its `tl.dot` of bfloat16 is wrong, so the kernel multiplies in float32 there, which
-is the same products; and blocks too small or too large for a GPU, which is why `full` compiles all kernels for one.
+How near each must come, and why, stands in `kernels/cases.py`, since the benchmark refuses to time what is further off.
+The interpreter's `tl.dot` of bfloat16 is wrong, so the kernel multiplies in float32 there: the same products. Nor does
+it know what a GPU can hold or forbids, so `full` compiles all kernels for one.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ NOISES = ["likeliest", "gumbel", "inverse"]
 
 
 def verifiable(noise: str, shape: str) -> dict[str, Any]:
-    given = made("verify_point_mass", V=130)
+    given = made("verify_point_mass", B=6, V=130)  # rows enough for some that keep a second child
     B, N = given["tokens"].shape
     if noise != "inverse":
         pair = (torch.randint(2**62, (B,), device=DEVICE), torch.randint(0, 99, (B, N), device=DEVICE))
@@ -238,8 +238,8 @@ def test_verification_is_the_walk(noise: str, shape: str):
     for _ in range(10):
         given = verifiable(noise, shape)
         N = given["tokens"].shape[1]
-        tree = chain(N, DEVICE).expand(2) if shape == "chain" else from_parents(given["parents"], N)
-        u = torch.rand(2, N, dtype=torch.float64, device=DEVICE)
+        tree = chain(N, DEVICE).expand(6) if shape == "chain" else from_parents(given["parents"], N)
+        u = torch.rand(6, N, dtype=torch.float64, device=DEVICE)
         law = Categorical(given["logits"])
         if noise == "inverse":
             u = given["noise"]
@@ -256,8 +256,8 @@ def test_verification_is_the_walk(noise: str, shape: str):
 @needs_triton
 def test_equal_logits_go_to_the_first_token(many_parts: None):
     logits = torch.zeros(1, 2, 300, device=DEVICE)
-    logits[0, 0, [70, 200, 299]] = 1.0
-    assert triton("draw")(logits).tolist() == [[70, 0]]
+    logits[0, 0, [70, 200, 299]], logits[0, 1] = 1.0, -torch.inf
+    assert triton("draw")(logits).tolist() == ops.draw(logits).tolist() == [[70, 0]]
 
 
 @needs_triton
@@ -370,9 +370,6 @@ def test_a_path_is_as_likely_under_its_own_kernel():
 
 
 def test_path_ratios_have_the_mean_one():
-    given = denoising(40_000)
-    given.pop("draft")
-    given["out"] = given["out"][:1].expand_as(given["out"])  # one target for all, whatever the drafts are
     given = denoising(40_000)
     given.pop("draft")
     ratio = ops.gaussian_path(**given).double().exp()
@@ -541,7 +538,7 @@ def test_the_bench_times_what_passes_and_knows_what_it_moved():
         assert kernel["ms"] is kernel["roofline"] is None and "unmeasured" in kernel["note"]
         assert "unmeasured" in report.table(records)
     else:
-        assert kernel["ms"] > 0 and 0 < kernel["roofline"]
+        assert kernel["ms"] > 0 and kernel["roofline"] > 0
 
 
 def test_the_bench_refuses_to_time_what_is_wrong(monkeypatch: pytest.MonkeyPatch):

@@ -35,7 +35,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Caption images and videos. Run it again to go on after a stop: what is done is not done twice. "
         "Exit code: 0 all well, 3 some items failed (see failed.jsonl), 1 nothing could be done or the run was given "
-        "up, 130 stopped by Ctrl-C."
+        "up, 2 an option that makes no sense, 130 stopped by Ctrl-C."
     )
     settings.configure(parser)
 
@@ -93,6 +93,7 @@ def _work(job: Job, slots: str, inputs: Inputs, outputs: Outputs, todo: Plan) ->
     if not todo.pending:
         _finish(options, inputs, outputs)
         _report(options, todo, Tally(0, shown=False), [], None)
+        print(f"nothing to do; what there is lies in {outputs.folder}")
         return SOME_FAILED if failed_before else OK
     write_whole(outputs.state / "run.yaml", settings.dumped(options), outputs.state / f"{slots}run.partial")
     tally = Tally(len(todo.pending), options.quiet, todo.unit, options.max_errors)
@@ -102,6 +103,10 @@ def _work(job: Job, slots: str, inputs: Inputs, outputs: Outputs, todo: Plan) ->
             comparison = crew.comparison if isinstance(crew, Alone) else None
             dispatch(todo.pending, crew, job, tally.add, lambda: _start(crew, tally))
             if comparison is not None:
+                if comparison.kept:
+                    tally.close()
+                    kept = len(comparison.kept)
+                    print(f"comparing with stock generate on {kept} of them (--no-compare spares it)", flush=True)
                 comparison.measure(crew.worker.engine, crew.worker.flow.rows)
     except KeyboardInterrupt:
         _finish(options, inputs, outputs)
@@ -110,6 +115,7 @@ def _work(job: Job, slots: str, inputs: Inputs, outputs: Outputs, todo: Plan) ->
         return INTERRUPTED
     except (FatalError, TooManyErrorsError):
         _finish(options, inputs, outputs)
+        _report(options, todo, tally, [], None)
         raise
     made = _finish(options, inputs, outputs)
     _report(options, todo, tally, crew.summaries, comparison)
@@ -186,8 +192,10 @@ def _say_plan(options: argparse.Namespace, inputs: Inputs, outputs: Outputs, tod
         print(f"{outputs.ledger.damaged} broken line(s) in {outputs.state} (a run was killed there) are passed over")
     for trouble in todo.unwritable:
         print(f"failed: {plain(trouble)}", file=sys.stderr)
+    if options.engine != settings.ENGINE:  # of another engine's model we know nothing
+        return
     samples = zoo.samples().resolve()
-    if todo.pending and options.model in embedded.VLMS and (inputs.root is None or inputs.root.resolve() != samples):
+    if todo.pending and options.model == embedded.MODEL and (inputs.root is None or inputs.root.resolve() != samples):
         print(embedded.NOTE)
     if options.model == embedded.MODEL and any(task.item.kind == "video" for task in todo.pending):
-        print(embedded.CLIPS_NOTE)
+        print(embedded.CLIPS)

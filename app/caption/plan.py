@@ -52,7 +52,7 @@ class Plan:
         parts = {
             "to caption": len(self.pending),
             "done before": self.done,
-            "kept (they have a caption of another origin)": self.kept,
+            "kept (they have a caption of another origin; --on-existing says what else to do)": self.kept,
             "failed before (--retry-failed tries them again)": self.failed_before,
             "lost caption files made again": self.restored,
             "of other shards": self.elsewhere,
@@ -115,7 +115,11 @@ class Planner:
     def _asked(self, item: Item, existing: str | None) -> tuple[Asked, str]:
         """What is asked about the item, and the name of all that shapes the answer but its content."""
         asked = self.prompts.of(replace(item, existing=existing), self.options.seed)
-        more: Record = {"frames": self.frames} if item.kind == VIDEO else {}
+        more: Record = {}
+        if item.kind == VIDEO:
+            more = {"frames": self.frames}
+            if not self.frames.startswith("uniform"):  # which is cut to it already
+                more["max_frames"] = self.options.max_frames
         if existing and self.options.on_existing in ("append", "prepend"):
             more |= {"on_existing": self.options.on_existing, "existing": existing}
         return asked, self.settings.ask(asked, **more)
@@ -155,7 +159,7 @@ def frame_policy(options: argparse.Namespace) -> str:
     """How the frames of a video are chosen, as FramePolicy.parse reads it."""
     if options.keyframes:
         return "keyframes"
-    return f"fps:{options.fps:g}" if options.fps else f"uniform:{options.frames or 8}"
+    return f"fps:{options.fps:g}" if options.fps else f"uniform:{min(options.frames or 8, options.max_frames)}"
 
 
 def has_sidecar(item: Item, chosen: str | None) -> bool:

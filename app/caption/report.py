@@ -17,6 +17,7 @@ from tqdm import tqdm
 from mmspec.app.caption.journal import write_whole
 from mmspec.app.caption.plan import Plan
 from mmspec.app.caption.run import Result
+from mmspec.app.caption.settings import AUTO
 
 if TYPE_CHECKING:  # torch is imported only once it is clear that there is something to caption
     from mmspec.app.caption.compare import Comparison
@@ -37,6 +38,7 @@ class Tally:
     unit: str = "image"
     max_errors: int | None = None
     shown: bool = True
+    items: int = 0  # that are done, well or not
     captions: int = 0
     tokens: int = 0
     twins: int = 0
@@ -57,7 +59,8 @@ class Tally:
     def add(self, result: Result) -> None:
         """One item is done; it is on the disk already. TooManyErrorsError if it was one failure too many."""
         self.seconds = time.perf_counter() - self._begun
-        self.captions += bool(result.text)
+        self.items += 1
+        self.captions += bool(result.text) or not result.error  # an answer may be empty
         self.tokens += result.tokens
         self.twins += bool(result.twin_of)
         if result.text and not self.quiet:
@@ -103,6 +106,8 @@ def write(
         device = find_device(options.devices if "," not in options.devices else "auto")
     except EngineError:
         device = torch.device("cpu")
+    usual = options.dtype if options.dtype != AUTO else "float32" if device.type == "cpu" else "bfloat16"
+    dtype = getattr(torch, next((worker["dtype"] for worker in workers if "dtype" in worker), usual))
     seconds = max(tally.seconds, 1e-9)
     facts = {
         "counts": {
@@ -114,7 +119,7 @@ def write(
             "failed": tally.failed,
             "failed_before": todo.failed_before,
             "of_other_shards": todo.elsewhere,
-            "not_reached": len(todo.pending) - tally.captions - tally.failed,
+            "not_reached": len(todo.pending) - tally.items,
         },
         "failures": dict(tally.errors),
         "seconds": round(tally.seconds, 3),
@@ -125,7 +130,7 @@ def write(
         "comparison": comparison.facts() if comparison else None,
         "workers": list(workers),
         "options": {name: str(v) if isinstance(v, Path) else v for name, v in vars(options).items()},
-        "provenance": provenance(device, torch.float32 if device.type == "cpu" else torch.bfloat16),
+        "provenance": provenance(device, dtype),
     }
     write_whole(path, json.dumps(facts, indent=2, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n")
 

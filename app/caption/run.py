@@ -26,6 +26,7 @@ from mmspec.app.caption.twins import Twins
 from mmspec.app.caption.video import FramePolicy
 
 PATIENCE = 5  # items on which a model that has never answered may fail before the run is given up
+LOST = "AcceleratorError"  # of torch: after most of these the device fails on everything, fast
 AUTO_ROWS = 4  # --batch-size auto of an engine that suggests nothing
 
 
@@ -97,7 +98,7 @@ class Worker:
         self._following = 0  # how many wait for the answer of one like them
         self._held: list[tuple[Task, str, Exception]] = []  # failures of a model that has not answered yet
         self._results: list[Result] = []
-        self._answered = False
+        self._answered = self._lost = False
         with contextlib.ExitStack() as stack:
             self._writer = Writer(job.folder, slot)
             stack.callback(self._writer.close)
@@ -143,6 +144,7 @@ class Worker:
         """Facts for the report."""
         stats = getattr(self.flow, "stats", None)
         facts: dict[str, Any] = {"worker": self.slot, "rows": self.flow.rows, "peak_memory": peak_memory(self.engine)}
+        facts |= facts_of(dtype=dtype_of(self.engine))
         if stats is not None and stats.rounds:
             facts |= {
                 "target_calls": stats.target_calls,
@@ -209,13 +211,16 @@ class Worker:
             self._waiting.extendleft(reversed(followers))
             self._refused(task, media.content, answer.error)
             return
-        self._answered = True
+        self._answered, self._lost = True, False
         self._let_go()
         self._keep(task, media, answer.text, answer.tokens, answer.seconds)
         for follower, its in followers:
             self._keep(follower, its, answer.text, twin_of=task.item.name)
 
     def _refused(self, task: Task, content: str, error: Exception) -> None:
+        lost, self._lost = self._lost, type(error).__name__ == LOST
+        if lost and self._lost:  # one such item may have broken the device; the next one is not to blame
+            raise FatalError(f"the device works no more; the same command goes on. {error}") from error
         self._held.append((task, content, error))
         if self._answered:
             self._let_go()
@@ -292,6 +297,12 @@ def peak_memory(engine: Any) -> int | None:
         return None
     size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return size if sys.platform == "darwin" else size * 1024
+
+
+def dtype_of(engine: Any) -> str | None:
+    """Type of the model's weights; None where nobody tells."""
+    kind = getattr(getattr(engine, "model", None), "dtype", None)
+    return None if kind is None else str(kind).removeprefix("torch.")
 
 
 def cores() -> int:

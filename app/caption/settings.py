@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from mmspec.app import embedded
-from mmspec.app.caption import media
+from mmspec.app.caption import media, video
 from mmspec.app.caption.journal import key
 
 BESIDE, AUTO = "beside", "auto"
@@ -22,6 +22,8 @@ ENGINE = "mmspec.app.engine:load"
 ON_EXISTING = ("skip", "overwrite", "append", "prepend")
 OUTPUTS = ("txt", "metadata", "parquet", "webdataset", "pairs")
 SAID_LATER = "config"  # the one flag that a config file cannot hold
+# One of these on the command line undoes the others of a config file.
+RIVALS = (("prompt", "prompt_file"), ("frames", "fps", "keyframes"))
 
 
 class SettingsError(Exception):
@@ -45,7 +47,7 @@ class Settings:
 
         Only what differs from its default counts, so that an option that is new does not undo what was done before.
         """
-        usual = {"dtype": AUTO, "engine": ENGINE}
+        usual = {"dtype": AUTO, "engine": ENGINE, "max_frames": video.MAX_FRAMES}
         facts = vars(self) | vars(asked) | more
         return key("", **{name: value for name, value in facts.items() if value not in ("", usual.get(name, ""))})
 
@@ -113,13 +115,13 @@ def resolve(args: argparse.Namespace) -> argparse.Namespace:
     held: dict[str, Any] = {}
     if said.get("config"):
         held = _held(said["config"], flags)
-    for one, other in (("prompt", "prompt_file"), ("prompt_file", "prompt")):
-        if one in said:
-            held.pop(other, None)
+    for rivals in RIVALS:
+        if any(said.get(name, False) is not False for name in rivals):
+            held = {name: value for name, value in held.items() if name not in rivals}
     options = argparse.Namespace(**(flags.defaults | held | said))
     if sum(map(bool, (options.frames, options.fps, options.keyframes))) > 1:
         raise SettingsError("--frames, --fps and --keyframes are three ways to choose frames; give one of them")
-    own = options.model in embedded.VLMS
+    own = options.model == embedded.MODEL
     if options.prompt is None and options.prompt_file is None:
         options.prompt = embedded.prompt() if own else PROMPT
     options.drafter = options.drafter or embedded.drafter(options.model)
@@ -200,9 +202,9 @@ def _limits(flags: Flags) -> None:
     add = flags.add
     flags.section("videos, and limits for hostile files")
     add("--frames", type=count, metavar="N", help="frames of a video, evenly spread (8 unless --fps or --keyframes)")
-    add("--fps", type=_above_zero, metavar="F", help="frames of a video per second of it")
+    add("--fps", type=_fps, metavar="F", help="frames of a video per second of it")
     flags.switch("--keyframes", False, "take the key frames of a video")
-    add("--max-frames", type=count, default=32, metavar="N", help="at most, however they are chosen")
+    add("--max-frames", type=count, default=video.MAX_FRAMES, metavar="N", help="at most, however they are chosen")
     add("--max-pixels", type=count, default=media.MAX_PIXELS, metavar="N", help="largest picture or frame")
     add("--max-duration", type=_above_zero, default=3600.0, metavar="S", help="longest video")
     add("--timeout", type=_above_zero, default=60.0, metavar="S", help="longest time to decode one file")
@@ -264,6 +266,13 @@ def _from_zero(text: str) -> float:
 
 def _above_zero(text: str) -> float:
     return _number(text, "above 0", 0, open_end=True)
+
+
+def _fps(text: str) -> float:
+    value = _above_zero(text)
+    if value > video.MAX_RATE:
+        raise argparse.ArgumentTypeError(f"{text!r} is more than {video.MAX_RATE} frames a second")
+    return value
 
 
 def _batch(text: str) -> int | str:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # a run of images only never loads FFmpeg
 CONTAINERS = "mov,matroska,avi,mpegts,mpeg,mpegvideo,flv,asf,ogg,mp3,wav,flac,aac"
 FULL_HD = 1920 * 1080
 STILL_DELAY = 0.1  # seconds, of an animation's frame whose delay is missing or too short; what browsers take
-MAX_FRAMES = 64
+MAX_FRAMES, MAX_RATE = 32, 1000  # frames of one video, and of one second of it
 CONVERT = "convert it to MP4 (ffmpeg -i IN OUT.mp4)"
 STRANGERS = {
     b"#EXTM3U": "is a playlist, not a video",
@@ -50,7 +50,7 @@ class FramePolicy:
             rate = float(number) if number else 0.0 if kind == "keyframes" else -1.0
         except ValueError:
             rate = -1.0
-        fits = {"uniform": rate >= 1 and rate.is_integer(), "fps": 0 < rate <= 1000, "keyframes": not number}
+        fits = {"uniform": rate >= 1 and rate.is_integer(), "fps": 0 < rate <= MAX_RATE, "keyframes": not number}
         if not fits.get(kind) or max_frames < 1:
             raise ValueError(
                 f"unknown frame policy {text!r} (at most {max_frames} frames); choose uniform:N (N frames, evenly "

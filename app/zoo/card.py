@@ -184,7 +184,8 @@ with the words of `mmspec.zoo.pictures`.
   and absolute error, no adversarial and no perceptual loss.
 - Transformer: {shape.layers} layers x {shape.dim}, {shape.heads} heads, {shape.prefix} prefix tokens; trained together
   with the T5 encoder ({shape.text_layers} layers x {shape.text_width}) on {steps} steps of {batch} pictures;
-  {drop:.0%} of the prompts shown as null; the codes that objects touch counted {shape.emphasis:.0f} times. Muon for the
+  {drop:.0%} of the prompts shown as null; the codes that objects touch counted {shape.emphasis:.0f} times, but
+  for {shape.settle.steps} further steps at the end (peak rate {shape.settle.lr}). Muon for the
   matrices of the transformer, AdamW for the rest, peak rate {lr}, seed {seed}, float32.
 - Before that the T5 encoder learnt to say what prompts mean, on {shape.reading.steps} steps of
   {shape.reading.batch} prompts.

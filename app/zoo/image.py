@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,8 @@ from mmspec.zoo.recipes import ImageRecipe
 from mmspec.zoo.recipes import Tokenizer as VqRecipe
 
 Say = Callable[[str], None]
-_VQ, _GENERATOR, _READING = 1, 2, 3  # which stage a random state belongs to
-STAGES = ("vq", "reading", "generator")  # names of their checkpoints
+_VQ, _GENERATOR, _READING, _SETTLE = 1, 2, 3, 4  # which stage a random state belongs to
+STAGES = ("vq", "reading", "generator", "settle")  # names of their checkpoints
 SPECIAL = ("<pad>", "</s>", "<unk>")
 
 
@@ -179,22 +180,30 @@ def train_generator(
     recipe: ImageRecipe, pipe: LlamaGenPipeline, work: Path, say: Say, watch: Callable[[int], None]
 ) -> None:
     """Train transformer and text encoder together on pictures drawn as it goes, or on from the checkpoint in `work`."""
-    plan = recipe.generator
+    shape = recipe.generator
     vq = pipe.vqvae.eval().requires_grad_(False)
 
-    def loss_at(step: int) -> tuple[Tensor, int]:
-        rng = np.random.default_rng((recipe.seed, _GENERATOR, step))
-        drawn = [pictures.draw(rng) for _ in range(plan.plan.batch)]
+    def loss_at(step: int, stream: int, emphasis: float) -> tuple[Tensor, int]:
+        rng = np.random.default_rng((recipe.seed, stream, step))
+        drawn = [pictures.draw(rng) for _ in range(shape.plan.batch)]
         prompts = [pictures.caption(picture, rng) for picture in drawn]
         with torch.no_grad():
             ids = vq.encode(pixels(drawn)).flatten(1)
-        null = torch.from_numpy(rng.random(len(ids)) < plan.drop)
+        null = torch.from_numpy(rng.random(len(ids)) < shape.drop)
         touched = np.stack([pictures.covered(picture, pipe.transformer.config.grid) for picture in drawn])
-        weights = torch.from_numpy(np.where(touched, plan.emphasis, 1.0)).float()
+        weights = torch.from_numpy(np.where(touched, emphasis, 1.0)).float()
         return loss_of(pipe, prompts, ids, null, weights), ids.numel()
 
     both = nn.ModuleDict({"transformer": pipe.transformer, "text_encoder": pipe.text_encoder}).train()
-    fit(both, plan.plan, loss_at, work / "generator.pt", say, watch)
+    fit(
+        both,
+        shape.plan,
+        partial(loss_at, stream=_GENERATOR, emphasis=shape.emphasis),
+        work / "generator.pt",
+        say,
+        watch,
+    )
+    fit(both, shape.settle, partial(loss_at, stream=_SETTLE, emphasis=1.0), work / "settle.pt", say, watch)
     both.eval()
 
 

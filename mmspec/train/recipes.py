@@ -60,7 +60,7 @@ SCENES_EAGLE = EagleRecipe(
 # law that is verified, and that the drafter also sees its own outputs, as above.
 IMAGE_EAGLE = EagleRecipe(lr=1e-4, batch=4, noise=0.1, unroll=4, sampled=1.0, overlap=True)
 SCENES_IMAGE_EAGLE = EagleRecipe(
-    steps=150, batch=8, lr=3e-3, clip=1.0, muon=True, feature_weight=0.5, token_weight=1.0, unroll=3,
+    steps=220, batch=8, lr=3e-3, clip=1.0, muon=True, feature_weight=0.5, token_weight=1.0, unroll=3,
     sampled=1.0, overlap=True, held_out=24,
 )  # fmt: skip
 

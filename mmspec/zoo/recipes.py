@@ -204,7 +204,7 @@ class DrafterRecipe:
 
 SCENES_VLM_EAGLE = DrafterRecipe("scenes-vlm-eagle", target="scenes-vlm", data="scenes:640")
 SCENES_LLAMAGEN_EAGLE = DrafterRecipe(
-    "scenes-llamagen-eagle", target="scenes-llamagen", data="pictures:324", depth=4, size=5, recipe="scenes-image-eagle"
+    "scenes-llamagen-eagle", target="scenes-llamagen", data="pictures:424", depth=4, size=5, recipe="scenes-image-eagle"
 )
 DRAFTERS = {recipe.name: recipe for recipe in (SCENES_VLM_EAGLE, SCENES_LLAMAGEN_EAGLE)}
 
@@ -239,7 +239,8 @@ class Generator:
     """Shape of the LlamaGen transformer and of the T5 encoder that is trained along with it.
 
     First the text encoder learns to tell what prompts mean (`reading`; published models take a T5 that can read
-    already). Then the codes that objects touch, which a prompt foretells, count `emphasis` times.
+    already). Then the codes that objects touch, which a prompt foretells, count `emphasis` times. Such weights make
+    objects too likely, so at last (`settle`) all codes count the same.
     """
 
     dim: int = 128
@@ -255,6 +256,9 @@ class Generator:
     guidance: float = 3.0  # that its pipeline samples with
     emphasis: float = 6.0
     reading: Schedule = field(default_factory=lambda: Schedule(steps=700, batch=64, lr=2e-3, warmup=0.05, decay=0.5))
+    settle: Schedule = field(
+        default_factory=lambda: Schedule(steps=450, batch=12, lr=1.2e-3, decay=0.9, newton_schulz=3)
+    )
     plan: Schedule = field(
         default_factory=lambda: Schedule(steps=3200, batch=12, lr=3e-3, warmup=0.02, decay=0.7, newton_schulz=3)
     )
