@@ -55,7 +55,8 @@ def test_the_installed_wheel_captions_a_sample(installed: Path, tmp_path: Path):
     where = run("-c", "import mmspec; print(mmspec.__file__)", cwd=tmp_path, env=environment)
     assert Path(where.strip()).is_relative_to(installed)  # not the checkout's copy
     said = run("-m", "mmspec.app.cli", "caption", "--limit", "1", cwd=tmp_path, env=environment)
-    (line,) = (tmp_path / "captions" / "metadata.jsonl").read_text().splitlines()
+    assert len((tmp_path / "captions" / "metadata.jsonl").read_text().splitlines()) == 1
+    (line,) = (tmp_path / "captions" / ".mmspec" / "worker-0.jsonl").read_text().splitlines()
     record = json.loads(line)
     assert record["text"] and record["model"] == embedded.MODEL and record["drafter"] == embedded.DRAFTER
     assert "identical text on 1 of 1" in said.splitlines()[-1]
