@@ -257,7 +257,8 @@ def test_nothing_is_left_behind(ending: str, tmp_path: Path):
     script = tmp_path / "main.py"
     script.write_text(
         textwrap.dedent(f"""
-        import os, sys, time
+        import os, signal, sys, time
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever started the tests may ignore it
         sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
         from mmspec.app.caption.decoder import Decoder
         from mmspec.app.caption.media import Limits
