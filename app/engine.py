@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 STOCK = "none"  # the drafter that is none
 PICTURE = (1024, 768)  # what `suggest_rows` takes for an ordinary picture
 ROWS = {"cpu": 16, "cuda": 64}  # answers written at once at most, if nobody says otherwise
-NODES = {"cpu": 64, "cuda": 512}  # nodes of one forward at most; scenes-vlm, 8 a row: 37 % from 4 to 8 rows, 13 % to 16
+NODES = {"cpu": 64, "cuda": 512}  # nodes of one forward at most; beyond that it is bound by arithmetic
 
 
 class EngineError(Exception):

@@ -1,4 +1,4 @@
-"""Train an EAGLE drafter for a model in about five minutes on two cores, then use it.
+"""Train an EAGLE drafter for a model from its own answers, then use it.
 
 python examples/train_drafter.py [--out runs/my-drafter] [--steps 100]     # run it again to resume
 """

@@ -48,7 +48,7 @@ class Case:
     Attributes:
         make: arguments from sizes, device and dtype, drawn from torch's global generator.
         moved: bytes that cannot but be read or written, given the arguments and the result.
-        toy: sizes that Triton's interpreter finishes in a second.
+        toy: sizes for Triton's interpreter.
         real: sizes of a model of 7B at a context of 4k, or of LlamaGen and MAR.
         in_place: the argument that is changed; it stands for the result.
         as_sets: results are ids and which of them count; their order means nothing.

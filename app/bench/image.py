@@ -211,6 +211,8 @@ def take_up(path: Path | None, outcome: Outcome, facts: Record) -> None:
         was, now = (str(held.get(same[0])) for held in (earlier["provenance"], here))
         raise BenchError(f"{path} was measured with {same[0]} {was}, this run has {now}; leave --resume out")
     outcome.records += earlier["records"]
+    before = earlier["provenance"].pop("earlier", [])
+    outcome.provenance["earlier"] = [*before, earlier["provenance"]]  # whose records they are
 
 
 def _there(records: list[Record], **facts: Any) -> bool:

@@ -70,7 +70,7 @@ class Journal:
 
 
 class Ledger:
-    """The newest line of every item in several journals; in memory only where it stands, about 200 bytes an item.
+    """The newest line of every item in several journals; in memory only where it stands.
 
     `captions` and `failures` map names to places; `get` and `failure` read the line. A failure older than a caption of
     the same item is forgotten. Nothing is written: a torn last line is passed over.

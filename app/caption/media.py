@@ -94,11 +94,6 @@ def find(path: Path | str, recursive: bool = False) -> list[Path]:
     return sorted(found, key=lambda image: image.relative_to(path).parts)
 
 
-def neighbours(image: Path) -> list[Path]:
-    """The image and all others of its folder."""
-    return sorted({image, *(image.parent / name for name in os.listdir(image.parent) if _looks_like_image(name))})
-
-
 def load_image(path: Path | str, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """The picture in `path` as upright RGB: first frame of an animation, transparency on white, 16 bits scaled to 8."""
     return decode(read(path), path, max_pixels)

@@ -16,7 +16,7 @@ Loss = Callable[[int], tuple[torch.Tensor, int]]  # step -> the loss and the num
 
 
 def autocast() -> torch.autocast:
-    """bfloat16 where the CPU multiplies it natively; elsewhere it is several times as slow as float32."""
+    """bfloat16 where the CPU multiplies it natively; elsewhere float32 is faster."""
     return torch.autocast("cpu", torch.bfloat16, enabled=torch.cpu._is_avx512_bf16_supported())
 
 

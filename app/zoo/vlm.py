@@ -223,7 +223,7 @@ def train_decoder(
 ) -> None:
     """The stages after the tower's: projector, decoder and head on packed texts; the tower stays as it is.
 
-    Compiled layer by layer and with the plain attention the step is 1.4 times as fast on a CPU; both are undone
+    Compiled layer by layer and with the plain attention the step is faster on a CPU; both are undone
     afterwards. `stop` breaks off the first of the stages after that many steps.
     """
     model.model.vision_tower.requires_grad_(False)

@@ -153,9 +153,6 @@ class VlmRecipe:
     texts: Mix = field(default_factory=Mix)  # that the tokenizer is trained on
     tokenizer_scenes: int = 3000
 
-    def stage(self, name: str) -> Stage:
-        return next(stage for stage in self.stages if stage.name == name)
-
 
 # All texts; more questions about facts; no counts by shape, which so small a model states wrongly too often.
 SCENES_VLM = VlmRecipe(
