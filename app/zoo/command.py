@@ -16,6 +16,7 @@ from mmspec.app.train import train
 from mmspec.app.zoo import card, evaluate
 from mmspec.app.zoo import image as zoo_image
 from mmspec.app.zoo import vlm as zoo_vlm
+from mmspec.app.zoo import watch as zoo_watch
 from mmspec.pipelines.llamagen import LlamaGenPipeline
 from mmspec.train.recipes import RECIPES as HOW
 from mmspec.zoo.recipes import DRAFTERS, IMAGES, RECIPES, DrafterRecipe, ImageRecipe, VlmRecipe
@@ -51,7 +52,7 @@ def train_vlm(recipe: VlmRecipe, out_dir: Path, resume: bool = True, work: Path 
     """
     work = work or WORK / recipe.name
     if not resume:
-        forget(work, ("tower", *(stage.name for stage in recipe.stages)))
+        forget(work, ("tower", "watching", *(stage.name for stage in recipe.stages)))
     say = journal(work / "log.txt")
     if recipe.start is not None:
         processor = LlavaProcessor.from_pretrained(zoo.path(recipe.start))
@@ -61,6 +62,9 @@ def train_vlm(recipe: VlmRecipe, out_dir: Path, resume: bool = True, work: Path 
         tower = zoo_vlm.train_tower(recipe, work, say)
         model = zoo_vlm.build_model(recipe)
         model.model.vision_tower.load_state_dict(tower.state_dict())
+
+    if recipe.watching is not None:
+        zoo_watch.train(recipe, model, work, say)
 
     def watch(step: int) -> None:
         if step % LOOK_EVERY == 0:

@@ -106,6 +106,11 @@ def _way(cell: int, motion: Motion) -> list[int]:
     return [row * 3 + column for column, row in spots] if all(0 <= n < 3 for spot in spots for n in spot) else []
 
 
+def last_cell(thing: Thing, motion: Motion) -> int:
+    """Where an object is in the end, if it does not vanish."""
+    return _way(thing.cell, motion)[-1]
+
+
 def at(clip: Clip, time: float) -> Scene:
     """What is seen at a time in 0..1; things between two cells keep the number of the one they come from."""
     gone = float(np.clip((time - HOLD) / (1 - 2 * HOLD), 0, 1))
@@ -115,7 +120,7 @@ def at(clip: Clip, time: float) -> Scene:
         if (motion.kind == "appears" and time < motion.when) or (motion.kind == "vanishes" and time >= motion.when):
             continue
         across, down = (CELL * motion.steps * gone * n for n in WAYS.get(motion.kind, (0, 0)))
-        cell = _way(thing.cell, motion)[-1] if gone == 1 else thing.cell
+        cell = last_cell(thing, motion) if gone == 1 else thing.cell
         seen.append(replace(thing, cell=cell, x=thing.x + across, y=thing.y + down))
     return replace(clip.scene, things=tuple(seen))
 

@@ -132,7 +132,21 @@ class Stage:
 
 
 _MIXED = (*[_PICTURE] * 9, _PAIR)
-_CLIPS = (_CLIP, _PICTURE, _BRIEF, _CLIP, _PAIR, _CLIP, _LONG, _PICTURE, _CLIP, _BRIEF)  # 3 in 10 are known already
+_CLIPS = (_BRIEF, _PICTURE, _BRIEF, _CLIP, _PAIR, _BRIEF, _LONG, _BRIEF, _PICTURE, _CLIP)  # 3 in 10 are known already
+
+
+@dataclass(frozen=True)
+class Watching:
+    """A stage before those on texts: what happened in every cell of a clip, told on the patches of its last picture.
+
+    Texts say it in so few words that a decoder would take very long to find out what to compare. Only the lower
+    `layers` learn; steps take clips of so many `pictures` one after the other, `plan.batch` of two pictures and fewer
+    of more.
+    """
+
+    layers: int = 12
+    pictures: tuple[int, ...] = (2, 2, 2, 4, 2, 8)
+    plan: Schedule = field(default_factory=lambda: Schedule(steps=600, batch=16, lr=1.5e-3, decay=0.7, newton_schulz=3))
 
 
 @dataclass(frozen=True)
@@ -146,6 +160,7 @@ class VlmRecipe:
     name: str
     stages: tuple[Stage, ...]
     start: str | None = None
+    watching: Watching | None = None
     seed: int = 0
     vision: Vision = field(default_factory=Vision)
     language: Language = field(default_factory=Language)
@@ -178,6 +193,7 @@ SCENES_VIDEO = VlmRecipe(
         ),
     ),
     start="scenes-vlm",
+    watching=Watching(),
 )  # fmt: skip
 RECIPES = {recipe.name: recipe for recipe in (SCENES_VLM, SCENES_VIDEO)}
 
@@ -257,7 +273,7 @@ class Generator:
         default_factory=lambda: Schedule(steps=450, batch=12, lr=1.2e-3, decay=0.9, newton_schulz=3)
     )
     plan: Schedule = field(
-        default_factory=lambda: Schedule(steps=3200, batch=12, lr=3e-3, warmup=0.02, decay=0.7, newton_schulz=3)
+        default_factory=lambda: Schedule(steps=5600, batch=12, lr=3e-3, warmup=0.02, decay=0.7, newton_schulz=3)
     )
 
 

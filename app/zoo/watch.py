@@ -1,0 +1,110 @@
+"""Before a decoder learns to tell what moves: its lower layers learn, by auxiliary heads, what happened in every cell."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import LlavaForConditionalGeneration
+
+from mmspec.app.zoo import fit, pack, tower
+from mmspec.zoo import clips, scenes
+from mmspec.zoo.clips import Clip
+from mmspec.zoo.recipes import VlmRecipe, Watching
+
+STREAM = 8  # of random numbers
+KINDS = tuple(clips.TOLD)
+FIELDS = {  # of a cell of the grid
+    "was": ("none", *scenes.SHAPES),  # shape at first
+    "colour": tuple(scenes.COLOURS),  # of what was there at first
+    "went": KINDS,  # what became of that
+    "came": KINDS,  # how that which is there at last came to be there
+}
+
+
+def cell_labels(shown: list[Clip]) -> Tensor:
+    """Class per clip, grid cell and field, [B, 9, 4]; IGNORED where there is nothing to say."""
+    labels = torch.full((len(shown), 9, len(FIELDS)), tower.IGNORED)
+    labels[:, :, 0] = 0
+    for row, clip in enumerate(shown):
+        for thing, motion in clip.parts:
+            kind = KINDS.index(motion.kind)
+            if motion.kind != "appears":
+                labels[row, thing.cell, 0] = 1 + scenes.SHAPES.index(thing.shape)
+                labels[row, thing.cell, 1] = list(scenes.COLOURS).index(thing.colour)
+                labels[row, thing.cell, 2] = kind
+            if motion.kind != "vanishes":
+                labels[row, clips.last_cell(thing, motion), 3] = kind
+    return labels
+
+
+class ClipReader(nn.Module):
+    """A model's projector and lower layers, with a linear classifier per field on every patch of the last picture.
+
+    The classifiers are thrown away after the stage.
+    """
+
+    def __init__(self, model: LlavaForConditionalGeneration, recipe: VlmRecipe, plan: Watching) -> None:
+        super().__init__()
+        self.tower = model.model.vision_tower
+        self.projector = model.model.multi_modal_projector
+        self.embed = model.model.language_model.embed_tokens
+        self.layers = model.model.language_model.layers[: plan.layers]
+        self.rotary = model.model.language_model.rotary_emb
+        self.classes = [len(values) for values in FIELDS.values()]
+        self.norm = nn.LayerNorm(recipe.language.width)
+        self.heads = nn.Linear(recipe.language.width, sum(self.classes))
+        self.register_buffer("cells", tower.cell_of_patch(recipe.vision.patch), persistent=False)
+
+    def forward(self, pixels: Tensor, pictures: int) -> tuple[Tensor, ...]:
+        """Logits [B, patches, classes], one tensor per field, from `pictures` pictures for each of B clips."""
+        with torch.no_grad():
+            seen = self.tower(pixels).last_hidden_state[:, 1:]
+        visual = self.projector(seen).unflatten(0, (-1, pictures)).flatten(1, 2)
+        opening = self.embed(torch.tensor([pack.BOS, pack.USER])).expand(len(visual), -1, -1)
+        x = torch.cat([opening, visual], 1)
+        positions = torch.arange(x.shape[1])[None]
+        angles = self.rotary(x, positions)
+        n = x.shape[1]
+        mask = torch.zeros(1, 1, n, n).masked_fill(torch.ones(n, n, dtype=torch.bool).triu(1), -1e9)
+        for layer in self.layers:
+            x = layer(x, attention_mask=mask, position_ids=positions, position_embeddings=angles)
+        last = x[:, -seen.shape[1] :]
+        return self.heads(self.norm(last)).split(self.classes, -1)
+
+    def loss(self, shown: list[Clip], pixels: Tensor, pictures: int) -> tuple[Tensor, list[float]]:
+        """Mean cross entropy over the fields, and each field's share of right patches."""
+        labels = cell_labels(shown)[:, self.cells]
+        total, right = torch.zeros(()), []
+        for column, logits in enumerate(self(pixels, pictures)):
+            truth = labels[:, :, column]
+            total = total + F.cross_entropy(logits.flatten(0, 1), truth.flatten(), ignore_index=tower.IGNORED)
+            known = truth != tower.IGNORED
+            right.append((logits.argmax(-1) == truth)[known].float().mean().item())
+        return total / len(self.classes), right
+
+
+def train(recipe: VlmRecipe, model: LlavaForConditionalGeneration, folder: Path, say: Callable[[str], None]) -> None:
+    """The stage, or on from its checkpoint in `folder`; ends with the share of right cells by field in the log."""
+    plan = recipe.watching
+    assert plan is not None
+    torch.manual_seed(recipe.seed)
+    reader = ClipReader(model, recipe, plan)
+    reader.tower.requires_grad_(False)
+    right: list[float] = []
+
+    def loss_of(step: int) -> tuple[Tensor, int]:
+        rng = np.random.default_rng([recipe.seed, STREAM, step])
+        pictures = plan.pictures[step % len(plan.pictures)]
+        shown = [clips.draw(rng) for _ in range(plan.plan.batch * 2 // pictures)]
+        frames = [clips.at(clip, time) for clip in shown for time in clips.moments(pictures, rng)]
+        loss, right[:] = reader.loss(shown, tower.pixels(frames), pictures)
+        return loss, len(frames) * len(reader.cells)
+
+    def watch(step: int) -> None:
+        if step % 25 == 0:
+            say("cells right: " + " ".join(f"{field} {share:.3f}" for field, share in zip(FIELDS, right, strict=True)))
+
+    fit.fit(reader, plan.plan, loss_of, folder / "watching.pt", say, watch)
