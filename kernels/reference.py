@@ -107,6 +107,11 @@ def scaled_ratio(p_x: Tensor, q_x: Tensor, omega: Tensor | float) -> Tensor:
     return torch.where(p_x > 0, (omega * p_x / q_x).clamp(max=1.0), torch.zeros_like(p_x))
 
 
+def typical_bound(p: Tensor, epsilon: float, delta: float) -> Tensor:
+    """Least probability of a typical token of the laws p [..., V]: min(ε, δ·exp(−H(p))) (Cai et al. 2024, Medusa)."""
+    return (delta * torch.exp(torch.special.entr(p).sum(-1).neg())).clamp(max=epsilon)
+
+
 def nearest(codebook: Tensor, k: int, chunk: int = 2048) -> Tensor:
     """The k codes nearest to each code, nearest first, itself left out: int32 [V, k] from a codebook [V, c].
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from mmspec.kernels import dispatch
 from mmspec.kernels import reference as ops
 from mmspec.rules import exact
 from mmspec.types import HOLE, Categorical, Draft, Law, Masses, Rule, Trial, Verdict
@@ -42,20 +43,9 @@ def descend(draft: Draft, law: Law, u: Tensor) -> Verdict:
         match = law.ids.gather(1, tree.parents) == tokens
         stands, count, last = _path(match & ~_repeated(draft), draft)
         return Verdict(stands, count, last, law.ids.gather(1, last[:, None])[:, 0])
-    mass = law.mass(tree.parents, tokens) * ~_repeated(draft)
-    low = 0.0 if tree.is_chain else ops.sibling_mass(mass, tree.siblings)
-    noise = u.gather(1, tree.parents)
-    stands, count, last = _path((low <= noise) & (noise < low + mass), draft)
-    # The next token: p at the last node without its children, drawn with what is left of that node's noise.
-    children = (tree.parents == last[:, None]) & (tokens != HOLE)
-    children[:, 0] = False
-    weights = law.weights(last)
-    refused = torch.zeros_like(weights).scatter_add_(1, tokens.clamp(min=0), children.to(weights.dtype))
-    left = torch.where(refused > 0, 0.0, weights)
-    left = torch.where(left.sum(-1, keepdim=True) > 0, left, weights)  # rounding may leave nothing
-    taken = torch.where(children, mass, 0.0).sum(-1)
-    rest = ops.remaining(u.gather(1, last[:, None])[:, 0], taken)
-    return Verdict(stands, count, last, ops.categorical(left, rest))
+    above = None if tree.is_chain else tree.ancestors
+    found = dispatch.verify_point_mass(law.logits, tokens, tree.parents, above, u)
+    return Verdict(found.stands, found.count, found.last, found.token)
 
 
 def _repeated(draft: Draft) -> Tensor:

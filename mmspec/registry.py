@@ -84,6 +84,7 @@ RULES: dict[str, Callable[..., Rule]] = {  # those with a `codebook` compare tok
     "exact": lambda: rules.exact,
     "lantern": rules.lantern,
     "scaled": rules.scaled,
+    "typical": rules.typical,
     "gsd": rules.gsd,
     "grouped": rules.grouped,
     "pooled": rules.pooled,

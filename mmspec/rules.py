@@ -56,6 +56,23 @@ def scaled(*, omega: float, nu: float = 0.0) -> Rule:
     return _relaxed(f"scaled(omega={omega}, nu={nu})", relaxed=relaxed)
 
 
+def typical(*, epsilon: float, delta: float) -> Rule:
+    """x stands wherever it is typical of p, p(x) > min(ε, δ·exp(−H(p))), and by min(1, p/q) elsewhere.
+
+    Medusa's acceptance (Cai et al. 2024, §3.4) keeps nothing else; here what is not typical still has its own chance,
+    and a refused draft gives way to (p − q)+, so that the charge is what the law loses. Needs no codebook: a law that
+    cannot make up its mind, as over the grain of a background, has many typical tokens, a sharp one has one.
+    """
+    _check("epsilon", epsilon, lambda epsilon: 0 < epsilon <= 1, "in (0, 1]")
+    _check("delta", delta, lambda delta: delta > 0, "above 0")
+
+    def relaxed(trial: Trial) -> Tensor:
+        fits = trial.p_x > ops.typical_bound(trial.p.all, epsilon, delta)
+        return torch.where(fits, 1.0, ops.exact_ratio(trial.p_x, trial.q_x))
+
+    return _relaxed(f"typical(epsilon={epsilon}, delta={delta})", relaxed=relaxed)
+
+
 def gsd(codebook: Tensor | None = None, *, group: int, distance: float | None = None, gap: float | None = None) -> Rule:
     """Grouped speculative decoding as published (So et al. 2025, §4): min(1, p(C)/q(C)), C around x in the order of p.
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from mmspec.kernels import reference as ops
+from mmspec.kernels import dispatch
 from mmspec.types import HOLE, Draft, Round, Rule, Scores, Verdict
 
 R = TypeVar("R")
@@ -143,7 +143,7 @@ class Session:
 
     def noise(self, draft: Draft) -> Tensor:
         """Uniform numbers [B, N], fixed by each row's seed and by the position of the token drawn after each node."""
-        return ops.uniform(self.seeds[:, None], self.emitted[:, None] + draft.tree.depth)
+        return dispatch.uniform(self.seeds[:, None], self.emitted[:, None] + draft.tree.depth)
 
     def commit(self, draft: Draft, scores: Scores, verdict: Verdict) -> Round:
         """Take what stands: the one read of a round by the host, the rows' new tokens, the next pending token."""

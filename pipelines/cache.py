@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticLayer
 
+from mmspec.kernels import dispatch
 from mmspec.slots import Lengths, Slots
 
 
@@ -58,8 +59,9 @@ class SlotCache(Cache):
     def commit(self, kept: Tensor, counts: tuple[int, ...], device_counts: Tensor, in_place: bool) -> None:
         """Of the nodes appended last, keep `kept[b, : counts[b]]` in row b; `in_place` says they lie there already."""
         if not in_place:
-            for layer in self.slots:
-                layer.keep(kept, self.lengths)
+            at = self.lengths.device
+            held = [t for layer in self.slots for t in (layer.keys, layer.values) if t is not None]
+            dispatch.compact_rows(held, at[:, None] + kept, at, device_counts)
         self.lengths = self.lengths.plus(counts, device_counts)
 
     def select(self, rows: Tensor) -> SlotCache:

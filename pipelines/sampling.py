@@ -15,6 +15,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from mmspec.kernels import dispatch
 from mmspec.kernels import reference as ops
 from mmspec.pipelines.processors import POINTWISE, Processors
 from mmspec.session import Session
@@ -82,7 +83,7 @@ class CounterNoise:
 
     def draw(self, logits: Tensor, session: Session, draft: Draft) -> Tensor:
         position = session.emitted[:, None] + draft.tree.depth
-        return (logits + self.at(session, position, logits.shape[-1])).argmax(-1)
+        return dispatch.draw(logits, (session.seeds, position))
 
     def at(self, session: Session, position: Tensor, vocab: int) -> Tensor:
         """[B, N, V] for the tokens at `position` [B, N]."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from mmspec.pipelines import attention
 from mmspec.pipelines.generate import Call, generate, obstacle
 from mmspec.pipelines.vlm import VlmTarget, tap, untap
 from mmspec.types import Rule, TargetInfo
@@ -14,7 +15,7 @@ from mmspec.types import Rule, TargetInfo
 __all__ = ["Enabled", "codebook", "describe", "tap", "unsupported", "untap"]
 
 _LAYERS = {"full_attention", "sliding_attention"}
-_ATTENTION = {"sdpa", "eager"}
+_ATTENTION = {"sdpa", "eager", attention.NAME}
 
 
 class Enabled:
@@ -97,10 +98,10 @@ def unsupported(model: Any) -> str | None:
     layers = set(getattr(decoder.config, "layer_types", None) or ["full_attention"])
     if layers - _LAYERS:
         return f"it has {', '.join(sorted(layers - _LAYERS))} layers, whose state cannot be rolled back to a tree node"
-    attention = decoder.config._attn_implementation
-    if attention not in _ATTENTION:
+    asked = decoder.config._attn_implementation
+    if asked not in _ATTENTION:
         return (
-            f"its attention is {attention!r}, which takes no tree mask; load it with attn_implementation='sdpa' "
+            f"its attention is {asked!r}, which takes no tree mask; load it with attn_implementation='sdpa' "
             f"(allowed: {', '.join(sorted(_ATTENTION))})"
         )
     return None

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers.cache_utils import Cache
 
+from mmspec.pipelines import attention
 from mmspec.pipelines.cache import SlotCache
 from mmspec.pipelines.processors import Processors
 from mmspec.pipelines.sampling import Noise, Sampler
@@ -80,6 +81,7 @@ class VlmTarget:
         self.arguments: dict[str, Any] = {}
         config = model.get_decoder().config
         self.eager = config._attn_implementation == "eager"
+        self.tree = config._attn_implementation == attention.NAME
         kinds = getattr(config, "layer_types", None)
         sliding = "sliding_attention" in kinds if kinds else getattr(config, "use_sliding_window", True)
         self.window = getattr(config, "sliding_window", None) if sliding else None
@@ -211,15 +213,19 @@ class VlmTarget:
         """bool or additive [B, 1, N, T]; one per layer type where the model has sliding windows."""
         at = state.cache.lengths
         full = visibility(at, state.open_slots, ancestors)
+        def wanted(visible: Tensor, window: int | None = None) -> Tensor:
+            mask = self._as_wanted(visible)
+            return attention.marked(mask, at.device, state.open_slots, ancestors, depth, window) if self.tree else mask
+
         if self.window is None:
-            return self._as_wanted(full)
+            return wanted(full)
         slot = torch.arange(full.shape[2], device=full.device)
         behind = slot - at.device[:, None]  # [B, T] relative to the root: negative in the cache, then node numbers
         place = torch.where(behind < 0, behind, depth.gather(1, behind.clamp(0, depth.shape[1] - 1)))
         near = depth[:, :, None] - place[:, None, :] < self.window
         if not self.mixed:
-            return self._as_wanted(full & near)
-        return {"full_attention": self._as_wanted(full), "sliding_attention": self._as_wanted(full & near)}
+            return wanted(full & near, self.window)
+        return {"full_attention": wanted(full), "sliding_attention": wanted(full & near, self.window)}
 
     def _as_wanted(self, visible: Tensor) -> Tensor:
         visible = visible[:, None]

@@ -28,6 +28,7 @@ MONOTONE = [  # relaxed, with the ordinary residual, and never below min(1, p/q)
     "scaled(omega=3.0, nu=0.4)",
     "pooled(cells=3)",
     "pooled(radius=0.8)",
+    "typical(epsilon=0.1, delta=0.5)",
 ]
 GSD = ["gsd(group=3)", "gsd(group=5, distance=1.2, gap=0.2)"]
 GROUPED = ["grouped(cells=3)", "grouped(radius=0.8)"]
@@ -145,6 +146,19 @@ def test_gsd_is_its_formula() -> None:
             C = [y for y in near if p[y] > 0 and (unit[x] - unit[y]).norm() <= 1.2 and abs(p[x] - p[y]) < 0.2]
             want = min(1.0, float(p[C].sum() / q[C].sum())) if p[x] > 0 else 0.0
             assert abs(float(f[x]) - want) < 1e-12
+
+
+def test_typical_is_its_formula() -> None:
+    """Tokens above min(ε, δ·exp(−H)) stand for sure, all others as under `exact`, token by token."""
+    sure = 0
+    for p, q in PAIRS:
+        entropy = -sum(float(x) * math.log(float(x)) for x in p if x > 0)
+        strict, f, _ = weighed(rule_of("typical(epsilon=0.1, delta=0.5)"), p, q)
+        for x in range(V):
+            above = float(p[x]) > min(0.1, 0.5 * math.exp(-entropy))
+            assert float(f[x]) == (1.0 if above else float(strict[x]))
+            sure += above and float(strict[x]) < 1
+    assert sure > 10
 
 
 def test_delta_bounds_one_draft_that_is_not_random_and_no_other() -> None:
@@ -347,7 +361,9 @@ def test_a_drafter_that_misstates_q_is_seen(drafts: list[tuple[int, ...]] | int)
     assert excess(samples, model.joint(), 4) > 50
 
 
-@pytest.mark.parametrize("spec", ["lantern(k=2, lam=3.0)", "scaled(omega=2.0)", "pooled(cells=2)"])
+@pytest.mark.parametrize(
+    "spec", ["lantern(k=2, lam=3.0)", "scaled(omega=2.0)", "typical(epsilon=0.1, delta=0.5)", "pooled(cells=2)"]
+)
 @pytest.mark.parametrize("drafts", [3, SIBLINGS], ids=["chain", "siblings"])
 def test_charges_bound_the_distance_of_whole_texts(spec: str, drafts: list[tuple[int, ...]] | int) -> None:
     model = TableModel()
@@ -427,6 +443,8 @@ def test_a_rules_name_makes_the_same_rule(spec: str) -> None:
         ("scaled(omega=None)", "omega must be at least 1; got None"),
         ("scaled(", "reads like"),
         ("exact(k=1)", "exact knows no k; its parameters are none"),
+        ("typical(epsilon=0.3)", "typical needs delta; its parameters are epsilon, delta"),
+        ("typical(epsilon=1.5, delta=0.3)", "epsilon must be in (0, 1]; got 1.5"),
         ("gsd(group=0)", "group must be"),
         ("gsd(group=5, gap=2.0)", "gap must be"),
         ("grouped", "radius or cells"),

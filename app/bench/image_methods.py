@@ -88,6 +88,7 @@ def ours(codes: int) -> dict[str, str]:
         "lantern++": f"lantern(k={min(10, codes - 1)}, lam=1.5)",
         "gsd": f"gsd(group={min(5, codes)})",
         "scaled": "scaled(omega=1.5)",
+        "typical": "typical(epsilon=0.09, delta=0.3)",
         "grouped": f"grouped(cells={max(1, codes // 2)})",
         "pooled": f"pooled(cells={max(1, codes // 2)})",
     }
@@ -100,6 +101,7 @@ def sweeps(codes: int) -> dict[str, list[tuple[float, str]]]:
     groups = [g for g in (3, 5, 10, 25, 50) if g <= codes]
     return {
         "scaled": [(w, f"scaled(omega={w})") for w in (1.1, 1.25, 1.5, 2.0, 3.0)],
+        "typical": [(d, f"typical(epsilon=0.3, delta={d})") for d in (1.2, 0.8, 0.5, 0.3, 0.15)],
         "lantern": [(d, f"lantern(k={published_k(codes)}, delta={d})") for d in (0.02, 0.05, 0.1, 0.2, 0.4)],
         "lantern++": [(lam, f"lantern(k={k}, lam={lam})") for lam in (1.1, 1.25, 1.5, 2.0, 5.0)],
         "gsd": [(float(g), f"gsd(group={g})") for g in groups],

@@ -1,4 +1,4 @@
-"""Before a decoder learns to tell what moves: its lower layers learn, by auxiliary heads, what happened in every cell."""
+"""Before a decoder tells what moves, its lower layers learn, by auxiliary heads, what happened in every cell."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -289,3 +289,61 @@ class ImageRecipe:
 
 SCENES_LLAMAGEN = ImageRecipe("scenes-llamagen")
 IMAGES = {recipe.name: recipe for recipe in (SCENES_LLAMAGEN,)}
+
+
+@dataclass(frozen=True)
+class Autoencoder:
+    """Shape and training of the AutoencoderKL; every entry of `channels` but the last halves the picture's sides."""
+
+    channels: tuple[int, ...] = (16, 16, 32, 64)
+    latent: int = 8
+    groups: int = 8
+    kl: float = 1e-4
+    plan: Schedule = field(
+        default_factory=lambda: Schedule(steps=2600, batch=4, lr=4e-3, decay=0.6, weight_decay=0.0, kernels=True)
+    )
+
+
+@dataclass(frozen=True)
+class Trunk:
+    """Shape and training of a MAR transformer with its head.
+
+    A share `drop` of the pictures is shown without its class. Hidden tokens are noised `repeats` times a step.
+    """
+
+    dim: int
+    layers: int  # of the encoder, and again of the decoder
+    heads: int
+    head_layers: int
+    head_width: int
+    plan: Schedule
+    buffer: int = 8
+    drop: float = 0.1
+    repeats: int = 2
+
+
+@dataclass(frozen=True)
+class MarRecipe:
+    """Everything that decides the weights of the continuous image models of the zoo: two of them on one autoencoder.
+
+    `diffusion_steps`, `guidance` and `temperature` are what their pipelines sample with.
+    """
+
+    name: str
+    draft: str
+    target_trunk: Trunk
+    draft_trunk: Trunk
+    vae: Autoencoder = field(default_factory=Autoencoder)
+    seed: int = 0
+    diffusion_steps: int = 50
+    guidance: float = 2.0
+    temperature: float = 1.0
+
+
+SCENES_MAR = MarRecipe(
+    "scenes-mar",
+    "scenes-mar-draft",
+    Trunk(128, 3, 4, 3, 192, Schedule(steps=1700, batch=24, lr=3e-3, warmup=0.03, decay=0.7, newton_schulz=3)),
+    Trunk(64, 2, 2, 2, 128, Schedule(steps=1500, batch=24, lr=4e-3, warmup=0.03, decay=0.7, newton_schulz=3)),
+)
+MARS = {recipe.name: recipe for recipe in (SCENES_MAR,)}

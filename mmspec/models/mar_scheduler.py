@@ -1,0 +1,126 @@
+"""MAR's sampler: DDPM with a learned variance on few steps, with temperature, and with noise at the last step at will."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from diffusers import ConfigMixin, SchedulerMixin
+from diffusers.configuration_utils import register_to_config
+from diffusers.schedulers.scheduling_ddpm import DDPMSchedulerOutput
+from torch import Tensor
+
+from mmspec.paths import Chain
+
+
+class MARScheduler(SchedulerMixin, ConfigMixin):
+    """DDPM on a cosine clock as MAR samples with it (Li et al. 2024, arXiv 2406.11838, §3.2; Nichol & Dhariwal 2021).
+
+    Networks give ε and v, which interpolates the log variance between β̃ and β. x̂₀ is not clipped.
+
+    Args:
+        num_train_timesteps: of the clock that the network is trained on.
+        final_noise: add noise at the last step, too, with the variance of the step before. The published sampler does
+            not; exact speculation needs it.
+        skip_terminal: leave the first step out and start from noise at the second. There √ᾱ is so small that an error
+            of the network is amplified by hundreds; the published sampler takes that step.
+        temperature: scales the noise of the steps, not the first state; for `step`.
+    """
+
+    order = 1
+    init_noise_sigma = 1.0
+
+    @register_to_config
+    def __init__(
+        self,
+        num_train_timesteps: int = 1000,
+        final_noise: bool = False,
+        skip_terminal: bool = False,
+        temperature: float = 1.0,
+    ) -> None:
+        self.alphas_cumprod = alpha_bar(num_train_timesteps)
+        self.set_timesteps(min(100, num_train_timesteps))
+
+    def set_timesteps(self, num_inference_steps: int, device: Any = None) -> None:
+        """Choose the steps of `step` and `kernel`."""
+        self.num_inference_steps = num_inference_steps
+        self.current = self.chain(num_inference_steps, device)
+        self.timesteps = self.current.timesteps
+
+    def chain(self, steps: int, device: Any = None) -> Chain:
+        """The sampler's steps spread evenly over the training clock, both ends included.
+
+        Raises:
+            ValueError: fewer than two steps, or more than the clock has.
+        """
+        T = self.config.num_train_timesteps
+        if not 2 + self.config.skip_terminal <= steps <= T:
+            raise ValueError(f"the number of steps must be from {2 + self.config.skip_terminal} to {T}; got {steps}")
+        times = [round(k * (T - 1) / (steps - 1)) for k in range(steps)]
+        bar = self.alphas_cumprod[times]
+        before = torch.cat([torch.ones(1, dtype=torch.float64), bar[:-1]])
+        beta = 1 - bar / before
+        tilde = (1 - before) / (1 - bar) * beta
+        tilde[0] = tilde[1]  # that of the last step would be 0
+        clean, x = beta * before.sqrt() / (1 - bar), (1 - before) * (1 - beta).sqrt() / (1 - bar)
+        table = torch.stack([bar.sqrt(), (1 - bar).sqrt(), clean, x, beta.log(), tilde.log()], 1).flip(0)
+        keep = slice(int(self.config.skip_terminal), None)
+        clock = torch.tensor(times).flip(0)[keep].to(device)
+        return Chain(clock, table[keep].float().to(device), self.config.final_noise)
+
+    def kernel(self, out: Tensor, k: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and log standard deviation [..., C] of the steps numbered k [...] from states x [..., C].
+
+        Args:
+            out: [..., 2·C], the network's ε and v.
+            k: int64, counted from the noisiest step.
+        """
+        eps, v = out.float().chunk(2, -1)
+        root, rest, clean, weight, beta, tilde = self.current.table.to(x.device)[k].unbind(-1)
+        at = (..., None)
+        mean = clean[at] * (x - rest[at] * eps) / root[at] + weight[at] * x
+        share = (v + 1) / 2
+        return mean, (share * beta[at] + (1 - share) * tilde[at]) / 2
+
+    def step(
+        self,
+        model_output: Tensor,
+        timestep: int | Tensor,
+        sample: Tensor,
+        generator: torch.Generator | None = None,
+        return_dict: bool = True,
+    ) -> DDPMSchedulerOutput | tuple[Tensor, ...]:
+        """One step from `sample` [N, C] with the network's output [N, 2·C]; timesteps are one, or one for each row."""
+        clock = self.timesteps.to(sample.device)
+        times = torch.as_tensor(timestep, device=sample.device).expand(len(sample))
+        k = (clock == times[:, None]).int().argmax(1)
+        mean, log_std = self.kernel(model_output, k, sample)
+        noise = torch.randn(sample.shape, generator=generator, device=sample.device, dtype=sample.dtype)
+        noisy = self.config.final_noise | (k + 1 < len(clock))
+        before = mean + noisy[:, None] * self.config.temperature * log_std.exp() * noise
+        clean = (sample - self.current.table.to(sample.device)[k, 1, None] * model_output.chunk(2, -1)[0]) / (
+            self.current.table.to(sample.device)[k, 0, None]
+        )
+        return DDPMSchedulerOutput(before, clean) if return_dict else (before, clean)
+
+    def scale_model_input(self, sample: Tensor, timestep: Any = None) -> Tensor:
+        return sample
+
+    def add_noise(self, original_samples: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:
+        """Samples [N, C] as they are at training times [N]."""
+        bar = self.alphas_cumprod.to(timesteps.device)[timesteps].to(original_samples.dtype)[:, None]
+        return bar.sqrt() * original_samples + (1 - bar).sqrt() * noise
+
+    def __len__(self) -> int:
+        return self.config.num_train_timesteps
+
+
+def alpha_bar(steps: int) -> Tensor:
+    """float64 [steps], the cosine clock with β at most 0.999 (Nichol & Dhariwal 2021, arXiv 2102.09672, eq. 17)."""
+
+    def left(s: float) -> float:
+        return math.cos((s + 0.008) / 1.008 * math.pi / 2) ** 2
+
+    beta = [min(1 - left((i + 1) / steps) / left(i / steps), 0.999) for i in range(steps)]
+    return torch.cumprod(1 - torch.tensor(beta, dtype=torch.float64), 0)

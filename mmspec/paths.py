@@ -1,0 +1,175 @@
+"""Denoising paths of continuous tokens: how one is drawn, and its likelihood under another network's kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from mmspec.kernels import dispatch as ops
+
+
+@dataclass(frozen=True)
+class Chain:
+    """The K denoising steps of a sampler, noise first; step k leads from state k to state k + 1.
+
+    Attributes:
+        timesteps: int64 [K], the training clock's time at which the network sees each state.
+        table: float32 [K, 6] as `kernels.reference.gaussian_path` takes it: √ᾱ, √(1 − ᾱ), the weights of x̂₀ and x in
+            the mean, log β and log β̃.
+        final_noise: the last step is noisy, too. Only then has a path a density, and a ratio of two a meaning.
+    """
+
+    timesteps: Tensor
+    table: Tensor
+    final_noise: bool
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def noisy(self, k: int) -> bool:
+        """Whether step k adds noise."""
+        return self.final_noise or k + 1 < len(self)
+
+    @cached_property
+    def steps(self) -> list[tuple[float, float, float, float]]:
+        """Of each step (a, b, c, d): the mean is a·x − b·ε, the log of the standard deviation c·v + d."""
+        root, rest, clean, x, beta, tilde = self.table.double().cpu().unbind(1)
+        columns = (clean / root + x, clean * rest / root, (beta - tilde) / 4, (beta + tilde) / 4)
+        return list(zip(*(column.tolist() for column in columns), strict=True))
+
+    def kernel(self, x: Tensor, k: int, out: Output, guidance: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Mean and log standard deviation [R, C] of step k from x [R, C]; see `Net.at` for what the network gave."""
+        C, (a, b, c, d) = x.shape[1], self.steps[k]
+        eps = out[0][:, :C]
+        if out[1] is not None and guidance is not None:
+            eps = torch.lerp(out[1][:, :C], eps, guidance[:, None])
+        return torch.sub(x * a, eps, alpha=b), out[0][:, C:].mul(c).add_(d)
+
+
+Output = tuple[Tensor, Tensor | None]  # ε and v [..., 2·C] of a network; ε [..., ≥ C] without the condition
+
+
+class Net(Protocol):
+    """A denoising network bound to R tokens: their conditioning, and the strength of their guidance."""
+
+    guidance: Tensor | None  # float32 [R]
+
+    def at(self, x: Tensor, k: int) -> Output:
+        """fp32 outputs at step k for states x [R, C]."""
+
+    def along(self, x: Tensor) -> Output:
+        """fp32 outputs at all steps at once, for states x [R, K, C]."""
+
+    def take(self, rows: Tensor) -> Net:
+        """The same bound to tokens rows [R'] of it, in that order, repeated at will."""
+
+
+@dataclass(frozen=True)
+class Path:
+    """R paths, as they were drawn; `x` [R, C] is where they end.
+
+    Attributes:
+        states: [R, K + 1, C], noise first.
+        noise: [R, K, C], the standard normal numbers of the steps.
+        log_std: [R, K, C], of the kernels that drew them, before temperature.
+    """
+
+    states: Tensor
+    noise: Tensor
+    log_std: Tensor
+
+    @property
+    def x(self) -> Tensor:
+        return self.states[:, -1]
+
+    def take(self, rows: Tensor) -> Path:
+        return Path(self.states[rows], self.noise[rows], self.log_std[rows])
+
+
+def draw(net: Net, chain: Chain, noise: Tensor, temperature: float = 1.0) -> Path:
+    """Paths of the network's own chain.
+
+    Args:
+        noise: fp32 [R, K + 1, C], standard normal: the first state, then the noise of every step.
+        temperature: scales the noise of the steps, not the first state.
+    """
+    x, states, spread = noise[:, 0], [noise[:, 0]], []
+    for k in range(len(chain)):
+        x, log_std = chain.kernel(x, k, net.at(x, k), net.guidance)
+        if chain.noisy(k):
+            x = x.addcmul(log_std.exp(), noise[:, k + 1], value=temperature)
+        states.append(x)
+        spread.append(log_std)
+    return Path(torch.stack(states, 1), noise[:, 1:], torch.stack(spread, 1))
+
+
+def log_ratio(path: Path, net: Net, chain: Chain, temperature: float = 1.0) -> Tensor:
+    """log P/Q [R]: the network's log-density of paths less that of the kernels which drew them.
+
+    The network is asked at the paths' own states, at all steps at once. For two networks that both undo the same
+    noising well, the ratio is that of the tokens' own densities.
+
+    Raises:
+        ValueError: the last step has no noise, or the temperature is 0; then no path has a density.
+    """
+    if not chain.final_noise or temperature <= 0:
+        raise ValueError(
+            "paths have no density without noise at every step; use a scheduler with final_noise=True, and a "
+            f"temperature above 0 (got {temperature!r})"
+        )
+    out, null = net.along(path.states[:, :-1])
+    guidance = net.guidance if null is not None else None
+    return ops.gaussian_path(
+        path.states, path.noise, path.log_std, out, chain.table, null, guidance, temperature=temperature
+    )
+
+
+def chance(log_pq: Tensor, eta: Tensor | float = 1.0) -> Tensor:
+    """The chance to keep a drafted path, min(1, η·P/Q)."""
+    return (log_pq.exp() * eta).clamp(max=1.0)
+
+
+def leftover_chance(log_qp: Tensor, eta: Tensor | float = 1.0) -> Tensor:
+    """The chance to keep a path of the target after a refusal, 1 − min(η, Q/P).
+
+    Kept drafts have the density Q·min(1, η·P/Q) = min(Q, η·P). What is kept here has P·(1 − min(η, Q/P)) =
+    P − min(η·P, Q), up to the same constant as the refusals. Together they are P.
+    """
+    return 1 - torch.minimum(log_qp.exp(), torch.as_tensor(eta, dtype=log_qp.dtype, device=log_qp.device))
+
+
+Fresh = Callable[[Tensor, int], tuple[Tensor, Tensor]]  # rows [r], number of the trial → noise [r, K + 1, C], u [r]
+
+
+def leftover(
+    p: Net, q: Net, chain: Chain, fresh: Fresh, eta: Tensor, temperature: float = 1.0, at_once: int = 4
+) -> tuple[Tensor, Tensor]:
+    """Tokens [R, C] of what the target has left over once a draft was refused, and how many trials each took.
+
+    Args:
+        p, q: the target's and the draft's network, bound to the R tokens.
+        fresh: noise and coins of one trial, independent of those of the draft.
+        eta: [R], as in the test that refused; below 1 a trial succeeds with a chance of at least 1 − η.
+        at_once: trials of a token that run side by side; the first that is kept counts, so the law does not change.
+    """
+    tokens = torch.empty(len(eta), chain_width(fresh, eta), device=eta.device)
+    trials = torch.zeros(len(eta), dtype=torch.long, device=eta.device)
+    waiting, first = torch.arange(len(eta), device=eta.device), 0
+    while len(waiting):
+        drawn = [fresh(waiting, first + i) for i in range(at_once)]
+        rows = waiting.repeat(at_once)
+        path = draw(p.take(rows), chain, torch.cat([noise for noise, _ in drawn]), temperature)
+        ratio = log_ratio(path, q.take(rows), chain, temperature)
+        kept = torch.cat([u for _, u in drawn]) < leftover_chance(ratio, eta[rows])
+        kept = kept.view(at_once, -1)
+        found, trial = kept.any(0), kept.int().argmax(0)
+        here = waiting[found]
+        tokens[here] = path.x.view(at_once, len(waiting), -1)[trial, torch.arange(len(waiting), device=eta.device)][found]
+        trials[here] = first + 1 + trial[found]
+        waiting, first = waiting[~found], first + at_once
+    return tokens, trials

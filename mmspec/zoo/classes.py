@@ -1,0 +1,42 @@
+"""Small pictures with a class: one object of the scene generator, named by its colour and shape."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from PIL import Image
+
+from mmspec.zoo import scenes
+from mmspec.zoo.pictures import CELLS, SIDE
+from mmspec.zoo.scenes import BACKGROUNDS, COLOURS, SHAPES, Scene, Thing
+
+NAMES = tuple(f"{colour} {shape}" for colour in COLOURS for shape in SHAPES)
+PLAIN = tuple(name for name in BACKGROUNDS if name != "grainy")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One object on a background; its class says nothing of size, texture, place and background."""
+
+    background: str
+    thing: Thing
+
+    @property
+    def label(self) -> int:
+        """Its class, an index of NAMES."""
+        return NAMES.index(f"{self.thing.colour} {self.thing.shape}")
+
+
+def draw(rng: np.random.Generator) -> Sample:
+    """A random picture, all classes alike; the same state of `rng` gives the same one."""
+    return Sample(str(rng.choice(PLAIN)), scenes.draw_thing(rng, int(rng.choice(CELLS))))
+
+
+def render(sample: Sample) -> Image.Image:
+    """The picture as SIDE x SIDE RGB pixels."""
+    return scenes.render(Scene(sample.background, (sample.thing,), 0)).crop((0, 0, SIDE, SIDE))
+
+
+def held_out(count: int, seed: int = 2**31) -> list[Sample]:
+    """Pictures that no embedded model is trained on."""
+    rng = np.random.default_rng(seed)
+    return [draw(rng) for _ in range(count)]
