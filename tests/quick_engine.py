@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +26,7 @@ class Answer:
 
 class Quick:
     """What --engine asks for, and as a flow one answer a step; a model called `broken` fails on everything,
-    `lost` after its third answer."""
+    `lost` after its third answer, and `deadly:NAME` takes the process with it at that item."""
 
     drafter = None
     notes: list[str] = []
@@ -50,6 +52,8 @@ class Quick:
     def step(self) -> list[Answer]:
         time.sleep(self.pause)
         ticket, frames, prompt, seed = self.asked.pop(0)
+        if self.model_name == f"deadly:{ticket}":
+            os.kill(os.getpid(), signal.SIGKILL)
         error = RuntimeError("it is broken") if self.model_name == "broken" else None
         self.steps += 1
         if self.model_name == "lost" and self.steps > 3:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -77,6 +78,23 @@ def test_a_killed_worker_loses_nothing(few: Path, tmp_path: Path, capsys: pytest
     assert [summary["worker"] for summary in crew.summaries] == ["worker-1"]
 
 
+@pytest.mark.parametrize("workers", [2, 3])
+def test_an_item_that_kills_its_workers_ends_as_a_failure(workers: int, few: Path, tmp_path: Path):
+    """The first worker dies with other items in hand, the second alone with it; then it is given to nobody."""
+    poison = sorted(few.iterdir())[7].name
+    job, tasks = prepared(few, tmp_path / "out", "--model", f"deadly:{poison}")
+    crew, told = Processes(job, ["cpu"] * workers, ""), {}
+    try:
+        with pytest.raises(FatalError, match="all workers have ended") if workers == 2 else contextlib.nullcontext():
+            dispatch(tasks, crew, job, lambda result: told.update({result.name: result.error}))
+    finally:
+        crew.stop()
+    assert {name: error for name, error in told.items() if error} == {poison: "KilledWorkerError"}
+    assert len(crew.members) == workers - 2 and (workers == 2 or len(told) == ITEMS)
+    left = prepared(few, tmp_path / "out", "--model", f"deadly:{poison}")[1]
+    assert poison not in [task.item.name for task in left], "the next run leaves it alone"
+
+
 def test_without_workers_the_run_ends_and_says_so(few: Path, tmp_path: Path):
     job, tasks = prepared(few, tmp_path / "out")
     crew = Processes(job, ["cpu"], "")
@@ -107,6 +125,9 @@ def test_ray(few: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     try:
         job, tasks = prepared(few, tmp_path / "out")
         told: list[str] = []
+        for too_many in ("0", "cpu,cpu,cpu"):
+            with pytest.raises(FatalError, match=f"--devices {too_many} asks for .* the Ray cluster has 0 and 2"):
+                Actors(job, too_many, "")
         crew = Actors(job, "cpu,cpu", "")
         first = ray.get(crew.members[0].actor.process.remote())
 

@@ -131,9 +131,18 @@ class Actors:
         return [(member, said)]
 
     def _places(self, devices: str) -> list[str]:
-        """One name per worker: `auto` is a GPU each of the whole cluster, or one on the CPU."""
-        if devices == AUTO:
-            gpus = int(self.ray.cluster_resources().get("GPU", 0))
-            return ["cuda"] * gpus or ["cpu"]
+        """One name per worker: `auto` is a GPU each of the whole cluster, or one on the CPU.
+
+        FatalError if the cluster has fewer GPUs, or cores, than are named: Ray would wait for more without a word.
+        """
+        there = self.ray.cluster_resources()
+        gpus, cpus = int(there.get("GPU", 0)), int(there.get("CPU", 0))
         names = [name.strip() for name in devices.split(",") if name.strip()]
-        return ["cuda" if name.isdecimal() or name.startswith("cuda") else name for name in names]
+        named = ["cuda" if name.isdecimal() or name.startswith("cuda") else name for name in names]
+        found = (["cuda"] * gpus or ["cpu"]) if devices == AUTO else named
+        if found.count("cuda") > gpus or len(found) > cpus:
+            raise FatalError(
+                f"--devices {devices} asks for {found.count('cuda')} GPUs and {len(found)} cores; the Ray cluster has "
+                f"{gpus} and {cpus}. Name fewer, or start more nodes"
+            )
+        return found

@@ -231,7 +231,7 @@ class Worker:
         self, task: Task, media: Media, answer: str, tokens: int = 0, seconds: float = 0.0, twin_of: str = ""
     ) -> None:
         text = combined(task.existing, task.asked.caption(answer), self.job.options.on_existing)
-        facts = self._facts(task, media.content) | asdict(self.job.settings) | {"tokens": tokens}
+        facts = about(task, media.content, self.job) | asdict(self.job.settings) | {"tokens": tokens}
         facts |= facts_of(
             prompt=task.asked.text, system=task.asked.system, start=task.asked.start, existing=task.existing,
             twin_of=twin_of, phash=media.phash, length=media.seconds, seconds=round(seconds, 4),
@@ -250,15 +250,22 @@ class Worker:
             self._fail(task, content, error)
 
     def _fail(self, task: Task, content: str, error: Exception) -> None:
-        self._writer.fail(task.item.name, error, self._facts(task, content))
-        self._results.append(Result(task.item.name, error=type(error).__name__, message=str(error) or repr(error)))
+        self._results.append(failed(task, content, error, self._writer, self.job))
 
-    def _facts(self, task: Task, content: str) -> Record:
-        path = task.item.source.path
-        return facts_of(
-            key=key(content, ask=task.ask), ask=task.ask, content=content, stamp=task.stamp, folder=self.job.origin,
-            kind=task.item.kind, path=os.path.abspath(path) if path is not None else None,
-        )  # fmt: skip
+
+def failed(task: Task, content: str, error: Exception, writer: Writer, job: Job) -> Result:
+    """Record that an item got no caption; `content` may be empty where nobody could read it."""
+    writer.fail(task.item.name, error, about(task, content, job))
+    return Result(task.item.name, error=type(error).__name__, message=str(error) or repr(error))
+
+
+def about(task: Task, content: str, job: Job) -> Record:
+    """What the journal says of an item beside its caption."""
+    path = task.item.source.path
+    return facts_of(
+        key=key(content, ask=task.ask), ask=task.ask, content=content, stamp=task.stamp, folder=job.origin,
+        kind=task.item.kind, path=os.path.abspath(path) if path is not None else None,
+    )  # fmt: skip
 
 
 def load(options: argparse.Namespace, place: str) -> Model:

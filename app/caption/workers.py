@@ -10,15 +10,15 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol
 
 from mmspec.app.caption.journal import FAILED, Ledger
-from mmspec.app.caption.outputs import STATE
+from mmspec.app.caption.outputs import STATE, Writer
 from mmspec.app.caption.plan import Task
-from mmspec.app.caption.run import FatalError, Job, Result, Worker, cores
+from mmspec.app.caption.run import FatalError, Job, Result, Worker, cores, failed
 from mmspec.app.caption.settings import AUTO
 
 GOODBYE = 30.0  # seconds a process has for its last round once it was told to stop
@@ -36,7 +36,7 @@ class Member(Protocol):
 class Crew(Protocol):
     """Workers wherever they run; a context manager."""
 
-    members: list[Any]
+    members: Sequence[Member]
     summaries: list[dict[str, Any]]
     notes: list[str]
 
@@ -197,13 +197,12 @@ def dispatch(
     Raises:
         FatalError: no worker is left, or none can work.
     """
-    todo, begun = deque(tasks), time.time()
+    lots, begun = _Lots(tasks), time.time()
     hands: dict[Any, dict[str, Task]] = {member: {} for member in crew.members}
-    while todo or any(hands.values()):
-        share = math.ceil((len(todo) + sum(map(len, hands.values()))) / len(crew.members))  # of all that is left
+    while lots or any(hands.values()):
+        share = math.ceil((len(lots) + sum(map(len, hands.values()))) / len(crew.members))  # of all that is left
         for member in crew.members:
-            room = min(member.window, share) - len(hands[member])
-            lot = [todo.popleft() for _ in range(min(len(todo), room))]
+            lot = lots.next(hands[member], min(member.window, share))
             if lot:
                 if started is not None:
                     started()
@@ -216,12 +215,53 @@ def dispatch(
                 for result in _recorded(job, member.slot, left, begun):
                     del left[result.name]
                     report(result)
-                todo.extendleft(reversed(left.values()))
+                if culprit := lots.back(left):
+                    report(_blamed(job, member.slot, culprit))
                 if not crew.members:
                     raise FatalError("all workers have ended; what is finished is safe, the same command goes on")
             for result in results or ():
                 if hands[member].pop(result.name, None) is not None:
                     report(result)
+
+
+class KilledWorkerError(Exception):
+    """The process that worked on this item alone was killed."""
+
+
+class _Lots:
+    """What nobody has in hand yet. What a killed worker had is given out last and one at a time: it may kill again."""
+
+    def __init__(self, tasks: Sequence[Task]):
+        self._todo, self._suspects, self._suspected = deque(tasks), deque[Task](), set[str]()
+
+    def __len__(self) -> int:
+        return len(self._todo) + len(self._suspects)
+
+    def next(self, held: Mapping[str, Task], most: int) -> list[Task]:
+        """For a worker that has `held` in hand and may have `most`."""
+        if most < 1 or self._suspected.intersection(held):
+            return []
+        lot = [self._todo.popleft() for _ in range(min(len(self._todo), most - len(held)))]
+        return [self._suspects.popleft()] if not lot and not held and self._suspects else lot
+
+    def back(self, left: Mapping[str, Task]) -> Task | None:
+        """Take back what a killed worker had; the one item that killed a second one, if it was that."""
+        if len(left) == 1 and self._suspected.issuperset(left):
+            return next(iter(left.values()))
+        self._suspects += left.values()
+        self._suspected.update(left)
+        return None
+
+
+def _blamed(job: Job, slot: str, task: Task) -> Result:
+    """Record, in the dead worker's journal, that an item kills who works on it."""
+    error = KilledWorkerError(
+        "a worker was killed while it worked on this item among others, and another one on it alone; "
+        "it may need more memory than there is. --retry-failed tries it again"
+    )
+    writer = Writer(job.folder, slot)
+    with contextlib.closing(writer):
+        return failed(task, "", error, writer, job)
 
 
 def _recorded(job: Job, slot: str, left: dict[str, Task], begun: float) -> list[Result]:
