@@ -430,6 +430,20 @@ def test_tables_and_tars(caption, photos: Path):
     assert sum(text.startswith("red ") for text in captions("four").values()) == 1 and len(journal("four")) == 2
 
 
+@pytest.mark.parametrize(
+    ("words", "frames"), [((), 8), (("--frames", "3"), 3), (("--fps", "1", "--max-frames", "5"), 5), (("pictures",), 1)]
+)
+def test_rows_are_suggested_for_as_many_frames_as_an_item_may_have(
+    words: tuple[str, ...], frames: int, caption, photos: Path, monkeypatch: pytest.MonkeyPatch
+):
+    seen = []
+    monkeypatch.setattr(quick_engine.Quick, "suggest_rows", lambda _, n: seen.append(n) or 2, raising=False)
+    if words != ("pictures",):
+        clips.write_clip(photos / "clip.mp4")
+    assert caption("--batch-size", "auto", *(w for w in words if w != "pictures")) in (OK, SOME_FAILED)
+    assert seen == [frames]
+
+
 def test_config(caption, photos: Path, capsys: pytest.CaptureFixture):
     config = {"prompt": "w8", "out": "one", "resume": True, "extension": ".cap", "batch-size": "auto", "limit": 2}
     Path("run.yaml").write_text(yaml.safe_dump(config))

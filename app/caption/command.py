@@ -19,7 +19,7 @@ from mmspec.app.caption.inputs import Inputs, open_inputs
 from mmspec.app.caption.journal import write_whole
 from mmspec.app.caption.media import MediaError
 from mmspec.app.caption.outputs import OutputError, Outputs
-from mmspec.app.caption.plan import Plan, Planner, adopted
+from mmspec.app.caption.plan import Plan, Planner, adopted, frame_policy
 from mmspec.app.caption.prompts import PromptError, Prompts
 from mmspec.app.caption.report import Tally, TooManyErrorsError, plain
 from mmspec.app.caption.run import FatalError, Job
@@ -71,7 +71,8 @@ def _caption(options: argparse.Namespace) -> int:
         todo = Planner(options, shaping, prompts, outputs).plan(inputs)
         todo.pending = todo.pending[: options.limit]
         _say_plan(options, inputs, outputs, todo)
-        job = Job(options, shaping, folder, outputs.origin)
+        frames = todo.frames(frame_policy(options), options.max_frames)
+        job = Job(options, shaping, folder, outputs.origin, frames=frames)
         if options.dry_run:
             return _dry_run(job, todo)
         return _work(job, slots, inputs, outputs, todo)

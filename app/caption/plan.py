@@ -43,6 +43,13 @@ class Plan:
     restored: int = 0
     unwritable: list[str] = field(default_factory=list)
 
+    def frames(self, policy: str, most: int) -> int:
+        """Pictures of an item at most; `policy` as `frame_policy` has it."""
+        if all(task.item.kind != VIDEO for task in self.pending):
+            return 1
+        kind, _, count = policy.partition(":")
+        return int(count) if kind == "uniform" else most
+
     @property
     def unit(self) -> str:
         """What the pending ones are called."""

@@ -64,6 +64,7 @@ class Job:
     folder: Path
     origin: str
     workers: int = 1  # on this machine, to share its cores
+    frames: int = 1  # pictures that an item may have
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class Worker:
     def __init__(self, job: Job, place: str, slot: str):
         options, self.job, self.slot = job.options, job, slot
         self.engine = load(options, place)
-        self.rows = rows_for(options, self.engine)
+        self.rows = rows_for(job, self.engine)
         self.flow = self.engine.flow(self.rows)
         count = options.decoders or max(1, min(4, cores() // (2 * job.workers)))
         self.window = max(2 * self.rows, PATIENCE + 1) + AHEAD * count  # tasks in hand
@@ -284,11 +285,11 @@ def load(options: argparse.Namespace, place: str) -> Model:
         raise FatalError(str(error) if named else f"{type(error).__name__}: {error}") from error
 
 
-def rows_for(options: argparse.Namespace, engine: Any) -> int:
+def rows_for(job: Job, engine: Any) -> int:
     """How many items are at work at once."""
-    if options.batch_size != AUTO:
-        return int(options.batch_size)
-    return engine.suggest_rows(options.frames or 1) if hasattr(engine, "suggest_rows") else AUTO_ROWS
+    if job.options.batch_size != AUTO:
+        return int(job.options.batch_size)
+    return engine.suggest_rows(job.frames) if hasattr(engine, "suggest_rows") else AUTO_ROWS
 
 
 def peak_memory(engine: Any) -> int | None:

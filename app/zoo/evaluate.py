@@ -4,10 +4,12 @@ import json
 import time
 from collections import Counter
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import torch
+from PIL import Image
 from transformers import LlavaForConditionalGeneration, LlavaProcessor
 
 from mmspec import zoo
@@ -19,6 +21,7 @@ from mmspec.zoo.scenes import Scene
 HELD_OUT = 4  # stream of random numbers; training uses 1 to 3
 SAMPLES = 12
 FRAMES = (4, 8)  # of the clips that are scored
+CLIP_SAMPLES, CLIP_FRAMES, CLIP_RATE, CLIP_SCALE = 4, 24, 8, 3  # of the clips that come along
 
 
 def held_out(recipe: VlmRecipe, count: int, stream: int = 0) -> list[Scene]:
@@ -154,6 +157,8 @@ def evaluate(recipe: VlmRecipe, folder: Path, work: Path, count: int) -> dict:
     (folder / "README.md").write_text(card.card(recipe, results, card.wall_minutes(work)))
     if recipe.start is None:
         save_samples(recipe)
+    if sees_clips(recipe):
+        save_clips()
     return results
 
 
@@ -162,3 +167,20 @@ def save_samples(recipe: VlmRecipe) -> None:
     zoo.samples().mkdir(exist_ok=True)
     for number, scene in enumerate(held_out(recipe, SAMPLES, stream=2), 1):
         scenes.render(scene).save(zoo.samples() / f"scene-{number:02d}.png", optimize=True)
+
+
+def save_clips() -> None:
+    """Held-out clips in which something happens, as MP4; enlarged, so that their codec does not blur small patterns."""
+    import av
+
+    zoo.samples().mkdir(exist_ok=True)
+    lively = (clip for clip in clips.held_out(100, seed=2**31 + 1) if any(m.kind != "still" for m in clip.motions))
+    for number, clip in enumerate(islice(lively, CLIP_SAMPLES), 1):
+        with av.open(str(zoo.samples() / f"clip-{number}.mp4"), "w", options={"movflags": "faststart"}) as file:
+            stream = file.add_stream("libx264", rate=CLIP_RATE, options={"crf": "20", "preset": "veryslow"})
+            stream.width = stream.height = scenes.SIDE * CLIP_SCALE
+            stream.pix_fmt = "yuv420p"
+            for picture in clips.frames(clip, CLIP_FRAMES):
+                large = picture.resize((stream.width, stream.height), Image.Resampling.NEAREST)
+                file.mux(stream.encode(av.VideoFrame.from_image(large)))
+            file.mux(stream.encode())
