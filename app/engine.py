@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 import warnings
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ import mmspec
 from mmspec.app import embedded
 from mmspec.pipelines import families
 from mmspec.pipelines.batching import Flow, Plain
-from mmspec.pipelines.intake import TOGETHER, Intake, Static, answer_length
+from mmspec.pipelines.intake import TOGETHER, Intake, Static
 from mmspec.pipelines.prompts import chat_inputs
 from mmspec.session import Stats
 
@@ -32,15 +31,6 @@ NODES = {"cpu": 64, "cuda": 512}  # nodes of one forward at most; beyond that it
 
 class EngineError(Exception):
     """The model or the drafter cannot be used at all."""
-
-
-@dataclass(frozen=True)
-class Captions:
-    """Answers of one batch: the texts, how many tokens each took, and the wall time of generate."""
-
-    texts: list[str]
-    tokens: list[int]
-    seconds: float
 
 
 @dataclass(frozen=True)
@@ -79,20 +69,6 @@ class Engine:
         self.notes: list[str] = []
         if drafter is not None:
             self._enable()
-
-    def caption(self, images: list[Image.Image], prompt: str, **settings: Any) -> Captions:
-        """One answer per picture to the same prompt, in one batch."""
-        inputs = chat_inputs(self.processor, [prompt] * len(images), [[image] for image in images])
-        inputs = inputs.to(self.model.device, self.model.dtype)
-        begun = time.perf_counter()
-        with torch.inference_mode():
-            out = self.model.generate(**inputs, **(self.settings | settings))
-        if not self.model.config.is_encoder_decoder:
-            out = out[:, inputs["input_ids"].shape[1] :]
-        rows = [row[: answer_length(row, self.model.generation_config.eos_token_id)] for row in out.tolist()]
-        seconds = time.perf_counter() - begun  # tolist() has waited for the device
-        texts = self.processor.batch_decode(rows, skip_special_tokens=True)
-        return Captions([text.strip() for text in texts], [len(row) for row in rows], seconds)
 
     def flow(self, rows: int) -> Captioner:
         """Continuous captioning, `rows` answers at once; static batches where mmspec cannot accelerate the model."""

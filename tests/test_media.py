@@ -90,28 +90,3 @@ def test_nothing_global_is_changed(tmp_path: Path):
 def test_the_pixel_limit_can_be_lowered():
     with pytest.raises(MediaError, match="8 x 8"):
         media.decode(encoded(Image.new("L", (8, 8)), "PNG"), "x.png", max_pixels=63)
-
-
-def test_find(tmp_path: Path):
-    for name in ("b.JPG", "a.png", "notes.txt", ".hidden.png", "._a.png", "sub/c.webp", ".git/d.png", "x.png/e.gif"):
-        path = tmp_path / name
-        path.parent.mkdir(exist_ok=True)
-        path.touch()
-    os.symlink(tmp_path, tmp_path / "sub" / "up")  # a loop of folders
-
-    def names(**options) -> list[str]:
-        return [path.relative_to(tmp_path).as_posix() for path in media.find(tmp_path, **options)]
-
-    assert names() == ["a.png", "b.JPG"]
-    assert names(recursive=True) == ["a.png", "b.JPG", "sub/c.webp", "x.png/e.gif"]
-    assert media.find(tmp_path / "notes.txt") == [tmp_path / "notes.txt"]  # named by hand, so it is tried
-
-
-def test_find_says_what_is_wrong_with_a_folder(tmp_path: Path):
-    with pytest.raises(MediaError, match="no such file or folder"):
-        media.find(tmp_path / "missing")
-    (tmp_path / "sub").mkdir()
-    with pytest.raises(MediaError, match="no images found; add --recursive"):
-        media.find(tmp_path)
-    with pytest.raises(MediaError, match="no images found; known extensions"):
-        media.find(tmp_path, recursive=True)

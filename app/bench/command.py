@@ -19,7 +19,8 @@ import torch
 from PIL import Image
 
 from mmspec.app.bench import report
-from mmspec.app.caption.media import MediaError, decode, find, load_image
+from mmspec.app.caption.inputs import images
+from mmspec.app.caption.media import MediaError, decode, load_image
 from mmspec.app.engine import EngineError
 from mmspec.app.provenance import load_average
 from mmspec.session import Stats
@@ -245,7 +246,7 @@ def _rows(path: Path) -> Iterable[dict[str, Any]]:
         if len(lists) > 1:
             raise BenchError(f"{path} holds {len(lists)} lists ({', '.join(p.name for p in lists)}); name one of them")
         if not lists:
-            return [{"image": str(picture.resolve())} for picture in find(path, recursive=True)]
+            return [{"image": str(picture.resolve())} for picture in images(path)]
         path = lists[0]
     if path.suffix not in READERS or not path.is_file():
         raise BenchError(f"no questions in {str(path)!r}; give a folder or a file ending in {', '.join(READERS)}")

@@ -12,6 +12,7 @@ import numpy as np
 from PIL import Image
 
 from mmspec.app import embedded
+from mmspec.app.caption.prompts import Asked
 from mmspec.app.zoo import score
 from mmspec.app.zoo.score import Stated
 from mmspec.zoo import pictures, scenes
@@ -50,11 +51,13 @@ class Reader:
         self.engine: Any = load(embedded.MODEL, STOCK, device, "float32", 96, 0)
 
     def describe(self, shown: Sequence[Image.Image]) -> list[str]:
-        texts: list[str] = []
-        for start in range(0, len(shown), BATCH):
-            some = [on_canvas(picture) for picture in shown[start : start + BATCH]]
-            texts += self.engine.caption(some, embedded.prompt()).texts
-        return texts
+        flow, asked = self.engine.flow(BATCH), Asked(embedded.prompt())
+        for number, picture in enumerate(shown):
+            flow.add(number, [on_canvas(picture)], asked)
+        texts: dict[int, str] = {}
+        while flow.busy:
+            texts |= {answer.ticket: answer.text for answer in flow.step()}
+        return [texts[number] for number in range(len(shown))]
 
     def score(self, shown: Sequence[Image.Image], wanted: Sequence[Picture]) -> dict[str, Any]:
         """`faithfulness` (share of the prompts' facts that hold), `all_right` (of the pictures), by fact, n."""

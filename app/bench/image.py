@@ -20,7 +20,8 @@ from mmspec.app.bench.command import BenchError, Outcome, batches, compiled_grap
 from mmspec.app.bench.image_methods import Method, lossless, matching, relaxed, swept
 from mmspec.app.bench.judge import Judge
 from mmspec.app.bench.report import Record
-from mmspec.app.caption.media import find, load_image
+from mmspec.app.caption.inputs import images
+from mmspec.app.caption.media import load_image
 from mmspec.app.engine import EngineError, first_line
 from mmspec.app.generate import DTYPES
 from mmspec.app.painter import Painter, Painting, load, sheet
@@ -188,7 +189,7 @@ def ask(painter: Painter, args: argparse.Namespace) -> Asked:
         drawn = pictures.held_out(count, HELD_OUT + args.seed)
         scenes = [scene for scene, _ in drawn]
         return Asked([caption for _, caption in drawn], scenes, [pictures.render(scene) for scene in scenes])
-    return Asked(prompts, real=[load_image(path) for path in find(args.real, recursive=True)] if args.real else ())
+    return Asked(prompts, real=[load_image(path) for path in images(args.real)] if args.real else ())
 
 
 def _text(path: Path) -> str:

@@ -35,8 +35,9 @@ from mmspec.app.bench.command import (
     wait,
 )
 from mmspec.app.engine import STOCK as NO_DRAFTER
-from mmspec.app.engine import answer_length, load
+from mmspec.app.engine import load
 from mmspec.app.provenance import provenance
+from mmspec.pipelines.intake import answer_length
 from mmspec.pipelines.prompts import chat_inputs
 from mmspec.zoo import language, scenes
 

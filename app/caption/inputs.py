@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from mmspec.app.caption import hub, media, tables, tars
-from mmspec.app.caption.items import HEAD, VIDEO_EXTENSIONS, Item, file_item, kind_of, need, sniff
+from mmspec.app.caption.items import HEAD, IMAGE, VIDEO_EXTENSIONS, Item, file_item, kind_of, need, sniff
 from mmspec.app.caption.media import MediaError
 from mmspec.app.caption.tables import Columns
 
@@ -188,6 +188,12 @@ def open_inputs(
     if not places:
         raise MediaError("", "nothing to caption", f"name {KNOWN}")
     return Inputs(places)
+
+
+def images(where: str | Path) -> list[Path]:
+    """The images of a folder and of those in it, or the one image named; MediaError where there are none."""
+    found = open_inputs([where], recursive=True).items()
+    return [item.source.path for item in found if item.kind == IMAGE and item.source.path is not None]
 
 
 def _places(name: str, recursive: bool, columns: Columns, split: str | None) -> Iterator[Place]:

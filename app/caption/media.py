@@ -7,10 +7,9 @@ import errno
 import io
 import math
 import operator
-import os
 import stat
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,23 +74,6 @@ class Media:
     content: str  # sha256 of the bytes
     phash: int | None = None  # 64-bit perceptual hash of an image, if asked for
     seconds: float | None = None  # length of a video
-
-
-def find(path: Path | str, recursive: bool = False) -> list[Path]:
-    """Images (by extension) of a folder in a stable order, or the one image named; hidden files are left out."""
-    path = Path(path)
-    if not path.exists():
-        raise MediaError(path, "no such file or folder", "give a folder with images, or one image")
-    if not path.is_dir():
-        return [path]  # named by hand, so it is tried whatever its extension
-    found: list[Path] = []
-    for folder, below, names in os.walk(path, onerror=_refuse(path)):
-        below[:] = sorted(name for name in below if recursive and not name.startswith("."))
-        found += [Path(folder, name) for name in names if _looks_like_image(name)]
-    if not found:
-        advice = f"known extensions are {' '.join(sorted(EXTENSIONS))}"
-        raise MediaError(path, "no images found", advice if recursive else f"add --recursive for subfolders; {advice}")
-    return sorted(found, key=lambda image: image.relative_to(path).parts)
 
 
 def load_image(path: Path | str, max_pixels: int = MAX_PIXELS) -> Image.Image:
@@ -245,22 +227,6 @@ def _eight_bits(image: Image.Image) -> Image.Image:
     grey *= scale
     grey -= low * scale
     return Image.fromarray(np.rint(grey, out=grey).astype(np.uint8))
-
-
-def _looks_like_image(name: str) -> bool:
-    return os.path.splitext(name)[1].lower() in EXTENSIONS and not name.startswith(".")
-
-
-def _refuse(top: Path) -> Callable[[OSError], None]:
-    """How os.walk reports a folder it cannot list: fatal for the top one, a warning for one further down."""
-
-    def report(error: OSError) -> None:
-        refusal = _explained(Path(error.filename or top), error)
-        if refusal.path == top:
-            raise refusal from error
-        warnings.warn(f"left out: {refusal}", stacklevel=2)
-
-    return report
 
 
 def _explained(path: Path, error: OSError) -> MediaError:

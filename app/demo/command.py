@@ -6,13 +6,12 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from mmspec import zoo
 from mmspec.app import embedded
-from mmspec.app.caption import items, media
+from mmspec.app.caption import inputs, items, media
 
 ABOUT = (
     "The same words and pictures from the same models in fewer steps: guess ahead, check the whole guess in one call."
@@ -79,15 +78,14 @@ class _Fatal(Exception):
 
 def examples(folder: Path | None) -> tuple[list[Path], list[Path]]:
     """Example pictures and clips: of the folder named, else the samples, if there are any."""
-    where = folder or zoo.samples()
     try:
-        pictures = media.find(where)[:EXAMPLES]
+        found = [(item.kind, item.source.path) for item in inputs.open_inputs([folder or zoo.samples()]).items()]
     except media.MediaError:
         if folder is not None:
             raise
-        pictures = []
-    known = (path for path in sorted(where.glob("*")) if items.kind_of(path.name) == items.VIDEO)
-    return pictures, list(islice(known, EXAMPLES))
+        found = []
+    pictures, clips = ([p for kind, p in found if kind == wanted and p] for wanted in (items.IMAGE, items.VIDEO))
+    return pictures[:EXAMPLES], clips[:EXAMPLES]
 
 
 def load(args: argparse.Namespace, eyes: Any, pictures: list[Path], clips: list[Path]) -> Any:
