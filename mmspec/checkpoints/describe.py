@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import mmspec
 from mmspec.checkpoints.layouts import layout_named
 from mmspec.checkpoints.settings import NOTED
 from mmspec.drafters.eagle import EagleConfig
+from mmspec.drafters.vispec import ViSpecConfig
 
 _NO_LIMIT = 131072  # max_position_embeddings: rotary tables are made as needed, so that only the target sets a limit
 _CARD = """---
@@ -40,17 +42,19 @@ once), used where `enable` is told nothing else. Layout of the files: {layout}. 
 """
 
 
-def describe(name: str, config: EagleConfig) -> dict[str, Any]:
+def describe(name: str, method: str, config: EagleConfig) -> dict[str, Any]:
     """config.json of a drafter in a layout.
 
     Raises:
         ValueError: the layout has no place for this drafter; the message says why.
     """
     layout, values = layout_named(name), config.to_dict()
-    marker = {"layout": name, "method": "eagle", "version": mmspec.__version__}
+    marker = {"layout": name, "method": method, "version": mmspec.__version__}
     if name == "mmspec":
         return {"mmspec": marker, **values}
-    wrong = [f"{key} is {values[key]!r}, not {want!r}" for key, want in layout.fixed.items() if values[key] != want]
+    wrong = [f"its method is {method!r}, not {layout.method!r}"] if method != layout.method else []
+    fixed = {key: want for key, want in layout.fixed.items() if key in values}
+    wrong += [f"{key} is {values[key]!r}, not {want!r}" for key, want in fixed.items() if values[key] != want]
     if layout.own_head is not (config.draft_vocab > 0):
         wrong.append(f"it has {'an' if config.draft_vocab else 'no'} output head of its own")
     if layout.own_head and len(config.features) < 2:
@@ -59,7 +63,7 @@ def describe(name: str, config: EagleConfig) -> dict[str, Any]:
         raise ValueError(
             f"the layout {name!r} ({layout.about}) cannot hold this drafter: {'; '.join(wrong)}. Use layout 'mmspec'"
         )
-    marker |= {key: values[key] for key in NOTED}
+    marker |= {key: values[key] for key in NOTED if key in values}
     return {**_WRITERS[name](config), "mmspec": marker}
 
 
@@ -107,19 +111,46 @@ def _speculators(c: EagleConfig) -> dict[str, Any]:
     }
 
 
+def _msd(c: EagleConfig) -> dict[str, Any]:
+    """The model type chooses the authors' layer: Qwen2-VL's has biases and an input norm, LLaVA's has neither."""
+    if c.input_norm is not c.qkv_bias:
+        raise ValueError("the layout 'msd' has input_norm and qkv_bias both or neither. Use layout 'mmspec'")
+    if not c.input_norm:
+        return {**_eagle(c), "architectures": ["LlavaLlamaForCausalLM"], "model_type": "llava"}
+    half = (c.head_dim or c.hidden // c.heads) // 2
+    sections = [half // 4, (half - half // 4) // 2, half - half // 4 - (half - half // 4) // 2]
+    scaling = {"type": "mrope", "mrope_section": sections}  # which turn alike: all three positions are the same
+    qwen = {"architectures": ["Qwen2VLForConditionalGeneration"], "model_type": "qwen2_vl", "rope_scaling": scaling}
+    return {**_eagle(c), **qwen}
+
+
+def _nemo(architecture: str, c: EagleConfig) -> dict[str, Any]:
+    queries = {"vispec_num_query_tokens": c.num_q} if isinstance(c, ViSpecConfig) else {}
+    return {
+        "architectures": [architecture], **_llama(c), "draft_num_hidden_layers": 1, **queries,
+        "fc_bias": c.fc_bias, "qkv_bias": c.qkv_bias,
+        "draft_skip_first_input_norm": not c.input_norm, "draft_apply_final_norm": c.out_norm,
+    }  # fmt: skip
+
+
 _WRITERS: dict[str, Callable[[EagleConfig], dict[str, Any]]] = {
-    "eagle": _eagle,
-    "eagle3": _eagle3,
     "speculators": _speculators,
+    "vispec": _eagle,
+    "nemo-vispec": partial(_nemo, "VispecDraftModel"),
+    "nemo-msd": partial(_nemo, "MultimodalEagleDraftModel"),
+    "nemo-eagle": partial(_nemo, "LlamaEagleDraftModel"),
+    "eagle3": _eagle3,
+    "msd": _msd,
+    "eagle": _eagle,
 }
 
 
-def card(name: str, c: EagleConfig) -> str:
+def card(name: str, method: str, c: EagleConfig) -> str:
     """README.md of a drafter in a layout."""
     on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", c.target) is not None and not c.target.startswith(".")
     return _CARD.format(
         base=f"base_model: {json.dumps(c.target)}\n" if on_hub else "",
-        method="eagle",
+        method=method,
         target=c.target or "a target that was not noted",
         revision=f" (revision {c.target_revision})" if c.target_revision else "",
         layout=f"{name} ({layout_named(name).about})",

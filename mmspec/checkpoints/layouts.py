@@ -8,40 +8,49 @@ from typing import Any
 
 from mmspec.types import FINAL
 
-_EAGLE = {  # SafeAILab/EAGLE, EAGLE-1 and -2; layer 0 has no input norm, unless somebody gave it one
-    "fc.weight": ("fc.weight",),
-    "fc.bias": ("fc.bias",),
-    "input_norm.weight": ("layers.0.input_layernorm.weight",),
-    "block.qkv.weight": (
-        "layers.0.self_attn.q_proj.weight", "layers.0.self_attn.k_proj.weight", "layers.0.self_attn.v_proj.weight",
-    ),
-    "block.qkv.bias": (
-        "layers.0.self_attn.q_proj.bias", "layers.0.self_attn.k_proj.bias", "layers.0.self_attn.v_proj.bias",
-    ),
-    "block.out.weight": ("layers.0.self_attn.o_proj.weight",),
-    "block.mlp_norm.weight": ("layers.0.post_attention_layernorm.weight",),
-    "block.gate_up.weight": ("layers.0.mlp.gate_proj.weight", "layers.0.mlp.up_proj.weight"),
-    "block.down.weight": ("layers.0.mlp.down_proj.weight",),
-}  # fmt: skip
-_EAGLE3 = {  # SafeAILab/EAGLE, EAGLE-3; SpecForge writes the same
+Keys = Mapping[str, tuple[str, ...]]  # our tensor: theirs, stacked along the first axis in this order
+Seen = Callable[[Mapping[str, Any], Collection[str]], bool]  # of config.json and the tensors' names
+
+
+def _block(at: str) -> Keys:
+    """The decoder layer, in Llama's names behind a prefix."""
+    qkv = [f"{at}.self_attn.{x}_proj" for x in "qkv"]
+    return {
+        "block.qkv.weight": tuple(f"{name}.weight" for name in qkv),
+        "block.qkv.bias": tuple(f"{name}.bias" for name in qkv),
+        "block.out.weight": (f"{at}.self_attn.o_proj.weight",),
+        "block.mlp_norm.weight": (f"{at}.post_attention_layernorm.weight",),
+        "block.gate_up.weight": (f"{at}.mlp.gate_proj.weight", f"{at}.mlp.up_proj.weight"),
+        "block.down.weight": (f"{at}.mlp.down_proj.weight",),
+    }
+
+
+def _adaptor(at: str, queries: str) -> Keys:
+    """ViSpec's vision adaptor, and the layer that mixes its last vector in."""
+    return {
+        "img_fc.weight": ("img_fc.weight",),
+        "img_fc.bias": ("img_fc.bias",),
+        "adaptor.q": (f"{at}.{queries}",),
+        "adaptor.kv.weight": (f"{at}.k_proj.weight", f"{at}.v_proj.weight"),
+        "adaptor.kv.bias": (f"{at}.k_proj.bias", f"{at}.v_proj.bias"),
+        "adaptor.out.weight": (f"{at}.o_proj.weight",),
+    }
+
+
+_PLAIN: Keys = {"fc.weight": ("fc.weight",), "fc.bias": ("fc.bias",), **_block("layers.0")}
+# EAGLE's layer 0 has no input norm, but those of others with the same names may have one.
+_EAGLE: Keys = {**_PLAIN, "input_norm.weight": ("layers.0.input_layernorm.weight",)}
+_NEMO: Keys = {**_EAGLE, "out_norm.weight": ("norm.weight",)}
+_EAGLE3: Keys = {
     "fc.weight": ("fc.weight",),
     "embed_norm.weight": ("midlayer.input_layernorm.weight",),
     "feature_norm.weight": ("midlayer.hidden_norm.weight",),
-    "block.qkv.weight": (
-        "midlayer.self_attn.q_proj.weight", "midlayer.self_attn.k_proj.weight", "midlayer.self_attn.v_proj.weight",
-    ),
-    "block.qkv.bias": (
-        "midlayer.self_attn.q_proj.bias", "midlayer.self_attn.k_proj.bias", "midlayer.self_attn.v_proj.bias",
-    ),
-    "block.out.weight": ("midlayer.self_attn.o_proj.weight",),
-    "block.mlp_norm.weight": ("midlayer.post_attention_layernorm.weight",),
-    "block.gate_up.weight": ("midlayer.mlp.gate_proj.weight", "midlayer.mlp.up_proj.weight"),
-    "block.down.weight": ("midlayer.mlp.down_proj.weight",),
+    **_block("midlayer"),
     "out_norm.weight": ("norm.weight",),
     "lm_head.weight": ("lm_head.weight",),
     "draft_ids": ("d2t",),  # as an offset: target id = row + d2t[row]
-}  # fmt: skip
-_SPECULATORS = {  # vllm-project/speculators 0.9, `Eagle3DraftModel`: the layer's name differs, no biases
+}
+_SPECULATORS: Keys = {  # the layer's name differs, and there are no biases
     ours: tuple(name.replace("midlayer.", "layers.0.") for name in theirs)
     for ours, theirs in _EAGLE3.items()
     if ours != "block.qkv.bias"
@@ -54,21 +63,33 @@ class Layout:
 
     Attributes:
         about: one line for people.
+        seen: whether config.json and the tensors' names are of this layout.
+        method: of the drafters that it holds; "": of any.
         layer: prefix of the decoder layer's tensors.
-        keys: our tensor: theirs, stacked along the first axis in this order. What is not listed has our own name.
+        keys: our tensor: theirs. What is not listed has our own name.
         optional: our tensors that a file may lack.
         dropped: their tensors that are passed over: copies of the target's, or derived from others.
-        fixed: settings that the layout can write no other value of (see EagleConfig).
+        fixed: settings that the layout can be written with no other value of.
+        usual: settings that no file tells, as the authors' code has them.
+        sizes: settings that the shape of a tensor tells: (their tensor, axis).
+        told: settings that config.json tells under another name.
         own_head: whether it brings an output head; None: either.
+        one_axis: positions are counted in one dimension, even where config.json asks for M-RoPE.
     """
 
     about: str
-    layer: str = ""
-    keys: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    seen: Seen
+    method: str = "eagle"
+    layer: str = "layers.0"
+    keys: Keys = field(default_factory=dict)
     optional: frozenset[str] = frozenset()
-    dropped: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ("embed_tokens.weight",)
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    own_head: bool | None = None
+    usual: Mapping[str, Any] = field(default_factory=dict)
+    sizes: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    told: Mapping[str, str] = field(default_factory=dict)
+    own_head: bool | None = False
+    one_axis: bool = False
 
     def theirs(self, ours: str) -> tuple[str, ...]:
         return self.keys.get(ours, (ours,))
@@ -77,57 +98,122 @@ class Layout:
         return key in self.dropped or (bool(self.keys) and key.endswith("rotary_emb.inv_freq"))
 
 
-LAYOUTS = {
-    "mmspec": Layout("our own: the module's tensors by their names, fused projections"),
-    "eagle": Layout(
-        "EAGLE-1 and EAGLE-2",
-        layer="layers.0",
-        keys=_EAGLE,
-        optional=frozenset({"fc.bias", "block.qkv.bias", "input_norm.weight"}),
-        dropped=("embed_tokens.weight",),
-        fixed={"features": (FINAL,), "parallel_norm": False, "embed_norm": False, "out_norm": False, "rope": "1d"},
-        own_head=False,
-    ),
-    "eagle3": Layout(
-        "EAGLE-3, as SafeAILab and SpecForge write it",
-        layer="midlayer",
-        keys=_EAGLE3,
-        optional=frozenset({"block.qkv.bias", "draft_ids"}),
-        dropped=("embed_tokens.weight", "t2d"),
-        fixed={"parallel_norm": True, "norm_residual": False, "input_norm": False, "fc_bias": False, "rope": "1d"},
-        own_head=True,
-    ),
-    "speculators": Layout(
-        "EAGLE-3, as vLLM's speculators writes it",
-        layer="layers.0",
-        keys=_SPECULATORS,
-        optional=frozenset({"draft_ids"}),
-        dropped=("embed_tokens.weight", "t2d", "verifier_norm.weight", "verifier_lm_head.weight"),
-        fixed={"parallel_norm": True, "input_norm": False, "fc_bias": False, "qkv_bias": False, "rope": "1d"},
-        own_head=True,
-    ),
-}
-
-NOT_YET = {  # layouts that are known but have no table above yet: what gave them away
-    "vispec": "its keys hold a vision adaptor (imadpt.q or img_adaptor.query)",
-    "msd": "its config.json has the model_type of a vision-language model",
-}
-
-Seen = Callable[[Mapping[str, Any], Collection[str]], bool]
-_SIGNS: tuple[tuple[str, Seen], ...] = (  # the first that fits config.json and the keys
-    ("mmspec", lambda config, keys: _marked(config) == "mmspec"),
-    ("speculators", lambda config, keys: "speculators_model_type" in config),
-    ("vispec", lambda config, keys: any(key.startswith(("imadpt.", "img_adaptor.")) for key in keys)),
-    ("eagle3", lambda config, keys: any(key.startswith("midlayer.") for key in keys)),
-    ("msd", lambda config, keys: config.get("model_type") in ("llava", "qwen2_vl") and "fc.weight" in keys),
-    ("eagle", lambda config, keys: "fc.weight" in keys and any(key.startswith("layers.0.") for key in keys)),
-)
-
-
 def _marked(config: Mapping[str, Any]) -> str | None:
     """The layout that our own writer noted in config.json."""
     marker = config.get("mmspec")
     return marker.get("layout", "mmspec") if isinstance(marker, Mapping) else None
+
+
+def _has(start: str) -> Seen:
+    return lambda config, keys: any(key.startswith(start) for key in keys)
+
+
+def _made_by(name: str) -> Seen:
+    return lambda config, keys: name in (config.get("architectures") or ())
+
+
+def _msd(config: Mapping[str, Any], keys: Collection[str]) -> bool:
+    """The tensors are EAGLE's, but config.json is that of the target: LLaVA's with its mm_* fields, or Qwen2-VL's."""
+    kind, authors = config.get("model_type"), any(field.startswith("mm_") for field in config)
+    return "fc.weight" in keys and (kind == "qwen2_vl" or (kind == "llava" and authors))
+
+
+_FINAL = {"features": (FINAL,), "parallel_norm": False, "norm_residual": False, "embed_norm": False, "rope": "1d"}
+_BARE = {**_FINAL, "out_norm": False, "head_dim": 0}
+_WHOLE = {"summaries": True, "global_vector": True, "head_dim": 0}  # ViSpec without ablations
+_THREE = {"parallel_norm": True, "input_norm": False, "fc_bias": False, "rope": "1d"}
+_BIASES = frozenset({"fc.bias", "block.qkv.bias"})
+_VISION_BIASES = _BIASES | {"img_fc.bias", "adaptor.kv.bias"}
+_NORMS = frozenset({"input_norm.weight", "out_norm.weight"})
+
+LAYOUTS = {  # the first that is seen is it
+    "mmspec": Layout(
+        "our own: the module's tensors by their names, fused projections",
+        lambda config, keys: _marked(config) == "mmspec",
+        method="",
+        layer="",
+        dropped=(),
+        own_head=None,
+    ),
+    "speculators": Layout(
+        "EAGLE-3, as vLLM's speculators writes it",
+        lambda config, keys: "speculators_model_type" in config,
+        keys=_SPECULATORS,
+        optional=frozenset({"draft_ids"}),
+        dropped=("embed_tokens.weight", "t2d", "verifier_norm.weight", "verifier_lm_head.weight"),
+        fixed={**_THREE, "qkv_bias": False},
+        sizes={"draft_vocab": ("lm_head.weight", 0)},
+        told={"norm_residual": "norm_before_residual"},
+        own_head=True,
+    ),
+    "vispec": Layout(
+        "ViSpec, as its authors write it",
+        _has("imadpt."),
+        method="vispec",
+        keys={**_PLAIN, **_adaptor("imadpt", "q")},
+        optional=_VISION_BIASES,
+        fixed={**_BARE, **_WHOLE, "input_norm": False},
+        usual={"media": "merge", "depth": 4, "width": 8, "size": 30},  # what the authors measured with
+        sizes={"num_q": ("imadpt.q", 0)},
+    ),
+    "nemo-vispec": Layout(
+        "ViSpec, as NVIDIA's NeMo AutoModel writes it",
+        _has("img_adaptor."),
+        method="vispec",
+        keys={**_NEMO, **_adaptor("img_adaptor", "query")},
+        optional=_VISION_BIASES | _NORMS,
+        fixed={**_FINAL, **_WHOLE},
+        usual={"media": "merge"},
+        sizes={"num_q": ("img_adaptor.query", 0)},
+        one_axis=True,
+    ),
+    "nemo-msd": Layout(
+        "MSD, as NVIDIA's NeMo AutoModel writes it",
+        _made_by("MultimodalEagleDraftModel"),
+        method="msd",
+        keys=_NEMO,
+        optional=_BIASES | _NORMS,
+        fixed=_FINAL,
+        one_axis=True,
+    ),
+    "nemo-eagle": Layout(
+        "EAGLE-1 and -2, as NVIDIA's NeMo AutoModel writes them",
+        _made_by("LlamaEagleDraftModel"),
+        keys=_NEMO,
+        optional=_BIASES | _NORMS,
+        fixed=_FINAL,
+        one_axis=True,
+    ),
+    "eagle3": Layout(
+        "EAGLE-3, as SafeAILab and SpecForge write it",
+        _has("midlayer."),
+        layer="midlayer",
+        keys=_EAGLE3,
+        optional=frozenset({"block.qkv.bias", "draft_ids"}),
+        dropped=("embed_tokens.weight", "t2d"),
+        fixed={**_THREE, "norm_residual": False},
+        sizes={"draft_vocab": ("lm_head.weight", 0)},
+        told={"norm_residual": "norm_before_residual"},
+        own_head=True,
+    ),
+    "msd": Layout(
+        "MSD, as its authors write it for LLaVA and Qwen2-VL",
+        _msd,
+        method="msd",
+        keys=_EAGLE,
+        optional=_BIASES | {"input_norm.weight"},
+        fixed=_BARE,
+        usual={"depth": 6, "width": 10, "size": 59},  # the loader's own, where it does not measure
+        one_axis=True,
+    ),
+    "eagle": Layout(
+        "EAGLE-1 and -2, as SafeAILab writes them; the drafters that FLASH trains",
+        lambda config, keys: "fc.weight" in keys and _has("layers.0.")(config, keys),
+        keys=_EAGLE,
+        optional=_BIASES | {"input_norm.weight"},
+        fixed=_BARE,
+    ),
+}
 
 
 def layout_named(name: str) -> Layout:
@@ -142,26 +228,23 @@ def layout_named(name: str) -> Layout:
 
 
 def detect(config: Mapping[str, Any], keys: Collection[str]) -> str:
-    """Which layout a file has.
+    """Which layout a file has. MSD's tensors have EAGLE's names and shapes: there config.json decides, and a caller who
+    knows better names the layout.
 
     Args:
         config: config.json as it is.
         keys: the names of the tensors.
 
     Raises:
-        ValueError: none that is known, or one of a method that cannot be loaded yet.
+        ValueError: none that is known.
     """
-    name = next((name for name, fits in _SIGNS if fits(config, keys)), None)
-    if name in NOT_YET:
-        raise ValueError(
-            f"this is a {name} drafter ({NOT_YET[name]}); the method {name} is not available yet. "
-            f"Layouts that can be read: {', '.join(LAYOUTS)}; pass layout= to read it as one of them all the same"
-        )
-    if name is None:
-        shown = ", ".join(sorted(keys)[:6]) or "none"
-        raise ValueError(
-            f"no known drafter layout fits these tensors ({shown}{', …' if len(keys) > 6 else ''}); "
-            f"known: {', '.join(f'{n} ({layout.about})' for n, layout in LAYOUTS.items())}. "
-            "If it is one of them, pass layout="
-        )
-    return name
+    marked = _marked(config)
+    for name, layout in LAYOUTS.items():
+        if marked == name or (marked not in LAYOUTS and layout.seen(config, keys)):
+            return name
+    shown = ", ".join(sorted(keys)[:6]) or "none"
+    raise ValueError(
+        f"no known drafter layout fits these tensors ({shown}{', …' if len(keys) > 6 else ''}); "
+        f"known: {', '.join(f'{name} ({layout.about})' for name, layout in LAYOUTS.items())}. "
+        "If it is one of them, pass layout="
+    )

@@ -9,7 +9,8 @@ from typing import Any
 
 from mmspec.checkpoints import files, settings, weights
 from mmspec.checkpoints.layouts import detect, layout_named
-from mmspec.drafters.eagle import EagleDrafter
+from mmspec.drafters.feature import FeatureDrafter
+from mmspec.registry import drafter_class
 from mmspec.types import TargetInfo
 
 
@@ -20,7 +21,7 @@ def load_drafter(
     revision: str | None = None,
     allow_pickle: bool = False,
     layout: str | None = None,
-) -> EagleDrafter:
+) -> FeatureDrafter:
     """A drafter with its weights, frozen and in eval mode, in the types of the file; `enable` fits it to its target.
 
     Args:
@@ -29,7 +30,8 @@ def load_drafter(
             which layers it reads (EAGLE-3 as published). A name also replaces the one noted in the file.
         revision: branch, tag or commit on the hub.
         allow_pickle: run the code that a .bin file asks for; only for files whose author you trust.
-        layout: one of `layouts.LAYOUTS`; None: what config.json and the tensors' names show.
+        layout: one of `layouts.LAYOUTS`; None: what config.json and the tensors' names show. An MSD drafter whose
+            config.json was lost needs it: its tensors are those of an EAGLE drafter.
 
     Returns:
         The drafter; hand it to `enable(model, drafter=...)`, or use it several times.
@@ -46,12 +48,12 @@ def load_drafter(
         table = layout_named(name)
         shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
         if table.keys:  # not our own names
-            settings.refuse(config, shapes)
+            settings.refuse(name, config, shapes)
             weights.check_keys(table, tensors)
         found = settings.read(name, config, shapes, partial(_layers, target))
         if isinstance(target, (str, Path)):
             found = replace(found, target=str(target))
-        drafter = weights.build(table, tensors, found)
+        drafter = weights.build(table, tensors, drafter_class(settings.method_of(name, config)), found)
     except ValueError as error:
         raise ValueError(f"{name_or_path}: {error}") from error
     return drafter.eval().requires_grad_(False)

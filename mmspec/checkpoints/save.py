@@ -15,7 +15,7 @@ from mmspec.checkpoints import weights
 from mmspec.checkpoints.describe import card, describe
 from mmspec.checkpoints.files import CONFIG, WEIGHTS
 from mmspec.checkpoints.layouts import layout_named
-from mmspec.drafters.eagle import EagleDrafter
+from mmspec.drafters.feature import FeatureDrafter
 
 CARD = "README.md"
 
@@ -33,16 +33,16 @@ def save_drafter(drafter: Any, folder: str | Path, layout: str = "mmspec") -> No
         TypeError: a drafter without weights.
     """
     table = layout_named(layout)
-    if not isinstance(drafter, EagleDrafter):
+    if not isinstance(drafter, FeatureDrafter):
         raise TypeError(f"only a drafter with weights can be saved; a {type(drafter).__name__} has none")
-    config = json.dumps(describe(layout, drafter.config), indent=2) + "\n"
+    config = json.dumps(describe(layout, drafter.method, drafter.config), indent=2) + "\n"
     tensors = weights.split(table, drafter)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     _replace(folder / WEIGHTS, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
     _replace(folder / CONFIG, lambda path: path.write_text(config, encoding="utf-8"))
     if not (folder / CARD).exists():
-        text = card(layout, drafter.config)
+        text = card(layout, drafter.method, drafter.config)
         _replace(folder / CARD, lambda path: path.write_text(text, encoding="utf-8"))
 
 

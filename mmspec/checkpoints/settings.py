@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any, TypeGuard
 
 from mmspec.checkpoints.layouts import Layout, layout_named
 from mmspec.drafters.eagle import EagleConfig
-from mmspec.registry import DRAFTERS
+from mmspec.registry import DRAFTERS, drafter_class
 
 Shape = tuple[int, ...]
-# What no published layout has a place for.
-NOTED = ("target", "target_revision", "depth", "width", "size", "tree", "draws")
+# What no published layout has a place for: our own writer notes it beside.
+NOTED = ("target", "target_revision", "depth", "width", "size", "tree", "draws", "media")
+_SWITCHES = {  # setting: the tensor whose presence says it, in the layouts that may lack that one
+    "fc_bias": "fc.bias",
+    "qkv_bias": "block.qkv.bias",
+    "input_norm": "input_norm.weight",
+    "out_norm": "out_norm.weight",
+}
 
 _NEEDS = {  # setting: (values that our network computes, what any other means)
     "hidden_act": ((None, "silu"), "another activation than silu"),
@@ -50,16 +56,20 @@ def read(
     if name == "mmspec":
         return _own(config)
     layout, flat = layout_named(name), _flat(config)
-    found = EagleConfig(**_layer(flat, shapes, layout.layer), **_switches(layout, flat, shapes))
+    found = _class(layout.method)(**{**_switches(layout, flat, shapes), **_layer(flat, shapes, layout.layer)})
     found = _features(found, config, shapes, layers)
     verifier = _part(_part(config, "speculators_config"), "verifier").get("name_or_path")
     noted = {"target": verifier, **_part(config, "mmspec")}
-    return replace(found, **{key: noted[key] for key in NOTED if noted.get(key)})
+    return replace(found, **{key: noted[key] for key in NOTED if noted.get(key) is not None and hasattr(found, key)})
 
 
 def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json with the object in which speculators keeps the decoder layer's settings laid open."""
-    return {**config, **_part(config, "transformer_layer_config")}
+    """config.json with the object in which speculators keeps the decoder layer's settings laid open.
+
+    NeMo's number of layers stands beside that of the target, from whose config its own is copied.
+    """
+    flat = {**config, **_part(config, "transformer_layer_config")}
+    return {**flat, "num_hidden_layers": flat.get("draft_num_hidden_layers", flat.get("num_hidden_layers"))}
 
 
 def _part(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
@@ -74,20 +84,33 @@ def _is_count(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
-def _own(config: Mapping[str, Any]) -> EagleConfig:
-    method = _part(config, "mmspec").get("method", "eagle")
-    if method != "eagle":
-        known = [name for name, entry in DRAFTERS.items() if entry.trained]
+def method_of(name: str, config: Mapping[str, Any]) -> str:
+    """The method of a drafter in a layout.
+
+    Raises:
+        ValueError: one that this version does not have.
+    """
+    method = layout_named(name).method or _part(config, "mmspec").get("method", "eagle")
+    known = [name for name, entry in DRAFTERS.items() if entry.trained]
+    if method not in known:
         raise ValueError(f"config.json names the method {method!r}, which this version does not have; it has {known}")
-    names = [f.name for f in fields(EagleConfig) if f.name in ("hidden", "intermediate", "heads", "kv_heads", "vocab")]
-    wrong = [f"{name} = {config.get(name)!r}" for name in names if not _is_count(config.get(name))]
+    return str(method)
+
+
+def _class(method: str) -> type[EagleConfig]:
+    return drafter_class(method).Config  # type: ignore[no-any-return]
+
+
+def _own(config: Mapping[str, Any]) -> EagleConfig:
+    shapes = ("hidden", "intermediate", "heads", "kv_heads", "vocab")
+    wrong = [f"{name} = {config.get(name)!r}" for name in shapes if not _is_count(config.get(name))]
     if wrong:
         raise ValueError(f"config.json must give whole numbers ≥ 1; it gives {', '.join(wrong)}")
-    return EagleConfig.of({key: value for key, value in config.items() if key != "mmspec"})
+    return _class(method_of("mmspec", config)).of({key: value for key, value in config.items() if key != "mmspec"})
 
 
-def refuse(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> None:
-    """Raise a ValueError with every reason for which our network cannot be this drafter's."""
+def refuse(name: str, config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> None:
+    """Raise a ValueError with every reason for which our network cannot be that of a drafter in a layout."""
     flat = _flat(config)
     kind = config.get("speculators_model_type", "eagle3")
     needs = [] if kind == "eagle3" else [f"the method {kind!r} of speculators (only 'eagle3' can be read)"]
@@ -101,7 +124,7 @@ def refuse(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> None:
         needs.append("attention within a sliding window")
     if needs:
         raise ValueError(f"this drafter needs {'; '.join(needs)}. mmspec's network has not that, so it is refused")
-    if rope == "mrope" or "mrope_section" in scaling:
+    if (rope == "mrope" or "mrope_section" in scaling) and not layout_named(name).one_axis:
         warnings.warn(
             "this drafter's config.json asks for M-RoPE; mmspec counts a drafter's positions in one dimension. What is "
             "generated stays exact, but fewer drafted tokens may be accepted after an image",
@@ -150,16 +173,12 @@ def _vocab(flat: Mapping[str, Any], shapes: Mapping[str, Shape]) -> int:
 
 
 def _switches(layout: Layout, flat: Mapping[str, Any], shapes: Mapping[str, Shape]) -> dict[str, Any]:
-    """What the presence of tensors says, and what the layout fixes."""
-    there = {ours: any(name in shapes for name in theirs) for ours, theirs in layout.keys.items()}
-    found = {
-        "fc_bias": there.get("fc.bias", False),
-        "qkv_bias": there.get("block.qkv.bias", False),
-        "input_norm": there.get("input_norm.weight", False),
-        "norm_residual": bool(layout.own_head and flat.get("norm_before_residual")),
-        "draft_vocab": (*shapes["lm_head.weight"], 0)[0] if layout.own_head else 0,
-    }
-    return {**found, "parallel_norm": layout.fixed["parallel_norm"]}
+    """What the layout fixes, what config.json says in other words, and what the presence and shapes of tensors say."""
+    told = {ours: bool(flat.get(theirs)) for ours, theirs in layout.told.items()}
+    there = {key: any(name in shapes for name in layout.theirs(tensor)) for key, tensor in _SWITCHES.items()}
+    may = {key: there[key] for key, tensor in _SWITCHES.items() if tensor in layout.optional}
+    sizes = {ours: (*shapes[key], 0)[axis] for ours, (key, axis) in layout.sizes.items()}
+    return {**layout.usual, **layout.fixed, **told, **may, **sizes}
 
 
 def _features(

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from mmspec.checkpoints.layouts import Layout
-from mmspec.drafters.eagle import EagleConfig, EagleDrafter
+from mmspec.drafters.eagle import EagleConfig
+from mmspec.drafters.feature import FeatureDrafter
 
 Shape = tuple[int, ...]
 
@@ -19,13 +20,15 @@ def check_keys(layout: Layout, came: Collection[str], ours: Collection[str] | No
     Args:
         layout: the layout they are in.
         came: names in the file.
-        ours: our tensors that must be there; None: those the layout never lacks, the optional ones being allowed.
+        ours: our tensors that must be there; None: those the layout never lacks, the optional ones being allowed if
+            none of their parts is missing.
 
     Raises:
         ValueError: with both lists.
     """
     allowed = set(layout.keys if ours is None else ours)
-    wanted = allowed - layout.optional if ours is None else allowed
+    lacks = {name for name in layout.optional if not any(theirs in came for theirs in layout.theirs(name))}
+    wanted = allowed - lacks if ours is None else allowed
     needed = {theirs for name in wanted for theirs in layout.theirs(name)}
     known = {theirs for name in allowed for theirs in layout.theirs(name)}
     missing = sorted(needed - set(came))
@@ -37,17 +40,16 @@ def check_keys(layout: Layout, came: Collection[str], ours: Collection[str] | No
         )
 
 
-def build(layout: Layout, tensors: dict[str, Tensor], config: EagleConfig) -> EagleDrafter:
-    """The drafter with these tensors, in the types they have; nothing is copied that need not be fused.
+def build(layout: Layout, tensors: dict[str, Tensor], cls: type[FeatureDrafter], config: EagleConfig) -> FeatureDrafter:
+    """A drafter of this class with these tensors, in the types they have; nothing is copied that need not be fused.
 
     Raises:
         ValueError: a missing or extra tensor, a wrong shape, an own embedding, or token ids outside the vocabulary.
     """
     with torch.device("meta"):
-        drafter = EagleDrafter(config)
+        drafter: FeatureDrafter = cls(config)
     expected = drafter.state_dict()
-    if config.draft_vocab == config.vocab and layout.keys and "d2t" not in tensors:
-        tensors = {**tensors, "d2t": torch.zeros(config.vocab, dtype=torch.long)}  # the head has every row, in order
+    tensors = {**_zeros(layout, tensors, config), **tensors}
     check_keys(layout, tensors, expected)
     _check_shapes(layout, tensors, expected, config)
     _check_embedding(layout, tensors, config)
@@ -61,8 +63,27 @@ def build(layout: Layout, tensors: dict[str, Tensor], config: EagleConfig) -> Ea
     return drafter
 
 
-def split(layout: Layout, drafter: EagleDrafter) -> dict[str, Tensor]:
-    """The drafter's tensors in a layout, contiguous and on the CPU; token ids as offsets where it has them so."""
+def _zeros(layout: Layout, came: Mapping[str, Tensor], config: EagleConfig) -> dict[str, Tensor]:
+    """What a file may lack because it would hold nothing but zeros."""
+    found = {}
+    if "draft_ids" in layout.optional and config.draft_vocab == config.vocab:  # the head has every row, in order
+        found["d2t"] = torch.zeros(config.vocab, dtype=torch.long)
+    if _one_bias_switch(layout, config):
+        found["img_fc.bias"] = torch.zeros(config.hidden, dtype=came["img_fc.weight"].dtype)
+    return found
+
+
+def _one_bias_switch(layout: Layout, config: EagleConfig) -> bool:
+    """Whether ViSpec's `img_fc` has no bias in a layout because `fc` has none; ours always has one."""
+    return "img_fc.bias" in layout.optional and not config.fc_bias
+
+
+def split(layout: Layout, drafter: FeatureDrafter) -> dict[str, Tensor]:
+    """The drafter's tensors in a layout, contiguous and on the CPU; token ids as offsets where it has them so.
+
+    Raises:
+        ValueError: the layout has no place for one of them.
+    """
     tensors: dict[str, Tensor] = {}
     for ours, tensor in drafter.state_dict().items():
         theirs = layout.theirs(ours)
@@ -72,6 +93,8 @@ def split(layout: Layout, drafter: EagleDrafter) -> dict[str, Tensor]:
         ids = tensors["d2t"].cpu()
         tensors["d2t"] = ids - torch.arange(len(ids))
         tensors["t2d"] = torch.zeros(drafter.config.vocab, dtype=torch.bool).index_fill_(0, ids, True)
+    if _one_bias_switch(layout, drafter.config) and tensors.pop("img_fc.bias").any():
+        raise ValueError(f"{layout.about}, has a bias in img_fc only where fc has one. Use layout 'mmspec'")
     return {key: tensor.detach().cpu().contiguous().clone() for key, tensor in tensors.items()}
 
 
@@ -79,6 +102,7 @@ def _rows(c: EagleConfig, ours: str) -> list[int]:
     """Rows of each part of one of our fused tensors."""
     width = c.head_dim or c.hidden // c.heads
     return {
+        "adaptor.kv": [c.heads * width, c.heads * width],
         "block.qkv": [c.heads * width, c.kv_heads * width, c.kv_heads * width],
         "block.gate_up": [c.intermediate, c.intermediate],
     }[ours.rpartition(".")[0]]
@@ -90,9 +114,8 @@ def _check_shapes(
     wrong = []
     for ours, whole in expected.items():
         theirs = layout.theirs(ours)
-        rows = _rows(config, ours) if len(theirs) > 1 else [whole.shape[0]]
-        for key, n in zip(theirs, rows, strict=True):
-            shape = (n, *whole.shape[1:])
+        parts = [(n, *whole.shape[1:]) for n in _rows(config, ours)] if len(theirs) > 1 else [tuple(whole.shape)]
+        for key, shape in zip(theirs, parts, strict=True):
             if tuple(came[key].shape) != shape:
                 wrong.append(f"{key} is {list(came[key].shape)}, expected {list(shape)}")
             elif came[key].is_floating_point() != whole.is_floating_point():
