@@ -2,29 +2,44 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from mmspec import zoo
+from mmspec.zoo import recipes
 
 MODEL, DRAFTER = "scenes-vlm", "scenes-vlm-eagle"
+VIDEO_MODEL, VIDEO_DRAFTER = "scenes-video", "scenes-video-eagle"
 IMAGE_MODEL, IMAGE_DRAFTER = "scenes-llamagen", "scenes-llamagen-eagle"
+DRAFTERS = {MODEL: DRAFTER, VIDEO_MODEL: VIDEO_DRAFTER, IMAGE_MODEL: IMAGE_DRAFTER}  # what fits each
 NOTE = (
-    "note: scenes-vlm, the model that comes with mmspec, knows only drawn scenes of coloured shapes; its captions of "
-    "other pictures mean nothing. Name a real model: --model llava-hf/llava-1.5-7b-hf --drafter ngram"
+    "note: {}, the model that comes with mmspec, knows only drawn scenes of coloured shapes; its captions of "
+    "anything else mean nothing. Name a real model: --model llava-hf/llava-1.5-7b-hf --drafter ngram"
 )
-CLIPS = f"note: {MODEL} was trained on single pictures and pairs; of a clip it tells what stands there, not what moves"
+CLIPS = f"note: {MODEL} knows single pictures and pairs; --model {VIDEO_MODEL} tells what moves in a clip"
 
 
 def resolve(name: str) -> str:
     """Folder of an embedded model's weights; any other name unchanged. FileNotFoundError if the weights are missing."""
-    if name not in (MODEL, DRAFTER, IMAGE_MODEL, IMAGE_DRAFTER) or Path(name).exists():
+    if (name not in DRAFTERS and name not in recipes.DRAFTERS) or Path(name).exists():
         return name
     return str(zoo.path(name))
 
 
 def drafter(model: str) -> str:
     """What fits a model if nobody says otherwise."""
-    return DRAFTER if model == MODEL else "ngram"
+    return DRAFTERS.get(model, "ngram")
+
+
+def drafters(model: str) -> list[str]:
+    """All embedded drafters that were made for an embedded model."""
+    places = {name: zoo.weights() / name / "config.json" for name in recipes.DRAFTERS}
+    return [n for n, place in places.items() if place.is_file() and json.loads(place.read_text())["target"] == model]
+
+
+def speaks(model: str) -> bool:
+    """Whether it is an embedded model that answers in words."""
+    return model in (MODEL, VIDEO_MODEL)
 
 
 def prompt() -> str:

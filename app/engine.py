@@ -198,7 +198,7 @@ def load(model: str, drafter: str, device: str, dtype: str, max_new_tokens: int,
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    if not Path(model).exists() and model != embedded.MODEL and model.count("/") != 1:
+    if not Path(model).exists() and not embedded.speaks(model) and model.count("/") != 1:
         raise EngineError(f"no folder {model!r}; a name on the Hub has the form owner/name")
     place = find_device(device)
     kind = ("float32" if place.type == "cpu" else "auto") if dtype == "auto" else dtype

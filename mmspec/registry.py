@@ -33,6 +33,10 @@ DRAFTERS: dict[str, Entry] = {
     "eagle": Entry(
         "mmspec.drafters.eagle", "EagleDrafter", True, "EAGLE-2-style feature drafter; reads EAGLE, EAGLE-3"
     ),
+    "vispec": Entry("mmspec.drafters.vispec", "ViSpecDrafter", True, "summaries of images, and a global image vector"),
+    "msd": Entry("mmspec.drafters.msd", "MsdDrafter", True, "images enter as their embeddings"),
+    "flash": Entry("mmspec.drafters.flash", "FlashDrafter", True, "images as latents, several tokens a pass"),
+    "specvlm": Entry("mmspec.drafters.specvlm", "SpecVlmDrafter", True, "images compressed, each input as it bears"),
 }
 
 

@@ -14,6 +14,7 @@ from mmspec.rows import join, select
 
 HOLE = -1  # the token of a node that proposes nothing: never accepted, never drawn
 FINAL = -1  # as a feature: the final hidden state, after the last norm; i ≥ 0: what enters decoder layer i
+ATTENTION = -2  # asked for among the features: how much each token of the prompt is attended to, as `Prompt.attention`
 
 
 @dataclass(frozen=True)
@@ -157,8 +158,9 @@ class Prompt:
     ids: Tensor  # [B, L]
     embeds: Tensor | None  # [B, L, H], text embeddings with the visual features in their places
     hidden: Tensor | None  # [B, L, F], the features that the drafter asked for
-    visual: Tensor  # [B, L] bool, true at image and video positions
+    visual: Tensor  # int64 [B, L], k ≥ 1 at the tokens of the row's k-th image or video frame, 0 at all others
     valid: Tensor  # [B, L] bool, false on padding
+    attention: Tensor | None = None  # [B, L], share of the attention of the text behind the last image; see ATTENTION
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,10 @@ from torch import Tensor
 from mmspec.pipelines import families
 from mmspec.pipelines.prompts import chat_inputs
 from mmspec.pipelines.swap import final_hidden, layer_input, listen
-from mmspec.pipelines.vlm import placeholders, tap, untap
+from mmspec.pipelines.visual import media, placeholders
+from mmspec.pipelines.vlm import tap, untap
 from mmspec.train.data import Sample
-from mmspec.train.distil import Trace
+from mmspec.train.trace import Trace
 from mmspec.types import FINAL
 
 _PER_TOKEN = ("token_type_ids", "mm_token_type_ids", "attention_mask")
@@ -54,7 +55,7 @@ class Teacher:
         ]
         eos = self.model.generation_config.eos_token_id
         ends = set(eos if isinstance(eos, list) else [eos])
-        return [_cut(row, ends, set(placeholders(self.model))) for row in out.tolist()]
+        return [_cut(row, ends, set(placeholders(self.model.config))) for row in out.tolist()]
 
     @torch.no_grad()
     def trace(self, samples: Sequence[Sample], answers: Sequence[Sequence[int]]) -> Trace:
@@ -85,7 +86,8 @@ class Teacher:
         found = [final if i == FINAL else layer_input(heard[f"layer {i}"]) for i in self.features]
         embeds = decoder[1].get("inputs_embeds")
         embeds = self.embed(ids) if embeds is None else embeds
-        return Trace(ids, embeds, torch.cat(found, -1), final, valid, answered)
+        visual = media(ids, self.model.config, inputs)
+        return Trace(ids, embeds, torch.cat(found, -1), final, valid, answered, visual)
 
 
 def _cut(row: list[int], ends: set[int], never: set[int]) -> list[int]:

@@ -10,7 +10,8 @@ import torch
 from targets import HIDDEN, IMAGE, VOCAB
 from torch import Tensor
 
-from mmspec.drafters.eagle import EagleConfig, EagleDrafter
+from mmspec.drafters.eagle import EagleDrafter
+from mmspec.registry import drafter_class
 from mmspec.tree import chain, from_parents
 from mmspec.types import HOLE, Categorical, Draft
 
@@ -147,17 +148,26 @@ def _broken_chain(oracle: Oracle) -> Callable[..., Line]:
     return line
 
 
-def eagle(target: Any, nan: bool = False, **options: Any) -> EagleDrafter:
-    """An EAGLE drafter with random weights that fits the target; `draft_vocab` makes it EAGLE-3-like."""
+def feature_drafter(method: str, target: Any, **options: Any) -> EagleDrafter:
+    """A feature drafter of any method, with random weights, that fits the target."""
     head = target.get_output_embeddings().weight
-    third = {"features": (0, 1, 2), "parallel_norm": True, "fc_bias": False} if options.get("draft_vocab") else {}
     torch.manual_seed(7)
-    made = EagleDrafter(EagleConfig(HIDDEN, 96, 4, 2, head.shape[0], **{**third, **options}))
-    if third:
-        made.draft_ids.copy_(torch.randperm(head.shape[0])[: options["draft_vocab"]])
+    made = drafter_class(method)(drafter_class(method).Config(HIDDEN, 96, 4, 2, head.shape[0], **options))
     with torch.no_grad():
         for weight in made.parameters():
-            weight.mul_(3.0) if not nan else weight.fill_(float("nan"))
+            weight.mul_(3.0)
+    return made
+
+
+def eagle(target: Any, nan: bool = False, **options: Any) -> EagleDrafter:
+    """An EAGLE drafter with random weights that fits the target; `draft_vocab` makes it EAGLE-3-like."""
+    third = {"features": (0, 1, 2), "parallel_norm": True, "fc_bias": False} if options.get("draft_vocab") else {}
+    made = feature_drafter("eagle", target, **{**third, **options})
+    if third:
+        made.draft_ids.copy_(torch.randperm(made.config.vocab)[: options["draft_vocab"]])
+    with torch.no_grad():
+        for weight in made.parameters() if nan else ():
+            weight.fill_(float("nan"))
     return made
 
 
@@ -177,4 +187,10 @@ DRAFTERS: dict[str, Callable[[Any, Oracle], Any]] = {
     "eagle chain": lambda target, oracle: eagle(target, depth=4, width=1, size=5),
     "eagle tree": lambda target, oracle: eagle(target, depth=4, width=3, size=14),
     "eagle-3": lambda target, oracle: eagle(target, depth=3, width=4, size=12, draft_vocab=50),
+    "vispec": lambda target, oracle: feature_drafter("vispec", target, num_q=3, depth=3, width=3, size=10),
+    "msd": lambda target, oracle: feature_drafter("msd", target, depth=3, width=3, size=10),
+    "flash": lambda target, oracle: feature_drafter("flash", target, latents=3, least=1, ratio=2.0, tree="mc_sim_7b_63"),
+    "specvlm": lambda target, oracle: feature_drafter(
+        "specvlm", target, conv_ratio=2, queries=1, gate_width=8, depth=3, width=3, size=10
+    ),
 }

@@ -16,6 +16,7 @@ from mmspec import zoo
 from mmspec.app import embedded
 from mmspec.app.caption import report, settings
 from mmspec.app.caption.inputs import Inputs, open_inputs
+from mmspec.app.caption.items import VIDEO
 from mmspec.app.caption.journal import write_whole
 from mmspec.app.caption.media import MediaError
 from mmspec.app.caption.outputs import OutputError, Outputs
@@ -58,6 +59,7 @@ def _caption(options: argparse.Namespace) -> int:
         options.inputs or [zoo.samples()], recursive=options.recursive, column_image=options.column_image,
         column_text=options.column_text, column_tags=options.column_tags, split=options.split,
     )  # fmt: skip
+    options = settings.fitted(options, lambda: any(item.kind == VIDEO for item in inputs.items()))
     prompts = Prompts.read(
         options.prompt, options.prompt_file, system=options.system,
         start=options.start_with, prepend=options.prepend, append=options.append,
@@ -196,7 +198,8 @@ def _say_plan(options: argparse.Namespace, inputs: Inputs, outputs: Outputs, tod
     if options.engine != settings.ENGINE:  # of another engine's model we know nothing
         return
     samples = zoo.samples().resolve()
-    if todo.pending and options.model == embedded.MODEL and (inputs.root is None or inputs.root.resolve() != samples):
-        print(embedded.NOTE)
-    if options.model == embedded.MODEL and any(task.item.kind == "video" for task in todo.pending):
+    own = embedded.speaks(options.model)
+    if todo.pending and own and (inputs.root is None or inputs.root.resolve() != samples):
+        print(embedded.NOTE.format(options.model))
+    if options.model == embedded.MODEL and any(task.item.kind == VIDEO for task in todo.pending):
         print(embedded.CLIPS)

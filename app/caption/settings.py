@@ -6,6 +6,7 @@ import argparse
 import difflib
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -121,9 +122,17 @@ def resolve(args: argparse.Namespace) -> argparse.Namespace:
     options = argparse.Namespace(**(flags.defaults | held | said))
     if sum(map(bool, (options.frames, options.fps, options.keyframes))) > 1:
         raise SettingsError("--frames, --fps and --keyframes are three ways to choose frames; give one of them")
-    own = options.model == embedded.MODEL
+    return options
+
+
+def fitted(options: argparse.Namespace, videos: Callable[[], bool]) -> argparse.Namespace:
+    """The options with a model, and the prompt and drafter that fit it, where nobody named one.
+
+    `videos` says whether there are any among the inputs; it is asked only where that decides.
+    """
+    options.model = options.model or (embedded.VIDEO_MODEL if videos() else embedded.MODEL)
     if options.prompt is None and options.prompt_file is None:
-        options.prompt = embedded.prompt() if own else PROMPT
+        options.prompt = embedded.prompt() if embedded.speaks(options.model) else PROMPT
     options.drafter = options.drafter or embedded.drafter(options.model)
     return options
 
@@ -187,7 +196,8 @@ def _inputs(flags: Flags) -> None:
 def _answers(flags: Flags) -> None:
     add = flags.add
     flags.section("the model")
-    add("--model", default=embedded.MODEL, metavar="NAME", help="name on the Hugging Face Hub, or a folder")
+    add("--model", metavar="NAME", help="name on the Hugging Face Hub, or a folder; default: the embedded one, "
+        f"{embedded.MODEL}, or {embedded.VIDEO_MODEL} if there are videos among the inputs")  # fmt: skip
     add("--drafter", metavar="NAME", help="name, folder, 'ngram' (needs no weights) or 'none' (plain decoding); "
         "default: what fits")  # fmt: skip
     add("--max-new-tokens", type=count, default=128, metavar="N", help="longest caption, in tokens")

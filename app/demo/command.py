@@ -108,7 +108,7 @@ def _captions(args: argparse.Namespace, eyes: Any, pictures: list[Path], clips: 
     from mmspec.app.demo.duo import Duo
     from mmspec.zoo import language
 
-    own = args.model == embedded.MODEL
+    own = embedded.speaks(args.model)
     drafter = args.drafter or embedded.drafter(args.model)
     engine = engines.load(args.model, drafter, args.device, args.dtype, 128, 0.0)
     if engine.drafter is None:
@@ -117,7 +117,7 @@ def _captions(args: argparse.Namespace, eyes: Any, pictures: list[Path], clips: 
     prompts = [*reversed(language.PROMPTS.values())] if own else list(PROMPTS)
     if pictures:
         duo.warm_up(str(pictures[0]), prompts[0])
-    note = embedded.NOTE.removeprefix("note: ") if own else ""
+    note = embedded.NOTE.format(args.model).removeprefix("note: ") if own else ""
     return duo, Offer(pictures, prompts, note, clips, prompts[-1] if own else FURTHER)
 
 

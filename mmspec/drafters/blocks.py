@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from mmspec.slots import Lengths, Slots, visibility
 
@@ -82,6 +84,14 @@ class Block(nn.Module):
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, -1)
         return x + self.down(F.silu(gate) * up)
 
+    def keys_values(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """What `forward` would hand to `attend` as keys and values, [B, kv_heads, n, D], and nothing else."""
+        B, n, _ = x.shape
+        first = self.heads * self.head_dim
+        bias = None if self.qkv.bias is None else self.qkv.bias[first:]
+        heads = F.linear(x, self.qkv.weight[first:], bias).view(B, n, 2 * self.kv_heads, self.head_dim).transpose(1, 2)
+        return rotate(heads[:, : self.kv_heads], positions, self.theta, self.grid), heads[:, self.kv_heads :]
+
 
 def fold(x: Tensor, streams: int) -> Tensor:
     """Streams from the feature axis to the batch axis, those of a row side by side: [B, n, S·F] to [B·S, n, F]."""
@@ -115,6 +125,80 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
 
 
+Span = tuple[int, int, int]  # a row of the batch, and where something begins and ends in it
+
+
+def runs(visual: Tensor, merge: bool = False) -> list[Span]:
+    """Where the media of a batch stand, row by row from left to right.
+
+    Args:
+        visual: int64 [B, L]: k ≥ 1 at the tokens of the k-th medium of a row, 0 at all others.
+        merge: take media that touch for one.
+    """
+    visual = visual.cpu()
+    kind = (visual > 0).to(visual.dtype) if merge else visual
+    found = []
+    for b, line in enumerate(F.pad(kind, (1, 1)).diff(dim=1).ne(0)):
+        at = line.nonzero()[:, 0].tolist()
+        found += [(b, i, j) for i, j in pairwise(at) if kind[b, i]]
+    return found
+
+
+def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
+    """[B, n, …] of x [B, L, …]: of each sequence the rows [B, n]."""
+    return x[torch.arange(len(x), device=x.device)[:, None], rows]
+
+
+def spans_of(x: Tensor, spans: Sequence[Span]) -> tuple[Tensor, Tensor]:
+    """Spans of rows of x [B, L, H] side by side, padded at their ends: [R, longest, H], and where they are real."""
+    parts = [x[b, i:j] for b, i, j in spans]
+    lengths = torch.tensor([len(part) for part in parts], device=x.device)
+    padded = pad_sequence(parts, batch_first=True)
+    return padded, torch.arange(padded.shape[1], device=x.device) < lengths[:, None]
+
+
+def splice(valid: Tensor, spans: Sequence[Span], counts: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """What stands once spans of rows have given way to new rows.
+
+    Args:
+        valid: bool [B, L], false on padding.
+        spans: as `runs` gives them.
+        counts: how many rows take the place of each span.
+
+    Returns:
+        Indices [B, n] into the B·L rows of the batch followed by the new ones, span by span, and whether each is real,
+        bool [B, n]; what is left of padding stands on the left.
+    """
+    (B, L), new = valid.shape, sum(counts)
+    real, every = torch.cat([valid.flatten().cpu(), torch.ones(new, dtype=torch.bool)]), torch.arange(B * L + new)
+    lines: list[list[Tensor]] = [[] for _ in range(B)]
+    reached, first = [0] * B, B * L
+    for (b, start, stop), count in zip(spans, counts, strict=True):
+        lines[b] += [every[b * L + reached[b] : b * L + start], every[first : first + count]]
+        reached[b], first = stop, first + count
+    whole = [torch.cat([*line, every[b * L + reached[b] : b * L + L]]) for b, line in enumerate(lines)]
+    index = pad_sequence([line[real[line]] for line in whole], True, -1, padding_side="left").to(valid.device)
+    return index.clamp(min=0), index >= 0
+
+
+def spliced(x: Tensor, new: Tensor, index: Tensor) -> Tensor:
+    """[B, n, …] of rows x [B, L, …] and new ones [M, …], by the indices [B, n] of `splice`."""
+    return torch.cat([x.flatten(0, 1), new.to(x.dtype)])[index]
+
+
+def shares(length: Tensor, count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Spans of `length` [R] rows cut into `count` [R] shares that differ by one row at most; 1 ≤ count ≤ length.
+
+    Returns:
+        First and last row of each share, [R, C], within its span; and bool [R, C], which shares there are.
+    """
+    share = torch.arange(int(count.max()), device=count.device).expand(len(count), -1)
+    real = share < count[:, None]
+    share = share.minimum(count[:, None] - 1)
+    first, after = ((share + i) * length[:, None] // count[:, None] for i in (0, 1))
+    return first, after - 1, real
+
+
 @dataclass
 class Memory:
     """A feature drafter's state: keys and values of the rows it has read, per sequence; streams are further heads."""
@@ -124,19 +208,24 @@ class Memory:
     positions: Tensor  # [B], of the next row
     open_slots: Tensor  # bool [B, L], false at padding
     padded: bool  # whether any slot is closed, as the host knows it
+    context: Tensor | None = None  # [B, 1, C], what else `inputs` wants at the rows to come
+    told: dict[str, float] = field(default_factory=dict)  # for `Stats.drafter`, right after the prompt was read
 
     def select(self, rows: Tensor) -> Memory:
         self.slots.select(rows)
-        return Memory(self.slots, self.lengths.select(rows), self.positions[rows], self.open_slots[rows], self.padded)
+        context = None if self.context is None else self.context[rows]
+        return Memory(
+            self.slots, self.lengths.select(rows), self.positions[rows], self.open_slots[rows], self.padded, context
+        )
 
     def join(self, other: Memory) -> Memory:
         self.slots.join(other.slots, self.lengths.longest)
         longest = max(self.open_slots.shape[1], other.open_slots.shape[1])
         open_slots = [F.pad(m.open_slots, (0, longest - m.open_slots.shape[1]), value=True) for m in (self, other)]
         positions = torch.cat([self.positions, other.positions])
-        return Memory(
-            self.slots, self.lengths.join(other.lengths), positions, torch.cat(open_slots), self.padded or other.padded
-        )
+        both = None if self.context is None or other.context is None else torch.cat([self.context, other.context])
+        padded = self.padded or other.padded
+        return Memory(self.slots, self.lengths.join(other.lengths), positions, torch.cat(open_slots), padded, both)
 
     def attend(self, at: Lengths, ancestors: Tensor | None) -> Attend:
         """Attention over the rows read and the ones since; `ancestors` [B, n, M] over the M rows after the first

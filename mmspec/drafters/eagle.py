@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmspec.config import TREE, SpecConfig
+from mmspec.config import FEATURE, SpecConfig
 from mmspec.drafters import shapes
-from mmspec.drafters.blocks import Block, RMSNorm, attention, fold, unfold
+from mmspec.drafters.blocks import Block, RMSNorm
 from mmspec.drafters.feature import FeatureDrafter
 from mmspec.types import FINAL, Target, TargetInfo
+
+_PADDED = 1.01  # some targets have a few more embeddings than others: LLaVA 32000 by its authors, 32064 in transformers
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,20 @@ class EagleConfig:
         if self.rope == "2d" and width % 4:
             raise ValueError(f"rope '2d' turns quarters of a head, so head_dim must be a multiple of 4; it is {width}")
 
+    def only_final(self, method: str) -> None:
+        """Refuse what a method that is built on EAGLE-1/2's layer has no place for.
+
+        Raises:
+            ValueError: EAGLE-3's layer, other features than the target's final one, or rope "2d".
+        """
+        wide = self.target_hidden in (0, self.hidden)
+        if self.parallel_norm or self.features != (FINAL,) or not wide or self.rope != "1d":
+            raise ValueError(
+                f"{method} continues the target's final feature, as wide as its embeddings, in EAGLE-1/2's layer with "
+                f"rope '1d'; got features {self.features}, target_hidden {self.target_hidden}, parallel_norm "
+                f"{self.parallel_norm}, rope {self.rope!r}"
+            )
+
     @classmethod
     def of(cls, values: dict[str, Any]) -> EagleConfig:
         known = {f.name for f in fields(cls)}
@@ -91,6 +107,7 @@ class EagleDrafter(FeatureDrafter):
     """Autoregression on features (Li et al. 2024, EAGLE §3; EAGLE-2 §4 for the tree; 2025, EAGLE-3 §3)."""
 
     method = "eagle"
+    Config = EagleConfig
     draft_ids: Tensor
 
     def __init__(self, config: EagleConfig) -> None:
@@ -119,13 +136,14 @@ class EagleDrafter(FeatureDrafter):
         Raises:
             ValueError: the drafter was made for another target, or has no use for an option; the message says why.
         """
-        options.only(TREE, "eagle")
+        options.only(FEATURE, self.method)
         c = self.config
         wanted = {
             "hidden size": (c.target_hidden or c.hidden, target.hidden),
             "embedding width": (c.hidden, target.embedding),
-            "vocabulary": (c.vocab, target.vocab),
         }
+        if not c.vocab <= target.vocab <= _PADDED * c.vocab:
+            wanted["vocabulary"] = (c.vocab, target.vocab)
         if not c.draft_vocab:
             wanted["head width"] = (c.hidden, target.hidden)
         wrong = [f"{name} {mine} (target: {theirs})" for name, (mine, theirs) in wanted.items() if mine != theirs]
@@ -150,7 +168,7 @@ class EagleDrafter(FeatureDrafter):
     def own_head(self) -> bool:
         return self.lm_head is not None
 
-    def inputs(self, embeds: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
+    def inputs(self, embeds: Tensor, features: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         embeds = self.embed_norm(embeds)
         if self.config.parallel_norm:
             own = features.shape[-1] == self.config.hidden and len(self.config.features) > 1
@@ -173,44 +191,6 @@ class EagleDrafter(FeatureDrafter):
     def to_draft(self, logits: Tensor) -> Tensor:
         """The target's logits [..., V] at the drafter's own vocabulary."""
         return logits if self.lm_head is None else logits[..., self.draft_ids]
-
-    def forward(self, embeds: Tensor, features: Tensor, valid: Tensor, steps: int, start: int = 0) -> list[Tensor]:
-        """Training-time test: what the drafter would predict `steps` tokens ahead, from every position at once.
-
-        Step i at base row j reads its own step i−1 output at j and the embedding i tokens later; it attends to the real
-        rows up to j and to its own rows of steps 1..i, exactly as in decoding (EAGLE-3, §3.2).
-
-        Args:
-            embeds: [B, T, S·H], embedding of the token after each row.
-            features: [B, T, S·F], the target's features at each row.
-            valid: bool [B, T], false on padding.
-            steps: ≥ 1.
-            start: rotary position of row 0; behind a prompt of P tokens, with rope "2d", 1 − P.
-
-        Returns:
-            `steps` tensors [B, T, S·H]; entry i at row j predicts the feature i + 1 rows later.
-        """
-        S = embeds.shape[-1] // self.config.hidden
-        embeds, features, valid = fold(embeds, S), fold(features, S), valid.repeat_interleave(S, 0)
-        B, T, _ = embeds.shape
-        device = embeds.device
-        causal = torch.ones(T, T, dtype=torch.bool, device=device).tril()
-        own = torch.eye(T, dtype=torch.bool, device=device)
-        masks, keys, values, outputs = [causal & valid[:, None] | own], [], [], []
-        positions = start + torch.arange(T, device=device)[None]
-        for step in range(steps):
-
-            def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-                keys.append(k)
-                values.append(v)
-                return attention(q, torch.cat(keys, 2), torch.cat(values, 2), torch.cat(masks, 2))
-
-            shifted = torch.cat([embeds[:, step:], embeds.new_zeros(B, step, embeds.shape[2])], 1)
-            x, residual = self.inputs(shifted, features)
-            features = self.carry(self.block(x, residual, positions + step, attend))
-            outputs.append(unfold(features, S))
-            masks.append(own.expand(B, T, T))
-        return outputs
 
 
 def _norm(config: EagleConfig, there: bool) -> nn.Module:

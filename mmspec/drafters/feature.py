@@ -2,21 +2,39 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import mmspec
 from mmspec.config import SpecConfig
-from mmspec.drafters import shapes
-from mmspec.drafters.blocks import Block, Memory, beside, fold, path_after, unfold
+from mmspec.drafters import prune, shapes
+from mmspec.drafters.blocks import Block, Memory, attention, beside, fold, gather_rows, path_after, unfold
 from mmspec.kernels import reference as ops
 from mmspec.slots import Lengths, Slots
 from mmspec.tree import Expand, chain, grow
-from mmspec.types import Categorical, Draft, Prompt, Target, Tree
+from mmspec.types import ATTENTION, Categorical, Draft, Prompt, Target, Tree
+
+
+@dataclass(frozen=True)
+class Entering:
+    """What enters the layer in the place of some rows of the target: a prompt, or in training a whole text.
+
+    Rows keep their order; padding may stand on either side.
+    """
+
+    x: Tensor  # [B, n, inputs·H], what attention reads
+    residual: Tensor  # [B, n, H], what it adds to
+    positions: Tensor  # [B, n], rotary positions; text keeps those that it has without compression
+    valid: Tensor  # bool [B, n], false on padding
+    source: Tensor  # int64 [B, n], the row that it stands for, whose prediction it makes; −1: a summary, or padding
+    context: Tensor | None = None  # [B, n, C], what else `inputs` wants when these rows go on by themselves
+    onward: Tensor | None = None  # [B, 1, C], the same for the rows to come
+    told: dict[str, float] = field(default_factory=dict)  # more for `Stats.drafter`, summed over the batch
 
 
 @dataclass
@@ -32,6 +50,9 @@ class _Frontier:
 class FeatureDrafter(nn.Module):
     """One layer that continues the target's features. A method says what goes in (`inputs`) and what comes out.
 
+    Row j pairs the target's features at j with the embedding at j + 1. What a prompt's rows become is said by `enter`:
+    one row each through `inputs`, or, where a method compresses or bypasses, something else at the visual ones.
+
     Under guidance a target has S > 1 streams: they share the tokens, each has features and memory of its own, and the
     target's head makes one law of them. Outside, streams stand side by side on the feature axis; the layer reads them
     as rows of a batch.
@@ -41,12 +62,30 @@ class FeatureDrafter(nn.Module):
     config: Any
     options: SpecConfig
     block: Block
+    sees = False  # whether it treats visual rows in a way of its own
 
     # -- what a method defines ---------------------------------------------------------------------------------------
 
-    def inputs(self, embeds: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
-        """(what attention reads, the residual) of embeddings [B, n, H] and features: the target's [B, n, F] or own."""
+    def inputs(self, embeds: Tensor, features: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(what attention reads, the residual) of embeddings [B, n, H] and features: the target's [B, n, F] or own.
+
+        Args:
+            context: [B, n or 1, C], of an Entering or of the memory; None: there is none.
+        """
         raise NotImplementedError
+
+    def enter(self, embeds: Tensor, features: Tensor, visual: Tensor, valid: Tensor, positions: Tensor) -> Entering:
+        """What enters the layer for L rows of the target, already paired: h_j with e_{j+1}.
+
+        Args:
+            embeds, features: [B, L, H] and [B, L, F].
+            visual: int64 [B, L], of the embedding: k ≥ 1 at the tokens of the k-th image or video frame, 0 at text.
+            valid: bool [B, L], false on padding, which stands on one side.
+            positions: [B, L], rotary positions.
+        """
+        x, residual = self.inputs(embeds, features)
+        source = torch.arange(embeds.shape[1], device=embeds.device).expand(len(embeds), -1)
+        return Entering(x, residual, positions, valid, source)
 
     def logits(self, hidden: Tensor, target: Target) -> Tensor:
         """Logits [..., V_d] over the draft vocabulary from carried features [..., S·H]."""
@@ -67,7 +106,7 @@ class FeatureDrafter(nn.Module):
 
     @property
     def features(self) -> tuple[int, ...]:
-        return self.config.features
+        return (*self.config.features, ATTENTION) if prune.by_attention(self.options) else self.config.features
 
     @property
     def nodes(self) -> int:
@@ -78,22 +117,30 @@ class FeatureDrafter(nn.Module):
 
     @torch.no_grad()
     def start(self, session: Any, target: Target, prompt: Prompt) -> Memory:
-        """Read the prompt: row j pairs the features at j with the embedding at j + 1; the last waits for its token."""
+        """Read the prompt: row j pairs the features at j with the embedding at j + 1; the last waits for its token.
+
+        Raises:
+            ValueError: the call is guided, and this drafter knows no guidance; or it prunes by an attention that this
+                target does not tell.
+        """
         assert prompt.embeds is not None and prompt.hidden is not None
-        B, L = prompt.ids.shape
-        if self.own_head and _streams(target) > 1:
-            raise ValueError("a drafter with an output head of its own knows no guidance; use one without, or 'jacobi'")
-        valid = prompt.valid[:, :-1]
-        padded = not bool(valid.all())
-        zero = Lengths.of([0] * B, valid.device)
-        first = torch.full((B,), 1 - L if self.block.grid else 0, device=valid.device)
-        memory = Memory(Slots(L + 256), zero, first, valid, padded)
-        if L > 1:
-            causal = torch.ones(L - 1, L - 1, dtype=torch.bool, device=valid.device).tril()
-            seen = (causal & valid[:, None]) | torch.eye(L - 1, dtype=torch.bool, device=valid.device)
-            self._read(memory, prompt.embeds[:, 1:], prompt.hidden[:, :-1], memory.lengths, 0, seen)
-            memory.lengths = Lengths.of([L - 1] * B, valid.device)
-            memory.positions = memory.positions + (L - 1)
+        (B, L), S = prompt.ids.shape, _streams(target)
+        if S > 1 and (self.own_head or self.sees):
+            what = "with an output head of its own" if self.own_head else f"of the method {self.method!r}"
+            raise ValueError(f"a drafter {what} knows no guidance; use an EAGLE drafter without a head, or 'jacobi'")
+        device, zero = prompt.ids.device, Lengths.of([0] * B, prompt.ids.device)
+        first = torch.full((B,), 1 - L if self.block.grid else 0, device=device)
+        embeds, features = fold(prompt.embeds[:, 1:], S), fold(prompt.hidden[:, :-1].to(prompt.embeds.dtype), S)
+        visual, valid = (t.repeat_interleave(S, 0) for t in (prompt.visual[:, 1:], prompt.valid[:, :-1]))
+        positions = (first[:, None] + torch.arange(L - 1, device=device)).repeat_interleave(S, 0)
+        looked = None if prompt.attention is None else prompt.attention[:, 1:].repeat_interleave(S, 0)
+        e = self.enter(*prune.pruned(self.options, looked, (embeds, features, visual, valid, positions)))
+        n, open_slots = e.x.shape[1], e.valid[::S]
+        memory = Memory(Slots(n + 257), zero, first + (L - 1), open_slots, not bool(open_slots.all()), e.onward)
+        k, v = (t.unflatten(0, (B, S)).flatten(1, 2) for t in self.block.keys_values(e.x, e.positions))
+        memory.slots.append(k, v, zero)
+        memory.lengths = Lengths.of([n] * B, device)
+        memory.told = {**_told(self.block, visual[::S], valid[::S], open_slots, embeds.element_size() * S), **e.told}
         return memory
 
     def _read(
@@ -104,7 +151,7 @@ class FeatureDrafter(nn.Module):
         steps = torch.arange(embeds.shape[1], device=embeds.device) if isinstance(ahead, int) else ahead
         positions = memory.positions[:, None] + steps
         positions = positions if S == 1 else positions.repeat_interleave(S, 0)
-        x, residual = self.inputs(fold(embeds, S), fold(features.to(embeds.dtype), S))
+        x, residual = self.inputs(fold(embeds, S), fold(features.to(embeds.dtype), S), memory.context)
         z = self.block(x, residual, positions, beside(memory.attend(at, seen), S))
         return unfold(self.carry(z), S)
 
@@ -128,7 +175,7 @@ class FeatureDrafter(nn.Module):
             below, tree, law = self._static(session, target, f, bool(draws))
         return Draft(torch.cat([session.pending[:, None], below], 1), tree, law)
 
-    def _weighed(self, session: Any, target: Target, f: Tensor, level: int) -> Tensor:
+    def _weighed(self, session: Any, target: Target, f: Tensor, level: int | Tensor) -> Tensor:
         """Logits [B, n, V] of the tokens at `level` below the root's children, weighed as the target weighs its own."""
         logits, weigh = self.logits(f, target), getattr(target, "weigh", None)
         if weigh is None or self.own_head:
@@ -137,12 +184,12 @@ class FeatureDrafter(nn.Module):
 
     def _chain(self, session: Any, target: Target, f: Tensor) -> tuple[Tensor, Tree]:
         memory, depth, tokens = session.memory, self.options.depth or 1, []
+        ahead = torch.arange(depth, device=f.device).split(1)
         for level in range(depth):
             tokens.append(self.to_target(self._weighed(session, target, f, level).argmax(-1)))  # [B, 1]
             if level + 1 < depth:
                 at = Lengths(tuple(n + level for n in memory.lengths.host), memory.lengths.device + level)
-                here = torch.full((1,), level, device=f.device)
-                f = self._read(memory, _embed(target, tokens[-1]), f, at, here, None)
+                f = self._read(memory, _embed(target, tokens[-1]), f, at, ahead[level], None)
         return torch.cat(tokens, 1), chain(depth + 1, f.device).expand(len(f))
 
     def _tree(self, session: Any, target: Target, f: Tensor) -> tuple[Tensor, Tree]:
@@ -186,6 +233,58 @@ class FeatureDrafter(nn.Module):
 
         return self._weighed(session, target, f, 0)[:, 0].float().log_softmax(-1), expand
 
+    # -- training ----------------------------------------------------------------------------------------------------
+
+    def forward(
+        self, embeds: Tensor, features: Tensor, visual: Tensor, valid: Tensor, steps: int, start: int = 0,
+        rows: Tensor | None = None,
+    ) -> list[Tensor]:  # fmt: skip
+        """Training-time test: what the drafter would predict `steps` tokens ahead, from many positions at once.
+
+        Step i at base row j reads its own step i−1 output at j and the embedding i tokens later; it attends to the real
+        rows up to j and to its own rows of steps 1..i, exactly as in decoding (EAGLE-3, §3.2).
+
+        Args:
+            embeds: [B, T, S·H], embedding of the token after each row.
+            features: [B, T, S·F], the target's features at each row.
+            visual: int64 [B, T], of the token after each row, as `enter` takes it.
+            valid: bool [B, T], false on padding.
+            steps: ≥ 1.
+            start: rotary position of row 0; behind a prompt of P tokens, with rope "2d", 1 − P.
+            rows: bool [B, T], the positions; None: all. The others are only read, which costs little.
+
+        Returns:
+            `steps` tensors [B, T, S·H]; entry i at row j predicts the feature i + 1 rows later. Rows that were
+            compressed away, or not asked for, hold zeros.
+        """
+        S = embeds.shape[-1] // self.config.hidden
+        embeds, features = fold(embeds, S), fold(features, S)
+        visual, valid = (t.repeat_interleave(S, 0) for t in (visual, valid))
+        B, T, _ = embeds.shape
+        positions = (start + torch.arange(T, device=embeds.device)).expand(B, T)
+        e = self.enter(embeds, features, visual, valid, positions)
+        go, source = _going(e.source, None if rows is None else rows.repeat_interleave(S, 0))
+        x, residual, positions = (gather_rows(t, go) for t in (e.x, e.residual, e.positions))
+        context = None if e.context is None else gather_rows(e.context, go)
+        place, own = torch.arange(e.x.shape[1], device=go.device), torch.eye(go.shape[1], dtype=torch.bool)
+        masks = [(place <= go[..., None]) & e.valid[:, None] | (place == go[..., None])]
+        keys, values = ([t] for t in self.block.keys_values(e.x, e.positions))
+        ahead, outputs = F.pad(embeds, (0, 0, 0, steps)), []
+        for step in range(steps):
+
+            def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+                if masks[1:]:  # at step 0 they stand among those of all rows
+                    keys.append(k)
+                    values.append(v)
+                return attention(q, torch.cat(keys, 2), torch.cat(values, 2), torch.cat(masks, 2))
+
+            if step:
+                x, residual = self.inputs(gather_rows(ahead, source.clamp(min=0) + step), features, context)
+                masks.append(own.to(go.device).expand(B, *own.shape))
+            features = self.carry(self.block(x, residual, positions + step, attend))
+            outputs.append(unfold(_at_source(features, source, T), S))
+        return outputs
+
     # -- files -------------------------------------------------------------------------------------------------------
 
     def save_pretrained(self, folder: str | Path, layout: str = "mmspec") -> None:
@@ -200,6 +299,33 @@ class FeatureDrafter(nn.Module):
     def push_to_hub(self, repo_id: str, **options: Any) -> str:
         """Upload to the hub, safetensors only; returns the address."""
         return mmspec.push_drafter(self, repo_id, **options)
+
+
+def _going(source: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Which of the entering rows are those asked for, bool [B, T]: their places [B, m] and `source`, −1 at padding."""
+    wanted = source >= 0 if rows is None else (source >= 0) & rows.gather(1, source.clamp(min=0))
+    m = int(wanted.sum(1).max())
+    go = (~wanted).to(torch.uint8).argsort(dim=1, stable=True)[:, :m]
+    return go, torch.where(wanted, source, -1).gather(1, go)
+
+
+def _at_source(z: Tensor, source: Tensor, T: int) -> Tensor:
+    """Outputs [B, n, H] at the rows [B, T] that they stand for; zeros at all others."""
+    place = torch.where(source < 0, T, source)[:, :, None].expand_as(z)
+    return z.new_zeros(len(z), T + 1, z.shape[2]).scatter(1, place, z)[:, :T]
+
+
+def _told(block: Block, visual: Tensor, valid: Tensor, kept: Tensor, size: int) -> dict[str, float]:
+    """What reading the prompts came to; `size` are the bytes of a number, of all streams."""
+    before = torch.stack([((visual > 0) & valid).sum(), valid.sum(), kept.sum()])
+    seen, rows, after = before.tolist()
+    return {
+        "prompts": len(valid),
+        "rows": after,
+        "visual rows before": seen,
+        "visual rows": seen - (rows - after),
+        "memory bytes": after * 2 * block.kv_heads * block.head_dim * size,
+    }
 
 
 def _streams(target: Target) -> int:

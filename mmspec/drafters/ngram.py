@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmspec.config import SpecConfig
+from mmspec.config import TREE, SpecConfig
 from mmspec.tree import chain
 from mmspec.types import HOLE, Draft, Prompt, Target, TargetInfo
 
@@ -47,6 +47,7 @@ class NgramDrafter:
 
     def fit(self, target: TargetInfo, config: SpecConfig) -> NgramDrafter:
         """Any target will do."""
+        config.only(TREE, "this drafter")
         filled = config.filled(5, 1, 6)
         return replace(self, config=replace(filled, width=1, size=(filled.depth or 5) + 1))
 

@@ -1,0 +1,37 @@
+"""MSD: text enters the layer as in EAGLE, and images as nothing but their embeddings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mmspec.drafters.eagle import EagleConfig, EagleDrafter
+from mmspec.drafters.feature import Entering
+
+
+@dataclass(frozen=True)
+class MsdConfig(EagleConfig):
+    """As EAGLE's, for the layer of EAGLE-1/2. Published: no switch on for LLaVA; input_norm, qkv_bias for Qwen2-VL."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.only_final("MSD")
+
+
+class MsdDrafter(EagleDrafter):
+    """Visual rows bypass `fc` (Lin et al. 2025, arXiv 2505.14260, §3, and its code).
+
+    The row whose next token is visual reads that token's embedding alone; the target's feature is left out. Every row
+    of the prompt is kept, so that the drafter's memory is as long as the target's.
+    """
+
+    method = "msd"
+    Config = MsdConfig
+    sees = True
+
+    def enter(self, embeds: Tensor, features: Tensor, visual: Tensor, valid: Tensor, positions: Tensor) -> Entering:
+        whole = super().enter(embeds, features, visual, valid, positions)
+        residual = torch.where((visual > 0)[..., None], self.embed_norm(embeds), whole.residual)
+        return Entering(self.input_norm(residual), residual, positions, valid, whole.source)

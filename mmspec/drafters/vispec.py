@@ -1,0 +1,117 @@
+"""ViSpec: each image enters the layer as a few learned summaries, and one more vector of it joins all text after it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mmspec.drafters.blocks import attention, runs, spans_of, splice
+from mmspec.drafters.eagle import EagleConfig, EagleDrafter
+from mmspec.drafters.feature import Entering
+
+MEDIA = ("merge", "split")
+
+
+@dataclass(frozen=True)
+class ViSpecConfig(EagleConfig):
+    """As EAGLE's, for the layer of EAGLE-1/2, and:
+
+    Attributes:
+        num_q: vectors that the adaptor makes of an image: num_q − 1 summaries and the global one. Published: 2.
+        media: images that touch and the frames of a video are one image ("merge", as published), or each its own
+            ("split", ours).
+        summaries, global_vector: false leaves one of the two out (an ablation).
+    """
+
+    num_q: int = 2
+    media: str = "split"
+    summaries: bool = True
+    global_vector: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.only_final("ViSpec")
+        if self.num_q < 1 or self.media not in MEDIA:
+            raise ValueError(
+                f"ViSpec needs num_q ≥ 1 and media from {', '.join(MEDIA)}; got {self.num_q}, {self.media!r}"
+            )
+
+
+class Adaptor(nn.Module):
+    """Learned queries look at the embeddings of one image: one attention, without norm, residual or positions."""
+
+    def __init__(self, config: ViSpecConfig) -> None:
+        super().__init__()
+        H, heads = config.hidden, config.heads
+        D = config.head_dim or H // heads
+        self.q = nn.Parameter(torch.randn(config.num_q, heads, D) * D**-0.5)
+        self.kv = nn.Linear(H, 2 * heads * D, bias=config.qkv_bias)
+        self.out = nn.Linear(heads * D, H, bias=False)
+
+    def forward(self, images: Tensor, real: Tensor) -> Tensor:
+        """[R, num_q, H] of R images [R, n, H], of which `real` [R, n] is not padding."""
+        (R, n, _), (num_q, heads, D) = images.shape, self.q.shape
+        k, v = self.kv(images).view(R, n, 2, heads, D).permute(2, 0, 3, 1, 4)
+        q = self.q.transpose(0, 1).expand(R, heads, num_q, D)
+        o = attention(q, k, v, real[:, None].expand(R, num_q, n))
+        return self.out(o.transpose(1, 2).flatten(2))
+
+
+class ViSpecDrafter(EagleDrafter):
+    """Vision-aware drafting (Kang et al. 2025, arXiv 2509.15235, §3, and its code).
+
+    Of an image the memory keeps num_q − 1 rows, at the positions of its last ones, and none of the target's features.
+    The global vector g of the last image before a row stands beside the target's feature there, and `img_fc` makes one
+    feature of both: f' = img_fc([h; g]), zero before the first image. What g adds to that, W_g·g + b, is the same for
+    all rows after an image, so it is computed once and carried as their context.
+    """
+
+    method = "vispec"
+    Config = ViSpecConfig
+    config: ViSpecConfig
+    sees = True
+
+    def __init__(self, config: ViSpecConfig) -> None:
+        super().__init__(config)
+        H = config.hidden
+        self.adaptor = Adaptor(config)
+        self.img_fc = nn.Linear(2 * H, H)
+        with torch.no_grad():  # at first the feature passes as it is: text is drafted as before the vision part joined
+            self.img_fc.weight.copy_(torch.eye(H, 2 * H))
+            self.img_fc.bias.zero_()
+
+    def inputs(self, embeds: Tensor, features: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        added = self.img_fc.bias if context is None else context
+        return super().inputs(embeds, F.linear(features, self.img_fc.weight[:, : self.config.hidden]) + added)
+
+    def enter(self, embeds: Tensor, features: Tensor, visual: Tensor, valid: Tensor, positions: Tensor) -> Entering:
+        c, (B, L, H) = self.config, embeds.shape
+        spans = runs(visual * valid, merge=c.media == "merge")
+        count = c.num_q - 1 if c.summaries else 0
+        made = self.adaptor(*spans_of(self.embed_norm(embeds), spans)) if spans else embeds.new_zeros(0, c.num_q, H)
+        contexts = self._added(made[:, -1])
+        latest = torch.zeros(B, L + 1, dtype=torch.long, device=embeds.device)  # the context at each row and after all
+        for image, (b, _, stop) in enumerate(spans, 1):
+            latest[b, stop:] = image
+        index, kept = splice(valid, spans, [count] * len(spans))
+        summary = index >= B * L
+
+        def of(t: Tensor) -> Tensor:  # [B, L, …] → [B, n, …], anything at summaries
+            return t.flatten(0, 1)[index.clamp(max=B * L - 1)]
+
+        context = contexts[of(latest[:, :L])]
+        _, residual = self.inputs(of(embeds), of(features), context)
+        residual = residual.masked_scatter(summary[..., None], made[:, :count].to(residual.dtype))
+        ends = positions[[b for b, *_ in spans], [stop - 1 for *_, stop in spans]]
+        ends = ends[:, None] + torch.arange(1 - count, 1, device=ends.device)  # [R, num_q − 1]
+        places = of(positions).masked_scatter(summary, ends)
+        source = torch.where(kept & ~summary, index % max(L, 1), -1)
+        return Entering(self.input_norm(residual), residual, places, kept, source, context, contexts[latest[:, L:]])
+
+    def _added(self, seen: Tensor) -> Tensor:
+        """What img_fc adds to a feature: before the first image, then after each of R, from g [R, H]; [1 + R, H]."""
+        seen = seen if self.config.global_vector else torch.zeros_like(seen)
+        return F.linear(F.pad(seen, (0, 0, 1, 0)), self.img_fc.weight[:, self.config.hidden :], self.img_fc.bias)

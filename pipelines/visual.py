@@ -1,0 +1,76 @@
+"""Which tokens of a prompt stand for which image or video frame, as far as the arguments of the call tell."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Of each kind: names of its token in the config, and of the arguments with its grids of patches and its pictures.
+_KINDS = {
+    "image": (("image_token_id", "image_token_index"), "image_grid_thw", "pixel_values"),
+    "video": (("video_token_id", "video_token_index"), "video_grid_thw", "pixel_values_videos"),
+}
+_AXES = {"image": 4, "video": 5}  # pictures [n, 3, height, width], or clips [n, frames, 3, height, width]
+
+
+def placeholders(config: Any) -> list[int]:
+    """Token ids that stand for visual features in a prompt."""
+    return sorted({token for names, *_ in _KINDS.values() for token in _tokens(config, names)})
+
+
+def media(ids: Tensor, config: Any, arguments: Mapping[str, Any]) -> Tensor:
+    """int64 [B, L]: k ≥ 1 at the tokens of a row's k-th image or video frame, 0 at all others.
+
+    The borders of media that touch follow from the grids of patches, from what the vision tower made of each, or from
+    pictures that all have equally many tokens (a tile then counts as a picture); those of frames also from the times in
+    the positions. Where nothing tells, what touches is one medium.
+
+    Args:
+        ids: [B, L], padded on either side.
+        config: the model's.
+        arguments: of the model's forward, or of `generate` on their way there.
+    """
+    begins, visual = torch.zeros_like(ids, dtype=torch.bool), torch.zeros_like(ids, dtype=torch.bool)
+    for kind, (names, *_) in _KINDS.items():
+        here = torch.isin(ids, torch.tensor(_tokens(config, names), device=ids.device, dtype=ids.dtype))
+        run = here.clone()  # where a run begins
+        run[:, 1:] &= ~here[:, :-1]
+        place = here.flatten().nonzero()[:, 0]
+        sizes = _sizes(kind, config, arguments, len(place))
+        if sizes is not None and int(sizes.sum()) == len(place) and int(sizes.min()) > 0:
+            first = place[(sizes.cumsum(0) - sizes).to(place.device)]
+            borders = torch.zeros_like(run).flatten().index_fill(0, first, True).view_as(run)
+            run = run | borders if bool((borders | ~run).all()) else run  # every run must begin with a medium
+        begins, visual = begins | run | (_new_time(arguments, ids) & here), visual | here
+    return begins.cumsum(1) * visual
+
+
+def _tokens(config: Any, names: tuple[str, ...]) -> list[int]:
+    return sorted({getattr(config, name, None) for name in names} - {None})  # type: ignore[type-var]
+
+
+def _sizes(kind: str, config: Any, arguments: Mapping[str, Any], tokens: int) -> Tensor | None:
+    """Tokens of each medium of a kind, in the order of the batch; None where nobody tells."""
+    _, grids, pixels = _KINDS[kind]
+    grid, pictures = arguments.get(grids), arguments.get(pixels)
+    merge = getattr(getattr(config, "vision_config", None), "spatial_merge_size", None)
+    if grid is not None and merge:  # frames, rows and columns of patches
+        return (grid[:, 1] * grid[:, 2] // merge**2).repeat_interleave(grid[:, 0])
+    seen = getattr((arguments.get("mm_encoder_outputs") or {}).get(kind), "pooler_output", None)
+    if seen is not None and len(seen) and all(isinstance(one, Tensor) and one.dim() == 2 for one in seen):
+        return torch.tensor([len(one) for one in seen])
+    if isinstance(pictures, Tensor) and pictures.dim() == _AXES[kind]:
+        count = pictures.shape[:-3].numel()
+        return torch.full((count,), tokens // count) if count and tokens % count == 0 else None
+    return None
+
+
+def _new_time(arguments: Mapping[str, Any], ids: Tensor) -> Tensor:
+    """bool [B, L]: whether a token has another time than the one before, by M-RoPE positions [3 or 4, B, L]."""
+    found, positions = torch.zeros_like(ids, dtype=torch.bool), arguments.get("position_ids")
+    if isinstance(positions, Tensor) and positions.dim() == 3 and positions.shape[1:] == ids.shape:
+        found[:, 1:] = positions[-3].diff(dim=-1) != 0
+    return found
