@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import os
+import sys
 import time
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -17,7 +19,7 @@ from mmspec.app.engine import find_device
 from mmspec.registry import DRAFTERS, drafter_class
 from mmspec.train.data import read
 from mmspec.train.distil import Distillation
-from mmspec.train.recipes import RECIPES, EagleRecipe
+from mmspec.train.recipes import RECIPES, Recipe
 from mmspec.types import FINAL
 
 
@@ -28,26 +30,57 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--data",
         required=True,
-        help="folder of images, .jsonl with image and prompt, hf:owner/name[:split], or scenes:N; for a model that "
-        "draws: prompts:FILE (one per line; class numbers for a class-conditional model) or pictures:N",
+        help="folder of images, .jsonl with image (or images) and prompt, hf:owner/name[:split], or drawn: scenes:N, "
+        "clips:N, zoo:N; for a model that draws: prompts:FILE (one per line; class numbers for a class-conditional "
+        "model) or pictures:N",
+    )
+    parser.add_argument(
+        "--text",
+        help="prompts without pictures, for recipes with a stage on text: prompts:FILE, .jsonl or hf:owner/name[:split]"
+        "; 'none': leave these stages out",
     )
     parser.add_argument("--out", type=Path, required=True, help="folder of the run; rerun the command to resume")
     parser.add_argument("--recipe", choices=sorted(RECIPES), help="default: the published recipe of the method")
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="change values of the recipe")
     parser.add_argument("--intermediate", type=int, help="width of the drafter's MLP; default: the target's")
+    parser.add_argument(
+        "--shape", nargs="*", default=[], metavar="NAME=VALUE",
+        help="other values of the drafter's config, such as draft_vocab=8192 (a head of its own, for the most frequent "
+        "tokens of the answers), num_q=4 or depth=6",
+    )  # fmt: skip
+    parser.add_argument("--answers", type=Path, help="folder of the target's answers, to share between runs")
+    parser.add_argument("--keep", type=float, default=0.0, metavar="GB", help="memory for features to be used again")
     parser.add_argument("--limit", type=int, help="use at most so many samples")
     parser.add_argument("--device", default="auto")
 
 
-def _recipe(args: argparse.Namespace) -> EagleRecipe:
-    recipe = RECIPES[args.recipe or (f"{args.method}-image" if draws(args.target, args.data) else args.method)]
-    types = {f.name: type(getattr(recipe, f.name)) for f in fields(recipe)}
-    changes: dict[str, Any] = {}
-    for item in args.set:
+def _recipe(args: argparse.Namespace) -> Recipe:
+    name = args.recipe or (f"{args.method}-image" if draws(args.target, args.data) else args.method)
+    if name not in RECIPES:
+        raise ValueError(f"{args.method!r} is for models that look at pictures; for one that draws them use 'eagle'")
+    recipe = RECIPES[name]
+    recipe = recipe.without_texts() if args.text == "none" else recipe
+    return recipe.with_(**_values(args.set, {f.name: getattr(recipe, f.name) for f in fields(recipe)}))
+
+
+def _values(items: list[str], now: dict[str, Any]) -> dict[str, Any]:
+    """NAME=VALUE with values of the kind that the names have now; unknown names are left to whom they are for.
+
+    Raises:
+        ValueError: a value of another kind.
+    """
+    found: dict[str, Any] = {}
+    for item in items:
         name, _, value = item.partition("=")
-        kind = types.get(name, str)
-        changes[name] = value.lower() in ("1", "true", "yes") if kind is bool else kind(value)
-    return recipe.with_(**changes)
+        kind = type(now.get(name, ""))
+        try:
+            if kind is bool:
+                found[name] = {"true": True, "false": False, "yes": True, "no": False}[value.lower()]
+            else:
+                found[name] = tuple(ast.literal_eval(value)) if kind is tuple else kind(value)
+        except (ValueError, KeyError, SyntaxError, TypeError) as error:
+            raise ValueError(f"{name} is a {kind.__name__}, as in {now[name]!r}; got {value!r}") from error
+    return found
 
 
 def draws(target: str, data: str) -> bool:
@@ -61,76 +94,107 @@ NORMED: dict[str, Any] = {
 }  # fmt: skip
 
 
-def build(method: str, model: Any, intermediate: int | None) -> Any:
-    """An untrained drafter in the shape of the target's own decoder layer, with norms throughout."""
-    from mmspec.drafters.eagle import EagleConfig
+def build(method: str, model: Any, intermediate: int | None, **shape: Any) -> Any:
+    """An untrained drafter in the shape of the target's own decoder layer, with norms throughout.
+
+    Args:
+        shape: other values of the method's config.
+
+    Raises:
+        ValueError: a value that the method's config does not have, or does not allow.
+    """
     from mmspec.pipelines.families import home
 
     c, info = model.get_decoder().config, home(model).describe(model)
     theta = (getattr(c, "rope_parameters", None) or {}).get("rope_theta", 10000.0)
-    config = EagleConfig(
-        hidden=info.hidden,
-        intermediate=intermediate or c.intermediate_size,
-        heads=c.num_attention_heads,
-        kv_heads=c.num_attention_heads,
-        head_dim=getattr(c, "head_dim", None) or info.hidden // c.num_attention_heads,
-        vocab=info.vocab,
-        rope_theta=float(theta),
-        norm_eps=float(getattr(c, "rms_norm_eps", 1e-6)),
+    made = drafter_class(method)
+    values = {
+        "hidden": info.hidden,
+        "intermediate": intermediate or c.intermediate_size,
+        "heads": c.num_attention_heads,
+        "kv_heads": c.num_attention_heads,
+        "head_dim": getattr(c, "head_dim", None) or info.hidden // c.num_attention_heads,
+        "vocab": info.vocab,
+        "rope_theta": float(theta),
+        "norm_eps": float(getattr(c, "rms_norm_eps", 1e-6)),
         **NORMED,
-        target=info.name,
-        target_revision=getattr(model.config, "_commit_hash", None) or "",
-    )
-    return drafter_class(method)(config)
+        "target": info.name,
+        "target_revision": getattr(model.config, "_commit_hash", None) or "",
+    }
+    return made(made.Config.of({**values, **shape}))
 
 
-def build_for_pictures(method: str, pipe: Any, intermediate: int | None) -> Any:
-    """An untrained drafter in the shape of a LlamaGen's own layer, rows and columns as its positions."""
-    from mmspec.drafters.eagle import EagleConfig
+def build_for_pictures(method: str, pipe: Any, intermediate: int | None, **shape: Any) -> Any:
+    """An untrained drafter in the shape of a LlamaGen's own layer, rows and columns as its positions.
+
+    Raises:
+        ValueError: a method that reads pictures; there are none in these prompts.
+    """
     from mmspec.pipelines.families import home
 
+    if method != "eagle":
+        raise ValueError(f"{method!r} is for models that look at pictures; for one that draws them use 'eagle'")
     c, info = pipe.transformer.config, home(pipe).describe(pipe)
-    config = EagleConfig(
-        hidden=c.dim,
-        intermediate=intermediate or pipe.transformer.layers[0].feed_forward.w2.in_features,
-        heads=c.heads,
-        kv_heads=c.heads,
-        vocab=c.vocab,
-        rope="2d",
-        grid=c.grid,
-        rope_theta=c.rope_base,
-        norm_eps=c.norm_eps,
+    made = drafter_class(method)
+    values = {
+        "hidden": c.dim,
+        "intermediate": intermediate or pipe.transformer.layers[0].feed_forward.w2.in_features,
+        "heads": c.heads,
+        "kv_heads": c.heads,
+        "vocab": c.vocab,
+        "rope": "2d",
+        "grid": c.grid,
+        "rope_theta": c.rope_base,
+        "norm_eps": c.norm_eps,
         **NORMED,
-        target=info.name,
-    )
-    return drafter_class(method)(config)
+        "target": info.name,
+    }
+    return made(made.Config.of({**values, **shape}))
 
 
-def train(model: Any, processor: Any, method: str, data: str, out: Path, recipe: EagleRecipe, **options: Any) -> Any:
+def train(model: Any, processor: Any, method: str, data: str, out: Path, recipe: Recipe, **options: Any) -> Any:
     """Train a drafter for a loaded model and write it to `out`; returns it. Resumes what `out` already holds.
 
     Without a processor the model is a pipeline that draws.
+
+    Args:
+        options: `intermediate` and `shape` (see `build`), or a `drafter` to train on; `limit` on the samples; `text`,
+            a source of prompts without pictures; `answers`, a folder of answers to share; `keep`, GB of memory for
+            traces.
     """
     from mmspec.pipelines.image_teacher import ImageTeacher
     from mmspec.pipelines.teacher import Teacher
 
     torch.manual_seed(recipe.seed)
     shaped = build if processor else build_for_pictures
-    drafter = options.get("drafter") or shaped(method, model, options.get("intermediate"))
-    samples = read(data, options.get("limit"), recipe.seed)
+    drafter = options.get("drafter") or shaped(
+        method, model, options.get("intermediate"), **(options.get("shape") or {})
+    )
+    heads = getattr(drafter.config, "tokens", 1)
+    if heads not in (1, recipe.unroll):
+        raise ValueError(f"a drafter of {heads} tokens a pass learns so many steps: set unroll={heads}, or tokens")
+    limit, text = options.get("limit"), options.get("text")
+    samples = read(data, limit, recipe.seed)
+    texts = read(text, limit, recipe.seed) if text and recipe.texts else ()
     began = time.monotonic()
     features = drafter.features
     with Teacher(model, processor, features) if processor else ImageTeacher(model, features) as teacher:
         drafter.to(model.device)
-        run = Distillation(drafter, teacher, samples, recipe, out)
+        run = Distillation(
+            drafter, teacher, samples, recipe, out, texts, options.get("answers"), f"{drafter.config.target} {data}",
+            int(options.get("keep", 0.0) * 2**30),
+        )  # fmt: skip
         tau = run.run()
     if run.accelerator.is_main_process:
-        drafter.save_pretrained(out / "drafter")
+        drafter.eval().save_pretrained(out / "drafter")
         report = {
             "held_out_tau": tau,
             "minutes": (time.monotonic() - began) / 60,
+            "cpu_minutes_of_steps": run.seconds / 60,
+            "method": method,
             "recipe": asdict(recipe),
             "data": data,
+            "samples": len(samples),
         }
         part = out / "report.json.part"
         part.write_text(json.dumps(report, indent=2))
@@ -156,16 +220,17 @@ def _opened(target: str, pictures: bool, dtype: torch.dtype) -> tuple[Any, Any]:
 def run(args: argparse.Namespace) -> int:
     device = find_device(args.device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    model, processor = _opened(embedded.resolve(args.target), draws(args.target, args.data), dtype)
-    model.to(device)
-    train(
-        model,
-        processor,
-        args.method,
-        args.data,
-        args.out,
-        _recipe(args),
-        intermediate=args.intermediate,
-        limit=args.limit,
-    )
+    config = drafter_class(args.method).Config
+    try:
+        recipe = _recipe(args)
+        shape = _values(args.shape, {f.name: f.default for f in fields(config)})
+        model, processor = _opened(embedded.resolve(args.target), draws(args.target, args.data), dtype)
+        model.to(device)
+        train(
+            model, processor, args.method, args.data, args.out, recipe, intermediate=args.intermediate, shape=shape,
+            limit=args.limit, text=None if args.text == "none" else args.text, answers=args.answers, keep=args.keep,
+        )  # fmt: skip
+    except ValueError as error:
+        print(f"mmspec train: {error}", file=sys.stderr)
+        return 1
     return 0

@@ -1,6 +1,6 @@
-"""Train an EAGLE drafter for a model from its own answers, then use it.
+"""Train a drafter for a model from its own answers, then use it.
 
-python examples/train_drafter.py [--out runs/my-drafter] [--steps 100]     # run it again to resume
+python examples/train_drafter.py [--method eagle] [--out runs/my-drafter] [--steps 100]     # run it again to resume
 """
 
 import argparse
@@ -15,6 +15,7 @@ from mmspec.app.train import train
 from mmspec.train.recipes import RECIPES
 
 parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+parser.add_argument("--method", choices=("eagle", "vispec", "msd", "specvlm"), default="eagle")
 parser.add_argument("--out", type=Path, default=Path("runs/my-drafter"))
 parser.add_argument("--steps", type=int, default=100)
 parser.add_argument("--samples", type=int, default=160, help="prompts; the model itself writes the answers")
@@ -31,7 +32,7 @@ recipe = RECIPES["scenes-eagle"].with_(
     held_out=max(1, args.samples // 10),
     max_new_tokens=args.max_new_tokens,
 )
-train(model, processor, "eagle", f"scenes:{args.samples}", args.out, recipe)  # for yours: a folder of pictures
+train(model, processor, args.method, f"scenes:{args.samples}", args.out, recipe)  # for yours: a folder of pictures
 
 with mmspec.enable(model, drafter=args.out / "drafter"):
     content = [

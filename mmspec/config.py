@@ -9,7 +9,9 @@ from typing import Any
 ON_UNSUPPORTED = ("error", "fallback")
 INITS = ("uniform", "horizontal", "vertical", "mixture")
 COUPLINGS = ("none", "maximal", "gumbel")
+PRUNE_BY = ("attention", "uniform")
 TREE = ("depth", "width", "size", "tree", "draws")  # options of a drafter that grows a chain or a tree
+FEATURE = (*TREE, "prune", "prune_by")  # of one that reads the prompt's features
 WINDOW = ("window", "init", "coupling", "proactive")  # options of a drafter that refines a window
 
 
@@ -27,10 +29,17 @@ class SpecConfig:
         init: where a Jacobi drafter's first guesses come from, one of INITS.
         coupling: how it redraws a guess once the target has spoken, one of COUPLINGS.
         proactive: (K, D): its next D − 1 positions get a tree with K branches per node (K, D ≥ 2).
+        prune: share of a prompt's image and video tokens that the drafter leaves out; the target reads them all.
+        prune_by: which ones stay, one of PRUNE_BY: those that the target attended to most and some between them (the
+            default), or evenly spaced ones.
         rule: what to keep: a rule's name, with its parameters where it has some, or a Rule.
         budget: distance in total variation that a relaxed rule may spend on one row; None: no limit.
         reproducible: fix the noise beforehand, so that a row is what plain decoding with its seed gives, whatever is
             drafted.
+        auto: draft as deep as pays, or not at all, by what rounds cost on this machine and how much of a draft stands;
+            `depth` is then the most.
+        compile: capture the target's forward and the drafter's chain and compile them, once for each shape that comes
+            up; the first one takes up to a minute. What cannot be compiled runs as it is, with a warning.
         on_unsupported: what a call does that cannot be accelerated: "error" refuses with the reason, "fallback" warns
             once and runs the stock path. Neither ever changes what is generated.
     """
@@ -44,9 +53,13 @@ class SpecConfig:
     init: str | None = None
     coupling: str | None = None
     proactive: tuple[int, int] | None = None
+    prune: float | None = None
+    prune_by: str | None = None
     rule: Any = "exact"
     budget: float | None = None
     reproducible: bool = False
+    auto: bool = False
+    compile: bool = False
     on_unsupported: str = "error"
 
     def __post_init__(self) -> None:
@@ -54,13 +67,18 @@ class SpecConfig:
             value = getattr(self, name)
             if value is not None and not _whole(value, 1):
                 raise ValueError(f"{name} must be a whole number ≥ 1, or None for the drafter's own; got {value!r}")
-        for name, allowed in (("init", INITS), ("coupling", COUPLINGS), ("on_unsupported", ON_UNSUPPORTED)):
+        named = {"init": INITS, "coupling": COUPLINGS, "prune_by": PRUNE_BY, "on_unsupported": ON_UNSUPPORTED}
+        for name, allowed in named.items():
             value = getattr(self, name)
             if value not in allowed and (value is not None or name == "on_unsupported"):
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}")
         pair = self.proactive
         if pair is not None and not (isinstance(pair, tuple) and len(pair) == 2 and all(_whole(n, 2) for n in pair)):
             raise ValueError(f"proactive must be (branches, levels), both whole numbers ≥ 2, or None; got {pair!r}")
+        if self.prune is not None and not 0 <= self.prune <= 1:
+            raise ValueError(f"prune must be a share between 0 and 1, or None; got {self.prune!r}")
+        if self.prune_by is not None and self.prune is None:
+            raise ValueError(f"prune_by={self.prune_by!r} says which tokens stay, and prune how many; give both")
         if self.budget is not None and not self.budget >= 0:
             raise ValueError(f"budget must be a distance ≥ 0, or None for no limit; got {self.budget!r}")
         if self.budget is not None and getattr(self.rule, "name", self.rule) == "exact":
@@ -81,12 +99,7 @@ class SpecConfig:
         return cls(**options)
 
     def filled(self, depth: int, width: int, size: int) -> SpecConfig:
-        """The same options with the drafter's recommendations where the user said nothing, for drafters of trees.
-
-        Raises:
-            ValueError: an option that only drafters of windows have.
-        """
-        self.only(TREE, "this drafter")
+        """The same options with the drafter's recommendations where the user said nothing, for drafters of trees."""
         depth, width = self.depth or depth, self.width or width
         recommended = depth + 1 if width == 1 else max(size, depth + 1)
         return replace(self, depth=depth, width=width, size=self.size or recommended)
@@ -97,7 +110,7 @@ class SpecConfig:
         Raises:
             ValueError: an option was given that is not among the known ones.
         """
-        useless = [name for name in (*TREE, *WINDOW) if getattr(self, name) is not None and name not in known]
+        useless = [name for name in (*FEATURE, *WINDOW) if getattr(self, name) is not None and name not in known]
         if useless:
             raise ValueError(f"{drafter} has no use for {', '.join(useless)}; its options are {', '.join(known)}")
 

@@ -15,7 +15,7 @@ from mmspec.pipelines.sampling import Sampler
 from mmspec.pipelines.state import stacked, tiled
 from mmspec.pipelines.swap import layer_input, listen
 from mmspec.train.data import Sample
-from mmspec.train.distil import Trace
+from mmspec.train.trace import Trace
 from mmspec.types import FINAL
 
 
@@ -67,5 +67,5 @@ class ImageTeacher:
         found = [hidden if i == FINAL else layer_input(heard[f"layer {i}"]) for i in self.features]
         answered = (torch.arange(T, device=ids.device) >= P).expand(B, T)
         ids = torch.cat([ids.new_zeros(B, P), ids], 1)
-        features = stacked(torch.cat(found, -1), S)
-        return Trace(ids, stacked(embeds, S), features, stacked(hidden, S), valid, answered, start=1 - P)
+        features, visual = stacked(torch.cat(found, -1), S), torch.zeros_like(ids)
+        return Trace(ids, stacked(embeds, S), features, stacked(hidden, S), valid, answered, visual, 1 - P)

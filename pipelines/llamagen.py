@@ -23,7 +23,7 @@ from mmspec.pipelines.sampling import CounterNoise, Sampler, warpers
 from mmspec.pipelines.swap import Tap, restore, swap
 from mmspec.rules import exact
 from mmspec.session import Row, Session, Stats
-from mmspec.types import FINAL, TargetInfo
+from mmspec.types import ATTENTION, FINAL, TargetInfo
 
 # What the authors sample with, by kind of condition; a pipeline's own `defaults` come before these.
 TEXT = {"guidance_scale": 7.5, "top_k": 1000, "top_p": 1.0, "temperature": 1.0, "clean_caption": True}
@@ -282,6 +282,8 @@ def codebook(pipe: Any) -> Tensor:
 
 def tap(pipe: Any, features: tuple[int, ...]) -> None:
     """Overhear what enters the layers that a drafter reads."""
+    if ATTENTION in features:
+        raise ValueError("prune leaves out visual tokens of a prompt, and a prompt for a picture has none")
     for i in features:
         if i != FINAL:
             swap(pipe.transformer.layers[i], Tap, _mmspec_name=f"layer {i}")

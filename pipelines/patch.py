@@ -7,7 +7,7 @@ import warnings
 from typing import Any
 
 from mmspec.config import SpecConfig
-from mmspec.pipelines import families
+from mmspec.pipelines import families, pace
 from mmspec.pipelines.swap import restore, swap
 from mmspec.registry import resolve, resolve_rule
 from mmspec.rules import exact
@@ -27,14 +27,16 @@ class Handle:
         drafter: the one in use, fitted to the model; None where the model was left as it is.
         config: the options, as given.
         rule: what is kept of a draft.
+        proposer: what the loop asks for drafts: the drafter, or what `compile` and `auto` make of it.
         stats: what all calls did so far.
     """
 
-    def __init__(self, model: Any, drafter: Any, config: SpecConfig, rule: Rule = exact) -> None:
+    def __init__(self, model: Any, drafter: Any, config: SpecConfig, rule: Rule = exact, proposer: Any = None) -> None:
         self.model = model
         self.drafter = drafter
         self.config = config
         self.rule = rule
+        self.proposer = drafter if proposer is None else proposer
         self.stats = Stats()
         self._lock = threading.Lock()
         self._warned: set[str] = set()
@@ -79,9 +81,9 @@ def enable(model_or_pipe: Any, drafter: Any = None, **options: Any) -> Handle:
             diffusers pipeline that generates tokens.
         drafter: "ngram" (no weights; the default), "jacobi" (no weights; the default of models that only draw
             pictures), a drafter's name on the hub, a folder, or a Drafter.
-        options: fields of SpecConfig: depth, width, size, tree, draws, window, init, coupling, proactive, rule,
-            budget, reproducible, on_unsupported. A `rule` other than "exact" bends the law, by what `budget` allows;
-            of models that both write and draw only that of pictures.
+        options: fields of SpecConfig: depth, width, size, tree, draws, prune, prune_by, window, init, coupling,
+            proactive, rule, budget, reproducible, on_unsupported. A `rule` other than "exact" bends the law, by what
+            `budget` allows; of models that both write and draw only that of pictures.
 
     Returns:
         A Handle; also a context manager that disables on leaving. Enabling again replaces what was there.
@@ -103,11 +105,13 @@ def enable(model_or_pipe: Any, drafter: Any = None, **options: Any) -> Handle:
         warnings.warn(f"mmspec leaves {type(model).__name__} as it is: {why}", stacklevel=2)
         return Handle(model, None, config)
     drafter = getattr(home, "DRAFTER", None) if drafter is None else drafter
-    ready = resolve(drafter, config, home.describe(model))  # may fail: what was enabled before stays
+    target = home.describe(model)
+    ready = resolve(drafter, config, target)  # may fail: what was enabled before stays
     codes = None if config.rule == "exact" else home.codebook(model)
     rule = resolve_rule(config.rule, codes, config.budget)
+    proposer = pace.proposer(home, model, ready, config, target)
     disable(model)
-    handle = Handle(model, ready, config, rule)
+    handle = Handle(model, ready, config, rule, proposer)
     home.tap(model, ready.features)
     swap(model, home.Enabled, _mmspec_handle=handle)
     return handle

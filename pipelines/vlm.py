@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,34 +12,31 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers.cache_utils import Cache
 
-from mmspec.pipelines import attention
+from mmspec.pipelines import attended, attention, compiled
 from mmspec.pipelines.cache import SlotCache
 from mmspec.pipelines.processors import Processors
 from mmspec.pipelines.sampling import Noise, Sampler
 from mmspec.pipelines.state import Onward, Places, State, spread, stacked, tiled
 from mmspec.pipelines.swap import Tap, final_hidden, layer_input, listen, restore, swap
+from mmspec.pipelines.visual import media
 from mmspec.session import Session
 from mmspec.slots import visibility
-from mmspec.types import FINAL, Categorical, Draft, Prompt, Round, Scores
+from mmspec.types import ATTENTION, FINAL, Categorical, Draft, Prompt, Round, Scores
 
 TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 
 
-def placeholders(model: Any) -> list[int]:
-    """Token ids that stand for visual features in a prompt."""
-    names = ("image_token_id", "video_token_id", "image_token_index", "video_token_index")
-    return sorted({getattr(model.config, name, None) for name in names} - {None})
-
-
 def taps(model: Any, features: tuple[int, ...]) -> dict[str, Any]:
-    """The modules to overhear: the decoder, and the layers whose input the drafter asked for."""
+    """The modules to overhear: the decoder, the layers whose input the drafter asked for, and where it wants to know
+    what is attended to, some layers' attention."""
     decoder = model.get_decoder()
-    return {"decoder": decoder, **{f"layer {i}": decoder.layers[i] for i in features if i != FINAL}}
+    heard = attended.layers(decoder) if ATTENTION in features else {}
+    return {"decoder": decoder, **{f"layer {i}": decoder.layers[i] for i in features if i >= 0}, **heard}
 
 
 def tap(model: Any, features: tuple[int, ...]) -> None:
     for name, module in taps(model, features).items():
-        swap(module, Tap, _mmspec_name=name)
+        swap(module, attended.Attentive if name.startswith("attention") else Tap, _mmspec_name=name)
 
 
 def untap(model: Any, features: tuple[int, ...]) -> None:
@@ -72,12 +71,15 @@ class VlmTarget:
         guidance: Any = None,
     ) -> None:
         self.model = model
-        self.features = features
+        self.features = tuple(i for i in features if i != ATTENTION)
+        self.attends = ATTENTION in features
         self.sampler = Sampler(processors, sample, noise)
         self.bare = not (sample or keep or processors.processors or guidance)
         self.keep = keep
         self.guidance = guidance
         self.streams = 1 if guidance is None else 2
+        handle = getattr(model, "_mmspec_handle", None)
+        self.compiled = compiled.of(model) if handle is not None and handle.config.compile else None
         self.arguments: dict[str, Any] = {}
         config = model.get_decoder().config
         self.eager = config._attn_implementation == "eager"
@@ -107,7 +109,9 @@ class VlmTarget:
         mask = arguments.get("attention_mask")
         valid = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
         arguments = {**arguments, "past_key_values": slots}
-        with listen() as heard:
+        visual = media(ids[:, -(valid.shape[1] - past) :], self.model.config, arguments)
+        asked = attended.attending(visual, valid) if self.attends else nullcontext()
+        with listen() as heard, asked as looked:
             out = self.model._prefill(ids, generation_config, arguments, is_first_iteration=True)
         arguments = self.model._update_model_kwargs_for_generation(out, arguments)
         slots.advance(valid.shape[1] - past)
@@ -118,8 +122,9 @@ class VlmTarget:
             ids=ids[:, past:] if ids.shape[1] == valid.shape[1] else ids,
             embeds=self._embeds(heard, ids) if past == 0 else heard["decoder"][1].get("inputs_embeds"),
             hidden=self._features(heard),
-            visual=self._visual(ids[:, -(valid.shape[1] - past) :]),
+            visual=visual,
             valid=valid[:, past:],
+            attention=None if looked is None else looked.mean,
         )
         raw = self._logits(out, heard)[:, -1:]
         return (state, prompt, raw) if self.guidance is None else self._second(state, prompt, raw, reserve)
@@ -145,10 +150,6 @@ class VlmTarget:
     def _embeds(self, heard: dict[str, Any], ids: Tensor) -> Tensor:
         embeds = heard["decoder"][1].get("inputs_embeds")
         return self.embed(ids) if embeds is None else embeds
-
-    def _visual(self, ids: Tensor) -> Tensor:
-        """bool [B, L]: image and video positions."""
-        return torch.isin(ids, torch.tensor(placeholders(self.model), device=ids.device, dtype=ids.dtype))
 
     def _features(self, heard: dict[str, Any]) -> Any:
         """[S·B, N, F] of one forward, or None where the drafter wants none."""
@@ -187,11 +188,16 @@ class VlmTarget:
             tiled(t, self.streams)
             for t in (draft.tokens.clamp(min=0), draft.tree.depth, draft.tree.ancestors, (session.emitted - 1)[:, None])
         )
+        read = self.read if self.compiled is None else partial(self.compiled.read, self)
+        raw, *hidden = read(state, tokens, state.places.at(index + depth), self._mask(state, ancestors, depth))
+        return self.law(raw, session, draft, stacked(hidden[0], self.streams) if hidden else None)
+
+    def read(self, state: State, tokens: Tensor, places: Tensor, mask: Any) -> tuple[Tensor, ...]:
+        """Raw logits [S·B, N, V] of one forward, and the features [S·B, N, F] where the drafter asked for some."""
         with listen() as heard:
-            out = self._forward(state, tokens, state.places.at(index + depth), self._mask(state, ancestors, depth))
-        hidden = self._features(heard)
-        hidden = None if hidden is None else stacked(hidden, self.streams)
-        return self.law(self._logits(out, heard), session, draft, hidden)
+            out = self._forward(state, tokens, places, mask)
+        hidden, raw = self._features(heard), self._logits(out, heard)
+        return (raw,) if hidden is None else (raw, hidden)
 
     def _forward(self, state: State, ids: Tensor, places: Tensor, mask: Any) -> Any:
         """The model's own decoding step, over nodes [S·B, N]."""
@@ -213,6 +219,7 @@ class VlmTarget:
         """bool or additive [B, 1, N, T]; one per layer type where the model has sliding windows."""
         at = state.cache.lengths
         full = visibility(at, state.open_slots, ancestors)
+
         def wanted(visible: Tensor, window: int | None = None) -> Tensor:
             mask = self._as_wanted(visible)
             return attention.marked(mask, at.device, state.open_slots, ancestors, depth, window) if self.tree else mask

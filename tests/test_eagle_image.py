@@ -33,7 +33,7 @@ from mmspec.session import Row, Session
 from mmspec.train import data
 from mmspec.train.data import Sample
 from mmspec.train.distil import Distillation, losses
-from mmspec.train.recipes import EagleRecipe
+from mmspec.train.recipes import Recipe
 from mmspec.types import FINAL, Categorical, Prompt, Scores, TargetInfo
 
 CPU = torch.device("cpu")
@@ -435,13 +435,13 @@ def test_drafts_are_drawn_anew_for_every_position_and_apart_from_the_coins() -> 
 
 # -- training --------------------------------------------------------------------------------------------------------
 
-RECIPE = EagleRecipe(
+RECIPE = Recipe(
     steps=8, batch=4, lr=5e-3, clip=1.0, muon=True, token_weight=1.0, feature_weight=0.2, unroll=3, sampled=1.0,
     overlap=True, held_out=3,
 )  # fmt: skip
 
 
-def distilling(out: Path, recipe: EagleRecipe = RECIPE, prompts: int = 12) -> Distillation:
+def distilling(out: Path, recipe: Recipe = RECIPE, prompts: int = 12) -> Distillation:
     pipe = tiny_llamagen.pipeline("text")
     pipe.transformer.output.weight.data.mul_(0.2)  # laws as broad as those of pictures
     torch.manual_seed(1)
@@ -477,7 +477,8 @@ def test_training_unroll_equals_decoding(tmp_path: Path) -> None:
     samples, P, depth = run.samples[:2], tiny_llamagen.PREFIX, 3
     answers = run.teacher.answers(samples, 0, 0.0)
     trace = run.teacher.trace(samples, answers)
-    unrolled = run.drafter(trace.embeds[:, 1:], trace.features[:, :-1], trace.valid[:, :-1], depth, trace.start)
+    read = trace.embeds[:, 1:], trace.features[:, :-1], trace.visual[:, 1:], trace.valid[:, :-1]
+    unrolled = run.drafter(*read, depth, trace.start)
     shown: list[Tensor] = []
     target, made = run.teacher.target, fitted(run.drafter, width=1, depth=depth)
     table, ids = target.embed, torch.tensor(answers)
@@ -504,8 +505,8 @@ def test_training_unroll_equals_decoding(tmp_path: Path) -> None:
 
 def test_training_lowers_the_loss_and_raises_tau(tmp_path: Path) -> None:
     run = distilling(tmp_path, RECIPE.with_(steps=60))
-    held = run.answers(run.held_out, "held-out")
-    trace = run.teacher.trace(run.held_out, held)
+    held = run.lesson(run.held_out, "held-out")
+    trace = held.trace(held.usable)
     before = losses(run.drafter, run.drafter, run.teacher, trace, RECIPE)[0].item()
     tau = run.measure(held)
     assert run.run() > tau + 0.1

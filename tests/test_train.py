@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,16 +17,27 @@ from PIL import Image
 import mmspec
 from mmspec.app.train import build, train
 from mmspec.drafters.eagle import EagleDrafter
+from mmspec.drafters.feature import FeatureDrafter
 from mmspec.pipelines.prompts import chat_inputs
 from mmspec.pipelines.teacher import Teacher
+from mmspec.registry import DRAFTERS
 from mmspec.slots import Lengths, Slots
-from mmspec.train import data
+from mmspec.train import data, gate
+from mmspec.train.data import Sample
 from mmspec.train.distil import Distillation, expected_tokens, losses
-from mmspec.train.recipes import EagleRecipe
+from mmspec.train.recipes import MSD, RECIPES, VISPEC, Recipe
+from mmspec.train.trace import Trace
 
-RECIPE = EagleRecipe(
+RECIPE = Recipe(
     steps=6, batch=4, lr=3e-3, unroll=3, muon=True, held_out=4, max_new_tokens=12, sampled=0.5, token_weight=1.0
 )
+
+
+METHODS = [name for name, entry in DRAFTERS.items() if entry.trained]
+SHAPES: dict[str, dict[str, Any]] = {
+    "flash": {"tokens": 3, "depth": 3, "tree": "dynamic"},
+    "specvlm": {"gate_width": 8, "prune_ratio": 2},
+}
 
 
 @pytest.fixture(scope="module")
@@ -45,13 +59,25 @@ def _drafter() -> EagleDrafter:
     return build("eagle", tiny_llava.model(), None)
 
 
-def _run(out: Path, questions: Path, recipe: EagleRecipe = RECIPE, drafter: EagleDrafter | None = None) -> Distillation:
+def _made(method: str, **shape: Any) -> FeatureDrafter:
+    """An untrained drafter of a method whose zeros are filled, so that every part of it matters."""
+    torch.manual_seed(1)
+    made = build(method, tiny_llava.model(), None, **{**SHAPES.get(method, {}), **shape})
+    with torch.no_grad():
+        for weight in made.parameters():
+            weight.add_(0.05 * torch.randn_like(weight))
+    return made
+
+
+def _run(
+    out: Path, questions: Path, recipe: Recipe = RECIPE, drafter: FeatureDrafter | None = None, **options: Any
+) -> Distillation:
     model, processor = tiny_llava.model(), tiny_llava.processor()
     model.generation_config.eos_token_id = 2
     drafter = drafter or _drafter()
     teacher = Teacher(model, processor, drafter.features)
     teacher.__enter__()
-    return Distillation(drafter, teacher, data.read(str(questions)), recipe, out)
+    return Distillation(drafter, teacher, data.read(str(questions)), recipe, out, **options)
 
 
 def test_the_trace_is_what_generation_saw(questions: Path) -> None:
@@ -79,7 +105,7 @@ def test_training_unroll_equals_decoding(questions: Path) -> None:
     embeds, features = trace.embeds[:, 1:], trace.features[:, :-1]
     steps, j = 3, 6
     with torch.no_grad():
-        trained = drafter(embeds, features, trace.valid[:, :-1], steps)
+        trained = drafter(embeds, features, trace.visual[:, 1:], trace.valid[:, :-1], steps)
         from mmspec.drafters.blocks import Memory
 
         valid = torch.ones(1, 0, dtype=torch.bool)
@@ -112,7 +138,7 @@ def test_a_drafter_that_returns_the_targets_features_has_no_loss_to_learn(questi
 
     class Head:
         logits = staticmethod(lambda z, teacher: teacher.head(z))
-        to_draft = staticmethod(lambda logits: logits)
+        to_draft = to_target = staticmethod(lambda x: x)
 
     _, agree = losses(Head, Perfect(0), run.teacher, trace, RECIPE)
     assert agree.all() and expected_tokens(agree) == 1 + RECIPE.unroll
@@ -187,3 +213,236 @@ def test_drawn_scenes_and_folders_are_sources(questions: Path) -> None:
 def test_recipe_names_are_checked() -> None:
     with pytest.raises(ValueError, match="unknown recipe value 'speed'"):
         RECIPE.with_(speed=2)
+
+
+# -- every method ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_learns_and_the_output_stays_the_targets(method: str, questions: Path, tmp_path: Path) -> None:
+    model, processor = tiny_llava.model(), tiny_llava.processor()
+    model.generation_config.eos_token_id = 2
+    recipe = RECIPE.with_(steps=30, lr=1e-2, max_new_tokens=20, sampled=0.0, gate_samples=4)
+    drafter, answers = _made(method), questions.parent / "answers"
+    run = _run(tmp_path / "before", questions, recipe, drafter, answers=answers)
+    trace = run.lesson(run.samples, "train").trace([0, 1, 2, 3])
+    first = losses(drafter.eval(), drafter, run.teacher, trace, recipe)[0].item()
+    train(model, processor, method, str(questions), tmp_path / "run", recipe, drafter=drafter, keep=0.01)
+    assert losses(drafter.eval(), drafter, run.teacher, trace, recipe)[0].item() < 0.9 * first
+    sample = data.read(str(questions))[3]  # two pictures
+    inputs = chat_inputs(processor, [sample.prompt], [sample.load()])
+    stock = model.generate(**inputs, max_new_tokens=16, do_sample=False)
+    with mmspec.enable(model, drafter=tmp_path / "run" / "drafter") as handle:
+        assert torch.equal(model.generate(**inputs, max_new_tokens=16, do_sample=False), stock)
+    assert handle.stats.drafted > 0
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("method", METHODS)
+def test_rows_that_are_not_asked_for_change_nothing(method: str, questions: Path) -> None:
+    run = _run(questions.parent / "rows", questions, drafter=_made(method).eval())
+    samples = run.samples[:4]
+    trace = run.teacher.trace(samples, run.teacher.answers(samples, 10, 0.0))
+    read = trace.embeds[:, 1:], trace.features[:, :-1], trace.visual[:, 1:], trace.valid[:, :-1]
+    rows = torch.rand(read[3].shape, generator=torch.Generator().manual_seed(2)) < 0.4
+    rows &= (read[2] == 0) & read[3]
+    for whole, some in zip(run.drafter(*read, 3), run.drafter(*read, 3, 0, rows), strict=True):
+        torch.testing.assert_close(some[rows], whole[rows], rtol=1e-4, atol=1e-5)
+        assert not some[~rows].any() and whole[rows].any(-1).all()
+
+
+def test_a_shape_that_a_method_does_not_have_is_refused() -> None:
+    with pytest.raises(ValueError, match="num_q"):
+        build("msd", tiny_llava.model(), None, num_q=3)
+
+
+def test_heads_and_unrolled_steps_must_agree(questions: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="unroll=5"):
+        train(tiny_llava.model(), tiny_llava.processor(), "flash", str(questions), tmp_path, RECIPE)
+
+
+# -- stages ----------------------------------------------------------------------------------------------------------
+
+
+def _texts() -> list[Sample]:
+    return [Sample(list, f"w{40 + i} w11", 0) for i in range(6)]
+
+
+def test_msd_reads_text_first_and_pictures_at_last(questions: Path, tmp_path: Path) -> None:
+    recipe = MSD.with_(steps=8, batch=2, held_out=4, max_new_tokens=12, noise=0.0)
+    run, seen = _run(tmp_path, questions, recipe, _made("msd"), texts=_texts()), []
+    update = run.update
+
+    def watched(trace: Trace) -> Any:
+        seen.append(bool((trace.visual > 0).any(1).all()))
+        assert seen[-1] or not trace.visual.any()  # a batch is of one kind
+        return update(trace)
+
+    run.update = watched  # type: ignore[method-assign]
+    run.run()
+    assert not any(seen[:4]) and seen[-1]
+
+
+def test_vispec_leaves_its_vision_part_alone_on_text(questions: Path, tmp_path: Path) -> None:
+    recipe = VISPEC.with_(steps=4, batch=2, held_out=4, max_new_tokens=12, suffix="w9 w9")
+    run = _run(tmp_path, questions, recipe, _made("vispec"), texts=_texts())
+    assert all(sample.prompt.endswith(" w9 w9") for sample in run.samples)
+    states = [{k: v.clone() for k, v in run.drafter.state_dict().items()}]
+    update = run.update
+
+    def watched(trace: Trace) -> Any:
+        found = update(trace)
+        states.append({k: v.clone() for k, v in run.drafter.state_dict().items()})
+        return found
+
+    run.update = watched  # type: ignore[method-assign]
+    run.run()
+    vision = [name for name in states[0] if name.startswith(("img_fc", "adaptor"))]
+    others = [name for name in states[0] if name.startswith(("fc", "block"))]
+    for name in vision:
+        assert torch.equal(states[0][name], states[2][name]) and not torch.equal(states[2][name], states[4][name])
+    assert others and not any(torch.equal(states[0][name], states[2][name]) for name in others)
+
+
+def test_a_recipe_that_begins_on_text_asks_for_some(questions: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--text none"):
+        _run(tmp_path, questions, VISPEC.with_(held_out=4))
+
+
+# -- answers and traces ----------------------------------------------------------------------------------------------
+
+
+def test_methods_share_the_targets_answers(questions: Path, tmp_path: Path) -> None:
+    shared = tmp_path / "answers"
+    first = _run(tmp_path / "eagle", questions, answers=shared).lesson(_run(tmp_path, questions).samples, "train")
+    second = _run(tmp_path / "msd", questions, drafter=_made("msd"), answers=shared)
+    second.teacher.answers = None  # type: ignore[assignment, method-assign]
+    assert second.lesson(second.samples, "train").answers == first.answers
+    third = _run(tmp_path / "more", questions, RECIPE.with_(max_new_tokens=6), answers=shared)
+    assert max(map(len, third.answers(third.samples, "train"))) <= 6
+
+
+def test_a_torn_line_is_written_again(questions: Path, tmp_path: Path) -> None:
+    run = _run(tmp_path, questions, RECIPE.with_(writing=3))
+    whole = run.answers(run.samples, "train")
+    [file] = tmp_path.glob("answers-train-*")
+    text = file.read_text()
+    file.write_text(text[:-9])
+    assert run.answers(run.samples, "train") == whole == run.answers(run.samples, "train")
+
+
+def test_what_is_remembered_is_what_was_seen(questions: Path, tmp_path: Path) -> None:
+    run = _run(tmp_path, questions, room=2**30)
+    lesson = run.lesson(run.samples, "train")
+    assert sorted(lesson.traces.held) == lesson.usable
+    places = lesson.usable[:3]
+    kept = lesson.trace(places)
+    fresh = run.teacher.trace([lesson.samples[i] for i in places], [lesson.answers[i] for i in places])
+    for name in ("ids", "valid", "answered", "visual"):
+        assert torch.equal(getattr(kept, name), getattr(fresh, name)), name
+    for name in ("embeds", "features", "final"):
+        real = fresh.valid
+        torch.testing.assert_close(getattr(kept, name)[real], getattr(fresh, name)[real], rtol=1e-4, atol=1e-4)
+    none = _run(tmp_path, questions, room=1).lesson(run.samples, "train")
+    assert 0 < len(none.traces.held) < len(lesson.traces.held)
+
+
+def test_a_draft_vocabulary_is_the_answers_most_frequent_tokens(questions: Path, tmp_path: Path) -> None:
+    drafter = _made("eagle", draft_vocab=9)
+    run = _run(tmp_path, questions, RECIPE.with_(steps=0), drafter)
+    run.run()
+    answers = run.answers(run.samples, "train")
+    seen = Counter(token for answer in answers for token in answer)
+    ids = drafter.draft_ids.tolist()
+    assert ids == sorted(ids) and len(set(ids)) == 9
+    assert min(seen[token] for token in ids) >= max(n for token, n in seen.items() if token not in ids)
+    head = run.teacher.model.get_output_embeddings().weight
+    assert drafter.lm_head is not None
+    torch.testing.assert_close(drafter.lm_head.weight, head[ids])
+
+
+def test_the_gate_learns_what_each_question_needs(questions: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: with two pictures only the third branch is cheap, with one only the second."""
+    drafter = _made("specvlm")
+    run = _run(questions.parent / "gate", questions, drafter=drafter)
+    lesson = run.lesson(list(run.samples) + list(run.held_out), "all")
+    names = drafter.config.branches
+
+    def planted(fixed: Any, teacher: Any, trace: Trace, recipe: Recipe) -> torch.Tensor:
+        cheap = names[2] if trace.visual.max() == 2 else names[1]
+        return torch.tensor(float(fixed.config.gate != cheap))
+
+    monkeypatch.setattr(gate, "_cost", planted)
+    shares = gate.learn(drafter, run.teacher, (lesson.trace([i]) for i in lesson.usable), RECIPE.with_(gate_steps=400))
+    two = sum(lesson.samples[i].images == 2 for i in lesson.usable) / len(lesson.usable)
+    assert shares == pytest.approx({names[1]: 1 - two, names[2]: two})
+
+
+def test_a_branch_is_charged_for_the_rows_that_it_leaves(questions: Path) -> None:
+    run = _run(questions.parent / "charged", questions, drafter=_made("specvlm", prune_ratio=1).eval())
+    trace = run.teacher.trace(run.samples[:1], [[5, 6, 7, 8, 9, 10]])
+    costs = {}
+    for branch in ("prune", "text"):
+        fixed = build("specvlm", tiny_llava.model(), None, gate=branch, prune_ratio=1).eval()
+        free, dear = (gate._cost(fixed, run.teacher, trace, RECIPE.with_(gate_cost=c)).item() for c in (0.0, 2.0))
+        costs[branch] = dear - free
+    assert costs == pytest.approx({"prune": 2.0, "text": 0.0}, abs=1e-4)
+
+
+# -- data ------------------------------------------------------------------------------------------------------------
+
+
+def test_drawn_clips_and_the_mixture_are_sources() -> None:
+    clips = data.read("clips:2")
+    assert [len(s.load()) for s in clips] == [s.images for s in clips] == [8, 8]
+    assert clips[0].load()[0].tobytes() != clips[0].load()[-1].tobytes() or clips[1].load()[0] != clips[1].load()[-1]
+    mixed = data.read("zoo:60")
+    images = Counter(min(sample.images, 4) for sample in mixed)
+    assert images == {1: 20, 2: 10, 4: 30} and max(s.images for s in mixed) == 8
+    assert all(len(sample.load()) == sample.images for sample in mixed[:12])
+    assert [s.prompt for s in data.read("zoo:60")] == [s.prompt for s in mixed]
+
+
+@pytest.mark.parametrize("column", ["image", "images"])
+def test_a_dataset_of_conversations_is_a_source(column: str, tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    pictures = [Image.new("RGB", (8 + i, 8)) for i in range(3)]
+    told = [{"from": "human", "value": "<image>\nWhat is this?"}, {"from": "gpt", "value": "A dot."}]
+    kind = datasets.Image() if column == "image" else datasets.List(datasets.Image())
+    features = datasets.Features({
+        column: kind, "conversations": datasets.List({name: datasets.Value("string") for name in told[0]}),
+    })  # fmt: skip
+    shown = pictures if column == "image" else [pictures[:1], pictures[:2], []]
+    table = datasets.Dataset.from_dict({column: shown, "conversations": [told] * 3}, features)
+    table.to_parquet(tmp_path / "data" / "train.parquet")
+    samples = data.read(f"hf:{tmp_path}")
+    assert [s.prompt for s in samples] == ["What is this?"] * 3
+    assert [s.images for s in samples] == ([1, 1, 1] if column == "image" else [1, 2, 0])
+    assert [len(s.load()) for s in samples] == [s.images for s in samples]
+    assert samples[1].load()[-1].size == (9, 8)
+
+
+def test_batches_hold_what_is_alike_and_every_sample_comes() -> None:
+    lengths = [(1 + i % 2, i % 7) for i in range(64)]
+    order = data.batches(lengths, 4, seed=3, start=0)
+    epoch = [next(order) for _ in range(16)]
+    assert sorted(i for batch in epoch for i in batch) == list(range(64))
+    assert sum(len({lengths[i][0] for i in batch}) == 1 for batch in epoch) >= 12
+    resumed = data.batches(lengths, 4, seed=3, start=5)
+    assert [next(resumed) for _ in range(11)] == epoch[5:]
+    halves = [data.batches(lengths, 2, 3, 0, process, 2) for process in (0, 1)]
+    assert sorted(i for half in halves for i in next(half)) == sorted(epoch[0])
+
+
+@pytest.mark.parametrize("method", ["eagle", "vispec", "msd", "flash", "specvlm"])
+def test_the_embedded_drafters_are_within_their_size(method: str) -> None:
+    from mmspec.zoo.recipes import DRAFTERS as ZOO
+
+    recipe = ZOO[f"scenes-video-{method}"]
+    assert recipe.recipe in RECIPES and recipe.method == method
+    model = tiny_llava.model()
+    config = replace(build(method, model, recipe.intermediate, **recipe.shape).config, hidden=192, heads=3, kv_heads=3,
+                     head_dim=64, vocab=2048)  # fmt: skip
+    from mmspec.registry import drafter_class
+
+    assert 2 * sum(p.numel() for p in drafter_class(method)(config).parameters()) <= 1.45e6

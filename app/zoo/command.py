@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,14 +16,16 @@ from mmspec import zoo
 from mmspec.app.train import train
 from mmspec.app.zoo import card, evaluate
 from mmspec.app.zoo import image as zoo_image
+from mmspec.app.zoo import mar as zoo_mar
 from mmspec.app.zoo import vlm as zoo_vlm
 from mmspec.app.zoo import watch as zoo_watch
 from mmspec.pipelines.llamagen import LlamaGenPipeline
 from mmspec.train.recipes import RECIPES as HOW
-from mmspec.zoo.recipes import DRAFTERS, IMAGES, RECIPES, DrafterRecipe, ImageRecipe, VlmRecipe
+from mmspec.zoo.recipes import DRAFTERS, IMAGES, MARS, RECIPES, DrafterRecipe, ImageRecipe, VlmRecipe
 
 WORK = Path("runs/zoo")  # where checkpoints and logs go
 LOOK_EVERY = 200  # steps between two looks at held-out scenes
+TRACES = 2.0  # GB of memory for what a drafter learns from
 
 
 def journal(path: Path) -> Callable[[str], None]:
@@ -111,7 +114,10 @@ def train_drafter(recipe: DrafterRecipe, out_dir: Path, work: Path) -> None:
         model = LlavaForConditionalGeneration.from_pretrained(target, dtype=torch.float32)
         model.config._name_or_path = recipe.target
         processor = LlavaProcessor.from_pretrained(target)
-    drafter = train(model, processor, "eagle", recipe.data, work, how, intermediate=recipe.intermediate)
+    drafter = train(
+        model, processor, recipe.method, recipe.data, work, how, intermediate=recipe.intermediate, shape=recipe.shape,
+        answers=work.parent / f"{recipe.target}-answers", keep=0.0 if draws else TRACES,
+    )  # fmt: skip
     tree = {"depth": recipe.depth, "width": recipe.width, "size": recipe.size}
     drafter.config = replace(drafter.config, target=recipe.target, **tree)
     out_dir.mkdir(parents=True, exist_ok=True)
@@ -127,7 +133,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "names",
         nargs="*",
         metavar="NAME",
-        help=f"which ({', '.join([*RECIPES, *IMAGES, *DRAFTERS])}); default: all, in order",
+        help=f"which ({', '.join([*RECIPES, *IMAGES, *DRAFTERS, *MARS])}); default: all, in order",
     )
     add("--out", type=Path, help="folder to export to, a subfolder each (default: inside the package)")
     add("--work", type=Path, default=WORK, help="folder of checkpoints and logs, a subfolder each (%(default)s)")
@@ -140,7 +146,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train and score each of the named models."""
     torch.set_num_threads(args.threads)
-    known = [*RECIPES, *IMAGES, *DRAFTERS]
+    known = [*RECIPES, *IMAGES, *DRAFTERS, *MARS]
     names = args.names or known
     unknown = [name for name in names if name not in known]
     if unknown:
@@ -151,6 +157,13 @@ def run(args: argparse.Namespace) -> int:
         if name in DRAFTERS:
             if not args.eval_only:
                 train_drafter(DRAFTERS[name], out, work)
+            continue
+        if name in MARS:
+            if args.fresh:
+                forget(work, zoo_mar.STAGES)
+            (zoo_mar.evaluate if args.eval_only else partial(zoo_mar.train, work=work))(
+                MARS[name], out, say=journal(work / "log.txt")
+            )
             continue
         if name in IMAGES:
             if not args.eval_only:

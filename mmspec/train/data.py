@@ -1,7 +1,8 @@
-"""Where training prompts come from: images with questions, in a folder, a JSONL list, a dataset, or drawn; or texts."""
+"""Where training prompts come from: pictures with questions, in a folder, a list, a dataset, or drawn; or texts."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,37 +23,43 @@ class Sample:
 
     load: Callable[[], list[Image.Image]]
     prompt: str
+    images: int = 1  # how many `load` gives
 
 
 def read(source: str, limit: int | None = None, seed: int = 0) -> Sequence[Sample]:
     """Samples of a source.
 
     Args:
-        source: `scenes:N` (drawn on the fly), a folder of images, a `.jsonl` file with `image` (or `images`) and
-            `prompt` (or `question`) per line, paths relative to it, or `hf:owner/name[:split]` with an `image` column.
-            For a target that draws: `prompts:FILE`, one per line, or `pictures:N`, prompts of the zoo's generator.
+        source: one of
+            - a folder of images;
+            - a `.jsonl` file with `prompt` (or `question`) and `image` or `images` per line, paths relative to it;
+              lines without images are text alone;
+            - `hf:owner/name[:split]`, a dataset with the same columns, or with `conversations`, of which the first
+              turn is asked;
+            - `scenes:N`, `clips:N`, `zoo:N`: drawn pictures, drawn clips of eight frames, and the mixture for the
+              embedded models: a third single pictures, a sixth pairs, half clips of four to eight frames;
+            - `prompts:FILE`, one per line, without images; `pictures:N`, prompts of the zoo's picture generator.
         limit: use at most so many.
-        seed: of drawn scenes.
+        seed: of what is drawn.
 
     Raises:
         ValueError: a source of another form, or one without samples.
     """
-    if source.startswith("scenes:"):
-        samples: Sequence[Sample] = _scenes(int(source.partition(":")[2]), seed)
-    elif source.startswith("prompts:") and Path(source[8:]).is_file():
-        samples = [Sample(list, line.strip()) for line in Path(source[8:]).read_text().splitlines() if line.strip()]
-    elif source.startswith("pictures:"):
-        samples = _pictures(int(source.partition(":")[2]), seed)
-    elif source.startswith("hf:"):
-        samples = _dataset(source[3:])
+    kind, _, rest = source.partition(":")
+    if kind in _DRAWN and rest.isdecimal():
+        samples: Sequence[Sample] = [_DRAWN[kind](index, seed) for index in range(int(rest))]
+    elif kind == "prompts" and Path(rest).is_file():
+        samples = [Sample(list, line.strip(), 0) for line in Path(rest).read_text().splitlines() if line.strip()]
+    elif kind == "hf":
+        samples = _dataset(rest)
     elif Path(source).is_dir():
         samples = _folder(Path(source))
     elif Path(source).suffix == ".jsonl" and Path(source).is_file():
         samples = list(_lines(Path(source)))
     else:
         raise ValueError(
-            f"unknown data source {source!r}; give scenes:N, a folder of images, a .jsonl file, hf:owner/name[:split] "
-            "or, for a model that draws, prompts:FILE or pictures:N"
+            f"unknown data source {source!r}; give a folder of images, a .jsonl file, hf:owner/name[:split], "
+            "scenes:N, clips:N, zoo:N or, without images, prompts:FILE or pictures:N"
         )
     if not samples:
         raise ValueError(f"{source} holds no samples; a folder needs images ({', '.join(sorted(_SUFFIXES))})")
@@ -74,13 +81,14 @@ def _lines(path: Path) -> Iterator[Sample]:
             continue
         try:
             item = json.loads(line)
-            images = item.get("images") or [item["image"]]
+            images = item.get("images") or ([item["image"]] if "image" in item else [])
             prompt = item.get("prompt") or item["question"]
         except (json.JSONDecodeError, KeyError, AttributeError) as error:
             raise ValueError(
-                f"{path}, line {number}: a sample needs 'image' or 'images', and 'prompt' or 'question'; {error!r}"
+                f"{path}, line {number}: a sample needs 'prompt' or 'question', and 'image' or 'images' unless it is "
+                f"text alone; {error!r}"
             ) from error
-        yield Sample(_open(*(path.parent / name for name in images)), prompt)
+        yield Sample(_open(*(path.parent / name for name in images)), prompt, len(images))
 
 
 def _dataset(name: str) -> list[Sample]:
@@ -88,47 +96,113 @@ def _dataset(name: str) -> list[Sample]:
 
     repo, _, split = name.partition(":")
     table = load_dataset(repo, split=split or "train")
+    columns = set(table.column_names)
+    pictures = next((k for k in ("images", "image") if k in columns), None)
+    words = next((k for k in ("prompt", "question", "conversations") if k in columns), None)
+    if pictures is None and words is None:
+        raise ValueError(f"{name} needs 'image', 'images', 'prompt', 'question' or 'conversations'; it has {columns}")
+
+    def load(index: int, column: str) -> list[Image.Image]:
+        found = table[index][column]
+        return [image.convert("RGB") for image in (found if isinstance(found, list) else [found])]
 
     def sample(index: int) -> Sample:
-        question = next((table[index][k] for k in ("prompt", "question") if k in table.column_names), None)
-        return Sample(partial(image, index), question or _PROMPTS[index % len(_PROMPTS)])
+        prompt = _asked(texts[index]) if texts is not None else ""
+        count = 0 if pictures is None else len(bare[index][pictures][0]) if pictures == "images" else 1
+        return Sample(
+            partial(load, index, pictures) if count and pictures else list,
+            prompt or _PROMPTS[index % len(_PROMPTS)],
+            count,
+        )
 
-    def image(index: int) -> list[Image.Image]:
-        return [table[index]["image"].convert("RGB")]
-
-    if "image" not in table.column_names:
-        raise ValueError(f"{name} needs a column 'image'; it has {', '.join(table.column_names)}")
+    texts = table[words] if words else None
+    bare = table.with_format("arrow")  # counts images without decoding them
     return [sample(index) for index in range(len(table))]
 
 
-def _scenes(count: int, seed: int) -> list[Sample]:
+def _asked(words: Any) -> str:
+    """The question of a cell: itself, or the first turn of a conversation (LLaVA's and ShareGPT's form)."""
+    if isinstance(words, list):
+        first = words[0] if words else {}
+        words = first.get("value") or first.get("content") or ""
+    return str(words or "").replace("<image>", "").strip()
+
+
+def _scene(index: int, seed: int) -> Sample:
     from mmspec.zoo import language, scenes
 
-    prompts = tuple(language.PROMPTS.values())
-
-    def draw(index: int) -> list[Image.Image]:
+    def draw() -> list[Image.Image]:
         return [scenes.render(scenes.draw(np.random.default_rng([seed, 77, index])))]
 
-    return [Sample(partial(draw, index), prompts[index % len(prompts)]) for index in range(count)]
+    prompts = tuple(language.PROMPTS.values())
+    return Sample(draw, prompts[index % len(prompts)])
 
 
-def _pictures(count: int, seed: int) -> list[Sample]:
+def _pair(index: int, seed: int) -> Sample:
+    """Two pictures, one of which is to be told."""
+    from mmspec.zoo import language, scenes
+    from mmspec.zoo.recipes import Mix
+
+    rng = np.random.default_rng([seed, 79, index])
+    pair = (scenes.draw(rng), scenes.draw(rng))
+    told = language.pair_question(rng, pair, Mix())
+    while told.kind not in ("pair-short", "pair-names"):
+        told = language.pair_question(rng, pair, Mix())
+    return Sample(lambda: [scenes.render(scene) for scene in pair], told.prompt, 2)
+
+
+def _clip(index: int, seed: int, frames: int = 8) -> Sample:
+    """The frames of a clip, in which something moves."""
+    from mmspec.zoo import clips
+
+    rng = np.random.default_rng([seed, 80, index])
+    clip = clips.draw(rng)
+    return Sample(lambda: clips.frames(clip, frames), clips.describe(rng, clip).prompt, frames)
+
+
+def _mixed(index: int, seed: int) -> Sample:
+    turn = ("picture", "clip", "pair", "clip", "picture", "clip")[index % 6]
+    if turn == "clip":
+        return _clip(index, seed, int(np.random.default_rng([seed, 81, index]).integers(4, 9)))
+    return _pair(index, seed) if turn == "pair" else _scene(index // 2, seed)  # so that all its prompts come
+
+
+def _picture(index: int, seed: int) -> Sample:
+    """A prompt of the picture generator."""
     from mmspec.zoo import pictures
 
-    generators = (np.random.default_rng([seed, 78, index]) for index in range(count))
-    return [Sample(list, pictures.caption(pictures.draw(rng), rng)) for rng in generators]
+    rng = np.random.default_rng([seed, 78, index])
+    return Sample(list, pictures.caption(pictures.draw(rng), rng), 0)
 
 
-def batches(count: int, size: int, seed: int, start: int, process: int = 0, processes: int = 1) -> Iterator[list[int]]:
-    """Endless batches of indices, the same for a step number whether the run was resumed or not."""
-    step = start
-    while True:
-        chosen = np.random.default_rng([seed, step]).choice(count, size=min(count, size * processes), replace=False)
-        yield [int(i) for i in chosen[process::processes]]
-        step += 1
+_DRAWN: dict[str, Callable[[int, int], Sample]] = {
+    "scenes": _scene, "clips": _clip, "zoo": _mixed, "pictures": _picture,
+}  # fmt: skip
 
 
-def lengths_sorted(items: Sequence[Any], size: int) -> list[list[int]]:
+def batches(
+    lengths: Sequence[tuple[int, ...]], size: int, seed: int, start: int, process: int = 0, processes: int = 1
+) -> Iterator[list[int]]:
+    """Endless batches of indices, the same for a step number whether the run was resumed or not.
+
+    A batch holds items of similar length, so that padding is small: every epoch is shuffled, sorted by length within
+    stretches of eight batches, and its batches are shuffled.
+    """
+    whole = min(len(lengths), size * processes)
+    count, drawn = len(lengths) // whole, -1
+    order: list[list[int]] = []
+    for step in itertools.count(start):
+        epoch, place = divmod(step, count)
+        if epoch != drawn:
+            rng, drawn = np.random.default_rng([seed, epoch]), epoch
+            mixed = rng.permutation(len(lengths))[: count * whole].tolist()
+            for i in range(0, len(mixed), 8 * whole):
+                mixed[i : i + 8 * whole] = sorted(mixed[i : i + 8 * whole], key=lengths.__getitem__)
+            order = [mixed[i * whole : (i + 1) * whole] for i in rng.permutation(count)]
+        yield order[place][process::processes]
+
+
+def lengths_sorted(lengths: Sequence[Any], size: int) -> list[list[int]]:
     """Indices grouped into batches of similar length, so that padding is small."""
-    order = sorted(range(len(items)), key=lambda i: len(items[i]))
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)
     return [order[i : i + size] for i in range(0, len(order), size)]

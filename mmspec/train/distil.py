@@ -2,88 +2,31 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from tqdm import tqdm
 
+from mmspec.train import gate
 from mmspec.train.data import Sample, batches, lengths_sorted
 from mmspec.train.muon import Muon
-from mmspec.train.recipes import EagleRecipe
+from mmspec.train.objective import expected_tokens, losses
+from mmspec.train.recipes import Recipe
+from mmspec.train.trace import Remembered, Teaches, Trace
 
 
-@dataclass(frozen=True)
-class Trace:
-    """What the target saw and thought along one batch of right-padded sequences; S streams side by side."""
-
-    ids: Tensor  # [B, T]
-    embeds: Tensor  # [B, T, S·H], visual features in their places
-    features: Tensor  # [B, T, S·F], what the drafter reads
-    final: Tensor  # [B, T, S·H], final hidden states, what the target's head reads
-    valid: Tensor  # bool [B, T]
-    answered: Tensor  # bool [B, T], the target's own tokens
-    start: int = 0  # the drafter's rotary position of row 0; on a grid, behind P rows of prompt, 1 − P
-
-
-class Teaches(Protocol):
-    def answers(self, samples: Sequence[Sample], max_new_tokens: int, temperature: float) -> list[list[int]]: ...
-
-    def trace(self, samples: Sequence[Sample], answers: Sequence[Sequence[int]]) -> Trace: ...
-
-    def head(self, hidden: Tensor) -> Tensor: ...
-
-
-def losses(drafter: Any, network: Any, teacher: Teaches, trace: Trace, recipe: EagleRecipe) -> tuple[Tensor, Tensor]:
-    """The weighted loss of all unrolled steps, and the chance that each step's token is the target's.
-
-    Row j pairs the embedding at j + 1 with the features at j and predicts the feature at j + 1, hence token j + 2.
-
-    Returns:
-        The loss (a scalar), and agreement [steps, rows] over the rows that predict the target's own tokens: whether the
-        likeliest tokens are the same (bool), or, if the recipe asks for `overlap`, Σ min(p, q).
-    """
-    features = trace.features[:, :-1]
-    if recipe.noise:
-        features = features + (torch.rand_like(features) * 2 - 1) * recipe.noise
-    outputs = network(trace.embeds[:, 1:], features, trace.valid[:, :-1], recipe.unroll, trace.start)
-    wanted = trace.final[:, 1:]
-    T = wanted.shape[1]
-    # A row counts if the token after the predicted feature is the target's own, for every step alike.
-    token_after = F.pad(trace.answered[:, 2:], (0, 1))
-    rows = torch.stack([F.pad(token_after[:, i:], (0, i)) for i in range(recipe.unroll)]).all(0)
-    total = wanted.new_zeros(())
-    agree = []
-    for step, predicted in enumerate(outputs):
-        ahead = torch.cat([wanted[:, step:], wanted[:, :step]], 1)  # wraps only where `rows` is false
-        h, z = ahead[rows], predicted[rows]
-        with torch.no_grad():
-            p = drafter.to_draft(teacher.head(h).float())
-        logits = drafter.logits(z, teacher).float()
-        log_q, weights = logits.log_softmax(-1), p.softmax(-1)
-        loss = recipe.token_weight * -(weights * log_q).sum(-1).mean()
-        if recipe.feature_weight and z.shape == h.shape:
-            loss = loss + recipe.feature_weight * F.smooth_l1_loss(z, h)
-        total = total + recipe.step_decay**step * loss
-        same = logits.argmax(-1) == p.argmax(-1)
-        agree.append(torch.minimum(weights, log_q.detach().exp()).sum(-1) if recipe.overlap else same)
-    assert recipe.unroll <= T, "a sequence shorter than the unrolled steps"
-    return total, torch.stack(agree)
-
-
-def expected_tokens(agree: Tensor) -> float:
-    """τ of a greedy or drawn chain as deep as the unroll, bonus included: 1 + Σ_d P(the first d tokens stand)."""
-    return 1.0 + agree.float().cumprod(0).mean(1).sum().item() if agree.numel() else 1.0
-
-
-def optimizers(network: Any, recipe: EagleRecipe) -> list[torch.optim.Optimizer]:
+def optimizers(network: Any, recipe: Recipe) -> list[torch.optim.Optimizer]:
     """AdamW, with the matrices given to Muon where the recipe says so."""
     parameters = [p for p in network.parameters() if p.requires_grad]
     matrices = [p for p in parameters if recipe.muon and p.ndim == 2]
@@ -96,41 +39,88 @@ def optimizers(network: Any, recipe: EagleRecipe) -> list[torch.optim.Optimizer]
     return found
 
 
-def rate(recipe: EagleRecipe, step: int) -> float:
-    """Linear warm-up, then linear decay to 1 %."""
-    done = (step + 1) / recipe.steps
-    return recipe.lr * min(1.0, done / max(recipe.warmup, 1e-9)) * max(1.0 - done, 0.01)
-
-
 def quiet(wanted: bool) -> bool | None:
     """tqdm's `disable`: a bar is shown if it is wanted and somebody looks at a terminal."""
     return None if wanted else True
 
 
+def cut_head(drafter: Any, teacher: Teaches, answers: Sequence[Sequence[int]]) -> None:
+    """Give a drafter with a vocabulary of its own the most frequent tokens of the answers, with the target's rows.
+
+    Ties go to the smaller id, and so do tokens that never occurred (EAGLE-3's code takes the tokens alike).
+    """
+    seen = Counter(chain.from_iterable(answers))
+    ranking = sorted(range(drafter.config.vocab), key=lambda token: (-seen[token], token))
+    ids = torch.tensor(sorted(ranking[: drafter.config.draft_vocab]), device=drafter.draft_ids.device)
+    drafter.draft_ids.copy_(ids)
+    weight = drafter.lm_head.weight
+    for columns in torch.arange(weight.shape[1], device=weight.device).split(256):
+        one_hot = torch.zeros(len(columns), weight.shape[1], device=weight.device, dtype=weight.dtype)
+        one_hot.scatter_(1, columns[:, None], 1)
+        with torch.no_grad():
+            weight[:, columns] = teacher.head(one_hot)[:, ids].T.to(weight.dtype)
+
+
+@dataclass
+class Lesson:
+    """Samples of one kind with the target's answers; `usable` are the places of those that are long enough."""
+
+    samples: list[Sample]
+    answers: list[list[int]]
+    usable: list[int]
+    traces: Remembered
+
+    @property
+    def lengths(self) -> list[tuple[int, int]]:
+        """Of the usable ones, by what makes them long: pictures first, then tokens."""
+        return [(self.samples[i].images, len(self.answers[i])) for i in self.usable]
+
+    def trace(self, places: Sequence[int]) -> Trace:
+        return self.traces.trace(self.samples, self.answers, places)
+
+
 class Distillation:
-    """One run: answers first, then steps; everything needed to go on is in `out`."""
+    """One run: answers first, then steps; everything needed to go on is in `out`.
+
+    Args:
+        samples: prompts with pictures (or for them); the first `recipe.held_out` are kept to measure τ.
+        texts: prompts without, for recipes whose stages ask for them.
+        answers: folder of the answers, which runs of the same target, data and way of answering share; default: `out`.
+        about: what the answers depend on besides the prompts and the recipe: the target, the data.
+        room: bytes of traces kept in memory, so that a sample that comes again is not read again.
+    """
 
     def __init__(
-        self, drafter: Any, teacher: Teaches, samples: Sequence[Sample], recipe: EagleRecipe, out: Path
-    ) -> None:
+        self, drafter: Any, teacher: Teaches, samples: Sequence[Sample], recipe: Recipe, out: Path,
+        texts: Sequence[Sample] = (), answers: Path | None = None, about: str = "", room: int = 0,
+    ) -> None:  # fmt: skip
         from accelerate import Accelerator
 
         self.accelerator = Accelerator()
         self.drafter, self.teacher, self.recipe, self.out = drafter, teacher, recipe, out
+        self.written, self.about, self.room = answers or out, about, room
         if len(samples) <= recipe.held_out:
             raise ValueError(f"{len(samples)} samples are too few; {recipe.held_out} of them are held out to measure τ")
-        self.held_out, self.samples = list(samples[: recipe.held_out]), list(samples[recipe.held_out :])
+        if recipe.texts and not texts:
+            raise ValueError(
+                "this recipe begins with text alone; give prompts without pictures (--text), or train without "
+                "(--text none)"
+            )
+        asked = [replace(s, prompt=f"{s.prompt} {recipe.suffix}") if recipe.suffix else s for s in samples]
+        self.held_out, self.samples, self.texts = asked[: recipe.held_out], asked[recipe.held_out :], list(texts)
         self.optimizers = optimizers(drafter, recipe)
         self.network, *prepared = self.accelerator.prepare(drafter, *self.optimizers)
         self.optimizers = prepared
-        self.step = 0
+        self.step, self.seconds = 0, 0.0  # and the processor's time that the steps took
         out.mkdir(parents=True, exist_ok=True)
 
     # -- answers -----------------------------------------------------------------------------------------------------
 
     def answers(self, samples: list[Sample], name: str) -> list[list[int]]:
         """The target's answers to all samples; kept as token ids in a file, so that they are written only once."""
-        path = self.out / f"answers-{name}-{self.accelerator.process_index}of{self.accelerator.num_processes}.jsonl"
+        process, processes = self.accelerator.process_index, self.accelerator.num_processes
+        path = self.written / f"answers-{name}-{self._way(samples)}-{process}of{processes}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
         lines = path.read_text().splitlines() if path.exists() else []
         done: dict[int, list[int]] = {}
         for line in lines:
@@ -138,47 +128,66 @@ class Distillation:
                 done.update({int(k): v for k, v in json.loads(line).items()})
             except json.JSONDecodeError:
                 continue  # a torn last line: those answers are written again
-        mine = range(self.accelerator.process_index, len(samples), self.accelerator.num_processes)
-        todo = [i for i in mine if i not in done]
-        size = 2 * self.recipe.batch
+        mine = sorted(range(process, len(samples), processes), key=lambda i: (samples[i].images, samples[i].prompt))
+        groups = [mine[at : at + self.recipe.writing] for at in range(0, len(mine), self.recipe.writing)]
+        todo = [group for group in groups if not all(i in done for i in group)]
         with path.open("a") as file:
-            starts = range(0, len(todo), size)
-            for at in tqdm(starts, desc=f"answers ({name})", unit="batch", disable=quiet(bool(todo))):
-                group = todo[at : at + size]
-                sampled = name == "train" and (at // size) % 100 < 100 * self.recipe.sampled
-                temperature = self.recipe.temperature if sampled else 0.0
-                torch.manual_seed(self.recipe.seed * 100003 + group[0])
-                texts = self.teacher.answers([samples[i] for i in group], self.recipe.max_new_tokens, temperature)
+            if lines and todo:
+                file.write("\n")  # behind a torn line
+            for group in tqdm(todo, desc=f"answers ({name})", unit="batch", disable=quiet(bool(todo))):
+                seed = self.recipe.seed * 100003 + group[0]
+                sampled = name != "held-out" and np.random.default_rng(seed).random() < self.recipe.sampled
+                torch.manual_seed(seed)
+                texts = self.teacher.answers(
+                    [samples[i] for i in group], self.recipe.max_new_tokens, self.recipe.temperature if sampled else 0.0
+                )
                 new = dict(zip(group, texts, strict=True))
                 done.update(new)
                 file.write(json.dumps(new) + "\n")
                 file.flush()
         return [done.get(i, []) for i in range(len(samples))]
 
-    # -- steps -------------------------------------------------------------------------------------------------------
+    def _way(self, samples: list[Sample]) -> str:
+        """A short name for all that the answers depend on."""
+        r = self.recipe
+        how = [self.about, r.seed, r.temperature, r.sampled, r.max_new_tokens, r.writing, [s.prompt for s in samples]]
+        return hashlib.sha256(json.dumps(how).encode()).hexdigest()[:10]
 
-    def run(self, save_every: float = 300.0, measure_every: int = 250) -> float:
-        """Train to the recipe's end, from the last checkpoint if there is one; returns the held-out τ."""
-        held = self.answers(self.held_out, "held-out")
-        answers = self.answers(self.samples, "train")
+    def lesson(self, samples: list[Sample], name: str) -> Lesson:
+        """Samples, answered by the target, and as many of their traces as there is room for."""
+        answers = self.answers(samples, name)
         usable = [i for i, a in enumerate(answers) if len(a) > self.recipe.unroll + 1]
         if not usable:
             raise ValueError(
                 "the target's answers are all too short to learn from; raise max_new_tokens or change the data"
             )
+        traces = Remembered(self.teacher, self.room)
+        found = Lesson(samples, answers, usable, traces)
+        if self.room:
+            groups = [[usable[i] for i in group] for group in lengths_sorted(found.lengths, self.recipe.batch)]
+            traces.read(samples, answers, groups)
+        return found
+
+    # -- steps -------------------------------------------------------------------------------------------------------
+
+    def run(self, save_every: float = 300.0, measure_every: int = 250) -> float:
+        """Train to the recipe's end, from the last checkpoint if there is one; returns the held-out τ."""
+        held, shown = self.lesson(self.held_out, "held-out"), self.lesson(self.samples, "train")
+        told = self.lesson(self.texts, "text") if self.recipe.texts else None
+        if self.drafter.own_head:
+            cut_head(self.drafter, self.teacher, shown.answers)
         self.resume()
-        process, processes = self.accelerator.process_index, self.accelerator.num_processes
-        order = batches(len(usable), self.recipe.batch, self.recipe.seed, self.step, process, processes)
         bar = tqdm(
             total=self.recipe.steps, initial=self.step, desc="train", disable=quiet(self.accelerator.is_main_process)
         )
         saved = time.monotonic()
         tau = self.measure(held) if self.step else 1.0
-        while self.step < self.recipe.steps:
-            chosen = [usable[i] for i in next(order)]
-            loss, agree = self.update(
-                self.teacher.trace([self.samples[i] for i in chosen], [answers[i] for i in chosen])
-            )
+        for trace in self._traces(shown, told):
+            if self.step >= self.recipe.steps:
+                break
+            began = time.process_time()
+            loss, agree = self.update(trace)
+            self.seconds += time.process_time() - began
             self.step += 1
             if self.step % measure_every == 0 or self.step == self.recipe.steps:
                 tau = self.measure(held)
@@ -189,32 +198,58 @@ class Distillation:
                 self.save()
                 saved = time.monotonic()
         bar.close()
+        if getattr(self.drafter, "gate", None) is not None:
+            places = shown.usable[: self.recipe.gate_samples]
+            choice = gate.learn(self.drafter, self.teacher, (shown.trace([i]) for i in places), self.recipe)
+            tqdm.write("the gate chooses " + ", ".join(f"{name} {share:.0%}" for name, share in choice.items()))
+            tau = self.measure(held)
         return tau
+
+    def _traces(self, shown: Lesson, told: Lesson | None) -> Iterator[Trace]:
+        """What the steps from `self.step` on learn from: batches of one kind, with pictures or, in some stages, not."""
+        r, process, processes = self.recipe, self.accelerator.process_index, self.accelerator.num_processes
+        lessons = [lesson for lesson in (shown, told) if lesson]
+        orders = [batches(lesson.lengths, r.batch, r.seed, self.step, process, processes) for lesson in lessons]
+        step = self.step
+        while True:
+            chosen = [next(order) for order in orders]
+            text = told is not None and np.random.default_rng([r.seed, 5, step]).random() >= r.pictures(step)
+            lesson = lessons[int(text)]
+            yield lesson.trace([lesson.usable[i] for i in chosen[int(text)]])
+            step += 1
 
     def update(self, trace: Trace) -> tuple[float, Tensor]:
         """One optimizer step on one batch."""
+        recipe, frozen = self.recipe.at(self.step), self.recipe.stage(self.step)[0].frozen
+        torch.manual_seed(self.recipe.seed * 100003 + self.step)  # so that a resumed run draws alike
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = rate(self.recipe, self.step)
-        loss, agree = losses(self.drafter, self.network, self.teacher, trace, self.recipe)
+                group["lr"] = self.recipe.rate(self.step)
+        self.network.train()
+        loss, agree = losses(self.drafter, self.network, self.teacher, trace, recipe)
         self.accelerator.backward(loss)
-        self.accelerator.clip_grad_norm_(self.network.parameters(), self.recipe.clip)
+        for name, parameter in self.drafter.named_parameters():
+            if name.startswith(frozen):
+                parameter.grad = None
+        if recipe.clip_by == "value":
+            self.accelerator.clip_grad_value_(self.network.parameters(), recipe.clip)
+        else:
+            self.accelerator.clip_grad_norm_(self.network.parameters(), recipe.clip)
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()
         return loss.item(), agree
 
     @torch.no_grad()
-    def measure(self, answers: list[list[int]]) -> float:
+    def measure(self, held: Lesson) -> float:
         """Held-out τ (see expected_tokens), over the answers of this process."""
-        long_enough = [i for i, a in enumerate(answers) if len(a) > self.recipe.unroll + 1]
-        groups = lengths_sorted([answers[i] for i in long_enough], self.recipe.batch)
+        self.network.eval()
+        plain = replace(self.recipe.at(self.step), rollouts=0, noise=0.0)
         found = []
-        for group in groups:
-            chosen = [long_enough[i] for i in group]
-            trace = self.teacher.trace([self.held_out[i] for i in chosen], [answers[i] for i in chosen])
-            found.append(losses(self.drafter, self.network, self.teacher, trace, self.recipe)[1])
-        return expected_tokens(torch.cat(found, 1)) if found else 1.0
+        for group in lengths_sorted(held.lengths, self.recipe.batch):
+            trace = held.trace([held.usable[i] for i in group])
+            found.append(losses(self.drafter, self.network, self.teacher, trace, plain)[1])
+        return expected_tokens(torch.cat(found, 1))
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -227,6 +262,7 @@ class Distillation:
             return
         state = {
             "step": self.step,
+            "seconds": self.seconds,
             "recipe": json.dumps(asdict(self.recipe)),
             "drafter": self.accelerator.unwrap_model(self.network).state_dict(),
             "optimizers": [o.state_dict() for o in self.optimizers],
@@ -246,7 +282,7 @@ class Distillation:
         state = torch.load(self.checkpoint, map_location=self.accelerator.device, weights_only=True)
         if json.loads(state["recipe"]) != json.loads(json.dumps(asdict(self.recipe))):
             raise ValueError(f"{self.checkpoint} was made with another recipe; choose another --out, or delete it")
-        self.step = state["step"]
+        self.step, self.seconds = state["step"], state["seconds"]
         self.accelerator.unwrap_model(self.network).load_state_dict(state["drafter"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)

@@ -1,6 +1,7 @@
 """Recipes of the embedded models: every hyperparameter of a training run, as data."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -208,6 +209,8 @@ class DrafterRecipe:
     name: str
     target: str
     data: str
+    method: str = "eagle"
+    shape: dict[str, Any] = field(default_factory=dict)  # of its config, where it is not the method's own
     intermediate: int = 512
     depth: int = 8
     width: int = 1
@@ -219,7 +222,21 @@ SCENES_VLM_EAGLE = DrafterRecipe("scenes-vlm-eagle", target="scenes-vlm", data="
 SCENES_LLAMAGEN_EAGLE = DrafterRecipe(
     "scenes-llamagen-eagle", target="scenes-llamagen", data="pictures:424", depth=4, size=5, recipe="scenes-image-eagle"
 )
-DRAFTERS = {recipe.name: recipe for recipe in (SCENES_VLM_EAGLE, SCENES_LLAMAGEN_EAGLE)}
+_VIDEO: dict[str, dict[str, Any]] = {
+    "eagle": {},
+    "msd": {},
+    "vispec": {},
+    "flash": {"tokens": 6, "tree": "dynamic"},
+    "specvlm": {"gate_width": 32, "resampler_width": 64},
+}
+SCENES_VIDEO_DRAFTERS = tuple(
+    DrafterRecipe(
+        f"scenes-video-{method}", target="scenes-video", data="zoo:600", method=method, shape=shape,
+        depth=shape.get("tokens", 8), size=shape.get("tokens", 8) + 1, recipe=f"scenes-video-{method}",
+    )
+    for method, shape in _VIDEO.items()
+)  # fmt: skip
+DRAFTERS = {r.name: r for r in (SCENES_VLM_EAGLE, SCENES_LLAMAGEN_EAGLE, *SCENES_VIDEO_DRAFTERS)}
 
 
 @dataclass(frozen=True)
@@ -273,7 +290,7 @@ class Generator:
         default_factory=lambda: Schedule(steps=450, batch=12, lr=1.2e-3, decay=0.9, newton_schulz=3)
     )
     plan: Schedule = field(
-        default_factory=lambda: Schedule(steps=5600, batch=12, lr=3e-3, warmup=0.02, decay=0.7, newton_schulz=3)
+        default_factory=lambda: Schedule(steps=3200, batch=12, lr=3e-3, warmup=0.02, decay=0.7, newton_schulz=3)
     )
 
 
@@ -293,14 +310,26 @@ IMAGES = {recipe.name: recipe for recipe in (SCENES_LLAMAGEN,)}
 
 @dataclass(frozen=True)
 class Autoencoder:
-    """Shape and training of the AutoencoderKL; every entry of `channels` but the last halves the picture's sides."""
+    """Shape and training of the AutoencoderKL; every entry of `channels` but the last halves the picture's sides.
+
+    In the second stage (`objects`) the pixels of objects count `emphasis` times. Colours are learnt last: in the third
+    (`colours`) every cell holds an object, and errors of colour count `chroma` times those of brightness.
+    """
 
     channels: tuple[int, ...] = (16, 16, 32, 64)
     latent: int = 8
     groups: int = 8
     kl: float = 1e-4
+    emphasis: float = 8.0
+    chroma: float = 4.0
     plan: Schedule = field(
-        default_factory=lambda: Schedule(steps=2600, batch=4, lr=4e-3, decay=0.6, weight_decay=0.0, kernels=True)
+        default_factory=lambda: Schedule(steps=1600, batch=4, lr=4e-3, decay=0.6, weight_decay=0.0, kernels=True)
+    )
+    objects: Schedule = field(
+        default_factory=lambda: Schedule(steps=600, batch=4, lr=4e-3, decay=0.8, weight_decay=0.0, kernels=True)
+    )
+    colours: Schedule = field(
+        default_factory=lambda: Schedule(steps=700, batch=4, lr=4e-3, decay=0.7, weight_decay=0.0, kernels=True)
     )
 
 
@@ -343,7 +372,7 @@ class MarRecipe:
 SCENES_MAR = MarRecipe(
     "scenes-mar",
     "scenes-mar-draft",
-    Trunk(128, 3, 4, 3, 192, Schedule(steps=1700, batch=24, lr=3e-3, warmup=0.03, decay=0.7, newton_schulz=3)),
-    Trunk(64, 2, 2, 2, 128, Schedule(steps=1500, batch=24, lr=4e-3, warmup=0.03, decay=0.7, newton_schulz=3)),
+    Trunk(128, 3, 4, 3, 192, Schedule(steps=1100, batch=16, lr=3e-3, warmup=0.03, decay=0.7, newton_schulz=3)),
+    Trunk(64, 2, 2, 2, 128, Schedule(steps=700, batch=16, lr=4e-3, warmup=0.03, decay=0.7, newton_schulz=3)),
 )
 MARS = {recipe.name: recipe for recipe in (SCENES_MAR,)}

@@ -1,0 +1,120 @@
+"""What a drafter is trained for: the losses of the published recipes, and the share of tokens that it foretells."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mmspec.train.recipes import Recipe
+from mmspec.train.trace import Teaches, Trace
+
+
+def cross_entropy(logits: Tensor, p: Tensor) -> Tensor:
+    """−Σ p log q [rows] of logits [rows, V] of q (EAGLE, §4.2)."""
+    return -(p * logits.log_softmax(-1)).sum(-1)
+
+
+def law_distance(logits: Tensor, p: Tensor) -> Tensor:
+    """Σ |q − p| [rows], twice the total variation (ViSpec's code)."""
+    return (logits.softmax(-1) - p).abs().sum(-1)
+
+
+def list_mle(logits: Tensor, p: Tensor, ranked: int) -> Tensor:
+    """Minus the log-chance [rows] that q puts p's `ranked` likeliest tokens into p's order (ViSpec's code; Xia 2008).
+
+    That is −Σ_i (s_i − log Σ_{m ≥ i} exp s_m) over the logits s of these tokens.
+    """
+    s = logits.gather(-1, p.topk(min(ranked, p.shape[-1]), -1).indices)
+    rest = s.flip(-1).logcumsumexp(-1).flip(-1)
+    return (rest - s).sum(-1)
+
+
+def losses(drafter: Any, network: Any, teacher: Teaches, trace: Trace, recipe: Recipe) -> tuple[Tensor, Tensor]:
+    """The weighted loss of all unrolled steps and rollouts, and the chance that each step's token is the target's.
+
+    Row j pairs the embedding at j + 1 with the features at j and predicts the feature at j + 1, hence token j + 2. A
+    row counts for a step if this token and those of the steps before are the target's own.
+
+    Returns:
+        The loss (a scalar), and agreement [steps, rows] over the rows that count for every step: whether the likeliest
+        tokens are the same (bool), or, if the recipe asks for `overlap`, Σ min(p, q).
+    """
+    T = trace.ids.shape[1] - 1
+    assert recipe.unroll <= T, "a sequence shorter than the unrolled steps"
+    features = trace.features[:, :-1]
+    if recipe.noise:
+        half = recipe.noise * 512 / trace.valid.sum(1)[:, None, None]
+        features = features + (torch.rand_like(features) * 2 - 1) * half
+
+    def run(features: Tensor) -> list[Tensor]:
+        read = trace.embeds[:, 1:], features, trace.visual[:, 1:], trace.valid[:, :-1]
+        # A rollout reads what was predicted everywhere; without one, only some rows need to be.
+        rows = None if recipe.rollouts else F.pad(trace.answered[:, 2:], (0, 1))
+        return network(*read, recipe.unroll, trace.start, rows)
+
+    outputs = run(features)
+    total, agree = _compared(drafter, teacher, trace, outputs, recipe)
+    for _ in range(recipe.rollouts):
+        outputs = run(_own(features, outputs[0]))
+        total = total + _compared(drafter, teacher, trace, outputs, recipe)[0]
+    return total, agree
+
+
+def _own(features: Tensor, predicted: Tensor) -> Tensor:
+    """What a second pass reads: at row j the prediction of row j − 1, where it makes one; else the target's feature."""
+    if features.shape != predicted.shape:
+        raise ValueError("rollouts need a drafter that reads what it predicts, the target's final feature alone")
+    before = F.pad(predicted[:, :-1], (0, 0, 1, 0))
+    return torch.where((before != 0).any(-1, keepdim=True), before, features)
+
+
+def _compared(
+    drafter: Any, teacher: Teaches, trace: Trace, outputs: list[Tensor], recipe: Recipe
+) -> tuple[Tensor, Tensor]:
+    """Loss and agreement of the predictions of one pass."""
+    wanted = trace.final[:, 1:]
+    token_after = F.pad(trace.answered[:, 2:], (0, 1))
+    counts = [token_after]
+    for i in range(1, len(outputs)):
+        counts.append(counts[-1] & F.pad(token_after[:, i:], (0, i)))
+    total, agree = wanted.new_zeros(()), []
+    for step, (predicted, rows) in enumerate(zip(outputs, counts, strict=True)):
+        h = torch.cat([wanted[:, step:], wanted[:, :step]], 1)[rows]  # wraps only where `rows` is false
+        z = predicted[rows]
+        with torch.no_grad():
+            full = teacher.head(h).float()
+            target = drafter.to_draft(full)
+            p = target.softmax(-1)
+        logits = drafter.logits(z, teacher).float()
+        drafted = drafter.to_target(logits.argmax(-1))
+        # A draft vocabulary cannot say the target's token everywhere; there it learns nothing (EAGLE-3's code).
+        sayable = (drafter.to_target(target.argmax(-1)) == full.argmax(-1)).float()
+        each = _weighted(logits, p, recipe)
+        if recipe.feature_weight and z.shape == h.shape:
+            each = each + recipe.feature_weight * F.smooth_l1_loss(z, h, reduction="none").mean(-1)
+        total = total + recipe.step_decay**step * (each * sayable).sum() / sayable.sum().clamp(min=1)
+        same = drafted == full.argmax(-1)
+        if recipe.overlap:
+            same = torch.minimum(drafter.to_draft(full.softmax(-1)), logits.detach().softmax(-1)).sum(-1)
+        agree.append(same[counts[-1][rows]])
+    return total, torch.stack(agree)
+
+
+def _weighted(logits: Tensor, p: Tensor, recipe: Recipe) -> Tensor:
+    """The losses on laws [rows]."""
+    each = logits.new_zeros(len(logits))
+    if recipe.token_weight:
+        each = each + recipe.token_weight * cross_entropy(logits, p)
+    if recipe.law_weight:
+        each = each + recipe.law_weight * law_distance(logits, p)
+    if recipe.rank_weight:
+        each = each + recipe.rank_weight * list_mle(logits, p, recipe.ranked)
+    return each
+
+
+def expected_tokens(agree: Tensor) -> float:
+    """τ of a greedy or drawn chain as deep as the unroll, bonus included: 1 + Σ_d P(the first d tokens stand)."""
+    return 1.0 + agree.float().cumprod(0).mean(1).sum().item() if agree.numel() else 1.0

@@ -1,0 +1,82 @@
+"""What a target saw and thought along its own texts, and a teacher that remembers it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Protocol
+
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from mmspec.train.data import Sample
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What the target saw and thought along one batch of right-padded sequences; S streams side by side."""
+
+    ids: Tensor  # [B, T]
+    embeds: Tensor  # [B, T, S·H], visual features in their places
+    features: Tensor  # [B, T, S·F], what the drafter reads
+    final: Tensor  # [B, T, S·H], final hidden states, what the target's head reads
+    valid: Tensor  # bool [B, T]
+    answered: Tensor  # bool [B, T], the target's own tokens
+    visual: Tensor  # int64 [B, T], k ≥ 1 at the tokens of the row's k-th image or video frame, 0 at all others
+    start: int = 0  # the drafter's rotary position of row 0; on a grid, behind P rows of prompt, 1 − P
+
+    def rows(self) -> list[Trace]:
+        """Every row by itself, without the padding behind it."""
+        found = []
+        for b, valid in enumerate(self.valid):
+            length = int(valid.nonzero()[-1]) + 1
+            cut = {name: getattr(self, name)[b : b + 1, :length].clone() for name in _TENSORS}
+            if self.features is self.final:
+                cut["features"] = cut["final"]
+            found.append(replace(self, **cut))
+        return found
+
+    @classmethod
+    def of(cls, rows: Sequence[Trace]) -> Trace:
+        """Rows as one batch, padded on the right."""
+        padded = {name: pad_sequence([getattr(row, name)[0] for row in rows], batch_first=True) for name in _TENSORS}
+        return cls(**padded, start=rows[0].start)
+
+    @property
+    def bytes(self) -> int:
+        tensors = {t.data_ptr(): t for t in (getattr(self, name) for name in _TENSORS)}
+        return sum(t.nbytes for t in tensors.values())
+
+
+_TENSORS = tuple(f.name for f in fields(Trace) if f.name != "start")
+
+
+class Teaches(Protocol):
+    def answers(self, samples: Sequence[Sample], max_new_tokens: int, temperature: float) -> list[list[int]]: ...
+
+    def trace(self, samples: Sequence[Sample], answers: Sequence[Sequence[int]]) -> Trace: ...
+
+    def head(self, hidden: Tensor) -> Tensor: ...
+
+
+class Remembered:
+    """A teacher's traces of some samples: those read ahead come from memory, others from the teacher."""
+
+    def __init__(self, teacher: Teaches, room: int) -> None:
+        self.teacher, self.room = teacher, room  # bytes
+        self.held: dict[int, Trace] = {}  # by the sample's place
+
+    def read(self, samples: Sequence[Sample], answers: Sequence[Sequence[int]], groups: Sequence[list[int]]) -> None:
+        """Trace the samples at the places in `groups`, one group at a time, as long as there is room."""
+        for group in groups:
+            if self.room <= 0:
+                return
+            trace = self.teacher.trace([samples[i] for i in group], [answers[i] for i in group])
+            self.held.update(zip(group, trace.rows(), strict=True))
+            self.room -= sum(self.held[i].bytes for i in group)
+
+    def trace(self, samples: Sequence[Sample], answers: Sequence[Sequence[int]], places: Sequence[int]) -> Trace:
+        """The trace of the samples at some places, as one batch."""
+        if all(i in self.held for i in places):
+            return Trace.of([self.held[i] for i in places])
+        return self.teacher.trace([samples[i] for i in places], [answers[i] for i in places])

@@ -1,0 +1,105 @@
+"""How much a prompt's text attends to each of its tokens, heard in a few layers of its prefill."""
+
+from __future__ import annotations
+
+import sys
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import AttentionInterface
+
+NAME = "mmspec_attended"
+_SHARES = (4, 5, 6, 7)  # eighths of the depth: middle and late layers, where text reads images
+
+
+def layers(decoder: Any) -> dict[str, Any]:
+    """The attention modules to listen to, by tap name."""
+    chosen = sorted({len(decoder.layers) * share // 8 for share in _SHARES})
+    return {f"attention {i}": decoder.layers[i].self_attn for i in chosen}
+
+
+@dataclass
+class Attended:
+    """What one prefill tells: [B, L] of shares of attention, averaged over layers, heads and asking rows."""
+
+    visual: Tensor  # [B, L], above 0 at visual tokens
+    valid: Tensor  # bool [B, T], of the cached tokens and of these
+    told: list[Tensor] = field(default_factory=list)
+
+    @property
+    def mean(self) -> Tensor | None:
+        return torch.stack(self.told).mean(0) if self.told else None
+
+    def hear(self, query: Tensor, key: Tensor, scaling: float) -> None:
+        """Take in one layer: queries [B, heads, L, D] and keys [B, kv_heads, T, D], rotated as they meet."""
+        L, T = query.shape[2], key.shape[2]
+        at = torch.arange(L, device=query.device)
+        last = torch.where(self.visual > 0, at, -1).amax(1, keepdim=True).to(query.device)
+        asks = (at > last) | (at == L - 1)  # where no text follows an image, its last token asks
+        first = int((~asks).sum(1).min())  # rows end together, so only these can ask
+        asks, k = asks[:, first:].float(), key.float()
+        q = query[:, :, first:].float().unflatten(1, (k.shape[1], -1)).flatten(2, 3)  # [B, kv_heads, group · n, D]
+        valid = self.valid[:, -T:].to(key.device)
+        seen = (torch.arange(T, device=key.device) <= at[first:, None] + T - L) & valid[:, None]
+        scores = (q @ k.transpose(2, 3) * scaling).unflatten(2, (-1, L - first)).flatten(1, 2)
+        scores = scores.masked_fill(~seen[:, None], torch.finfo(torch.float32).min)
+        share = (scores.softmax(-1).mean(1) * asks[..., None]).sum(1) / asks.sum(1, keepdim=True)
+        self.told.append(share[:, -L:].to(self.visual.device))
+
+
+_asking: ContextVar[Attended | None] = ContextVar("mmspec_attended", default=None)
+
+
+class attending:
+    """Context manager: the prefill that runs in it is heard, as an Attended tells."""
+
+    def __init__(self, visual: Tensor, valid: Tensor) -> None:
+        self.attended = Attended(visual, valid)
+
+    def __enter__(self) -> Attended:
+        self._token = _asking.set(self.attended)
+        return self.attended
+
+    def __exit__(self, *_: Any) -> None:
+        _asking.reset(self._token)
+
+
+class Attentive:
+    """Mixin of an attention module: while a prefill is heard, its config names `overheard` as the implementation."""
+
+    @property
+    def config(self) -> Any:
+        stock = self.__dict__["config"]
+        return stock if _asking.get() is None else _Named(stock)
+
+
+class _Named:
+    """A config with another attention implementation; the model's own stays as it is, for all other threads."""
+
+    _attn_implementation = NAME
+
+    def __init__(self, stock: Any) -> None:
+        self._stock = stock
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stock, name)
+
+
+def overheard(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> Any:
+    """What the module's own implementation gives; who attends to what is noted on the way."""
+    attended = _asking.get()
+    if attended is not None:
+        scaling = kwargs.get("scaling")
+        attended.hear(query, key, query.shape[-1] ** -0.5 if scaling is None else scaling)
+    name = module.__dict__["config"]._attn_implementation
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", sdpa_attention_forward)
+    return AttentionInterface().get_interface(name, eager)(module, query, key, value, attention_mask, **kwargs)
+
+
+AttentionInterface.register(NAME, overheard)
