@@ -75,9 +75,12 @@ MADE_ON = """\
 - Start: the weights of `{start}`; its card says what they were made from. The tower stays as it is.
 - Data: clips drawn by `mmspec.zoo.clips`, in which objects move, appear, vanish or stay, with captions and questions;
   {known:.0%} of the steps show single pictures and pairs as before. No outside data, no other model.
-- {clips.plan.steps} steps of {clips.plan.batch} packed rows; a row of a clip is two, four or eight frames.
-- Optimiser: Muon for the matrices of the layers, AdamW for the rest, peak rate {clips.plan.lr}, warm-up, plateau and
-  linear decay, gradient clip {clips.plan.clip}. Seed {seed}."""
+- First the decoder's lower {watching.layers} layers learnt, by classifiers that are thrown away, to tell on the last
+  frame's patches what stood in each cell at first and what became of it: {watching.plan.steps} steps. From texts alone
+  it had not found out what to compare.
+- Then {clips.plan.steps} steps of {clips.plan.batch} packed rows; a row of a clip is two, four or eight frames.
+- Optimiser: Muon for the matrices of the layers, AdamW for the rest, peak rates {watching.plan.lr} and {clips.plan.lr}, warm-up,
+  plateau and linear decay, gradient clip {clips.plan.clip}. Seed {seed}."""
 
 _MORE = ", and says what happens in\nshort clips (two to eight frames, all in one message)"
 _EXPLAINED = (
@@ -127,7 +130,7 @@ def _made(recipe: VlmRecipe) -> str:
     turns = recipe.stages[0].turns
     if recipe.start is not None:
         known = sum(turn.kind != "clip" for turn in turns) / len(turns)
-        return MADE_ON.format(start=recipe.start, known=known, seed=recipe.seed, **stages)
+        return MADE_ON.format(start=recipe.start, known=known, seed=recipe.seed, watching=recipe.watching, **stages)
     return MADE.format(
         vision=recipe.vision, language=recipe.language, tower=recipe.tower, seed=recipe.seed,
         steps=sum(stage.plan.stop or stage.plan.steps for stage in recipe.stages), pair_every=len(turns),
