@@ -29,8 +29,10 @@ T = TypeVar("T")
 WARM_UPS = 6  # calls at most until a compiled path stops compiling
 SUITES = {  # name: (module with configure(parser) and measure(args, outcome), one line of help)
     "vlm": ("mmspec.app.bench.vlm", "answers of a vision-language model, stock paths and drafters side by side"),
+    "mmspec": ("mmspec.app.bench.published", "the same on the MMSpec benchmark, from its published folders"),
     "caption": ("mmspec.app.bench.caption", "many captions: static and continuous batches, with drafters and without"),
     "image": ("mmspec.app.bench.image", "pictures of an autoregressive image model: speed, and how good they are"),
+    "round": ("mmspec.app.bench.round", "where the time of a round goes, and what it is against a plain step"),
     "kernels": ("mmspec.app.bench.kernels", "kernels beside their definitions, as a share of the copy bandwidth"),
 }
 FIELDS = {  # what a question list may call its fields, the first one that is filled counts

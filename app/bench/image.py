@@ -15,7 +15,7 @@ from PIL import Image
 
 import mmspec
 from mmspec.app import embedded
-from mmspec.app.bench import image_plain, quality, report_image
+from mmspec.app.bench import image_plain, mar, quality, report_image
 from mmspec.app.bench.command import BenchError, Outcome, batches, compiled_graphs, in_turn, say, settle, wait
 from mmspec.app.bench.image_methods import Method, lossless, matching, relaxed, swept
 from mmspec.app.bench.judge import Judge
@@ -75,7 +75,11 @@ class Bench:
 def configure(parser: argparse.ArgumentParser) -> None:
     """What is drawn, by which methods, and what is measured."""
     add = parser.add_argument
-    add("--model", default=embedded.IMAGE_MODEL, help="folder or name on the Hub of a LlamaGenPipeline (%(default)s)")
+    add(
+        "--model",
+        default=embedded.IMAGE_MODEL,
+        help="folder or name on the Hub of a LlamaGenPipeline; `mar`, or a MARPipeline's folder (%(default)s)",
+    )
     add("--drafter", nargs="+", help="feature drafters (folders or names); default: the embedded one, if it fits")
     add("--prompts", type=Path, metavar="FILE", help="prompts of your own, one a line (default: held-out scenes)")
     add("--real", type=Path, metavar="FOLDER", help="real pictures for the distance, where the prompts are your own")
@@ -107,6 +111,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
     """Timing, the sheet, then quality; yields whenever the outcome has grown."""
+    if mar.draws(args.model):
+        yield from mar.measure(args, outcome)
+        return
     if (args.images, args.quality_images) == (0, 0) and args.grid is None:
         raise BenchError("nothing is asked for; give --images, --quality-images or --grid")
     settings = {"guidance_scale": args.guidance, "top_k": args.top_k, "temperature": args.temperature}

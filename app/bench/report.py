@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +27,13 @@ MEANING = {  # of the columns; stands in the JSON and the Markdown page
     "included; what a draft holds past the end of its row is not counted",
     "accepted_per_call": "drafted tokens kept per row and forward: the same without the bonus token",
     "c": "time of one round of the method over the time of one step of stock, same input",
-    "draft_share": "share of a round spent drafting (host clock)",
+    "draft_share": "share of a round spent drafting (host clock); parts_ms has the time of each part",
+    "drafter_kv_bytes": "keys and values that a feature drafter holds of a prompt once it has read it, per row",
+    "drafter_visual_rows": "how many of the prompt's visual tokens (visual_tokens) stand in them, or what stands for "
+    "them",
+    "variant_of": "the method whose weights it has, with the switch in `setting` thrown when it drafts; nothing is "
+    "trained again",
+    "tau_by_depth": "what tokens_per_target_call would be if no draft were deeper than 1, 2, …",
     "ttft_ms": "time to the first token: prefill, and the drafter's own prefill",
     "tokens_per_s": "generated tokens of all rows over the whole call",
     "peak_mb": "MiB that one call held at its peak above what was held before it, weights excluded: resident memory "
@@ -59,6 +66,12 @@ def spread_text(record: Record, name: str) -> str:
     return f"{record[name]:.2f}x ({record[name + '_p25']:.2f}-{record[name + '_p75']:.2f})"
 
 
+def _visual(record: Record) -> str:
+    """What a drafter holds of the visual tokens of a prompt."""
+    rows = record["drafter_visual_rows"]
+    return "-" if rows is None else f"{rows:.0f}/{record['visual_tokens']:.0f}"
+
+
 Columns = tuple[tuple[str, Callable[[Record], str]], ...]
 COLUMNS: Columns = (
     ("method", lambda r: r["method"]),
@@ -69,6 +82,9 @@ COLUMNS: Columns = (
     ("accepted/call", figure("accepted_per_call", "{:.2f}")),
     ("c", figure("c", "{:.2f}")),
     ("draft", figure("draft_share", "{:.0%}")),
+    ("draft ms", lambda r: number(r["parts_ms"].get("draft"), "{:.2f}")),
+    ("drafter KV kB", lambda r: number(r["drafter_kv_bytes"] and r["drafter_kv_bytes"] / 1e3, "{:.0f}")),
+    ("visual rows", _visual),
     ("TTFT ms", figure("ttft_ms", "{:.0f}")),
     ("tokens/s", figure("tokens_per_s", "{:.0f}")),
     ("peak MB", figure("peak_mb", "{:.0f}")),
@@ -94,8 +110,7 @@ class Layout:
 
 
 def _cell(record: Record) -> str:
-    title = f"batch {record['batch']}, temperature {record['temperature']:g}, {record['prompt']} prompt"
-    return title + (f", {record['category']}" if record.get("category", "all") != "all" else "")
+    return record["cell"] + (f", {record['category']}" if record["category"] != "all" else "")
 
 
 LAYOUTS: dict[str, Layout] = {"vlm": Layout(_cell, COLUMNS, MEANING)}  # by a record's suite; a suite adds its own
@@ -133,11 +148,14 @@ def figures(name: str, calls: dict[str, list[Any]], best: str, greedy: bool, ass
     total = Stats()
     for call in made:
         total.add(call.stats or Stats())
-    spent = sum(total.seconds.get(part, 0.0) for part in ("draft", "verify", "other"))
+    spent = sum(much for part, much in total.seconds.items() if part != "prefill")
     row_steps = total.row_rounds or (sum(c.steps for c in made) if assisted else 0)
     gain = sum(c.later for c in made) / row_steps if row_steps else (1.0 if made else None)
     rows = [(a, b) for m, s in zip(made, stock, strict=False) for a, b in zip(m.answers, s.answers, strict=True)]
     ends = [c.first for c in made]
+    prompts = total.drafter.get("prompts", 0)
+    by_depth = [round(total.acceptance(d), 4) for d in sorted(total.accepted_by_depth)]
+    read = {name: much / prompts for name, much in total.drafter.items() if name != "prompts"} if prompts else {}
     return {
         "best_stock": best,
         "stock_path": name in STOCK_PATHS,
@@ -150,8 +168,13 @@ def figures(name: str, calls: dict[str, list[Any]], best: str, greedy: bool, ass
         **spread("step_ms", [1e3 * c.per_step if c.per_step else None for c in made]),
         "tokens_per_target_call": gain,
         "accepted_per_call": None if gain is None else gain - 1,
-        "acceptance_by_depth": [round(total.acceptance(d), 4) for d in sorted(total.accepted_by_depth)],
+        "acceptance_by_depth": by_depth,
+        "tau_by_depth": [round(1 + kept, 4) for kept in itertools.accumulate(by_depth)],
+        "parts_ms": {p: 1e3 * s / total.rounds for p, s in total.seconds.items() if p != "prefill" and total.rounds},
         "draft_share": total.seconds.get("draft", 0.0) / spent if spent else None,
+        "drafter_kv_bytes": read.get("memory bytes"),
+        "drafter_visual_rows": read.get("visual rows"),
+        "drafter": read,
         "identical_rate": statistics.fmean(a == b for a, b in rows) if rows and greedy else None,
         "length": statistics.fmean(len(a) for a, _ in rows) if rows else None,
         "n": len(made),

@@ -60,7 +60,8 @@ def figures(name: str, calls: dict[str, list[Any]], best: str) -> Record:
     total = Stats()
     for call in made:
         total.add(call.stats)
-    parts = {part: total.seconds.get(part, 0.0) for part in ("draft", "verify", "other")}
+    parts = {part: total.seconds.get(part, 0.0) for part in ("draft", "verify")}
+    parts["other"] = sum(much for part, much in total.seconds.items() if part not in (*parts, "prefill"))
     spent, pictures = [charge for call in made for charge in call.spent], sum(len(call.images) for call in made)
     same = [bool((a == b).all()) for m, p in zip(made, plain, strict=False)
             for a, b in zip(m.tokens, p.tokens, strict=True)]  # fmt: skip

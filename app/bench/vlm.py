@@ -7,20 +7,16 @@ import contextlib
 import gc
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from transformers import CompileConfig
 
 import mmspec
-from mmspec import registry
 from mmspec.app import embedded
-from mmspec.app.bench import report
+from mmspec.app.bench import report, vlm_curves, vlm_methods, vlm_shown
 from mmspec.app.bench.command import (
-    BenchError,
     Call,
     Clock,
     Outcome,
@@ -29,53 +25,20 @@ from mmspec.app.bench.command import (
     compiled_graphs,
     in_turn,
     peak_mb,
-    read_questions,
     say,
     settle,
     wait,
 )
+from mmspec.app.bench.vlm_methods import GRIDS, Method, methods
+from mmspec.app.bench.vlm_shown import Asked, Shown, questions
 from mmspec.app.engine import STOCK as NO_DRAFTER
 from mmspec.app.engine import load
 from mmspec.app.provenance import provenance
 from mmspec.pipelines.intake import answer_length
 from mmspec.pipelines.prompts import chat_inputs
-from mmspec.zoo import language, scenes
+from mmspec.pipelines.visual import placeholders
 
-HELD_OUT, TUNING = 7001, 7002  # first number of the seeds of scenes that no training and no evaluation draws
-GRIDS: dict[str, tuple[dict[str, int], ...]] = {  # what --tune tries
-    "lookup": tuple({"prompt_lookup_num_tokens": k} for k in (3, 5, 10)),
-    "text drafter": tuple({"depth": d} for d in (3, 5, 8)),
-    "feature drafter": (
-        *({"depth": d, "width": 1} for d in range(3, 11)),
-        {"depth": 3, "width": 2, "size": 8},
-        {"depth": 5, "width": 2, "size": 12},
-        {"depth": 5, "width": 4, "size": 16},
-        {"depth": 7, "width": 4, "size": 24},
-        {"depth": 6, "width": 8, "size": 40},
-    ),
-}
-
-
-@dataclass(frozen=True)
-class Method:
-    """One way to generate: arguments of `generate`, and the drafter to enable, if any."""
-
-    name: str
-    arguments: dict[str, Any] = field(default_factory=dict)
-    drafter: Any = None
-    options: dict[str, Any] = field(default_factory=dict)  # of `enable`
-    grid: str = ""  # row of GRIDS
-    single: bool = False  # batch 1 only
-
-    def tuned(self, setting: dict[str, int]) -> Method:
-        if self.drafter is None:
-            return replace(self, arguments=self.arguments | setting)
-        return replace(self, options=self.options | setting)
-
-    @property
-    def setting(self) -> str:
-        held = {k: v for k, v in (self.options or self.arguments).items() if isinstance(v, int)}
-        return " ".join(f"{k.removeprefix('prompt_lookup_')} {v}" for k, v in held.items())
+SWITCHED = "; what stands after a comma has the same weights, with a switch thrown when it drafts"
 
 
 @dataclass(frozen=True)
@@ -84,10 +47,11 @@ class Cell:
 
     batch: int
     temperature: float
-    prompt: str  # its label
+    shown: Shown | None = None  # None: all that is shown
 
     def __str__(self) -> str:
-        return f"batch {self.batch}, temperature {self.temperature:g}"
+        what = f", {self.shown}" if self.shown else ""
+        return f"batch {self.batch}, temperature {self.temperature:g}{what}"
 
 
 @dataclass
@@ -128,6 +92,19 @@ class Bench:
         later = sum(map(len, answers)) - clock.first_tokens
         return Call(seconds, clock.first_at - began, answers, steps, later, stats)
 
+    def takes(self, method: Method) -> bool:
+        """Whether the method's drafter can draft as it is told to."""
+        try:
+            with self._ready(method):
+                return True
+        except ValueError:
+            return False
+
+    def visual_tokens(self, inputs: Any) -> float:
+        """Tokens of pictures in a prompt, on average."""
+        ids = inputs["input_ids"]
+        return sum(int((ids == token).sum()) for token in placeholders(self.model.config)) / len(ids)
+
     @contextlib.contextmanager
     def _ready(self, method: Method) -> Iterator[Any]:
         mmspec.disable(self.model)
@@ -141,27 +118,23 @@ class Bench:
 def configure(parser: argparse.ArgumentParser) -> None:
     """What is asked, of whom, and by which methods."""
     add = parser.add_argument
-    add("--model", default=embedded.MODEL, help="folder, name on the Hub, or scenes-vlm, the embedded one (default)")
-    add("--drafter", nargs="+", help="feature drafters to measure beside ngram; default: the embedded one, if it fits")
-    add("--data", type=Path, metavar="PATH", help="questions of your own: see read_questions (MMSpec's folders work)")
-    add("--prompt", nargs="+", default=["short", "long"], help="short, long, or texts of your own; one cell for each")
-    add("--images", type=int, default=20, help="questions measured at batch 1 (default: %(default)s)")
+    add("--model", default=embedded.MODEL, help="folder, name on the Hub, or an embedded one: scenes-vlm (default), "
+        "scenes-video")  # fmt: skip
+    vlm_methods.configure(parser)
+    vlm_shown.configure(parser)
     add("--batch", type=int, nargs="+", default=[1, 4])
     add("--temperature", type=float, nargs="+", default=[0.0, 1.0])
     add("--max-new-tokens", type=int, default=256)
-    add("--tune", action="store_true", help="choose each method's depth and tree on other images first")
-    add("--tune-images", type=int, default=4)
-    add("--depth", type=int, help="of the feature drafters, without --tune")
-    add("--width", type=int, help="branches per node; 1 drafts a chain")
-    add("--size", type=int, help="nodes per round, the root included")
-    add("--without", nargs="+", default=[], metavar="METHOD", help="leave out, such as stock-static")
     add("--device", default="auto")
     add("--dtype", default="auto")
-    add("--seed", type=int, default=0)
+    add("--curves", type=Path, metavar="FILE", help="tokens per call by depth, and speed-up by visual tokens, as .png, "
+        ".svg or .pdf (needs matplotlib)")  # fmt: skip
 
 
 def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
     """All cells, one after the other; yields whenever the outcome has grown."""
+    if args.curves:
+        report.check_plot(args.curves)
     engine = load(args.model, NO_DRAFTER, args.device, args.dtype, args.max_new_tokens, 0)
     bench = Bench(engine.model, engine.processor, args.max_new_tokens, args.seed)
     chosen = methods(bench.model, args)
@@ -170,73 +143,25 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
     best: dict[str, Any] = {}
     for batch, heat in [(batch, heat) for batch in args.batch for heat in args.temperature]:
         if args.tune:
-            best = tune(bench, chosen, Cell(batch, heat, "all"), others)
-            outcome.tuned[str(Cell(batch, heat, "all"))] = best
+            best = tune(bench, chosen, Cell(batch, heat), others)
+            outcome.tuned[str(Cell(batch, heat))] = best
             yield
         ready = [m.tuned(best[m.name]["chosen"]) if m.name in best else m for m in chosen]
-        for label, some in asked.items():
-            cell = Cell(batch, heat, label)
+        for shown, some in asked.items():
+            cell = Cell(batch, heat, shown)
             found = measure_cell(bench, cell, ready, some)
             outcome.records += found
             told = [f"{r['method']} {r['speedup_e2e']:.2f}x" for r in found if r["n"] and r["category"] == "all"]
-            say(f"{cell}, {label}: {', '.join(told)}")
+            say(f"{cell}: {'; '.join(told)}")
             yield
+    if args.curves:
+        vlm_curves.draw(outcome.records, args.curves, f"{args.model} on {outcome.provenance['device']}")
 
 
-def methods(model: Any, args: argparse.Namespace) -> list[Method]:
-    """The stock paths, prompt lookup as transformers has it, and mmspec with each drafter."""
-    compiling = CompileConfig(dynamic=False, mode="reduce-overhead" if model.device.type == "cuda" else "default")
-    compiling._compile_all_devices = True  # transformers compiles by itself on some devices only
-    found = [
-        Method("stock"),
-        Method("stock-static", {"cache_implementation": "static", "compile_config": compiling}),
-        Method("hf-prompt-lookup", {"prompt_lookup_num_tokens": 10}, grid="lookup", single=True),
-        Method("ngram", drafter=registry.drafter_class("ngram")(), grid="text drafter"),
-    ]
-    flags = {k: v for k in ("depth", "width", "size") if (v := getattr(args, k)) is not None}
-    for name in _drafter_names(args):
-        drafter = mmspec.load_drafter(embedded.resolve(name))
-        title = getattr(drafter, "method", type(drafter).__name__)
-        title = title if title not in [m.name for m in found] else f"{title}:{Path(name).name}"
-        found.append(Method(title, drafter=drafter, options=flags, grid="feature drafter"))
-    unknown = sorted(set(args.without) - {m.name for m in found})
-    if unknown or "stock" in args.without:
-        wrong = unknown[0] if unknown else "stock"
-        raise BenchError(f"--without {wrong} is not possible; choose from {', '.join(m.name for m in found[1:])}")
-    return [m for m in found if m.name not in args.without]
-
-
-def _drafter_names(args: argparse.Namespace) -> list[str]:
-    if args.drafter is not None or args.model != embedded.MODEL:
-        return [name for name in args.drafter or [] if name != "ngram"]
-    try:
-        embedded.resolve(embedded.DRAFTER)
-    except FileNotFoundError as error:
-        say(f"without the embedded drafter: {error}")
-        return []
-    return [embedded.DRAFTER]
-
-
-def questions(args: argparse.Namespace) -> tuple[dict[str, list[Question]], dict[str, list[Question]]]:
-    """By prompt label: what is measured, and what is tuned on."""
-    others = args.tune_images if args.tune else 0
-    if args.data is not None:
-        held = read_questions(args.data, args.images, others)
-    else:
-        drawn = [[scenes.draw(np.random.default_rng([first, args.seed, i])) for i in range(count)]
-                 for first, count in ((HELD_OUT, args.images), (TUNING, others))]  # fmt: skip
-        held = tuple([Question((scenes.render(scene),)) for scene in some] for some in drawn)
-    if held[0][0].prompt:
-        return {"data": held[0]}, {"data": held[1]}
-    texts = {label: language.PROMPTS.get(label, label) for label in args.prompt}
-    measured, tuning = ({label: [replace(q, prompt=t) for q in some] for label, t in texts.items()} for some in held)
-    return measured, tuning
-
-
-def tune(bench: Bench, chosen: list[Method], cell: Cell, asked: dict[str, list[Question]]) -> dict[str, Any]:
+def tune(bench: Bench, chosen: list[Method], cell: Cell, asked: Asked) -> dict[str, Any]:
     """For each method with a grid, the setting with the least time per token, and all that was tried."""
     tried = [(m.name, setting, m.tuned(setting)) for m in chosen for setting in GRIDS.get(m.grid, ())
-             if cell.batch == 1 or not m.single]  # fmt: skip
+             if (cell.batch == 1 or not m.single) and bench.takes(m.tuned(setting))]  # fmt: skip
     calls: list[list[Call]] = [[] for _ in tried]
     groups = [group for some in asked.values() for group in batches(some, cell.batch)]
     for turn, group in enumerate([groups[0], *groups]):
@@ -272,16 +197,18 @@ def measure_cell(bench: Bench, cell: Cell, chosen: list[Method], some: list[Ques
                 raise
             reason = " ".join(str(error).split())[:200]
             notes[method.name] = f"failed: {type(error).__name__}: {reason}"
-    able = [m for m in chosen if m.name in peaks]
+    able, seen = [m for m in chosen if m.name in peaks], 0.0
     calls: dict[str, list[Call]] = {m.name: [None] * len(groups) for m in able}  # type: ignore[list-item]
     for turn, group in enumerate(groups):
         inputs = bench.inputs(group)
+        seen += bench.visual_tokens(inputs) / len(groups)
         for method in (able[place] for place in in_turn(len(able), turn)):
             graphs = compiled_graphs()
             calls[method.name][turn] = bench.call(method, cell, inputs, bench.seed + turn)
             if compiled_graphs() != graphs:
                 notes[method.name] = "compiled during a timed call: its time is overstated"
-    return _records(cell, chosen, groups, calls, peaks, notes)
+    found = _records(cell, chosen, groups, calls, peaks, notes)
+    return [record | {"visual_tokens": seen} for record in found]
 
 
 def warm_up(bench: Bench, method: Method, cell: Cell, inputs: Any) -> None:
@@ -294,6 +221,7 @@ def _records(
     peaks: dict[str, float | None], notes: dict[str, str],
 ) -> list[report.Record]:  # fmt: skip
     """One record a method, and at batch 1 one more for each category of the questions."""
+    title = str(cell) + (SWITCHED if any(m.of for m in chosen) else "")
     turns: dict[str, list[int]] = {"all": list(range(len(groups)))}
     for turn, group in enumerate(groups if cell.batch == 1 else ()):
         if group[0].category != "all":
@@ -305,8 +233,9 @@ def _records(
         slower = {name: f"slower than {best} here" for name in report.STOCK_PATHS if name in made and name != best}
         for method in chosen:
             if method.name in made or category == "all":
-                facts = {"suite": "vlm", "method": method.name, "batch": cell.batch, "temperature": cell.temperature,
-                         "prompt": cell.prompt, "category": category, "setting": method.setting}  # fmt: skip
+                facts = {"suite": "vlm", "cell": title, "method": method.name, "variant_of": method.of,
+                         "batch": cell.batch, "temperature": cell.temperature, **asdict(cell.shown or Shown()),
+                         "category": category, "setting": method.setting}  # fmt: skip
                 figures = report.figures(method.name, made, best, greedy=cell.temperature == 0, assisted=method.single)
                 told = notes.get(method.name, slower.get(method.name, ""))
                 found.append(facts | figures | {"peak_mb": peaks.get(method.name), "note": told})

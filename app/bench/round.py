@@ -1,0 +1,164 @@
+"""The round suite: where the time of a round goes, part by part, and what it is against a plain decoding step."""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from mmspec.app import embedded
+from mmspec.app.bench import report, vlm, vlm_methods, vlm_shown
+from mmspec.app.bench.command import Outcome, batches
+from mmspec.app.bench.vlm_methods import Method
+from mmspec.app.engine import STOCK as NO_DRAFTER
+from mmspec.app.engine import load
+from mmspec.app.provenance import provenance
+from mmspec.pipelines.batching import Plain
+
+PARTS = ("draft", "verify", "accept", "commit")
+TOP = 12  # operations that --profile lists
+
+
+class Reads(TorchFunctionMode):
+    """Counts how often Python asks a tensor for its values; on a GPU each of these waits for it."""
+
+    ASKING = {"item", "tolist", "__bool__", "__int__", "__index__", "__float__", "cpu", "numpy", "nonzero"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += getattr(func, "__name__", "") in self.ASKING
+        return func(*args, **(kwargs or {}))
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Of which model, with which drafters, and how thoroughly."""
+    add = parser.add_argument
+    add("--model", default=embedded.MODEL, help="folder, name on the Hub, or scenes-vlm, the embedded one (default)")
+    vlm_methods.configure(parser)
+    vlm_shown.configure(parser)
+    add("--batch", type=int, nargs="+", default=[1])
+    add("--temperature", type=float, nargs="+", default=[0.0])
+    add("--max-new-tokens", type=int, default=128)
+    add("--compile", action=argparse.BooleanOptionalAction, default=True, help="also with compile=True (default)")
+    add("--auto", action="store_true", help="also with auto=True")
+    add("--static", action="store_true", help="also stock generate, compiled on a static cache")
+    add("--profile", action="store_true", help="count operations and name the ones that take longest")
+    add("--device", default="auto")
+    add("--dtype", default="auto")
+
+
+def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
+    """All cells, one after the other; yields whenever the outcome has grown."""
+    report.LAYOUTS["round"] = LAYOUT
+    engine = load(args.model, NO_DRAFTER, args.device, args.dtype, args.max_new_tokens, 0)
+    bench = vlm.Bench(engine.model, engine.processor, args.max_new_tokens, args.seed)
+    weights = sum(p.numel() * p.element_size() for p in bench.model.parameters()) / 2**20
+    facts = {"model": args.model, "weights_mb": round(weights, 1)}
+    outcome.provenance = provenance(bench.model.device, bench.model.dtype) | facts
+    args.without = [*args.without, "hf-prompt-lookup", "ngram", *([] if args.static else ["stock-static"])]
+    chosen, (asked, _) = list(methods(bench.model, args)), vlm_shown.questions(args)
+    for batch, heat in [(batch, heat) for batch in args.batch for heat in args.temperature]:
+        for shown, some in asked.items():
+            cell, first = vlm.Cell(batch, heat, shown), bench.inputs(batches(some, batch)[0])
+            begun = {m.name: bench.call(m, cell, first, bench.seed).seconds for m in chosen}
+            found = {r["method"]: r for r in vlm.measure_cell(bench, cell, chosen, some) if r["category"] == "all"}
+            for method in chosen:
+                record = found[method.name] | {"suite": "round", "first_call_s": begun[method.name]}
+                held, stock = record["peak_mb"], found["stock"]["peak_mb"]
+                record["above_stock"] = None if held is None else (held - stock) / (weights + stock)
+                outcome.records.append(record | watched(bench, method, cell, first, args.profile))
+            yield
+
+
+def methods(model: Any, args: argparse.Namespace) -> Iterator[Method]:
+    """Stock steps, then the loop without a drafter and with each, as they are, compiled, and left to themselves."""
+    ways: dict[str, dict[str, Any]] = {"": {}}
+    ways |= {" compiled": {"compile": True}} if args.compile else {}
+    ways |= {f"{name} auto": options | {"auto": True} for name, options in ways.items()} if args.auto else {}
+    stock, *drafted = vlm_methods.methods(model, args)
+    yield stock
+    for method in (Method("plain", drafter=Plain()), *drafted):
+        for name, options in ways.items() if method.drafter is not None else ((("", {})),):
+            if not (method.name == "plain" and "auto" in options):
+                yield replace(method, name=method.name + name, options=method.options | options)
+
+
+def watched(bench: vlm.Bench, method: Method, cell: vlm.Cell, inputs: Any, profile: bool) -> report.Record:
+    """What one round asks of the host and of torch: a long call less a short one, over the rounds between them."""
+    short, long = (replace(bench, max_new_tokens=n) for n in (max(2, bench.max_new_tokens // 4), bench.max_new_tokens))
+    found: list[tuple[int, int, Counter[str], Counter[str]]] = []
+    for one in (short, long):
+        with Reads() as reads:
+            call = one.call(method, cell, inputs, bench.seed)
+        times, counts = _profiled(lambda o=one: o.call(method, cell, inputs, bench.seed)) if profile else ({}, {})
+        found.append((call.steps, reads.count, Counter(times), Counter(counts)))
+    (steps, asked, times, counts), (all_steps, all_asked, all_times, all_counts) = found
+    rounds = all_steps - steps
+    if rounds <= 0:
+        return {"reads": None, "ops": None, "top": []}
+    all_times.subtract(times)
+    all_counts.subtract(counts)
+    top = [
+        {"op": op, "ms": us / 1e3 / rounds, "calls": all_counts[op] / rounds} for op, us in all_times.most_common(TOP)
+    ]
+    return {"reads": (all_asked - asked) / rounds, "ops": sum(all_counts.values()) / rounds or None, "top": top}
+
+
+def _profiled(call: Callable[[], Any]) -> tuple[dict[str, float], dict[str, int]]:
+    """Microseconds in each operation, without those that it calls, and how often it was called."""
+    from torch.profiler import ProfilerActivity, profile
+
+    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+    with profile(activities=kinds) as seen:
+        call()
+    rows = [row for row in seen.key_averages() if not row.key.startswith(("cuda", "Activity"))]
+    return {r.key: r.self_cpu_time_total for r in rows}, {r.key: r.count for r in rows}
+
+
+def _part(name: str) -> Callable[[report.Record], str]:
+    return lambda record: report.number(record["parts_ms"].get(name), "{:.2f}")
+
+
+def _top(record: report.Record) -> str:
+    return ", ".join(f"{one['op']} {one['ms']:.2f} ms ({one['calls']:.0f})" for one in record["top"][:4])
+
+
+LAYOUT = report.Layout(
+    report.LAYOUTS["vlm"].title,
+    (
+        ("method", lambda r: r["method"]),
+        ("ms/round", report.figure("step_ms", "{:.2f}")),
+        ("c", report.figure("c", "{:.2f}")),
+        *((name, _part(name)) for name in PARTS),
+        ("host reads", report.figure("reads", "{:.1f}")),
+        ("torch ops", report.figure("ops", "{:.0f}")),
+        ("tokens/call", report.figure("tokens_per_target_call", "{:.2f}")),
+        ("decode only", report.ratio("speedup_decode")),
+        ("end to end", report.ratio("speedup_e2e")),
+        ("vs best stock", report.figure("speedup_vs_best_stock", "{:.2f}x")),
+        ("peak MB", report.figure("peak_mb", "{:.1f}")),
+        ("above stock", report.figure("above_stock", "{:+.0%}")),
+        ("identical", report.figure("identical_rate", "{:.0%}")),
+        ("first call s", report.figure("first_call_s", "{:.1f}")),
+        ("n", lambda r: str(r["n"])),
+        ("most time", _top),
+    ),
+    report.MEANING
+    | {
+        "step_ms": "wall time of a round (of stock: of a step), from the first token to the end",
+        "parts_ms": "of it, by the host's clock: draft, verify (the target's forward), accept, commit",
+        "reads": "how often Python asked a tensor for its values, a round; on a GPU each of these waits for it",
+        "ops": "operations of torch a round, as its profiler counts them (--profile)",
+        "above_stock": "peak_mb above that of stock, as a share of weights and that: what the method takes more",
+        "first_call_s": "the first call of all, compiling included; compiled code is kept on the disk by torch",
+        "plain": "the loop with no drafter: what a leaner forward brings by itself",
+    },
+)

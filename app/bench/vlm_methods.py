@@ -1,0 +1,182 @@
+"""The methods of the vlm suite: stock paths, drafters, and these with one of their parts switched off."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from transformers import CompileConfig
+
+import mmspec
+from mmspec import registry
+from mmspec.app import embedded
+from mmspec.app.bench.command import BenchError, say
+from mmspec.drafters.specvlm import BRANCHES
+
+ALL = "all"
+GRIDS: dict[str, tuple[dict[str, int], ...]] = {  # what --tune tries
+    "lookup": tuple({"prompt_lookup_num_tokens": k} for k in (3, 5, 10)),
+    "text drafter": tuple({"depth": d} for d in (3, 5, 8)),
+    "feature drafter": (
+        *({"depth": d, "width": 1} for d in range(3, 11)),
+        {"depth": 3, "width": 2, "size": 8},
+        {"depth": 5, "width": 2, "size": 12},
+        {"depth": 5, "width": 4, "size": 16},
+        {"depth": 7, "width": 4, "size": 24},
+        {"depth": 6, "width": 8, "size": 40},
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to generate: arguments of `generate`, and the drafter to enable, if any."""
+
+    name: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+    drafter: Any = None
+    options: dict[str, Any] = field(default_factory=dict)  # of `enable`
+    grid: str = ""  # row of GRIDS
+    single: bool = False  # batch 1 only
+    of: str = ""  # the method of which it is a variant
+    told: str = ""  # the switch, for the table
+
+    def tuned(self, setting: dict[str, int]) -> Method:
+        if self.drafter is None:
+            return replace(self, arguments=self.arguments | setting)
+        return replace(self, options=self.options | setting)
+
+    @property
+    def setting(self) -> str:
+        held = {k: v for k, v in (self.options or self.arguments).items() if isinstance(v, int)}
+        tree = " ".join(f"{k.removeprefix('prompt_lookup_')} {v}" for k, v in held.items())
+        return ", ".join(part for part in (self.told, tree) if part)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A switch that is thrown when a trained drafter drafts: other values of its config, or options of `enable`."""
+
+    name: str
+    config: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def told(self) -> str:
+        return " ".join(f"{name}={value}" for name, value in {**self.config, **self.options}.items())
+
+
+# By a drafter's method. FLASH's chain drafts token by token with its first head, as EAGLE does.
+ABLATIONS: dict[str, tuple[Variant, ...]] = {
+    "eagle": tuple(
+        Variant(f"pruned {share:.0%} by {how}", options={"prune": share, "prune_by": how})
+        for share in (0.5, 0.9)
+        for how in ("attention", "uniform")
+    ),
+    "vispec": (
+        Variant("no summaries", {"summaries": False}),
+        Variant("no global vector", {"global_vector": False}),
+        Variant("nothing of the adaptor", {"summaries": False, "global_vector": False}),
+        Variant("media as published", {"media": "merge"}),
+    ),
+    "flash": (
+        Variant("chain", {"tokens": 1}),
+        Variant("all rows", {"latents": 0}),
+        Variant("4.5 rows a latent", {"ratio": 4.5}),
+        Variant("16 rows a latent", {"ratio": 16.0}),
+        Variant("64 rows a latent", {"ratio": 64.0, "least": 1}),
+    ),
+    "specvlm": (
+        *(Variant(f"always {branch}", {"gate": branch}) for branch in BRANCHES),
+        Variant("always prune, 1 in 4", {"gate": "prune", "prune_ratio": 4}),
+        Variant("always pool, 1 in 4", {"gate": "pool", "pool_ratio": 4}),
+        Variant("always pool, 1 in 64", {"gate": "pool", "pool_ratio": 64}),
+    ),
+}
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Which methods are measured, and with what trees."""
+    add = parser.add_argument
+    add("--drafters", "--drafter", nargs="+", dest="drafters", metavar="NAME", help="feature drafters to measure "
+        "beside ngram; all: every embedded one of the model; default: the embedded one, if it fits")  # fmt: skip
+    add("--ablate", action="store_true", help="each drafter also with one of its parts switched off at a time, when "
+        "it drafts; nothing is trained again")  # fmt: skip
+    add("--tune", action="store_true", help="choose each method's depth and tree on other images first")
+    add("--depth", type=int, help="of the feature drafters, without --tune")
+    add("--width", type=int, help="branches per node; 1 drafts a chain")
+    add("--size", type=int, help="nodes per round, the root included")
+    add("--without", nargs="+", default=[], metavar="METHOD", help="leave out, such as stock-static")
+
+
+def methods(model: Any, args: argparse.Namespace) -> list[Method]:
+    """The stock paths, prompt lookup as transformers has it, and mmspec with each drafter."""
+    compiling = CompileConfig(dynamic=False, mode="reduce-overhead" if model.device.type == "cuda" else "default")
+    compiling._compile_all_devices = True  # transformers compiles by itself on some devices only
+    found = [
+        Method("stock"),
+        Method("stock-static", {"cache_implementation": "static", "compile_config": compiling}),
+        Method("hf-prompt-lookup", {"prompt_lookup_num_tokens": 10}, grid="lookup", single=True),
+        Method("ngram", drafter=registry.drafter_class("ngram")(), grid="text drafter"),
+    ]
+    flags = {k: v for k in ("depth", "width", "size") if (v := getattr(args, k)) is not None}
+    for name in _drafter_names(args):
+        drafter = mmspec.load_drafter(embedded.resolve(name))
+        title = getattr(drafter, "method", type(drafter).__name__)
+        title = title if title not in [m.name for m in found] else f"{title}:{Path(name).name}"
+        whole = Method(title, drafter=drafter, options=flags, grid="feature drafter")
+        found += [whole, *(variants(whole) if args.ablate else ())]
+    unknown = sorted(set(args.without) - {m.name for m in found})
+    if unknown or "stock" in args.without:
+        wrong = unknown[0] if unknown else "stock"
+        raise BenchError(f"--without {wrong} is not possible; choose from {', '.join(m.name for m in found[1:])}")
+    return [m for m in found if m.name not in args.without]
+
+
+def _drafter_names(args: argparse.Namespace) -> list[str]:
+    """Of the feature drafters to measure."""
+    if args.drafters is None and embedded.speaks(args.model):
+        try:
+            return [embedded.resolve(embedded.drafter(args.model))]
+        except FileNotFoundError as error:
+            say(f"without the embedded drafter: {error}")
+            return []
+    names: list[str] = []
+    for name in args.drafters or ():
+        found = embedded.drafters(args.model) if name == ALL else [name]
+        if not found:
+            raise BenchError(f"--drafters {ALL}: no drafter comes with {args.model!r}; name the drafters to measure")
+        names += [one for one in found if one not in ("ngram", *names)]
+    return names
+
+
+def variants(whole: Method) -> Iterator[Method]:
+    """A drafter's method with each of its switches thrown; those that its config does not allow are left out."""
+    for variant in ABLATIONS.get(whole.drafter.method, ()):
+        try:
+            drafter = altered(whole.drafter, variant.config)
+        except ValueError as error:
+            say(f"without {whole.name}, {variant.name}: {error}")
+            continue
+        yield replace(
+            whole, name=f"{whole.name}, {variant.name}", drafter=drafter, options=whole.options | variant.options,
+            of=whole.name, told=variant.told,
+        )  # fmt: skip
+
+
+def altered(drafter: Any, changes: dict[str, Any]) -> Any:
+    """The same weights under a config with some values changed; what that has no place for is left out.
+
+    Raises:
+        ValueError: values that the config does not allow, or that want weights which the drafter does not have.
+    """
+    if not changes:
+        return drafter
+    made = type(drafter)(replace(drafter.config, **changes))
+    missing = made.load_state_dict(drafter.state_dict(), strict=False).missing_keys
+    if missing:
+        raise ValueError(f"it was trained without {', '.join(missing)}")
+    return made.eval()

@@ -1,0 +1,104 @@
+"""What the vlm suite asks: drawn pictures, pairs and clips that no training draws, or questions of one's own."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from mmspec.app.bench.command import Question, read_questions
+from mmspec.zoo import clips, language, scenes
+from mmspec.zoo.recipes import Mix
+
+HELD_OUT, TUNING = 7001, 7002  # first number of the seeds, which no training, no evaluation and no other suite draws
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What the questions of a cell have in common.
+
+    Attributes:
+        kind: one of KINDS, or "data".
+        pictures: per question; 0: they differ.
+        prompt: label of the prompts; empty where the kind has prompts of its own.
+    """
+
+    kind: str = "data"
+    pictures: int = 0
+    prompt: str = ""
+
+    def __str__(self) -> str:
+        what = {"clip": f"clip of {self.pictures}", "picture": "", "data": "data"}.get(self.kind, self.kind)
+        return ", ".join(part for part in (what, f"{self.prompt} prompt" if self.prompt else "") if part)
+
+
+def _picture(seeds: list[int], count: int) -> Question:
+    return Question((scenes.render(scenes.draw(np.random.default_rng(seeds))),))
+
+
+def _pair(seeds: list[int], count: int) -> Question:
+    """Two pictures, one of which is to be described."""
+    rng = np.random.default_rng([*seeds, 2])
+    pair = (scenes.draw(rng), scenes.draw(rng))
+    asked = language.pair_question(rng, pair, Mix())
+    while asked.kind != "pair-short":
+        asked = language.pair_question(rng, pair, Mix())
+    return Question(tuple(scenes.render(scene) for scene in pair), asked.prompt)
+
+
+def _clip(seeds: list[int], count: int) -> Question:
+    """A clip to be described; the same seeds give the same one, in however many frames."""
+    rng = np.random.default_rng([*seeds, 3])
+    clip = clips.draw(rng)
+    return Question(tuple(clips.frames(clip, count)), clips.describe(rng, clip).prompt)
+
+
+KINDS: dict[str, Callable[[list[int], int], Question]] = {"picture": _picture, "pair": _pair, "clip": _clip}
+Asked = dict[Shown, list[Question]]
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """What is shown and asked, and how often."""
+    add = parser.add_argument
+    add("--data", type=Path, metavar="PATH", help="questions of your own: see read_questions (MMSpec's folders work)")
+    add("--shown", nargs="+", choices=KINDS, default=["picture"], help="drawn: single pictures, pairs of them, clips")
+    add("--frames", type=int, nargs="+", default=[8], help="of clips, a cell for each number (default: 8)")
+    add("--prompt", nargs="+", help="short, long, or texts of your own, a cell for each; default: short and long for "
+        "pictures, and for pairs and clips what the embedded models are asked in training")  # fmt: skip
+    add("--images", type=int, default=20, help="questions of a cell at batch 1 (default: %(default)s)")
+    add("--tune-images", type=int, default=4)
+    add("--seed", type=int, default=0)
+
+
+def questions(args: argparse.Namespace) -> tuple[Asked, Asked]:
+    """By cell: what is measured, and what is tuned on."""
+    others = args.tune_images if args.tune else 0
+    if args.data is not None:
+        held = read_questions(args.data, args.images, others)
+        if held[0][0].prompt:
+            return {Shown(): held[0]}, {Shown(): held[1]}
+        return _asking(Shown(), *held, args.prompt)
+    measured: Asked = {}
+    tuning: Asked = {}
+    for kind in args.shown:
+        for pictures in args.frames if kind == "clip" else [{"picture": 1, "pair": 2}[kind]]:
+            drawn = [[KINDS[kind]([first, args.seed, i], pictures) for i in range(count)]
+                     for first, count in ((HELD_OUT, args.images), (TUNING, others))]  # fmt: skip
+            now, later = _asking(Shown(kind, pictures), drawn[0], drawn[1], args.prompt)
+            measured, tuning = measured | now, tuning | later
+    return measured, tuning
+
+
+def _asking(
+    shown: Shown, some: list[Question], others: list[Question], labels: list[str] | None
+) -> tuple[Asked, Asked]:
+    """The questions with the prompts of each label, or with their own."""
+    if labels is None and some[0].prompt:
+        return {shown: some}, {shown: others}
+    texts = {label: language.PROMPTS.get(label, label) for label in labels or ("short", "long")}
+    now, later = ({replace(shown, prompt=label): [replace(q, prompt=text) for q in asked]
+                   for label, text in texts.items()} for asked in (some, others))  # fmt: skip
+    return now, later
