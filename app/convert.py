@@ -1,4 +1,4 @@
-"""`mmspec convert`: a drafter from one published layout to another, or LlamaGen's files to a diffusers pipeline."""
+"""`mmspec convert`: a drafter from one published layout to another; LlamaGen's or MAR's files to a pipeline."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 OK, FAILED = 0, 1
-LLAMAGEN = "llamagen"  # in the place of SRC
+LLAMAGEN, MAR = "llamagen", "mar"  # in the place of SRC
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -18,11 +18,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     known = "; ".join(f"{name}: {layout.about}" for name, layout in LAYOUTS.items())
     parser.usage = (
         "mmspec convert SRC DST [options]\n       mmspec convert llamagen FILE --vq FILE [--text-encoder T5] -o FOLDER"
+        "\n       mmspec convert mar FILE --vae FILE -o FOLDER"
     )
     parser.description = f"Read a drafter in any known layout and write it in another, as safetensors. Layouts: {known}"
     add = parser.add_argument
-    add("src", help="folder, file with config.json beside it, or owner/name on the Hugging Face Hub; or `llamagen`")
-    add("dst", type=Path, help="folder to write; after `llamagen`, the transformer's file")
+    add("src", help="folder, file with config.json beside it, or owner/name on the Hub; or `llamagen`, `mar`")
+    add("dst", type=Path, help="folder to write; after `llamagen` or `mar`, the transformer's file")
     add("--layout", choices=tuple(LAYOUTS), default="mmspec", help="layout to write (%(default)s)")
     add("--from", dest="source", choices=tuple(LAYOUTS), help="layout to read (default: what the files show)")
     add("--target", help="model it drafts for, name or folder; needed where the files do not say which layers it reads")
@@ -45,12 +46,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("-o", "--output", type=Path, help="folder to write")
     add("--image-size", type=int, help="pixels along a side of its pictures, where the file does not say it")
     add("--heads", type=int, help="attention heads, for sizes other than the published ones")
+    group = parser.add_argument_group(
+        MAR,
+        "Read the authors' checkpoint-last.pth (of its averaged weights) or a .safetensors file, and write a pipeline "
+        "that MARPipeline and DiffusionPipeline load. -o, --heads and --allow-pickle mean the same as for llamagen.",
+    )
+    group.add_argument("--vae", type=Path, help="the VAE's file, kl16.ckpt")
 
 
 def run(args: argparse.Namespace) -> int:
     """Convert as the options say; the exit code."""
     try:
-        print(_llamagen(args) if args.src == LLAMAGEN else _drafter(args))
+        print({LLAMAGEN: _llamagen, MAR: _mar}.get(args.src, _drafter)(args))
     except (OSError, ValueError) as error:
         print(f"mmspec convert: {error}", file=sys.stderr)
         return FAILED
@@ -89,6 +96,20 @@ def _llamagen(args: argparse.Namespace) -> str:
     silent = "" if c.classes or args.text_encoder else "; it has no text encoder yet, name one with --text-encoder"
     side = c.grid * pipe.vqvae.downsample
     return f"{args.dst} written to {args.output}: {kind} to {side}x{side} pixels in {c.grid}x{c.grid} tokens{silent}"
+
+
+def _mar(args: argparse.Namespace) -> str:
+    """Write a pipeline of MAR's files; what to say of it."""
+    from mmspec.pipelines import mar_files as files
+
+    if args.vae is None or args.output is None:
+        raise ValueError("`mmspec convert mar FILE` needs --vae FILE, and -o FOLDER to write")
+    _refuse_standing(args.output, ("model_index.json",), args.overwrite)
+    pipe: Any = files.pipeline(args.dst, args.vae, heads=args.heads, allow_pickle=args.allow_pickle)
+    pipe.save_pretrained(args.output)
+    c = pipe.transformer.config
+    g, side = c.grid, c.grid * pipe.image_processor.config.vae_scale_factor
+    return f"{args.dst} written to {args.output}: {c.classes} classes to {side}x{side} pixels in {g}x{g} tokens"
 
 
 def _refuse_standing(folder: Path, names: tuple[str, ...], overwrite: bool) -> None:

@@ -15,7 +15,7 @@ GUMBEL = tl.constexpr(reference.GUMBEL)
 
 @triton.jit
 def hashed(seed, counter):
-    """`reference._hash`, as uint64: unsigned, so that a right shift brings in zeros."""
+    """`reference_noise._hash`, as uint64: unsigned, so that a right shift brings in zeros."""
     x = seed.to(tl.uint64) + (counter.to(tl.uint64) + 1) * 0x9E3779B97F4A7C15
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB

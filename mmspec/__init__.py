@@ -24,6 +24,7 @@ _FACE = {
     "save_drafter": "mmspec.checkpoints.save",
     "push_drafter": "mmspec.checkpoints.save",
     "LlamaGenPipeline": "mmspec.pipelines.llamagen",
+    "MARPipeline": "mmspec.pipelines.mar",
 }
 
 __all__ = ["__version__", *_FACE]

@@ -14,14 +14,15 @@ from mmspec.rules import exact
 from mmspec.types import HOLE, Categorical, Draft, Law, Masses, Rule, Trial, Verdict
 
 
-def along_path(draft: Draft, law: Law, rule: Rule, u: Tensor, spent: Tensor | None = None) -> Verdict:
+def along_path(draft: Draft, law: Law, rule: Rule, u: Tensor | None, spent: Tensor | None = None) -> Verdict:
     """Follow one path from the root as far as the rule allows, then draw the token that comes after it.
 
     Args:
         draft: tokens on a tree, with the law q they were drawn from (None: point masses).
         law: p after each node, [B, N, V].
         rule: what to keep. With `exact` the path and the next token together have the law p (to rounding).
-        u: float64 [B, N], uniform noise; the decision at a node uses the number of that node and no other.
+        u: float64 [B, N], uniform noise; the decision at a node uses the number of that node and no other. None where
+            p is a point mass.
         spent: float64 [B], what the rows were charged before; counts against the rule's budget.
 
     Returns:
@@ -29,35 +30,30 @@ def along_path(draft: Draft, law: Law, rule: Rule, u: Tensor, spent: Tensor | No
     """
     if law.is_point or (rule is exact and draft.law is None):  # all rules agree where p is a point mass
         return descend(draft, law, u)
+    assert u is not None
     return (advance if draft.tree.is_chain else walk)(draft, law, rule, u, spent)
 
 
-def descend(draft: Draft, law: Law, u: Tensor) -> Verdict:
-    """Point-mass drafts under `exact`, all nodes at once: draw one token at every node, descend while it is a child.
-
-    The draw at a node is the inverse CDF of p in the order "children first, in their order, then the vocabulary", so
-    only the children's masses are needed until the path ends; then the rest of u draws from what they left.
-    """
+def descend(draft: Draft, law: Law, u: Tensor | None) -> Verdict:
+    """Point-mass drafts under `exact`, all nodes at once: draw one token at every node, descend while it is a child."""
     tokens, tree = draft.tokens, draft.tree
     if law.ids is not None:  # greedy: every law is a point mass and u does not matter
-        match = law.ids.gather(1, tree.parents) == tokens
-        stands, count, last = _path(match & ~_repeated(draft), draft)
+        stands, count, last = _path(law.ids.gather(1, tree.parents) == tokens, draft)
         return Verdict(stands, count, last, law.ids.gather(1, last[:, None])[:, 0])
     above = None if tree.is_chain else tree.ancestors
     found = dispatch.verify_point_mass(law.logits, tokens, tree.parents, above, u)
     return Verdict(found.stands, found.count, found.last, found.token)
 
 
-def _repeated(draft: Draft) -> Tensor:
-    """[B, N] bool: an earlier sibling proposes the same token, so this node can never be reached."""
-    if draft.tree.is_chain:
-        return torch.zeros_like(draft.tokens, dtype=torch.bool)
-    return (draft.tree.siblings & (draft.tokens[:, :, None] == draft.tokens[:, None, :])).any(-1)
-
-
 def _path(match: Tensor, draft: Draft) -> tuple[Tensor, Tensor, Tensor]:
-    """Nodes whose whole line of ancestors matched, how many, and the deepest; siblings exclude each other."""
+    """Nodes whose whole line of ancestors matched, how many, and the deepest; of equal siblings the first one."""
+    if not draft.tree.is_chain:
+        match &= ~(draft.tree.siblings & (draft.tokens[:, :, None] == draft.tokens[:, None, :])).any(-1)
     match[:, 0] = True
+    if draft.tree.is_chain:
+        stands = match.cumprod(1).bool()
+        count = stands.sum(-1)
+        return stands, count, count - 1
     stands = (match[:, None, :] | ~draft.tree.ancestors).all(-1)
     depth = torch.where(stands, draft.tree.depth, -1)
     return stands, stands.sum(-1), depth.argmax(-1)

@@ -13,8 +13,9 @@ from mmspec.types import Drafter, Prompt, Round, Scores, Target
 def begin(session: Session, target: Target, drafter: Drafter, prompt: Prompt, scores: Scores) -> Round:
     """The round of the prefill: the prompt's last token is the root of an empty draft, already in the cache."""
     root = lone(prompt.ids[:, -1:])
-    round_ = session.commit(root, scores, along_path(root, scores.law, session.rule, session.noise(root)))
+    round_ = session.commit(root, scores, along_path(root, scores.law, session.rule, session.noise(root, scores.law)))
     session.memory = session.timed("draft", drafter.start, session, target, prompt)
+    session.stats.drafter = dict(getattr(session.memory, "told", {}))
     return round_
 
 
@@ -24,10 +25,10 @@ def decode(session: Session, target: Target, drafter: Drafter) -> Iterator[Round
     while session.rows:
         draft = session.timed("draft", drafter.propose, session, target)
         scores = session.timed("verify", target.score, session, draft)
-        u = session.noise(draft)
-        verdict = session.timed("other", along_path, draft, scores.law, session.rule, u, session.spent)
-        round_ = session.timed("other", session.commit, draft, scores, verdict)
-        session.timed("other", target.commit, session, round_)
+        u = session.timed("accept", session.noise, draft, scores.law)
+        verdict = session.timed("accept", along_path, draft, scores.law, session.rule, u, session.spent)
+        round_ = session.timed("commit", session.commit, draft, scores, verdict)
+        session.timed("commit", target.commit, session, round_)
         session.count(round_)
         yield round_
         session.retire()

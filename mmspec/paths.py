@@ -143,6 +143,7 @@ def leftover_chance(log_qp: Tensor, eta: Tensor | float = 1.0) -> Tensor:
     return 1 - torch.minimum(log_qp.exp(), torch.as_tensor(eta, dtype=log_qp.dtype, device=log_qp.device))
 
 
+TRIALS = 100_000  # of one token after a refusal; only a network that gives NaN needs as many
 Fresh = Callable[[Tensor, int], tuple[Tensor, Tensor]]  # rows [r], number of the trial → noise [r, K + 1, C], u [r]
 
 
@@ -157,10 +158,12 @@ def leftover(
         eta: [R], as in the test that refused; below 1 a trial succeeds with a chance of at least 1 − η.
         at_once: trials of a token that run side by side; the first that is kept counts, so the law does not change.
     """
-    tokens = torch.empty(len(eta), chain_width(fresh, eta), device=eta.device)
     trials = torch.zeros(len(eta), dtype=torch.long, device=eta.device)
     waiting, first = torch.arange(len(eta), device=eta.device), 0
+    tokens = fresh(waiting, 0)[0][:, 0].clone()
     while len(waiting):
+        if first >= TRIALS:
+            raise RuntimeError(f"{first} trials gave no token; eta below 1 (here {eta[waiting].max():.3g}) needs fewer")
         drawn = [fresh(waiting, first + i) for i in range(at_once)]
         rows = waiting.repeat(at_once)
         path = draw(p.take(rows), chain, torch.cat([noise for noise, _ in drawn]), temperature)
@@ -168,8 +171,8 @@ def leftover(
         kept = torch.cat([u for _, u in drawn]) < leftover_chance(ratio, eta[rows])
         kept = kept.view(at_once, -1)
         found, trial = kept.any(0), kept.int().argmax(0)
-        here = waiting[found]
-        tokens[here] = path.x.view(at_once, len(waiting), -1)[trial, torch.arange(len(waiting), device=eta.device)][found]
+        here, ends = waiting[found], path.x.unflatten(0, (at_once, -1))
+        tokens[here] = ends[trial[found], found.nonzero()[:, 0]]
         trials[here] = first + 1 + trial[found]
         waiting, first = waiting[~found], first + at_once
     return tokens, trials

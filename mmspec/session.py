@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mmspec.kernels import dispatch
-from mmspec.types import HOLE, Draft, Round, Rule, Scores, Verdict
+from mmspec.types import HOLE, Draft, Law, Round, Rule, Scores, Verdict
 
 R = TypeVar("R")
 _PER_ROW = ("pending", "emitted", "seeds", "spent")  # tensors [B] of a session
@@ -63,8 +63,11 @@ class Stats:
         lossless: whether every row has the target's own law.
         spent: distance in total variation that relaxed rules were charged, over all rows that have ended.
         charges: the same for each row of the last call, by its place.
-        seconds: wall time by part: draft, verify, other (accept and commit), prefill. On a GPU work is launched without
-            waiting for it, so that a part's time may show in the next one.
+        seconds: wall time by part: draft, verify, accept, commit, prefill. On a GPU work is launched without waiting
+            for it, so that a part's time may show in the next one.
+        drafter: what a feature drafter made of the prompts that it read, summed up: prompts, rows that it keeps, visual
+            rows before and after compression, memory bytes (the keys and values of the prompts' rows), and what
+            its method adds.
     """
 
     rounds: int = 0
@@ -78,6 +81,7 @@ class Stats:
     spent: float = 0.0
     charges: dict[int, float] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
+    drafter: dict[str, float] = field(default_factory=dict)
 
     @property
     def target_calls(self) -> int:
@@ -104,8 +108,9 @@ class Stats:
         self.lossless = self.lossless and other.lossless
         self.accepted_by_depth.update(other.accepted_by_depth)
         self.charges = dict(other.charges) or self.charges
-        for part, spent in other.seconds.items():
-            self.seconds[part] = self.seconds.get(part, 0.0) + spent
+        for mine, others in ((self.seconds, other.seconds), (self.drafter, other.drafter)):
+            for name, much in others.items():
+                mine[name] = mine.get(name, 0.0) + much
 
     def __str__(self) -> str:
         spent = sum(self.seconds.values()) or 1.0
@@ -116,7 +121,14 @@ class Stats:
             f"{self.tokens} tokens in {self.rounds} target calls; tokens_per_target_call "
             f"{self.tokens_per_target_call:.2f}, accepted_draft_tokens_per_call "
             f"{self.accepted_draft_tokens_per_call:.2f}; accepted by depth: {depths or 'none'}; time: {share}{bent}"
+            f"{self._read()}"
         )
+
+    def _read(self) -> str:
+        """What the drafter made of a prompt, on average."""
+        prompts = self.drafter.get("prompts", 0)
+        each = ", ".join(f"{much / prompts:.4g} {name}" for name, much in self.drafter.items() if name != "prompts")
+        return f"; the drafter's prompt: {each}" if prompts else ""
 
 
 class Session:
@@ -128,6 +140,8 @@ class Session:
         self.memory: Any = None  # Rows: the drafter's own state
         self.rule = rule
         self.last: Round | None = None
+        self.behind: list[Round] = []  # rounds before it that the drafter has not read, since it was not asked
+        self.pace: tuple[int, int, float] | None = None  # `auto`: rows, depth and seconds spent, as this round began
         self.pending = torch.zeros(len(rows), dtype=torch.long, device=device)  # [B] decided, not yet in the cache
         self.emitted = torch.zeros(len(rows), dtype=torch.long, device=device)  # [B] tokens decided after the prompt
         self.spent = torch.zeros(len(rows), dtype=torch.float64, device=device)  # [B] charged by a relaxed rule so far
@@ -141,9 +155,10 @@ class Session:
         self.stats.seconds[part] = self.stats.seconds.get(part, 0.0) + time.perf_counter() - began
         return result
 
-    def noise(self, draft: Draft) -> Tensor:
-        """Uniform numbers [B, N], fixed by each row's seed and by the position of the token drawn after each node."""
-        return dispatch.uniform(self.seeds[:, None], self.emitted[:, None] + draft.tree.depth)
+    def noise(self, draft: Draft, law: Law) -> Tensor | None:
+        """Uniform numbers [B, N], fixed by each row's seed and by the position of the token drawn after each node; None
+        where the law is a point mass and nothing is drawn."""
+        return None if law.is_point else dispatch.uniform(self.seeds[:, None], self.emitted[:, None] + draft.tree.depth)
 
     def commit(self, draft: Draft, scores: Scores, verdict: Verdict) -> Round:
         """Take what stands: the one read of a round by the host, the rows' new tokens, the next pending token."""
@@ -202,6 +217,7 @@ class Session:
         for name in _PER_ROW:
             setattr(self, name, getattr(self, name)[index])
         self.last = self.last.select(index) if self.last is not None else None
+        self.behind = [round_.select(index) for round_ in self.behind]
         self.cache = self.cache.select(index)
         self.memory = self.memory.select(index) if self.memory is not None else None
 
@@ -216,4 +232,5 @@ class Session:
             self.cache = self.cache.join(other.cache)
             self.memory = self.memory.join(other.memory) if self.memory is not None else None
             self.last = self.last.join(other.last) if self.last is not None and other.last is not None else None
+            self.behind = []  # the new rows have none; the drafter does without
         self.stats.add(other.stats)

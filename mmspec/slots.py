@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mmspec.kernels import reference as ops
-
 
 @dataclass(frozen=True)
 class Lengths:
@@ -73,13 +71,6 @@ class Slots:
         if buffer is not None:
             grown[:, :, :held] = buffer
         return grown
-
-    def keep(self, nodes: Tensor, at: Lengths) -> None:
-        """Of the entries appended last, keep those at the offsets `nodes` [B, K], moved down to the row's length."""
-        if self.keys is not None and self.values is not None:
-            source = at.device[:, None] + nodes
-            ops.move_rows(self.keys, source, at.device)
-            ops.move_rows(self.values, source, at.device)
 
     def select(self, rows: Tensor) -> None:
         if self.keys is not None and self.values is not None:

@@ -15,6 +15,7 @@ from mmspec.kernels import dispatch
 from mmspec.kernels import reference as ops
 
 NAME = "mmspec_tree"
+KINDS = ("full_attention", "sliding_attention")  # layer types whose masks are known here
 _UNKNOWN = ("position_bias", "softcap", "s_aux")  # arguments that change the scores; sdpa knows which it can take
 
 

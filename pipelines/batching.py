@@ -109,7 +109,7 @@ class Flow(Intake):
     def _round(self) -> None:
         assert self._target is not None
         try:
-            next(decode(self._session, self._target, self._handle.drafter))
+            next(decode(self._session, self._target, self._handle.proposer))
         except Exception as error:  # half of the state may have been written
             self._interrupted([], error)
 
@@ -155,7 +155,7 @@ class Flow(Intake):
 
     def _open(self, group: list[Asked]) -> Session | None:
         """A session of these prompts after their prefill; None where the stock path has answered."""
-        model, drafter = self.model, self._handle.drafter
+        model, drafter = self.model, self._handle.proposer
         call: Call = self._generate(group, custom_generate=_as_call)
         if obstacle(model, call) is not None:
             self._answer(group)

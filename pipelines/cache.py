@@ -59,9 +59,12 @@ class SlotCache(Cache):
     def commit(self, kept: Tensor, counts: tuple[int, ...], device_counts: Tensor, in_place: bool) -> None:
         """Of the nodes appended last, keep `kept[b, : counts[b]]` in row b; `in_place` says they lie there already."""
         if not in_place:
-            at = self.lengths.device
-            held = [t for layer in self.slots for t in (layer.keys, layer.values) if t is not None]
-            dispatch.compact_rows(held, at[:, None] + kept, at, device_counts)
+            homes: dict[torch.device, list[Tensor]] = {}
+            for buffer in (t for layer in self.slots for t in (layer.keys, layer.values) if t is not None):
+                homes.setdefault(buffer.device, []).append(buffer)
+            for home, buffers in homes.items():
+                start = self.lengths.device.to(home)
+                dispatch.compact_rows(buffers, start[:, None] + kept.to(home), start)
         self.lengths = self.lengths.plus(counts, device_counts)
 
     def select(self, rows: Tensor) -> SlotCache:

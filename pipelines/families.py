@@ -37,6 +37,7 @@ HOMES: dict[str, str] = {
     "GlmImageForConditionalGeneration": "mmspec.pipelines.glm_image",
     "ChameleonForConditionalGeneration": "mmspec.pipelines.chameleon",
     "LlamaGenPipeline": "mmspec.pipelines.llamagen",
+    "MARPipeline": "mmspec.pipelines.mar",
 }
 _STOCK = "mmspec.pipelines.stock"
 

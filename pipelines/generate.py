@@ -92,7 +92,7 @@ def obstacle(model: Any, call: Call) -> str | None:
 
 def generate(model: Any, handle: Any, call: Call) -> tuple[Any, Stats]:
     """Run one call to its end: the stock return value, and what happened."""
-    config, drafter = call.generation_config, handle.drafter
+    config, drafter = call.generation_config, handle.proposer
     keep = bool(config.return_dict_in_generate and (config.output_scores or config.output_logits))
     guidance, rest = guided.split(call.logits_processor, call.input_ids)
     noise = TorchNoise() if handle.config.reproducible and config.do_sample else None
@@ -171,7 +171,8 @@ class _Collected:
                 self.kept.setdefault(id(row), []).extend(pairs)
         self._stream()
 
-    def _pad(self) -> int:
+    @cached_property
+    def _pad(self) -> int:  # read from the device once, not for every column
         pad = self.call.generation_config._pad_token_tensor
         return int(pad) if pad is not None else 0
 
@@ -180,8 +181,7 @@ class _Collected:
         return (longest if cut is None else min(longest, cut)) - self.rows[0].start
 
     def _column(self, index: int) -> list[int]:
-        pad = self._pad()
-        return [row.tokens[row.start + index] if index < row.generated else pad for row in self.rows]
+        return [row.tokens[row.start + index] if index < row.generated else self._pad for row in self.rows]
 
     def _stream(self) -> None:
         """Put each column once no row can change it any more, as stock decoding would."""

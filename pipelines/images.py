@@ -96,7 +96,7 @@ class ImageTarget:
         hidden, features = self._forward(embeds, before, tiled(visible(valid, P), S), cache)
         cache.advance(P)
         ids = torch.zeros(B, P, dtype=torch.long, device=device)
-        prompt = Prompt(ids, stacked(embeds, S), features, torch.zeros_like(valid), valid)
+        prompt = Prompt(ids, stacked(embeds, S), features, torch.zeros_like(ids), valid)
         last = None if features is None else features[:, -1:]
         return prompt, self._scores(hidden[:, -1:], last, session, lone(ids[:, -1:]))
 

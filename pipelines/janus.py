@@ -21,6 +21,7 @@ from mmspec.pipelines.sampling import TorchNoise
 from mmspec.pipelines.state import Onward, State, spread, stacked
 from mmspec.pipelines.stock import describe, tap, unsupported, untap
 from mmspec.pipelines.swap import listen
+from mmspec.pipelines.visual import media
 from mmspec.pipelines.vlm import VlmTarget
 from mmspec.rules import exact
 from mmspec.session import Row, Session
@@ -164,7 +165,7 @@ class JanusTarget(VlmTarget):
             ids=torch.zeros_like(ids),  # words have no id among the codes
             embeds=stacked(ready.embeds, 2),
             hidden=None if hidden is None else stacked(hidden, 2),
-            visual=self._visual(ids),
+            visual=media(ids, self.model.config, {}),
             valid=valid.chunk(2)[0],
         )
         return State(slots, Onward(first), valid, {}, 2), prompt, self._logits(out, heard)[:, -1:]

@@ -113,7 +113,7 @@ def _unpickled(path: Path, allow_pickle: bool) -> Any:
         advice = (
             "more than tensors and argparse.Namespace; it is refused"
             if allow_pickle
-            else "more than tensors; files of LlamaGen's training scripts hold an argparse.Namespace, which "
+            else "more than tensors; files of training scripts may hold an argparse.Namespace, which "
             "allow_pickle=True (CLI: --allow-pickle) lets through, and nothing else"
         )
         raise ValueError(f"{path.name} is damaged, or holds {advice}") from error

@@ -82,8 +82,8 @@ def enable(model_or_pipe: Any, drafter: Any = None, **options: Any) -> Handle:
         drafter: "ngram" (no weights; the default), "jacobi" (no weights; the default of models that only draw
             pictures), a drafter's name on the hub, a folder, or a Drafter.
         options: fields of SpecConfig: depth, width, size, tree, draws, prune, prune_by, window, init, coupling,
-            proactive, rule, budget, reproducible, on_unsupported. A `rule` other than "exact" bends the law, by what
-            `budget` allows; of models that both write and draw only that of pictures.
+            proactive, rule, budget, reproducible, auto, compile, on_unsupported. A `rule` other than "exact" bends the
+            law, by what `budget` allows; of models that both write and draw only that of pictures.
 
     Returns:
         A Handle; also a context manager that disables on leaving. Enabling again replaces what was there.

@@ -7,7 +7,10 @@ import sys
 from types import ModuleType
 from typing import Any
 
-PIPELINES = {"LlamaGenPipeline": "mmspec.pipelines.llamagen"}  # diffusers looks a pipeline's class up in itself
+PIPELINES = {  # diffusers looks a pipeline's class up in itself
+    "LlamaGenPipeline": "mmspec.pipelines.llamagen",
+    "MARPipeline": "mmspec.pipelines.mar",
+}
 
 
 def register() -> None:

@@ -83,6 +83,7 @@ class State:
     open_slots: Tensor  # bool [S·B, L], false at the prompt's padding
     types: dict[str, Tensor]  # token types of generated text, [S·B, 1] each
     streams: int = 1
+    padded: bool = True  # whether any slot may be closed, as the host knows it
 
     def commit(self, round_: Round) -> None:
         """Keep what stands, in every stream; on a chain it lies in its place already."""
@@ -108,8 +109,17 @@ class State:
         open_slots = [pad(t, (0, longest - t.shape[1]), value=True) for t in (self.open_slots, other.open_slots)]
         types = {name: torch.cat([t, other.types[name]]) for name, t in self.types.items()}
         places = self.places.join(other.places)
-        return State(self.cache.join(other.cache), places, torch.cat(open_slots), types, self.streams)
+        return State(
+            self.cache.join(other.cache),
+            places,
+            torch.cat(open_slots),
+            types,
+            self.streams,
+            self.padded or other.padded,
+        )
 
     def _pick(self, rows: Tensor) -> State:
         types = {name: t[rows] for name, t in self.types.items()}
-        return State(self.cache.select(rows), self.places.select(rows), self.open_slots[rows], types, self.streams)
+        return State(
+            self.cache.select(rows), self.places.select(rows), self.open_slots[rows], types, self.streams, self.padded
+        )

@@ -14,7 +14,7 @@ from mmspec.types import Rule, TargetInfo
 
 __all__ = ["Enabled", "codebook", "describe", "tap", "unsupported", "untap"]
 
-_LAYERS = {"full_attention", "sliding_attention"}
+_LAYERS = set(attention.KINDS)
 _ATTENTION = {"sdpa", "eager", attention.NAME}
 
 

@@ -116,7 +116,8 @@ class VlmTarget:
         arguments = self.model._update_model_kwargs_for_generation(out, arguments)
         slots.advance(valid.shape[1] - past)
         types = {name: arguments.pop(name)[:, -1:] for name in TYPES if arguments.get(name) is not None}
-        state = State(slots, self._places(arguments.pop("position_ids"), heard), valid, types, self.streams)
+        places = self._places(arguments.pop("position_ids"), heard)
+        state = State(slots, places, valid, types, self.streams, not bool(valid.all()))
         self.arguments = {**arguments, "attention_mask": None}
         prompt = Prompt(
             ids=ids[:, past:] if ids.shape[1] == valid.shape[1] else ids,
@@ -216,8 +217,10 @@ class VlmTarget:
         return self.model(**inputs, return_dict=True)
 
     def _mask(self, state: State, ancestors: Tensor, depth: Tensor) -> Any:
-        """bool or additive [B, 1, N, T]; one per layer type where the model has sliding windows."""
+        """bool or additive [B, 1, N, T]; one per layer type where the model has sliding windows; None: all is seen."""
         at = state.cache.lengths
+        if depth.shape[1] == 1 and at.even and not state.padded and self.window is None and self.compiled is None:
+            return None
         full = visibility(at, state.open_slots, ancestors)
 
         def wanted(visible: Tensor, window: int | None = None) -> Tensor:
@@ -236,7 +239,10 @@ class VlmTarget:
 
     def _as_wanted(self, visible: Tensor) -> Tensor:
         visible = visible[:, None]
-        if not self.eager:
+        additive = self.eager or (
+            visible.device.type == "cpu" and not self.tree and not torch.is_autocast_enabled("cpu")
+        )
+        if not additive:  # else sdpa would make one in every layer
             return visible
         dtype = self.model.dtype
         return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(

@@ -189,7 +189,9 @@ DRAFTERS: dict[str, Callable[[Any, Oracle], Any]] = {
     "eagle-3": lambda target, oracle: eagle(target, depth=3, width=4, size=12, draft_vocab=50),
     "vispec": lambda target, oracle: feature_drafter("vispec", target, num_q=3, depth=3, width=3, size=10),
     "msd": lambda target, oracle: feature_drafter("msd", target, depth=3, width=3, size=10),
-    "flash": lambda target, oracle: feature_drafter("flash", target, latents=3, least=1, ratio=2.0, tree="mc_sim_7b_63"),
+    "flash": lambda target, oracle: feature_drafter(
+        "flash", target, latents=3, least=1, ratio=2.0, tree="mc_sim_7b_63"
+    ),
     "specvlm": lambda target, oracle: feature_drafter(
         "specvlm", target, conv_ratio=2, queries=1, gate_width=8, depth=3, width=3, size=10
     ),

@@ -12,7 +12,7 @@ import pytest
 import targets
 import tiny_llava
 import torch
-from drafters import eagle
+from drafters import eagle, feature_drafter
 from PIL import Image
 from targets import FAMILIES, IMAGE
 from torch import Tensor
@@ -33,6 +33,7 @@ GUESTS: dict[str, Callable[[Any], Any]] = {
     "ngram": lambda model: "ngram",
     "eagle chain": lambda model: eagle(model, depth=3, width=1, size=4),
     "eagle tree": lambda model: eagle(model, depth=3, width=3, size=9),
+    "vispec": lambda model: feature_drafter("vispec", model, depth=3, width=3, size=9),
 }
 ENDS = list(range(5, 30))  # so many end-of-sequence ids that answers have very different lengths
 

@@ -84,11 +84,11 @@ def test_exact_ratio_and_residual_at_their_edges() -> None:
     )
 
 
-def test_move_rows_keeps_what_is_named_in_order_and_touches_nothing_before() -> None:
+def test_compact_rows_keeps_what_is_named_in_order_and_touches_nothing_before() -> None:
     buffer = torch.arange(2 * 3 * 10 * 2, dtype=torch.float32).view(2, 3, 10, 2)
     before = buffer.clone()
     source, start = torch.tensor([[4, 6, 7], [2, 3, 9]]), torch.tensor([4, 2])
-    ops.move_rows(buffer, source, start)
+    ops.compact_rows([buffer], source, start)
     for b in range(2):
         at = int(start[b])
         assert torch.equal(buffer[b, :, :at], before[b, :, :at])

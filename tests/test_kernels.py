@@ -188,14 +188,6 @@ def test_attention_is_that_of_sdpa_under_the_tree_mask():
     torch.testing.assert_close(ops.tree_attention(**given), wanted, rtol=2e-6, atol=2e-6)
 
 
-def test_compact_rows_is_move_rows_of_every_buffer():
-    given = made("compact_rows") | {"count": None}
-    moved = cases.apply("compact_rows", ops.compact_rows, given)
-    for buffer, after in zip(given["buffers"], moved, strict=True):
-        ops.move_rows(buffer, given["source"], given["start"])
-        assert torch.equal(buffer, after)
-
-
 @needs_triton
 def test_rows_of_any_shape_move_in_one_launch():
     given = made("compact_rows", T=64)

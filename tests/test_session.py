@@ -202,7 +202,9 @@ def test_stats_of_a_drafter_that_is_always_right() -> None:
     assert (stats.drafted, stats.accepted) == (18, 18)
     assert stats.tokens_per_target_call == 7.0 and stats.accepted_draft_tokens_per_call == 6.0
     assert [stats.acceptance(d) for d in range(1, 8)] == [1.0] * 6 + [0.0]
-    assert set(stats.seconds) == {"prefill", "draft", "verify", "other"} and all(s > 0 for s in stats.seconds.values())
+    assert set(stats.seconds) == {"prefill", "draft", "verify", "accept", "commit"} and all(
+        s > 0 for s in stats.seconds.values()
+    )
     assert "22 tokens in 3 target calls" in str(stats)
 
 

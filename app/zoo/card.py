@@ -79,8 +79,8 @@ MADE_ON = """\
   frame's patches what stood in each cell at first and what became of it: {watching.plan.steps} steps. From texts alone
   it had not found out what to compare.
 - Then {clips.plan.steps} steps of {clips.plan.batch} packed rows; a row of a clip is two, four or eight frames.
-- Optimiser: Muon for the matrices of the layers, AdamW for the rest, peak rates {watching.plan.lr} and {clips.plan.lr}, warm-up,
-  plateau and linear decay, gradient clip {clips.plan.clip}. Seed {seed}."""
+- Optimiser: Muon for the matrices of the layers, AdamW for the rest, peak rates {watching.plan.lr} and {clips.plan.lr},
+  warm-up, plateau and linear decay, gradient clip {clips.plan.clip}. Seed {seed}."""
 
 _MORE = ", and says what happens in\nshort clips (two to eight frames, all in one message)"
 _EXPLAINED = (

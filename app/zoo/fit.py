@@ -12,6 +12,7 @@ from mmspec.train.muon import Muon
 from mmspec.zoo.recipes import Schedule
 
 CHECKPOINT_SECONDS = 300.0
+HIDDEN = (".layers.", "_blocks.")  # in the names of a hidden layer's weights
 Loss = Callable[[int], tuple[torch.Tensor, int]]  # step -> the loss and the number of tokens it cost
 
 
@@ -28,7 +29,7 @@ def optimizers(module: nn.Module, plan: Schedule) -> list[torch.optim.Optimizer]
     hidden, rest = [], []
     for name, weight in module.named_parameters():
         if weight.requires_grad:
-            matrix = weight.ndim == 2 and ".layers." in f".{name}"
+            matrix = weight.ndim == 2 and any(mark in f".{name}" for mark in HIDDEN)
             (hidden if matrix or (plan.kernels and weight.ndim == 4) else rest).append(weight)
     adamw = torch.optim.AdamW(rest, lr=plan.lr, weight_decay=0.0, betas=(0.9, 0.95), fused=True)
     if not hidden:

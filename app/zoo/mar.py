@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
+from mmspec.app.bench.faithful import Reader
+from mmspec.app.zoo import mar_card
 from mmspec.app.zoo.fit import fit
+from mmspec.models.mar import MARTransformer2DModel
+from mmspec.models.mar_head import MARHead
+from mmspec.models.mar_scheduler import MARScheduler
+from mmspec.paths import Chain
+from mmspec.pipelines.mar import MARPipeline
 from mmspec.pipelines.mar_files import build_vae
 from mmspec.zoo import classes
-from mmspec.zoo.recipes import Autoencoder, MarRecipe, Trunk
+from mmspec.zoo.pictures import Picture
+from mmspec.zoo.recipes import MarRecipe, Trunk
 
 Say = Callable[[str], None]
-_VAE, _TARGET, _DRAFT = 11, 12, 13  # which stage a random state belongs to
-STAGES = ("vae", "target", "draft")  # names of their checkpoints
+_VAE, _TARGET, _DRAFT, _OBJECTS, _COLOURS, _FINISH = range(11, 17)  # which stage a random state belongs to
+STAGES = ("vae", "vae-objects", "vae-colours", "vae-finish", "target", "draft")  # names of their checkpoints
 
 
-def pixels(samples: list[classes.Sample]) -> Tensor:
+def pixels(pictures: list[Image.Image]) -> Tensor:
     """[B, 3, SIDE, SIDE] in [−1, 1]."""
-    held = np.stack([np.asarray(classes.render(sample)) for sample in samples])
+    held = np.stack([np.asarray(picture) for picture in pictures])
     return torch.from_numpy(held).permute(0, 3, 1, 2).float() / 127.5 - 1
 
 
@@ -33,18 +44,236 @@ def train_vae(recipe: MarRecipe, work: Path, say: Say) -> Any:
     torch.manual_seed(recipe.seed)
     vae: Any = build_vae(plan.channels, plan.latent, plan.groups, classes.SIDE)
 
-    def loss_at(step: int) -> tuple[Tensor, int]:
-        rng = np.random.default_rng((recipe.seed, _VAE, step))
-        seen = pixels([classes.draw(rng) for _ in range(plan.plan.batch)])
+    def given_back(seen: Tensor, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
+        """What comes back of pictures through noisy latents, less the pictures; and the price of the latents."""
         posterior = vae.encode(seen).latent_dist
         noise = torch.from_numpy(rng.standard_normal(posterior.mean.shape)).float()
-        made = vae.decode(posterior.mean + posterior.std * noise).sample
-        apart = F.mse_loss(made, seen) + 0.2 * F.l1_loss(made, seen)
-        return apart + plan.kl * posterior.kl().mean() / posterior.mean[0].numel(), len(seen)
+        far = vae.decode(posterior.mean + posterior.std * noise).sample - seen
+        return far, plan.kl * posterior.kl().mean() / posterior.mean[0].numel()
 
-    fit(vae, plan.plan, loss_at, work / "vae.pt", say)
+    def scenes_at(step: int, stream: int, emphasis: float) -> tuple[Tensor, int]:
+        rng = np.random.default_rng((recipe.seed, stream, step))
+        samples = [classes.draw(rng) for _ in range(plan.plan.batch)]
+        touched = torch.from_numpy(np.stack([classes.covered(sample) for sample in samples]))[:, None]
+        weight = torch.where(touched, emphasis, 1.0)
+        far, price = given_back(pixels([classes.render(sample) for sample in samples]), rng)
+        return ((far**2 + 0.2 * far.abs()) * (weight / weight.mean())).mean() + price, len(samples)
+
+    def finish_at(step: int) -> tuple[Tensor, int]:
+        rng = np.random.default_rng((recipe.seed, _FINISH, step))
+        samples = [classes.draw(rng) for _ in range(plan.finish.batch)]
+        touched = torch.from_numpy(np.stack([classes.covered(sample) for sample in samples]))[:, None]
+        weight = torch.where(touched, plan.emphasis, 1.0)
+        far, _ = given_back(pixels([classes.render(sample) for sample in samples]), rng)
+        return (_coloured(far, plan.chroma) * (weight / weight.mean())).mean(), len(samples)
+
+    def crowds_at(step: int) -> tuple[Tensor, int]:
+        rng = np.random.default_rng((recipe.seed, _COLOURS, step))
+        far, price = given_back(pixels([classes.crowd(rng) for _ in range(plan.colours.batch)]), rng)
+        return _coloured(far, plan.chroma).mean() + price, len(far)
+
+    fit(vae, plan.plan, partial(scenes_at, stream=_VAE, emphasis=1.0), work / "vae.pt", say)
+    fit(vae, plan.objects, partial(scenes_at, stream=_OBJECTS, emphasis=plan.emphasis), work / "vae-objects.pt", say)
+    fit(vae, plan.colours, crowds_at, work / "vae-colours.pt", say)
+    vae.encoder.requires_grad_(False)
+    vae.quant_conv.requires_grad_(False)
+    fit(vae, plan.finish, finish_at, work / "vae-finish.pt", say)
     vae.eval().requires_grad_(False)
     rng = np.random.default_rng((recipe.seed, _VAE))
-    latents = vae.encode(pixels([classes.draw(rng) for _ in range(64)])).latent_dist.mean
+    latents = vae.encode(pixels([classes.render(classes.draw(rng)) for _ in range(64)])).latent_dist.mean
     vae.register_to_config(scaling_factor=float(1 / latents.std()))
     return vae
+
+
+def _coloured(far: Tensor, chroma: float) -> Tensor:
+    """Squared error of brightness, and `chroma` times that of colour, of far [B, 3, h, w]."""
+    bright = far.mean(1, keepdim=True)
+    return bright**2 + chroma * (far - bright) ** 2
+
+
+def build_model(recipe: MarRecipe, trunk: Trunk) -> Any:
+    """A MAR transformer of this shape, with random weights."""
+    torch.manual_seed(recipe.seed)
+    return MARTransformer2DModel(
+        dim=trunk.dim, layers=trunk.layers, heads=trunk.heads, head_layers=trunk.head_layers,
+        head_width=trunk.head_width, grid=classes.SIDE // 2 ** (len(recipe.vae.channels) - 1),
+        channels=recipe.vae.latent, buffer=trunk.buffer, classes=len(classes.NAMES),
+    )  # fmt: skip
+
+
+def build_pipeline(recipe: MarRecipe, model: Any, vae: Any) -> MARPipeline:
+    defaults = {
+        "guidance_scale": recipe.guidance, "temperature": recipe.temperature,
+        "num_inference_steps": model.tokens, "num_diffusion_steps": recipe.diffusion_steps,
+    }  # fmt: skip
+    scheduler = MARScheduler(final_noise=True, skip_terminal=True)
+    return MARPipeline(model, scheduler, vae, defaults, dict(enumerate(classes.NAMES)))
+
+
+def denoising_loss(head: MARHead, clock: Chain, x: Tensor, z: Tensor, t: Tensor, noise: Tensor) -> Tensor:
+    """[R] of tokens x [R, C] noised to times t [R]: squared error of ε, and the variational bound of the variance.
+
+    The bound is in bits per channel and sees the mean as a constant (Nichol & Dhariwal 2021, §3.1).
+    """
+    root, rest, clean, weight, beta, tilde = clock.table.flip(0)[t].unbind(1)
+    at = (slice(None), None)
+    noisy = root[at] * x + rest[at] * noise
+    eps, v = head(noisy, t, z).chunk(2, 1)
+    mean = clean[at] * x + weight[at] * noisy
+    guess = clean[at] * (noisy - rest[at] * eps.detach()) / root[at] + weight[at] * noisy
+    share = (v + 1) / 2
+    log_var = share * beta[at] + (1 - share) * tilde[at]
+    bound = 0.5 * (log_var - tilde[at] + torch.exp(tilde[at] - log_var) + (mean - guess) ** 2 * torch.exp(-log_var) - 1)
+    return (F.mse_loss(eps, noise, reduction="none") + bound / math.log(2)).mean(1)
+
+
+def loss_of(model: Any, clock: Chain, tokens: Tensor, labels: Tensor, rng: np.random.Generator, repeats: int) -> Tensor:
+    """Mean denoising loss of the hidden tokens of pictures; all show the same number of tokens, often few."""
+    B, L = tokens.shape[:2]
+    shown = min(L - 1, int(L * rng.random() ** 2))
+    known = torch.from_numpy(rng.random((B, L)).argsort(1) < shown)
+    z = model(tokens, known, labels, [shown] * B)[~known].repeat(repeats, 1)
+    x = tokens[~known].repeat(repeats, 1)
+    t = torch.from_numpy(rng.integers(len(clock), size=len(x)))
+    noise = torch.from_numpy(rng.standard_normal(x.shape)).float()
+    return denoising_loss(model.diffloss, clock, x, z, t, noise).mean()
+
+
+@torch.no_grad()
+def latents(vae: Any, samples: list[classes.Sample]) -> Tensor:
+    """Tokens [B, L, C] of pictures, of about unit variance."""
+    mean = (
+        vae.encode(pixels([classes.render(sample) for sample in samples])).latent_dist.mean * vae.config.scaling_factor
+    )
+    return mean.flatten(2).transpose(1, 2)
+
+
+def encoded(recipe: MarRecipe, vae: Any, at_once: int = 64) -> tuple[Tensor, Tensor]:
+    """Tokens [N, L, C] and labels [N] of the pictures to train on."""
+    rng = np.random.default_rng((recipe.seed, _TARGET))
+    samples = [classes.draw(rng) for _ in range(recipe.pictures)]
+    parts = [latents(vae, samples[i : i + at_once]) for i in range(0, len(samples), at_once)]
+    return torch.cat(parts), torch.tensor([sample.label for sample in samples])
+
+
+def train_model(recipe: MarRecipe, stage: str, pictures: tuple[Tensor, Tensor], work: Path, say: Say) -> Any:
+    """Train the "target" or the "draft" on `encoded` pictures, or on from the checkpoint in `work`."""
+    trunk, number = {"target": (recipe.target_trunk, _TARGET), "draft": (recipe.draft_trunk, _DRAFT)}[stage]
+    model, clock = build_model(recipe, trunk), MARScheduler().chain(1000)
+
+    def loss_at(step: int) -> tuple[Tensor, int]:
+        rng = np.random.default_rng((recipe.seed, number, step))
+        some = torch.from_numpy(rng.integers(len(pictures[1]), size=trunk.plan.batch))
+        dropped = torch.from_numpy(rng.random(len(some)) < trunk.drop)
+        labels = torch.where(dropped, len(classes.NAMES), pictures[1][some])
+        return loss_of(model, clock, pictures[0][some], labels, rng, trunk.repeats), len(some)
+
+    fit(model.train(), trunk.plan, loss_at, work / f"{stage}.pt", say)
+    return model.eval()
+
+
+@torch.no_grad()
+def score_vae(vae: Any, count: int = 64) -> float:
+    """PSNR in dB on held-out pictures."""
+    seen = pixels([classes.render(sample) for sample in classes.held_out(count)])
+    return float(10 * torch.log10(4 / F.mse_loss(_given_back(vae, seen), seen)))
+
+
+@torch.no_grad()
+def score_model(model: Any, vae: Any, count: int = 64) -> dict[str, float]:
+    """The training loss on held-out pictures, under their own class and under that of the next picture."""
+    samples, clock = classes.held_out(count), MARScheduler().chain(1000)
+    tokens, labels = latents(vae, samples), torch.tensor([sample.label for sample in samples])
+
+    def loss(labels: Tensor) -> float:
+        rng = np.random.default_rng(0)
+        return float(torch.stack([loss_of(model, clock, tokens, labels, rng, 1) for _ in range(4)]).mean())
+
+    return {"loss": loss(labels), "other": loss(labels.roll(1))}
+
+
+def sheet(pipe: MARPipeline, count: int = 16) -> Image.Image:
+    """Held-out pictures as the autoencoder gives them back; below each the model's own of that class."""
+    samples = classes.held_out(count)
+    pipe.set_progress_bar_config(disable=True)
+    made = pipe([sample.label for sample in samples], generator=torch.Generator().manual_seed(0)).images
+    known = pipe.image_processor.postprocess(
+        _given_back(pipe.vae, pixels([classes.render(sample) for sample in samples])), "pil"
+    )
+    across, side = count // 2, classes.SIDE + 2
+    whole = Image.new("RGB", (across * side, 4 * side), "white")
+    for i in range(count):
+        x, y = i % across * side, i // across * 2 * side
+        whole.paste(known[i], (x, y))
+        whole.paste(made[i], (x, y + side))
+    return whole
+
+
+@torch.no_grad()
+def _given_back(vae: Any, seen: Tensor) -> Tensor:
+    return vae.decode(vae.encode(seen).latent_dist.mean).sample.clamp(-1, 1)
+
+
+def read(pipe: MARPipeline, count: int) -> dict[str, dict[str, tuple[int, int]]]:
+    """What the embedded VLM reads in pictures of held-out classes, under their own class and the next picture's."""
+    samples = classes.held_out(count)
+    pipe.set_progress_bar_config(disable=True)
+    made: list[Image.Image] = []
+    for start in range(0, count, 16):
+        some = [sample.label for sample in samples[start : start + 16]]
+        made += pipe(some, generator=torch.Generator().manual_seed(start)).images
+    wanted = [Picture(sample.background, (sample.thing,), None, 0) for sample in samples]
+    reader = Reader()
+    return {
+        "read": reader.score(made, wanted)["facts"],
+        "misread": reader.score(made, [*wanted[1:], wanted[0]])["facts"],
+    }
+
+
+def evaluate(recipe: MarRecipe, out_dir: Path, say: Say, count: int = 64) -> None:
+    """Score what is exported, and write its cards."""
+    pipe = MARPipeline.from_pretrained(out_dir, torch_dtype=torch.float32)
+    vae, losses = pipe.vae, []
+    for folder in (out_dir, out_dir.with_name(recipe.draft)):
+        model: Any = MARTransformer2DModel.from_pretrained(
+            folder, torch_dtype=torch.float32, subfolder="transformer" if folder == out_dir else None
+        )
+        results: dict[str, Any] = score_model(model.eval(), vae)
+        networks = {"transformer": model, "head": model.diffloss, "vae": vae}
+        results["parameters"] = {name: sum(w.numel() for w in net.parameters()) for name, net in networks.items()}
+        losses.append(results["loss"])
+        drawn = build_pipeline(recipe, model, vae)
+        sheet(drawn).save(folder / "samples.png")
+        if folder == out_dir:
+            results |= {"psnr": score_vae(vae), "n": count, **read(drawn, count)}
+            text = mar_card.target_card(recipe, results)
+        else:
+            text = mar_card.draft_card(recipe, results, losses[0])
+        (folder / "README.md").write_text(text)
+        say(f"{folder.name}: " + ", ".join(f"{name} {value}" for name, value in results.items()))
+
+
+def export(pipe: MARPipeline, folder: Path, whole: bool) -> None:
+    """The pipeline, or its transformer alone, in bfloat16. The modules themselves are cast, too."""
+    pipe.transformer.to(torch.bfloat16)
+    if whole:
+        pipe.vae.to(torch.bfloat16)
+        pipe.save_pretrained(folder)
+    else:
+        pipe.transformer.save_pretrained(folder)
+    for file in folder.rglob("*"):
+        if file.is_file():
+            file.chmod(0o644)
+
+
+def train(recipe: MarRecipe, out_dir: Path, work: Path, say: Say) -> None:
+    """Train autoencoder, target and draft, or on from the checkpoints in `work`; export the latter two side by side."""
+    vae = train_vae(recipe, work, say)
+    say(f"autoencoder: {score_vae(vae):.2f} dB, latents scaled by {vae.config.scaling_factor:.3f}")
+    pictures = encoded(recipe, vae)
+    for stage, folder in (("target", out_dir), ("draft", out_dir.with_name(recipe.draft))):
+        model = train_model(recipe, stage, pictures, work, say)
+        export(build_pipeline(recipe, model, vae), folder, whole=stage == "target")
+        vae.float()
+        say(f"exported to {folder}")
+    evaluate(recipe, out_dir, say)

@@ -1,4 +1,4 @@
-"""MAR's sampler: DDPM with a learned variance on few steps, with temperature, and with noise at the last step at will."""
+"""MAR's sampler: DDPM with a learned variance on few steps, with temperature and, at will, noise at the last step."""
 
 from __future__ import annotations
 
@@ -54,9 +54,10 @@ class MARScheduler(SchedulerMixin, ConfigMixin):
         Raises:
             ValueError: fewer than two steps, or more than the clock has.
         """
-        T = self.config.num_train_timesteps
-        if not 2 + self.config.skip_terminal <= steps <= T:
-            raise ValueError(f"the number of steps must be from {2 + self.config.skip_terminal} to {T}; got {steps}")
+        T = self.config["num_train_timesteps"]
+        least = 2 + self.config["skip_terminal"]
+        if not least <= steps <= T:
+            raise ValueError(f"the number of steps must be from {least} to {T}; got {steps}")
         times = [round(k * (T - 1) / (steps - 1)) for k in range(steps)]
         bar = self.alphas_cumprod[times]
         before = torch.cat([torch.ones(1, dtype=torch.float64), bar[:-1]])
@@ -65,9 +66,9 @@ class MARScheduler(SchedulerMixin, ConfigMixin):
         tilde[0] = tilde[1]  # that of the last step would be 0
         clean, x = beta * before.sqrt() / (1 - bar), (1 - before) * (1 - beta).sqrt() / (1 - bar)
         table = torch.stack([bar.sqrt(), (1 - bar).sqrt(), clean, x, beta.log(), tilde.log()], 1).flip(0)
-        keep = slice(int(self.config.skip_terminal), None)
+        keep = slice(int(self.config["skip_terminal"]), None)
         clock = torch.tensor(times).flip(0)[keep].to(device)
-        return Chain(clock, table[keep].float().to(device), self.config.final_noise)
+        return Chain(clock, table[keep].float().to(device), self.config["final_noise"])
 
     def kernel(self, out: Tensor, k: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and log standard deviation [..., C] of the steps numbered k [...] from states x [..., C].
@@ -97,8 +98,8 @@ class MARScheduler(SchedulerMixin, ConfigMixin):
         k = (clock == times[:, None]).int().argmax(1)
         mean, log_std = self.kernel(model_output, k, sample)
         noise = torch.randn(sample.shape, generator=generator, device=sample.device, dtype=sample.dtype)
-        noisy = self.config.final_noise | (k + 1 < len(clock))
-        before = mean + noisy[:, None] * self.config.temperature * log_std.exp() * noise
+        noisy = self.config["final_noise"] | (k + 1 < len(clock))
+        before = mean + noisy[:, None] * self.config["temperature"] * log_std.exp() * noise
         clean = (sample - self.current.table.to(sample.device)[k, 1, None] * model_output.chunk(2, -1)[0]) / (
             self.current.table.to(sample.device)[k, 0, None]
         )
@@ -113,7 +114,7 @@ class MARScheduler(SchedulerMixin, ConfigMixin):
         return bar.sqrt() * original_samples + (1 - bar).sqrt() * noise
 
     def __len__(self) -> int:
-        return self.config.num_train_timesteps
+        return self.config["num_train_timesteps"]
 
 
 def alpha_bar(steps: int) -> Tensor:

@@ -33,7 +33,23 @@ def draw(rng: np.random.Generator) -> Sample:
 
 def render(sample: Sample) -> Image.Image:
     """The picture as SIDE x SIDE RGB pixels."""
-    return scenes.render(Scene(sample.background, (sample.thing,), 0)).crop((0, 0, SIDE, SIDE))
+    return _shown(sample.background, (sample.thing,))
+
+
+def crowd(rng: np.random.Generator) -> Image.Image:
+    """A picture with an object in every cell, for autoencoders: most of its pixels have a colour to learn."""
+    return _shown(str(rng.choice(PLAIN)), tuple(scenes.draw_thing(rng, cell) for cell in CELLS))
+
+
+def _shown(background: str, things: tuple[Thing, ...]) -> Image.Image:
+    return scenes.render(Scene(background, things, 0)).crop((0, 0, SIDE, SIDE))
+
+
+def covered(sample: Sample) -> np.ndarray:
+    """bool [SIDE, SIDE]: the pixels of the box around its object."""
+    near = (np.abs(np.arange(SIDE) - at) <= sample.thing.radius for at in (sample.thing.y, sample.thing.x))
+    rows, columns = near
+    return rows[:, None] & columns
 
 
 def held_out(count: int, seed: int = 2**31) -> list[Sample]:

@@ -313,7 +313,8 @@ class Autoencoder:
     """Shape and training of the AutoencoderKL; every entry of `channels` but the last halves the picture's sides.
 
     In the second stage (`objects`) the pixels of objects count `emphasis` times. Colours are learnt last: in the third
-    (`colours`) every cell holds an object, and errors of colour count `chroma` times those of brightness.
+    (`colours`) every cell holds an object, and errors of colour count `chroma` times those of brightness. In the last
+    (`finish`) the decoder alone goes back to ordinary pictures, objects and colours counting as before.
     """
 
     channels: tuple[int, ...] = (16, 16, 32, 64)
@@ -330,6 +331,9 @@ class Autoencoder:
     )
     colours: Schedule = field(
         default_factory=lambda: Schedule(steps=700, batch=4, lr=4e-3, decay=0.7, weight_decay=0.0, kernels=True)
+    )
+    finish: Schedule = field(
+        default_factory=lambda: Schedule(steps=500, batch=4, lr=3e-3, decay=0.9, weight_decay=0.0, kernels=True)
     )
 
 
@@ -355,7 +359,8 @@ class Trunk:
 class MarRecipe:
     """Everything that decides the weights of the continuous image models of the zoo: two of them on one autoencoder.
 
-    `diffusion_steps`, `guidance` and `temperature` are what their pipelines sample with.
+    Both are trained on the same `pictures`, encoded once. `diffusion_steps`, `guidance` and `temperature` are what
+    their pipelines sample with.
     """
 
     name: str
@@ -364,6 +369,7 @@ class MarRecipe:
     draft_trunk: Trunk
     vae: Autoencoder = field(default_factory=Autoencoder)
     seed: int = 0
+    pictures: int = 6144
     diffusion_steps: int = 50
     guidance: float = 2.0
     temperature: float = 1.0

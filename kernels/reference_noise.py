@@ -1,0 +1,88 @@
+"""Definitions: noise that is counted, not drawn, and draws by it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_BELOW_ONE = 1 - 2.0**-53
+_GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
+_MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
+_MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
+# A row's streams of noise. Each draft token must be independent of the coins that will test it.
+COINS, GUMBEL, FRESH, COUPLE = range(4)  # tests of drafts; seed-exact draws; new drafts; drafts carried over
+Noise = tuple[Tensor, Tensor]  # seed and counter (or position), both int64
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    """Logical right shift of a signed 64-bit integer."""
+    return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
+
+
+def _hash(seed: Tensor, counter: Tensor) -> Tensor:
+    """SplitMix64: the counter-th number, int64, of the generator that starts at `seed`."""
+    x = seed + (counter + 1) * _GOLDEN
+    x.bitwise_xor_(_shift(x, 30)).mul_(_MIX_1)
+    x.bitwise_xor_(_shift(x, 27)).mul_(_MIX_2)
+    return x.bitwise_xor_(_shift(x, 31))
+
+
+def uniform(seed: Tensor, counter: Tensor) -> Tensor:
+    """Counter-based noise: the SplitMix64 hash of (seed, counter) as a number in [0, 1).
+
+    The same pair gives the same number on every device and in every batch, so a row's noise depends on nothing but
+    its own seed and its own position.
+
+    Args:
+        seed: int64, any shape that broadcasts with `counter`.
+        counter: int64.
+
+    Returns:
+        float64 of the broadcast shape, with 53 random bits.
+    """
+    return _shift(_hash(seed, counter), 11).to(torch.float64) * 2.0**-53
+
+
+def stream(seed: Tensor, tag: int) -> Tensor:
+    """The seed of one of a row's independent streams of noise: COINS (the seed itself), GUMBEL, FRESH or COUPLE."""
+    return seed if tag == COINS else _hash(seed, torch.full_like(seed, -1 - tag))
+
+
+def gumbel(seed: Tensor, position: Tensor, vocab: int) -> Tensor:
+    """Gumbel noise of every token at absolute positions, from the row's GUMBEL stream; finite.
+
+    argmax(log p + gumbel) is a draw from p, and the same draw whatever else is computed beside it.
+
+    Args:
+        seed: int64 [B].
+        position: int64 [B, N].
+        vocab: V.
+
+    Returns:
+        float64 [B, N, V].
+    """
+    cell = _hash(stream(seed, GUMBEL)[:, None], position)[..., None]
+    u = uniform(cell, torch.arange(vocab, device=position.device)).clamp_(min=2.0**-54)
+    return u.log_().neg_().log_().neg_()
+
+
+def categorical(weights: Tensor, u: Tensor) -> Tensor:
+    """Inverse-CDF draw: the first index whose cumulated weight exceeds u times the total.
+
+    Args:
+        weights: [..., V], non-negative, not all zero; need not sum to one.
+        u: [...], in [0, 1).
+
+    Returns:
+        int64 [...]; an index of weight zero is never drawn.
+    """
+    cumulated = weights.to(torch.float64).cumsum(-1)
+    threshold = (u * cumulated[..., -1])[..., None]
+    index = torch.searchsorted(cumulated, threshold, right=True)[..., 0]
+    last = weights.shape[-1] - 1 - (weights > 0).flip(-1).to(torch.uint8).argmax(-1)
+    return torch.minimum(index, last)  # rounding may carry u * total up to the total itself
+
+
+def remaining(u: Tensor, taken: Tensor) -> Tensor:
+    """A uniform number u ≥ taken, stretched to [0, 1) again: it is as good as new for the draw after a refusal."""
+    return ((u - taken) / (1 - taken)).clamp(0, _BELOW_ONE)

@@ -1,0 +1,193 @@
+"""Definitions: trees of drafts attended to, verified at all nodes at once, and their cache entries moved down."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mmspec.kernels.reference_noise import Noise, categorical, gumbel, remaining, uniform
+from mmspec.kernels.reference_rules import positive_residual, token_mass
+
+
+def compact_rows(buffers: Sequence[Tensor], source: Tensor, start: Tensor, count: Tensor | None = None) -> None:
+    """Move kept cache entries down, in place: slot start + j of a row takes what stood in slot source[:, j].
+
+    Args:
+        buffers: each [B, heads, slots, width], changed in place.
+        source: int64 [B, K], slots to keep, in any order.
+        start: int64 [B], the first slot to write in each row.
+        count: int64 [B], move only so many in each row; None: all K.
+    """
+    rows = torch.arange(len(source), device=source.device)[:, None]
+    entry = torch.arange(source.shape[1], device=source.device)
+    target = start[:, None] + entry
+    for buffer in buffers:
+        moved = buffer[rows, :, source]  # [B, K, heads, width]
+        if count is not None:
+            moved = torch.where((entry < count[:, None])[..., None, None], moved, buffer[rows, :, target])
+        buffer[rows, :, target] = moved
+
+
+def bit_rows(visible: Tensor) -> Tensor:
+    """Bool [..., N] as 64 bits a word, int64 [..., ⌈N/64⌉]: bit k of word w is entry 64·w + k."""
+    words = -(-visible.shape[-1] // 64)
+    spread = torch.nn.functional.pad(visible, (0, 64 * words - visible.shape[-1])).unflatten(-1, (words, 64))
+    return (spread.long() << torch.arange(64, device=visible.device)).sum(-1)
+
+
+def tree_attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    lengths: Tensor,
+    bits: Tensor,
+    open_slots: Tensor | None = None,
+    first: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Attention of draft nodes to [their row's cached prefix | the nodes that they may see].
+
+    Row b holds a prefix in slots 0 … lengths[b] − 1, and node k in slot lengths[b] + k. What lies in slots that no
+    query of the row sees does not matter, not even NaN. A query that sees nothing gives 0.
+
+    Args:
+        q: [B, heads, n, D].
+        keys: [B, kv_heads, T, D]; query head h reads kv head h // (heads / kv_heads).
+        values: [B, kv_heads, T, E].
+        lengths: int64 [B].
+        bits: int64 [B, n, W], which nodes each query sees (see `bit_rows`).
+        open_slots: bool [B, L], false at prefix slots that hold padding; slots past L are all real.
+        first: int64 [B, n], the first prefix slot that a query sees, as a sliding window has it; None: 0.
+        scale: of the scores; None: 1/√D.
+
+    Returns:
+        [B, heads, n, E], in q's dtype; the arithmetic is float32.
+    """
+    B, heads, n, D = q.shape
+    groups, T = keys.shape[1], keys.shape[2]
+    slot = torch.arange(T, device=q.device)
+    node = slot - lengths[:, None]  # [B, T], negative in the prefix
+    word = (node.clamp(min=0) // 64).clamp(max=bits.shape[2] - 1)[:, None].expand(B, n, T)
+    tree = ((bits.gather(2, word) >> (node & 63)[:, None]) & 1).bool() & (node < 64 * bits.shape[2])[:, None]
+    past = (node < 0)[:, None].expand(B, n, T)
+    if open_slots is not None:
+        past = past & torch.nn.functional.pad(open_slots, (0, max(0, T - open_slots.shape[1])), value=True)[:, None, :T]
+    if first is not None:
+        past = past & (slot >= first[:, :, None])
+    visible = torch.where((node < 0)[:, None], past, tree)  # [B, n, T]
+    used = visible.any(1)[:, None, :, None]
+    k, v = (torch.where(used, t, 0.0).float() for t in (keys, values))
+    scores = q.float().unflatten(1, (groups, -1)).flatten(2, 3) @ k.mT * (D**-0.5 if scale is None else scale)
+    hidden = ~visible[:, None, None].expand(B, groups, heads // groups, n, T).flatten(2, 3)
+    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1).masked_fill(hidden, 0.0)
+    return (weights @ v).unflatten(2, (heads // groups, n)).flatten(1, 2).to(q.dtype)
+
+
+class Verified(NamedTuple):
+    """The path that point-mass drafts leave standing, and what comes after it."""
+
+    stands: Tensor  # [B, N] bool
+    count: Tensor  # [B], nodes that stand
+    last: Tensor  # [B], the deepest of them
+    token: Tensor  # [B], the next token
+    log_z: Tensor  # float32 [B, N], logsumexp of each node's logits
+
+
+def draw(logits: Tensor, noise: Noise | None = None) -> Tensor:
+    """One token per node, int64 [B, N]: the likeliest, or with Gumbel noise of (seed [B], position [B, N]) a sample."""
+    if noise is not None:
+        logits = logits + gumbel(*noise, logits.shape[-1])
+    return logits.argmax(-1)
+
+
+def verify_point_mass(
+    logits: Tensor,
+    tokens: Tensor,
+    parents: Tensor,
+    ancestors: Tensor | None = None,
+    noise: Tensor | Noise | None = None,
+) -> Verified:
+    """Draw a token after every node and descend while it is a child; the path and the next token have the law p.
+
+    Args:
+        logits: [B, N, V], log-weights of p after each node.
+        tokens: int64 [B, N], negative where nothing is proposed; of siblings with one token only the first can stand.
+        parents: int64 [B, N], parents before their children, the root its own.
+        ancestors: bool [B, N, N], a node counts among its own; None: the draft is a chain.
+        noise: None, the likeliest token; (seed [B], position [B, N]), Gumbel noise; uniform numbers float64 [B, N], the
+            inverse CDF in the order "children first, then the vocabulary".
+    """
+    N, log_z = tokens.shape[1], logits.float().logsumexp(-1)
+    index = torch.arange(N, device=tokens.device)
+    siblings = (parents[:, :, None] == parents[:, None, :]) & (index < index[:, None]) & (index > 0)
+    repeated = (siblings & (tokens[:, :, None] == tokens[:, None, :])).any(-1)
+    if not isinstance(noise, Tensor):
+        drawn = draw(logits, noise)
+        stands = _standing((drawn.gather(1, parents) == tokens) & ~repeated, ancestors)
+        last = torch.where(stands, index, 0).amax(-1)
+        return Verified(stands, stands.sum(-1), last, drawn.gather(1, last[:, None])[:, 0], log_z)
+    mass = token_mass(logits, log_z, parents, tokens) * ~repeated
+    low, u = sibling_mass(mass, siblings), noise.gather(1, parents)
+    stands = _standing((low <= u) & (u < low + mass), ancestors)
+    last = torch.where(stands, index, 0).amax(-1)
+    refused = torch.where((parents == last[:, None]) & (index > 0), tokens, -1)
+    taken = torch.where(refused >= 0, mass, 0.0).sum(-1)
+    rest = remaining(noise.gather(1, last[:, None])[:, 0], taken)
+    token = residual_sample(logits[torch.arange(len(last), device=last.device), last], rest, refused=refused)
+    return Verified(stands, stands.sum(-1), last, token, log_z)
+
+
+def _standing(match: Tensor, ancestors: Tensor | None) -> Tensor:
+    """Nodes whose whole line of ancestors matched; the root always does."""
+    match[:, 0] = True
+    if ancestors is None:
+        return match.cumprod(1).bool()
+    return (match[:, None, :] | ~ancestors).all(-1)
+
+
+def sibling_mass(mass: Tensor, siblings: Tensor) -> Tensor:
+    """For each node, the mass of its earlier siblings: the lower end of its slice of [0, 1) at its parent.
+
+    Args:
+        mass: [B, N], the probability of each node's token at its parent.
+        siblings: bool [B, N, N], entry (n, k) true where k is an earlier sibling of n.
+
+    Returns:
+        [B, N].
+    """
+    return torch.where(siblings, mass[:, None, :], 0.0).sum(-1)  # a product would let a NaN through
+
+
+def residual_sample(
+    p: Tensor,
+    u: Tensor | Noise,
+    q: Tensor | None = None,
+    refused: Tensor | None = None,
+    rows: Tensor | None = None,
+) -> Tensor:
+    """A draw from what p has left over once drafts were refused: (p − q)+, or p without them; p if that is nothing.
+
+    Args:
+        p: logits [B, V].
+        u: float64 [B] in [0, 1), or (seed, counter), int64 [B] each, that `uniform` makes them of.
+        q: logits [B, V] of the law that the refused draft was drawn from.
+        refused: int64 [B, K], tokens that were refused, negative for none; instead of q.
+        rows: bool [B], where false nothing was refused and the draw is from p; None: everywhere true.
+
+    Returns:
+        int64 [B], by inverse CDF in float64.
+    """
+    weights = p.double().softmax(-1)
+    left = weights
+    if refused is not None:
+        gone = torch.zeros_like(weights).scatter_add_(1, refused.clamp(min=0), (refused >= 0).to(weights.dtype))
+        left = torch.where(gone > 0, 0.0, weights)
+        left = torch.where(left.sum(-1, keepdim=True) > 0, left, weights)
+    elif q is not None:
+        left = positive_residual(weights, q.double().softmax(-1))
+    if rows is not None:
+        left = torch.where(rows[:, None], left, weights)
+    return categorical(left, uniform(*u) if isinstance(u, tuple) else u)

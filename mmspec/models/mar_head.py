@@ -1,0 +1,219 @@
+"""MAR's diffusion head: an MLP that denoises a token by its conditioning; and the same without what repeats."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mmspec.paths import Chain, Output
+
+EPS = 1e-6  # of every layer norm
+CLOCK = 256  # width of the sinusoids that tell the time
+BUDGET = 2**28  # bytes that a denoiser's tables may take at a time
+
+
+class _Clock(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(CLOCK, width), nn.SiLU(), nn.Linear(width, width))
+
+    def forward(self, t: Tensor) -> Tensor:
+        half = CLOCK // 2
+        frequency = torch.exp(torch.arange(half, device=t.device) * (-math.log(10000) / half))
+        angle = t.float()[..., None] * frequency
+        return self.mlp(torch.cat([angle.cos(), angle.sin()], -1).to(next(self.parameters()).dtype))
+
+
+class _Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.in_ln = nn.LayerNorm(width, eps=EPS)
+        self.mlp = nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width))
+        self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 3 * width))
+
+    def forward(self, h: Tensor, y: Tensor) -> Tensor:
+        shift, scale, gate = self.adaLN_modulation(y).chunk(3, -1)
+        return h + gate * self.mlp(self.in_ln(h) * (1 + scale) + shift)
+
+
+class _Last(nn.Module):
+    def __init__(self, width: int, out: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, out)
+        self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 2 * width))
+
+    def forward(self, h: Tensor, y: Tensor) -> Tensor:
+        shift, scale = self.adaLN_modulation(y).float().chunk(2, -1)
+        h = F.layer_norm(h.float(), h.shape[-1:], eps=EPS) * (1 + scale) + shift
+        return F.linear(h, self.linear.weight.float(), self.linear.bias.float())
+
+
+class _Network(nn.Module):
+    def __init__(self, channels: int, dim: int, width: int, layers: int) -> None:
+        super().__init__()
+        self.time_embed, self.cond_embed = _Clock(width), nn.Linear(dim, width)
+        self.input_proj = nn.Linear(channels, width)
+        self.res_blocks = nn.ModuleList(_Block(width) for _ in range(layers))
+        self.final_layer = _Last(width, 2 * channels)
+
+
+class MARHead(nn.Module):
+    """The denoising MLP of MAR (Li et al. 2024, arXiv 2406.11838, §3.2); parameter names are the authors'."""
+
+    def __init__(self, channels: int, dim: int, width: int, layers: int) -> None:
+        super().__init__()
+        self.net = _Network(channels, dim, width, layers)
+        net: Any = self.net
+        for part in (*net.res_blocks, net.final_layer):
+            for weight in part.adaLN_modulation.parameters():
+                nn.init.zeros_(weight)
+        for weight in net.final_layer.linear.parameters():
+            nn.init.zeros_(weight)
+
+    def forward(self, x: Tensor, t: Tensor, z: Tensor) -> Tensor:
+        """fp32 [..., 2·C]: ε, then v, of states x [..., C] at training times t [...] under conditioning z [..., D]."""
+        net, dtype = self.net, self.net.input_proj.weight.dtype
+        y = net.time_embed(t) + net.cond_embed(z.to(dtype))
+        h = net.input_proj(x.to(dtype))
+        for block in net.res_blocks:
+            h = block(h, y)
+        return net.final_layer(h, y)
+
+    @torch.no_grad()
+    def bind(self, chain: Chain) -> Bound:
+        """What the head's answers at the steps of a chain have in common, for any token."""
+        net: Any = self.net
+        rows, biases = [], []
+        for block in net.res_blocks:
+            weight, bias = (t.float() for t in block.adaLN_modulation[1].parameters())
+            (w_shift, w_scale, w_gate), (b_shift, b_scale, b_gate) = weight.chunk(3), bias.chunk(3)
+            by, on = block.in_ln.weight.float(), block.in_ln.bias.float()
+            rows += [by[:, None] * w_scale, w_shift + on[:, None] * w_scale, w_gate]
+            biases += [by * (1 + b_scale), b_shift + on * (1 + b_scale), b_gate]
+        last = net.final_layer.adaLN_modulation[1]
+        rows += [*last.weight.float().chunk(2)[::-1]]
+        shift, scale = last.bias.float().chunk(2)
+        biases += [1 + scale, shift]
+        dtype = last.weight.dtype
+        return Bound(
+            self, chain, net.time_embed(chain.timesteps), torch.cat(rows).to(dtype), torch.cat(biases).to(dtype)
+        )
+
+
+class Plain:
+    """The head as it is defined, asked at every step anew; a `Net`."""
+
+    def __init__(
+        self, head: MARHead, chain: Chain, z: Tensor, null: Tensor | None = None, guidance: Tensor | None = None
+    ) -> None:
+        self.head, self.chain, self.z, self.null, self.guidance = head, chain, z, null, guidance
+
+    def at(self, x: Tensor, k: int) -> Output:
+        return self._ask(x, self.chain.timesteps[k].expand(len(x)), self.z, self.null)
+
+    def along(self, x: Tensor) -> Output:
+        K = x.shape[1]
+        null = None if self.null is None else self.null[:, None].expand(-1, K, -1)
+        return self._ask(x, self.chain.timesteps.expand(x.shape[:2]), self.z[:, None].expand(-1, K, -1), null)
+
+    def _ask(self, x: Tensor, t: Tensor, z: Tensor, null: Tensor | None) -> Output:
+        if null is None:
+            return self.head(x, t, z), None
+        both = self.head(torch.cat([x, x]), torch.cat([t, t]), torch.cat([z, null]))
+        return both[: len(x)], both[len(x) :]
+
+    def take(self, rows: Tensor) -> Plain:
+        null, guidance = (None if t is None else t[rows] for t in (self.null, self.guidance))
+        return Plain(self.head, self.chain, self.z[rows], null, guidance)
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A head bound to a chain: the embedded times, and one matrix for the modulation of all layers.
+
+    A layer norm's own weights are folded into the modulation that follows it: LN(h)·a + c with one a and one c.
+    """
+
+    head: MARHead
+    chain: Chain
+    clock: Tensor  # [K, w]
+    weight: Tensor  # [(3·layers + 2)·w, w]
+    bias: Tensor
+
+    def on(self, z: Tensor, null: Tensor | None = None, guidance: Tensor | None = None) -> Denoiser:
+        """The network of tokens with conditioning z [R, D], and with `null` [R, D] guided by `guidance` [R]."""
+        cond = self.head.net.cond_embed
+        every = z if null is None else torch.cat([z, null])
+        return Denoiser(self, cond(every.to(cond.weight.dtype)), guidance if null is not None else None)
+
+
+@dataclass
+class Denoiser:
+    """The head bound to tokens and steps: all that depends on the two alone is computed once, for many steps in a go.
+
+    That is the modulation, three fifths of the head's weights. Equal to `Plain` within rounding.
+    """
+
+    bound: Bound
+    cond: Tensor  # [N, w]: N = R tokens, or 2·R with those without the condition below
+    guidance: Tensor | None
+    first: int = 0  # step of the first table
+    tables: list[tuple[Tensor, ...]] | None = None  # of each step (3·layers + 2) of [N, w]
+
+    def at(self, x: Tensor, k: int) -> Output:
+        if self.tables is None or not 0 <= k - self.first < len(self.tables):
+            K, room = len(self.bound.chain), self._room()
+            self.first = max(0, min(k, K - room))
+            whole = self._modulation(self.first, min(K, self.first + room))  # [steps, N, parts·w]
+            self.tables = [step.chunk(self._parts(), -1) for step in whole.unbind(0)]
+        every = x if self.guidance is None else torch.cat([x, x])
+        out = self._pass(every, self.tables[k - self.first])
+        return (out, None) if self.guidance is None else (out[: len(x)], out[len(x) :])
+
+    def along(self, x: Tensor) -> Output:
+        """In chunks of steps, so that no table outgrows the budget."""
+        K, room, R = x.shape[1], self._room(), len(x)
+        every = (x if self.guidance is None else torch.cat([x, x])).transpose(0, 1)  # [K, N, C]
+        parts = [
+            self._pass(every[i : i + room], self._modulation(i, min(K, i + room)).chunk(self._parts(), -1))
+            for i in range(0, K, room)
+        ]
+        out = (parts[0] if len(parts) == 1 else torch.cat(parts)).transpose(0, 1)
+        return (out, None) if self.guidance is None else (out[:R], out[R:])
+
+    def take(self, rows: Tensor) -> Denoiser:
+        R = len(self.cond) if self.guidance is None else len(self.guidance)
+        every = rows if self.guidance is None else torch.cat([rows, rows + R])
+        guidance = None if self.guidance is None else self.guidance[rows]
+        return replace(self, cond=self.cond[every], guidance=guidance, tables=None)
+
+    def _parts(self) -> int:
+        return 3 * len(self.bound.head.net.res_blocks) + 2
+
+    def _room(self) -> int:
+        """Steps whose tables fit into the budget."""
+        each = len(self.cond) * len(self.bound.bias) * self.cond.element_size()
+        return max(1, min(len(self.bound.chain), BUDGET // max(1, each)))
+
+    def _modulation(self, first: int, last: int) -> Tensor:
+        y = F.silu(self.bound.clock[first:last, None] + self.cond)
+        return F.linear(y, self.bound.weight, self.bound.bias)
+
+    def _pass(self, x: Tensor, table: tuple[Tensor, ...]) -> Tensor:
+        """fp32 [..., 2·C] of x [..., C]."""
+        net: Any = self.bound.head.net
+        h = net.input_proj(x.to(self.cond.dtype))
+        width = h.shape[-1:]
+        for i, block in enumerate(net.res_blocks):
+            by, on, gate = table[3 * i : 3 * i + 3]
+            u = torch.addcmul(on, F.layer_norm(h, width, eps=EPS), by)
+            h = torch.addcmul(h, gate, block.mlp[2](F.silu(block.mlp[0](u), inplace=True)))
+        by, on = (t.float() for t in table[-2:])
+        h = torch.addcmul(on, F.layer_norm(h.float(), width, eps=EPS), by)
+        last = net.final_layer.linear
+        return F.linear(h, last.weight.float(), last.bias.float())

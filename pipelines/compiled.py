@@ -1,0 +1,182 @@
+"""The target's forward, captured and compiled for each shape that comes up (`enable(..., compile=True)`)."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from dataclasses import replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from transformers.cache_utils import Cache
+
+from mmspec import capture
+from mmspec.capture import Captured, Uncapturable
+from mmspec.pipelines import attention
+from mmspec.pipelines.state import State
+
+# Largest distance from the stock forward, as a share of the largest logit: another order of summation, no more.
+_NEAR = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+
+
+class Compiled:
+    """Captured functions of one model: its forwards by shape, and the chains of drafters that use its weights.
+
+    What cannot be captured runs as it is, with a warning. A forward is trusted once it has given what the stock one
+    gives, on the first draft of its shape; other weights or modules than then, and all is captured anew.
+    """
+
+    def __init__(self) -> None:
+        self.chains: WeakKeyDictionary[Any, dict[Any, Captured]] = WeakKeyDictionary()  # by the drafter's layer
+        self._held: dict[tuple[Any, ...], Captured | None] = {}
+        self._weights: tuple[int, ...] = ()
+        self._lock = threading.Lock()
+
+    def check(self, model: Any) -> None:
+        """Let go what was captured of other weights."""
+        weights = tuple(map(id, model.parameters()))
+        if weights != self._weights:
+            self._held, self._weights = {}, weights
+            self.chains.clear()
+
+    def read(self, target: Any, state: State, tokens: Tensor, places: Tensor, mask: Any) -> tuple[Tensor, ...]:
+        """As `target.read`: raw logits [S·B, N, V], and the features [S·B, N, F] where the drafter asked for some."""
+        key = (tokens.shape, places.shape, target.features, tuple(state.types), tokens.device)
+        if key not in self._held:
+            with self._lock:
+                return self._first(key, target, state, tokens, places, mask)
+        captured = self._held[key]
+        if captured is None:
+            return target.read(state, tokens, places, mask)
+        return tuple(captured(_attending(target, state, mask), *_inputs(state, tokens, places)))
+
+    def _first(
+        self, key: Any, target: Any, state: State, tokens: Tensor, places: Tensor, mask: Any
+    ) -> tuple[Tensor, ...]:
+        captured: Captured | None = None
+        mine: list[Tensor] = []
+        why = ""
+        try:
+            captured = _capture(target, state, tokens, places)
+            mine = captured(_attending(target, state, mask), *_inputs(state, tokens, places))
+        except Exception as error:  # no compiler, an operation it does not know, a branch: all leave the stock forward
+            why = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        stock = target.read(state, tokens, places, mask)  # the last to write into the cache
+        if not why:
+            apart = max(float((a - b).abs().max() / a.abs().max()) for a, b in zip(stock, mine, strict=True))
+            near = apart <= _NEAR.get(stock[0].dtype, 1e-4)
+            why = "" if near else f"its logits would be {apart:.1e} away from those of the stock forward"
+        if why:
+            warnings.warn(f"mmspec runs {type(target.model).__name__} uncompiled: {why}", stacklevel=2)
+        self._held[key] = None if why else captured
+        return stock
+
+
+_OF: WeakKeyDictionary[Any, Compiled] = WeakKeyDictionary()
+
+
+def of(model: Any) -> Compiled:
+    """What is captured of a model; it outlives `disable`, and goes with the model."""
+    found = _OF.setdefault(model, Compiled())
+    found.check(model)
+    return found
+
+
+def weights(model: Any) -> list[Tensor]:
+    """All tensors that a captured forward may use besides its inputs."""
+    return [*model.parameters(), *model.buffers()]
+
+
+def _inputs(state: State, tokens: Tensor, places: Tensor) -> list[Tensor]:
+    return [tokens.contiguous(), places.contiguous(), *state.types.values()]
+
+
+def _capture(target: Any, state: State, tokens: Tensor, places: Tensor) -> Captured:
+    """The forward over nodes of this shape, which must not depend on how much is cached."""
+    if target.eager:
+        raise Uncapturable("its attention is 'eager'; load it with attn_implementation='sdpa'")
+    if any(hasattr(module, "base_layer") for module in target.model.modules()):
+        raise Uncapturable("it has adapters, which may be switched at any time; merge them first")
+    own = weights(target.model)
+    inputs = [t.clone() for t in _inputs(state, tokens, places)]
+
+    def read(past: int, tokens: Tensor, places: Tensor, *types: Tensor) -> list[Tensor]:
+        cache = _Passing(past)
+        seen = torch.ones(len(tokens), 1, tokens.shape[1], past + tokens.shape[1], dtype=torch.bool)
+        mask = dict.fromkeys(attention.KINDS, seen) if target.mixed and target.window is not None else seen
+        with _Cut(cache):
+            return list(target.read(replace(state, cache=cache, types=dict(zip(state.types, types, strict=True))),
+                                    tokens, places, mask))  # fmt: skip
+
+    with torch.inference_mode(False), torch.no_grad():
+        return Captured(read, inputs, own, variants=(37, 53))
+
+
+class _Passing(Cache):
+    """Hands the new keys and values on as if nothing were cached, and knows whose they are."""
+
+    is_compileable = False
+
+    def __init__(self, past: int) -> None:
+        super().__init__(layers=[])
+        self.past = past
+        self.fresh: tuple[int, Tensor, Tensor] | None = None
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
+        self.fresh = (layer_idx, key_states, value_states)
+        return key_states, value_states
+
+    def get_seq_length(self, *_: Any) -> int:
+        return self.past
+
+    def get_mask_sizes(self, query_length: Any, *_: Any) -> tuple[int, int]:
+        return self.past + (query_length if isinstance(query_length, int) else int(query_length.shape[0])), 0
+
+    @property
+    def is_initialized(self) -> bool:
+        return True
+
+
+class _Cut(TorchFunctionMode):
+    """While it is on, attention on a _Passing cache is `capture.attend`."""
+
+    def __init__(self, cache: _Passing) -> None:
+        self.cache = cache
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention and self.cache.fresh is not None:
+            return self._attend(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+    ) -> Tensor:  # fmt: skip
+        assert self.cache.fresh is not None
+        (layer, k, v), self.cache.fresh = self.cache.fresh, None
+        if attn_mask is None or dropout_p or is_causal:
+            raise Uncapturable(f"the attention of layer {layer} does not take the mask as it is given")
+        return capture.attend(layer, query.shape[-1] ** -0.5 if scale is None else scale, query, k, v)
+
+
+def _attending(target: Any, state: State, mask: Any) -> capture.Attend:
+    """What stands for the attentions in one forward: the new keys and values go into the cache, the mask as it is."""
+    cache, tree = state.cache, target.tree
+    kinds = target.model.get_decoder().config.layer_types if isinstance(mask, dict) else None
+    masks = mask if isinstance(mask, dict) else {None: mask}
+
+    def attend(layer: int, scale: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        keys, values = cache.update(k, v, layer)
+        seen = masks[None if kinds is None else kinds[layer]]
+        if tree:
+            return attention.attend(None, q, keys, values, seen, scaling=scale)[0].transpose(1, 2)
+        out = F.scaled_dot_product_attention(
+            q, keys, values, attn_mask=seen, scale=scale, enable_gqa=q.shape[1] != keys.shape[1]
+        )
+        return out.transpose(1, 2).contiguous().transpose(1, 2)
+
+    return attend

@@ -1,0 +1,73 @@
+"""MAR drawn by the rule of CSpD as it was published; approximate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from mmspec import cspd, paths
+from mmspec.kernels.dispatch import uniform
+from mmspec.kernels.reference import stream
+from mmspec.pipelines.mar_loop import COINS, DRAFTS, PATHS, Brush, Canvas, coins, fresh, normal
+from mmspec.pipelines.mar_plan import Speculation, Tally
+
+
+def aligned(brush: Brush, drawn: Canvas, how: Speculation, scout: Brush, told: Tally) -> Iterator[Canvas]:
+    """CSpD (Wang et al. 2024, arXiv 2411.11925) as its authors' code draws; approximate, see `mmspec.cspd`.
+
+    After the prefill the draft draws `ahead` tokens, one by one on its own tokens. The model then draws the same tokens
+    all at once, from what it knew before them and with the same noise; each is kept or replaced for itself, and none
+    is forgotten because one before it was not kept. So the number of passes does not depend on what is kept.
+    """
+    L, begin = drawn.order.shape[1], drawn.counts[0]
+    while begin < L:
+        end, before = min(L, begin + how.ahead), drawn.tokens.clone()
+        drafted = [_next(scout, drawn, turn) for turn in range(begin, end)]
+        z = brush.read(before, drawn.order, [begin] * len(before), drawn.labels)
+        told.rounds += 1
+        for _, some in groupby(range(begin, end), lambda turn: brush.law.steps[turn]):
+            turns = list(some)
+            _judge(brush, drawn, z, turns, end - 1, [drafted[turn - begin] for turn in turns], how, told)
+        drawn.counts, begin = [end] * len(before), end
+        yield drawn
+
+
+def _next(scout: Brush, drawn: Canvas, turn: int) -> paths.Path:
+    """The draft's own token of every picture, written there."""
+    B, device = len(drawn.order), drawn.order.device
+    rows, at = torch.arange(B, device=device), torch.full((B,), turn, device=device)
+    z = scout.read(drawn.tokens, drawn.order, [turn] * B, drawn.labels)
+    path = fresh(scout, z[:, rows, drawn.order[:, turn]], drawn, rows, at, DRAFTS)
+    drawn.put(rows, at, path.x)
+    return path
+
+
+def _judge(
+    brush: Brush, drawn: Canvas, z: Tensor, turns: list[int], last: int, drafted: list[paths.Path], how: Speculation,
+    told: Tally,
+) -> None:  # fmt: skip
+    """Keep or replace each of the tokens at `turns`; the guidance is that of the turn `last`, as published."""
+    B, L, device = *drawn.order.shape, drawn.order.device
+    rows = torch.arange(B, device=device).repeat(len(turns))
+    at = torch.tensor(turns, device=device).repeat_interleave(B)
+    chain, tau, seeds = brush.chain(brush.law.steps[turns[0]]), brush.law.temperature, drawn.seeds[rows]
+    C = drawn.tokens.shape[2]
+    net = brush.net(z[:, rows, drawn.order[rows, at]], torch.full_like(at, last), brush.law.steps[turns[0]])
+    brush.evaluations += len(rows) * len(chain) * (1 + brush.law.guided)
+    own = paths.draw(net, chain, normal(seeds, DRAFTS, L, at, 0, len(chain), C), tau)
+    theirs = paths.Path(
+        *(torch.cat([getattr(path, part) for path in drafted]) for part in ("states", "noise", "log_std"))
+    )
+    p, q = cspd.end(own, chain, tau), cspd.end(theirs, chain, tau)
+    chance = cspd.log_chance(theirs.x, p, q, how.width)
+    wrong = (coins(seeds, L, at, 0).log() >= chance).nonzero()[:, 0]
+    told.note(at.tolist(), chance.exp(), torch.zeros_like(chance))
+    if len(wrong):
+        noise = normal(seeds[wrong], PATHS, L, at[wrong], 0, cspd.ROUNDS - 1, C).transpose(0, 1)
+        trial = torch.arange(1, cspd.ROUNDS + 1, device=device)[:, None]
+        u = uniform(stream(seeds[wrong], COINS), trial * L + at[wrong])
+        drawn.put(rows[wrong], at[wrong], cspd.leftover(p.take(wrong), q.take(wrong), noise, u))
+        told.refused += len(wrong)

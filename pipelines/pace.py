@@ -1,0 +1,53 @@
+"""What the loop asks for drafts: the drafter itself, or what the options `compile` and `auto` make of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from mmspec.auto import Auto, Known
+from mmspec.config import SpecConfig
+from mmspec.drafters.captured import CapturedChain
+from mmspec.drafters.feature import FeatureDrafter
+from mmspec.drafters.ngram import NgramDrafter
+from mmspec.pipelines import compiled
+from mmspec.types import TargetInfo
+
+_KNOWN: WeakKeyDictionary[Any, dict[Any, Known]] = WeakKeyDictionary()  # by model: it outlives `disable`
+
+
+def proposer(home: Any, model: Any, drafter: Any, config: SpecConfig, target: TargetInfo) -> Any:
+    """What to iterate with.
+
+    Raises:
+        ValueError: `compile` or `auto` for a model or a drafter that knows nothing of it.
+    """
+    if not (config.compile or config.auto):
+        return drafter
+    if not hasattr(home.Enabled, "_mmspec_target"):
+        raise ValueError(
+            f"compile and auto are for models with `generate`; {type(model).__name__} has a loop of its own"
+        )
+    if not config.auto:
+        return _compiled(model, drafter, config)
+    if not isinstance(drafter, FeatureDrafter | NgramDrafter):
+        raise ValueError(f"auto chooses depths of chains and trees, which {type(drafter).__name__} does not draft")
+    options = drafter.options if isinstance(drafter, FeatureDrafter) else drafter.config
+    deepest = options.depth or drafter.nodes - 1
+    fit: Any = drafter.fit
+    depths = {0, deepest}
+    if drafter.nodes == deepest + 1 and not config.compile:  # a chain; each compiled depth is another shape
+        depths |= {-(-deepest // 4), -(-deepest // 2)}
+    each = {d: drafter if d == deepest else fit(target, replace(config, depth=d, size=None))
+            for d in sorted(depths) if d}  # fmt: skip
+    key = (type(drafter), id(getattr(drafter, "block", None)), config)
+    known = _KNOWN.setdefault(model, {}).setdefault(key, Known(tuple(sorted(depths))))
+    return Auto({d: _compiled(model, one, config) for d, one in each.items()}, known)
+
+
+def _compiled(model: Any, drafter: Any, config: SpecConfig) -> Any:
+    if not (config.compile and isinstance(drafter, FeatureDrafter)):
+        return drafter
+    chains = compiled.of(model).chains.setdefault(drafter.block, {})
+    return CapturedChain(drafter, lambda: compiled.weights(model), chains)

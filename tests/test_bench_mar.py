@@ -1,0 +1,53 @@
+"""The MAR suite of the image benchmark: real calls on a tiny pipeline, records and tables."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import tiny_mar as tiny
+
+from mmspec.app import cli
+from mmspec.app.bench import mar
+
+
+def test_the_suite_measures_a_folder(tmp_path, capsys):
+    tiny.pipeline().save_pretrained(tmp_path / "model")
+    line = ["bench", "image", "--model", str(tmp_path / "model"), "--images", "2", "--batch", "2", "--json"]
+    line += [str(tmp_path / "out.json"), "--methods", "quarter*", "n=4", "self-2", "disa*", "--guidance", "1.5"]
+    assert cli.main(line) == 0
+    records = {r["method"]: r for r in json.loads((tmp_path / "out.json").read_text())["records"]}
+    assert list(records) == ["all, plain head", "quarter, plain head", "n=4", "disa 9-4", "self-2"]
+    assert records["all, plain head"]["speedup_e2e"] == 1.0 and records["all, plain head"]["passes"] == 8
+    assert records["n=4"]["passes"] == 2 and records["n=4"]["law"] == "another"
+    assert records["disa 9-4"]["evaluations"] < 0.8 * records["all, plain head"]["evaluations"]
+    speculated = records["self-2"]
+    assert speculated["law"] == "kept" and speculated["passes"] < 8 and 0 < speculated["acceptance"] < 1
+    assert "over quarter, plain head" in capsys.readouterr().out
+
+
+def test_ways_cover_both_bases_and_every_mode():
+    names = {way.name: way for way in mar.ways(64, 50, object())}
+    assert names["quarter, plain head"].call["num_inference_steps"] == 16
+    assert {way.law for name, way in names.items() if name.startswith(("self", "draft", "all"))} == {mar.KEPT}
+    assert names["cspd-4"].law == mar.BENT and names["n=16"].law == mar.OTHER
+    assert not any(name.startswith(("draft", "cspd")) for name in (way.name for way in mar.ways(64, 50, None)))
+
+
+def test_quality_of_few_pictures(tmp_path, monkeypatch):
+    tiny.pipeline().save_pretrained(tmp_path / "model")
+    line = ["bench", "image", "--model", str(tmp_path / "model"), "--images", "0", "--quality-images", "5", "--json"]
+    assert cli.main([*line, str(tmp_path / "out.json"), "--methods", "n=4", "--guidance", "1"]) == 0
+    (record,) = json.loads((tmp_path / "out.json").read_text())["records"]
+    assert record["fd_all"] > 0 and record["fd_real"] is None and record["noise"] > 0
+
+
+def test_a_folder_that_is_none_is_told(tmp_path, capsys):
+    (tmp_path / "model_index.json").write_text('{"_class_name": "MARPipeline"}')
+    assert cli.main(["bench", "image", "--model", str(tmp_path)]) == 1
+    assert "cannot load" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("model", "known"), [("mar", True), ("scenes-mar", True), ("scenes-llamagen", False)])
+def test_what_is_a_mar(model, known):
+    assert mar.draws(model) is known

@@ -1,0 +1,319 @@
+"""MAR against literal transcriptions of its formulas: trunk, head, sampler, generation; and its pipeline's manners."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import tiny_mar as tiny
+import torch
+from diffusers import DDPMScheduler, DiffusionPipeline
+
+import mmspec
+from mmspec import paths
+from mmspec.models import mar_head
+from mmspec.models.mar import SHAPES, mar
+from mmspec.models.mar_head import Plain
+from mmspec.models.mar_scheduler import MARScheduler, alpha_bar
+from mmspec.pipelines import mar_loop
+from mmspec.pipelines.mar import MARPipeline
+from mmspec.pipelines.patch import UnsupportedError
+
+L, C = 16, tiny.SIZES["channels"]
+TRAPS_TRUNK = ("packed positions", "class past the norm")
+TRAPS_HEAD = ("sine first", "scale first")
+TRAPS_CHAIN = ("spaced clock", "guided variance", "clipped")
+
+
+def somewhere(count: int, seed: int) -> list[int]:
+    return torch.randperm(L, generator=torch.Generator().manual_seed(seed))[:count].tolist()
+
+
+def mask(*rows: list[int]) -> torch.Tensor:
+    known = torch.zeros(len(rows), L, dtype=torch.bool)
+    for row, places in zip(known, rows, strict=True):
+        row[places] = True
+    return known
+
+
+# -- the networks -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("counts", [(0, 0, 0), (4, 4, 4), (0, 5, 15), (16, 1, 7)])
+@torch.no_grad()
+def test_the_trunk_is_its_formulas(counts):
+    model, tokens = tiny.transformer(), torch.randn(3, L, C)
+    rows = [somewhere(n, i) for i, n in enumerate(counts)]
+    labels = [0, 4, None]
+    z = model(tokens, mask(*rows), torch.tensor([0, 4, tiny.CLASSES]))
+    for b, (known, label) in enumerate(zip(rows, labels, strict=True)):
+        torch.testing.assert_close(z[b].double(), tiny.literal_trunk(model, tokens[b], known, label), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("wrong", TRAPS_TRUNK)
+@torch.no_grad()
+def test_the_trunk_falls_into_no_trap(wrong):
+    model, tokens, known = tiny.transformer(), torch.randn(1, L, C), somewhere(6, 0)
+    z = model(tokens, mask(known), torch.tensor([1]))[0].double()
+    assert (z - tiny.literal_trunk(model, tokens[0], known, 1, wrong)).abs().max() > 1e-2
+
+
+@torch.no_grad()
+def test_what_is_unknown_does_not_matter():
+    model, tokens, labels = tiny.transformer(), torch.randn(2, L, C), torch.tensor([1, 2])
+    known = mask(somewhere(3, 0), somewhere(8, 1))
+    other = torch.where(known[..., None], tokens, 50 * torch.randn(2, L, C))
+    assert torch.equal(model(tokens, known, labels), model(other, known, labels))
+
+
+@pytest.mark.parametrize("t", [0, 7, 999])
+@torch.no_grad()
+def test_the_head_is_its_formulas(t):
+    model, x, z = tiny.transformer(), torch.randn(3, C), torch.randn(3, 24)
+    out = model.diffloss(x, torch.full((3,), t), z)
+    for row in range(3):
+        expected = tiny.literal_head(model, x[row], t, z[row].double())
+        torch.testing.assert_close(out[row].double(), expected, atol=1e-4, rtol=0)  # cos(999) in fp32 is off by 3e-5
+        for wrong in TRAPS_HEAD:
+            assert (tiny.literal_head(model, x[row], t or 1, z[row].double(), wrong) - expected).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(("size", "total", "head"), [("base", 208, 35.7), ("large", 478, 72.2), ("huge", 942, 151.2)])
+def test_published_sizes(size, total, head):
+    with torch.device("meta"):
+        model = mar(size)
+    count = [sum(weight.numel() for weight in part.parameters()) / 1e6 for part in (model, model.diffloss)]
+    assert count == pytest.approx([total, head], abs=0.5)
+    with pytest.raises(ValueError, match=f"choose from {', '.join(SHAPES)}"):
+        mar("small")
+
+
+# -- the sampler ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("T", [8, 25, 100])
+def test_the_scheduler_is_diffusers_ddpm(T):
+    theirs = DDPMScheduler(
+        num_train_timesteps=1000, beta_schedule="squaredcos_cap_v2", prediction_type="epsilon",
+        variance_type="learned_range", clip_sample=False, timestep_spacing="linspace",
+    )  # fmt: skip
+    ours = MARScheduler()
+    torch.testing.assert_close(theirs.alphas_cumprod.double(), ours.alphas_cumprod, atol=2e-5, rtol=0)
+    theirs.alphas_cumprod = ours.alphas_cumprod  # theirs are rounded to float32, which small ᾱ amplify
+    theirs.set_timesteps(T)
+    ours.set_timesteps(T)
+    assert torch.equal(ours.timesteps, theirs.timesteps)
+    x = torch.randn(5, C, 1, 1)
+    for t in ours.timesteps:
+        out = torch.randn(5, 2 * C, 1, 1)
+        want = theirs.step(out, t, x, generator=torch.Generator().manual_seed(3)).prev_sample[..., 0, 0]
+        got = ours.step(out[..., 0, 0], t, x[..., 0, 0], generator=torch.Generator().manual_seed(3)).prev_sample
+        torch.testing.assert_close(got.double(), want.double(), atol=1e-5, rtol=1e-5)
+
+
+def test_the_clock_is_nichols():
+    assert torch.allclose(alpha_bar(1000), torch.tensor(tiny.literal_alpha_bar(), dtype=torch.float64), rtol=1e-12)
+    assert MARScheduler().chain(100).timesteps[:3].tolist() == [999, 989, 979]
+    for steps, config in ((1, {}), (2, {"skip_terminal": True}), (1001, {})):
+        with pytest.raises(ValueError, match="number of steps must be from"):
+            MARScheduler(**config).chain(steps)
+
+
+def test_timesteps_may_differ_by_row():
+    ours, x, out = MARScheduler(), torch.randn(4, C), torch.randn(4, 2 * C)
+    ours.set_timesteps(10)
+    k = torch.tensor([0, 3, 3, 9])
+    mean, log_std = ours.kernel(out, k, x)
+    for row in range(4):
+        one = ours.kernel(out[row], k[row], x[row])
+        assert torch.equal(mean[row], one[0]) and torch.equal(log_std[row], one[1])
+    still = ours.step(out, ours.timesteps[k], x).prev_sample
+    assert torch.equal(still[3], mean[3]) and (still[:3] != mean[:3]).all()  # no noise at the last step
+
+
+def test_add_noise_is_what_the_chain_undoes():
+    ours, x, noise = MARScheduler(), torch.randn(3, C), torch.randn(3, C)
+    times = torch.tensor([0, 500, 999])
+    bars = torch.tensor(tiny.literal_alpha_bar())[times].float()[:, None]
+    torch.testing.assert_close(ours.add_noise(x, noise, times), bars.sqrt() * x + (1 - bars).sqrt() * noise)
+
+
+@pytest.mark.parametrize(("final", "skip"), [(False, False), (True, True)])
+@pytest.mark.parametrize("guided", [False, True])
+@pytest.mark.parametrize("net", ["plain", "fast"])
+@torch.no_grad()
+def test_chains_are_their_formulas(net, guided, final, skip):
+    model, T, tau = tiny.transformer(), 9, 0.8
+    chain = MARScheduler(final_noise=final, skip_terminal=skip).chain(T)
+    z, noise = torch.randn(2, 3, 24), torch.randn(3, len(chain) + 1, C)
+    strength = torch.tensor([1.0, 2.5, 0.5]) if guided else None
+    of = (z[0], z[1] if guided else None, strength)
+    bound = Plain(model.diffloss, chain, *of) if net == "plain" else model.diffloss.bind(chain).on(*of)
+    x = paths.draw(bound, chain, noise, tau).x
+    for row in range(3):
+        both = (z[0, row].double(), z[1, row].double() if guided else None)
+        weight = float(strength[row]) if guided else 1.0
+        want = tiny.literal_chain(model, both, weight, noise[row], T, tau, final, skip)
+        scale = float(want.abs().max())  # random heads give huge tokens where the first step amplifies
+        torch.testing.assert_close(x[row].double(), want, atol=(1e-4 if skip else 1e-3) * max(1.0, scale), rtol=0)
+        for wrong in TRAPS_CHAIN if weight != 1 and skip else ():
+            apart = tiny.literal_chain(model, both, weight, noise[row], T, tau, final, skip, wrong) - want
+            assert apart.abs().max() > 1e-2, wrong
+
+
+# -- generation -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("iterations", [1, 5, 16])
+@pytest.mark.parametrize("schedule", mar_loop.GUIDANCE)
+def test_the_law_is_the_authors_loop(iterations, schedule):
+    law = mar_loop.law(L, iterations, 3.0, schedule, 10, "linear", 1.0)
+    unknown = L
+    for s, (first, last) in enumerate(law.turns):
+        left = max(1, min(unknown - 1, math.floor(L * math.cos(math.pi / 2 * (s + 1) / iterations))))
+        weight = 1 + 2.0 * (L - left) / L if schedule == "linear" else 3.0
+        assert first == L - unknown and law.guidance[first] == pytest.approx(weight)
+        unknown = 0 if s == iterations - 1 else left
+        assert last == L - unknown
+    if iterations == L:
+        assert law.turns == tuple((i, i + 1) for i in range(L))
+    if schedule == "linear" and iterations == L:
+        assert law.guidance == pytest.approx([1 + 2.0 * min(i + 1, L - 1) / L for i in range(L)])
+
+
+@pytest.mark.parametrize(
+    ("kind", "first", "middle", "last"), [("linear", 50, 27, 5), ("cosine", 50, 36, 5), ("two-stage", 50, 5, 5)]
+)
+def test_steps_are_annealed(kind, first, middle, last):
+    steps = mar_loop.law(64, 64, 1.0, "constant", (50, 5), kind, 1.0).steps
+    assert (steps[0], steps[32], steps[-1]) == (first, middle, last) and sorted(steps, reverse=True) == list(steps)
+
+
+@pytest.mark.parametrize("settings", [
+    {"num_inference_steps": 5, "guidance_scale": 3.0},
+    {"num_inference_steps": 16, "guidance_scale": 1.0, "temperature": 0.9, "num_diffusion_steps": (9, 4)},
+    {"num_inference_steps": 3, "guidance_scale": 2.0, "guidance_schedule": "constant", "fast_head": False},
+])  # fmt: skip
+@torch.no_grad()
+def test_pictures_are_the_formulas(settings):
+    pipe = tiny.pipeline()
+    out = pipe(["blue star"], generator=tiny.seeded(5), output_type="latent", **settings)
+    seed = torch.randint(2**62, (1,), generator=tiny.seeded(5)[0])
+    n, scale = settings["num_inference_steps"], settings["guidance_scale"]
+    schedule, steps = settings.get("guidance_schedule", "linear"), settings.get("num_diffusion_steps", 9)
+    law = mar_loop.law(L, n, scale, schedule, steps, "linear", 1.0)
+    order = mar_loop.canvas(pipe.transformer, torch.tensor([1]), seed.tolist()).order[0].tolist()
+    tokens = torch.zeros(L, C, dtype=torch.float64)
+    for first, last in law.turns:
+        known = order[:first]
+        cond = tiny.literal_trunk(pipe.transformer, tokens, known, 1)
+        null = tiny.literal_trunk(pipe.transformer, tokens, known, None) if scale != 1 else None
+        for turn in range(first, last):
+            T, place = law.steps[turn], order[turn]
+            noise = mar_loop.normal(seed, mar_loop.PATHS, L, torch.tensor([turn]), 0, T - 1, C)[0]
+            z = (cond[place], None if null is None else null[place])
+            tau = settings.get("temperature", 1.0)
+            tokens[place] = tiny.literal_chain(pipe.transformer, z, law.guidance[turn], noise, T, tau, True, True)
+    torch.testing.assert_close(out.tokens[0].double(), tokens, atol=5e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_inference_steps": 5}])
+def test_a_picture_does_not_depend_on_its_neighbours(settings):
+    pipe = tiny.pipeline()
+    alone = pipe([2], generator=tiny.seeded(7), output_type="latent", **settings).tokens
+    among = pipe([0, 2, 1], generator=tiny.seeded(1, 7, 2), output_type="latent", **settings).tokens
+    torch.testing.assert_close(among[1], alone[0], atol=1e-3, rtol=1e-3)
+    assert (among[0] - among[1]).abs().max() > 0.1
+
+
+def test_noise_is_standard_normal_and_told_apart():
+    seeds = torch.arange(40)
+    cells = [
+        mar_loop.normal(seeds, kind, L, torch.full((40,), turn), trial, 8, C)
+        for kind in (mar_loop.PATHS, mar_loop.DRAFTS) for turn in (0, 3) for trial in (0, 1)
+    ]  # fmt: skip
+    flat = torch.stack([cell.flatten() for cell in cells])
+    assert flat.mean().abs() < 0.03 and (flat.std() - 1).abs() < 0.03
+    assert (torch.corrcoef(flat) - torch.eye(len(cells))).abs().max() < 0.1
+    assert flat.unique().numel() > 0.999 * flat.numel()
+
+
+# -- manners ----------------------------------------------------------------------------------------------------------
+
+
+def test_saved_and_loaded_it_draws_the_same(tmp_path):
+    pipe = tiny.pipeline()
+    pipe.save_pretrained(tmp_path)
+    want = pipe(0, generator=tiny.seeded(1), output_type="pt").images
+    for back in (MARPipeline.from_pretrained(tmp_path), DiffusionPipeline.from_pretrained(tmp_path)):
+        back.set_progress_bar_config(disable=True)
+        assert back.scheduler.config.final_noise and back.config.id2label
+        assert torch.equal(back("red circle", generator=tiny.seeded(1), output_type="pt").images, want)
+
+
+def test_outputs_and_callback():
+    pipe, seen = tiny.pipeline(), []
+    out = pipe([0, 1], num_inference_steps=5, callback_on_step_end=lambda *told: seen.append(told[1:3]))
+    assert [image.size for image in out.images] == [(16, 16)] * 2
+    assert [step for step, _ in seen] == list(range(5)) and seen[-1][1] == L
+    assert pipe([0], output_type="np", return_dict=False)[0].shape == (1, 16, 16, 3)
+    assert out.work["passes"] == 5 and out.work["rows"] == 20
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    ({"class_labels": 5}, "numbers from 0 to 4; got \\[5\\]"),
+    ({"class_labels": "teapot"}, "names in id2label"),
+    ({"class_labels": []}, "got none"),
+    ({"class_labels": 0, "num_inference_steps": 17}, "from 1 to the picture's 16 tokens; got 17"),
+    ({"class_labels": 0, "guidance_schedule": "cubic"}, "one of linear, constant; got 'cubic'"),
+    ({"class_labels": 0, "annealing": "cubic"}, "annealing must be one of"),
+    ({"class_labels": 0, "temperature": -1}, "temperature must be ≥ 0"),
+    ({"class_labels": 0, "output_type": "gif"}, "output_type must be one of"),
+    ({"class_labels": 0, "num_diffusion_steps": 1}, "number of steps must be from"),
+])  # fmt: skip
+def test_senseless_arguments_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        tiny.pipeline()(**arguments)
+
+
+def test_parts_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="tokens of 6 channels, but this VAE has 4"):
+        MARPipeline(tiny.transformer(channels=6), tiny.scheduler(), tiny.vae())
+    with pytest.raises(ValueError, match="unknown default 'top_k'; choose from guidance_scale"):
+        MARPipeline(tiny.transformer(), tiny.scheduler(), tiny.vae(), {"top_k": 1})
+
+
+def test_enable_says_what_to_call_instead():
+    with pytest.raises(UnsupportedError, match=r"tokens are continuous.*pipe\.enable_speculation\(\)"):
+        mmspec.enable(tiny.pipeline())
+    assert mmspec.MARPipeline is MARPipeline
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("budget", [1, 5000])
+def test_tables_in_chunks_change_nothing(budget, monkeypatch):
+    model, chain = tiny.transformer(), tiny.scheduler().chain(9)
+    z, noise, states = torch.randn(2, 3, 24), torch.randn(3, len(chain) + 1, C), torch.randn(3, len(chain), C)
+    whole = model.diffloss.bind(chain).on(z[0], z[1], torch.full((3,), 2.0))
+    want, along = paths.draw(whole, chain, noise), whole.along(states)
+    monkeypatch.setattr(mar_head, "BUDGET", budget)
+    parts = model.diffloss.bind(chain).on(z[0], z[1], torch.full((3,), 2.0))
+    torch.testing.assert_close(paths.draw(parts, chain, noise).x, want.x, rtol=1e-5, atol=1e-4)
+    for one, other in zip(parts.along(states), along, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    assert len(parts.tables) < len(chain)
+
+
+@torch.no_grad()
+def test_bfloat16_ends_in_float32():
+    """The weights are rounded, what is denoised is not: ε, v and tokens are float32, near those of float32 weights."""
+    model, x, z = tiny.transformer(), torch.randn(3, C), torch.randn(3, 24)
+    want = model.diffloss(x, torch.full((3,), 500), z)
+    model.to(torch.bfloat16)
+    out = model.diffloss(x, torch.full((3,), 500), z)
+    assert out.dtype == torch.float32 and (out - want).abs().max() < 0.1 * want.abs().max()
+    pipe = tiny.pipeline()
+    pipe.transformer.to(torch.bfloat16)
+    pipe.enable_speculation(ahead=3)
+    tokens = pipe([0, 1], generator=tiny.seeded(1, 2), output_type="latent").tokens
+    assert tokens.dtype == torch.float32 and tokens.isfinite().all()
