@@ -29,7 +29,7 @@ class Speculation:
     draft: Any = None
     ahead: int = 4
     rule: str = "gaussian_path"
-    eta: float = 0.9
+    eta: float = 0.97
     prefill: float = 0.0
     width: float = cspd.WIDTH
 
