@@ -17,7 +17,7 @@ from targets import VOCAB
 from torch import Tensor
 
 import mmspec
-from mmspec import zoo
+from mmspec import registry, zoo
 from mmspec.kernels import reference as ops
 from mmspec.models.llamagen import rotate
 from mmspec.pipelines import captions, llamagen
@@ -293,7 +293,10 @@ class Answers:
         return (self.rows[row.index][row.generated :] + [3] * count)[:count]
 
 
-SCRIPTED = [name for name in drafters.DRAFTERS if not name.startswith("eagle")]
+TRAINED = tuple(
+    name for name, entry in registry.DRAFTERS.items() if entry.trained
+)
+SCRIPTED = [name for name in drafters.DRAFTERS if not name.startswith(TRAINED)]
 DRAFTS = {
     **{name: ({}, name) for name in SCRIPTED},
     **{f"jacobi {w}": ({"window": w}, "jacobi") for w in (1, 5, 40)},
