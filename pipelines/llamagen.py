@@ -18,6 +18,7 @@ from mmspec.loop import begin, decode
 from mmspec.models.llamagen import LlamaGenTransformer
 from mmspec.models.llamagen_vq import LlamaGenVQ
 from mmspec.pipelines import captions
+from mmspec.pipelines.drawing import OUTPUTS, seeds, wake
 from mmspec.pipelines.images import Guidance, ImageTarget, Nothing, Plan
 from mmspec.pipelines.sampling import CounterNoise, Sampler, warpers
 from mmspec.pipelines.swap import Tap, restore, swap
@@ -30,7 +31,6 @@ TEXT = {"guidance_scale": 7.5, "top_k": 1000, "top_p": 1.0, "temperature": 1.0, 
 CLASS = {"guidance_scale": 4.0, "top_k": 2000, "top_p": 1.0, "temperature": 1.0, "clean_caption": True}
 for module in (LlamaGenTransformer.__module__, LlamaGenVQ.__module__):  # diffusers then loads them from the hub, too
     LOADABLE_CLASSES.setdefault(module, {})
-OUTPUTS = ("pil", "pt", "np", "latent")
 DRAFTER = "jacobi"  # unless `enable` is told otherwise
 
 
@@ -127,7 +127,7 @@ class LlamaGenPipeline(DiffusionPipeline):
         condition, valid = (t.repeat_interleave(num_images_per_prompt, 0) for t in (condition, valid))
         rows = [
             Row([], 0, self.transformer.config.grid**2, seed, index=b)
-            for b, seed in enumerate(_seeds(generator, len(valid)))
+            for b, seed in enumerate(seeds(generator, len(valid)))
         ]
         guidance = Guidance(how["guidance_scale"], None if guidance_interval < 0 else guidance_interval + 2)
         with self.progress_bar(total=rows[0].limit) as bar:
@@ -147,7 +147,7 @@ class LlamaGenPipeline(DiffusionPipeline):
     ) -> Iterator[Session]:
         """The session after each round, the prefill's first; it still holds the rows that ended in that round."""
         plan = self._plan()
-        _wake(self.transformer)
+        wake(self.transformer)
         noise = CounterNoise() if plan.reproducible else None
         sampler = Sampler(warpers(how), how["temperature"] > 0, noise)
         target = ImageTarget(self.transformer, plan.drafter.features, sampler, guidance)
@@ -210,25 +210,8 @@ class LlamaGenPipeline(DiffusionPipeline):
         return features.to(self.transformer.dtype), valid
 
     def _picture(self, tokens: Tensor, output_type: str) -> Any:
-        _wake(self.vqvae)
+        wake(self.vqvae)
         return self.image_processor.postprocess(self.vqvae.decode(tokens).float(), output_type)
-
-
-def _seeds(generator: Any, rows: int) -> list[int]:
-    """A seed per picture, drawn from its own generator or from the common one."""
-    if isinstance(generator, (list, tuple)):
-        if len(generator) != rows:
-            raise ValueError(f"generator must be one, or one for each of the {rows} pictures; got {len(generator)}")
-        return [_seeds(each, 1)[0] for each in generator]
-    device = "cpu" if generator is None else generator.device
-    return torch.randint(2**62, (rows,), generator=generator, device=device).tolist()
-
-
-def _wake(module: Any) -> None:
-    """Bring a module that diffusers has offloaded to its device, as a call of `forward` would."""
-    hook = getattr(module, "_hf_hook", None)
-    if hook is not None:
-        hook.pre_forward(module)
 
 
 def _check(transformer: Any, vqvae: Any, text_encoder: Any, defaults: dict[str, Any] | None) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
 import math
-import pickle
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,11 +12,12 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, T5EncoderModel
 
-from mmspec.checkpoints.files import read_tensors
 from mmspec.models.llamagen import LlamaGenTransformer
 from mmspec.models.llamagen_vq import LlamaGenVQ
 from mmspec.pipelines.llamagen import LlamaGenPipeline
+from mmspec.pipelines.weight_files import count, filled, need, tensors_in
 
+OF = "LlamaGen"
 CONTAINERS = ("model", "module", "state_dict")  # of DDP, DeepSpeed, others; FSDP files are bare
 HEADS = {  # (dim, layers) of the published variants → heads
     (768, 12): 12, (1024, 24): 16, (1280, 36): 20, (1536, 48): 24, (2560, 48): 40,
@@ -84,41 +83,11 @@ def read(path: str | Path, allow_pickle: bool = False) -> dict[str, Tensor]:
         FileNotFoundError: nothing there.
         ValueError: damaged, not a checkpoint, or one that needs `allow_pickle`.
     """
-    path = Path(path).expanduser()
-    if path.is_dir() or path.suffix == ".safetensors":
-        content: Any = read_tensors(path)
-    else:
-        content = _unpickled(path, allow_pickle)
-    for name in CONTAINERS:
-        if isinstance(content, Mapping) and isinstance(content.get(name), Mapping):
-            content = content[name]
-            break
-    if not isinstance(content, Mapping) or not content or not all(isinstance(t, Tensor) for t in content.values()):
-        raise ValueError(
-            f"{path.name} holds no table of tensors, neither bare nor under {', '.join(CONTAINERS)}; is it a "
-            "checkpoint of LlamaGen?"
-        )
-    tensors = dict(content)
+    tensors = tensors_in(Path(path).expanduser(), CONTAINERS, OF, allow_pickle)
     for wrapper in _WRAPPERS:
         if all(key.startswith(wrapper) for key in tensors):
             tensors = {key.removeprefix(wrapper): t for key, t in tensors.items()}
     return tensors
-
-
-def _unpickled(path: Path, allow_pickle: bool) -> Any:
-    try:
-        with torch.serialization.safe_globals([argparse.Namespace] if allow_pickle else []):
-            return torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        advice = (
-            "more than tensors and argparse.Namespace; it is refused"
-            if allow_pickle
-            else "more than tensors; files of training scripts may hold an argparse.Namespace, which "
-            "allow_pickle=True (CLI: --allow-pickle) lets through, and nothing else"
-        )
-        raise ValueError(f"{path.name} is damaged, or holds {advice}") from error
-    except (RuntimeError, EOFError) as error:
-        raise ValueError(f"{path.name} is damaged or cut short ({error}); fetch it again") from error
 
 
 def transformer(tensors: Mapping[str, Tensor], grid: int | None = None, heads: int | None = None) -> Any:
@@ -143,7 +112,7 @@ def transformer(tensors: Mapping[str, Tensor], grid: int | None = None, heads: i
             "the file does not say how large its pictures are; pass image_size (CLI: --image-size), such as 256 for "
             "t2i_XL_stage1_256.pt"
         )
-    return _filled(LlamaGenTransformer, {**config, "grid": grid}, tensors)
+    return filled(LlamaGenTransformer, {**config, "grid": grid}, tensors)
 
 
 def vq(tensors: Mapping[str, Tensor]) -> Any:
@@ -153,10 +122,10 @@ def vq(tensors: Mapping[str, Tensor]) -> Any:
         ValueError: as `transformer`.
     """
     tensors = {key: t for key, t in tensors.items() if key not in STRAY}
-    _need(tensors, "quantize.embedding.weight", "encoder.conv_in.weight", "encoder.conv_out.weight")
+    need(tensors, OF, "quantize.embedding.weight", "encoder.conv_in.weight", "encoder.conv_out.weight")
     base = tensors["encoder.conv_in.weight"].shape[0]
-    levels = _count(tensors, r"encoder\.conv_blocks\.(\d+)\.")
-    _need(tensors, *(f"encoder.conv_blocks.{i}.res.0.conv2.weight" for i in range(levels)))
+    levels = count(tensors, r"encoder\.conv_blocks\.(\d+)\.")
+    need(tensors, OF, *(f"encoder.conv_blocks.{i}.res.0.conv2.weight" for i in range(levels)))
     codes, code_dim = tensors["quantize.embedding.weight"].shape
     config = {
         "base": base,
@@ -164,9 +133,9 @@ def vq(tensors: Mapping[str, Tensor]) -> Any:
         "latent": tensors["encoder.conv_out.weight"].shape[0],
         "codes": codes,
         "code_dim": code_dim,
-        "blocks": _count(tensors, r"encoder\.conv_blocks\.0\.res\.(\d+)\."),
+        "blocks": count(tensors, r"encoder\.conv_blocks\.0\.res\.(\d+)\."),
     }
-    return _filled(LlamaGenVQ, config, tensors)
+    return filled(LlamaGenVQ, config, tensors)
 
 
 def _authors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -181,7 +150,7 @@ def _authors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for key in [key for key in named if key.endswith(".q_proj.weight")]:
         stem = key.removesuffix("q_proj.weight")
         parts = [f"{stem}{part}_proj.weight" for part in "qkv"]
-        _need(named, *parts)
+        need(named, OF, *parts)
         named[f"{stem}wqkv.weight"] = torch.cat([named.pop(part) for part in parts])
     return named
 
@@ -189,9 +158,9 @@ def _authors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _sizes(tensors: Mapping[str, Tensor], heads: int | None) -> dict[str, Any]:
     """What the shapes say of the transformer's configuration; the picture's size is not in them."""
     first = "layers.0."
-    _need(tensors, "tok_embeddings.weight", f"{first}attention.wqkv.weight", f"{first}feed_forward.w1.weight")
+    need(tensors, OF, "tok_embeddings.weight", f"{first}attention.wqkv.weight", f"{first}feed_forward.w1.weight")
     vocab, dim = tensors["tok_embeddings.weight"].shape
-    layers = _count(tensors, r"layers\.(\d+)\.")
+    layers = count(tensors, r"layers\.(\d+)\.")
     heads = heads or HEADS.get((dim, layers))
     if heads is None:
         known = ", ".join(f"{d}x{n}" for d, n in HEADS)
@@ -219,42 +188,6 @@ def _condition(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     table = tensors.get("cls_embedding.embedding_table.weight")
     if table is not None:  # the last row stands for no class
         return {"prefix": 1, "classes": table.shape[0] - 1}
-    _need(tensors, "cls_embedding.uncond_embedding")
+    need(tensors, OF, "cls_embedding.uncond_embedding")
     prefix, width = tensors["cls_embedding.uncond_embedding"].shape
     return {"prefix": prefix, "classes": 0, "caption_width": width}
-
-
-def _filled(kind: Any, config: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
-    """A model of this configuration holding exactly these tensors."""
-    with torch.device("meta"):
-        expected = kind(**config).state_dict()
-    missing, extra = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
-    wrong = [
-        f"{key} is {list(tensors[key].shape)}, expected {list(t.shape)}"
-        for key, t in expected.items()
-        if key in tensors and tensors[key].shape != t.shape
-    ]
-    if missing or extra or wrong:
-        raise ValueError(
-            f"the tensors are not those of a {kind.__name__}: missing: {_listed(missing)}; unexpected: "
-            f"{_listed(extra)}; wrong shapes: {_listed(wrong)}. Is the file complete, and of this kind?"
-        )
-    model = kind(**config)
-    model.load_state_dict(tensors, assign=True)
-    return model.eval()
-
-
-def _listed(names: list[str], most: int = 12) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "") or "none"
-
-
-def _count(tensors: Mapping[str, Tensor], pattern: str) -> int:
-    """How many numbers stand at that place of a name."""
-    return len({found[1] for key in tensors if (found := re.match(pattern, key))})
-
-
-def _need(tensors: Mapping[str, Tensor], *names: str) -> None:
-    absent = [name for name in names if name not in tensors]
-    if absent:
-        there = _listed(sorted(tensors), 4)
-        raise ValueError(f"the tensors are not LlamaGen's: missing: {_listed(absent)}; it holds {there}")

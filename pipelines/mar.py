@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mmspec.models.mar import MARTransformer2DModel
 from mmspec.models.mar_scheduler import MARScheduler
-from mmspec.pipelines.llamagen import OUTPUTS, _seeds, _wake
+from mmspec.pipelines.drawing import OUTPUTS, seeds, wake
 from mmspec.pipelines.mar_loop import GUIDANCE, STEPS, Brush, canvas, law, plain
 from mmspec.pipelines.mar_plan import Speculation, Tally, tally
 from mmspec.pipelines.mar_speculate import draw
@@ -26,10 +26,7 @@ DEFAULTS = {
     "guidance_scale": 3.0, "guidance_schedule": "linear", "num_inference_steps": 64, "num_diffusion_steps": 100,
     "annealing": "linear", "temperature": 1.0,
 }  # fmt: skip
-for module in (
-    MARTransformer2DModel.__module__,
-    MARScheduler.__module__,
-):  # diffusers then loads them, too
+for module in (MARTransformer2DModel.__module__, MARScheduler.__module__):  # diffusers then loads them, too
     LOADABLE_CLASSES.setdefault(module, {"MARScheduler": ["save_pretrained", "from_pretrained"]})
 
 
@@ -130,14 +127,14 @@ class MARPipeline(DiffusionPipeline):
         }  # fmt: skip
         how = self._settings(given, output_type)
         labels = self._labels(class_labels)
-        _wake(self.transformer)
+        wake(self.transformer)
         brush, speculation, told = self._brush(how, fast_head), self._speculation, None
         scout = brush
         if speculation is not None:
             told = tally(self.transformer.tokens)
             if speculation.draft is not None:
                 scout = replace(brush, model=speculation.draft)
-        drawn = canvas(self.transformer, labels, _seeds(generator, len(labels)))
+        drawn = canvas(self.transformer, labels, seeds(generator, len(labels)))
         with self.progress_bar(total=self.transformer.tokens) as bar:
             rounds = plain(brush, drawn) if told is None else draw(brush, drawn, speculation, scout, told)
             for step, state in enumerate(rounds):
@@ -223,7 +220,7 @@ class MARPipeline(DiffusionPipeline):
         return torch.tensor(ids, device=device)
 
     def _picture(self, tokens: Tensor, output_type: str) -> Any:
-        _wake(self.vae)
+        wake(self.vae)
         grid = self.transformer.config.grid
         latents = tokens.transpose(1, 2).unflatten(2, (grid, grid)) / self.vae.config.scaling_factor
         pixels = self.vae.decode(latents.to(self.vae.dtype)).sample.clamp(-1, 1)

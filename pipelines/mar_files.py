@@ -11,12 +11,12 @@ from typing import Any
 from diffusers import AutoencoderKL
 from torch import Tensor
 
-from mmspec.checkpoints.files import read_tensors
 from mmspec.models.mar import MARTransformer2DModel
 from mmspec.models.mar_scheduler import MARScheduler
-from mmspec.pipelines.llamagen_files import _count, _filled, _listed, _unpickled
 from mmspec.pipelines.mar import MARPipeline
+from mmspec.pipelines.weight_files import count, filled, need, tensors_in
 
+OF = "MAR"
 CONTAINERS = ("model_ema", "model", "state_dict")  # the first there is: samples come from the averaged weights
 HEADS = {768: 12, 1024: 16, 1280: 16}  # dim of the published variants → heads
 SCALE = 0.2325  # of the published VAE's latents
@@ -67,17 +67,7 @@ def read(path: str | Path, allow_pickle: bool = False) -> dict[str, Tensor]:
     path = Path(path).expanduser()
     if not path.exists():
         raise FileNotFoundError(f"there is no file or folder {path}")
-    whole = path.is_dir() or path.suffix == ".safetensors"
-    content: Any = read_tensors(path) if whole else _unpickled(path, allow_pickle)
-    for name in CONTAINERS:
-        if isinstance(content, Mapping) and isinstance(content.get(name), Mapping):
-            content = content[name]
-            break
-    if not isinstance(content, Mapping) or not content or not all(isinstance(t, Tensor) for t in content.values()):
-        raise ValueError(
-            f"{path.name} holds no table of tensors, neither bare nor under {', '.join(CONTAINERS)}; is it a "
-            "checkpoint of MAR or of its VAE?"
-        )
+    content = tensors_in(path, CONTAINERS, OF + " or of its VAE", allow_pickle)
     return {key.removeprefix("module."): tensor for key, tensor in content.items()}
 
 
@@ -91,8 +81,8 @@ def transformer(tensors: Mapping[str, Tensor], heads: int | None = None) -> Any:
     Raises:
         ValueError: a missing or unexpected tensor, a wrong shape, or sizes that the file does not say.
     """
-    _need(
-        tensors, "mask_token", "class_emb.weight", "z_proj.weight", "encoder_pos_embed_learned",
+    need(
+        tensors, OF, "mask_token", "class_emb.weight", "z_proj.weight", "encoder_pos_embed_learned",
         "diffusion_pos_embed_learned", "diffloss.net.cond_embed.weight",
     )  # fmt: skip
     dim, L = tensors["mask_token"].shape[-1], tensors["diffusion_pos_embed_learned"].shape[1]
@@ -103,13 +93,13 @@ def transformer(tensors: Mapping[str, Tensor], heads: int | None = None) -> Any:
             "attention heads it has: heads=… (CLI: --heads)"
         )
     config = {
-        "dim": dim, "heads": heads, "layers": _count(tensors, r"encoder_blocks\.(\d+)\."), "grid": math.isqrt(L),
-        "head_layers": _count(tensors, r"diffloss\.net\.res_blocks\.(\d+)\."),
+        "dim": dim, "heads": heads, "layers": count(tensors, r"encoder_blocks\.(\d+)\."), "grid": math.isqrt(L),
+        "head_layers": count(tensors, r"diffloss\.net\.res_blocks\.(\d+)\."),
         "head_width": tensors["diffloss.net.cond_embed.weight"].shape[0],
         "channels": tensors["z_proj.weight"].shape[1], "classes": tensors["class_emb.weight"].shape[0],
         "buffer": tensors["encoder_pos_embed_learned"].shape[1] - L,
     }  # fmt: skip
-    return _filled(MARTransformer2DModel, config, dict(tensors))
+    return filled(MARTransformer2DModel, config, dict(tensors))
 
 
 def vae(tensors: Mapping[str, Tensor], scale: float = SCALE) -> Any:
@@ -122,15 +112,15 @@ def vae(tensors: Mapping[str, Tensor], scale: float = SCALE) -> Any:
         ValueError: as `transformer`.
     """
     tensors = {key: t for key, t in tensors.items() if not key.startswith(STRAY)}
-    levels = _count(tensors, r"encoder\.down\.(\d+)\.")
-    _need(tensors, "post_quant_conv.weight", *(f"encoder.down.{i}.block.0.conv2.weight" for i in range(levels)))
+    levels = count(tensors, r"encoder\.down\.(\d+)\.")
+    need(tensors, OF, "post_quant_conv.weight", *(f"encoder.down.{i}.block.0.conv2.weight" for i in range(levels)))
     channels = [tensors[f"encoder.down.{i}.block.0.conv2.weight"].shape[0] for i in range(levels)]
     config = _vae_config(
         channels, tensors["post_quant_conv.weight"].shape[0], min(GROUPS, *channels), 16 * 2 ** (levels - 1),
-        _count(tensors, r"encoder\.down\.0\.block\.(\d+)\."), f"encoder.down.{levels - 1}.attn.0.q.weight" in tensors,
+        count(tensors, r"encoder\.down\.0\.block\.(\d+)\."), f"encoder.down.{levels - 1}.attn.0.q.weight" in tensors,
         scale,
     )  # fmt: skip
-    return _filled(AutoencoderKL, config, _diffusers(tensors, levels))
+    return filled(AutoencoderKL, config, _diffusers(tensors, levels))
 
 
 def _diffusers(tensors: Mapping[str, Tensor], levels: int) -> dict[str, Tensor]:
@@ -168,10 +158,3 @@ def _vae_config(
         "block_out_channels": tuple(channels), "layers_per_block": layers, "latent_channels": latent,
         "norm_num_groups": groups, "sample_size": side, "scaling_factor": scaling_factor,
     }  # fmt: skip
-
-
-def _need(tensors: Mapping[str, Tensor], *names: str) -> None:
-    absent = [name for name in names if name not in tensors]
-    if absent:
-        there = _listed(sorted(tensors), 4)
-        raise ValueError(f"the tensors are not MAR's: missing: {_listed(absent)}; it holds {there}")

@@ -12,11 +12,22 @@ import torch
 from PIL import Image
 
 from mmspec import zoo
-from mmspec.app.zoo import evaluate, pack, score, tower
+from mmspec.app.zoo import evaluate, pack, score, tower, watch
 from mmspec.app.zoo import fit as zoo_fit
 from mmspec.app.zoo import vlm as zoo_vlm
 from mmspec.zoo import clips, language, scenes
-from mmspec.zoo.recipes import SCENES_VIDEO, SCENES_VLM, Language, Mix, Schedule, Stage, Turn, Vision, VlmRecipe
+from mmspec.zoo.recipes import (
+    SCENES_VIDEO,
+    SCENES_VLM,
+    Language,
+    Mix,
+    Schedule,
+    Stage,
+    Turn,
+    Vision,
+    VlmRecipe,
+    Watching,
+)
 
 TINY = VlmRecipe(
     "tiny",
@@ -169,6 +180,39 @@ def test_frames_show_the_motion_that_the_caption_tells():
                 expected = np.array(clips.WAYS.get(told.kind, (0, 0))) * scenes.CELL * clip.motions[number].steps
                 assert np.abs(end - start - expected).max() < 2 and told.cell == seen[0][0].cell
     assert set(checked) == set(clips.TOLD)
+
+
+def test_cells_of_a_clip_say_what_was_there_and_what_became_of_it():
+    labels, shown = watch.cell_labels(drawn_clips(60)), drawn_clips(60)
+    assert set(labels[:, :, 2].unique().tolist()) == {tower.IGNORED, *range(len(watch.KINDS))} - {5}, "5: appears"
+    for clip, cells in zip(shown, labels, strict=True):
+        assert watch.KINDS[5] == "appears"
+        first, last = ({t.cell: t for t in clips.at(clip, time).things} for time in (0.0, 1.0))
+        for cell, (was, colour, went, came) in enumerate(cells.tolist()):
+            thing = first.get(cell)
+            assert watch.FIELDS["was"][was] == ("none" if thing is None else thing.shape)
+            assert (
+                (colour == went == tower.IGNORED) if thing is None else watch.FIELDS["colour"][colour] == thing.colour
+            )
+            assert (came == tower.IGNORED) == (cell not in last)
+            if thing is not None and watch.KINDS[went] == "still":
+                assert came == went and last[cell].shape == thing.shape
+
+
+def test_the_stage_before_clips_learns_and_leaves_tower_and_upper_layers_alone(tmp_path: Path):
+    torch.manual_seed(0)
+    model = zoo_vlm.build_model(TINY)
+    plan = Watching(1, (2, 4), Schedule(6, 4, 3e-3))
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    said: list[str] = []
+    watch.train(replace(TINY_VIDEO, watching=plan), model, tmp_path, said.append)
+    changed = {name for name, weight in model.state_dict().items() if not torch.equal(weight, before[name])}
+    assert any(".layers.0." in name and "language_model" in name for name in changed)
+    assert not any("vision_tower" in name or "language_model.layers.1." in name for name in changed)
+    assert (tmp_path / "watching.pt").is_file() and said
+    again = zoo_vlm.build_model(TINY)
+    watch.train(replace(TINY_VIDEO, watching=plan), again, tmp_path, said.append)
+    assert all(torch.equal(weight, again.state_dict()[name]) for name, weight in model.state_dict().items())
 
 
 def test_objects_of_a_clip_never_share_a_cell():

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedTokenizerFast, T5Config, T5EncoderModel
 
 from mmspec.app.bench.faithful import Reader
+from mmspec.app.zoo import sheets
 from mmspec.app.zoo.fit import fit
 from mmspec.models.llamagen import PREFIX, LlamaGenTransformer, visible
 from mmspec.models.llamagen_vq import LlamaGenVQ
@@ -225,27 +226,17 @@ def sizes(pipe: LlamaGenPipeline) -> dict[str, int]:
 def sheet(pipe: LlamaGenPipeline, count: int = 16) -> Image.Image:
     """Held-out prompts: above each picture of the generator the drawn scene, as its tokenizer gives it back."""
     drawn, prompts = zip(*pictures.held_out(count), strict=True)
-    pipe.set_progress_bar_config(disable=True)
-    made = pipe(list(prompts), generator=torch.Generator().manual_seed(0)).images
+    made = sheets.drawn(pipe, prompts)
     with torch.no_grad():
         back = pipe.vqvae.decode(pipe.vqvae.encode(pixels(list(drawn)))).clamp(-1, 1)
     known = [Image.fromarray(x) for x in ((back + 1) * 127.5).byte().permute(0, 2, 3, 1).numpy()]
-    across, side = count // 2, pictures.SIDE + 2
-    whole = Image.new("RGB", (across * side, 4 * side), "white")
-    for i in range(count):
-        x, y = i % across * side, i // across * 2 * side
-        whole.paste(known[i], (x, y))
-        whole.paste(made[i], (x, y + side))
-    return whole
+    return sheets.paired(known, made)
 
 
 def faithfulness(pipe: LlamaGenPipeline, count: int = 96) -> dict[str, dict[str, Any]]:
     """What the embedded VLM reads in pictures of held-out prompts, under their own prompt and under the next one's."""
     drawn, prompts = zip(*pictures.held_out(count), strict=True)
-    made: list[Image.Image] = []
-    for start in range(0, count, 16):
-        made += pipe(list(prompts[start : start + 16]), generator=torch.Generator().manual_seed(start)).images
-    reader = Reader()
+    made, reader = sheets.drawn(pipe, prompts), Reader()
     return {"own": reader.score(made, drawn), "other": reader.score(made, [*drawn[1:], drawn[0]])}
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mmspec.app.bench.faithful import Reader
-from mmspec.app.zoo import mar_card
+from mmspec.app.zoo import mar_card, sheets
 from mmspec.app.zoo.fit import fit
 from mmspec.models.mar import MARTransformer2DModel
 from mmspec.models.mar_head import MARHead
@@ -195,18 +195,11 @@ def score_model(model: Any, vae: Any, count: int = 64) -> dict[str, float]:
 def sheet(pipe: MARPipeline, count: int = 16) -> Image.Image:
     """Held-out pictures as the autoencoder gives them back; below each the model's own of that class."""
     samples = classes.held_out(count)
-    pipe.set_progress_bar_config(disable=True)
-    made = pipe([sample.label for sample in samples], generator=torch.Generator().manual_seed(0)).images
+    made = sheets.drawn(pipe, [sample.label for sample in samples])
     known = pipe.image_processor.postprocess(
         _given_back(pipe.vae, pixels([classes.render(sample) for sample in samples])), "pil"
     )
-    across, side = count // 2, classes.SIDE + 2
-    whole = Image.new("RGB", (across * side, 4 * side), "white")
-    for i in range(count):
-        x, y = i % across * side, i // across * 2 * side
-        whole.paste(known[i], (x, y))
-        whole.paste(made[i], (x, y + side))
-    return whole
+    return sheets.paired(known, made)
 
 
 @torch.no_grad()
@@ -217,11 +210,7 @@ def _given_back(vae: Any, seen: Tensor) -> Tensor:
 def read(pipe: MARPipeline, count: int) -> dict[str, dict[str, tuple[int, int]]]:
     """What the embedded VLM reads in pictures of held-out classes, under their own class and the next picture's."""
     samples = classes.held_out(count)
-    pipe.set_progress_bar_config(disable=True)
-    made: list[Image.Image] = []
-    for start in range(0, count, 16):
-        some = [sample.label for sample in samples[start : start + 16]]
-        made += pipe(some, generator=torch.Generator().manual_seed(start)).images
+    made = sheets.drawn(pipe, [sample.label for sample in samples])
     wanted = [Picture(sample.background, (sample.thing,), None, 0) for sample in samples]
     reader = Reader()
     return {

@@ -62,14 +62,19 @@ class CellReader(nn.Module):
 
     def loss(self, shown: list[Scene]) -> tuple[torch.Tensor, list[float]]:
         """Mean cross entropy over the fields, and each field's share of right patches."""
-        labels = cell_labels(shown)[:, self.cells]
-        total, right = torch.zeros(()), []
-        for column, logits in enumerate(self(pixels(shown))):
-            truth = labels[:, :, column]
-            total = total + F.cross_entropy(logits.flatten(0, 1), truth.flatten(), ignore_index=IGNORED)
-            known = truth != IGNORED
-            right.append((logits.argmax(-1) == truth)[known].float().mean().item())
-        return total / len(self.classes), right
+        return graded(self(pixels(shown)), cell_labels(shown)[:, self.cells])
+
+
+def graded(told: tuple[torch.Tensor, ...], labels: torch.Tensor) -> tuple[torch.Tensor, list[float]]:
+    """Mean cross entropy over the fields, and each field's share of right patches, from logits [B, patches, classes]
+    a field and labels [B, patches, fields], some IGNORED."""
+    total, right = torch.zeros(()), []
+    for column, logits in enumerate(told):
+        truth = labels[:, :, column]
+        total = total + F.cross_entropy(logits.flatten(0, 1), truth.flatten(), ignore_index=IGNORED)
+        known = truth != IGNORED
+        right.append((logits.argmax(-1) == truth)[known].float().mean().item())
+    return total / len(told), right
 
 
 def draw_scenes(seed: list[int], count: int) -> list[Scene]:

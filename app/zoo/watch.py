@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlavaForConditionalGeneration
 
@@ -76,14 +75,7 @@ class ClipReader(nn.Module):
 
     def loss(self, shown: list[Clip], pixels: Tensor, pictures: int) -> tuple[Tensor, list[float]]:
         """Mean cross entropy over the fields, and each field's share of right patches."""
-        labels = cell_labels(shown)[:, self.cells]
-        total, right = torch.zeros(()), []
-        for column, logits in enumerate(self(pixels, pictures)):
-            truth = labels[:, :, column]
-            total = total + F.cross_entropy(logits.flatten(0, 1), truth.flatten(), ignore_index=tower.IGNORED)
-            known = truth != tower.IGNORED
-            right.append((logits.argmax(-1) == truth)[known].float().mean().item())
-        return total / len(self.classes), right
+        return tower.graded(self(pixels, pictures), cell_labels(shown)[:, self.cells])
 
 
 def train(recipe: VlmRecipe, model: LlavaForConditionalGeneration, folder: Path, say: Callable[[str], None]) -> None:

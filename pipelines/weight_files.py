@@ -1,0 +1,96 @@
+"""Published weight files of image models, read strictly: tensors out of their containers, models filled with them."""
+
+from __future__ import annotations
+
+import argparse
+import pickle
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmspec.checkpoints.files import read_tensors
+
+
+def tensors_in(path: Path, containers: Sequence[str], of: str, allow_pickle: bool = False) -> dict[str, Tensor]:
+    """The tensors of a file of torch's or safetensors', or of a folder; of the first of `containers` that it has.
+
+    Args:
+        path: the file or folder.
+        containers: names under which a training script may have put its weights.
+        of: whose checkpoint it should be, for the message.
+        allow_pickle: let an `argparse.Namespace` be read too, which authors' training scripts store beside the weights.
+            Nothing else is unpickled, and no code is run.
+
+    Raises:
+        FileNotFoundError: nothing there.
+        ValueError: damaged, not a checkpoint, or one that needs `allow_pickle`.
+    """
+    whole = path.is_dir() or path.suffix == ".safetensors"
+    content: Any = read_tensors(path) if whole else _unpickled(path, allow_pickle)
+    for name in containers:
+        if isinstance(content, Mapping) and isinstance(content.get(name), Mapping):
+            content = content[name]
+            break
+    if not isinstance(content, Mapping) or not content or not all(isinstance(t, Tensor) for t in content.values()):
+        raise ValueError(
+            f"{path.name} holds no table of tensors, neither bare nor under {', '.join(containers)}; is it a "
+            f"checkpoint of {of}?"
+        )
+    return dict(content)
+
+
+def _unpickled(path: Path, allow_pickle: bool) -> Any:
+    try:
+        with torch.serialization.safe_globals([argparse.Namespace] if allow_pickle else []):
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        advice = (
+            "more than tensors and argparse.Namespace; it is refused"
+            if allow_pickle
+            else "more than tensors; files of training scripts may hold an argparse.Namespace, which "
+            "allow_pickle=True (CLI: --allow-pickle) lets through, and nothing else"
+        )
+        raise ValueError(f"{path.name} is damaged, or holds {advice}") from error
+    except (RuntimeError, EOFError) as error:
+        raise ValueError(f"{path.name} is damaged or cut short ({error}); fetch it again") from error
+
+
+def filled(kind: Any, config: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
+    """A model of this configuration holding exactly these tensors."""
+    with torch.device("meta"):
+        expected = kind(**config).state_dict()
+    missing, extra = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
+    wrong = [
+        f"{key} is {list(tensors[key].shape)}, expected {list(t.shape)}"
+        for key, t in expected.items()
+        if key in tensors and tensors[key].shape != t.shape
+    ]
+    if missing or extra or wrong:
+        raise ValueError(
+            f"the tensors are not those of a {kind.__name__}: missing: {listed(missing)}; unexpected: "
+            f"{listed(extra)}; wrong shapes: {listed(wrong)}. Is the file complete, and of this kind?"
+        )
+    model = kind(**config)
+    model.load_state_dict(tensors, assign=True)
+    return model.eval()
+
+
+def listed(names: list[str], most: int = 12) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "") or "none"
+
+
+def count(tensors: Mapping[str, Tensor], pattern: str) -> int:
+    """How many numbers stand at that place of a name."""
+    return len({found[1] for key in tensors if (found := re.match(pattern, key))})
+
+
+def need(tensors: Mapping[str, Tensor], of: str, *names: str) -> None:
+    """ValueError if one of these tensors is missing; `of` says whose they should be."""
+    absent = [name for name in names if name not in tensors]
+    if absent:
+        there = listed(sorted(tensors), 4)
+        raise ValueError(f"the tensors are not {of}'s: missing: {listed(absent)}; it holds {there}")
