@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from mmspec import zoo
@@ -33,8 +32,8 @@ def drafter(model: str) -> str:
 
 def drafters(model: str) -> list[str]:
     """All embedded drafters that were made for an embedded model."""
-    places = {name: zoo.weights() / name / "config.json" for name in recipes.DRAFTERS}
-    return [n for n, place in places.items() if place.is_file() and json.loads(place.read_text())["target"] == model]
+    made = [name for name, recipe in recipes.DRAFTERS.items() if recipe.target == model]
+    return [name for name in made if (zoo.weights() / name / "config.json").is_file()]
 
 
 def speaks(model: str) -> bool:

@@ -192,9 +192,8 @@ class MARPipeline(DiffusionPipeline):
         """The sampling arguments, with the pipeline's defaults and then the authors' where nothing was given."""
         how = {**DEFAULTS, **self.config.defaults, **{name: v for name, v in given.items() if v is not None}}
         L = self.transformer.tokens
-        how["num_inference_steps"] = min(how["num_inference_steps"], L) if given["num_inference_steps"] is None else (
-            how["num_inference_steps"]
-        )  # fmt: skip
+        if given["num_inference_steps"] is None:
+            how["num_inference_steps"] = min(how["num_inference_steps"], L)
         for name, fine, allowed in (
             ("output_type", output_type in OUTPUTS, f"one of {', '.join(OUTPUTS)}"),
             ("guidance_schedule", how["guidance_schedule"] in GUIDANCE, f"one of {', '.join(GUIDANCE)}"),

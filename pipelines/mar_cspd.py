@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 from mmspec import cspd, paths
-from mmspec.kernels.dispatch import uniform
-from mmspec.kernels.reference import stream
-from mmspec.pipelines.mar_loop import COINS, DRAFTS, PATHS, Brush, Canvas, coins, fresh, normal
+from mmspec.pipelines.mar_loop import DRAFTS, PATHS, Brush, Canvas, coins, fresh, normal
 from mmspec.pipelines.mar_plan import Speculation, Tally
 
 
@@ -55,9 +53,7 @@ def _judge(
     at = torch.tensor(turns, device=device).repeat_interleave(B)
     chain, tau, seeds = brush.chain(brush.law.steps[turns[0]]), brush.law.temperature, drawn.seeds[rows]
     C = drawn.tokens.shape[2]
-    net = brush.net(z[:, rows, drawn.order[rows, at]], torch.full_like(at, last), brush.law.steps[turns[0]])
-    brush.evaluations += len(rows) * len(chain) * (1 + brush.law.guided)
-    own = paths.draw(net, chain, normal(seeds, DRAFTS, L, at, 0, len(chain), C), tau)
+    own = fresh(brush, z[:, rows, drawn.order[rows, at]], drawn, rows, at, DRAFTS, torch.full_like(at, last))
     theirs = paths.Path(
         *(torch.cat([getattr(path, part) for path in drafted]) for part in ("states", "noise", "log_std"))
     )
@@ -68,6 +64,6 @@ def _judge(
     if len(wrong):
         noise = normal(seeds[wrong], PATHS, L, at[wrong], 0, cspd.ROUNDS - 1, C).transpose(0, 1)
         trial = torch.arange(1, cspd.ROUNDS + 1, device=device)[:, None]
-        u = uniform(stream(seeds[wrong], COINS), trial * L + at[wrong])
+        u = coins(seeds[wrong], L, at[wrong], trial)
         drawn.put(rows[wrong], at[wrong], cspd.leftover(p.take(wrong), q.take(wrong), noise, u))
         told.refused += len(wrong)

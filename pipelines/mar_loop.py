@@ -119,7 +119,7 @@ def normal(seeds: Tensor, kind: int, tokens: int, turns: Tensor, trial: int, ste
     return torch.special.ndtri(u).float().view(len(seeds), steps + 1, channels)
 
 
-def coins(seeds: Tensor, tokens: int, turns: Tensor, trial: int) -> Tensor:
+def coins(seeds: Tensor, tokens: int, turns: Tensor, trial: int | Tensor) -> Tensor:
     """fp64 [R] in [0, 1), as `normal`."""
     return ops.uniform(stream(seeds, COINS), trial * tokens + turns)
 
@@ -186,10 +186,15 @@ def plain(brush: Brush, drawn: Canvas, upto: int | None = None) -> Iterator[Canv
         yield drawn
 
 
-def fresh(brush: Brush, z: Tensor, drawn: Canvas, rows: Tensor, turns: Tensor, kind: int) -> paths.Path:
-    """Paths of tokens at `turns` [R] of pictures `rows` [R], all of as many steps; z [streams, R, D]."""
+def fresh(
+    brush: Brush, z: Tensor, drawn: Canvas, rows: Tensor, turns: Tensor, kind: int, guided: Tensor | None = None
+) -> paths.Path:
+    """Paths of tokens at `turns` [R] of pictures `rows` [R], all of as many steps; z [streams, R, D].
+
+    `guided` [R] are the turns whose guidance counts; None: their own.
+    """
     K = brush.law.steps[int(turns[0])]
     chain, L = brush.chain(K), drawn.order.shape[1]
     noise = normal(drawn.seeds[rows], kind, L, turns, 0, len(chain), drawn.tokens.shape[2])
     brush.evaluations += len(rows) * len(chain) * (1 + brush.law.guided)
-    return paths.draw(brush.net(z, turns, K), chain, noise, brush.law.temperature)
+    return paths.draw(brush.net(z, turns if guided is None else guided, K), chain, noise, brush.law.temperature)

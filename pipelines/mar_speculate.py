@@ -94,22 +94,18 @@ def _verify(
 
 
 def _ratios(brush: Brush, draft: Drafted, z: Tensor) -> Tensor:
-    """log P/Q [R] of the drafted paths."""
-    ratio = torch.zeros(len(draft.rows), device=z.device)
+    """log P/Q [R] of the drafted paths; 0 where nothing is to be tested."""
+    ratio, turns = torch.zeros(len(draft.rows), device=z.device), draft.cells[1]
+    tested = ~torch.tensor(draft.certain, device=z.device)
     for index, path in draft.parts:
-        some = torch.tensor([i for i in index.tolist() if not draft.certain[i]], dtype=torch.long, device=z.device)
-        if len(some):
-            place = {i: n for n, i in enumerate(index.tolist())}
-            one = path.take(torch.tensor([place[i] for i in some.tolist()], device=z.device))
-            ratio[some] = _ratio(brush, one, z[:, some], [draft.turns[i] for i in some.tolist()])
+        inside = tested[index].nonzero()[:, 0]
+        if len(inside):
+            some = index[inside]
+            steps = brush.law.steps[int(turns[some[0]])]
+            brush.evaluations += len(some) * path.noise.shape[1] * (1 + brush.law.guided)
+            net = brush.net(z[:, some], turns[some], steps)
+            ratio[some] = paths.log_ratio(path.take(inside), net, brush.chain(steps), brush.law.temperature)
     return ratio
-
-
-def _ratio(brush: Brush, path: paths.Path, z: Tensor, turns: list[int]) -> Tensor:
-    steps = brush.law.steps[turns[0]]
-    brush.evaluations += len(turns) * path.noise.shape[1] * (1 + brush.law.guided)
-    net = brush.net(z, torch.tensor(turns, device=z.device), steps)
-    return paths.log_ratio(path, net, brush.chain(steps), brush.law.temperature)
 
 
 def _stand(

@@ -293,9 +293,7 @@ class Answers:
         return (self.rows[row.index][row.generated :] + [3] * count)[:count]
 
 
-TRAINED = tuple(
-    name for name, entry in registry.DRAFTERS.items() if entry.trained
-)
+TRAINED = tuple(name for name, entry in registry.DRAFTERS.items() if entry.trained)
 SCRIPTED = [name for name in drafters.DRAFTERS if not name.startswith(TRAINED)]
 DRAFTS = {
     **{name: ({}, name) for name in SCRIPTED},

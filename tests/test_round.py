@@ -255,13 +255,14 @@ def test_auto_is_stock_whatever_it_chooses(drafter: str, kind: str, monkeypatch:
         assert torch.equal(targets.generate(model, inputs), wanted)
 
 
-def test_what_was_not_drafted_for_is_read_later():
-    """After rounds without a draft, a feature drafter proposes what it would have proposed anyway."""
+@pytest.mark.parametrize("compile", [False, True])
+def test_what_was_not_drafted_for_is_read_later(compile: bool, quick: None):
+    """After rounds without a draft, however many, a drafter proposes what it would have proposed anyway."""
     model, inputs, drafts = targets.model("llava"), targets.prompt("llava", "ragged"), []
     drafter = eagle(model, **CHAIN)
-    for depths in ((3,), (3, 0, 0, 0)):
+    for depths in ((3,), (3, 0, 0, 0), (3, *[0] * 7)):
         made: dict[tuple[int, ...], list[int]] = {}
-        with mmspec.enable(model, drafter, auto=True) as handle:
+        with mmspec.enable(model, drafter, auto=True, compile=compile) as handle:
             proposer = handle.proposer
             proposer.known = Told(proposer.known.depths)
             proposer.known.depths_to_come = depths
@@ -276,8 +277,9 @@ def test_what_was_not_drafted_for_is_read_later():
             proposer.propose = noted
             targets.generate(model, inputs)
         drafts.append(made)
-    both = [text for text in drafts[0] if len(drafts[1].get(text, ())) == 4]
-    assert len(both) > 4 and all(drafts[0][text] == drafts[1][text] for text in both)
+    for later, least in zip(drafts[1:], (4, 2), strict=True):
+        both = [text for text in drafts[0] if len(later.get(text, ())) == 4]
+        assert len(both) > least and all(drafts[0][text] == later[text] for text in both)
 
 
 def test_auto_turns_a_hostile_drafter_off(monkeypatch: pytest.MonkeyPatch):

@@ -40,6 +40,7 @@ FIELDS = {  # what a question list may call its fields, the first one that is fi
     "prompt": ("prompt", "question", "turns", "instruction", "query", "text"),
     "category": ("topic", "category", "task", "dataset", "source"),  # MMSpec's task is `topic`; its `category` is free
 }
+BLOCK = 10**7  # seeds of one run of pictures
 
 
 class BenchError(Exception):
@@ -159,6 +160,11 @@ def batches(some: Sequence[T], size: int) -> list[list[T]]:
     """Single ones, or windows that overlap by half, so that there are enough calls to take quartiles of."""
     starts = range(0, len(some), max(1, size // 2))
     return [[some[(start + i) % len(some)] for i in range(size)] for start in starts]
+
+
+def seeds_of(run: int, count: int, seed: int) -> list[int]:
+    """Seeds of `count` pictures; run 0 is the reference of plain drawing, and no two runs share one."""
+    return [BLOCK * (1 + run) + seed * 10**5 + i for i in range(count)]
 
 
 def in_turn(count: int, turn: int) -> list[int]:

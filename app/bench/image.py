@@ -16,7 +16,7 @@ from PIL import Image
 import mmspec
 from mmspec.app import embedded
 from mmspec.app.bench import image_plain, mar, quality, report_image
-from mmspec.app.bench.command import BenchError, Outcome, batches, compiled_graphs, in_turn, say, settle, wait
+from mmspec.app.bench.command import BenchError, Outcome, batches, compiled_graphs, in_turn, say, seeds_of, settle, wait
 from mmspec.app.bench.image_methods import Method, lossless, matching, relaxed, swept
 from mmspec.app.bench.judge import Judge
 from mmspec.app.bench.report import Record
@@ -30,7 +30,6 @@ from mmspec.zoo import pictures
 from mmspec.zoo.pictures import Picture
 
 HELD_OUT = 2**31  # first seed of prompts that no training draws
-BLOCK = 10**7  # seeds of one run of pictures; run 0 is the reference of plain decoding
 GRID = 8  # pictures of a method on the sheet
 DEFAULT_QUALITY = ("ar", "jacobi-*-16", "jacobi-pac", "eagle*", "*+*")
 
@@ -53,9 +52,6 @@ class Bench:
 
     painter: Painter
     seed: int
-
-    def seeds(self, run: int, count: int) -> list[int]:
-        return [BLOCK * (1 + run) + self.seed * 10**5 + i for i in range(count)]
 
     def go(self, method: Method) -> None:
         """Decode by this method from now on."""
@@ -232,7 +228,7 @@ def timed(bench: Bench, chosen: list[Method], prompts: Sequence[Any], batch: int
     if all(_there(before, suite=report_image.SPEED, batch=batch, method=m.name) for m in chosen):
         return []
     before[:] = [r for r in before if (r["suite"], r.get("batch")) != (report_image.SPEED, batch)]
-    groups = batches(list(zip(prompts, bench.seeds(1, len(prompts)), strict=True)), batch)
+    groups = batches(list(zip(prompts, seeds_of(1, len(prompts), bench.seed), strict=True)), batch)
     notes: dict[str, str] = {}
     able = []
     for method in chosen:
@@ -261,7 +257,7 @@ def timed(bench: Bench, chosen: list[Method], prompts: Sequence[Any], batch: int
 
 def draw_sheet(bench: Bench, chosen: list[Method], prompts: Sequence[Any], path: Path) -> None:
     """A row a method, the same prompt and seed in each column."""
-    group = list(zip(prompts, bench.seeds(1, len(prompts)), strict=True))
+    group = list(zip(prompts, seeds_of(1, len(prompts), bench.seed), strict=True))
     rows = []
     for method in chosen:
         if method.plain:

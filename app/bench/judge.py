@@ -7,7 +7,7 @@ from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 from mmspec.app.bench import gallery, quality, report_image
-from mmspec.app.bench.command import BenchError, say
+from mmspec.app.bench.command import BenchError, say, seeds_of
 from mmspec.app.bench.gallery import Gallery
 from mmspec.app.bench.image_methods import Method
 from mmspec.app.bench.quality import QualityError
@@ -51,7 +51,7 @@ class Judge:
     def draw(self, method: Method, run: int) -> Gallery:
         count = len(self.asked.prompts)
         self.bench.go(method)
-        seeds, size = self.bench.seeds(run, count), self.args.quality_batch
+        seeds, size = seeds_of(run, count, self.bench.seed), self.args.quality_batch
         keep = None if self.args.pictures is None else self.args.pictures / gallery.slug(method.name, run)
         told = {"setting": method.setting, "settings": self.bench.painter.settings, "model": self.args.model}
         try:

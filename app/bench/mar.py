@@ -16,18 +16,19 @@ from PIL import Image
 
 from mmspec import zoo
 from mmspec.app.bench import quality
-from mmspec.app.bench.command import BenchError, Outcome, batches, in_turn, say, wait
+from mmspec.app.bench.command import BenchError, Outcome, batches, in_turn, say, seeds_of, wait
 from mmspec.app.bench.quality import QualityError
 from mmspec.app.bench.report import LAYOUTS, Layout, Record, figure, ratio, spread
+from mmspec.app.engine import EngineError, find_device
 from mmspec.app.provenance import provenance
 from mmspec.zoo import classes
 from mmspec.zoo.pictures import Picture
 from mmspec.zoo.recipes import SCENES_MAR
 
 NAME = "mar"  # stands for the embedded model
+OWN = (NAME, SCENES_MAR.name)
 SPEED, QUALITY = "mar", "mar-quality"  # the suites of the two kinds of record
 KEPT, OTHER, BENT = "kept", "another", "bent"  # what becomes of the law of one token an iteration
-BLOCK = 10**7  # seeds of one run; run 0 is the reference of plain drawing
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Made:
 def draws(model: str) -> bool:
     """Whether this is a MARPipeline: the embedded one, or a folder."""
     index = Path(model) / "model_index.json"
-    return model in (NAME, SCENES_MAR.name) or (index.is_file() and '"MARPipeline"' in index.read_text())
+    return model in OWN or (index.is_file() and '"MARPipeline"' in index.read_text())
 
 
 def ways(tokens: int, steps: int, draft: Any) -> list[Way]:
@@ -98,14 +99,11 @@ class Bench:
         wait(self.pipe.transformer.device)
         return Made(time.perf_counter() - began, out.images, out.work, out.told.summary() if out.told else {})
 
-    def seeds(self, run: int, count: int) -> list[int]:
-        return [BLOCK * (1 + run) + self.seed * 10**5 + i for i in range(count)]
-
 
 def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
     """Timing, then quality; yields whenever the outcome has grown."""
     bench, draft = load(args)
-    steps = {**bench.pipe.config.defaults}.get("num_diffusion_steps", 100)
+    steps = bench.pipe.config.defaults.get("num_diffusion_steps", 100)
     chosen = [
         way
         for way in ways(bench.pipe.transformer.tokens, steps, draft)
@@ -120,7 +118,7 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
         outcome.records += timed(bench, chosen, labels[: args.images], batch)
         yield
     if args.quality_images:
-        real = [classes.render(sample) for sample in samples] if args.model in (NAME, SCENES_MAR.name) else []
+        real = [classes.render(sample) for sample in samples] if args.model in OWN else []
         yield from judged(bench, chosen, labels, real, samples, args, outcome)
 
 
@@ -130,8 +128,11 @@ def load(args: argparse.Namespace) -> tuple[Bench, Any]:
     from mmspec.models.mar_scheduler import MARScheduler
     from mmspec.pipelines.mar import MARPipeline
 
-    own = args.model in (NAME, SCENES_MAR.name)
-    device = "cuda" if args.device == "auto" and torch.cuda.is_available() else args.device.replace("auto", "cpu")
+    own = args.model in OWN
+    try:
+        device = find_device(args.device)
+    except EngineError as error:
+        raise BenchError(str(error)) from error
     dtype = torch.float32 if args.dtype == "auto" else getattr(torch, args.dtype)
     try:
         pipe = MARPipeline.from_pretrained(zoo.path(SCENES_MAR.name) if own else args.model, torch_dtype=dtype)
@@ -148,7 +149,7 @@ def load(args: argparse.Namespace) -> tuple[Bench, Any]:
 
 def timed(bench: Bench, chosen: list[Way], labels: list[int], batch: int) -> list[Record]:
     """Each way once to warm up, then all in turn on each batch of classes and seeds."""
-    groups = batches(list(zip(labels, bench.seeds(1, len(labels)), strict=True)), batch)
+    groups = batches(list(zip(labels, seeds_of(1, len(labels), bench.seed), strict=True)), batch)
     made: dict[str, list[Any]] = {way.name: [None] * len(groups) for way in chosen}
     for way in chosen:
         bench.call(way, *zip(*groups[0], strict=True))
@@ -199,7 +200,7 @@ def judged(
     wanted = [Picture(sample.background, (sample.thing,), None, 0) for sample in samples[:count]]
 
     def draw(way: Way, run: int) -> list[Image.Image]:
-        asked = batches(list(zip(labels[:count], bench.seeds(run, count), strict=True)), args.quality_batch)
+        asked = batches(list(zip(labels[:count], seeds_of(run, count, bench.seed), strict=True)), args.quality_batch)
         return [image for group in asked for image in bench.call(way, *zip(*group, strict=True)).images]
 
     reference, of_real = features(draw(base, 0)), features(real[:count]) if real else None

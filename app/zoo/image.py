@@ -33,8 +33,7 @@ SPECIAL = ("<pad>", "</s>", "<unk>")
 
 def pixels(drawn: list[pictures.Picture]) -> Tensor:
     """[B, 3, SIDE, SIDE] in [−1, 1]."""
-    held = np.stack([np.asarray(pictures.render(picture)) for picture in drawn])
-    return torch.from_numpy(held).permute(0, 3, 1, 2).float() / 127.5 - 1
+    return sheets.pixels([pictures.render(picture) for picture in drawn])
 
 
 def build_vq(recipe: VqRecipe, seed: int) -> LlamaGenVQ:
@@ -248,6 +247,4 @@ def export(pipe: LlamaGenPipeline, folder: Path) -> None:
     pipe.transformer.to(torch.bfloat16)
     pipe.vqvae.to(torch.bfloat16)
     pipe.save_pretrained(folder)
-    for file in folder.rglob("*"):
-        if file.is_file():
-            file.chmod(0o644)
+    sheets.readable(folder)

@@ -32,12 +32,6 @@ _VAE, _TARGET, _DRAFT, _OBJECTS, _COLOURS, _FINISH = range(11, 17)  # which stag
 STAGES = ("vae", "vae-objects", "vae-colours", "vae-finish", "target", "draft")  # names of their checkpoints
 
 
-def pixels(pictures: list[Image.Image]) -> Tensor:
-    """[B, 3, SIDE, SIDE] in [−1, 1]."""
-    held = np.stack([np.asarray(picture) for picture in pictures])
-    return torch.from_numpy(held).permute(0, 3, 1, 2).float() / 127.5 - 1
-
-
 def train_vae(recipe: MarRecipe, work: Path, say: Say) -> Any:
     """Train the autoencoder, or go on from its checkpoint in `work`; its latents are scaled to unit variance."""
     plan = recipe.vae
@@ -56,7 +50,7 @@ def train_vae(recipe: MarRecipe, work: Path, say: Say) -> Any:
         samples = [classes.draw(rng) for _ in range(plan.plan.batch)]
         touched = torch.from_numpy(np.stack([classes.covered(sample) for sample in samples]))[:, None]
         weight = torch.where(touched, emphasis, 1.0)
-        far, price = given_back(pixels([classes.render(sample) for sample in samples]), rng)
+        far, price = given_back(sheets.pixels([classes.render(sample) for sample in samples]), rng)
         return ((far**2 + 0.2 * far.abs()) * (weight / weight.mean())).mean() + price, len(samples)
 
     def finish_at(step: int) -> tuple[Tensor, int]:
@@ -64,12 +58,12 @@ def train_vae(recipe: MarRecipe, work: Path, say: Say) -> Any:
         samples = [classes.draw(rng) for _ in range(plan.finish.batch)]
         touched = torch.from_numpy(np.stack([classes.covered(sample) for sample in samples]))[:, None]
         weight = torch.where(touched, plan.emphasis, 1.0)
-        far, _ = given_back(pixels([classes.render(sample) for sample in samples]), rng)
+        far, _ = given_back(sheets.pixels([classes.render(sample) for sample in samples]), rng)
         return (_coloured(far, plan.chroma) * (weight / weight.mean())).mean(), len(samples)
 
     def crowds_at(step: int) -> tuple[Tensor, int]:
         rng = np.random.default_rng((recipe.seed, _COLOURS, step))
-        far, price = given_back(pixels([classes.crowd(rng) for _ in range(plan.colours.batch)]), rng)
+        far, price = given_back(sheets.pixels([classes.crowd(rng) for _ in range(plan.colours.batch)]), rng)
         return _coloured(far, plan.chroma).mean() + price, len(far)
 
     fit(vae, plan.plan, partial(scenes_at, stream=_VAE, emphasis=1.0), work / "vae.pt", say)
@@ -80,7 +74,7 @@ def train_vae(recipe: MarRecipe, work: Path, say: Say) -> Any:
     fit(vae, plan.finish, finish_at, work / "vae-finish.pt", say)
     vae.eval().requires_grad_(False)
     rng = np.random.default_rng((recipe.seed, _VAE))
-    latents = vae.encode(pixels([classes.render(classes.draw(rng)) for _ in range(64)])).latent_dist.mean
+    latents = vae.encode(sheets.pixels([classes.render(classes.draw(rng)) for _ in range(64)])).latent_dist.mean
     vae.register_to_config(scaling_factor=float(1 / latents.std()))
     return vae
 
@@ -143,7 +137,8 @@ def loss_of(model: Any, clock: Chain, tokens: Tensor, labels: Tensor, rng: np.ra
 def latents(vae: Any, samples: list[classes.Sample]) -> Tensor:
     """Tokens [B, L, C] of pictures, of about unit variance."""
     mean = (
-        vae.encode(pixels([classes.render(sample) for sample in samples])).latent_dist.mean * vae.config.scaling_factor
+        vae.encode(sheets.pixels([classes.render(sample) for sample in samples])).latent_dist.mean
+        * vae.config.scaling_factor
     )
     return mean.flatten(2).transpose(1, 2)
 
@@ -175,7 +170,7 @@ def train_model(recipe: MarRecipe, stage: str, pictures: tuple[Tensor, Tensor], 
 @torch.no_grad()
 def score_vae(vae: Any, count: int = 64) -> float:
     """PSNR in dB on held-out pictures."""
-    seen = pixels([classes.render(sample) for sample in classes.held_out(count)])
+    seen = sheets.pixels([classes.render(sample) for sample in classes.held_out(count)])
     return float(10 * torch.log10(4 / F.mse_loss(_given_back(vae, seen), seen)))
 
 
@@ -197,7 +192,7 @@ def sheet(pipe: MARPipeline, count: int = 16) -> Image.Image:
     samples = classes.held_out(count)
     made = sheets.drawn(pipe, [sample.label for sample in samples])
     known = pipe.image_processor.postprocess(
-        _given_back(pipe.vae, pixels([classes.render(sample) for sample in samples])), "pil"
+        _given_back(pipe.vae, sheets.pixels([classes.render(sample) for sample in samples])), "pil"
     )
     return sheets.paired(known, made)
 
@@ -250,9 +245,7 @@ def export(pipe: MARPipeline, folder: Path, whole: bool) -> None:
         pipe.save_pretrained(folder)
     else:
         pipe.transformer.save_pretrained(folder)
-    for file in folder.rglob("*"):
-        if file.is_file():
-            file.chmod(0o644)
+    sheets.readable(folder)
 
 
 def train(recipe: MarRecipe, out_dir: Path, work: Path, say: Say) -> None:

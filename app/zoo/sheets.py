@@ -1,14 +1,29 @@
-"""Held-out pictures of an image model of the zoo: drawn in batches, or laid out in pairs."""
+"""Pictures of the zoo's models: as tensors, drawn in batches, laid out in pairs; and folders that all may read."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image
 
 BATCH = 16
+
+
+def pixels(shown: Sequence[Image.Image]) -> torch.Tensor:
+    """[B, 3, side, side] in [−1, 1]."""
+    held = np.stack([np.asarray(picture) for picture in shown])
+    return torch.from_numpy(held).permute(0, 3, 1, 2).float() / 127.5 - 1
+
+
+def readable(folder: Path) -> None:
+    """Let everybody read what lies there; safetensors writes for its owner alone."""
+    for file in folder.rglob("*"):
+        if file.is_file():
+            file.chmod(0o644)
 
 
 def drawn(pipe: Any, asked: Sequence[Any]) -> list[Image.Image]:

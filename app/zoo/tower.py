@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mmspec.app.zoo import fit
+from mmspec.app.zoo import fit, sheets
 from mmspec.zoo import scenes
 from mmspec.zoo.recipes import VlmRecipe
 from mmspec.zoo.scenes import Scene
@@ -21,8 +21,7 @@ IGNORED = -100
 
 def pixels(shown: list[Scene]) -> torch.Tensor:
     """What the exported image processor makes of the rendered scenes: [B, 3, SIDE, SIDE] in -1..1."""
-    stack = np.stack([np.asarray(scenes.render(scene)) for scene in shown])
-    return torch.from_numpy(stack).permute(0, 3, 1, 2).float() / 127.5 - 1
+    return sheets.pixels([scenes.render(scene) for scene in shown])
 
 
 def cell_labels(shown: list[Scene]) -> torch.Tensor:

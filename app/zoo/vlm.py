@@ -19,7 +19,7 @@ from transformers import (
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from mmspec.app.zoo import fit as zoo_fit
-from mmspec.app.zoo import pack, tower
+from mmspec.app.zoo import pack, sheets, tower
 from mmspec.zoo import language, lexicon, scenes
 from mmspec.zoo.recipes import Mix, Stage, VlmRecipe
 
@@ -263,5 +263,4 @@ def export(model: LlavaForConditionalGeneration, processor: LlavaProcessor, fold
     twin.load_state_dict(state)
     twin.to(torch.bfloat16).save_pretrained(folder)
     processor.save_pretrained(folder)
-    for file in folder.iterdir():
-        file.chmod(0o644)
+    sheets.readable(folder)

@@ -41,7 +41,8 @@ class CapturedChain:
     @torch.no_grad()
     def propose(self, session: Any, target: Target) -> Draft:
         weighed = hasattr(target, "weigh") and not self.drafter.own_head
-        if self.drafter.options.tree != "chain" or self.drafter.options.draws or weighed:
+        longer = session.last.kept.shape[1] > self.nodes  # what rounds without a draft have handed over
+        if self.drafter.options.tree != "chain" or self.drafter.options.draws or weighed or longer:
             return self.drafter.propose(session, target)
         memory, N = session.memory, self.nodes
         hidden, follow, count = path_after(session)

@@ -378,7 +378,7 @@ class MarRecipe:
 SCENES_MAR = MarRecipe(
     "scenes-mar",
     "scenes-mar-draft",
-    Trunk(128, 3, 4, 3, 192, Schedule(steps=1100, batch=16, lr=3e-3, warmup=0.03, decay=0.7, newton_schulz=3)),
-    Trunk(64, 2, 2, 2, 128, Schedule(steps=700, batch=16, lr=4e-3, warmup=0.03, decay=0.7, newton_schulz=3)),
+    Trunk(128, 3, 4, 3, 192, Schedule(steps=3000, batch=16, lr=3e-3, warmup=0.03, decay=0.7, newton_schulz=3)),
+    Trunk(64, 2, 2, 2, 128, Schedule(steps=2000, batch=16, lr=4e-3, warmup=0.03, decay=0.7, newton_schulz=3)),
 )
 MARS = {recipe.name: recipe for recipe in (SCENES_MAR,)}
