@@ -51,14 +51,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--batch-size", type=_count, default=4, metavar="N", help="pictures drawn together (%(default)s)")
     add("--seed", type=int, default=0, help="of the first picture; the next ones count up (%(default)s)")
     model = parser.add_argument_group("the model")
-    model.add_argument("--model", default=embedded.IMAGE_MODEL, help="folder or Hub name of a LlamaGen (%(default)s)")
+    model.add_argument("--model", default=embedded.IMAGE_MODEL, help="a LlamaGen, a MAR, or mar (%(default)s)")
     model.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps ... (%(default)s)")
     model.add_argument("--dtype", choices=DTYPES, default="auto", help="(%(default)s)")
     model.add_argument("--guidance", type=float, help="how closely to follow the prompt; 1 is not guided")
     model.add_argument("--top-k", type=int, help="draw from the k likeliest tokens, 0 from all (the model's own)")
     model.add_argument("--temperature", type=float, help="0 takes the likeliest token (the model's own)")
     fast = parser.add_argument_group("how it is made fast")
-    fast.add_argument("--drafter", default="jacobi", help="jacobi (no weights), a folder, or none (%(default)s)")
+    fast.add_argument("--drafter", default="jacobi", help="jacobi (a MAR: self), a folder, or none (%(default)s)")
     fast.add_argument("--window", type=int, help="tokens that jacobi looks at in one forward of the model")
     fast.add_argument("--coupling", help="how jacobi redraws its guesses: none, maximal or gumbel")
     fast.add_argument("--init", help="where jacobi's guesses come from: uniform, horizontal, vertical or mixture")
@@ -70,11 +70,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Draw as the options say; the exit code."""
+    from mmspec.app import generate_mar
     from mmspec.app.engine import EngineError
+    from mmspec.app.mar import draws
     from mmspec.app.painter import load
 
     try:
         prompts = _prompts(args)
+        if draws(args.model):
+            generate_mar.draw(args, _orders(args, prompts))
+            return OK
         way = _way(args)
         orders = _orders(args, prompts)
         settings = {"guidance_scale": args.guidance, "top_k": args.top_k, "temperature": args.temperature}

@@ -20,7 +20,7 @@ from mmspec.registry import DRAFTERS, drafter_class
 from mmspec.train.data import read
 from mmspec.train.distil import Distillation
 from mmspec.train.recipes import RECIPES, Recipe
-from mmspec.types import FINAL
+from mmspec.types import FINAL, TargetInfo
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -55,10 +55,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _recipe(args: argparse.Namespace) -> Recipe:
-    name = args.recipe or (f"{args.method}-image" if draws(args.target, args.data) else args.method)
-    if name not in RECIPES:
-        raise ValueError(f"{args.method!r} is for models that look at pictures; for one that draws them use 'eagle'")
-    recipe = RECIPES[name]
+    pictures = draws(args.target, args.data)
+    if pictures:
+        _draftable(args.method)
+    recipe = RECIPES[args.recipe or (f"{args.method}-image" if pictures else args.method)]
     recipe = recipe.without_texts() if args.text == "none" else recipe
     return recipe.with_(**_values(args.set, {f.name: getattr(recipe, f.name) for f in fields(recipe)}))
 
@@ -88,10 +88,18 @@ def draws(target: str, data: str) -> bool:
     return data.startswith(("prompts:", "pictures:")) or (Path(target) / "model_index.json").is_file()
 
 
-# An EAGLE layer with norms throughout, on the final feature: what is trained here.
-NORMED: dict[str, Any] = {
-    "features": (FINAL,), "input_norm": True, "embed_norm": True, "out_norm": True, "fc_bias": False,
-}  # fmt: skip
+def _draftable(method: str) -> None:
+    """ValueError for a method that cannot draft for a model that draws."""
+    if method != "eagle":
+        raise ValueError(f"{method!r} is for models that look at pictures; for one that draws them use 'eagle'")
+
+
+def _made(method: str, info: TargetInfo, shape: dict[str, Any], **values: Any) -> Any:
+    """An untrained drafter on the target's final feature, with norms throughout: what is trained here."""
+    made = drafter_class(method)
+    usual = {"features": (FINAL,), "input_norm": True, "embed_norm": True, "out_norm": True, "fc_bias": False}
+    of = {"hidden": info.hidden, "kv_heads": values["heads"], "vocab": info.vocab, "target": info.name}
+    return made(made.Config.of({**usual, **of, **values, **shape}))
 
 
 def build(method: str, model: Any, intermediate: int | None, **shape: Any) -> Any:
@@ -107,21 +115,12 @@ def build(method: str, model: Any, intermediate: int | None, **shape: Any) -> An
 
     c, info = model.get_decoder().config, home(model).describe(model)
     theta = (getattr(c, "rope_parameters", None) or {}).get("rope_theta", 10000.0)
-    made = drafter_class(method)
-    values = {
-        "hidden": info.hidden,
-        "intermediate": intermediate or c.intermediate_size,
-        "heads": c.num_attention_heads,
-        "kv_heads": c.num_attention_heads,
-        "head_dim": getattr(c, "head_dim", None) or info.hidden // c.num_attention_heads,
-        "vocab": info.vocab,
-        "rope_theta": float(theta),
-        "norm_eps": float(getattr(c, "rms_norm_eps", 1e-6)),
-        **NORMED,
-        "target": info.name,
-        "target_revision": getattr(model.config, "_commit_hash", None) or "",
-    }
-    return made(made.Config.of({**values, **shape}))
+    return _made(
+        method, info, shape, intermediate=intermediate or c.intermediate_size, heads=c.num_attention_heads,
+        head_dim=getattr(c, "head_dim", None) or info.hidden // c.num_attention_heads, rope_theta=float(theta),
+        norm_eps=float(getattr(c, "rms_norm_eps", 1e-6)),
+        target_revision=getattr(model.config, "_commit_hash", None) or "",
+    )  # fmt: skip
 
 
 def build_for_pictures(method: str, pipe: Any, intermediate: int | None, **shape: Any) -> Any:
@@ -132,58 +131,46 @@ def build_for_pictures(method: str, pipe: Any, intermediate: int | None, **shape
     """
     from mmspec.pipelines.families import home
 
-    if method != "eagle":
-        raise ValueError(f"{method!r} is for models that look at pictures; for one that draws them use 'eagle'")
-    c, info = pipe.transformer.config, home(pipe).describe(pipe)
-    made = drafter_class(method)
-    values = {
-        "hidden": c.dim,
-        "intermediate": intermediate or pipe.transformer.layers[0].feed_forward.w2.in_features,
-        "heads": c.heads,
-        "kv_heads": c.heads,
-        "vocab": c.vocab,
-        "rope": "2d",
-        "grid": c.grid,
-        "rope_theta": c.rope_base,
-        "norm_eps": c.norm_eps,
-        **NORMED,
-        "target": info.name,
-    }
-    return made(made.Config.of({**values, **shape}))
+    _draftable(method)
+    c = pipe.transformer.config
+    return _made(
+        method, home(pipe).describe(pipe), shape, heads=c.heads, rope="2d", grid=c.grid, rope_theta=c.rope_base,
+        norm_eps=c.norm_eps, intermediate=intermediate or pipe.transformer.layers[0].feed_forward.w2.in_features,
+    )  # fmt: skip
 
 
-def train(model: Any, processor: Any, method: str, data: str, out: Path, recipe: Recipe, **options: Any) -> Any:
+def train(
+    model: Any, processor: Any, method: str, data: str, out: Path, recipe: Recipe, *, drafter: Any = None,
+    intermediate: int | None = None, shape: dict[str, Any] | None = None, limit: int | None = None,
+    text: str | None = None, answers: Path | None = None, keep: float = 0.0,
+) -> Any:  # fmt: skip
     """Train a drafter for a loaded model and write it to `out`; returns it. Resumes what `out` already holds.
 
     Without a processor the model is a pipeline that draws.
 
     Args:
-        options: `intermediate` and `shape` (see `build`), or a `drafter` to train on; `limit` on the samples; `text`,
-            a source of prompts without pictures; `answers`, a folder of answers to share; `keep`, GB of memory for
-            traces.
+        drafter: one to train on; None: an untrained one, of this `intermediate` and `shape` (see `build`).
+        limit: use at most so many samples.
+        text: a source of prompts without pictures.
+        answers: a folder of the target's answers, to share between runs.
+        keep: GB of memory for traces.
     """
     from mmspec.pipelines.image_teacher import ImageTeacher
     from mmspec.pipelines.teacher import Teacher
 
     torch.manual_seed(recipe.seed)
     shaped = build if processor else build_for_pictures
-    drafter = options.get("drafter") or shaped(
-        method, model, options.get("intermediate"), **(options.get("shape") or {})
-    )
+    drafter = drafter or shaped(method, model, intermediate, **(shape or {}))
     heads = getattr(drafter.config, "tokens", 1)
     if heads not in (1, recipe.unroll):
         raise ValueError(f"a drafter of {heads} tokens a pass learns so many steps: set unroll={heads}, or tokens")
-    limit, text = options.get("limit"), options.get("text")
     samples = read(data, limit, recipe.seed)
     texts = read(text, limit, recipe.seed) if text and recipe.texts else ()
     began = time.monotonic()
-    features = drafter.features
+    features, about = drafter.features, f"{drafter.config.target} {data}"
     with Teacher(model, processor, features) if processor else ImageTeacher(model, features) as teacher:
         drafter.to(model.device)
-        run = Distillation(
-            drafter, teacher, samples, recipe, out, texts, options.get("answers"), f"{drafter.config.target} {data}",
-            int(options.get("keep", 0.0) * 2**30),
-        )  # fmt: skip
+        run = Distillation(drafter, teacher, samples, recipe, out, texts, answers, about, int(keep * 2**30))
         tau = run.run()
     if run.accelerator.is_main_process:
         drafter.eval().save_pretrained(out / "drafter")

@@ -112,7 +112,7 @@ def token_mass(logits: Tensor, log_z: Tensor, nodes: Tensor, tokens: Tensor) -> 
     rows = torch.arange(len(nodes), device=nodes.device)[:, None]
     if tokens.dim() > nodes.dim():
         rows, nodes = rows[..., None], nodes[..., None]
-    log_p = logits[rows, nodes, tokens.clamp(min=0)].float() - log_z[rows, nodes]
+    log_p = logits[rows, nodes, tokens.clamp(min=0)] - log_z[rows, nodes]
     return log_p.double().exp() * (tokens >= 0)
 
 
@@ -149,29 +149,6 @@ def logit_window(logits: Tensor, nodes: Tensor, x: Tensor, size: int) -> tuple[T
     """`rank_window` of x [B, K] in the order of the logits [B, N, V] at nodes [B, K]; the ids come in any order."""
     rows = torch.arange(len(nodes), device=nodes.device)[:, None]
     return rank_window(logits[rows, nodes].double().softmax(-1), x.clamp(min=0), size)
-
-
-def group_accept(
-    p: tuple[Tensor, Tensor, Tensor],
-    q: tuple[Tensor, Tensor, Tensor],
-    x: Tensor,
-    window: tuple[Tensor, Tensor],
-    gap: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The chance to keep x [B, K], strictly and as min(1, p(C)/q(C)) with C the tokens around x in the order of p.
-
-    Args:
-        p, q: logits [B, N, V], their logsumexp [B, N], and the node [B, K] at which each x is looked up.
-        x: int64 [B, K], negative where nothing was drafted.
-        window: of `logit_window`.
-        gap: leave out tokens whose probability differs from p(x) by this or more.
-    """
-    (ids, member), p_x = window, token_mass(*p, x)
-    p_c, q_c = token_mass(*p, ids), token_mass(*q, ids)
-    if gap is not None:
-        member = member & ((p_c - p_x[..., None]).abs() < gap)
-    group = exact_ratio(*(torch.where(member, t, 0.0).sum(-1) for t in (p_c, q_c)))
-    return exact_ratio(p_x, token_mass(*q, x)), torch.where(p_x > 0, group, 0.0)
 
 
 def gaussian_path(

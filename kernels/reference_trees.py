@@ -120,32 +120,51 @@ def verify_point_mass(
         noise: None, the likeliest token; (seed [B], position [B, N]), Gumbel noise; uniform numbers float64 [B, N], the
             inverse CDF in the order "children first, then the vocabulary".
     """
-    N, log_z = tokens.shape[1], logits.float().logsumexp(-1)
-    index = torch.arange(N, device=tokens.device)
-    siblings = (parents[:, :, None] == parents[:, None, :]) & (index < index[:, None]) & (index > 0)
-    repeated = (siblings & (tokens[:, :, None] == tokens[:, None, :])).any(-1)
+    log_z = logits.float().logsumexp(-1)
     if not isinstance(noise, Tensor):
-        drawn = draw(logits, noise)
-        stands = _standing((drawn.gather(1, parents) == tokens) & ~repeated, ancestors)
-        last = torch.where(stands, index, 0).amax(-1)
-        return Verified(stands, stands.sum(-1), last, drawn.gather(1, last[:, None])[:, 0], log_z)
+        return Verified(*follow(draw(logits, noise), tokens, parents, ancestors), log_z)
+    siblings, repeated = _family(tokens, parents)
     mass = token_mass(logits, log_z, parents, tokens) * ~repeated
     low, u = sibling_mass(mass, siblings), noise.gather(1, parents)
-    stands = _standing((low <= u) & (u < low + mass), ancestors)
-    last = torch.where(stands, index, 0).amax(-1)
-    refused = torch.where((parents == last[:, None]) & (index > 0), tokens, -1)
+    stands, count, last = standing((low <= u) & (u < low + mass), ancestors)
+    refused = torch.where(parents == last[:, None], tokens, -1)
+    refused[:, 0] = -1
     taken = torch.where(refused >= 0, mass, 0.0).sum(-1)
     rest = remaining(noise.gather(1, last[:, None])[:, 0], taken)
     token = residual_sample(logits[torch.arange(len(last), device=last.device), last], rest, refused=refused)
-    return Verified(stands, stands.sum(-1), last, token, log_z)
+    return Verified(stands, count, last, token, log_z)
 
 
-def _standing(match: Tensor, ancestors: Tensor | None) -> Tensor:
-    """Nodes whose whole line of ancestors matched; the root always does."""
+def follow(
+    drawn: Tensor, tokens: Tensor, parents: Tensor, ancestors: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Descend from the root while the token drawn at a node [B, N] is one of its children; as `verify_point_mass`.
+
+    Returns:
+        Which nodes stand, how many, the deepest of them, and the token drawn there.
+    """
+    match = drawn.gather(1, parents) == tokens
+    if ancestors is not None:
+        match &= ~_family(tokens, parents)[1]
+    stands, count, last = standing(match, ancestors)
+    return stands, count, last, drawn.gather(1, last[:, None])[:, 0]
+
+
+def standing(match: Tensor, ancestors: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Nodes whose whole line of ancestors matched, one path since the root always does; how many, and the deepest."""
     match[:, 0] = True
+    stands = match.cumprod(1).bool() if ancestors is None else (match[:, None, :] | ~ancestors).all(-1)
+    count = stands.sum(-1)
     if ancestors is None:
-        return match.cumprod(1).bool()
-    return (match[:, None, :] | ~ancestors).all(-1)
+        return stands, count, count - 1
+    return stands, count, (stands * torch.arange(match.shape[1], device=match.device)).amax(-1)
+
+
+def _family(tokens: Tensor, parents: Tensor) -> tuple[Tensor, Tensor]:
+    """Earlier siblings of each node, bool [B, N, N]; and whether it repeats the token of one of them, bool [B, N]."""
+    siblings = (parents[:, :, None] == parents[:, None, :]).tril(-1)
+    siblings[:, :, 0] = False  # the root is nobody's
+    return siblings, (siblings & (tokens[:, :, None] == tokens[:, None, :])).any(-1)
 
 
 def sibling_mass(mass: Tensor, siblings: Tensor) -> Tensor:

@@ -79,19 +79,20 @@ def _ordered(x):
 
 
 @triton.jit
-def _window(
-    X, NODES, TOKENS, IDS, FOUND, K, V, less, more, x_b, x_n, nodes_b, tokens_b,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One drafted token: the `less` tokens right below it and the `more` right above, by a radix search for both ends.
+def _sides(X, start, x, own, V, BLOCK: tl.constexpr):
+    """Tokens of a block, their keys in the order by (logit, id), and which of them stand below x there, and above."""
+    v = start + tl.arange(0, BLOCK)
+    value = tl.load(X + v, mask=v < V, other=-float("inf")).to(tl.float32)
+    value = tl.where(own > -float("inf"), value, -float("inf"))
+    real, key, key_x = value > -float("inf"), _ordered(value), _ordered(own)
+    below = real & ((key < key_x) | ((key == key_x) & (v < x)))
+    above = real & ((key > key_x) | ((key == key_x) & (v > x)))
+    return v, key, below, above
 
-    The order is by (logit, id). Four passes narrow the ends down by 8 bits each, a fifth writes the window.
-    """
-    b, i = (tl.program_id(0) // K).to(tl.int64), (tl.program_id(0) % K).to(tl.int64)
-    node, x = tl.load(NODES + b * nodes_b + i), tl.maximum(tl.load(TOKENS + b * tokens_b + i), 0).to(tl.int32)
-    X += b * x_b + node * x_n
-    own = tl.load(X + x).to(tl.float32)
-    key_x = _ordered(own)
+
+@triton.jit
+def _ends(X, x, own, V, less, more, BLOCK: tl.constexpr):
+    """Keys of both ends of the window, by 8 bits in each of four passes, and how many equal ones to skip or take."""
     bins = tl.arange(0, 256)
     low, high = tl.full([], 0, tl.uint32), tl.full([], 0, tl.uint32)  # bits of the ends that are known
     want_low, want_high = tl.zeros([], tl.int32) + less, tl.zeros([], tl.int32) + more  # still to be found there
@@ -100,11 +101,7 @@ def _window(
         shift = 24 - 8 * step
         low_hist, high_hist = tl.zeros([256], tl.int32), tl.zeros([256], tl.int32)
         for start in range(0, V, BLOCK):
-            v = start + tl.arange(0, BLOCK)
-            value = tl.load(X + v, mask=v < V, other=-float("inf")).to(tl.float32)
-            key, real = _ordered(value), value > -float("inf")
-            below = real & ((key < key_x) | ((key == key_x) & (v < x)))
-            above = real & ((key > key_x) | ((key == key_x) & (v > x)))
+            _, key, below, above = _sides(X, start, x, own, V, BLOCK)
             digit = ((key >> shift) & 255).to(tl.int32)
             head = (key.to(tl.uint64) >> (shift + 8)).to(tl.uint32)
             low_hist += tl.histogram(digit, 256, mask=below & (head == low))
@@ -118,24 +115,32 @@ def _window(
         low = (low << 8) | low_digit.to(tl.uint32)
         high = (high << 8) | high_digit.to(tl.uint32)
         ties = tl.sum(tl.where(bins == low_digit, low_hist, 0), 0)
-    skip = tl.maximum(ties - want_low, 0)  # of equal ones below x, those with the highest ids are nearest
+    return low, tl.maximum(ties - want_low, 0), high, want_high
+
+
+@triton.jit
+def _window(
+    X, NODES, TOKENS, IDS, FOUND, K, V, less, more, x_b, x_n, nodes_b, tokens_b,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One drafted token: the `less` tokens right below it and the `more` right above; of equal ones the nearest ids."""
+    b, i = (tl.program_id(0) // K).to(tl.int64), (tl.program_id(0) % K).to(tl.int64)
+    node, x = tl.load(NODES + b * nodes_b + i), tl.maximum(tl.load(TOKENS + b * tokens_b + i), 0).to(tl.int32)
+    X += b * x_b + node * x_n
+    own = tl.load(X + x).to(tl.float32)
+    low, skip, high, take = _ends(X, x, own, V, less, more, BLOCK)
     out = (b * K + i) * (less + more + 1)
     tl.store(IDS + out, x.to(tl.int64))
     tl.store(FOUND + out, (own > -float("inf")).to(tl.int8))
     filled = tl.full([], 1, tl.int32)
     low_ties, high_ties = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
     for start in range(0, V, BLOCK):
-        v = start + tl.arange(0, BLOCK)
-        value = tl.load(X + v, mask=v < V, other=-float("inf")).to(tl.float32)
-        value = tl.where(own > -float("inf"), value, -float("inf"))
-        key, real = _ordered(value), value > -float("inf")
-        below = real & ((key < key_x) | ((key == key_x) & (v < x)))
-        above = real & ((key > key_x) | ((key == key_x) & (v > x)))
+        v, key, below, above = _sides(X, start, x, own, V, BLOCK)
         low_tie, high_tie = (below & (key == low)).to(tl.int32), (above & (key == high)).to(tl.int32)
         low_rank = low_ties + tl.cumsum(low_tie, 0) - 1
         high_rank = high_ties + tl.cumsum(high_tie, 0) - 1
         chosen = (below & (key > low)) | ((low_tie != 0) & (low_rank >= skip))
-        chosen = chosen | (above & (key < high)) | ((high_tie != 0) & (high_rank < want_high))
+        chosen = chosen | (above & (key < high)) | ((high_tie != 0) & (high_rank < take))
         place = filled + tl.cumsum(chosen.to(tl.int32), 0) - 1
         fits = chosen & (place < less + more + 1)
         tl.store(IDS + out + place, v.to(tl.int64), mask=fits)

@@ -87,6 +87,30 @@ def _mass(X, M, L, b, parent, token, mask, N, parts, x_b, x_n, PARTS: tl.constex
 
 
 @triton.jit
+def _siblings(
+    X, TOKENS, PARENTS, M, L, b, k, token, parent, N, parts, x_b, x_n, tokens_b, parents_b,
+    INVERSE: tl.constexpr, NODES: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Of nodes k [NODES]: whether an earlier sibling has the same token, and the mass of all earlier siblings."""
+    repeated = tl.zeros([NODES], tl.int32)
+    low = tl.zeros([NODES], tl.float64)
+    for start in range(0, N, ROWS):  # a few at a time
+        j = start + tl.arange(0, ROWS).to(tl.int64)
+        other = tl.load(TOKENS + b * tokens_b + j, mask=j < N, other=-1)
+        same = tl.load(PARENTS + b * parents_b + j, mask=j < N, other=-1)
+        sibling = (same[:, None] == parent[None, :]) & (j[:, None] < k[None, :]) & (j > 0)[:, None]
+        twice = sibling & (other[:, None] == token[None, :])
+        repeated = tl.maximum(repeated, tl.max(twice.to(tl.int32), 0))
+        if INVERSE:
+            # j itself counts only if no still earlier sibling has its token
+            again = (same[:, None] == parent[None, :]) & (other[:, None] == token[None, :])
+            again = tl.max((again & (k[None, :] < j[:, None]) & (k > 0)[None, :]).to(tl.int32), 1)
+            mass = _mass(X, M, L, b, tl.maximum(same, 0), other, (j < N) & (again == 0), N, parts, x_b, x_n, PARTS)
+            low += tl.sum(tl.where(sibling, mass[:, None], 0.0), 0)
+    return repeated, low
+
+
+@triton.jit
 def _path(
     X, TOKENS, PARENTS, ANCESTORS, U, M, L, BEST, TOKEN,
     STANDS, COUNT, LAST, NEXT, LOG_Z, REFUSED, REST,
@@ -104,19 +128,10 @@ def _path(
     repeated = tl.zeros([NODES], tl.int32)
     low = tl.zeros([NODES], tl.float64)
     if not CHAIN:
-        for start in range(0, N, ROWS):  # earlier siblings, a few at a time
-            j = start + tl.arange(0, ROWS).to(tl.int64)
-            other = tl.load(TOKENS + b * tokens_b + j, mask=j < N, other=-1)
-            same = tl.load(PARENTS + b * parents_b + j, mask=j < N, other=-1)
-            sibling = (same[:, None] == parent[None, :]) & (j[:, None] < k[None, :]) & (j > 0)[:, None]
-            twice = sibling & (other[:, None] == token[None, :])
-            repeated = tl.maximum(repeated, tl.max(twice.to(tl.int32), 0))
-            if INVERSE:
-                # j itself counts only if no still earlier sibling has its token
-                again = (same[:, None] == parent[None, :]) & (other[:, None] == token[None, :])
-                again = tl.max((again & (k[None, :] < j[:, None]) & (k > 0)[None, :]).to(tl.int32), 1)
-                mass = _mass(X, M, L, b, tl.maximum(same, 0), other, (j < N) & (again == 0), N, parts, x_b, x_n, PARTS)
-                low += tl.sum(tl.where(sibling, mass[:, None], 0.0), 0)
+        repeated, low = _siblings(
+            X, TOKENS, PARENTS, M, L, b, k, token, parent, N, parts, x_b, x_n, tokens_b, parents_b,
+            INVERSE, NODES, PARTS, ROWS,
+        )  # fmt: skip
     mass = low
     if INVERSE:
         mass = _mass(X, M, L, b, parent, token, inside & (repeated == 0), N, parts, x_b, x_n, PARTS)

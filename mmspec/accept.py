@@ -10,6 +10,7 @@ from torch.nn.functional import pad
 
 from mmspec.kernels import dispatch
 from mmspec.kernels import reference as ops
+from mmspec.rows import gather_rows
 from mmspec.rules import exact
 from mmspec.types import HOLE, Categorical, Draft, Law, Masses, Rule, Trial, Verdict
 
@@ -37,26 +38,11 @@ def along_path(draft: Draft, law: Law, rule: Rule, u: Tensor | None, spent: Tens
 def descend(draft: Draft, law: Law, u: Tensor | None) -> Verdict:
     """Point-mass drafts under `exact`, all nodes at once: draw one token at every node, descend while it is a child."""
     tokens, tree = draft.tokens, draft.tree
-    if law.ids is not None:  # greedy: every law is a point mass and u does not matter
-        stands, count, last = _path(law.ids.gather(1, tree.parents) == tokens, draft)
-        return Verdict(stands, count, last, law.ids.gather(1, last[:, None])[:, 0])
     above = None if tree.is_chain else tree.ancestors
+    if law.ids is not None:  # greedy: every law is a point mass and u does not matter
+        return Verdict(*ops.follow(law.ids, tokens, tree.parents, above))
     found = dispatch.verify_point_mass(law.logits, tokens, tree.parents, above, u)
     return Verdict(found.stands, found.count, found.last, found.token)
-
-
-def _path(match: Tensor, draft: Draft) -> tuple[Tensor, Tensor, Tensor]:
-    """Nodes whose whole line of ancestors matched, how many, and the deepest; of equal siblings the first one."""
-    if not draft.tree.is_chain:
-        match &= ~(draft.tree.siblings & (draft.tokens[:, :, None] == draft.tokens[:, None, :])).any(-1)
-    match[:, 0] = True
-    if draft.tree.is_chain:
-        stands = match.cumprod(1).bool()
-        count = stands.sum(-1)
-        return stands, count, count - 1
-    stands = (match[:, None, :] | ~draft.tree.ancestors).all(-1)
-    depth = torch.where(stands, draft.tree.depth, -1)
-    return stands, stands.sum(-1), depth.argmax(-1)
 
 
 def advance(draft: Draft, law: Law, rule: Rule, u: Tensor, spent: Tensor | None = None) -> Verdict:
@@ -72,21 +58,30 @@ def advance(draft: Draft, law: Law, rule: Rule, u: Tensor, spent: Tensor | None 
         f, charge = _afforded(rule, trial, strict, f, before)
     match = torch.ones_like(tokens, dtype=torch.bool)
     match[:, 1:] = (u[:, :-1] < f) & (x != HOLE)
-    stands = match.cumprod(1).to(torch.bool)
-    count = stands.sum(1)
-    last, after = count - 1, count.clamp(max=N - 1)
-    p, noise = law.weights(last, vocab), u.gather(1, last[:, None])[:, 0]
+    stands, count, last = ops.standing(match, None)
+    after = count.clamp(max=N - 1)
     refused = (count < N) & (tokens.gather(1, after[:, None])[:, 0] != HOLE)
     charged = None
     if rule.relaxed is not None:
         tested = stands[:, 1:] | (refused[:, None] & (nodes[:, 1:] == after[:, None]))
         charged = torch.where(tested, charge, 0.0).sum(1)
-    if N > 1:
-        rest = rule.residual(p, q.weights(after, vocab))
-        chance = f.gather(1, (after - 1).clamp(min=0)[:, None])[:, 0]
-        p = torch.where(refused[:, None], rest / rest.sum(-1, keepdim=True), p)
-        noise = torch.where(refused, ops.remaining(noise, chance), noise)
-    return Verdict(stands, count, last, ops.categorical(p, noise), charged)
+    noise, chance = u.gather(1, last[:, None])[:, 0], pad(f, (1, 0)).gather(1, after[:, None])[:, 0]
+    noise = torch.where(refused, ops.remaining(noise, chance), noise)
+    return Verdict(stands, count, last, _drawn(rule, law, last, q, after, refused, noise, vocab), charged)
+
+
+def _drawn(
+    rule: Rule, law: Law, last: Tensor, q: Law, after: Tensor, refused: Tensor, noise: Tensor, vocab: int
+) -> Tensor:
+    """The next token [B]: from p after node `last`, or where the draft at `after` was refused, from what p has left."""
+    if law.logits is None or rule.residual is not ops.positive_residual:
+        p = law.weights(last, vocab)
+        return ops.categorical(torch.where(refused[:, None], rule.residual(p, q.weights(after, vocab)), p), noise)
+    p, drafted = gather_rows(law.logits, last[:, None])[:, 0], after[:, None]
+    if q.logits is not None:
+        return dispatch.residual_sample(p, noise, q=gather_rows(q.logits, drafted)[:, 0], rows=refused)
+    assert q.ids is not None
+    return dispatch.residual_sample(p, noise, refused=q.ids.gather(1, drafted), rows=refused)
 
 
 def walk(draft: Draft, law: Law, rule: Rule, u: Tensor, spent: Tensor | None = None) -> Verdict:
@@ -145,7 +140,8 @@ def _afforded(rule: Rule, trial: Trial, strict: Tensor, f: Tensor, spent: Tensor
 
 
 def _masses(law: Law, nodes: Tensor, vocab: int) -> Masses:
-    return Masses(partial(law.mass, nodes), partial(law.weights, nodes, vocab))
+    lines = None if law.logits is None else (law.logits, law.log_z, nodes)
+    return Masses(partial(law.mass, nodes), partial(law.weights, nodes, vocab), lines)
 
 
 def _drawn_from(draft: Draft) -> Law:

@@ -11,19 +11,21 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
+from mmspec.rows import gather_rows
 from mmspec.tree import chain, lone
-from mmspec.types import Draft, Drafter, Prompt, Round, Scores, Target
+from mmspec.types import Categorical, Draft, Drafter, Prompt, Round, Scores, Target
 
 SAMPLES = 3  # rounds at full depth before anything is decided, and rounds timed at least of each kind
 DECAY = 0.97  # of what is known of acceptance, a round
-PATIENCE, MOST = 32, 256  # rounds between two looks at whether drafting has begun to pay: at first, and at most
+PATIENCE, MOST = 32, 256  # rounds between two looks at what a full draft would give: at first, and at most
 
 
 class Known:
     """What is known of one drafter on one target.
 
     A draft of depth d gains 1 + a₁ + … + a_d tokens, aᵢ being the share of rounds in which at least i drafted tokens
-    stood; it costs what such rounds took of late, or lies on the line between two depths that were timed.
+    stood; it costs what such rounds took of late, or lies on the line between two depths that were timed. What was
+    known of acceptance fades with every round, so that a look at what was not drafted of late counts for much.
     """
 
     def __init__(self, depths: tuple[int, ...]) -> None:
@@ -33,13 +35,19 @@ class Known:
         self.costs: dict[tuple[int, int], deque[float]] = {}  # by batch size and depth
         self.idle, self.patience = 0, PATIENCE
 
-    def book(self, batch: int, depth: int, seconds: float, accepted: list[int]) -> None:
-        """One round: what it took, and how many drafted tokens stood in each row."""
-        self.costs.setdefault((batch, depth), deque(maxlen=7)).append(seconds)
-        self.idle = 0 if depth else self.idle + 1
-        for i in range(1, depth + 1):
-            self.tried[i] = DECAY * self.tried[i] + len(accepted)
-            self.stood[i] = DECAY * self.stood[i] + sum(a >= i for a in accepted)
+    def book(self, batch: int, depth: int, seconds: float, accepted: list[int], late: bool = False) -> None:
+        """One round: what it took, and how many drafted tokens stood in each row.
+
+        Args:
+            late: the drafter first read what it had missed, so that such rounds take this much at most.
+        """
+        times = self.costs.setdefault((batch, depth), deque(maxlen=7))
+        if not (late and times and seconds >= statistics.median(times)):
+            times.append(seconds)
+        self.idle = 0 if depth == self.depths[-1] else self.idle + 1
+        for i in range(1, self.depths[-1] + 1):
+            self.tried[i] = DECAY * self.tried[i] + (i <= depth) * len(accepted)
+            self.stood[i] = DECAY * self.stood[i] + sum(i <= min(a, depth) for a in accepted)
 
     def gain(self, depth: int) -> float:
         """Tokens that a row gets of a round of this depth."""
@@ -53,12 +61,12 @@ class Known:
         return low + (high - low) * depth / self.depths[-1]
 
     def choose(self, batch: int) -> int:
-        """The depth with the most tokens a second; now and then the deepest, where drafting does not pay."""
+        """The depth with the most tokens a second; now and then the deepest, where less of it or none is drafted."""
         for depth, least in ((self.depths[-1], SAMPLES), (0, SAMPLES - 1)):
             if len(self.costs.get((batch, depth), ())) < least:
                 return depth
         best = max(self.depths, key=lambda depth: self.gain(depth) / self.cost(batch, depth))
-        if best:
+        if best == self.depths[-1]:
             self.patience = PATIENCE
         elif self.idle >= self.patience:
             self.patience = min(2 * self.patience, MOST)
@@ -79,21 +87,21 @@ class Auto:
         self.drafters, self.known = drafters, known
         deepest: Any = drafters[max(drafters)]
         self.features, self.nodes = deepest.features, deepest.nodes
-        self._start = deepest.start
 
     def start(self, session: Any, target: Target, prompt: Prompt) -> Any:
-        return self._start(session, target, prompt)
+        return self.drafters[self.known.depths[-1]].start(session, target, prompt)
 
     def propose(self, session: Any, target: Target) -> Draft:
         batch = 1 << (len(session.rows) - 1).bit_length()  # sizes of the same power of two cost about the same
         spent = sum(much for part, much in session.stats.seconds.items() if part != "prefill")
         if session.pace is not None and session.pace[0] == batch:
-            _, depth, before = session.pace
-            self.known.book(batch, depth, spent - before, [count - 1 for count in session.last.counts])
+            _, depth, before, late = session.pace
+            self.known.book(batch, depth, spent - before, [count - 1 for count in session.last.counts], late)
         depth = self.known.choose(batch)
-        session.pace = (batch, depth, spent)
+        session.pace = (batch, depth, spent, depth > 0 and len(session.behind) > 0)
         if depth == 0:
-            session.behind.append(session.last)
+            told = Scores(Categorical(ids=session.last.draft.tokens), session.last.scores.hidden)  # V numbers less
+            session.behind.append(replace(session.last, scores=told))
             return lone(session.pending[:, None])
         unread = [*session.behind, session.last]
         session.last, session.behind = _one(unread[0], unread[1:]), []
@@ -104,11 +112,11 @@ def _one(first: Round, others: Sequence[Round]) -> Round:
     """A round and those after it in which nothing was drafted, as if they had been one, with a chain."""
     if not others:
         return first
-    tokens, hidden, more = first.draft.tokens.gather(1, first.kept), first.scores.hidden, len(others)
+    tokens, hidden, more = gather_rows(first.draft.tokens, first.kept), first.scores.hidden, len(others)
     place = first.verdict.count[:, None] + torch.arange(more, device=tokens.device)  # behind what stands in each row
     tokens = pad(tokens, (0, more)).scatter(1, place, torch.cat([round_.draft.tokens for round_ in others], 1))
     if hidden is not None:
-        hidden = pad(hidden.gather(1, first.kept[:, :, None].expand(-1, -1, hidden.shape[2])), (0, 0, 0, more))
+        hidden = pad(gather_rows(hidden, first.kept), (0, 0, 0, more))
         new = torch.cat([round_.scores.hidden for round_ in others if round_.scores.hidden is not None], 1)
         hidden = hidden.scatter(1, place[:, :, None].expand_as(new), new)
     last, count, N = others[-1], first.verdict.count + more, tokens.shape[1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx
@@ -54,6 +54,8 @@ class Captured:
             does then might change from call to call.
     """
 
+    made: ClassVar[int] = 0  # so far, by anybody
+
     def __init__(
         self,
         function: Callable[..., Any],
@@ -68,6 +70,7 @@ class Captured:
             if _traced(partial(function, other), inputs, given)[0].code != graph.code:
                 raise Uncapturable("what it computes depends on how much was read before")
         self._run, self.pieces = _cut(graph, compile or inductor)
+        Captured.made += 1
 
     def __call__(self, attend: Attend, *inputs: Tensor) -> list[Tensor]:
         return self._run(*inputs, *self._weights, attend)

@@ -38,8 +38,9 @@ class SpecConfig:
             drafted.
         auto: draft as deep as pays, or not at all, by what rounds cost on this machine and how much of a draft stands;
             `depth` is then the most.
-        compile: capture the target's forward and the drafter's chain and compile them, once for each shape that comes
-            up; the first one takes up to a minute. What cannot be compiled runs as it is, with a warning.
+        compile: capture the target's forward and the drafter's chain (for pictures of LlamaGen the forward alone) and
+            compile them, once for each shape that comes up; the first call takes up to a minute. What cannot be
+            compiled runs as it is, with a warning.
         on_unsupported: what a call does that cannot be accelerated: "error" refuses with the reason, "fallback" warns
             once and runs the stock path. Neither ever changes what is generated.
     """

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -42,13 +42,17 @@ class Chain:
         columns = (clean / root + x, clean * rest / root, (beta - tilde) / 4, (beta + tilde) / 4)
         return list(zip(*(column.tolist() for column in columns), strict=True))
 
-    def kernel(self, x: Tensor, k: int, out: Output, guidance: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Mean and log standard deviation [R, C] of step k from x [R, C]; see `Net.at` for what the network gave."""
-        C, (a, b, c, d) = x.shape[1], self.steps[k]
-        eps = out[0][:, :C]
-        if out[1] is not None and guidance is not None:
-            eps = torch.lerp(out[1][:, :C], eps, guidance[:, None])
-        return torch.sub(x * a, eps, alpha=b), out[0][:, C:].mul(c).add_(d)
+    @cached_property
+    def numbers(self) -> Tensor:
+        """float32 [K, 4]: `steps`."""
+        return torch.tensor(self.steps, device=self.table.device)
+
+    def shaken(self, noise: Tensor, temperature: float) -> Tensor:
+        """[R, K, C] of standard normal numbers: those of the steps, scaled, zero where a step has none."""
+        scaled = noise * temperature
+        if not self.final_noise:
+            scaled[:, -1] = 0
+        return scaled
 
 
 Output = tuple[Tensor, Tensor | None]  # ε and v [..., 2·C] of a network; ε [..., ≥ C] without the condition
@@ -65,8 +69,8 @@ class Net(Protocol):
     def along(self, x: Tensor) -> Output:
         """fp32 outputs at all steps at once, for states x [R, K, C]."""
 
-    def take(self, rows: Tensor) -> Net:
-        """The same bound to tokens rows [R'] of it, in that order, repeated at will."""
+    def take(self, rows: Tensor, times: int = 1) -> Net:
+        """The same bound to tokens rows [R'] of it, in that order, and all of them again `times` over."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +91,23 @@ class Path:
     def x(self) -> Tensor:
         return self.states[:, -1]
 
-    def take(self, rows: Tensor) -> Path:
+    def take(self, rows: Tensor | list[int]) -> Path:
         return Path(self.states[rows], self.noise[rows], self.log_std[rows])
+
+
+def kernel(x: Tensor, out: Output, guidance: Tensor | None, row: Sequence[Any]) -> tuple[Tensor, Tensor]:
+    """Mean and log standard deviation [..., C] of a step from x [..., C]; `row` as `Chain.steps` has it."""
+    C, (a, b, c, d) = x.shape[-1], row
+    eps = out[0][..., :C]
+    if out[1] is not None and guidance is not None:
+        eps = torch.lerp(out[1][..., :C], eps, guidance[..., None])
+    return x * a - eps * b, out[0][..., C:] * c + d
+
+
+def step(x: Tensor, out: Output, guidance: Tensor | None, noise: Tensor, row: Sequence[Any]) -> tuple[Tensor, Tensor]:
+    """The state after a step, and the log standard deviation [..., C]; noise [..., C] as `Chain.shaken` gives it."""
+    mean, log_std = kernel(x, out, guidance, row)
+    return torch.addcmul(mean, log_std.exp(), noise), log_std
 
 
 def draw(net: Net, chain: Chain, noise: Tensor, temperature: float = 1.0) -> Path:
@@ -99,10 +118,9 @@ def draw(net: Net, chain: Chain, noise: Tensor, temperature: float = 1.0) -> Pat
         temperature: scales the noise of the steps, not the first state.
     """
     x, states, spread = noise[:, 0], [noise[:, 0]], []
-    for k in range(len(chain)):
-        x, log_std = chain.kernel(x, k, net.at(x, k), net.guidance)
-        if chain.noisy(k):
-            x = x.addcmul(log_std.exp(), noise[:, k + 1], value=temperature)
+    shaken = chain.shaken(noise[:, 1:], temperature).unbind(1)
+    for k, row in enumerate(chain.steps):
+        x, log_std = step(x, net.at(x, k), net.guidance, shaken[k], row)
         states.append(x)
         spread.append(log_std)
     return Path(torch.stack(states, 1), noise[:, 1:], torch.stack(spread, 1))
@@ -144,35 +162,38 @@ def leftover_chance(log_qp: Tensor, eta: Tensor | float = 1.0) -> Tensor:
 
 
 TRIALS = 100_000  # of one token after a refusal; only a network that gives NaN needs as many
+Draw = Callable[[Net, Chain, Tensor, float], Path]
 Fresh = Callable[[Tensor, int], tuple[Tensor, Tensor]]  # rows [r], number of the trial → noise [r, K + 1, C], u [r]
 
 
 def leftover(
-    p: Net, q: Net, chain: Chain, fresh: Fresh, eta: Tensor, temperature: float = 1.0, at_once: int = 4
-) -> tuple[Tensor, Tensor]:
+    p: Net, q: Net, chain: Chain, fresh: Fresh, eta: Tensor, temperature: float = 1.0, at_once: int = 4,
+    draw: Draw = draw,
+) -> tuple[Tensor, list[int]]:  # fmt: skip
     """Tokens [R, C] of what the target has left over once a draft was refused, and how many trials each took.
 
     Args:
         p, q: the target's and the draft's network, bound to the R tokens.
         fresh: noise and coins of one trial, independent of those of the draft.
         eta: [R], as in the test that refused; below 1 a trial succeeds with a chance of at least 1 − η.
+        draw: draws paths, as `draw` does.
         at_once: trials of a token that run side by side; the first that is kept counts, so the law does not change.
     """
-    trials = torch.zeros(len(eta), dtype=torch.long, device=eta.device)
-    waiting, first = torch.arange(len(eta), device=eta.device), 0
-    tokens = fresh(waiting, 0)[0][:, 0].clone()
-    while len(waiting):
+    trials, waiting, first, tokens = [0] * len(eta), list(range(len(eta))), 0, None
+    while waiting:
         if first >= TRIALS:
-            raise RuntimeError(f"{first} trials gave no token; eta below 1 (here {eta[waiting].max():.3g}) needs fewer")
-        drawn = [fresh(waiting, first + i) for i in range(at_once)]
-        rows = waiting.repeat(at_once)
-        path = draw(p.take(rows), chain, torch.cat([noise for noise, _ in drawn]), temperature)
-        ratio = log_ratio(path, q.take(rows), chain, temperature)
-        kept = torch.cat([u for _, u in drawn]) < leftover_chance(ratio, eta[rows])
-        kept = kept.view(at_once, -1)
-        found, trial = kept.any(0), kept.int().argmax(0)
-        here, ends = waiting[found], path.x.unflatten(0, (at_once, -1))
-        tokens[here] = ends[trial[found], found.nonzero()[:, 0]]
-        trials[here] = first + 1 + trial[found]
-        waiting, first = waiting[~found], first + at_once
+            raise RuntimeError(f"{first} trials gave no token; eta below 1 (here {max(eta):.3g}) needs fewer")
+        rows = torch.tensor(waiting, device=eta.device)
+        noise, u = zip(*(fresh(rows, first + i) for i in range(at_once)), strict=True)
+        path = draw(p.take(rows, at_once), chain, torch.cat(noise), temperature)
+        ratio = log_ratio(path, q.take(rows, at_once), chain, temperature)
+        kept = (torch.cat(u) < leftover_chance(ratio, eta[rows].repeat(at_once))).view(at_once, -1)
+        trial = kept.int().argmax(0)
+        tokens = path.x.new_empty(len(eta), path.x.shape[1]) if tokens is None else tokens
+        tokens[rows] = path.x.unflatten(0, (at_once, -1))[trial, torch.arange(len(rows), device=eta.device)]
+        taken = torch.where(kept.any(0), trial + 1, 0).tolist()
+        for row, count in zip(waiting, taken, strict=True):
+            trials[row] = first + count if count else 0
+        waiting, first = [row for row, count in zip(waiting, taken, strict=True) if not count], first + at_once
+    assert tokens is not None, "leftover of no token"
     return tokens, trials

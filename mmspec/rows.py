@@ -41,6 +41,11 @@ def join(a: T, b: T, fills: Mapping[str, int], name: str = "") -> T:
     return a
 
 
+def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
+    """[B, n, …] of x [B, L, …]: of each sequence the rows [B, n]."""
+    return x[torch.arange(len(x), device=x.device)[:, None], rows]
+
+
 def _filled(t: Tensor, shape: list[int], fill: int) -> Tensor:
     out = t.new_full((t.shape[0], *shape), fill)
     out[tuple(slice(0, n) for n in t.shape)] = t

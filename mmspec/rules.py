@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmspec.kernels import dispatch
 from mmspec.kernels import reference as ops
 from mmspec.types import Rule, Trial
 
@@ -33,9 +34,11 @@ def lantern(codebook: Tensor, *, k: int, delta: float | None = None, lam: float 
     near = ops.nearest(codebook, k)
 
     def relaxed(trial: Trial) -> Tensor:
+        here = near.to(trial.x.device)  # the target may have moved since the rule was made
+        if trial.p.lines is not None:
+            return dispatch.lantern_accept(*trial.p.lines, trial.x, trial.q_x, here, delta, lam)[1]
         bound = delta if lam is None else (lam - 1) * trial.p_x
-        ids = near.to(trial.x.device)[trial.x].long()  # the target may have moved since the rule was made
-        return ops.exact_ratio(trial.p_x + ops.borrowed(trial.p.at(ids), bound), trial.q_x)
+        return ops.exact_ratio(trial.p_x + ops.borrowed(trial.p.at(here[trial.x].long()), bound), trial.q_x)
 
     bound = f"delta={delta}" if lam is None else f"lam={lam}"
     return _relaxed(f"lantern(k={k}, {bound})", relaxed=relaxed)
@@ -95,7 +98,11 @@ def gsd(codebook: Tensor | None = None, *, group: int, distance: float | None = 
         codes = torch.nn.functional.normalize(codebook.float(), dim=-1)
 
     def relaxed(trial: Trial) -> Tensor:
-        ids, member = ops.rank_window(trial.p.all, trial.x, group)
+        if trial.p.lines is not None:
+            logits, _, nodes = trial.p.lines
+            ids, member = dispatch.logit_window(logits, nodes, trial.x, group)
+        else:
+            ids, member = ops.rank_window(trial.p.all, trial.x, group)
         p, q = trial.p.at(ids), trial.q.at(ids)
         if codes is not None:
             here = codes.to(ids.device)

@@ -141,7 +141,7 @@ class Session:
         self.rule = rule
         self.last: Round | None = None
         self.behind: list[Round] = []  # rounds before it that the drafter has not read, since it was not asked
-        self.pace: tuple[int, int, float] | None = None  # `auto`: rows, depth and seconds spent, as this round began
+        self.pace: tuple[int, int, float, bool] | None = None  # `auto`: the round under way, see there
         self.pending = torch.zeros(len(rows), dtype=torch.long, device=device)  # [B] decided, not yet in the cache
         self.emitted = torch.zeros(len(rows), dtype=torch.long, device=device)  # [B] tokens decided after the prompt
         self.spent = torch.zeros(len(rows), dtype=torch.float64, device=device)  # [B] charged by a relaxed rule so far
@@ -162,7 +162,9 @@ class Session:
 
     def commit(self, draft: Draft, scores: Scores, verdict: Verdict) -> Round:
         """Take what stands: the one read of a round by the host, the rows' new tokens, the next pending token."""
-        order = (~verdict.stands).to(torch.uint8).argsort(dim=1, stable=True)  # what stands, in path order, comes first
+        order = draft.tree.depth  # what stands, in path order, comes first
+        if not draft.tree.is_chain:
+            order = (~verdict.stands).to(torch.uint8).argsort(dim=1, stable=True)
         path = torch.cat([verdict.count[:, None], verdict.token[:, None], draft.tokens.gather(1, order)], 1).tolist()
         counts = tuple(line[0] for line in path)
         new = tuple(tuple(self._push(row, line)) for row, line in zip(self.rows, path, strict=True))

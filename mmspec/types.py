@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from mmspec.kernels import reference as ops
 from mmspec.rows import join, select
 
 HOLE = -1  # the token of a node that proposes nothing: never accepted, never drawn
@@ -36,20 +37,17 @@ class Categorical:
         return self.ids is not None
 
     @cached_property
-    def _normaliser(self) -> Tensor:  # [B, N]
+    def log_z(self) -> Tensor:  # [B, N], logsumexp of the logits, in float32 at least
         assert self.logits is not None
-        return self.logits.logsumexp(-1)
+        return self.logits.to(torch.promote_types(self.logits.dtype, torch.float32)).logsumexp(-1)
 
     def mass(self, nodes: Tensor, tokens: Tensor) -> Tensor:
         """Probability, float64, of tokens [B, K] or [B, K, M] under the law at nodes [B, K]; 0 for a hole."""
-        rows = torch.arange(tokens.shape[0], device=tokens.device)[:, None]
-        if tokens.dim() > nodes.dim():
-            rows, nodes = rows[..., None], nodes[..., None]
-        if self.ids is not None:
-            return (self.ids[rows, nodes] == tokens).to(torch.float64)
-        assert self.logits is not None
-        log_p = self.logits[rows, nodes, tokens.clamp(min=0)] - self._normaliser[rows, nodes]
-        return log_p.to(torch.float64).exp() * (tokens != HOLE)
+        if self.logits is not None:
+            return ops.token_mass(self.logits, self.log_z, nodes, tokens)
+        assert self.ids is not None
+        drawn = self.ids.gather(1, nodes)
+        return ((drawn if tokens.dim() == 2 else drawn[..., None]) == tokens).to(torch.float64)
 
     def weights(self, nodes: Tensor, vocab: int | None = None) -> Tensor:
         """Probabilities, float64 [B, V] or [B, K, V], of the law at nodes [B] or [B, K]; a point mass is told V."""
@@ -78,13 +76,6 @@ class Tree:
     @property
     def size(self) -> int:
         return self.parents.shape[1]
-
-    @cached_property
-    def siblings(self) -> Tensor:
-        """bool [B, N, N]: entry (n, k) is true where k is an earlier sibling of n; the root is nobody's sibling."""
-        same = (self.parents[:, :, None] == self.parents[:, None, :]).tril(-1)
-        same[:, :, 0] = False
-        return same
 
     def expand(self, batch: int) -> Tree:
         """The same shape for every one of `batch` rows, without copying."""
@@ -169,6 +160,7 @@ class Masses:
 
     at: Callable[[Tensor], Tensor]  # of tokens [..., M] → [..., M]
     make: Callable[[], Tensor]
+    lines: tuple[Tensor, Tensor, Tensor] | None = None  # logits [B, N, V], their logsumexp [B, N], the nodes tested
 
     @cached_property
     def all(self) -> Tensor:  # [..., V]

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from transformers.cache_utils import Cache
 
 from mmspec import capture
 from mmspec.capture import Captured, Uncapturable
 from mmspec.pipelines import attention
+from mmspec.pipelines.cache import SlotCache
 from mmspec.pipelines.state import State
 
 # Largest distance from the stock forward, as a share of the largest logit: another order of summation, no more.
@@ -33,43 +33,45 @@ class Compiled:
     def __init__(self) -> None:
         self.chains: WeakKeyDictionary[Any, dict[Any, Captured]] = WeakKeyDictionary()  # by the drafter's layer
         self._held: dict[tuple[Any, ...], Captured | None] = {}
-        self._weights: tuple[int, ...] = ()
+        self._weights: tuple[Any, ...] = ()
         self._lock = threading.Lock()
 
     def check(self, model: Any) -> None:
         """Let go what was captured of other weights."""
-        weights = tuple(map(id, model.parameters()))
+        weights = tuple((id(w), w.dtype, w.device) for w in model.parameters())
         if weights != self._weights:
             self._held, self._weights = {}, weights
             self.chains.clear()
 
     def read(self, target: Any, state: State, tokens: Tensor, places: Tensor, mask: Any) -> tuple[Tensor, ...]:
         """As `target.read`: raw logits [S·B, N, V], and the features [S·B, N, F] where the drafter asked for some."""
-        key = (tokens.shape, places.shape, target.features, tuple(state.types), tokens.device)
+        key = (type(target), tokens.shape, places.shape, target.features, tuple(state.types), tokens.device)
+        attend, inputs = _attending(target, state, mask), _inputs(state, tokens, places)
         if key not in self._held:
             with self._lock:
-                return self._first(key, target, state, tokens, places, mask)
+                return self._first(key, target, (state, tokens, places, mask), attend, inputs)
         captured = self._held[key]
         if captured is None:
             return target.read(state, tokens, places, mask)
-        return tuple(captured(_attending(target, state, mask), *_inputs(state, tokens, places)))
+        return tuple(captured(attend, *inputs))
 
     def _first(
-        self, key: Any, target: Any, state: State, tokens: Tensor, places: Tensor, mask: Any
+        self, key: Any, target: Any, given: tuple[Any, ...], attend: capture.Attend, inputs: list[Tensor]
     ) -> tuple[Tensor, ...]:
         captured: Captured | None = None
         mine: list[Tensor] = []
         why = ""
         try:
-            captured = _capture(target, state, tokens, places)
-            mine = captured(_attending(target, state, mask), *_inputs(state, tokens, places))
+            captured = _capture(target, *given[:3])
+            mine = captured(attend, *inputs)
         except Exception as error:  # no compiler, an operation it does not know, a branch: all leave the stock forward
             why = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-        stock = target.read(state, tokens, places, mask)  # the last to write into the cache
+        stock = target.read(*given)  # the last to write into the cache
         if not why:
-            apart = max(float((a - b).abs().max() / a.abs().max()) for a, b in zip(stock, mine, strict=True))
-            near = apart <= _NEAR.get(stock[0].dtype, 1e-4)
-            why = "" if near else f"its logits would be {apart:.1e} away from those of the stock forward"
+            apart = [float((a - b).abs().max() / a.abs().max()) for a, b in zip(stock, mine, strict=True)]
+            near = _NEAR.get(next(target.model.parameters()).dtype, 1e-4)
+            if not all(share <= near for share in apart):
+                why = f"its logits would be {max(apart):.1e} away from those of the stock forward"
         if why:
             warnings.warn(f"mmspec runs {type(target.model).__name__} uncompiled: {why}", stacklevel=2)
         self._held[key] = None if why else captured
@@ -116,29 +118,19 @@ def _capture(target: Any, state: State, tokens: Tensor, places: Tensor) -> Captu
         return Captured(read, inputs, own, variants=(37, 53))
 
 
-class _Passing(Cache):
+class _Passing(SlotCache):
     """Hands the new keys and values on as if nothing were cached, and knows whose they are."""
 
-    is_compileable = False
+    is_initialized = True
 
     def __init__(self, past: int) -> None:
-        super().__init__(layers=[])
-        self.past = past
+        super().__init__(1, torch.device("cpu"), 0)
+        self.advance(past)
         self.fresh: tuple[int, Tensor, Tensor] | None = None
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
         self.fresh = (layer_idx, key_states, value_states)
         return key_states, value_states
-
-    def get_seq_length(self, *_: Any) -> int:
-        return self.past
-
-    def get_mask_sizes(self, query_length: Any, *_: Any) -> tuple[int, int]:
-        return self.past + (query_length if isinstance(query_length, int) else int(query_length.shape[0])), 0
-
-    @property
-    def is_initialized(self) -> bool:
-        return True
 
 
 class _Cut(TorchFunctionMode):

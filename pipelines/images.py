@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mmspec.models.llamagen import PREFIX, visible
+from mmspec.pipelines import attention
 from mmspec.pipelines.cache import SlotCache
+from mmspec.pipelines.compiled import Compiled
 from mmspec.pipelines.sampling import Sampler
 from mmspec.pipelines.state import Onward, State, spread, stacked, tiled
 from mmspec.pipelines.swap import layer_input, listen
@@ -54,13 +57,28 @@ class Guidance:
 class ImageTarget:
     """One call's view of a LlamaGenTransformer.
 
+    Args:
+        held: captures and compiles the forward over drafts; None: it runs as it is.
+
     Attributes:
         grid: rows and columns of tokens in a picture, in reading order.
         streams: 2 under guidance (conditional, unconditional), else 1. Drafters see them side by side as features.
     """
 
-    def __init__(self, transformer: Any, features: tuple[int, ...], sampler: Sampler, guidance: Guidance) -> None:
+    eager = tree = mixed = False  # stock attention, the same mask in every layer
+    window = None
+
+    def __init__(
+        self,
+        transformer: Any,
+        features: tuple[int, ...],
+        sampler: Sampler,
+        guidance: Guidance,
+        held: Compiled | None = None,
+    ) -> None:
         self.model = transformer
+        self.held = held
+        self.rows = 0  # of the call
         self.features = features
         self.sampler = sampler
         self.guidance = guidance
@@ -89,40 +107,53 @@ class ImageTarget:
             nodes: the most that a draft will hold, for which slots are reserved.
         """
         (B, P), device, S = valid.shape, valid.device, self.streams
+        self.rows = B
         embeds = self.model.prefix(condition, guided=S == 2)
         cache = SlotCache(S * B, device, P + self.size + nodes)
         session.cache = State(cache, Onward(torch.zeros_like(cache.lengths.device)[:, None]), tiled(valid, S), {}, S)
         before = torch.full((S * B, P), PREFIX, device=device)
-        hidden, features = self._forward(embeds, before, tiled(visible(valid, P), S), cache)
+        hidden, *features = self._forward(embeds, before, tiled(visible(valid, P), S), cache)
         cache.advance(P)
         ids = torch.zeros(B, P, dtype=torch.long, device=device)
-        prompt = Prompt(ids, stacked(embeds, S), features, torch.zeros_like(ids), valid)
-        last = None if features is None else features[:, -1:]
-        return prompt, self._scores(hidden[:, -1:], last, session, lone(ids[:, -1:]))
+        seen = stacked(features[0], S) if features else None
+        prompt = Prompt(ids, stacked(embeds, S), seen, torch.zeros_like(ids), valid)
+        last = [t[:, -1:] for t in (hidden, *features)]
+        return prompt, self._scores(self.model.head(last[0]), last[1:], session, lone(ids[:, -1:]))
 
     def score(self, session: Session, draft: Draft) -> Scores:
         state: State = session.cache
         index = (session.emitted - 1)[:, None] + draft.tree.depth  # of the nodes' tokens
         place = state.places.at(tiled(index, self.streams)).clamp(max=self.size - 1)
-        seen = visibility(state.cache.lengths, state.open_slots, tiled(draft.tree.ancestors, self.streams))
-        embeds = tiled(self.embed(draft.tokens.clamp(min=0)), self.streams)
-        hidden, features = self._forward(embeds, place, seen, state.cache)
-        return self._scores(hidden, features, session, draft)
+        seen = visibility(state.cache.lengths, state.open_slots, tiled(draft.tree.ancestors, self.streams))[:, None]
+        dtype = self.model.tok_embeddings.weight.dtype  # diffusers' `dtype` looks through all modules
+        mask = attention.additive(seen, dtype) if seen.device.type == "cpu" else seen
+        read = self.read if self.held is None or self._passing(len(session.rows)) else partial(self.held.read, self)
+        raw, *features = read(state, tiled(draft.tokens.clamp(min=0), self.streams), place, mask)
+        return self._scores(raw, features, session, draft)
+
+    def _passing(self, rows: int) -> bool:
+        """Whether so few rows are left of a batch that their shape is not worth capturing: some soon end as well."""
+        return rows < self.rows and rows.bit_count() > 1
+
+    def read(self, state: State, tokens: Tensor, places: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
+        """Raw logits [S·B, N, V] of one forward, and the features [S·B, N, F] where the drafter asked for some."""
+        hidden, *features = self._forward(self.embed(tokens), places, mask[:, 0], state.cache)
+        return self.model.head(hidden), *features
 
     def commit(self, session: Session, round_: Round) -> None:
         session.cache.commit(round_)
 
-    def _forward(self, embeds: Tensor, place: Tensor, seen: Tensor, cache: SlotCache) -> tuple[Tensor, Tensor | None]:
-        """Final hidden states [S·B, n, H], and the features that the drafter asked for, [B, n, S·F]."""
+    def _forward(self, embeds: Tensor, place: Tensor, seen: Tensor, cache: SlotCache) -> tuple[Tensor, ...]:
+        """Final hidden states [S·B, n, H], and the features [S·B, n, F] where the drafter asked for some."""
         with listen() as heard:
             hidden = self.model(embeds, place, seen, cache)
         found = [hidden if i == FINAL else layer_input(heard[f"layer {i}"]) for i in self.features]
-        return hidden, stacked(torch.cat(found, -1), self.streams) if found else None
+        return (hidden, torch.cat(found, -1)) if found else (hidden,)
 
-    def _scores(self, hidden: Tensor, features: Tensor | None, session: Session, draft: Draft) -> Scores:
-        position = session.emitted[:, None] + draft.tree.depth
-        logits = self.guidance(self.model.head(hidden), position)
-        return Scores(self.sampler.law(logits, session, draft), features)
+    def _scores(self, raw: Tensor, features: Sequence[Tensor], session: Session, draft: Draft) -> Scores:
+        logits = self.guidance(raw, session.emitted[:, None] + draft.tree.depth)
+        law = self.sampler.law(logits, session, draft)
+        return Scores(law, stacked(features[0], self.streams) if features else None)
 
 
 class Nothing:
@@ -145,4 +176,5 @@ class Plan:
     drafter: Any
     rule: Rule
     reproducible: bool
+    compile: bool = False
     book: Callable[[Stats], None] = lambda stats: None

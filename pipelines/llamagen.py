@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast, T5EncoderModel
 from mmspec.loop import begin, decode
 from mmspec.models.llamagen import LlamaGenTransformer
 from mmspec.models.llamagen_vq import LlamaGenVQ
-from mmspec.pipelines import captions
+from mmspec.pipelines import captions, compiled
 from mmspec.pipelines.drawing import OUTPUTS, seeds, wake
 from mmspec.pipelines.images import Guidance, ImageTarget, Nothing, Plan
 from mmspec.pipelines.sampling import CounterNoise, Sampler, warpers
@@ -32,6 +32,7 @@ CLASS = {"guidance_scale": 4.0, "top_k": 2000, "top_p": 1.0, "temperature": 1.0,
 for module in (LlamaGenTransformer.__module__, LlamaGenVQ.__module__):  # diffusers then loads them from the hub, too
     LOADABLE_CLASSES.setdefault(module, {})
 DRAFTER = "jacobi"  # unless `enable` is told otherwise
+COMPILES = True  # its loop knows `compile`
 
 
 @dataclass
@@ -148,9 +149,10 @@ class LlamaGenPipeline(DiffusionPipeline):
         """The session after each round, the prefill's first; it still holds the rows that ended in that round."""
         plan = self._plan()
         wake(self.transformer)
+        held = compiled.of(self.transformer) if plan.compile else None
         noise = CounterNoise() if plan.reproducible else None
         sampler = Sampler(warpers(how), how["temperature"] > 0, noise)
-        target = ImageTarget(self.transformer, plan.drafter.features, sampler, guidance)
+        target = ImageTarget(self.transformer, plan.drafter.features, sampler, guidance, held)
         session = Session(list(rows), None, valid.device, plan.rule)
         prompt, scores = session.timed("prefill", target.prefill, session, condition, valid, plan.drafter.nodes)
         begin(session, target, plan.drafter, prompt, scores)
@@ -242,7 +244,7 @@ class Enabled:
 
     def _plan(self) -> Plan:
         handle = self._mmspec_handle
-        return Plan(handle.drafter, handle.rule, handle.config.reproducible, handle.book)
+        return Plan(handle.drafter, handle.rule, handle.config.reproducible, handle.config.compile, handle.book)
 
 
 def unsupported(pipe: Any) -> str | None:

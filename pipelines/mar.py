@@ -95,6 +95,7 @@ class MARPipeline(DiffusionPipeline):
         temperature: float | None = None,
         generator: torch.Generator | Sequence[torch.Generator] | None = None,
         fast_head: bool = True,
+        compile: bool = False,
         output_type: str = "pil",
         return_dict: bool = True,
         callback_on_step_end: Callable[[Any, int, int, dict[str, Any]], Any] | None = None,
@@ -112,6 +113,8 @@ class MARPipeline(DiffusionPipeline):
             temperature: of the noise of the steps, 1.0 unless given.
             generator: one, or one per picture, which then does not depend on what else is drawn in the call.
             fast_head: compute once what the head's steps share; false asks the head as it is defined.
+            compile: the fast head's steps, anew for 1, 2, 4, 8 … tokens at a time, which takes seconds each; checked
+                against the uncompiled ones.
             output_type: "pil", "pt" ([B, 3, h, w]) or "np" ([B, h, w, 3]), pixels in [0, 1], or "latent": tokens.
             return_dict: give a MAROutput rather than a tuple.
             callback_on_step_end: called after each iteration with this pipeline, its number, how many tokens every
@@ -128,7 +131,7 @@ class MARPipeline(DiffusionPipeline):
         how = self._settings(given, output_type)
         labels = self._labels(class_labels)
         wake(self.transformer)
-        brush, speculation, told = self._brush(how, fast_head), self._speculation, None
+        brush, speculation, told = self._brush(how, fast_head, compile), self._speculation, None
         scout = brush
         if speculation is not None:
             told = tally(self.transformer.tokens)
@@ -142,7 +145,7 @@ class MARPipeline(DiffusionPipeline):
                 bar.update(done - bar.n)
                 if callback_on_step_end is not None:
                     callback_on_step_end(self, step, done, {"tokens": state.tokens})
-        images = drawn.tokens if output_type == "latent" else self._picture(drawn.tokens, output_type)
+        images = drawn.tokens if output_type == "latent" else self.picture(drawn.tokens, output_type)
         self.maybe_free_model_hooks()
         work = brush.work() | ({f"draft_{name}": n for name, n in scout.work().items()} if scout is not brush else {})
         return MAROutput(images, drawn.tokens, work, told) if return_dict else (images,)
@@ -179,14 +182,16 @@ class MARPipeline(DiffusionPipeline):
         """Draw plainly again."""
         self._speculation = None
 
-    def _brush(self, how: dict[str, Any], fast: bool) -> Brush:
+    def _brush(self, how: dict[str, Any], fast: bool, compile: bool) -> Brush:
+        if compile and not fast:
+            raise ValueError("compile=True compiles the fast head; leave fast_head=False out")
         steps = how["num_diffusion_steps"]
         steps = steps if isinstance(steps, int) else (int(steps[0]), int(steps[1]))
         definition = law(
             self.transformer.tokens, how["num_inference_steps"], how["guidance_scale"], how["guidance_schedule"],
             steps, how["annealing"], how["temperature"],
         )  # fmt: skip
-        return Brush(self.transformer, self.scheduler, definition, fast)
+        return Brush(self.transformer, self.scheduler, definition, fast, compile)
 
     def _settings(self, given: dict[str, Any], output_type: str) -> dict[str, Any]:
         """The sampling arguments, with the pipeline's defaults and then the authors' where nothing was given."""
@@ -218,7 +223,8 @@ class MARPipeline(DiffusionPipeline):
             )
         return torch.tensor(ids, device=device)
 
-    def _picture(self, tokens: Tensor, output_type: str) -> Any:
+    def picture(self, tokens: Tensor, output_type: str = "pil") -> Any:
+        """Pictures of tokens [B, grid², channels], as the call returns them; zero where nothing is drawn yet."""
         wake(self.vae)
         grid = self.transformer.config.grid
         latents = tokens.transpose(1, 2).unflatten(2, (grid, grid)) / self.vae.config.scaling_factor

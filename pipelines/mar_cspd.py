@@ -38,7 +38,7 @@ def _next(scout: Brush, drawn: Canvas, turn: int) -> paths.Path:
     B, device = len(drawn.order), drawn.order.device
     rows, at = torch.arange(B, device=device), torch.full((B,), turn, device=device)
     z = scout.read(drawn.tokens, drawn.order, [turn] * B, drawn.labels)
-    path = fresh(scout, z[:, rows, drawn.order[:, turn]], drawn, rows, at, DRAFTS)
+    path = fresh(scout, z[:, rows, drawn.order[:, turn]], drawn, rows, at, scout.law.steps[turn], DRAFTS)
     drawn.put(rows, at, path.x)
     return path
 
@@ -53,14 +53,16 @@ def _judge(
     at = torch.tensor(turns, device=device).repeat_interleave(B)
     chain, tau, seeds = brush.chain(brush.law.steps[turns[0]]), brush.law.temperature, drawn.seeds[rows]
     C = drawn.tokens.shape[2]
-    own = fresh(brush, z[:, rows, drawn.order[rows, at]], drawn, rows, at, DRAFTS, torch.full_like(at, last))
+    chosen, guided = z[:, rows, drawn.order[rows, at]], torch.full_like(at, last)
+    own = fresh(brush, chosen, drawn, rows, at, brush.law.steps[turns[0]], DRAFTS, guided)
     theirs = paths.Path(
         *(torch.cat([getattr(path, part) for path in drafted]) for part in ("states", "noise", "log_std"))
     )
     p, q = cspd.end(own, chain, tau), cspd.end(theirs, chain, tau)
     chance = cspd.log_chance(theirs.x, p, q, how.width)
     wrong = (coins(seeds, L, at, 0).log() >= chance).nonzero()[:, 0]
-    told.note(at.tolist(), chance.exp(), torch.zeros_like(chance))
+    for turn, likely in zip((turn for turn in turns for _ in range(B)), chance.exp().tolist(), strict=True):
+        told.note(turn, likely, 0.0)
     if len(wrong):
         noise = normal(seeds[wrong], PATHS, L, at[wrong], 0, cspd.ROUNDS - 1, C).transpose(0, 1)
         trial = torch.arange(1, cspd.ROUNDS + 1, device=device)[:, None]

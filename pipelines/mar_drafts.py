@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,29 +14,39 @@ from mmspec.pipelines.mar_loop import DRAFTS, Brush, Canvas, fresh
 
 
 @dataclass(frozen=True)
-class Drafted:
-    """R tokens drafted in a round, of several pictures, in order of picture and turn.
-
-    Attributes:
-        rows, turns: picture and turn of each.
-        z: [streams, R, D], what each was drawn from.
-        x: [R, C].
-        parts: of each number of denoising steps, which tokens have it, and their paths.
-        certain: which of them were drawn from the model's own law, so that nothing is to be tested.
-    """
+class Cells:
+    """R places in the order of several pictures, on the host and on the device, in order of picture and turn."""
 
     rows: list[int]
     turns: list[int]
+    of: Tensor  # `rows` and `turns` as tensors [R]
+    at: Tensor
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+def cells(rows: list[int], turns: list[int], device: Any) -> Cells:
+    return Cells(rows, turns, torch.tensor(rows, device=device), torch.tensor(turns, device=device))
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """R tokens drafted in a round.
+
+    Attributes:
+        cells: where they belong.
+        z: [streams, R, D], what each was drawn from.
+        x: [R, C].
+        parts: a number of denoising steps, which tokens have it, and their paths.
+        certain: which of them were drawn from the model's own law, so that nothing is to be tested.
+    """
+
+    cells: Cells
     z: Tensor
     x: Tensor
-    parts: list[tuple[Tensor, paths.Path]]
+    parts: list[tuple[int, list[int], paths.Path]]
     certain: list[bool]
-
-    @cached_property
-    def cells(self) -> tuple[Tensor, Tensor]:
-        """`rows` and `turns` as tensors [R]."""
-        of, at = (torch.tensor(t, device=self.x.device) for t in (self.rows, self.turns))
-        return of, at
 
 
 class Own:
@@ -53,24 +62,25 @@ class Own:
         self.current = [True] * len(drawn.counts)
 
     def propose(self, drawn: Canvas) -> Drafted:
-        rows, turns = _ahead(drawn, self.ahead)
-        of, at = (torch.tensor(t, device=drawn.order.device) for t in (rows, turns))
-        z = self.z[:, of, drawn.order[of, at]]
-        parts, x = [], drawn.tokens.new_empty(len(rows), drawn.tokens.shape[2])
-        for index in by_steps(self.brush, turns, of.device):
-            path = fresh(self.brush, z[:, index], drawn, of[index], at[index], DRAFTS)
-            parts.append((index, path))
-            x[index] = path.x
-        certain = [self.current[b] and turn == drawn.counts[b] for b, turn in zip(rows, turns, strict=True)]
-        return Drafted(rows, turns, z, x, parts, certain)
+        here = _ahead(drawn, self.ahead)
+        z = self.z[:, here.of, drawn.order[here.of, here.at]]
+        x, parts = drawn.tokens.new_empty(len(here), drawn.tokens.shape[2]), []
+        for steps, some in by_steps(self.brush, here.turns):
+            path = fresh(self.brush, z[:, some], drawn, here.of[some], here.at[some], steps, DRAFTS)
+            parts.append((steps, some, path))
+            x[some] = path.x
+        certain = [self.current[b] and turn == drawn.counts[b] for b, turn in zip(here.rows, here.turns, strict=True)]
+        return Drafted(here, z, x, parts, certain)
 
-    def known(self, row: int) -> Tensor | None:
-        """[streams, L, D] of a picture where it still holds."""
-        return self.z[:, row] if self.current[row] else None
+    def known(self) -> tuple[Tensor, list[int]]:
+        """[streams, B, L, D], and of which pictures it still holds."""
+        return self.z, [b for b, current in enumerate(self.current) if current]
 
-    def learn(self, row: int, z: Tensor, current: bool) -> None:
-        self.z[:, row] = z
-        self.current[row] = current
+    def learn(self, z: Tensor, found: dict[int, int], current: list[int]) -> None:
+        """Draft from z [streams, M, L, D], where `found` says which is a picture's; which of them know all there is."""
+        self.z[:, list(found)] = z[:, list(found.values())]
+        for b in found:
+            self.current[b] = b in current
 
 
 class Other:
@@ -83,43 +93,37 @@ class Other:
         """It reads the pictures anew in every round."""
 
     def propose(self, drawn: Canvas) -> Drafted:
-        rows, turns = _ahead(drawn, self.ahead)
-        seen = replace(drawn, tokens=drawn.tokens.clone())
-        of, at = (torch.tensor(t, device=drawn.order.device) for t in (rows, turns))
-        offset = torch.tensor([turn - drawn.counts[b] for b, turn in zip(rows, turns, strict=True)], device=of.device)
-        x, parts, z = drawn.tokens.new_empty(len(rows), drawn.tokens.shape[2]), [], None
-        for j in range(int(offset.max()) + 1):
-            now = (offset == j).nonzero()[:, 0]
-            b, t = of[now], at[now]
-            read = self.brush.read(seen.tokens[b], drawn.order[b], t.tolist(), drawn.labels[b])
-            chosen = read[:, torch.arange(len(b), device=b.device), drawn.order[b, t]]
-            z = chosen.new_empty(len(chosen), len(rows), chosen.shape[2]) if z is None else z
-            z[:, now] = chosen
-            for some in by_steps(self.brush, t.tolist(), b.device):
-                path = fresh(self.brush, chosen[:, some], drawn, b[some], t[some], DRAFTS)
-                parts.append((now[some], path))
-                x[now[some]] = path.x
-            seen.put(b, t, x[now])
-        assert z is not None
-        return Drafted(rows, turns, z, x, parts, [False] * len(rows))
-
-    def known(self, row: int) -> Tensor | None:
-        return None
-
-    def learn(self, row: int, z: Tensor, current: bool) -> None:
-        """It does not read what the target knows."""
+        here, seen = _ahead(drawn, self.ahead), replace(drawn, tokens=drawn.tokens.clone())
+        x, parts, each, where = drawn.tokens.new_empty(len(here), drawn.tokens.shape[2]), [], [], []
+        for j in range(self.ahead):
+            now = [i for i, b in enumerate(here.rows) if here.turns[i] == drawn.counts[b] + j]
+            if not now:
+                break
+            b, at, turns = here.of[now], here.at[now], [here.turns[i] for i in now]
+            read = self.brush.read(seen.tokens[b], drawn.order[b], turns, drawn.labels[b])
+            z = read[:, torch.arange(len(now), device=b.device), drawn.order[b, at]]
+            for steps, some in by_steps(self.brush, turns):
+                path = fresh(self.brush, z[:, some], drawn, b[some], at[some], steps, DRAFTS)
+                own = [now[i] for i in some]
+                parts.append((steps, own, path))
+                x[own] = path.x
+            seen.put(b, at, x[now])
+            each.append(z)
+            where += now
+        back = torch.tensor(where, device=x.device).argsort()
+        return Drafted(here, torch.cat(each, 1)[:, back], x, parts, [False] * len(here))
 
 
-def _ahead(drawn: Canvas, most: int) -> tuple[list[int], list[int]]:
-    """Picture and turn of the next tokens of every picture that lacks some."""
+def _ahead(drawn: Canvas, most: int) -> Cells:
+    """Where the next tokens of every picture that lacks some belong."""
     L = drawn.order.shape[1]
-    cells = [(b, turn) for b, n in enumerate(drawn.counts) for turn in range(n, min(L, n + most))]
-    return [b for b, _ in cells], [turn for _, turn in cells]
+    found = [(b, turn) for b, n in enumerate(drawn.counts) for turn in range(n, min(L, n + most))]
+    return cells([b for b, _ in found], [turn for _, turn in found], drawn.order.device)
 
 
-def by_steps(brush: Brush, turns: Sequence[int], device: Any) -> list[Tensor]:
-    """Which tokens have as many denoising steps."""
+def by_steps(brush: Brush, turns: Sequence[int]) -> list[tuple[int, list[int]]]:
+    """Each number of denoising steps, and which tokens have it."""
     alike: dict[int, list[int]] = {}
     for i, turn in enumerate(turns):
         alike.setdefault(brush.law.steps[turn], []).append(i)
-    return [torch.tensor(some, device=device) for some in alike.values()]
+    return list(alike.items())

@@ -16,6 +16,7 @@ from mmspec.kernels import dispatch as ops
 from mmspec.kernels.reference import stream
 from mmspec.models.mar_head import Plain
 from mmspec.paths import Net
+from mmspec.pipelines import mar_compiled
 
 COINS, PATHS, DRAFTS, ORDER = range(4)  # a picture's independent streams of noise
 GUIDANCE = ("linear", "constant")
@@ -130,6 +131,7 @@ class Brush:
 
     Attributes:
         fast: compute once what the head's steps share; false asks it as it is defined.
+        compile: its steps, too.
         passes, rows: forwards of the trunk, and rows in them.
         evaluations: tokens times steps that the head was asked at.
     """
@@ -138,14 +140,19 @@ class Brush:
     scheduler: Any
     law: Law
     fast: bool = True
+    compile: bool = False
     passes: int = 0
     rows: int = 0
     evaluations: int = 0
     chain: Callable[[int], paths.Chain] = field(init=False)
+    draw: paths.Draw = field(init=False)
 
     def __post_init__(self) -> None:
-        self.chain = cache(lambda steps: self.scheduler.chain(steps, self.model.device))
+        device = self.model.device
+        self.chain = cache(lambda steps: self.scheduler.chain(steps, device))
+        self.draw = mar_compiled.of(self.model.diffloss).draw if self.compile else paths.draw
         self._bound = cache(lambda steps: self.model.diffloss.bind(self.chain(steps)))
+        self._guidance = torch.tensor(self.law.guidance, device=device)
 
     def work(self) -> dict[str, int]:
         """What it did so far."""
@@ -165,7 +172,7 @@ class Brush:
 
     def net(self, z: Tensor, turns: Tensor, steps: int) -> Net:
         """The head bound to tokens with conditioning z [streams, R, D] by their turns [R]."""
-        strength = torch.tensor(self.law.guidance, device=z.device)[turns] if self.law.guided else None
+        strength = self._guidance[turns] if self.law.guided else None
         null = z[1] if self.law.guided else None
         if self.fast:
             return self._bound(steps).on(z[0], null, strength)
@@ -181,20 +188,21 @@ def plain(brush: Brush, drawn: Canvas, upto: int | None = None) -> Iterator[Canv
             return
         z = brush.read(drawn.tokens, drawn.order, drawn.counts, drawn.labels)
         turns, of = torch.arange(first, last, device=device).repeat(B), rows.repeat_interleave(last - first)
-        drawn.put(of, turns, fresh(brush, z[:, of, drawn.order[of, turns]], drawn, of, turns, PATHS).x)
+        chosen = z[:, of, drawn.order[of, turns]]
+        drawn.put(of, turns, fresh(brush, chosen, drawn, of, turns, brush.law.steps[first], PATHS).x)
         drawn.counts = [last] * B
         yield drawn
 
 
 def fresh(
-    brush: Brush, z: Tensor, drawn: Canvas, rows: Tensor, turns: Tensor, kind: int, guided: Tensor | None = None
-) -> paths.Path:
+    brush: Brush, z: Tensor, drawn: Canvas, rows: Tensor, turns: Tensor, steps: int, kind: int,
+    guided: Tensor | None = None,
+) -> paths.Path:  # fmt: skip
     """Paths of tokens at `turns` [R] of pictures `rows` [R], all of as many steps; z [streams, R, D].
 
     `guided` [R] are the turns whose guidance counts; None: their own.
     """
-    K = brush.law.steps[int(turns[0])]
-    chain, L = brush.chain(K), drawn.order.shape[1]
+    chain, L = brush.chain(steps), drawn.order.shape[1]
     noise = normal(drawn.seeds[rows], kind, L, turns, 0, len(chain), drawn.tokens.shape[2])
     brush.evaluations += len(rows) * len(chain) * (1 + brush.law.guided)
-    return paths.draw(brush.net(z, turns if guided is None else guided, K), chain, noise, brush.law.temperature)
+    return brush.draw(brush.net(z, turns if guided is None else guided, steps), chain, noise, brush.law.temperature)

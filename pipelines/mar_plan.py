@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-
-from torch import Tensor
 
 from mmspec import cspd
 
@@ -66,11 +63,11 @@ class Tally:
     refused: int = 0
     trials: int = 0
 
-    def note(self, turns: Sequence[int], chance: Tensor, gap: Tensor) -> None:
-        for turn, how_likely, far in zip(turns, chance.tolist(), gap.tolist(), strict=True):
-            self.tested[turn] += 1
-            self.chance[turn] += how_likely
-            self.gap[turn] += far
+    def note(self, turn: int, chance: float, gap: float) -> None:
+        """Book one test."""
+        self.tested[turn] += 1
+        self.chance[turn] += chance
+        self.gap[turn] += gap
 
     def summary(self) -> dict[str, float]:
         """Over all turns: acceptance, divergence, trials after a refusal, and rounds."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import groupby
 
@@ -48,90 +48,97 @@ def exact(brush: Brush, drawn: Canvas, how: Speculation, scout: Own | Other, tol
     anew from what the model has left over, and what was drafted after it is forgotten.
     """
     scout.start(drawn)
-    while min(drawn.counts) < drawn.order.shape[1]:
+    L = drawn.order.shape[1]
+    while min(drawn.counts) < L:
         draft = scout.propose(drawn)
-        z, lookup = _verify(brush, drawn, draft, scout)
-        ratio, eta = _ratios(brush, draft, z), torch.full((len(draft.rows),), how.eta, device=z.device)
-        eta[torch.tensor(draft.certain, device=z.device)] = 1.0
+        z, source, at = _verify(brush, drawn, draft, scout)
+        ratio = _ratios(brush, draft, z)
+        eta = torch.tensor([1.0 if sure else how.eta for sure in draft.certain], device=z.device)
         chance = paths.chance(ratio, eta)
-        of, at = draft.cells
-        kept = (coins(drawn.seeds[of], drawn.order.shape[1], at, 0) < chance).tolist()
+        kept = coins(drawn.seeds[draft.cells.of], L, draft.cells.at, 0) < chance
         told.rounds += 1
-        refused, tested = _stand(drawn, draft, kept, lookup, scout)
-        told.note([draft.turns[i] for i in tested], chance[tested], -ratio[tested])
-        _redraw(brush, drawn, draft, z, eta, refused, scout, told)
+        refused = _stand(drawn, draft, torch.stack([kept, chance, -ratio], 1).tolist(), source, at, scout, told)
+        if refused:
+            _redraw(brush, drawn, draft, z, eta, refused, scout, told)
         yield drawn
 
 
 def _verify(
     brush: Brush, drawn: Canvas, draft: Drafted, scout: Own | Other
-) -> tuple[Tensor, Callable[[int, int], Tensor | None]]:
+) -> tuple[Tensor, Tensor, dict[tuple[int, int], int]]:
     """The model's conditioning [streams, R, D] of every drafted token, knowing those before it.
 
-    And a function of picture and number of tokens known: its conditioning [streams, L, D] of all places there, None
-    where it was not read.
+    And that [streams, M, L, D] of all places that there is, with a table from picture and number of tokens known to
+    one of the M.
     """
-    L, (of, turns) = drawn.order.shape[1], draft.cells
-    drafted = zip(draft.rows, draft.turns, draft.certain, strict=True)
-    cells = [(b, turn) for b, turn, certain in drafted if not certain]
+    L, here = drawn.order.shape[1], draft.cells
+    drafted = list(zip(here.rows, here.turns, strict=True))
+    asked = [cell for cell, certain in zip(drafted, draft.certain, strict=True) if not certain]
     if isinstance(scout, Own):  # one more, to draft the next tokens from
-        last = {b: turn + 1 for b, turn in zip(draft.rows, draft.turns, strict=True)}
-        cells += [(b, n) for b, n in last.items() if n < L]
-    at = {cell: i for i, cell in enumerate(cells)}
-    seen = replace(drawn, tokens=drawn.tokens.clone())
-    seen.put(of, turns, draft.x)
-    read = torch.empty(0)
-    if cells:
-        b = torch.tensor([b for b, _ in cells], device=of.device)
-        read = brush.read(seen.tokens[b], drawn.order[b], [n for _, n in cells], drawn.labels[b])
-
-    def lookup(row: int, known: int) -> Tensor | None:
-        return read[:, at[row, known]] if (row, known) in at else scout.known(row)
-
-    each = [lookup(b, turn) for b, turn in zip(draft.rows, draft.turns, strict=True)]
-    places = drawn.order[of, turns].tolist()
-    return torch.stack([z[:, place] for z, place in zip(each, places, strict=True)], 1), lookup
+        asked += [(b, n) for b, n in {b: turn + 1 for b, turn in drafted}.items() if n < L]
+    at, parts = {cell: i for i, cell in enumerate(asked)}, []
+    if asked:
+        seen = replace(drawn, tokens=drawn.tokens.clone())
+        seen.put(here.of, here.at, draft.x)
+        b = torch.tensor([b for b, _ in asked], device=here.of.device)
+        parts.append(brush.read(seen.tokens[b], drawn.order[b], [n for _, n in asked], drawn.labels[b]))
+    if isinstance(scout, Own):
+        known, current = scout.known()
+        at |= {(b, drawn.counts[b]): len(asked) + b for b in current}
+        parts.append(known)
+    source = torch.cat(parts, 1)
+    return source[:, [at[cell] for cell in drafted], drawn.order[here.of, here.at]], source, at
 
 
 def _ratios(brush: Brush, draft: Drafted, z: Tensor) -> Tensor:
     """log P/Q [R] of the drafted paths; 0 where nothing is to be tested."""
-    ratio, turns = torch.zeros(len(draft.rows), device=z.device), draft.cells[1]
-    tested = ~torch.tensor(draft.certain, device=z.device)
-    for index, path in draft.parts:
-        inside = tested[index].nonzero()[:, 0]
-        if len(inside):
-            some = index[inside]
-            steps = brush.law.steps[int(turns[some[0]])]
-            brush.evaluations += len(some) * path.noise.shape[1] * (1 + brush.law.guided)
-            net = brush.net(z[:, some], turns[some], steps)
-            ratio[some] = paths.log_ratio(path.take(inside), net, brush.chain(steps), brush.law.temperature)
+    ratio = torch.zeros(len(draft.cells), device=z.device)
+    for steps, index, path in draft.parts:
+        inside = [i for i, at in enumerate(index) if not draft.certain[at]]
+        if inside:
+            some, chain = [index[i] for i in inside], brush.chain(steps)
+            brush.evaluations += len(some) * len(chain) * (1 + brush.law.guided)
+            net = brush.net(z[:, some], draft.cells.at[some], steps)
+            ratio[some] = paths.log_ratio(path.take(inside), net, chain, brush.law.temperature)
     return ratio
 
 
 def _stand(
-    drawn: Canvas, draft: Drafted, kept: list[bool], lookup: Callable[[int, int], Tensor | None], scout: Own | Other
-) -> tuple[list[int], list[int]]:
+    drawn: Canvas, draft: Drafted, facts: list[list[float]], source: Tensor, at: dict[tuple[int, int], int],
+    scout: Own | Other, told: Tally,
+) -> list[int]:  # fmt: skip
     """Write the drafts that stand, count them, and tell the drafter what is known of every picture.
 
+    Args:
+        facts: of every draft whether it is kept by itself, the chance for that, and log Q/P.
+        source, at: see `_verify`.
+
     Returns:
-        Which drafts were the first of their picture to be refused, which are counted, too; and which were tested.
+        Which drafts were the first of their picture to be refused, which are counted, too.
     """
     stand: list[int] = []
-    refused, tested, begin = [], [], 0
-    for b, some in groupby(draft.rows):
+    refused: list[int] = []
+    found: dict[int, int] = {}
+    whole, begin = [], 0
+    for b, some in groupby(draft.cells.rows):
         end = begin + len(list(some))
-        first = next((i for i in range(begin, end) if not kept[i]), end)
+        first = next((i for i in range(begin, end) if not facts[i][0]), end)
         stand += range(begin, first)
-        refused += [first] if first < end else []
-        tested += [i for i in range(begin, min(first + 1, end)) if not draft.certain[i]]
+        for i in range(begin, min(first + 1, end)):
+            if not draft.certain[i]:
+                told.note(draft.cells.turns[i], *facts[i][1:])
         n = drawn.counts[b] + first - begin
-        known = lookup(b, n)
-        if known is not None:
-            scout.learn(b, known, first == end)
+        if (b, n) in at:
+            found[b] = at[b, n]
+        if first < end:
+            refused.append(first)
+        else:
+            whole.append(b)
         drawn.counts[b], begin = n + (first < end), end
-    of, at = draft.cells
-    drawn.put(of[stand], at[stand], draft.x[stand])
-    return refused, tested
+    drawn.put(draft.cells.of[stand], draft.cells.at[stand], draft.x[stand])
+    if isinstance(scout, Own):
+        scout.learn(source, found, whole)
+    return refused
 
 
 def _redraw(
@@ -139,12 +146,11 @@ def _redraw(
     told: Tally,
 ) -> None:  # fmt: skip
     """Draw refused tokens anew, from what the model's law has left over."""
-    device, L, C = drawn.order.device, drawn.order.shape[1], drawn.tokens.shape[2]
-    for index in by_steps(brush, [draft.turns[i] for i in refused], device):
-        some = torch.tensor(refused, device=device)[index]
-        of, at = (t[some] for t in draft.cells)
-        steps = brush.law.steps[int(at[0])]
-        chain, seeds = brush.chain(steps), drawn.seeds[of]
+    L, C = drawn.order.shape[1], drawn.tokens.shape[2]
+    for steps, index in by_steps(brush, [draft.cells.turns[i] for i in refused]):
+        some = [refused[i] for i in index]
+        of, at, chain = draft.cells.of[some], draft.cells.at[some], brush.chain(steps)
+        seeds = drawn.seeds[of]
 
         def again(
             rows: Tensor, trial: int, at: Tensor = at, chain: paths.Chain = chain, seeds: Tensor = seeds
@@ -153,9 +159,9 @@ def _redraw(
             return noise, coins(seeds[rows], L, at[rows], trial + 1)
 
         p, q = brush.net(z[:, some], at, steps), scout.brush.net(draft.z[:, some], at, steps)
-        x, trials = paths.leftover(p, q, chain, again, eta[some], brush.law.temperature, AT_ONCE)
+        x, trials = paths.leftover(p, q, chain, again, eta[some], brush.law.temperature, AT_ONCE, brush.draw)
         drawn.put(of, at, x)
-        told.refused, told.trials = told.refused + len(some), told.trials + int(trials.sum())
-        asked = int((-(-trials // AT_ONCE) * AT_ONCE).sum()) * len(chain) * (1 + brush.law.guided)
+        told.refused, told.trials = told.refused + len(some), told.trials + sum(trials)
+        asked = sum(-(-n // AT_ONCE) for n in trials) * AT_ONCE * len(chain) * (1 + brush.law.guided)
         brush.evaluations += asked
         scout.brush.evaluations += asked

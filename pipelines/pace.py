@@ -26,9 +26,10 @@ def proposer(home: Any, model: Any, drafter: Any, config: SpecConfig, target: Ta
     if not (config.compile or config.auto):
         return drafter
     if not hasattr(home.Enabled, "_mmspec_target"):
-        raise ValueError(
-            f"compile and auto are for models with `generate`; {type(model).__name__} has a loop of its own"
-        )
+        if getattr(home, "COMPILES", False) and not config.auto:
+            return drafter
+        option = "auto" if config.auto else "compile"
+        raise ValueError(f"{option} is not for {type(model).__name__}, which has a loop of its own; leave it out")
     if not config.auto:
         return _compiled(model, drafter, config)
     if not isinstance(drafter, FeatureDrafter | NgramDrafter):
@@ -41,13 +42,15 @@ def proposer(home: Any, model: Any, drafter: Any, config: SpecConfig, target: Ta
         depths |= {-(-deepest // 4), -(-deepest // 2)}
     each = {d: drafter if d == deepest else fit(target, replace(config, depth=d, size=None))
             for d in sorted(depths) if d}  # fmt: skip
-    key = (type(drafter), id(getattr(drafter, "block", None)), config)
+    key = (type(drafter), id(getattr(drafter, "block", None)), target.device, config)
     known = _KNOWN.setdefault(model, {}).setdefault(key, Known(tuple(sorted(depths))))
     return Auto({d: _compiled(model, one, config) for d, one in each.items()}, known)
 
 
 def _compiled(model: Any, drafter: Any, config: SpecConfig) -> Any:
     if not (config.compile and isinstance(drafter, FeatureDrafter)):
+        return drafter
+    if drafter.options.tree != "chain" or drafter.options.draws:
         return drafter
     chains = compiled.of(model).chains.setdefault(drafter.block, {})
     return CapturedChain(drafter, lambda: compiled.weights(model), chains)

@@ -242,12 +242,7 @@ class VlmTarget:
         additive = self.eager or (
             visible.device.type == "cpu" and not self.tree and not torch.is_autocast_enabled("cpu")
         )
-        if not additive:  # else sdpa would make one in every layer
-            return visible
-        dtype = self.model.dtype
-        return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(
-            ~visible, torch.finfo(dtype).min
-        )
+        return attention.additive(visible, self.model.dtype) if additive else visible
 
     def commit(self, session: Session, round_: Round) -> None:
         session.cache.commit(round_)

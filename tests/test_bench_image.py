@@ -112,7 +112,8 @@ def test_methods_are_chosen_by_pattern() -> None:
         matching(known, ["jacoby-*"])
     own = next(m for m in known if m.name == "jacobi+scaled(omega=9.0)")
     assert own.way.options["budget"] == 0.5 and not own.lossless and not own.exact_seed
-    exact = {"ar", "ar-static", "ar-compiled", "jacobi-exact-seed-16", "jacobi-exact-seed-32", "eagle-exact-seed"}
+    windows = {f"jacobi-exact-seed-{window}{how}" for window in (16, 32) for how in ("", "-compiled")}
+    exact = {"ar", "ar-static", "ar-compiled", *windows, "eagle-exact-seed"}
     assert {m.name for m in known if m.exact_seed} == exact
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import tiny_mar as tiny
 
 from mmspec.app import cli
 from mmspec.app.bench import mar
+from mmspec.app.mar import draws
 
 
 def test_the_suite_measures_a_folder(tmp_path, capsys):
@@ -31,14 +33,24 @@ def test_ways_cover_both_bases_and_every_mode():
     assert names["quarter, plain head"].call["num_inference_steps"] == 16
     assert {way.law for name, way in names.items() if name.startswith(("self", "draft", "all"))} == {mar.KEPT}
     assert names["cspd-4"].law == mar.BENT and names["n=16"].law == mar.OTHER
+    assert names["self-4, compiled"] == replace(names["self-4"], name="self-4, compiled", call={"compile": True})
     assert not any(name.startswith(("draft", "cspd")) for name in (way.name for way in mar.ways(64, 50, None)))
 
 
-def test_quality_of_few_pictures(tmp_path, monkeypatch):
+def test_quality_of_few_pictures(tmp_path):
+    figure = pytest.importorskip("matplotlib.figure")
     tiny.pipeline().save_pretrained(tmp_path / "model")
-    line = ["bench", "image", "--model", str(tmp_path / "model"), "--images", "0", "--quality-images", "5", "--json"]
-    assert cli.main([*line, str(tmp_path / "out.json"), "--methods", "n=4", "--guidance", "1"]) == 0
-    (record,) = json.loads((tmp_path / "out.json").read_text())["records"]
+    line = ["bench", "image", "--model", str(tmp_path / "model"), "--images", "1", "--quality-images", "5", "--json"]
+    line += [str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.svg")]
+    assert cli.main([*line, "--methods", "n=4", "--guidance", "1"]) == 0
+    *speeds, record = json.loads((tmp_path / "out.json").read_text())["records"]
+    assert {r["method"] for r in speeds} == {"all, plain head", "n=4"} and record["method"] == "n=4"
+    assert (tmp_path / "out.svg").stat().st_size > 1000
+    panel = figure.Figure().subplots()
+    mar.draw_curves(panel, [*speeds, record])
+    (dot,) = (line for line in panel.lines if line.get_label() == "law: another")
+    seconds = [r["seconds_per_image"] for r in speeds if (r["method"], r["batch"]) == ("n=4", 1)]
+    assert list(dot.get_xdata()) == seconds and list(dot.get_ydata()) == [record["fd_all"]]
     assert record["fd_all"] > 0 and record["fd_real"] is None and record["noise"] > 0
 
 
@@ -50,4 +62,4 @@ def test_a_folder_that_is_none_is_told(tmp_path, capsys):
 
 @pytest.mark.parametrize(("model", "known"), [("mar", True), ("scenes-mar", True), ("scenes-llamagen", False)])
 def test_what_is_a_mar(model, known):
-    assert mar.draws(model) is known
+    assert draws(model) is known

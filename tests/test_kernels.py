@@ -16,8 +16,10 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_llamagen import pipeline
 from torch import Tensor
 
+import mmspec
 from mmspec import accept, rules
 from mmspec.app.bench import kernels as bench_kernels
 from mmspec.app.bench import report
@@ -311,19 +313,6 @@ def test_lantern_accept_is_the_rule(bound: dict[str, float]):
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("gap", [None, 0.002])
-def test_group_accept_is_the_rule(gap: float | None):
-    given = made("logit_window", K=9)
-    log_z = given["logits"].logsumexp(-1)
-    p = (given["logits"], log_z, given["nodes"])
-    q = (given["logits"].flip(-1), log_z, given["nodes"])
-    window = ops.logit_window(**given)
-    found = ops.group_accept(p, q, given["x"], window, gap)
-    wanted = accept.chances(rules.gsd(group=9, gap=gap), _trial(p, q, given["x"]))
-    for a, b in zip(found, wanted, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
-
-
 @needs_triton
 def test_a_window_in_bfloat16(many_parts: None):
     agree("logit_window", F32, made("logit_window", BF16))
@@ -463,6 +452,23 @@ def test_the_environment_forces_one(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(dispatch.VARIABLE, "cuda")
     with pytest.raises(ValueError, match="MMSPEC_KERNELS='cuda' is not known; choose reference or triton"):
         dispatch.uniform(given["seed"], given["counter"])
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    "rule, operation",
+    [("exact", "uniform"), ("lantern(k=10, lam=2.0)", "lantern_accept"), ("gsd(group=5)", "logit_window")],
+)
+def test_pictures_are_the_same_by_kernels(rule: str, operation: str, monkeypatch: pytest.MonkeyPatch):
+    """The same noise, in the same order: every token of a sampled picture, whatever rule keeps drafts."""
+    pipe, made, asked, chosen = pipeline("class", grid=3).to(DEVICE), [], set(), dispatch.chosen
+    monkeypatch.setattr(dispatch, "chosen", lambda name, *how: asked.add(name) or chosen(name, *how))
+    for wish in ("reference", "triton"):
+        monkeypatch.setenv(dispatch.VARIABLE, wish)
+        with mmspec.enable(pipe, "jacobi", window=4, rule=rule, reproducible=False) as handle:
+            made.append(pipe(class_labels=[3], generator=torch.Generator().manual_seed(1), output_type="latent").images)
+        assert handle.stats.accepted > 0
+    assert torch.equal(*made) and asked >= {"residual_sample", operation}
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="is about machines without one")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from functools import partial
+from typing import Any
 
 import pytest
 import tiny_mar as tiny
@@ -11,11 +13,12 @@ from diffusers import DDPMScheduler, DiffusionPipeline
 
 import mmspec
 from mmspec import paths
+from mmspec.capture import Captured
 from mmspec.models import mar_head
 from mmspec.models.mar import SHAPES, mar
 from mmspec.models.mar_head import Plain
 from mmspec.models.mar_scheduler import MARScheduler, alpha_bar
-from mmspec.pipelines import mar_loop
+from mmspec.pipelines import mar_compiled, mar_loop
 from mmspec.pipelines.mar import MARPipeline
 from mmspec.pipelines.patch import UnsupportedError
 
@@ -301,7 +304,7 @@ def test_tables_in_chunks_change_nothing(budget, monkeypatch):
     torch.testing.assert_close(paths.draw(parts, chain, noise).x, want.x, rtol=1e-5, atol=1e-4)
     for one, other in zip(parts.along(states), along, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
-    assert len(parts.tables) < len(chain)
+    assert len(parts.table[1]) < len(chain)
 
 
 @torch.no_grad()
@@ -317,3 +320,49 @@ def test_bfloat16_ends_in_float32():
     pipe.enable_speculation(ahead=3)
     tokens = pipe([0, 1], generator=tiny.seeded(1, 2), output_type="latent").tokens
     assert tokens.dtype == torch.float32 and tokens.isfinite().all()
+
+
+# -- compiled ---------------------------------------------------------------------------------------------------------
+
+
+def test_compiled_steps_draw_the_same(monkeypatch):
+    """Here captured graphs run as they are; what is filled up, bound and put back is the same as with a compiler."""
+    monkeypatch.setattr(mar_compiled, "Captured", partial(Captured, compile=lambda piece, examples: piece))
+    pipe, more = tiny.pipeline(), {"output_type": "latent", "guidance_scale": 1.5}
+    for ahead, labels in ((None, [1]), (3, [1]), (3, [0, 2, 1])):  # 3 tokens side by side are filled up to 4
+        pipe.disable_speculation()
+        if ahead:
+            pipe.enable_speculation(ahead=ahead)
+        want, got = (pipe(labels, generator=tiny.seeded(*labels), compile=c, **more) for c in (False, True))
+        torch.testing.assert_close(got.tokens, want.tokens, atol=5e-3, rtol=1e-3)
+        assert got.work == want.work
+    held = mar_compiled.of(pipe.transformer.diffloss)._held
+    assert all(held.values()) and {key[0][0] // key[1] for key in held} >= {1, 4}
+    with torch.no_grad():
+        pipe.transformer.diffloss.net.input_proj.weight = torch.nn.Parameter(torch.randn(20, C))
+    assert not mar_compiled.of(pipe.transformer.diffloss)._held  # other weights, nothing kept
+
+
+@pytest.mark.full
+def test_a_compiler_draws_the_same():
+    pipe = tiny.pipeline()
+    want, got = (pipe([1], generator=tiny.seeded(3), output_type="latent", compile=c).tokens for c in (False, True))
+    torch.testing.assert_close(got, want, atol=5e-3, rtol=1e-3)
+    assert all(mar_compiled.of(pipe.transformer.diffloss)._held.values())
+
+
+@pytest.mark.parametrize("broken", ["no compiler", "wrong"])
+def test_what_cannot_be_compiled_runs_as_it_is(broken, monkeypatch):
+    def compile(piece: Any, examples: Any) -> Any:
+        if broken == "no compiler":
+            raise RuntimeError("no g++")
+        return lambda *given: [t * 1.01 for t in piece(*given)]
+
+    monkeypatch.setattr(mar_compiled, "Captured", partial(Captured, compile=compile))
+    pipe = tiny.pipeline()
+    want = pipe([1], generator=tiny.seeded(3), output_type="latent").tokens
+    with pytest.warns(UserWarning, match="uncompiled: " + {"wrong": "its steps"}.get(broken, "RuntimeError: no g")):
+        got = pipe([1], generator=tiny.seeded(3), output_type="latent", compile=True).tokens
+    assert torch.equal(got, want)
+    with pytest.raises(ValueError, match="leave fast_head=False out"):
+        pipe([1], compile=True, fast_head=False)

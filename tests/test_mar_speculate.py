@@ -67,7 +67,8 @@ class Steered:
         out = torch.cat([eps(self.z), torch.full_like(x, 0.7)], -1)
         return out, None if self.null is None else eps(self.null)
 
-    def take(self, rows: Tensor) -> Steered:
+    def take(self, rows: Tensor, times: int = 1) -> Steered:
+        rows = rows.repeat(times)
         z, null, guidance = (None if t is None else t[rows] for t in (self.z, self.null, self.guidance))
         return Steered(self.chain, self.std, z, null, guidance)
 
@@ -122,7 +123,7 @@ def test_pictures_have_the_law_of_plain_drawing(mode, plain):
 
 @pytest.mark.parametrize("mode", ["self", "a draft"])
 def test_keeping_every_draft_is_seen(mode, monkeypatch, plain):
-    monkeypatch.setattr(mar_speculate, "_ratios", lambda brush, draft, z: torch.full((len(draft.rows),), 9.0))
+    monkeypatch.setattr(mar_speculate, "_ratios", lambda brush, draft, z: torch.full((len(draft.cells),), 9.0))
     assert joint(pictures(mar_plan.Speculation(**MODES[mode]), 60)[0], plain) < 1e-3
 
 
@@ -130,9 +131,9 @@ def test_keeping_what_follows_a_refusal_is_seen(monkeypatch, plain):
     """No rollback: drafts that knew a refused token stay."""
     stand = mar_speculate._stand
 
-    def each(drawn: Any, draft: Any, kept: list[bool], lookup: Any, scout: Any) -> Any:
-        result = stand(drawn, draft, [True] * len(kept), lookup, scout)
-        return [i for i, keep in enumerate(kept) if not keep], result[1]
+    def each(drawn: Any, draft: Any, facts: Any, *more: Any) -> Any:
+        stand(drawn, draft, [(True, *fact[1:]) for fact in facts], *more)
+        return [i for i, (kept, *_) in enumerate(facts) if not kept]
 
     monkeypatch.setattr(mar_speculate, "_stand", each)
     assert joint(pictures(mar_plan.Speculation(Toy(0.9, 0.5), 3), 60)[0], plain) < 1e-3

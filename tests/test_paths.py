@@ -52,8 +52,8 @@ class Known:
         out = torch.cat([eps, torch.full_like(eps, self.share)], -1)
         return out, None if self.null is None else self.null.along(x, steps)[0]
 
-    def take(self, rows: Tensor) -> Known:
-        return replace(self, guidance=None if self.guidance is None else self.guidance[rows])
+    def take(self, rows: Tensor, times: int = 1) -> Known:
+        return replace(self, guidance=None if self.guidance is None else self.guidance[rows].repeat(times))
 
 
 def gaussian(steps: Chain, shift: float = 0.0, std: float = 0.5, share: float = 1.0) -> Known:
@@ -81,7 +81,7 @@ def speculate(p: Known, q: Known, eta: float = 1.0, tau: float = 1.0, ratio=path
 
     if len(rows):
         left = paths.leftover(p.take(rows), q.take(rows), steps, fresh, torch.full((len(rows),), back or eta), tau)
-        x[rows], trials = left
+        x[rows], trials = left[0], torch.tensor(left[1])
     return x, kept, trials
 
 
@@ -145,7 +145,7 @@ def always(path: Path, net: Known, steps: Chain, tau: float) -> Tensor:
 
 def no_determinant(path: Path, net: Known, steps: Chain, tau: float) -> Tensor:
     """Without the terms of the standard deviations."""
-    own = torch.stack([steps.kernel(path.states[:, k], k, net.at(path.states[:, k], k), None)[1]
+    own = torch.stack([paths.kernel(path.states[:, k], net.at(path.states[:, k], k), None, steps.steps[k])[1]
                        for k in range(len(steps))], 1)  # fmt: skip
     return paths.log_ratio(path, net, steps, tau) - (path.log_std - own).sum((1, 2))
 
@@ -155,7 +155,7 @@ def swapped_spread(path: Path, net: Known, steps: Chain, tau: float) -> Tensor:
     eps, out = path.noise, net.along(path.states[:, :-1])
     total = torch.zeros(len(eps))
     for k in range(len(steps)):
-        mean, _ = steps.kernel(path.states[:, k], k, (out[0][:, k], None), None)
+        mean, _ = paths.kernel(path.states[:, k], (out[0][:, k], None), None, steps.steps[k])
         z = (path.states[:, k + 1] - mean) * torch.exp(-path.log_std[:, k]) / tau
         total += 0.5 * (eps[:, k] ** 2 - z**2).sum(1)
     return total

@@ -334,8 +334,8 @@ def test_a_torn_line_is_written_again(questions: Path, tmp_path: Path) -> None:
 def test_what_is_remembered_is_what_was_seen(questions: Path, tmp_path: Path) -> None:
     run = _run(tmp_path, questions, room=2**30)
     lesson = run.lesson(run.samples, "train")
-    assert sorted(lesson.traces.held) == lesson.usable
-    places = lesson.usable[:3]
+    assert sorted(lesson.held) == list(range(len(lesson.samples)))
+    places = [0, 1, 2]
     kept = lesson.trace(places)
     fresh = run.teacher.trace([lesson.samples[i] for i in places], [lesson.answers[i] for i in places])
     for name in ("ids", "valid", "answered", "visual"):
@@ -343,8 +343,9 @@ def test_what_is_remembered_is_what_was_seen(questions: Path, tmp_path: Path) ->
     for name in ("embeds", "features", "final"):
         real = fresh.valid
         torch.testing.assert_close(getattr(kept, name)[real], getattr(fresh, name)[real], rtol=1e-4, atol=1e-4)
-    none = _run(tmp_path, questions, room=1).lesson(run.samples, "train")
-    assert 0 < len(none.traces.held) < len(lesson.traces.held)
+    small = _run(tmp_path, questions, room=1)
+    assert 0 < len(small.lesson(run.samples, "train").held) < len(lesson.held)
+    assert not small.lesson(run.held_out, "held-out").held  # there is one room for all lessons
 
 
 def test_a_draft_vocabulary_is_the_answers_most_frequent_tokens(questions: Path, tmp_path: Path) -> None:
@@ -373,8 +374,9 @@ def test_the_gate_learns_what_each_question_needs(questions: Path, monkeypatch: 
         return torch.tensor(float(fixed.config.gate != cheap))
 
     monkeypatch.setattr(gate, "_cost", planted)
-    shares = gate.learn(drafter, run.teacher, (lesson.trace([i]) for i in lesson.usable), RECIPE.with_(gate_steps=400))
-    two = sum(lesson.samples[i].images == 2 for i in lesson.usable) / len(lesson.usable)
+    traces = (lesson.trace([i]) for i in range(len(lesson.samples)))
+    shares = gate.learn(drafter, run.teacher, traces, RECIPE.with_(gate_steps=400))
+    two = sum(sample.images == 2 for sample in lesson.samples) / len(lesson.samples)
     assert shares == pytest.approx({names[1]: 1 - two, names[2]: two})
 
 

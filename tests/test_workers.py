@@ -14,12 +14,13 @@ import pytest
 from test_kill import photos  # noqa: F401 - a fixture
 
 from mmspec.app import cli
-from mmspec.app.caption import settings
+from mmspec.app.caption import flags, settings
 from mmspec.app.caption.inputs import open_inputs
+from mmspec.app.caption.model import FatalError
 from mmspec.app.caption.outputs import STATE, Outputs
 from mmspec.app.caption.plan import Planner
 from mmspec.app.caption.prompts import Prompts
-from mmspec.app.caption.run import FatalError, Job
+from mmspec.app.caption.run import Job
 from mmspec.app.caption.workers import Processes, dispatch, places
 
 OK, FATAL = 0, 1
@@ -38,7 +39,7 @@ def few(photos: Path, tmp_path: Path) -> Path:  # noqa: F811
 def prepared(few: Path, out: Path, *words: str) -> tuple[Job, list]:
     """The job and the tasks of a run with the quick engine."""
     parser = argparse.ArgumentParser()
-    settings.configure(parser)
+    flags.configure(parser)
     words = ("--engine", "quick_engine:load", "--model", "quick", "--max-new-tokens", "10", *words)
     options = settings.resolve(parser.parse_args([str(few), *words]))
     options = settings.fitted(options, lambda: False)

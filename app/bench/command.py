@@ -23,6 +23,7 @@ from mmspec.app.caption.inputs import images
 from mmspec.app.caption.media import MediaError, decode, load_image
 from mmspec.app.engine import EngineError
 from mmspec.app.provenance import load_average
+from mmspec.capture import Captured
 from mmspec.session import Stats
 
 T = TypeVar("T")
@@ -174,9 +175,9 @@ def in_turn(count: int, turn: int) -> list[int]:
 
 
 def compiled_graphs() -> int:
-    """How many graphs torch.compile has made so far; a change during a call means that the call compiled."""
+    """How many graphs torch.compile and mmspec have made; a change during a call means that the call compiled."""
     dynamo = sys.modules.get("torch._dynamo.utils")  # absent as long as nothing was compiled
-    return dynamo.counters["stats"]["unique_graphs"] if dynamo else 0
+    return Captured.made + (dynamo.counters["stats"]["unique_graphs"] if dynamo else 0)
 
 
 def settle(call: Callable[[], Any]) -> None:

@@ -24,6 +24,7 @@ from mmspec.app.caption.inputs import images
 from mmspec.app.caption.media import load_image
 from mmspec.app.engine import EngineError, first_line
 from mmspec.app.generate import DTYPES
+from mmspec.app.mar import draws
 from mmspec.app.painter import Painter, Painting, load, sheet
 from mmspec.app.provenance import provenance
 from mmspec.zoo import pictures
@@ -107,7 +108,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
     """Timing, the sheet, then quality; yields whenever the outcome has grown."""
-    if mar.draws(args.model):
+    if draws(args.model):
         yield from mar.measure(args, outcome)
         return
     if (args.images, args.quality_images) == (0, 0) and args.grid is None:

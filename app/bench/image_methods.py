@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from mmspec.app.painter import PLAIN, Way
 
@@ -66,6 +66,15 @@ def lossless(drafters: Sequence[tuple[str, Any]]) -> list[Method]:
         *(jacobi(f"{init}-16", **BASE, init=init) for init in INITS),
         jacobi("exact-seed-16", window=16, reproducible=True),
         jacobi("exact-seed-32", window=32, reproducible=True),
+        *(
+            jacobi(f"{name}-{w}-compiled", window=w, compile=True, **how)
+            for name, how in (
+                ("maximal", {"coupling": "maximal"}),
+                ("gumbel", {"coupling": "gumbel"}),
+                ("exact-seed", {"reproducible": True}),
+            )
+            for w in (16, 32)
+        ),
         jacobi("pac", window=32, coupling="maximal", proactive=(3, 3)),
         *(Method(name, way) for name, way in _feature(drafters)),
         *(Method(f"{name}-exact-seed", Way(drafter, {"reproducible": True})) for name, drafter in drafters),
@@ -152,8 +161,16 @@ def _with_rule(name: str, way: Way, spec: str, budget: float | None, curve: tupl
     return Method(name, Way(way.drafter, {**way.options, "rule": spec, **limit}), curve=curve)
 
 
-def matching(methods: Sequence[Method], patterns: Sequence[str] | None, without: Sequence[str] = ()) -> list[Method]:
-    """Those whose names match a pattern (all without one); plain decoding always comes first.
+class Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+N = TypeVar("N", bound=Named)
+
+
+def matching(methods: Sequence[N], patterns: Sequence[str] | None, without: Sequence[str] = ()) -> list[N]:
+    """Those whose names match a pattern (all without one); the first, plain decoding, always comes first.
 
     Raises:
         ValueError: a pattern that matches nothing.

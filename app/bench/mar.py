@@ -4,29 +4,23 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from fnmatch import fnmatch
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from PIL import Image
 
-from mmspec import zoo
 from mmspec.app.bench import quality
-from mmspec.app.bench.command import BenchError, Outcome, batches, in_turn, say, seeds_of, wait
+from mmspec.app.bench.command import BenchError, Outcome, batches, in_turn, say, seeds_of
+from mmspec.app.bench.image_methods import matching
 from mmspec.app.bench.quality import QualityError
 from mmspec.app.bench.report import LAYOUTS, Layout, Record, figure, ratio, spread
-from mmspec.app.engine import EngineError, find_device
+from mmspec.app.engine import EngineError
+from mmspec.app.mar import OWN, Made, Mar, load
 from mmspec.app.provenance import provenance
 from mmspec.zoo import classes
 from mmspec.zoo.pictures import Picture
-from mmspec.zoo.recipes import SCENES_MAR
 
-NAME = "mar"  # stands for the embedded model
-OWN = (NAME, SCENES_MAR.name)
 SPEED, QUALITY = "mar", "mar-quality"  # the suites of the two kinds of record
 KEPT, OTHER, BENT = "kept", "another", "bent"  # what becomes of the law of one token an iteration
 
@@ -39,22 +33,6 @@ class Way:
     law: str
     call: dict[str, Any] = field(default_factory=dict)
     speculation: dict[str, Any] | None = None
-
-
-@dataclass(frozen=True)
-class Made:
-    """What one call took and gave."""
-
-    seconds: float
-    images: list[Image.Image]
-    work: dict[str, int]
-    told: dict[str, float]
-
-
-def draws(model: str) -> bool:
-    """Whether this is a MARPipeline: the embedded one, or a folder."""
-    index = Path(model) / "model_index.json"
-    return model in OWN or (index.is_file() and '"MARPipeline"' in index.read_text())
 
 
 def ways(tokens: int, steps: int, draft: Any) -> list[Way]:
@@ -76,86 +54,50 @@ def ways(tokens: int, steps: int, draft: Any) -> list[Way]:
         found += [Way(f"draft-{K}", KEPT, speculation={"draft": draft, "ahead": K}) for K in (2, 4, 8)]
         cspd = {"draft": draft, "rule": "cspd", "prefill": 0.15}
         found += [Way(f"cspd-{K}", BENT, speculation={**cspd, "ahead": K}) for K in (4, 8)]
-    return found
+    compiled = {"all", f"n={some[0]}", "self-4", "self-8", "draft-4"}
+    return found + [
+        replace(way, name=f"{way.name}, compiled", call={**way.call, "compile": True})
+        for way in found
+        if way.name in compiled
+    ]
 
 
-@dataclass
-class Bench:
-    """A pipeline and what its calls have in common."""
-
-    pipe: Any
-    settings: dict[str, Any]
-    seed: int
-
-    def call(self, way: Way, labels: Sequence[int], seeds: Sequence[int]) -> Made:
-        self.pipe.disable_speculation()
-        if way.speculation is not None:
-            self.pipe.enable_speculation(**way.speculation)
-        generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-        wait(self.pipe.transformer.device)
-        began = time.perf_counter()
-        arguments = {"num_inference_steps": self.pipe.transformer.tokens, **self.settings, **way.call}
-        out = self.pipe(list(labels), generator=generators, **arguments)
-        wait(self.pipe.transformer.device)
-        return Made(time.perf_counter() - began, out.images, out.work, out.told.summary() if out.told else {})
+def call(model: Mar, way: Way, labels: Sequence[int], seeds: Sequence[int]) -> Made:
+    return model.draw(labels, seeds, way.speculation, **way.call)
 
 
 def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
     """Timing, then quality; yields whenever the outcome has grown."""
-    bench, draft = load(args)
+    try:
+        bench = load(args.model, args.device, args.dtype, guidance_scale=args.guidance, temperature=args.temperature)
+    except EngineError as error:
+        raise BenchError(str(error)) from error
     steps = bench.pipe.config.defaults.get("num_diffusion_steps", 100)
-    chosen = [
-        way
-        for way in ways(bench.pipe.transformer.tokens, steps, draft)
-        if not any(fnmatch(way.name, pattern) for pattern in args.without)
-        and (not args.methods or way.name == "all, plain head" or any(fnmatch(way.name, p) for p in args.methods))
-    ]
+    try:
+        chosen = matching(ways(bench.tokens, steps, bench.draft), args.methods, args.without)
+    except ValueError as error:
+        raise BenchError(str(error)) from error
     model = bench.pipe.transformer
     outcome.provenance = provenance(model.device, model.dtype) | {"model": args.model, "settings": bench.settings}
     samples = classes.held_out(max(args.images, args.quality_images), 2**31 + args.seed)
     labels = [sample.label % model.config.classes for sample in samples]
     for batch in args.batch if args.images else ():
-        outcome.records += timed(bench, chosen, labels[: args.images], batch)
+        outcome.records += timed(bench, chosen, labels[: args.images], batch, args.seed)
         yield
     if args.quality_images:
         real = [classes.render(sample) for sample in samples] if args.model in OWN else []
         yield from judged(bench, chosen, labels, real, samples, args, outcome)
 
 
-def load(args: argparse.Namespace) -> tuple[Bench, Any]:
-    """The pipeline and, for the embedded one, its draft."""
-    from mmspec.models.mar import MARTransformer2DModel
-    from mmspec.models.mar_scheduler import MARScheduler
-    from mmspec.pipelines.mar import MARPipeline
-
-    own = args.model in OWN
-    try:
-        device = find_device(args.device)
-    except EngineError as error:
-        raise BenchError(str(error)) from error
-    dtype = torch.float32 if args.dtype == "auto" else getattr(torch, args.dtype)
-    try:
-        pipe = MARPipeline.from_pretrained(zoo.path(SCENES_MAR.name) if own else args.model, torch_dtype=dtype)
-        draft = MARTransformer2DModel.from_pretrained(zoo.path(SCENES_MAR.draft)) if own else None
-    except (OSError, ValueError) as error:
-        raise BenchError(f"cannot load {args.model}: {error}") from error
-    pipe.to(device).set_progress_bar_config(disable=True)
-    if not pipe.scheduler.config.final_noise:  # for all ways alike: the exact rule needs noise at every step
-        pipe.scheduler = MARScheduler.from_config(pipe.scheduler.config, final_noise=True, skip_terminal=True)
-    settings = {"guidance_scale": args.guidance, "temperature": args.temperature}
-    given = {name: value for name, value in settings.items() if value is not None}
-    return Bench(pipe, given, args.seed), None if draft is None else draft.to(device, dtype).eval()
-
-
-def timed(bench: Bench, chosen: list[Way], labels: list[int], batch: int) -> list[Record]:
+def timed(bench: Mar, chosen: list[Way], labels: list[int], batch: int, seed: int) -> list[Record]:
     """Each way once to warm up, then all in turn on each batch of classes and seeds."""
-    groups = batches(list(zip(labels, seeds_of(1, len(labels), bench.seed), strict=True)), batch)
+    groups = batches(list(zip(labels, seeds_of(1, len(labels), seed), strict=True)), batch)
     made: dict[str, list[Any]] = {way.name: [None] * len(groups) for way in chosen}
     for way in chosen:
-        bench.call(way, *zip(*groups[0], strict=True))
+        call(bench, way, *zip(*groups[0], strict=True))
     for turn, group in enumerate(groups):
         for way in (chosen[place] for place in in_turn(len(chosen), turn)):
-            made[way.name][turn] = bench.call(way, *zip(*group, strict=True))
+            made[way.name][turn] = call(bench, way, *zip(*group, strict=True))
     say(f"batch {batch}: " + ", ".join(f"{n} {statistics.median(c.seconds for c in m):.2f} s" for n, m in made.items()))
     return [_speed(way, made, batch) for way in chosen]
 
@@ -174,7 +116,7 @@ def _speed(way: Way, made: dict[str, list[Made]], batch: int) -> Record:
         return sum(c.told[name] * c.told["tested"] for c in mine) / tested if tested else None
 
     return {
-        "suite": SPEED, "method": way.name, "law": way.law, "batch": batch,
+        "suite": SPEED, "method": way.name, "law": way.law, "batch": batch, "stock_path": way.law == OTHER,
         **spread("speedup_e2e", over("all, plain head")), **spread("speedup_all", over("all")),
         **spread("speedup_quarter", over("quarter, plain head")),
         **spread("seconds_per_image", [call.seconds / len(call.images) for call in mine]), **work,
@@ -183,10 +125,10 @@ def _speed(way: Way, made: dict[str, list[Made]], batch: int) -> Record:
 
 
 def judged(
-    bench: Bench, chosen: list[Way], labels: list[int], real: list[Image.Image], samples: list[classes.Sample],
+    bench: Mar, chosen: list[Way], labels: list[int], real: list[Image.Image], samples: list[classes.Sample],
     args: argparse.Namespace, outcome: Outcome,
 ) -> Iterator[None]:  # fmt: skip
-    """Quality of every way but the plain head's, which draw the same pictures as the fast one."""
+    """Quality of every way but those that draw the same pictures as another: by the plain head, or compiled."""
     try:
         features = quality.backbone(args.backbone, bench.pipe.transformer.device)
     except QualityError as error:
@@ -200,13 +142,13 @@ def judged(
     wanted = [Picture(sample.background, (sample.thing,), None, 0) for sample in samples[:count]]
 
     def draw(way: Way, run: int) -> list[Image.Image]:
-        asked = batches(list(zip(labels[:count], seeds_of(run, count, bench.seed), strict=True)), args.quality_batch)
-        return [image for group in asked for image in bench.call(way, *zip(*group, strict=True)).images]
+        asked = batches(list(zip(labels[:count], seeds_of(run, count, args.seed), strict=True)), args.quality_batch)
+        return [image for group in asked for image in call(bench, way, *zip(*group, strict=True)).images]
 
     reference, of_real = features(draw(base, 0)), features(real[:count]) if real else None
     noise = quality.frechet(reference, features(draw(base, 2)))
     for way in chosen:
-        if way.name.endswith("plain head"):
+        if way.name.endswith(("plain head", "compiled")):
             continue
         images = draw(way, 1)
         seen = features(images)
@@ -225,6 +167,25 @@ def _share(score: tuple[int, int]) -> float | None:
     return right / of if of else None
 
 
+def draw_curves(panel: Any, records: Sequence[Record]) -> None:
+    """Fréchet distance over seconds a picture at the smallest batch, a mark for each way; the line is a run's noise."""
+    speeds = sorted((r for r in records if r["suite"] == SPEED), key=lambda r: -r["batch"])
+    seconds = {r["method"]: r["seconds_per_image"] for r in speeds}
+    for law, mark in ((KEPT, "^"), (OTHER, "o-"), (BENT, "x")):
+        some = [r for r in records if r["suite"] == QUALITY and r["law"] == law and r["method"] in seconds]
+        some.sort(key=lambda r: seconds[r["method"]])
+        panel.plot([seconds[r["method"]] for r in some], [r["fd_all"] for r in some], mark, label=f"law: {law}",
+                   markersize=4, linewidth=0.8)  # fmt: skip
+        for r in some:
+            panel.annotate(r["method"], (seconds[r["method"]], r["fd_all"]), fontsize=6)
+    noise = next((r["noise"] for r in records if r["suite"] == QUALITY), None)
+    if noise is not None:
+        panel.axhline(noise, color="#9aa3ad", label="two runs of all")
+    panel.set_xlabel("seconds a picture", fontsize=9)
+    panel.set_ylabel("Fréchet distance to all", fontsize=9)
+    panel.legend(fontsize=7)
+
+
 LAYOUTS[SPEED] = Layout(
     lambda r: f"MAR, batch {r['batch']}",
     (
@@ -237,6 +198,7 @@ LAYOUTS[SPEED] = Layout(
         ("passes", figure("passes", "{:.1f}")),
         ("rows", figure("rows", "{:.0f}")),
         ("head evaluations", figure("evaluations", "{:.0f}")),
+        ("the draft's", figure("draft_evaluations", "{:.0f}")),
         ("acceptance", figure("acceptance", "{:.3f}")),
         ("J", figure("divergence", "{:.2f}")),
         ("n", lambda r: str(r["n"])),
@@ -270,4 +232,5 @@ LAYOUTS[QUALITY] = Layout(
         "fd_real": "the same to drawn scenes of these classes",
         "colour": "share of pictures whose colour the embedded VLM reads as the class says; shape likewise",
     },
+    draw_curves,
 )

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from mmspec.app import embedded
 from mmspec.app.bench import report, vlm, vlm_methods, vlm_shown
 from mmspec.app.bench.command import Outcome, batches
 from mmspec.app.bench.vlm_methods import Method
@@ -40,19 +39,13 @@ class Reads(TorchFunctionMode):
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Of which model, with which drafters, and how thoroughly."""
+    vlm.conditions(parser, [1], [0.0], 128)
     add = parser.add_argument
-    add("--model", default=embedded.MODEL, help="folder, name on the Hub, or scenes-vlm, the embedded one (default)")
-    vlm_methods.configure(parser)
-    vlm_shown.configure(parser)
-    add("--batch", type=int, nargs="+", default=[1])
-    add("--temperature", type=float, nargs="+", default=[0.0])
-    add("--max-new-tokens", type=int, default=128)
     add("--compile", action=argparse.BooleanOptionalAction, default=True, help="also with compile=True (default)")
-    add("--auto", action="store_true", help="also with auto=True")
+    add("--auto", action="store_true", help="also with auto=True; and with and without it, each drafter's architecture "
+        "with random weights, which is hardly ever right")  # fmt: skip
     add("--static", action="store_true", help="also stock generate, compiled on a static cache")
     add("--profile", action="store_true", help="count operations and name the ones that take longest")
-    add("--device", default="auto")
-    add("--dtype", default="auto")
 
 
 def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
@@ -85,10 +78,19 @@ def methods(model: Any, args: argparse.Namespace) -> Iterator[Method]:
     ways |= {f"{name} auto": options | {"auto": True} for name, options in ways.items()} if args.auto else {}
     stock, *drafted = vlm_methods.methods(model, args)
     yield stock
+    drafted += [hostile(method, args.seed) for method in drafted if args.auto and method.drafter is not None]
     for method in (Method("plain", drafter=Plain()), *drafted):
         for name, options in ways.items() if method.drafter is not None else ((("", {})),):
             if not (method.name == "plain" and "auto" in options):
                 yield replace(method, name=method.name + name, options=method.options | options)
+
+
+def hostile(method: Method, seed: int) -> Method:
+    """The same with a drafter of the same architecture and random weights: as costly, and hardly ever right."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        drafter = type(method.drafter)(method.drafter.config).eval()
+    return replace(method, name=f"hostile {method.name}", drafter=drafter)
 
 
 def watched(bench: vlm.Bench, method: Method, cell: vlm.Cell, inputs: Any, profile: bool) -> report.Record:

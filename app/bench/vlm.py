@@ -117,18 +117,23 @@ class Bench:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """What is asked, of whom, and by which methods."""
+    conditions(parser, [1, 4], [0.0, 1.0], 256)
+    parser.add_argument("--curves", type=Path, metavar="FILE", help="tokens per call by depth, and speed-up by visual "
+        "tokens, as .png, .svg or .pdf (needs matplotlib)")  # fmt: skip
+
+
+def conditions(parser: argparse.ArgumentParser, batch: list[int], temperature: list[float], tokens: int) -> None:
+    """Of which model, with which drafters, what is asked, and how; the last three are what is usual."""
     add = parser.add_argument
     add("--model", default=embedded.MODEL, help="folder, name on the Hub, or an embedded one: scenes-vlm (default), "
         "scenes-video")  # fmt: skip
     vlm_methods.configure(parser)
     vlm_shown.configure(parser)
-    add("--batch", type=int, nargs="+", default=[1, 4])
-    add("--temperature", type=float, nargs="+", default=[0.0, 1.0])
-    add("--max-new-tokens", type=int, default=256)
+    add("--batch", type=int, nargs="+", default=batch)
+    add("--temperature", type=float, nargs="+", default=temperature)
+    add("--max-new-tokens", type=int, default=tokens)
     add("--device", default="auto")
     add("--dtype", default="auto")
-    add("--curves", type=Path, metavar="FILE", help="tokens per call by depth, and speed-up by visual tokens, as .png, "
-        ".svg or .pdf (needs matplotlib)")  # fmt: skip
 
 
 def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:

@@ -63,7 +63,8 @@ Asked = dict[Shown, list[Question]]
 def configure(parser: argparse.ArgumentParser) -> None:
     """What is shown and asked, and how often."""
     add = parser.add_argument
-    add("--data", type=Path, metavar="PATH", help="questions of your own: see read_questions (MMSpec's folders work)")
+    own = "questions of your own: a folder of pictures, a .jsonl, .json or .parquet list, or a folder of MMSpec's"
+    add("--data", type=Path, metavar="PATH", help=own)
     add("--shown", nargs="+", choices=KINDS, default=["picture"], help="drawn: single pictures, pairs of them, clips")
     add("--frames", type=int, nargs="+", default=[8], help="of clips, a cell for each number (default: 8)")
     add("--prompt", nargs="+", help="short, long, or texts of your own, a cell for each; default: short and long for "

@@ -14,16 +14,17 @@ from typing import Any
 
 from mmspec import zoo
 from mmspec.app import embedded
-from mmspec.app.caption import report, settings
+from mmspec.app.caption import flags, report, settings
 from mmspec.app.caption.inputs import Inputs, open_inputs
 from mmspec.app.caption.items import VIDEO
 from mmspec.app.caption.journal import write_whole
 from mmspec.app.caption.media import MediaError
+from mmspec.app.caption.model import FatalError
 from mmspec.app.caption.outputs import OutputError, Outputs
 from mmspec.app.caption.plan import Plan, Planner, adopted, frame_policy
 from mmspec.app.caption.prompts import PromptError, Prompts
 from mmspec.app.caption.report import Tally, TooManyErrorsError, plain
-from mmspec.app.caption.run import FatalError, Job
+from mmspec.app.caption.run import Job
 from mmspec.app.caption.settings import BESIDE, SettingsError
 from mmspec.app.caption.workers import Alone, Processes, dispatch, places
 
@@ -38,7 +39,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "Exit code: 0 all well, 3 some items failed (see failed.jsonl), 1 nothing could be done or the run was given "
         "up, 2 an option that makes no sense, 130 stopped by Ctrl-C."
     )
-    settings.configure(parser)
+    flags.configure(parser)
 
 
 def run(args: argparse.Namespace) -> int:

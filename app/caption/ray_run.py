@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from mmspec.app.caption.model import FatalError
 from mmspec.app.caption.plan import Task
-from mmspec.app.caption.run import FatalError, Job, Result, Worker
+from mmspec.app.caption.run import Job, Result, Worker
 from mmspec.app.caption.settings import AUTO
 
 SPELL = 1.0  # seconds after which an actor hands over, even if nothing is finished

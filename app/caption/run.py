@@ -4,55 +4,25 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
 import os
-import sys
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
-
-from PIL import Image
+from typing import Any
 
 from mmspec.app.caption.decoder import AHEAD, Decoder, DecoderError
 from mmspec.app.caption.journal import Record, digest, key
 from mmspec.app.caption.media import Limits, Media
+from mmspec.app.caption.model import FatalError, dtype_of, load, peak_memory, rows_for
 from mmspec.app.caption.outputs import UnwritableTextError, Writer, combined, facts_of
 from mmspec.app.caption.plan import Task, frame_policy
-from mmspec.app.caption.prompts import Asked
-from mmspec.app.caption.settings import AUTO, Settings
+from mmspec.app.caption.settings import Settings
 from mmspec.app.caption.twins import Twins
 from mmspec.app.caption.video import FramePolicy
 
 PATIENCE = 5  # items on which a model that has never answered may fail before the run is given up
 LOST = "AcceleratorError"  # of torch: after most of these the device fails on everything, fast
-AUTO_ROWS = 4  # --batch-size auto of an engine that suggests nothing
-
-
-class FatalError(Exception):
-    """The run cannot go on: no model, or one that fails on item after item, so that the items are not to blame."""
-
-
-class Answers(Protocol):
-    """What an engine's `flow(rows)` returns: items go in one by one, answers come out as they are finished."""
-
-    rows: int
-    free: int
-    busy: bool
-
-    def add(self, ticket: Hashable, frames: Sequence[Image.Image], asked: Asked, seed: int = 0) -> None: ...
-
-    def step(self) -> Sequence[Any]: ...  # each with ticket, text, tokens, seconds, error (None, or why no text)
-
-
-class Model(Protocol):
-    """What --engine MODULE:FUNCTION returns; it is called as `mmspec.app.engine.load` is."""
-
-    notes: list[str]
-    drafter: Any
-
-    def flow(self, rows: int) -> Answers: ...
 
 
 @dataclass(frozen=True)
@@ -86,7 +56,7 @@ class Worker:
     def __init__(self, job: Job, place: str, slot: str):
         options, self.job, self.slot = job.options, job, slot
         self.engine = load(options, place)
-        self.rows = rows_for(job, self.engine)
+        self.rows = rows_for(options.batch_size, job.frames, self.engine)
         self.flow = self.engine.flow(self.rows)
         count = options.decoders or max(1, min(4, cores() // (2 * job.workers)))
         self.window = max(2 * self.rows, PATIENCE + 1) + AHEAD * count  # tasks in hand
@@ -267,50 +237,6 @@ def about(task: Task, content: str, job: Job) -> Record:
         key=key(content, ask=task.ask), ask=task.ask, content=content, stamp=task.stamp, folder=job.origin,
         kind=task.item.kind, path=os.path.abspath(path) if path is not None else None,
     )  # fmt: skip
-
-
-def load(options: argparse.Namespace, place: str) -> Model:
-    """The model behind the captions; FatalError if there is none."""
-    module, _, function = options.engine.partition(":")
-    try:
-        loader = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise FatalError(
-            f"no engine {options.engine!r} ({error}); give MODULE:FUNCTION that Python can import"
-        ) from error
-    try:
-        return loader(options.model, options.drafter, place, options.dtype, options.max_new_tokens, options.temperature)
-    except Exception as error:  # whatever a model or somebody's engine meets while it loads ends the run
-        named = type(error).__name__ == "EngineError"
-        raise FatalError(str(error) if named else f"{type(error).__name__}: {error}") from error
-
-
-def rows_for(job: Job, engine: Any) -> int:
-    """How many items are at work at once."""
-    if job.options.batch_size != AUTO:
-        return int(job.options.batch_size)
-    return engine.suggest_rows(job.frames) if hasattr(engine, "suggest_rows") else AUTO_ROWS
-
-
-def peak_memory(engine: Any) -> int | None:
-    """Bytes: of the device where it counts them, else of this process; None where nobody tells."""
-    device = getattr(getattr(engine, "model", None), "device", None)
-    if device is not None and device.type == "cuda":
-        import torch
-
-        return torch.cuda.max_memory_allocated(device)
-    try:
-        import resource
-    except ImportError:  # Windows
-        return None
-    size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return size if sys.platform == "darwin" else size * 1024
-
-
-def dtype_of(engine: Any) -> str | None:
-    """Type of the model's weights; None where nobody tells."""
-    kind = getattr(getattr(engine, "model", None), "dtype", None)
-    return None if kind is None else str(kind).removeprefix("torch.")
 
 
 def cores() -> int:

@@ -1,11 +1,9 @@
-"""Every option of `mmspec caption`: the table of flags, the same from a YAML file, and those that shape an answer."""
+"""Options of `mmspec caption`: from the command line over those of a YAML file, and those that shape an answer."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
-import math
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,14 +12,12 @@ from typing import Any
 import yaml
 
 from mmspec.app import embedded
-from mmspec.app.caption import media, video
+from mmspec.app.caption import video
 from mmspec.app.caption.journal import key
 
 BESIDE, AUTO = "beside", "auto"
 PROMPT = "Describe this image in two or three sentences."  # for models other than the embedded one
 ENGINE = "mmspec.app.engine:load"
-ON_EXISTING = ("skip", "overwrite", "append", "prepend")
-OUTPUTS = ("txt", "metadata", "parquet", "webdataset", "pairs")
 SAID_LATER = "config"  # the one flag that a config file cannot hold
 # One of these on the command line undoes the others of a config file.
 RIVALS = (("prompt", "prompt_file"), ("frames", "fps", "keyframes"))
@@ -98,17 +94,6 @@ class Flags:
         return [*words, "--", *([inputs] if isinstance(inputs, str) else map(str, inputs))]
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    """The options of `mmspec caption`."""
-    flags = Flags(parser)
-    _inputs(flags)
-    _answers(flags)
-    _limits(flags)
-    _outputs(flags)
-    _running(flags)
-    parser.set_defaults(flags=flags)
-
-
 def resolve(args: argparse.Namespace) -> argparse.Namespace:
     """All options: the defaults, over them the config file, over it what the command line says."""
     flags: Flags = args.flags
@@ -168,148 +153,3 @@ def _held(path: Path, flags: Flags) -> dict[str, Any]:
     finally:
         flags.parser.prog = called
     return {name: value for name, value in vars(found).items() if name in flags.defaults}
-
-
-def _inputs(flags: Flags) -> None:
-    add = flags.add
-    add("inputs", nargs="*", default=[], metavar="INPUT", help="folders, files, globs, lists (.txt), tables "
-        "(.jsonl .csv .parquet), webdataset tars, hf:owner/name; default: the sample drawings")  # fmt: skip
-    flags.switch("--recursive", False, "look into subfolders too")
-    add("--column-image", metavar="NAME", help="column of a table that holds paths or bytes (default: found by name)")
-    add("--column-text", metavar="NAME", help="column of a table with the captions that are there already")
-    add("--column-tags", metavar="NAME", help="column of a table for {tags}")
-    add("--split", default="train", metavar="NAME", help="of a data set hf:owner/name")
-    flags.section("what is asked")
-    add("--prompt", metavar="TEXT", help="about every item; may hold {name} {dir} {tags} {existing}")
-    add(
-        "--prompt-file",
-        type=Path,
-        metavar="FILE",
-        help="several prompts, weighted: each item gets one, always the same",
-    )
-    add("--system", metavar="TEXT", help="system message")
-    add("--start-with", metavar="TEXT", help="words that every answer begins with")
-    add("--prepend", default="", metavar="TEXT", help="put before every caption")
-    add("--append", default="", metavar="TEXT", help="put after every caption")
-
-
-def _answers(flags: Flags) -> None:
-    add = flags.add
-    flags.section("the model")
-    add("--model", metavar="NAME", help="name on the Hugging Face Hub, or a folder; default: the embedded one, "
-        f"{embedded.MODEL}, or {embedded.VIDEO_MODEL} if there are videos among the inputs")  # fmt: skip
-    add("--drafter", metavar="NAME", help="name, folder, 'ngram' (needs no weights) or 'none' (plain decoding); "
-        "default: what fits")  # fmt: skip
-    add("--max-new-tokens", type=count, default=128, metavar="N", help="longest caption, in tokens")
-    add("--temperature", type=_from_zero, default=0.0, metavar="T", help="0 takes the likeliest token")
-    add("--seed", type=int, default=0, metavar="N", help="of weighted prompts, and of draws at a temperature above 0")
-    add("--dtype", choices=(AUTO, "float32", "bfloat16", "float16"), default=AUTO, help="of the weights")
-    add("--engine", type=_engine, default=ENGINE, metavar="MODULE:FUNCTION", help="what loads the model; give your own "
-        "to caption with another library behind the same journal")  # fmt: skip
-
-
-def _limits(flags: Flags) -> None:
-    add = flags.add
-    flags.section("videos, and limits for hostile files")
-    add("--frames", type=count, metavar="N", help="frames of a video, evenly spread (8 unless --fps or --keyframes)")
-    add("--fps", type=_fps, metavar="F", help="frames of a video per second of it")
-    flags.switch("--keyframes", False, "take the key frames of a video")
-    add("--max-frames", type=count, default=video.MAX_FRAMES, metavar="N", help="at most, however they are chosen")
-    add("--max-pixels", type=count, default=media.MAX_PIXELS, metavar="N", help="largest picture or frame")
-    add("--max-duration", type=_above_zero, default=3600.0, metavar="S", help="longest video")
-    add("--timeout", type=_above_zero, default=60.0, metavar="S", help="longest time to decode one file")
-    add("--decoders", type=count, metavar="N", help="processes that decode, per model (default: what the cores allow)")
-
-
-def _outputs(flags: Flags) -> None:
-    add = flags.add
-    flags.section("outputs")
-    add("--out", default="captions", metavar="FOLDER", help="for the captions, or 'beside' for beside the files")
-    add("--format", type=_formats, metavar="LIST", help=f"any of {','.join(OUTPUTS)}; default: metadata, and txt for "
-        "items that are files of their own")  # fmt: skip
-    add("--extension", type=_extension, default=".txt", metavar=".EXT", help="of caption files")
-    add("--on-existing", choices=ON_EXISTING, default="skip", help="captions by another hand: keep, replace, or add "
-        "ours after or before them")  # fmt: skip
-
-
-def _running(flags: Flags) -> None:
-    add = flags.add
-    flags.section("the run")
-    add("--config", type=Path, metavar="FILE", help="YAML with any of these flags; the command line wins over it")
-    flags.switch("--resume", True, "what is done is not done again")
-    flags.switch("--retry-failed", False, "try again what failed before")
-    add("--limit", type=count, metavar="N", help="caption at most N items in this run")
-    flags.switch("--dry-run", False, "write nothing: counts, the first prompt, an estimate measured on a few items")
-    add("--shard", type=_shard, metavar="I/N", help="only part I of N (0/4 ... 3/4), for several machines")
-    add("--devices", "--device", default=AUTO, metavar="LIST", help="auto, cpu, cuda, mps, or one worker process each: "
-        "0,1 or cuda:0,cuda:1 or cpu,cpu")  # fmt: skip
-    add("--batch-size", type=_batch, default=1, metavar="N", help="items at work at once on a device, or auto (halved "
-        "when memory runs out)")  # fmt: skip
-    add("--dedup", choices=("exact", "phash"), help="caption equal files, or pictures that look equal, once")
-    add("--max-errors", type=count, metavar="N", help="give up after so many failures")
-    flags.switch("--ray", False, "run the workers on Ray (pip install 'mmspec[ray]'), one per device of its cluster")
-    add("--report", type=Path, metavar="FILE", help="JSON with counts, speeds, acceptance and where they come from")
-    flags.switch("--compare", True, "measure the speed-up over stock generate on a few of the items")
-    flags.switch("--quiet", False, "do not print the captions")
-
-
-def count(text: str) -> int:
-    """A whole number from 1 on."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
-    return int(text)
-
-
-def _number(text: str, allowed: str, least: float, open_end: bool) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not (least < value < math.inf or (value == least and not open_end)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number {allowed}")
-    return value
-
-
-def _from_zero(text: str) -> float:
-    return _number(text, "from 0 on", 0, open_end=False)
-
-
-def _above_zero(text: str) -> float:
-    return _number(text, "above 0", 0, open_end=True)
-
-
-def _fps(text: str) -> float:
-    value = _above_zero(text)
-    if value > video.MAX_RATE:
-        raise argparse.ArgumentTypeError(f"{text!r} is more than {video.MAX_RATE} frames a second")
-    return value
-
-
-def _batch(text: str) -> int | str:
-    return text if text == AUTO else count(text)
-
-
-def _shard(text: str) -> str:
-    found = re.fullmatch(r"(\d+)/(\d+)", text)
-    if not found or not int(found[1]) < int(found[2]):
-        raise argparse.ArgumentTypeError(f"{text!r} is not I/N with I from 0 to N-1, as 0/4 ... 3/4")
-    return text
-
-
-def _formats(text: str) -> str:
-    wrong = [name for name in text.split(",") if name not in OUTPUTS]
-    if wrong:
-        raise argparse.ArgumentTypeError(f"unknown {', '.join(map(repr, wrong))}; choose from {', '.join(OUTPUTS)}")
-    return text
-
-
-def _extension(text: str) -> str:
-    if not re.fullmatch(r"\.?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no extension like .txt or .caption")
-    return text if text.startswith(".") else f".{text}"
-
-
-def _engine(text: str) -> str:
-    if not re.fullmatch(r"[\w.]+:\w+", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not MODULE:FUNCTION, as {ENGINE}")
-    return text

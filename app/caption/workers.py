@@ -16,9 +16,10 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol
 
 from mmspec.app.caption.journal import FAILED, Ledger
+from mmspec.app.caption.model import FatalError
 from mmspec.app.caption.outputs import STATE, Writer
 from mmspec.app.caption.plan import Task
-from mmspec.app.caption.run import FatalError, Job, Result, Worker, cores, failed
+from mmspec.app.caption.run import Job, Result, Worker, cores, failed
 from mmspec.app.caption.settings import AUTO
 
 GOODBYE = 30.0  # seconds a process has for its last round once it was told to stop

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
@@ -148,45 +148,28 @@ class Easel:
 
     def _draw(self, canvas: Canvas, asked: Any, wish: Wish, stop: threading.Event, deadline: float) -> Looks:
         """Draw one picture in a thread of its own; yields when there is something new to see."""
-        looks: SimpleQueue[BaseException | None] = SimpleQueue()
-        closed = threading.Event()
         began, spent = time.perf_counter(), [0.0]  # spent: on looking, which is not the model's time
         shown = [began]
 
-        def seen(_: Any, step: int, __: int, state: dict[str, Any]) -> None:
-            now = time.perf_counter()
-            if stop.is_set() or closed.is_set() or time.monotonic() >= deadline:
-                raise _Ended
-            tokens, seconds = state["tokens"][0], now - began - spent[0]
-            canvas.take(tokens, seconds)
-            if now - shown[0] >= REFRESH:
-                canvas.image = self._look(tokens)
-                looks.put(None)
-                shown[0] = time.perf_counter()
-                spent[0] += shown[0] - now
+        def work(show: Callable[[], None]) -> None:
+            def seen(_: Any, step: int, __: int, state: dict[str, Any]) -> None:
+                now = time.perf_counter()
+                if stop.is_set() or time.monotonic() >= deadline:
+                    raise Ended
+                tokens, seconds = state["tokens"][0], now - began - spent[0]
+                canvas.take(tokens, seconds)
+                if now - shown[0] >= REFRESH:
+                    canvas.image = self._look(tokens)
+                    show()
+                    shown[0] = time.perf_counter()
+                    spent[0] += shown[0] - now
 
-        def work() -> None:
             settings = {"guidance_scale": wish.guidance, "temperature": wish.temperature}
-            try:
-                made = self.painter.paint([asked], [wish.seed], callback_on_step_end=seen, **settings)
-                canvas.finish(made, made.seconds - spent[0])
-                looks.put(_Ended())
-            except BaseException as error:  # it belongs to whoever iterates
-                looks.put(error)
+            made = self.painter.paint([asked], [wish.seed], callback_on_step_end=seen, **settings)
+            canvas.finish(made, made.seconds - spent[0])
 
         canvas.state = DRAWING
-        thread = threading.Thread(target=work, daemon=True)
-        thread.start()
-        try:
-            yield
-            while not isinstance(look := looks.get(), _Ended):
-                if isinstance(look, BaseException):
-                    raise look
-                yield
-            yield
-        finally:
-            closed.set()
-            thread.join()
+        yield from watched(work)
 
     @torch.no_grad()
     def _look(self, tokens: list[int]) -> Image.Image:
@@ -197,8 +180,42 @@ class Easel:
         return pipe.image_processor.postprocess(pixels, "pil")[0]
 
 
-class _Ended(Exception):
-    """Thrown into a call of the pipeline to end it, and put into the queue when it has ended."""
+class Ended(Exception):
+    """Thrown into a call of a pipeline to end it, and put into the queue when it has ended."""
+
+
+def watched(work: Callable[[Callable[[], None]], None]) -> Looks:
+    """Run `work` in a thread of its own; yields when it begins, ends, or calls what it is given.
+
+    What it calls raises Ended once nobody looks any more.
+    """
+    looks: SimpleQueue[BaseException | None] = SimpleQueue()
+    closed = threading.Event()
+
+    def show() -> None:
+        if closed.is_set():
+            raise Ended
+        looks.put(None)
+
+    def whole() -> None:
+        try:
+            work(show)
+            looks.put(Ended())
+        except BaseException as error:  # it belongs to whoever iterates
+            looks.put(error)
+
+    thread = threading.Thread(target=whole, daemon=True)
+    thread.start()
+    try:
+        yield
+        while not isinstance(look := looks.get(), Ended):
+            if isinstance(look, BaseException):
+                raise look
+            yield
+        yield
+    finally:
+        closed.set()
+        thread.join()
 
 
 def load(model: str, drafter: str | None, device: str, dtype: str, time_limit: float) -> Easel:

@@ -43,7 +43,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", default=embedded.VIDEO_MODEL, help="name on the Hugging Face Hub, or a folder (%(default)s)")
     add("--drafter", help="ngram, folder or hub name; default: what fits")
-    add("--image-model", default=embedded.IMAGE_MODEL, help="of the Image tab; none leaves it out (%(default)s)")
+    add("--image-model", default=embedded.IMAGE_MODEL, help="of the Image tab, LlamaGen or MAR, or none (%(default)s)")
     add("--image-drafter", metavar="NAME", help="a trained drafter for it, folder or hub name")
     add("--examples", type=Path, metavar="FOLDER", help="example pictures (default: the sample drawings)")
     add("--results", type=Path, default=RESULTS, metavar="FOLDER", help="the bench's JSON records")
@@ -95,10 +95,10 @@ def load(args: argparse.Namespace, eyes: Any, pictures: list[Path], clips: list[
 
     try:
         duo, offer = _captions(args, eyes, pictures, clips)
-        easel = _pictures(args)
+        easel, studio = _pictures(args), _classes(args)
     except (engines.EngineError, RefusedError) as error:
         raise _Fatal(str(error)) from error
-    return build(duo, offer, args.results, easel, WISHES if args.image_model == embedded.IMAGE_MODEL else ())
+    return build(duo, offer, args.results, easel, WISHES if args.image_model == embedded.IMAGE_MODEL else (), studio)
 
 
 def _captions(args: argparse.Namespace, eyes: Any, pictures: list[Path], clips: list[Path]) -> tuple[Any, Any]:
@@ -122,21 +122,38 @@ def _captions(args: argparse.Namespace, eyes: Any, pictures: list[Path], clips: 
 
 
 def _pictures(args: argparse.Namespace) -> Any:
-    """What the Image tab needs; None leaves it out."""
+    """What the Image tab needs for prompts; None leaves it out."""
+    from mmspec.app import mar
     from mmspec.app.demo import canvas
 
-    if args.image_model == NONE:
+    if args.image_model == NONE or mar.draws(args.image_model):
         return None
     easel = canvas.load(args.image_model, args.image_drafter, args.device, args.dtype, args.time_limit)
     easel.warm_up("0" if easel.painter.classes else "a picture")
     return easel
 
 
-def build(duo: Any, offer: Any, results: Path, easel: Any = None, wishes: Sequence[str] = ()) -> Any:
+def _classes(args: argparse.Namespace) -> Any:
+    """The same for the classes of a MAR: the embedded one beside the embedded model of prompts, where it is there."""
+    from mmspec.app import mar
+    from mmspec.app.demo.sketch import Studio
+
+    embedded_too = args.image_model == embedded.IMAGE_MODEL and (zoo.weights() / mar.OWN[1]).is_dir()
+    if not embedded_too and not mar.draws(args.image_model):
+        return None
+    model = mar.load(mar.NAME if embedded_too else args.image_model, args.device, args.dtype)
+    studio = Studio(model, args.time_limit)
+    studio.warm_up()
+    return studio
+
+
+def build(
+    duo: Any, offer: Any, results: Path, easel: Any = None, wishes: Sequence[str] = (), studio: Any = None
+) -> Any:
     """The Blocks: a header and the tabs, which share one queue and one desk."""
     import gradio as gr
 
-    from mmspec.app.demo import caption_tab, desk, guard, image_tab, records
+    from mmspec.app.demo import caption_tab, desk, guard, image_tab, mar_tab, records
 
     one = desk.Desk()
     with guard.Page(title="mmspec", analytics_enabled=False, fill_width=True, delete_cache=(KEEP, KEEP)) as page:
@@ -146,6 +163,9 @@ def build(duo: Any, offer: Any, results: Path, easel: Any = None, wishes: Sequen
         if easel is not None:
             with gr.Tab("Image"):
                 image_tab.build(easel, one, wishes, bool(wishes), page)
+        if studio is not None:
+            with gr.Tab("Image, continuous" if easel is not None else "Image"):
+                mar_tab.build(studio, one)
         with gr.Tab("Drafters"):
             records.build(records.read(results))
     return page

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mmspec.app.bench.faithful import Reader
-from mmspec.app.zoo import mar_card, sheets
+from mmspec.app.zoo import mar_card, sheets, squares
 from mmspec.app.zoo.fit import fit
 from mmspec.models.mar import MARTransformer2DModel
 from mmspec.models.mar_head import MARHead
@@ -45,33 +45,32 @@ def train_vae(recipe: MarRecipe, work: Path, say: Say) -> Any:
         far = vae.decode(posterior.mean + posterior.std * noise).sample - seen
         return far, plan.kl * posterior.kl().mean() / posterior.mean[0].numel()
 
-    def scenes_at(step: int, stream: int, emphasis: float) -> tuple[Tensor, int]:
+    def scenes_at(
+        step: int, stream: int, batch: int, emphasis: float, error: Callable[[Tensor], Tensor], priced: bool = True
+    ) -> tuple[Tensor, int]:
         rng = np.random.default_rng((recipe.seed, stream, step))
-        samples = [classes.draw(rng) for _ in range(plan.plan.batch)]
+        samples = [classes.draw(rng) for _ in range(batch)]
         touched = torch.from_numpy(np.stack([classes.covered(sample) for sample in samples]))[:, None]
         weight = torch.where(touched, emphasis, 1.0)
         far, price = given_back(sheets.pixels([classes.render(sample) for sample in samples]), rng)
-        return ((far**2 + 0.2 * far.abs()) * (weight / weight.mean())).mean() + price, len(samples)
+        return (error(far) * (weight / weight.mean())).mean() + (price if priced else 0), len(samples)
 
-    def finish_at(step: int) -> tuple[Tensor, int]:
-        rng = np.random.default_rng((recipe.seed, _FINISH, step))
-        samples = [classes.draw(rng) for _ in range(plan.finish.batch)]
-        touched = torch.from_numpy(np.stack([classes.covered(sample) for sample in samples]))[:, None]
-        weight = torch.where(touched, plan.emphasis, 1.0)
-        far, _ = given_back(sheets.pixels([classes.render(sample) for sample in samples]), rng)
-        return (_coloured(far, plan.chroma) * (weight / weight.mean())).mean(), len(samples)
+    def alike(far: Tensor) -> Tensor:
+        return far**2 + 0.2 * far.abs()
 
     def crowds_at(step: int) -> tuple[Tensor, int]:
         rng = np.random.default_rng((recipe.seed, _COLOURS, step))
         far, price = given_back(sheets.pixels([classes.crowd(rng) for _ in range(plan.colours.batch)]), rng)
         return _coloured(far, plan.chroma).mean() + price, len(far)
 
-    fit(vae, plan.plan, partial(scenes_at, stream=_VAE, emphasis=1.0), work / "vae.pt", say)
-    fit(vae, plan.objects, partial(scenes_at, stream=_OBJECTS, emphasis=plan.emphasis), work / "vae-objects.pt", say)
+    plainly = partial(scenes_at, batch=plan.plan.batch, error=alike)
+    finely = partial(scenes_at, stream=_FINISH, batch=plan.finish.batch, emphasis=plan.emphasis, priced=False)
+    fit(vae, plan.plan, partial(plainly, stream=_VAE, emphasis=1.0), work / "vae.pt", say)
+    fit(vae, plan.objects, partial(plainly, stream=_OBJECTS, emphasis=plan.emphasis), work / "vae-objects.pt", say)
     fit(vae, plan.colours, crowds_at, work / "vae-colours.pt", say)
     vae.encoder.requires_grad_(False)
     vae.quant_conv.requires_grad_(False)
-    fit(vae, plan.finish, finish_at, work / "vae-finish.pt", say)
+    fit(vae, plan.finish, partial(finely, error=partial(_coloured, chroma=plan.chroma)), work / "vae-finish.pt", say)
     vae.eval().requires_grad_(False)
     rng = np.random.default_rng((recipe.seed, _VAE))
     latents = vae.encode(sheets.pixels([classes.render(classes.draw(rng)) for _ in range(64)])).latent_dist.mean
@@ -86,13 +85,28 @@ def _coloured(far: Tensor, chroma: float) -> Tensor:
 
 
 def build_model(recipe: MarRecipe, trunk: Trunk) -> Any:
-    """A MAR transformer of this shape, with random weights."""
+    """A MAR transformer of this shape, with random weights, but for its places: they start as waves.
+
+    From noise it takes very long to find out which places are neighbours.
+    """
     torch.manual_seed(recipe.seed)
-    return MARTransformer2DModel(
+    model = MARTransformer2DModel(
         dim=trunk.dim, layers=trunk.layers, heads=trunk.heads, head_layers=trunk.head_layers,
         head_width=trunk.head_width, grid=classes.SIDE // 2 ** (len(recipe.vae.channels) - 1),
         channels=recipe.vae.latent, buffer=trunk.buffer, classes=len(classes.NAMES),
     )  # fmt: skip
+    waves = _waves(model.config.grid, trunk.dim)
+    for places in (model.encoder_pos_embed_learned, model.decoder_pos_embed_learned):
+        places.data[0, trunk.buffer :] = waves
+    return model
+
+
+def _waves(grid: int, width: int) -> Tensor:
+    """[grid², width]: sines and cosines of every place's row, then of its column, in reading order."""
+    turns = 100.0 ** (torch.arange(0, width, 4) / -width)
+    places = torch.arange(grid * grid)
+    angles = torch.cat([torch.outer(axis, turns) for axis in (places // grid, places % grid)], 1)
+    return torch.cat([angles.sin(), angles.cos()], 1)
 
 
 def build_pipeline(recipe: MarRecipe, model: Any, vae: Any) -> MARPipeline:
@@ -121,16 +135,23 @@ def denoising_loss(head: MARHead, clock: Chain, x: Tensor, z: Tensor, t: Tensor,
     return (F.mse_loss(eps, noise, reduction="none") + bound / math.log(2)).mean(1)
 
 
-def loss_of(model: Any, clock: Chain, tokens: Tensor, labels: Tensor, rng: np.random.Generator, repeats: int) -> Tensor:
-    """Mean denoising loss of the hidden tokens of pictures; all show the same number of tokens, often few."""
+def loss_of(
+    model: Any, clock: Chain, tokens: Tensor, labels: Tensor, rng: np.random.Generator, repeats: int,
+    lesson: Callable[[Tensor, Tensor], Tensor] | None = None,
+) -> Tensor:  # fmt: skip
+    """Mean denoising loss of the hidden tokens of pictures; all show the same number of tokens, often few.
+
+    `lesson` adds something for the conditioning of the hidden tokens [R, D], given which they are, bool [B, L].
+    """
     B, L = tokens.shape[:2]
     shown = min(L - 1, int(L * rng.random() ** 2))
-    known = torch.from_numpy(rng.random((B, L)).argsort(1) < shown)
-    z = model(tokens, known, labels, [shown] * B)[~known].repeat(repeats, 1)
-    x = tokens[~known].repeat(repeats, 1)
+    hidden = torch.from_numpy(rng.random((B, L)).argsort(1) >= shown)
+    z = model(tokens, ~hidden, labels, [shown] * B)[hidden]
+    x = tokens[hidden].repeat(repeats, 1)
     t = torch.from_numpy(rng.integers(len(clock), size=len(x)))
     noise = torch.from_numpy(rng.standard_normal(x.shape)).float()
-    return denoising_loss(model.diffloss, clock, x, z, t, noise).mean()
+    loss = denoising_loss(model.diffloss, clock, x, z.repeat(repeats, 1), t, noise).mean()
+    return loss if lesson is None else loss + lesson(z, hidden)
 
 
 @torch.no_grad()
@@ -143,27 +164,36 @@ def latents(vae: Any, samples: list[classes.Sample]) -> Tensor:
     return mean.flatten(2).transpose(1, 2)
 
 
-def encoded(recipe: MarRecipe, vae: Any, at_once: int = 64) -> tuple[Tensor, Tensor]:
-    """Tokens [N, L, C] and labels [N] of the pictures to train on."""
+def encoded(recipe: MarRecipe, vae: Any, at_once: int = 64) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens [N, L, C], labels [N] and what the squares show [N, L, 5] of the pictures to train on."""
     rng = np.random.default_rng((recipe.seed, _TARGET))
     samples = [classes.draw(rng) for _ in range(recipe.pictures)]
     parts = [latents(vae, samples[i : i + at_once]) for i in range(0, len(samples), at_once)]
-    return torch.cat(parts), torch.tensor([sample.label for sample in samples])
+    grid = math.isqrt(parts[0].shape[1])
+    told = np.stack([squares.shown(Picture(s.background, (s.thing,), None, 0), grid) for s in samples])
+    return torch.cat(parts), torch.tensor([sample.label for sample in samples]), torch.from_numpy(told)
 
 
-def train_model(recipe: MarRecipe, stage: str, pictures: tuple[Tensor, Tensor], work: Path, say: Say) -> Any:
+def train_model(recipe: MarRecipe, stage: str, data: tuple[Tensor, Tensor, Tensor], work: Path, say: Say) -> Any:
     """Train the "target" or the "draft" on `encoded` pictures, or on from the checkpoint in `work`."""
     trunk, number = {"target": (recipe.target_trunk, _TARGET), "draft": (recipe.draft_trunk, _DRAFT)}[stage]
     model, clock = build_model(recipe, trunk), MARScheduler().chain(1000)
+    tokens, labels, told = data
+    lesson = squares.Lesson(trunk.dim, 1, recipe.emphasis)
 
     def loss_at(step: int) -> tuple[Tensor, int]:
         rng = np.random.default_rng((recipe.seed, number, step))
-        some = torch.from_numpy(rng.integers(len(pictures[1]), size=trunk.plan.batch))
+        some = torch.from_numpy(rng.integers(len(labels), size=trunk.plan.batch))
         dropped = torch.from_numpy(rng.random(len(some)) < trunk.drop)
-        labels = torch.where(dropped, len(classes.NAMES), pictures[1][some])
-        return loss_of(model, clock, pictures[0][some], labels, rng, trunk.repeats), len(some)
+        asked = torch.where(dropped, len(classes.NAMES), labels[some])
 
-    fit(model.train(), trunk.plan, loss_at, work / f"{stage}.pt", say)
+        def telling(z: Tensor, hidden: Tensor) -> Tensor:
+            return recipe.tell * lesson([z], told[some][hidden])
+
+        return loss_of(model, clock, tokens[some], asked, rng, trunk.repeats, telling), len(some)
+
+    taught = nn.ModuleDict({"model": model.train(), "lesson": lesson})
+    fit(taught, trunk.plan, loss_at, work / f"{stage}.pt", say)
     return model.eval()
 
 
@@ -252,9 +282,9 @@ def train(recipe: MarRecipe, out_dir: Path, work: Path, say: Say) -> None:
     """Train autoencoder, target and draft, or on from the checkpoints in `work`; export the latter two side by side."""
     vae = train_vae(recipe, work, say)
     say(f"autoencoder: {score_vae(vae):.2f} dB, latents scaled by {vae.config.scaling_factor:.3f}")
-    pictures = encoded(recipe, vae)
+    data = encoded(recipe, vae)
     for stage, folder in (("target", out_dir), ("draft", out_dir.with_name(recipe.draft))):
-        model = train_model(recipe, stage, pictures, work, say)
+        model = train_model(recipe, stage, data, work, say)
         export(build_pipeline(recipe, model, vae), folder, whole=stage == "target")
         vae.float()
         say(f"exported to {folder}")

@@ -42,7 +42,10 @@ Size, texture, place and background are the model's own choice.
 - Transformer: encoder and decoder of {shape.layers} layers x {shape.dim}, {shape.buffer} places for the class, a head
   of {shape.head_layers} layers x {shape.head_width}; {plan.steps} steps of {plan.batch} pictures, hidden tokens noised
   {shape.repeats} times a step, {shape.drop:.0%} of the classes shown as none; Muon for the
-  matrices of the layers, AdamW for the rest, peak rate {plan.lr}, seed {seed}, float32.
+  matrices of the layers, AdamW for the rest, peak rate {plan.lr}, seed {seed}, float32. The learnt places start as
+  sines and cosines of row and column. Beside the denoising loss, throw-away classifiers on the conditioning have to say
+  what the hidden squares show ({tell:g} times; squares with an object in it count {told:g} times): from the loss alone
+  the model had not learnt in as many steps that there is one object.
 - Sampler: {steps} denoising steps without the first, with noise at the last, guidance {guidance:g} (linear).
 
 ## Held-out results
@@ -85,7 +88,7 @@ def target_card(recipe: MarRecipe, results: dict[str, Any]) -> str:
     return TARGET.format(
         name=recipe.name, draft=recipe.draft, grid=classes.SIDE // factor, channels=vae.latent, factor=factor,
         first=classes.NAMES[0], last=classes.NAMES[-1], classes=len(classes.NAMES), backgrounds=len(classes.PLAIN),
-        pictures=recipe.pictures,
+        pictures=recipe.pictures, tell=recipe.tell, told=recipe.emphasis,
         vae_channels=vae.channels, vae_steps=vae.plan.steps + vae.objects.steps + vae.colours.steps + vae.finish.steps,
         vae_batch=vae.plan.batch, emphasis=vae.emphasis, chroma=vae.chroma, shape=shape, plan=shape.plan,
         seed=recipe.seed, steps=recipe.diffusion_steps, guidance=recipe.guidance,

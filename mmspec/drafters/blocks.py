@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
+from mmspec.rows import gather_rows
 from mmspec.slots import Lengths, Slots, visibility
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v [B, heads, n, D] → [B, heads, n, D]
@@ -144,11 +145,6 @@ def runs(visual: Tensor, merge: bool = False) -> list[Span]:
     return found
 
 
-def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
-    """[B, n, …] of x [B, L, …]: of each sequence the rows [B, n]."""
-    return x[torch.arange(len(x), device=x.device)[:, None], rows]
-
-
 def spans_of(x: Tensor, spans: Sequence[Span]) -> tuple[Tensor, Tensor]:
     """Spans of rows of x [B, L, H] side by side, padded at their ends: [R, longest, H], and where they are real."""
     parts = [x[b, i:j] for b, i, j in spans]
@@ -157,7 +153,7 @@ def spans_of(x: Tensor, spans: Sequence[Span]) -> tuple[Tensor, Tensor]:
     return padded, torch.arange(padded.shape[1], device=x.device) < lengths[:, None]
 
 
-def splice(valid: Tensor, spans: Sequence[Span], counts: Sequence[int]) -> tuple[Tensor, Tensor]:
+def splice(valid: Tensor, spans: Sequence[Span], counts: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
     """What stands once spans of rows have given way to new rows.
 
     Args:
@@ -166,8 +162,9 @@ def splice(valid: Tensor, spans: Sequence[Span], counts: Sequence[int]) -> tuple
         counts: how many rows take the place of each span.
 
     Returns:
-        Indices [B, n] into the B·L rows of the batch followed by the new ones, span by span, and whether each is real,
-        bool [B, n]; what is left of padding stands on the left.
+        Indices [B, n] into the B·L rows of the batch followed by the new ones, span by span; whether each is real, bool
+        [B, n]; and which row of its sequence it is, int64 [B, n], −1 at new rows and padding. What is left of padding
+        stands on the left.
     """
     (B, L), new = valid.shape, sum(counts)
     real, every = torch.cat([valid.flatten().cpu(), torch.ones(new, dtype=torch.bool)]), torch.arange(B * L + new)
@@ -178,7 +175,8 @@ def splice(valid: Tensor, spans: Sequence[Span], counts: Sequence[int]) -> tuple
         reached[b], first = stop, first + count
     whole = [torch.cat([*line, every[b * L + reached[b] : b * L + L]]) for b, line in enumerate(lines)]
     index = pad_sequence([line[real[line]] for line in whole], True, -1, padding_side="left").to(valid.device)
-    return index.clamp(min=0), index >= 0
+    source = torch.where((index >= 0) & (index < B * L), index % max(L, 1), -1)
+    return index.clamp(min=0), index >= 0, source
 
 
 def spliced(x: Tensor, new: Tensor, index: Tensor) -> Tensor:
@@ -255,8 +253,7 @@ def path_after(session: Any) -> tuple[Tensor, Tensor, Tensor]:
     if last.scores.hidden is None:
         raise ValueError("the target handed over no features; the drafter must name them in `features`")
     kept, count = last.kept, last.verdict.count
-    hidden = last.scores.hidden.gather(1, kept[:, :, None].expand(-1, -1, last.scores.hidden.shape[-1]))
-    tokens = last.draft.tokens.gather(1, kept).clamp(min=0)
+    tokens = gather_rows(last.draft.tokens, kept).clamp(min=0)
     follow = torch.cat([tokens[:, 1:], last.verdict.token[:, None]], 1)
     follow = follow.scatter(1, (count - 1)[:, None], last.verdict.token[:, None])
-    return hidden, follow, count
+    return gather_rows(last.scores.hidden, kept), follow, count

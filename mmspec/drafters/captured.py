@@ -14,16 +14,17 @@ from mmspec import capture
 from mmspec.capture import Captured
 from mmspec.drafters.blocks import Attend, path_after
 from mmspec.drafters.feature import FeatureDrafter, _embed
+from mmspec.rows import gather_rows
 from mmspec.slots import Lengths
 from mmspec.tree import chain
 from mmspec.types import Draft, Prompt, Target
 
 
 class CapturedChain:
-    """Proposes what its drafter proposes; where that is not a chain by rank, the drafter itself does.
+    """Proposes what its drafter proposes; the drafter itself does where the target weighs its logits.
 
     Args:
-        drafter: fitted to the target.
+        drafter: fitted to the target; drafts chains by rank.
         weights: of the target, whose embedding and head the drafter uses.
         held: what was captured before, with this drafter's layer and these weights.
     """
@@ -42,7 +43,7 @@ class CapturedChain:
     def propose(self, session: Any, target: Target) -> Draft:
         weighed = hasattr(target, "weigh") and not self.drafter.own_head
         longer = session.last.kept.shape[1] > self.nodes  # what rounds without a draft have handed over
-        if self.drafter.options.tree != "chain" or self.drafter.options.draws or weighed or longer:
+        if weighed or longer:
             return self.drafter.propose(session, target)
         memory, N = session.memory, self.nodes
         hidden, follow, count = path_after(session)
@@ -73,8 +74,7 @@ class CapturedChain:
             memory = _Passing(positions, *context)
             out = drafter._read(memory, _embed(target, follow), hidden, memory.lengths, 0, None)  # type: ignore[arg-type]
             memory.positions = positions + count
-            last = out.gather(1, (count - 1)[:, None, None].expand(-1, 1, out.shape[2]))
-            return [drafter._chain(SimpleNamespace(memory=memory), target, last)[0]]
+            return [drafter._chain(SimpleNamespace(memory=memory), target, gather_rows(out, count[:, None] - 1))[0]]
 
         own = [*drafter.parameters(), *drafter.buffers(), *self.weights()]
         with torch.inference_mode(False), torch.no_grad():

@@ -95,9 +95,8 @@ class EagleConfig:
             raise ValueError(
                 f"config.json has unknown fields {', '.join(unknown)}; an EAGLE config has {sorted(known)}"
             )
-        if "features" in values:
-            values = {**values, "features": tuple(values["features"])}
-        return cls(**values)
+        frozen: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+        return cls(**frozen)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from mmspec.config import SpecConfig
 from mmspec.drafters.blocks import RMSNorm, runs, shares, spans_of, splice, spliced
 from mmspec.drafters.eagle import EagleConfig, EagleDrafter
-from mmspec.drafters.feature import Entering
+from mmspec.drafters.layer import Entering
 from mmspec.tree import Expand, chain
 from mmspec.types import Target, Tree
 
@@ -137,10 +137,9 @@ class FlashDrafter(EagleDrafter):
         count = self.latent.count(length)
         e, f = self.latent(rows, there, count)
         _, last, ok = shares(length, count)
-        index, real = splice(valid, spans, count.tolist())
+        index, real, source = splice(valid, spans, count.tolist())
         x, residual = self.inputs(spliced(embeds, e[ok], index), spliced(features, f[ok], index))
         places = spliced(positions, spans_of(positions, spans)[0].gather(1, last)[ok], index)
-        source = torch.where(real & (index < visual.numel()), index % visual.shape[1], -1)
         return Entering(x, residual, places, real, source)
 
     # -- what comes out ----------------------------------------------------------------------------------------------

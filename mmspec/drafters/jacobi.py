@@ -169,16 +169,17 @@ class JacobiDrafter:
             ops.stream(session.seeds, ops.COUPLE)[:, None], session.emitted[:, None] * self.window + column
         )
         known, token, log_p = self._carried(session, shape, coins, noise)
-        first, log_q = self._first(session, known, token, coins, vocab)
+        first, prior = self._first(session, known, token, coins, vocab)
         token = torch.where(known, token, first)
         token = torch.where(position < memory.ends[:, None], token, HOLE)
-        log_q = log_q if log_p is None else torch.where(known[..., None], log_p, log_q)
+        if law.is_point and not shape.levels:
+            return Draft(torch.cat([pending[:, None], token], 1), tree)
+        log_q = prior() if log_p is None else torch.where(known[..., None], log_p, prior())
         memory.law = None if law.is_point else log_q
-        if shape.levels == 0:
-            tokens, logits = token, log_q
-        else:
-            tokens, logits = _branched(token, log_q, noise(shape.levels), shape)
-        tokens = torch.cat([pending[:, None], tokens], 1)[:, shape.entry]
+        logits = log_q
+        if shape.levels:
+            token, logits = _branched(token, log_q, noise(shape.levels), shape)
+        tokens = torch.cat([pending[:, None], token], 1)[:, shape.entry]
         if law.is_point:
             return Draft(tokens, tree)
         logits = torch.cat([logits[:, :1], logits], 1)  # the root's entry is not read
@@ -210,8 +211,10 @@ class JacobiDrafter:
         q = session.memory.law[rows, level.clamp(max=C - 1)].exp() * (x != HOLE)[..., None]
         return known, _keep_or_redraw(log_p.exp(), q, x, coins), log_p
 
-    def _first(self, session: Any, known: Tensor, token: Tensor, coins: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
-        """First guesses [B, C] and log q [B, C, V] of their law: with chance `copy` a neighbour's token, or uniform.
+    def _first(
+        self, session: Any, known: Tensor, token: Tensor, coins: Tensor, vocab: int
+    ) -> tuple[Tensor, Callable[[], Tensor]]:
+        """First guesses [B, C], and log q [B, C, V] when asked for: with chance `copy` a neighbour's token, or uniform.
 
         The neighbours are the last token to the left that is decided or carried, and the decided one straight above; in
         the first row both are the left one. Where the target's law is a point mass nothing is left to the uniform part.
@@ -224,8 +227,11 @@ class JacobiDrafter:
         copied = share.sum()
         flat = ((coins - copied) / (1 - copied) * vocab).nan_to_num().clamp(0, vocab - 1).long()
         token = torch.where(coins < share[0], near[..., 0], near[..., 1])
-        prior = ((1 - copied) / vocab).float().expand(*coins.shape, vocab)
-        prior = prior.scatter_add(2, near, share.float().expand_as(near)).log_()
+
+        def prior() -> Tensor:
+            rest = ((1 - copied) / vocab).float().expand(*coins.shape, vocab)
+            return rest.scatter_add(2, near, share.float().expand_as(near)).log_()
+
         return torch.where(coins < copied, token, flat), prior
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mmspec.drafters.eagle import EagleConfig, EagleDrafter
-from mmspec.drafters.feature import Entering
+from mmspec.drafters.layer import Entering
 
 
 @dataclass(frozen=True)

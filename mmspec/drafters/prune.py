@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mmspec.config import SpecConfig
-from mmspec.drafters.blocks import gather_rows
+from mmspec.rows import gather_rows
 
 MASS = 0.4  # share of the attention that the first choice covers; the published scripts' λ
 

@@ -10,7 +10,8 @@ from torch.nn import functional as F
 
 from mmspec.drafters.blocks import RMSNorm, Span, runs, shares, spans_of, splice, spliced
 from mmspec.drafters.eagle import EagleConfig, EagleDrafter
-from mmspec.drafters.feature import Entering
+from mmspec.drafters.layer import Entering
+from mmspec.rows import gather_rows
 
 BRANCHES = ("prune", "pool", "conv", "resampler", "text")
 SELECT = "select"
@@ -43,7 +44,6 @@ class SpecVlmConfig(EagleConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.only_final("SpecVLM")
-        object.__setattr__(self, "branches", tuple(self.branches))  # JSON knows lists only
         unknown = sorted(set(self.branches) - set(BRANCHES))
         if unknown or len(set(self.branches)) < len(self.branches):
             raise ValueError(f"branches are some of {', '.join(BRANCHES)}, each once; got {self.branches!r}")
@@ -78,8 +78,8 @@ class Convolution(nn.Module):
         length = there.sum(1)
         taps = torch.arange(int(self.count(length).max()) * self.ratio, device=rows.device).view(1, -1, self.ratio)
         taps = taps.minimum(length[:, None, None] - 1)  # [R, C, r]
-        windows = rows[torch.arange(len(rows), device=rows.device)[:, None, None], taps]
-        return self.taps(windows.flatten(2)), taps[..., -1]
+        windows = gather_rows(rows, taps.flatten(1)).view(*taps.shape[:2], -1)
+        return self.taps(windows), taps[..., -1]
 
 
 class Resampler(nn.Module):
@@ -185,7 +185,7 @@ class SpecVlmDrafter(EagleDrafter):
         self, spans: list[Span], choice: Tensor, embeds: Tensor, features: Tensor, valid: Tensor, positions: Tensor
     ) -> Entering:
         """What enters when the spans of each prompt go through its branch, `choice` [B]."""
-        (B, L), device, names = valid.shape, embeds.device, self.config.branches
+        device, names = embeds.device, self.config.branches
         length = torch.tensor([stop - start for _, start, stop in spans], device=device)
         branch = choice[torch.tensor([b for b, _, _ in spans], device=device)]
         counts = torch.stack([self._count(name, length) for name in names])
@@ -201,11 +201,10 @@ class SpecVlmDrafter(EagleDrafter):
             real = step < count[which, None]
             to = (first[which, None] + step)[real]
             made[to], place[to] = rows[real].to(made), at.gather(1, last)[real]
-        index, real = splice(valid, spans, count.tolist())
-        summary, own = index >= B * L, index.clamp(max=B * L - 1)
-        _, residual = self.inputs(embeds.flatten(0, 1)[own], features.flatten(0, 1)[own])
-        residual = residual.masked_scatter(summary[..., None], made.to(residual))
-        source = torch.where(real & ~summary, index % L, -1)
+        index, real, source = splice(valid, spans, count.tolist())
+        own = source.clamp(min=0)  # row 0 where there is none, to be overwritten or left unread
+        _, residual = self.inputs(gather_rows(embeds, own), gather_rows(features, own))
+        residual = residual.masked_scatter((real & (source < 0))[..., None], made.to(residual))
         chosen = choice[sorted({b for b, _, _ in spans})]
         told = {f"branch {name}": float((chosen == number).sum()) for number, name in enumerate(names)}
         return Entering(self.input_norm(residual), residual, spliced(positions, place, index), real, source, told=told)

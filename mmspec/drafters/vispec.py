@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mmspec.drafters.blocks import attention, runs, spans_of, splice
+from mmspec.drafters.blocks import attention, runs, spans_of, splice, spliced
 from mmspec.drafters.eagle import EagleConfig, EagleDrafter
-from mmspec.drafters.feature import Entering
+from mmspec.drafters.layer import Entering
+from mmspec.rows import gather_rows
 
 MEDIA = ("merge", "split")
 
@@ -96,20 +97,15 @@ class ViSpecDrafter(EagleDrafter):
         latest = torch.zeros(B, L + 1, dtype=torch.long, device=embeds.device)  # the context at each row and after all
         for image, (b, _, stop) in enumerate(spans, 1):
             latest[b, stop:] = image
-        index, kept = splice(valid, spans, [count] * len(spans))
-        summary = index >= B * L
-
-        def of(t: Tensor) -> Tensor:  # [B, L, …] → [B, n, …], anything at summaries
-            return t.flatten(0, 1)[index.clamp(max=B * L - 1)]
-
-        context = contexts[of(latest[:, :L])]
-        _, residual = self.inputs(of(embeds), of(features), context)
-        residual = residual.masked_scatter(summary[..., None], made[:, :count].to(residual.dtype))
+        index, real, source = splice(valid, spans, [count] * len(spans))
+        own = source.clamp(min=0)
+        context = contexts[gather_rows(latest, own)]
+        _, residual = self.inputs(gather_rows(embeds, own), gather_rows(features, own), context)
+        residual = residual.masked_scatter((real & (source < 0))[..., None], made[:, :count].to(residual))
         ends = positions[[b for b, *_ in spans], [stop - 1 for *_, stop in spans]]
         ends = ends[:, None] + torch.arange(1 - count, 1, device=ends.device)  # [R, num_q − 1]
-        places = of(positions).masked_scatter(summary, ends)
-        source = torch.where(kept & ~summary, index % max(L, 1), -1)
-        return Entering(self.input_norm(residual), residual, places, kept, source, context, contexts[latest[:, L:]])
+        places = spliced(positions, ends.flatten(), index)
+        return Entering(self.input_norm(residual), residual, places, real, source, context, contexts[latest[:, L:]])
 
     def _added(self, seen: Tensor) -> Tensor:
         """What img_fc adds to a feature: before the first image, then after each of R, from g [R, H]; [1 + R, H]."""

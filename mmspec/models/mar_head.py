@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -84,6 +84,19 @@ class MARHead(nn.Module):
             h = block(h, y)
         return net.final_layer(h, y)
 
+    def modulated(self, x: Tensor, table: Tensor) -> Tensor:
+        """The same of states x [..., C] by the modulation [..., parts·w] that `Bound` makes of t and z."""
+        net: Any = self.net
+        h = net.input_proj(x.to(table.dtype))
+        width = h.shape[-1:]
+        *parts, by, on = table.chunk(3 * len(net.res_blocks) + 2, -1)
+        for block, scale, shift, gate in zip(net.res_blocks, parts[::3], parts[1::3], parts[2::3], strict=True):
+            u = torch.addcmul(shift, F.layer_norm(h, width, eps=EPS), scale)
+            h = torch.addcmul(h, gate, block.mlp[2](F.silu(block.mlp[0](u))))
+        h = torch.addcmul(on.float(), F.layer_norm(h.float(), width, eps=EPS), by.float())
+        last = net.final_layer.linear
+        return F.linear(h, last.weight.float(), last.bias.float())
+
     @torch.no_grad()
     def bind(self, chain: Chain) -> Bound:
         """What the head's answers at the steps of a chain have in common, for any token."""
@@ -127,7 +140,8 @@ class Plain:
         both = self.head(torch.cat([x, x]), torch.cat([t, t]), torch.cat([z, null]))
         return both[: len(x)], both[len(x) :]
 
-    def take(self, rows: Tensor) -> Plain:
+    def take(self, rows: Tensor, times: int = 1) -> Plain:
+        rows = rows.repeat(times)
         null, guidance = (None if t is None else t[rows] for t in (self.null, self.guidance))
         return Plain(self.head, self.chain, self.z[rows], null, guidance)
 
@@ -161,59 +175,65 @@ class Denoiser:
 
     bound: Bound
     cond: Tensor  # [N, w]: N = R tokens, or 2·R with those without the condition below
-    guidance: Tensor | None
-    first: int = 0  # step of the first table
-    tables: list[tuple[Tensor, ...]] | None = None  # of each step (3·layers + 2) of [N, w]
+    guidance: Tensor | None  # [times·R]
+    times: int = 1  # how often the states that it is asked for repeat its tokens
+    table: tuple[int, Tensor] | None = None  # a number of a chunk of steps, and its modulation [steps, N, parts·w]
 
     def at(self, x: Tensor, k: int) -> Output:
-        if self.tables is None or not 0 <= k - self.first < len(self.tables):
-            K, room = len(self.bound.chain), self._room()
-            self.first = max(0, min(k, K - room))
-            whole = self._modulation(self.first, min(K, self.first + room))  # [steps, N, parts·w]
-            self.tables = [step.chunk(self._parts(), -1) for step in whole.unbind(0)]
-        every = x if self.guidance is None else torch.cat([x, x])
-        out = self._pass(every, self.tables[k - self.first])
-        return (out, None) if self.guidance is None else (out[: len(x)], out[len(x) :])
+        return self.out(x, self.modulation(k))
 
     def along(self, x: Tensor) -> Output:
         """In chunks of steps, so that no table outgrows the budget."""
-        K, room, R = x.shape[1], self._room(), len(x)
-        every = (x if self.guidance is None else torch.cat([x, x])).transpose(0, 1)  # [K, N, C]
-        parts = [
-            self._pass(every[i : i + room], self._modulation(i, min(K, i + room)).chunk(self._parts(), -1))
-            for i in range(0, K, room)
-        ]
-        out = (parts[0] if len(parts) == 1 else torch.cat(parts)).transpose(0, 1)
-        return (out, None) if self.guidance is None else (out[:R], out[R:])
+        room, every = self._room(), self._every(x.transpose(0, 1))
+        parts = [self._pass(part, self._modulation(i)) for i, part in enumerate(every.split(room))]
+        out, null = self._apart(parts[0] if len(parts) == 1 else torch.cat(parts))
+        return out.transpose(0, 1), None if null is None else null.transpose(0, 1)
 
-    def take(self, rows: Tensor) -> Denoiser:
-        R = len(self.cond) if self.guidance is None else len(self.guidance)
-        every = rows if self.guidance is None else torch.cat([rows, rows + R])
-        guidance = None if self.guidance is None else self.guidance[rows]
-        return replace(self, cond=self.cond[every], guidance=guidance, tables=None)
+    def take(self, rows: Tensor, times: int = 1) -> Denoiser:
+        every = rows if self.guidance is None else torch.cat([rows, rows + self.tokens])
+        guidance = None if self.guidance is None else self.guidance[rows].repeat(self.times * times)
+        table = (0, self._modulation(0)[:, every]) if self._room() == len(self.bound.chain) else None
+        return Denoiser(self.bound, self.cond[every], guidance, self.times * times, table)
 
-    def _parts(self) -> int:
-        return 3 * len(self.bound.head.net.res_blocks) + 2
+    @property
+    def tokens(self) -> int:
+        """R, each counted once."""
+        return len(self.cond) if self.guidance is None else len(self.cond) // 2
+
+    def modulation(self, k: int) -> Tensor:
+        """[N, parts·w] of step k."""
+        room = self._room()
+        return self._modulation(k // room)[k % room]
+
+    def out(self, x: Tensor, table: Tensor) -> Output:
+        """fp32 outputs for states x [times·R, C] under a modulation."""
+        return self._apart(self._pass(self._every(x), table))
+
+    def _every(self, x: Tensor) -> Tensor:
+        """[..., times, N, C] of states [..., times·R, C]; without `times` where that is 1."""
+        x = x if self.times == 1 else x.unflatten(-2, (self.times, -1))
+        return x if self.guidance is None else torch.cat([x, x], -2)
+
+    def _apart(self, out: Tensor) -> Output:
+        """What `_every` put together: with the condition and, where there is guidance, without."""
+        halves = (out,) if self.guidance is None else out.chunk(2, -2)
+        if self.times > 1:
+            halves = tuple(half.flatten(-3, -2) for half in halves)
+        return halves[0], halves[1] if len(halves) > 1 else None
 
     def _room(self) -> int:
         """Steps whose tables fit into the budget."""
         each = len(self.cond) * len(self.bound.bias) * self.cond.element_size()
         return max(1, min(len(self.bound.chain), BUDGET // max(1, each)))
 
-    def _modulation(self, first: int, last: int) -> Tensor:
-        y = F.silu(self.bound.clock[first:last, None] + self.cond)
-        return F.linear(y, self.bound.weight, self.bound.bias)
+    def _modulation(self, chunk: int) -> Tensor:
+        if self.table is None or self.table[0] != chunk:
+            first = chunk * self._room()
+            y = F.silu(self.bound.clock[first : first + self._room(), None] + self.cond)
+            self.table = chunk, F.linear(y, self.bound.weight, self.bound.bias)
+        return self.table[1]
 
-    def _pass(self, x: Tensor, table: tuple[Tensor, ...]) -> Tensor:
+    def _pass(self, x: Tensor, table: Tensor) -> Tensor:
         """fp32 [..., 2·C] of x [..., C]."""
-        net: Any = self.bound.head.net
-        h = net.input_proj(x.to(self.cond.dtype))
-        width = h.shape[-1:]
-        for i, block in enumerate(net.res_blocks):
-            by, on, gate = table[3 * i : 3 * i + 3]
-            u = torch.addcmul(on, F.layer_norm(h, width, eps=EPS), by)
-            h = torch.addcmul(h, gate, block.mlp[2](F.silu(block.mlp[0](u), inplace=True)))
-        by, on = (t.float() for t in table[-2:])
-        h = torch.addcmul(on, F.layer_norm(h.float(), width, eps=EPS), by)
-        last = net.final_layer.linear
-        return F.linear(h, last.weight.float(), last.bias.float())
+        table = table if self.times == 1 else table.unsqueeze(-3)
+        return self.bound.head.modulated(x, table)

@@ -11,6 +11,7 @@ from diffusers.configuration_utils import register_to_config
 from diffusers.schedulers.scheduling_ddpm import DDPMSchedulerOutput
 from torch import Tensor
 
+from mmspec import paths
 from mmspec.paths import Chain
 
 
@@ -77,12 +78,11 @@ class MARScheduler(SchedulerMixin, ConfigMixin):
             out: [..., 2·C], the network's ε and v.
             k: int64, counted from the noisiest step.
         """
-        eps, v = out.float().chunk(2, -1)
-        root, rest, clean, weight, beta, tilde = self.current.table.to(x.device)[k].unbind(-1)
-        at = (..., None)
-        mean = clean[at] * (x - rest[at] * eps) / root[at] + weight[at] * x
-        share = (v + 1) / 2
-        return mean, (share * beta[at] + (1 - share) * tilde[at]) / 2
+        return paths.kernel(x, (out.float(), None), None, self._row(k, x))
+
+    def _row(self, k: Tensor, x: Tensor) -> list[Tensor]:
+        """The numbers [..., 1] of the steps numbered k."""
+        return list(self.current.numbers.to(x.device)[k][..., None].unbind(-2))
 
     def step(
         self,
@@ -96,13 +96,12 @@ class MARScheduler(SchedulerMixin, ConfigMixin):
         clock = self.timesteps.to(sample.device)
         times = torch.as_tensor(timestep, device=sample.device).expand(len(sample))
         k = (clock == times[:, None]).int().argmax(1)
-        mean, log_std = self.kernel(model_output, k, sample)
         noise = torch.randn(sample.shape, generator=generator, device=sample.device, dtype=sample.dtype)
         noisy = self.config["final_noise"] | (k + 1 < len(clock))
-        before = mean + noisy[:, None] * self.config["temperature"] * log_std.exp() * noise
-        clean = (sample - self.current.table.to(sample.device)[k, 1, None] * model_output.chunk(2, -1)[0]) / (
-            self.current.table.to(sample.device)[k, 0, None]
-        )
+        shaken = noisy[:, None] * self.config["temperature"] * noise
+        before, _ = paths.step(sample, (model_output.float(), None), None, shaken, self._row(k, sample))
+        root, rest = self.current.table.to(sample.device)[k, :2, None].unbind(1)
+        clean = (sample - rest * model_output.chunk(2, -1)[0]) / root
         return DDPMSchedulerOutput(before, clean) if return_dict else (before, clean)
 
     def scale_model_input(self, sample: Tensor, timestep: Any = None) -> Tensor:

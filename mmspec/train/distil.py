@@ -8,7 +8,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from mmspec.train.data import Sample, batches, lengths_sorted
 from mmspec.train.muon import Muon
 from mmspec.train.objective import expected_tokens, losses
 from mmspec.train.recipes import Recipe
-from mmspec.train.trace import Remembered, Teaches, Trace
+from mmspec.train.trace import Lesson, Teaches, Trace
 
 
 def optimizers(network: Any, recipe: Recipe) -> list[torch.optim.Optimizer]:
@@ -61,24 +61,6 @@ def cut_head(drafter: Any, teacher: Teaches, answers: Sequence[Sequence[int]]) -
             weight[:, columns] = teacher.head(one_hot)[:, ids].T.to(weight.dtype)
 
 
-@dataclass
-class Lesson:
-    """Samples of one kind with the target's answers; `usable` are the places of those that are long enough."""
-
-    samples: list[Sample]
-    answers: list[list[int]]
-    usable: list[int]
-    traces: Remembered
-
-    @property
-    def lengths(self) -> list[tuple[int, int]]:
-        """Of the usable ones, by what makes them long: pictures first, then tokens."""
-        return [(self.samples[i].images, len(self.answers[i])) for i in self.usable]
-
-    def trace(self, places: Sequence[int]) -> Trace:
-        return self.traces.trace(self.samples, self.answers, places)
-
-
 class Distillation:
     """One run: answers first, then steps; everything needed to go on is in `out`.
 
@@ -87,7 +69,7 @@ class Distillation:
         texts: prompts without, for recipes whose stages ask for them.
         answers: folder of the answers, which runs of the same target, data and way of answering share; default: `out`.
         about: what the answers depend on besides the prompts and the recipe: the target, the data.
-        room: bytes of traces kept in memory, so that a sample that comes again is not read again.
+        room: bytes of traces kept in memory, of all lessons together, so that a sample is not read again.
     """
 
     def __init__(
@@ -154,18 +136,15 @@ class Distillation:
         return hashlib.sha256(json.dumps(how).encode()).hexdigest()[:10]
 
     def lesson(self, samples: list[Sample], name: str) -> Lesson:
-        """Samples, answered by the target, and as many of their traces as there is room for."""
+        """Samples with answers of the target that are long enough, and as many of their traces as there is room for."""
         answers = self.answers(samples, name)
-        usable = [i for i, a in enumerate(answers) if len(a) > self.recipe.unroll + 1]
+        usable = [(s, a) for s, a in zip(samples, answers, strict=True) if len(a) > self.recipe.unroll + 1]
         if not usable:
             raise ValueError(
                 "the target's answers are all too short to learn from; raise max_new_tokens or change the data"
             )
-        traces = Remembered(self.teacher, self.room)
-        found = Lesson(samples, answers, usable, traces)
-        if self.room:
-            groups = [[usable[i] for i in group] for group in lengths_sorted(found.lengths, self.recipe.batch)]
-            traces.read(samples, answers, groups)
+        found = Lesson(self.teacher, [s for s, _ in usable], [a for _, a in usable])
+        self.room = found.read(self.recipe.batch, self.room)
         return found
 
     # -- steps -------------------------------------------------------------------------------------------------------
@@ -175,7 +154,7 @@ class Distillation:
         held, shown = self.lesson(self.held_out, "held-out"), self.lesson(self.samples, "train")
         told = self.lesson(self.texts, "text") if self.recipe.texts else None
         if self.drafter.own_head:
-            cut_head(self.drafter, self.teacher, shown.answers)
+            cut_head(self.drafter, self.teacher, self.answers(self.samples, "train"))
         self.resume()
         bar = tqdm(
             total=self.recipe.steps, initial=self.step, desc="train", disable=quiet(self.accelerator.is_main_process)
@@ -183,8 +162,6 @@ class Distillation:
         saved = time.monotonic()
         tau = self.measure(held) if self.step else 1.0
         for trace in self._traces(shown, told):
-            if self.step >= self.recipe.steps:
-                break
             began = time.process_time()
             loss, agree = self.update(trace)
             self.seconds += time.process_time() - began
@@ -199,8 +176,8 @@ class Distillation:
                 saved = time.monotonic()
         bar.close()
         if getattr(self.drafter, "gate", None) is not None:
-            places = shown.usable[: self.recipe.gate_samples]
-            choice = gate.learn(self.drafter, self.teacher, (shown.trace([i]) for i in places), self.recipe)
+            traces = (shown.trace([i]) for i in range(min(len(shown.samples), self.recipe.gate_samples)))
+            choice = gate.learn(self.drafter, self.teacher, traces, self.recipe)
             tqdm.write("the gate chooses " + ", ".join(f"{name} {share:.0%}" for name, share in choice.items()))
             tau = self.measure(held)
         return tau
@@ -210,13 +187,10 @@ class Distillation:
         r, process, processes = self.recipe, self.accelerator.process_index, self.accelerator.num_processes
         lessons = [lesson for lesson in (shown, told) if lesson]
         orders = [batches(lesson.lengths, r.batch, r.seed, self.step, process, processes) for lesson in lessons]
-        step = self.step
-        while True:
+        for step in range(self.step, r.steps):
             chosen = [next(order) for order in orders]
             text = told is not None and np.random.default_rng([r.seed, 5, step]).random() >= r.pictures(step)
-            lesson = lessons[int(text)]
-            yield lesson.trace([lesson.usable[i] for i in chosen[int(text)]])
-            step += 1
+            yield lessons[int(text)].trace(chosen[int(text)])
 
     def update(self, trace: Trace) -> tuple[float, Tensor]:
         """One optimizer step on one batch."""
@@ -245,10 +219,8 @@ class Distillation:
         """Held-out τ (see expected_tokens), over the answers of this process."""
         self.network.eval()
         plain = replace(self.recipe.at(self.step), rollouts=0, noise=0.0)
-        found = []
-        for group in lengths_sorted(held.lengths, self.recipe.batch):
-            trace = held.trace([held.usable[i] for i in group])
-            found.append(losses(self.drafter, self.network, self.teacher, trace, plain)[1])
+        groups = lengths_sorted(held.lengths, self.recipe.batch)
+        found = [losses(self.drafter, self.network, self.teacher, held.trace(group), plain)[1] for group in groups]
         return expected_tokens(torch.cat(found, 1))
 
     # -- checkpoints -------------------------------------------------------------------------------------------------

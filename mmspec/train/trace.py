@@ -1,15 +1,15 @@
-"""What a target saw and thought along its own texts, and a teacher that remembers it."""
+"""What a target saw and thought along its own texts, and lessons that remember it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Protocol
 
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from mmspec.train.data import Sample
+from mmspec.train.data import Sample, lengths_sorted
 
 
 @dataclass(frozen=True)
@@ -59,24 +59,31 @@ class Teaches(Protocol):
     def head(self, hidden: Tensor) -> Tensor: ...
 
 
-class Remembered:
-    """A teacher's traces of some samples: those read ahead come from memory, others from the teacher."""
+@dataclass
+class Lesson:
+    """Samples of one kind with the target's answers; traces read ahead come from memory, others from the teacher."""
 
-    def __init__(self, teacher: Teaches, room: int) -> None:
-        self.teacher, self.room = teacher, room  # bytes
-        self.held: dict[int, Trace] = {}  # by the sample's place
+    teacher: Teaches
+    samples: Sequence[Sample]
+    answers: Sequence[list[int]]
+    held: dict[int, Trace] = field(default_factory=dict)  # by the sample's place
 
-    def read(self, samples: Sequence[Sample], answers: Sequence[Sequence[int]], groups: Sequence[list[int]]) -> None:
-        """Trace the samples at the places in `groups`, one group at a time, as long as there is room."""
-        for group in groups:
-            if self.room <= 0:
-                return
-            trace = self.teacher.trace([samples[i] for i in group], [answers[i] for i in group])
-            self.held.update(zip(group, trace.rows(), strict=True))
-            self.room -= sum(self.held[i].bytes for i in group)
+    @property
+    def lengths(self) -> list[tuple[int, int]]:
+        """By what makes samples long: pictures first, then tokens."""
+        return [(sample.images, len(answer)) for sample, answer in zip(self.samples, self.answers, strict=True)]
 
-    def trace(self, samples: Sequence[Sample], answers: Sequence[Sequence[int]], places: Sequence[int]) -> Trace:
+    def read(self, batch: int, room: int) -> int:
+        """Trace the samples, a batch at a time, as long as there is room; returns the bytes that are left of it."""
+        for group in lengths_sorted(self.lengths, batch):
+            if room <= 0:
+                break
+            self.held.update(zip(group, self.trace(group).rows(), strict=True))
+            room -= sum(self.held[i].bytes for i in group)
+        return room
+
+    def trace(self, places: Sequence[int]) -> Trace:
         """The trace of the samples at some places, as one batch."""
         if all(i in self.held for i in places):
             return Trace.of([self.held[i] for i in places])
-        return self.teacher.trace([samples[i] for i in places], [answers[i] for i in places])
+        return self.teacher.trace([self.samples[i] for i in places], [self.answers[i] for i in places])

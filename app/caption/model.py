@@ -1,0 +1,85 @@
+"""The model behind the captions: what an engine has to offer, how it is loaded, and what it says of itself."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Hashable, Sequence
+from typing import Any, Protocol
+
+from PIL import Image
+
+from mmspec.app.caption.prompts import Asked
+from mmspec.app.caption.settings import AUTO
+
+AUTO_ROWS = 4  # --batch-size auto of an engine that suggests nothing
+
+
+class FatalError(Exception):
+    """The run cannot go on: no model, or one that fails on item after item, so that the items are not to blame."""
+
+
+class Answers(Protocol):
+    """What an engine's `flow(rows)` returns: items go in one by one, answers come out as they are finished."""
+
+    rows: int
+    free: int
+    busy: bool
+
+    def add(self, ticket: Hashable, frames: Sequence[Image.Image], asked: Asked, seed: int = 0) -> None: ...
+
+    def step(self) -> Sequence[Any]: ...  # each with ticket, text, tokens, seconds, error (None, or why no text)
+
+
+class Model(Protocol):
+    """What --engine MODULE:FUNCTION returns; it is called as `mmspec.app.engine.load` is."""
+
+    notes: list[str]
+    drafter: Any
+
+    def flow(self, rows: int) -> Answers: ...
+
+
+def load(options: argparse.Namespace, place: str) -> Model:
+    """The model behind the captions; FatalError if there is none."""
+    module, _, function = options.engine.partition(":")
+    try:
+        loader = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise FatalError(
+            f"no engine {options.engine!r} ({error}); give MODULE:FUNCTION that Python can import"
+        ) from error
+    try:
+        return loader(options.model, options.drafter, place, options.dtype, options.max_new_tokens, options.temperature)
+    except Exception as error:  # whatever a model or somebody's engine meets while it loads ends the run
+        named = type(error).__name__ == "EngineError"
+        raise FatalError(str(error) if named else f"{type(error).__name__}: {error}") from error
+
+
+def rows_for(wanted: int | str, frames: int, engine: Any) -> int:
+    """How many items of so many frames are at work at once, where --batch-size says `wanted`."""
+    if wanted != AUTO:
+        return int(wanted)
+    return engine.suggest_rows(frames) if hasattr(engine, "suggest_rows") else AUTO_ROWS
+
+
+def peak_memory(engine: Any) -> int | None:
+    """Bytes: of the device where it counts them, else of this process; None where nobody tells."""
+    device = getattr(getattr(engine, "model", None), "device", None)
+    if device is not None and device.type == "cuda":
+        import torch
+
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return size if sys.platform == "darwin" else size * 1024
+
+
+def dtype_of(engine: Any) -> str | None:
+    """Type of the model's weights; None where nobody tells."""
+    kind = getattr(getattr(engine, "model", None), "dtype", None)
+    return None if kind is None else str(kind).removeprefix("torch.")

@@ -1,0 +1,119 @@
+"""The Image tab's page for a MAR: a class drawn plainly and by exact speculation, side by side."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import gradio as gr
+
+from mmspec.app.demo import look
+from mmspec.app.demo.caption_tab import IN_TURN, QUICK
+from mmspec.app.demo.desk import Desk, visitor
+from mmspec.app.demo.look import duration
+from mmspec.app.demo.sketch import MAX_AHEAD, MAX_GUIDANCE, Sketch, Studio, Two, Wish
+
+PLAIN = ("Plain", "one token an iteration: a pass of the model for each")
+START = look.hint(
+    "Choose a class and press <b>Draw</b>. The picture is drawn twice from the same seed, one after the other: token "
+    "by token, then with drafts that keep the model's law."
+)
+
+
+class Tab:
+    """The page's events."""
+
+    def __init__(self, studio: Studio, desk: Desk) -> None:
+        self.studio, self.desk = studio, desk
+
+    def begin(self, request: gr.Request) -> tuple[Any, ...]:
+        """Before the queue: end an earlier run of this visitor and clear the panes."""
+        self.desk.begin(visitor(request))
+        return look.waiting(), *self.empty(), *_buttons(running=True)
+
+    def run(self, request: gr.Request, *values: Any) -> Iterator[tuple[Any, ...]]:
+        """Summary and both panes, again and again; `values` are Wish's fields, in order."""
+
+        def looks(stop: threading.Event) -> Iterator[tuple[Any, ...]]:
+            wish = Wish(*values)
+            for two in self.studio.run(wish, stop):
+                yield summary(two), pane(two.plain, *PLAIN), pane(two.fast, "mmspec", _about(wish))
+
+        def refuse(message: str) -> tuple[Any, ...]:
+            return look.refusal(message), gr.skip(), gr.skip()
+
+        yield from self.desk.serve(visitor(request), looks, refuse)
+
+    def stop(self, request: gr.Request) -> None:
+        self.desk.stop(visitor(request))
+
+    def empty(self) -> tuple[str, str]:
+        return pane(self.studio.blank(), *PLAIN), pane(self.studio.blank(), "mmspec", _about(Wish("")))
+
+
+def _about(wish: Wish) -> str:
+    return f"{wish.mode}: one pass looks at many tokens"
+
+
+def _buttons(running: bool) -> tuple[Any, Any]:
+    return gr.update(interactive=not running), gr.update(interactive=running)
+
+
+def pane(sketch: Sketch, title: str, about: str) -> str:
+    """One picture with its places and numbers."""
+    drawn = sum(map(bool, sketch.known))
+    cells = "".join('<i class="mm-plain"></i>' if when else "<i></i>" for when in sketch.known)
+    picture = "" if sketch.image is None else f'<img src="{look.inline(sketch.image)}" alt="the picture so far">'
+    grid = (
+        f'<div class="mm-canvas">{picture}<div class="mm-cells" style="--n:{sketch.grid}" role="img" '
+        f'aria-label="{drawn} of {len(sketch.known)} tokens drawn">{cells}</div></div>'
+    )
+    told, done = sketch.told, bool(sketch.work)
+    kept = f"{told['acceptance']:.0%} of the drafts tested" if told.get("tested") else "none drafted"
+    numbers = look.figures([
+        ("seconds", duration(sketch.seconds), sketch.passes, ""),
+        ("passes", str(sketch.passes), sketch.passes, f"{sketch.work.get('rows', 0)} rows in them" if done else ""),
+        ("head evaluations", str(sketch.work.get("evaluations", 0)), done, "tokens times steps"),
+        ("drafts kept", f"{told.get('tested', 0) - told.get('refused', 0):.0f}", done, kept),
+    ])  # fmt: skip
+    return look.section(title, sketch.state, look.header(title, about, sketch.state) + grid + numbers)
+
+
+def summary(two: Two) -> str:
+    """The speed-up, where there is one, and what the second picture has to do with the first."""
+    big, about = "–", "the accelerated picture comes after the plain one"
+    if two.speed_up is not None:
+        big, about = f"{two.speed_up:.2f}×", f"as fast; passes of the model: {two.plain.passes} → {two.fast.passes}"
+    bars = look.times([(name, [("decode", s.seconds)]) for name, s in (("plain", two.plain), ("mmspec", two.fast))])
+    badge = ("chance", "another picture of the same law: lossless, but with noise of its own")
+    if two.speed_up is None:
+        badge = ("open", "nothing to compare" if two.over else "not compared yet")
+    return look.summary(big, about, bars, look.badge(*badge, two.over))
+
+
+def build(studio: Studio, desk: Desk) -> Tab:
+    """Lay the page out in the tab under construction and tie its events."""
+    tab = Tab(studio, desk)
+    with gr.Row():
+        with gr.Column(scale=2, min_width=300):
+            names = studio.model.names
+            label = gr.Dropdown(names, value=names[0], label="Class", filterable=True, elem_id="mm-class")
+            with gr.Row():
+                draw = gr.Button("Draw", variant="primary", min_width=80)
+                stop = gr.Button("Stop", variant="stop", interactive=False, min_width=80)
+            mode = gr.Dropdown(studio.modes, value=studio.modes[0], label="Exact speculation with")
+            ahead = gr.Slider(1, MAX_AHEAD, 8, step=1, label="Ahead", info="tokens drafted in a round")
+            with gr.Accordion("Sampling", open=False):
+                seed = gr.Number(0, label="Seed", precision=0, minimum=0, info="of both pictures")
+                guidance = gr.Slider(1, MAX_GUIDANCE, studio.guidance, step=0.5, label="Guidance",
+                                     info="how closely to follow the class")  # fmt: skip
+        with gr.Column(scale=5, min_width=320):
+            told = gr.HTML(START)
+            with gr.Row(equal_height=True):
+                plain, fast = (gr.HTML(html, min_width=300) for html in tab.empty())
+    started = draw.click(tab.begin, None, [told, plain, fast, draw, stop], **QUICK)
+    ended = started.then(tab.run, [label, mode, ahead, seed, guidance], [told, plain, fast], **IN_TURN)
+    ended.then(lambda: _buttons(running=False), None, [draw, stop], **QUICK)
+    stop.click(tab.stop, None, None, **QUICK)
+    return tab

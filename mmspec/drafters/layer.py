@@ -1,0 +1,148 @@
+"""The layer of a feature drafter: what a method lets in and takes out, and the unrolled steps that it is trained by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mmspec.drafters.blocks import Block, attention, fold, unfold
+from mmspec.rows import gather_rows
+from mmspec.types import Target
+
+
+@dataclass(frozen=True)
+class Entering:
+    """What enters the layer in the place of some rows of the target: a prompt, or in training a whole text.
+
+    Rows keep their order; padding may stand on either side.
+    """
+
+    x: Tensor  # [B, n, inputs·H], what attention reads
+    residual: Tensor  # [B, n, H], what it adds to
+    positions: Tensor  # [B, n], rotary positions; text keeps those that it has without compression
+    valid: Tensor  # bool [B, n], false on padding
+    source: Tensor  # int64 [B, n], the row that it stands for, whose prediction it makes; −1: a summary, or padding
+    context: Tensor | None = None  # [B, n, C], what else `inputs` wants when these rows go on by themselves
+    onward: Tensor | None = None  # [B, 1, C], the same for the rows to come
+    told: dict[str, float] = field(default_factory=dict)  # more for `Stats.drafter`, summed over the batch
+
+
+class FeatureLayer(nn.Module):
+    """One layer that continues the target's features. A method says what goes in (`inputs`) and what comes out.
+
+    Row j pairs the target's features at j with the embedding at j + 1. What a prompt's rows become is said by `enter`:
+    one row each through `inputs`, or, where a method compresses or bypasses, something else at the visual ones.
+
+    Under guidance a target has S > 1 streams: they share the tokens, each has features and memory of its own, and the
+    target's head makes one law of them. Outside, streams stand side by side on the feature axis; the layer reads them
+    as rows of a batch.
+    """
+
+    config: Any
+    block: Block
+
+    def inputs(self, embeds: Tensor, features: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(what attention reads, the residual) of embeddings [B, n, H] and features: the target's [B, n, F] or own.
+
+        Args:
+            context: [B, n or 1, C], of an Entering or of the memory; None: there is none.
+        """
+        raise NotImplementedError
+
+    def enter(self, embeds: Tensor, features: Tensor, visual: Tensor, valid: Tensor, positions: Tensor) -> Entering:
+        """What enters the layer for L rows of the target, already paired: h_j with e_{j+1}.
+
+        Args:
+            embeds, features: [B, L, H] and [B, L, F].
+            visual: int64 [B, L], of the embedding: k ≥ 1 at the tokens of the k-th image or video frame, 0 at text.
+            valid: bool [B, L], false on padding, which stands on one side.
+            positions: [B, L], rotary positions.
+        """
+        x, residual = self.inputs(embeds, features)
+        source = torch.arange(embeds.shape[1], device=embeds.device).expand(len(embeds), -1)
+        return Entering(x, residual, positions, valid, source)
+
+    def logits(self, hidden: Tensor, target: Target) -> Tensor:
+        """Logits [..., V_d] over the draft vocabulary from carried features [..., S·H]."""
+        raise NotImplementedError
+
+    def carry(self, z: Tensor) -> Tensor:
+        """The layer's output as the feature it stands for."""
+        return z
+
+    def to_target(self, ids: Tensor) -> Tensor:
+        """Ids of the draft vocabulary as the target's."""
+        return ids
+
+    @property
+    def own_head(self) -> bool:
+        """Whether its logits come from a head and a vocabulary of its own."""
+        return False
+
+    def forward(
+        self, embeds: Tensor, features: Tensor, visual: Tensor, valid: Tensor, steps: int, start: int = 0,
+        rows: Tensor | None = None,
+    ) -> list[Tensor]:  # fmt: skip
+        """Training-time test: what the drafter would predict `steps` tokens ahead, from many positions at once.
+
+        Step i at base row j reads its own step i−1 output at j and the embedding i tokens later; it attends to the real
+        rows up to j and to its own rows of steps 1..i, exactly as in decoding (EAGLE-3, §3.2).
+
+        Args:
+            embeds: [B, T, S·H], embedding of the token after each row.
+            features: [B, T, S·F], the target's features at each row.
+            visual: int64 [B, T], of the token after each row, as `enter` takes it.
+            valid: bool [B, T], false on padding.
+            steps: ≥ 1.
+            start: rotary position of row 0; behind a prompt of P tokens, with rope "2d", 1 − P.
+            rows: bool [B, T], the positions; None: all. The others are only read, which costs little.
+
+        Returns:
+            `steps` tensors [B, T, S·H]; entry i at row j predicts the feature i + 1 rows later. Rows that were
+            compressed away, or not asked for, hold zeros.
+        """
+        S = embeds.shape[-1] // self.config.hidden
+        embeds, features = fold(embeds, S), fold(features, S)
+        visual, valid = (t.repeat_interleave(S, 0) for t in (visual, valid))
+        B, T, _ = embeds.shape
+        positions = (start + torch.arange(T, device=embeds.device)).expand(B, T)
+        e = self.enter(embeds, features, visual, valid, positions)
+        go, source = _going(e.source, None if rows is None else rows.repeat_interleave(S, 0))
+        x, residual, positions = (gather_rows(t, go) for t in (e.x, e.residual, e.positions))
+        context = None if e.context is None else gather_rows(e.context, go)
+        place, own = torch.arange(e.x.shape[1], device=go.device), torch.eye(go.shape[1], dtype=torch.bool)
+        masks = [(place <= go[..., None]) & e.valid[:, None] | (place == go[..., None])]
+        keys, values = ([t] for t in self.block.keys_values(e.x, e.positions))
+        ahead, outputs = F.pad(embeds, (0, 0, 0, steps)), []
+        for step in range(steps):
+
+            def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+                if masks[1:]:  # at step 0 they stand among those of all rows
+                    keys.append(k)
+                    values.append(v)
+                return attention(q, torch.cat(keys, 2), torch.cat(values, 2), torch.cat(masks, 2))
+
+            if step:
+                x, residual = self.inputs(gather_rows(ahead, source.clamp(min=0) + step), features, context)
+                masks.append(own.to(go.device).expand(B, *own.shape))
+            features = self.carry(self.block(x, residual, positions + step, attend))
+            outputs.append(unfold(_at_source(features, source, T), S))
+        return outputs
+
+
+def _going(source: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Which of the entering rows are those asked for, bool [B, T]: their places [B, m] and `source`, −1 at padding."""
+    wanted = source >= 0 if rows is None else (source >= 0) & rows.gather(1, source.clamp(min=0))
+    m = int(wanted.sum(1).max())
+    go = (~wanted).to(torch.uint8).argsort(dim=1, stable=True)[:, :m]
+    return go, torch.where(wanted, source, -1).gather(1, go)
+
+
+def _at_source(z: Tensor, source: Tensor, T: int) -> Tensor:
+    """Outputs [B, n, H] at the rows [B, T] that they stand for; zeros at all others."""
+    place = torch.where(source < 0, T, source)[:, :, None].expand_as(z)
+    return z.new_zeros(len(z), T + 1, z.shape[2]).scatter(1, place, z)[:, :T]

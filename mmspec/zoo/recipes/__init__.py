@@ -1,0 +1,23 @@
+"""Recipes of the embedded models: every hyperparameter of a training run, as data."""
+
+from mmspec.zoo.recipes.drafters import DRAFTERS, DrafterRecipe
+from mmspec.zoo.recipes.pictures import IMAGES, MARS, SCENES_MAR, ImageRecipe, MarRecipe, Tokenizer, Trunk
+from mmspec.zoo.recipes.schedule import Schedule
+from mmspec.zoo.recipes.vlm import (
+    RECIPES,
+    SCENES_VIDEO,
+    SCENES_VLM,
+    Language,
+    Mix,
+    Stage,
+    Turn,
+    Vision,
+    VlmRecipe,
+    Watching,
+)
+
+__all__ = [
+    "DRAFTERS", "IMAGES", "MARS", "RECIPES", "SCENES_MAR", "SCENES_VIDEO", "SCENES_VLM", "DrafterRecipe", "ImageRecipe",
+    "Language", "MarRecipe", "Mix", "Schedule", "Stage", "Tokenizer", "Trunk", "Turn", "Vision", "VlmRecipe",
+    "Watching",
+]  # fmt: skip

@@ -1,0 +1,44 @@
+"""Recipes of the drafters: for which model, from which prompts, in which shape."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class DrafterRecipe:
+    """An embedded drafter: for which model, from which prompts, in which shape; `mmspec.train.recipes` says how.
+
+    `depth`, `width` and `size` are the tree it recommends, chosen by `mmspec bench vlm --tune` on scenes of their own.
+    """
+
+    name: str
+    target: str
+    data: str
+    method: str = "eagle"
+    shape: dict[str, Any] = field(default_factory=dict)  # of its config, where it is not the method's own
+    intermediate: int = 512
+    depth: int = 8
+    width: int = 1
+    size: int = 9
+    recipe: str = "scenes-eagle"  # in mmspec.train.recipes
+
+
+SCENES_VLM_EAGLE = DrafterRecipe("scenes-vlm-eagle", target="scenes-vlm", data="scenes:640")
+SCENES_LLAMAGEN_EAGLE = DrafterRecipe(
+    "scenes-llamagen-eagle", target="scenes-llamagen", data="pictures:424", depth=4, size=5, recipe="scenes-image-eagle"
+)
+_VIDEO: dict[str, dict[str, Any]] = {
+    "eagle": {},
+    "msd": {},
+    "vispec": {},
+    "flash": {"tokens": 6, "tree": "dynamic"},
+    "specvlm": {"gate_width": 32, "resampler_width": 64},
+}
+SCENES_VIDEO_DRAFTERS = tuple(
+    DrafterRecipe(
+        f"scenes-video-{method}", target="scenes-video", data="zoo:600", method=method, shape=shape,
+        depth=shape.get("tokens", 8), size=shape.get("tokens", 8) + 1, recipe=f"scenes-video-{method}",
+    )
+    for method, shape in _VIDEO.items()
+)  # fmt: skip
+DRAFTERS = {r.name: r for r in (SCENES_VLM_EAGLE, SCENES_LLAMAGEN_EAGLE, *SCENES_VIDEO_DRAFTERS)}

@@ -1,0 +1,141 @@
+"""compile=True on models that draw: the same pictures, few shapes, and what cannot be captured runs as it is."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import image_targets
+import pytest
+import tiny_llamagen
+import torch
+from image_targets import PAINTERS
+from torch import Tensor
+
+import mmspec
+from mmspec import capture
+from mmspec.app.bench.round import Reads
+from mmspec.pipelines import compiled
+from mmspec.pipelines.images import Guidance, ImageTarget
+from mmspec.pipelines.sampling import Sampler
+
+ASKED = {"text": {"prompt": ["a small red circle", "a blue square", "the large striped square on the left"]},
+         "class": {"class_labels": [3, 8, 1]}}  # fmt: skip
+FULL = pytest.mark.full
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces are run, not compiled; and nothing may fall back to the stock forward."""
+    monkeypatch.setattr(capture, "inductor", lambda piece, examples: piece)
+    monkeypatch.setattr(compiled, "_OF", type(compiled._OF)())
+    warnings.simplefilter("error", UserWarning)
+
+
+def draw(pipe: Any, kind: str = "text", rows: int = 3, **settings: Any) -> Tensor:
+    (name, asked), *_ = ASKED[kind].items()
+    seeds = [torch.Generator().manual_seed(7 + b) for b in range(rows)]
+    settings = {"generator": seeds, "output_type": "latent", "clean_caption": False, **settings}
+    return pipe(**{name: asked[:rows]}, **settings).tokens
+
+
+def held(model: Any) -> list[Any]:
+    return list(compiled.of(model)._held.values())
+
+
+@pytest.mark.parametrize(
+    ("kind", "scale", "window"), [("text", 3.0, 5), ("class", 1.0, 5), ("text", 3.0, 1), ("text", 3.0, 30)]
+)
+def test_compiled_draws_the_picture_of_the_seed(kind: str, scale: float, window: int, quick: None) -> None:
+    pipe = tiny_llamagen.pipeline(kind)
+    plain = draw(pipe, kind, guidance_scale=scale)
+    with mmspec.enable(pipe, "jacobi", window=window, reproducible=True, compile=True):
+        for _ in range(2):
+            assert torch.equal(draw(pipe, kind, guidance_scale=scale), plain)
+    assert held(pipe.transformer) and all(held(pipe.transformer))
+
+
+@pytest.mark.parametrize("options", [{"coupling": "maximal"}, {"coupling": "gumbel"}, {"proactive": (2, 3)}], ids=str)
+def test_compiled_draws_what_the_same_method_draws_uncompiled(options: dict[str, Any], quick: None) -> None:
+    pipe, found = tiny_llamagen.pipeline(), []
+    for compile in (False, True):
+        with mmspec.enable(pipe, "jacobi", window=5, compile=compile, **options):
+            found.append(draw(pipe))
+    assert torch.equal(*found) and all(held(pipe.transformer))
+
+
+def test_few_shapes_are_captured_however_rows_end() -> None:
+    target = ImageTarget(tiny_llamagen.transformer(), (), Sampler(lambda logits, *_: logits), Guidance(1.0))
+    target.rows = 6
+    assert [rows for rows in range(1, 7) if not target._passing(rows)] == [1, 2, 4, 6]
+
+
+def test_a_round_reads_once(quick: None) -> None:
+    pipe = tiny_llamagen.pipeline()
+    for compile in (False, True):
+        with mmspec.enable(pipe, "jacobi", window=5, reproducible=True, compile=compile) as handle:
+            draw(pipe, rows=1)
+            asked, rounds = [], []
+            for scale in (3.0, 2.0, 1.5):
+                before = handle.stats.rounds
+                with Reads() as reads:
+                    draw(pipe, rows=1, guidance_scale=scale)
+                asked.append(reads.count)
+                rounds.append(handle.stats.rounds - before)
+            assert len({a - r for a, r in zip(asked, rounds, strict=True)}) == 1, "all others are once a call"
+
+
+@pytest.mark.parametrize("what", ["wrong", "no compiler"])
+def test_what_cannot_be_captured_runs_as_it_is(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    compilers = {"wrong": lambda piece, examples: lambda *a: [-t for t in piece(*a)], "no compiler": lambda *a: 1 / 0}
+    monkeypatch.setattr(capture, "inductor", compilers[what])
+    monkeypatch.setattr(compiled, "_OF", type(compiled._OF)())
+    pipe = tiny_llamagen.pipeline()
+    plain = draw(pipe)
+    why = {"wrong": "away from", "no compiler": "ZeroDivisionError"}[what]
+    with (
+        mmspec.enable(pipe, "jacobi", window=5, reproducible=True, compile=True),
+        pytest.warns(UserWarning, match=f"LlamaGenTransformer uncompiled: .*{why}"),
+    ):
+        assert torch.equal(draw(pipe), plain)
+
+
+def test_a_model_in_another_precision_is_captured_anew(quick: None) -> None:
+    pipe = tiny_llamagen.pipeline()
+    with mmspec.enable(pipe, "jacobi", window=5, reproducible=True, compile=True):
+        draw(pipe, rows=1)
+        pipe.transformer.to(torch.bfloat16)
+        fast = draw(pipe, rows=1)
+    with mmspec.enable(pipe, "jacobi", window=5, reproducible=True):
+        assert torch.equal(fast, draw(pipe, rows=1)) and all(held(pipe.transformer))
+
+
+@pytest.mark.parametrize("name", ["janus", "emu3", "glm_image", "chameleon guided"])
+def test_other_models_that_draw_are_compiled_too(name: str, quick: None) -> None:
+    model, call = image_targets.model(name), PAINTERS[name].call(2)
+    with mmspec.enable(model, "jacobi", window=4):
+        plain = image_targets.draw(model, call)
+    with mmspec.enable(model, "jacobi", window=4, compile=True):
+        for _ in range(2):
+            assert torch.equal(image_targets.draw(model, call), plain)
+    assert held(model) and all(held(model))
+
+
+def test_text_and_pictures_of_one_shape_are_not_confused(quick: None) -> None:
+    model = image_targets.model("janus")
+    pictures, text = PAINTERS["janus"].call(1), image_targets.ragged(image_targets.PROMPTS[:2])
+    wanted = [image_targets.draw(model, pictures), image_targets.draw(model, text, max_new_tokens=12)]
+    with mmspec.enable(model, "jacobi", window=4, compile=True):
+        found = [image_targets.draw(model, pictures), image_targets.draw(model, text, max_new_tokens=12)]
+    assert all(map(torch.equal, found, wanted))
+    shapes = [key[1:] for key in compiled.of(model)._held]
+    assert len(set(shapes)) < len(shapes)
+
+
+@FULL
+def test_compiled_by_the_compiler_draws_the_picture_of_the_seed() -> None:
+    pipe = tiny_llamagen.pipeline()
+    plain = draw(pipe, rows=1)
+    with mmspec.enable(pipe, "jacobi", window=5, reproducible=True, compile=True):
+        assert torch.equal(draw(pipe, rows=1), plain) and torch.equal(draw(pipe, rows=1), plain)
+    assert all(held(pipe.transformer))

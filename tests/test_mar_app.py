@@ -1,0 +1,125 @@
+"""A MAR on the command line and on the demo's page: real runs on a tiny pipeline."""
+
+from __future__ import annotations
+
+import argparse
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tiny_mar as tiny
+from PIL import Image
+
+from mmspec.app import generate, mar
+from mmspec.app.demo import command as demo
+from mmspec.app.demo import mar_tab
+from mmspec.app.demo.answer import DONE, STOPPED, TIMED_OUT
+from mmspec.app.demo.desk import Desk, RefusedError
+from mmspec.app.demo.sketch import ITSELF, SMALLER, Studio, Wish
+
+VISIT: Any = SimpleNamespace(session_hash="me")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("mar")
+    tiny.pipeline().save_pretrained(path)
+    tiny.transformer(2).save_pretrained(path / "draft")
+    return path
+
+
+@pytest.fixture(scope="module")
+def studio() -> Studio:
+    return Studio(mar.Mar(tiny.pipeline(), tiny.transformer(2)))
+
+
+def run(folder: Path, *words: object) -> int:
+    parser = argparse.ArgumentParser()
+    generate.configure(parser)
+    return generate.run(parser.parse_args([*map(str, words), "--device", "cpu", "--model", str(folder)]))
+
+
+# -- mmspec generate --------------------------------------------------------------------------------------------------
+
+
+def test_classes_by_name_and_number(folder, tmp_path, capsys):
+    assert run(folder, "blue star", "3", "--images", 2, "-o", tmp_path / "out") == 0
+    names = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert names == ["0000-blue-star.png", "0001-blue-star.png", "0002-3.png", "0003-3.png"]
+    told = capsys.readouterr().out
+    assert "4 pictures in" in told and "head evaluations" in told
+    assert run(folder, "1", "--drafter", "none", "--compare", "-o", tmp_path / "one.png") == 0
+    assert capsys.readouterr().out.count("16.0 passes a batch") == 2
+    draft = ["--drafter", folder / "draft", "--window", 3, "--grid", "-o", tmp_path / "grid.png"]
+    assert run(folder, "red circle", "4", *draft) == 0
+    with Image.open(tmp_path / "grid.png") as sheet:
+        assert sheet.size[1] > 2 * 16
+
+
+@pytest.mark.parametrize(("words", "why"), [
+    (["teapot"], "by name or by number from 0 to 4; 'teapot' is none. Choose from red circle, blue star"),
+    (["5"], "'5' is none"),
+    (["1", "--top-k", 5], "--top-k is for models that draw ids"),
+    (["1", "--reproducible"], "--reproducible is for models"),
+    (["1", "--window", 0], "ahead must be a whole number ≥ 1"),
+    (["1", "--drafter", "none", "--window", 4], "need a drafter"),
+    (["1", "--rule", "lantern"], "rule must be one of gaussian_path, cspd"),
+    (["1", "--drafter", "nowhere"], "nowhere"),
+])  # fmt: skip
+def test_bad_input_says_why(folder, words, why, tmp_path, capsys):
+    assert run(folder, *words, "-o", tmp_path / "x.png") == 1
+    assert why in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+# -- the demo ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", [ITSELF, SMALLER])
+def test_two_pictures_side_by_side(studio, mode):
+    *_, two = studio.run(Wish("blue star", mode, 3, 5, 1.5), threading.Event())
+    assert two.over and two.plain.state == two.fast.state == DONE and two.speed_up > 0
+    assert two.plain.passes == 16 and two.fast.passes < 17 and all(two.fast.known) and two.fast.image is not None
+    assert two.plain.told == {} and two.fast.told["tested"] > 0
+    shown = mar_tab.pane(two.fast, "mmspec", "about")
+    assert "16 of 16 tokens drawn" in shown and f"{two.fast.work['evaluations']}" in shown
+    assert f"16 → {two.fast.passes}" in mar_tab.summary(two)
+
+
+def test_a_run_can_be_stopped(studio):
+    stop = threading.Event()
+    looks = studio.run(Wish("0"), stop)
+    next(looks)
+    stop.set()
+    *_, two = looks
+    assert two.plain.state == two.fast.state == STOPPED and "nothing to compare" in mar_tab.summary(two)
+    *_, late = Studio(studio.model, time_limit=0.0).run(Wish("0"), threading.Event())
+    assert late.plain.state == TIMED_OUT
+
+
+@pytest.mark.parametrize(("wish", "why"), [
+    (Wish("teapot"), "'teapot' is none"), (Wish("0", "magic"), "choose from its own drafts, drafts of a smaller MAR"),
+    (Wish("0", ahead=99), "between 1 and 16"),
+])  # fmt: skip
+def test_a_wish_that_is_not_drawn_says_why(studio, wish, why):
+    with pytest.raises(RefusedError, match=why):
+        list(studio.run(wish, threading.Event()))
+
+
+def test_the_tabs_events(studio):
+    tab = mar_tab.Tab(studio, Desk())
+    assert len(tab.begin(VISIT)) == 5
+    *_, last = tab.run(VISIT, "red circle", ITSELF, 4, 7, 2.0)
+    assert "another picture of the same law" in last[0] and 'src="data:image/png;base64,' in last[2]
+    (refused,) = tab.run(VISIT, "red circle", "magic", 4, 7, 2.0)
+    assert 'role="alert"' in refused[0]
+
+
+def test_the_tab_is_there_where_the_model_is(folder, tmp_path):
+    parser = argparse.ArgumentParser()
+    demo.configure(parser)
+    args = parser.parse_args(["--image-model", str(folder), "--device", "cpu"])
+    found = demo._classes(args)
+    assert found.modes == [ITSELF] and demo._pictures(args) is None
+    assert demo._classes(parser.parse_args(["--image-model", "none"])) is None
