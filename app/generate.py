@@ -161,6 +161,25 @@ def _say_unknown(prompts: Sequence[str]) -> None:
         print(NOTE.format(", ".join(unknown[:8])), file=sys.stderr)
 
 
+def write(orders: Sequence[Order], pictures: Sequence[Any]) -> None:
+    """Each picture into its own file."""
+    for order, picture in zip(orders, pictures, strict=True):
+        order.path.parent.mkdir(parents=True, exist_ok=True)
+        picture.save(order.path)
+        print(order.path)
+
+
+def write_sheet(orders: Sequence[Order], pictures: Sequence[Any], plain: Sequence[Any], across: int) -> None:
+    """All on one sheet, a row a prompt, and below each row that of plain decoding, if there is one."""
+    from mmspec.app.painter import sheet
+
+    rows = []
+    for i in range(0, len(pictures), across):
+        rows.append((str(orders[i].asked), pictures[i : i + across]))
+        rows += [("plain decoding", plain[i : i + across])] if plain else []
+    write(orders[:1], [sheet(rows)])
+
+
 class Run:
     """Draws orders in batches, writes each batch at once, and sums up what it took."""
 
@@ -180,14 +199,12 @@ class Run:
             painting = self._paint(self.way, batch, start == 0)
             self.made.append(painting)
             if not self.args.grid:
-                for order, picture in zip(batch, painting.images, strict=True):
-                    order.path.parent.mkdir(parents=True, exist_ok=True)
-                    picture.save(order.path)
-                    print(order.path)
+                write(batch, painting.images)
             if self.args.compare:
                 self.base.append(self._paint(self.plain, batch, start == 0))
         if self.args.grid:
-            self._sheet(orders)
+            made, base = ([image for each in some for image in each.images] for some in (self.made, self.base))
+            write_sheet(orders, made, base, self.args.images)
         self._say()
 
     def _paint(self, way: Way, batch: Sequence[Order], first: bool) -> Painting:
@@ -197,21 +214,6 @@ class Run:
             if first:
                 self.painter.paint(asked, seeds)  # warms up: the two are to be compared
         return self.painter.paint(asked, seeds)
-
-    def _sheet(self, orders: Sequence[Order]) -> None:
-        from mmspec.app.painter import sheet
-
-        pictures = [picture for painting in self.made for picture in painting.images]
-        across = self.args.images
-        rows = [(str(orders[i].asked), pictures[i : i + across]) for i in range(0, len(pictures), across)]
-        if self.args.compare:
-            plain = [picture for painting in self.base for picture in painting.images]
-            rows = [pair for i, (title, row) in enumerate(rows)
-                    for pair in ((title, row), ("plain decoding", plain[i * across : (i + 1) * across]))]  # fmt: skip
-        path = orders[0].path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        sheet(rows).save(path)
-        print(path)
 
     def _say(self) -> None:
         count = sum(len(painting.images) for painting in self.made)

@@ -3,67 +3,68 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from typing import Any
 
-from mmspec import zoo
+from mmspec import cspd
 from mmspec.app import mar
 from mmspec.app.engine import EngineError
-from mmspec.app.painter import PLAIN, sheet
-from mmspec.zoo.recipes import SCENES_MAR
+from mmspec.app.generate import Order, write, write_sheet
+from mmspec.app.painter import PLAIN
 
 SELF = "self"
 FOREIGN = ("top_k", "coupling", "init", "proactive", "reproducible", "budget")  # of models that draw ids
 
 
-def draw(args: argparse.Namespace, orders: Sequence[Any]) -> None:
+def draw(args: argparse.Namespace, orders: Sequence[Order]) -> None:
     """Draw the orders of a parsed command line, write them and sum up.
 
     Raises:
         EngineError: an option or a class that a MAR does not have.
     """
-    strange = next((name for name in FOREIGN if getattr(args, name)), None)
+    strange = next((name for name in FOREIGN if not any(getattr(args, name) is unset for unset in (None, False))), None)
     if strange:
         raise EngineError(f"--{strange.replace('_', '-')} is for models that draw ids; this one is a MAR")
     model = mar.load(args.model, args.device, args.dtype, guidance_scale=args.guidance, temperature=args.temperature)
-    how = _speculation(args)
+    how = _speculation(args, model)
+    bent = how is not None and how.get("rule") == "cspd"
+    note = model.singly(args.compare or not bent) if args.compare or how is not None else ""
+    if note:
+        print(f"note: {note}", file=sys.stderr)
     labels = [model.label(order.asked) for order in orders]
     made: list[mar.Made] = []
     base: list[mar.Made] = []
     for start in range(0, len(orders), args.batch_size):
         batch, some = orders[start : start + args.batch_size], labels[start : start + args.batch_size]
         seeds = [order.seed for order in batch]
-        if args.compare and not start:
-            model.draw(some, seeds, how)  # warms up: the two are to be compared
-        made.append(model.draw(some, seeds, how))
-        if args.compare:
-            base.append(model.draw(some, seeds))
-        for order, picture in zip(batch, made[-1].images, strict=True) if not args.grid else ():
-            order.path.parent.mkdir(parents=True, exist_ok=True)
-            picture.save(order.path)
-            print(order.path)
+        for found, way in ((made, how), (base, None))[: 1 + args.compare]:
+            if args.compare and not start:
+                model.draw(some, seeds, way)  # warms up: the two are to be compared
+            found.append(model.draw(some, seeds, way))
+        if not args.grid:
+            write(batch, made[-1].images)
     if args.grid:
-        pictures, across = [picture for each in made for picture in each.images], args.images
-        rows = [(str(orders[i].asked), pictures[i : i + across]) for i in range(0, len(pictures), across)]
-        orders[0].path.parent.mkdir(parents=True, exist_ok=True)
-        sheet(rows).save(orders[0].path)
-        print(orders[0].path)
+        fast, plain = ([picture for each in found for picture in each.images] for found in (made, base))
+        write_sheet(orders, fast, plain, args.images)
     print(_told(made, "pictures" if len(orders) > 1 else "picture"))
     if base:
-        print(f"plainly: {_told(base, 'of the same law')}")
+        print(f"plainly: {_told(base, 'of the unbent law' if bent else 'of the same law')}")
+    if bent:
+        print(f"not lossless: cspd(width={cspd.WIDTH:g}) bends the law; by how much is not measured")
 
 
-def _speculation(args: argparse.Namespace) -> dict[str, Any] | None:
+def _speculation(args: argparse.Namespace, model: mar.Mar) -> dict[str, Any] | None:
     """`jacobi`, the default of this command, means the model's own drafts."""
     if args.drafter == PLAIN:
         if args.window or args.rule:
-            raise EngineError(f"--window and --rule need a drafter; {PLAIN!r} draws one token an iteration")
+            raise EngineError(f"--window and --rule need a drafter; {PLAIN!r} draws without")
         return None
     how: dict[str, Any] = {} if args.window is None else {"ahead": args.window}
     if args.rule not in (None, "exact"):
         how["rule"] = args.rule
     if args.drafter not in ("jacobi", SELF):
-        how["draft"] = zoo.path(args.drafter) if args.drafter == SCENES_MAR.draft else args.drafter
+        how["draft"] = model.small(args.drafter)
     return how
 
 

@@ -38,16 +38,30 @@ class Made:
 
 
 class Mar:
-    """A MARPipeline whose sampler suits the exact rule, the embedded model's draft, and arguments of the calls."""
+    """A MARPipeline, the embedded model's draft, and arguments of the calls."""
 
     def __init__(self, pipe: Any, draft: Any = None, **settings: Any) -> None:
-        from mmspec.models.mar_scheduler import MARScheduler
-
         self.pipe, self.draft = pipe, draft
         self.settings = {name: value for name, value in settings.items() if value is not None}
         pipe.set_progress_bar_config(disable=True)
-        if not pipe.scheduler.config.final_noise:  # for all ways alike: the exact rule needs noise at every step
-            pipe.scheduler = MARScheduler.from_config(pipe.scheduler.config, final_noise=True, skip_terminal=True)
+
+    def singly(self, noise: bool = True) -> str:
+        """Draw one token an iteration from now on, as speculation does; with `noise` by a sampler for the exact rule.
+
+        Returns: a note of what that changes; empty where the model is drawn so anyway.
+        """
+        from mmspec.models.mar_scheduler import MARScheduler
+        from mmspec.pipelines.mar import DEFAULTS
+
+        changed, config = [], self.pipe.scheduler.config
+        iterations = {**DEFAULTS, **self.pipe.config.defaults}["num_inference_steps"]
+        if iterations < self.tokens:
+            changed.append(f"one token an iteration, not {self.tokens} in {iterations}")
+        self.settings["num_inference_steps"] = self.tokens
+        if noise and not config.final_noise:
+            changed.append("noise at the last denoising step too, and none of the first step")
+            self.pipe.scheduler = MARScheduler.from_config(config, final_noise=True, skip_terminal=True)
+        return f"not drawn by the model's own sampler: {'; '.join(changed)}" if changed else ""
 
     @property
     def tokens(self) -> int:
@@ -58,6 +72,23 @@ class Mar:
         """Of the classes, by number; numbers where they have no names."""
         known = {int(number): name for number, name in self.pipe.config.id2label.items()}
         return [known.get(number, str(number)) for number in range(self.pipe.transformer.config.classes)]
+
+    def small(self, name: str) -> Any:
+        """A draft model: a folder's, or the embedded one.
+
+        Raises:
+            EngineError: it cannot be loaded.
+        """
+        from mmspec.models.mar import MARTransformer2DModel
+
+        own, model = name == SCENES_MAR.draft, self.pipe.transformer
+        if own and self.draft is not None:
+            return self.draft
+        try:
+            found = MARTransformer2DModel.from_pretrained(zoo.path(name) if own else name)
+        except (ValueError, TypeError, OSError) as error:
+            raise EngineError(f"cannot load the draft {name}: {first_line(error)}") from error
+        return found.to(model.device, model.dtype).eval()
 
     def label(self, said: str) -> int:
         """The number of a class by its name or number.
@@ -78,7 +109,7 @@ class Mar:
     def draw(
         self, labels: Sequence[int], seeds: Sequence[int], speculation: dict[str, Any] | None = None, **more: Any
     ) -> Made:
-        """A picture of each class, one token an iteration unless `more` says otherwise.
+        """A picture of each class, by the settings of all calls and `more`; speculation needs `singly` before.
 
         Raises:
             EngineError: the pipeline refuses the settings.
@@ -90,8 +121,7 @@ class Mar:
             generators = [torch.Generator().manual_seed(seed) for seed in seeds]
             _wait(self.pipe.transformer.device)
             began = time.perf_counter()
-            arguments = {"num_inference_steps": self.tokens, **self.settings, **more}
-            out = self.pipe(list(labels), generator=generators, **arguments)
+            out = self.pipe(list(labels), generator=generators, **{**self.settings, **more})
             _wait(self.pipe.transformer.device)
             took = time.perf_counter() - began
         except (ValueError, TypeError, OSError) as error:
@@ -110,14 +140,15 @@ def load(model: str, device: str, dtype: str, **settings: Any) -> Mar:
     Raises:
         EngineError: it cannot be loaded.
     """
-    from mmspec.models.mar import MARTransformer2DModel
     from mmspec.pipelines.mar import MARPipeline
 
     place, own = find_device(device), model in OWN
     kind = torch.float32 if dtype == "auto" else getattr(torch, dtype)
     try:
         pipe = MARPipeline.from_pretrained(zoo.path(SCENES_MAR.name) if own else model, torch_dtype=kind).to(place)
-        small = MARTransformer2DModel.from_pretrained(zoo.path(SCENES_MAR.draft)) if own else None
     except Exception as error:  # no such weights, other files, too little memory: all fatal
         raise EngineError(f"cannot load {model}: {first_line(error)}") from error
-    return Mar(pipe, None if small is None else small.to(place, kind).eval(), **settings)
+    made = Mar(pipe, **settings)
+    if own:
+        made.draft = made.small(SCENES_MAR.draft)
+    return made

@@ -69,8 +69,8 @@ class Net(Protocol):
     def along(self, x: Tensor) -> Output:
         """fp32 outputs at all steps at once, for states x [R, K, C]."""
 
-    def take(self, rows: Tensor, times: int = 1) -> Net:
-        """The same bound to tokens rows [R'] of it, in that order, and all of them again `times` over."""
+    def take(self, rows: Tensor) -> Net:
+        """The same bound to tokens rows [R'] of it, in that order; one may come several times."""
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,13 @@ class Path:
     def x(self) -> Tensor:
         return self.states[:, -1]
 
-    def take(self, rows: Tensor | list[int]) -> Path:
+    def take(self, rows: Tensor | list[int] | slice) -> Path:
         return Path(self.states[rows], self.noise[rows], self.log_std[rows])
+
+
+def joined(several: Sequence[Path]) -> Path:
+    """Paths of as many steps as one."""
+    return Path(*(torch.cat([getattr(path, part) for path in several]) for part in ("states", "noise", "log_std")))
 
 
 def kernel(x: Tensor, out: Output, guidance: Tensor | None, row: Sequence[Any]) -> tuple[Tensor, Tensor]:
@@ -168,8 +173,8 @@ Fresh = Callable[[Tensor, int], tuple[Tensor, Tensor]]  # rows [r], number of th
 
 def leftover(
     p: Net, q: Net, chain: Chain, fresh: Fresh, eta: Tensor, temperature: float = 1.0, at_once: int = 4,
-    draw: Draw = draw,
-) -> tuple[Tensor, list[int]]:  # fmt: skip
+    draw: Draw = draw, beside: Tensor | None = None,
+) -> tuple[Tensor, list[int], Path]:  # fmt: skip
     """Tokens [R, C] of what the target has left over once a draft was refused, and how many trials each took.
 
     Args:
@@ -178,22 +183,34 @@ def leftover(
         eta: [R], as in the test that refused; below 1 a trial succeeds with a chance of at least 1 − η.
         draw: draws paths, as `draw` does.
         at_once: trials of a token that run side by side; the first that is kept counts, so the law does not change.
+        beside: noise [M, K + 1, C] of M more tokens, to which p is bound after the R. Their paths are drawn in one
+            chain with the first trials, and returned.
     """
-    trials, waiting, first, tokens = [0] * len(eta), list(range(len(eta))), 0, None
-    while waiting:
+    R, device = len(eta), eta.device
+    trials, waiting, first, tokens, others = [0] * R, list(range(R)), 0, torch.empty(0), None
+    while waiting or others is None:
         if first >= TRIALS:
             raise RuntimeError(f"{first} trials gave no token; eta below 1 (here {max(eta):.3g}) needs fewer")
-        rows = torch.tensor(waiting, device=eta.device)
-        noise, u = zip(*(fresh(rows, first + i) for i in range(at_once)), strict=True)
-        path = draw(p.take(rows, at_once), chain, torch.cat(noise), temperature)
-        ratio = log_ratio(path, q.take(rows, at_once), chain, temperature)
-        kept = (torch.cat(u) < leftover_chance(ratio, eta[rows].repeat(at_once))).view(at_once, -1)
+        rows = torch.tensor(waiting, dtype=torch.int64, device=device)
+        again, (noise, u) = (
+            rows.repeat(at_once),
+            map(list, zip(*(fresh(rows, first + i) for i in range(at_once)), strict=True)),
+        )
+        which = again
+        if others is None and beside is not None:
+            which, noise = torch.cat([again, torch.arange(R, R + len(beside), device=device)]), [*noise, beside]
+        path = draw(p.take(which), chain, torch.cat(noise), temperature)
+        if others is None:
+            others, path = path.take(slice(len(again), None)), path.take(slice(len(again)))
+            tokens = path.x.new_empty(R, path.x.shape[1])
+        if not waiting:
+            break
+        ratio = log_ratio(path, q.take(again), chain, temperature)
+        kept = (torch.cat(u) < leftover_chance(ratio, eta[again])).view(at_once, -1)
         trial = kept.int().argmax(0)
-        tokens = path.x.new_empty(len(eta), path.x.shape[1]) if tokens is None else tokens
-        tokens[rows] = path.x.unflatten(0, (at_once, -1))[trial, torch.arange(len(rows), device=eta.device)]
+        tokens[rows] = path.x.unflatten(0, (at_once, -1))[trial, torch.arange(len(rows), device=device)]
         taken = torch.where(kept.any(0), trial + 1, 0).tolist()
         for row, count in zip(waiting, taken, strict=True):
             trials[row] = first + count if count else 0
         waiting, first = [row for row, count in zip(waiting, taken, strict=True) if not count], first + at_once
-    assert tokens is not None, "leftover of no token"
-    return tokens, trials
+    return tokens, trials, others

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
-import warnings
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,64 +17,34 @@ from mmspec.capture import Captured, Uncapturable
 from mmspec.pipelines import attention
 from mmspec.pipelines.cache import SlotCache
 from mmspec.pipelines.state import State
-
-# Largest distance from the stock forward, as a share of the largest logit: another order of summation, no more.
-_NEAR = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+from mmspec.pipelines.trusted import Trusted, weights
 
 
-class Compiled:
-    """Captured functions of one model: its forwards by shape, and the chains of drafters that use its weights.
+class Compiled(Trusted):
+    """Captured functions of one model: its forwards by shape, and the chains of drafters that use its weights."""
 
-    What cannot be captured runs as it is, with a warning. A forward is trusted once it has given what the stock one
-    gives, on the first draft of its shape; other weights or modules than then, and all is captured anew.
-    """
-
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
         self.chains: WeakKeyDictionary[Any, dict[Any, Captured]] = WeakKeyDictionary()  # by the drafter's layer
-        self._held: dict[tuple[Any, ...], Captured | None] = {}
-        self._weights: tuple[Any, ...] = ()
-        self._lock = threading.Lock()
 
-    def check(self, model: Any) -> None:
-        """Let go what was captured of other weights."""
-        weights = tuple((id(w), w.dtype, w.device) for w in model.parameters())
-        if weights != self._weights:
-            self._held, self._weights = {}, weights
-            self.chains.clear()
+    def check(self, module: Any) -> None:
+        before = self._weights
+        super().check(module)
+        if self._weights is not before:
+            for held in self.chains.values():  # drafters in use have these very dictionaries
+                held.clear()
 
     def read(self, target: Any, state: State, tokens: Tensor, places: Tensor, mask: Any) -> tuple[Tensor, ...]:
         """As `target.read`: raw logits [S·B, N, V], and the features [S·B, N, F] where the drafter asked for some."""
-        key = (type(target), tokens.shape, places.shape, target.features, tuple(state.types), tokens.device)
+        shapes = tokens.shape, places.shape
+        key = (type(target), target.eager, *shapes, target.features, tuple(state.types), tokens.device)
         attend, inputs = _attending(target, state, mask), _inputs(state, tokens, places)
-        if key not in self._held:
-            with self._lock:
-                return self._first(key, target, (state, tokens, places, mask), attend, inputs)
-        captured = self._held[key]
-        if captured is None:
-            return target.read(state, tokens, places, mask)
-        return tuple(captured(attend, *inputs))
-
-    def _first(
-        self, key: Any, target: Any, given: tuple[Any, ...], attend: capture.Attend, inputs: list[Tensor]
-    ) -> tuple[Tensor, ...]:
-        captured: Captured | None = None
-        mine: list[Tensor] = []
-        why = ""
-        try:
-            captured = _capture(target, *given[:3])
-            mine = captured(attend, *inputs)
-        except Exception as error:  # no compiler, an operation it does not know, a branch: all leave the stock forward
-            why = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-        stock = target.read(*given)  # the last to write into the cache
-        if not why:
-            apart = [float((a - b).abs().max() / a.abs().max()) for a, b in zip(stock, mine, strict=True)]
-            near = _NEAR.get(next(target.model.parameters()).dtype, 1e-4)
-            if not all(share <= near for share in apart):
-                why = f"its logits would be {max(apart):.1e} away from those of the stock forward"
-        if why:
-            warnings.warn(f"mmspec runs {type(target.model).__name__} uncompiled: {why}", stacklevel=2)
-        self._held[key] = None if why else captured
-        return stock
+        stock = partial(target.read, state, tokens, places, mask)
+        dtype = next(target.model.parameters()).dtype
+        captured = self.get(
+            key, dtype, lambda: _capture(target, state, tokens, places), lambda c: c(attend, *inputs), stock
+        )
+        return stock() if captured is None else tuple(captured(attend, *inputs))
 
 
 _OF: WeakKeyDictionary[Any, Compiled] = WeakKeyDictionary()
@@ -83,14 +52,9 @@ _OF: WeakKeyDictionary[Any, Compiled] = WeakKeyDictionary()
 
 def of(model: Any) -> Compiled:
     """What is captured of a model; it outlives `disable`, and goes with the model."""
-    found = _OF.setdefault(model, Compiled())
+    found = _OF.setdefault(model, Compiled(type(model).__name__))
     found.check(model)
     return found
-
-
-def weights(model: Any) -> list[Tensor]:
-    """All tensors that a captured forward may use besides its inputs."""
-    return [*model.parameters(), *model.buffers()]
 
 
 def _inputs(state: State, tokens: Tensor, places: Tensor) -> list[Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor
 from mmspec.models.mar import MARTransformer2DModel
 from mmspec.models.mar_scheduler import MARScheduler
 from mmspec.pipelines.drawing import OUTPUTS, seeds, wake
-from mmspec.pipelines.mar_loop import GUIDANCE, STEPS, Brush, canvas, law, plain
+from mmspec.pipelines.mar_loop import GUIDANCE, STEPS, Brush, Canvas, canvas, law, plain
 from mmspec.pipelines.mar_plan import Speculation, Tally, tally
 from mmspec.pipelines.mar_speculate import draw
 
@@ -138,17 +138,21 @@ class MARPipeline(DiffusionPipeline):
             if speculation.draft is not None:
                 scout = replace(brush, model=speculation.draft)
         drawn = canvas(self.transformer, labels, seeds(generator, len(labels)))
-        with self.progress_bar(total=self.transformer.tokens) as bar:
-            rounds = plain(brush, drawn) if told is None else draw(brush, drawn, speculation, scout, told)
-            for step, state in enumerate(rounds):
-                done = min(state.counts)
-                bar.update(done - bar.n)
-                if callback_on_step_end is not None:
-                    callback_on_step_end(self, step, done, {"tokens": state.tokens})
+        rounds = plain(brush, drawn) if told is None else draw(brush, drawn, speculation, scout, told)
+        self._follow(rounds, callback_on_step_end)
         images = drawn.tokens if output_type == "latent" else self.picture(drawn.tokens, output_type)
         self.maybe_free_model_hooks()
         work = brush.work() | ({f"draft_{name}": n for name, n in scout.work().items()} if scout is not brush else {})
         return MAROutput(images, drawn.tokens, work, told) if return_dict else (images,)
+
+    def _follow(self, rounds: Iterator[Canvas], callback: Callable[..., Any] | None) -> None:
+        """Draw to the end, with a bar and the caller's callback."""
+        with self.progress_bar(total=self.transformer.tokens) as bar:
+            for step, state in enumerate(rounds):
+                done = min(state.counts)
+                bar.update(done - bar.n)
+                if callback is not None:
+                    callback(self, step, done, {"tokens": state.tokens})
 
     def enable_speculation(self, draft: Any = None, **settings: Any) -> None:
         """Draft tokens and test them in every call from now on, by the law of one token an iteration.

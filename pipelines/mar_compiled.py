@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import warnings
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -14,41 +12,23 @@ from torch import Tensor
 from mmspec import paths
 from mmspec.capture import Captured
 from mmspec.models.mar_head import Denoiser
+from mmspec.pipelines.trusted import Trusted, weights
 
-_NEAR = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}  # of the largest number; rounding, no more
 
-
-class Steps:
-    """Compiled steps of one head, by shape. What cannot be compiled runs as it is, with a warning.
-
-    A function is trusted once it gave what the uncompiled step gives on the first states of its shape; other weights
-    than then, and all is compiled anew.
-    """
-
-    def __init__(self) -> None:
-        self._held: dict[tuple[Any, ...], Captured | None] = {}
-        self._weights: tuple[int, ...] = ()
-        self._lock = threading.Lock()
-
-    def check(self, head: Any) -> None:
-        """Let go what was compiled for other weights."""
-        weights = tuple(map(id, head.parameters()))
-        if weights != self._weights:
-            self._held, self._weights = {}, weights
+class Steps(Trusted):
+    """Compiled steps of one head, by shape."""
 
     def draw(self, net: Any, chain: paths.Chain, noise: Tensor, temperature: float = 1.0) -> paths.Path:
         """As `paths.draw`; the tokens are filled up to a power of two, so that few shapes come up."""
         if not isinstance(net, Denoiser):
             return paths.draw(net, chain, noise, temperature)
-        many, R = net.times, net.tokens
+        R = len(noise)
         full = 1 << (R - 1).bit_length()
         if full > R:
             rows = torch.arange(full, device=noise.device).clamp(max=R - 1)
-            net, noise = net.take(rows), noise.unflatten(0, (many, R))[:, rows].flatten(0, 1)
+            net, noise = net.take(rows), noise[rows]
         path = self._draw(net, chain, noise, temperature)
-        if full == R:
-            return path
-        return path.take(torch.arange(many * full, device=noise.device).view(many, full)[:, :R].flatten())
+        return path if full == R else path.take(slice(R))
 
     def _draw(self, net: Denoiser, chain: paths.Chain, noise: Tensor, temperature: float) -> paths.Path:
         start, shaken = noise[:, 0].contiguous(), chain.shaken(noise[:, 1:], temperature).transpose(0, 1).contiguous()
@@ -62,29 +42,20 @@ class Steps:
             spread.append(log_std)
         return paths.Path(torch.stack(states, 1), noise[:, 1:], torch.stack(spread, 1))
 
-    def _step(self, net: Denoiser, chain: paths.Chain, x: Tensor, noise: Tensor) -> Any:
-        key = (x.shape, net.times, net.guidance is None, x.device, net.cond.dtype)
-        if key not in self._held:
-            with self._lock:
-                self._held[key] = self._compiled(net, chain, x, noise)
-        return self._held[key]
+    def _step(self, net: Denoiser, chain: paths.Chain, x: Tensor, noise: Tensor) -> Captured | None:
+        key = (x.shape, net.guidance is None, x.device, net.cond.dtype)
+        given = _inputs(net, chain, x, noise, 0)
 
-    def _compiled(self, net: Denoiser, chain: paths.Chain, x: Tensor, noise: Tensor) -> Captured | None:
-        given, why = _inputs(net, chain, x, noise, 0), ""
-        try:
+        def made() -> Captured:
             with torch.inference_mode(False), torch.no_grad():
-                made = Captured(_function(net), [t.clone() for t in given], net.bound.head.parameters())
-            mine = made(None, *given)  # type: ignore[arg-type]  # there is no attention
-        except Exception as error:  # no compiler, an operation it does not know: all leave the uncompiled step
-            why = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-        else:
-            stock = paths.step(x, net.at(x, 0), net.guidance, noise, chain.steps[0])
-            apart = max(float((a - b).abs().max() / a.abs().max()) for a, b in zip(stock, mine, strict=True))
-            near = apart <= _NEAR.get(net.cond.dtype, 1e-4)
-            why = "" if near else f"its steps would be {apart:.1e} away from the uncompiled ones"
-        if why:
-            warnings.warn(f"mmspec runs MAR's head uncompiled: {why}", stacklevel=2)
-        return None if why else made
+                return Captured(_function(net), [t.clone() for t in given], weights(net.bound.head))
+
+        def run(captured: Captured) -> list[Tensor]:
+            return captured(None, *given)  # type: ignore[arg-type]  # there is no attention
+
+        return self.get(
+            key, net.cond.dtype, made, run, lambda: paths.step(x, net.at(x, 0), net.guidance, noise, chain.steps[0])
+        )
 
 
 _OF: WeakKeyDictionary[Any, Steps] = WeakKeyDictionary()
@@ -92,7 +63,7 @@ _OF: WeakKeyDictionary[Any, Steps] = WeakKeyDictionary()
 
 def of(head: Any) -> Steps:
     """What is compiled of a head; it goes with the head."""
-    found = _OF.setdefault(head, Steps())
+    found = _OF.setdefault(head, Steps("MAR's head"))
     found.check(head)
     return found
 

@@ -55,9 +55,7 @@ def _judge(
     C = drawn.tokens.shape[2]
     chosen, guided = z[:, rows, drawn.order[rows, at]], torch.full_like(at, last)
     own = fresh(brush, chosen, drawn, rows, at, brush.law.steps[turns[0]], DRAFTS, guided)
-    theirs = paths.Path(
-        *(torch.cat([getattr(path, part) for path in drafted]) for part in ("states", "noise", "log_std"))
-    )
+    theirs = paths.joined(drafted)
     p, q = cspd.end(own, chain, tau), cspd.end(theirs, chain, tau)
     chance = cspd.log_chance(theirs.x, p, q, how.width)
     wrong = (coins(seeds, L, at, 0).log() >= chance).nonzero()[:, 0]

@@ -27,30 +27,44 @@ class Cells:
 
 
 def cells(rows: list[int], turns: list[int], device: Any) -> Cells:
-    return Cells(rows, turns, torch.tensor(rows, device=device), torch.tensor(turns, device=device))
+    return Cells(rows, turns, *(torch.tensor(each, dtype=torch.int64, device=device) for each in (rows, turns)))
 
 
-@dataclass(frozen=True)
-class Drafted:
-    """R tokens drafted in a round.
+@dataclass
+class Draft:
+    """A drafted token.
 
     Attributes:
-        cells: where they belong.
-        z: [streams, R, D], what each was drawn from.
-        x: [R, C].
-        parts: a number of denoising steps, which tokens have it, and their paths.
-        certain: which of them were drawn from the model's own law, so that nothing is to be tested.
+        row, turn: where it belongs.
+        z: [streams, D], what it was drawn from.
+        certain: that was the model's own law, so that nothing is to be tested.
+        path: as it was drawn; None: not yet.
     """
 
-    cells: Cells
+    row: int
+    turn: int
     z: Tensor
-    x: Tensor
-    parts: list[tuple[int, list[int], paths.Path]]
-    certain: list[bool]
+    certain: bool = False
+    path: paths.Path | None = None
+
+    @property
+    def drawn(self) -> paths.Path:
+        """The path."""
+        assert self.path is not None, f"the token at turn {self.turn} of picture {self.row} was not drafted"
+        return self.path
+
+
+def places(drafts: Sequence[Draft], device: Any) -> Cells:
+    return cells([draft.row for draft in drafts], [draft.turn for draft in drafts], device)
 
 
 class Own:
-    """Drafts of the model itself: all from what it knew at its last pass, side by side in one chain."""
+    """Drafts of the model itself: all from what it knew at its last pass, side by side in one chain.
+
+    That pass may lack the last token, which was refused in it and is drawn anew in the same chain. A draft's law may be
+    any that is known when it is tested; and its noise and its coin are its place's own, which nothing has used that is
+    decided: a draft that came after a refused one was never tested. So it may even be drawn again from the same noise.
+    """
 
     def __init__(self, brush: Brush, ahead: int) -> None:
         self.brush, self.ahead = brush, ahead
@@ -61,16 +75,18 @@ class Own:
         self.z = self.brush.read(drawn.tokens, drawn.order, drawn.counts, drawn.labels)
         self.current = [True] * len(drawn.counts)
 
-    def propose(self, drawn: Canvas) -> Drafted:
+    def wanted(self, drawn: Canvas) -> list[Draft]:
+        """The next tokens of every picture, their paths still to be drawn."""
         here = _ahead(drawn, self.ahead)
-        z = self.z[:, here.of, drawn.order[here.of, here.at]]
-        x, parts = drawn.tokens.new_empty(len(here), drawn.tokens.shape[2]), []
-        for steps, some in by_steps(self.brush, here.turns):
-            path = fresh(self.brush, z[:, some], drawn, here.of[some], here.at[some], steps, DRAFTS)
-            parts.append((steps, some, path))
-            x[some] = path.x
-        certain = [self.current[b] and turn == drawn.counts[b] for b, turn in zip(here.rows, here.turns, strict=True)]
-        return Drafted(here, z, x, parts, certain)
+        z = self.z[:, here.of, drawn.order[here.of, here.at]].unbind(1)
+        return [
+            Draft(b, turn, of, certain=self.current[b] and turn == drawn.counts[b])
+            for b, turn, of in zip(here.rows, here.turns, z, strict=True)
+        ]
+
+    def propose(self, drawn: Canvas, drafts: list[Draft]) -> list[Draft]:
+        """Those that it wanted; they are drawn."""
+        return drafts
 
     def known(self) -> tuple[Tensor, list[int]]:
         """[streams, B, L, D], and of which pictures it still holds."""
@@ -92,9 +108,13 @@ class Other:
     def start(self, drawn: Canvas) -> None:
         """It reads the pictures anew in every round."""
 
-    def propose(self, drawn: Canvas) -> Drafted:
-        here, seen = _ahead(drawn, self.ahead), replace(drawn, tokens=drawn.tokens.clone())
-        x, parts, each, where = drawn.tokens.new_empty(len(here), drawn.tokens.shape[2]), [], [], []
+    def wanted(self, drawn: Canvas) -> list[Draft]:
+        """None, before all that is decided is drawn."""
+        return []
+
+    def propose(self, drawn: Canvas, drafts: list[Draft]) -> list[Draft]:
+        """The next tokens of every picture."""
+        here, seen, found = _ahead(drawn, self.ahead), replace(drawn, tokens=drawn.tokens.clone()), {}
         for j in range(self.ahead):
             now = [i for i, b in enumerate(here.rows) if here.turns[i] == drawn.counts[b] + j]
             if not now:
@@ -104,14 +124,10 @@ class Other:
             z = read[:, torch.arange(len(now), device=b.device), drawn.order[b, at]]
             for steps, some in by_steps(self.brush, turns):
                 path = fresh(self.brush, z[:, some], drawn, b[some], at[some], steps, DRAFTS)
-                own = [now[i] for i in some]
-                parts.append((steps, own, path))
-                x[own] = path.x
-            seen.put(b, at, x[now])
-            each.append(z)
-            where += now
-        back = torch.tensor(where, device=x.device).argsort()
-        return Drafted(here, torch.cat(each, 1)[:, back], x, parts, [False] * len(here))
+                seen.put(b[some], at[some], path.x)
+                for k, i in enumerate(some):
+                    found[now[i]] = Draft(here.rows[now[i]], turns[i], z[:, i], path=path.take([k]))
+        return [found[i] for i in range(len(here))]
 
 
 def _ahead(drawn: Canvas, most: int) -> Cells:

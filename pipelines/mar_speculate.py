@@ -12,11 +12,12 @@ from torch import Tensor
 
 from mmspec import paths
 from mmspec.pipelines.mar_cspd import aligned
-from mmspec.pipelines.mar_drafts import Drafted, Other, Own, by_steps
-from mmspec.pipelines.mar_loop import PATHS, Brush, Canvas, coins, normal, plain
+from mmspec.pipelines.mar_drafts import Cells, Draft, Other, Own, by_steps, places
+from mmspec.pipelines.mar_loop import DRAFTS, PATHS, Brush, Canvas, coins, normal, plain
 from mmspec.pipelines.mar_plan import Speculation, Tally
 
-AT_ONCE = 8  # trials of a refused token that run side by side
+AT_ONCE = 4  # trials of a refused token that run side by side
+Refused = tuple[Draft, Tensor]  # and what the model knew before it, z [streams, D]
 
 
 def draw(brush: Brush, drawn: Canvas, how: Speculation, scout: Brush, told: Tally) -> Iterator[Canvas]:
@@ -43,43 +44,52 @@ def draw(brush: Brush, drawn: Canvas, how: Speculation, scout: Brush, told: Tall
 def exact(brush: Brush, drawn: Canvas, how: Speculation, scout: Own | Other, told: Tally) -> Iterator[Canvas]:
     """Draw all pictures by the law of `plain` with one token an iteration; every picture goes its own way.
 
-    A round drafts tokens, reads every picture with none, one, two ... of them, and keeps a draft if all before it were
-    kept and the whole path of its denoising is likely enough under the model (`mmspec.paths`). A refused one is drawn
-    anew from what the model has left over, and what was drafted after it is forgotten.
+    A round reads every picture with none, one, two ... of its drafts, and keeps a draft if all before it were kept and
+    the whole path of its denoising is likely enough under the model (`mmspec.paths`). Then the refused ones are drawn
+    anew from what the model has left over, and beside them the model's next drafts.
     """
+    L, refused = drawn.order.shape[1], list[Refused]()
     scout.start(drawn)
-    L = drawn.order.shape[1]
-    while min(drawn.counts) < L:
-        draft = scout.propose(drawn)
-        z, source, at = _verify(brush, drawn, draft, scout)
-        ratio = _ratios(brush, draft, z)
-        eta = torch.tensor([1.0 if sure else how.eta for sure in draft.certain], device=z.device)
+    drafts = scout.wanted(drawn)
+    while True:
+        _chains(brush, drawn, refused, drafts, how.eta, scout, told)
+        if told.rounds:
+            yield drawn
+        if min(drawn.counts) == L:
+            return
+        drafts = scout.propose(drawn, drafts)
+        here, x = places(drafts, drawn.order.device), torch.cat([draft.drawn.x for draft in drafts])
+        z, source, at = _verify(brush, drawn, drafts, here, x, scout)
+        ratio = _ratios(brush, drafts, here, z)
+        eta = torch.tensor([1.0 if draft.certain else how.eta for draft in drafts], device=z.device)
         chance = paths.chance(ratio, eta)
-        kept = coins(drawn.seeds[draft.cells.of], L, draft.cells.at, 0) < chance
+        kept = coins(drawn.seeds[here.of], L, here.at, 0) < chance
         told.rounds += 1
-        refused = _stand(drawn, draft, torch.stack([kept, chance, -ratio], 1).tolist(), source, at, scout, told)
-        if refused:
-            _redraw(brush, drawn, draft, z, eta, refused, scout, told)
-        yield drawn
+        facts = torch.stack([kept, chance, -ratio], 1).tolist()
+        stand, first, found, whole = _stand(drawn, drafts, facts, at, told)
+        drawn.put(here.of[stand], here.at[stand], x[stand])
+        if isinstance(scout, Own):
+            scout.learn(source, found, whole)
+        refused = [(drafts[i], z[:, i]) for i in first]
+        drafts = scout.wanted(drawn)
 
 
 def _verify(
-    brush: Brush, drawn: Canvas, draft: Drafted, scout: Own | Other
+    brush: Brush, drawn: Canvas, drafts: list[Draft], here: Cells, x: Tensor, scout: Own | Other
 ) -> tuple[Tensor, Tensor, dict[tuple[int, int], int]]:
     """The model's conditioning [streams, R, D] of every drafted token, knowing those before it.
 
     And that [streams, M, L, D] of all places that there is, with a table from picture and number of tokens known to
     one of the M.
     """
-    L, here = drawn.order.shape[1], draft.cells
-    drafted = list(zip(here.rows, here.turns, strict=True))
-    asked = [cell for cell, certain in zip(drafted, draft.certain, strict=True) if not certain]
+    L, drafted = drawn.order.shape[1], list(zip(here.rows, here.turns, strict=True))
+    asked = [cell for cell, draft in zip(drafted, drafts, strict=True) if not draft.certain]
     if isinstance(scout, Own):  # one more, to draft the next tokens from
         asked += [(b, n) for b, n in {b: turn + 1 for b, turn in drafted}.items() if n < L]
     at, parts = {cell: i for i, cell in enumerate(asked)}, []
     if asked:
         seen = replace(drawn, tokens=drawn.tokens.clone())
-        seen.put(here.of, here.at, draft.x)
+        seen.put(here.of, here.at, x)
         b = torch.tensor([b for b, _ in asked], device=here.of.device)
         parts.append(brush.read(seen.tokens[b], drawn.order[b], [n for _, n in asked], drawn.labels[b]))
     if isinstance(scout, Own):
@@ -90,43 +100,38 @@ def _verify(
     return source[:, [at[cell] for cell in drafted], drawn.order[here.of, here.at]], source, at
 
 
-def _ratios(brush: Brush, draft: Drafted, z: Tensor) -> Tensor:
+def _ratios(brush: Brush, drafts: list[Draft], here: Cells, z: Tensor) -> Tensor:
     """log P/Q [R] of the drafted paths; 0 where nothing is to be tested."""
-    ratio = torch.zeros(len(draft.cells), device=z.device)
-    for steps, index, path in draft.parts:
-        inside = [i for i, at in enumerate(index) if not draft.certain[at]]
-        if inside:
-            some, chain = [index[i] for i in inside], brush.chain(steps)
-            brush.evaluations += len(some) * len(chain) * (1 + brush.law.guided)
-            net = brush.net(z[:, some], draft.cells.at[some], steps)
-            ratio[some] = paths.log_ratio(path.take(inside), net, chain, brush.law.temperature)
+    ratio, tested = torch.zeros(len(drafts), device=z.device), [i for i, d in enumerate(drafts) if not d.certain]
+    for steps, index in by_steps(brush, [here.turns[i] for i in tested]):
+        some, chain = [tested[i] for i in index], brush.chain(steps)
+        brush.evaluations += len(some) * len(chain) * (1 + brush.law.guided)
+        net = brush.net(z[:, some], here.at[some], steps)
+        ratio[some] = paths.log_ratio(paths.joined([drafts[i].drawn for i in some]), net, chain, brush.law.temperature)
     return ratio
 
 
 def _stand(
-    drawn: Canvas, draft: Drafted, facts: list[list[float]], source: Tensor, at: dict[tuple[int, int], int],
-    scout: Own | Other, told: Tally,
-) -> list[int]:  # fmt: skip
-    """Write the drafts that stand, count them, and tell the drafter what is known of every picture.
+    drawn: Canvas, drafts: list[Draft], facts: list[list[float]], at: dict[tuple[int, int], int], told: Tally
+) -> tuple[list[int], list[int], dict[int, int], list[int]]:
+    """Which drafts stand, and which were the first of their picture to be refused; both are counted.
+
+    And what is now known of every picture: a number as in `at` (see `_verify`), and the pictures of which it knows all.
 
     Args:
         facts: of every draft whether it is kept by itself, the chance for that, and log Q/P.
-        source, at: see `_verify`.
-
-    Returns:
-        Which drafts were the first of their picture to be refused, which are counted, too.
     """
     stand: list[int] = []
     refused: list[int] = []
     found: dict[int, int] = {}
     whole, begin = [], 0
-    for b, some in groupby(draft.cells.rows):
+    for b, some in groupby(draft.row for draft in drafts):
         end = begin + len(list(some))
         first = next((i for i in range(begin, end) if not facts[i][0]), end)
         stand += range(begin, first)
         for i in range(begin, min(first + 1, end)):
-            if not draft.certain[i]:
-                told.note(draft.cells.turns[i], *facts[i][1:])
+            if not drafts[i].certain:
+                told.note(drafts[i].turn, *facts[i][1:])
         n = drawn.counts[b] + first - begin
         if (b, n) in at:
             found[b] = at[b, n]
@@ -135,33 +140,40 @@ def _stand(
         else:
             whole.append(b)
         drawn.counts[b], begin = n + (first < end), end
-    drawn.put(draft.cells.of[stand], draft.cells.at[stand], draft.x[stand])
-    if isinstance(scout, Own):
-        scout.learn(source, found, whole)
-    return refused
+    return stand, refused, found, whole
 
 
-def _redraw(
-    brush: Brush, drawn: Canvas, draft: Drafted, z: Tensor, eta: Tensor, refused: list[int], scout: Own | Other,
+def _chains(
+    brush: Brush, drawn: Canvas, refused: list[Refused], drafts: list[Draft], eta: float, scout: Own | Other,
     told: Tally,
 ) -> None:  # fmt: skip
-    """Draw refused tokens anew, from what the model's law has left over."""
-    L, C = drawn.order.shape[1], drawn.tokens.shape[2]
-    for steps, index in by_steps(brush, [draft.cells.turns[i] for i in refused]):
-        some = [refused[i] for i in index]
-        of, at, chain = draft.cells.of[some], draft.cells.at[some], brush.chain(steps)
-        seeds = drawn.seeds[of]
+    """Draw refused tokens anew, from what the model's law has left over, and the paths of drafts that have none yet.
+
+    Side by side in one chain, where they have as many steps.
+    """
+    L, C, device = drawn.order.shape[1], drawn.tokens.shape[2], drawn.order.device
+    every = [*((draft, z) for draft, z in refused), *((draft, draft.z) for draft in drafts)]
+    for steps, index in by_steps(brush, [draft.turn for draft, _ in every]):
+        some, chain, R = [every[i] for i in index], brush.chain(steps), sum(i < len(refused) for i in index)
+        here = places([draft for draft, _ in some], device)
+        seeds = drawn.seeds[here.of]
 
         def again(
-            rows: Tensor, trial: int, at: Tensor = at, chain: paths.Chain = chain, seeds: Tensor = seeds
+            rows: Tensor, trial: int, at: Tensor = here.at, chain: paths.Chain = chain, seeds: Tensor = seeds
         ) -> tuple[Tensor, Tensor]:
             noise = normal(seeds[rows], PATHS, L, at[rows], trial, len(chain), C)
             return noise, coins(seeds[rows], L, at[rows], trial + 1)
 
-        p, q = brush.net(z[:, some], at, steps), scout.brush.net(draft.z[:, some], at, steps)
-        x, trials = paths.leftover(p, q, chain, again, eta[some], brush.law.temperature, AT_ONCE, brush.draw)
-        drawn.put(of, at, x)
-        told.refused, told.trials = told.refused + len(some), told.trials + sum(trials)
-        asked = sum(-(-n // AT_ONCE) for n in trials) * AT_ONCE * len(chain) * (1 + brush.law.guided)
-        brush.evaluations += asked
-        scout.brush.evaluations += asked
+        p = brush.net(torch.stack([z for _, z in some], 1), here.at, steps)
+        q = scout.brush.net(torch.stack([draft.z for draft, _ in some[:R] or some], 1), here.at[: R or None], steps)
+        beside = normal(seeds[R:], DRAFTS, L, here.at[R:], 0, len(chain), C)
+        x, trials, others = paths.leftover(
+            p, q, chain, again, torch.full((R,), eta, device=device), brush.law.temperature, AT_ONCE, brush.draw, beside
+        )
+        drawn.put(here.of[:R], here.at[:R], x)
+        for i, (draft, _) in enumerate(some[R:]):
+            draft.path = others.take([i])
+        told.refused, told.trials = told.refused + R, told.trials + sum(trials)
+        tried = sum(-(-n // AT_ONCE) for n in trials) * AT_ONCE
+        brush.evaluations += (tried + len(some) - R) * len(chain) * (1 + brush.law.guided)
+        scout.brush.evaluations += tried * len(chain) * (1 + brush.law.guided)

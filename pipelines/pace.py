@@ -11,10 +11,11 @@ from mmspec.config import SpecConfig
 from mmspec.drafters.captured import CapturedChain
 from mmspec.drafters.feature import FeatureDrafter
 from mmspec.drafters.ngram import NgramDrafter
-from mmspec.pipelines import compiled
+from mmspec.pipelines import compiled, trusted
 from mmspec.types import TargetInfo
 
-_KNOWN: WeakKeyDictionary[Any, dict[Any, Known]] = WeakKeyDictionary()  # by model: it outlives `disable`
+# By model and by the drafter's layer, or its kind where it has no weights: what is known outlives `disable`.
+_KNOWN: WeakKeyDictionary[Any, WeakKeyDictionary[Any, dict[Any, Known]]] = WeakKeyDictionary()
 
 
 def proposer(home: Any, model: Any, drafter: Any, config: SpecConfig, target: TargetInfo) -> Any:
@@ -42,8 +43,8 @@ def proposer(home: Any, model: Any, drafter: Any, config: SpecConfig, target: Ta
         depths |= {-(-deepest // 4), -(-deepest // 2)}
     each = {d: drafter if d == deepest else fit(target, replace(config, depth=d, size=None))
             for d in sorted(depths) if d}  # fmt: skip
-    key = (type(drafter), id(getattr(drafter, "block", None)), target.device, config)
-    known = _KNOWN.setdefault(model, {}).setdefault(key, Known(tuple(sorted(depths))))
+    ours = _KNOWN.setdefault(model, WeakKeyDictionary()).setdefault(getattr(drafter, "block", type(drafter)), {})
+    known = ours.setdefault((target.device, config), Known(tuple(sorted(depths))))
     return Auto({d: _compiled(model, one, config) for d, one in each.items()}, known)
 
 
@@ -53,4 +54,4 @@ def _compiled(model: Any, drafter: Any, config: SpecConfig) -> Any:
     if drafter.options.tree != "chain" or drafter.options.draws:
         return drafter
     chains = compiled.of(model).chains.setdefault(drafter.block, {})
-    return CapturedChain(drafter, lambda: compiled.weights(model), chains)
+    return CapturedChain(drafter, lambda: trusted.weights(model), chains)

@@ -23,6 +23,7 @@ def test_the_suite_measures_a_folder(tmp_path, capsys):
     assert records["all, plain head"]["speedup_e2e"] == 1.0 and records["all, plain head"]["passes"] == 8
     assert records["n=4"]["passes"] == 2 and records["n=4"]["law"] == "another"
     assert records["disa 9-4"]["evaluations"] < 0.8 * records["all, plain head"]["evaluations"]
+    assert [name for name, r in records.items() if r["stock_path"]] == ["all, plain head", "quarter, plain head"]
     speculated = records["self-2"]
     assert speculated["law"] == "kept" and speculated["passes"] < 8 and 0 < speculated["acceptance"] < 1
     assert "over quarter, plain head" in capsys.readouterr().out
@@ -37,7 +38,9 @@ def test_ways_cover_both_bases_and_every_mode():
     assert not any(name.startswith(("draft", "cspd")) for name in (way.name for way in mar.ways(64, 50, None)))
 
 
-def test_quality_of_few_pictures(tmp_path):
+def test_quality_of_few_pictures(tmp_path, monkeypatch):
+    call, groups = mar.call, []
+    monkeypatch.setattr(mar, "call", lambda *given: groups.append(given[3]) or call(*given))
     figure = pytest.importorskip("matplotlib.figure")
     tiny.pipeline().save_pretrained(tmp_path / "model")
     line = ["bench", "image", "--model", str(tmp_path / "model"), "--images", "1", "--quality-images", "5", "--json"]
@@ -52,6 +55,7 @@ def test_quality_of_few_pictures(tmp_path):
     seconds = [r["seconds_per_image"] for r in speeds if (r["method"], r["batch"]) == ("n=4", 1)]
     assert list(dot.get_xdata()) == seconds and list(dot.get_ydata()) == [record["fd_all"]]
     assert record["fd_all"] > 0 and record["fd_real"] is None and record["noise"] > 0
+    assert [len(seeds) for seeds in groups[-3:]] == [5, 5, 5], "no picture counts twice"
 
 
 def test_a_folder_that_is_none_is_told(tmp_path, capsys):

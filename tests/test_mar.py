@@ -337,7 +337,7 @@ def test_compiled_steps_draw_the_same(monkeypatch):
         torch.testing.assert_close(got.tokens, want.tokens, atol=5e-3, rtol=1e-3)
         assert got.work == want.work
     held = mar_compiled.of(pipe.transformer.diffloss)._held
-    assert all(held.values()) and {key[0][0] // key[1] for key in held} >= {1, 4}
+    assert all(held.values()) and {key[0][0] for key in held} > {1, 4}
     with torch.no_grad():
         pipe.transformer.diffloss.net.input_proj.weight = torch.nn.Parameter(torch.randn(20, C))
     assert not mar_compiled.of(pipe.transformer.diffloss)._held  # other weights, nothing kept
@@ -361,7 +361,7 @@ def test_what_cannot_be_compiled_runs_as_it_is(broken, monkeypatch):
     monkeypatch.setattr(mar_compiled, "Captured", partial(Captured, compile=compile))
     pipe = tiny.pipeline()
     want = pipe([1], generator=tiny.seeded(3), output_type="latent").tokens
-    with pytest.warns(UserWarning, match="uncompiled: " + {"wrong": "its steps"}.get(broken, "RuntimeError: no g")):
+    with pytest.warns(UserWarning, match="uncompiled: " + {"wrong": "its outputs"}.get(broken, "RuntimeError: no g")):
         got = pipe([1], generator=tiny.seeded(3), output_type="latent", compile=True).tokens
     assert torch.equal(got, want)
     with pytest.raises(ValueError, match="leave fast_head=False out"):

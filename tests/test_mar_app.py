@@ -58,10 +58,31 @@ def test_classes_by_name_and_number(folder, tmp_path, capsys):
         assert sheet.size[1] > 2 * 16
 
 
+def test_what_is_drawn_instead_of_the_published_sampler_is_told(tmp_path, capsys):
+    pipe = tiny.pipeline(final_noise=False, skip_terminal=False)
+    pipe.register_to_config(defaults={"num_inference_steps": 4, "num_diffusion_steps": 9})
+    pipe.save_pretrained(tmp_path / "model")
+    tiny.transformer(2).save_pretrained(tmp_path / "draft")
+    bent = ["--rule", "cspd", "--drafter", tmp_path / "draft"]
+    singly, noise = "one token an iteration, not 16 in 4", "noise at the last denoising step"
+    for words, notes, out in (
+        (["--drafter", "none"], [], "4.0 passes a batch"),
+        ([], [singly, noise], "head evaluations"),
+        (bent, [singly], "not lossless: cspd(width=42) bends the law"),
+    ):
+        assert run(tmp_path / "model", "1", *words, "-o", tmp_path / "one.png") == 0
+        said = capsys.readouterr()
+        assert [note for note in (singly, noise) if note in said.err] == notes and out in said.out
+    assert run(tmp_path / "model", "1", "2", *bent, "--compare", "--grid", "-o", tmp_path / "two.png") == 0
+    assert "same law" not in capsys.readouterr().out
+    with Image.open(tmp_path / "two.png") as sheet:
+        assert sheet.size[1] > 4 * 16  # plain rows below
+
+
 @pytest.mark.parametrize(("words", "why"), [
     (["teapot"], "by name or by number from 0 to 4; 'teapot' is none. Choose from red circle, blue star"),
     (["5"], "'5' is none"),
-    (["1", "--top-k", 5], "--top-k is for models that draw ids"),
+    (["1", "--top-k", 0], "--top-k is for models that draw ids"),
     (["1", "--reproducible"], "--reproducible is for models"),
     (["1", "--window", 0], "ahead must be a whole number ≥ 1"),
     (["1", "--drafter", "none", "--window", 4], "need a drafter"),

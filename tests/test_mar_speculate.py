@@ -67,8 +67,7 @@ class Steered:
         out = torch.cat([eps(self.z), torch.full_like(x, 0.7)], -1)
         return out, None if self.null is None else eps(self.null)
 
-    def take(self, rows: Tensor, times: int = 1) -> Steered:
-        rows = rows.repeat(times)
+    def take(self, rows: Tensor) -> Steered:
         z, null, guidance = (None if t is None else t[rows] for t in (self.z, self.null, self.guidance))
         return Steered(self.chain, self.std, z, null, guidance)
 
@@ -123,7 +122,7 @@ def test_pictures_have_the_law_of_plain_drawing(mode, plain):
 
 @pytest.mark.parametrize("mode", ["self", "a draft"])
 def test_keeping_every_draft_is_seen(mode, monkeypatch, plain):
-    monkeypatch.setattr(mar_speculate, "_ratios", lambda brush, draft, z: torch.full((len(draft.cells),), 9.0))
+    monkeypatch.setattr(mar_speculate, "_ratios", lambda brush, drafts, *more: torch.full((len(drafts),), 9.0))
     assert joint(pictures(mar_plan.Speculation(**MODES[mode]), 60)[0], plain) < 1e-3
 
 
@@ -132,8 +131,8 @@ def test_keeping_what_follows_a_refusal_is_seen(monkeypatch, plain):
     stand = mar_speculate._stand
 
     def each(drawn: Any, draft: Any, facts: Any, *more: Any) -> Any:
-        stand(drawn, draft, [(True, *fact[1:]) for fact in facts], *more)
-        return [i for i, (kept, *_) in enumerate(facts) if not kept]
+        standing, _, found, whole = stand(drawn, draft, [(True, *fact[1:]) for fact in facts], *more)
+        return standing, [i for i, (kept, *_) in enumerate(facts) if not kept], found, whole
 
     monkeypatch.setattr(mar_speculate, "_stand", each)
     assert joint(pictures(mar_plan.Speculation(Toy(0.9, 0.5), 3), 60)[0], plain) < 1e-3
@@ -154,6 +153,12 @@ def test_drawing_anew_from_the_whole_law_is_seen(monkeypatch, plain):
     """Refused tokens come from the model's law, not from what is left over of it."""
     monkeypatch.setattr(paths, "leftover_chance", lambda ratio, eta: torch.ones_like(ratio, dtype=torch.float64))
     assert joint(pictures(mar_plan.Speculation(Toy(0.9, 0.3), 3), 60)[0], plain) < 1e-3
+
+
+def test_a_trial_with_the_noise_of_the_draft_is_seen(monkeypatch, plain):
+    """The refused draft and the first trial in its place start alike."""
+    monkeypatch.setattr(mar_speculate, "DRAFTS", mar_loop.PATHS)
+    assert joint(pictures(mar_plan.Speculation(**MODES["self"]), 60)[0], plain) < 1e-3
 
 
 def test_cspd_is_seen(plain):

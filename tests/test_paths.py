@@ -52,8 +52,8 @@ class Known:
         out = torch.cat([eps, torch.full_like(eps, self.share)], -1)
         return out, None if self.null is None else self.null.along(x, steps)[0]
 
-    def take(self, rows: Tensor, times: int = 1) -> Known:
-        return replace(self, guidance=None if self.guidance is None else self.guidance[rows].repeat(times))
+    def take(self, rows: Tensor) -> Known:
+        return replace(self, guidance=None if self.guidance is None else self.guidance[rows])
 
 
 def gaussian(steps: Chain, shift: float = 0.0, std: float = 0.5, share: float = 1.0) -> Known:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
+import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +28,9 @@ from mmspec.auto import Auto, Known
 from mmspec.capture import Captured, Uncapturable
 from mmspec.drafters.captured import CapturedChain
 from mmspec.drafters.eagle import EagleConfig, EagleDrafter
-from mmspec.pipelines import compiled
+from mmspec.pipelines import compiled, pace
 from mmspec.pipelines.batching import Plain
+from mmspec.pipelines.trusted import Trusted
 
 FULL = pytest.mark.full
 FOREIGN = torch.ones(3)
@@ -157,6 +161,61 @@ def test_other_weights_are_captured_anew(quick: None):
             layer.up_proj = old
 
 
+def test_a_chain_in_use_forgets_other_weights(quick: None):
+    model, inputs = targets.model("llava"), targets.prompt("llava", "text only")
+    old = model.lm_head.weight
+    with mmspec.enable(model, eagle(model, **CHAIN), compile=True):
+        targets.generate(model, inputs)
+        (held,) = compiled.of(model).chains.values()
+        before = list(held.values())
+        try:
+            model.lm_head.weight = nn.Parameter(old.detach().clone())
+            targets.generate(model, inputs)
+        finally:
+            model.lm_head.weight = old
+    assert before and held and not any(one is other for one in held.values() for other in before)
+
+
+def test_other_buffers_and_another_attention_are_captured_anew(quick: None):
+    held, layer = Trusted("a layer"), nn.BatchNorm1d(2)
+    held.check(layer)
+    held._held["shape"] = None
+    held.check(layer)
+    assert held._held
+    layer.running_mean = torch.ones(2)
+    held.check(layer)
+    assert not held._held
+    model, inputs = targets.model("llava", "eager"), targets.prompt("llava", "text only")
+    try:
+        with mmspec.enable(model, Plain(), compile=True):
+            with pytest.warns(UserWarning, match="uncompiled: .*'eager'"):
+                targets.generate(model, inputs)
+            model.set_attn_implementation("sdpa")
+            targets.generate(model, inputs)
+            assert any(compiled.of(model)._held.values())
+    finally:
+        model.set_attn_implementation("eager")
+        targets.model("llava").set_attn_implementation("sdpa")
+
+
+def test_a_shape_is_captured_once_by_all_threads():
+    held, made = Trusted("a layer"), []
+
+    def capture() -> Any:
+        made.append(time.sleep(0.1))
+        return "captured"
+
+    def get(key: str, apart: float = 0.0, capture: Any = capture) -> Any:
+        return held.get(key, torch.float32, capture, lambda c: [torch.ones(2) + apart], lambda: [torch.ones(2)])
+
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(get, ["shape"] * 3)) == ["captured"] * 3 and len(made) == 1
+    with pytest.warns(UserWarning, match="a layer uncompiled: .* nan away"):
+        assert get("other", float("nan")) is None
+    get("late", capture=lambda: held.check(nn.Linear(2, 2)))  # another thread's call finds other weights meanwhile
+    assert not held._held
+
+
 @pytest.mark.parametrize("what", ["eager", "adapters", "wrong", "no compiler"])
 def test_what_cannot_be_captured_runs_as_it_is(what: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(compiled, "_OF", type(compiled._OF)())
@@ -259,6 +318,11 @@ def test_what_was_learned_outlives_a_call_and_what_was_enabled():
             held.append(handle.proposer.known)
             targets.generate(model, inputs)
     assert held[0] is held[1] and held[0].costs
+    assert drafter.block in pace._KNOWN[model]
+    before = len(pace._KNOWN[model])
+    del drafter, handle
+    gc.collect()
+    assert len(pace._KNOWN[model]) < before
 
 
 class Told(Known):

@@ -362,6 +362,17 @@ def test_a_draft_vocabulary_is_the_answers_most_frequent_tokens(questions: Path,
     torch.testing.assert_close(drafter.lm_head.weight, head[ids])
 
 
+def test_answers_of_all_processes_count_for_the_draft_vocabulary(
+    questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = _made("eagle", draft_vocab=9)
+    run, last = _run(tmp_path, questions, RECIPE.with_(steps=0), drafter), drafter.config.vocab - 1
+    other = torch.eye(last + 1, dtype=torch.long)[last] * 999  # counts of another process
+    monkeypatch.setattr(run.accelerator, "reduce", lambda counts, how: counts + other)
+    run.run()
+    assert last in drafter.draft_ids and run._seen([[1, 1, last]])[1] == 2 and run._seen([[]])[last] == 999
+
+
 def test_the_gate_learns_what_each_question_needs(questions: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: with two pictures only the third branch is cheap, with one only the second."""
     drafter = _made("specvlm")

@@ -72,6 +72,9 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
         bench = load(args.model, args.device, args.dtype, guidance_scale=args.guidance, temperature=args.temperature)
     except EngineError as error:
         raise BenchError(str(error)) from error
+    note = bench.singly()
+    if note:
+        say(note)
     steps = bench.pipe.config.defaults.get("num_diffusion_steps", 100)
     try:
         chosen = matching(ways(bench.tokens, steps, bench.draft), args.methods, args.without)
@@ -79,6 +82,7 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
         raise BenchError(str(error)) from error
     model = bench.pipe.transformer
     outcome.provenance = provenance(model.device, model.dtype) | {"model": args.model, "settings": bench.settings}
+    outcome.provenance["sampler"] = note or "the model's own"
     samples = classes.held_out(max(args.images, args.quality_images), 2**31 + args.seed)
     labels = [sample.label % model.config.classes for sample in samples]
     for batch in args.batch if args.images else ():
@@ -116,7 +120,8 @@ def _speed(way: Way, made: dict[str, list[Made]], batch: int) -> Record:
         return sum(c.told[name] * c.told["tested"] for c in mine) / tested if tested else None
 
     return {
-        "suite": SPEED, "method": way.name, "law": way.law, "batch": batch, "stock_path": way.law == OTHER,
+        "suite": SPEED, "method": way.name, "law": way.law, "batch": batch,
+        "stock_path": way.name.endswith("plain head"),
         **spread("speedup_e2e", over("all, plain head")), **spread("speedup_all", over("all")),
         **spread("speedup_quarter", over("quarter, plain head")),
         **spread("seconds_per_image", [call.seconds / len(call.images) for call in mine]), **work,
@@ -142,8 +147,9 @@ def judged(
     wanted = [Picture(sample.background, (sample.thing,), None, 0) for sample in samples[:count]]
 
     def draw(way: Way, run: int) -> list[Image.Image]:
-        asked = batches(list(zip(labels[:count], seeds_of(run, count, args.seed), strict=True)), args.quality_batch)
-        return [image for group in asked for image in call(bench, way, *zip(*group, strict=True)).images]
+        asked, size = list(zip(labels[:count], seeds_of(run, count, args.seed), strict=True)), args.quality_batch
+        groups = [asked[first : first + size] for first in range(0, count, size)]
+        return [image for group in groups for image in call(bench, way, *zip(*group, strict=True)).images]
 
     reference, of_real = features(draw(base, 0)), features(real[:count]) if real else None
     noise = quality.frechet(reference, features(draw(base, 2)))

@@ -23,7 +23,6 @@ from mmspec.pipelines.llamagen import CLASS, TEXT
 
 DRAWING = "drawing"
 REFRESH = 0.25  # seconds between two looks at a picture under way
-Looks = Generator[None, None, None]
 
 
 @dataclass
@@ -41,7 +40,7 @@ class Canvas:
     image: Image.Image | None = None
     spent: float = 0.0  # what a relaxed rule was charged, known at the end
 
-    def take(self, tokens: list[int], seconds: float) -> None:
+    def take(self, _: int, tokens: list[int], seconds: float) -> None:
         """Book a round, by all tokens that there are after it."""
         new, self.seconds, self.state = len(tokens) - len(self.tokens), seconds, DRAWING
         if self.tokens:
@@ -66,8 +65,20 @@ class Canvas:
         return len(self.gains) + bool(self.tokens)
 
 
+class Raced:
+    """Two pictures, drawn one after the other."""
+
+    plain: Any
+    fast: Any
+
+    @property
+    def speed_up(self) -> float | None:
+        done = self.plain.state == self.fast.state == DONE
+        return self.plain.seconds / self.fast.seconds if done else None
+
+
 @dataclass(frozen=True)
-class Pair:
+class Pair(Raced):
     """What there is to see at one moment of a run."""
 
     plain: Canvas
@@ -75,11 +86,6 @@ class Pair:
     wish: Wish
     rule: str  # as it was enabled
     over: bool = False
-
-    @property
-    def speed_up(self) -> float | None:
-        done = self.plain.state == self.fast.state == DONE
-        return self.plain.seconds / self.fast.seconds if done else None
 
     @property
     def same(self) -> int:
@@ -116,18 +122,18 @@ class Easel:
         wish.check(self.methods)
         asked = self._asked(wish.prompt)
         pair = Pair(Canvas(False, self.grid), Canvas(True, self.grid), wish, wish.spec(self.codes))
-        deadline = time.monotonic() + self.time_limit
+        limits = Limits(stop, time.monotonic() + self.time_limit)
+        settings = {"guidance_scale": wish.guidance, "temperature": wish.temperature}
+
+        def paint(seen: Any) -> Painting:
+            return self.painter.paint([asked], [wish.seed], callback_on_step_end=seen, **settings)
+
         try:
             for canvas, way in ((pair.plain, Way()), (pair.fast, self.way(wish))):
-                if not stop.is_set() and time.monotonic() < deadline:
-                    handle = self.painter.go(way)
-                    if wish.method in FEATURE and handle is not None:
-                        self.drafter = handle.drafter  # read from its file once
-                    with contextlib.closing(self._draw(canvas, asked, wish, stop, deadline)) as looks:
-                        for _ in looks:
-                            yield pair
-                if canvas.state != DONE:
-                    canvas.state = STOPPED if stop.is_set() else TIMED_OUT
+                handle = None if limits.over else self.painter.go(way)
+                if wish.method in FEATURE and handle is not None:
+                    self.drafter = handle.drafter  # read from its file once
+                yield from painted(pair, canvas, paint, self._look, limits)
             yield Pair(pair.plain, pair.fast, wish, pair.rule, over=True)
         except EngineError as error:
             raise RefusedError(str(error)) from error
@@ -146,31 +152,6 @@ class Easel:
             raise RefusedError(f"This model draws classes: write a number from 0 to {self.painter.classes - 1}.")
         return int(prompt)
 
-    def _draw(self, canvas: Canvas, asked: Any, wish: Wish, stop: threading.Event, deadline: float) -> Looks:
-        """Draw one picture in a thread of its own; yields when there is something new to see."""
-        began, spent = time.perf_counter(), [0.0]  # spent: on looking, which is not the model's time
-        shown = [began]
-
-        def work(show: Callable[[], None]) -> None:
-            def seen(_: Any, step: int, __: int, state: dict[str, Any]) -> None:
-                now = time.perf_counter()
-                if stop.is_set() or time.monotonic() >= deadline:
-                    raise Ended
-                tokens, seconds = state["tokens"][0], now - began - spent[0]
-                canvas.take(tokens, seconds)
-                if now - shown[0] >= REFRESH:
-                    canvas.image = self._look(tokens)
-                    show()
-                    shown[0] = time.perf_counter()
-                    spent[0] += shown[0] - now
-
-            settings = {"guidance_scale": wish.guidance, "temperature": wish.temperature}
-            made = self.painter.paint([asked], [wish.seed], callback_on_step_end=seen, **settings)
-            canvas.finish(made, made.seconds - spent[0])
-
-        canvas.state = DRAWING
-        yield from watched(work)
-
     @torch.no_grad()
     def _look(self, tokens: list[int]) -> Image.Image:
         """The picture so far; what is not drawn yet is filled with the last token."""
@@ -184,7 +165,58 @@ class Ended(Exception):
     """Thrown into a call of a pipeline to end it, and put into the queue when it has ended."""
 
 
-def watched(work: Callable[[Callable[[], None]], None]) -> Looks:
+@dataclass(frozen=True)
+class Limits:
+    """When a run has to end."""
+
+    stop: threading.Event
+    deadline: float  # of time.monotonic
+
+    @property
+    def over(self) -> bool:
+        return self.stop.is_set() or time.monotonic() >= self.deadline
+
+
+def painted(
+    both: Any, canvas: Any, paint: Callable[[Any], Any], look: Callable[[Any], Image.Image], limits: Limits
+) -> Iterator[Any]:
+    """Draw one of two pictures in a thread of its own; yields `both` when there is something new to see.
+
+    Args:
+        canvas: takes what there is after each step, and finishes with what `paint` gives.
+        paint: a call of a pipeline, which tells the callback it is given of each step.
+        look: the picture so far, of its tokens.
+    """
+
+    def work(show: Callable[[], None]) -> None:
+        began = shown = time.perf_counter()
+        spent = 0.0  # on looking, which is not the model's time
+
+        def seen(_: Any, step: int, __: int, state: dict[str, Any]) -> None:
+            nonlocal shown, spent
+            now = time.perf_counter()
+            if limits.over:
+                raise Ended
+            canvas.take(step, state["tokens"][0], now - began - spent)
+            if now - shown >= REFRESH:
+                canvas.image = look(state["tokens"][0])
+                show()
+                shown = time.perf_counter()
+                spent += shown - now
+
+        made = paint(seen)
+        canvas.finish(made, made.seconds - spent)
+
+    if not limits.over:
+        canvas.state = DRAWING
+        with contextlib.closing(watched(work)) as looks:
+            for _ in looks:
+                yield both
+    if canvas.state != DONE:
+        canvas.state = STOPPED if limits.stop.is_set() else TIMED_OUT
+
+
+def watched(work: Callable[[Callable[[], None]], None]) -> Generator[None, None, None]:
     """Run `work` in a thread of its own; yields when it begins, ends, or calls what it is given.
 
     What it calls raises Ended once nobody looks any more.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -109,9 +110,9 @@ def build(studio: Studio, desk: Desk) -> Tab:
                 guidance = gr.Slider(1, MAX_GUIDANCE, studio.guidance, step=0.5, label="Guidance",
                                      info="how closely to follow the class")  # fmt: skip
         with gr.Column(scale=5, min_width=320):
-            told = gr.HTML(START)
+            told = gr.HTML(START + (look.hint(f"Both pictures are {html.escape(studio.note)}.") if studio.note else ""))
             with gr.Row(equal_height=True):
-                plain, fast = (gr.HTML(html, min_width=300) for html in tab.empty())
+                plain, fast = (gr.HTML(empty, min_width=300) for empty in tab.empty())
     started = draw.click(tab.begin, None, [told, plain, fast, draw, stop], **QUICK)
     ended = started.then(tab.run, [label, mode, ahead, seed, guidance], [told, plain, fast], **IN_TURN)
     ended.then(lambda: _buttons(running=False), None, [draw, stop], **QUICK)

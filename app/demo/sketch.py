@@ -6,16 +6,18 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from PIL import Image
+from torch import Tensor
 
-from mmspec.app.demo.answer import DONE, STOPPED, TIMED_OUT, WAITING
-from mmspec.app.demo.canvas import DRAWING, REFRESH, Ended, Looks, watched
+from mmspec.app.demo.answer import DONE, WAITING
+from mmspec.app.demo.canvas import Limits, Raced, painted
 from mmspec.app.demo.desk import MAX_SEED, RefusedError, within
 from mmspec.app.engine import EngineError
-from mmspec.app.mar import Mar
+from mmspec.app.mar import Made, Mar
 
 MAX_AHEAD = 16
 MAX_GUIDANCE = 20
@@ -52,19 +54,23 @@ class Sketch:
     work: dict[str, int] = field(default_factory=dict)
     told: dict[str, float] = field(default_factory=dict)
 
+    def take(self, step: int, tokens: Tensor, seconds: float) -> None:
+        """Book a pass, by the tokens [grid², channels] after it."""
+        self.passes, self.seconds = step + 1, seconds
+        self.known = [was or (step + 1) * now for was, now in zip(self.known, tokens.any(1).tolist(), strict=True)]
+
+    def finish(self, made: Made, seconds: float) -> None:
+        self.image, self.work, self.told = made.images[0], made.work, made.told
+        self.passes, self.seconds, self.state = made.work["passes"], seconds, DONE
+
 
 @dataclass(frozen=True)
-class Two:
+class Two(Raced):
     """What there is to see at one moment of a run."""
 
     plain: Sketch
     fast: Sketch
     over: bool = False
-
-    @property
-    def speed_up(self) -> float | None:
-        done = self.plain.state == self.fast.state == DONE
-        return self.plain.seconds / self.fast.seconds if done else None
 
 
 class Studio:
@@ -72,6 +78,7 @@ class Studio:
 
     def __init__(self, model: Mar, time_limit: float = 120.0) -> None:
         self.model, self.time_limit = model, time_limit
+        self.note = model.singly()  # for both alike
         self.grid = model.pipe.transformer.config.grid
         self.guidance = model.settings.get("guidance_scale", model.pipe.config.defaults.get("guidance_scale", 3.0))
         self.modes = [ITSELF] + [SMALLER] * (model.draft is not None)
@@ -87,15 +94,16 @@ class Studio:
             raise RefusedError(f"No mode {wish.mode!r} here; choose from {', '.join(self.modes)}.")
         how: dict[str, Any] = {"ahead": wish.ahead} | ({"draft": self.model.draft} if wish.mode == SMALLER else {})
         two = Two(self.blank(), self.blank())
-        deadline = time.monotonic() + self.time_limit
+        limits = Limits(stop, time.monotonic() + self.time_limit)
+
+        def paint(speculation: dict[str, Any] | None, seen: Any) -> Made:
+            settings = {"guidance_scale": wish.guidance, "callback_on_step_end": seen}
+            return self.model.draw([label], [wish.seed], speculation, **settings)
+
         try:
             label = self.model.label(wish.label)
             for sketch, speculation in ((two.plain, None), (two.fast, how)):
-                if not stop.is_set() and time.monotonic() < deadline:
-                    for _ in self._draw(sketch, label, wish, speculation, stop, deadline):
-                        yield two
-                if sketch.state != DONE:
-                    sketch.state = STOPPED if stop.is_set() else TIMED_OUT
+                yield from painted(two, sketch, partial(paint, speculation), self._look, limits)
             yield Two(two.plain, two.fast, over=True)
         except EngineError as error:
             raise RefusedError(str(error)) from error
@@ -108,38 +116,7 @@ class Studio:
         for _ in self.run(Wish("0", guidance=self.guidance), threading.Event()):
             pass
 
-    def _draw(
-        self, sketch: Sketch, label: int, wish: Wish, speculation: Any, stop: threading.Event, deadline: float
-    ) -> Looks:
-        """Draw one picture in a thread of its own; yields when there is something new to see."""
-
-        def work(show: Any) -> None:
-            began = shown = time.perf_counter()
-            spent = 0.0  # on looking, which is not the model's time
-
-            def seen(_: Any, step: int, __: int, state: dict[str, Any]) -> None:
-                nonlocal shown, spent
-                now = time.perf_counter()
-                if stop.is_set() or time.monotonic() >= deadline:
-                    raise Ended
-                sketch.passes, sketch.seconds = step + 1, now - began - spent
-                new = state["tokens"][0].any(1).tolist()
-                sketch.known = [was or (step + 1) * now for was, now in zip(sketch.known, new, strict=True)]
-                if now - shown >= REFRESH:
-                    sketch.image = self._look(state["tokens"])
-                    show()
-                    shown = time.perf_counter()
-                    spent += shown - now
-
-            settings = {"guidance_scale": wish.guidance, "callback_on_step_end": seen}
-            made = self.model.draw([label], [wish.seed], speculation, **settings)
-            sketch.image, sketch.work, sketch.told = made.images[0], made.work, made.told
-            sketch.passes, sketch.seconds, sketch.state = made.work["passes"], made.seconds - spent, DONE
-
-        sketch.state = DRAWING
-        yield from watched(work)
-
     @torch.no_grad()
-    def _look(self, tokens: torch.Tensor) -> Image.Image:
+    def _look(self, tokens: Tensor) -> Image.Image:
         """The picture so far."""
-        return self.model.pipe.picture(tokens, "pil")[0]
+        return self.model.pipe.picture(tokens[None], "pil")[0]

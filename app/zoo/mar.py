@@ -179,7 +179,7 @@ def train_model(recipe: MarRecipe, stage: str, data: tuple[Tensor, Tensor, Tenso
     trunk, number = {"target": (recipe.target_trunk, _TARGET), "draft": (recipe.draft_trunk, _DRAFT)}[stage]
     model, clock = build_model(recipe, trunk), MARScheduler().chain(1000)
     tokens, labels, told = data
-    lesson = squares.Lesson(trunk.dim, 1, recipe.emphasis)
+    lesson = squares.Probes(trunk.dim, 1, recipe.emphasis)
 
     def loss_at(step: int) -> tuple[Tensor, int]:
         rng = np.random.default_rng((recipe.seed, number, step))

@@ -25,7 +25,7 @@ import mmspec
 from mmspec import zoo
 
 pipe = mmspec.MARPipeline.from_pretrained(zoo.path("{name}"))
-pipe.enable_speculation()                      # its own drafts; or draft=zoo.path("{draft}")
+pipe.enable_speculation()  # its own drafts; or draft=zoo.path("{draft}")
 pipe("red circle").images[0]
 ```
 Classes: a colour and a shape, such as "{first}" and "{last}" ({classes} of them, `pipe.config.id2label`).

@@ -37,9 +37,11 @@ def shown(picture: Picture, grid: int) -> np.ndarray:
     return told
 
 
-class Lesson(nn.Module):
-    """A linear classifier for each of several places where hidden states of a width pass; squares that objects touch
-    count `emphasis` times."""
+class Probes(nn.Module):
+    """A linear classifier for each of several places where hidden states of a width pass.
+
+    Squares that objects touch count `emphasis` times.
+    """
 
     def __init__(self, width: int, places: int, emphasis: float) -> None:
         super().__init__()

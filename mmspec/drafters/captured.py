@@ -51,8 +51,9 @@ class CapturedChain:
         inputs = [pad(hidden, (0, 0, 0, missing)), pad(follow, (0, missing)), count, memory.positions]
         inputs += [] if memory.context is None else [memory.context]
         key = (self.drafter.options, *(t.shape for t in inputs))
-        if key not in self._held:
-            self._held[key] = self._capture(target, inputs)
+        captured = self._held.get(key)
+        if captured is None:
+            captured = self._held[key] = self._capture(target, inputs)
         before, after = memory.lengths, memory.lengths.plus(session.last.counts, count)
         seen = chain(N, follow.device).ancestors.expand(len(follow), N, N)
 
@@ -63,7 +64,7 @@ class CapturedChain:
             out = memory.attend(at, None if level else seen)(q, k, v)
             return out.transpose(1, 2).contiguous().transpose(1, 2)
 
-        (below,) = self._held[key](attend, *inputs)
+        (below,) = captured(attend, *inputs)
         memory.lengths, memory.positions = after, memory.positions + count
         return Draft(torch.cat([session.pending[:, None], below], 1), chain(N, below.device).expand(len(below)))
 

@@ -140,8 +140,7 @@ class Plain:
         both = self.head(torch.cat([x, x]), torch.cat([t, t]), torch.cat([z, null]))
         return both[: len(x)], both[len(x) :]
 
-    def take(self, rows: Tensor, times: int = 1) -> Plain:
-        rows = rows.repeat(times)
+    def take(self, rows: Tensor) -> Plain:
         null, guidance = (None if t is None else t[rows] for t in (self.null, self.guidance))
         return Plain(self.head, self.chain, self.z[rows], null, guidance)
 
@@ -175,8 +174,8 @@ class Denoiser:
 
     bound: Bound
     cond: Tensor  # [N, w]: N = R tokens, or 2·R with those without the condition below
-    guidance: Tensor | None  # [times·R]
-    times: int = 1  # how often the states that it is asked for repeat its tokens
+    guidance: Tensor | None  # [R'], of the states that it is asked for
+    of: Tensor | None = None  # int64 [R' or 2·R'], which of the N each of them has; None: they are the N
     table: tuple[int, Tensor] | None = None  # a number of a chunk of steps, and its modulation [steps, N, parts·w]
 
     def at(self, x: Tensor, k: int) -> Output:
@@ -185,45 +184,45 @@ class Denoiser:
     def along(self, x: Tensor) -> Output:
         """In chunks of steps, so that no table outgrows the budget."""
         room, every = self._room(), self._every(x.transpose(0, 1))
-        parts = [self._pass(part, self._modulation(i)) for i, part in enumerate(every.split(room))]
+        parts = [self.bound.head.modulated(part, self._tables(i)) for i, part in enumerate(every.split(room))]
         out, null = self._apart(parts[0] if len(parts) == 1 else torch.cat(parts))
         return out.transpose(0, 1), None if null is None else null.transpose(0, 1)
 
-    def take(self, rows: Tensor, times: int = 1) -> Denoiser:
-        every = rows if self.guidance is None else torch.cat([rows, rows + self.tokens])
-        guidance = None if self.guidance is None else self.guidance[rows].repeat(self.times * times)
-        table = (0, self._modulation(0)[:, every]) if self._room() == len(self.bound.chain) else None
-        return Denoiser(self.bound, self.cond[every], guidance, self.times * times, table)
-
-    @property
-    def tokens(self) -> int:
-        """R, each counted once."""
-        return len(self.cond) if self.guidance is None else len(self.cond) // 2
+    def take(self, rows: Tensor) -> Denoiser:
+        every, guidance = rows, None
+        if self.guidance is not None:
+            every, guidance = torch.cat([rows, rows + len(self.guidance)]), self.guidance[rows]
+        taken = Denoiser(self.bound, self.cond, guidance, every if self.of is None else self.of[every])
+        if self._room() == taken._room() == len(self.bound.chain):
+            self._modulation(0)  # all that is taken has it in common
+            taken.table = self.table
+        return taken
 
     def modulation(self, k: int) -> Tensor:
-        """[N, parts·w] of step k."""
+        """[R' or 2·R', parts·w] of step k."""
         room = self._room()
-        return self._modulation(k // room)[k % room]
+        table = self._modulation(k // room)[k % room]
+        return table if self.of is None else table[self.of]
 
     def out(self, x: Tensor, table: Tensor) -> Output:
-        """fp32 outputs for states x [times·R, C] under a modulation."""
-        return self._apart(self._pass(self._every(x), table))
+        """fp32 outputs for states x [R', C] under a modulation."""
+        return self._apart(self.bound.head.modulated(self._every(x), table))
 
     def _every(self, x: Tensor) -> Tensor:
-        """[..., times, N, C] of states [..., times·R, C]; without `times` where that is 1."""
-        x = x if self.times == 1 else x.unflatten(-2, (self.times, -1))
+        """States, and where there is guidance all of them again, to be seen without the condition."""
         return x if self.guidance is None else torch.cat([x, x], -2)
 
     def _apart(self, out: Tensor) -> Output:
         """What `_every` put together: with the condition and, where there is guidance, without."""
-        halves = (out,) if self.guidance is None else out.chunk(2, -2)
-        if self.times > 1:
-            halves = tuple(half.flatten(-3, -2) for half in halves)
-        return halves[0], halves[1] if len(halves) > 1 else None
+        if self.guidance is None:
+            return out, None
+        both = out.chunk(2, -2)
+        return both[0], both[1]
 
     def _room(self) -> int:
         """Steps whose tables fit into the budget."""
-        each = len(self.cond) * len(self.bound.bias) * self.cond.element_size()
+        each = max(len(self.cond), 0 if self.of is None else len(self.of)) * len(self.bound.bias)
+        each *= self.cond.element_size()
         return max(1, min(len(self.bound.chain), BUDGET // max(1, each)))
 
     def _modulation(self, chunk: int) -> Tensor:
@@ -233,7 +232,7 @@ class Denoiser:
             self.table = chunk, F.linear(y, self.bound.weight, self.bound.bias)
         return self.table[1]
 
-    def _pass(self, x: Tensor, table: Tensor) -> Tensor:
-        """fp32 [..., 2·C] of x [..., C]."""
-        table = table if self.times == 1 else table.unsqueeze(-3)
-        return self.bound.head.modulated(x, table)
+    def _tables(self, chunk: int) -> Tensor:
+        """[steps, R' or 2·R', parts·w] of a chunk of steps."""
+        table = self._modulation(chunk)
+        return table if self.of is None else table[:, self.of]

@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import chain
@@ -44,14 +43,13 @@ def quiet(wanted: bool) -> bool | None:
     return None if wanted else True
 
 
-def cut_head(drafter: Any, teacher: Teaches, answers: Sequence[Sequence[int]]) -> None:
-    """Give a drafter with a vocabulary of its own the most frequent tokens of the answers, with the target's rows.
+def cut_head(drafter: Any, teacher: Teaches, seen: Tensor) -> None:
+    """Give a drafter with a vocabulary of its own the most frequent tokens, by counts [V], with the target's rows.
 
     Ties go to the smaller id, and so do tokens that never occurred (EAGLE-3's code takes the tokens alike).
     """
-    seen = Counter(chain.from_iterable(answers))
-    ranking = sorted(range(drafter.config.vocab), key=lambda token: (-seen[token], token))
-    ids = torch.tensor(sorted(ranking[: drafter.config.draft_vocab]), device=drafter.draft_ids.device)
+    ranking = seen.sort(descending=True, stable=True).indices
+    ids = ranking[: drafter.config.draft_vocab].sort().values.to(drafter.draft_ids.device)
     drafter.draft_ids.copy_(ids)
     weight = drafter.lm_head.weight
     for columns in torch.arange(weight.shape[1], device=weight.device).split(256):
@@ -154,7 +152,7 @@ class Distillation:
         held, shown = self.lesson(self.held_out, "held-out"), self.lesson(self.samples, "train")
         told = self.lesson(self.texts, "text") if self.recipe.texts else None
         if self.drafter.own_head:
-            cut_head(self.drafter, self.teacher, self.answers(self.samples, "train"))
+            cut_head(self.drafter, self.teacher, self._seen(self.answers(self.samples, "train")))
         self.resume()
         bar = tqdm(
             total=self.recipe.steps, initial=self.step, desc="train", disable=quiet(self.accelerator.is_main_process)
@@ -181,6 +179,12 @@ class Distillation:
             tqdm.write("the gate chooses " + ", ".join(f"{name} {share:.0%}" for name, share in choice.items()))
             tau = self.measure(held)
         return tau
+
+    def _seen(self, answers: list[list[int]]) -> Tensor:
+        """How often each token [V] occurs in the answers of all processes."""
+        tokens, vocab = torch.tensor([*chain.from_iterable(answers)], dtype=torch.long), self.drafter.config.vocab
+        counts = torch.bincount(tokens, minlength=vocab)[:vocab]
+        return self.accelerator.reduce(counts.to(self.accelerator.device), "sum")
 
     def _traces(self, shown: Lesson, told: Lesson | None) -> Iterator[Trace]:
         """What the steps from `self.step` on learn from: batches of one kind, with pictures or, in some stages, not."""
