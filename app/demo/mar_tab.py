@@ -10,6 +10,7 @@ from typing import Any
 import gradio as gr
 
 from mmspec.app.demo import look
+from mmspec.app.demo.answer import DONE
 from mmspec.app.demo.caption_tab import IN_TURN, QUICK
 from mmspec.app.demo.desk import Desk, visitor
 from mmspec.app.demo.look import duration
@@ -64,7 +65,8 @@ def _buttons(running: bool) -> tuple[Any, Any]:
 def pane(sketch: Sketch, title: str, about: str) -> str:
     """One picture with its places and numbers."""
     drawn = sum(map(bool, sketch.known))
-    cells = "".join('<i class="mm-plain"></i>' if when else "<i></i>" for when in sketch.known)
+    marks = [] if sketch.state == DONE else sketch.known  # nothing stands before the finished picture
+    cells = "".join('<i class="mm-plain"></i>' if when else "<i></i>" for when in marks)
     picture = "" if sketch.image is None else f'<img src="{look.inline(sketch.image)}" alt="the picture so far">'
     grid = (
         f'<div class="mm-canvas">{picture}<div class="mm-cells" style="--n:{sketch.grid}" role="img" '
@@ -104,7 +106,7 @@ def build(studio: Studio, desk: Desk) -> Tab:
                 draw = gr.Button("Draw", variant="primary", min_width=80)
                 stop = gr.Button("Stop", variant="stop", interactive=False, min_width=80)
             mode = gr.Dropdown(studio.modes, value=studio.modes[0], label="Exact speculation with")
-            ahead = gr.Slider(1, MAX_AHEAD, 8, step=1, label="Ahead", info="tokens drafted in a round")
+            ahead = gr.Slider(1, MAX_AHEAD, Wish.ahead, step=1, label="Ahead", info="tokens drafted in a round")
             with gr.Accordion("Sampling", open=False):
                 seed = gr.Number(0, label="Seed", precision=0, minimum=0, info="of both pictures")
                 guidance = gr.Slider(1, MAX_GUIDANCE, studio.guidance, step=0.5, label="Guidance",

@@ -30,7 +30,7 @@ class Wish:
 
     label: str
     mode: str = ITSELF
-    ahead: int = 8
+    ahead: int = 4
     seed: int = 0
     guidance: float = 3.0
 
