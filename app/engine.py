@@ -235,6 +235,12 @@ def free_memory(device: torch.device) -> int | None:
     return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")), None)
 
 
+def wait(device: torch.device) -> None:
+    """Until the device has done what was queued."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
 def find_device(name: str) -> torch.device:
     """The device of that name; `auto` is the fastest there is."""
     if name == "auto":

@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from mmspec import zoo
-from mmspec.app.engine import EngineError, find_device, first_line
+from mmspec.app.engine import EngineError, find_device, first_line, wait
 from mmspec.zoo.recipes import SCENES_MAR
 
 NAME = "mar"  # stands for the embedded model
@@ -119,19 +119,14 @@ class Mar:
             if speculation is not None:
                 self.pipe.enable_speculation(**speculation)
             generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-            _wait(self.pipe.transformer.device)
+            wait(self.pipe.transformer.device)
             began = time.perf_counter()
             out = self.pipe(list(labels), generator=generators, **{**self.settings, **more})
-            _wait(self.pipe.transformer.device)
+            wait(self.pipe.transformer.device)
             took = time.perf_counter() - began
         except (ValueError, TypeError, OSError) as error:
             raise EngineError(str(error)) from error
         return Made(took, out.images, out.tokens, out.work, out.told.summary() if out.told else {})
-
-
-def _wait(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 def load(model: str, device: str, dtype: str, **settings: Any) -> Mar:

@@ -175,7 +175,7 @@ def leftover(
     p: Net, q: Net, chain: Chain, fresh: Fresh, eta: Tensor, temperature: float = 1.0, at_once: int = 4,
     draw: Draw = draw, beside: Tensor | None = None,
 ) -> tuple[Tensor, list[int], Path]:  # fmt: skip
-    """Tokens [R, C] of what the target has left over once a draft was refused, and how many trials each took.
+    """Tokens [R ≥ 1, C] of what the target has left over once a draft was refused, and how many trials each took.
 
     Args:
         p, q: the target's and the draft's network, bound to the R tokens.
@@ -187,24 +187,19 @@ def leftover(
             chain with the first trials, and returned.
     """
     R, device = len(eta), eta.device
-    trials, waiting, first, tokens, others = [0] * R, list(range(R)), 0, torch.empty(0), None
-    while waiting or others is None:
+    trials, waiting, first = [0] * R, list(range(R)), 0
+    while waiting:
         if first >= TRIALS:
             raise RuntimeError(f"{first} trials gave no token; eta below 1 (here {max(eta):.3g}) needs fewer")
         rows = torch.tensor(waiting, dtype=torch.int64, device=device)
-        again, (noise, u) = (
-            rows.repeat(at_once),
-            map(list, zip(*(fresh(rows, first + i) for i in range(at_once)), strict=True)),
-        )
-        which = again
-        if others is None and beside is not None:
-            which, noise = torch.cat([again, torch.arange(R, R + len(beside), device=device)]), [*noise, beside]
+        again = which = rows.repeat(at_once)
+        noise, u = zip(*(fresh(rows, first + i) for i in range(at_once)), strict=True)
+        if not first and beside is not None:
+            which, noise = torch.cat([again, torch.arange(R, R + len(beside), device=device)]), (*noise, beside)
         path = draw(p.take(which), chain, torch.cat(noise), temperature)
-        if others is None:
+        if not first:
             others, path = path.take(slice(len(again), None)), path.take(slice(len(again)))
             tokens = path.x.new_empty(R, path.x.shape[1])
-        if not waiting:
-            break
         ratio = log_ratio(path, q.take(again), chain, temperature)
         kept = (torch.cat(u) < leftover_chance(ratio, eta[again])).view(at_once, -1)
         trial = kept.int().argmax(0)

@@ -47,14 +47,7 @@ class Compiled(Trusted):
         return stock() if captured is None else tuple(captured(attend, *inputs))
 
 
-_OF: WeakKeyDictionary[Any, Compiled] = WeakKeyDictionary()
-
-
-def of(model: Any) -> Compiled:
-    """What is captured of a model; it outlives `disable`, and goes with the model."""
-    found = _OF.setdefault(model, Compiled(type(model).__name__))
-    found.check(model)
-    return found
+of = Compiled.of
 
 
 def _inputs(state: State, tokens: Tensor, places: Tensor) -> list[Tensor]:

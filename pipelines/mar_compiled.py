@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -58,14 +57,7 @@ class Steps(Trusted):
         )
 
 
-_OF: WeakKeyDictionary[Any, Steps] = WeakKeyDictionary()
-
-
-def of(head: Any) -> Steps:
-    """What is compiled of a head; it goes with the head."""
-    found = _OF.setdefault(head, Steps("MAR's head"))
-    found.check(head)
-    return found
+of = Steps.of
 
 
 def _inputs(net: Denoiser, chain: paths.Chain, x: Tensor, noise: Tensor, k: int) -> list[Tensor]:

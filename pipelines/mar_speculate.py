@@ -164,13 +164,15 @@ def _chains(
             noise = normal(seeds[rows], PATHS, L, at[rows], trial, len(chain), C)
             return noise, coins(seeds[rows], L, at[rows], trial + 1)
 
-        p = brush.net(torch.stack([z for _, z in some], 1), here.at, steps)
-        q = scout.brush.net(torch.stack([draft.z for draft, _ in some[:R] or some], 1), here.at[: R or None], steps)
+        p, tau, trials = brush.net(torch.stack([z for _, z in some], 1), here.at, steps), brush.law.temperature, []
         beside = normal(seeds[R:], DRAFTS, L, here.at[R:], 0, len(chain), C)
-        x, trials, others = paths.leftover(
-            p, q, chain, again, torch.full((R,), eta, device=device), brush.law.temperature, AT_ONCE, brush.draw, beside
-        )
-        drawn.put(here.of[:R], here.at[:R], x)
+        if R:
+            q = scout.brush.net(torch.stack([draft.z for draft, _ in some[:R]], 1), here.at[:R], steps)
+            by = torch.full((R,), eta, device=device)
+            x, trials, others = paths.leftover(p, q, chain, again, by, tau, AT_ONCE, brush.draw, beside)
+            drawn.put(here.of[:R], here.at[:R], x)
+        else:
+            others = brush.draw(p, chain, beside, tau)
         for i, (draft, _) in enumerate(some[R:]):
             draft.path = others.take([i])
         told.refused, told.trials = told.refused + R, told.trials + sum(trials)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -27,6 +28,13 @@ class Trusted:
         self._held: dict[Any, Captured | None] = {}
         self._weights: tuple[Any, ...] = ()
         self._lock = threading.Lock()
+
+    @classmethod
+    def of(cls, module: Any) -> Self:
+        """What is captured of a module; it outlives every call, and goes with the module."""
+        found = _OF.setdefault(module, cls(type(module).__name__))
+        found.check(module)
+        return found
 
     def check(self, module: Any) -> None:
         """Let go what was captured of other weights."""
@@ -62,6 +70,9 @@ class Trusted:
             why = f"its outputs would be {max(apart):.1e} away from the uncompiled ones"
         warnings.warn(f"mmspec runs {self.name} uncompiled: {why}", stacklevel=2)
         return None
+
+
+_OF: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
 def weights(module: Any) -> list[Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import image_targets
 import pytest
@@ -15,7 +16,7 @@ from torch import Tensor
 import mmspec
 from mmspec import capture
 from mmspec.app.bench.round import Reads
-from mmspec.pipelines import compiled
+from mmspec.pipelines import compiled, trusted
 from mmspec.pipelines.images import Guidance, ImageTarget
 from mmspec.pipelines.sampling import Sampler
 
@@ -28,7 +29,7 @@ FULL = pytest.mark.full
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces are run, not compiled; and nothing may fall back to the stock forward."""
     monkeypatch.setattr(capture, "inductor", lambda piece, examples: piece)
-    monkeypatch.setattr(compiled, "_OF", type(compiled._OF)())
+    monkeypatch.setattr(trusted, "_OF", WeakKeyDictionary())
     warnings.simplefilter("error", UserWarning)
 
 
@@ -89,7 +90,7 @@ def test_a_round_reads_once(quick: None) -> None:
 def test_what_cannot_be_captured_runs_as_it_is(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     compilers = {"wrong": lambda piece, examples: lambda *a: [-t for t in piece(*a)], "no compiler": lambda *a: 1 / 0}
     monkeypatch.setattr(capture, "inductor", compilers[what])
-    monkeypatch.setattr(compiled, "_OF", type(compiled._OF)())
+    monkeypatch.setattr(trusted, "_OF", WeakKeyDictionary())
     pipe = tiny_llamagen.pipeline()
     plain = draw(pipe)
     why = {"wrong": "away from", "no compiler": "ZeroDivisionError"}[what]

@@ -129,7 +129,7 @@ def test_a_wish_that_is_not_drawn_says_why(studio, wish, why):
 
 
 def test_the_tabs_events(studio):
-    tab = mar_tab.Tab(studio, Desk())
+    tab = mar_tab.Classes(studio, Desk())
     assert len(tab.begin(VISIT)) == 5
     *_, last = tab.run(VISIT, "red circle", ITSELF, 4, 7, 2.0)
     assert "another picture of the same law" in last[0] and 'src="data:image/png;base64,' in last[2]

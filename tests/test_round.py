@@ -10,6 +10,7 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 import targets
@@ -28,7 +29,7 @@ from mmspec.auto import Auto, Known
 from mmspec.capture import Captured, Uncapturable
 from mmspec.drafters.captured import CapturedChain
 from mmspec.drafters.eagle import EagleConfig, EagleDrafter
-from mmspec.pipelines import compiled, pace
+from mmspec.pipelines import compiled, pace, trusted
 from mmspec.pipelines.batching import Plain
 from mmspec.pipelines.trusted import Trusted
 
@@ -46,7 +47,7 @@ def as_it_is(piece: Any, examples: list[Tensor]) -> Any:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces are run, not compiled; and nothing may fall back to the stock forward."""
     monkeypatch.setattr(capture, "inductor", as_it_is)
-    monkeypatch.setattr(compiled, "_OF", type(compiled._OF)())
+    monkeypatch.setattr(trusted, "_OF", WeakKeyDictionary())
     warnings.simplefilter("error", UserWarning)
 
 
@@ -218,7 +219,7 @@ def test_a_shape_is_captured_once_by_all_threads():
 
 @pytest.mark.parametrize("what", ["eager", "adapters", "wrong", "no compiler"])
 def test_what_cannot_be_captured_runs_as_it_is(what: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(compiled, "_OF", type(compiled._OF)())
+    monkeypatch.setattr(trusted, "_OF", WeakKeyDictionary())
     monkeypatch.setattr(capture, "inductor", as_it_is)
     model, inputs = targets.model("llava", "eager" if what == "eager" else "sdpa"), targets.prompt("llava", "text only")
     wanted = targets.generate(model, inputs)

@@ -195,12 +195,6 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def wait(device: torch.device) -> None:
-    """Until the device has done what was queued."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-
-
 def peak_mb(device: torch.device, call: Callable[[], Any]) -> float | None:
     """MiB that a call holds at its peak above what was held before it; None where the system does not tell."""
     gc.collect()

@@ -16,13 +16,13 @@ from PIL import Image
 import mmspec
 from mmspec.app import embedded
 from mmspec.app.bench import image_plain, mar, quality, report_image
-from mmspec.app.bench.command import BenchError, Outcome, batches, compiled_graphs, in_turn, say, seeds_of, settle, wait
+from mmspec.app.bench.command import BenchError, Outcome, batches, compiled_graphs, in_turn, say, seeds_of, settle
 from mmspec.app.bench.image_methods import Method, lossless, matching, relaxed, swept
 from mmspec.app.bench.judge import Judge
 from mmspec.app.bench.report import Record
 from mmspec.app.caption.inputs import images
 from mmspec.app.caption.media import load_image
-from mmspec.app.engine import EngineError, first_line
+from mmspec.app.engine import EngineError, first_line, wait
 from mmspec.app.generate import DTYPES
 from mmspec.app.mar import draws
 from mmspec.app.painter import Painter, Painting, load, sheet

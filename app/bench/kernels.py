@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from mmspec.app.bench import report
-from mmspec.app.bench.command import BenchError, Outcome, say, wait
+from mmspec.app.bench.command import BenchError, Outcome, say
+from mmspec.app.engine import wait
 from mmspec.app.provenance import provenance
 from mmspec.kernels import cases, dispatch, reference
 

@@ -19,7 +19,6 @@ from mmspec.app.engine import EngineError
 from mmspec.app.mar import OWN, Made, Mar, load
 from mmspec.app.provenance import provenance
 from mmspec.zoo import classes
-from mmspec.zoo.pictures import Picture
 
 SPEED, QUALITY = "mar", "mar-quality"  # the suites of the two kinds of record
 KEPT, OTHER, BENT = "kept", "another", "bent"  # what becomes of the law of one token an iteration
@@ -144,7 +143,7 @@ def judged(
 
         reader = Reader(str(bench.pipe.transformer.device))
     count, base = args.quality_images, Way("all", KEPT)
-    wanted = [Picture(sample.background, (sample.thing,), None, 0) for sample in samples[:count]]
+    wanted = [sample.picture for sample in samples[:count]]
 
     def draw(way: Way, run: int) -> list[Image.Image]:
         asked, size = list(zip(labels[:count], seeds_of(run, count, args.seed), strict=True)), args.quality_batch

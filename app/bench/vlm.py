@@ -27,12 +27,11 @@ from mmspec.app.bench.command import (
     peak_mb,
     say,
     settle,
-    wait,
 )
 from mmspec.app.bench.vlm_methods import GRIDS, Method, methods
 from mmspec.app.bench.vlm_shown import Asked, Shown, questions
 from mmspec.app.engine import STOCK as NO_DRAFTER
-from mmspec.app.engine import load
+from mmspec.app.engine import load, wait
 from mmspec.app.provenance import provenance
 from mmspec.pipelines.intake import answer_length
 from mmspec.pipelines.prompts import chat_inputs

@@ -26,19 +26,15 @@ from mmspec.app.demo.answer import (
     Ask,
     Turns,
 )
-from mmspec.app.demo.desk import QUEUE, Desk, visitor
+from mmspec.app.demo.desk import Desk, visitor
 from mmspec.app.demo.duo import Duo
+from mmspec.app.demo.tab import IN_TURN, QUICK, SHOW, Tab, buttons
 
-# A phone shows the answers below the question: go there when a run starts.
-SHOW = "() => {{ if (innerWidth < 640) document.getElementById('{}').scrollIntoView({{behavior: 'smooth'}}) }}"
 NAMES = (  # the examples are buttons with a picture and no words
     "() => document.querySelectorAll('#mm-examples button, #mm-clips button').forEach((b, i) => "
     "b.setAttribute('aria-label', `example ${i + 1}`))"
 )
 PLAIN = ("Plain", "stock generate: one call of the model for each token")
-QUIET = {"show_progress": "hidden", "api_visibility": "private"}
-QUICK: dict[str, Any] = {"queue": False, **QUIET}
-IN_TURN: dict[str, Any] = {"concurrency_id": QUEUE, "concurrency_limit": 1, **QUIET}
 
 
 @dataclass(frozen=True)
@@ -52,16 +48,15 @@ class Offer:
     further: str = ""  # a question for a second turn
 
 
-class Caption:
+class Caption(Tab):
     """The tab's events."""
 
     def __init__(self, duo: Duo, desk: Desk) -> None:
-        self.duo, self.desk = duo, desk
+        super().__init__(desk)
+        self.duo = duo
 
-    def begin(self, request: gr.Request) -> tuple[Any, ...]:
-        """Before the queue: end an earlier run of this visitor and clear the panes."""
-        self.desk.begin(visitor(request))
-        return look.waiting(), *_panes(Answer(False), Answer(True), self.duo.name), *_buttons(running=True)
+    def empty(self) -> tuple[str, str]:
+        return _panes(Answer(False), Answer(True), self.duo.name)
 
     def run(self, request: gr.Request, *values: Any) -> Iterator[tuple[Any, ...]]:
         """A first question; `values` are Ask's fields, in order. Gives talk, summary, both panes, the conversation."""
@@ -88,23 +83,15 @@ class Caption:
 
         return self.desk.serve(visitor(request), looks, refuse)
 
-    def stop(self, request: gr.Request) -> None:
-        self.desk.stop(visitor(request))
-
     def clear(self, request: gr.Request) -> tuple[Any, ...]:
         """No media, no prompts, empty panes, no conversation."""
         self.stop(request)
-        panes = _panes(Answer(False), Answer(True), self.duo.name)
-        return None, None, "", "", "", view.START, *panes, []
+        return None, None, "", "", "", view.START, *self.empty(), []
 
 
 def _panes(plain: Answer, fast: Answer, drafter: str) -> tuple[str, str]:
     about = f"{drafter} drafts ahead; one call checks the whole draft"
     return view.pane(plain, *PLAIN), view.pane(fast, "mmspec", about)
-
-
-def _buttons(running: bool) -> tuple[Any, Any]:
-    return gr.update(interactive=not running), gr.update(interactive=running)
 
 
 def build(duo: Duo, desk: Desk, offer: Offer, page: gr.Blocks) -> Caption:
@@ -126,7 +113,7 @@ def build(duo: Duo, desk: Desk, offer: Offer, page: gr.Blocks) -> Caption:
             talk = gr.HTML("", elem_id="mm-talk")
             gr.HTML(view.LEGEND)
             with gr.Row(equal_height=True):
-                first, second = _panes(Answer(False), Answer(True), duo.name)
+                first, second = caption.empty()
                 plain = gr.HTML(first, elem_id="mm-plain-pane", min_width=300)
                 fast = gr.HTML(second, elem_id="mm-fast-pane", min_width=300)
             further, send = _further(offer)
@@ -140,7 +127,7 @@ def build(duo: Duo, desk: Desk, offer: Offer, page: gr.Blocks) -> Caption:
     ):
         started = gr.on(triggers, caption.begin, None, [summary, plain, fast, run, stop], **QUICK)
         ended = started.then(work, given, shown, **IN_TURN)
-        ended.then(lambda turns: (*_buttons(running=False), *_may_ask(bool(turns))), said, doors, **QUICK)
+        ended.then(lambda turns: (*buttons(running=False), *_may_ask(bool(turns))), said, doors, **QUICK)
         gr.on(triggers, None, js=SHOW.format("mm-summary"), **QUICK)
     another = [c.change for c in inputs[:3]]  # thing to talk about
     gr.on(another, lambda: ([], "", *_may_ask(False)), None, [said, talk, further, send], **QUICK)

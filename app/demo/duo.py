@@ -17,7 +17,7 @@ from mmspec.app.caption.decoder import Decoder
 from mmspec.app.demo.answer import DONE, PICTURE, READING, STOPPED, TIMED_OUT, VIDEO, Answer, Ask, Transcript, Turn
 from mmspec.app.demo.desk import RefusedError
 from mmspec.app.demo.sight import look_at
-from mmspec.app.engine import Engine
+from mmspec.app.engine import Engine, wait
 from mmspec.pipelines.prompts import chat_inputs
 from mmspec.pipelines.stream import stream
 
@@ -131,8 +131,7 @@ def _vision_timed(model: Any, answer: Answer) -> Iterator[None]:
         return
 
     def now() -> float:
-        if model.device.type != "cpu":
-            torch.accelerator.synchronize(model.device)
+        wait(model.device)
         return time.perf_counter()
 
     def enter(*_: Any) -> None:

@@ -9,11 +9,11 @@ from typing import Any
 
 import gradio as gr
 
-from mmspec.app.demo import image_view, look
+from mmspec.app.demo import image_view
 from mmspec.app.demo.answer import MAX_PROMPT
 from mmspec.app.demo.canvas import Canvas, Easel
-from mmspec.app.demo.caption_tab import IN_TURN, QUICK, SHOW
-from mmspec.app.demo.desk import Desk, visitor
+from mmspec.app.demo.desk import Desk
+from mmspec.app.demo.tab import IN_TURN, QUICK, SHOW, Tab, buttons
 from mmspec.app.demo.wish import (
     FAMILIES,
     LOSSLESS,
@@ -31,17 +31,13 @@ VIEWS = ["picture", "with drafts", "drafts only"]
 TURN = "(view) => { document.getElementById('mm-paint').dataset.view = view; }"
 
 
-class Image:
+class Image(Tab):
     """The tab's events."""
 
     def __init__(self, easel: Easel, desk: Desk, own: bool) -> None:
-        self.easel, self.desk = easel, desk
+        super().__init__(desk)
+        self.easel = easel
         self.own = own  # whether it is the embedded model, which knows few words
-
-    def begin(self, request: gr.Request) -> tuple[Any, ...]:
-        """Before the queue: end an earlier run of this visitor and clear the panes."""
-        self.desk.begin(visitor(request))
-        return look.waiting(), *self.empty(), *_buttons(running=True)
 
     def run(self, request: gr.Request, *values: Any) -> Iterator[tuple[Any, ...]]:
         """Summary and both panes, again and again; `values` are Wish's fields, in order."""
@@ -55,13 +51,7 @@ class Image:
                 yield image_view.summary(pair, note), *changed
                 shown = now
 
-        def refuse(message: str) -> tuple[Any, ...]:
-            return look.refusal(message), gr.skip(), gr.skip()
-
-        yield from self.desk.serve(visitor(request), looks, refuse)
-
-    def stop(self, request: gr.Request) -> None:
-        self.desk.stop(visitor(request))
+        yield from self.serve(request, looks)
 
     def empty(self) -> tuple[str, str]:
         grid = self.easel.grid
@@ -75,10 +65,6 @@ class Image:
     def _unknown(self, prompt: str) -> str:
         words = unknown_words([prompt]) if self.own else []
         return f"This model does not know: {escape(', '.join(words))}." if words else ""
-
-
-def _buttons(running: bool) -> tuple[Any, Any]:
-    return gr.update(interactive=not running), gr.update(interactive=running)
 
 
 def build(easel: Easel, desk: Desk, prompts: Sequence[str], own: bool, page: gr.Blocks) -> Image:
@@ -111,7 +97,7 @@ def build(easel: Easel, desk: Desk, prompts: Sequence[str], own: bool, page: gr.
 
     started = gr.on([draw.click, prompt.submit], image.begin, None, [summary, plain, fast, draw, stop], **QUICK)
     ended = started.then(image.run, inputs, [summary, plain, fast], **IN_TURN)
-    ended.then(lambda: _buttons(running=False), None, [draw, stop], **QUICK)
+    ended.then(lambda: buttons(running=False), None, [draw, stop], **QUICK)
     gr.on([draw.click, prompt.submit], None, js=SHOW.format("mm-paint-summary"), **QUICK)
     stop.click(image.stop, None, None, **QUICK)
     view.change(None, view, js=TURN, **QUICK)

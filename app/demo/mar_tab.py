@@ -11,10 +11,10 @@ import gradio as gr
 
 from mmspec.app.demo import look
 from mmspec.app.demo.answer import DONE
-from mmspec.app.demo.caption_tab import IN_TURN, QUICK
-from mmspec.app.demo.desk import Desk, visitor
+from mmspec.app.demo.desk import Desk
 from mmspec.app.demo.look import duration
 from mmspec.app.demo.sketch import MAX_AHEAD, MAX_GUIDANCE, Sketch, Studio, Two, Wish
+from mmspec.app.demo.tab import IN_TURN, QUICK, Tab, buttons
 
 PLAIN = ("Plain", "one token an iteration: a pass of the model for each")
 START = look.hint(
@@ -23,16 +23,12 @@ START = look.hint(
 )
 
 
-class Tab:
+class Classes(Tab):
     """The page's events."""
 
     def __init__(self, studio: Studio, desk: Desk) -> None:
-        self.studio, self.desk = studio, desk
-
-    def begin(self, request: gr.Request) -> tuple[Any, ...]:
-        """Before the queue: end an earlier run of this visitor and clear the panes."""
-        self.desk.begin(visitor(request))
-        return look.waiting(), *self.empty(), *_buttons(running=True)
+        super().__init__(desk)
+        self.studio = studio
 
     def run(self, request: gr.Request, *values: Any) -> Iterator[tuple[Any, ...]]:
         """Summary and both panes, again and again; `values` are Wish's fields, in order."""
@@ -42,13 +38,7 @@ class Tab:
             for two in self.studio.run(wish, stop):
                 yield summary(two), pane(two.plain, *PLAIN), pane(two.fast, "mmspec", _about(wish))
 
-        def refuse(message: str) -> tuple[Any, ...]:
-            return look.refusal(message), gr.skip(), gr.skip()
-
-        yield from self.desk.serve(visitor(request), looks, refuse)
-
-    def stop(self, request: gr.Request) -> None:
-        self.desk.stop(visitor(request))
+        yield from self.serve(request, looks)
 
     def empty(self) -> tuple[str, str]:
         return pane(self.studio.blank(), *PLAIN), pane(self.studio.blank(), "mmspec", _about(Wish("")))
@@ -56,10 +46,6 @@ class Tab:
 
 def _about(wish: Wish) -> str:
     return f"{wish.mode}: one pass looks at many tokens"
-
-
-def _buttons(running: bool) -> tuple[Any, Any]:
-    return gr.update(interactive=not running), gr.update(interactive=running)
 
 
 def pane(sketch: Sketch, title: str, about: str) -> str:
@@ -95,9 +81,9 @@ def summary(two: Two) -> str:
     return look.summary(big, about, bars, look.badge(*badge, two.over))
 
 
-def build(studio: Studio, desk: Desk) -> Tab:
+def build(studio: Studio, desk: Desk) -> Classes:
     """Lay the page out in the tab under construction and tie its events."""
-    tab = Tab(studio, desk)
+    tab = Classes(studio, desk)
     with gr.Row():
         with gr.Column(scale=2, min_width=300):
             names = studio.model.names
@@ -117,6 +103,6 @@ def build(studio: Studio, desk: Desk) -> Tab:
                 plain, fast = (gr.HTML(empty, min_width=300) for empty in tab.empty())
     started = draw.click(tab.begin, None, [told, plain, fast, draw, stop], **QUICK)
     ended = started.then(tab.run, [label, mode, ahead, seed, guidance], [told, plain, fast], **IN_TURN)
-    ended.then(lambda: _buttons(running=False), None, [draw, stop], **QUICK)
+    ended.then(lambda: buttons(running=False), None, [draw, stop], **QUICK)
     stop.click(tab.stop, None, None, **QUICK)
     return tab

@@ -11,8 +11,8 @@ from typing import Any
 import gradio as gr
 
 from mmspec.app.demo import plots
-from mmspec.app.demo.caption_tab import QUICK
 from mmspec.app.demo.plots import MEASURES
+from mmspec.app.demo.tab import QUICK
 
 ALL = "all"
 FILTERS = ("batch", "temperature", "prompt", "law")

@@ -24,7 +24,6 @@ from mmspec.paths import Chain
 from mmspec.pipelines.mar import MARPipeline
 from mmspec.pipelines.mar_files import build_vae
 from mmspec.zoo import classes
-from mmspec.zoo.pictures import Picture
 from mmspec.zoo.recipes import MarRecipe, Trunk
 
 Say = Callable[[str], None]
@@ -170,7 +169,7 @@ def encoded(recipe: MarRecipe, vae: Any, at_once: int = 64) -> tuple[Tensor, Ten
     samples = [classes.draw(rng) for _ in range(recipe.pictures)]
     parts = [latents(vae, samples[i : i + at_once]) for i in range(0, len(samples), at_once)]
     grid = math.isqrt(parts[0].shape[1])
-    told = np.stack([squares.shown(Picture(s.background, (s.thing,), None, 0), grid) for s in samples])
+    told = np.stack([squares.shown(sample.picture, grid) for sample in samples])
     return torch.cat(parts), torch.tensor([sample.label for sample in samples]), torch.from_numpy(told)
 
 
@@ -179,7 +178,7 @@ def train_model(recipe: MarRecipe, stage: str, data: tuple[Tensor, Tensor, Tenso
     trunk, number = {"target": (recipe.target_trunk, _TARGET), "draft": (recipe.draft_trunk, _DRAFT)}[stage]
     model, clock = build_model(recipe, trunk), MARScheduler().chain(1000)
     tokens, labels, told = data
-    lesson = squares.Probes(trunk.dim, 1, recipe.emphasis)
+    lesson = squares.Probe(trunk.dim, recipe.emphasis)
 
     def loss_at(step: int) -> tuple[Tensor, int]:
         rng = np.random.default_rng((recipe.seed, number, step))
@@ -188,7 +187,7 @@ def train_model(recipe: MarRecipe, stage: str, data: tuple[Tensor, Tensor, Tenso
         asked = torch.where(dropped, len(classes.NAMES), labels[some])
 
         def telling(z: Tensor, hidden: Tensor) -> Tensor:
-            return recipe.tell * lesson([z], told[some][hidden])
+            return recipe.tell * lesson(z, told[some][hidden])
 
         return loss_of(model, clock, tokens[some], asked, rng, trunk.repeats, telling), len(some)
 
@@ -236,7 +235,7 @@ def read(pipe: MARPipeline, count: int) -> dict[str, dict[str, tuple[int, int]]]
     """What the embedded VLM reads in pictures of held-out classes, under their own class and the next picture's."""
     samples = classes.held_out(count)
     made = sheets.drawn(pipe, [sample.label for sample in samples])
-    wanted = [Picture(sample.background, (sample.thing,), None, 0) for sample in samples]
+    wanted = [sample.picture for sample in samples]
     reader = Reader()
     return {
         "read": reader.score(made, wanted)["facts"],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -37,23 +36,17 @@ def shown(picture: Picture, grid: int) -> np.ndarray:
     return told
 
 
-class Probes(nn.Module):
-    """A linear classifier for each of several places where hidden states of a width pass.
+class Probe(nn.Module):
+    """A linear classifier of hidden states; squares that objects touch count `emphasis` times."""
 
-    Squares that objects touch count `emphasis` times.
-    """
-
-    def __init__(self, width: int, places: int, emphasis: float) -> None:
+    def __init__(self, width: int, emphasis: float) -> None:
         super().__init__()
-        self.probes = nn.ModuleList(nn.Linear(width, sum(KINDS)) for _ in range(places))
+        self.linear = nn.Linear(width, sum(KINDS))
         self.emphasis = emphasis
 
-    def forward(self, heard: Sequence[Tensor], truth: Tensor) -> Tensor:
-        """Sum over places and numbers of the mean cross entropy; heard [R, width] each, truth [R, 5] of `shown`."""
+    def forward(self, hidden: Tensor, truth: Tensor) -> Tensor:
+        """Sum over the numbers of `shown`, truth [R, 5], of their mean cross entropy from hidden [R, width]."""
         weights = torch.where(truth[:, 0] > 0, self.emphasis, 1.0)
-        losses = []
-        for probe, hidden in zip(self.probes, heard, strict=True):
-            told = probe(F.rms_norm(hidden, hidden.shape[-1:])).split(KINDS, 1)
-            each = (F.cross_entropy(one, truth[:, i].long(), reduction="none") for i, one in enumerate(told))
-            losses += [(some * weights).sum() / weights.sum() for some in each]
-        return torch.stack(losses).sum()
+        told = self.linear(F.rms_norm(hidden, hidden.shape[-1:])).split(KINDS, 1)
+        each = [F.cross_entropy(one, truth[:, i].long(), reduction="none") for i, one in enumerate(told)]
+        return torch.stack([(some * weights).sum() / weights.sum() for some in each]).sum()

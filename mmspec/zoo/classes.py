@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image
 
-from mmspec.zoo import scenes
-from mmspec.zoo.pictures import CELLS, SIDE
-from mmspec.zoo.scenes import BACKGROUNDS, COLOURS, SHAPES, Scene, Thing
+from mmspec.zoo import pictures, scenes
+from mmspec.zoo.pictures import CELLS, SIDE, Picture
+from mmspec.zoo.scenes import BACKGROUNDS, COLOURS, SHAPES, Thing
 
 NAMES = tuple(f"{colour} {shape}" for colour in COLOURS for shape in SHAPES)
 PLAIN = tuple(name for name in BACKGROUNDS if name != "grainy")
@@ -25,6 +25,11 @@ class Sample:
         """Its class, an index of NAMES."""
         return NAMES.index(f"{self.thing.colour} {self.thing.shape}")
 
+    @property
+    def picture(self) -> Picture:
+        """The same as a picture with a prompt."""
+        return Picture(self.background, (self.thing,), None, 0)
+
 
 def draw(rng: np.random.Generator) -> Sample:
     """A random picture, all classes alike; the same state of `rng` gives the same one."""
@@ -33,16 +38,13 @@ def draw(rng: np.random.Generator) -> Sample:
 
 def render(sample: Sample) -> Image.Image:
     """The picture as SIDE x SIDE RGB pixels."""
-    return _shown(sample.background, (sample.thing,))
+    return pictures.render(sample.picture)
 
 
 def crowd(rng: np.random.Generator) -> Image.Image:
     """A picture with an object in every cell, for autoencoders: most of its pixels have a colour to learn."""
-    return _shown(str(rng.choice(PLAIN)), tuple(scenes.draw_thing(rng, cell) for cell in CELLS))
-
-
-def _shown(background: str, things: tuple[Thing, ...]) -> Image.Image:
-    return scenes.render(Scene(background, things, 0)).crop((0, 0, SIDE, SIDE))
+    background = str(rng.choice(PLAIN))
+    return pictures.render(Picture(background, tuple(scenes.draw_thing(rng, cell) for cell in CELLS), None, 0))
 
 
 def covered(sample: Sample) -> np.ndarray:
