@@ -64,7 +64,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     fast.add_argument("--init", help="where jacobi's guesses come from: uniform, horizontal, vertical or mixture")
     fast.add_argument("--proactive", type=_count, nargs=2, metavar=("K", "D"), help="a tree of K guesses, D - 1 deep")
     fast.add_argument("--reproducible", action="store_true", help="the very picture of plain decoding, in float32")
-    fast.add_argument("--rule", metavar="SPEC", help="bend the law for speed, such as 'scaled(omega=1.5)'")
+    fast.add_argument(
+        "--rule", metavar="SPEC", help="bend the law for speed, such as 'typical(epsilon=0.3, delta=0.05)'"
+    )
     fast.add_argument("--budget", type=float, help="the most a rule may bend it per picture, in total variation")
 
 
@@ -122,7 +124,9 @@ def _way(args: argparse.Namespace) -> Way:
     if args.drafter == PLAIN and useless:
         raise GenerateError(f"--{useless[0]} needs a drafter; {PLAIN!r} decodes one token after the other")
     if args.rule is None and args.budget is not None:
-        raise GenerateError("--budget limits a relaxed rule; name one, such as --rule 'scaled(omega=1.5)'")
+        raise GenerateError(
+            "--budget limits a relaxed rule; name one, such as --rule 'typical(epsilon=0.3, delta=0.05)'"
+        )
     if args.reproducible and args.rule not in (None, "exact"):
         raise GenerateError("--reproducible gives plain decoding's own picture, which a relaxed rule would change; "
                             "leave one of --reproducible and --rule out")  # fmt: skip

@@ -1,11 +1,11 @@
-"""How far to draft, or not at all: by what rounds cost here and by how much of a draft stands (`auto=True`)."""
+"""How much to draft, or nothing: by what rounds cost here and by how much of a draft stands (`auto=True`)."""
 
 from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,97 +15,138 @@ from mmspec.rows import gather_rows
 from mmspec.tree import chain, lone
 from mmspec.types import Categorical, Draft, Drafter, Prompt, Round, Scores, Target
 
-SAMPLES = 3  # rounds at full depth before anything is decided, and rounds timed at least of each kind
-DECAY = 0.97  # of what is known of acceptance, a round
-PATIENCE, MOST = 32, 256  # rounds between two looks at what a full draft would give: at first, and at most
+NONE = 1  # the shape of a draft that proposes nothing: the root alone
+SAMPLES = 3  # stretches of each shape before anything is decided, and rounds timed at least of NONE and the largest
+DECAY = 0.97  # of what is known of acceptance, a stretch
+PATIENCE, MOST = 32, 256  # stretches between looks at what is least known: at first or once one paid, and at most
 
 
 class Known:
-    """What is known of one drafter on one target.
+    """What is known of one drafter's shapes on one target; a shape is the number of nodes of its drafts.
 
-    A draft of depth d gains 1 + a₁ + … + a_d tokens, aᵢ being the share of rounds in which at least i drafted tokens
-    stood; it costs what such rounds took of late, or lies on the line between two depths that were timed. What was
-    known of acceptance fades with every round, so that a look at what was not drafted of late counts for much.
+    Of the text alone, a smaller draft is the first nodes of a larger one, so that a round tells what each smaller shape
+    would have gained. A draft that refines the one before is as good as it gets after `settles` rounds of its shape:
+    then a shape is kept for a stretch of twice as many, of which those that have settled tell of this shape, and of no
+    other. What was known of acceptance fades, so that a look at what was not drafted of late counts for much. A round
+    costs what such rounds took of late, or lies on the line between those with nothing and with all of a draft.
+
+    Args:
+        shapes: ascending, from NONE on.
+        settles: 0: drafts depend on the text alone.
     """
 
-    def __init__(self, depths: tuple[int, ...]) -> None:
-        self.depths = depths  # ascending; 0 is no draft
-        self.tried = [0.0] * (depths[-1] + 1)
-        self.stood = [0.0] * (depths[-1] + 1)
-        self.costs: dict[tuple[int, int], deque[float]] = {}  # by batch size and depth
-        self.idle, self.patience = 0, PATIENCE
+    def __init__(self, shapes: Iterable[int], settles: int = 0) -> None:
+        self.shapes, self.settles, self.stretch = tuple(shapes), settles, 2 * settles or 1
+        self.rounds = dict.fromkeys(self.shapes, 0)  # that told of a shape
+        self.rows = dict.fromkeys(self.shapes, 0.0)  # in them, faded
+        self.tokens = dict.fromkeys(self.shapes, 0.0)  # that these gained, faded likewise
+        self.costs: dict[tuple[int, int], deque[float]] = {}  # by batch size and shape
+        self.idle, self.patience, self.looked = 0, PATIENCE * self.stretch, self.shapes[-1]
 
-    def book(self, batch: int, depth: int, seconds: float, accepted: list[int], late: bool = False) -> None:
-        """One round: what it took, and how many drafted tokens stood in each row.
+    def book(
+        self, batch: int, shape: int, seconds: float, stood: Sequence[Collection[int]], since: int = 1,
+        late: bool = False,
+    ) -> None:  # fmt: skip
+        """One round: what it took, and which nodes of the draft stood in each row, the root among them.
 
         Args:
+            since: rounds of this shape in a row, this one included.
             late: the drafter first read what it had missed, so that such rounds take this much at most.
         """
-        times = self.costs.setdefault((batch, depth), deque(maxlen=7))
+        times = self.costs.setdefault((batch, shape), deque(maxlen=7))
         if not (late and times and seconds >= statistics.median(times)):
             times.append(seconds)
-        self.idle = 0 if depth == self.depths[-1] else self.idle + 1
-        for i in range(1, self.depths[-1] + 1):
-            self.tried[i] = DECAY * self.tried[i] + (i <= depth) * len(accepted)
-            self.stood[i] = DECAY * self.stood[i] + sum(i <= min(a, depth) for a in accepted)
+        self.idle += 1
+        for told in self.shapes:
+            self.rows[told] *= DECAY ** (1 / self.stretch)
+            self.tokens[told] *= DECAY ** (1 / self.stretch)
+            if told <= shape if not self.settles else told == shape and since > self.settles:
+                self.rounds[told] += 1
+                self.rows[told] += len(stood)
+                self.tokens[told] += sum(node < told for row in stood for node in row)
 
-    def gain(self, depth: int) -> float:
-        """Tokens that a row gets of a round of this depth."""
-        return 1 + sum(self.stood[i] / self.tried[i] for i in range(1, depth + 1) if self.tried[i])
+    def gain(self, shape: int) -> float:
+        """Tokens that a row gets of a round of this shape."""
+        return self.tokens[shape] / self.rows[shape] if self.rows[shape] else 1.0
 
-    def cost(self, batch: int, depth: int) -> float:
-        """Seconds of a round of this depth, once the shallowest and the deepest have been timed."""
-        if (batch, depth) in self.costs:
-            return statistics.median(self.costs[batch, depth])
-        low, high = (statistics.median(self.costs[batch, d]) for d in (self.depths[0], self.depths[-1]))
-        return low + (high - low) * depth / self.depths[-1]
+    def cost(self, batch: int, shape: int) -> float:
+        """Seconds of a round of this shape, once those with nothing and with all of a draft have been timed."""
+        if (batch, shape) in self.costs:
+            return statistics.median(self.costs[batch, shape])
+        low, high = (statistics.median(self.costs[batch, end]) for end in (NONE, self.shapes[-1]))
+        return low + (high - low) * (shape - NONE) / (self.shapes[-1] - NONE)
 
     def choose(self, batch: int) -> int:
-        """The depth with the most tokens a second; now and then the deepest, where less of it or none is drafted."""
-        for depth, least in ((self.depths[-1], SAMPLES), (0, SAMPLES - 1)):
-            if len(self.costs.get((batch, depth), ())) < least:
-                return depth
-        best = max(self.depths, key=lambda depth: self.gain(depth) / self.cost(batch, depth))
-        if best == self.depths[-1]:
-            self.patience = PATIENCE
-        elif self.idle >= self.patience:
-            self.patience = min(2 * self.patience, MOST)
-            return self.depths[-1]
-        return best
+        """The shape with the most tokens a second; now and then the one of which least is known."""
+        for shape in reversed(self.shapes):
+            timed = len(self.costs.get((batch, shape), ())) if shape in (NONE, self.shapes[-1]) else SAMPLES
+            told = SAMPLES if shape == NONE else self.rounds[shape] / max(self.settles, 1)
+            if min(timed, told) < SAMPLES:
+                return shape
+        best = max(self.shapes, key=lambda shape: self.gain(shape) / self.cost(batch, shape))
+        least = min(self.shapes[:0:-1], key=self.rows.__getitem__)
+        if best == self.looked:
+            self.patience = PATIENCE * self.stretch
+        if self.idle < self.patience:
+            return best
+        self.idle, self.patience, self.looked = 0, min(2 * self.patience, MOST * self.stretch), least
+        return least
+
+
+@dataclass(frozen=True)
+class Pace:
+    """The round under way."""
+
+    batch: int  # sizes up to this power of two cost about the same
+    shape: int
+    spent: float  # seconds, before it
+    since: int  # rounds of this shape in a row, this one included
+    late: bool  # whether the drafter first reads what it has missed
 
 
 class Auto:
-    """Proposes what one of several drafters proposes, the same one at different depths, or nothing.
+    """Proposes what one of several drafters proposes, the same one in different shapes, or nothing.
 
     Args:
-        drafters: by depth; they share one memory. What a drafter did not read while nothing was proposed it reads as
-            one long round, as soon as it is asked again.
+        drafters: they share one memory. Where none of them drafts nothing, none is asked for that, and what they did
+            not read in the meantime they read as one long round, as soon as one is asked again.
         known: of these drafters on this target, from earlier calls.
     """
 
-    def __init__(self, drafters: Mapping[int, Drafter], known: Known) -> None:
-        self.drafters, self.known = drafters, known
-        deepest: Any = drafters[max(drafters)]
-        self.features, self.nodes = deepest.features, deepest.nodes
+    def __init__(self, drafters: Iterable[Drafter], known: Known) -> None:
+        self.drafters: dict[int, Any] = {drafter.nodes: drafter for drafter in drafters}  # type: ignore[attr-defined]
+        self.known = known
+        largest = self.drafters[known.shapes[-1]]
+        self.features, self.nodes = largest.features, largest.nodes
 
     def start(self, session: Any, target: Target, prompt: Prompt) -> Any:
-        return self.drafters[self.known.depths[-1]].start(session, target, prompt)
+        return self.drafters[self.nodes].start(session, target, prompt)
 
     def propose(self, session: Any, target: Target) -> Draft:
-        batch = 1 << (len(session.rows) - 1).bit_length()  # sizes of the same power of two cost about the same
+        batch = 1 << (len(session.rows) - 1).bit_length()
         spent = sum(much for part, much in session.stats.seconds.items() if part != "prefill")
-        if session.pace is not None and session.pace[0] == batch:
-            _, depth, before, late = session.pace
-            self.known.book(batch, depth, spent - before, [count - 1 for count in session.last.counts], late)
-        depth = self.known.choose(batch)
-        session.pace = (batch, depth, spent, depth > 0 and len(session.behind) > 0)
-        if depth == 0:
+        last: Pace | None = session.pace
+        if last is not None and last.batch == batch:
+            stood = _stood(session.last)
+            self.known.book(batch, last.shape, spent - last.spent, stood, last.since, last.late)
+        stays = last is not None and last.shape > NONE and last.since < self.known.stretch
+        shape = last.shape if last is not None and stays else self.known.choose(batch)
+        since = last.since + 1 if last is not None and last.shape == shape else 1
+        session.pace = Pace(batch, shape, spent, since, shape > NONE and len(session.behind) > 0)
+        if shape not in self.drafters:
             told = Scores(Categorical(ids=session.last.draft.tokens), session.last.scores.hidden)  # V numbers less
             session.behind.append(replace(session.last, scores=told))
             return lone(session.pending[:, None])
         unread = [*session.behind, session.last]
         session.last, session.behind = _one(unread[0], unread[1:]), []
-        return self.drafters[depth].propose(session, target)
+        return self.drafters[shape].propose(session, target)
+
+
+def _stood(round_: Round) -> list[Collection[int]]:
+    """The nodes that stand in each row."""
+    if round_.draft.tree.is_chain:
+        return [range(count) for count in round_.counts]
+    return [nodes[:count] for nodes, count in zip(round_.kept.tolist(), round_.counts, strict=True)]
 
 
 def _one(first: Round, others: Sequence[Round]) -> Round:

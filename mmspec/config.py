@@ -36,8 +36,10 @@ class SpecConfig:
         budget: distance in total variation that a relaxed rule may spend on one row; None: no limit.
         reproducible: fix the noise beforehand, so that a row is what plain decoding with its seed gives, whatever is
             drafted.
-        auto: draft as deep as pays, or not at all, by what rounds cost on this machine and how much of a draft stands;
-            `depth` is then the most.
+        auto: draft as much as pays, or nothing, by what rounds cost on this machine and how much of a draft stands:
+            all of what `depth`, `size` or `window` says, a half or a quarter of it; with `compile` all or nothing. The
+            law is kept. What a row draws from its seed may depend on the choice, and so on the clock, except where
+            `reproducible` is set or nothing is drawn.
         compile: capture the target's forward and the drafter's chain (for pictures of LlamaGen the forward alone) and
             compile them, once for each shape that comes up; the first call takes up to a minute. What cannot be
             compiled runs as it is, with a warning.
@@ -114,6 +116,11 @@ class SpecConfig:
         useless = [name for name in (*FEATURE, *WINDOW) if getattr(self, name) is not None and name not in known]
         if useless:
             raise ValueError(f"{drafter} has no use for {', '.join(useless)}; its options are {', '.join(known)}")
+
+
+def portions(whole: int, least: int) -> list[int]:
+    """A quarter and a half of it, rounded up, as far as they are at least `least` and less than all of it."""
+    return [part for part in sorted({-(-whole // 4), -(-whole // 2)}) if least <= part < whole]
 
 
 def _whole(value: Any, least: int) -> bool:

@@ -141,7 +141,7 @@ class Session:
         self.rule = rule
         self.last: Round | None = None
         self.behind: list[Round] = []  # rounds before it that the drafter has not read, since it was not asked
-        self.pace: tuple[int, int, float, bool] | None = None  # `auto`: the round under way, see there
+        self.pace: Any = None  # `auto`: the round under way, see there
         self.pending = torch.zeros(len(rows), dtype=torch.long, device=device)  # [B] decided, not yet in the cache
         self.emitted = torch.zeros(len(rows), dtype=torch.long, device=device)  # [B] tokens decided after the prompt
         self.spent = torch.zeros(len(rows), dtype=torch.float64, device=device)  # [B] charged by a relaxed rule so far

@@ -72,7 +72,8 @@ def grow(first: Tensor, expand: Expand, width: int, depth: int, size: int) -> tu
     """EAGLE-2's dynamic tree (Li et al. 2024, §4): expand the most likely frontier, then keep the best of all nodes.
 
     Scores are sums of log-probabilities. A child never scores more than its parent and stands after it, so a stable
-    descending sort keeps every parent of a kept child, ties included.
+    descending sort keeps every parent of a kept child, ties included. Nodes stand in this order, the best first: a
+    smaller tree is the first nodes of a larger one.
 
     Args:
         first: log-probabilities [B, V] after the root.
@@ -118,7 +119,7 @@ def _keep(scores: Tensor, tokens: Tensor, parents: Tensor, depth: int, size: int
         raise ValueError(
             f"a tree of {size} nodes was asked for, but the growth only offers {pool + 1}; lower tree_size"
         )
-    kept = scores.sort(dim=1, descending=True, stable=True).indices[:, : size - 1].sort(dim=1).values
+    kept = scores.sort(dim=1, descending=True, stable=True).indices[:, : size - 1]
     place = torch.zeros(B, pool + 1, dtype=torch.long, device=scores.device)  # pool place + 1 → node; the root → 0
     place.scatter_(1, kept + 1, torch.arange(1, size, device=scores.device).expand(B, -1))
     node_parents = place.gather(1, parents.gather(1, kept) + 1)

@@ -296,6 +296,9 @@ class Drafter(Protocol):
     - `nodes: int`: the most nodes N of its drafts, the root included; room in the cache is made for so many.
     - `fit(target: TargetInfo, config: SpecConfig) -> Drafter`: itself, with these options and for this target;
       ValueError where it was made for another target or has no use for an option (`config.only(...)` says so).
+
+    `auto` asks for `less: list[dict]`, the options with which `fit` gives the same drafter drafting less. Its drafts
+    then are the first nodes of the larger ones, unless it `settles: int`, in so many rounds of one shape.
     """
 
     def start(self, session: Any, target: Target, prompt: Prompt) -> Any:

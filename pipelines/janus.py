@@ -13,7 +13,7 @@ from transformers.generation.logits_process import ClassifierFreeGuidanceLogitsP
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from mmspec.loop import begin, decode
-from mmspec.pipelines import stock
+from mmspec.pipelines import pace, stock
 from mmspec.pipelines.cache import SlotCache
 from mmspec.pipelines.generate import row_seeds, watching
 from mmspec.pipelines.processors import POINTWISE, Processors
@@ -186,7 +186,8 @@ class JanusTarget(VlmTarget):
 def _draw(model: Any, ready: Prepared) -> Any:
     """What stock's image mode returns."""
     handle, config = model._mmspec_handle, ready.config
-    drafter = handle.drafter.fit(_describe_pictures(model), handle.config)
+    info = _describe_pictures(model)
+    drafter = pace.paced(model, handle.drafter.fit(info, handle.config), handle.config, info)
     noise = TorchNoise() if config.do_sample and handle.config.reproducible else None
     target = JanusTarget(model, drafter.features, ready, noise)
     count, limit = len(ready.ids) // 2, model.model.vision_model.config.num_image_tokens

@@ -32,7 +32,6 @@ CLASS = {"guidance_scale": 4.0, "top_k": 2000, "top_p": 1.0, "temperature": 1.0,
 for module in (LlamaGenTransformer.__module__, LlamaGenVQ.__module__):  # diffusers then loads them from the hub, too
     LOADABLE_CLASSES.setdefault(module, {})
 DRAFTER = "jacobi"  # unless `enable` is told otherwise
-COMPILES = True  # its loop knows `compile`
 
 
 @dataclass
@@ -244,7 +243,7 @@ class Enabled:
 
     def _plan(self) -> Plan:
         handle = self._mmspec_handle
-        return Plan(handle.drafter, handle.rule, handle.config.reproducible, handle.config.compile, handle.book)
+        return Plan(handle.proposer, handle.rule, handle.config.reproducible, handle.config.compile, handle.book)
 
 
 def unsupported(pipe: Any) -> str | None:

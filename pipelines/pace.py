@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from mmspec.auto import Auto, Known
+from mmspec.auto import NONE, Auto, Known
 from mmspec.config import SpecConfig
 from mmspec.drafters.captured import CapturedChain
 from mmspec.drafters.feature import FeatureDrafter
-from mmspec.drafters.ngram import NgramDrafter
 from mmspec.pipelines import compiled, trusted
 from mmspec.types import TargetInfo
 
@@ -22,36 +23,46 @@ def proposer(home: Any, model: Any, drafter: Any, config: SpecConfig, target: Ta
     """What to iterate with.
 
     Raises:
-        ValueError: `compile` or `auto` for a model or a drafter that knows nothing of it.
+        ValueError: `auto` for a drafter that cannot draft less.
     """
-    if not (config.compile or config.auto):
-        return drafter
-    if not hasattr(home.Enabled, "_mmspec_target"):
-        if getattr(home, "COMPILES", False) and not config.auto:
-            return drafter
-        option = "auto" if config.auto else "compile"
-        raise ValueError(f"{option} is not for {type(model).__name__}, which has a loop of its own; leave it out")
+    chains = config.compile and hasattr(home.Enabled, "_mmspec_target")  # a LlamaGenPipeline's forward alone
+    return paced(model, drafter, config, target, partial(_compiled, model) if chains else _as_it_is)
+
+
+def _as_it_is(drafter: Any) -> Any:
+    return drafter
+
+
+def paced(
+    model: Any, drafter: Any, config: SpecConfig, target: TargetInfo, ready: Callable[[Any], Any] = _as_it_is
+) -> Any:
+    """The drafter, or with `auto` one that chooses between it, the same drafting less, and nothing.
+
+    Args:
+        ready: makes a drafter of any shape ready for use.
+
+    Raises:
+        ValueError: `auto` for a drafter that cannot draft less.
+    """
     if not config.auto:
-        return _compiled(model, drafter, config)
-    if not isinstance(drafter, FeatureDrafter | NgramDrafter):
-        raise ValueError(f"auto chooses depths of chains and trees, which {type(drafter).__name__} does not draft")
-    options = drafter.options if isinstance(drafter, FeatureDrafter) else drafter.config
-    deepest = options.depth or drafter.nodes - 1
-    fit: Any = drafter.fit
-    depths = {0, deepest}
-    if drafter.nodes == deepest + 1 and not config.compile:  # a chain; each compiled depth is another shape
-        depths |= {-(-deepest // 4), -(-deepest // 2)}
-    each = {d: drafter if d == deepest else fit(target, replace(config, depth=d, size=None))
-            for d in sorted(depths) if d}  # fmt: skip
+        return ready(drafter)
+    if not hasattr(drafter, "less"):
+        raise ValueError(
+            f"auto chooses how much is drafted, and {type(drafter).__name__} cannot be told to draft less; leave it out"
+        )
+    if drafter.nodes == NONE:
+        return ready(drafter)
+    each = [*(drafter.fit(target, replace(config, **options)) for options in drafter.less), drafter]
+    if config.compile:  # every shape would be captured
+        each = [one for one in each if one.nodes in (NONE, drafter.nodes)]
     ours = _KNOWN.setdefault(model, WeakKeyDictionary()).setdefault(getattr(drafter, "block", type(drafter)), {})
-    known = ours.setdefault((target.device, config), Known(tuple(sorted(depths))))
-    return Auto({d: _compiled(model, one, config) for d, one in each.items()}, known)
+    shapes = sorted({NONE, *(one.nodes for one in each)})
+    known = ours.setdefault((target, config), Known(shapes, getattr(drafter, "settles", 0)))
+    return Auto(map(ready, each), known)
 
 
-def _compiled(model: Any, drafter: Any, config: SpecConfig) -> Any:
-    if not (config.compile and isinstance(drafter, FeatureDrafter)):
-        return drafter
-    if drafter.options.tree != "chain" or drafter.options.draws:
+def _compiled(model: Any, drafter: Any) -> Any:
+    if not isinstance(drafter, FeatureDrafter) or drafter.options.tree != "chain" or drafter.options.draws:
         return drafter
     chains = compiled.of(model).chains.setdefault(drafter.block, {})
     return CapturedChain(drafter, lambda: trusted.weights(model), chains)

@@ -113,7 +113,7 @@ def test_methods_are_chosen_by_pattern() -> None:
     own = next(m for m in known if m.name == "jacobi+scaled(omega=9.0)")
     assert own.way.options["budget"] == 0.5 and not own.lossless and not own.exact_seed
     windows = {f"jacobi-exact-seed-{window}{how}" for window in (16, 32) for how in ("", "-compiled")}
-    exact = {"ar", "ar-static", "ar-compiled", *windows, "eagle-exact-seed"}
+    exact = {"ar", "ar-static", "ar-compiled", *windows, "jacobi-exact-seed-32-auto", "eagle-exact-seed"}
     assert {m.name for m in known if m.exact_seed} == exact
 
 

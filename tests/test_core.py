@@ -196,6 +196,9 @@ def test_grow_is_eagle2(width: int, depth: int, size: int) -> None:
     well_formed(tree)
     for b in range(2):
         assert set(paths_of(tokens, tree, b)) == naive_eagle2(b, "plain", width, depth, size)
+    few, smaller = grown("plain", width, depth, 1 + size // 2)
+    for b in range(2):
+        assert paths_of(few, smaller, b) == paths_of(tokens, tree, b)[: size // 2], "a smaller tree is its first nodes"
 
 
 @pytest.mark.parametrize("kind", ["ties", "-inf", "NaN"])

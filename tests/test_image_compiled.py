@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,7 +17,10 @@ from torch import Tensor
 import mmspec
 from mmspec import capture
 from mmspec.app.bench.round import Reads
-from mmspec.pipelines import compiled, trusted
+from mmspec.auto import Known
+from mmspec.drafters.eagle import EagleConfig, EagleDrafter
+from mmspec.drafters.jacobi import JacobiDrafter
+from mmspec.pipelines import compiled, pace, trusted
 from mmspec.pipelines.images import Guidance, ImageTarget
 from mmspec.pipelines.sampling import Sampler
 
@@ -63,6 +67,71 @@ def test_compiled_draws_what_the_same_method_draws_uncompiled(options: dict[str,
         with mmspec.enable(pipe, "jacobi", window=5, compile=compile, **options):
             found.append(draw(pipe))
     assert torch.equal(*found) and all(held(pipe.transformer))
+
+
+@pytest.fixture
+def restless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`auto` changes the shape after every round: the largest, nothing, and all between them."""
+    turn = itertools.count()
+    monkeypatch.setattr(pace, "_KNOWN", WeakKeyDictionary())
+    monkeypatch.setattr(JacobiDrafter, "settles", 0)
+    monkeypatch.setattr(Known, "choose", lambda self, batch: self.shapes[-1 - 3 * next(turn) % len(self.shapes)])
+
+
+@pytest.mark.parametrize(
+    ("rows", "options"),
+    [(1, {}), (3, {}), (3, {"init": "uniform"}), (1, {"proactive": (2, 3)}), (3, {"proactive": (2, 3)}),
+     (1, {"compile": True})],
+    ids=str,
+)  # fmt: skip
+def test_auto_draws_the_picture_of_the_seed(rows: int, options: dict[str, Any], quick: None, restless: None) -> None:
+    pipe = tiny_llamagen.pipeline()
+    plain = draw(pipe, rows=rows)
+    with mmspec.enable(pipe, "jacobi", window=8, reproducible=True, auto=True, **options) as handle:
+        windows = {1, 8} if "compile" in options else {1, 4, 8} if "proactive" in options else {1, 2, 4, 8}
+        assert {one.window for one in handle.proposer.drafters.values()} == windows
+        for _ in range(3):
+            assert torch.equal(draw(pipe, rows=rows), plain)
+        assert handle.stats.accepted > 0
+
+
+@pytest.mark.parametrize("drafter", ["eagle chain", "eagle tree"])
+def test_auto_draws_the_picture_of_the_seed_with_features(drafter: str, restless: None) -> None:
+    pipe = tiny_llamagen.pipeline()
+    shape = {"width": 1, "depth": 4, "size": 5} if drafter == "eagle chain" else {"width": 3, "depth": 3, "size": 12}
+    made = EagleDrafter(EagleConfig(32, 32, 2, 2, 64, **shape))
+    plain = draw(pipe)
+    with mmspec.enable(pipe, made, reproducible=True, auto=True) as handle:
+        assert len(handle.proposer.known.shapes) == 4
+        for _ in range(3):
+            assert torch.equal(draw(pipe), plain)
+        assert handle.stats.drafted > 0
+
+
+@pytest.mark.parametrize("name", ["janus", "emu3", "glm_image", "chameleon guided"])
+def test_auto_draws_what_other_models_draw(name: str, restless: None) -> None:
+    model, call = image_targets.model(name), PAINTERS[name].call(3)
+    options: dict[str, Any] = {"do_sample": True, "top_k": 5}
+
+    def drawn(**settings: Any) -> Tensor:
+        with mmspec.enable(model, "jacobi", reproducible=True, **settings):
+            torch.manual_seed(5)
+            return image_targets.draw(model, call, **options)
+
+    plain = drawn(window=1)
+    assert all(torch.equal(drawn(window=8, auto=True), plain) for _ in range(2))
+
+
+def test_auto_turns_jacobi_off_where_it_does_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = tiny_llamagen.pipeline()
+    monkeypatch.setattr(pace, "_KNOWN", WeakKeyDictionary())
+    monkeypatch.setattr(Known, "cost", lambda self, batch, shape: float(shape))
+    plain = draw(pipe)
+    with mmspec.enable(pipe, "jacobi", window=16, reproducible=True, auto=True) as handle:
+        for _ in range(8):
+            before = handle.stats.drafted
+            assert torch.equal(draw(pipe), plain)
+    assert handle.stats.drafted == before > 0
 
 
 def test_few_shapes_are_captured_however_rows_end() -> None:

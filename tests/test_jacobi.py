@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 import mmspec
+from mmspec.auto import Auto, Known
 from mmspec.config import SpecConfig
 from mmspec.drafters.jacobi import JacobiDrafter, _branched, _keep_or_redraw, layout
 from mmspec.kernels import reference as ops
@@ -19,10 +21,11 @@ from mmspec.loop import begin, decode
 from mmspec.registry import resolve
 from mmspec.rules import exact
 from mmspec.session import Row, Session
-from mmspec.tree import chain
+from mmspec.tree import chain, lone
 from mmspec.types import HOLE, Categorical, Draft, Prompt, Round, Scores, TargetInfo
 
 CPU = torch.device("cpu")
+FULL = pytest.mark.full
 
 
 # -- a target that a hash defines ------------------------------------------------------------------------------------
@@ -130,7 +133,12 @@ def drawn(toy: Toy, drafter: Any, seeds: list[int], lengths: list[int]) -> tuple
 
 def surprise(toy: Toy, drafter: Any, length: int, rows: int = 10000) -> float:
     """χ² of the joint law of all tokens of `rows` outputs, in standard deviations; ∞ where the impossible happened."""
-    tokens, _ = drawn(toy, drafter, [7 + 13 * i for i in range(rows)], [length] * rows)
+    return far(toy, drawn(toy, drafter, [7 + 13 * i for i in range(rows)], [length] * rows)[0])
+
+
+def far(toy: Toy, tokens: list[list[int]]) -> float:
+    """`surprise` of these outputs."""
+    rows, length = len(tokens), len(tokens[0])
     place = torch.tensor(tokens) @ toy.vocab ** torch.arange(length - 1, -1, -1)
     expected = rows * toy.joint(length)
     counts = torch.bincount(place, minlength=len(expected)).double()
@@ -186,6 +194,43 @@ def test_hostile_laws_are_kept(kind: str, coupling: str, proactive: Any) -> None
     """Laws with −inf entries, forced tokens, and p = q everywhere, which leaves no residual."""
     toy = Toy(vocab=3, kind=kind)
     assert surprise(toy, jacobi(toy, window=4, coupling=coupling, proactive=proactive), 5) < LOSSLESS
+
+
+class Restless(Known):
+    """Goes by how many guesses stood, whatever pays: by chance, one shape or another after every round."""
+
+    def __init__(self, shapes: Iterable[int], settles: int = 0) -> None:
+        super().__init__(shapes, settles)
+        self.stretch, self.turn = 1, 0
+
+    def book(self, batch: int, shape: int, seconds: float, stood: Any, *_: Any, **__: Any) -> None:
+        self.turn += sum(map(len, stood))
+
+    def choose(self, batch: int) -> int:
+        return self.shapes[(3 * self.turn + 1) % len(self.shapes)]
+
+
+def restless(toy: Toy, cls: type[JacobiDrafter] = JacobiDrafter, **options: Any) -> Auto:
+    """Every window that `auto` would choose from, in turn."""
+    whole = jacobi(toy, cls, **options)
+    each = [whole, *(jacobi(toy, cls, **{**options, **less}) for less in whole.less)]
+    return Auto(each, Restless(sorted(one.nodes for one in each)))
+
+
+CHANGING = [("none", None, 10000), ("maximal", None, 10000), ("gumbel", None, 10000), ("maximal", (2, 3), 10000),
+            ("maximal", None, 1), ("gumbel", (2, 3), 1)]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("coupling", "proactive", "together"), [pytest.param(*c, marks=FULL if c[2] == 1 else ()) for c in CHANGING]
+)
+def test_a_window_that_changes_keeps_the_joint_law(coupling: str, proactive: Any, together: int) -> None:
+    """Of a row by itself, what stood in it before decides on its windows."""
+    toy, options = Toy(**WEAK), {"window": 5, "coupling": coupling, "proactive": proactive}
+    if together > 1:
+        assert surprise(toy, restless(toy, **options), 5) < LOSSLESS
+    else:
+        assert far(toy, [drawn(toy, restless(toy, **options), [7 + 13 * i], [5])[0][0] for i in range(2000)]) < LOSSLESS
 
 
 class KeepsOldLaw(JacobiDrafter):
@@ -384,6 +429,57 @@ def test_seed_exact_rows_are_plain_decoding_whatever_the_window_and_the_batch(mo
         assert together == plain and session.stats.accepted > 0
         for seed, row in zip(seeds, plain, strict=True):
             assert drawn(toy, drafter, [seed], [24])[0] == [row]
+
+
+@pytest.mark.parametrize("mode", ["seed", "greedy"])
+@pytest.mark.parametrize("options", [{}, {"init": "uniform"}, {"proactive": (3, 3)}], ids=str)
+def test_seed_exact_rows_are_plain_decoding_when_the_window_changes(mode: str, options: Any) -> None:
+    toy = Toy(vocab=8, grid=(6, 4), reach=1, mode=mode)
+    seeds, lengths = [11, 22, 33], [24, 17, 9]
+    plain, _ = drawn(toy, jacobi(toy, window=1), seeds, lengths)
+    together, session = drawn(toy, restless(toy, window=16, **options), seeds, lengths)
+    assert together == plain and session.stats.accepted > 0
+    for seed, length, row in zip(seeds, lengths, plain, strict=True):
+        assert drawn(toy, restless(toy, window=16, **options), [seed], [length])[0] == [row]
+
+
+@pytest.mark.parametrize("mode", ["law", "seed"])
+@pytest.mark.parametrize("options", [{"coupling": c} for c in ("none", "maximal", "gumbel")], ids=str)
+def test_a_smaller_window_is_the_first_positions_of_a_larger_one(mode: str, options: Any) -> None:
+    """After any window: what was carried stays, what is new is a first guess, what does not fit is dropped."""
+    toy, carried = Toy(vocab=7, grid=(5, 4), reach=2, mode=mode), 0
+    auto = restless(toy, window=12, **options)
+    session = opened(toy, auto, [3, 1, 4], [20, 18, 14])
+    rounds = decode(session, toy, auto)
+    while session.rows:
+        session.retire()
+        if not session.rows:
+            break
+        drafts, before = [], session.memory
+        for window in (4, 12):
+            session.memory = replace(before)
+            drafts.append(jacobi(toy, window=window, **options).propose(session, toy))
+        session.memory = before
+        small, large = drafts
+        assert torch.equal(small.tokens, large.tokens[:, :4])
+        if mode == "law":
+            assert torch.allclose(small.law.logits[:, 1:].softmax(-1), large.law.logits[:, 1:4].softmax(-1))
+            carried += int(small.law.logits[:, 1:].std(-1).gt(0.1).any() and before.window > 4)
+        next(rounds, None)
+    assert mode == "seed" or carried > 2
+
+
+def test_a_window_of_one_is_plain_decoding_and_so_is_none() -> None:
+    toy = Toy(vocab=8, grid=(6, 4), reach=1)
+
+    class Nothing:
+        def start(self, *_: Any) -> None: ...
+
+        def propose(self, session: Any, target: Any) -> Draft:
+            return lone(session.pending[:, None])
+
+    seeds = [11, 22, 33]
+    assert drawn(toy, jacobi(toy, window=1), seeds, [24] * 3)[0] == drawn(toy, Nothing(), seeds, [24] * 3)[0]
 
 
 def drafts_of(toy: Toy, drafter: JacobiDrafter, seeds: list[int], lengths: list[int]) -> dict[int, list[Any]]:

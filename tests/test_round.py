@@ -5,10 +5,14 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import random
 import time
 import warnings
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,8 +20,7 @@ import pytest
 import targets
 import tiny_llava
 import torch
-from drafters import DRAFTERS, eagle
-from tiny_llamagen import pipeline
+from drafters import DRAFTERS, Oracle, eagle
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
@@ -32,9 +35,12 @@ from mmspec.drafters.eagle import EagleConfig, EagleDrafter
 from mmspec.pipelines import compiled, pace, trusted
 from mmspec.pipelines.batching import Plain
 from mmspec.pipelines.trusted import Trusted
+from mmspec.session import Stats
+from mmspec.tree import chain
 
 FULL = pytest.mark.full
 FOREIGN = torch.ones(3)
+CPU = torch.device("cpu")
 CHAIN = {"depth": 3, "width": 1, "size": 4}
 
 
@@ -244,71 +250,117 @@ def test_compiled_by_the_compiler_is_stock():
         assert torch.equal(targets.generate(model, inputs), wanted)
 
 
-def test_auto_is_not_for_models_with_a_loop_of_their_own():
-    with pytest.raises(ValueError, match="auto is not for LlamaGenPipeline"):
-        mmspec.enable(pipeline(), "jacobi", auto=True)
-
-
 # -- auto=True -------------------------------------------------------------------------------------------------------
 
 
-def known(costs: dict[int, float], accepted: int, rounds: int = 20) -> Known:
-    """After some rounds of these costs in which so many drafted tokens stood."""
-    found = Known(tuple(sorted(costs)))
-    for _ in range(rounds):
-        depth = found.choose(1)
-        found.book(1, depth, costs[depth], [min(accepted, depth)])
-    return found
+@dataclass
+class Fake:
+    """A drafter of one shape, which proposes nothing that is looked at."""
+
+    nodes: int
+    features: tuple[int, ...] = ()
+
+    def propose(self, session: Any, target: Any) -> None:
+        return None
+
+
+class World:
+    """Rounds of one row on a clock of their own: what each shape costs and gains.
+
+    Gains are tokens by shape, once it has settled; or how many nodes of any draft stand, one chosen a round.
+    """
+
+    def __init__(self, costs: dict[int, float], settles: int = 0) -> None:
+        self.costs, self.settles = costs, settles
+        self.known = Known(sorted(costs), settles)
+        self.auto = Auto(map(Fake, costs), self.known)
+        self.session = SimpleNamespace(rows=[0], pace=None, behind=[], last=None, stats=Stats(seconds={"verify": 0.0}))
+        self.noise = random.Random(3)
+        self.chosen: list[int] = []
+
+    def play(self, gains: dict[int, float] | list[int], rounds: int) -> World:
+        for _ in range(rounds):
+            self.auto.propose(self.session, None)
+            shape, since = self.session.pace.shape, self.session.pace.since
+            if isinstance(gains, list):
+                count = min(shape, self.noise.choice(gains))
+            else:
+                gain = gains[shape] if since > self.settles else 1.0
+                count = int(gain) + (self.noise.random() < gain % 1)
+            self.session.last = SimpleNamespace(draft=SimpleNamespace(tree=chain(2, CPU)), counts=(count,))
+            self.session.stats.seconds["verify"] += self.costs[shape]
+            self.chosen.append(shape)
+        return self
+
+    @property
+    def spent(self) -> float:
+        return self.session.stats.seconds["verify"]
+
+    def mostly(self, rounds: int = 200) -> int:
+        """The shape of nine in ten of the last rounds; 0: there is none."""
+        shape, count = Counter(self.chosen[-rounds:]).most_common(1)[0]
+        return shape if count >= 0.9 * rounds else 0
+
+
+CHAINS = {1: 1.0, 3: 1.2, 5: 1.4, 9: 1.8}
+WINDOWS = {1: 1.0, 4: 1.12, 8: 1.24, 16: 1.47}
 
 
 @pytest.mark.parametrize(
-    "costs, accepted, depth",
+    "costs, gains, settles, best",
     [
-        ({0: 1.0, 2: 1.2, 4: 1.4, 8: 1.8}, 8, 8),  # all stands
-        ({0: 1.0, 2: 1.2, 4: 1.4, 8: 1.8}, 2, 2),  # what is deeper never stands
-        ({0: 1.0, 2: 1.2, 4: 1.4, 8: 1.8}, 0, 0),  # nothing stands
-        ({0: 1.0, 4: 5.5}, 4, 0),  # all stands, and still it does not pay
+        (CHAINS, [9], 0, 9),  # all stands
+        (CHAINS, [1, 3, 3, 3], 0, 3),  # what is deeper never stands
+        (CHAINS, [1, 5, 5, 6], 0, 5),
+        (CHAINS, [1], 0, 1),  # nothing stands
+        ({1: 1.0, 5: 5.5}, [5], 0, 1),  # all stands, and still it does not pay
+        (WINDOWS, {1: 1, 4: 1.8, 8: 2.6, 16: 4.2}, 4, 16),
+        (WINDOWS, {1: 1, 4: 1.8, 8: 3.2, 16: 2.9}, 4, 8),
+        (WINDOWS, {1: 1, 4: 2.1, 8: 1.6, 16: 1.5}, 4, 4),
+        (WINDOWS, {1: 1, 4: 1.05, 8: 1.05, 16: 1.1}, 4, 1),
+        ({1: 1.0, 4: 2.2, 8: 2.3, 16: 2.4}, {1: 1, 4: 1.8, 8: 2.0, 16: 3.2}, 4, 16),  # only the whole pays
     ],
 )
-def test_the_depth_that_pays_is_chosen(costs: dict[int, float], accepted: int, depth: int):
-    assert known(costs, accepted).choose(1) == depth
+def test_the_shape_that_pays_is_chosen(costs: Any, gains: Any, settles: int, best: int):
+    assert World(costs, settles).play(gains, 700).mostly() == best
 
 
-def test_a_hostile_drafter_costs_less_than_three_percent():
-    found, spent = Known((0, 8)), 0.0
-    for _ in range(1000):
-        depth = found.choose(1)
-        cost = {0: 1.0, 8: 1.8}[depth]
-        found.book(1, depth, cost, [0])
-        spent += cost
-    assert 1000 < spent < 1030
+@pytest.mark.parametrize("costs, settles", [({1: 1.0, 9: 1.8}, 0), (CHAINS, 0), (WINDOWS, 4), ({1: 1.0, 16: 1.5}, 4)])
+def test_a_hostile_drafter_costs_less_than_three_percent(costs: Any, settles: int):
+    world = World(costs, settles).play([1], 1000)
+    assert 1000 < world.spent < 1030
 
 
-def test_drafting_is_tried_again_and_begins_where_it_pays():
-    found = known({0: 1.0, 8: 1.8}, 0, 60)
-    depths = []
-    for _ in range(400):
-        depths.append(found.choose(1))
-        found.book(1, depths[-1], {0: 1.0, 8: 1.8}[depths[-1]], [depths[-1]])
-    assert depths[0] == 0 and depths[-1] == 8
+@pytest.mark.parametrize("costs, settles, rounds, best", [(CHAINS, 0, 500, 5), (WINDOWS, 4, 1500, 4)])
+def test_drafting_is_tried_again_and_begins_where_it_pays(costs: Any, settles: int, rounds: int, best: int):
+    world = World(costs, settles).play([1], 100)
+    assert world.mostly(10) == 1
+    assert world.play([4], rounds).mostly() == best
 
 
-def test_deeper_drafts_are_tried_again_where_fewer_tokens_stood():
-    costs, depths = {0: 1.0, 2: 1.2, 4: 1.4, 8: 1.8}, []
-    found = known(costs, 2, 90)
-    for _ in range(200):
-        depths.append(found.choose(1))
-        found.book(1, depths[-1], costs[depths[-1]], [depths[-1]])
-    assert depths[0] == 2 and depths[-1] == 8
+@pytest.mark.parametrize("costs, settles, rounds", [(CHAINS, 0, 400), (WINDOWS, 4, 4000)])
+def test_larger_drafts_are_tried_again_where_fewer_tokens_stood(costs: Any, settles: int, rounds: int):
+    few = sorted(costs)[1]
+    world = World(costs, settles).play([2, 3], 300)
+    assert world.mostly(100) == few
+    assert world.play([max(costs)], rounds).mostly() == max(costs)
+
+
+def test_a_round_tells_what_smaller_trees_would_have_gained():
+    found = Known((1, 3, 8), 0)
+    found.book(2, 8, 1.0, [[0, 2, 5], [0, 4]])
+    assert [found.gain(shape) for shape in found.shapes] == [1.0, 1.5, 2.5]
+    found.book(2, 3, 1.0, [[0, 1], [0, 2]])
+    assert found.gain(8) == 2.5 and 1.7 < found.gain(3) < 1.8
 
 
 def test_a_round_that_first_read_what_was_missed_says_how_much_it_takes_at_most():
-    found = known({0: 1.0, 8: 1.8}, 8)
-    found.book(1, 8, 9.0, [8], late=True)
-    assert found.cost(1, 8) == 1.8
+    found = World({1: 1.0, 9: 1.8}).play({1: 1, 9: 9}, 20).known
+    found.book(1, 9, 9.0, [range(9)], late=True)
+    assert found.cost(1, 9) == pytest.approx(1.8)
     for _ in range(7):
-        found.book(1, 8, 1.5, [8], late=True)
-    assert found.cost(1, 8) == 1.5
+        found.book(1, 9, 1.5, [range(9)], late=True)
+    assert found.cost(1, 9) == 1.5
 
 
 def test_what_was_learned_outlives_a_call_and_what_was_enabled():
@@ -329,23 +381,27 @@ def test_what_was_learned_outlives_a_call_and_what_was_enabled():
 class Told(Known):
     """Chooses what it is told to."""
 
-    depths_to_come: tuple[int, ...] = ()
+    to_come: tuple[int, ...] = ()
 
     def choose(self, batch: int) -> int:
         self.turn = getattr(self, "turn", -1) + 1
-        return self.depths_to_come[self.turn % len(self.depths_to_come)]
+        return self.to_come[self.turn % len(self.to_come)]
 
 
-@pytest.mark.parametrize("drafter", ["eagle chain", "eagle tree", "ngram"])
+@pytest.mark.parametrize("drafter", ["eagle chain", "eagle tree", "ngram", "jacobi"])
 @pytest.mark.parametrize("kind", ["image first", "ragged"])
 def test_auto_is_stock_whatever_it_chooses(drafter: str, kind: str, monkeypatch: pytest.MonkeyPatch):
     model, inputs = targets.model("llava"), targets.prompt("llava", kind)
     wanted = targets.generate(model, inputs)
-    with mmspec.enable(model, DRAFTERS[drafter](model, None), auto=True) as handle:
+    made = "jacobi" if drafter == "jacobi" else DRAFTERS[drafter](model, None)
+    with mmspec.enable(model, made, auto=True) as handle:
         proposer = handle.proposer
         assert isinstance(proposer, Auto)
-        proposer.known = Told(proposer.known.depths)
-        proposer.known.depths_to_come = (max(proposer.drafters), 0, 0, min(proposer.drafters), 0)
+        none, *shapes = proposer.known.shapes
+        assert none == 1 and shapes == {"eagle chain": [2, 3, 5], "eagle tree": [4, 7, 14], "ngram": [3, 4, 6],
+                                        "jacobi": [4, 8, 16]}[drafter]  # fmt: skip
+        proposer.known = Told(proposer.known.shapes)
+        proposer.known.to_come = (shapes[2], 1, 1, shapes[0], shapes[1], 1, shapes[0])
         assert torch.equal(targets.generate(model, inputs), wanted)
 
 
@@ -354,12 +410,12 @@ def test_what_was_not_drafted_for_is_read_later(compile: bool, quick: None):
     """After rounds without a draft, however many, a drafter proposes what it would have proposed anyway."""
     model, inputs, drafts = targets.model("llava"), targets.prompt("llava", "ragged"), []
     drafter = eagle(model, **CHAIN)
-    for depths in ((3,), (3, 0, 0, 0), (3, *[0] * 7)):
+    for shapes in ((4,), (4, 1, 1, 1), (4, *[1] * 7)):
         made: dict[tuple[int, ...], list[int]] = {}
         with mmspec.enable(model, drafter, auto=True, compile=compile) as handle:
             proposer = handle.proposer
-            proposer.known = Told(proposer.known.depths)
-            proposer.known.depths_to_come = depths
+            proposer.known = Told(proposer.known.shapes)
+            proposer.known.to_come = shapes
             propose = proposer.propose
 
             def noted(session: Any, target: Any, propose: Any = propose, made: Any = made) -> Any:
@@ -379,14 +435,17 @@ def test_what_was_not_drafted_for_is_read_later(compile: bool, quick: None):
 def test_auto_turns_a_hostile_drafter_off(monkeypatch: pytest.MonkeyPatch):
     model, inputs = targets.model("llava"), targets.prompt("llava", "image first")
     with mmspec.enable(model, eagle(model, nan=True, depth=4, width=1, size=5), auto=True) as handle:
-        monkeypatch.setattr(auto.statistics, "median", lambda held: 1.0 + (held is handle.proposer.known.costs[1, 4]))
+        monkeypatch.setattr(
+            auto.statistics, "median", lambda held: 1.0 + (held is not handle.proposer.known.costs[1, 1])
+        )
         targets.generate(model, inputs, max_new_tokens=40)
     assert handle.stats.drafted <= 4 * (auto.SAMPLES + 1) and handle.stats.rounds == 39
 
 
 def test_auto_says_what_it_cannot_do():
-    with pytest.raises(ValueError, match="auto chooses depths of chains and trees"):
-        mmspec.enable(targets.model("llava"), "jacobi", auto=True)
+    model = targets.model("llava")
+    with pytest.raises(ValueError, match="auto chooses how much is drafted, and Scripted cannot be told to draft less"):
+        mmspec.enable(model, DRAFTERS["always right"](model, Oracle({})), auto=True)
 
 
 # -- mmspec bench round ----------------------------------------------------------------------------------------------

@@ -34,6 +34,7 @@ SUITES = {  # name: (module with configure(parser) and measure(args, outcome), o
     "caption": ("mmspec.app.bench.caption", "many captions: static and continuous batches, with drafters and without"),
     "image": ("mmspec.app.bench.image", "pictures of an autoregressive image model: speed, and how good they are"),
     "round": ("mmspec.app.bench.round", "where the time of a round goes, and what it is against a plain step"),
+    "shapes": ("mmspec.app.bench.shapes", "what a round costs at the shapes of published models, with random weights"),
     "kernels": ("mmspec.app.bench.kernels", "kernels beside their definitions, as a share of the copy bandwidth"),
 }
 FIELDS = {  # what a question list may call its fields, the first one that is filled counts

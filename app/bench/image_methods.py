@@ -75,6 +75,8 @@ def lossless(drafters: Sequence[tuple[str, Any]]) -> list[Method]:
             )
             for w in (16, 32)
         ),
+        jacobi("maximal-32-auto", window=32, coupling="maximal", auto=True),
+        jacobi("exact-seed-32-auto", window=32, reproducible=True, auto=True),
         jacobi("pac", window=32, coupling="maximal", proactive=(3, 3)),
         *(Method(name, way) for name, way in _feature(drafters)),
         *(Method(f"{name}-exact-seed", Way(drafter, {"reproducible": True})) for name, drafter in drafters),
@@ -97,7 +99,7 @@ def ours(codes: int) -> dict[str, str]:
         "lantern++": f"lantern(k={min(10, codes - 1)}, lam=1.5)",
         "gsd": f"gsd(group={min(5, codes)})",
         "scaled": "scaled(omega=1.5)",
-        "typical": "typical(epsilon=0.09, delta=0.3)",
+        "typical": "typical(epsilon=0.3, delta=0.05)",
         "grouped": f"grouped(cells={max(1, codes // 2)})",
         "pooled": f"pooled(cells={max(1, codes // 2)})",
     }
@@ -109,10 +111,10 @@ def sweeps(codes: int) -> dict[str, list[tuple[float, str]]]:
     shares = [cells for share in (0.75, 0.5, 0.25, 0.125, 0.0625) if (cells := int(codes * share)) > 0]
     groups = [g for g in (3, 5, 10, 25, 50) if g <= codes]
     return {
-        "scaled": [(w, f"scaled(omega={w})") for w in (1.1, 1.25, 1.5, 2.0, 3.0)],
-        "typical": [(d, f"typical(epsilon=0.3, delta={d})") for d in (1.2, 0.8, 0.5, 0.3, 0.15)],
+        "typical": [(d, f"typical(epsilon=0.3, delta={d})") for d in (0.5, 0.2, 0.05, 0.01, 0.002)],
+        "scaled": [(w, f"scaled(omega={w})") for w in (1.25, 1.5, 2.0, 3.0, 6.0)],
         "lantern": [(d, f"lantern(k={published_k(codes)}, delta={d})") for d in (0.02, 0.05, 0.1, 0.2, 0.4)],
-        "lantern++": [(lam, f"lantern(k={k}, lam={lam})") for lam in (1.1, 1.25, 1.5, 2.0, 5.0)],
+        "lantern++": [(lam, f"lantern(k={k}, lam={lam})") for lam in (1.5, 2.0, 5.0, 10.0, 20.0)],
         "gsd": [(float(g), f"gsd(group={g})") for g in groups],
         "grouped": [(float(c), f"grouped(cells={c})") for c in shares],
         "pooled": [(float(c), f"pooled(cells={c})") for c in shares],

@@ -125,7 +125,8 @@ def _profiled(call: Callable[[], Any]) -> tuple[dict[str, float], dict[str, int]
     return {r.key: r.self_cpu_time_total for r in rows}, {r.key: r.count for r in rows}
 
 
-def _part(name: str) -> Callable[[report.Record], str]:
+def part(name: str) -> Callable[[report.Record], str]:
+    """A column that shows the milliseconds of a part."""
     return lambda record: report.number(record["parts_ms"].get(name), "{:.2f}")
 
 
@@ -139,7 +140,7 @@ LAYOUT = report.Layout(
         ("method", lambda r: r["method"]),
         ("ms/round", report.figure("step_ms", "{:.2f}")),
         ("c", report.figure("c", "{:.2f}")),
-        *((name, _part(name)) for name in PARTS),
+        *((name, part(name)) for name in PARTS),
         ("host reads", report.figure("reads", "{:.1f}")),
         ("torch ops", report.figure("ops", "{:.0f}")),
         ("tokens/call", report.figure("tokens_per_target_call", "{:.2f}")),

@@ -186,6 +186,7 @@ def tune(bench: Bench, chosen: list[Method], cell: Cell, asked: Asked) -> dict[s
 def measure_cell(bench: Bench, cell: Cell, chosen: list[Method], some: list[Question]) -> list[report.Record]:
     """Warm each method up, measure its memory, then time all of them in turn on each batch."""
     groups = batches(some, cell.batch)
+    torch.compiler.reset()  # what was compiled for other lengths counts against the limit of recompilations
     longest = bench.inputs(max(groups, key=lambda group: max(len(q.prompt) for q in group)))
     notes: dict[str, str] = {}
     peaks: dict[str, float | None] = {}

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import CompileConfig
 
 import mmspec
@@ -112,13 +113,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--without", nargs="+", default=[], metavar="METHOD", help="leave out, such as stock-static")
 
 
-def methods(model: Any, args: argparse.Namespace) -> list[Method]:
-    """The stock paths, prompt lookup as transformers has it, and mmspec with each drafter."""
-    compiling = CompileConfig(dynamic=False, mode="reduce-overhead" if model.device.type == "cuda" else "default")
+def stock(device: torch.device) -> list[Method]:
+    """Stock generate as it is, and compiled on a static cache."""
+    compiling = CompileConfig(dynamic=False, mode="reduce-overhead" if device.type == "cuda" else "default")
     compiling._compile_all_devices = True  # transformers compiles by itself on some devices only
-    found = [
+    return [
         Method("stock"),
         Method("stock-static", {"cache_implementation": "static", "compile_config": compiling}),
+    ]
+
+
+def methods(model: Any, args: argparse.Namespace) -> list[Method]:
+    """The stock paths, prompt lookup as transformers has it, and mmspec with each drafter."""
+    found = [
+        *stock(model.device),
         Method("hf-prompt-lookup", {"prompt_lookup_num_tokens": 10}, grid="lookup", single=True),
         Method("ngram", drafter=registry.drafter_class("ngram")(), grid="text drafter"),
     ]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import mmspec
-from mmspec.config import SpecConfig
+from mmspec.config import SpecConfig, portions
 from mmspec.drafters import prune, shapes
 from mmspec.drafters.blocks import Block, Memory, beside, fold, path_after, unfold
 from mmspec.drafters.layer import FeatureLayer
@@ -46,6 +46,14 @@ class FeatureDrafter(FeatureLayer):
     def nodes(self) -> int:
         """Nodes of a draft at most, the root included."""
         return self.options.size or 1
+
+    @property
+    def less(self) -> list[dict[str, Any]]:
+        """Options by which it drafts less: a shorter chain, a smaller tree; a static tree has one shape."""
+        o = self.options
+        if o.tree == "chain":
+            return [{"depth": depth, "size": None} for depth in portions(o.depth or 1, 1)]
+        return [{"size": size} for size in portions(self.nodes, 2)] if o.tree == shapes.DYNAMIC else []
 
     # -- drafting ----------------------------------------------------------------------------------------------------
 

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import product
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mmspec.config import WINDOW, SpecConfig
+from mmspec.config import WINDOW, SpecConfig, portions
 from mmspec.kernels import reference as ops
 from mmspec.tree import chain, from_paths
 from mmspec.types import HOLE, Categorical, Draft, Prompt, Round, Target, TargetInfo, Tree
@@ -34,6 +34,7 @@ class Memory:
     ends: Tensor  # [B], tokens after the prompt at which the row ends
     init: str
     law: Tensor | None = None  # [B, C, V], log q of the guesses on the main line; None: none were drawn from a law
+    window: int = 1  # of the last draft, which may have been another one's of the same method
 
     def append(self, last: Round) -> None:
         """Take in what a round decided: the accepted tokens, then the drawn one."""
@@ -50,10 +51,12 @@ class Memory:
         both = (self, other)
         like = self.law if self.law is not None else other.law
         law = None
-        if like is not None:  # rows without laws have no guesses yet: what fills their place is never read
-            law = torch.cat([like.new_zeros(len(m.ends), *like.shape[1:]) if m.law is None else m.law for m in both])
+        if like is not None:  # where there are no guesses, what fills their place is never read
+            C = max(m.window for m in both) - 1
+            laws = [like.new_zeros(len(m.ends), 0, like.shape[2]) if m.law is None else m.law for m in both]
+            law = torch.cat([pad(each, (0, 0, 0, C - each.shape[1])) for each in laws])
         decided, ends = torch.cat([m.decided for m in both]), torch.cat([m.ends for m in both])
-        return replace(self, decided=decided, ends=ends, law=law)
+        return replace(self, decided=decided, ends=ends, law=law, window=max(m.window for m in both))
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,9 @@ class JacobiDrafter:
     Why: let F be all that was drawn at earlier positions, in all rounds. Given F, a guess has exactly the law q that
     its draft states: a first guess by its init, a later one because the coupling makes it a draw from p with noise of
     its own position, so that q := p also where the guess stayed as it was. When it is tested, p is the true law and
-    the coin is new: what comes out has the law p. So only what F determines may say which law goes to which position.
+    the coin is new: what comes out has the law p. So only what F determines may say which law goes to which position:
+    how many guesses stood before may, and so the window may change from round to round. One that grows is filled with
+    first guesses, one that shrinks drops its last.
 
     Attributes:
         vocab: tokens of the target's head; the uniform part of a first guess spreads over all of them.
@@ -107,6 +112,7 @@ class JacobiDrafter:
     config: SpecConfig = field(default_factory=SpecConfig)
     copy: float = 0.3
     features: tuple[int, ...] = ()
+    settles: ClassVar[int] = 4  # rounds until a window's guesses are as good as they get
 
     @property
     def window(self) -> int:
@@ -117,6 +123,12 @@ class JacobiDrafter:
         """Nodes of a draft, the root included: one per position of the window, and the branches of the tree."""
         K, D = self.config.proactive or (1, 1)
         return self.window + sum(K**level - 1 for level in range(1, D))
+
+    @property
+    def less(self) -> list[dict[str, Any]]:
+        """Options by which it drafts less: smaller windows, that of plain decoding among them."""
+        windows = portions(self.window, (self.config.proactive or (1, 2))[1])
+        return [{"window": 1, "proactive": None}, *({"window": window} for window in windows)]
 
     def fit(self, target: TargetInfo, config: SpecConfig) -> JacobiDrafter:
         """Any target will do.
@@ -156,7 +168,9 @@ class JacobiDrafter:
         memory.append(session.last)
         shape = layout(self.window, self.config.proactive, pending.device)
         tree = shape.tree.expand(len(pending))
+        before, memory.window = memory.window, self.window
         if self.window == 1:
+            memory.law = None
             return Draft(pending[:, None], tree)
         column = torch.arange(self.window - 1, device=pending.device)
         position = session.emitted[:, None] + column  # [B, C], after the prompt
@@ -166,9 +180,9 @@ class JacobiDrafter:
             return ops.gumbel(session.seeds, position[:, :columns], vocab)
 
         coins = ops.uniform(  # new in every round, since each decides a token
-            ops.stream(session.seeds, ops.COUPLE)[:, None], session.emitted[:, None] * self.window + column
+            ops.stream(session.seeds, ops.COUPLE)[:, None], (session.emitted[:, None] << 32) + column
         )
-        known, token, log_p = self._carried(session, shape, coins, noise)
+        known, token, log_p = self._carried(session, before, coins, noise)
         first, prior = self._first(session, known, token, coins, vocab)
         token = torch.where(known, token, first)
         token = torch.where(position < memory.ends[:, None], token, HOLE)
@@ -185,16 +199,19 @@ class JacobiDrafter:
         logits = torch.cat([logits[:, :1], logits], 1)  # the root's entry is not read
         return Draft(tokens, tree, Categorical(logits if tree.is_chain else logits[:, shape.entry]))
 
-    def _carried(
-        self, session: Any, shape: Layout, coins: Tensor, noise: Noise
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The positions that the last round gave a law to, a prefix of each row: which, the new guesses, log p."""
+    def _carried(self, session: Any, before: int, coins: Tensor, noise: Noise) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The positions that the last round gave a law to, a prefix of each row: which, the new guesses, log p.
+
+        Args:
+            before: the last round's window.
+        """
         last, law = session.last, session.last.scores.law
-        B, C = coins.shape
-        if last.draft.tokens.shape[1] != shape.tree.size:  # the round of the prefill
+        B, C = len(coins), before - 1
+        if C == 0:  # the round of the prefill, or one without a draft
             return torch.zeros_like(coins, dtype=torch.bool), torch.full_like(coins, HOLE, dtype=torch.long), None
-        level = last.verdict.count[:, None] + torch.arange(C, device=coins.device)  # where in the last draft its law is
-        line = shape.line[last.verdict.last]
+        column = torch.arange(coins.shape[1], device=coins.device)
+        level = last.verdict.count[:, None] + column  # where in the last draft its law is
+        line = layout(before, self.config.proactive, coins.device).line[last.verdict.last]
         nodes = line.gather(1, level.clamp(max=C))
         known = (level <= C) & (last.draft.tokens.gather(1, nodes) != HOLE)
         if law.is_point:
@@ -203,7 +220,7 @@ class JacobiDrafter:
         log_p = law.logits[rows, nodes].float().log_softmax(-1)
         coupling = self.config.coupling or "maximal"
         if coupling == "gumbel":
-            return known, (log_p + noise(C)).argmax(-1), log_p
+            return known, (log_p + noise(coins.shape[1])).argmax(-1), log_p
         if coupling == "none":
             return known, ops.categorical(log_p.exp(), coins), log_p
         x = last.draft.tokens.gather(1, line.gather(1, (level + 1).clamp(max=C)))

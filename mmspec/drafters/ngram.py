@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmspec.config import TREE, SpecConfig
+from mmspec.config import TREE, SpecConfig, portions
 from mmspec.tree import chain
 from mmspec.types import HOLE, Draft, Prompt, Target, TargetInfo
 
@@ -44,6 +44,11 @@ class NgramDrafter:
     @property
     def nodes(self) -> int:
         return self.config.filled(5, 1, 6).size or 6
+
+    @property
+    def less(self) -> list[dict[str, Any]]:
+        """Options by which it drafts less: shorter chains."""
+        return [{"depth": depth, "size": None} for depth in portions(self.nodes - 1, 1)]
 
     def fit(self, target: TargetInfo, config: SpecConfig) -> NgramDrafter:
         """Any target will do."""

@@ -1,0 +1,241 @@
+"""The shapes suite: what a round costs at the shapes of published models, with random weights; toys where no GPU is."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from mmspec.app.bench import report, shapes_ways
+from mmspec.app.bench.command import BenchError, Outcome, compiled_graphs, in_turn, peak_mb, say, settle
+from mmspec.app.bench.kernels import NO_GPU
+from mmspec.app.bench.round import PARTS, part
+from mmspec.app.bench.shapes_models import MODELS, REAL, TOY, Shape, on_paper
+from mmspec.app.bench.shapes_ways import BEST, STOCK, Round, Way
+from mmspec.app.engine import EngineError, find_device, first_line, free_memory
+from mmspec.app.generate import DTYPES
+from mmspec.app.provenance import provenance
+
+GIB = 2**30
+BATCHES = {REAL: (1, 4, 16), TOY: (1, 4)}
+TOKENS = {REAL: 32, TOY: 6}
+UNTAUGHT = "weights are random: what a round costs counts, what it gains does not"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One condition under which all ways are compared."""
+
+    model: str
+    sizes: str
+    context: int  # positions at the end of a call
+    batch: int
+
+    def __str__(self) -> str:
+        toy = "toy of " if self.sizes == TOY else ""
+        return f"{toy}{self.model}, context {self.context}, batch {self.batch}"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Which models, in which sizes, under which conditions."""
+    add = parser.add_argument
+    add("--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="MODEL", help=f"of {', '.join(MODELS)}")
+    add("--sizes", choices=(TOY, REAL), help="default: real on CUDA, toy elsewhere")
+    add("--contexts", type=int, nargs="+", metavar="N", help="positions at the end of a call, of vision-language models"
+        "; default: 1024 4096 16384, of toys 64 128 256. Pictures have a length of their own")  # fmt: skip
+    add("--batch", type=int, nargs="+", metavar="N", help="default: 1 4 16, of toys 1 4")
+    add("--tokens", type=int, help="new tokens of a call, the first included; default: 32, of toys 6. LlamaGen draws "
+        "whole pictures")  # fmt: skip
+    add("--repeats", type=int, default=3, help="timed calls (default: %(default)s)")
+    add("--compile", action=argparse.BooleanOptionalAction, help="also compiled, which takes a toy longer than all "
+        "else; default: on CUDA")  # fmt: skip
+    add("--device", help="default: the fastest there is; real sizes elsewhere than on CUDA want it named")
+    add("--dtype", choices=DTYPES, default="auto", help="default: bfloat16 on CUDA, float32 elsewhere")
+    add("--seed", type=int, default=0)
+
+
+def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
+    """All cells of one model after the other; yields whenever the outcome has grown."""
+    report.LAYOUTS["shapes"] = LAYOUT
+    try:
+        device = find_device(args.device or "auto")
+    except EngineError as error:
+        raise BenchError(str(error)) from error
+    cuda = device.type == "cuda"
+    args.compile = cuda if args.compile is None else args.compile
+    sizes = args.sizes or (REAL if cuda else TOY)
+    dtype = {"auto": torch.bfloat16 if cuda else torch.float32}.get(args.dtype) or getattr(torch, args.dtype)
+    tokens = args.tokens or TOKENS[sizes]
+    if tokens < 2 or args.repeats < 1:
+        raise BenchError(f"a call needs --tokens 2 to have a round, and --repeats 1; got {tokens}, {args.repeats}")
+    counts = {name: on_paper(MODELS[name], sizes) for name in args.models}
+    if sizes == REAL and not cuda and args.device is None:
+        wanted = ", ".join(f"{n} {dtype.itemsize * sum(c.values()) / GIB:.1f} GiB" for n, c in counts.items())
+        raise BenchError(
+            f"real sizes need a GPU, and there is none. In {str(dtype).removeprefix('torch.')} the weights alone want: "
+            f"{wanted}. Take --sizes {TOY}, or say --device {device.type} to run them here all the same"
+        )
+    real = "measured" if sizes == REAL else NO_GPU
+    outcome.provenance = provenance(device, dtype) | {
+        "model": "published shapes, random weights", "sizes": sizes, "real sizes": real, "parameters": counts,
+        "tokens": tokens, "note": UNTAUGHT,
+    }  # fmt: skip
+    for name in args.models:
+        contexts = args.contexts if args.contexts and not fixed(MODELS[name]) else MODELS[name].contexts[sizes]
+        cells = [Cell(name, sizes, c, b) for c in contexts for b in args.batch or BATCHES[sizes]]
+        yield from _model(cells, counts[name], device, dtype, tokens, args, outcome)
+
+
+def fixed(shape: Shape) -> bool:
+    """Whether the model has a length of its own."""
+    return not isinstance(shape, shapes_ways.Chat)
+
+
+def _model(
+    cells: list[Cell], counts: dict[str, int], device: torch.device, dtype: torch.dtype, tokens: int,
+    args: argparse.Namespace, outcome: Outcome,
+) -> Iterator[None]:  # fmt: skip
+    """The cells of one model, which is built once, and only if one of them can be measured."""
+    free = free_memory(device)
+    why = {cell: refusal(cell, sum(counts.values()), dtype, free) for cell in cells}
+    subject, notes = None, dict[tuple[str, int], str]()
+    for cell in cells:
+        if why[cell]:
+            outcome.records.append(_record(cell, "all", note=why[cell]))
+        else:
+            if subject is None:
+                say(f"building {cell.model}, {cell.sizes}")
+                subject = shapes_ways.load(MODELS[cell.model], cell.sizes, device, dtype, tokens, args.seed)
+            if args.compile:  # what was compiled for other lengths counts against the limit of recompilations
+                torch.compiler.reset()
+            try:
+                ways = list(subject.ways(cell.context, cell.batch, args.compile))
+            except ValueError as error:
+                raise BenchError(str(error)) from error
+            found = measure_cell(cell, ways, args.repeats, device, notes)
+            outcome.records += found
+            say(f"{cell}: " + ", ".join(f"{r['method']} {r['c']:.2f}" for r in found if r["c"] is not None))
+        yield
+    del subject
+    _clear(device)
+
+
+def refusal(cell: Cell, parameters: int, dtype: torch.dtype, free: int | None) -> str:
+    """Why a cell cannot be measured; empty: it may be tried."""
+    shape = MODELS[cell.model]
+    beyond = shape.beyond(cell.sizes, cell.context)
+    needs = dtype.itemsize * (parameters + shape.held(cell.sizes, cell.context, cell.batch))
+    if not beyond and free is not None and needs > free:
+        return f"not measured: needs {needs / GIB:.1f} GiB for weights and caches alone, {free / GIB:.1f} free"
+    return f"not measured: {beyond}" if beyond else ""
+
+
+def measure_cell(
+    cell: Cell, ways: list[Way], repeats: int, device: torch.device, notes: dict[tuple[str, int], str]
+) -> list[report.Record]:
+    """Warm each way up, measure its memory, then time all of them in turn.
+
+    Args:
+        notes: by way and batch, what was warned of: a shape that cannot be compiled is told of once.
+    """
+    peaks: dict[str, float | None] = {}
+    failed: dict[str, str] = {}
+    for way in ways:
+        try:
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                settle(way.call)
+            for one in (str(w.message) for w in said if str(w.message).startswith("mmspec runs")):
+                notes[way.name, cell.batch] = one
+            peaks[way.name] = peak_mb(device, way.call)
+        except Exception as error:  # a way that fails is a result, and the others still count
+            failed[way.name] = f"failed: {first_line(error)[:200]}"
+            _clear(device)
+    able = [way for way in ways if way.name in peaks]
+    made: dict[str, list[Round]] = {way.name: [] for way in able}
+    for turn in range(repeats):
+        for way in (able[place] for place in in_turn(len(able), turn)):
+            graphs = compiled_graphs()
+            made[way.name].append(way.call())
+            if compiled_graphs() != graphs:
+                failed[way.name] = "compiled during a timed call: its time is overstated"
+    told = {way.name: failed.get(way.name, notes.get((way.name, cell.batch), "")) for way in ways}
+    return [_figures(cell, way, made, peaks, told[way.name]) for way in ways]
+
+
+def _clear(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _figures(
+    cell: Cell, way: Way, made: dict[str, list[Round]], peaks: dict[str, float | None], note: str
+) -> report.Record:
+    mine, stock = made.get(way.name, []), made.get(STOCK, [])
+    held, of_stock = peaks.get(way.name), peaks.get(STOCK)
+    plain = {n: report.spread("s", [r.seconds for r in made[n]])["s"] for n in (STOCK, BEST) if n in made}
+    best = min(plain, key=lambda n: plain[n]) if plain else STOCK
+    parts = {name: sum(r.parts.get(name, 0.0) for r in mine) / len(mine) for name in PARTS} if mine else {}
+    return _record(cell, way.name, setting=way.setting, note=note) | {
+        **report.spread("step_ms", [1e3 * r.seconds for r in mine]),
+        **report.spread("c", [m.seconds / s.seconds for m, s in zip(mine, stock, strict=False)]),
+        **report.spread("c_best", [m.seconds / s.seconds for m, s in zip(mine, made.get(best, []), strict=False)]),
+        "best_stock": best,
+        "tokens_per_target_call": report.spread("t", [r.tokens for r in mine])["t"],
+        "parts_ms": {name: 1e3 * much for name, much in parts.items() if much},
+        "peak_mb": held,
+        "above_stock_mb": None if held is None or of_stock is None else held - of_stock,
+        "n": len(mine),
+    }
+
+
+def _record(cell: Cell, method: str, setting: str = "", note: str = "") -> report.Record:
+    """A record in which nothing was measured."""
+    nothing = {key: None for name in ("step_ms", "c", "c_best") for key in report.spread(name, [])}
+    return {
+        "suite": "shapes", "cell": str(cell), "model": cell.model, "sizes": cell.sizes, "context": cell.context,
+        "batch": cell.batch, "method": method, "setting": setting, "stock_path": method in (STOCK, BEST), **nothing,
+        "best_stock": STOCK, "tokens_per_target_call": None, "parts_ms": {}, "peak_mb": None, "above_stock_mb": None,
+        "n": 0, "note": note,
+    }  # fmt: skip
+
+
+LAYOUT = report.Layout(
+    lambda r: r["cell"],
+    (
+        ("method", lambda r: r["method"]),
+        ("ms/round", report.figure("step_ms", "{:.2f}")),
+        ("c (quartiles)", report.ratio("c")),
+        ("over best stock", report.figure("c_best", "{:.2f}")),
+        *((name, part(name)) for name in PARTS),
+        ("tokens/round", report.figure("tokens_per_target_call", "{:.2f}")),
+        ("peak MB", report.figure("peak_mb", "{:.1f}")),
+        ("above stock MB", report.figure("above_stock_mb", "{:+.1f}")),
+        ("n", lambda r: str(r["n"])),
+        ("setting", lambda r: r["setting"]),
+    ),
+    {
+        "step_ms": "wall time of a whole round (draft, verify, accept, commit), of a stock path of a step; prefill "
+        "left out",
+        "c": "that over a step of stock, calls side by side: the tokens a round has to gain to break even with it",
+        "c_best": "the same over the faster one of the stock paths (best_stock): the tokens to break even with that",
+        "tokens_per_target_call": f"what a row gained in a round here; {UNTAUGHT}. Random feature drafters are "
+        "hardly ever right (about 1); where more stands, a tree moves as many entries of the cache, and the drafter "
+        "reads as many rows at the start of its next draft. The other laws are nearly flat and keep much; a token of "
+        "MAR that is refused is drawn anew, which a model with weights does more often",
+        "parts_ms": "of a round, by the host's clock",
+        "peak_mb": "MiB that a call holds at its peak above what was held before, prefill included; above_stock_mb: "
+        "more than stock",
+        "stock": "generate of transformers; LlamaGen's plain loop; MAR with its head as it is defined",
+        "stock compiled": "generate on a static cache, compiled; LlamaGen's loop with fixed shapes, compiled; MAR with "
+        "our fast head, compiled",
+        "context": "positions at the end of a call: a picture of 576 tokens (toys: 16) and text; LlamaGen: prefix and "
+        "codes, all drawn; MAR: buffer and tokens, the second half of which is drawn",
+        "setting": "the tree that was published with the drafter; the window; the tokens drafted ahead",
+    },
+)

@@ -1,0 +1,292 @@
+"""The published models whose rounds are measured: their shapes as data, and toys of the same build."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import transformers as T
+from torch import Tensor, nn
+
+from mmspec.checkpoints.layouts import LAYOUTS
+from mmspec.drafters.eagle import EagleDrafter
+from mmspec.models.llamagen import LlamaGenTransformer
+from mmspec.models.mar import SHAPES as MAR_SHAPES
+from mmspec.models.mar import MARTransformer2DModel
+from mmspec.registry import drafter_class
+
+REAL, TOY = "real", "toy"
+Sizes = Mapping[str, Mapping[str, Any]]  # by REAL and TOY
+
+# The trees that the authors drafted with; EAGLE's is EAGLE-2's for targets of 7B (Li et al. 2024, §4).
+TREES: dict[str, Mapping[str, Any]] = {
+    "vispec": LAYOUTS["vispec"].usual,
+    "msd": LAYOUTS["msd"].usual,
+    "eagle": {"depth": 6, "width": 10, "size": 60},
+}
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A vision-language model of transformers with one picture in its prompts, and its drafters.
+
+    Attributes:
+        build: a model of given shapes of text and vision, in a dtype, on the current device.
+        text, vision: arguments of the two configs.
+        picture: the tensors of B pictures, and how many tokens one has, from the vision config and `side`.
+        side: patches along a side of the picture.
+        drafters: by method, what its config says that does not follow from the text model.
+        axes: M-RoPE: the tokens' types are told.
+    """
+
+    build: Callable[[Any, Any, torch.dtype], Any]
+    text: Sizes
+    vision: Sizes
+    picture: Callable[[Any, int, int], tuple[dict[str, Tensor], int]]
+    side: Mapping[str, int]
+    drafters: Mapping[str, Mapping[str, Any]]
+    axes: bool = False
+    contexts: Mapping[str, tuple[int, ...]] = field(
+        default_factory=lambda: {REAL: (1024, 4096, 16384), TOY: (64, 128, 256)}
+    )
+
+    def target(self, sizes: str, dtype: torch.dtype) -> Any:
+        return self.build(self.text[sizes], self.vision[sizes], dtype)
+
+    def drafter(self, method: str, sizes: str) -> EagleDrafter:
+        """The published shape, which is that of one layer of the text model, heads of full attention unless told."""
+        t, own = self.text[sizes], self.drafters[method]
+        given = {
+            "hidden": t["hidden_size"], "intermediate": t["intermediate_size"], "heads": t["num_attention_heads"],
+            "kv_heads": t["num_attention_heads"], "vocab": t["vocab_size"], "norm_eps": t["rms_norm_eps"],
+            "rope_theta": t["rope_parameters"]["rope_theta"], **TREES[method], **own,
+        }  # fmt: skip
+        if given.pop("grouped", False):
+            given["kv_heads"] = t["num_key_value_heads"]
+        made = drafter_class(method)
+        return made(made.Config.of(given)).eval()
+
+    def parts(self, sizes: str, dtype: torch.dtype) -> dict[str, nn.Module]:
+        """The target and all drafters."""
+        return {"target": self.target(sizes, dtype), **{name: self.drafter(name, sizes) for name in self.drafters}}
+
+    def beyond(self, sizes: str, context: int) -> str:
+        """Why the model cannot read that much; empty: it can."""
+        most = self.text[sizes]["max_position_embeddings"]
+        return f"beyond {most} positions" if context > most else ""
+
+    def held(self, sizes: str, context: int, batch: int) -> int:
+        """Numbers that a cell cannot but hold beside the weights: keys and values, once static and once growing."""
+        t = self.text[sizes]
+        width = t["hidden_size"] // t["num_attention_heads"] * t["num_key_value_heads"]
+        return 2 * 2 * t["num_hidden_layers"] * width * context * batch
+
+    def prompt(self, model: Any, sizes: str, length: int, batch: int) -> dict[str, Tensor]:
+        """A picture and random text, [batch, length], no padding; every row its own.
+
+        Raises:
+            ValueError: the picture alone is longer.
+        """
+        pictures, count = self.picture(self.vision[sizes], self.side[sizes], batch)
+        if length < count + 2:
+            raise ValueError(f"a prompt of {length} tokens has no room for a picture of {count}; take longer contexts")
+        image = model.config.image_token_id
+        ids = torch.randint(3, min(image, self.text[sizes]["vocab_size"]) - 8, (batch, length))
+        ids[:, 1 : 1 + count] = image
+        found = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **pictures}
+        if self.axes:
+            found["mm_token_type_ids"] = (ids == image).long()
+        return {n: t.to(model.device, model.dtype if t.is_floating_point() else None) for n, t in found.items()}
+
+
+@dataclass(frozen=True)
+class Codes:
+    """LlamaGen behind text features, guided; a picture is drawn to its end by a Jacobi window."""
+
+    shape: Sizes
+    window: int = 32
+
+    def target(self, sizes: str, dtype: torch.dtype) -> Any:
+        return nn.Module.to(LlamaGenTransformer(**self.shape[sizes]), dtype)
+
+    def parts(self, sizes: str, dtype: torch.dtype) -> dict[str, nn.Module]:
+        return {"target": self.target(sizes, dtype)}
+
+    @property
+    def contexts(self) -> dict[str, tuple[int, ...]]:
+        return {name: (c["prefix"] + c["grid"] ** 2,) for name, c in self.shape.items()}
+
+    def beyond(self, sizes: str, context: int) -> str:
+        return ""
+
+    def held(self, sizes: str, context: int, batch: int) -> int:
+        c = self.shape[sizes]
+        return 2 * 2 * 2 * c["num_layers"] * c["dim"] * context * batch  # two streams
+
+
+@dataclass(frozen=True)
+class Latents:
+    """MAR with a smaller one that drafts for it, guided, one token an iteration, from the middle of a picture on.
+
+    Attributes:
+        steps: of denoising.
+        ahead: tokens drafted in a round.
+    """
+
+    shape: Sizes
+    draft: Sizes
+    steps: Mapping[str, int]
+    ahead: int = 8
+
+    def target(self, sizes: str, dtype: torch.dtype) -> Any:
+        return nn.Module.to(MARTransformer2DModel(**self.shape[sizes]), dtype)
+
+    def parts(self, sizes: str, dtype: torch.dtype) -> dict[str, nn.Module]:
+        draft = nn.Module.to(MARTransformer2DModel(**self.draft[sizes]), dtype)
+        return {"target": self.target(sizes, dtype), "draft": draft}
+
+    @property
+    def contexts(self) -> dict[str, tuple[int, ...]]:
+        return {name: (c["buffer"] + c["grid"] ** 2,) for name, c in self.shape.items()}
+
+    def beyond(self, sizes: str, context: int) -> str:
+        return ""
+
+    def held(self, sizes: str, context: int, batch: int) -> int:
+        return 0
+
+
+Shape = Chat | Codes | Latents
+
+
+def parameters(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def on_paper(shape: Shape, sizes: str) -> dict[str, int]:
+    """Parameters of the target and of what drafts for it; nothing is allocated."""
+    with torch.device("meta"):
+        return {name: parameters(part) for name, part in shape.parts(sizes, torch.bfloat16).items()}
+
+
+# Rows are written to their limit.
+_NO_ENDS: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
+
+
+def _rope(theta: float, **more: Any) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": theta, **more}
+
+
+def _llava(text: Any, vision: Any, dtype: torch.dtype) -> Any:
+    tokens: dict[str, Any] = {"image_token_id": text["vocab_size"] - 64}
+    config = T.LlavaConfig(
+        text_config=T.LlamaConfig(**text, **_NO_ENDS), vision_config=T.CLIPVisionConfig(**vision),
+        vision_feature_layer=-2, vision_feature_select_strategy="default", **tokens,
+    )  # fmt: skip
+    return T.LlavaForConditionalGeneration._from_config(config, dtype=dtype)
+
+
+def _qwen(text: Any, vision: Any, dtype: torch.dtype) -> Any:
+    last = text["vocab_size"]
+    marks = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
+    tokens = {name: last - 8 + i for i, name in enumerate(marks)}
+    config = T.Qwen2_5_VLConfig(
+        text_config={**text, **_NO_ENDS}, vision_config=dict(vision), tie_word_embeddings=False, **tokens
+    )
+    return T.Qwen2_5_VLForConditionalGeneration._from_config(config, dtype=dtype)
+
+
+def _square(vision: Any, side: int, batch: int) -> tuple[dict[str, Tensor], int]:
+    edge = side * vision["patch_size"]
+    return {"pixel_values": torch.randn(batch, 3, edge, edge)}, side**2
+
+
+def _patches(vision: Any, side: int, batch: int) -> tuple[dict[str, Tensor], int]:
+    """Qwen's: patches in a row, and their grid."""
+    pixels = torch.randn(batch * side**2, 3 * vision["temporal_patch_size"] * vision["patch_size"] ** 2)
+    grid = torch.tensor([[1, side, side]] * batch)
+    return {"pixel_values": pixels, "image_grid_thw": grid}, (side // vision["spatial_merge_size"]) ** 2
+
+
+_SMALL = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4}
+_EYE = {"hidden_size": 32, "intermediate_size": 64}
+_QWEN_EYE = {
+    "patch_size": 14, "temporal_patch_size": 2, "spatial_merge_size": 2, "window_size": 112, "in_channels": 3,
+}  # fmt: skip
+
+MODELS: dict[str, Shape] = {
+    "llava-1.5-7b": Chat(
+        _llava,
+        {
+            REAL: {
+                "vocab_size": 32064, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+                "num_attention_heads": 32, "num_key_value_heads": 32, "max_position_embeddings": 4096,
+                "rms_norm_eps": 1e-5, "rope_parameters": _rope(1e4),
+            },
+            TOY: {
+                **_SMALL, "vocab_size": 512, "num_key_value_heads": 4, "max_position_embeddings": 128,
+                "rms_norm_eps": 1e-5, "rope_parameters": _rope(1e4),
+            },
+        },
+        {
+            REAL: {
+                "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,
+                "image_size": 336, "patch_size": 14, "projection_dim": 768,
+            },
+            TOY: {**_EYE, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 56, "patch_size": 14},
+        },
+        _square,
+        {REAL: 24, TOY: 4},
+        {"eagle": {}, "vispec": {}, "msd": {}},
+    ),
+    "qwen2.5-vl-7b": Chat(
+        _qwen,
+        {
+            REAL: {
+                "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+                "num_attention_heads": 28, "num_key_value_heads": 4, "max_position_embeddings": 128000,
+                "rms_norm_eps": 1e-6, "rope_parameters": _rope(1e6, mrope_section=[16, 24, 24]),
+            },
+            TOY: {
+                **_SMALL, "vocab_size": 512, "num_key_value_heads": 2, "max_position_embeddings": 2000,
+                "rms_norm_eps": 1e-6, "rope_parameters": _rope(1e6, mrope_section=[2, 3, 3]),
+            },
+        },
+        {
+            REAL: {
+                **_QWEN_EYE, "depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16,
+                "out_hidden_size": 3584, "fullatt_block_indexes": [7, 15, 23, 31],
+            },
+            TOY: {**_QWEN_EYE, **_EYE, "depth": 2, "num_heads": 2, "out_hidden_size": 64, "fullatt_block_indexes": [1]},
+        },
+        _patches,
+        {REAL: 48, TOY: 8},
+        {
+            "eagle": {"qkv_bias": True},
+            "vispec": {"qkv_bias": True},
+            "msd": {"qkv_bias": True, "input_norm": True, "grouped": True},  # published for Qwen2-VL-7B: the same text
+        },
+        axes=True,
+    ),
+    "llamagen-xl": Codes(
+        {
+            REAL: {"dim": 1280, "num_layers": 36, "heads": 20, "vocab": 16384, "grid": 16, "prefix": 120,
+                   "caption_width": 2048},
+            TOY: {"dim": 64, "num_layers": 2, "heads": 4, "vocab": 512, "grid": 8, "prefix": 12, "caption_width": 32,
+                  "multiple_of": 16},
+        }
+    ),
+    "mar-h": Latents(
+        {
+            REAL: {**MAR_SHAPES["huge"], "grid": 16, "buffer": 64},
+            TOY: {"dim": 64, "layers": 2, "heads": 4, "head_layers": 3, "head_width": 64, "grid": 16, "buffer": 8},
+        },
+        {
+            REAL: {**MAR_SHAPES["base"], "grid": 16, "buffer": 64},
+            TOY: {"dim": 32, "layers": 1, "heads": 2, "head_layers": 2, "head_width": 32, "grid": 16, "buffer": 8},
+        },
+        {REAL: 100, TOY: 10},
+    ),
+}  # fmt: skip

@@ -1,0 +1,191 @@
+"""What is timed at the published shapes: rounds of stock paths and of mmspec, on models with random weights."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmspec.app.bench import image, image_methods, vlm, vlm_methods
+from mmspec.app.bench.command import seeds_of
+from mmspec.app.bench.shapes_models import Chat, Codes, Latents, Shape
+from mmspec.app.engine import wait
+from mmspec.app.painter import Painter
+from mmspec.app.painter import Way as Drawing
+from mmspec.models.llamagen_vq import LlamaGenVQ
+from mmspec.models.mar_scheduler import MARScheduler
+from mmspec.pipelines.llamagen import LlamaGenPipeline
+from mmspec.pipelines.mar_loop import Brush, Canvas, canvas, law, plain
+from mmspec.pipelines.mar_plan import Speculation, tally
+from mmspec.pipelines.mar_speculate import draw
+from mmspec.session import Stats
+
+STOCK, BEST = "stock", "stock compiled"
+PASSES = 12  # of MAR that are timed at most: a round may draw `ahead` tokens, and half a picture is left
+
+
+@dataclass(frozen=True)
+class Round:
+    """What a round of one call took and gave, on average.
+
+    Attributes:
+        seconds: of the whole round, or of a plain step.
+        tokens: that a row gains.
+        parts: seconds by part, by the host's clock.
+    """
+
+    seconds: float
+    tokens: float = 1.0
+    parts: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, seconds: float, stats: Stats | None) -> Round:
+        if stats is None:
+            return cls(seconds)
+        parts = {name: spent / stats.rounds for name, spent in stats.seconds.items() if name != "prefill"}
+        return cls(seconds, stats.tokens_per_target_call, parts)
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to generate; a call of it has a prefill and some rounds."""
+
+    name: str
+    call: Callable[[], Round]
+    setting: str = ""
+
+
+class Chats:
+    """Stock `generate`, eager and compiled on a static cache, and mmspec with each drafter."""
+
+    def __init__(self, shape: Chat, sizes: str, parts: dict[str, Any], tokens: int, seed: int) -> None:
+        model = parts.pop("target")
+        model.generation_config.pad_token_id = 0
+        self.shape, self.sizes, self.drafters = shape, sizes, parts
+        self.bench = vlm.Bench(model, None, tokens, seed)
+
+    def ways(self, context: int, batch: int, compile: bool) -> Iterator[Way]:
+        inputs = self.shape.prompt(self.bench.model, self.sizes, context - self.bench.max_new_tokens, batch)
+        plain, static = vlm_methods.stock(self.bench.model.device)
+        found = [plain, *([replace(static, name=BEST)] if compile else [])]
+        for name, drafter in self.drafters.items():
+            c = drafter.config
+            told = {"depth": c.depth, "width": c.width, "size": c.size}
+            for more in ({}, {"compile": True}) if compile else ({},):
+                title = f"{name} compiled" if more else name
+                found.append(vlm_methods.Method(title, drafter=drafter, options={**told, **more}))
+        for method in found:
+            told = {k: v for k, v in method.options.items() if k != "compile"}
+            setting = " ".join(f"{name} {value}" for name, value in told.items())
+            yield Way(method.name, partial(self._call, method, vlm.Cell(batch, 0.0), inputs), setting)
+
+    def _call(self, method: vlm_methods.Method, cell: vlm.Cell, inputs: dict[str, Tensor]) -> Round:
+        call = self.bench.call(method, cell, inputs, self.bench.seed)
+        if call.per_step is None:
+            raise RuntimeError("the call ended with its first token")
+        return Round.of(call.per_step, call.stats)
+
+
+class Featured(LlamaGenPipeline):
+    """Draws from random features in place of a text's, as wide and as many: the text encoder is no part of a round."""
+
+    def encode_prompt(self, prompts: list[str], clean_caption: bool = True) -> tuple[Tensor, Tensor]:
+        c, model = self.transformer.config, self.transformer
+        features = torch.randn(len(prompts), c.prefix, c.caption_width, device=model.device, dtype=model.dtype)
+        return features, torch.ones(features.shape[:2], dtype=torch.bool, device=model.device)
+
+
+class Drawings:
+    """Plain drawing, eager and compiled with fixed shapes, and a Jacobi window; whole pictures, guided."""
+
+    def __init__(self, shape: Codes, sizes: str, parts: dict[str, Any], tokens: int, seed: int) -> None:
+        model, self.shape = parts["target"], shape
+        small = LlamaGenVQ(base=32, multipliers=(1, 1), latent=32, codes=model.config.vocab, blocks=1)  # is not asked
+        self.bench = image.Bench(Painter(Featured(model, small.to(model.device)), output_type="latent"), seed)
+
+    def ways(self, context: int, batch: int, compile: bool) -> Iterator[Way]:
+        options = {"window": self.shape.window, "coupling": "maximal"}
+        name = f"jacobi {self.shape.window}"
+        found = [image_methods.Method(STOCK), image_methods.Method(name, Drawing("jacobi", options))]
+        if compile:
+            found.insert(1, image_methods.Method(BEST, plain="compiled"))
+            found.append(image_methods.Method(f"{name} compiled", Drawing("jacobi", {**options, "compile": True})))
+        group = [("a picture", seed) for seed in seeds_of(1, batch, self.bench.seed)]
+        for method in found:
+            setting = " ".join(f"{k} {v}" for k, v in method.way.options.items() if k != "compile")
+            yield Way(method.name, partial(self._call, method, group), setting)
+
+    def _call(self, method: image_methods.Method, group: list[tuple[str, int]]) -> Round:
+        painting = self.bench.call(method, group)
+        return Round.of(painting.round_seconds, painting.stats)
+
+
+class Paintings:
+    """MAR's plain passes with the head as it is defined and with the compiled one, and rounds that draft."""
+
+    def __init__(self, shape: Latents, sizes: str, parts: dict[str, Any], tokens: int, seed: int) -> None:
+        self.shape, self.steps = shape, shape.steps[sizes]
+        self.model, self.draft = parts["target"].eval(), parts["draft"].eval()
+        self.passes, self.seed = min(tokens, PASSES), seed
+        self.scheduler = MARScheduler(final_noise=True, skip_terminal=True)
+
+    def ways(self, context: int, batch: int, compile: bool) -> Iterator[Way]:
+        ahead = self.shape.ahead
+        drafts = {f"self {ahead}": Speculation(ahead=ahead), f"draft {ahead}": Speculation(self.draft, ahead)}
+        yield Way(STOCK, partial(self._call, batch, None, fast=False))
+        if compile:
+            yield Way(BEST, partial(self._call, batch, None, compile=True), "fast head")
+        for name, how in drafts.items():
+            call, setting = partial(self._call, batch, how), f"ahead {ahead}, fast head"
+            yield Way(name, call, setting)
+            if compile:
+                yield Way(f"{name} compiled", partial(call, compile=True), setting)
+
+    @torch.no_grad()
+    def _call(self, batch: int, how: Speculation | None, fast: bool = True, compile: bool = False) -> Round:
+        L, model = self.model.tokens, self.model
+        one = law(L, L, 3.0, "linear", self.steps, "linear", 1.0)
+        left = one if how is not None else replace(one, turns=one.turns[L // 2 :])
+        brush, drawn, told = Brush(model, self.scheduler, left, fast, compile), self._half(batch), tally(L)
+        rounds: Iterator[Canvas] = plain(brush, drawn)
+        if how is not None:
+            rounds = draw(brush, drawn, how, brush if how.draft is None else replace(brush, model=how.draft), told)
+        next(rounds)  # the first drafts, or the first step, are no part of it
+        wait(model.device)
+        before, began = sum(drawn.counts), time.perf_counter()
+        count = sum(1 for _ in islice(rounds, self.passes))
+        wait(model.device)
+        return Round((time.perf_counter() - began) / count, (sum(drawn.counts) - before) / count / batch)
+
+    def _half(self, batch: int) -> Canvas:
+        """Pictures that know half of their tokens."""
+        model, seeds = self.model, seeds_of(1, batch, self.seed)
+        drawn = canvas(model, torch.arange(batch, device=model.device) % model.config.classes, seeds)
+        half = model.tokens // 2
+        known = drawn.order[:, :half, None].expand(-1, -1, drawn.tokens.shape[2])
+        drawn.tokens.scatter_(1, known, torch.randn(known.shape, device=model.device))
+        drawn.counts = [half] * batch
+        return drawn
+
+
+KINDS: dict[type[Shape], Callable[..., Chats | Drawings | Paintings]] = {
+    Chat: Chats,
+    Codes: Drawings,
+    Latents: Paintings,
+}
+
+
+def load(
+    shape: Shape, sizes: str, device: torch.device, dtype: torch.dtype, tokens: int, seed: int
+) -> Chats | Drawings | Paintings:
+    """The model and its drafters with random weights, made where they are to run."""
+    torch.manual_seed(seed)
+    with torch.device(device):
+        parts = {name: part.eval() for name, part in shape.parts(sizes, dtype).items()}
+    return KINDS[type(shape)](shape, sizes, parts, tokens, seed)

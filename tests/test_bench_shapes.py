@@ -1,0 +1,141 @@
+"""The shapes suite: published parameter counts, whole runs on toys of every model, and what cannot be measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import pytest
+import torch
+
+from mmspec import capture
+from mmspec.app import cli
+from mmspec.app.bench import shapes
+from mmspec.app.bench.shapes import Cell
+from mmspec.app.bench.shapes_models import MODELS, REAL, TOY, Chat, Latents, on_paper
+from mmspec.app.bench.shapes_ways import Round, Way, load
+from mmspec.pipelines import trusted
+
+CPU, FULL = torch.device("cpu"), pytest.mark.full
+PUBLISHED = {  # parameters in millions, as their authors count them; of drafters without the target's embeddings
+    "llava-1.5-7b": {"target": 7060, "eagle": 236, "vispec": 320, "msd": 236},
+    "qwen2.5-vl-7b": {"target": 8290, "eagle": 281, "vispec": 345, "msd": 259},
+    "llamagen-xl": {"target": 775},
+    "mar-h": {"target": 943, "draft": 208},
+}
+TREES = {"eagle": (6, 10, 60), "vispec": (4, 8, 30), "msd": (6, 10, 59)}
+DRAFTED = {
+    "llava-1.5-7b": ["eagle", "vispec", "msd"],
+    "qwen2.5-vl-7b": ["eagle", "vispec", "msd"],
+    "llamagen-xl": ["jacobi 32"],
+    "mar-h": ["self 8", "draft 8"],
+}
+
+
+def run(out: Path, *words: str) -> list[dict[str, Any]]:
+    """The records of a run with the least there is to do."""
+    given = ["--contexts", "64", "--batch", "2", "--tokens", "3", "--repeats", "1", "--device", "cpu", *words]
+    assert cli.main(["bench", "shapes", "--sizes", TOY, "--json", str(out), *given]) == 0
+    return json.loads(out.read_text())["records"]
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert cli.main(["bench", "shapes", *words]) == 1
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_shapes_have_the_published_parameters(name):
+    counted = {part: count / 1e6 for part, count in on_paper(MODELS[name], REAL).items()}
+    assert counted == pytest.approx(PUBLISHED[name], rel=0.01)
+
+
+@pytest.mark.parametrize("sizes", [REAL, TOY])
+def test_drafters_draft_the_published_trees(sizes):
+    with torch.device("meta"):
+        for shape in (s for s in MODELS.values() if isinstance(s, Chat)):
+            for method, tree in TREES.items():
+                c = shape.drafter(method, sizes).config
+                assert (c.depth, c.width, c.size) == tree
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_cell_has_c_of_every_way(name, tmp_path, capsys):
+    records = run(tmp_path / "out.json", "--models", name, "--no-compile")
+    assert [r["method"] for r in records] == ["stock", *DRAFTED[name]]
+    for r in records:
+        assert r["c"] == pytest.approx(r["step_ms"] / records[0]["step_ms"]) and r["c"] > 0 and not r["note"]
+        assert r["tokens_per_target_call"] >= 1 and r["n"] == 1
+    assert records[0]["c"] == 1 and all(r["parts_ms"] for r in records[1:] if "mar" not in name)
+    out = json.loads((tmp_path / "out.json").read_text())
+    assert out["provenance"]["real sizes"] == "unmeasured: needs a GPU" and out["provenance"]["sizes"] == TOY
+    assert f"toy of {name}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["llamagen-xl", *(pytest.param(n, marks=FULL) for n in ("llava-1.5-7b", "mar-h"))])
+def test_compiled_ways_stand_beside_the_eager_ones(name, tmp_path, monkeypatch):
+    """What the compilers make of it is left out: pieces and graphs run as they are."""
+    compiler = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **_: compiler(f, backend="eager", dynamic=False))
+    monkeypatch.setattr(capture, "inductor", lambda piece, examples: piece)
+    monkeypatch.setattr(trusted, "_OF", WeakKeyDictionary())
+    records = {r["method"]: r for r in run(tmp_path / "out.json", "--models", name, "--compile")}
+    assert set(records) == {f"{m}{how}" for m in ("stock", *DRAFTED[name]) for how in ("", " compiled")}
+    assert all(r["c"] > 0 and not r["note"] for r in records.values())
+    best = min((records[m] for m in ("stock", "stock compiled")), key=lambda r: r["step_ms"])
+    assert {r["best_stock"] for r in records.values()} == {best["method"]} and best["c_best"] == 1
+
+
+def test_the_figures_of_a_cell():
+    def fails() -> Round:
+        raise RuntimeError("no room\nat all")
+
+    seconds = {"stock": 0.2, "stock compiled": 0.1, "eagle": 0.3}
+    ways = [*(Way(name, lambda s=s: Round(s, 1.5)) for name, s in seconds.items()), Way("msd", fails)]
+    found = shapes.measure_cell(Cell("llava-1.5-7b", TOY, 64, 1), ways, 3, CPU, {("eagle", 1): "told before"})
+    stock, compiled, eagle, msd = found
+    assert (stock["c"], compiled["c"], eagle["c"]) == pytest.approx((1, 0.5, 1.5))
+    assert eagle["c_best"] == pytest.approx(3) and eagle["best_stock"] == "stock compiled"
+    assert eagle["n"] == 3 and eagle["tokens_per_target_call"] == 1.5 and eagle["note"] == "told before"
+    assert msd["c"] is None and msd["note"] == "failed: RuntimeError: no room"
+
+
+def test_what_is_too_long_or_too_large_is_told_and_not_built(tmp_path, monkeypatch):
+    monkeypatch.setattr(shapes.shapes_ways, "load", lambda *given: pytest.fail("nothing is to be built"))
+    words = ("--models", "llava-1.5-7b", "--contexts", "64", "256")
+    monkeypatch.setattr(shapes, "free_memory", lambda device: 10**6)
+    small, long = run(tmp_path / "out.json", *words)
+    assert small["note"].startswith("not measured: needs 0.0 GiB for weights and caches alone") and small["c"] is None
+    assert long["note"] == "not measured: beyond 128 positions"
+    needs = shapes.refusal(Cell("qwen2.5-vl-7b", REAL, 16384, 16), 9_000_000_000, torch.bfloat16, 40 * 2**30)
+    assert needs == "not measured: needs 44.8 GiB for weights and caches alone, 40.0 free"
+
+
+def test_real_sizes_want_a_gpu(capsys, monkeypatch):
+    monkeypatch.setattr(shapes, "find_device", lambda name: CPU)
+    said = refused(capsys, "--sizes", REAL, "--models", "llava-1.5-7b", "mar-h", "--dtype", "bfloat16")
+    assert "real sizes need a GPU" in said and "llava-1.5-7b 14.6 GiB, mar-h 2.1 GiB" in said and "--device cpu" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (("--contexts", "16", "--models", "llava-1.5-7b"), "has no room for a picture of 16"),
+        (("--tokens", "1"), "a call needs --tokens 2"),
+        (("--device", "nowhere"), "no device 'nowhere'"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(words, why, capsys):
+    given = words if "--device" in words else (*words, "--device", "cpu")
+    assert why in refused(capsys, "--sizes", TOY, *given)
+
+
+def test_mar_goes_on_in_the_middle_of_a_picture():
+    shape = MODELS["mar-h"]
+    assert isinstance(shape, Latents)
+    half = load(shape, TOY, CPU, torch.float32, 3, 0)._half(2)
+    assert half.counts == [128, 128]
+    known = half.tokens.abs().sum(-1).gather(1, half.order) > 0
+    assert known[:, :128].all() and not known[:, 128:].any(), "by turn"
