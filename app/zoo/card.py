@@ -187,12 +187,14 @@ with the words of `mmspec.zoo.pictures`.
   and absolute error, no adversarial and no perceptual loss.
 - Transformer: {shape.layers} layers x {shape.dim}, {shape.heads} heads, {shape.prefix} prefix tokens; trained together
   with the T5 encoder ({shape.text_layers} layers x {shape.text_width}) on {steps} steps of {batch} pictures;
-  {drop:.0%} of the prompts shown as null; the codes that objects touch counted {shape.emphasis:.0f} times, but
-  for {shape.settle.steps} further steps at the end (peak rate {shape.settle.lr}). Muon for the
-  matrices of the transformer, AdamW for the rest, peak rate {lr}, seed {seed}, float32.
+  {drop:.0%} of the prompts shown as null; the codes that objects touch counted {shape.emphasis:.0f} times. Then
+  throw-away linear classifiers on the hidden states of layers {layers} had to say, too, what the square about to be
+  drawn shows, {shape.tell} times: {shape.telling.steps} and, after a warm restart, {shape.again.steps} steps (peak rate
+  {shape.telling.lr}), and {shape.settle.steps} (peak rate {shape.settle.lr}) in which all codes counted alike. Muon for
+  the matrices of the transformer, AdamW for the rest, peak rate {lr}, seed {seed}, float32.
 - Before that the T5 encoder learnt to say what prompts mean, on {shape.reading.steps} steps of
   {shape.reading.batch} prompts.
-- Wall time: {minutes:.0f} minutes on two CPU cores that other work shared.
+- Wall time: {minutes:.0f} minutes on CPU cores that other work shared.
 
 ## Held-out results
 The tokenizer gives pictures back at {psnr:.1f} dB and uses {used} codes (entropy of their use {bits:.1f} bits). The
@@ -229,6 +231,7 @@ def image_card(recipe: ImageRecipe, results: dict, minutes: float) -> str:
         steps=shape.plan.steps,
         batch=shape.plan.batch,
         drop=shape.drop,
+        layers=" and ".join(str(1 + layer) for layer in shape.tell_after),
         lr=shape.plan.lr,
         seed=recipe.seed,
         minutes=minutes,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedTokenizerFast, T5Config, T5EncoderModel
 
 from mmspec.app.bench.faithful import Reader
-from mmspec.app.zoo import sheets
+from mmspec.app.zoo import sheets, squares
 from mmspec.app.zoo.fit import fit
 from mmspec.models.llamagen import PREFIX, LlamaGenTransformer, visible
 from mmspec.models.llamagen_vq import LlamaGenVQ
@@ -26,8 +27,9 @@ from mmspec.zoo.recipes import ImageRecipe
 from mmspec.zoo.recipes import Tokenizer as VqRecipe
 
 Say = Callable[[str], None]
-_VQ, _GENERATOR, _READING, _SETTLE = 1, 2, 3, 4  # which stage a random state belongs to
-STAGES = ("vq", "reading", "generator", "settle")  # names of their checkpoints
+# Which stage a random state belongs to.
+_VQ, _GENERATOR, _READING, _SETTLE, _TELLING, _AGAIN, _RELATING, _MEANING = range(1, 9)
+STAGES = ("vq", "reading", "generator", "telling", "again", "relating", "settle")  # names of their checkpoints
 SPECIAL = ("<pad>", "</s>", "<unk>")
 
 
@@ -157,54 +159,95 @@ def train_reading(recipe: ImageRecipe, pipe: LlamaGenPipeline, work: Path, say: 
     The mean is all that a picture's tokens can learn of the prefix in one layer, because every prefix token weighs the
     same; which word belongs to which object must be sorted out before.
     """
-    plan, model = recipe.generator.reading, pipe.transformer
+    plan = recipe.generator.reading
     torch.manual_seed(recipe.seed)
-    probe = nn.Linear(model.config.dim, sum(pictures.KINDS))
+    probe = _meaning_probe(pipe)
 
     def loss_at(step: int) -> tuple[Tensor, int]:
-        rng = np.random.default_rng((recipe.seed, _READING, step))
-        drawn = [pictures.draw(rng) for _ in range(plan.batch)]
-        prompts = [pictures.caption(picture, rng) for picture in drawn]
-        meant = torch.tensor([pictures.meaning(*both) for both in zip(drawn, prompts, strict=True)])
-        features, valid = pipe.encode_prompt(prompts, clean_caption=False)
-        prefix = F.rms_norm(model.prefix_embeds(features), (model.config.dim,)) * valid[..., None]
-        told = probe(prefix.sum(1) / valid.sum(1, keepdim=True)).split(pictures.KINDS, 1)
-        losses = [F.cross_entropy(*pair) for pair in zip(told, meant.T, strict=True)]
-        return torch.stack(losses).mean(), len(prompts)
+        return _reading_loss(pipe, probe, np.random.default_rng((recipe.seed, _READING, step)), plan.batch), plan.batch
 
-    parts = {"text_encoder": pipe.text_encoder, "embedding": model.cls_embedding, "probe": probe}
+    parts = {"text_encoder": pipe.text_encoder, "embedding": pipe.transformer.cls_embedding, "probe": probe}
     fit(nn.ModuleDict(parts).train(), plan, loss_at, work / "reading.pt", say)
+
+
+def _meaning_probe(pipe: LlamaGenPipeline) -> nn.Linear:
+    return nn.Linear(pipe.transformer.config.dim, sum(pictures.KINDS))
+
+
+def _reading_loss(pipe: LlamaGenPipeline, probe: nn.Linear, rng: np.random.Generator, batch: int) -> Tensor:
+    """Mean cross entropy of what the prompts of `batch` pictures mean, told from the mean of their prefixes."""
+    drawn = [pictures.draw(rng) for _ in range(batch)]
+    prompts = [pictures.caption(picture, rng) for picture in drawn]
+    meant = torch.tensor([pictures.meaning(*both) for both in zip(drawn, prompts, strict=True)])
+    features, valid = pipe.encode_prompt(prompts, clean_caption=False)
+    prefix = F.rms_norm(pipe.transformer.prefix_embeds(features), (probe.in_features,)) * valid[..., None]
+    told = probe(prefix.sum(1) / valid.sum(1, keepdim=True)).split(pictures.KINDS, 1)
+    return torch.stack([F.cross_entropy(*pair) for pair in zip(told, meant.T, strict=True)]).mean()
 
 
 def train_generator(
     recipe: ImageRecipe, pipe: LlamaGenPipeline, work: Path, say: Say, watch: Callable[[int], None]
 ) -> None:
-    """Train transformer and text encoder together on pictures drawn as it goes, or on from the checkpoint in `work`."""
-    shape = recipe.generator
-    vq = pipe.vqvae.eval().requires_grad_(False)
+    """Train transformer and text encoder together on pictures drawn as it goes, or on from `work`'s checkpoints."""
+    shape, model = recipe.generator, pipe.transformer
+    vq, grid = pipe.vqvae.eval().requires_grad_(False), model.config.grid
+    both = nn.ModuleDict({"transformer": model, "text_encoder": pipe.text_encoder}).train()
+    torch.manual_seed(recipe.seed)
+    probes = nn.ModuleList(squares.Probe(model.config.dim, shape.emphasis) for _ in shape.tell_after)
+    meaning = _meaning_probe(pipe)
 
-    def loss_at(step: int, stream: int, emphasis: float) -> tuple[Tensor, int]:
+    def drawn_at(step: int, stream: int, emphasis: float) -> tuple[Tensor, list[pictures.Picture]]:
         rng = np.random.default_rng((recipe.seed, stream, step))
         drawn = [pictures.draw(rng) for _ in range(shape.plan.batch)]
         prompts = [pictures.caption(picture, rng) for picture in drawn]
         with torch.no_grad():
             ids = vq.encode(pixels(drawn)).flatten(1)
         null = torch.from_numpy(rng.random(len(ids)) < shape.drop)
-        touched = np.stack([pictures.covered(picture, pipe.transformer.config.grid) for picture in drawn])
+        touched = np.stack([pictures.covered(picture, grid) for picture in drawn])
         weights = torch.from_numpy(np.where(touched, emphasis, 1.0)).float()
-        return loss_of(pipe, prompts, ids, null, weights), ids.numel()
+        return loss_of(pipe, prompts, ids, null, weights), drawn
 
-    both = nn.ModuleDict({"transformer": pipe.transformer, "text_encoder": pipe.text_encoder}).train()
-    fit(
-        both,
-        shape.plan,
-        partial(loss_at, stream=_GENERATOR, emphasis=shape.emphasis),
-        work / "generator.pt",
-        say,
-        watch,
-    )
-    fit(both, shape.settle, partial(loss_at, stream=_SETTLE, emphasis=1.0), work / "settle.pt", say, watch)
+    def loss_at(step: int) -> tuple[Tensor, int]:
+        loss, drawn = drawn_at(step, _GENERATOR, shape.emphasis)
+        return loss, len(drawn) * grid**2
+
+    def told_at(step: int, stream: int, emphasis: float) -> tuple[Tensor, int]:
+        with _overheard([model.layers[index] for index in shape.tell_after]) as heard:
+            loss, drawn = drawn_at(step, stream, emphasis)
+        truth = torch.from_numpy(np.concatenate([squares.shown(picture, grid) for picture in drawn]))
+        for probe, hidden in zip(probes, heard, strict=True):
+            before = hidden[:, shape.prefix - 1 :].flatten(0, 1)  # each has seen what comes before its square
+            loss = loss + shape.tell * probe(before, truth)
+        return loss, len(truth)
+
+    def read_at(step: int, stream: int, emphasis: float) -> tuple[Tensor, int]:
+        loss, count = told_at(step, stream, emphasis)
+        rng = np.random.default_rng((recipe.seed, _MEANING, stream, step))
+        return loss + _reading_loss(pipe, meaning, rng, shape.reading.batch), count
+
+    taught = nn.ModuleDict({**both, "probes": probes}).train()
+    reading = nn.ModuleDict({**taught, "meaning": meaning}).train()
+    telling, again = (partial(told_at, stream=stream, emphasis=shape.emphasis) for stream in (_TELLING, _AGAIN))
+    relating = partial(read_at, stream=_RELATING, emphasis=shape.emphasis)
+    settling = partial(read_at, stream=_SETTLE, emphasis=1.0)
+    fit(both, shape.plan, loss_at, work / "generator.pt", say, watch)
+    fit(taught, shape.telling, telling, work / "telling.pt", say, watch)
+    fit(taught, shape.again, again, work / "again.pt", say, watch)
+    fit(reading, shape.relating, relating, work / "relating.pt", say, watch)
+    fit(reading, shape.settle, settling, work / "settle.pt", say, watch)
     both.eval()
+
+
+@contextmanager
+def _overheard(layers: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
+    """What these layers give, in the order in which they are run."""
+    heard: list[Tensor] = []
+    hooks = [layer.register_forward_hook(lambda _, __, out: heard.append(out)) for layer in layers]
+    try:
+        yield heard
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @torch.no_grad()
