@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import statistics
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch.nn.functional import pad
 
 from mmspec.rows import gather_rows
+from mmspec.session import Stats
 from mmspec.tree import chain, lone
 from mmspec.types import Categorical, Draft, Drafter, Prompt, Round, Scores, Target
 
@@ -19,6 +21,7 @@ NONE = 1  # the shape of a draft that proposes nothing: the root alone
 SAMPLES = 3  # stretches of each shape before anything is decided, and rounds timed at least of NONE and the largest
 DECAY = 0.97  # of what is known of acceptance, a stretch
 PATIENCE, MOST = 32, 256  # stretches between looks at what is least known: at first or once one paid, and at most
+SHARE = 0.02  # of the time that such looks may cost, even if nothing stands
 
 
 class Known:
@@ -44,10 +47,10 @@ class Known:
         self.idle, self.patience, self.looked = 0, PATIENCE * self.stretch, self.shapes[-1]
 
     def book(
-        self, batch: int, shape: int, seconds: float, stood: Sequence[Collection[int]], since: int = 1,
+        self, batch: int, shape: int, seconds: float, stood: Sequence[Sequence[int]], since: int = 1,
         late: bool = False,
     ) -> None:  # fmt: skip
-        """One round: what it took, and which nodes of the draft stood in each row, the root among them.
+        """One round: what it took, and which nodes of the draft stood in each row, ascending, the root among them.
 
         Args:
             since: rounds of this shape in a row, this one included.
@@ -63,7 +66,7 @@ class Known:
             if told <= shape if not self.settles else told == shape and since > self.settles:
                 self.rounds[told] += 1
                 self.rows[told] += len(stood)
-                self.tokens[told] += sum(node < told for row in stood for node in row)
+                self.tokens[told] += sum(bisect_left(row, told) for row in stood)
 
     def gain(self, shape: int) -> float:
         """Tokens that a row gets of a round of this shape."""
@@ -87,7 +90,8 @@ class Known:
         least = min(self.shapes[:0:-1], key=self.rows.__getitem__)
         if best == self.looked:
             self.patience = PATIENCE * self.stretch
-        if self.idle < self.patience:
+        lost = self.stretch * (self.cost(batch, self.looked) / self.cost(batch, best) - 1 / self.gain(best))
+        if self.idle < max(self.patience, lost / SHARE):  # in rounds of the best shape, by the last look, at most
             return best
         self.idle, self.patience, self.looked = 0, min(2 * self.patience, MOST * self.stretch), least
         return least
@@ -95,21 +99,31 @@ class Known:
 
 @dataclass(frozen=True)
 class Pace:
-    """The round under way."""
+    """The round under way, or the last one."""
 
+    known: Known
     batch: int  # sizes up to this power of two cost about the same
     shape: int
     spent: float  # seconds, before it
     since: int  # rounds of this shape in a row, this one included
     late: bool  # whether the drafter first reads what it has missed
 
+    def book(self, round_: Round, stats: Stats) -> None:
+        """This round has ended."""
+        self.known.book(self.batch, self.shape, _spent(stats) - self.spent, round_.path, self.since, self.late)
+
+
+def _spent(stats: Stats) -> float:
+    """Seconds of all rounds so far."""
+    return sum(much for part, much in stats.seconds.items() if part != "prefill")
+
 
 class Auto:
     """Proposes what one of several drafters proposes, the same one in different shapes, or nothing.
 
     Args:
-        drafters: they share one memory. Where none of them drafts nothing, none is asked for that, and what they did
-            not read in the meantime they read as one long round, as soon as one is asked again.
+        drafters: they share one memory. A round without a draft asks none of them, unless one has the shape NONE; what
+            they have not read by then, the next one to be asked reads as one long round.
         known: of these drafters on this target, from earlier calls.
     """
 
@@ -124,15 +138,12 @@ class Auto:
 
     def propose(self, session: Any, target: Target) -> Draft:
         batch = 1 << (len(session.rows) - 1).bit_length()
-        spent = sum(much for part, much in session.stats.seconds.items() if part != "prefill")
         last: Pace | None = session.pace
-        if last is not None and last.batch == batch:
-            stood = _stood(session.last)
-            self.known.book(batch, last.shape, spent - last.spent, stood, last.since, last.late)
         stays = last is not None and last.shape > NONE and last.since < self.known.stretch
         shape = last.shape if last is not None and stays else self.known.choose(batch)
         since = last.since + 1 if last is not None and last.shape == shape else 1
-        session.pace = Pace(batch, shape, spent, since, shape > NONE and len(session.behind) > 0)
+        late = shape > NONE and len(session.behind) > 0
+        session.pace = Pace(self.known, batch, shape, _spent(session.stats), since, late)
         if shape not in self.drafters:
             told = Scores(Categorical(ids=session.last.draft.tokens), session.last.scores.hidden)  # V numbers less
             session.behind.append(replace(session.last, scores=told))
@@ -140,13 +151,6 @@ class Auto:
         unread = [*session.behind, session.last]
         session.last, session.behind = _one(unread[0], unread[1:]), []
         return self.drafters[shape].propose(session, target)
-
-
-def _stood(round_: Round) -> list[Collection[int]]:
-    """The nodes that stand in each row."""
-    if round_.draft.tree.is_chain:
-        return [range(count) for count in round_.counts]
-    return [nodes[:count] for nodes, count in zip(round_.kept.tolist(), round_.counts, strict=True)]
 
 
 def _one(first: Round, others: Sequence[Round]) -> Round:
@@ -168,5 +172,5 @@ def _one(first: Round, others: Sequence[Round]) -> Round:
         scores=Scores(last.scores.law, hidden),
         verdict=replace(last.verdict, stands=index < count[:, None], count=count, last=count - 1),
         kept=index.expand_as(tokens),
-        counts=tuple(n + more for n in first.counts),
+        path=tuple(range(n + more) for n in first.counts),
     )

@@ -37,12 +37,12 @@ class SpecConfig:
         reproducible: fix the noise beforehand, so that a row is what plain decoding with its seed gives, whatever is
             drafted.
         auto: draft as much as pays, or nothing, by what rounds cost on this machine and how much of a draft stands:
-            all of what `depth`, `size` or `window` says, a half or a quarter of it; with `compile` all or nothing. The
-            law is kept. What a row draws from its seed may depend on the choice, and so on the clock, except where
-            `reproducible` is set or nothing is drawn.
-        compile: capture the target's forward and the drafter's chain (for pictures of LlamaGen the forward alone) and
-            compile them, once for each shape that comes up; the first call takes up to a minute. What cannot be
-            compiled runs as it is, with a warning.
+            all of what `depth`, `size` or `window` says, a half or a quarter of it; a static tree, and with `compile`
+            any draft, all or nothing. The law is kept. What a row draws from its seed may depend on the choice, and
+            so on the clock, except where `reproducible` is set or nothing is drawn.
+        compile: capture the target's forward and the drafter's chain (for pictures of LlamaGen and Janus the forward
+            alone) and compile them, once for each shape that comes up; the first call takes up to a minute. What
+            cannot be compiled runs as it is, with a warning.
         on_unsupported: what a call does that cannot be accelerated: "error" refuses with the reason, "fallback" warns
             once and runs the stock path. Neither ever changes what is generated.
     """
@@ -102,10 +102,22 @@ class SpecConfig:
         return cls(**options)
 
     def filled(self, depth: int, width: int, size: int) -> SpecConfig:
-        """The same options with the drafter's recommendations where the user said nothing, for drafters of trees."""
-        depth, width = self.depth or depth, self.width or width
-        recommended = depth + 1 if width == 1 else max(size, depth + 1)
-        return replace(self, depth=depth, width=width, size=self.size or recommended)
+        """The same options with the drafter's recommendations where the user said nothing, for drafters of trees.
+
+        Raises:
+            ValueError: a depth and a size that no chain has.
+        """
+        width = self.width or width
+        if width > 1:
+            depth = self.depth or depth
+            return replace(self, depth=depth, width=width, size=self.size or max(size, depth + 1))
+        depth = self.depth or (depth if self.size is None else self.size - 1)
+        if depth < 1 or self.size not in (None, depth + 1):
+            raise ValueError(
+                f"a chain of depth d has d + 1 ≥ 2 nodes; got depth={self.depth}, size={self.size}: leave one of them "
+                "out, or ask for a tree by width ≥ 2"
+            )
+        return replace(self, depth=depth, width=1, size=depth + 1)
 
     def only(self, known: Collection[str], drafter: str) -> None:
         """Refuse drafting options that this drafter has no use for, so that none is ignored silently.

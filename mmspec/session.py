@@ -162,14 +162,16 @@ class Session:
 
     def commit(self, draft: Draft, scores: Scores, verdict: Verdict) -> Round:
         """Take what stands: the one read of a round by the host, the rows' new tokens, the next pending token."""
-        order = draft.tree.depth  # what stands, in path order, comes first
+        order, N, more = draft.tree.depth, draft.tree.size, []  # what stands, in path order, comes first
         if not draft.tree.is_chain:
             order = (~verdict.stands).to(torch.uint8).argsort(dim=1, stable=True)
-        path = torch.cat([verdict.count[:, None], verdict.token[:, None], draft.tokens.gather(1, order)], 1).tolist()
-        counts = tuple(line[0] for line in path)
-        new = tuple(tuple(self._push(row, line)) for row, line in zip(self.rows, path, strict=True))
-        proposed = tuple(sum(token != HOLE for token in line[3:]) for line in path)
-        self.last = Round(draft, scores, verdict, order[:, : max(counts)], counts, new, proposed)
+            more = [order]
+        read = [verdict.count[:, None], verdict.token[:, None], draft.tokens.gather(1, order), *more]
+        lines = torch.cat(read, 1).tolist()
+        path = tuple(line[2 + N :][: line[0]] if more else range(line[0]) for line in lines)
+        new = tuple(tuple(self._push(row, line)) for row, line in zip(self.rows, lines, strict=True))
+        proposed = tuple(sum(token != HOLE for token in line[3 : 2 + N]) for line in lines)
+        self.last = Round(draft, scores, verdict, order[:, : max(map(len, path))], path, new, proposed)
         self.pending = verdict.token
         self.emitted = self.emitted + verdict.count
         self.spent = self.spent if verdict.spent is None else self.spent + verdict.spent
@@ -189,6 +191,8 @@ class Session:
     def count(self, round_: Round) -> None:
         """Book a round after the prefill."""
         stats = self.stats
+        if self.pace is not None:
+            self.pace.book(round_, stats)
         stats.rounds += 1
         stats.row_rounds += len(round_.counts)
         stats.drafted += sum(round_.proposed)

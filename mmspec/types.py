@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Protocol
@@ -121,9 +121,14 @@ class Round:
     scores: Scores
     verdict: Verdict
     kept: Tensor  # [B, K], the nodes that stand, in path order; entries past a row's count mean nothing
-    counts: tuple[int, ...]  # verdict.count, as the host read it
+    path: tuple[Sequence[int], ...]  # the nodes that stand in each row, ascending, as the host read them
     new: tuple[tuple[int, ...], ...]  # tokens decided in this round, per row: the accepted ones, then the drawn one
     proposed: tuple[int, ...]  # drafted tokens per row, holes left out
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """`verdict.count`, as the host read it."""
+        return tuple(map(len, self.path))
 
     def select(self, rows: Tensor) -> Round:
         """The same round for some of its rows."""
@@ -139,7 +144,7 @@ class Round:
         return replace(both, **read)
 
 
-_PER_ROW = ("counts", "new", "proposed")
+_PER_ROW = ("path", "new", "proposed")
 
 
 @dataclass(frozen=True)

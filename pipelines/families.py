@@ -30,7 +30,8 @@ PICTURES: dict[str, str] = {
     "llamagen": "LlamaGenPipeline: class- and text-conditional, guided; ours, as below",
 }
 
-# class → the module that patches it: Enabled, describe, unsupported, tap, untap, codebook; DRAFTER if not ngram
+# class → the module that patches it: Enabled, describe, unsupported, tap, untap, codebook; DRAFTER if not ngram;
+# CHAINS = False if `compile` captures no drafter's chain
 HOMES: dict[str, str] = {
     "JanusForConditionalGeneration": "mmspec.pipelines.janus",
     "Emu3ForConditionalGeneration": "mmspec.pipelines.emu3",

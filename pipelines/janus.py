@@ -187,7 +187,10 @@ def _draw(model: Any, ready: Prepared) -> Any:
     """What stock's image mode returns."""
     handle, config = model._mmspec_handle, ready.config
     info = _describe_pictures(model)
-    drafter = pace.paced(model, handle.drafter.fit(info, handle.config), handle.config, info)
+    if info not in handle.fitted:
+        fitted = handle.drafter.fit(info, handle.config)
+        handle.fitted[info] = pace.proposer(model, fitted, handle.config, info, chains=False)
+    drafter = handle.fitted[info]
     noise = TorchNoise() if config.do_sample and handle.config.reproducible else None
     target = JanusTarget(model, drafter.features, ready, noise)
     count, limit = len(ready.ids) // 2, model.model.vision_model.config.num_image_tokens

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,35 +15,20 @@ from mmspec.drafters.feature import FeatureDrafter
 from mmspec.pipelines import compiled, trusted
 from mmspec.types import TargetInfo
 
-# By model and by the drafter's layer, or its kind where it has no weights: what is known outlives `disable`.
+# By model and by the drafter's layer, or its class where it has none: what is known outlives `disable`.
 _KNOWN: WeakKeyDictionary[Any, WeakKeyDictionary[Any, dict[Any, Known]]] = WeakKeyDictionary()
 
 
-def proposer(home: Any, model: Any, drafter: Any, config: SpecConfig, target: TargetInfo) -> Any:
-    """What to iterate with.
-
-    Raises:
-        ValueError: `auto` for a drafter that cannot draft less.
-    """
-    chains = config.compile and hasattr(home.Enabled, "_mmspec_target")  # a LlamaGenPipeline's forward alone
-    return paced(model, drafter, config, target, partial(_compiled, model) if chains else _as_it_is)
-
-
-def _as_it_is(drafter: Any) -> Any:
-    return drafter
-
-
-def paced(
-    model: Any, drafter: Any, config: SpecConfig, target: TargetInfo, ready: Callable[[Any], Any] = _as_it_is
-) -> Any:
+def proposer(model: Any, drafter: Any, config: SpecConfig, target: TargetInfo, chains: bool = True) -> Any:
     """The drafter, or with `auto` one that chooses between it, the same drafting less, and nothing.
 
     Args:
-        ready: makes a drafter of any shape ready for use.
+        chains: whether `compile` captures the drafter's chain, too.
 
     Raises:
         ValueError: `auto` for a drafter that cannot draft less.
     """
+    ready = partial(_ready, model, config.compile and chains)
     if not config.auto:
         return ready(drafter)
     if not hasattr(drafter, "less"):
@@ -52,17 +37,27 @@ def paced(
         )
     if drafter.nodes == NONE:
         return ready(drafter)
-    each = [*(drafter.fit(target, replace(config, **options)) for options in drafter.less), drafter]
+    less = (drafter.fit(target, replace(config, **options)) for options in drafter.less)
+    each = {one.nodes: one for one in less if one.nodes < drafter.nodes} | {drafter.nodes: drafter}
     if config.compile:  # every shape would be captured
-        each = [one for one in each if one.nodes in (NONE, drafter.nodes)]
-    ours = _KNOWN.setdefault(model, WeakKeyDictionary()).setdefault(getattr(drafter, "block", type(drafter)), {})
-    shapes = sorted({NONE, *(one.nodes for one in each)})
-    known = ours.setdefault((target, config), Known(shapes, getattr(drafter, "settles", 0)))
-    return Auto(map(ready, each), known)
+        each = {nodes: one for nodes, one in each.items() if nodes in (NONE, drafter.nodes)}
+    return Auto(map(ready, each.values()), _known(model, drafter, config, target, each))
 
 
-def _compiled(model: Any, drafter: Any) -> Any:
-    if not isinstance(drafter, FeatureDrafter) or drafter.options.tree != "chain" or drafter.options.draws:
+def _known(model: Any, drafter: Any, config: SpecConfig, target: TargetInfo, shapes: Iterable[int]) -> Known:
+    """Of this drafter with these options on this model; of a rule only its name tells how much it keeps."""
+    key = replace(config, rule=getattr(config.rule, "name", config.rule), budget=None, on_unsupported="error")
+    layer = getattr(drafter, "block", None)
+    settings = repr(drafter.fit(target, key)) if layer is None else ""  # of a drafter without weights
+    ours = _KNOWN.setdefault(model, WeakKeyDictionary()).setdefault(type(drafter) if layer is None else layer, {})
+    return ours.setdefault((target, key, settings), Known(sorted({NONE, *shapes}), getattr(drafter, "settles", 0)))
+
+
+def _ready(model: Any, capture: bool, drafter: Any) -> Any:
+    """The drafter, its chain captured where that is asked for and can be."""
+    if not capture or not isinstance(drafter, FeatureDrafter):
+        return drafter
+    if drafter.options.tree != "chain" or drafter.options.draws:
         return drafter
     chains = compiled.of(model).chains.setdefault(drafter.block, {})
     return CapturedChain(drafter, lambda: trusted.weights(model), chains)

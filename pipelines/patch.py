@@ -12,7 +12,7 @@ from mmspec.pipelines.swap import restore, swap
 from mmspec.registry import resolve, resolve_rule
 from mmspec.rules import exact
 from mmspec.session import Stats
-from mmspec.types import Rule
+from mmspec.types import Rule, TargetInfo
 
 
 class UnsupportedError(ValueError):
@@ -28,6 +28,7 @@ class Handle:
         config: the options, as given.
         rule: what is kept of a draft.
         proposer: what the loop asks for drafts: the drafter, or what `compile` and `auto` make of it.
+        fitted: proposers for what a model draws beside its text, by what they have to fit.
         stats: what all calls did so far.
     """
 
@@ -37,6 +38,7 @@ class Handle:
         self.config = config
         self.rule = rule
         self.proposer = drafter if proposer is None else proposer
+        self.fitted: dict[TargetInfo, Any] = {}
         self.stats = Stats()
         self._lock = threading.Lock()
         self._warned: set[str] = set()
@@ -109,7 +111,7 @@ def enable(model_or_pipe: Any, drafter: Any = None, **options: Any) -> Handle:
     ready = resolve(drafter, config, target)  # may fail: what was enabled before stays
     codes = None if config.rule == "exact" else home.codebook(model)
     rule = resolve_rule(config.rule, codes, config.budget)
-    proposer = pace.proposer(home, model, ready, config, target)
+    proposer = pace.proposer(model, ready, config, target, getattr(home, "CHAINS", True))
     disable(model)
     handle = Handle(model, ready, config, rule, proposer)
     home.tap(model, ready.features)

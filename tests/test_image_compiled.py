@@ -122,6 +122,16 @@ def test_auto_draws_what_other_models_draw(name: str, restless: None) -> None:
     assert all(torch.equal(drawn(window=8, auto=True), plain) for _ in range(2))
 
 
+def test_what_draws_pictures_beside_text_is_fitted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, call, made = image_targets.model("janus"), PAINTERS["janus"].call(1), []
+    propose = pace.proposer
+    monkeypatch.setattr(pace, "proposer", lambda *args, **options: made.append(propose(*args, **options)) or made[-1])
+    with mmspec.enable(model, "jacobi", auto=True):
+        for _ in range(2):
+            image_targets.draw(model, call, do_sample=True, top_k=5)
+    assert len(made) == 2, "once for text, once for pictures"
+
+
 def test_auto_turns_jacobi_off_where_it_does_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     pipe = tiny_llamagen.pipeline()
     monkeypatch.setattr(pace, "_KNOWN", WeakKeyDictionary())

@@ -30,17 +30,18 @@ from mmspec.app.bench import command as bench
 from mmspec.app.bench import round as bench_round
 from mmspec.auto import Auto, Known
 from mmspec.capture import Captured, Uncapturable
+from mmspec.config import SpecConfig
 from mmspec.drafters.captured import CapturedChain
 from mmspec.drafters.eagle import EagleConfig, EagleDrafter
+from mmspec.drafters.ngram import NgramDrafter
 from mmspec.pipelines import compiled, pace, trusted
-from mmspec.pipelines.batching import Plain
+from mmspec.pipelines.batching import Flow, Plain
 from mmspec.pipelines.trusted import Trusted
-from mmspec.session import Stats
-from mmspec.tree import chain
+from mmspec.rules import typical
+from mmspec.session import Session, Stats
 
 FULL = pytest.mark.full
 FOREIGN = torch.ones(3)
-CPU = torch.device("cpu")
 CHAIN = {"depth": 3, "width": 1, "size": 4}
 
 
@@ -287,8 +288,9 @@ class World:
             else:
                 gain = gains[shape] if since > self.settles else 1.0
                 count = int(gain) + (self.noise.random() < gain % 1)
-            self.session.last = SimpleNamespace(draft=SimpleNamespace(tree=chain(2, CPU)), counts=(count,))
+            self.session.last = SimpleNamespace(path=(range(count),))
             self.session.stats.seconds["verify"] += self.costs[shape]
+            self.session.pace.book(self.session.last, self.session.stats)
             self.chosen.append(shape)
         return self
 
@@ -329,6 +331,18 @@ def test_the_shape_that_pays_is_chosen(costs: Any, gains: Any, settles: int, bes
 def test_a_hostile_drafter_costs_less_than_three_percent(costs: Any, settles: int):
     world = World(costs, settles).play([1], 1000)
     assert 1000 < world.spent < 1030
+
+
+@pytest.mark.parametrize("costs", [{1: 1.0, 16: 2.0}, {1: 1.0, 16: 3.8}, {1: 1.0, 4: 1.7, 8: 2.4, 16: 3.8}], ids=str)
+def test_looks_at_a_window_that_does_not_pay_cost_less_than_three_percent(costs: Any):
+    """Beside what learning costs, once: 16 rounds of each window."""
+    world, windows = World(costs, 4), list(costs.values())[1:]
+    world.play([1], 16 * len(windows) + auto.SAMPLES)
+    assert world.spent == pytest.approx(16 * sum(windows) + auto.SAMPLES)
+    for _ in range(4):
+        before = world.spent
+        assert 1000 <= world.play([1], 1000).spent - before < 1030
+    assert len(set(world.chosen[-3000:])) > 1, "looks are rare, and still taken"
 
 
 @pytest.mark.parametrize("costs, settles, rounds, best", [(CHAINS, 0, 500, 5), (WINDOWS, 4, 1500, 4)])
@@ -440,6 +454,106 @@ def test_auto_turns_a_hostile_drafter_off(monkeypatch: pytest.MonkeyPatch):
         )
         targets.generate(model, inputs, max_new_tokens=40)
     assert handle.stats.drafted <= 4 * (auto.SAMPLES + 1) and handle.stats.rounds == 39
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_less_of_a_chain_is_a_chain(draws: bool):
+    """Whatever its checkpoint says of trees."""
+    model = targets.model("llava")
+    drafter = eagle(model, depth=8, width=4, size=30, tree="chain", draws=draws)
+    with mmspec.enable(model, drafter, auto=True) as handle:
+        each = handle.proposer.drafters
+    assert list(each) == [3, 5, 9] and handle.proposer.known.shapes == (1, 3, 5, 9)
+    assert {(one.options.tree, one.options.draws) for one in each.values()} == {("chain", draws)}
+
+
+def test_no_shape_stands_twice_or_above_the_whole():
+    class Odd(Plain):
+        nodes = 6
+        less = ({"depth": 9}, {"depth": 4}, {"depth": 4}, {"depth": 6})
+
+        def fit(self, target: Any, config: Any) -> Any:
+            made = Odd()
+            made.nodes = config.depth
+            return made
+
+    proposer = pace.proposer(targets.model("llava"), Odd(), SpecConfig(auto=True), None)
+    assert list(proposer.drafters) == [4, 6] and proposer.known.shapes == (1, 4, 6)
+
+
+def test_auto_reads_nothing_more(monkeypatch: pytest.MonkeyPatch):
+    model, inputs, found = targets.model("llava"), targets.prompt("llava", "ragged"), []
+    tolist, reads = Tensor.tolist, []
+    monkeypatch.setattr(Tensor, "tolist", lambda self: (reads.append(1), tolist(self))[1])
+    for options in ({}, {"auto": True}):
+        with mmspec.enable(model, eagle(model, depth=4, width=3, size=14), **options) as handle:
+            if options:
+                handle.proposer.known = Told((1, 14))
+                handle.proposer.known.to_come = (14,)
+            reads.clear()
+            targets.generate(model, inputs)
+            found.append((len(reads), handle.stats.rounds))
+    assert found[0] == found[1]
+
+
+def test_rows_that_come_are_not_booked_as_rounds(monkeypatch: pytest.MonkeyPatch):
+    """What reading their prompts took, and the token that it gave, are of no round; Flow hands stats out in between."""
+    model, rounds, booked = targets.model("llava"), [], []
+    asked = [targets.prompt("llava", kind, seed) for seed, kind in enumerate(("image first", "text only") * 3)]
+    settings = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": list(range(5, 30))}
+    alone = [targets.generate(model, one, **settings)[0, one["input_ids"].shape[1] :].tolist() for one in asked]
+    start, count = EagleDrafter.start, Session.count
+
+    def slow(self: Any, session: Any, *rest: Any) -> Any:
+        session.stats.seconds["draft"] = 1e6
+        return start(self, session, *rest)
+
+    def counted(self: Any, round_: Any) -> None:
+        rounds.append([*map(list, round_.path)])
+        count(self, round_)
+
+    monkeypatch.setattr(EagleDrafter, "start", slow)
+    monkeypatch.setattr(Session, "count", counted)
+    monkeypatch.setattr(Known, "book", lambda self, batch, shape, *told: booked.append(told[:2]))
+    with mmspec.enable(model, eagle(model, depth=3, width=3, size=9), auto=True) as handle:
+        handle.proposer.known = Told(handle.proposer.known.shapes)
+        handle.proposer.known.to_come = (9, 1)
+        flow, found = Flow(model, None, 2, **settings), {}
+        while asked or flow.busy:
+            while asked and flow.free:
+                flow.add(6 - len(asked), asked.pop(0), 0)
+            found.update((end.ticket, end.tokens) for end in flow.step())
+    assert [found[n] for n in range(6)] == alone
+    assert [[*map(list, stood)] for _, stood in booked] == rounds and len({len(stood) for _, stood in booked}) == 2
+    assert all(0 < seconds < 1e5 for seconds, _ in booked)
+
+
+def test_only_what_changes_drafting_is_known_apart():
+    model, made = targets.model("llava"), eagle(targets.model("llava"))
+
+    def known(drafter: Any, **options: Any) -> Known:
+        with mmspec.enable(model, drafter, auto=True, **options) as handle:
+            return handle.proposer.known
+
+    assert known(made) is known(made, on_unsupported="fallback")
+    relaxed = [known(made, rule=typical(epsilon=0.3, delta=0.1), budget=budget) for budget in (None, 0.5)]
+    assert relaxed[0] is relaxed[1] is not known(made), "how much is kept is another matter"
+    assert known("ngram") is known(NgramDrafter()) is not known(NgramDrafter(orders=(2,)))
+    assert known("ngram") is not known("ngram", depth=3)
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "eagle"])
+def test_a_chain_has_depth_and_one_nodes(drafter: str):
+    model = targets.model("llava")
+    made = drafter if drafter == "ngram" else eagle(model, depth=5, width=4, size=30)
+    with mmspec.enable(model, made, width=1, size=4) as handle:
+        assert handle.drafter.nodes == 4
+        targets.generate(model, targets.prompt("llava", "image first"))
+        assert max(handle.stats.accepted_by_depth, default=0) < 4
+        assert handle.stats.drafted <= 3 * handle.stats.row_rounds
+    for wrong in ({"depth": 5, "size": 4}, {"size": 1}):
+        with pytest.raises(ValueError, match=r"a chain .* d \+ 1 ≥ 2 nodes; got depth=(5|None), size=(4|1)"):
+            mmspec.enable(model, made, width=1, **wrong)
 
 
 def test_auto_says_what_it_cannot_do():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import statistics
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,8 +15,8 @@ from mmspec.app.bench import report, shapes_ways
 from mmspec.app.bench.command import BenchError, Outcome, compiled_graphs, in_turn, peak_mb, say, settle
 from mmspec.app.bench.kernels import NO_GPU
 from mmspec.app.bench.round import PARTS, part
-from mmspec.app.bench.shapes_models import MODELS, REAL, TOY, Shape, on_paper
-from mmspec.app.bench.shapes_ways import BEST, STOCK, Round, Way
+from mmspec.app.bench.shapes_models import MODELS, REAL, TOY, Chat, on_paper
+from mmspec.app.bench.shapes_ways import STOCK, Cost, Way
 from mmspec.app.engine import EngineError, find_device, first_line, free_memory
 from mmspec.app.generate import DTYPES
 from mmspec.app.provenance import provenance
@@ -23,6 +24,7 @@ from mmspec.app.provenance import provenance
 GIB = 2**30
 BATCHES = {REAL: (1, 4, 16), TOY: (1, 4)}
 TOKENS = {REAL: 32, TOY: 6}
+TOYS = {"model": "toys of published models, random weights", "real sizes": NO_GPU}
 UNTAUGHT = "weights are random: what a round costs counts, what it gains does not"
 
 
@@ -46,7 +48,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="MODEL", help=f"of {', '.join(MODELS)}")
     add("--sizes", choices=(TOY, REAL), help="default: real on CUDA, toy elsewhere")
     add("--contexts", type=int, nargs="+", metavar="N", help="positions at the end of a call, of vision-language models"
-        "; default: 1024 4096 16384, of toys 64 128 256. Pictures have a length of their own")  # fmt: skip
+        "; default: 1024 4096 16384, of toys 64 128 256, as far as the model has positions. Pictures have a length of "
+        "their own")  # fmt: skip
     add("--batch", type=int, nargs="+", metavar="N", help="default: 1 4 16, of toys 1 4")
     add("--tokens", type=int, help="new tokens of a call, the first included; default: 32, of toys 6. LlamaGen draws "
         "whole pictures")  # fmt: skip
@@ -79,20 +82,15 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
             f"real sizes need a GPU, and there is none. In {str(dtype).removeprefix('torch.')} the weights alone want: "
             f"{wanted}. Take --sizes {TOY}, or say --device {device.type} to run them here all the same"
         )
-    real = "measured" if sizes == REAL else NO_GPU
-    outcome.provenance = provenance(device, dtype) | {
-        "model": "published shapes, random weights", "sizes": sizes, "real sizes": real, "parameters": counts,
-        "tokens": tokens, "note": UNTAUGHT,
+    shown = {"model": "published shapes, random weights"} if sizes == REAL else TOYS
+    outcome.provenance = provenance(device, dtype) | shown | {
+        "sizes": sizes, "parameters": counts, "tokens": tokens, "note": UNTAUGHT,
     }  # fmt: skip
     for name in args.models:
-        contexts = args.contexts if args.contexts and not fixed(MODELS[name]) else MODELS[name].contexts[sizes]
+        contexts = args.contexts if args.contexts and isinstance(MODELS[name], Chat) else MODELS[name].contexts[sizes]
         cells = [Cell(name, sizes, c, b) for c in contexts for b in args.batch or BATCHES[sizes]]
         yield from _model(cells, counts[name], device, dtype, tokens, args, outcome)
-
-
-def fixed(shape: Shape) -> bool:
-    """Whether the model has a length of its own."""
-    return not isinstance(shape, shapes_ways.Chat)
+        _clear(device)  # the model went with its last cell
 
 
 def _model(
@@ -120,8 +118,6 @@ def _model(
             outcome.records += found
             say(f"{cell}: " + ", ".join(f"{r['method']} {r['c']:.2f}" for r in found if r["c"] is not None))
         yield
-    del subject
-    _clear(device)
 
 
 def refusal(cell: Cell, parameters: int, dtype: torch.dtype, free: int | None) -> str:
@@ -156,7 +152,7 @@ def measure_cell(
             failed[way.name] = f"failed: {first_line(error)[:200]}"
             _clear(device)
     able = [way for way in ways if way.name in peaks]
-    made: dict[str, list[Round]] = {way.name: [] for way in able}
+    made: dict[str, list[Cost]] = {way.name: [] for way in able}
     for turn in range(repeats):
         for way in (able[place] for place in in_turn(len(able), turn)):
             graphs = compiled_graphs()
@@ -164,7 +160,9 @@ def measure_cell(
             if compiled_graphs() != graphs:
                 failed[way.name] = "compiled during a timed call: its time is overstated"
     told = {way.name: failed.get(way.name, notes.get((way.name, cell.batch), "")) for way in ways}
-    return [_figures(cell, way, made, peaks, told[way.name]) for way in ways]
+    plain = {way.name: statistics.median(cost.seconds for cost in made[way.name]) for way in able if way.plain}
+    best = min(plain, key=plain.__getitem__, default=STOCK)
+    return [_figures(cell, way, made, best, peaks, told[way.name]) for way in ways]
 
 
 def _clear(device: torch.device) -> None:
@@ -174,17 +172,16 @@ def _clear(device: torch.device) -> None:
 
 
 def _figures(
-    cell: Cell, way: Way, made: dict[str, list[Round]], peaks: dict[str, float | None], note: str
+    cell: Cell, way: Way, made: dict[str, list[Cost]], best: str, peaks: dict[str, float | None], note: str
 ) -> report.Record:
     mine, stock = made.get(way.name, []), made.get(STOCK, [])
     held, of_stock = peaks.get(way.name), peaks.get(STOCK)
-    plain = {n: report.spread("s", [r.seconds for r in made[n]])["s"] for n in (STOCK, BEST) if n in made}
-    best = min(plain, key=lambda n: plain[n]) if plain else STOCK
     parts = {name: sum(r.parts.get(name, 0.0) for r in mine) / len(mine) for name in PARTS} if mine else {}
     return _record(cell, way.name, setting=way.setting, note=note) | {
         **report.spread("step_ms", [1e3 * r.seconds for r in mine]),
         **report.spread("c", [m.seconds / s.seconds for m, s in zip(mine, stock, strict=False)]),
         **report.spread("c_best", [m.seconds / s.seconds for m, s in zip(mine, made.get(best, []), strict=False)]),
+        "stock_path": way.plain,
         "best_stock": best,
         "tokens_per_target_call": report.spread("t", [r.tokens for r in mine])["t"],
         "parts_ms": {name: 1e3 * much for name, much in parts.items() if much},
@@ -199,10 +196,14 @@ def _record(cell: Cell, method: str, setting: str = "", note: str = "") -> repor
     nothing = {key: None for name in ("step_ms", "c", "c_best") for key in report.spread(name, [])}
     return {
         "suite": "shapes", "cell": str(cell), "model": cell.model, "sizes": cell.sizes, "context": cell.context,
-        "batch": cell.batch, "method": method, "setting": setting, "stock_path": method in (STOCK, BEST), **nothing,
-        "best_stock": STOCK, "tokens_per_target_call": None, "parts_ms": {}, "peak_mb": None, "above_stock_mb": None,
-        "n": 0, "note": note,
+        "batch": cell.batch, "method": method, "setting": setting, "stock_path": False, **nothing, "best_stock": STOCK,
+        "tokens_per_target_call": None, "parts_ms": {}, "peak_mb": None, "above_stock_mb": None, "n": 0, "note": note,
     }  # fmt: skip
+
+
+def _c(record: report.Record) -> str:
+    """A cost, not a speed-up: median and quartiles without an x."""
+    return "-" if record["c"] is None else "{c:.2f} ({c_p25:.2f}-{c_p75:.2f})".format_map(record)
 
 
 LAYOUT = report.Layout(
@@ -210,7 +211,7 @@ LAYOUT = report.Layout(
     (
         ("method", lambda r: r["method"]),
         ("ms/round", report.figure("step_ms", "{:.2f}")),
-        ("c (quartiles)", report.ratio("c")),
+        ("c (quartiles)", _c),
         ("over best stock", report.figure("c_best", "{:.2f}")),
         *((name, part(name)) for name in PARTS),
         ("tokens/round", report.figure("tokens_per_target_call", "{:.2f}")),
@@ -223,7 +224,8 @@ LAYOUT = report.Layout(
         "step_ms": "wall time of a whole round (draft, verify, accept, commit), of a stock path of a step; prefill "
         "left out",
         "c": "that over a step of stock, calls side by side: the tokens a round has to gain to break even with it",
-        "c_best": "the same over the faster one of the stock paths (best_stock): the tokens to break even with that",
+        "c_best": "the same over the fastest of the stock paths, which draft nothing (best_stock): the tokens to break "
+        "even with that",
         "tokens_per_target_call": f"what a row gained in a round here; {UNTAUGHT}. Random feature drafters are "
         "hardly ever right (about 1); where more stands, a tree moves as many entries of the cache, and the drafter "
         "reads as many rows at the start of its next draft. The other laws are nearly flat and keep much; a token of "
@@ -232,8 +234,11 @@ LAYOUT = report.Layout(
         "peak_mb": "MiB that a call holds at its peak above what was held before, prefill included; above_stock_mb: "
         "more than stock",
         "stock": "generate of transformers; LlamaGen's plain loop; MAR with its head as it is defined",
-        "stock compiled": "generate on a static cache, compiled; LlamaGen's loop with fixed shapes, compiled; MAR with "
-        "our fast head, compiled",
+        "stock compiled": "generate on a static cache, compiled; LlamaGen's loop with fixed shapes, compiled; on CUDA "
+        "both ask for CUDA graphs",
+        "fast head": "a stock path: MAR with mmspec's fast head, with which its rounds draft and verify, too",
+        "compiled": "with a drafter: the target's forward, and the chain of a drafter that drafts one; trees are grown "
+        "uncompiled. Of MAR: the fast head's denoising steps. None of these uses CUDA graphs",
         "context": "positions at the end of a call: a picture of 576 tokens (toys: 16) and text; LlamaGen: prefix and "
         "codes, all drawn; MAR: buffer and tokens, the second half of which is drawn",
         "setting": "the tree that was published with the drafter; the window; the tokens drafted ahead",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from mmspec.registry import drafter_class
 
 REAL, TOY = "real", "toy"
 Sizes = Mapping[str, Mapping[str, Any]]  # by REAL and TOY
+CONTEXTS = {REAL: (1024, 4096, 16384), TOY: (64, 128, 256)}  # of vision-language models, as far as they can read
 
 # The trees that the authors drafted with; EAGLE's is EAGLE-2's for targets of 7B (Li et al. 2024, §4).
 TREES: dict[str, Mapping[str, Any]] = {
@@ -48,9 +49,10 @@ class Chat:
     side: Mapping[str, int]
     drafters: Mapping[str, Mapping[str, Any]]
     axes: bool = False
-    contexts: Mapping[str, tuple[int, ...]] = field(
-        default_factory=lambda: {REAL: (1024, 4096, 16384), TOY: (64, 128, 256)}
-    )
+
+    @property
+    def contexts(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(c for c in some if not self.beyond(name, c)) for name, some in CONTEXTS.items()}
 
     def target(self, sizes: str, dtype: torch.dtype) -> Any:
         return self.build(self.text[sizes], self.vision[sizes], dtype)

@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmspec.app import painter
 from mmspec.app.bench import image, image_methods, vlm, vlm_methods
 from mmspec.app.bench.command import seeds_of
 from mmspec.app.bench.shapes_models import Chat, Codes, Latents, Shape
 from mmspec.app.engine import wait
-from mmspec.app.painter import Painter
-from mmspec.app.painter import Way as Drawing
 from mmspec.models.llamagen_vq import LlamaGenVQ
 from mmspec.models.mar_scheduler import MARScheduler
 from mmspec.pipelines.llamagen import LlamaGenPipeline
@@ -26,12 +25,12 @@ from mmspec.pipelines.mar_plan import Speculation, tally
 from mmspec.pipelines.mar_speculate import draw
 from mmspec.session import Stats
 
-STOCK, BEST = "stock", "stock compiled"
+STOCK, COMPILED = "stock", "stock compiled"
 PASSES = 12  # of MAR that are timed at most: a round may draw `ahead` tokens, and half a picture is left
 
 
 @dataclass(frozen=True)
-class Round:
+class Cost:
     """What a round of one call took and gave, on average.
 
     Attributes:
@@ -45,7 +44,7 @@ class Round:
     parts: dict[str, float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, seconds: float, stats: Stats | None) -> Round:
+    def of(cls, seconds: float, stats: Stats | None) -> Cost:
         if stats is None:
             return cls(seconds)
         parts = {name: spent / stats.rounds for name, spent in stats.seconds.items() if name != "prefill"}
@@ -54,14 +53,15 @@ class Round:
 
 @dataclass(frozen=True)
 class Way:
-    """One way to generate; a call of it has a prefill and some rounds."""
+    """One way to generate; a call of it has a prefill and some rounds. Plain: nothing is drafted."""
 
     name: str
-    call: Callable[[], Round]
+    call: Callable[[], Cost]
     setting: str = ""
+    plain: bool = False
 
 
-class Chats:
+class ChatWays:
     """Stock `generate`, eager and compiled on a static cache, and mmspec with each drafter."""
 
     def __init__(self, shape: Chat, sizes: str, parts: dict[str, Any], tokens: int, seed: int) -> None:
@@ -73,7 +73,7 @@ class Chats:
     def ways(self, context: int, batch: int, compile: bool) -> Iterator[Way]:
         inputs = self.shape.prompt(self.bench.model, self.sizes, context - self.bench.max_new_tokens, batch)
         plain, static = vlm_methods.stock(self.bench.model.device)
-        found = [plain, *([replace(static, name=BEST)] if compile else [])]
+        found = [plain, *([replace(static, name=COMPILED)] if compile else [])]
         for name, drafter in self.drafters.items():
             c = drafter.config
             told = {"depth": c.depth, "width": c.width, "size": c.size}
@@ -83,13 +83,14 @@ class Chats:
         for method in found:
             told = {k: v for k, v in method.options.items() if k != "compile"}
             setting = " ".join(f"{name} {value}" for name, value in told.items())
-            yield Way(method.name, partial(self._call, method, vlm.Cell(batch, 0.0), inputs), setting)
+            call = partial(self._call, method, vlm.Cell(batch, 0.0), inputs)
+            yield Way(method.name, call, setting, plain=method.drafter is None)
 
-    def _call(self, method: vlm_methods.Method, cell: vlm.Cell, inputs: dict[str, Tensor]) -> Round:
+    def _call(self, method: vlm_methods.Method, cell: vlm.Cell, inputs: dict[str, Tensor]) -> Cost:
         call = self.bench.call(method, cell, inputs, self.bench.seed)
         if call.per_step is None:
             raise RuntimeError("the call ended with its first token")
-        return Round.of(call.per_step, call.stats)
+        return Cost.of(call.per_step, call.stats)
 
 
 class Featured(LlamaGenPipeline):
@@ -101,33 +102,35 @@ class Featured(LlamaGenPipeline):
         return features, torch.ones(features.shape[:2], dtype=torch.bool, device=model.device)
 
 
-class Drawings:
+class CodesWays:
     """Plain drawing, eager and compiled with fixed shapes, and a Jacobi window; whole pictures, guided."""
 
     def __init__(self, shape: Codes, sizes: str, parts: dict[str, Any], tokens: int, seed: int) -> None:
         model, self.shape = parts["target"], shape
         small = LlamaGenVQ(base=32, multipliers=(1, 1), latent=32, codes=model.config.vocab, blocks=1)  # is not asked
-        self.bench = image.Bench(Painter(Featured(model, small.to(model.device)), output_type="latent"), seed)
+        self.bench = image.Bench(painter.Painter(Featured(model, small.to(model.device)), output_type="latent"), seed)
 
     def ways(self, context: int, batch: int, compile: bool) -> Iterator[Way]:
         options = {"window": self.shape.window, "coupling": "maximal"}
         name = f"jacobi {self.shape.window}"
-        found = [image_methods.Method(STOCK), image_methods.Method(name, Drawing("jacobi", options))]
+        found = [image_methods.Method(STOCK), image_methods.Method(name, painter.Way("jacobi", options))]
         if compile:
-            found.insert(1, image_methods.Method(BEST, plain="compiled"))
-            found.append(image_methods.Method(f"{name} compiled", Drawing("jacobi", {**options, "compile": True})))
+            found.insert(1, image_methods.Method(COMPILED, plain="compiled"))
+            compiled = painter.Way("jacobi", {**options, "compile": True})
+            found.append(image_methods.Method(f"{name} compiled", compiled))
         group = [("a picture", seed) for seed in seeds_of(1, batch, self.bench.seed)]
         for method in found:
             setting = " ".join(f"{k} {v}" for k, v in method.way.options.items() if k != "compile")
-            yield Way(method.name, partial(self._call, method, group), setting)
+            plain = method.way.drafter == painter.PLAIN
+            yield Way(method.name, partial(self._call, method, group), setting, plain)
 
-    def _call(self, method: image_methods.Method, group: list[tuple[str, int]]) -> Round:
+    def _call(self, method: image_methods.Method, group: list[tuple[str, int]]) -> Cost:
         painting = self.bench.call(method, group)
-        return Round.of(painting.round_seconds, painting.stats)
+        return Cost.of(painting.round_seconds, painting.stats)
 
 
-class Paintings:
-    """MAR's plain passes with the head as it is defined and with the compiled one, and rounds that draft."""
+class LatentsWays:
+    """MAR's plain passes, with the head as it is defined and with the fast one, and rounds that draft with that."""
 
     def __init__(self, shape: Latents, sizes: str, parts: dict[str, Any], tokens: int, seed: int) -> None:
         self.shape, self.steps = shape, shape.steps[sizes]
@@ -138,9 +141,10 @@ class Paintings:
     def ways(self, context: int, batch: int, compile: bool) -> Iterator[Way]:
         ahead = self.shape.ahead
         drafts = {f"self {ahead}": Speculation(ahead=ahead), f"draft {ahead}": Speculation(self.draft, ahead)}
-        yield Way(STOCK, partial(self._call, batch, None, fast=False))
+        yield Way(STOCK, partial(self._call, batch, None, fast=False), plain=True)
+        yield Way("fast head", partial(self._call, batch, None), plain=True)
         if compile:
-            yield Way(BEST, partial(self._call, batch, None, compile=True), "fast head")
+            yield Way("fast head compiled", partial(self._call, batch, None, compile=True), plain=True)
         for name, how in drafts.items():
             call, setting = partial(self._call, batch, how), f"ahead {ahead}, fast head"
             yield Way(name, call, setting)
@@ -148,7 +152,7 @@ class Paintings:
                 yield Way(f"{name} compiled", partial(call, compile=True), setting)
 
     @torch.no_grad()
-    def _call(self, batch: int, how: Speculation | None, fast: bool = True, compile: bool = False) -> Round:
+    def _call(self, batch: int, how: Speculation | None, fast: bool = True, compile: bool = False) -> Cost:
         L, model = self.model.tokens, self.model
         one = law(L, L, 3.0, "linear", self.steps, "linear", 1.0)
         left = one if how is not None else replace(one, turns=one.turns[L // 2 :])
@@ -161,7 +165,7 @@ class Paintings:
         before, began = sum(drawn.counts), time.perf_counter()
         count = sum(1 for _ in islice(rounds, self.passes))
         wait(model.device)
-        return Round((time.perf_counter() - began) / count, (sum(drawn.counts) - before) / count / batch)
+        return Cost((time.perf_counter() - began) / count, (sum(drawn.counts) - before) / count / batch)
 
     def _half(self, batch: int) -> Canvas:
         """Pictures that know half of their tokens."""
@@ -174,16 +178,16 @@ class Paintings:
         return drawn
 
 
-KINDS: dict[type[Shape], Callable[..., Chats | Drawings | Paintings]] = {
-    Chat: Chats,
-    Codes: Drawings,
-    Latents: Paintings,
+KINDS: dict[type[Shape], Callable[..., ChatWays | CodesWays | LatentsWays]] = {
+    Chat: ChatWays,
+    Codes: CodesWays,
+    Latents: LatentsWays,
 }
 
 
 def load(
     shape: Shape, sizes: str, device: torch.device, dtype: torch.dtype, tokens: int, seed: int
-) -> Chats | Drawings | Paintings:
+) -> ChatWays | CodesWays | LatentsWays:
     """The model and its drafters with random weights, made where they are to run."""
     torch.manual_seed(seed)
     with torch.device(device):

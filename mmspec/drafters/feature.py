@@ -52,7 +52,8 @@ class FeatureDrafter(FeatureLayer):
         """Options by which it drafts less: a shorter chain, a smaller tree; a static tree has one shape."""
         o = self.options
         if o.tree == "chain":
-            return [{"depth": depth, "size": None} for depth in portions(o.depth or 1, 1)]
+            less = [{"depth": depth, "size": None} for depth in portions(o.depth or 1, 1)]
+            return [{**shorter, "tree": o.tree, "draws": o.draws} for shorter in less]
         return [{"size": size} for size in portions(self.nodes, 2)] if o.tree == shapes.DYNAMIC else []
 
     # -- drafting ----------------------------------------------------------------------------------------------------

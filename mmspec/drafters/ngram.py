@@ -51,7 +51,7 @@ class NgramDrafter:
         return [{"depth": depth, "size": None} for depth in portions(self.nodes - 1, 1)]
 
     def fit(self, target: TargetInfo, config: SpecConfig) -> NgramDrafter:
-        """Any target will do."""
+        """Any target will do; where a tree is asked for, a chain of its depth is drafted."""
         config.only(TREE, "this drafter")
         filled = config.filled(5, 1, 6)
         return replace(self, config=replace(filled, width=1, size=(filled.depth or 5) + 1))
