@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import transformers as T
@@ -104,10 +104,30 @@ class Chat:
 
 
 @dataclass(frozen=True)
-class Codes:
-    """LlamaGen behind text features, guided; a picture is drawn to its end by a Jacobi window."""
+class Drawn:
+    """A model of pictures, which have a length of their own.
+
+    Attributes:
+        shape: arguments of the model.
+        before: which of them says how many positions stand before a picture.
+    """
 
     shape: Sizes
+    before: ClassVar[str]
+
+    @property
+    def contexts(self) -> dict[str, tuple[int, ...]]:
+        return {name: (c[self.before] + c["grid"] ** 2,) for name, c in self.shape.items()}
+
+    def beyond(self, sizes: str, context: int) -> str:
+        return ""
+
+
+@dataclass(frozen=True)
+class Codes(Drawn):
+    """LlamaGen behind text features, guided; a picture is drawn to its end by a Jacobi window."""
+
+    before = "prefix"
     window: int = 32
 
     def target(self, sizes: str, dtype: torch.dtype) -> Any:
@@ -116,20 +136,13 @@ class Codes:
     def parts(self, sizes: str, dtype: torch.dtype) -> dict[str, nn.Module]:
         return {"target": self.target(sizes, dtype)}
 
-    @property
-    def contexts(self) -> dict[str, tuple[int, ...]]:
-        return {name: (c["prefix"] + c["grid"] ** 2,) for name, c in self.shape.items()}
-
-    def beyond(self, sizes: str, context: int) -> str:
-        return ""
-
     def held(self, sizes: str, context: int, batch: int) -> int:
         c = self.shape[sizes]
         return 2 * 2 * 2 * c["num_layers"] * c["dim"] * context * batch  # two streams
 
 
 @dataclass(frozen=True)
-class Latents:
+class Latents(Drawn):
     """MAR with a smaller one that drafts for it, guided, one token an iteration, from the middle of a picture on.
 
     Attributes:
@@ -137,7 +150,7 @@ class Latents:
         ahead: tokens drafted in a round.
     """
 
-    shape: Sizes
+    before = "buffer"
     draft: Sizes
     steps: Mapping[str, int]
     ahead: int = 8
@@ -148,13 +161,6 @@ class Latents:
     def parts(self, sizes: str, dtype: torch.dtype) -> dict[str, nn.Module]:
         draft = nn.Module.to(MARTransformer2DModel(**self.draft[sizes]), dtype)
         return {"target": self.target(sizes, dtype), "draft": draft}
-
-    @property
-    def contexts(self) -> dict[str, tuple[int, ...]]:
-        return {name: (c["buffer"] + c["grid"] ** 2,) for name, c in self.shape.items()}
-
-    def beyond(self, sizes: str, context: int) -> str:
-        return ""
 
     def held(self, sizes: str, context: int, batch: int) -> int:
         return 0

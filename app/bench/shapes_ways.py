@@ -81,10 +81,8 @@ class ChatWays:
                 title = f"{name} compiled" if more else name
                 found.append(vlm_methods.Method(title, drafter=drafter, options={**told, **more}))
         for method in found:
-            told = {k: v for k, v in method.options.items() if k != "compile"}
-            setting = " ".join(f"{name} {value}" for name, value in told.items())
             call = partial(self._call, method, vlm.Cell(batch, 0.0), inputs)
-            yield Way(method.name, call, setting, plain=method.drafter is None)
+            yield Way(method.name, call, method.setting, plain=method.drafter is None)
 
     def _call(self, method: vlm_methods.Method, cell: vlm.Cell, inputs: dict[str, Tensor]) -> Cost:
         call = self.bench.call(method, cell, inputs, self.bench.seed)
@@ -120,9 +118,8 @@ class CodesWays:
             found.append(image_methods.Method(f"{name} compiled", compiled))
         group = [("a picture", seed) for seed in seeds_of(1, batch, self.bench.seed)]
         for method in found:
-            setting = " ".join(f"{k} {v}" for k, v in method.way.options.items() if k != "compile")
             plain = method.way.drafter == painter.PLAIN
-            yield Way(method.name, partial(self._call, method, group), setting, plain)
+            yield Way(method.name, partial(self._call, method, group), method.setting, plain)
 
     def _call(self, method: image_methods.Method, group: list[tuple[str, int]]) -> Cost:
         painting = self.bench.call(method, group)
