@@ -12,7 +12,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 import mmspec
 from mmspec import registry, zoo
 from mmspec.kernels.reference import exact_ratio, positive_residual
-from mmspec.types import Rule, Trial
+from mmspec.rules import Rule, Trial
 
 
 def likely(*, least: float) -> Rule:

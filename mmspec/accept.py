@@ -11,8 +11,8 @@ from torch.nn.functional import pad
 from mmspec.kernels import dispatch
 from mmspec.kernels import reference as ops
 from mmspec.rows import gather_rows
-from mmspec.rules import exact
-from mmspec.types import HOLE, Categorical, Draft, Law, Masses, Rule, Trial, Verdict
+from mmspec.rules import Masses, Rule, Trial, exact
+from mmspec.types import HOLE, Categorical, Draft, Law, Verdict
 
 
 def along_path(draft: Draft, law: Law, rule: Rule, u: Tensor | None, spent: Tensor | None = None) -> Verdict:

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from mmspec import rules
 from mmspec.config import SpecConfig
-from mmspec.types import Rule, TargetInfo
+from mmspec.rules import Rule
+from mmspec.types import TargetInfo
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -11,7 +12,86 @@ from torch import Tensor
 
 from mmspec.kernels import dispatch
 from mmspec.kernels import reference as ops
-from mmspec.types import Rule, Trial
+
+
+@dataclass(frozen=True)
+class Masses:
+    """The probabilities, float64, of a law at tested nodes [...]; nothing is computed before it is asked for."""
+
+    at: Callable[[Tensor], Tensor]  # of tokens [..., M] → [..., M]
+    make: Callable[[], Tensor]
+    lines: tuple[Tensor, Tensor, Tensor] | None = None  # logits [B, N, V], their logsumexp [B, N], the nodes tested
+
+    @cached_property
+    def all(self) -> Tensor:  # [..., V]
+        return self.make()
+
+    @classmethod
+    def of(cls, weights: Tensor) -> Masses:
+        return cls(partial(weights.gather, -1), lambda: weights)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Drafted tokens under test, all that a relaxed rule may look at; [...] is one node per row, or many.
+
+    Attributes:
+        x: the tokens.
+        depth: of each in its draft, 1 for the first one after the pending token.
+        p: the target's law there; `p_x` [...] is its probability of x, `p.all` [..., V] all of it.
+        q: the draft's law, as it was when x was drawn; `q_x` likewise.
+    """
+
+    x: Tensor  # [...]
+    depth: Tensor  # [...], 1 for the first draft after the pending token
+    p: Masses
+    q: Masses
+
+    @cached_property
+    def p_x(self) -> Tensor:
+        return self.p.at(self.x[..., None])[..., 0]
+
+    @cached_property
+    def q_x(self) -> Tensor:
+        return self.q.at(self.x[..., None])[..., 0]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """When to keep a drafted token, and the law of the token that replaces a refused one; pure functions, in float64.
+
+    `ratio(p_x, q_x)`, of probabilities [...], is the chance to keep x and `residual(p, q)`, of laws [..., V], gives
+    weights over V. A relaxed rule keeps x with the chance `relaxed(trial)` [...] instead and is charged
+    |relaxed − ratio| for every test; it keeps nothing that p excludes. Where p is a point mass, nothing can be relaxed.
+
+    Charges: with the ordinary residual (p − q)+ and relaxed ≥ ratio = min(1, p/q), the law of a token is, in total
+    variation, exactly E[charge] away from p, and no rule that accepts as often is nearer. Summed over a row, charges
+    bound its distance from the target's law. A rule with another residual brings a `charge` of its own.
+
+    Attributes:
+        name: with all parameters, in a form that `resolve_rule` reads.
+        lossless: the output law is p itself, whatever q is.
+        budget: the most that a row is charged; with what is left of it relaxing is cut short, and stops.
+    """
+
+    name: str
+    ratio: Callable[[Tensor, Tensor], Tensor]
+    residual: Callable[[Tensor, Tensor], Tensor]
+    lossless: bool = False
+    relaxed: Callable[[Trial], Tensor] | None = None
+    charge: Callable[[Trial], Tensor] | None = None
+    budget: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.budget is None:
+            return
+        if not self.budget >= 0:
+            raise ValueError(f"budget must be a distance ≥ 0, or None for no limit; got {self.budget!r}")
+        if self.charge is not None:
+            raise ValueError(
+                f"{self.name} cannot be cut short by a budget: it is exact for cells as a whole; use pooled"
+            )
+
 
 exact = Rule("exact", ops.exact_ratio, ops.positive_residual, lossless=True)
 _relaxed = partial(Rule, ratio=ops.exact_ratio, residual=ops.positive_residual)

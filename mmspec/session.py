@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from mmspec.kernels import dispatch
-from mmspec.types import HOLE, Draft, Law, Round, Rule, Scores, Verdict
+from mmspec.rules import Rule
+from mmspec.types import HOLE, Draft, Law, Round, Scores, Verdict
 
 R = TypeVar("R")
 _PER_ROW = ("pending", "emitted", "seeds", "spent")  # tensors [B] of a session

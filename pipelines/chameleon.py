@@ -16,9 +16,9 @@ from mmspec.pipelines.patch import UnsupportedError
 from mmspec.pipelines.stock import describe, tap, unsupported, untap
 from mmspec.pipelines.swap import final_hidden
 from mmspec.pipelines.vlm import VlmTarget
-from mmspec.rules import exact
+from mmspec.rules import Rule, exact
 from mmspec.session import Session
-from mmspec.types import Draft, Rule
+from mmspec.types import Draft
 
 __all__ = ["Enabled", "codebook", "describe", "tap", "unsupported", "untap"]
 

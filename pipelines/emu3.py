@@ -11,8 +11,7 @@ from mmspec.pipelines import stock
 from mmspec.pipelines.codes import by_token
 from mmspec.pipelines.generate import Call
 from mmspec.pipelines.stock import describe, tap, unsupported, untap
-from mmspec.rules import exact
-from mmspec.types import Rule
+from mmspec.rules import Rule, exact
 
 __all__ = ["Enabled", "codebook", "describe", "tap", "unsupported", "untap"]
 

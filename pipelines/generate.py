@@ -19,10 +19,10 @@ from mmspec.pipelines.cache import SlotCache
 from mmspec.pipelines.processors import Endings, Processors, unsafe
 from mmspec.pipelines.sampling import TorchNoise
 from mmspec.pipelines.vlm import VlmTarget
-from mmspec.rules import exact
+from mmspec.rules import Rule, exact
 from mmspec.session import Row, Session, Stats
 from mmspec.tree import lone
-from mmspec.types import Round, Rule
+from mmspec.types import Round
 
 _CACHES_ARE_MARKED = "_is_user_defined" in GenerationMixin._prepare_cache_for_generation.__code__.co_names
 _RESERVE = 1024  # slots to reserve at once at most, beyond the prompt

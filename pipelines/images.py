@@ -17,10 +17,11 @@ from mmspec.pipelines.compiled import Compiled
 from mmspec.pipelines.sampling import Sampler
 from mmspec.pipelines.state import Onward, State, spread, stacked, tiled
 from mmspec.pipelines.swap import layer_input, listen
+from mmspec.rules import Rule
 from mmspec.session import Session, Stats
 from mmspec.slots import visibility
 from mmspec.tree import lone
-from mmspec.types import FINAL, Draft, Prompt, Round, Rule, Scores
+from mmspec.types import FINAL, Draft, Prompt, Round, Scores
 
 
 @dataclass(frozen=True)

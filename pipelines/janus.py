@@ -23,10 +23,10 @@ from mmspec.pipelines.stock import describe, tap, unsupported, untap
 from mmspec.pipelines.swap import listen
 from mmspec.pipelines.visual import media
 from mmspec.pipelines.vlm import VlmTarget
-from mmspec.rules import exact
+from mmspec.rules import Rule, exact
 from mmspec.session import Row, Session
 from mmspec.tree import lone
-from mmspec.types import Prompt, Round, Rule, TargetInfo
+from mmspec.types import Prompt, Round, TargetInfo
 
 __all__ = ["Enabled", "codebook", "describe", "tap", "unsupported", "untap"]
 

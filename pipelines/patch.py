@@ -10,9 +10,9 @@ from mmspec.config import SpecConfig
 from mmspec.pipelines import families, pace
 from mmspec.pipelines.swap import restore, swap
 from mmspec.registry import resolve, resolve_rule
-from mmspec.rules import exact
+from mmspec.rules import Rule, exact
 from mmspec.session import Stats
-from mmspec.types import Rule, TargetInfo
+from mmspec.types import TargetInfo
 
 
 class UnsupportedError(ValueError):

@@ -10,7 +10,8 @@ from torch import Tensor
 from mmspec.pipelines import attention
 from mmspec.pipelines.generate import Call, generate, obstacle
 from mmspec.pipelines.vlm import VlmTarget, tap, untap
-from mmspec.types import Rule, TargetInfo
+from mmspec.rules import Rule
+from mmspec.types import TargetInfo
 
 __all__ = ["Enabled", "codebook", "describe", "tap", "unsupported", "untap"]
 

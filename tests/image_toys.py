@@ -11,9 +11,10 @@ from torch import Tensor
 
 from mmspec.kernels import reference as ops
 from mmspec.loop import begin, decode
+from mmspec.rules import Rule
 from mmspec.session import Row, Session
 from mmspec.tree import chain, from_paths
-from mmspec.types import HOLE, Categorical, Draft, Prompt, Round, Rule, Scores
+from mmspec.types import HOLE, Categorical, Draft, Prompt, Round, Scores
 
 CPU = torch.device("cpu")
 

@@ -14,7 +14,8 @@ from PIL import Image
 from mmspec.app.bench import command as bench
 from mmspec.app.bench import report
 from mmspec.app.bench import vlm as bench_vlm
-from mmspec.app.bench.command import BenchError, Call, Clock, Question
+from mmspec.app.bench.command import BenchError, Call, Clock
+from mmspec.app.bench.questions import Question, read_questions
 from mmspec.app.provenance import provenance
 from mmspec.drafters.eagle import EagleConfig, EagleDrafter
 from mmspec.session import Stats
@@ -128,7 +129,7 @@ def test_reads_a_folder_laid_out_like_mmspec(tmp_path: Path) -> None:
         for i, n in enumerate(names)
     ]
     (tmp_path / "mmspec.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    measured, tuning = bench.read_questions(tmp_path, 2, 2)
+    measured, tuning = read_questions(tmp_path, 2, 2)
     assert [q.prompt for q in measured] == ["w0?", "w2?"] and [q.prompt for q in tuning] == ["w1?", "w3?"]
     assert measured[0].category == "t0" and measured[0].images[0].getpixel((0, 0)) == (0, 90, 10)
 
@@ -137,9 +138,9 @@ def test_reads_json_with_several_pictures_and_plain_folders(tmp_path: Path) -> N
     names = save_pictures(tmp_path / "pictures", 3)
     rows = {"data": [{"images": [f"pictures/{n}" for n in names], "question": "which?", "task": "pairs"}]}
     (tmp_path / "list.json").write_text(json.dumps(rows))
-    (question,) = bench.read_questions(tmp_path / "list.json", 1, 0)[0]
+    (question,) = read_questions(tmp_path / "list.json", 1, 0)[0]
     assert len(question.images) == 3 and question.prompt == "which?" and question.category == "pairs"
-    assert [q.prompt for q in bench.read_questions(tmp_path / "pictures", 3, 0)[0]] == ["", "", ""]
+    assert [q.prompt for q in read_questions(tmp_path / "pictures", 3, 0)[0]] == ["", "", ""]
 
 
 def test_reads_pictures_inside_parquet(tmp_path: Path) -> None:
@@ -147,7 +148,7 @@ def test_reads_pictures_inside_parquet(tmp_path: Path) -> None:
     (name,) = save_pictures(tmp_path, 1)
     row = {"image": {"bytes": (tmp_path / name).read_bytes(), "path": None}, "question": "what?"}
     parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "list.parquet")
-    (question,) = bench.read_questions(tmp_path / "list.parquet", 1, 0)[0]
+    (question,) = read_questions(tmp_path / "list.parquet", 1, 0)[0]
     assert question.images[0].size == (28, 28) and question.category == "all"
 
 
@@ -163,12 +164,12 @@ def test_says_what_is_wrong_with_a_list(tmp_path: Path, content: str, count: int
     save_pictures(tmp_path, 1)
     (tmp_path / "list.jsonl").write_text(content)
     with pytest.raises(BenchError, match=told):
-        bench.read_questions(tmp_path / "list.jsonl", count, 0)
+        read_questions(tmp_path / "list.jsonl", count, 0)
 
 
 def test_no_data(tmp_path: Path) -> None:
     with pytest.raises(BenchError, match=r"\.jsonl, \.json, \.parquet"):
-        bench.read_questions(tmp_path / "absent.csv", 1, 0)
+        read_questions(tmp_path / "absent.csv", 1, 0)
 
 
 # -- whole runs ----------------------------------------------------------------------------------------------------

@@ -26,8 +26,9 @@ from mmspec.app.bench import report
 from mmspec.app.bench.command import Outcome
 from mmspec.kernels import cases, dispatch
 from mmspec.kernels import reference as ops
+from mmspec.rules import Masses, Trial
 from mmspec.tree import chain, from_parents
-from mmspec.types import Categorical, Draft, Masses, Trial
+from mmspec.types import Categorical, Draft
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16

@@ -15,6 +15,7 @@ FOLDERS = ("app", "pipelines", "mmspec", "kernels")  # each imports only itself 
 INSIDE = {  # the order inside mmspec/: each part imports only its own rank and lower ones
     "rows": 0,
     "types": 0,
+    "rules": 0,
     "session": 0,
     "config": 0,
     "slots": 0,
@@ -22,7 +23,6 @@ INSIDE = {  # the order inside mmspec/: each part imports only its own rank and 
     "loop": 1,
     "auto": 1,
     "accept": 1,
-    "rules": 1,
     "paths": 1,
     "cspd": 1,
     "tree": 1,

@@ -14,10 +14,10 @@ from torch import Tensor
 from mmspec.accept import advance, along_path, chances, descend, walk
 from mmspec.kernels import reference as ops
 from mmspec.registry import RULES, resolve_rule
-from mmspec.rules import exact
+from mmspec.rules import Masses, Rule, Trial, exact
 from mmspec.session import Row, Session, Stats
 from mmspec.tree import chain, from_parents
-from mmspec.types import HOLE, Categorical, Draft, Masses, Rule, Trial
+from mmspec.types import HOLE, Categorical, Draft
 
 V = 7
 CODES = torch.randn(V, 3, generator=torch.Generator().manual_seed(3))

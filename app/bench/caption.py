@@ -19,7 +19,8 @@ import mmspec
 from mmspec import registry
 from mmspec.app import embedded
 from mmspec.app.bench import report
-from mmspec.app.bench.command import BenchError, Outcome, Question, in_turn, peak_mb, read_questions, say
+from mmspec.app.bench.command import BenchError, Outcome, in_turn, peak_mb, say
+from mmspec.app.bench.questions import Question, read_questions
 from mmspec.app.engine import STOCK, load, wait
 from mmspec.app.provenance import provenance
 from mmspec.pipelines.batching import Flow, Plain

@@ -10,17 +10,15 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from PIL import Image
 
 from mmspec.app.bench import report
-from mmspec.app.caption.inputs import images
-from mmspec.app.caption.media import MediaError, decode, load_image
+from mmspec.app.caption.media import MediaError
 from mmspec.app.engine import EngineError
 from mmspec.app.provenance import load_average
 from mmspec.capture import Captured
@@ -37,11 +35,6 @@ SUITES = {  # name: (module with configure(parser) and measure(args, outcome), o
     "shapes": ("mmspec.app.bench.shapes", "what a round costs at the shapes of published models, with random weights"),
     "kernels": ("mmspec.app.bench.kernels", "kernels beside their definitions, as a share of the copy bandwidth"),
 }
-FIELDS = {  # what a question list may call its fields, the first one that is filled counts
-    "images": ("image", "images", "image_path", "image_paths", "image_file", "file_name", "img"),
-    "prompt": ("prompt", "question", "turns", "instruction", "query", "text"),
-    "category": ("topic", "category", "task", "dataset", "source"),  # MMSpec's task is `topic`; its `category` is free
-}
 BLOCK = 10**7  # seeds of one run of pictures
 
 
@@ -57,15 +50,6 @@ class Outcome:
     tuned: dict[str, Any] = field(default_factory=dict)  # cell → method → {chosen, tried}
     records: list[report.Record] = field(default_factory=list)
     meaning: dict[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Question:
-    """One thing to ask: pictures and a prompt; an empty prompt is filled in by the suite."""
-
-    images: tuple[Image.Image, ...]
-    prompt: str = ""
-    category: str = "all"
 
 
 @dataclass(frozen=True)
@@ -218,84 +202,3 @@ def peak_mb(device: torch.device, call: Callable[[], Any]) -> float | None:
 def _resident(name: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(name))  # KiB
-
-
-def read_questions(path: Path, count: int, others: int) -> tuple[list[Question], list[Question]]:
-    """`count` questions spread over the data, and `others` further ones to tune on.
-
-    Args:
-        path: a .jsonl, .json or .parquet list with the fields of FIELDS, or a folder: of one such list (as in
-            killthefullmoon/MMSpec, with its `images/`), or just of pictures.
-
-    Raises:
-        BenchError: no such data, too few questions, or a list without pictures or prompts.
-    """
-    folder = path if path.is_dir() else path.parent
-    rows = list(_rows(path))
-    if len(rows) < count + others:
-        raise BenchError(
-            f"{path} holds {len(rows)} questions; {count} are to be measured and {others} to be tuned on. "
-            f"Lower --images or --tune-images"
-        )
-    chosen = {i * len(rows) // count for i in range(count)}
-    rest = [i for i in range(len(rows)) if i not in chosen]
-    tuning = [rest[i * len(rest) // others] for i in range(others)]
-    measured, tuned = ([_question(rows[i], folder, i) for i in places] for places in (sorted(chosen), tuning))
-    return measured, tuned
-
-
-def _rows(path: Path) -> Iterable[dict[str, Any]]:
-    if path.is_dir():
-        lists = sorted(p for p in path.iterdir() if p.suffix in READERS)
-        if len(lists) > 1:
-            raise BenchError(f"{path} holds {len(lists)} lists ({', '.join(p.name for p in lists)}); name one of them")
-        if not lists:
-            return [{"image": str(picture.resolve())} for picture in images(path)]
-        path = lists[0]
-    if path.suffix not in READERS or not path.is_file():
-        raise BenchError(f"no questions in {str(path)!r}; give a folder or a file ending in {', '.join(READERS)}")
-    return READERS[path.suffix](path)
-
-
-def _jsonl(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-
-
-def _json(path: Path) -> list[dict[str, Any]]:
-    held = json.loads(path.read_text(encoding="utf-8"))
-    return held if isinstance(held, list) else next(value for value in held.values() if isinstance(value, list))
-
-
-def _parquet(path: Path) -> list[dict[str, Any]]:
-    try:
-        import pyarrow.parquet
-    except ImportError as error:
-        raise BenchError("a parquet list needs pyarrow: pip install pyarrow, or convert it to .jsonl") from error
-    return pyarrow.parquet.read_table(path).to_pylist()
-
-
-READERS: dict[str, Callable[[Path], list[dict[str, Any]]]] = {".jsonl": _jsonl, ".json": _json, ".parquet": _parquet}
-
-
-def _question(row: dict[str, Any], folder: Path, number: int) -> Question:
-    found = {kind: next((row[n] for n in names if row.get(n)), None) for kind, names in FIELDS.items()}
-    pictures, prompt = found["images"], found["prompt"]
-    if pictures is None or (prompt is None and set(row) != {"image"}):
-        missing = "picture" if pictures is None else "prompt"
-        raise BenchError(
-            f"question {number} has no {missing}: its fields are {', '.join(row)}. Pictures are looked for in "
-            f"{', '.join(FIELDS['images'])}, prompts in {', '.join(FIELDS['prompt'])}"
-        )
-    pictures = pictures if isinstance(pictures, list) else [pictures]
-    prompt = prompt[0] if isinstance(prompt, list) else prompt or ""  # of a conversation, the first turn
-    category = str(found["category"]) if found["category"] else "all"
-    return Question(tuple(_picture(one, folder) for one in pictures), str(prompt), category)
-
-
-def _picture(one: Any, folder: Path) -> Image.Image:
-    """A path (beside the list or in its `images/`), or a picture of a parquet column: {bytes, path}."""
-    if isinstance(one, dict) and one.get("bytes"):
-        return decode(one["bytes"], one.get("path") or "picture in the list")
-    name = one["path"] if isinstance(one, dict) else one
-    places = [folder / name, folder / "images" / name]
-    return load_image(next((place for place in places if place.is_file()), places[0]))

@@ -16,18 +16,8 @@ import torch
 import mmspec
 from mmspec.app import embedded
 from mmspec.app.bench import report, vlm_curves, vlm_methods, vlm_shown
-from mmspec.app.bench.command import (
-    Call,
-    Clock,
-    Outcome,
-    Question,
-    batches,
-    compiled_graphs,
-    in_turn,
-    peak_mb,
-    say,
-    settle,
-)
+from mmspec.app.bench.command import Call, Clock, Outcome, batches, compiled_graphs, in_turn, peak_mb, say, settle
+from mmspec.app.bench.questions import Question
 from mmspec.app.bench.vlm_methods import GRIDS, Method, methods
 from mmspec.app.bench.vlm_shown import Asked, Shown, questions
 from mmspec.app.engine import STOCK as NO_DRAFTER

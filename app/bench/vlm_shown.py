@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mmspec.app.bench.command import Question, read_questions
+from mmspec.app.bench.questions import Question, read_questions
 from mmspec.zoo import clips, language, scenes
 from mmspec.zoo.recipes import Mix
 

@@ -93,8 +93,8 @@ def train_image(recipe: ImageRecipe, out_dir: Path, resume: bool = True, work: P
             nats = zoo_image.score_generator(pipe)
             say(f"step {step}: {nats['nats']:.4f} nats per held-out token, {nats['other']:.4f} under another prompt")
 
-    zoo_image.train_reading(recipe, pipe, work, say)
-    zoo_image.train_generator(recipe, pipe, work, say, watch)
+    meaning = zoo_image.train_reading(recipe, pipe, work, say)
+    zoo_image.train_generator(recipe, pipe, meaning, work, say, watch)
     results = {**zoo_image.score_vq(pipe.vqvae), **zoo_image.score_generator(pipe), "parameters": zoo_image.sizes(pipe)}
     results["read"] = zoo_image.faithfulness(pipe)
     out_dir.mkdir(parents=True, exist_ok=True)

@@ -28,8 +28,8 @@ from mmspec.zoo.recipes import Tokenizer as VqRecipe
 
 Say = Callable[[str], None]
 # Which stage a random state belongs to.
-_VQ, _GENERATOR, _READING, _SETTLE, _TELLING, _AGAIN, _RELATING, _MEANING = range(1, 9)
-STAGES = ("vq", "reading", "generator", "telling", "again", "relating", "settle")  # names of their checkpoints
+_VQ, _GENERATOR, _READING, _SETTLE, _MEANING = range(1, 6)
+STAGES = ("vq", "reading", "generator", "settle")  # names of their checkpoints
 SPECIAL = ("<pad>", "</s>", "<unk>")
 
 
@@ -153,25 +153,22 @@ def loss_of(
     return each.mean() if weights is None else (each * weights.flatten()).sum() / weights.sum()
 
 
-def train_reading(recipe: ImageRecipe, pipe: LlamaGenPipeline, work: Path, say: Say) -> None:
+def train_reading(recipe: ImageRecipe, pipe: LlamaGenPipeline, work: Path, say: Say) -> nn.Linear:
     """Train the text encoder so that the mean of the prefix says what a prompt means, or on from `work`'s checkpoint.
 
     The mean is all that a picture's tokens can learn of the prefix in one layer, because every prefix token weighs the
-    same; which word belongs to which object must be sorted out before.
+    same; which word belongs to which object must be sorted out before. Returns the classifier that tells the meaning.
     """
     plan = recipe.generator.reading
     torch.manual_seed(recipe.seed)
-    probe = _meaning_probe(pipe)
+    probe = nn.Linear(pipe.transformer.config.dim, sum(pictures.KINDS))
 
     def loss_at(step: int) -> tuple[Tensor, int]:
         return _reading_loss(pipe, probe, np.random.default_rng((recipe.seed, _READING, step)), plan.batch), plan.batch
 
     parts = {"text_encoder": pipe.text_encoder, "embedding": pipe.transformer.cls_embedding, "probe": probe}
     fit(nn.ModuleDict(parts).train(), plan, loss_at, work / "reading.pt", say)
-
-
-def _meaning_probe(pipe: LlamaGenPipeline) -> nn.Linear:
-    return nn.Linear(pipe.transformer.config.dim, sum(pictures.KINDS))
+    return probe
 
 
 def _reading_loss(pipe: LlamaGenPipeline, probe: nn.Linear, rng: np.random.Generator, batch: int) -> Tensor:
@@ -186,56 +183,42 @@ def _reading_loss(pipe: LlamaGenPipeline, probe: nn.Linear, rng: np.random.Gener
 
 
 def train_generator(
-    recipe: ImageRecipe, pipe: LlamaGenPipeline, work: Path, say: Say, watch: Callable[[int], None]
+    recipe: ImageRecipe, pipe: LlamaGenPipeline, meaning: nn.Linear, work: Path, say: Say, watch: Callable[[int], None]
 ) -> None:
-    """Train transformer and text encoder together on pictures drawn as it goes, or on from `work`'s checkpoints."""
+    """Train transformer and text encoder together on pictures drawn as it goes, or on from `work`'s checkpoints.
+
+    `meaning`: the classifier of `train_reading`, whose lesson goes on.
+    """
     shape, model = recipe.generator, pipe.transformer
     vq, grid = pipe.vqvae.eval().requires_grad_(False), model.config.grid
-    both = nn.ModuleDict({"transformer": model, "text_encoder": pipe.text_encoder}).train()
     torch.manual_seed(recipe.seed)
     probes = nn.ModuleList(squares.Probe(model.config.dim, shape.emphasis) for _ in shape.tell_after)
-    meaning = _meaning_probe(pipe)
+    parts = {"transformer": model, "text_encoder": pipe.text_encoder, "probes": probes, "meaning": meaning}
+    taught = nn.ModuleDict(parts).train()
 
-    def drawn_at(step: int, stream: int, emphasis: float) -> tuple[Tensor, list[pictures.Picture]]:
+    def loss_at(step: int, stream: int, emphasis: float, batch: int) -> tuple[Tensor, int]:
         rng = np.random.default_rng((recipe.seed, stream, step))
-        drawn = [pictures.draw(rng) for _ in range(shape.plan.batch)]
+        drawn = [pictures.draw(rng) for _ in range(batch)]
         prompts = [pictures.caption(picture, rng) for picture in drawn]
         with torch.no_grad():
             ids = vq.encode(pixels(drawn)).flatten(1)
-        null = torch.from_numpy(rng.random(len(ids)) < shape.drop)
+        null = torch.from_numpy(rng.random(batch) < shape.drop)
         touched = np.stack([pictures.covered(picture, grid) for picture in drawn])
         weights = torch.from_numpy(np.where(touched, emphasis, 1.0)).float()
-        return loss_of(pipe, prompts, ids, null, weights), drawn
-
-    def loss_at(step: int) -> tuple[Tensor, int]:
-        loss, drawn = drawn_at(step, _GENERATOR, shape.emphasis)
-        return loss, len(drawn) * grid**2
-
-    def told_at(step: int, stream: int, emphasis: float) -> tuple[Tensor, int]:
         with _overheard([model.layers[index] for index in shape.tell_after]) as heard:
-            loss, drawn = drawn_at(step, stream, emphasis)
+            loss = loss_of(pipe, prompts, ids, null, weights)
         truth = torch.from_numpy(np.concatenate([squares.shown(picture, grid) for picture in drawn]))
         for probe, hidden in zip(probes, heard, strict=True):
             before = hidden[:, shape.prefix - 1 :].flatten(0, 1)  # each has seen what comes before its square
             loss = loss + shape.tell * probe(before, truth)
-        return loss, len(truth)
-
-    def read_at(step: int, stream: int, emphasis: float) -> tuple[Tensor, int]:
-        loss, count = told_at(step, stream, emphasis)
         rng = np.random.default_rng((recipe.seed, _MEANING, stream, step))
-        return loss + _reading_loss(pipe, meaning, rng, shape.reading.batch), count
+        return loss + _reading_loss(pipe, meaning, rng, shape.reading.batch), len(truth)
 
-    taught = nn.ModuleDict({**both, "probes": probes}).train()
-    reading = nn.ModuleDict({**taught, "meaning": meaning}).train()
-    telling, again = (partial(told_at, stream=stream, emphasis=shape.emphasis) for stream in (_TELLING, _AGAIN))
-    relating = partial(read_at, stream=_RELATING, emphasis=shape.emphasis)
-    settling = partial(read_at, stream=_SETTLE, emphasis=1.0)
-    fit(both, shape.plan, loss_at, work / "generator.pt", say, watch)
-    fit(taught, shape.telling, telling, work / "telling.pt", say, watch)
-    fit(taught, shape.again, again, work / "again.pt", say, watch)
-    fit(reading, shape.relating, relating, work / "relating.pt", say, watch)
-    fit(reading, shape.settle, settling, work / "settle.pt", say, watch)
-    both.eval()
+    main = partial(loss_at, stream=_GENERATOR, emphasis=shape.emphasis, batch=shape.plan.batch)
+    settling = partial(loss_at, stream=_SETTLE, emphasis=1.0, batch=shape.settle.batch)
+    fit(taught, shape.plan, main, work / "generator.pt", say, watch)
+    fit(taught, shape.settle, settling, work / "settle.pt", say, watch)
+    taught.eval()
 
 
 @contextmanager

@@ -35,11 +35,10 @@ class Generator:
     """Shape of the LlamaGen transformer and of the T5 encoder that is trained along with it.
 
     First the text encoder learns to tell what prompts mean (`reading`; published models take a T5 that can read
-    already). Then the codes that objects touch, which a prompt foretells, count `emphasis` times. Shapes show in few
-    codes, so next (`telling`) throw-away classifiers on the layers `tell_after` have to say, too, what the square about
-    to be drawn shows; that counts `tell` times, in two cycles (`again`), the second with a warm restart. By then the
-    text encoder has unlearnt which word stands for which place, so from `relating` on it goes on reading beside.
-    Weights on objects make them too likely, so at last (`settle`) all codes count the same.
+    already), and goes on with that lesson to the end: drawing alone would unlearn which word stands for which place.
+    The codes that objects touch, which a prompt foretells, count `emphasis` times. Shapes show in few codes, so
+    throw-away classifiers on the layers `tell_after` have to say, too, what the square about to be drawn shows; that
+    counts `tell` times. Weights on objects make them too likely, so at last (`settle`) all codes count the same.
     """
 
     dim: int = 128
@@ -58,19 +57,10 @@ class Generator:
     tell: float = 0.3
     reading: Schedule = field(default_factory=lambda: Schedule(steps=700, batch=64, lr=2e-3, warmup=0.05, decay=0.5))
     plan: Schedule = field(
-        default_factory=lambda: Schedule(steps=3200, batch=12, lr=3e-3, warmup=0.02, decay=0.7, newton_schulz=3)
-    )
-    telling: Schedule = field(
-        default_factory=lambda: Schedule(steps=1300, batch=12, lr=1.5e-3, warmup=0.02, decay=0.6, newton_schulz=3)
-    )
-    again: Schedule = field(
-        default_factory=lambda: Schedule(steps=1000, batch=12, lr=1.5e-3, warmup=0.02, decay=0.7, newton_schulz=3)
-    )
-    relating: Schedule = field(
-        default_factory=lambda: Schedule(steps=800, batch=12, lr=2e-3, warmup=0.02, decay=0.6, newton_schulz=3)
+        default_factory=lambda: Schedule(steps=4000, batch=8, lr=2.5e-3, warmup=0.02, decay=0.7, newton_schulz=3)
     )
     settle: Schedule = field(
-        default_factory=lambda: Schedule(steps=300, batch=12, lr=1.2e-3, decay=0.9, newton_schulz=3)
+        default_factory=lambda: Schedule(steps=350, batch=8, lr=1e-3, decay=0.9, newton_schulz=3)
     )
 
 
