@@ -11,7 +11,8 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.passes.split_module import split_module
 
-Attend = Callable[[int, float, Tensor, Tensor, Tensor], Tensor]  # layer, scale, q, k, v of the new rows → like q
+# Layer, scale, q, k, v of the new rows and, where that is computed, which rows these see → like q.
+Attend = Callable[..., Tensor]
 Compile = Callable[[fx.GraphModule, list[Tensor]], Callable[..., Any]]  # a graph and example inputs → a function
 
 
@@ -20,17 +21,18 @@ class Uncapturable(Exception):
 
 
 @torch.library.custom_op("mmspec::attend", mutates_args=())
-def attend(layer: int, scale: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def attend(layer: int, scale: float, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> Tensor:
     """Stands for an attention while a function is captured: q [B, heads, n, D], k and v [B, kv_heads, n, D].
 
-    What it gives lies in memory as [B, n, heads, D]; so must what `Captured` is handed in its place.
+    What the function itself computes of a mask is handed on as `seen`; without it the attention is asked with five
+    arguments. What it gives lies in memory as [B, n, heads, D]; so must what `Captured` is handed in its place.
     """
     B, heads, n, _ = q.shape
     return q.new_zeros(B, n, heads, v.shape[3]).transpose(1, 2)
 
 
 @attend.register_fake
-def _(layer: int, scale: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _(layer: int, scale: float, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> Tensor:
     B, heads, n, _ = q.shape
     return q.new_empty(B, n, heads, v.shape[3]).transpose(1, 2)
 
@@ -144,8 +146,8 @@ def _cut(graph: fx.GraphModule, compile: Compile) -> tuple[Callable[..., Any], i
     return whole.forward, len(ready)
 
 
-def _attended(attention: Attend, layer: int, scale: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return attention(layer, scale, q, k, v)
+def _attended(attention: Attend, *told: Any) -> Tensor:
+    return attention(*told)
 
 
 def _ready(piece: fx.GraphModule, ready: dict[str, Callable[..., Any]], compile: Compile) -> Callable[..., Any]:

@@ -31,6 +31,9 @@ class Lengths:
     def plus(self, counts: tuple[int, ...], device_counts: Tensor) -> Lengths:
         return Lengths(tuple(n + c for n, c in zip(self.host, counts, strict=True)), self.device + device_counts)
 
+    def further(self, n: int) -> Lengths:
+        return Lengths(tuple(length + n for length in self.host), self.device + n)
+
     def select(self, rows: Tensor) -> Lengths:
         return Lengths(tuple(self.host[i] for i in rows.tolist()), self.device[rows])
 

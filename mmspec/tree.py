@@ -121,7 +121,7 @@ def _keep(scores: Tensor, tokens: Tensor, parents: Tensor, depth: int, size: int
         )
     kept = scores.sort(dim=1, descending=True, stable=True).indices[:, : size - 1]
     place = torch.zeros(B, pool + 1, dtype=torch.long, device=scores.device)  # pool place + 1 → node; the root → 0
-    place.scatter_(1, kept + 1, torch.arange(1, size, device=scores.device).expand(B, -1))
+    place = place.scatter(1, kept + 1, torch.arange(1, size, device=scores.device).expand(B, -1))
     node_parents = place.gather(1, parents.gather(1, kept) + 1)
     root = torch.zeros(B, 1, dtype=torch.long, device=scores.device)
     return tokens.gather(1, kept), from_parents(torch.cat([root, node_parents], 1), depth)

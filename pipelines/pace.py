@@ -10,9 +10,10 @@ from weakref import WeakKeyDictionary
 
 from mmspec.auto import NONE, Auto, Known
 from mmspec.config import SpecConfig
-from mmspec.drafters.captured import CapturedChain
+from mmspec.drafters.captured import CapturedDraft
 from mmspec.drafters.feature import FeatureDrafter
 from mmspec.pipelines import compiled, trusted
+from mmspec.pipelines.trusted import Trusted
 from mmspec.types import TargetInfo
 
 # By model and by the drafter's layer, or its class where it has none: what is known outlives `disable`.
@@ -54,10 +55,8 @@ def _known(model: Any, drafter: Any, config: SpecConfig, target: TargetInfo, sha
 
 
 def _ready(model: Any, capture: bool, drafter: Any) -> Any:
-    """The drafter, its chain captured where that is asked for and can be."""
+    """The drafter, what it drafts captured where that is asked for."""
     if not capture or not isinstance(drafter, FeatureDrafter):
         return drafter
-    if drafter.options.tree != "chain" or drafter.options.draws:
-        return drafter
-    chains = compiled.of(model).chains.setdefault(drafter.block, {})
-    return CapturedChain(drafter, lambda: trusted.weights(model), chains)
+    held = compiled.of(model).drafts.setdefault(drafter.block, Trusted(type(drafter).__name__))
+    return CapturedDraft(drafter, lambda: trusted.weights(model), held)

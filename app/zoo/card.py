@@ -187,12 +187,10 @@ with the words of `mmspec.zoo.pictures`.
   and absolute error, no adversarial and no perceptual loss.
 - Transformer: {shape.layers} layers x {shape.dim}, {shape.heads} heads, {shape.prefix} prefix tokens; trained together
   with the T5 encoder ({shape.text_layers} layers x {shape.text_width}) on {steps} steps of {batch} pictures;
-  {drop:.0%} of the prompts shown as null; the codes that objects touch counted {shape.emphasis:.0f} times.
-- Then {shape.telling.steps} + {shape.again.steps} + {shape.relating.steps} steps, each part with a warm restart (peak
-  rates {shape.telling.lr}, {shape.again.lr}, {shape.relating.lr}): beside the codes, throw-away linear classifiers on
-  the hidden states of layers {layers} had to say what the square about to be drawn shows (weight {shape.tell}); in the
-  last part the T5 encoder also went on learning to say what prompts mean. Last, {shape.settle.steps} steps (peak rate
-  {shape.settle.lr}) in which all codes counted alike.
+  {drop:.0%} of the prompts shown as null; the codes that objects touch counted {shape.emphasis:.0f} times. Beside the
+  codes, throw-away linear classifiers on the hidden states of layers {layers} had to say what the square about to be
+  drawn shows (weight {shape.tell}), and one on the mean of the prefix what the prompt means. Last, {shape.settle.steps}
+  steps (peak rate {shape.settle.lr}) in which all codes counted alike.
 - Muon for the matrices of the transformer, AdamW for the rest, peak rate {lr}, seed {seed}, float32.
 - Before all that the T5 encoder learnt to say what prompts mean, on {shape.reading.steps} steps of
   {shape.reading.batch} prompts.

@@ -1,8 +1,9 @@
-"""A feature drafter's chain, captured and compiled: catching up and all levels are one function of tensors."""
+"""A feature drafter's drafts, captured and compiled: catching up and all levels are one function of tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,29 +13,28 @@ from torch.nn.functional import pad
 
 from mmspec import capture
 from mmspec.capture import Captured
-from mmspec.drafters.blocks import Attend, path_after
-from mmspec.drafters.feature import FeatureDrafter, _embed
-from mmspec.rows import gather_rows
+from mmspec.drafters import shapes
+from mmspec.drafters.blocks import Attend, Memory, path_after
+from mmspec.drafters.feature import FeatureDrafter
 from mmspec.slots import Lengths
-from mmspec.tree import chain
-from mmspec.types import Draft, Prompt, Target
+from mmspec.tree import chain, from_parents
+from mmspec.types import Categorical, Draft, Prompt, Target, Tree
 
 
-class CapturedChain:
+class CapturedDraft:
     """Proposes what its drafter proposes; the drafter itself does where the target weighs its logits.
 
     Args:
-        drafter: fitted to the target; drafts chains by rank.
+        drafter: fitted to the target.
         weights: of the target, whose embedding and head the drafter uses.
-        held: what was captured before, with this drafter's layer and these weights.
+        held: what was captured with this drafter's layer and these weights: the Trusted of pipelines/trusted.py. Drafts
+            may be anything, so what is tried of a capture is that its trees are well-formed.
     """
 
-    def __init__(
-        self, drafter: FeatureDrafter, weights: Callable[[], Iterable[Tensor]], held: dict[Any, Captured]
-    ) -> None:
-        self.drafter, self.weights = drafter, weights
+    def __init__(self, drafter: FeatureDrafter, weights: Callable[[], Iterable[Tensor]], held: Any) -> None:
+        self.drafter, self.weights, self.held = drafter, weights, held
         self.features, self.nodes = drafter.features, drafter.nodes
-        self._held = held
+        self.rows = 1 + (drafter.options.depth or 1)  # that a round can hand over, if the one before drafted
 
     def start(self, session: Any, target: Target, prompt: Prompt) -> Any:
         return self.drafter.start(session, target, prompt)
@@ -42,55 +42,76 @@ class CapturedChain:
     @torch.no_grad()
     def propose(self, session: Any, target: Target) -> Draft:
         weighed = hasattr(target, "weigh") and not self.drafter.own_head
-        longer = session.last.kept.shape[1] > self.nodes  # what rounds without a draft have handed over
-        if weighed or longer:
+        if weighed or session.last.kept.shape[1] > self.rows:
             return self.drafter.propose(session, target)
-        memory, N = session.memory, self.nodes
+        memory: Memory = session.memory
         hidden, follow, count = path_after(session)
-        missing = N - follow.shape[1]  # rows past `count` mean nothing, and are written over
-        inputs = [pad(hidden, (0, 0, 0, missing)), pad(follow, (0, missing)), count, memory.positions]
+        missing = self.rows - follow.shape[1]  # rows past `count` mean nothing, and are written over
+        inputs = [pad(hidden, (0, 0, 0, missing)), pad(follow, (0, missing)), count]
+        inputs += [session.pending, session.emitted, session.seeds, memory.positions]
         inputs += [] if memory.context is None else [memory.context]
-        key = (self.drafter.options, *(t.shape for t in inputs))
-        captured = self._held.get(key)
-        if captured is None:
-            captured = self._held[key] = self._capture(target, inputs)
-        before, after = memory.lengths, memory.lengths.plus(session.last.counts, count)
-        seen = chain(N, follow.device).ancestors.expand(len(follow), N, N)
+        after = memory.lengths.plus(session.last.counts, count)
+        attend = self._attending(memory, replace(memory, lengths=after))
+        o, draws, made = self.drafter.options, self.drafter.drawing(session), []
+        scale = getattr(getattr(target, "guidance", None), "scale", None)
+        key = (o.tree, o.depth, o.width, o.size, draws, scale, *(t.shape for t in inputs))
 
-        def attend(level: int, scale: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            memory.lengths = after if level else before
-            further = level - 1
-            at = before if not level else Lengths(tuple(n + further for n in after.host), after.device + further)
-            out = memory.attend(at, None if level else seen)(q, k, v)
+        def tried(captured: Captured) -> list[Tensor]:
+            made[:] = captured(attend, *inputs)
+            return [t.float() for t in made[2:4]]
+
+        def whole() -> list[Tensor]:
+            tree = from_parents(made[1], self.rows)
+            return [tree.depth.float(), tree.ancestors.float()]
+
+        captured = self.held.get(key, torch.float32, lambda: self._capture(target, draws, inputs), tried, whole)
+        if captured is None:
+            return self.drafter.propose(session, target)
+        tokens, parents, depth, ancestors, *law = captured(attend, *inputs)
+        memory.lengths, memory.positions = after, memory.positions + count
+        return Draft(tokens, Tree(parents, depth, ancestors, o.tree == "chain"), Categorical(*law) if law else None)
+
+    def _attending(self, before: Memory, after: Memory) -> capture.Attend:
+        """What stands for the attentions: of catching up on the memory as it was, then of the levels on all it read."""
+
+        def attend(at: int, scale: float, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> Tensor:
+            memory, n = (before, at) if at < self.rows else (after, at - self.rows)
+            out = memory.attend(memory.lengths.further(n), seen)(q, k, v)
             return out.transpose(1, 2).contiguous().transpose(1, 2)
 
-        (below,) = captured(attend, *inputs)
-        memory.lengths, memory.positions = after, memory.positions + count
-        return Draft(torch.cat([session.pending[:, None], below], 1), chain(N, below.device).expand(len(below)))
+        return attend
 
-    def _capture(self, target: Target, inputs: list[Tensor]) -> Captured:
-        drafter = self.drafter
+    def _capture(self, target: Target, draws: bool, inputs: list[Tensor]) -> Captured:
+        drafter, o, device = self.drafter, self.drafter.options, inputs[0].device
+        fixed = [chain(self.rows, device), *([] if o.tree == shapes.DYNAMIC else [shapes.plan(o.tree, o.depth, device)])]
 
-        def run(hidden: Tensor, follow: Tensor, count: Tensor, positions: Tensor, *context: Tensor) -> list[Tensor]:
-            memory = _Passing(positions, *context)
-            out = drafter._read(memory, _embed(target, follow), hidden, memory.lengths, 0, None)  # type: ignore[arg-type]
-            memory.positions = positions + count
-            return [drafter._chain(SimpleNamespace(memory=memory), target, gather_rows(out, count[:, None] - 1))[0]]
+        def run(hidden: Tensor, follow: Tensor, count: Tensor, *state: Tensor) -> list[Tensor]:
+            pending, emitted, seeds, *rest = state
+            last = SimpleNamespace(counts=(self.rows,) * len(count))
+            session = SimpleNamespace(pending=pending, emitted=emitted, seeds=seeds, memory=_Passing(*rest), last=last)
+            draft = drafter.draft(session, target, hidden, follow, count, draws)
+            tree, law = draft.tree, [] if draft.law is None else [draft.law.logits]
+            return [draft.tokens, tree.parents, tree.depth, tree.ancestors, *law]
 
-        own = [*drafter.parameters(), *drafter.buffers(), *self.weights()]
+        own = [*drafter.parameters(), *drafter.buffers(), *self.weights(), *_tensors(fixed)]
         with torch.inference_mode(False), torch.no_grad():
             return Captured(run, [t.clone() for t in inputs], own)
 
 
 class _Passing:
-    """A memory whose attentions are cuts, numbered in order."""
+    """A memory that began empty, whose attentions are cuts, numbered by how far in they append."""
 
     def __init__(self, positions: Tensor, context: Tensor | None = None) -> None:
         self.positions, self.context = positions, context
         self.lengths = Lengths.of([0] * len(positions), positions.device)
-        self.level = -1
 
-    def attend(self, at: Lengths, ancestors: Tensor | None) -> Attend:
-        self.level += 1
-        level = self.level
-        return lambda q, k, v: capture.attend(level, q.shape[-1] ** -0.5, q, k, v)
+    def attend(self, at: Lengths, seen: Tensor | None) -> Attend:
+        return lambda q, k, v: capture.attend(at.longest, q.shape[-1] ** -0.5, q, k, v, seen)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """All tensors inside a frozen value."""
+    if isinstance(value, Tensor):
+        return [value]
+    parts = value if isinstance(value, list | tuple) else getattr(value, "__dict__", {}).values()
+    return [t for part in parts for t in _tensors(part)]

@@ -100,8 +100,25 @@ class FeatureDrafter(FeatureLayer):
 
     @torch.no_grad()
     def propose(self, session: Any, target: Target) -> Draft:
+        return self.draft(session, target, *path_after(session), self.drawing(session))
+
+    def drawing(self, session: Any) -> bool:
+        """Whether the next draft is drawn: a point mass is not met by drawing."""
+        return bool(self.options.draws) and not session.last.scores.law.is_point
+
+    def draft(
+        self, session: Any, target: Target, hidden: Tensor, follow: Tensor, count: Tensor, draws: bool
+    ) -> Draft:
+        """Catch up with what the last round decided, then grow what the options ask for.
+
+        No value of a tensor is looked at, so that it can be captured.
+
+        Args:
+            session: of it `memory`, `pending`, `emitted`, `seeds` and `last.counts` are read.
+            hidden, follow, count: as `path_after` gives them.
+            draws: see `drawing`.
+        """
         memory: Memory = session.memory
-        hidden, follow, count = path_after(session)
         W = follow.shape[1]
         seen = None if W == 1 else chain(W, follow.device).ancestors.expand(len(follow), W, W)
         out = self._read(memory, _embed(target, follow), hidden, memory.lengths, 0, seen)
@@ -109,13 +126,12 @@ class FeatureDrafter(FeatureLayer):
         memory.positions = memory.positions + count
         f = gather_rows(out, count[:, None] - 1)  # [B, 1, S·H]
         o, law = self.options, None
-        draws = o.draws and not session.last.scores.law.is_point  # a point mass is not met by drawing
         if o.tree == shapes.DYNAMIC:
             below, tree = self._tree(session, target, f)
         elif o.tree == "chain" and not draws:
             below, tree = self._chain(session, target, f)
         else:
-            below, tree, law = self._static(session, target, f, bool(draws))
+            below, tree, law = self._static(session, target, f, draws)
         return Draft(torch.cat([session.pending[:, None], below], 1), tree, law)
 
     def _weighed(self, session: Any, target: Target, f: Tensor, level: int | Tensor) -> Tensor:
@@ -131,8 +147,7 @@ class FeatureDrafter(FeatureLayer):
         for level in range(depth):
             tokens.append(self.to_target(self._weighed(session, target, f, level).argmax(-1)))  # [B, 1]
             if level + 1 < depth:
-                at = Lengths(tuple(n + level for n in memory.lengths.host), memory.lengths.device + level)
-                f = self._read(memory, _embed(target, tokens[-1]), f, at, ahead[level], None)
+                f = self._read(memory, _embed(target, tokens[-1]), f, memory.lengths.further(level), ahead[level], None)
         return torch.cat(tokens, 1), chain(depth + 1, f.device).expand(len(f))
 
     def _tree(self, session: Any, target: Target, f: Tensor) -> tuple[Tensor, Tree]:
@@ -166,10 +181,9 @@ class FeatureDrafter(FeatureLayer):
             before, seen = gather_rows(state.hidden, came_from), gather_rows(state.seen, came_from)
             own = torch.eye(k, dtype=torch.bool, device=f.device).expand(len(f), k, k)
             state.seen = torch.cat([seen, own], 2)
-            at = Lengths(tuple(x + n for x in memory.lengths.host), memory.lengths.device + n)
             here = torch.full((k,), state.level, device=f.device)
             embeds = _embed(target, self.to_target(tokens))
-            state.hidden = self._read(memory, embeds, before, at, here, state.seen)
+            state.hidden = self._read(memory, embeds, before, memory.lengths.further(n), here, state.seen)
             state.appended, state.level = n + k, state.level + 1
             return self._weighed(session, target, state.hidden, state.level).float().log_softmax(-1)
 

@@ -59,9 +59,7 @@ class Generator:
     plan: Schedule = field(
         default_factory=lambda: Schedule(steps=4000, batch=8, lr=2.5e-3, warmup=0.02, decay=0.7, newton_schulz=3)
     )
-    settle: Schedule = field(
-        default_factory=lambda: Schedule(steps=350, batch=8, lr=1e-3, decay=0.9, newton_schulz=3)
-    )
+    settle: Schedule = field(default_factory=lambda: Schedule(steps=350, batch=8, lr=1e-3, decay=0.9, newton_schulz=3))
 
 
 @dataclass(frozen=True)
