@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 
@@ -26,7 +27,10 @@ class Answer:
 
 class Quick:
     """What --engine asks for, and as a flow one answer a step; a model called `broken` fails on everything,
-    `lost` after its third answer, and `deadly:NAME` takes the process with it at that item."""
+    `lost` after its third answer, and `deadly:NAME` takes the process with it at that item. In each process,
+    `held:FILE` gives as many answers as the file says, while there is one; `both:FOLDER` gives none before two
+    processes have been asked.
+    """
 
     drafter = None
     notes: list[str] = []
@@ -51,6 +55,8 @@ class Quick:
 
     def step(self) -> list[Answer]:
         time.sleep(self.pause)
+        if self._waits():
+            return []
         ticket, frames, prompt, seed = self.asked.pop(0)
         if self.model_name == f"deadly:{ticket}":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -60,6 +66,13 @@ class Quick:
             error = AcceleratorError("CUDA error: device-side assert triggered")
         text = hashlib.sha256(b"".join(frame.tobytes() for frame in frames)).hexdigest()[:16]
         return [Answer(ticket, f"{text} {len(frames)} {prompt} {seed}".strip(), 3, self.pause, error)]
+
+    def _waits(self) -> bool:
+        kind, _, place = self.model_name.partition(":")
+        if kind == "both":
+            Path(place, str(os.getpid())).touch()
+            return len(os.listdir(place)) < 2
+        return kind == "held" and Path(place).exists() and self.steps >= int(Path(place).read_text())
 
 
 def load(model: str, drafter: str, device: str, dtype: str, max_new_tokens: int, temperature: float) -> Quick:

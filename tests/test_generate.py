@@ -346,7 +346,7 @@ def test_text_iterator_streamer_in_a_thread(llava: Any) -> None:
     full = targets.generate(llava, inputs)
     oracle = Oracle.of(inputs["input_ids"], full)
     with mmspec.enable(llava, drafter=DRAFTERS["right within"](llava, oracle)):
-        streamer = T.TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
+        streamer = T.TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=300)
         thread = threading.Thread(target=targets.generate, args=(llava, inputs), kwargs={"streamer": streamer})
         thread.start()
         text = "".join(streamer)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,8 @@ from PIL import Image
 
 ROOT = Path(__file__).parent.parent
 ITEMS, KILLS = 200, 10
+MOST = (ITEMS - 20) // KILLS  # answers between two kills, so that no run ends by itself, however late it is killed
+PATIENCE = 300  # seconds, for what a busy machine may delay
 
 
 @pytest.fixture(scope="module")
@@ -27,8 +30,8 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def start(photos: Path, out: Path, *options: str) -> subprocess.Popen:
-    words = ["caption", str(photos), "--out", str(out), "--engine", "quick_engine:load", "--model", "quick"]
+def start(photos: Path, out: Path, model: str, *options: str) -> subprocess.Popen:
+    words = ["caption", str(photos), "--out", str(out), "--engine", "quick_engine:load", "--model", model]
     return subprocess.Popen(
         [sys.executable, "-m", "mmspec.app.cli", *words, "--quiet", "--max-new-tokens", "12", *options],
         env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"},
@@ -45,13 +48,17 @@ def whole_lines(out: Path) -> list[dict]:
 
 @pytest.mark.parametrize("devices", ("cpu", "cpu,cpu"))
 def test_200_items_and_10_kills(devices: str, photos: Path, tmp_path: Path):
-    out, rng = tmp_path / "out", np.random.default_rng(200)
+    out, held, rng = tmp_path / "out", tmp_path / "held", np.random.default_rng(200)
+    held.write_text(str(MOST // len(devices.split(","))))
+    run_again = partial(start, photos, out, f"held:{held}", "--devices", devices)
     before: list[str] = []
     for kill in range(KILLS):
-        run = start(photos, out, "--devices", devices)
-        aim = len(before) + int(rng.integers(0, 2 * (ITEMS - 40) // KILLS))  # so many lines, then some ms more
-        patience = time.monotonic() + 100
-        while len(whole_lines(out)) < aim and run.poll() is None and time.monotonic() < patience:
+        run = run_again()
+        aim = len(before) + int(rng.integers(0, MOST))  # so many lines, then some ms more
+        patience = time.monotonic() + PATIENCE
+        while len(whole_lines(out)) < aim:
+            assert run.poll() is None, f"kill {kill}: the run ended by itself"
+            assert time.monotonic() < patience, f"kill {kill}: {len(whole_lines(out))} lines, {aim} are to come"
             time.sleep(0.002)
         time.sleep(float(rng.uniform(0, 0.03)))
         assert run.poll() is None, f"kill {kill}: the run ended by itself"
@@ -63,7 +70,8 @@ def test_200_items_and_10_kills(devices: str, photos: Path, tmp_path: Path):
         assert set(before) <= set(names)
         before = names
     assert 0 < len(before) < ITEMS
-    assert start(photos, out, "--devices", devices).wait(100) == 0
+    held.unlink()
+    assert run_again().wait(PATIENCE) == 0
     names = sorted(line["file_name"] for line in whole_lines(out))
     assert names == [f"{number:03}.png" for number in range(ITEMS)]  # none lost, and the model answered for none twice
     records = [json.loads(line) for line in (out / "metadata.jsonl").read_text().splitlines()]

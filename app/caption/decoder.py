@@ -157,7 +157,7 @@ class Decoder:
                     else:
                         self._listen(lines[line])
                 for worker in list(self._workers):
-                    if worker.deadline < time.monotonic():
+                    if worker.deadline < time.monotonic() and not wait([worker.line], 0):  # it answered, unheard as yet
                         self._replace(worker, timed_out=True)
         except BaseException as error:  # `ready` raises it where the caller sees it
             with self._change:

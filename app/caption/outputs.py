@@ -254,6 +254,8 @@ class Outputs:
             with open(path, "rb") as file:
                 if not hold(file.fileno(), patience=PATIENCE):
                     raise OutputError(f"a worker of an earlier run still writes {path}; stop it, or wait for it")
+        for path in self.state.glob(f"{self.slots}*.partial"):  # a worker of this run may have nothing to write there
+            path.unlink(missing_ok=True)
 
     def _alone(self, name: str, patience: float = 0, shared: bool = False) -> bool:
         handle = os.open(self.state / name, os.O_RDWR | os.O_CREAT, 0o644)
