@@ -11,9 +11,12 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.passes.split_module import split_module
 
+from mmspec import graphs
+
 # Layer, scale, q, k, v of the new rows and, where that is computed, which rows these see → like q.
 Attend = Callable[..., Tensor]
 Compile = Callable[[fx.GraphModule, list[Tensor]], Callable[..., Any]]  # a graph and example inputs → a function
+Place = Callable[[fx.GraphModule, Callable[..., Any]], Callable[..., Any]]
 
 
 class Uncapturable(Exception):
@@ -42,7 +45,8 @@ class Captured:
 
     Between two attentions nothing depends on how long the cached prefix is, so the pieces have fixed shapes and are
     compiled once; pieces with the same code, such as those between two layers of a model, share one compiled function.
-    What the attentions do is said at every call.
+    What the attentions do is said at every call. On CUDA each piece is a graph wherever it stands (`mmspec/graphs.py`),
+    and an attention must not keep what it is handed.
 
     Args:
         function: of tensors, giving a list of tensors; its attentions are `attend`.
@@ -71,10 +75,16 @@ class Captured:
         for other in variants[1:]:
             if _traced(partial(function, other), inputs, given)[0].code != graph.code:
                 raise Uncapturable("what it computes depends on how much was read before")
-        self._run, self.pieces = _cut(graph, compile or inductor)
+        self._graphs = graphs.Graphs(inputs, attend) if graphs.wanted([*inputs, *self._weights]) else None
+        place = None if self._graphs is None else self._graphs.place
+        self._run, self.pieces = _cut(graph, compile or inductor, place)
+        if self._graphs is not None:
+            self(attend, *inputs)  # records them, so that the first call in earnest, which may be checked, is a replay
         Captured.made += 1
 
     def __call__(self, attend: Attend, *inputs: Tensor) -> list[Tensor]:
+        if self._graphs is not None:
+            return self._graphs.run(self._run, inputs, self._weights, attend)
         return self._run(*inputs, *self._weights, attend)
 
 
@@ -82,7 +92,7 @@ def inductor(piece: fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any
     """torch.compile's back end for a graph that needs no guards, since its shapes never change."""
     import torch._inductor as backend
 
-    return backend.compile(piece, list(examples))
+    return backend.compile(piece, list(examples), {"triton.cudagraphs": False})  # these are recorded by us
 
 
 def _traced(
@@ -115,8 +125,11 @@ def _traced(
     return graph, [tensor for tensor, _ in weights.values()]
 
 
-def _cut(graph: fx.GraphModule, compile: Compile) -> tuple[Callable[..., Any], int]:
-    """A function that runs the pieces one after the other and asks its last argument to attend; how many differ."""
+def _cut(graph: fx.GraphModule, compile: Compile, place: Place | None) -> tuple[Callable[..., Any], int]:
+    """A function that runs the pieces one after the other and asks its last argument to attend; how many differ.
+
+    `place` says what stands for a piece, of which a compiled function is given, at this one of its places.
+    """
     part, parts = 0, {}
     for node in graph.graph.nodes:
         alone = node.target is torch.ops.mmspec.attend.default
@@ -132,8 +145,9 @@ def _cut(graph: fx.GraphModule, compile: Compile) -> tuple[Callable[..., Any], i
         piece = getattr(whole, node.target)
         cut = next((n for n in piece.graph.nodes if n.target is torch.ops.mmspec.attend.default), None)
         if cut is None:
+            function = _ready(piece, ready, compile)
             delattr(whole, node.target)
-            setattr(whole, node.target, _ready(piece, ready, compile))
+            setattr(whole, node.target, function if place is None else place(piece, function))
             continue
         given = dict(zip(piece.graph.find_nodes(op="placeholder"), node.args, strict=True))
         with whole.graph.inserting_before(node):

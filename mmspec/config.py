@@ -40,9 +40,9 @@ class SpecConfig:
             all of what `depth`, `size` or `window` says, a half or a quarter of it; a static tree, and with `compile`
             any draft, all or nothing. The law is kept. What a row draws from its seed may depend on the choice, and
             so on the clock, except where `reproducible` is set or nothing is drawn.
-        compile: capture the target's forward and the drafter's chain (for pictures of LlamaGen and Janus the forward
-            alone) and compile them, once for each shape that comes up; the first call takes up to a minute. What
-            cannot be compiled runs as it is, with a warning.
+        compile: capture the target's forward and what a feature drafter does (for pictures of LlamaGen and Janus the
+            forward alone) and compile them, once for each shape that comes up; the first call takes up to a minute.
+            What cannot be compiled runs as it is, with a warning.
         on_unsupported: what a call does that cannot be accelerated: "error" refuses with the reason, "fallback" warns
             once and runs the stock path. Neither ever changes what is generated.
     """

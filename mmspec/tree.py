@@ -89,8 +89,7 @@ def grow(first: Tensor, expand: Expand, width: int, depth: int, size: int) -> tu
     scores, tokens = _best(first, width)  # [B, k]
     frontier_scores, frontier_tokens = scores, tokens
     came_from = torch.zeros_like(tokens)
-    ids = torch.arange(width, device=first.device).expand_as(tokens)  # the frontier's places in the pool
-    pool_scores, pool_tokens, pool_parents = [scores], [tokens], [torch.full_like(tokens, -1)]
+    pool_scores, pool_tokens, frontiers = [scores], [tokens], []  # of the frontiers their places in their levels
     for level in range(1, depth):
         log_p = expand(frontier_tokens, came_from)
         child_scores, child_tokens = _best(log_p, width)  # [B, k, k]
@@ -98,13 +97,16 @@ def grow(first: Tensor, expand: Expand, width: int, depth: int, size: int) -> tu
         child_tokens = child_tokens.flatten(1)
         pool_scores.append(child_scores)
         pool_tokens.append(child_tokens)
-        pool_parents.append(ids.repeat_interleave(width, 1))
         if level + 1 < depth:
             frontier_scores, chosen = child_scores.sort(dim=1, descending=True, stable=True)
             frontier_scores, chosen = frontier_scores[:, :width], chosen[:, :width]
             frontier_tokens, came_from = child_tokens.gather(1, chosen), chosen // width
-            ids = width + (level - 1) * width**2 + chosen
-    return _keep(torch.cat(pool_scores, 1), torch.cat(pool_tokens, 1), torch.cat(pool_parents, 1), depth, size)
+            frontiers.append(chosen)
+    frontiers = [torch.arange(width, device=first.device).expand_as(tokens), *frontiers][: depth - 1]
+    starts = (0, *range(width, width + depth * width**2, width**2))  # of the levels in the pool
+    parents = [(start + ids).repeat_interleave(width, 1) for start, ids in zip(starts, frontiers, strict=False)]
+    parents = [torch.full_like(tokens, -1), *parents]
+    return _keep(torch.cat(pool_scores, 1), torch.cat(pool_tokens, 1), torch.cat(parents, 1), depth, size)
 
 
 def _best(log_p: Tensor, width: int) -> tuple[Tensor, Tensor]:

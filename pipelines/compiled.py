@@ -21,18 +21,18 @@ from mmspec.pipelines.trusted import Trusted, weights
 
 
 class Compiled(Trusted):
-    """Captured functions of one model: its forwards by shape, and the chains of drafters that use its weights."""
+    """Captured functions of one model: its forwards by shape, and the drafts of drafters that use its weights."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        self.chains: WeakKeyDictionary[Any, dict[Any, Captured]] = WeakKeyDictionary()  # by the drafter's layer
+        self.drafts: WeakKeyDictionary[Any, Trusted] = WeakKeyDictionary()  # by the drafter's layer
 
     def check(self, module: Any) -> None:
         before = self._weights
         super().check(module)
         if self._weights is not before:
-            for held in self.chains.values():  # drafters in use have these very dictionaries
-                held.clear()
+            for held in self.drafts.values():  # drafters in use have these very ones
+                held._held = {}
 
     def read(self, target: Any, state: State, tokens: Tensor, places: Tensor, mask: Any) -> tuple[Tensor, ...]:
         """As `target.read`: raw logits [S·B, N, V], and the features [S·B, N, F] where the drafter asked for some."""

@@ -31,7 +31,7 @@ PICTURES: dict[str, str] = {
 }
 
 # class → the module that patches it: Enabled, describe, unsupported, tap, untap, codebook; DRAFTER if not ngram;
-# CHAINS = False if `compile` captures no drafter's chain
+# CAPTURES_DRAFTS = False if `compile` captures no drafts
 HOMES: dict[str, str] = {
     "JanusForConditionalGeneration": "mmspec.pipelines.janus",
     "Emu3ForConditionalGeneration": "mmspec.pipelines.emu3",

@@ -189,7 +189,7 @@ def _draw(model: Any, ready: Prepared) -> Any:
     info = _describe_pictures(model)
     if info not in handle.fitted:
         fitted = handle.drafter.fit(info, handle.config)
-        handle.fitted[info] = pace.proposer(model, fitted, handle.config, info, chains=False)
+        handle.fitted[info] = pace.proposer(model, fitted, handle.config, info, drafts=False)
     drafter = handle.fitted[info]
     noise = TorchNoise() if config.do_sample and handle.config.reproducible else None
     target = JanusTarget(model, drafter.features, ready, noise)

@@ -32,7 +32,7 @@ CLASS = {"guidance_scale": 4.0, "top_k": 2000, "top_p": 1.0, "temperature": 1.0,
 for module in (LlamaGenTransformer.__module__, LlamaGenVQ.__module__):  # diffusers then loads them from the hub, too
     LOADABLE_CLASSES.setdefault(module, {})
 DRAFTER = "jacobi"  # unless `enable` is told otherwise
-CHAINS = False  # `compile` captures the forward alone
+CAPTURES_DRAFTS = False  # `compile` captures the forward alone
 
 
 @dataclass

@@ -20,16 +20,16 @@ from mmspec.types import TargetInfo
 _KNOWN: WeakKeyDictionary[Any, WeakKeyDictionary[Any, dict[Any, Known]]] = WeakKeyDictionary()
 
 
-def proposer(model: Any, drafter: Any, config: SpecConfig, target: TargetInfo, chains: bool = True) -> Any:
+def proposer(model: Any, drafter: Any, config: SpecConfig, target: TargetInfo, drafts: bool = True) -> Any:
     """The drafter, or with `auto` one that chooses between it, the same drafting less, and nothing.
 
     Args:
-        chains: whether `compile` captures the drafter's chain, too.
+        drafts: whether `compile` captures what the drafter does, too.
 
     Raises:
         ValueError: `auto` for a drafter that cannot draft less.
     """
-    ready = partial(_ready, model, config.compile and chains)
+    ready = partial(_ready, model, config.compile and drafts)
     if not config.auto:
         return ready(drafter)
     if not hasattr(drafter, "less"):

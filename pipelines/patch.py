@@ -111,7 +111,7 @@ def enable(model_or_pipe: Any, drafter: Any = None, **options: Any) -> Handle:
     ready = resolve(drafter, config, target)  # may fail: what was enabled before stays
     codes = None if config.rule == "exact" else home.codebook(model)
     rule = resolve_rule(config.rule, codes, config.budget)
-    proposer = pace.proposer(model, ready, config, target, getattr(home, "CHAINS", True))
+    proposer = pace.proposer(model, ready, config, target, getattr(home, "CAPTURES_DRAFTS", True))
     disable(model)
     handle = Handle(model, ready, config, rule, proposer)
     home.tap(model, ready.features)

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from mmspec import graphs
 from mmspec.capture import Captured
 
 # Largest distance from the module itself, as a share of its largest number: another order of summation, no more.
@@ -20,7 +21,7 @@ _NEAR = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 class Trusted:
     """What was captured, by shape; None for what cannot be, which runs as it is, with a warning.
 
-    Other parameters or buffers than then, and all is captured anew.
+    Other parameters or buffers than then, and all is captured anew; those that only moved are seen by its graphs.
     """
 
     def __init__(self, name: str) -> None:
@@ -38,7 +39,7 @@ class Trusted:
 
     def check(self, module: Any) -> None:
         """Let go what was captured of other weights."""
-        found = tuple((id(w), w.dtype, w.device) for w in weights(module))
+        found = (graphs.wish(), *((id(w), w.dtype, w.device) for w in weights(module)))
         if found != self._weights:
             self._held, self._weights = {}, found
 
@@ -60,7 +61,7 @@ class Trusted:
     ) -> Captured | None:  # fmt: skip
         try:
             captured = capture()
-            mine = run(captured)
+            mine = run(captured)  # its graphs, where it has some, are recorded by now
         except Exception as error:  # no compiler, an unknown operation, a branch: all leave the module as it is
             why = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         else:

@@ -1,4 +1,4 @@
-"""The cost of a round: captured forwards and chains, drafting only where it pays, and the bench that measures it."""
+"""The cost of a round: captured forwards, drafting only where it pays, and the bench that measures it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,6 @@ from mmspec.app.bench import round as bench_round
 from mmspec.auto import Auto, Known
 from mmspec.capture import Captured, Uncapturable
 from mmspec.config import SpecConfig
-from mmspec.drafters.captured import CapturedChain
 from mmspec.drafters.eagle import EagleConfig, EagleDrafter
 from mmspec.drafters.ngram import NgramDrafter
 from mmspec.pipelines import compiled, pace, trusted
@@ -131,28 +130,7 @@ def test_compiled_is_stock(name: str, drafter: str, quick: None, kind: str = "ra
         assert torch.equal(targets.generate(model, inputs), wanted)
     held = compiled.of(model)
     assert held._held and all(held._held.values())
-    assert any(held.chains.values()) == (drafter == "eagle chain")
-
-
-def test_a_captured_chain_proposes_what_its_drafter_does(quick: None, monkeypatch: pytest.MonkeyPatch):
-    model, found = targets.model("llava"), []
-    propose = CapturedChain.propose
-
-    def both(self: CapturedChain, session: Any, target: Any) -> Any:
-        memory = session.memory
-        before = memory.lengths, memory.positions
-        plain = self.drafter.propose(session, target)
-        after = memory.lengths, memory.positions
-        memory.lengths, memory.positions = before
-        mine = propose(self, session, target)
-        found.append(torch.equal(plain.tokens, mine.tokens) and mine.tree.is_chain)
-        assert after[0].host == memory.lengths.host and torch.equal(after[1], memory.positions)
-        return mine
-
-    monkeypatch.setattr(CapturedChain, "propose", both)
-    with mmspec.enable(model, eagle(model, **CHAIN), compile=True):
-        targets.generate(model, targets.prompt("llava", "ragged"))
-    assert len(found) > 5 and all(found)
+    assert all(drafts._held and all(drafts._held.values()) for drafts in held.drafts.values())
 
 
 def test_other_weights_are_captured_anew(quick: None):
@@ -169,19 +147,20 @@ def test_other_weights_are_captured_anew(quick: None):
             layer.up_proj = old
 
 
-def test_a_chain_in_use_forgets_other_weights(quick: None):
+def test_a_drafter_in_use_forgets_other_weights(quick: None):
     model, inputs = targets.model("llava"), targets.prompt("llava", "text only")
     old = model.lm_head.weight
     with mmspec.enable(model, eagle(model, **CHAIN), compile=True):
         targets.generate(model, inputs)
-        (held,) = compiled.of(model).chains.values()
-        before = list(held.values())
+        (held,) = compiled.of(model).drafts.values()
+        before = list(held._held.values())
         try:
             model.lm_head.weight = nn.Parameter(old.detach().clone())
             targets.generate(model, inputs)
         finally:
             model.lm_head.weight = old
-    assert before and held and not any(one is other for one in held.values() for other in before)
+    after = list(held._held.values())
+    assert before and after and not any(one is other for one in after for other in before)
 
 
 def test_other_buffers_and_another_attention_are_captured_anew(quick: None):

@@ -226,17 +226,16 @@ class Memory:
         return Memory(self.slots, self.lengths.join(other.lengths), positions, torch.cat(open_slots), padded, both)
 
     def attend(self, at: Lengths, ancestors: Tensor | None) -> Attend:
-        """Attention over the rows read and the ones since; `ancestors` [B, n, M] over the M rows after the first
-        `self.lengths`, of which the last n are being appended at `at`; None: everything is visible."""
+        """Attention over the rows read and the ones since; the last M columns of `ancestors` [B, n, ≥ M] say it of the
+        M rows after the first `self.lengths`, of which the last n are being appended at `at`; None: all is visible."""
 
         def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             keys, values = self.slots.append(k, v, at)
             mask = None
             if ancestors is not None or self.padded or not at.even:
-                seen = ancestors
-                if seen is None:
-                    seen = torch.ones(k.shape[0], q.shape[2], keys.shape[2] - self.lengths.longest, dtype=torch.bool)
-                mask = visibility(self.lengths, self.open_slots, seen.to(q.device))
+                M = keys.shape[2] - self.lengths.longest
+                seen = q.new_ones(len(q), q.shape[2], M, dtype=torch.bool) if ancestors is None else ancestors[..., -M:]
+                mask = visibility(self.lengths, self.open_slots, seen)
             return attention(q, keys, values, mask)
 
         return run

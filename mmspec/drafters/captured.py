@@ -52,7 +52,8 @@ class CapturedDraft:
         inputs += [] if memory.context is None else [memory.context]
         after = memory.lengths.plus(session.last.counts, count)
         attend = self._attending(memory, replace(memory, lengths=after))
-        o, draws, made = self.drafter.options, self.drafter.drawing(session), []
+        o, draws = self.drafter.options, self.drafter.drawing(session)
+        made: list[Tensor] = []
         scale = getattr(getattr(target, "guidance", None), "scale", None)
         key = (o.tree, o.depth, o.width, o.size, draws, scale, *(t.shape for t in inputs))
 
@@ -83,15 +84,17 @@ class CapturedDraft:
 
     def _capture(self, target: Target, draws: bool, inputs: list[Tensor]) -> Captured:
         drafter, o, device = self.drafter, self.drafter.options, inputs[0].device
-        fixed = [chain(self.rows, device), *([] if o.tree == shapes.DYNAMIC else [shapes.plan(o.tree, o.depth, device)])]
+        assert o.tree is not None
+        static = o.tree != shapes.DYNAMIC
+        fixed = [chain(self.rows, device), shapes.plan(o.tree, self.rows - 1, device) if static else None]
 
         def run(hidden: Tensor, follow: Tensor, count: Tensor, *state: Tensor) -> list[Tensor]:
             pending, emitted, seeds, *rest = state
             last = SimpleNamespace(counts=(self.rows,) * len(count))
             session = SimpleNamespace(pending=pending, emitted=emitted, seeds=seeds, memory=_Passing(*rest), last=last)
             draft = drafter.draft(session, target, hidden, follow, count, draws)
-            tree, law = draft.tree, [] if draft.law is None else [draft.law.logits]
-            return [draft.tokens, tree.parents, tree.depth, tree.ancestors, *law]
+            tree = draft.tree
+            return [draft.tokens, tree.parents, tree.depth, tree.ancestors, *_tensors(draft.law and draft.law.logits)]
 
         own = [*drafter.parameters(), *drafter.buffers(), *self.weights(), *_tensors(fixed)]
         with torch.inference_mode(False), torch.no_grad():
@@ -110,7 +113,7 @@ class _Passing:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    """All tensors inside a frozen value."""
+    """All tensors inside frozen values."""
     if isinstance(value, Tensor):
         return [value]
     parts = value if isinstance(value, list | tuple) else getattr(value, "__dict__", {}).values()

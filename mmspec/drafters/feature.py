@@ -26,7 +26,7 @@ class _Frontier:
     """Growth under way: the last level's features, and who is whose ancestor since the root."""
 
     hidden: Tensor  # [B, k, S·H]
-    seen: Tensor  # bool [B, k, M]
+    seen: Tensor  # bool [B, k, M], in its last columns what was appended
     appended: int = 0
     level: int = 0
 
@@ -106,9 +106,7 @@ class FeatureDrafter(FeatureLayer):
         """Whether the next draft is drawn: a point mass is not met by drawing."""
         return bool(self.options.draws) and not session.last.scores.law.is_point
 
-    def draft(
-        self, session: Any, target: Target, hidden: Tensor, follow: Tensor, count: Tensor, draws: bool
-    ) -> Draft:
+    def draft(self, session: Any, target: Target, hidden: Tensor, follow: Tensor, count: Tensor, draws: bool) -> Draft:
         """Catch up with what the last round decided, then grow what the options ask for.
 
         No value of a tensor is looked at, so that it can be captured.
@@ -173,17 +171,19 @@ class FeatureDrafter(FeatureLayer):
 
     def _growth(self, session: Any, target: Target, f: Tensor) -> tuple[Tensor, Expand]:
         """Log-probabilities [B, V] after the root, and the way to those after a frontier."""
-        memory = session.memory
-        state = _Frontier(f, torch.zeros(len(f), 1, 0, dtype=torch.bool, device=f.device))
+        memory, o, depth = session.memory, self.options, self.options.depth or 1
+        room = (depth - 1) * (o.width or 1) if o.tree == shapes.DYNAMIC else self.nodes
+        ahead = torch.arange(depth, device=f.device).split(1)
+        state = _Frontier(f, torch.zeros(len(f), 1, room, dtype=torch.bool, device=f.device))
 
         def expand(tokens: Tensor, came_from: Tensor) -> Tensor:
             k, n = tokens.shape[1], state.appended
             before, seen = gather_rows(state.hidden, came_from), gather_rows(state.seen, came_from)
             own = torch.eye(k, dtype=torch.bool, device=f.device).expand(len(f), k, k)
-            state.seen = torch.cat([seen, own], 2)
-            here = torch.full((k,), state.level, device=f.device)
+            state.seen = torch.cat([seen[:, :, k:], own], 2)
             embeds = _embed(target, self.to_target(tokens))
-            state.hidden = self._read(memory, embeds, before, memory.lengths.further(n), here, state.seen)
+            at, here = memory.lengths.further(n), ahead[state.level]
+            state.hidden = self._read(memory, embeds, before, at, here, state.seen)
             state.appended, state.level = n + k, state.level + 1
             return self._weighed(session, target, state.hidden, state.level).float().log_softmax(-1)
 

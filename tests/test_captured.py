@@ -1,0 +1,195 @@
+"""Captured drafts: chains and trees of feature drafters, compiled, are what the drafters propose by themselves."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import pytest
+import targets
+import torch
+from drafters import DRAFTERS, Oracle, eagle, feature_drafter
+from torch import Tensor
+
+import mmspec
+from mmspec import capture, rules
+from mmspec.capture import Captured
+from mmspec.drafters.captured import CapturedDraft
+from mmspec.drafters.eagle import EagleDrafter
+from mmspec.pipelines import compiled, trusted
+from mmspec.types import Draft
+
+FULL = pytest.mark.full
+TREE = {"depth": 3, "width": 3, "size": 10}
+STATIC = {"tree": "reverse_balanced_25"}
+Model = Any
+
+
+def as_it_is(piece: Any, examples: list[Tensor]) -> Any:
+    """In the place of a compiler."""
+    return piece
+
+
+@pytest.fixture(autouse=True)
+def drafts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only drafts are captured, and their pieces run as they are; whatever falls back fails."""
+    monkeypatch.setattr(capture, "inductor", as_it_is)
+    monkeypatch.setattr(trusted, "_OF", WeakKeyDictionary())
+    monkeypatch.setattr(compiled.Compiled, "read", lambda self, target, *told: target.read(*told))
+    warnings.simplefilter("error", UserWarning)
+
+
+def flat(model: Model, **options: Any) -> EagleDrafter:
+    """A drafter whose laws are nearly flat, so that some of what it draws stands where the target's are flat, too."""
+    made = eagle(model, **options)
+    with torch.no_grad():
+        for weight in made.parameters():
+            weight.mul_(0.1)
+    return made
+
+
+def held(model: Model) -> list[Captured]:
+    """All drafts that are captured for a model."""
+    return [captured for one in compiled.of(model).drafts.values() for captured in one._held.values()]
+
+
+class Beside:
+    """In the place of `CapturedDraft.propose`: proposes both ways, and compares, until a row has ended.
+
+    With an oracle the tokens of some paths are then replaced by the right ones, so that rows keep more or fewer.
+    """
+
+    def __init__(self, oracle: Oracle | None) -> None:
+        self.oracle, self.captured = oracle, CapturedDraft.propose
+        self.counts: list[tuple[int, ...]] = []
+        self.noise = torch.Generator().manual_seed(5)
+
+    def __call__(self, drafter: CapturedDraft, session: Any, target: Any) -> Draft:
+        memory, before = session.memory, vars(session.memory).copy()
+        plain = drafter.drafter.propose(session, target)
+        if self.counts and len(self.counts[0]) > len(session.rows):
+            return plain
+        after = memory.lengths, memory.positions
+        vars(memory).update(before)
+        mine = self.captured(drafter, session, target)
+        assert memory.lengths.host == after[0].host and torch.equal(memory.lengths.device, after[0].device)
+        assert torch.equal(memory.positions, after[1])
+        for name in ("parents", "depth", "ancestors"):
+            assert torch.equal(getattr(mine.tree, name), getattr(plain.tree, name))
+        assert torch.equal(mine.tokens, plain.tokens) and mine.tree.is_chain == plain.tree.is_chain
+        assert (mine.law is None) == (plain.law is None)
+        if mine.law is not None:
+            laws = [draft.law.logits.softmax(-1) for draft in (mine, plain)]
+            torch.testing.assert_close(*laws, rtol=1e-3, atol=1e-4)
+        self.counts.append(session.last.counts)
+        return mine if self.oracle is None else self._righted(mine, session)
+
+    def _righted(self, draft: Draft, session: Any) -> Draft:
+        tokens = draft.tokens.clone()
+        for row, line, depth, ancestors in zip(
+            session.rows, tokens, draft.tree.depth, draft.tree.ancestors, strict=True
+        ):
+            path = ancestors[depth.argmax()].nonzero()[1:, 0]
+            right = int(torch.randint(len(path) + 1, (), generator=self.noise))
+            line[path[:right]] = torch.tensor(self.oracle.after(row, right), dtype=torch.long)
+        return Draft(tokens, draft.tree)
+
+
+CASES: dict[str, tuple[Callable[[Model], EagleDrafter], dict[str, Any]]] = {
+    **{name: (lambda model, name=name: DRAFTERS[name](model, None), {}) for name in
+       ("eagle chain", "eagle tree", "eagle NaN", "eagle-3", "vispec", "msd", "flash", "specvlm")},
+    "eagle static": (eagle, STATIC),
+    "eagle-3 static": (lambda model: eagle(model, draft_vocab=50), STATIC),
+    "flash by steps": (lambda model: feature_drafter("flash", model, tokens=1, latents=3, least=1), TREE),
+    "flash chain": (lambda model: feature_drafter("flash", model, latents=3, least=1), {"tree": "chain", "depth": 4}),
+    "a tree one deep": (eagle, {"depth": 1, "width": 4, "size": 4}),
+    "drawn tree": (flat, STATIC | {"draws": True}),
+    "drawn chain": (flat, {"tree": "chain", "depth": 4, "draws": True}),
+}  # fmt: skip
+RAGGED = ("eagle chain", "eagle tree", "eagle static", "eagle-3", "vispec", "msd", "flash", "specvlm", "drawn tree")
+DEFAULT = {*((name, "ragged") for name in RAGGED), ("eagle tree", "image first"), ("drawn chain", "image first")}
+
+
+@pytest.mark.parametrize(
+    "name, kind",
+    [
+        pytest.param(name, kind, marks=() if (name, kind) in DEFAULT else FULL)
+        for name in CASES
+        for kind in ("ragged", "image first")
+    ],
+)
+def test_captured_drafts_are_what_the_drafter_proposes(name: str, kind: str, monkeypatch: pytest.MonkeyPatch):
+    model, inputs = targets.model("llava"), targets.prompt("llava", kind)
+    make, options = CASES[name]
+    drawn = bool(options.get("draws"))
+    how = {"do_sample": True, "temperature": 30.0, "top_k": 0} if drawn else {}
+    wanted = targets.generate(model, inputs)
+    beside = Beside(None if drawn else Oracle.of(inputs["input_ids"], wanted))
+    monkeypatch.setattr(CapturedDraft, "propose", lambda *told: beside(*told))
+    with mmspec.enable(model, make(model), compile=True, **options):
+        out = targets.generate(model, inputs, **how)
+    assert drawn or torch.equal(out, wanted)
+    assert held(model) and all(held(model))
+    assert len({*beside.counts}) > 1 and max(map(max, beside.counts)) > 2 - (name == "a tree one deep")
+    assert kind != "ragged" or any(len({*counts}) > 1 for counts in beside.counts)
+
+
+@FULL
+@pytest.mark.parametrize("name", ["eagle tree", "eagle-3 static", "drawn tree"])
+def test_by_the_compiler_too(name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.undo()
+    monkeypatch.setattr(trusted, "_OF", WeakKeyDictionary())
+    monkeypatch.setattr(compiled.Compiled, "read", lambda self, target, *told: target.read(*told))
+    test_captured_drafts_are_what_the_drafter_proposes(name, "image first", monkeypatch)
+
+
+def test_what_grows_alike_is_captured_once():
+    model, inputs, drafter = targets.model("llava"), targets.prompt("llava", "text only"), eagle(targets.model("llava"))
+    counts = []
+    for size in (10, 10, 8):
+        before, rule = Captured.made, rules.typical(epsilon=0.3, delta=0.1)  # a new one each time
+        with mmspec.enable(model, drafter, compile=True, **TREE | {"size": size, "rule": rule}):
+            targets.generate(model, inputs)
+        counts.append(Captured.made - before)
+    assert counts == [1, 0, 1]
+
+
+class Branching(EagleDrafter):
+    """Looks at the value of a tensor."""
+
+    def carry(self, z: Tensor) -> Tensor:
+        return super().carry(z) if z.isfinite().all() else z
+
+
+def crooked(piece: Any, examples: list[Tensor]) -> Any:
+    return lambda *told: [~t if t.dtype == torch.bool else t for t in piece(*told)]
+
+
+@pytest.mark.parametrize(
+    "what, why",
+    [
+        ("a branch", "Uncapturable"),
+        ("no compiler", "ZeroDivisionError"),
+        ("a crooked tree", "away from"),
+    ],
+)
+@pytest.mark.parametrize("options", [{"tree": "chain", "depth": 3}, TREE], ids=["chain", "tree"])
+def test_what_cannot_be_captured_is_drafted_as_it_is(
+    what: str, why: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+):
+    model, inputs = targets.model("llava"), targets.prompt("llava", "image first")
+    wanted, drafter = targets.generate(model, inputs), eagle(model)
+    if what == "a branch":
+        drafter.__class__ = Branching
+    else:
+        monkeypatch.setattr(capture, "inductor", crooked if what == "a crooked tree" else lambda *told: 1 / 0)
+    with mmspec.enable(model, drafter, **options) as handle:
+        targets.generate(model, inputs)
+        eager = handle.stats
+    with mmspec.enable(model, drafter, compile=True, **options) as handle:
+        with pytest.warns(UserWarning, match=f"runs {type(drafter).__name__} uncompiled: .*{why}") as told:
+            assert torch.equal(targets.generate(model, inputs), wanted)
+        assert torch.equal(targets.generate(model, inputs), wanted)
+    assert len(told) == 1 and handle.stats.drafted == 2 * eager.drafted and held(model) == [None]
