@@ -237,8 +237,8 @@ LAYOUT = report.Layout(
         "stock compiled": "generate on a static cache, compiled; LlamaGen's loop with fixed shapes, compiled; on CUDA "
         "both ask for CUDA graphs",
         "fast head": "a stock path: MAR with mmspec's fast head, with which its rounds draft and verify, too",
-        "compiled": "with a drafter: the target's forward, and the chain of a drafter that drafts one; trees are grown "
-        "uncompiled. Of MAR: the fast head's denoising steps. None of these uses CUDA graphs",
+        "compiled": "with a drafter: the target's forward and what the drafter does; of MAR: the fast head's denoising "
+        "steps. On CUDA their pieces are CUDA graphs",
         "context": "positions at the end of a call: a picture of 576 tokens (toys: 16) and text; LlamaGen: prefix and "
         "codes, all drawn; MAR: buffer and tokens, the second half of which is drawn",
         "setting": "the tree that was published with the drafter; the window; the tokens drafted ahead",

@@ -4,7 +4,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -42,10 +42,10 @@ def journal(path: Path) -> Callable[[str], None]:
     return say
 
 
-def forget(work: Path, stages: Sequence[str]) -> None:
+def forget(work: Path) -> None:
     """Delete the checkpoints of an earlier run."""
-    for stage in stages:
-        (work / f"{stage}.pt").unlink(missing_ok=True)
+    for checkpoint in work.glob("*.pt"):
+        checkpoint.unlink()
 
 
 def train_vlm(recipe: VlmRecipe, out_dir: Path, resume: bool = True, work: Path | None = None) -> None:
@@ -56,7 +56,7 @@ def train_vlm(recipe: VlmRecipe, out_dir: Path, resume: bool = True, work: Path 
     """
     work = work or WORK / recipe.name
     if not resume:
-        forget(work, ("tower", "watching", *(stage.name for stage in recipe.stages)))
+        forget(work)
     say = journal(work / "log.txt")
     if recipe.start is not None:
         processor = LlavaProcessor.from_pretrained(zoo.path(recipe.start))
@@ -84,7 +84,7 @@ def train_image(recipe: ImageRecipe, out_dir: Path, resume: bool = True, work: P
     """Train an image generator from scratch, or on from the checkpoints in `work`; then export it, with a card."""
     work = work or WORK / recipe.name
     if not resume:
-        forget(work, zoo_image.STAGES)
+        forget(work)
     say = journal(work / "log.txt")
     pipe = zoo_image.build_pipeline(recipe, zoo_image.train_vq(recipe, work, say))
 
@@ -161,7 +161,7 @@ def run(args: argparse.Namespace) -> int:
             continue
         if name in MARS:
             if args.fresh:
-                forget(work, zoo_mar.STAGES)
+                forget(work)
             (zoo_mar.evaluate if args.eval_only else partial(zoo_mar.train, work=work))(
                 MARS[name], out, say=journal(work / "log.txt")
             )

@@ -29,7 +29,6 @@ from mmspec.zoo.recipes import Tokenizer as VqRecipe
 Say = Callable[[str], None]
 # Which stage a random state belongs to.
 _VQ, _GENERATOR, _READING, _SETTLE, _MEANING = range(1, 6)
-STAGES = ("vq", "reading", "generator", "settle")  # names of their checkpoints
 SPECIAL = ("<pad>", "</s>", "<unk>")
 
 

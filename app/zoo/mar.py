@@ -28,7 +28,6 @@ from mmspec.zoo.recipes import MarRecipe, Trunk
 
 Say = Callable[[str], None]
 _VAE, _TARGET, _DRAFT, _OBJECTS, _COLOURS, _FINISH = range(11, 17)  # which stage a random state belongs to
-STAGES = ("vae", "vae-objects", "vae-colours", "vae-finish", "target", "draft")  # names of their checkpoints
 
 
 def train_vae(recipe: MarRecipe, work: Path, say: Say) -> Any:
