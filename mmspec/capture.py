@@ -16,7 +16,7 @@ from mmspec import graphs
 # Layer, scale, q, k, v of the new rows and, where that is computed, which rows these see → like q.
 Attend = Callable[..., Tensor]
 Compile = Callable[[fx.GraphModule, list[Tensor]], Callable[..., Any]]  # a graph and example inputs → a function
-Place = Callable[[fx.GraphModule, Callable[..., Any]], Callable[..., Any]]
+Place = Callable[[fx.GraphModule, Callable[..., Any]], Callable[..., Any]]  # a piece and its function → what runs there
 
 
 class Uncapturable(Exception):
@@ -45,8 +45,8 @@ class Captured:
 
     Between two attentions nothing depends on how long the cached prefix is, so the pieces have fixed shapes and are
     compiled once; pieces with the same code, such as those between two layers of a model, share one compiled function.
-    What the attentions do is said at every call. On CUDA each piece is a graph wherever it stands (`mmspec/graphs.py`),
-    and an attention must not keep what it is handed.
+    What the attentions do is said at every call. On CUDA each piece but the last is a graph wherever it stands
+    (`mmspec/graphs.py`), and an attention must not keep what it is handed.
 
     Args:
         function: of tensors, giving a list of tensors; its attentions are `attend`.
@@ -128,7 +128,8 @@ def _traced(
 def _cut(graph: fx.GraphModule, compile: Compile, place: Place | None) -> tuple[Callable[..., Any], int]:
     """A function that runs the pieces one after the other and asks its last argument to attend; how many differ.
 
-    `place` says what stands for a piece, of which a compiled function is given, at this one of its places.
+    `place` says what stands for a piece, of which a compiled function is given, at this one of its places. It is not
+    asked about the last of several, whose outputs are large, such as logits, and leave: no graph is to keep them.
     """
     part, parts = 0, {}
     for node in graph.graph.nodes:
@@ -141,13 +142,15 @@ def _cut(graph: fx.GraphModule, compile: Compile, place: Place | None) -> tuple[
     with whole.graph.inserting_after(last):
         attention = whole.graph.placeholder("attention")
     ready: dict[str, Callable[..., Any]] = {}
-    for node in whole.graph.find_nodes(op="call_module"):
+    nodes = whole.graph.find_nodes(op="call_module")
+    for node in nodes:
         piece = getattr(whole, node.target)
         cut = next((n for n in piece.graph.nodes if n.target is torch.ops.mmspec.attend.default), None)
         if cut is None:
             function = _ready(piece, ready, compile)
+            leaves = node is nodes[-1] and part > 0
             delattr(whole, node.target)
-            setattr(whole, node.target, function if place is None else place(piece, function))
+            setattr(whole, node.target, function if place is None or leaves else place(piece, function))
             continue
         given = dict(zip(piece.graph.find_nodes(op="placeholder"), node.args, strict=True))
         with whole.graph.inserting_before(node):

@@ -1,4 +1,8 @@
-"""CUDA graphs: the pieces of a captured function, each recorded where it stands and replayed by every call."""
+"""CUDA graphs: the pieces of a captured function, each recorded where it stands and replayed by every call.
+
+There are none where torch keeps a work space of cuBLAS per stream: one graph that is let go frees that of all others of
+its stream (pytorch #193402). So does every torch before 2.15, ROCm's, and any with TORCH_CUBLAS_WORKSPACE_CACHE=1.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,6 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import Any
@@ -20,7 +23,7 @@ WARM_UPS = 3  # runs of a piece before it is recorded, in which kernels are load
 
 Function = Callable[..., Sequence[Tensor]]
 
-_RECORDING = threading.Lock()  # torch records one graph at a time in a process
+_RECORDING = threading.Lock()  # torch records one graph at a time in a process, and must not wait meanwhile
 
 
 def wish() -> str:
@@ -38,14 +41,9 @@ def wish() -> str:
 def wanted(tensors: Iterable[Tensor]) -> bool:
     """Whether a function of these tensors is to be recorded: they lie on one CUDA device, and nobody says no."""
     homes = {t.device for t in tensors}  # what is computed on the host would be recorded as it was then
-    return wish() == "auto" and len(homes) == 1 and homes.pop().type == "cuda"
-
-
-@dataclass(frozen=True)
-class _Graph:
-    copied: list[tuple[Tensor, int]]  # where an input is read, and which one
-    outputs: list[Tensor]
-    replay: Callable[[], None]
+    shared = bool(torch.version.hip) or os.environ.get("TORCH_CUBLAS_WORKSPACE_CACHE") == "1"
+    sound = torch.__version__ >= "2.15" and not shared  # compared as versions
+    return wish() == "auto" and sound and len(homes) == 1 and homes.pop().type == "cuda"
 
 
 class Graphs:
@@ -54,7 +52,7 @@ class Graphs:
     A graph knows addresses, nothing else. Weights, and what an earlier graph gives, are read where they lie; all other
     inputs, those of the call and what attentions give, are copied to a place that stays. What an attention is handed is
     written over by the next call: it may read that, on the stream that it is called on, but must not keep it; a cache
-    copies keys and values. What leaves the function is a copy.
+    copies keys and values. What leaves the function is a copy of what stays, or new.
 
     Args:
         inputs: of the function, as it is going to be called with.
@@ -68,7 +66,7 @@ class Graphs:
         self._turn = threading.Lock()  # all calls use the same places
         self._numbers = count()
         self._at: list[int] | None = None  # addresses of the weights at the recording
-        self._held: dict[int, _Graph | None] = {}  # by number; None: it cannot be recorded
+        self._held: dict[int, Function | None] = {}  # by number; None: it cannot be recorded
 
     def place(self, piece: fx.GraphModule, function: Function) -> Function:
         """What stands for `function`, which computes `piece`, where it is called: other places have other weights.
@@ -90,29 +88,23 @@ class Graphs:
             self._recorder.follow()
             for place, t in zip(self._places, inputs, strict=True):
                 place.copy_(t)
-            return [t.clone() for t in whole(*self._places, *weights, attend)]
+            return [t.clone() if _base(t) in self._stay else t for t in whole(*self._places, *weights, attend)]
 
     def _record(self, whole: Function, weights: Sequence[Tensor]) -> None:
         """Call `whole` once, by which every piece is recorded, on the inputs of the last call."""
-        self._recorder = Recorder(self._places[0].device)
-        self._held, self._stay = {}, {id(t): t for t in (*self._places, *weights)}
-        with torch.inference_mode(False), torch.no_grad():
+        with _RECORDING, torch.inference_mode(False), torch.no_grad():
+            self._recorder = Recorder(self._places[0].device)
+            self._held, self._stay = {}, {_base(t) for t in (*self._places, *weights)}
             whole(*self._places, *weights, self._still)
 
     def _call(self, number: int, function: Function, *given: Tensor) -> Sequence[Tensor]:
         if number not in self._held:
             self._held[number] = self._recorded(function, given)
-        graph = self._held[number]
-        if graph is None:
-            return function(*given)
-        for place, which in graph.copied:
-            place.copy_(given[which])
-        graph.replay()
-        return graph.outputs
+        return (self._held[number] or function)(*given)
 
-    def _recorded(self, function: Function, given: Sequence[Tensor]) -> _Graph | None:
+    def _recorded(self, function: Function, given: Sequence[Tensor]) -> Function | None:
         try:
-            inputs = [t if id(t) in self._stay else _place(t) for t in given]
+            inputs = [t if _base(t) in self._stay else t.new_empty_strided(t.shape, t.stride()).copy_(t) for t in given]
             outputs, replay = self._recorder(function, inputs)
         except RuntimeError as error:  # it waits for the device, copies from the host, finds no memory
             why = str(error).strip().partition("\n")[0]
@@ -120,12 +112,20 @@ class Graphs:
                 warnings.warn(f"mmspec runs a compiled function without a CUDA graph: {why}", stacklevel=2)
             self._recorder = Recorder(self._recorder.device)  # nothing shares memory with half a graph
             return None
-        self._stay |= {id(t): t for t in outputs}
-        return _Graph([(t, n) for n, t in enumerate(inputs) if t is not given[n]], outputs, replay)
+        self._stay |= {_base(t) for t in outputs}
+        copied = [(t, n) for n, t in enumerate(inputs) if t is not given[n]]
+
+        def again(*given: Tensor) -> list[Tensor]:
+            for place, which in copied:
+                place.copy_(given[which])
+            replay()
+            return outputs
+
+        return again
 
 
-def _place(t: Tensor) -> Tensor:
-    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(t)
+def _base(t: Tensor) -> int:
+    return t.untyped_storage().data_ptr()
 
 
 class Recorder:
@@ -145,7 +145,7 @@ class Recorder:
             RuntimeError: it does what cannot be recorded.
         """
         graph = torch.cuda.CUDAGraph()
-        with _RECORDING, torch.cuda.device(self.device):
+        with torch.cuda.device(self.device):
             self.stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self.stream):
                 for _ in range(WARM_UPS):

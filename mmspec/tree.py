@@ -102,9 +102,10 @@ def grow(first: Tensor, expand: Expand, width: int, depth: int, size: int) -> tu
             frontier_scores, chosen = frontier_scores[:, :width], chosen[:, :width]
             frontier_tokens, came_from = child_tokens.gather(1, chosen), chosen // width
             frontiers.append(chosen)
+    # Where the levels begin in the pool is added at the end, so that those under way are one code, compiled once.
     frontiers = [torch.arange(width, device=first.device).expand_as(tokens), *frontiers][: depth - 1]
-    starts = (0, *range(width, width + depth * width**2, width**2))  # of the levels in the pool
-    parents = [(start + ids).repeat_interleave(width, 1) for start, ids in zip(starts, frontiers, strict=False)]
+    starts = [0, *range(width, width + depth * width**2, width**2)][: depth - 1]
+    parents = [(start + ids).repeat_interleave(width, 1) for start, ids in zip(starts, frontiers, strict=True)]
     parents = [torch.full_like(tokens, -1), *parents]
     return _keep(torch.cat(pool_scores, 1), torch.cat(pool_tokens, 1), torch.cat(parents, 1), depth, size)
 

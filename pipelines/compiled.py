@@ -17,7 +17,7 @@ from mmspec.capture import Captured, Uncapturable
 from mmspec.pipelines import attention
 from mmspec.pipelines.cache import SlotCache
 from mmspec.pipelines.state import State
-from mmspec.pipelines.trusted import Trusted, weights
+from mmspec.pipelines.trusted import Trusted, compare, weights
 
 
 class Compiled(Trusted):
@@ -27,12 +27,10 @@ class Compiled(Trusted):
         super().__init__(name)
         self.drafts: WeakKeyDictionary[Any, Trusted] = WeakKeyDictionary()  # by the drafter's layer
 
-    def check(self, module: Any) -> None:
-        before = self._weights
-        super().check(module)
-        if self._weights is not before:
-            for held in self.drafts.values():  # drafters in use have these very ones
-                held._held = {}
+    def forget(self) -> None:
+        super().forget()
+        for held in self.drafts.values():  # drafters in use have these very ones
+            held.forget()
 
     def read(self, target: Any, state: State, tokens: Tensor, places: Tensor, mask: Any) -> tuple[Tensor, ...]:
         """As `target.read`: raw logits [S·B, N, V], and the features [S·B, N, F] where the drafter asked for some."""
@@ -40,10 +38,13 @@ class Compiled(Trusted):
         key = (type(target), target.eager, *shapes, target.features, tuple(state.types), tokens.device)
         attend, inputs = _attending(target, state, mask), _inputs(state, tokens, places)
         stock = partial(target.read, state, tokens, places, mask)
-        dtype = next(target.model.parameters()).dtype
-        captured = self.get(
-            key, dtype, lambda: _capture(target, state, tokens, places), lambda c: c(attend, *inputs), stock
-        )
+
+        def made() -> Captured:
+            captured = _capture(target, state, tokens, places)
+            compare(captured(attend, *inputs), stock(), next(target.model.parameters()).dtype)
+            return captured
+
+        captured = self.get(key, made)
         return stock() if captured is None else tuple(captured(attend, *inputs))
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from mmspec import paths
 from mmspec.capture import Captured
 from mmspec.models.mar_head import Denoiser
-from mmspec.pipelines.trusted import Trusted, weights
+from mmspec.pipelines.trusted import Trusted, compare, weights
 
 
 class Steps(Trusted):
@@ -47,14 +47,12 @@ class Steps(Trusted):
 
         def made() -> Captured:
             with torch.inference_mode(False), torch.no_grad():
-                return Captured(_function(net), [t.clone() for t in given], weights(net.bound.head))
+                captured = Captured(_function(net), [t.clone() for t in given], weights(net.bound.head))
+            mine = captured(None, *given)  # type: ignore[arg-type]  # there is no attention
+            compare(mine, paths.step(x, net.at(x, 0), net.guidance, noise, chain.steps[0]), net.cond.dtype)
+            return captured
 
-        def run(captured: Captured) -> list[Tensor]:
-            return captured(None, *given)  # type: ignore[arg-type]  # there is no attention
-
-        return self.get(
-            key, net.cond.dtype, made, run, lambda: paths.step(x, net.at(x, 0), net.guidance, noise, chain.steps[0])
-        )
+        return self.get(key, made)
 
 
 of = Steps.of

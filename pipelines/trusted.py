@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mmspec import graphs
-from mmspec.capture import Captured
+from mmspec.capture import Captured, Uncapturable
 
 # Largest distance from the module itself, as a share of its largest number: another order of summation, no more.
 _NEAR = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
@@ -41,39 +41,44 @@ class Trusted:
         """Let go what was captured of other weights."""
         found = (graphs.wish(), *((id(w), w.dtype, w.device) for w in weights(module)))
         if found != self._weights:
-            self._held, self._weights = {}, found
+            self.forget()
+            self._weights = found
 
-    def get(
-        self, key: Any, dtype: torch.dtype, capture: Callable[[], Captured],
-        run: Callable[[Captured], Sequence[Tensor]], stock: Callable[[], Sequence[Tensor]],
-    ) -> Captured | None:  # fmt: skip
-        """What is held for a key; at its first call what `capture` gives, if it runs as `stock` does in this dtype."""
+    def forget(self) -> None:
+        """Let go all that was captured."""
+        self._held = {}
+
+    def get(self, key: Any, make: Callable[[], Captured]) -> Captured | None:
+        """What is held for a key; at its first call what `make` gives, which raises where that is not to be trusted."""
         held = self._held  # another thread may put a new one in its place
         if key not in held:
             with self._lock:
                 if key not in held:
-                    held[key] = self._tried(dtype, capture, run, stock)
+                    held[key] = self._made(make)
         return held[key]
 
-    def _tried(
-        self, dtype: torch.dtype, capture: Callable[[], Captured], run: Callable[[Captured], Sequence[Tensor]],
-        stock: Callable[[], Sequence[Tensor]],
-    ) -> Captured | None:  # fmt: skip
+    def _made(self, make: Callable[[], Captured]) -> Captured | None:
         try:
-            captured = capture()
-            mine = run(captured)  # its graphs, where it has some, are recorded by now
+            return make()
         except Exception as error:  # no compiler, an unknown operation, a branch: all leave the module as it is
-            why = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-        else:
-            apart = [float((a - b).abs().max() / a.abs().max()) for a, b in zip(stock(), mine, strict=True)]
-            if all(share <= _NEAR.get(dtype, 1e-4) for share in apart):  # NaN is not near
-                return captured
-            why = f"its outputs would be {max(apart):.1e} away from the uncompiled ones"
+            name = "" if isinstance(error, Uncapturable) else f"{type(error).__name__}: "
+            why = name + str(error).strip().partition("\n")[0]
         warnings.warn(f"mmspec runs {self.name} uncompiled: {why}", stacklevel=2)
         return None
 
 
 _OF: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+
+
+def compare(mine: Sequence[Tensor], stock: Sequence[Tensor], dtype: torch.dtype) -> None:
+    """Refuse outputs that are not those of the module itself, as near as this dtype allows.
+
+    Raises:
+        Uncapturable: they are further away.
+    """
+    apart = [float((a - b).abs().max() / a.abs().max()) for a, b in zip(stock, mine, strict=True)]
+    if not all(share <= _NEAR.get(dtype, 1e-4) for share in apart):  # NaN is not near
+        raise Uncapturable(f"its outputs would be {max(apart):.1e} away from the uncompiled ones")
 
 
 def weights(module: Any) -> list[Tensor]:

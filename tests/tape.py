@@ -92,9 +92,10 @@ class Taping(TorchDispatchMode):
 class Tape:
     """In the place of `graphs.Recorder`."""
 
-    made = 0  # recordings, by anybody
+    made, busy = 0, False  # recordings, by anybody; whether one is under way
 
     def __init__(self, device: torch.device) -> None:
+        assert not Tape.busy, "it would wait for the device while somebody records"
         self.device, self.pool, self.whole = device, Pool(), True
 
     def follow(self) -> None:
@@ -102,9 +103,13 @@ class Tape:
 
     def __call__(self, function: Callable[..., Any], inputs: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
         assert self.whole, "what a recording that broke off left behind must not be used"
-        self.whole = False
-        with Taping(self.pool) as tape:
-            outputs = list(function(*inputs))
+        assert not Tape.busy, "two cannot record at a time"
+        self.whole, Tape.busy = False, True
+        try:
+            with Taping(self.pool) as tape:
+                outputs = list(function(*inputs))
+        finally:
+            Tape.busy = False
         self.whole = True
         for place in (place for *_, places in tape.calls for place in places if place is not None):
             place.fill_(torch.nan if place.is_floating_point() else -(1 << 20) if place.dtype == torch.long else 1)

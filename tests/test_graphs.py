@@ -8,7 +8,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -24,6 +24,7 @@ import torch
 from drafters import DRAFTERS, Oracle
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention as sdpa
+from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mmspec
@@ -32,7 +33,7 @@ from mmspec.capture import Captured
 from mmspec.pipelines import compiled, mar_compiled, trusted
 from mmspec.pipelines.batching import Plain
 
-GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+GPU = pytest.mark.skipif(not torch.cuda.is_available() or torch.__version__ < "2.15", reason="needs a GPU")
 DEPTH = 4
 
 
@@ -90,12 +91,16 @@ def near(found: Any, wanted: Any) -> None:
 
 
 class Copies(TorchDispatchMode):
-    """Counts the copies into a place that stays."""
+    """Counts the copies into a place that stays, or from one."""
 
     count = 0
 
+    def __init__(self, func: Any = torch.ops.aten.copy_.default) -> None:
+        super().__init__()
+        self.func = func
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is torch.ops.aten.copy_.default
+        self.count += func is self.func
         return func(*args, **(kwargs or {}))
 
 
@@ -103,7 +108,7 @@ class Copies(TorchDispatchMode):
 
 
 @torch.no_grad()
-def test_every_place_has_a_graph_and_runs_no_python(device: str) -> None:
+def test_every_place_but_the_last_has_a_graph_and_runs_no_python(device: str) -> None:
     runs: list[Any] = []
 
     def counting(piece: Any, examples: list[Tensor]) -> Any:
@@ -111,12 +116,12 @@ def test_every_place_has_a_graph_and_runs_no_python(device: str) -> None:
 
     layers, captured, new = made(device, counting)
     assert captured.pieces == 3 and len(set(runs)) == 3
-    assert device == "cuda" or tape.Tape.made == 1 + DEPTH, "pieces are shared, weights are not"
-    before = len(runs)
+    assert device == "cuda" or tape.Tape.made == DEPTH, "pieces are shared, weights are not"
+    before, last = len(runs), runs[-1]
     for _ in range(3):
         x = new()
         near(captured(attention, x), layers(x, attention))
-    assert len(runs) == before
+    assert runs[before:] == [last] * 3
 
 
 @torch.no_grad()
@@ -125,7 +130,7 @@ def test_only_what_moves_is_copied(device: str) -> None:
     x = new()
     with Copies() as seen:
         captured(lambda layer, scale, q, k, v: q, x)
-    assert seen.count == 1 + DEPTH, "the input, and of each attention what it gave"
+    assert seen.count == DEPTH, "the input, and of each attention but the last what it gave"
     layers.out[1].bias += 1  # written where it is
     near(captured(attention, x), layers(x, attention))
 
@@ -174,6 +179,34 @@ def test_what_leaves_stays_and_may_come_in_again(device: str) -> None:
     near(mine, theirs)
     mine[-1][3].zero_()
     assert weight.abs().min() > 0
+    assert device == "cuda" or tape.Tape.made == 1, "the only piece is a graph"
+
+
+@torch.no_grad()
+def test_what_the_last_piece_makes_is_not_copied(device: str) -> None:
+    """All else that leaves is: what an earlier piece made or a view of it, inputs, weights, what an attention gave."""
+    weight = torch.randn(8, 8, device=device)
+
+    def function(attend: Any, x: Tensor) -> list[Tensor]:
+        early = x @ weight
+        given = attend(0, 1.0, early, early * 2, early * 3)
+        return [(given + early).sin(), (given @ weight)[:, 1], early, early[:, 1], x, x[:, 1], weight[1], given[:, 1]]
+
+    inputs = [torch.randn(1, 2, 3, 8, device=device) for _ in range(4)]
+    captured = Captured(partial(function, capture.attend), inputs[:1], [weight], as_it_is)
+
+    def given(same: bool, layer: int, scale: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return q if same else q + k + v
+
+    for same in (True, False):
+        wanted = [function(partial(given, same), x) for x in inputs]
+        with Copies(torch.ops.aten.clone.default) as seen:
+            found = [captured(partial(given, same), x) for x in inputs]
+        near(found, wanted)
+        assert seen.count == len(inputs) * (6 if same else 5), "a new result of an attention is nobody else's"
+        for t in (t for call in found for t in call):
+            t.zero_()
+        near(captured(partial(given, same), inputs[0]), wanted[0])
 
 
 @torch.no_grad()
@@ -228,6 +261,28 @@ def test_threads_take_turns(device: str) -> None:
             near(found, [layers(x + n, attention) for n in range(4)])
 
 
+@torch.no_grad()
+def test_one_records_at_a_time(device: str) -> None:
+    """And whoever wants to record next does not even begin."""
+    layers, other, new = made(device)
+    layers.out[0].bias.data, x = torch.randn(16, device=device), new()
+    asked: list[Future[Any]] = []
+
+    def asks(piece: Any, examples: list[Tensor]) -> Any:
+        def run(*given: Tensor) -> Any:
+            if not asked:
+                asked.append(pool.submit(other, attention, x))
+                wait(asked, 0.3)
+                assert not asked[0].done()
+            return piece(*given)
+
+        return run
+
+    with ThreadPoolExecutor(1) as pool:
+        made(device, asks)
+        near(asked[0].result(60), layers(x, attention))
+
+
 # -- what is not recorded ---------------------------------------------------------------------------------------------
 
 
@@ -242,7 +297,7 @@ def test_a_piece_that_waits_for_the_host_runs_as_it_is(device: str) -> None:
     with pytest.warns(UserWarning, match="without a CUDA graph: ") as told:
         layers, captured, new = made(device, second_asks)
     assert len(told) == 1, f"one of {DEPTH - 1} places tells it for all"
-    assert device == "cuda" or tape.Tape.made == 2
+    assert device == "cuda" or tape.Tape.made == 1
     for _ in range(2):
         x = new()
         near(captured(attention, x), layers(x, attention))
@@ -257,6 +312,8 @@ def test_random_numbers_are_not_recorded(device: str) -> None:
 
 
 def test_graphs_are_wanted_on_one_cuda_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.15.0"))
+
     def wanted(*places: str) -> bool:
         return graphs.wanted([SimpleNamespace(device=torch.device(place)) for place in places])  # type: ignore[misc]
 
@@ -268,6 +325,21 @@ def test_graphs_are_wanted_on_one_cuda_device(monkeypatch: pytest.MonkeyPatch) -
         assert not wanted("cuda:0", "cuda:1") and not wanted("cuda:0", "cpu") and not wanted("cpu") and not wanted()
     monkeypatch.setenv(graphs.VARIABLE, "off")
     assert not wanted("cuda:0", "cuda:0")
+
+
+@pytest.mark.parametrize(
+    ("version", "hip", "cache", "wanted"),
+    [("2.15.0+cu132", None, "", True), ("2.16.1", None, "0", True), ("2.14.1", None, "", False),
+     ("2.9.0", None, "", False), ("2.15.0", "7.1", "", False), ("2.15.0", None, "1", False)],
+)  # fmt: skip
+def test_graphs_that_share_work_space_are_not_wanted(
+    version: str, hip: str | None, cache: str, wanted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(graphs.VARIABLE, raising=False)
+    monkeypatch.setenv("TORCH_CUBLAS_WORKSPACE_CACHE", cache)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+    assert graphs.wanted([SimpleNamespace(device=torch.device("cuda:0"))]) == wanted  # type: ignore[list-item]
 
 
 def test_the_variable_is_heeded_and_checked(device: str, monkeypatch: pytest.MonkeyPatch) -> None:

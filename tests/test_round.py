@@ -193,7 +193,11 @@ def test_a_shape_is_captured_once_by_all_threads():
         return "captured"
 
     def get(key: str, apart: float = 0.0, capture: Any = capture) -> Any:
-        return held.get(key, torch.float32, capture, lambda c: [torch.ones(2) + apart], lambda: [torch.ones(2)])
+        def make() -> Any:
+            trusted.compare([torch.ones(2) + apart], [torch.ones(2)], torch.float32)
+            return capture()
+
+        return held.get(key, make)
 
     with ThreadPoolExecutor(3) as pool:
         assert list(pool.map(get, ["shape"] * 3)) == ["captured"] * 3 and len(made) == 1

@@ -5,20 +5,33 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from mmspec import capture
-from mmspec.capture import Captured
+from mmspec.capture import Captured, Uncapturable
 from mmspec.drafters import shapes
 from mmspec.drafters.blocks import Attend, Memory, path_after
 from mmspec.drafters.feature import FeatureDrafter
+from mmspec.kernels import reference as ops
 from mmspec.slots import Lengths
 from mmspec.tree import chain, from_parents
-from mmspec.types import Categorical, Draft, Prompt, Target, Tree
+from mmspec.types import HOLE, Categorical, Draft, Prompt, Target, Tree
+
+_TIE = 1e-3  # how much less likely a token may be than the one drawn: rounding, of log-probabilities and noise
+
+
+class Held(Protocol):
+    """What was captured of some weights, by key."""
+
+    def check(self, module: Any) -> None:
+        """Let go what was captured of other weights than the module's."""
+
+    def get(self, key: Any, make: Callable[[], Captured]) -> Captured | None:
+        """What is held for a key, at its first call made; None where `make` raised, which is warned of."""
 
 
 class CapturedDraft:
@@ -27,16 +40,20 @@ class CapturedDraft:
     Args:
         drafter: fitted to the target.
         weights: of the target, whose embedding and head the drafter uses.
-        held: what was captured with this drafter's layer and these weights: the Trusted of pipelines/trusted.py. Drafts
-            may be anything, so what is tried of a capture is that its trees are well-formed.
+        vocab: rows of that head.
+        held: what was captured with this drafter's layer and these weights. A capture is used once its draft was one
+            that keeps the law: see `check`.
     """
 
-    def __init__(self, drafter: FeatureDrafter, weights: Callable[[], Iterable[Tensor]], held: Any) -> None:
-        self.drafter, self.weights, self.held = drafter, weights, held
+    def __init__(
+        self, drafter: FeatureDrafter, weights: Callable[[], Iterable[Tensor]], vocab: int, held: Held
+    ) -> None:
+        self.drafter, self.weights, self.vocab, self.held = drafter, weights, vocab, held
         self.features, self.nodes = drafter.features, drafter.nodes
         self.rows = 1 + (drafter.options.depth or 1)  # that a round can hand over, if the one before drafted
 
     def start(self, session: Any, target: Target, prompt: Prompt) -> Any:
+        self.held.check(self.drafter)
         return self.drafter.start(session, target, prompt)
 
     @torch.no_grad()
@@ -53,24 +70,25 @@ class CapturedDraft:
         after = memory.lengths.plus(session.last.counts, count)
         attend = self._attending(memory, replace(memory, lengths=after))
         o, draws = self.drafter.options, self.drafter.drawing(session)
-        made: list[Tensor] = []
         scale = getattr(getattr(target, "guidance", None), "scale", None)
         key = (o.tree, o.depth, o.width, o.size, draws, scale, *(t.shape for t in inputs))
 
-        def tried(captured: Captured) -> list[Tensor]:
-            made[:] = captured(attend, *inputs)
-            return [t.float() for t in made[2:4]]
+        def made() -> Captured:
+            captured = self._capture(target, draws, inputs)
+            check(self._draft(captured(attend, *inputs)), session, self.vocab)
+            return captured
 
-        def whole() -> list[Tensor]:
-            tree = from_parents(made[1], self.rows)
-            return [tree.depth.float(), tree.ancestors.float()]
-
-        captured = self.held.get(key, torch.float32, lambda: self._capture(target, draws, inputs), tried, whole)
+        captured = self.held.get(key, made)
         if captured is None:
             return self.drafter.propose(session, target)
-        tokens, parents, depth, ancestors, *law = captured(attend, *inputs)
+        draft = self._draft(captured(attend, *inputs))
         memory.lengths, memory.positions = after, memory.positions + count
-        return Draft(tokens, Tree(parents, depth, ancestors, o.tree == "chain"), Categorical(*law) if law else None)
+        return draft
+
+    def _draft(self, found: list[Tensor]) -> Draft:
+        tokens, parents, depth, ancestors, *law = found
+        tree = Tree(parents, depth, ancestors, self.drafter.options.tree == "chain")
+        return Draft(tokens, tree, Categorical(*law) if law else None)
 
     def _attending(self, before: Memory, after: Memory) -> capture.Attend:
         """What stands for the attentions: of catching up on the memory as it was, then of the levels on all it read."""
@@ -99,6 +117,34 @@ class CapturedDraft:
         own = [*drafter.parameters(), *drafter.buffers(), *self.weights(), *_tensors(fixed)]
         with torch.inference_mode(False), torch.no_grad():
             return Captured(run, [t.clone() for t in inputs], own)
+
+
+def check(draft: Draft, session: Any, vocab: int) -> None:
+    """Refuse a draft that would not keep the law, or not fit the target; any other costs time at most.
+
+    So tokens by rank may be any, and are not compared with the drafter's own, from which rounding parts them. Those
+    that are drawn have to be what the session's noise draws from the very law that comes with them.
+
+    Raises:
+        Uncapturable: it is no tree of tokens under the pending one, or not drawn from its law.
+    """
+    tokens, tree, law = draft.tokens, draft.tree, draft.law
+    chained = chain(tree.size, tokens.device)
+    known = (tokens >= HOLE) & (tokens < vocab) & (tokens[:, :1] == session.pending[:, None])
+    above = (tree.parents <= chained.parents) & (tree.parents >= (chained.parents if tree.is_chain else 0))
+    if not ((known & above).all() and _same(tree, from_parents(tree.parents, tree.size))):
+        raise Uncapturable("its draft would be no tree of tokens under the pending one")
+    if law is None or law.logits is None:
+        return
+    places = session.emitted[:, None] + tree.depth[:, 1:] - 1
+    score = law.logits[:, 1:] + ops.gumbel(ops.stream(session.seeds, ops.FRESH), places, law.logits.shape[-1])
+    drawn = score.gather(2, tokens[:, 1:, None].clamp(min=0))[..., 0]
+    if not ((drawn >= score.amax(-1) - _TIE) | (tokens[:, 1:] == HOLE)).all():  # NaN is no draw
+        raise Uncapturable("its draft would not be drawn from its law")
+
+
+def _same(a: Tree, b: Tree) -> bool:
+    return torch.equal(a.depth, b.depth) and torch.equal(a.ancestors, b.ancestors)
 
 
 class _Passing:
