@@ -569,6 +569,7 @@ def test_the_bench_says_where_a_round_goes(tmp_path: Path, quick: None):
     parser = argparse.ArgumentParser()
     bench.configure(parser)
     words = ["--images", "2", "--prompt", "short", "--max-new-tokens", "12", "--profile"]
+    words += ["--auto", "--methods", "plain", "plain compiled", "eagle", "eagle compiled"]  # no others
     words += ["--model", str(folder), "--drafter", str(tmp_path / "drafter"), "--json", str(tmp_path / "found.json")]
     assert bench.run(parser.parse_args(["round", *words])) == 0
     found = {r["method"]: r for r in json.loads((tmp_path / "found.json").read_text())["records"]}

@@ -154,13 +154,9 @@ def methods(painter: Painter, args: argparse.Namespace) -> tuple[list[Method], l
     drafters = [(getattr(d, "method", Path(str(name)).name), d) for name, d in _drafters(args)]
     known = lossless(drafters) + relaxed(codes, drafters, args.rule, args.budget)
     wanted = args.quality_methods or args.methods or [p for p in DEFAULT_QUALITY if drafters or p != "eagle*"]
-    try:
-        timed_ones = matching(known, args.methods, args.without)
-        judged = [m for m in matching(known, wanted, args.without) if not m.plain]
-        judged += [] if args.sweep is None else swept(codes, args.budget, args.sweep)
-    except ValueError as error:
-        raise BenchError(str(error)) from error
-    return timed_ones, judged
+    judged = [m for m in matching(known, wanted, args.without) if not m.plain]
+    judged += [] if args.sweep is None else swept(codes, args.budget, args.sweep)
+    return matching(known, args.methods, args.without), judged
 
 
 def _drafters(args: argparse.Namespace) -> list[tuple[str, Any]]:

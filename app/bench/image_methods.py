@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Protocol, TypeVar
 
+from mmspec.app.bench.command import BenchError
 from mmspec.app.painter import PLAIN, Way
 
 WINDOWS = (8, 16, 32)
@@ -143,12 +144,12 @@ def swept(codes: int, budget: float | None, families: Sequence[str] = ()) -> lis
     """The points of the curves of these families (none named: of all), on the Jacobi drafter.
 
     Raises:
-        ValueError: a family that there is not.
+        BenchError: a family that there is not.
     """
     curves = sweeps(codes)
     unknown = [family for family in families if family not in curves]
     if unknown:
-        raise ValueError(f"there is no family of rules {unknown[0]!r} to sweep; choose from {', '.join(curves)}")
+        raise BenchError(f"there is no family of rules {unknown[0]!r} to sweep; choose from {', '.join(curves)}")
     base = Way("jacobi", dict(BASE))
     return [
         _with_rule(f"{family} {value:g}", base, spec, budget, (family, value))
@@ -175,12 +176,12 @@ def matching(methods: Sequence[N], patterns: Sequence[str] | None, without: Sequ
     """Those whose names match a pattern (all without one); the first, plain decoding, always comes first.
 
     Raises:
-        ValueError: a pattern that matches nothing.
+        BenchError: a pattern that matches nothing.
     """
     names = [m.name for m in methods]
     for pattern in (*(patterns or ()), *without):
         if not any(fnmatchcase(name, pattern) for name in names):
-            raise ValueError(f"no method matches {pattern!r}; choose from {', '.join(names)}")
+            raise BenchError(f"no method matches {pattern!r}; choose from {', '.join(names)}")
     wanted = [m for m in methods if not patterns or any(fnmatchcase(m.name, p) for p in patterns)]
     kept = [m for m in wanted if not any(fnmatchcase(m.name, p) for p in without)]
     return [methods[0], *(m for m in kept if m is not methods[0])]

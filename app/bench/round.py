@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from mmspec.app.bench import report, vlm, vlm_methods, vlm_shown
 from mmspec.app.bench.command import Outcome, batches
+from mmspec.app.bench.image_methods import matching
 from mmspec.app.bench.vlm_methods import Method
 from mmspec.app.engine import STOCK as NO_DRAFTER
 from mmspec.app.engine import load
@@ -44,6 +45,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--compile", action=argparse.BooleanOptionalAction, default=True, help="also with compile=True (default)")
     add("--auto", action="store_true", help="also with auto=True; and with and without it, each drafter's architecture "
         "with random weights, which is hardly ever right")  # fmt: skip
+    add("--methods", nargs="+", metavar="PATTERN", help="only these beside stock, such as plain 'hostile*'")
     add("--static", action="store_true", help="also stock generate, compiled on a static cache")
     add("--profile", action="store_true", help="count operations and name the ones that take longest")
 
@@ -57,7 +59,7 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
     facts = {"model": args.model, "weights_mb": round(weights, 1)}
     outcome.provenance = provenance(bench.model.device, bench.model.dtype) | facts
     args.without = [*args.without, "hf-prompt-lookup", "ngram", *([] if args.static else ["stock-static"])]
-    chosen, (asked, _) = list(methods(bench.model, args)), vlm_shown.questions(args)
+    chosen, (asked, _) = matching(list(methods(bench.model, args)), args.methods), vlm_shown.questions(args)
     for batch, heat in [(batch, heat) for batch in args.batch for heat in args.temperature]:
         for shown, some in asked.items():
             cell, first = vlm.Cell(batch, heat, shown), bench.inputs(batches(some, batch)[0])
