@@ -29,7 +29,7 @@ def proposer(model: Any, drafter: Any, config: SpecConfig, target: TargetInfo, d
     Raises:
         ValueError: `auto` for a drafter that cannot draft less.
     """
-    ready = partial(_ready, model, target.vocab, config.compile and drafts)
+    ready = partial(_ready, model, target, config.compile and drafts)
     if not config.auto:
         return ready(drafter)
     if not hasattr(drafter, "less"):
@@ -54,9 +54,9 @@ def _known(model: Any, drafter: Any, config: SpecConfig, target: TargetInfo, sha
     return ours.setdefault((target, key, settings), Known(sorted({NONE, *shapes}), getattr(drafter, "settles", 0)))
 
 
-def _ready(model: Any, vocab: int, capture: bool, drafter: Any) -> Any:
+def _ready(model: Any, target: TargetInfo, capture: bool, drafter: Any) -> Any:
     """The drafter, what it drafts captured where that is asked for."""
     if not capture or not isinstance(drafter, FeatureDrafter) or drafter.nodes == NONE:
         return drafter
     held = compiled.of(model).drafts.setdefault(drafter.block, Trusted(type(drafter).__name__))
-    return CapturedDraft(drafter, lambda: trusted.weights(model), vocab, held)
+    return CapturedDraft(drafter, lambda: trusted.weights(model), target.vocab, held)
