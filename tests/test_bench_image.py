@@ -15,7 +15,8 @@ from PIL import Image
 from mmspec.app.bench import command as bench
 from mmspec.app.bench import gallery, image_methods, image_plain, report, report_image
 from mmspec.app.bench import image as bench_image
-from mmspec.app.bench.image_methods import Method, matching
+from mmspec.app.bench.command import matching
+from mmspec.app.bench.image_methods import Method
 from mmspec.app.painter import Painter, Painting
 from mmspec.registry import resolve_rule
 from mmspec.session import Stats

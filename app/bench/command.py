@@ -12,8 +12,9 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -140,6 +141,29 @@ def _save(path: Path, text: str) -> None:
     half = path.with_name(path.name + ".part")
     half.write_text(text)
     os.replace(half, path)
+
+
+class Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+N = TypeVar("N", bound=Named)
+
+
+def matching(methods: Sequence[N], patterns: Sequence[str] | None, without: Sequence[str] = ()) -> list[N]:
+    """Those whose names match a pattern (all without one); the first, plain decoding, always comes first.
+
+    Raises:
+        BenchError: a pattern that matches nothing.
+    """
+    names = [m.name for m in methods]
+    for pattern in (*(patterns or ()), *without):
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise BenchError(f"no method matches {pattern!r}; choose from {', '.join(names)}")
+    wanted = [m for m in methods if not patterns or any(fnmatchcase(m.name, p) for p in patterns)]
+    kept = [m for m in wanted if not any(fnmatchcase(m.name, p) for p in without)]
+    return [methods[0], *(m for m in kept if m is not methods[0])]
 
 
 def batches(some: Sequence[T], size: int) -> list[list[T]]:

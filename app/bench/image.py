@@ -17,8 +17,18 @@ from PIL import Image
 import mmspec
 from mmspec.app import embedded
 from mmspec.app.bench import image_plain, mar, quality, report_image
-from mmspec.app.bench.command import BenchError, Outcome, batches, compiled_graphs, in_turn, say, seeds_of, settle
-from mmspec.app.bench.image_methods import Method, lossless, matching, relaxed, swept
+from mmspec.app.bench.command import (
+    BenchError,
+    Outcome,
+    batches,
+    compiled_graphs,
+    in_turn,
+    matching,
+    say,
+    seeds_of,
+    settle,
+)
+from mmspec.app.bench.image_methods import Method, lossless, relaxed, swept
 from mmspec.app.bench.judge import Judge
 from mmspec.app.bench.report import Record
 from mmspec.app.caption.inputs import images

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from mmspec.app.bench.command import BenchError
 from mmspec.app.painter import PLAIN, Way
@@ -162,26 +161,3 @@ def swept(codes: int, budget: float | None, families: Sequence[str] = ()) -> lis
 def _with_rule(name: str, way: Way, spec: str, budget: float | None, curve: tuple[str, float] | None = None) -> Method:
     limit = {} if budget is None else {"budget": budget}
     return Method(name, Way(way.drafter, {**way.options, "rule": spec, **limit}), curve=curve)
-
-
-class Named(Protocol):
-    @property
-    def name(self) -> str: ...
-
-
-N = TypeVar("N", bound=Named)
-
-
-def matching(methods: Sequence[N], patterns: Sequence[str] | None, without: Sequence[str] = ()) -> list[N]:
-    """Those whose names match a pattern (all without one); the first, plain decoding, always comes first.
-
-    Raises:
-        BenchError: a pattern that matches nothing.
-    """
-    names = [m.name for m in methods]
-    for pattern in (*(patterns or ()), *without):
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise BenchError(f"no method matches {pattern!r}; choose from {', '.join(names)}")
-    wanted = [m for m in methods if not patterns or any(fnmatchcase(m.name, p) for p in patterns)]
-    kept = [m for m in wanted if not any(fnmatchcase(m.name, p) for p in without)]
-    return [methods[0], *(m for m in kept if m is not methods[0])]

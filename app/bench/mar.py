@@ -11,8 +11,7 @@ from typing import Any
 from PIL import Image
 
 from mmspec.app.bench import quality
-from mmspec.app.bench.command import BenchError, Outcome, batches, in_turn, say, seeds_of
-from mmspec.app.bench.image_methods import matching
+from mmspec.app.bench.command import BenchError, Outcome, batches, in_turn, matching, say, seeds_of
 from mmspec.app.bench.quality import QualityError
 from mmspec.app.bench.report import LAYOUTS, Layout, Record, figure, ratio, spread
 from mmspec.app.engine import EngineError

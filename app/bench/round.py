@@ -12,8 +12,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from mmspec.app.bench import report, vlm, vlm_methods, vlm_shown
-from mmspec.app.bench.command import Outcome, batches
-from mmspec.app.bench.image_methods import matching
+from mmspec.app.bench.command import Outcome, batches, matching
 from mmspec.app.bench.vlm_methods import Method
 from mmspec.app.engine import STOCK as NO_DRAFTER
 from mmspec.app.engine import load
