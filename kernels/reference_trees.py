@@ -143,6 +143,9 @@ def follow(
     Returns:
         Which nodes stand, how many, the deepest of them, and the token drawn there.
     """
+    if tokens.shape[1] == 1:
+        one = torch.ones_like(drawn[:, 0])
+        return one[:, None].bool(), one, one - 1, drawn[:, 0]
     match = drawn.gather(1, parents) == tokens
     if ancestors is not None:
         match &= ~_family(tokens, parents)[1]

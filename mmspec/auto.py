@@ -40,10 +40,12 @@ class Known:
 
     def __init__(self, shapes: Iterable[int], settles: int = 0) -> None:
         self.shapes, self.settles, self.stretch = tuple(shapes), settles, 2 * settles or 1
+        self.fade = DECAY ** (1 / self.stretch)
         self.rounds = dict.fromkeys(self.shapes, 0)  # that told of a shape
         self.rows = dict.fromkeys(self.shapes, 0.0)  # in them, faded
         self.tokens = dict.fromkeys(self.shapes, 0.0)  # that these gained, faded likewise
-        self.costs: dict[tuple[int, int], deque[float]] = {}  # by batch size and shape
+        self.times: dict[tuple[int, int], deque[float]] = {}  # of late, by batch size and shape
+        self.costs: dict[tuple[int, int], float] = {}  # their medians
         self.idle, self.patience, self.looked = 0, PATIENCE * self.stretch, self.shapes[-1]
 
     def book(
@@ -56,13 +58,14 @@ class Known:
             since: rounds of this shape in a row, this one included.
             late: the drafter first read what it had missed, so that such rounds take this much at most.
         """
-        times = self.costs.setdefault((batch, shape), deque(maxlen=7))
-        if not (late and times and seconds >= statistics.median(times)):
+        times = self.times.setdefault((batch, shape), deque(maxlen=7))
+        if not (late and times and seconds >= self.costs[batch, shape]):
             times.append(seconds)
+            self.costs[batch, shape] = statistics.median(times)
         self.idle += 1
         for told in self.shapes:
-            self.rows[told] *= DECAY ** (1 / self.stretch)
-            self.tokens[told] *= DECAY ** (1 / self.stretch)
+            self.rows[told] *= self.fade
+            self.tokens[told] *= self.fade
             if told <= shape if not self.settles else told == shape and since > self.settles:
                 self.rounds[told] += 1
                 self.rows[told] += len(stood)
@@ -75,14 +78,14 @@ class Known:
     def cost(self, batch: int, shape: int) -> float:
         """Seconds of a round of this shape, once those with nothing and with all of a draft have been timed."""
         if (batch, shape) in self.costs:
-            return statistics.median(self.costs[batch, shape])
-        low, high = (statistics.median(self.costs[batch, end]) for end in (NONE, self.shapes[-1]))
+            return self.costs[batch, shape]
+        low, high = (self.costs[batch, end] for end in (NONE, self.shapes[-1]))
         return low + (high - low) * (shape - NONE) / (self.shapes[-1] - NONE)
 
     def choose(self, batch: int) -> int:
         """The shape with the most tokens a second; now and then the one of which least is known."""
         for shape in reversed(self.shapes):
-            timed = len(self.costs.get((batch, shape), ())) if shape in (NONE, self.shapes[-1]) else SAMPLES
+            timed = len(self.times.get((batch, shape), ())) if shape in (NONE, self.shapes[-1]) else SAMPLES
             told = SAMPLES if shape == NONE else self.rounds[shape] / max(self.settles, 1)
             if min(timed, told) < SAMPLES:
                 return shape

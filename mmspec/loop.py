@@ -23,12 +23,13 @@ def decode(session: Session, target: Target, drafter: Drafter) -> Iterator[Round
     """Rounds until every row has ended. Rows may be admitted between two rounds; ended rows are let go."""
     session.retire()
     while session.rows:
-        draft = session.timed("draft", drafter.propose, session, target)
-        scores = session.timed("verify", target.score, session, draft)
-        u = session.timed("accept", session.noise, draft, scores.law)
-        verdict = session.timed("accept", along_path, draft, scores.law, session.rule, u, session.spent)
-        round_ = session.timed("commit", session.commit, draft, scores, verdict)
-        session.timed("commit", target.commit, session, round_)
-        session.count(round_)
+        with target.inference():
+            draft = session.timed("draft", drafter.propose, session, target)
+            scores = session.timed("verify", target.score, session, draft)
+            u = session.timed("accept", session.noise, draft, scores.law)
+            verdict = session.timed("accept", along_path, draft, scores.law, session.rule, u, session.spent)
+            round_ = session.timed("commit", session.commit, draft, scores, verdict)
+            session.timed("commit", target.commit, session, round_)
+            session.count(round_)
         yield round_
         session.retire()

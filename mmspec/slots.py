@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -20,11 +21,11 @@ class Lengths:
     def of(cls, host: list[int] | tuple[int, ...], device: torch.device) -> Lengths:
         return cls(tuple(host), torch.tensor(host, device=device))
 
-    @property
+    @cached_property
     def longest(self) -> int:
         return max(self.host, default=0)
 
-    @property
+    @cached_property
     def even(self) -> bool:
         return len(set(self.host)) <= 1
 
@@ -70,7 +71,8 @@ class Slots:
         if buffer is not None and end <= held:
             return buffer
         capacity = max(end, held + held // 4 if held else self.reserve)
-        grown = like.new_zeros(like.shape[0], like.shape[1], capacity, like.shape[3])
+        with torch.inference_mode(False), torch.no_grad():  # else it could be written in inference mode only
+            grown = like.new_zeros(like.shape[0], like.shape[1], capacity, like.shape[3])
         if buffer is not None:
             grown[:, :, :held] = buffer
         return grown

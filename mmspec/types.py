@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
@@ -193,9 +194,11 @@ class Target(Protocol):
 
     Attributes:
         features: what is overheard for the drafter, in the drafter's order: layers i ≥ 0 by what enters them, FINAL.
+        inference: the mode that rounds run in, torch.inference_mode or torch.no_grad.
     """
 
     features: tuple[int, ...]
+    inference: type[AbstractContextManager[None]]
 
     def score(self, session: Any, draft: Draft) -> Scores:
         """One forward over every node of the draft [B, N], each seeing the row's cache and its own ancestors."""

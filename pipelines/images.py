@@ -14,6 +14,7 @@ from mmspec.models.llamagen import PREFIX, visible
 from mmspec.pipelines import attention
 from mmspec.pipelines.cache import SlotCache
 from mmspec.pipelines.compiled import Compiled
+from mmspec.pipelines.inference import inference
 from mmspec.pipelines.sampling import Sampler
 from mmspec.pipelines.state import Onward, State, spread, stacked, tiled
 from mmspec.pipelines.swap import layer_input, listen
@@ -78,6 +79,7 @@ class ImageTarget:
         held: Compiled | None = None,
     ) -> None:
         self.model = transformer
+        self.inference = inference(transformer)
         self.held = held
         self.rows = 0  # of the call
         self.features = features

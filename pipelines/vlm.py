@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache
 
 from mmspec.pipelines import attended, attention, compiled
 from mmspec.pipelines.cache import SlotCache
+from mmspec.pipelines.inference import inference
 from mmspec.pipelines.processors import Processors
 from mmspec.pipelines.sampling import Noise, Sampler
 from mmspec.pipelines.state import Onward, Places, State, spread, stacked, tiled
@@ -71,6 +72,7 @@ class VlmTarget:
         guidance: Any = None,
     ) -> None:
         self.model = model
+        self.inference = inference(model)
         self.features = tuple(i for i in features if i != ATTENTION)
         self.attends = ATTENTION in features
         self.sampler = Sampler(processors, sample, noise)

@@ -41,6 +41,7 @@ class TableModel:
     """
 
     features: tuple[int, ...] = ()
+    inference = torch.inference_mode
 
     def __init__(self, vocab: int = 4, length: int = 4, seed: int = 0, scale: float = 1.0) -> None:
         self.vocab, self.length = vocab, length

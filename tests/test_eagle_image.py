@@ -337,6 +337,7 @@ class Toy:
     """A guided target of two streams whose law depends on the token before: one table of features per stream."""
 
     features = (FINAL,)
+    inference = torch.inference_mode
     streams = 2
 
     def __init__(self, vocab: int, hidden: int, seed: int, scale: float = 2.0) -> None:

@@ -60,6 +60,7 @@ class Toy:
     kind: str = "plain"
     mode: str = "law"
     features: tuple[int, ...] = ()
+    inference = torch.inference_mode
 
     def logits(self, code: Tensor, position: Tensor) -> Tensor:
         logits = self.scale * ops.gumbel(code.flatten(), position.flatten()[:, None], self.vocab)
