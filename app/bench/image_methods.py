@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+import torch
 
 from mmspec.app.bench.command import BenchError
 from mmspec.app.painter import PLAIN, Way
+from mmspec.drafters.jacobi import JacobiDrafter
+from mmspec.types import HOLE, Draft, Target
 
 WINDOWS = (8, 16, 32)
 COUPLINGS = ("none", "maximal", "gumbel")
@@ -52,6 +56,15 @@ class Method:
                 "parameter": value, "setting": self.setting}  # fmt: skip
 
 
+class Hostile(JacobiDrafter):
+    """Windows of guesses that hardly ever are right, for targets whose law is a point mass."""
+
+    def propose(self, session: Any, target: Target) -> Draft:
+        draft = super().propose(session, target)
+        others = torch.where(draft.tokens == HOLE, HOLE, (draft.tokens + self.vocab // 2) % self.vocab)
+        return replace(draft, tokens=torch.cat([draft.tokens[:, :1], others[:, 1:]], 1))
+
+
 def lossless(drafters: Sequence[tuple[str, Any]]) -> list[Method]:
     """The methods that keep the target's law; `drafters` are (name, folder or drafter) of feature drafters."""
 
@@ -77,6 +90,10 @@ def lossless(drafters: Sequence[tuple[str, Any]]) -> list[Method]:
         ),
         jacobi("maximal-32-auto", window=32, coupling="maximal", auto=True),
         jacobi("exact-seed-32-auto", window=32, reproducible=True, auto=True),
+        *(
+            Method(f"hostile-16{name}", Way(Hostile(), {"window": 16, "reproducible": True, **options}))
+            for name, options in (("", {}), ("-auto", {"auto": True}))
+        ),
         jacobi("pac", window=32, coupling="maximal", proactive=(3, 3)),
         *(Method(name, way) for name, way in _feature(drafters)),
         *(Method(f"{name}-exact-seed", Way(drafter, {"reproducible": True})) for name, drafter in drafters),
