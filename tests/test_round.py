@@ -433,7 +433,7 @@ def test_auto_turns_a_hostile_drafter_off(monkeypatch: pytest.MonkeyPatch):
     model, inputs = targets.model("llava"), targets.prompt("llava", "image first")
     with mmspec.enable(model, eagle(model, nan=True, depth=4, width=1, size=5), auto=True) as handle:
         monkeypatch.setattr(
-            auto.statistics, "median", lambda held: 1.0 + (held is not handle.proposer.known.times[1, 1])
+            auto.statistics, "median", lambda held: 1.0 + (held is not handle.proposer.known.times.get((1, 1)))
         )
         targets.generate(model, inputs, max_new_tokens=40)
     assert handle.stats.drafted <= 4 * (auto.SAMPLES + 1) and handle.stats.rounds == 39
