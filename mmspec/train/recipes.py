@@ -183,7 +183,7 @@ SPECVLM = Recipe(batch=128, lr=8e-5, warmup=0.0, floor=0.1, weight_decay=0.0, un
 
 # Of the embedded drafters: small enough for Muon and a high rate; the token loss leads because speed is what counts.
 SCENES_EAGLE = Recipe(
-    steps=520, batch=12, lr=3e-3, clip=1.0, muon=True, feature_weight=0.5, token_weight=1.0, unroll=4,
+    steps=1000, batch=12, lr=3e-3, clip=1.0, muon=True, feature_weight=0.5, token_weight=1.0, unroll=5,
     sampled=0.25, max_new_tokens=256, held_out=48,
 )  # fmt: skip
 
@@ -191,11 +191,11 @@ SCENES_EAGLE = Recipe(
 # CPU core does in the same time: a method that compresses has fewer rows to read. Losses, unroll and rates are EAGLE's
 # for all, so that the methods differ in nothing else; FLASH learns its six heads in one pass.
 SCENES_VIDEO = {
-    "scenes-video-eagle": SCENES_EAGLE.with_(steps=360),
-    "scenes-video-msd": SCENES_EAGLE.with_(steps=360),
-    "scenes-video-vispec": SCENES_EAGLE.with_(steps=360),
+    "scenes-video-eagle": SCENES_EAGLE.with_(steps=360, unroll=4),
+    "scenes-video-msd": SCENES_EAGLE.with_(steps=360, unroll=4),
+    "scenes-video-vispec": SCENES_EAGLE.with_(steps=360, unroll=4),
     "scenes-video-flash": SCENES_EAGLE.with_(steps=430, unroll=6),
-    "scenes-video-specvlm": SCENES_EAGLE.with_(steps=360),
+    "scenes-video-specvlm": SCENES_EAGLE.with_(steps=360, unroll=4),
 }
 
 # Pictures. LANTERN's recipe (Jang et al. 2024, arXiv 2410.03355, and its code) is SmoothL1 + 0.1 · cross-entropy with

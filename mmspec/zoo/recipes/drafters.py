@@ -23,7 +23,7 @@ class DrafterRecipe:
     recipe: str = "scenes-eagle"  # in mmspec.train.recipes
 
 
-SCENES_VLM_EAGLE = DrafterRecipe("scenes-vlm-eagle", target="scenes-vlm", data="scenes:640")
+SCENES_VLM_EAGLE = DrafterRecipe("scenes-vlm-eagle", target="scenes-vlm", data="scenes:1800")
 SCENES_LLAMAGEN_EAGLE = DrafterRecipe(
     "scenes-llamagen-eagle", target="scenes-llamagen", data="pictures:424", depth=4, size=5, recipe="scenes-image-eagle"
 )
