@@ -14,6 +14,7 @@ from PIL import Image
 
 import mmspec
 from mmspec.app import embedded
+from mmspec.modes import mode_of
 from mmspec.pipelines import families
 from mmspec.pipelines.batching import Flow, Plain
 from mmspec.pipelines.intake import TOGETHER, Intake, Static
@@ -136,7 +137,7 @@ class Captioner:
     """Pictures and prompts go in one by one, answers come out as they are finished; a failure is one item's own."""
 
     def __init__(self, engine: Engine, batches: Intake) -> None:
-        self.engine, self._batches = engine, batches
+        self.engine, self._batches, self._mode = engine, batches, mode_of(engine.model)
         self._failed: list[Answer] = []
 
     @property
@@ -171,7 +172,7 @@ class Captioner:
 
     def step(self) -> list[Answer]:
         """A part of the work, such as one forward of the model; returns what has finished."""
-        with torch.inference_mode():
+        with self._mode():
             done = self._batches.step()
         found, self._failed = self._failed, []
         for one in done:

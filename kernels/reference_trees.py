@@ -143,7 +143,7 @@ def follow(
     Returns:
         Which nodes stand, how many, the deepest of them, and the token drawn there.
     """
-    if tokens.shape[1] == 1:
+    if tokens.shape[1] == 1:  # plain decoding: the root stands, and nothing is to be looked at
         one = torch.ones_like(drawn[:, 0])
         return one[:, None].bool(), one, one - 1, drawn[:, 0]
     match = drawn.gather(1, parents) == tokens

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from mmspec.modes import lasting
+
 VARIABLE = "MMSPEC_GRAPHS"
 WARM_UPS = 3  # runs of a piece before it is recorded, in which kernels are loaded and tuned
 
@@ -60,7 +62,7 @@ class Graphs:
     """
 
     def __init__(self, inputs: Sequence[Tensor], still: Any) -> None:
-        with torch.inference_mode(False), torch.no_grad():  # else they could be written in inference mode only
+        with lasting():
             self._places = [t.clone() for t in inputs]
         self._still = still
         self._turn = threading.Lock()  # all calls use the same places
@@ -92,7 +94,7 @@ class Graphs:
 
     def _record(self, whole: Function, weights: Sequence[Tensor]) -> None:
         """Call `whole` once, by which every piece is recorded, on the inputs of the last call."""
-        with _RECORDING, torch.inference_mode(False), torch.no_grad():
+        with _RECORDING, lasting():
             self._recorder = Recorder(self._places[0].device)
             self._held, self._stay = {}, {_base(t) for t in (*self._places, *weights)}
             whole(*self._places, *weights, self._still)

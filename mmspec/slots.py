@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from mmspec.modes import lasting
+
 
 @dataclass(frozen=True)
 class Lengths:
@@ -71,7 +73,7 @@ class Slots:
         if buffer is not None and end <= held:
             return buffer
         capacity = max(end, held + held // 4 if held else self.reserve)
-        with torch.inference_mode(False), torch.no_grad():  # else it could be written in inference mode only
+        with lasting():
             grown = like.new_zeros(like.shape[0], like.shape[1], capacity, like.shape[3])
         if buffer is not None:
             grown[:, :, :held] = buffer

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mmspec.kernels import reference as ops
+from mmspec.modes import Mode
 from mmspec.rows import join, select
 
 HOLE = -1  # the token of a node that proposes nothing: never accepted, never drawn
@@ -198,7 +198,7 @@ class Target(Protocol):
     """
 
     features: tuple[int, ...]
-    inference: type[AbstractContextManager[None]]
+    inference: Mode
 
     def score(self, session: Any, draft: Draft) -> Scores:
         """One forward over every node of the draft [B, N], each seeing the row's cache and its own ancestors."""

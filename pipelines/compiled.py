@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from mmspec import capture
 from mmspec.capture import Captured, Uncapturable
+from mmspec.modes import lasting
 from mmspec.pipelines import attention
 from mmspec.pipelines.cache import SlotCache
 from mmspec.pipelines.state import State
@@ -62,7 +63,6 @@ def _capture(target: Any, state: State, tokens: Tensor, places: Tensor) -> Captu
     if any(hasattr(module, "base_layer") for module in target.model.modules()):
         raise Uncapturable("it has adapters, which may be switched at any time; merge them first")
     own = weights(target.model)
-    inputs = [t.clone() for t in _inputs(state, tokens, places)]
 
     def read(past: int, tokens: Tensor, places: Tensor, *types: Tensor) -> list[Tensor]:
         cache = _Passing(past)
@@ -72,7 +72,8 @@ def _capture(target: Any, state: State, tokens: Tensor, places: Tensor) -> Captu
             return list(target.read(replace(state, cache=cache, types=dict(zip(state.types, types, strict=True))),
                                     tokens, places, mask))  # fmt: skip
 
-    with torch.inference_mode(False), torch.no_grad():
+    with lasting():
+        inputs = [t.clone() for t in _inputs(state, tokens, places)]
         return Captured(read, inputs, own, variants=(37, 53))
 
 

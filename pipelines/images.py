@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from mmspec.models.llamagen import PREFIX, visible
+from mmspec.modes import mode_of
 from mmspec.pipelines import attention
 from mmspec.pipelines.cache import SlotCache
 from mmspec.pipelines.compiled import Compiled
-from mmspec.pipelines.inference import inference
 from mmspec.pipelines.sampling import Sampler
 from mmspec.pipelines.state import Onward, State, spread, stacked, tiled
 from mmspec.pipelines.swap import layer_input, listen
@@ -79,7 +79,7 @@ class ImageTarget:
         held: Compiled | None = None,
     ) -> None:
         self.model = transformer
-        self.inference = inference(transformer)
+        self.inference = mode_of(transformer)
         self.held = held
         self.rows = 0  # of the call
         self.features = features

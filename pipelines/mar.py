@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mmspec.models.mar import MARTransformer2DModel
 from mmspec.models.mar_scheduler import MARScheduler
+from mmspec.modes import Mode, each_in, mode_of
 from mmspec.pipelines.drawing import OUTPUTS, seeds, wake
 from mmspec.pipelines.mar_loop import GUIDANCE, STEPS, Brush, Canvas, canvas, law, plain
 from mmspec.pipelines.mar_plan import Speculation, Tally, tally
@@ -139,16 +140,16 @@ class MARPipeline(DiffusionPipeline):
                 scout = replace(brush, model=speculation.draft)
         drawn = canvas(self.transformer, labels, seeds(generator, len(labels)))
         rounds = plain(brush, drawn) if told is None else draw(brush, drawn, speculation, scout, told)
-        self._follow(rounds, callback_on_step_end)
+        self._follow(mode_of(brush.model, scout.model), rounds, callback_on_step_end)
         images = drawn.tokens if output_type == "latent" else self.picture(drawn.tokens, output_type)
         self.maybe_free_model_hooks()
         work = brush.work() | ({f"draft_{name}": n for name, n in scout.work().items()} if scout is not brush else {})
         return MAROutput(images, drawn.tokens, work, told) if return_dict else (images,)
 
-    def _follow(self, rounds: Iterator[Canvas], callback: Callable[..., Any] | None) -> None:
-        """Draw to the end, with a bar and the caller's callback."""
+    def _follow(self, mode: Mode, rounds: Iterator[Canvas], callback: Callable[..., Any] | None) -> None:
+        """Draw to the end, with a bar and the caller's callback, which is outside of the mode."""
         with self.progress_bar(total=self.transformer.tokens) as bar:
-            for step, state in enumerate(rounds):
+            for step, state in enumerate(each_in(mode, rounds)):
                 done = min(state.counts)
                 bar.update(done - bar.n)
                 if callback is not None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from mmspec import paths
 from mmspec.capture import Captured
 from mmspec.models.mar_head import Denoiser
+from mmspec.modes import lasting
 from mmspec.pipelines.trusted import Trusted, compare, weights
 
 
@@ -46,7 +47,7 @@ class Steps(Trusted):
         given = _inputs(net, chain, x, noise, 0)
 
         def made() -> Captured:
-            with torch.inference_mode(False), torch.no_grad():
+            with lasting():
                 captured = Captured(_function(net), [t.clone() for t in given], weights(net.bound.head))
             mine = captured(None, *given)  # type: ignore[arg-type]  # there is no attention
             compare(mine, paths.step(x, net.at(x, 0), net.guidance, noise, chain.steps[0]), net.cond.dtype)

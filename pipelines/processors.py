@@ -13,6 +13,7 @@ from transformers.generation import logits_process
 from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 
+from mmspec.modes import lasting
 from mmspec.session import Session
 from mmspec.types import HOLE, Draft
 
@@ -107,7 +108,7 @@ def _narrowed(processor: Any, places: list[int]) -> Any:
         return narrowed
     if type(processor) is PrefixConstrainedLogitsProcessor:
         allowed = processor._prefix_allowed_tokens_fn
-        return PrefixConstrainedLogitsProcessor(lambda i, ids: allowed(places[i], ids), 1)
+        return PrefixConstrainedLogitsProcessor(lasting()(lambda i, ids: allowed(places[i], ids.clone())), 1)
     return processor
 
 
@@ -155,5 +156,6 @@ class Endings:
         return max(self._stopped.values()) if len(self._stopped) == self._rows else None
 
     def _holds(self, tokens: list[int]) -> bool:
-        ids = torch.tensor([tokens], device=self._device)
-        return any(bool(torch.as_tensor(criterion(ids, None)).all()) for criterion in self.others)
+        with lasting():
+            ids = torch.tensor([tokens], device=self._device)
+            return any(bool(torch.as_tensor(criterion(ids, None)).all()) for criterion in self.others)

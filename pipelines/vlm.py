@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers.cache_utils import Cache
 
+from mmspec.modes import mode_of
 from mmspec.pipelines import attended, attention, compiled
 from mmspec.pipelines.cache import SlotCache
-from mmspec.pipelines.inference import inference
 from mmspec.pipelines.processors import Processors
 from mmspec.pipelines.sampling import Noise, Sampler
 from mmspec.pipelines.state import Onward, Places, State, spread, stacked, tiled
@@ -72,7 +72,7 @@ class VlmTarget:
         guidance: Any = None,
     ) -> None:
         self.model = model
-        self.inference = inference(model)
+        self.inference = mode_of(model)
         self.features = tuple(i for i in features if i != ATTENTION)
         self.attends = ATTENTION in features
         self.sampler = Sampler(processors, sample, noise)

@@ -17,6 +17,7 @@ from mmspec.drafters import shapes
 from mmspec.drafters.blocks import Attend, Memory, path_after
 from mmspec.drafters.feature import FeatureDrafter
 from mmspec.kernels import reference as ops
+from mmspec.modes import lasting
 from mmspec.slots import Lengths
 from mmspec.tree import chain, from_parents
 from mmspec.types import HOLE, Categorical, Draft, Prompt, Target, Tree
@@ -115,7 +116,7 @@ class CapturedDraft:
             return [draft.tokens, tree.parents, tree.depth, tree.ancestors, *_tensors(draft.law and draft.law.logits)]
 
         own = [*drafter.parameters(), *drafter.buffers(), *self.weights(), *_tensors(fixed)]
-        with torch.inference_mode(False), torch.no_grad():
+        with lasting():
             return Captured(run, [t.clone() for t in inputs], own)
 
 

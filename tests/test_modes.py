@@ -1,8 +1,9 @@
-"""Rounds run in inference mode where the weights bear it, and nobody outside of a round can tell."""
+"""Rounds run in inference mode where the weights bear it, and nobody outside of mmspec can tell."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,8 +16,8 @@ from torch import Tensor, nn
 import mmspec
 from mmspec.app.bench.image_methods import Hostile
 from mmspec.config import SpecConfig
+from mmspec.modes import each_in, mode_of
 from mmspec.pipelines import generate
-from mmspec.pipelines.inference import inference
 from mmspec.types import TargetInfo
 
 
@@ -35,15 +36,30 @@ def _moved(model: Any) -> None:
     add_hook_to_module(model.get_decoder().layers[0], AlignDevicesHook("cpu", offload=True))
 
 
+def _rewrites(model: Any) -> None:
+    model.get_decoder().rotary_emb.rope_type = "dynamic"
+
+
+def _by_layer(model: Any) -> None:
+    model.get_decoder().rotary_emb.rope_type = {"full_attention": "longrope", "sliding_attention": "default"}
+
+
+def _cast(model: Any) -> None:
+    ModelHook = pytest.importorskip("diffusers.hooks").ModelHook
+    HookRegistry = pytest.importorskip("diffusers.hooks").HookRegistry
+    HookRegistry.check_if_exists_or_initialize(model.get_decoder().layers[0]).register_hook(ModelHook(), "still")
+
+
 @pytest.mark.parametrize(
-    ("change", "mode"), [(None, torch.inference_mode), (_own_class, torch.no_grad), (_moved, torch.no_grad)]
+    ("change", "mode"),
+    [(None, torch.inference_mode), *((change, torch.no_grad) for change in (_own_class, _moved, _cast))],
 )
 def test_the_mode_that_rounds_run_in(change: Any, mode: Any) -> None:
     model, inputs = copy.deepcopy(targets.model("llava")), targets.prompt("llava", "image first")
     stock = targets.generate(model, inputs)
     if change is not None:
         change(model)
-    assert inference(model) is mode
+    assert mode_of(model) is mode_of(nn.Linear(1, 1), model) is mode
     modes: list[bool] = []
     told = generate.watching.set(lambda round_: modes.append(round_.scores.law.ids.is_inference()))
     try:
@@ -53,6 +69,54 @@ def test_the_mode_that_rounds_run_in(change: Any, mode: Any) -> None:
         generate.watching.reset(told)
     assert modes[0] is False  # the prefill's, in which a model may keep something for itself
     assert len(modes) > 1 and set(modes[1:]) == {mode is torch.inference_mode}
+
+
+@pytest.mark.parametrize("change", [_rewrites, _by_layer])
+def test_buffers_that_a_round_may_rewrite(change: Any) -> None:
+    model = copy.deepcopy(targets.model("llava"))
+    change(model)
+    assert mode_of(model) is torch.no_grad
+
+
+def test_steps_are_made_in_the_mode_and_taken_outside() -> None:
+    def steps() -> Iterator[bool]:
+        for _ in range(2):
+            yield torch.is_inference_mode_enabled()
+
+    seen = [(within, torch.is_inference_mode_enabled()) for within in each_in(torch.inference_mode, steps())]
+    assert seen == [(True, False)] * 2
+
+
+class Remembering(T.StoppingCriteria):
+    """Writes into what an earlier call showed it, and needs gradients to decide."""
+
+    kept: Tensor | None = None
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        if self.kept is not None:
+            self.kept.zero_()
+        self.kept = input_ids.clone()
+        with torch.enable_grad():
+            weight = torch.ones((), requires_grad=True)
+            (input_ids.float() * weight).sum().backward()
+        assert weight.grad is not None and weight.grad > 0
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+def test_the_users_own_conditions_and_grammars_see_ordinary_tensors() -> None:
+    model, inputs = targets.model("llava"), targets.prompt("llava", "image first")
+    asked: list[bool] = []
+
+    def allowed(row: int, ids: Tensor) -> list[int]:
+        asked.append(ids.is_inference() or torch.is_inference_mode_enabled())
+        return list(range(5, 90))
+
+    told = {"stopping_criteria": [Remembering()], "prefix_allowed_tokens_fn": allowed}
+    stock = targets.generate(model, inputs, **told)
+    with mmspec.enable(model, drafter=Scripted(_random)):
+        for _ in range(2):
+            assert torch.equal(targets.generate(model, inputs, **told), stock)
+    assert asked and not any(asked)
 
 
 def test_what_comes_out_may_be_used_for_anything() -> None:
