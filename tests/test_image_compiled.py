@@ -16,7 +16,7 @@ from torch import Tensor
 
 import mmspec
 from mmspec import capture
-from mmspec.app.bench.round import Reads
+from mmspec.app.bench.command import Reads
 from mmspec.auto import Known
 from mmspec.drafters.eagle import EagleConfig, EagleDrafter
 from mmspec.drafters.jacobi import JacobiDrafter

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from mmspec.app.bench import report
 from mmspec.app.caption.media import MediaError
@@ -79,6 +80,20 @@ class Call:
     @property
     def per_step(self) -> float | None:
         return (self.seconds - self.first) / self.steps if self.steps > 0 else None
+
+
+class Reads(TorchFunctionMode):
+    """Counts how often Python asks a tensor for its values; on a GPU each of these waits for it."""
+
+    ASKING = {"item", "tolist", "__bool__", "__int__", "__index__", "__float__", "cpu", "numpy", "nonzero"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += getattr(func, "__name__", "") in self.ASKING
+        return func(*args, **(kwargs or {}))
 
 
 class Clock:

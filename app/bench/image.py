@@ -20,6 +20,7 @@ from mmspec.app.bench import image_plain, mar, quality, report_image
 from mmspec.app.bench.command import (
     BenchError,
     Outcome,
+    Reads,
     batches,
     compiled_graphs,
     in_turn,
@@ -239,10 +240,14 @@ def timed(bench: Bench, chosen: list[Method], prompts: Sequence[Any], batch: int
     before[:] = [r for r in before if (r["suite"], r.get("batch")) != (report_image.SPEED, batch)]
     groups = batches(list(zip(prompts, seeds_of(1, len(prompts), bench.seed), strict=True)), batch)
     notes: dict[str, str] = {}
-    able = []
+    able, asked = [], dict[str, int]()
     for method in chosen:
         try:
             settle(lambda m=method: bench.call(m, groups[0]))
+            if not method.plain:  # these may be compiled, which cannot be watched
+                with Reads() as reads:
+                    bench.call(method, groups[0])
+                asked[method.name] = reads.count
             able.append(method)
         except Exception as error:  # a method that fails is a result, and the others still count
             if method.name == "ar":
@@ -259,7 +264,7 @@ def timed(bench: Bench, chosen: list[Method], prompts: Sequence[Any], batch: int
     slower = {name: f"slower than {best} here" for name in report_image.PLAIN if name in made and name != best}
     return [
         {"suite": report_image.SPEED, "batch": batch, **m.facts, **report_image.figures(m.name, made, best),
-         "note": notes.get(m.name, slower.get(m.name, ""))}
+         "reads": asked.get(m.name), "note": notes.get(m.name, slower.get(m.name, ""))}
         for m in chosen
     ]  # fmt: skip
 

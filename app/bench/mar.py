@@ -11,7 +11,7 @@ from typing import Any
 from PIL import Image
 
 from mmspec.app.bench import quality
-from mmspec.app.bench.command import BenchError, Outcome, batches, in_turn, matching, say, seeds_of
+from mmspec.app.bench.command import BenchError, Outcome, Reads, batches, in_turn, matching, say, seeds_of
 from mmspec.app.bench.quality import QualityError
 from mmspec.app.bench.report import LAYOUTS, Layout, Record, figure, ratio, spread
 from mmspec.app.engine import EngineError
@@ -89,16 +89,20 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
 
 
 def timed(bench: Mar, chosen: list[Way], labels: list[int], batch: int, seed: int) -> list[Record]:
-    """Each way once to warm up, then all in turn on each batch of classes and seeds."""
+    """Each way once to warm up and once to be watched, then all in turn on each batch of classes and seeds."""
     groups = batches(list(zip(labels, seeds_of(1, len(labels), seed), strict=True)), batch)
     made: dict[str, list[Any]] = {way.name: [None] * len(groups) for way in chosen}
+    asked: dict[str, int] = {}
     for way in chosen:
         call(bench, way, *zip(*groups[0], strict=True))
+        with Reads() as reads:
+            call(bench, way, *zip(*groups[0], strict=True))
+        asked[way.name] = reads.count
     for turn, group in enumerate(groups):
         for way in (chosen[place] for place in in_turn(len(chosen), turn)):
             made[way.name][turn] = call(bench, way, *zip(*group, strict=True))
     say(f"batch {batch}: " + ", ".join(f"{n} {statistics.median(c.seconds for c in m):.2f} s" for n, m in made.items()))
-    return [_speed(way, made, batch) for way in chosen]
+    return [_speed(way, made, batch) | {"reads": asked[way.name]} for way in chosen]
 
 
 def _speed(way: Way, made: dict[str, list[Made]], batch: int) -> Record:
@@ -197,6 +201,7 @@ LAYOUTS[SPEED] = Layout(
         ("over quarter, plain head", ratio("speedup_quarter")),
         ("s/image", figure("seconds_per_image", "{:.2f}")),
         ("passes", figure("passes", "{:.1f}")),
+        ("host reads", figure("reads", "{:.0f}")),
         ("rows", figure("rows", "{:.0f}")),
         ("head evaluations", figure("evaluations", "{:.0f}")),
         ("the draft's", figure("draft_evaluations", "{:.0f}")),
@@ -213,6 +218,7 @@ LAYOUTS[SPEED] = Layout(
         "speedup_quarter": "the same over plain drawing with a quarter of the iterations and the head as it is defined",
         "passes": "forwards of the target's trunk per picture, shared by the batch; rows: pictures (and their "
         "unguided twins) in them; evaluations: tokens times steps that the head was asked at",
+        "reads": "how often Python asked a tensor for its values in one call",
         "acceptance": "mean chance of tested drafts to be kept; divergence (J): their mean log Q/P over whole paths",
     },
 )

@@ -9,10 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from mmspec.app.bench import report, vlm, vlm_methods, vlm_shown
-from mmspec.app.bench.command import Outcome, batches, matching
+from mmspec.app.bench.command import Outcome, Reads, batches, matching
 from mmspec.app.bench.vlm_methods import Method
 from mmspec.app.engine import STOCK as NO_DRAFTER
 from mmspec.app.engine import load
@@ -21,20 +20,6 @@ from mmspec.pipelines.batching import Plain
 
 PARTS = ("draft", "verify", "accept", "commit")
 TOP = 12  # operations that --profile lists
-
-
-class Reads(TorchFunctionMode):
-    """Counts how often Python asks a tensor for its values; on a GPU each of these waits for it."""
-
-    ASKING = {"item", "tolist", "__bool__", "__int__", "__index__", "__float__", "cpu", "numpy", "nonzero"}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += getattr(func, "__name__", "") in self.ASKING
-        return func(*args, **(kwargs or {}))
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
