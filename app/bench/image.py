@@ -262,11 +262,14 @@ def timed(bench: Bench, chosen: list[Method], prompts: Sequence[Any], batch: int
                 notes[method.name] = "compiled during a timed call: its time is overstated"
     best = report_image.fastest(made)
     slower = {name: f"slower than {best} here" for name in report_image.PLAIN if name in made and name != best}
+    facts = {"suite": report_image.SPEED, "batch": batch}
     return [
-        {"suite": report_image.SPEED, "batch": batch, **m.facts, **report_image.figures(m.name, made, best),
-         "reads": asked.get(m.name), "note": notes.get(m.name, slower.get(m.name, ""))}
+        facts
+        | m.facts
+        | report_image.figures(m.name, made, best, asked.get(m.name))
+        | {"note": notes.get(m.name, slower.get(m.name, ""))}
         for m in chosen
-    ]  # fmt: skip
+    ]
 
 
 def draw_sheet(bench: Bench, chosen: list[Method], prompts: Sequence[Any], path: Path) -> None:

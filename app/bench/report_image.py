@@ -45,12 +45,13 @@ QUALITY_MEANING = {
 }
 
 
-def figures(name: str, calls: dict[str, list[Any]], best: str) -> Record:
+def figures(name: str, calls: dict[str, list[Any]], best: str, reads: int | None = None) -> Record:
     """What is read off the timed calls (Paintings) of one method; None where there is nothing to read.
 
     Args:
         calls: of every method, on the same prompts and seeds in the same order.
         best: the plain path for `speedup_vs_best_plain`.
+        reads: how often one call asked a tensor for its values, where that was counted.
     """
     made, plain = calls.get(name, []), calls["ar"]
 
@@ -85,6 +86,7 @@ def figures(name: str, calls: dict[str, list[Any]], best: str) -> Record:
         "seconds": {part: s / pictures for part, s in total.seconds.items()} if pictures else {},
         "identical_rate": statistics.fmean(same) if same else None,
         **charges(spent, made[0].tokens[0].numel() if made else 1),
+        "reads": reads,
         "n": len(made),
     }
 
