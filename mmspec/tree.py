@@ -8,12 +8,14 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from mmspec.modes import lasting
 from mmspec.types import Draft, Tree
 
 _WORST = -1e9  # stands for log 0 and for NaN, so that a broken drafter still gives a well-formed tree
 
 
 @lru_cache(maxsize=64)
+@lasting()
 def chain(size: int, device: torch.device) -> Tree:
     """One path of `size` nodes, the root included; [1, size]."""
     index = torch.arange(size, device=device)

@@ -18,6 +18,7 @@ from mmspec.app.bench.image_methods import Hostile
 from mmspec.config import SpecConfig
 from mmspec.modes import each_in, mode_of
 from mmspec.pipelines import generate
+from mmspec.tree import chain
 from mmspec.types import TargetInfo
 
 
@@ -155,3 +156,13 @@ def test_hostile_windows_are_fitted_like_others() -> None:
     info = TargetInfo("toy", 50, 1, 1, 1, torch.device("cpu"), torch.float32)
     fitted = Hostile().fit(info, SpecConfig.of({"window": 4, "reproducible": True}))
     assert type(fitted) is Hostile and fitted.vocab == 50
+
+
+def test_shapes_that_are_kept_may_be_used_by_autograd() -> None:
+    chain.cache_clear()
+    with torch.inference_mode():
+        tree = chain(4, torch.device("cpu"))
+    assert not any(t.is_inference() for t in (tree.parents, tree.depth, tree.ancestors))
+    x = torch.ones(1, 4, requires_grad=True)
+    x.gather(1, tree.parents).sum().backward()
+    assert x.grad is not None and x.grad.tolist() == [[2.0, 1.0, 1.0, 0.0]]

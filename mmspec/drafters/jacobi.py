@@ -15,7 +15,8 @@ from torch.nn.functional import pad
 
 from mmspec.config import WINDOW, SpecConfig, portions
 from mmspec.kernels import reference as ops
-from mmspec.tree import chain, from_paths
+from mmspec.modes import lasting
+from mmspec.tree import chain, from_paths, lone
 from mmspec.types import HOLE, Categorical, Draft, Prompt, Round, Target, TargetInfo, Tree
 
 _SHARES = {
@@ -39,6 +40,9 @@ class Memory:
     def append(self, last: Round) -> None:
         """Take in what a round decided: the accepted tokens, then the drawn one."""
         token, count = last.verdict.token[:, None], last.verdict.count[:, None]
+        if last.kept.shape[1] == 1:
+            self.decided = torch.cat([self.decided[:, 1:], token], 1)
+            return
         path = torch.cat([last.draft.tokens.gather(1, last.kept)[:, 1:], token], 1).scatter(1, count - 1, token)
         here = count + torch.arange(self.decided.shape[1], device=path.device)
         self.decided = torch.cat([self.decided, path], 1).gather(1, here)
@@ -71,6 +75,7 @@ class Layout:
 
 
 @lru_cache(maxsize=16)
+@lasting()
 def layout(window: int, proactive: tuple[int, int] | None, device: torch.device) -> Layout:
     """A chain; with proactive = (K, D) its first D − 1 levels have all K branches of every node."""
     nodes = torch.arange(window, device=device)
@@ -166,12 +171,12 @@ class JacobiDrafter:
     def propose(self, session: Any, target: Target) -> Draft:
         memory, law, pending = session.memory, session.last.scores.law, session.pending
         memory.append(session.last)
-        shape = layout(self.window, self.config.proactive, pending.device)
-        tree = shape.tree.expand(len(pending))
         before, memory.window = memory.window, self.window
         if self.window == 1:
             memory.law = None
-            return Draft(pending[:, None], tree)
+            return lone(pending[:, None])
+        shape = layout(self.window, self.config.proactive, pending.device)
+        tree = shape.tree.expand(len(pending))
         column = torch.arange(self.window - 1, device=pending.device)
         position = session.emitted[:, None] + column  # [B, C], after the prompt
         vocab = self.vocab if law.is_point else law.logits.shape[-1]

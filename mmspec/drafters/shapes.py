@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mmspec.config import SpecConfig
+from mmspec.modes import lasting
 from mmspec.tree import Expand, chain, from_paths
 from mmspec.types import HOLE, Tree
 
@@ -79,6 +80,7 @@ def nodes(shape: Shape) -> list[tuple[int, ...]]:
 
 
 @lru_cache(maxsize=32)
+@lasting()
 def plan(name: str, depth: int, device: torch.device) -> Plan:
     """The shape of a name, ready to be filled; a chain is as deep as asked for, the others as they are published."""
     paths = [(0,) * depth] if name == "chain" else nodes(shape_named(name))
