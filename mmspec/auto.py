@@ -21,7 +21,7 @@ NONE = 1  # the shape of a draft that proposes nothing: the root alone
 SAMPLES = 3  # stretches of each shape before anything is decided, and rounds timed at least of NONE and the largest
 DECAY = 0.97  # of what is known of acceptance, a stretch
 PATIENCE, MOST = 32, 256  # stretches between looks at what is least known: at first or once one paid, and at most
-SHARE = 0.02  # of the time that such looks may cost, even if nothing stands
+SHARE = 0.02  # of the time: what such looks may cost, even if nothing stands, and what drafting has to gain
 
 
 class Known:
@@ -83,13 +83,14 @@ class Known:
         return low + (high - low) * (shape - NONE) / (self.shapes[-1] - NONE)
 
     def choose(self, batch: int) -> int:
-        """The shape with the most tokens a second; now and then the one of which least is known."""
+        """The shape with clearly the most tokens a second; now and then the one of which least is known."""
         for shape in reversed(self.shapes):
             timed = len(self.times.get((batch, shape), ())) if shape in (NONE, self.shapes[-1]) else SAMPLES
             told = SAMPLES if shape == NONE else self.rounds[shape] / max(self.settles, 1)
             if min(timed, told) < SAMPLES:
                 return shape
-        best = max(self.shapes, key=lambda shape: self.gain(shape) / self.cost(batch, shape))
+        clear = {NONE: 1 + SHARE}  # what gains less may as well be the clock's own unrest
+        best = max(self.shapes, key=lambda shape: self.gain(shape) / self.cost(batch, shape) * clear.get(shape, 1.0))
         least = min(self.shapes[:0:-1], key=self.rows.__getitem__)
         if best == self.looked:
             self.patience = PATIENCE * self.stretch
