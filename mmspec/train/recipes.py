@@ -190,12 +190,13 @@ SCENES_EAGLE = Recipe(
 # Of the drafters of `scenes-video`, which see the same prompts and the target's same answers. The steps are what one
 # CPU core does in the same time: a method that compresses has fewer rows to read. Losses, unroll and rates are EAGLE's
 # for all, so that the methods differ in nothing else; FLASH learns its six heads in one pass.
+_VIDEO_EAGLE = SCENES_EAGLE.with_(steps=360, unroll=4)
 SCENES_VIDEO = {
-    "scenes-video-eagle": SCENES_EAGLE.with_(steps=360, unroll=4),
-    "scenes-video-msd": SCENES_EAGLE.with_(steps=360, unroll=4),
-    "scenes-video-vispec": SCENES_EAGLE.with_(steps=360, unroll=4),
-    "scenes-video-flash": SCENES_EAGLE.with_(steps=430, unroll=6),
-    "scenes-video-specvlm": SCENES_EAGLE.with_(steps=360, unroll=4),
+    "scenes-video-eagle": _VIDEO_EAGLE,
+    "scenes-video-msd": _VIDEO_EAGLE,
+    "scenes-video-vispec": _VIDEO_EAGLE,
+    "scenes-video-flash": _VIDEO_EAGLE.with_(steps=430, unroll=6),
+    "scenes-video-specvlm": _VIDEO_EAGLE,
 }
 
 # Pictures. LANTERN's recipe (Jang et al. 2024, arXiv 2410.03355, and its code) is SmoothL1 + 0.1 · cross-entropy with
