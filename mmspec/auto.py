@@ -66,7 +66,8 @@ class Known:
         for told in self.shapes:
             self.rows[told] *= self.fade
             self.tokens[told] *= self.fade
-            if told <= shape if not self.settles else told == shape and since > self.settles:
+            settled = shape == NONE or since > self.settles
+            if settled if told == shape else NONE < told < shape and not self.settles:
                 self.rounds[told] += 1
                 self.rows[told] += len(stood)
                 self.tokens[told] += sum(bisect_left(row, told) for row in stood)
@@ -76,11 +77,14 @@ class Known:
         return self.tokens[shape] / self.rows[shape] if self.rows[shape] else 1.0
 
     def cost(self, batch: int, shape: int) -> float:
-        """Seconds of a round of this shape, once those with nothing and with all of a draft have been timed."""
-        if (batch, shape) in self.costs:
-            return self.costs[batch, shape]
+        """Seconds of a round of this shape, once those with nothing and with all of a draft have been timed.
+
+        What larger drafts take it takes at most: a machine that was slow when a shape was last timed misleads no more.
+        """
         low, high = (self.costs[batch, end] for end in (NONE, self.shapes[-1]))
-        return low + (high - low) * (shape - NONE) / (self.shapes[-1] - NONE)
+        line = low + (high - low) * (shape - NONE) / (self.shapes[-1] - NONE)
+        larger = (self.costs.get((batch, other), line) for other in self.shapes if other > shape)
+        return min(self.costs.get((batch, shape), line), *larger, high)
 
     def choose(self, batch: int) -> int:
         """The shape with clearly the most tokens a second; now and then the one of which least is known."""
@@ -91,7 +95,7 @@ class Known:
                 return shape
         clear = {NONE: 1 + SHARE}  # what gains less may as well be the clock's own unrest
         best = max(self.shapes, key=lambda shape: self.gain(shape) / self.cost(batch, shape) * clear.get(shape, 1.0))
-        least = min(self.shapes[:0:-1], key=self.rows.__getitem__)
+        least = min(reversed(self.shapes), key=self.rows.__getitem__)
         if best == self.looked:
             self.patience = PATIENCE * self.stretch
         lost = self.stretch * (self.cost(batch, self.looked) / self.cost(batch, best) - 1 / self.gain(best))
@@ -143,7 +147,7 @@ class Auto:
     def propose(self, session: Any, target: Target) -> Draft:
         batch = 1 << (len(session.rows) - 1).bit_length()
         last: Pace | None = session.pace
-        stays = last is not None and last.shape > NONE and last.since < self.known.stretch
+        stays = last is not None and last.since % self.known.stretch > 0
         shape = last.shape if last is not None and stays else self.known.choose(batch)
         since = last.since + 1 if last is not None and last.shape == shape else 1
         late = shape > NONE and len(session.behind) > 0

@@ -335,6 +335,15 @@ def test_drafting_is_tried_again_and_begins_where_it_pays(costs: Any, settles: i
     assert world.play([4], rounds).mostly() == best
 
 
+@pytest.mark.parametrize("settles", [0, 4])
+@pytest.mark.parametrize("gains", [[1], [1, 2]], ids=["nothing stands", "too little stands"])
+def test_a_machine_that_was_slow_at_first_misleads_no_more(settles: int, gains: list[int]):
+    """Rounds without a draft, timed then, seemed to take longer than those with one."""
+    world = World({1: 3.0, 9: 1.8}, settles).play([9], 100)
+    world.costs[1] = 1.0
+    assert world.play(gains, 4000).mostly() == 1
+
+
 @pytest.mark.parametrize("costs, settles, rounds", [(CHAINS, 0, 400), (WINDOWS, 4, 4000)])
 def test_larger_drafts_are_tried_again_where_fewer_tokens_stood(costs: Any, settles: int, rounds: int):
     few = sorted(costs)[1]

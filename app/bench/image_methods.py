@@ -61,6 +61,8 @@ class Hostile(JacobiDrafter):
 
     def propose(self, session: Any, target: Target) -> Draft:
         draft = super().propose(session, target)
+        if draft.tree.size == 1:
+            return draft
         assert draft.law is None, "other tokens than were drawn would break the law"
         others = torch.where(draft.tokens == HOLE, HOLE, (draft.tokens + self.vocab // 2) % self.vocab)
         return replace(draft, tokens=torch.cat([draft.tokens[:, :1], others[:, 1:]], 1))
