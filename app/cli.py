@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import mmspec
 
 COMMANDS = {  # verb: (module with configure(parser) and run(args) -> exit code, one line of help)
-    "caption": ("mmspec.app.caption.command", "caption a folder of images"),
+    "caption": ("mmspec.app.caption.command", "caption images and videos: folders, lists, tables, tars, data sets"),
     "generate": ("mmspec.app.generate", "draw pictures from prompts with an autoregressive image model"),
     "demo": ("mmspec.app.demo.command", "see it at work in the browser"),
     "verify": ("mmspec.app.verify", "prove on your own model and picture that nothing changes but the time"),
@@ -22,7 +22,7 @@ COMMANDS = {  # verb: (module with configure(parser) and run(args) -> exit code,
     "train": ("mmspec.app.train", "train a drafter for a model"),
     "convert": ("mmspec.app.convert", "rewrite a drafter in another published layout"),
     "zoo": ("mmspec.app.zoo.command", "train the embedded models again from nothing"),
-    "supported": ("mmspec.app.supported", "print which models work with which drafters"),
+    "supported": ("mmspec.app.supported", "print the model families proved identical, the drafters and the rules"),
 }
 
 

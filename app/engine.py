@@ -14,9 +14,9 @@ from PIL import Image
 
 import mmspec
 from mmspec.app import embedded
-from mmspec.modes import mode_of
+from mmspec.drafters.plain import Plain
 from mmspec.pipelines import families
-from mmspec.pipelines.batching import Flow, Plain
+from mmspec.pipelines.batching import Flow
 from mmspec.pipelines.intake import TOGETHER, Intake, Static
 from mmspec.pipelines.prompts import chat_inputs
 from mmspec.session import Stats
@@ -137,7 +137,7 @@ class Captioner:
     """Pictures and prompts go in one by one, answers come out as they are finished; a failure is one item's own."""
 
     def __init__(self, engine: Engine, batches: Intake) -> None:
-        self.engine, self._batches, self._mode = engine, batches, mode_of(engine.model)
+        self.engine, self._batches = engine, batches
         self._failed: list[Answer] = []
 
     @property
@@ -172,8 +172,7 @@ class Captioner:
 
     def step(self) -> list[Answer]:
         """A part of the work, such as one forward of the model; returns what has finished."""
-        with self._mode():
-            done = self._batches.step()
+        done = self._batches.step()
         found, self._failed = self._failed, []
         for one in done:
             assert isinstance(one.ticket, _Ticket)

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmspec.app import embedded
+from mmspec.app.options import count, where
+from mmspec.config import WINDOW
 
 if TYPE_CHECKING:
     from mmspec.app.painter import Painter, Painting, Way
 
 OK, FATAL, INTERRUPTED = 0, 1, 130
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 ENDINGS = (".png", ".jpg", ".jpeg", ".webp")
-WINDOW = ("window", "init", "coupling", "proactive")  # options of the jacobi drafter only
 
 
 class GenerateError(Exception):
@@ -45,15 +45,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("prompt", nargs="*", help="one or several prompts, each in quotes (or class numbers)")
     add("-o", "--out", type=Path, metavar="PATH", help="a file for one picture, else a folder (default: picture.png)")
     add("--prompts", type=Path, metavar="FILE", help="a file of prompts, one a line; they go into a folder")
-    add("--images", type=_count, default=1, metavar="N", help="pictures of each prompt, each with a seed of its own")
+    add("--images", type=count, default=1, metavar="N", help="pictures of each prompt, each with a seed of its own")
     add("--grid", action="store_true", help="one sheet with all pictures, a row a prompt, instead of single files")
     add("--compare", action="store_true", help="draw each by plain decoding too, and tell the difference")
-    add("--batch-size", type=_count, default=4, metavar="N", help="pictures drawn together (%(default)s)")
+    add("--batch-size", type=count, default=4, metavar="N", help="pictures drawn together (%(default)s)")
     add("--seed", type=int, default=0, help="of the first picture; the next ones count up (%(default)s)")
     model = parser.add_argument_group("the model")
     model.add_argument("--model", default=embedded.IMAGE_MODEL, help="a LlamaGen, a MAR, or mar (%(default)s)")
-    model.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps ... (%(default)s)")
-    model.add_argument("--dtype", choices=DTYPES, default="auto", help="(%(default)s)")
+    where(model)
     model.add_argument("--guidance", type=float, help="how closely to follow the prompt; 1 is not guided")
     model.add_argument("--top-k", type=int, help="draw from the k likeliest tokens, 0 from all (the model's own)")
     model.add_argument("--temperature", type=float, help="0 takes the likeliest token (the model's own)")
@@ -62,7 +61,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     fast.add_argument("--window", type=int, help="tokens that jacobi looks at in one forward of the model")
     fast.add_argument("--coupling", help="how jacobi redraws its guesses: none, maximal or gumbel")
     fast.add_argument("--init", help="where jacobi's guesses come from: uniform, horizontal, vertical or mixture")
-    fast.add_argument("--proactive", type=_count, nargs=2, metavar=("K", "D"), help="a tree of K guesses, D - 1 deep")
+    fast.add_argument("--proactive", type=count, nargs=2, metavar=("K", "D"), help="a tree of K guesses, D - 1 deep")
     fast.add_argument("--reproducible", action="store_true", help="the very picture of plain decoding, in float32")
     fast.add_argument(
         "--rule", metavar="SPEC", help="bend the law for speed, such as 'typical(epsilon=0.3, delta=0.05)'"
@@ -249,9 +248,3 @@ def _rate(paintings: Sequence[Painting]) -> tuple[float, float]:
     count = sum(len(painting.images) for painting in paintings)
     forwards = sum(painting.stats.row_rounds for painting in paintings) / count + 1
     return forwards, paintings[0].tokens[0].numel() / forwards
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
-    return int(text)

@@ -16,6 +16,7 @@ import torch
 import mmspec
 
 PACKAGES = ("torch", "transformers", "diffusers")
+CODE = ("mmspec", "pipelines", "kernels", "app", "pyproject.toml")
 
 
 def provenance(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
@@ -30,7 +31,7 @@ def provenance(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
             "mmspec": mmspec.__version__,
             **{name: _version(name) for name in PACKAGES},
         },
-        "system": platform.platform(),
+        "system": f"{platform.system()} {platform.machine()}",
         "device": device_name(device),
         "device_type": device.type,
         "cores": _usable_cores(),
@@ -43,11 +44,11 @@ def provenance(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def checkout() -> tuple[str | None, bool | None]:
-    """Commit of the checkout that mmspec runs from, and whether files differ from it; None twice when installed."""
+    """Commit of the checkout that mmspec runs from, and whether code or weights differ; None twice if installed."""
     root = Path(mmspec.__file__).resolve().parent.parent
     if not (root / ".git").exists():
         return None, None
-    commit, changes = (_git(root, *words) for words in (("rev-parse", "HEAD"), ("status", "--porcelain")))
+    commit, changes = (_git(root, *words) for words in (("rev-parse", "HEAD"), ("status", "--porcelain", "--", *CODE)))
     return commit, None if changes is None else bool(changes)
 
 

@@ -1,4 +1,4 @@
-"""`mmspec supported`: the models and drafters that work together."""
+"""`mmspec supported`: the model families that are proved identical, the drafters and the rules."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import mmspec
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """No options."""
-    parser.description = "Print which model families work with which drafters."
+    parser.description = "Print the model families that are proved identical, the drafters and the rules."
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the matrix."""
+    """Print them."""
     mmspec.supported()
     return 0

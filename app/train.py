@@ -8,19 +8,21 @@ import json
 import os
 import sys
 import time
-from dataclasses import asdict, fields
+from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from mmspec.app import embedded
-from mmspec.app.engine import find_device
+from mmspec.app.engine import EngineError, find_device, first_line
 from mmspec.registry import DRAFTERS, drafter_class
 from mmspec.train.data import read
 from mmspec.train.distil import Distillation
 from mmspec.train.recipes import RECIPES, Recipe
 from mmspec.types import FINAL, TargetInfo
+
+KINDS = {bool: "true or false", int: "a whole number", float: "a number", tuple: "a list", str: "a word"}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -51,7 +53,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--answers", type=Path, help="folder of the target's answers, to share between runs")
     parser.add_argument("--keep", type=float, default=0.0, metavar="GB", help="memory for features to be used again")
     parser.add_argument("--limit", type=int, help="use at most so many samples")
-    parser.add_argument("--device", default="auto")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps ... (%(default)s)")
 
 
 def _recipe(args: argparse.Namespace) -> Recipe:
@@ -60,26 +62,30 @@ def _recipe(args: argparse.Namespace) -> Recipe:
         _draftable(args.method)
     recipe = RECIPES[args.recipe or (f"{args.method}-image" if pictures else args.method)]
     recipe = recipe.without_texts() if args.text == "none" else recipe
-    return recipe.with_(**_values(args.set, {f.name: getattr(recipe, f.name) for f in fields(recipe)}))
+    return recipe.with_(**_values("--set", args.set, {f.name: getattr(recipe, f.name) for f in fields(recipe)}))
 
 
-def _values(items: list[str], now: dict[str, Any]) -> dict[str, Any]:
-    """NAME=VALUE with values of the kind that the names have now; unknown names are left to whom they are for.
+def _values(option: str, items: list[str], now: dict[str, Any]) -> dict[str, Any]:
+    """NAME=VALUE with values of the kind that the names have now; `option` is for messages.
 
     Raises:
-        ValueError: a value of another kind.
+        ValueError: an unknown name, or a value of another kind.
     """
     found: dict[str, Any] = {}
     for item in items:
-        name, _, value = item.partition("=")
-        kind = type(now.get(name, ""))
+        name, said, value = item.partition("=")
+        if name not in now:
+            raise ValueError(f"{option}: there is no {name!r}; choose from {', '.join(sorted(now))}")
+        kind = type(now[name])
         try:
+            if not said:
+                raise ValueError("no value")
             if kind is bool:
                 found[name] = {"true": True, "false": False, "yes": True, "no": False}[value.lower()]
             else:
                 found[name] = tuple(ast.literal_eval(value)) if kind is tuple else kind(value)
         except (ValueError, KeyError, SyntaxError, TypeError) as error:
-            raise ValueError(f"{name} is a {kind.__name__}, as in {now[name]!r}; got {value!r}") from error
+            raise ValueError(f"{option}: {name} is {KINDS[kind]}, such as {now[name]!r}; got {item!r}") from error
     return found
 
 
@@ -192,32 +198,41 @@ def train(
 
 
 def _opened(target: str, pictures: bool, dtype: torch.dtype) -> tuple[Any, Any]:
-    """A model and its processor, or a pipeline and None."""
-    if pictures:
-        from mmspec.pipelines.llamagen import LlamaGenPipeline
+    """A model and its processor, or a pipeline and None.
 
-        pipe = LlamaGenPipeline.from_pretrained(target, torch_dtype=dtype)
-        pipe.set_progress_bar_config(disable=True)
-        return pipe, None
+    Raises:
+        EngineError: there is none of that name, or it cannot be loaded.
+    """
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
-    return AutoModelForImageTextToText.from_pretrained(target, dtype=dtype), AutoProcessor.from_pretrained(target)
+    from mmspec.pipelines.llamagen import LlamaGenPipeline
+
+    try:
+        where = embedded.resolve(target)
+        if not pictures:
+            found = AutoModelForImageTextToText.from_pretrained(where, dtype=dtype)
+            return found, AutoProcessor.from_pretrained(where)
+        pipe = LlamaGenPipeline.from_pretrained(where, torch_dtype=dtype)
+    except (OSError, ValueError) as error:
+        raise EngineError(f"cannot load the target {target!r}. {first_line(error)}") from error
+    pipe.set_progress_bar_config(disable=True)
+    return pipe, None
 
 
 def run(args: argparse.Namespace) -> int:
-    device = find_device(args.device)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     config = drafter_class(args.method).Config
     try:
         recipe = _recipe(args)
-        shape = _values(args.shape, {f.name: f.default for f in fields(config)})
-        model, processor = _opened(embedded.resolve(args.target), draws(args.target, args.data), dtype)
+        shape = _values("--shape", args.shape, {f.name: f.default for f in fields(config) if f.default is not MISSING})
+        device = find_device(args.device)
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        model, processor = _opened(args.target, draws(args.target, args.data), dtype)
         model.to(device)
         train(
             model, processor, args.method, args.data, args.out, recipe, intermediate=args.intermediate, shape=shape,
             limit=args.limit, text=None if args.text == "none" else args.text, answers=args.answers, keep=args.keep,
         )  # fmt: skip
-    except ValueError as error:
-        print(f"mmspec train: {error}", file=sys.stderr)
+    except (ValueError, EngineError, OSError) as error:  # OSError: no such target or data set, a full disk
+        print(f"mmspec train: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     return 0

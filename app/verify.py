@@ -9,30 +9,41 @@ from pathlib import Path
 import mmspec
 from mmspec.app import embedded
 from mmspec.app.caption import media
+from mmspec.app.options import count, where
+from mmspec.pipelines.patch import UnsupportedError
 from mmspec.pipelines.prompts import chat_inputs
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("image", type=Path, help="a picture to ask about")
-    parser.add_argument("--model", help="folder or hub name; default: the embedded one")
-    parser.add_argument("--drafter", help="ngram, folder or hub name; default: the embedded one's")
-    parser.add_argument("--prompt", default="Describe this image.")
-    parser.add_argument("--max-new-tokens", type=int, default=64)
+    """The options of `mmspec verify`."""
+    parser.description = (
+        "Answer a question about a picture with mmspec and on the stock path of transformers, greedily, and compare "
+        "the tokens; then ask about another picture, which should change them. Exit code: 0 identical, 1 different, or "
+        "nothing could be compared."
+    )
+    add = parser.add_argument
+    add("image", type=Path, help="a picture to ask about")
+    add("--model", default=embedded.MODEL, help="folder or hub name (%(default)s)")
+    add("--drafter", help="ngram, folder or hub name; default: what fits")
+    add("--prompt", default="Describe this image.", help="what is asked (%(default)s)")
+    add("--max-new-tokens", type=count, default=64, metavar="N", help="how far to compare (%(default)s)")
+    where(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the report; 0 if it is well, 1 if not."""
     from mmspec.app import engine as engines
 
-    model = args.model or embedded.MODEL
-    drafter = args.drafter or embedded.drafter(model)
+    drafter = args.drafter or embedded.drafter(args.model)
     try:
-        loaded = engines.load(model, drafter, "auto", "auto", args.max_new_tokens, 0.0)
+        loaded = engines.load(args.model, drafter, args.device, args.dtype, args.max_new_tokens, 0.0)
+        if loaded.drafter is None:
+            why = "; ".join(loaded.notes) or "no drafter was given"
+            raise UnsupportedError(f"{args.model} is not accelerated, so there is nothing to compare: {why}")
         inputs = chat_inputs(loaded.processor, [args.prompt], [[media.load_image(args.image)]])
-    except (engines.EngineError, media.MediaError) as error:
+        report = mmspec.verify(loaded.model, inputs.to(loaded.model.device, loaded.model.dtype), args.max_new_tokens)
+    except (engines.EngineError, media.MediaError, UnsupportedError) as error:
         print(f"mmspec verify: {error}", file=sys.stderr)
         return 1
-    inputs = inputs.to(loaded.model.device, loaded.model.dtype)
-    report = mmspec.verify(loaded.model, inputs, args.max_new_tokens)
     print(report)
     return 0 if report.ok else 1

@@ -157,15 +157,16 @@ def tree_attention(
     if not out.numel():
         return out
     rows = heads // groups * n
-    small = q.dtype == torch.float32 or max(D, E) > 128  # so that tiles fit into shared memory, and compile soon
-    block_m = max(16, min(32 if small else 64, triton.next_power_of_2(rows)))
-    block_n = 32 if small else 64
+    wide = {"BLOCK_D": max(16, triton.next_power_of_2(D)), "BLOCK_E": max(16, triton.next_power_of_2(E))}
+    size = max(wide.values()) * q.element_size()  # bytes of a row
+    most = 32 if q.dtype == torch.float32 or size > 256 else 64  # so that it compiles soon
+    block_m = max(16, min(most, triton.next_power_of_2(rows)))
+    block_n = max(16, min(most, 2**14 // size))  # twice so much of keys and of values, and the queries, in 99 KiB
     tiles = triton.cdiv(rows, block_m)
     splits = splits or splits_for(q, tiles * B * groups, T, 4 * block_n)
     partial = torch.empty(splits, B, heads, n, E + 2, dtype=torch.float32, device=q.device) if splits > 1 else None
     acc = out if partial is None else partial.view(-1)[: -2 * splits * B * heads * n]
     stat = out if partial is None else partial.view(-1)[-2 * splits * B * heads * n :]
-    wide = {"BLOCK_E": max(16, triton.next_power_of_2(E))}
     with at_home(q):
         _attend[(tiles, splits, B * groups)](
             q, keys, values, out, acc, stat, lengths, bits, _or(open_slots, lengths), _or(first, lengths),
@@ -175,13 +176,13 @@ def tree_attention(
             0 if open_slots is None else open_slots.stride(0), 0 if first is None else first.stride(0),
             HAS_OPEN=open_slots is not None, HAS_FIRST=first is not None, SPLIT=splits > 1,
             UPCAST=INTERPRETED and q.dtype == torch.bfloat16,  # the interpreter's dot of bfloat16 is wrong
-            BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=max(16, triton.next_power_of_2(D)), **wide,
+            BLOCK_M=block_m, BLOCK_N=block_n, **wide,
         )  # fmt: skip
         if splits > 1:
             lines = B * heads * n
             _reduce[(triton.cdiv(lines, 16),)](
                 acc, stat, out, splits, heads, n, lines, E, *out.stride()[:3],
-                PARTS=triton.next_power_of_2(splits), LINES=16, **wide,
+                PARTS=triton.next_power_of_2(splits), LINES=16, BLOCK_E=wide["BLOCK_E"],
             )  # fmt: skip
     return out
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -271,14 +272,23 @@ CASES: dict[str, Case] = {
 }  # fmt: skip
 
 
-def apply(name: str, function: Callable[..., Any], arguments: Arguments) -> Any:
-    """The function's result; of one that works in place, what became of copies."""
+def bound(name: str, function: Callable[..., Any], arguments: Arguments) -> Callable[[], Any]:
+    """A call with these arguments; what it changes in place are copies of its own, and they are its result."""
     changed = CASES[name].in_place
     if changed is None:
-        return function(**arguments)
-    arguments = arguments | {changed: [t.clone() for t in arguments[changed]]}
-    function(**arguments)
-    return arguments[changed]
+        return partial(function, **arguments)
+    own = arguments | {changed: [t.clone() for t in arguments[changed]]}
+
+    def call() -> Any:
+        function(**own)
+        return own[changed]
+
+    return call
+
+
+def apply(name: str, function: Callable[..., Any], arguments: Arguments) -> Any:
+    """The function's result; of one that works in place, what became of copies."""
+    return bound(name, function, arguments)()
 
 
 def distance(name: str, dtype: torch.dtype, result: Any, wanted: Any) -> str | None:

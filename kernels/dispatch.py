@@ -13,6 +13,7 @@ from torch import Tensor
 from mmspec.kernels import reference
 
 VARIABLE = "MMSPEC_KERNELS"
+TREE_NODES = 256  # of the trees that the kernel verifies: its [16, nodes] tiles must fit into registers
 KERNELS = {  # operation: the module beside its definition in `reference`
     "uniform": "noise",
     "tree_attention": "attention",
@@ -47,21 +48,31 @@ def _on(tensor: Any) -> str:
     return tensor.device.type if isinstance(tensor, Tensor) else ""
 
 
-def _operation(name: str) -> Callable[..., Any]:
+def _operation(name: str, fits: Callable[..., bool] | None = None) -> Callable[..., Any]:
+    """The operation by the function chosen for it; by its definition where it does not fit a kernel nobody forces."""
     definition = getattr(reference, name)
 
     @wraps(definition)
     def run(first: Any, *rest: Any, **named: Any) -> Any:
-        return chosen(name, _on(first), os.environ.get(VARIABLE, ""))(first, *rest, **named)
+        wish = os.environ.get(VARIABLE, "")
+        if fits is not None and wish in ("", "auto") and not fits(first, *rest, **named):
+            wish = "reference"
+        return chosen(name, _on(first), wish)(first, *rest, **named)
 
     return run
+
+
+def _few_nodes(
+    logits: Tensor, tokens: Tensor, parents: Tensor, ancestors: Tensor | None = None, noise: Any = None
+) -> bool:
+    return ancestors is None or tokens.shape[1] <= TREE_NODES
 
 
 uniform = _operation("uniform")
 tree_attention = _operation("tree_attention")
 compact_rows = _operation("compact_rows")
 draw = _operation("draw")
-verify_point_mass = _operation("verify_point_mass")
+verify_point_mass = _operation("verify_point_mass", _few_nodes)
 residual_sample = _operation("residual_sample")
 lantern_accept = _operation("lantern_accept")
 logit_window = _operation("logit_window")

@@ -8,9 +8,11 @@ from mmspec.kernels.reference_noise import (
     Noise,
     categorical,
     gumbel,
+    quantile,
     remaining,
     stream,
     uniform,
+    widest,
 )
 from mmspec.kernels.reference_rules import (
     borrowed,
@@ -64,6 +66,7 @@ __all__ = [
     "nearest",
     "partition",
     "positive_residual",
+    "quantile",
     "rank_window",
     "remaining",
     "residual_sample",
@@ -76,4 +79,5 @@ __all__ = [
     "typical_bound",
     "uniform",
     "verify_point_mass",
+    "widest",
 ]

@@ -5,13 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_BELOW_ONE = 1 - 2.0**-53
+WITHOUT_FLOAT64 = frozenset({"mps"})  # kinds of devices
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
 _MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
 # A row's streams of noise. Each draft token must be independent of the coins that will test it.
 COINS, GUMBEL, FRESH, COUPLE = range(4)  # tests of drafts; seed-exact draws; new drafts; drafts carried over
 Noise = tuple[Tensor, Tensor]  # seed and counter (or position), both int64
+
+
+def widest(device: torch.device) -> torch.dtype:
+    """The float in which is decided what is kept and drawn: float64, or float32 where the device (MPS) has no other."""
+    return torch.float32 if device.type in WITHOUT_FLOAT64 else torch.float64
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
@@ -38,9 +43,11 @@ def uniform(seed: Tensor, counter: Tensor) -> Tensor:
         counter: int64.
 
     Returns:
-        float64 of the broadcast shape, with 53 random bits.
+        float64 of the broadcast shape, with 53 random bits; on MPS float32, the upper 24 of them.
     """
-    return _shift(_hash(seed, counter), 11).to(torch.float64) * 2.0**-53
+    dtype = widest(counter.device)
+    bits = 53 if dtype == torch.float64 else 24
+    return _shift(_hash(seed, counter), 64 - bits).to(dtype) * 2.0**-bits
 
 
 def stream(seed: Tensor, tag: int) -> Tensor:
@@ -59,11 +66,22 @@ def gumbel(seed: Tensor, position: Tensor, vocab: int) -> Tensor:
         vocab: V.
 
     Returns:
-        float64 [B, N, V].
+        float64 [B, N, V] (float32 on MPS).
     """
     cell = _hash(stream(seed, GUMBEL)[:, None], position)[..., None]
-    u = uniform(cell, torch.arange(vocab, device=position.device)).clamp_(min=2.0**-54)
-    return u.log_().neg_().log_().neg_()
+    counter = torch.arange(vocab, device=position.device)
+    dtype = widest(position.device)
+    if dtype == torch.float64:
+        return uniform(cell, counter).clamp_(min=2.0**-54).log_().neg_().log_().neg_()
+    rest = (2**53 - _shift(_hash(cell, counter), 11)).to(dtype) * 2.0**-53  # 1 − u: fine where the noise is large
+    return rest.clamp_(max=below_one(dtype)).neg_().log1p_().neg_().log_().neg_()
+
+
+def quantile(u: Tensor) -> Tensor:
+    """The standard normal numbers, float32, that lie at u of `uniform` in their order; finite."""
+    if u.dtype == torch.float64:
+        return torch.special.ndtri(u.clamp(min=2.0**-54)).float()
+    return torch.erfinv(2 * u - 1 + 2.0**-24) * 2**0.5  # middles of the 2²⁴ cells, and MPS has no ndtri
 
 
 def categorical(weights: Tensor, u: Tensor) -> Tensor:
@@ -76,7 +94,7 @@ def categorical(weights: Tensor, u: Tensor) -> Tensor:
     Returns:
         int64 [...]; an index of weight zero is never drawn.
     """
-    cumulated = weights.to(torch.float64).cumsum(-1)
+    cumulated = weights.to(widest(weights.device)).cumsum(-1)
     threshold = (u * cumulated[..., -1])[..., None]
     index = torch.searchsorted(cumulated, threshold, right=True)[..., 0]
     last = weights.shape[-1] - 1 - (weights > 0).flip(-1).to(torch.uint8).argmax(-1)
@@ -85,4 +103,9 @@ def categorical(weights: Tensor, u: Tensor) -> Tensor:
 
 def remaining(u: Tensor, taken: Tensor) -> Tensor:
     """A uniform number u ≥ taken, stretched to [0, 1) again: it is as good as new for the draw after a refusal."""
-    return ((u - taken) / (1 - taken)).clamp(0, _BELOW_ONE)
+    return ((u - taken) / (1 - taken)).clamp(0, below_one(u.dtype))
+
+
+def below_one(dtype: torch.dtype) -> float:
+    """The largest number below 1."""
+    return 1 - torch.finfo(dtype).eps / 2

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mmspec.kernels.reference_noise import widest
+
 
 def exact_ratio(p_x: Tensor, q_x: Tensor) -> Tensor:
     """Chance to keep x under rejection sampling: min(1, p(x)/q(x)), 0 where p(x) = 0 (Leviathan et al. 2023, §2.3)."""
@@ -47,7 +49,7 @@ def partition(codebook: Tensor, radius: float | None = None, cells: int | None =
     Centres are added until every code lies within `radius` of its own, or until there are `cells` of them, so two
     codes of a cell are at most 2·radius apart. Distances are between normalised codes.
     """
-    codes = torch.nn.functional.normalize(codebook.double().cpu(), dim=-1)
+    codes = torch.nn.functional.normalize(codebook.cpu().double(), dim=-1)
     cell, distance = torch.zeros(len(codes), dtype=torch.long), (codes - codes[0]).norm(dim=-1)
     for centre in range(1, cells if cells is not None else len(codes)):
         if float(distance.max()) <= (radius or 0.0):
@@ -108,12 +110,12 @@ def cell_residual(p: Tensor, q: Tensor, cell: Tensor) -> Tensor:
 
 
 def token_mass(logits: Tensor, log_z: Tensor, nodes: Tensor, tokens: Tensor) -> Tensor:
-    """Probability, float64, of tokens [B, K] or [B, K, M] after nodes [B, K]; 0 for a negative token."""
+    """Probability, as `widest`, of tokens [B, K] or [B, K, M] after nodes [B, K]; 0 for a negative token."""
     rows = torch.arange(len(nodes), device=nodes.device)[:, None]
     if tokens.dim() > nodes.dim():
         rows, nodes = rows[..., None], nodes[..., None]
     log_p = logits[rows, nodes, tokens.clamp(min=0)] - log_z[rows, nodes]
-    return log_p.double().exp() * (tokens >= 0)
+    return log_p.to(widest(log_p.device)).exp() * (tokens >= 0)
 
 
 def lantern_accept(
@@ -132,12 +134,12 @@ def lantern_accept(
         logits: [B, N, V] of p, with their logsumexp `log_z` [B, N].
         nodes: int64 [B, K], the node after which each x was drafted.
         x: int64 [B, K], negative where nothing was drafted.
-        q_x: float64 [B, K], its probability in the draft's law.
+        q_x: float64 (float32 on MPS) [B, K], its probability in the draft's law.
         near: int32 [V, k], the nearest codes of each, nearest first.
         delta, lam: bound of what is borrowed: delta, or (lam − 1)·p(x); exactly one of them.
 
     Returns:
-        float64 [B, K] twice.
+        [B, K] twice, like q_x.
     """
     p_x = token_mass(logits, log_z, nodes, x)
     masses = token_mass(logits, log_z, nodes, near[x.clamp(min=0)].long())
@@ -148,7 +150,7 @@ def lantern_accept(
 def logit_window(logits: Tensor, nodes: Tensor, x: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """`rank_window` of x [B, K] in the order of the logits [B, N, V] at nodes [B, K]; the ids come in any order."""
     rows = torch.arange(len(nodes), device=nodes.device)[:, None]
-    return rank_window(logits[rows, nodes].double().softmax(-1), x.clamp(min=0), size)
+    return rank_window(logits[rows, nodes].to(widest(logits.device)).softmax(-1), x.clamp(min=0), size)
 
 
 def gaussian_path(

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mmspec.kernels.reference_noise import Noise, categorical, gumbel, remaining, uniform
+from mmspec.kernels.reference_noise import Noise, categorical, gumbel, remaining, uniform, widest
 from mmspec.kernels.reference_rules import positive_residual, token_mass
 
 
@@ -117,7 +117,7 @@ def verify_point_mass(
         tokens: int64 [B, N], negative where nothing is proposed; of siblings with one token only the first can stand.
         parents: int64 [B, N], parents before their children, the root its own.
         ancestors: bool [B, N, N], a node counts among its own; None: the draft is a chain.
-        noise: None, the likeliest token; (seed [B], position [B, N]), Gumbel noise; uniform numbers float64 [B, N], the
+        noise: None, the likeliest token; (seed [B], position [B, N]), Gumbel noise; numbers [B, N] as of `uniform`, the
             inverse CDF in the order "children first, then the vocabulary".
     """
     log_z = logits.float().logsumexp(-1)
@@ -126,7 +126,10 @@ def verify_point_mass(
     siblings, repeated = _family(tokens, parents)
     mass = token_mass(logits, log_z, parents, tokens) * ~repeated
     low, u = sibling_mass(mass, siblings), noise.gather(1, parents)
-    stands, count, last = standing((low <= u) & (u < low + mass), ancestors)
+    match = (low <= u) & (u < low + mass)
+    if ancestors is not None:  # of siblings whose slices overlap by a rounding the first stands
+        match &= ~(siblings & match[:, None]).any(-1)
+    stands, count, last = standing(match, ancestors)
     refused = torch.where(parents == last[:, None], tokens, -1)
     refused[:, 0] = -1
     taken = torch.where(refused >= 0, mass, 0.0).sum(-1)
@@ -194,22 +197,23 @@ def residual_sample(
 
     Args:
         p: logits [B, V].
-        u: float64 [B] in [0, 1), or (seed, counter), int64 [B] each, that `uniform` makes them of.
+        u: float64 (float32 on MPS) [B] in [0, 1), or (seed, counter), int64 [B] each, that `uniform` makes them of.
         q: logits [B, V] of the law that the refused draft was drawn from.
         refused: int64 [B, K], tokens that were refused, negative for none; instead of q.
         rows: bool [B], where false nothing was refused and the draw is from p; None: everywhere true.
 
     Returns:
-        int64 [B], by inverse CDF in float64.
+        int64 [B], by inverse CDF in float64 (float32 on MPS).
     """
-    weights = p.double().softmax(-1)
+    wide = widest(p.device)
+    weights = p.to(wide).softmax(-1)
     left = weights
     if refused is not None:
         gone = torch.zeros_like(weights).scatter_add_(1, refused.clamp(min=0), (refused >= 0).to(weights.dtype))
         left = torch.where(gone > 0, 0.0, weights)
         left = torch.where(left.sum(-1, keepdim=True) > 0, left, weights)
     elif q is not None:
-        left = positive_residual(weights, q.double().softmax(-1))
+        left = positive_residual(weights, q.to(wide).softmax(-1))
     if rows is not None:
         left = torch.where(rows[:, None], left, weights)
     return categorical(left, uniform(*u) if isinstance(u, tuple) else u)

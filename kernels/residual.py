@@ -1,4 +1,4 @@
-"""What p has left over, normalised and drawn from: part sums of the weights, then a look into one part only."""
+"""What p has left over, normalised and drawn from: normalisers, part sums of the weights, a look into one part."""
 
 from __future__ import annotations
 
@@ -194,7 +194,11 @@ def residual_sample(
     refused: Tensor | None = None,
     rows: Tensor | None = None,
 ) -> Tensor:
-    """See `reference.residual_sample`; no law is written to memory."""
+    """See `reference.residual_sample`; no law is written to memory.
+
+    Two passes over the logits, and one part of them a third time: (p − q)+ cannot be summed before both normalisers are
+    known. Three launches, four with q.
+    """
     seed, counter = u if isinstance(u, tuple) else (None, None)
     dim = sizes(
         "residual_sample",

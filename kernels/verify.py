@@ -8,13 +8,13 @@ import triton.language as tl
 from torch import Tensor
 
 from mmspec.kernels.checks import BOOL, DOUBLE, FLOATS, INDEX, at_home, sizes
+from mmspec.kernels.dispatch import TREE_NODES
 from mmspec.kernels.noise import gumbel, gumbel_cell
 from mmspec.kernels.reference import Noise, Verified
 from mmspec.kernels.residual import pick, scanned
 
 LIKELIEST, GUMBEL, NOTHING = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # what is drawn at every node
 _BLOCK = 4096
-_NODES = 256  # a tree's [16, N] tiles must fit into registers
 
 
 @triton.jit
@@ -216,10 +216,13 @@ def verify_point_mass(
     ancestors: Tensor | None = None,
     noise: Tensor | Noise | None = None,
 ) -> Verified:
-    """See `reference.verify_point_mass`. One pass over the logits; the inverse CDF reads the last node's once more.
+    """See `reference.verify_point_mass`. One pass over the logits, in two launches; the inverse CDF takes two more.
+
+    These read the logits of each row's last node a second time, and one part of them a third.
 
     Raises:
-        ValueError: a tree of more than 256 nodes (a chain may have any length that fits a block).
+        ValueError: a tree of more than 256 nodes, which `dispatch` gives to the definition unless Triton is forced (a
+            chain may have any length that fits a block).
     """
     u = noise if isinstance(noise, Tensor) else None
     pair = noise if isinstance(noise, tuple) else None
@@ -235,9 +238,10 @@ def verify_point_mass(
         position=(position, "B N", INDEX),
     )
     B, N = dim["B"], dim["N"]
-    if ancestors is not None and N > _NODES:
+    if ancestors is not None and N > TREE_NODES:
         raise ValueError(
-            f"verify_point_mass: a tree has at most {_NODES} nodes here, got {N}; MMSPEC_KERNELS=reference"
+            f"verify_point_mass: a tree has at most {TREE_NODES} nodes by Triton, got {N}; leave MMSPEC_KERNELS unset "
+            "for the definition, or draft a smaller tree"
         )
     found = _Scanned(logits, pair, NOTHING if u is not None else LIKELIEST if pair is None else GUMBEL)
     new = {"device": logits.device}

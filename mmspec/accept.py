@@ -22,9 +22,9 @@ def along_path(draft: Draft, law: Law, rule: Rule, u: Tensor | None, spent: Tens
         draft: tokens on a tree, with the law q they were drawn from (None: point masses).
         law: p after each node, [B, N, V].
         rule: what to keep. With `exact` the path and the next token together have the law p (to rounding).
-        u: float64 [B, N], uniform noise; the decision at a node uses the number of that node and no other. None where
-            p is a point mass.
-        spent: float64 [B], what the rows were charged before; counts against the rule's budget.
+        u: float64 (float32 on MPS) [B, N], uniform noise; the decision at a node uses the number of that node and no
+            other. None where p is a point mass.
+        spent: [B], like u, what the rows were charged before; counts against the rule's budget.
 
     Returns:
         Verdict; `token` is drawn from the law after the last kept node, or from what the refused ones left of it.

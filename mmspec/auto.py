@@ -6,10 +6,11 @@ import statistics
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.functional import pad
 
 from mmspec.rows import gather_rows
@@ -47,6 +48,7 @@ class Known:
         self.times: dict[tuple[int, int], deque[float]] = {}  # of late, by batch size and shape
         self.costs: dict[tuple[int, int], float] = {}  # their medians
         self.idle, self.patience, self.looked = 0, PATIENCE * self.stretch, self.shapes[-1]
+        self.drafted = 0  # rounds in a row
 
     def book(
         self, batch: int, shape: int, seconds: float, stood: Sequence[Sequence[int]], since: int = 1,
@@ -63,11 +65,11 @@ class Known:
             times.append(seconds)
             self.costs[batch, shape] = statistics.median(times)
         self.idle += 1
+        self.drafted = 0 if shape == NONE else self.drafted + 1
         for told in self.shapes:
             self.rows[told] *= self.fade
             self.tokens[told] *= self.fade
-            settled = shape == NONE or since > self.settles
-            if settled if told == shape else NONE < told < shape and not self.settles:
+            if told <= shape if not self.settles else told == shape and since > self.settles:
                 self.rounds[told] += 1
                 self.rows[told] += len(stood)
                 self.tokens[told] += sum(bisect_left(row, told) for row in stood)
@@ -93,9 +95,11 @@ class Known:
             told = SAMPLES if shape == NONE else self.rounds[shape] / max(self.settles, 1)
             if min(timed, told) < SAMPLES:
                 return shape
+        if self.drafted >= MOST * self.stretch:
+            return NONE  # what it costs may have been timed on a machine that was busy then
         clear = {NONE: 1 + SHARE}  # what gains less may as well be the clock's own unrest
         best = max(self.shapes, key=lambda shape: self.gain(shape) / self.cost(batch, shape) * clear.get(shape, 1.0))
-        least = min(reversed(self.shapes), key=self.rows.__getitem__)
+        least = min(self.shapes[:0:-1], key=self.rows.__getitem__)
         if best == self.looked:
             self.patience = PATIENCE * self.stretch
         lost = self.stretch * (self.cost(batch, self.looked) / self.cost(batch, best) - 1 / self.gain(best))
@@ -150,19 +154,35 @@ class Auto:
         stays = last is not None and last.since % self.known.stretch > 0
         shape = last.shape if last is not None and stays else self.known.choose(batch)
         since = last.since + 1 if last is not None and last.shape == shape else 1
-        late = shape > NONE and len(session.behind) > 0
+        if session.unread is None:
+            session.unread = Unread()
+        late = shape > NONE and len(session.unread.rounds) > 0
         session.pace = Pace(self.known, batch, shape, _spent(session.stats), since, late)
         if shape not in self.drafters:
             told = Scores(Categorical(ids=session.last.draft.tokens), session.last.scores.hidden)  # V numbers less
-            session.behind.append(replace(session.last, scores=told))
+            session.unread.rounds.append(replace(session.last, scores=told))
             return lone(session.pending[:, None])
-        unread = [*session.behind, session.last]
-        session.last, session.behind = _one(unread[0], unread[1:]), []
+        session.last, session.unread = session.unread.until(session.last), Unread()
         return self.drafters[shape].propose(session, target)
 
 
-def _one(first: Round, others: Sequence[Round]) -> Round:
+@dataclass(frozen=True)
+class Unread:
+    """Rounds that the drafter has not read, since it was not asked."""
+
+    rounds: list[Round] = field(default_factory=list)
+
+    def until(self, last: Round) -> Round:
+        """These and the one after them, as one long round."""
+        return _one([*self.rounds, last])
+
+    def select(self, rows: Tensor) -> Unread:
+        return Unread([_one(self.rounds).select(rows)] if self.rounds else [])
+
+
+def _one(rounds: Sequence[Round]) -> Round:
     """A round and those after it in which nothing was drafted, as if they had been one, with a chain."""
+    first, *others = rounds
     if not others:
         return first
     tokens, hidden, more = gather_rows(first.draft.tokens, first.kept), first.scores.hidden, len(others)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from reprlib import repr as briefly
 from typing import Any
 
 ON_UNSUPPORTED = ("error", "fallback")
@@ -11,7 +12,7 @@ INITS = ("uniform", "horizontal", "vertical", "mixture")
 COUPLINGS = ("none", "maximal", "gumbel")
 PRUNE_BY = ("attention", "uniform")
 TREE = ("depth", "width", "size", "tree", "draws")  # options of a drafter that grows a chain or a tree
-FEATURE = (*TREE, "prune", "prune_by")  # of one that reads the prompt's features
+FEATURE = (*TREE, "draft_vocab", "prune", "prune_by")  # of one that reads the prompt's features
 WINDOW = ("window", "init", "coupling", "proactive")  # options of a drafter that refines a window
 
 
@@ -25,6 +26,8 @@ class SpecConfig:
         size: nodes sent to the target in a round, the root included.
         tree: "dynamic" (grown by likelihood), or the name of a static shape of mmspec/drafters/shapes.py.
         draws: fill a static tree by drawing without replacement from the draft law, not by rank.
+        draft_vocab: tokens that a drafter on the target's head proposes from, so that it reads no other rows of it: the
+            first N, which a BPE vocabulary learned first, and those that end an answer; or ids, kept as a sorted tuple.
         window: positions that a Jacobi drafter looks at in a round, the pending token's included; 1 drafts nothing.
         init: where a Jacobi drafter's first guesses come from, one of INITS.
         coupling: how it redraws a guess once the target has spoken, one of COUPLINGS.
@@ -52,6 +55,7 @@ class SpecConfig:
     size: int | None = None
     tree: str | None = None
     draws: bool | None = None
+    draft_vocab: int | Sequence[int] | None = None
     window: int | None = None
     init: str | None = None
     coupling: str | None = None
@@ -82,6 +86,7 @@ class SpecConfig:
             raise ValueError(f"prune must be a share between 0 and 1, or None; got {self.prune!r}")
         if self.prune_by is not None and self.prune is None:
             raise ValueError(f"prune_by={self.prune_by!r} says which tokens stay, and prune how many; give both")
+        object.__setattr__(self, "draft_vocab", _vocabulary(self.draft_vocab))
         if self.budget is not None and not self.budget >= 0:
             raise ValueError(f"budget must be a distance ≥ 0, or None for no limit; got {self.budget!r}")
         if self.budget is not None and getattr(self.rule, "name", self.rule) == "exact":
@@ -137,3 +142,17 @@ def portions(whole: int, least: int) -> list[int]:
 
 def _whole(value: Any, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _vocabulary(given: Any) -> int | tuple[int, ...] | None:
+    """None, a number of tokens, or their ids, sorted and each once."""
+    found = given.tolist() if hasattr(given, "tolist") else given  # a tensor, an array
+    if found is None or _whole(found, 1):
+        return found
+    ids = list(found) if isinstance(found, Iterable) else []
+    if not ids or not all(_whole(i, 0) for i in ids):
+        raise ValueError(
+            "draft_vocab must be a number of tokens ≥ 1, a list of token ids ≥ 0, or None for the whole vocabulary; "
+            f"got {briefly(given)}"
+        )
+    return tuple(sorted({*ids}))

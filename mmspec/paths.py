@@ -38,7 +38,7 @@ class Chain:
     @cached_property
     def steps(self) -> list[tuple[float, float, float, float]]:
         """Of each step (a, b, c, d): the mean is a·x − b·ε, the log of the standard deviation c·v + d."""
-        root, rest, clean, x, beta, tilde = self.table.double().cpu().unbind(1)
+        root, rest, clean, x, beta, tilde = self.table.cpu().double().unbind(1)
         columns = (clean / root + x, clean * rest / root, (beta - tilde) / 4, (beta + tilde) / 4)
         return list(zip(*(column.tolist() for column in columns), strict=True))
 

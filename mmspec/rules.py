@@ -16,7 +16,7 @@ from mmspec.kernels import reference as ops
 
 @dataclass(frozen=True)
 class Masses:
-    """The probabilities, float64, of a law at tested nodes [...]; nothing is computed before it is asked for."""
+    """The probabilities, as `ops.widest`, of a law at tested nodes [...]; nothing is computed until it is asked for."""
 
     at: Callable[[Tensor], Tensor]  # of tokens [..., M] → [..., M]
     make: Callable[[], Tensor]
@@ -58,7 +58,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Rule:
-    """When to keep a drafted token, and the law of the token that replaces a refused one; pure functions, in float64.
+    """When to keep a drafted token, and the law of what replaces a refused one; pure functions, in `ops.widest`.
 
     `ratio(p_x, q_x)`, of probabilities [...], is the chance to keep x and `residual(p, q)`, of laws [..., V], gives
     weights over V. A relaxed rule keeps x with the chance `relaxed(trial)` [...] instead and is charged

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mmspec.kernels import dispatch
+from mmspec.kernels import reference as ops
 from mmspec.rules import Rule
 from mmspec.types import HOLE, Draft, Law, Round, Scores, Verdict
 
@@ -141,11 +142,11 @@ class Session:
         self.memory: Any = None  # Rows: the drafter's own state
         self.rule = rule
         self.last: Round | None = None
-        self.behind: list[Round] = []  # rounds before it that the drafter has not read, since it was not asked
         self.pace: Any = None  # `auto`: the round under way, see there
+        self.unread: Any = None  # `auto`: rounds before the last one that the drafter has not read
         self.pending = torch.zeros(len(rows), dtype=torch.long, device=device)  # [B] decided, not yet in the cache
         self.emitted = torch.zeros(len(rows), dtype=torch.long, device=device)  # [B] tokens decided after the prompt
-        self.spent = torch.zeros(len(rows), dtype=torch.float64, device=device)  # [B] charged by a relaxed rule so far
+        self.spent = torch.zeros(len(rows), dtype=ops.widest(device), device=device)  # [B] charged by a rule so far
         self.seeds = torch.tensor([row.seed for row in rows], device=device)
         self.stats = Stats(lossless=rule.lossless)
 
@@ -218,13 +219,13 @@ class Session:
         """Keep some rows, by index."""
         self.rows = [self.rows[i] for i in keep]
         if not keep:
-            self.last = self.cache = self.memory = None
+            self.last = self.cache = self.memory = self.unread = None
             return
         index = torch.tensor(keep, device=self.pending.device)
         for name in _PER_ROW:
             setattr(self, name, getattr(self, name)[index])
         self.last = self.last.select(index) if self.last is not None else None
-        self.behind = [round_.select(index) for round_ in self.behind]
+        self.unread = self.unread.select(index) if self.unread is not None else None
         self.cache = self.cache.select(index)
         self.memory = self.memory.select(index) if self.memory is not None else None
 
@@ -238,6 +239,7 @@ class Session:
                 setattr(self, name, torch.cat([getattr(self, name), getattr(other, name)]))
             self.cache = self.cache.join(other.cache)
             self.memory = self.memory.join(other.memory) if self.memory is not None else None
-            self.last = self.last.join(other.last) if self.last is not None and other.last is not None else None
-            self.behind = []  # the new rows have none; the drafter does without
+            last = self.last if self.unread is None or self.last is None else self.unread.until(self.last)
+            self.last = last.join(other.last) if last is not None and other.last is not None else None
+            self.unread = None
         self.stats.add(other.stats)

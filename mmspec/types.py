@@ -43,23 +43,24 @@ class Categorical:
         return self.logits.to(torch.promote_types(self.logits.dtype, torch.float32)).logsumexp(-1)
 
     def mass(self, nodes: Tensor, tokens: Tensor) -> Tensor:
-        """Probability, float64, of tokens [B, K] or [B, K, M] under the law at nodes [B, K]; 0 for a hole."""
+        """Probability, as `ops.widest`, of tokens [B, K] or [B, K, M] under the law at nodes [B, K]; 0 for a hole."""
         if self.logits is not None:
             return ops.token_mass(self.logits, self.log_z, nodes, tokens)
         assert self.ids is not None
         drawn = self.ids.gather(1, nodes)
-        return ((drawn if tokens.dim() == 2 else drawn[..., None]) == tokens).to(torch.float64)
+        return ((drawn if tokens.dim() == 2 else drawn[..., None]) == tokens).to(ops.widest(tokens.device))
 
     def weights(self, nodes: Tensor, vocab: int | None = None) -> Tensor:
-        """Probabilities, float64 [B, V] or [B, K, V], of the law at nodes [B] or [B, K]; a point mass is told V."""
+        """Probabilities, as `ops.widest`, [B, V] or [B, K, V] at nodes [B] or [B, K]; a point mass is told V."""
         rows = torch.arange(len(nodes), device=nodes.device).view(-1, *[1] * (nodes.dim() - 1))
         if self.ids is not None:
             if vocab is None:
                 raise ValueError("a point mass does not know its vocabulary; pass vocab=V")
             ids = self.ids[rows, nodes][..., None].clamp(min=0)
-            return torch.zeros(*nodes.shape, vocab, dtype=torch.float64, device=ids.device).scatter_(-1, ids, 1.0)
+            none = torch.zeros(*nodes.shape, vocab, dtype=ops.widest(ids.device), device=ids.device)
+            return none.scatter_(-1, ids, 1.0)
         assert self.logits is not None
-        return self.logits[rows, nodes].to(torch.float64).softmax(-1)
+        return self.logits[rows, nodes].to(ops.widest(nodes.device)).softmax(-1)
 
 
 Law = Categorical
@@ -111,7 +112,7 @@ class Verdict:
     count: Tensor  # [B], nodes that stand, the root included
     last: Tensor  # [B], the deepest of them
     token: Tensor  # [B], drawn from the law after `last`: the next pending token
-    spent: Tensor | None = None  # float64 [B], what a relaxed rule charged for the drafts that were tested
+    spent: Tensor | None = None  # [B], as `ops.widest`: what a relaxed rule charged for the drafts that were tested
 
 
 @dataclass(frozen=True)
@@ -170,6 +171,7 @@ class TargetInfo:
         hidden: H, width of its final features.
         embedding: width of its input embeddings.
         layers: of its text decoder.
+        ends: ids of tokens that end an answer; None: its tokens are no text.
     """
 
     name: str
@@ -179,6 +181,7 @@ class TargetInfo:
     layers: int
     device: torch.device
     dtype: torch.dtype
+    ends: tuple[int, ...] | None = None
 
 
 class Rows(Protocol):
@@ -209,8 +212,11 @@ class Target(Protocol):
     def embed(self, ids: Tensor) -> Tensor:
         """Input embeddings [..., H] of token ids."""
 
-    def head(self, hidden: Tensor) -> Tensor:
-        """Raw logits [..., V] of final features [..., H]."""
+    def head(self, hidden: Tensor, vocab: Any = None) -> Tensor:
+        """Raw logits [..., V] of final features [..., H]; of a DraftVocab's tokens alone where one is given.
+
+        One is given on the option `draft_vocab`, which needs a target that says which tokens end an answer.
+        """
 
 
 class Drafter(Protocol):

@@ -17,28 +17,11 @@ from mmspec.pipelines.processors import Endings, Processors
 from mmspec.pipelines.vlm import VlmTarget
 from mmspec.rows import select
 from mmspec.session import Row, Session, Stats
-from mmspec.tree import lone
-from mmspec.types import Draft, Prompt, Target
+from mmspec.types import Draft
 
-__all__ = ["Finished", "Flow", "Plain"]
+__all__ = ["Finished", "Flow"]
 
 _PLAIN = (bool, int, float, str, type(None))
-
-
-class Plain:
-    """The drafter that proposes nothing: plain decoding, one token a round."""
-
-    features: tuple[int, ...] = ()
-    nodes = 1
-
-    def fit(self, *_: Any) -> Plain:
-        return self
-
-    def start(self, session: Any, target: Target, prompt: Prompt) -> None:
-        return None
-
-    def propose(self, session: Any, target: Target) -> Draft:
-        return lone(session.pending[:, None])
 
 
 @dataclass

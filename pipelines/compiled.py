@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from mmspec import capture
+from mmspec.attention import sdpa
 from mmspec.capture import Captured, Uncapturable
 from mmspec.modes import lasting
 from mmspec.pipelines import attention
@@ -111,6 +112,7 @@ class _Cut(TorchFunctionMode):
         (layer, k, v), self.cache.fresh = self.cache.fresh, None
         if attn_mask is None or dropout_p or is_causal:
             raise Uncapturable(f"the attention of layer {layer} does not take the mask as it is given")
+        query = query.reshape(len(query), -1, k.shape[2], query.shape[3])  # of one node, transformers packs the groups
         return capture.attend(layer, query.shape[-1] ** -0.5 if scale is None else scale, query, k, v)
 
 
@@ -125,9 +127,6 @@ def _attending(target: Any, state: State, mask: Any) -> capture.Attend:
         seen = masks[None if kinds is None else kinds[layer]]
         if tree:
             return attention.attend(None, q, keys, values, seen, scaling=scale)[0].transpose(1, 2)
-        out = F.scaled_dot_product_attention(
-            q, keys, values, attn_mask=seen, scale=scale, enable_gqa=q.shape[1] != keys.shape[1]
-        )
-        return out.transpose(1, 2).contiguous().transpose(1, 2)
+        return sdpa(q, keys, values, seen, scale)
 
     return attend

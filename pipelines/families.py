@@ -87,6 +87,8 @@ def supported() -> str:
     lines += ["Pictures, token-identical likewise (greedy, and sampling with reproducible=True; fp32):"]
     lines += [f"  {kind:12s} {what}" for kind, what in PICTURES.items()]
     lines += ["  (ours: stock has no such call; identical to decoding one token after the other)"]
+    lines += ["Pictures of continuous tokens, in law (by pipe.enable_speculation(), not by mmspec.enable):"]
+    lines += ["  mar          MARPipeline: class-conditional, guided; ours"]
     lines += ["Any other decoder-only model with full or sliding attention is judged when it is enabled.", "Drafters:"]
     lines += [f"  {name:12s} {what}" for name, what in drafters().items()]
     lines += ["Rules:", *(f"  {name}" for name in RULES)]

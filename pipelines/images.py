@@ -159,19 +159,6 @@ class ImageTarget:
         return Scores(law, stacked(features[0], self.streams) if features else None)
 
 
-class Nothing:
-    """The drafter of plain decoding: it proposes nothing."""
-
-    features: tuple[int, ...] = ()
-    nodes = 1
-
-    def start(self, session: Session, target: Any, prompt: Any) -> None:
-        return None
-
-    def propose(self, session: Session, target: Any) -> Draft:
-        return lone(session.pending[:, None])
-
-
 @dataclass(frozen=True)
 class Plan:
     """How a call decodes; the stock pipeline's is plain decoding with the noise fixed by the rows' seeds."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -153,8 +154,8 @@ class Intake:
 
     def _answer(self, group: list[Asked]) -> None:
         """One call of `generate` from beginning to end."""
-        torch.manual_seed(group[0].seed)
-        out = self._generate(group)
+        with seeded(group[0].seed, self.model):
+            out = self._generate(group)
         if not self.model.config.is_encoder_decoder:
             out = out[:, max(one.length for one in group) :]
         now = time.perf_counter()
@@ -200,6 +201,16 @@ class Static(Intake):
         return self._hand_out()
 
 
+@contextlib.contextmanager
+def seeded(seed: int, model: torch.nn.Module) -> Iterator[None]:
+    """Inside, torch draws from this seed; afterwards, on the CPU and the model's devices, as if nothing was drawn."""
+    devices = {p.device for p in model.parameters() if p.device.type == model.device.type != "cpu"}
+    kind = model.device.type if devices else None
+    with torch.random.fork_rng(sorted(devices, key=str), device_type=kind):
+        torch.manual_seed(seed)
+        yield
+
+
 def answer_length(row: list[int], eos: int | list[int] | None) -> int:
     """Tokens of a row up to and with its end-of-sequence token; what follows is padding."""
     ends = {eos} if isinstance(eos, int) else set(eos or ())
@@ -222,5 +233,6 @@ def _padded(prompts: list[dict[str, Any]], fill: int) -> dict[str, Any]:
 
 
 def out_of_memory(error: Exception) -> bool:
-    """Of a device, or of the machine, whose allocator raises a plain RuntimeError."""
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in str(error)
+    """Of a device, or of the machine; its allocator and that of MPS raise a plain RuntimeError."""
+    told = "allocate memory" in str(error) or "out of memory" in str(error)
+    return told or isinstance(error, (torch.OutOfMemoryError, MemoryError))

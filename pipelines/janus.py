@@ -145,7 +145,7 @@ class JanusTarget(VlmTarget):
     def embed(self, ids: Tensor) -> Tensor:
         return self.model.prepare_embeddings_for_image_generation(ids)
 
-    def head(self, hidden: Tensor) -> Tensor:
+    def head(self, hidden: Tensor, vocab: Any = None) -> Tensor:
         return self._guided(self.model.model.generation_head(spread(hidden, 2)))
 
     def open(self, ready: Prepared, reserve: int) -> tuple[State, Prompt, Tensor]:
@@ -220,7 +220,7 @@ def _rounds(session: Session, target: JanusTarget, drafter: Any, ready: Prepared
 
 def _describe_pictures(model: Any) -> TargetInfo:
     """What a drafter has to fit in image mode: the head for codes."""
-    return replace(describe(model), vocab=model.model.vqmodel.config.num_embeddings)
+    return replace(describe(model), vocab=model.model.vqmodel.config.num_embeddings, ends=None)
 
 
 def codebook(model: Any) -> Tensor:

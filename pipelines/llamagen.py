@@ -14,12 +14,13 @@ from diffusers.utils import BaseOutput
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, T5EncoderModel
 
+from mmspec.drafters.plain import Plain
 from mmspec.loop import begin, decode
 from mmspec.models.llamagen import LlamaGenTransformer
 from mmspec.models.llamagen_vq import LlamaGenVQ
 from mmspec.pipelines import captions, compiled
 from mmspec.pipelines.drawing import OUTPUTS, seeds, wake
-from mmspec.pipelines.images import Guidance, ImageTarget, Nothing, Plan
+from mmspec.pipelines.images import Guidance, ImageTarget, Plan
 from mmspec.pipelines.sampling import CounterNoise, Sampler, warpers
 from mmspec.pipelines.swap import Tap, restore, swap
 from mmspec.rules import exact
@@ -162,7 +163,7 @@ class LlamaGenPipeline(DiffusionPipeline):
         plan.book(session.stats)
 
     def _plan(self) -> Plan:
-        return Plan(Nothing(), exact, True)
+        return Plan(Plain(), exact, True)
 
     def _settings(self, given: dict[str, Any], output_type: str, pictures: int) -> dict[str, Any]:
         """The sampling arguments, with the pipeline's defaults and then the authors' where nothing was given."""

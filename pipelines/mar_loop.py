@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mmspec import paths
 from mmspec.kernels import dispatch as ops
-from mmspec.kernels.reference import stream
+from mmspec.kernels.reference import quantile, stream
 from mmspec.models.mar_head import Plain
 from mmspec.paths import Net
 from mmspec.pipelines import mar_compiled
@@ -108,7 +108,7 @@ def canvas(model: Any, labels: Tensor, seeds: list[int]) -> Canvas:
     """Empty pictures, their random orders drawn."""
     B, L, device = len(labels), model.tokens, labels.device
     of = torch.tensor(seeds, dtype=torch.int64, device=device)
-    order = ops.uniform(stream(of, ORDER)[:, None], torch.arange(L, device=device)).argsort(1)
+    order = ops.uniform(stream(of, ORDER)[:, None], torch.arange(L, device=device)).argsort(dim=1, stable=True)
     return Canvas(torch.zeros(B, L, model.config.channels, device=device), order, labels, of, [0] * B)
 
 
@@ -116,12 +116,12 @@ def normal(seeds: Tensor, kind: int, tokens: int, turns: Tensor, trial: int, ste
     """fp32 standard normal [R, steps + 1, channels] for tokens by seeds [R] and turns [R], and a trial's number."""
     cell = (trial * tokens + turns)[:, None] * ((steps + 1) * channels)
     counter = cell + torch.arange((steps + 1) * channels, device=seeds.device)
-    u = ops.uniform(stream(seeds, kind)[:, None], counter).clamp(min=2.0**-54)
-    return torch.special.ndtri(u).float().view(len(seeds), steps + 1, channels)
+    u = ops.uniform(stream(seeds, kind)[:, None], counter)
+    return quantile(u).view(len(seeds), steps + 1, channels)
 
 
 def coins(seeds: Tensor, tokens: int, turns: Tensor, trial: int | Tensor) -> Tensor:
-    """fp64 [R] in [0, 1), as `normal`."""
+    """fp64 (fp32 on MPS) [R] in [0, 1), as `normal`."""
     return ops.uniform(stream(seeds, COINS), trial * tokens + turns)
 
 

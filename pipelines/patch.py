@@ -83,9 +83,9 @@ def enable(model_or_pipe: Any, drafter: Any = None, **options: Any) -> Handle:
             diffusers pipeline that generates tokens.
         drafter: "ngram" (no weights; the default), "jacobi" (no weights; the default of models that only draw
             pictures), a drafter's name on the hub, a folder, or a Drafter.
-        options: fields of SpecConfig: depth, width, size, tree, draws, prune, prune_by, window, init, coupling,
-            proactive, rule, budget, reproducible, auto, compile, on_unsupported. A `rule` other than "exact" bends the
-            law, by what `budget` allows; of models that both write and draw only that of pictures.
+        options: fields of SpecConfig: depth, width, size, tree, draws, draft_vocab, prune, prune_by, window, init,
+            coupling, proactive, rule, budget, reproducible, auto, compile, on_unsupported. A `rule` other than "exact"
+            bends the law, by what `budget` allows; of models that both write and draw only that of pictures.
 
     Returns:
         A Handle; also a context manager that disables on leaving. Enabling again replaces what was there.
@@ -112,10 +112,19 @@ def enable(model_or_pipe: Any, drafter: Any = None, **options: Any) -> Handle:
     codes = None if config.rule == "exact" else home.codebook(model)
     rule = resolve_rule(config.rule, codes, config.budget)
     proposer = pace.proposer(model, ready, config, target, getattr(home, "CAPTURES_DRAFTS", True))
+    before = getattr(type(model), "_mmspec_handle", None)
     disable(model)
-    handle = Handle(model, ready, config, rule, proposer)
-    home.tap(model, ready.features)
-    swap(model, home.Enabled, _mmspec_handle=handle)
+    try:
+        return _put_on(home, Handle(model, ready, config, rule, proposer))
+    except Exception:  # features that this model has not
+        if before is not None:
+            _put_on(home, before)
+        raise
+
+
+def _put_on(home: Any, handle: Handle) -> Handle:
+    home.tap(handle.model, handle.drafter.features)
+    swap(handle.model, home.Enabled, _mmspec_handle=handle)
     return handle
 
 

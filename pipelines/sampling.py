@@ -144,6 +144,8 @@ class TorchNoise:
     def _generator(self, like: Tensor) -> Any:
         if self.generator is not None:
             return self.generator
+        if like.is_mps:
+            return torch.mps._get_default_mps_generator()
         return torch.cuda.default_generators[like.device.index] if like.is_cuda else torch.default_generator
 
 

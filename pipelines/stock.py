@@ -111,6 +111,7 @@ def unsupported(model: Any) -> str | None:
 def describe(model: Any) -> TargetInfo:
     """What a drafter has to fit."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    ends = model.generation_config.eos_token_id
     return TargetInfo(
         name=getattr(model.config, "_name_or_path", "") or type(model).__name__,
         vocab=head.weight.shape[0],
@@ -119,6 +120,7 @@ def describe(model: Any) -> TargetInfo:
         layers=len(model.get_decoder().layers),
         device=embedding.weight.device,
         dtype=model.dtype,
+        ends=() if ends is None else tuple(ends) if isinstance(ends, list) else (ends,),
     )
 
 

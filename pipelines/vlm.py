@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers.cache_utils import Cache
 
+from mmspec.drafters.vocab import DraftVocab
 from mmspec.modes import mode_of
 from mmspec.pipelines import attended, attention, compiled
 from mmspec.pipelines.cache import SlotCache
@@ -94,9 +95,10 @@ class VlmTarget:
     def embed(self, ids: Tensor) -> Tensor:
         return self.model.get_input_embeddings()(ids)
 
-    def head(self, hidden: Tensor) -> Tensor:
-        """Logits [B, N, V], guided where there are two streams, of features [B, N, S·H]."""
-        return self._guided(self.model.get_output_embeddings()(spread(hidden, self.streams)))
+    def head(self, hidden: Tensor, vocab: DraftVocab | None = None) -> Tensor:
+        """Logits [B, N, V], guided where there are two streams, of features [B, N, S·H]; of `vocab` alone if given."""
+        head, hidden = self.model.get_output_embeddings(), spread(hidden, self.streams)
+        return self._guided(head(hidden) if vocab is None else vocab.logits(head, hidden))
 
     def prefill(
         self, ids: Tensor, generation_config: Any, arguments: dict[str, Any], cache: Cache | None, reserve: int

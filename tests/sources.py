@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from mmspec.app.caption.media import MediaError
+from mmspec.app.caption.media import MAX_BYTES, MediaError
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Memory:
     data: bytes
     path: ClassVar[None] = None
 
-    def read(self) -> bytes:
+    def read(self, max_bytes: int = MAX_BYTES) -> bytes:
         return self.data
 
 
@@ -31,7 +31,7 @@ class Attack:
     deed: str
     path: ClassVar[None] = None
 
-    def read(self) -> bytes:
+    def read(self, max_bytes: int = MAX_BYTES) -> bytes:
         return DEEDS[self.deed]()
 
 
@@ -75,7 +75,7 @@ class Unbuildable:
 
     path: ClassVar[None] = None
 
-    def read(self) -> bytes:
+    def read(self, max_bytes: int = MAX_BYTES) -> bytes:
         return b""
 
     def __reduce__(self) -> tuple:

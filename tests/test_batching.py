@@ -21,8 +21,9 @@ from transformers import LogitsProcessor
 import mmspec
 from mmspec.app import engine as engines
 from mmspec.app.engine import Engine
+from mmspec.drafters.plain import Plain
 from mmspec.pipelines import batching, intake, stock
-from mmspec.pipelines.batching import Finished, Flow, Plain
+from mmspec.pipelines.batching import Finished, Flow
 from mmspec.pipelines.cache import SlotCache
 from mmspec.pipelines.intake import Intake, Static
 from mmspec.pipelines.prompts import chat_inputs
@@ -339,6 +340,19 @@ def test_refusals() -> None:
 
 
 # -- static batches --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sampled", [True, False])
+def test_static_batches_leave_the_callers_noise_alone(sampled: bool) -> None:
+    model, asked = targets.model("llava"), prompts("llava", KINDS[:3])
+    options = settings(do_sample=sampled)
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    want = answers(Static(model, None, 1, **options), asked, [1, 2, 3])
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(6)
+    assert answers(Static(model, None, 1, **options), asked, [1, 2, 3]) == want
+    assert (answers(Static(model, None, 1, **options), asked, [4, 5, 6]) != want) is sampled
 
 
 @pytest.mark.parametrize("enabled", [True, False])

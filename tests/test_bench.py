@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import platform
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import tiny_llava
 import torch
 from PIL import Image
 
+from mmspec.app import cli
 from mmspec.app.bench import command as bench
 from mmspec.app.bench import report
 from mmspec.app.bench import vlm as bench_vlm
@@ -108,6 +110,7 @@ def test_peak_memory_sees_what_a_call_holds() -> None:
 
 def test_provenance_is_plain_data() -> None:
     found = provenance(torch.device("cpu"), torch.float32)
+    assert found["system"] == f"{platform.system()} {platform.machine()}"  # and not which kernel, built when
     assert json.loads(json.dumps(found)) == found
     assert found["versions"]["torch"] and found["device"] and found["dtype"] == "float32" and found["threads"] >= 1
 
@@ -240,4 +243,11 @@ def test_plots(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 def test_refuses_unknown_methods(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--model", model, *QUICK, "--without", "vispc") == 1
-    assert "--without vispc is not possible; choose from stock-static" in capsys.readouterr().err
+    assert "no method matches 'vispc'; choose from stock, stock-static" in capsys.readouterr().err
+    assert run("--model", model, *QUICK, "--without", "stock") == 1
+    assert "stock cannot be left out" in capsys.readouterr().err
+
+
+def test_the_kernels_suite_knows_no_such_device(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "kernels", "--device", "foo"]) == 1
+    assert "no device 'foo' here" in capsys.readouterr().err

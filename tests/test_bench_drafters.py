@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from PIL import Image
 import mmspec
 from mmspec.app import embedded
 from mmspec.app.bench import command as bench
+from mmspec.app.bench import drafters as named
 from mmspec.app.bench import report, vlm_curves, vlm_methods, vlm_shown
 from mmspec.app.bench.command import BenchError
 from mmspec.app.train import build
@@ -107,7 +109,28 @@ def test_all_are_those_made_for_the_model() -> None:
         if name.startswith("scenes-video-") and (mmspec.zoo.weights() / name).is_dir()
     }
     with pytest.raises(BenchError, match="no drafter comes with 'elsewhere'; name the drafters"):
-        vlm_methods._drafter_names(arguments("--model", "elsewhere", "--drafters", "all"))
+        named.read(arguments("--model", "elsewhere", "--drafters", "all"))
+
+
+@pytest.mark.parametrize("suite", ["vlm", "mmspec", "round", "caption", "image"])
+@pytest.mark.parametrize("option", ["--drafters", "--drafter"])
+def test_every_suite_names_drafters_alike(suite: str, option: str, drafters: dict[str, Path], tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    bench.configure(parser)
+    twin = shutil.copytree(drafters["msd"], tmp_path / "twin")
+    words = [suite, option, "ngram", drafters["eagle"], drafters["msd"], drafters["msd"], twin, "--model", "elsewhere"]
+    found = named.read(parser.parse_args([str(word) for word in words]))
+    assert {title: drafter.method for title, drafter in found.items() if title != "ngram"} == {
+        "eagle": "eagle", "msd": "msd", "msd:twin": "msd",
+    }  # fmt: skip
+    assert next(iter(found)) == "ngram" and not named.read(parser.parse_args([suite, "--model", "elsewhere"]))
+    with pytest.raises(BenchError, match="--drafters: there is no folder or file 'absent'"):
+        named.read(parser.parse_args([suite, option, "absent"]))
+
+
+def test_methods_are_left_out_by_patterns(drafters: dict[str, Path]) -> None:
+    words = ("--drafters", drafters["vispec"], "--ablate", "--without", "vispec,*", "*-*")
+    assert [m.name for m in vlm_methods.methods(tiny_llava.model(), arguments(*words))] == ["stock", "ngram", "vispec"]
 
 
 @pytest.mark.parametrize("method", sorted(vlm_methods.ABLATIONS))

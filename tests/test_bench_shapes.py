@@ -16,6 +16,7 @@ from mmspec.app.bench import shapes
 from mmspec.app.bench.shapes import Cell
 from mmspec.app.bench.shapes_models import MODELS, REAL, TOY, Chat, Latents, on_paper
 from mmspec.app.bench.shapes_ways import Cost, Way, load
+from mmspec.kernels import dispatch
 from mmspec.pipelines import trusted
 
 CPU, FULL = torch.device("cpu"), pytest.mark.full
@@ -26,9 +27,10 @@ PUBLISHED = {  # parameters in millions, as their authors count them; of drafter
     "mar-h": {"target": 943, "draft": 208},
 }
 TREES = {"eagle": (6, 10, 60), "vispec": (4, 8, 30), "msd": (6, 10, 59)}
+CHAT = [f"{name}{attention}" for name in ("eagle", "vispec", "msd") for attention in ("", " tree attention")]
 DRAFTED = {
-    "llava-1.5-7b": ["eagle", "vispec", "msd"],
-    "qwen2.5-vl-7b": ["eagle", "vispec", "msd"],
+    "llava-1.5-7b": CHAT,
+    "qwen2.5-vl-7b": CHAT,
     "llamagen-xl": ["jacobi 32"],
     "mar-h": ["self 8", "draft 8"],
 }
@@ -90,6 +92,29 @@ def test_compiled_ways_stand_beside_the_eager_ones(name, tmp_path, monkeypatch):
     best = min((r for r in records.values() if r["stock_path"]), key=lambda r: r["step_ms"])
     assert best["method"].removesuffix(" compiled") in PLAIN[name]
     assert {r["best_stock"] for r in records.values()} == {best["method"]} and best["c_best"] == 1
+
+
+@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=FULL)])
+def test_tree_attention_runs_in_the_ways_that_say_so(compile: bool, monkeypatch):
+    monkeypatch.setattr(capture, "inductor", lambda piece, examples: piece)
+    monkeypatch.setattr(trusted, "_OF", WeakKeyDictionary())
+    attend, calls, served = dispatch.tree_attention, list[int](), dict[str, bool]()
+    monkeypatch.setattr(dispatch, "tree_attention", lambda *a: calls.append(1) or attend(*a))
+    ways = load(MODELS["qwen2.5-vl-7b"], TOY, CPU, torch.float32, 3, 0).ways(64, 1, compile)
+    for way in (way for way in ways if not way.plain):
+        calls.clear()
+        way.call()
+        served[way.name] = bool(calls)
+    assert served == {f"{m}{how}": "tree" in m for m in CHAT for how in (("", " compiled") if compile else ("",))}
+
+
+def test_drafts_read_a_part_of_a_large_head_in_the_ways_that_say_so(monkeypatch):
+    monkeypatch.setattr(shapes.shapes_ways, "ROWS", 100)
+    subject = load(MODELS["qwen2.5-vl-7b"], TOY, CPU, torch.float32, 3, 0)
+    ways = {way.name: way.call for way in subject.ways(64, 1, False) if not way.plain}
+    found = {name: call.args[0].options.get("draft_vocab") for name, call in ways.items()}
+    assert found == {f"{m}{rows}": 100 if rows else None for m in CHAT for rows in ("", " 100 rows")}
+    ways["eagle 100 rows"]()
 
 
 def test_the_figures_of_a_cell():

@@ -19,7 +19,7 @@ from PIL import Image
 from mmspec.app import cli
 from mmspec.app.caption import run as running
 
-OK, FATAL, SOME_FAILED, INTERRUPTED = 0, 1, 3, 130
+OK, FATAL, SENSELESS, SOME_FAILED, INTERRUPTED = 0, 1, 2, 3, 130
 GOOD = ("a.png", "b.jpg", "c.webp", "d.png")
 BAD = {"empty.png": "empty", "text.jpg": "not an image", "cut.png": "cut off"}
 
@@ -144,6 +144,52 @@ def test_the_last_line_is_the_measured_speed_up(truly, capsys: pytest.CaptureFix
     assert truly("--no-compare", "--no-resume", drafter="ngram") == OK
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith("4 captions") and "stock" not in last
+
+
+def test_rounds_run_in_inference_mode_and_prefills_do_not(model: Path):
+    """A model may keep something of a prefill."""
+    import torch
+
+    from mmspec.app import engine
+    from mmspec.app.caption.prompts import Asked
+
+    loaded = engine.load(str(model), "ngram", "cpu", "auto", 5, 0)
+    modes: list[list[bool]] = [[], []]
+    parts = (loaded.model.model.vision_tower, loaded.model.get_decoder())
+    for part, seen in zip(parts, modes, strict=True):
+        part.register_forward_pre_hook(lambda *_, seen=seen: seen.append(torch.is_inference_mode_enabled()))
+    flow = loaded.flow(1)
+    flow.add("x", [Image.new("RGB", (30, 40))], Asked("w5 w6"))
+    while flow.busy:
+        flow.step()
+    assert modes[0] == [False] and not modes[1][0] and len(modes[1]) > 2 and all(modes[1][1:])
+
+
+@pytest.mark.parametrize(("devices", "place"), [("0", "cuda:0"), ("1,2", "cuda:1"), ("cpu,cpu", "cpu")])
+def test_the_report_names_the_device_of_the_first_worker(
+    devices: str, place: str, caption, monkeypatch: pytest.MonkeyPatch
+):
+    from mmspec.app import engine
+
+    asked, find = [], engine.find_device
+    monkeypatch.setattr(engine, "find_device", lambda name: asked.append(name) or find("cpu"))
+    monkeypatch.setattr("mmspec.app.caption.command.places", lambda _: ["cpu"])  # there is no GPU here to work on
+    assert caption("--devices", devices, "--report", "report.json") == OK
+    assert asked == [place] and json.loads(Path("report.json").read_text())["options"]["devices"] == devices
+
+
+def test_limits_on_bytes_and_memory_can_be_moved(caption, photos: Path, capsys: pytest.CaptureFixture):
+    import tarfile
+
+    with tarfile.open("shard.tar", "w") as tar:
+        tar.add(photos / "a.png", "a.png")
+    for folder in ("photos", "shard.tar"):
+        assert caption("--max-bytes", "1K", "--out", folder[0], folder=folder) == SOME_FAILED
+        assert "MiB, over 0; make it smaller, or raise --max-bytes" in capsys.readouterr().err
+        assert caption("--retry-failed", "--out", folder[0], folder=folder) == OK
+    if os.path.exists("/proc/self/statm"):  # only Linux counts it
+        assert caption("--max-memory", "1M", "--out", "m") == SOME_FAILED
+        assert "raise --max-memory" in capsys.readouterr().err
 
 
 def test_a_temperature_is_repeatable(truly):
@@ -326,7 +372,7 @@ def test_two_folders_in_one_output_do_not_overwrite_each_other(caption, capsys: 
     assert caption(folder="moved") == OK  # the same images: nothing to do
     paint(Path("other/x/b.png")).rename("other/a.png")
     assert caption(folder="other") == FATAL
-    assert "from another folder; choose another --out" in capsys.readouterr().err
+    assert "already holds a caption of a.png, from another folder; choose another --out" in capsys.readouterr().err
 
 
 def test_one_image(caption, photos: Path):
@@ -412,6 +458,112 @@ def test_formats(caption):
     assert "a.txt" not in made
 
 
+FINALS = ("captions.parquet", "prompts.txt", "images.txt", "failed.jsonl", "webdataset/00000.tar")
+ALL = ("--format", "parquet,webdataset,pairs,metadata")
+
+
+@pytest.mark.parametrize("name", (*FINALS, "videos.txt", "webdataset/00000.parquet"))
+def test_files_of_others_are_never_replaced(name: str, caption, capsys: pytest.CaptureFixture):
+    from pyarrow import parquet, table
+
+    path = Path("photos", name)
+    path.parent.mkdir(exist_ok=True)
+    if path.suffix == ".parquet":
+        parquet.write_table(table({"file_name": ["a.png"], "text": ["by hand"]}), path)
+    else:
+        path.write_text("by hand")
+    before = path.read_bytes()
+    for options in (ALL, (*ALL, "--dry-run")):
+        assert caption("--out", "beside", *options) == FATAL
+        said = capsys.readouterr().err
+        assert str(Path(name).with_suffix("")) in said and "would be replaced" in said
+        assert path.read_bytes() == before and not journal("photos")  # before any work
+    if name != "failed.jsonl":
+        assert caption("--out", "beside", "--format", "txt") == OK and path.read_bytes() == before  # in nobody's way
+
+
+def test_final_files_of_ours_are_made_anew_until_somebody_edits_them(caption, photos: Path):
+    spoil(photos)
+    assert caption(*ALL) == SOME_FAILED
+    paint(photos / "new.png")
+    assert caption(*ALL) == SOME_FAILED
+    made = {name: Path("captions", name).read_bytes() for name in FINALS}
+    assert made["images.txt"].split() == [name.encode() for name in captions()] and len(captions()) == 5
+    for name, content in made.items():
+        path = Path("captions", name)
+        if path.suffix != ".tar":  # it is known by the table beside it
+            path.write_bytes(content + b"edited")
+            assert caption(*ALL) == FATAL and path.read_bytes() == content + b"edited"
+            path.write_bytes(content)
+    assert caption(*ALL) == SOME_FAILED
+
+
+def test_a_folder_of_a_version_that_kept_no_notes(caption, photos: Path):
+    spoil(photos)
+    assert caption(*ALL) == SOME_FAILED
+    notes = Path("captions/.mmspec/finals.log")
+    edited = Path("captions/prompts.txt").read_bytes()
+    for _ in range(2):  # at once, and with other captions meanwhile
+        notes.unlink()
+        assert caption(*ALL, "--dry-run") == OK and not notes.exists()
+        assert caption("--format", "txt", "--prompt", "w9") == SOME_FAILED and notes.exists()
+        assert caption(*ALL, "--prompt", "w9") == SOME_FAILED
+    assert b"w9" in Path("captions/prompts.txt").read_bytes()
+    notes.unlink()
+    Path("captions/prompts.txt").write_bytes(edited.replace(b" 1 ", b" one "))
+    assert caption(*ALL) == FATAL and b" one " in Path("captions/prompts.txt").read_bytes()
+
+
+@pytest.mark.parametrize("kills", range(8))
+def test_final_files_are_still_ours_after_a_kill(kills: int, caption, photos: Path, monkeypatch: pytest.MonkeyPatch):
+    """Whichever of the eight was the last that got its name: three of a tar, two of pairs, parquet and both jsonl."""
+    spoil(photos)
+    assert caption(*ALL) == SOME_FAILED
+    paint(photos / "new.png")
+    named, real = [], os.replace
+
+    class KilledError(BaseException):
+        pass
+
+    def replace(source: Path, target: Path) -> None:
+        real(source, target)
+        named.append(target.name)
+        if len(named) == kills + 2:  # run.yaml comes first
+            raise KilledError
+
+    with monkeypatch.context() as patch, pytest.raises(KilledError):
+        patch.setattr(os, "replace", replace)
+        caption(*ALL)
+    assert named[0] == "run.yaml" and (kills < 7 or named[-1] == "failed.jsonl")
+    assert caption(*ALL) == SOME_FAILED and len(captions()) == 5
+
+
+def test_what_a_run_reads_it_does_not_replace(caption, photos: Path, capsys: pytest.CaptureFixture):
+    assert caption(*ALL, "--out", "beside") == OK
+    listed = photos / "images.txt"
+    before = {path: path.read_bytes() for path in photos.iterdir() if path.is_file()}
+    cases = {
+        ("--prompt-file", "photos/prompts.txt"): "photos/prompts.txt would be replaced",
+        ("--report", "photos/metadata.jsonl"): "--report photos/metadata.jsonl would replace",
+    }
+    for words, reason in cases.items():
+        assert caption(*ALL, "--out", "beside", *words) == FATAL and reason in capsys.readouterr().err
+    for path in (
+        "photos/images.txt",
+        "photos/metadata.jsonl",
+        "photos/captions.parquet",
+        "photos/webdataset/00000.tar",
+    ):
+        assert caption(*ALL, "--out", "photos", folder=path) == FATAL
+        assert f"{path} would be replaced" in capsys.readouterr().err
+    assert caption("--out", "elsewhere", "--report", "photos/images.txt", folder=listed) == FATAL
+    paint(photos / "run.png")
+    (photos / "run.yaml").write_text("limit: 1")
+    assert caption("--out", "beside", "--extension", ".yaml", "--config", "photos/run.yaml") == FATAL
+    assert "run.yaml would be the caption file of run.png and" in capsys.readouterr().err
+    assert before == {path: path.read_bytes() for path in before}
+
+
 def test_tables_and_tars(caption, photos: Path):
     import tarfile
 
@@ -459,7 +611,7 @@ def test_config(caption, photos: Path, capsys: pytest.CaptureFixture):
     wrong = {"promt: x": "did you mean 'prompt'", "resume: 1": "true or false", "[": "YAML", "limit: [1]": "one value"}
     for text, reason in wrong.items():
         Path("wrong.yaml").write_text(text)
-        assert caption("--config", "wrong.yaml") == FATAL and reason in capsys.readouterr().err
+        assert caption("--config", "wrong.yaml") == SENSELESS and reason in capsys.readouterr().err
     Path("wrong.yaml").write_text("batch-size: 0")
     with pytest.raises(SystemExit):
         caption("--config", "wrong.yaml")
@@ -486,22 +638,36 @@ def test_fatal_errors_say_what_to_do(caption, truly, photos: Path, capsys: pytes
     cases = {
         ("nowhere",): "no such file or folder",
         ("photos", "--out", "photos/a.png"): "choose another --out",
-        ("photos", "--prompt", "{nam}"): "unknown variable {nam}",
         ("photos", "--engine", "no_such:load"): "give MODULE:FUNCTION",
-        ("photos", "--config", "no.yaml"): "no.yaml cannot be read",
     }
     for (folder, *options), reason in cases.items():
         assert caption(*options, folder=folder) == FATAL and reason in capsys.readouterr().err, reason
-    for options in (
-        ("--batch-size", "0"),
-        ("--temperature", "-1"),
-        ("--shard", "4/4"),
-        ("--format", "xls"),
-        ("--fps", "2000"),
-    ):
-        with pytest.raises(SystemExit) as stopped:
-            caption(*options)
-        assert stopped.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("option", "reason"),
+    [
+        ("--batch-size 0", "'0' is not a whole number"),
+        ("--temperature -1", "'-1' is not a number from 0 on"),
+        ("--shard 4/4", "'4/4' is not I/N"),
+        ("--format xls", "unknown 'xls'"),
+        ("--fps 2000", "2000"),
+        ("--devices ,", "',' names no device"),
+        ("--max-bytes 2X", "'2X' is no size"),
+        ("--max-memory 0", "'0' is no size"),
+        ("--extension .png", "'.png' is the extension of pictures"),
+        ("--frames 3 --fps 2", "give one of them"),
+        ("--prompt {nam}", "unknown variable {nam}"),
+        ("--prompt-file no.txt", "cannot read the prompts"),
+        ("--config no.yaml", "no.yaml cannot be read"),
+    ],
+)
+def test_options_that_make_no_sense(option: str, reason: str, caption, capsys: pytest.CaptureFixture):
+    try:
+        code = caption(*option.split())
+    except SystemExit as stopped:
+        code = stopped.code
+    assert code == SENSELESS and reason in capsys.readouterr().err and not Path("captions").exists()
 
 
 def test_names_and_captions_cannot_write_to_the_terminal(caption, photos: Path, capsys: pytest.CaptureFixture):
@@ -518,4 +684,5 @@ def test_version_and_help(capsys: pytest.CaptureFixture):
             cli.main(words)
         assert stopped.value.code == 0
     said = capsys.readouterr().out
+    assert "(True)" not in said and "(the default)" in said and "(512M)" in said and "(1)" in said
     assert "mmspec 0." in said and all(name in said for name in cli.COMMANDS) and "--retry-failed" in said

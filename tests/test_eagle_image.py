@@ -570,3 +570,13 @@ def test_settings_survive_a_file(options: dict[str, Any], tmp_path: Path) -> Non
     assert back.config == made.config and back.options == made.options and back.block.grid == GRID
     with pytest.raises(ValueError, match=r"cannot hold this drafter: .*rope"):
         drafter(**{**options, "embed_norm": False, "out_norm": False}).save_pretrained(tmp_path / "published", "eagle")
+
+
+def test_a_pipeline_that_cannot_be_enabled_anew_stays_as_it_was() -> None:
+    pipe = tiny_llamagen.pipeline()
+    first = mmspec.enable(pipe, drafter="jacobi")
+    with pytest.raises(ValueError, match="prune leaves out visual tokens"):
+        mmspec.enable(pipe, drafter=drafter(), prune=0.5)
+    assert pipe._mmspec_handle is first
+    pipe("red", generator=torch.Generator().manual_seed(0), output_type="latent")
+    assert first.stats.rounds > 0

@@ -30,8 +30,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import mmspec
 from mmspec import capture, graphs
 from mmspec.capture import Captured
+from mmspec.drafters.plain import Plain
 from mmspec.pipelines import compiled, mar_compiled, trusted
-from mmspec.pipelines.batching import Plain
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available() or torch.__version__ < "2.15", reason="needs a GPU")
 DEPTH = 4

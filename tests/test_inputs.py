@@ -452,7 +452,7 @@ for where in ("{tmp_path}/{{1,2}}.png", "hf:a/b", {str(write(tmp_path / "t.parqu
 """
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()
     assert out[0].count("b'") == 2 and len(out) == 4
-    assert all("pip install 'mmspec[caption]'" in line for line in out[1:])
+    assert all('pip install -e ".[caption]" in the clone' in line for line in out[1:])
 
 
 @pytest.mark.parametrize(

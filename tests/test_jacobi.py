@@ -581,11 +581,15 @@ def test_bad_options_are_refused_with_what_is_allowed(options: Any, message: str
         resolve("jacobi", SpecConfig.of(options), TargetInfo("toy", 4, 1, 1, 1, CPU, torch.float32))
 
 
-def test_a_drafter_without_a_window_refuses_one() -> None:
-    with pytest.raises(
-        ValueError, match="this drafter has no use for window, coupling; its options are depth, width, size"
-    ):
-        resolve("ngram", SpecConfig(window=8, coupling="gumbel"), TargetInfo("toy", 4, 1, 1, 1, CPU, torch.float32))
+@pytest.mark.parametrize(
+    ("options", "useless"),
+    [({"window": 8, "coupling": "none"}, "window, coupling"), ({"tree": "dynamic"}, "tree"), ({"draws": True}, "draws")],
+    ids=str,
+)
+def test_ngram_refuses_what_it_cannot_do(options: Any, useless: str) -> None:
+    message = f"the ngram drafter has no use for {useless}; its options are depth, width, size"
+    with pytest.raises(ValueError, match=message):
+        resolve("ngram", SpecConfig(**options), TargetInfo("toy", 4, 1, 1, 1, CPU, torch.float32))
 
 
 @pytest.mark.parametrize("init", ["vertical", "mixture"])

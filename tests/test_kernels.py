@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -22,7 +23,7 @@ from torch import Tensor
 import mmspec
 from mmspec import accept, rules
 from mmspec.app.bench import kernels as bench_kernels
-from mmspec.app.bench import report
+from mmspec.app.bench import kernels_ways, report
 from mmspec.app.bench.command import Outcome
 from mmspec.kernels import cases, dispatch
 from mmspec.kernels import reference as ops
@@ -456,6 +457,26 @@ def test_the_environment_forces_one(monkeypatch: pytest.MonkeyPatch):
 
 
 @needs_triton
+def test_a_tree_too_large_for_the_kernel_is_the_definitions_unless_forced(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(dispatch, "_on", lambda tensor: "cuda")
+    monkeypatch.delenv(dispatch.VARIABLE, raising=False)
+    for module in (dispatch, importlib.import_module("mmspec.kernels.verify")):
+        assert module.TREE_NODES == 256
+        monkeypatch.setattr(module, "TREE_NODES", 16)  # the interpreter is slow
+    asked, chosen = [], dispatch.chosen
+    monkeypatch.setattr(dispatch, "chosen", lambda *how: asked.append(chosen(*how).__module__) or chosen(*how))
+    for nodes in (16, 17):
+        given = made("verify_point_mass", B=1, N=nodes, V=30)
+        result = dispatch.verify_point_mass(*given.values())
+        assert cases.distance("verify_point_mass", F32, result, ops.verify_point_mass(**given)) is None
+    dispatch.verify_point_mass(*(given | {"ancestors": None}).values())  # a chain may be longer
+    assert [name.removeprefix("mmspec.kernels.") for name in asked] == ["verify", "reference_trees", "verify"]
+    monkeypatch.setenv(dispatch.VARIABLE, "triton")
+    with pytest.raises(ValueError, match="at most 16 nodes by Triton, got 17; leave MMSPEC_KERNELS unset"):
+        dispatch.verify_point_mass(*given.values())
+
+
+@needs_triton
 @pytest.mark.parametrize(
     "rule, operation",
     [("exact", "uniform"), ("lantern(k=10, lam=2.0)", "lantern_accept"), ("gsd(group=5)", "logit_window")],
@@ -526,25 +547,105 @@ def bench(*words: str) -> list[dict[str, Any]]:
     return outcome.records
 
 
-def test_the_bench_times_what_passes_and_knows_what_it_moved():
-    records = bench("--only", "tree_attention", "compact_rows", "--dtype", "fp32", "--set", "T=40")
-    ways = {(r["kernel"], r["method"]): r for r in records}
-    attention = ways["tree_attention", "sdpa"]
-    assert attention["ms"] > 0 and attention["n"] >= 2 and attention["sizes"]["T"] == 40
-    assert attention["bytes"] > 2 * 40 * 2 * 24 * 4  # at least the keys and values of the longest row
-    kernel = ways["compact_rows", "triton"]
-    if DEVICE.type == "cpu":
-        assert kernel["ms"] is kernel["roofline"] is None and "unmeasured" in kernel["note"]
-        assert "unmeasured" in report.table(records)
+@pytest.mark.parametrize("name", cases.CASES)
+def test_the_bench_has_a_verdict_on_every_kernel(name: str):
+    kernel, definition, *_ = bench("--only", name, "--dtype", "fp32")
+    assert (kernel["kernel"], kernel["method"], definition["method"]) == (name, "triton", "definition")
+    assert kernel["bytes"] > 0 and kernel["tolerance"] and definition["ms"] > 0 and definition["checks"] == "passed"
+    if DEVICE.type == "cuda":
+        assert kernel["checks"] == "passed" and kernel["ms"] > 0 and kernel["roofline"] > 0
     else:
-        assert kernel["ms"] > 0 and kernel["roofline"] > 0
+        assert kernel["checks"] == ("passed in the interpreter" if checks.INTERPRETED else "not run")
+        assert kernel["ms"] is kernel["roofline"] is None and kernel["note"].startswith("unmeasured: needs a GPU")
+        assert "unmeasured" in report.table([kernel])
+
+
+def test_the_bench_knows_what_attention_moved():
+    record = bench("--only", "tree_attention", "--dtype", "fp32", "--set", "T=40")[-1]
+    assert record["method"] in ("sdpa", "flex") and record["ms"] > 0 and record["n"] >= 2
+    assert record["sizes"]["T"] == 40 and record["bytes"] > 2 * 40 * 2 * 24 * 4  # the longest row's keys and values
+
+
+def test_all_ways_of_sdpa_compute_tree_attention():
+    given, seen = made("tree_attention"), set()
+    wanted = ops.tree_attention(**given)
+    for name, way in kernels_ways._sdpa(given).items():
+        result = way.shown(way.prepare()())
+        assert cases.distance("tree_attention", F32, result, wanted) is None, name
+        seen |= set(name.split(", "))
+    assert seen == {"K and V repeated", "queries packed", "enable_gqa", "bool mask", "added mask"}
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_all_ways_of_flex_compute_tree_attention(monkeypatch: pytest.MonkeyPatch):
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(torch, "compile", lambda function, **how: function)
+    given = made("tree_attention", D=32)
+    wanted = ops.tree_attention(**given)
+    for name, way in kernels_ways._flex(given).items():
+        assert cases.distance("tree_attention", F32, way.prepare()(), wanted) is None, name
+
+
+def test_the_fastest_way_stands_for_its_contender():
+    passed = {"checks": "passed"}
+    found = {"a": ([0.002] * 3, passed), "b": ([], {"checks": "failed", "note": "failed: E"}), "c": ([0.001], passed)}
+    times, said = bench_kernels.best(found)
+    assert times == [0.001] and said == passed | {"way": "c", "note": "c is the fastest; a: 2.0000 ms; b: failed: E"}
+    assert bench_kernels.best({"": found["a"]}) == found["a"] and bench_kernels.best({"b": found["b"]}) == found["b"]
+
+
+def test_the_bench_times_on_copies_what_works_in_place(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch, "compile", lambda function, **how: function)  # checked after the definition was timed
+    assert [r["checks"] for r in bench("--only", "compact_rows", "--compile")][1:] == ["passed", "passed"]
 
 
 def test_the_bench_refuses_to_time_what_is_wrong(monkeypatch: pytest.MonkeyPatch):
-    right = ops.draw
-    monkeypatch.setattr(bench_kernels, "_sdpa", lambda given: lambda: right(given["q"][:, 0]))
+    wrong = kernels_ways.Way(lambda: lambda: torch.zeros(2, dtype=torch.long))
+    monkeypatch.setattr(kernels_ways, "_sdpa", lambda given: {"": wrong})
     record = next(r for r in bench("--only", "tree_attention") if r["method"] == "sdpa")
-    assert record["ms"] is None and record["n"] == 0 and record["note"].startswith("refused: result 0 is torch.int64")
+    assert record["ms"] is None and record["n"] == 0 and record["checks"] == "refused"
+    assert record["note"].startswith("refused: result 0 is torch.int64")
+
+
+def failing(after: int) -> Any:
+    """A call that goes wrong after so many times."""
+    from triton.runtime.errors import OutOfResources
+
+    calls = iter(range(after))
+
+    def call(**given: Any) -> Any:
+        if next(calls, None) is None:
+            raise (
+                OutOfResources(300_000, 232_448, "shared memory") if after == 0 else torch.OutOfMemoryError("no\nmore")
+            )
+        return ops.draw(**given)
+
+    return call
+
+
+@needs_triton
+def test_a_kernel_that_cannot_be_launched_is_a_record_and_the_bench_goes_on(monkeypatch: pytest.MonkeyPatch):
+    chosen = dispatch.chosen
+    monkeypatch.setattr(dispatch, "chosen", lambda name, *how: failing(0) if name == "draw" else chosen(name, *how))
+    kernel, definition, next_kernel, *_ = bench("--only", "draw", "uniform")
+    assert kernel["ms"] is None and kernel["checks"] == "failed"
+    assert kernel["note"].startswith("failed: OutOfResources: out of resource: shared memory")
+    assert definition["ms"] > 0 and next_kernel["checks"].startswith("passed")
+
+
+@pytest.mark.parametrize(("after", "checks"), [(1, "passed"), (0, "failed")])
+def test_a_contender_that_fails_is_a_record(after: int, checks: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch, "compile", lambda function, **how: failing(after))
+    compiled = bench("--only", "draw", "--compile")[-1]
+    assert compiled["method"] == "compiled" and compiled["ms"] is None and compiled["checks"] == checks
+    assert compiled["note"].startswith("failed: O") and "more" not in compiled["note"]
+
+
+def test_a_definition_that_does_not_fit_is_a_record(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ops, "draw", failing(0))
+    kernel, definition, next_kernel, *_ = bench("--only", "draw", "uniform")
+    assert kernel["checks"] == "not run" and kernel["bytes"] is None and definition["checks"] == "failed"
+    assert definition["note"].startswith("failed: OutOfResources") and next_kernel["kernel"] == "uniform"
 
 
 @FULL

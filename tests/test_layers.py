@@ -20,6 +20,7 @@ INSIDE = {  # the order inside mmspec/: each part imports only its own rank and 
     "session": 0,
     "config": 0,
     "slots": 0,
+    "attention": 0,
     "graphs": 0,
     "capture": 0,
     "loop": 1,

@@ -13,7 +13,10 @@ from hostile import GREEN, RED, bomb, encoded, noise, rotated
 from PIL import Image, ImageFile
 
 from mmspec.app.caption import media
-from mmspec.app.caption.media import MediaError
+from mmspec.app.caption.decoder import Decoder
+from mmspec.app.caption.items import FileSource, Item
+from mmspec.app.caption.media import Limits, Media, MediaError
+from mmspec.app.caption.video import FramePolicy
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
@@ -90,3 +93,12 @@ def test_nothing_global_is_changed(tmp_path: Path):
 def test_the_pixel_limit_can_be_lowered():
     with pytest.raises(MediaError, match="8 x 8"):
         media.decode(encoded(Image.new("L", (8, 8)), "PNG"), "x.png", max_pixels=63)
+
+
+@pytest.mark.parametrize("most", [media.MAX_PIXELS, 100_000_000])
+def test_the_pixel_limit_can_be_raised_above_that_of_pillow(most: int, tmp_path: Path):
+    Image.new("1", (9500, 9500)).save(tmp_path / "large.png")
+    with Decoder(1, Limits(max_pixels=most), FramePolicy(), max_side=64) as decoder:
+        decoder.submit("large", Item("large", "image", FileSource(tmp_path / "large.png")))
+        [(_, found)] = decoder.ready(None)
+    assert isinstance(found, Media) if most > 9500**2 else "raise --max-pixels" in str(found)

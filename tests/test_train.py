@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from PIL import Image
 
 import mmspec
+from mmspec.app import cli
 from mmspec.app.train import build, train
 from mmspec.drafters.eagle import EagleDrafter
 from mmspec.drafters.feature import FeatureDrafter
@@ -202,6 +204,85 @@ def test_bad_data(source: str, word: str, tmp_path: Path) -> None:
     (tmp_path / "broken.jsonl").write_text('{"image": ')
     with pytest.raises(ValueError, match=word):
         data.read(str(tmp_path / source))
+
+
+def _damaged(folder: Path, names: tuple[str, ...] = ("0", "5", "7")) -> str:
+    """A list of eight pictures: the first named is no picture, the second is cut short, the third is not there."""
+    g = np.random.default_rng(0)
+    for i in range(8):
+        noise = g.integers(0, 255, (28, 28, 3), dtype=np.uint8)
+        Image.fromarray(noise).save(folder / f"{i}.png")
+    torn = (folder / f"{names[1]}.png").read_bytes()[:-900]
+    for name, content in zip(names, (b"no picture", torn, None), strict=True):
+        path = folder / f"{name}.png"
+        path.unlink() if content is None else path.write_bytes(content)
+    lines = [{"image": f"{i}.png", "prompt": f"w{5 + i} w9"} for i in range(8)]
+    (folder / "data.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return str(folder / "data.jsonl")
+
+
+def test_pictures_that_cannot_be_read_are_left_out(tmp_path: Path) -> None:
+    recipe = RECIPE.with_(held_out=2, writing=2)
+    questions, shared = Path(_damaged(tmp_path, ("3", "5", "7"))), tmp_path / "answers"
+    run = _run(tmp_path / "run", questions, recipe, answers=shared)
+    with pytest.warns(UserWarning, match=r"left out: 3 of 6 samples \(train\) cannot be read; the first: .*3\.png: Un"):
+        found = run.answers(run.samples, "train")
+    assert [bool(answer) for answer in found] == [True, False] * 3
+    Image.new("RGB", (28, 28)).save(tmp_path / "7.png")  # is there the next time
+    with pytest.warns(UserWarning, match="left out: 2 of 6"):
+        again = _run(tmp_path / "again", questions, recipe, answers=shared).answers(run.samples, "train")
+    assert again[:5] == found[:5] and again[5]
+
+
+def test_training_goes_on_without_a_broken_picture(tmp_path: Path) -> None:
+    model, processor = tiny_llava.model(), tiny_llava.processor()
+    recipe = RECIPE.with_(steps=2, batch=2, held_out=2)
+    with pytest.warns(UserWarning, match="left out: "):
+        train(model, processor, "eagle", _damaged(tmp_path), tmp_path / "run", recipe)
+    assert (tmp_path / "run" / "report.json").is_file()
+
+
+def test_no_picture_that_can_be_read(tmp_path: Path) -> None:
+    _damaged(tmp_path, ("0", "1", "2"))
+    run = _run(tmp_path / "run", tmp_path / "data.jsonl", RECIPE.with_(held_out=3))
+    with pytest.raises(ValueError, match=r"3 of 3 samples \(held-out\) cannot be read; the first: .*0\.png"):
+        run.run()
+
+
+def test_a_data_set_without_its_library_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ValueError, match=r"pip install 'mmspec\[train\]'"):
+        data.read("hf:owner/name")
+
+
+def test_pictures_are_turned_as_they_were_taken(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[Image.ExifTags.Base.Orientation] = 6
+    Image.new("RGB", (28, 14)).save(tmp_path / "0.jpg", exif=exif)
+    [sample] = data.read(str(tmp_path))
+    assert sample.load()[0].size == (14, 28)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--device", "foo"], "no device 'foo' here"),
+        (["--target", "nosuch"], "cannot load the target 'nosuch'"),
+        (["--shape", "bogus=1"], "--shape: there is no 'bogus'; choose from depth, draft_vocab"),
+        (["--shape", "depth=deep"], "--shape: depth is a whole number, such as 5; got 'depth=deep'"),
+        (["--set", "steps=1e3"], "--set: steps is a whole number, such as 20000; got 'steps=1e3'"),
+        (["--set", "muon"], "--set: muon is true or false, such as False; got 'muon'"),
+        (["--set", "speed=2"], "--set: there is no 'speed'; choose from batch, betas"),
+        (["--data", "nowhere"], "unknown data source 'nowhere'"),
+    ],
+)
+def test_the_command_says_what_is_wrong(
+    words: list[str], told: str, tmp_path: Path, questions: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = ["train", "--target", str(tiny_llava.save(tmp_path / "model")), "--data", str(questions), "--device", "cpu"]
+    assert cli.main([*base, "--out", str(tmp_path / "run"), *words]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("mmspec train: ") and told in said
 
 
 def test_drawn_scenes_and_folders_are_sources(questions: Path) -> None:

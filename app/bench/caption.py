@@ -13,17 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 import mmspec
 from mmspec import registry
 from mmspec.app import embedded
-from mmspec.app.bench import report
+from mmspec.app.bench import drafters, report
 from mmspec.app.bench.command import BenchError, Outcome, in_turn, peak_mb, say
 from mmspec.app.bench.questions import Question, read_questions
 from mmspec.app.engine import STOCK, load, wait
+from mmspec.app.options import where
 from mmspec.app.provenance import provenance
-from mmspec.pipelines.batching import Flow, Plain
+from mmspec.drafters.plain import Plain
+from mmspec.pipelines.batching import Flow
 from mmspec.pipelines.intake import Finished, Intake, Static
 from mmspec.pipelines.prompts import chat_inputs
 from mmspec.session import Stats
@@ -103,7 +104,7 @@ class Bench:
     def run(self, method: Method, rows: int, count: int | None = None) -> Made:
         """The first `count` captions, all by default; garbage is collected and the drafter enabled before the clock."""
         asked = self.asked[:count]
-        with self._ready(method) as handle, torch.inference_mode():
+        with self._ready(method) as handle:
             batches = method.batches(self.model, self.processor, rows, **self.settings)
             gc.collect()
             wait(self.model.device)
@@ -133,14 +134,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """What is captioned, by whom, and how many at once."""
     add = parser.add_argument
     add("--model", default=embedded.MODEL, help="folder, name on the Hub, or scenes-vlm, the embedded one (default)")
-    add("--drafter", nargs="+", help="ngram, or feature drafters; default: the embedded one, if it fits, or ngram")
+    drafters.configure(parser, ", or ngram")
     add("--data", type=Path, metavar="PATH", help="questions of your own, as for `bench vlm`")
     add("--images", type=int, default=24, help="captions of one run (default: %(default)s)")
     add("--rows", type=int, nargs="+", default=[1, 2, 4, 8], help="captions written at once (default: 1 2 4 8)")
     add("--turns", type=int, default=3, help="timed runs of every method (default: %(default)s)")
     add("--max-new-tokens", type=int, default=256)
-    add("--device", default="auto")
-    add("--dtype", default="auto")
+    where(parser)
     add("--seed", type=int, default=0)
 
 
@@ -176,12 +176,9 @@ def questions(args: argparse.Namespace) -> list[Question]:
 def methods(args: argparse.Namespace) -> list[Method]:
     """Static and continuous, without a drafter and with each."""
     found = [Method(BASE, Static), Method("continuous", Flow)]
-    names = args.drafter or [embedded.drafter(args.model)]
-    for name in names:
-        trained = name not in registry.DRAFTERS
-        drafter = mmspec.load_drafter(embedded.resolve(name)) if trained else registry.drafter_class(name)()
-        title = f"{BASE} + {getattr(drafter, 'method', name) if trained else name}"
-        title = title if title not in [m.name for m in found] else f"{title}:{Path(name).name}"
+    named = drafters.read(args) or {"ngram": registry.drafter_class("ngram")()}
+    for title, drafter in named.items():
+        title = f"{BASE} + {title}"
         found.append(Method(title, Static, drafter, title))
         found.append(Method(title.replace(BASE, "continuous", 1), Flow, drafter, title))
     return found

@@ -170,9 +170,11 @@ def matching(methods: Sequence[N], patterns: Sequence[str] | None, without: Sequ
     """Those whose names match a pattern (all without one); the first, plain decoding, always comes first.
 
     Raises:
-        BenchError: a pattern that matches nothing.
+        BenchError: a pattern that matches nothing, or plain decoding left out by its name.
     """
     names = [m.name for m in methods]
+    if names[0] in without:
+        raise BenchError(f"{names[0]} cannot be left out: the others are measured against it")
     for pattern in (*(patterns or ()), *without):
         if not any(fnmatchcase(name, pattern) for name in names):
             raise BenchError(f"no method matches {pattern!r}; choose from {', '.join(names)}")

@@ -14,9 +14,8 @@ import numpy as np
 import torch
 from PIL import Image
 
-import mmspec
 from mmspec.app import embedded
-from mmspec.app.bench import image_plain, mar, quality, report_image
+from mmspec.app.bench import drafters, image_plain, mar, quality, report_image
 from mmspec.app.bench.command import (
     BenchError,
     Outcome,
@@ -35,8 +34,8 @@ from mmspec.app.bench.report import Record
 from mmspec.app.caption.inputs import images
 from mmspec.app.caption.media import load_image
 from mmspec.app.engine import EngineError, first_line, wait
-from mmspec.app.generate import DTYPES
 from mmspec.app.mar import draws
+from mmspec.app.options import where
 from mmspec.app.painter import Painter, Painting, load, sheet
 from mmspec.app.provenance import provenance
 from mmspec.zoo import pictures
@@ -89,7 +88,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default=embedded.IMAGE_MODEL,
         help="folder or name on the Hub of a LlamaGenPipeline; `mar`, or a MARPipeline's folder (%(default)s)",
     )
-    add("--drafter", nargs="+", help="feature drafters (folders or names); default: the embedded one, if it fits")
+    drafters.configure(parser)
     add("--prompts", type=Path, metavar="FILE", help="prompts of your own, one a line (default: held-out scenes)")
     add("--real", type=Path, metavar="FOLDER", help="real pictures for the distance, where the prompts are your own")
     add("--images", type=int, default=12, help="prompts timed side by side; 0: no timing (%(default)s)")
@@ -113,8 +112,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     good.add_argument("--pictures", type=Path, metavar="FOLDER", help="keep the pictures here; a second run goes on")
     parser.add_argument("--grid", type=Path, metavar="FILE", help="a sheet of pictures, all methods at the same seeds")
     parser.add_argument("--resume", action="store_true", help="go on with the records of an earlier run's --json")
-    add("--device", default="auto")
-    add("--dtype", choices=DTYPES, default="auto")
+    where(parser)
     add("--seed", type=int, default=0)
 
 
@@ -162,27 +160,12 @@ def _stages(bench: Bench, args: argparse.Namespace, outcome: Outcome) -> Iterato
 def methods(painter: Painter, args: argparse.Namespace) -> tuple[list[Method], list[Method]]:
     """What is timed, and what is judged."""
     codes = painter.pipe.transformer.config.vocab
-    drafters = [(getattr(d, "method", Path(str(name)).name), d) for name, d in _drafters(args)]
-    known = lossless(drafters) + relaxed(codes, drafters, args.rule, args.budget)
-    wanted = args.quality_methods or args.methods or [p for p in DEFAULT_QUALITY if drafters or p != "eagle*"]
+    trained = list(drafters.read(args).items())
+    known = lossless(trained) + relaxed(codes, trained, args.rule, args.budget)
+    wanted = args.quality_methods or args.methods or [p for p in DEFAULT_QUALITY if trained or p != "eagle*"]
     judged = [m for m in matching(known, wanted, args.without) if not m.plain]
     judged += [] if args.sweep is None else swept(codes, args.budget, args.sweep)
     return matching(known, args.methods, args.without), judged
-
-
-def _drafters(args: argparse.Namespace) -> list[tuple[str, Any]]:
-    names = args.drafter
-    if names is None:
-        names = [embedded.IMAGE_DRAFTER] if args.model == embedded.IMAGE_MODEL else []
-    found = []
-    for name in names:
-        try:
-            found.append((name, mmspec.load_drafter(embedded.resolve(name))))
-        except FileNotFoundError as error:
-            if args.drafter is not None:
-                raise BenchError(str(error)) from error
-            say(f"without the embedded drafter: {error}")
-    return found
 
 
 def ask(painter: Painter, args: argparse.Namespace) -> Asked:

@@ -123,6 +123,6 @@ def _in_batches(some: Callable[[Sequence[Image.Image]], Tensor]) -> Features:
     @torch.inference_mode()
     def all_of(pictures: Sequence[Image.Image]) -> Tensor:
         starts = range(0, len(pictures), BATCH)
-        return torch.cat([some(pictures[start : start + BATCH]).double().cpu() for start in starts])
+        return torch.cat([some(pictures[start : start + BATCH]).cpu().double() for start in starts])
 
     return all_of

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from mmspec.app.extras import installing
 from mmspec.session import Stats
 
 Record = dict[str, Any]
@@ -229,7 +230,7 @@ def markdown(records: list[Record], provenance: Record, tuned: Record) -> str:
 def check_plot(path: Path) -> None:
     """ReportError now rather than after the measurement, where no plot could be written."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ReportError("a plot needs matplotlib: pip install 'mmspec[bench]', or leave --plot out")
+        raise ReportError(f"a plot needs matplotlib: {installing('bench')}, or leave --plot out")
     if path.suffix.lower() not in (".png", ".svg", ".pdf"):
         raise ReportError(f"a plot is a .png, .svg or .pdf file; got {str(path)!r}")
 

@@ -13,10 +13,9 @@ import torch
 from mmspec.app.bench import report, vlm, vlm_methods, vlm_shown
 from mmspec.app.bench.command import Outcome, Reads, batches, matching
 from mmspec.app.bench.vlm_methods import Method
-from mmspec.app.engine import STOCK as NO_DRAFTER
-from mmspec.app.engine import load
+from mmspec.app.engine import STOCK, load
 from mmspec.app.provenance import provenance
-from mmspec.pipelines.batching import Plain
+from mmspec.drafters.plain import Plain
 
 PARTS = ("draft", "verify", "accept", "commit")
 TOP = 12  # operations that --profile lists
@@ -37,7 +36,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
     """All cells, one after the other; yields whenever the outcome has grown."""
     report.LAYOUTS["round"] = LAYOUT
-    engine = load(args.model, NO_DRAFTER, args.device, args.dtype, args.max_new_tokens, 0)
+    engine = load(args.model, STOCK, args.device, args.dtype, args.max_new_tokens, 0)
     bench = vlm.Bench(engine.model, engine.processor, args.max_new_tokens, args.seed)
     weights = sum(p.numel() * p.element_size() for p in bench.model.parameters()) / 2**20
     facts = {"model": args.model, "weights_mb": round(weights, 1)}

@@ -18,7 +18,7 @@ from mmspec.app.bench.round import PARTS, part
 from mmspec.app.bench.shapes_models import MODELS, REAL, TOY, Chat, on_paper
 from mmspec.app.bench.shapes_ways import STOCK, Cost, Way
 from mmspec.app.engine import EngineError, find_device, first_line, free_memory
-from mmspec.app.generate import DTYPES
+from mmspec.app.options import DTYPES
 from mmspec.app.provenance import provenance
 
 GIB = 2**30
@@ -239,6 +239,8 @@ LAYOUT = report.Layout(
         "fast head": "a stock path: MAR with mmspec's fast head, with which its rounds draft and verify, too",
         "compiled": "with a drafter: the target's forward and what the drafter does; of MAR: the fast head's denoising "
         "steps. On CUDA their pieces are CUDA graphs",
+        "tree attention": "a draft's nodes attend by mmspec's own kernel on CUDA, by its definition elsewhere; without "
+        "these words, by PyTorch's sdpa",
         "context": "positions at the end of a call: a picture of 576 tokens (toys: 16) and text; LlamaGen: prefix and "
         "codes, all drawn; MAR: buffer and tokens, the second half of which is drawn",
         "setting": "the tree that was published with the drafter; the window; the tokens drafted ahead",

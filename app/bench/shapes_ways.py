@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
+from itertools import islice, product
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from mmspec.app.bench.shapes_models import Chat, Codes, Latents, Shape
 from mmspec.app.engine import wait
 from mmspec.models.llamagen_vq import LlamaGenVQ
 from mmspec.models.mar_scheduler import MARScheduler
+from mmspec.pipelines.attention import NAME as TREE
 from mmspec.pipelines.llamagen import LlamaGenPipeline
 from mmspec.pipelines.mar_loop import Brush, Canvas, canvas, law, plain
 from mmspec.pipelines.mar_plan import Speculation, tally
@@ -26,6 +27,8 @@ from mmspec.pipelines.mar_speculate import draw
 from mmspec.session import Stats
 
 STOCK, COMPILED = "stock", "stock compiled"
+SDPA = "sdpa"
+ROWS = 32768  # of a larger head that drafts read, where they do not read all
 PASSES = 12  # of MAR that are timed at most: a round may draw `ahead` tokens, and half a picture is left
 
 
@@ -62,7 +65,7 @@ class Way:
 
 
 class ChatWays:
-    """Stock `generate`, eager and compiled on a static cache, and mmspec with each drafter."""
+    """Stock `generate`, eager and compiled on a static cache, and mmspec with each drafter, by sdpa or as a tree."""
 
     def __init__(self, shape: Chat, sizes: str, parts: dict[str, Any], tokens: int, seed: int) -> None:
         model = parts.pop("target")
@@ -73,18 +76,21 @@ class ChatWays:
     def ways(self, context: int, batch: int, compile: bool) -> Iterator[Way]:
         inputs = self.shape.prompt(self.bench.model, self.sizes, context - self.bench.max_new_tokens, batch)
         plain, static = vlm_methods.stock(self.bench.model.device)
-        found = [plain, *([replace(static, name=COMPILED)] if compile else [])]
-        for name, drafter in self.drafters.items():
-            c = drafter.config
-            told = {"depth": c.depth, "width": c.width, "size": c.size}
-            for more in ({}, {"compile": True}) if compile else ({},):
-                title = f"{name} compiled" if more else name
-                found.append(vlm_methods.Method(title, drafter=drafter, options={**told, **more}))
-        for method in found:
-            call = partial(self._call, method, vlm.Cell(batch, 0.0), inputs)
+        found = [(plain, SDPA), *([(replace(static, name=COMPILED), SDPA)] if compile else [])]
+        hows: dict[str, dict[str, Any]] = {"": {}, " compiled": {"compile": True}} if compile else {"": {}}
+        if self.shape.text[self.sizes]["vocab_size"] > ROWS:  # of such a head, drafts may read a part
+            how, most = list(hows.items())[-1]
+            hows[f"{how} {ROWS} rows"] = most | {"draft_vocab": ROWS}
+        for (name, drafter), attend, (how, more) in product(self.drafters.items(), (SDPA, TREE), hows.items()):
+            c, title = drafter.config, f"{name}{' tree attention' if attend == TREE else ''}{how}"
+            options = {"depth": c.depth, "width": c.width, "size": c.size, **more}
+            found.append((vlm_methods.Method(title, drafter=drafter, options=options), attend))
+        for method, attend in found:
+            call = partial(self._call, method, attend, vlm.Cell(batch, 0.0), inputs)
             yield Way(method.name, call, method.setting, plain=method.drafter is None)
 
-    def _call(self, method: vlm_methods.Method, cell: vlm.Cell, inputs: dict[str, Tensor]) -> Cost:
+    def _call(self, method: vlm_methods.Method, attend: str, cell: vlm.Cell, inputs: dict[str, Tensor]) -> Cost:
+        self.bench.model.set_attn_implementation(attend)
         call = self.bench.call(method, cell, inputs, self.bench.seed)
         if call.per_step is None:
             raise RuntimeError("the call ended with its first token")

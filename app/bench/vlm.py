@@ -20,8 +20,8 @@ from mmspec.app.bench.command import Call, Clock, Outcome, batches, compiled_gra
 from mmspec.app.bench.questions import Question
 from mmspec.app.bench.vlm_methods import GRIDS, Method, methods
 from mmspec.app.bench.vlm_shown import Asked, Shown, questions
-from mmspec.app.engine import STOCK as NO_DRAFTER
-from mmspec.app.engine import load, wait
+from mmspec.app.engine import STOCK, load, wait
+from mmspec.app.options import where
 from mmspec.app.provenance import provenance
 from mmspec.pipelines.intake import answer_length
 from mmspec.pipelines.prompts import chat_inputs
@@ -121,15 +121,14 @@ def conditions(parser: argparse.ArgumentParser, batch: list[int], temperature: l
     add("--batch", type=int, nargs="+", default=batch)
     add("--temperature", type=float, nargs="+", default=temperature)
     add("--max-new-tokens", type=int, default=tokens)
-    add("--device", default="auto")
-    add("--dtype", default="auto")
+    where(parser)
 
 
 def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
     """All cells, one after the other; yields whenever the outcome has grown."""
     if args.curves:
         report.check_plot(args.curves)
-    engine = load(args.model, NO_DRAFTER, args.device, args.dtype, args.max_new_tokens, 0)
+    engine = load(args.model, STOCK, args.device, args.dtype, args.max_new_tokens, 0)
     bench = Bench(engine.model, engine.processor, args.max_new_tokens, args.seed)
     chosen = methods(bench.model, args)
     outcome.provenance = provenance(bench.model.device, bench.model.dtype) | {"model": args.model}

@@ -5,19 +5,16 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import CompileConfig
 
-import mmspec
 from mmspec import registry
-from mmspec.app import embedded
-from mmspec.app.bench.command import BenchError, say
+from mmspec.app.bench import drafters
+from mmspec.app.bench.command import matching, say
 from mmspec.drafters.specvlm import BRANCHES
 
-ALL = "all"
 GRIDS: dict[str, tuple[dict[str, int], ...]] = {  # what --tune tries
     "lookup": tuple({"prompt_lookup_num_tokens": k} for k in (3, 5, 10)),
     "text drafter": tuple({"depth": d} for d in (3, 5, 8)),
@@ -102,15 +99,16 @@ ABLATIONS: dict[str, tuple[Variant, ...]] = {
 def configure(parser: argparse.ArgumentParser) -> None:
     """Which methods are measured, and with what trees."""
     add = parser.add_argument
-    add("--drafters", "--drafter", nargs="+", dest="drafters", metavar="NAME", help="feature drafters to measure "
-        "beside ngram; all: every embedded one of the model; default: the embedded one, if it fits")  # fmt: skip
+    drafters.configure(parser, " beside ngram")
     add("--ablate", action="store_true", help="each drafter also with one of its parts switched off at a time, when "
         "it drafts; nothing is trained again")  # fmt: skip
     add("--tune", action="store_true", help="choose each method's depth and tree on other images first")
     add("--depth", type=int, help="of the feature drafters, without --tune")
     add("--width", type=int, help="branches per node; 1 drafts a chain")
     add("--size", type=int, help="nodes per round, the root included")
-    add("--without", nargs="+", default=[], metavar="METHOD", help="leave out, such as stock-static")
+    add("--draft-vocab", type=int, metavar="N", help="they propose from the first N tokens, and read no other rows of "
+        "the model's head")  # fmt: skip
+    add("--without", nargs="+", default=[], metavar="PATTERN", help="leave these out, such as stock-static 'eagle*'")
 
 
 def stock(device: torch.device) -> list[Method]:
@@ -130,35 +128,13 @@ def methods(model: Any, args: argparse.Namespace) -> list[Method]:
         Method("hf-prompt-lookup", {"prompt_lookup_num_tokens": 10}, grid="lookup", single=True),
         Method("ngram", drafter=registry.drafter_class("ngram")(), grid="text drafter"),
     ]
-    flags = {k: v for k in ("depth", "width", "size") if (v := getattr(args, k)) is not None}
-    for name in _drafter_names(args):
-        drafter = mmspec.load_drafter(embedded.resolve(name))
-        title = getattr(drafter, "method", type(drafter).__name__)
-        title = title if title not in [m.name for m in found] else f"{title}:{Path(name).name}"
+    flags = {k: v for k in ("depth", "width", "size", "draft_vocab") if (v := getattr(args, k)) is not None}
+    for title, drafter in drafters.read(args).items():
+        if title == "ngram":
+            continue  # it is there already
         whole = Method(title, drafter=drafter, options=flags, grid="feature drafter")
         found += [whole, *(variants(whole) if args.ablate else ())]
-    unknown = sorted(set(args.without) - {m.name for m in found})
-    if unknown or "stock" in args.without:
-        wrong = unknown[0] if unknown else "stock"
-        raise BenchError(f"--without {wrong} is not possible; choose from {', '.join(m.name for m in found[1:])}")
-    return [m for m in found if m.name not in args.without]
-
-
-def _drafter_names(args: argparse.Namespace) -> list[str]:
-    """Of the feature drafters to measure."""
-    if args.drafters is None and embedded.speaks(args.model):
-        try:
-            return [embedded.resolve(embedded.drafter(args.model))]
-        except FileNotFoundError as error:
-            say(f"without the embedded drafter: {error}")
-            return []
-    names: list[str] = []
-    for name in args.drafters or ():
-        found = embedded.drafters(args.model) if name == ALL else [name]
-        if not found:
-            raise BenchError(f"--drafters {ALL}: no drafter comes with {args.model!r}; name the drafters to measure")
-        names += [one for one in found if one not in ("ngram", *names)]
-    return names
+    return matching(found, None, args.without)
 
 
 def variants(whole: Method) -> Iterator[Method]:

@@ -28,7 +28,7 @@ from mmspec.app.caption.run import Job
 from mmspec.app.caption.settings import BESIDE, SettingsError
 from mmspec.app.caption.workers import Alone, Processes, dispatch, places
 
-OK, FATAL, SOME_FAILED, INTERRUPTED = 0, 1, 3, 130
+OK, FATAL, SENSELESS, SOME_FAILED, INTERRUPTED = 0, 1, 2, 3, 130
 DRY_RUN = 4  # items that a dry run captions, the first of them only to warm up
 
 
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         return _caption(options)
     except (MediaError, PromptError, SettingsError, OutputError, FatalError, TooManyErrorsError) as error:
         print(f"mmspec caption: {plain(str(error))}", file=sys.stderr)
-        return FATAL
+        return SENSELESS if isinstance(error, PromptError | SettingsError) else FATAL
     except OSError as error:
         print(f"mmspec caption: {error}; what was finished before is safe", file=sys.stderr)
         return FATAL
@@ -71,6 +71,9 @@ def _caption(options: argparse.Namespace) -> int:
     outputs = Outputs(folder, origin, slots, look_only=options.dry_run)
     with contextlib.closing(outputs):
         outputs.adopt(lambda record: adopted(shaping, record))
+        listed = [getattr(place, "path", None) for place in inputs.places]  # of lists, tables and tars
+        read = filter(None, [options.prompt_file, options.config, *listed])
+        outputs.finals.claim(_kinds(options), read, options.report, outputs.ledger, dry=options.dry_run)
         todo = Planner(options, shaping, prompts, outputs).plan(inputs)
         todo.pending = todo.pending[: options.limit]
         _say_plan(options, inputs, outputs, todo)
@@ -184,10 +187,14 @@ def _dry_run(job: Job, todo: Plan) -> int:
     return OK
 
 
+def _kinds(options: argparse.Namespace) -> list[str]:
+    return (options.format or "metadata").split(",")
+
+
 def _finish(options: argparse.Namespace, inputs: Inputs, outputs: Outputs) -> list[Path]:
-    kinds = (options.format or "metadata").split(",")
+    kinds = _kinds(options)
     sources = {item.name: item.source for item in inputs.items()} if "webdataset" in kinds else {}
-    return outputs.finish(kinds, options.on_existing != "skip", sources)
+    return outputs.finish(kinds, options.on_existing != "skip", sources, options.max_bytes)
 
 
 def _say_plan(options: argparse.Namespace, inputs: Inputs, outputs: Outputs, todo: Plan) -> None:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from PIL import Image
+
 from mmspec.app.caption import media, video
 from mmspec.app.caption.media import Limits, Media, MediaError
 from mmspec.app.caption.video import FramePolicy
@@ -39,6 +41,7 @@ def serve(line: socket.socket, order: Order) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent decides what ends
     for library in ("OMP", "OPENBLAS", "MKL"):  # numpy is loaded for few pictures, and needs no threads for them
         os.environ[f"{library}_NUM_THREADS"] = "1"
+    Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS or 0, order.limits.max_pixels)  # Pillow's own limit
     _limit_memory(order.limits.memory)
     with contextlib.suppress(OSError, EOFError):  # the parent has gone
         send(line, b"{}")
@@ -70,9 +73,8 @@ def _answer(packed: bytearray, order: Order) -> tuple[dict[str, Any], list[bytes
 
 
 def _decode(item: Item, order: Order) -> Media:
-    limits, path = order.limits, item.source.path
-    name = label(item)
-    data = item.source.read() if path is None else media.read(path, limits.max_bytes)
+    limits, name = order.limits, label(item)
+    data = item.source.read(limits.max_bytes)
     media.check_bytes(len(data), name, limits.max_bytes)
     content = hashlib.sha256(data).hexdigest()
     if item.kind == "video":

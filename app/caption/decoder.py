@@ -219,7 +219,7 @@ class Decoder:
             return
         if timed_out:
             reason = f"takes longer than {self._order.limits.seconds:g} s to decode"
-            self._finish(job, MediaError(job.label, reason, "make it smaller, or raise the limit on seconds"))
+            self._finish(job, MediaError(job.label, reason, "make it smaller, or raise --timeout"))
         elif job.tries + 1 < TRIES:
             with self._change:
                 self._waiting.appendleft(job._replace(tries=job.tries + 1))

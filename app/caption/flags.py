@@ -9,7 +9,10 @@ from pathlib import Path
 
 from mmspec.app import embedded
 from mmspec.app.caption import media, video
+from mmspec.app.caption.items import kind_of
 from mmspec.app.caption.settings import AUTO, ENGINE, Flags
+from mmspec.app.extras import installing
+from mmspec.app.options import DTYPES, count
 
 ON_EXISTING = ("skip", "overwrite", "append", "prepend")
 OUTPUTS = ("txt", "metadata", "parquet", "webdataset", "pairs")
@@ -59,7 +62,7 @@ def _answers(flags: Flags) -> None:
     add("--max-new-tokens", type=count, default=128, metavar="N", help="longest caption, in tokens")
     add("--temperature", type=_from_zero, default=0.0, metavar="T", help="0 takes the likeliest token")
     add("--seed", type=int, default=0, metavar="N", help="of weighted prompts, and of draws at a temperature above 0")
-    add("--dtype", choices=(AUTO, "float32", "bfloat16", "float16"), default=AUTO, help="of the weights")
+    add("--dtype", choices=DTYPES, default=AUTO, help="of the weights")
     add("--engine", type=_engine, default=ENGINE, metavar="MODULE:FUNCTION", help="what loads the model; give your own "
         "to caption with another library behind the same journal")  # fmt: skip
 
@@ -74,6 +77,10 @@ def _limits(flags: Flags) -> None:
     add("--max-pixels", type=count, default=media.MAX_PIXELS, metavar="N", help="largest picture or frame")
     add("--max-duration", type=_above_zero, default=3600.0, metavar="S", help="longest video")
     add("--timeout", type=_above_zero, default=60.0, metavar="S", help="longest time to decode one file")
+    add("--max-bytes", type=_size, default=media.MAX_BYTES, shown="512M", metavar="SIZE", help="largest file; it is "
+        "read into memory whole")  # fmt: skip
+    add("--max-memory", type=_size, default=media.MAX_MEMORY, shown="2G", metavar="SIZE", help="most that decoding a "
+        "file may take, the file included (on Linux)")  # fmt: skip
     add("--decoders", type=count, metavar="N", help="processes that decode, per model (default: what the cores allow)")
 
 
@@ -97,23 +104,16 @@ def _running(flags: Flags) -> None:
     add("--limit", type=count, metavar="N", help="caption at most N items in this run")
     flags.switch("--dry-run", False, "write nothing: counts, the first prompt, an estimate measured on a few items")
     add("--shard", type=_shard, metavar="I/N", help="only part I of N (0/4 ... 3/4), for several machines")
-    add("--devices", "--device", default=AUTO, metavar="LIST", help="auto, cpu, cuda, mps, or one worker process each: "
-        "0,1 or cuda:0,cuda:1 or cpu,cpu")  # fmt: skip
+    add("--devices", "--device", type=_devices, default=AUTO, metavar="LIST", help="auto, cpu, cuda, mps, or one "
+        "worker process each: 0,1 or cuda:0,cuda:1 or cpu,cpu")  # fmt: skip
     add("--batch-size", type=_batch, default=1, metavar="N", help="items at work at once on a device, or auto (halved "
         "when memory runs out)")  # fmt: skip
     add("--dedup", choices=("exact", "phash"), help="caption equal files, or pictures that look equal, once")
     add("--max-errors", type=count, metavar="N", help="give up after so many failures")
-    flags.switch("--ray", False, "run the workers on Ray (pip install 'mmspec[ray]'), one per device of its cluster")
+    flags.switch("--ray", False, "run the workers on Ray, one per device of its cluster; needs " + installing("ray"))
     add("--report", type=Path, metavar="FILE", help="JSON with counts, speeds, acceptance and where they come from")
     flags.switch("--compare", True, "measure the speed-up over stock generate on a few of the items")
     flags.switch("--quiet", False, "do not print the captions")
-
-
-def count(text: str) -> int:
-    """A whole number from 1 on."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
-    return int(text)
 
 
 def _number(text: str, allowed: str, least: float, open_end: bool) -> float:
@@ -145,6 +145,20 @@ def _batch(text: str) -> int | str:
     return text if text == AUTO else count(text)
 
 
+def _devices(text: str) -> str:
+    if not text.replace(",", "").strip():
+        raise argparse.ArgumentTypeError(f"{text!r} names no device; give auto, cpu, cuda, mps, or a list as 0,1")
+    return text
+
+
+def _size(text: str) -> int:
+    """Bytes; 512M and 2G are multiples of 1024."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)B?", text.upper())
+    if not found or not (size := int(float(found[1]) * 1024 ** " KMGT".index(found[2] or " "))):
+        raise argparse.ArgumentTypeError(f"{text!r} is no size, as 512M, 2G or a number of bytes")
+    return size
+
+
 def _shard(text: str) -> str:
     found = re.fullmatch(r"(\d+)/(\d+)", text)
     if not found or not int(found[1]) < int(found[2]):
@@ -162,7 +176,10 @@ def _formats(text: str) -> str:
 def _extension(text: str) -> str:
     if not re.fullmatch(r"\.?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*", text):
         raise argparse.ArgumentTypeError(f"{text!r} is no extension like .txt or .caption")
-    return text if text.startswith(".") else f".{text}"
+    text = text if text.startswith(".") else f".{text}"
+    if kind_of(f"x{text}"):
+        raise argparse.ArgumentTypeError(f"{text!r} is the extension of pictures or videos, which would be replaced")
+    return text
 
 
 def _engine(text: str) -> str:

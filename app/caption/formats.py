@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 from mmspec.app.caption.items import HEAD, VIDEO, FileSource, Source, kind_of, need, sniff
 from mmspec.app.caption.journal import Record, line_of
-from mmspec.app.caption.media import MediaError
+from mmspec.app.caption.media import MAX_BYTES, MediaError
 
 OURS = "ask"  # only records of our own have it; what others wrote into metadata.jsonl is kept as it is
 COLUMNS = {  # of the parquet files: what a record may tell the public
@@ -30,6 +30,14 @@ SHARD_SIZE = 1000  # samples
 MADE_FROM = b"mmspec"  # key in the parquet beside a shard, under which stands what the shard was made from
 
 
+NAMES = {  # by kind; the names of tars are numbers
+    "metadata": ("metadata.jsonl",),
+    "parquet": ("captions.parquet",),
+    "pairs": ("prompts.txt", "videos.txt", "images.txt"),
+}
+Note = Callable[[Path, Path], None]  # told where a file is to be put, and where it lies complete
+
+
 def metadata(records: Iterable[Record], folder: Path, **_: Any) -> list[Path]:
     """`metadata.jsonl`, which `load_dataset("imagefolder")` reads if it lies in the folder of the images."""
     path = folder / "metadata.jsonl"
@@ -43,13 +51,13 @@ def metadata(records: Iterable[Record], folder: Path, **_: Any) -> list[Path]:
     return [path]
 
 
-def parquet(records: Iterable[Record], folder: Path, **_: Any) -> list[Path]:
+def parquet(records: Iterable[Record], folder: Path, note: Note | None = None, **_: Any) -> list[Path]:
     """`captions.parquet`; not metadata.parquet, since `imagefolder` refuses a folder with two sorts of metadata."""
     some = _unless_empty(records)
-    return [] if some is None else [_write_table(some, folder / "captions.parquet")]
+    return [] if some is None else [_write_table(some, folder / "captions.parquet", note=note)]
 
 
-def pairs(records: Iterable[Record], folder: Path, **_: Any) -> list[Path]:
+def pairs(records: Iterable[Record], folder: Path, note: Note | None = None, **_: Any) -> list[Path]:
     """`prompts.txt` and `videos.txt`, line by line together, for trainers of video models such as finetrainers.
 
     Only files are listed. Without any video it is the images and `images.txt`.
@@ -61,9 +69,8 @@ def pairs(records: Iterable[Record], folder: Path, **_: Any) -> list[Path]:
     captions, files = folder / "prompts.txt", folder / ("videos.txt" if videos else "images.txt")
     captions.unlink(missing_ok=True)  # half a pair of the old and half of the new would be wrong and look right
     for path, column in ((files, "file_name"), (captions, "text")):
-        with replacing(path) as file:
-            for record in videos or listed:
-                file.write(" ".join(str(record[column]).split("\n")).strip().encode("utf-8", "surrogateescape") + b"\n")
+        with replacing(path, note) as file:
+            file.writelines(one_line(record[column]) + b"\n" for record in videos or listed)
     return [captions, files]
 
 
@@ -72,6 +79,8 @@ def webdataset(
     folder: Path,
     sources: Mapping[str, Source] | None = None,
     shard_size: int = SHARD_SIZE,
+    max_bytes: int = MAX_BYTES,
+    **_: Any,
 ) -> list[Path]:
     """`webdataset/00000.tar` and so on with .jpg (.mp4 ...), .txt and .json, and beside each a parquet of its captions.
 
@@ -85,8 +94,8 @@ def webdataset(
         origin = hashlib.sha256(b"".join(line_of(_public(record)) for record in shard)).hexdigest().encode()
         if not path.is_file() or _origin(path) != origin:
             index = path.with_suffix(".parquet")
-            index.unlink(missing_ok=True)
-            complete = _write_shard(shard, path, len(made) * shard_size, sources or {})
+            _write_table([], index, {MADE_FROM: b""})  # from here on the tar is ours, and not whole
+            complete = _write_shard(shard, path, len(made) * shard_size, sources or {}, max_bytes)
             _write_table(shard, index, {MADE_FROM: origin} if complete else {MADE_FROM: b""})
         made.append(path)
     for number in itertools.count(len(made)):  # of a time when there were more captions, or smaller shards
@@ -106,8 +115,20 @@ FORMATS: dict[str, Callable[..., list[Path]]] = {
 }
 
 
+def strange_shards(folder: Path) -> list[str]:
+    """Tars that have the name of a shard, or of whose table there is one, and that `webdataset` has not made."""
+    there = {path.stem for path in (folder / "webdataset").glob("*") if path.suffix in (".tar", ".parquet")}
+    tars = [folder / "webdataset" / f"{stem}.tar" for stem in sorted(there) if stem.isdecimal()]
+    return [f"webdataset/{tar.name}" for tar in tars if _origin(tar) is None]
+
+
+def one_line(value: Any) -> bytes:
+    """A caption, or a name, as a line of a list."""
+    return " ".join(str(value).split("\n")).strip().encode("utf-8", "surrogateescape")
+
+
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
+def replacing(path: Path, note: Note | None = None) -> Iterator[BinaryIO]:
     """A file to write that takes the place of `path` at the end: whoever looks sees the old one or all of the new."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
@@ -117,31 +138,35 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             yield file
             file.flush()
             os.fsync(file.fileno())
+        if note is not None:
+            note(path, partial)
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
 
 
-def _write_table(records: Iterable[Record], path: Path, notes: dict[bytes, bytes] | None = None) -> Path:
+def _write_table(
+    records: Iterable[Record], path: Path, facts: dict[bytes, bytes] | None = None, note: Note | None = None
+) -> Path:
     arrow, writers = need("pyarrow", str(path)), need("pyarrow.parquet", str(path))
     columns = {name: getattr(arrow, kind)() for name, kind in COLUMNS.items()}
-    schema = arrow.schema(list(columns.items()), metadata=notes)
+    schema = arrow.schema(list(columns.items()), metadata=facts)
     rest = iter(records)
-    with replacing(path) as file, writers.ParquetWriter(file, schema) as writer:
+    with replacing(path, note) as file, writers.ParquetWriter(file, schema) as writer:
         while part := list(itertools.islice(rest, CHUNK)):
             rows = [{name: _cell(record.get(name), COLUMNS[name]) for name in COLUMNS} for record in part]
             writer.write_table(arrow.Table.from_pylist(rows, schema))
     return path
 
 
-def _write_shard(shard: list[Record], path: Path, first: int, sources: Mapping[str, Source]) -> bool:
+def _write_shard(shard: list[Record], path: Path, first: int, sources: Mapping[str, Source], max_bytes: int) -> bool:
     """Whether all samples could be written; what could not be read is left out, with a warning."""
     writers = need("webdataset", str(path))
     complete = True
     with replacing(path) as file, writers.TarWriter(file, encoder=False, mtime=0) as tar:
         for number, record in enumerate(shard, first):
             try:
-                data = _source(record, sources).read()
+                data = _source(record, sources).read(max_bytes)
             except MediaError as error:
                 warnings.warn(f"left out of {path}: {error}", stacklevel=2)
                 complete = False

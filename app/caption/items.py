@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Protocol
 
 from mmspec.app.caption import media
 from mmspec.app.caption.media import COPY_AGAIN, MediaError
+from mmspec.app.extras import installing
 
 IMAGE, VIDEO = "image", "video"
 VIDEO_EXTENSIONS = {
@@ -52,8 +53,8 @@ class Source(Protocol):
     def path(self) -> Path | None:
         """The file of its own that the item has on this machine, if it has one."""
 
-    def read(self) -> bytes:
-        """All bytes; MediaError if they cannot be had."""
+    def read(self, max_bytes: int = media.MAX_BYTES) -> bytes:
+        """All bytes; MediaError if they cannot be had, or are more than so many."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +77,8 @@ class FileSource:
     def __str__(self) -> str:
         return os.path.abspath(self.path)
 
-    def read(self) -> bytes:
-        return media.read(self.path)
+    def read(self, max_bytes: int = media.MAX_BYTES) -> bytes:
+        return media.read(self.path, max_bytes)
 
 
 @dataclass(frozen=True)
@@ -93,8 +94,8 @@ class TarSource:
     def __str__(self) -> str:
         return f"{self.tar}: {self.member} at byte {self.offset}"
 
-    def read(self) -> bytes:
-        media.check_bytes(self.size, str(self))
+    def read(self, max_bytes: int = media.MAX_BYTES) -> bytes:
+        media.check_bytes(self.size, str(self), max_bytes)
         try:
             with open(self.tar, "rb") as file:
                 file.seek(self.offset)
@@ -120,7 +121,7 @@ class ParquetSource:
     def __str__(self) -> str:
         return f"{self.table}: row {self.row} of row group {self.group}, column {self.column!r}"
 
-    def read(self) -> bytes:
+    def read(self, max_bytes: int = media.MAX_BYTES) -> bytes:
         try:
             cell = _cursor(self.table, self.group, self.column).cell(self.row)
         except MediaError:
@@ -128,7 +129,7 @@ class ParquetSource:
         except Exception as error:  # a reader fed with a damaged file may raise anything at all
             _cursor.cache_clear()
             raise MediaError(str(self), f"cannot be read ({type(error).__name__}: {error})", COPY_AGAIN) from error
-        return _bytes_of(cell, str(self), self.table.parent)
+        return _bytes_of(cell, str(self), self.table.parent, max_bytes)
 
 
 @dataclass(frozen=True)
@@ -144,12 +145,12 @@ class DatasetSource:
     def __str__(self) -> str:
         return f"{self.name}: row {self.row}, column {self.column!r}"
 
-    def read(self) -> bytes:
+    def read(self, max_bytes: int = media.MAX_BYTES) -> bytes:
         try:
             cell = _dataset(self.dataset)[self.row][self.column]
         except Exception as error:  # whatever the library meets on a damaged disk or cache
             raise MediaError(str(self), f"cannot be read ({type(error).__name__}: {error})", COPY_AGAIN) from error
-        return _bytes_of(cell, str(self), Path())
+        return _bytes_of(cell, str(self), Path(), max_bytes)
 
 
 @dataclass(frozen=True)
@@ -162,7 +163,7 @@ class BrokenSource:
     def __str__(self) -> str:
         return str(self.error)
 
-    def read(self) -> bytes:
+    def read(self, max_bytes: int = media.MAX_BYTES) -> bytes:
         raise self.error
 
 
@@ -202,15 +203,15 @@ def need(module: str, what_for: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise MediaError(what_for, f"needs the library {module}", "pip install 'mmspec[caption]'") from error
+        raise MediaError(what_for, f"needs the library {module}", installing("caption")) from error
 
 
-def _bytes_of(cell: Any, where: str, folder: Path) -> bytes:
+def _bytes_of(cell: Any, where: str, folder: Path, max_bytes: int) -> bytes:
     """Bytes in a cell: themselves, {bytes, path}, or a path (one that is relative starts at `folder`)."""
     if isinstance(cell, dict) and (cell.get("bytes") or cell.get("path")):
         cell = cell.get("bytes") or cell["path"]
     if isinstance(cell, str):
-        return media.read(folder / cell)
+        return media.read(folder / cell, max_bytes)
     if not isinstance(cell, bytes) or not cell:
         came = "nothing" if cell is None or cell == b"" else type(cell).__name__
         raise MediaError(where, f"holds {came}, not an image or video", "put its bytes or its path there")

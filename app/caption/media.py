@@ -17,6 +17,7 @@ from PIL import Image, ImageOps
 
 MAX_PIXELS = 50_000_000  # checked against the header, before anything is decoded; 150 MB as RGB
 MAX_BYTES = 512 * 2**20  # size on disk
+MAX_MEMORY = 2 * 2**30  # bytes
 MAX_ASPECT = 200  # a 1 x 50 000 strip passes the pixel limit, yet a resize of its short side would take all memory
 
 JPEG_NAMES = {".jfif", ".jpe", ".jpeg", ".jpg"}
@@ -62,7 +63,7 @@ class Limits:
     max_pixels: int = MAX_PIXELS  # of a picture or of one frame
     max_bytes: int = MAX_BYTES
     seconds: float = 60.0  # to read and decode it
-    memory: int = 2 * 2**30  # bytes, on top of what an idle worker process takes
+    memory: int = MAX_MEMORY  # bytes, on top of what an idle worker process takes
     max_duration: float = 3600.0  # seconds of video in full HD; the more pixels a frame has, the shorter
 
 
@@ -103,8 +104,8 @@ def check_bytes(size: int, path: Path | str, max_bytes: int = MAX_BYTES) -> None
     if not size:
         raise MediaError(path, "is empty (0 bytes)", COPY_AGAIN)
     if size > max_bytes:
-        reason = f"has {size / 2**20:.0f} MiB, over {max_bytes / 2**20:.0f}"
-        raise MediaError(path, reason, "make it smaller, or raise the limit on bytes")
+        reason = f"has {round(size / 2**20, 2):g} MiB, over {round(max_bytes / 2**20, 2):g}"
+        raise MediaError(path, reason, "make it smaller, or raise --max-bytes")
 
 
 def decode(data: bytes, path: Path | str, max_pixels: int = MAX_PIXELS, max_side: int | None = None) -> Image.Image:
@@ -135,7 +136,7 @@ def opened(data: bytes, path: Path | str, max_pixels: int) -> Iterator[Image.Ima
         raise MediaError(path, *_stranger(data)) from error
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         reason = "declares more pixels than can be opened safely (a decompression bomb?)"
-        raise MediaError(path, reason, "make it smaller") from error
+        raise MediaError(path, reason, "make it smaller, or raise --max-pixels") from error
     except MemoryError as error:
         raise too_much_memory(path) from error
     except Exception as error:  # a decoder fed with hostile bytes may raise anything at all
@@ -144,7 +145,7 @@ def opened(data: bytes, path: Path | str, max_pixels: int) -> Iterator[Image.Ima
 
 def too_much_memory(path: Path | str) -> MediaError:
     """The error for bytes that do not fit into memory when they are decoded."""
-    return MediaError(path, "takes too much memory to decode", "make it smaller, or raise the limit on memory")
+    return MediaError(path, "takes too much memory to decode", "make it smaller, or raise --max-memory")
 
 
 def fitting(size: tuple[int, int], side: int) -> tuple[int, int]:
@@ -191,7 +192,7 @@ def check_size(size: tuple[int, int], path: Path | str, max_pixels: int) -> None
         raise MediaError(path, f"declares a size of {width} x {height} pixels", COPY_AGAIN)
     if width * height > max_pixels:
         reason = f"{width} x {height} is {width * height / 1e6:.0f} million pixels, over {max_pixels / 1e6:.0f} million"
-        raise MediaError(path, reason, "make the image smaller")
+        raise MediaError(path, reason, "make it smaller, or raise --max-pixels")
     if max(size) > MAX_ASPECT * min(size):
         raise MediaError(path, f"{width} x {height} is longer than {MAX_ASPECT} times its width", "crop it")
 

@@ -9,11 +9,12 @@ import posixpath
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from mmspec.app.caption import formats
+from mmspec.app.caption.finals import FAILURES, MERGED, Finals, OutputError
 from mmspec.app.caption.items import Source
 from mmspec.app.caption.journal import FAILED, Journal, Ledger, Record, digest, hold, line_of, parse, write_whole
 
@@ -21,10 +22,6 @@ STATE = ".mmspec"  # folder in the output folder: journals, locks, the resolved 
 LONGEST = 2**20  # bytes of a caption file that are looked at; a longer one is not ours
 FINISHING = 600.0  # seconds for which another shard's run may be making the final files
 PATIENCE = 60.0  # seconds for which the last workers of a killed run may still be writing
-
-
-class OutputError(Exception):
-    """The output folder cannot be used."""
 
 
 class UnwritableTextError(Exception):
@@ -100,6 +97,7 @@ class Outputs:
     def __init__(self, folder: Path, origin: str, slots: str = "", look_only: bool = False):
         self.folder, self.origin, self.slots = folder, digest(os.fsencode(origin))[:16], slots
         self.state, self.look_only = folder / STATE, look_only
+        self.finals = Finals(folder, self.state)
         self._locks: list[int] = []
         try:
             if not look_only:
@@ -173,20 +171,25 @@ class Outputs:
         except OSError:
             return None
 
-    def finish(self, kinds: Iterable[str], replace: bool, sources: Mapping[str, Source]) -> list[Path]:
-        """Make the final files of all journals, each in one step; what was made. `sources` is for webdataset."""
+    def finish(self, kinds: Collection[str], replace: bool, sources: Mapping[str, Source], most: int) -> list[Path]:
+        """Make the final files of all journals, each in one step; what was made.
+
+        For webdataset: `sources`, and the size of an item at most.
+        """
         if not self._alone("finish.lock", FINISHING):
             raise OutputError(f"another run is still finishing {self.folder}; run the command again")
+        self.finals.refuse_strangers(kinds)
         self.reload()
         if replace:  # captions by another hand, with ours
             self.foreign = {name: text for name, text in self.foreign.items() if name not in self.ledger.captions}
         made: list[Path] = []
         for kind in kinds:
-            made += self._make(kind, sources)
-        failures = self.folder / "failed.jsonl"
+            made += self._make(kind, sources, most)
+        failures = self.folder / FAILURES
         lines = [line_of(record) for record in self.standing_failures()]
         if lines:
-            write_whole(failures, b"".join(lines), self.state / "failed.partial")
+            with formats.replacing(failures, self.finals.note) as file:
+                file.writelines(lines)
         else:
             failures.unlink(missing_ok=True)
         return made
@@ -206,14 +209,14 @@ class Outputs:
             os.close(handle)
         self._locks.clear()
 
-    def _make(self, kind: str, sources: Mapping[str, Source]) -> list[Path]:
+    def _make(self, kind: str, sources: Mapping[str, Source], most: int) -> list[Path]:
         if kind == "txt":
             return []  # written as the items were finished
         captions = self.ledger.all_captions()
         if kind == "webdataset":
-            return formats.webdataset(captions, self.folder, sources)
+            return formats.webdataset(captions, self.folder, sources, max_bytes=most)
         if kind != "metadata":
-            return formats.FORMATS[kind](captions, self.folder)
+            return formats.FORMATS[kind](captions, self.folder, note=self.finals.note)
         ours = (record for record in captions if record["file_name"] not in self.foreign)
         return formats.metadata(itertools.chain(self._nameless, self._strangers(), ours), self.folder)
 
@@ -226,7 +229,7 @@ class Outputs:
         self.old: list[Record] = []
         self._nameless: list[Record] = []
         self._lines: dict[str, Record] = {}
-        path = self.folder / "metadata.jsonl"
+        path = self.folder / MERGED
         if path.is_symlink():  # it could lead to any file of the user's
             raise OSError(errno.EINVAL, f"{path.name} there is a link or no file at all")
         for line in _lines_of(path):

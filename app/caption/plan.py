@@ -95,6 +95,9 @@ class Planner:
         options, outputs, name = self.options, self.outputs, item.name
         record, failure = outputs.ledger.get(name), outputs.ledger.failure(name)
         sidecar = sidecars.of(name) if sidecars else None
+        if sidecar in outputs.finals.reserved:
+            raise OutputError(f"{sidecar} would be the caption file of {name} and another file of this run as well; "
+                "choose another --extension, or rename the item")  # fmt: skip
         stale = outputs.stale(record, sidecar, sidecars) if record and sidecar and sidecars else None
         stamp = stamp_of(item)
         same = record is not None and self._unchanged(record, item, stamp)
@@ -114,7 +117,7 @@ class Planner:
             return
         if record and not same and record.get("folder") != outputs.origin and options.on_existing != "overwrite":
             raise OutputError(
-                f"{outputs.folder} already holds the caption of an {name} from another folder; "
+                f"{outputs.folder} already holds a caption of {name}, from another folder; "
                 "choose another --out, or --on-existing overwrite"
             )
         todo.pending.append(Task(item, asked, ask, stamp, existing, sidecar, stale))
@@ -135,7 +138,7 @@ class Planner:
         if stamp and record.get("stamp") == stamp and record.get("folder") == self.outputs.origin:
             return True
         try:
-            return record.get("content") == digest(item.source.read())
+            return record.get("content") == digest(item.source.read(self.options.max_bytes))
         except MediaError:
             return False
 

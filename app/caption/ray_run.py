@@ -15,6 +15,7 @@ from mmspec.app.caption.model import FatalError
 from mmspec.app.caption.plan import Task
 from mmspec.app.caption.run import Job, Result, Worker
 from mmspec.app.caption.settings import AUTO
+from mmspec.app.extras import installing
 
 SPELL = 1.0  # seconds after which an actor hands over, even if nothing is finished
 
@@ -76,7 +77,7 @@ class Actors:
         try:
             import ray
         except ImportError as error:
-            raise FatalError("--ray needs Ray; pip install 'mmspec[ray]'") from error
+            raise FatalError(f"--ray needs Ray; {installing('ray')}") from error
         self.ray, self.summaries, self.notes = ray, [], []
         self._ours = not ray.is_initialized()
         if self._ours:

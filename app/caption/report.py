@@ -18,6 +18,7 @@ from mmspec.app.caption.journal import write_whole
 from mmspec.app.caption.plan import Plan
 from mmspec.app.caption.run import Result
 from mmspec.app.caption.settings import AUTO
+from mmspec.app.caption.workers import places
 
 if TYPE_CHECKING:  # torch is imported only once it is clear that there is something to caption
     from mmspec.app.caption.compare import Comparison
@@ -103,7 +104,7 @@ def write(
     from mmspec.app.provenance import provenance
 
     try:
-        device = find_device(options.devices if "," not in options.devices else "auto")
+        device = find_device(places(options.devices)[0])
     except EngineError:
         device = torch.device("cpu")
     usual = options.dtype if options.dtype != AUTO else "float32" if device.type == "cpu" else "bfloat16"

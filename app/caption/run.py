@@ -74,7 +74,10 @@ class Worker:
             self._writer = Writer(job.folder, slot)
             stack.callback(self._writer.close)
             policy = FramePolicy.parse(frame_policy(options), options.max_frames)
-            limits = Limits(max_pixels=options.max_pixels, seconds=options.timeout, max_duration=options.max_duration)
+            limits = Limits(
+                max_pixels=options.max_pixels, max_bytes=options.max_bytes, seconds=options.timeout,
+                memory=options.max_memory, max_duration=options.max_duration,
+            )  # fmt: skip
             self._decoder = stack.enter_context(Decoder(count, limits, policy, phash=options.dedup == "phash"))
             self._close = stack.pop_all()
 

@@ -63,9 +63,12 @@ class Flags:
     def section(self, title: str) -> None:
         self.group = self.parser.add_argument_group(title)
 
-    def add(self, *names: str, default: Any = None, help: str, **more: Any) -> None:
-        shown = help if default in (None, False, "") or default == [] else f"{help} ({default})"
-        action = self.group.add_argument(*names, default=argparse.SUPPRESS, help=shown.replace("%", "%%"), **more)
+    def add(self, *names: str, default: Any = None, shown: str | None = None, help: str, **more: Any) -> None:
+        """As `add_argument`; `shown` is what the help says of the default, where that is not the default itself."""
+        if shown is None and not isinstance(default, bool):
+            shown = "" if default in (None, "", []) else str(default)
+        help += f" ({shown})" if shown else ""
+        action = self.group.add_argument(*names, default=argparse.SUPPRESS, help=help.replace("%", "%%"), **more)
         self.defaults[action.dest] = default
         self.spelled[action.dest] = names[0]
 

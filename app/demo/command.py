@@ -12,6 +12,7 @@ from typing import Any
 from mmspec import zoo
 from mmspec.app import embedded
 from mmspec.app.caption import inputs, items, media
+from mmspec.app.options import where
 
 ABOUT = (
     "The same words and pictures from the same models in fewer steps: guess ahead, check the whole guess in one call."
@@ -51,8 +52,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--port", type=int, help="default: the first free one from 7860 on")
     add("--auth", metavar="USER:PASSWORD", help="ask for it; or set MMSPEC_DEMO_AUTH, which `ps` does not show")
     add("--time-limit", type=float, default=180.0, metavar="S", help="longest run, in seconds (%(default)s)")
-    add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps ... (%(default)s)")
-    add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help="(%(default)s)")
+    where(parser)
     add("--open", action="store_true", help="open the page in the browser")
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
+from mmspec.attention import sdpa
 from mmspec.rows import gather_rows
 from mmspec.slots import Lengths, Slots, visibility
 
@@ -122,8 +123,7 @@ def beside(attend: Attend, streams: int) -> Attend:
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """Softmax attention; `mask` bool [B or 1, n, T], true where visible."""
-    mask = mask[:, None] if mask is not None else None
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+    return sdpa(q, k, v, None if mask is None else mask[:, None])
 
 
 Span = tuple[int, int, int]  # a row of the batch, and where something begins and ends in it

@@ -55,6 +55,9 @@ class CapturedDraft:
 
     def start(self, session: Any, target: Target, prompt: Prompt) -> Any:
         self.held.check(self.drafter)
+        if self.drafter.vocab is not None:  # the head's rows are cut out, or renewed, as it is asked; not by a replay
+            assert prompt.embeds is not None
+            self.drafter.logits(prompt.embeds[:1, :1], target)
         return self.drafter.start(session, target, prompt)
 
     @torch.no_grad()
@@ -72,7 +75,7 @@ class CapturedDraft:
         attend = self._attending(memory, replace(memory, lengths=after))
         o, draws = self.drafter.options, self.drafter.drawing(session)
         scale = getattr(getattr(target, "guidance", None), "scale", None)
-        key = (o.tree, o.depth, o.width, o.size, draws, scale, *(t.shape for t in inputs))
+        key = (o.tree, o.depth, o.width, o.size, self.drafter.vocab, draws, scale, *(t.shape for t in inputs))
 
         def made() -> Captured:
             captured = self._capture(target, draws, inputs)
@@ -96,8 +99,7 @@ class CapturedDraft:
 
         def attend(at: int, scale: float, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> Tensor:
             memory, n = (before, at) if at < self.rows else (after, at - self.rows)
-            out = memory.attend(memory.lengths.further(n), seen)(q, k, v)
-            return out.transpose(1, 2).contiguous().transpose(1, 2)
+            return memory.attend(memory.lengths.further(n), seen)(q, k, v)
 
         return attend
 
@@ -116,6 +118,7 @@ class CapturedDraft:
             return [draft.tokens, tree.parents, tree.depth, tree.ancestors, *_tensors(draft.law and draft.law.logits)]
 
         own = [*drafter.parameters(), *drafter.buffers(), *self.weights(), *_tensors(fixed)]
+        own += [] if drafter.vocab is None else drafter.vocab.tensors
         with lasting():
             return Captured(run, [t.clone() for t in inputs], own)
 

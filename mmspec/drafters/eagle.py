@@ -13,6 +13,7 @@ from mmspec.config import FEATURE, SpecConfig
 from mmspec.drafters import shapes
 from mmspec.drafters.blocks import Block, RMSNorm
 from mmspec.drafters.feature import FeatureDrafter
+from mmspec.drafters.vocab import DraftVocab
 from mmspec.types import FINAL, Target, TargetInfo
 
 _PADDED = 1.01  # some targets have a few more embeddings than others: LLaVA 32000 by its authors, 32064 in transformers
@@ -153,14 +154,22 @@ class EagleDrafter(FeatureDrafter):
                 f"{', '.join(wrong)}. Use a drafter trained for this target, or drafter='ngram', which fits any"
             )
         fitted = copy.copy(self.to(device=target.device, dtype=target.dtype).eval())
-        fitted.options = self._settled(options)
+        fitted.options = o = self._settled(options)
+        fitted.vocab = None if o.draft_vocab is None else DraftVocab.of(o.draft_vocab, target)
+        most = shapes.branches(o)
+        if fitted.vocab is not None and len(fitted.vocab.ids) < most:
+            raise ValueError(f"a tree with {most} branches per node needs a draft_vocab of as many tokens; lower width")
         return fitted
 
     def _settled(self, options: SpecConfig) -> SpecConfig:
         c = self.config
         options = shapes.settled(options, c.tree, c.draws, c.depth, c.width, c.size)
+        if options.draft_vocab is not None and c.draft_vocab:
+            raise ValueError(f"this drafter has a head of its own, with {c.draft_vocab} rows; leave draft_vocab out")
         if options.draws and c.draft_vocab:
             raise ValueError("draws=True needs the target's own head; this drafter has one of its own")
+        if options.draws and options.draft_vocab is not None:
+            raise ValueError("draws=True needs all of the target's head; leave draft_vocab out, or give draws=False")
         return options
 
     @property
@@ -178,14 +187,18 @@ class EagleDrafter(FeatureDrafter):
         return self.input_norm(residual), residual
 
     def logits(self, hidden: Tensor, target: Target) -> Tensor:
-        return target.head(hidden) if self.lm_head is None else self.lm_head(self.out_norm(hidden))
+        if self.lm_head is not None:
+            return self.lm_head(self.out_norm(hidden))
+        return target.head(hidden) if self.vocab is None else target.head(hidden, self.vocab)
 
     def carry(self, z: Tensor) -> Tensor:
         """With a head of its own the drafter hands on what stands before that head's norm, as EAGLE-3 does."""
         return self.out_norm(z) if self.lm_head is None else z
 
     def to_target(self, ids: Tensor) -> Tensor:
-        return ids if self.lm_head is None else self.draft_ids[ids]
+        if self.lm_head is not None:
+            return self.draft_ids[ids]
+        return ids if self.vocab is None else self.vocab.ids[ids]
 
     def to_draft(self, logits: Tensor) -> Tensor:
         """The target's logits [..., V] at the drafter's own vocabulary."""

@@ -14,6 +14,7 @@ from mmspec.config import SpecConfig, portions
 from mmspec.drafters import prune, shapes
 from mmspec.drafters.blocks import Block, Memory, beside, fold, path_after, unfold
 from mmspec.drafters.layer import FeatureLayer
+from mmspec.drafters.vocab import DraftVocab
 from mmspec.kernels import reference as ops
 from mmspec.rows import gather_rows
 from mmspec.slots import Lengths, Slots
@@ -36,6 +37,7 @@ class FeatureDrafter(FeatureLayer):
 
     method: str
     options: SpecConfig
+    vocab: DraftVocab | None = None  # part of the target's that it drafts from; None: all, or one of its own
     sees = False  # whether it treats visual rows in a way of its own
 
     @property

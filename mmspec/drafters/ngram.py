@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmspec.config import TREE, SpecConfig, portions
+from mmspec.config import SpecConfig, portions
 from mmspec.tree import chain
 from mmspec.types import HOLE, Draft, Prompt, Target, TargetInfo
+
+CHAIN = ("depth", "width", "size")  # options that say how long a chain is
 
 
 @dataclass
@@ -51,8 +53,12 @@ class NgramDrafter:
         return [{"depth": depth, "size": None} for depth in portions(self.nodes - 1, 1)]
 
     def fit(self, target: TargetInfo, config: SpecConfig) -> NgramDrafter:
-        """Any target will do; where a tree is asked for, a chain of its depth is drafted."""
-        config.only(TREE, "this drafter")
+        """Any target will do; where several branches are asked for, a chain of that depth is drafted.
+
+        Raises:
+            ValueError: an option of another drafter.
+        """
+        config.only(CHAIN, "the ngram drafter")
         filled = config.filled(5, 1, 6)
         return replace(self, config=replace(filled, width=1, size=(filled.depth or 5) + 1))
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from mmspec.config import SpecConfig
+from mmspec.kernels import reference as ops
 from mmspec.rows import gather_rows
 
 MASS = 0.4  # share of the attention that the first choice covers; the published scripts' λ
@@ -66,7 +67,7 @@ def kept(visual: Tensor, share: float, attention: Tensor | None) -> Tensor:
 
 def attended(scores: Tensor, budget: int) -> Tensor:
     """The fewest of `scores` [N] that add up to `MASS` of their sum, but at most `budget`; indices, best first."""
-    best, order = scores.double().sort(descending=True, stable=True)
+    best, order = scores.to(ops.widest(scores.device)).sort(descending=True, stable=True)
     covered = best.cumsum(0)
     enough = int((covered < MASS * covered[-1:]).sum()) + 1 if len(scores) else 0
     return order[: min(enough, budget)]
@@ -76,4 +77,4 @@ def spaced(count: int, wanted: int, device: torch.device) -> Tensor:
     """`wanted` of `count` indices, evenly spaced, both ends among them where there are two."""
     if wanted <= 0:
         return torch.zeros(0, dtype=torch.long, device=device)
-    return torch.linspace(0, count - 1, wanted, device=device, dtype=torch.float64).round().long()
+    return torch.linspace(0, count - 1, wanted, device=device, dtype=ops.widest(device)).round().long()

@@ -145,6 +145,11 @@ def _remaining(log_p: Tensor, ids: Tensor, level: Level, hole: Tensor) -> Tensor
     return law.masked_fill(gone, -torch.inf).masked_fill(hole[..., None], 0.0)
 
 
+def branches(options: SpecConfig) -> int:
+    """The most children that a node of the settled options' tree has."""
+    return max(SHAPES[options.tree].values()) if options.tree in SHAPES else options.width or 1
+
+
 def settled(options: SpecConfig, tree: str, draws: bool, depth: int, width: int, size: int) -> SpecConfig:
     """The options with a drafter's recommendations where the user said nothing; `tree`, `draws` and sizes are set.
 

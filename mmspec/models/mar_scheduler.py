@@ -109,7 +109,7 @@ class MARScheduler(SchedulerMixin, ConfigMixin):
 
     def add_noise(self, original_samples: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:
         """Samples [N, C] as they are at training times [N]."""
-        bar = self.alphas_cumprod.to(timesteps.device)[timesteps].to(original_samples.dtype)[:, None]
+        bar = self.alphas_cumprod.to(original_samples.dtype).to(timesteps.device)[timesteps, None]
         return bar.sqrt() * original_samples + (1 - bar).sqrt() * noise
 
     def __len__(self) -> int:

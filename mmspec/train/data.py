@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -11,17 +12,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageOps
 
 _SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif"}
 _PROMPTS = ("Describe this image in detail.", "What is shown in this picture? Please answer with at least 1000 words.")
+
+
+class UnreadableError(ValueError):
+    """A picture that is not there, or cannot be decoded; the message says which and why."""
 
 
 @dataclass(frozen=True)
 class Sample:
     """One prompt, about some images or for one; the target itself writes or draws the answer."""
 
-    load: Callable[[], list[Image.Image]]
+    load: Callable[[], list[Image.Image]]  # upright RGB; may raise UnreadableError
     prompt: str
     images: int = 1  # how many `load` gives
 
@@ -66,8 +71,26 @@ def read(source: str, limit: int | None = None, seed: int = 0) -> Sequence[Sampl
     return samples[:limit]
 
 
+@contextlib.contextmanager
+def _reading(name: str) -> Iterator[None]:
+    """What goes wrong inside is the fault of the picture of that name."""
+    try:
+        yield
+    except Exception as error:  # a decoder fed with damaged bytes may raise anything at all
+        raise UnreadableError(f"{name}: {type(error).__name__}: {error}") from error
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    """As RGB, turned as its EXIF orientation says."""
+    return ImageOps.exif_transpose(image).convert("RGB")
+
+
 def _open(*paths: Path) -> Callable[[], list[Image.Image]]:
-    return lambda: [Image.open(path).convert("RGB") for path in paths]
+    def one(path: Path) -> Image.Image:
+        with _reading(str(path)), Image.open(path) as image:
+            return _upright(image)
+
+    return lambda: [one(path) for path in paths]
 
 
 def _folder(folder: Path) -> list[Sample]:
@@ -92,8 +115,10 @@ def _lines(path: Path) -> Iterator[Sample]:
 
 
 def _dataset(name: str) -> list[Sample]:
-    from datasets import load_dataset
-
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise ValueError("a data set hf:owner/name needs the library datasets; pip install 'mmspec[train]'") from error
     repo, _, split = name.partition(":")
     table = load_dataset(repo, split=split or "train")
     columns = set(table.column_names)
@@ -103,8 +128,9 @@ def _dataset(name: str) -> list[Sample]:
         raise ValueError(f"{name} needs 'image', 'images', 'prompt', 'question' or 'conversations'; it has {columns}")
 
     def load(index: int, column: str) -> list[Image.Image]:
-        found = table[index][column]
-        return [image.convert("RGB") for image in (found if isinstance(found, list) else [found])]
+        with _reading(f"hf:{name}, row {index}"):
+            found = table[index][column]
+            return [_upright(image) for image in (found if isinstance(found, list) else [found])]
 
     def sample(index: int) -> Sample:
         prompt = _asked(texts[index]) if texts is not None else ""

@@ -6,8 +6,10 @@ import hashlib
 import json
 import os
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from mmspec.train import gate
-from mmspec.train.data import Sample, batches, lengths_sorted
+from mmspec.train.data import Sample, UnreadableError, batches, lengths_sorted
 from mmspec.train.muon import Muon
 from mmspec.train.objective import expected_tokens, losses
 from mmspec.train.recipes import Recipe
@@ -41,6 +43,19 @@ def optimizers(network: Any, recipe: Recipe) -> list[torch.optim.Optimizer]:
 def quiet(wanted: bool) -> bool | None:
     """tqdm's `disable`: a bar is shown if it is wanted and somebody looks at a terminal."""
     return None if wanted else True
+
+
+def _opened(samples: dict[int, Sample], broken: dict[int, str]) -> dict[int, Sample]:
+    """The samples with their pictures in memory; what is wrong with those that cannot be read goes into `broken`."""
+    found = {}
+    for place, sample in samples.items():
+        try:
+            pictures = sample.load()
+        except UnreadableError as error:
+            broken[place] = str(error)
+        else:
+            found[place] = replace(sample, load=partial(list, pictures))
+    return found
 
 
 def cut_head(drafter: Any, teacher: Teaches, seen: Tensor) -> None:
@@ -97,7 +112,13 @@ class Distillation:
     # -- answers -----------------------------------------------------------------------------------------------------
 
     def answers(self, samples: list[Sample], name: str) -> list[list[int]]:
-        """The target's answers to all samples; kept as token ids in a file, so that they are written only once."""
+        """The target's answers to all samples; kept as token ids in a file, so that they are written only once.
+
+        A sample whose pictures cannot be read has none, and a warning says so.
+
+        Raises:
+            UnreadableError: none can be read.
+        """
         process, processes = self.accelerator.process_index, self.accelerator.num_processes
         path = self.written / f"answers-{name}-{self._way(samples)}-{process}of{processes}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -110,7 +131,8 @@ class Distillation:
                 continue  # a torn last line: those answers are written again
         mine = sorted(range(process, len(samples), processes), key=lambda i: (samples[i].images, samples[i].prompt))
         groups = [mine[at : at + self.recipe.writing] for at in range(0, len(mine), self.recipe.writing)]
-        todo = [group for group in groups if not all(i in done for i in group)]
+        todo = [left for group in groups if (left := [i for i in group if i not in done])]
+        broken: dict[int, str] = {}
         with path.open("a") as file:
             if lines and todo:
                 file.write("\n")  # behind a torn line
@@ -118,13 +140,19 @@ class Distillation:
                 seed = self.recipe.seed * 100003 + group[0]
                 sampled = name != "held-out" and np.random.default_rng(seed).random() < self.recipe.sampled
                 torch.manual_seed(seed)
-                texts = self.teacher.answers(
-                    [samples[i] for i in group], self.recipe.max_new_tokens, self.recipe.temperature if sampled else 0.0
-                )
-                new = dict(zip(group, texts, strict=True))
-                done.update(new)
-                file.write(json.dumps(new) + "\n")
-                file.flush()
+                opened = _opened({i: samples[i] for i in group}, broken)
+                if opened:
+                    warmth = self.recipe.temperature if sampled else 0.0
+                    texts = self.teacher.answers(list(opened.values()), self.recipe.max_new_tokens, warmth)
+                    new = dict(zip(opened, texts, strict=True))
+                    done.update(new)
+                    file.write(json.dumps(new) + "\n")
+                    file.flush()
+        if broken:
+            told = f"{len(broken)} of {len(mine)} samples ({name}) cannot be read; the first: {broken[min(broken)]}"
+            if len(broken) == len(mine):
+                raise UnreadableError(told)
+            warnings.warn(f"left out: {told}", stacklevel=2)
         return [done.get(i, []) for i in range(len(samples))]
 
     def _way(self, samples: list[Sample]) -> str:

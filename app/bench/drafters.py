@@ -1,0 +1,57 @@
+"""Which drafters a suite measures: the option that names them, and those that it names, loaded."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import mmspec
+from mmspec.app import embedded
+from mmspec.app.bench.command import BenchError, say
+from mmspec.registry import DRAFTERS, drafter_class
+
+ALL = "all"
+
+
+def configure(parser: argparse.ArgumentParser, beside: str = "") -> None:
+    """The option; `beside` says what is measured anyway."""
+    parser.add_argument(
+        "--drafters", "--drafter", nargs="+", dest="drafters", metavar="NAME",
+        help=f"feature drafters (folders or names) to measure{beside}; {ALL}: every embedded one of the model; "
+        "default: the embedded one, if it fits",
+    )  # fmt: skip
+
+
+def read(args: argparse.Namespace) -> dict[str, Any]:
+    """The drafters asked for, each under its method's name; by default the model's embedded one, if it is there.
+
+    Raises:
+        BenchError: there is no such drafter, or no embedded one for `all`.
+    """
+    if args.drafters is None:
+        try:
+            return _loaded([embedded.DRAFTERS[args.model]] if args.model in embedded.DRAFTERS else [])
+        except FileNotFoundError as error:
+            say(f"without the embedded drafter: {error}")
+            return {}
+    names: list[str] = []
+    for name in args.drafters:
+        found = embedded.drafters(args.model) if name == ALL else [name]
+        if not found:
+            raise BenchError(f"--drafters {ALL}: no drafter comes with {args.model!r}; name the drafters to measure")
+        names += [one for one in found if one not in names]
+    try:
+        return _loaded(names)
+    except (FileNotFoundError, ValueError) as error:
+        raise BenchError(f"--drafters: {error}") from error
+
+
+def _loaded(names: list[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name in names:
+        bare = name in DRAFTERS and not DRAFTERS[name].trained
+        drafter = drafter_class(name)() if bare else mmspec.load_drafter(embedded.resolve(name))
+        title = name if bare else getattr(drafter, "method", type(drafter).__name__)
+        found[title if title not in found else f"{title}:{Path(name).name}"] = drafter
+    return found

@@ -1,0 +1,41 @@
+"""Softmax attention whose query heads may share keys and values, by the fastest path that torch has for it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, scale: float | None = None) -> Tensor:
+    """Heads in groups, each with keys and values of its own (Ainslie et al. 2023).
+
+    Args:
+        q: [B, heads, n, D]; k [B, kv_heads, T, D] and v [B, kv_heads, T, E], where kv_heads divides heads.
+        mask: bool, true where visible, or additive; [B or 1, 1, n, T].
+        scale: of the scores; None: 1/√D.
+
+    Returns:
+        [B, heads, n, E], which lies in memory as [B, n, heads, E].
+    """
+    grouped = q.shape[1] != k.shape[1]
+    if grouped and not _served(q, mask):
+        return folded(q, k, v, mask, scale)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
+    return out.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _served(q: Tensor, mask: Tensor | None) -> bool:
+    """Whether torch is fast with groups as they are: on a CPU but for one query, elsewhere flash attention alone."""
+    return q.shape[2] > 1 if q.device.type == "cpu" else mask is None and q.dtype != torch.float32
+
+
+def folded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, scale: float | None = None) -> Tensor:
+    """As `sdpa`, the heads of a group below each other as queries of one head: no key is repeated, no score kept."""
+    (_, heads, n, _), groups = q.shape, k.shape[1]
+    share = heads // groups
+    q = q.unflatten(1, (groups, share)).flatten(2, 3)
+    if mask is not None and n > 1:
+        mask = mask.repeat(1, 1, share, 1)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    return out.unflatten(2, (share, n)).permute(0, 3, 1, 2, 4).flatten(2, 3).contiguous().transpose(1, 2)
