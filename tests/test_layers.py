@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 import tomllib
@@ -40,6 +41,9 @@ FACE = "mmspec/__init__.py"  # imports upwards, but lazily and by name
 DIFFUSERS = ("mmspec/models/", "pipelines/")
 SAYS_NOTHING = {"utils.py", "helpers.py", "common.py", "misc.py"}
 SOURCES = sorted(path.relative_to(ROOT).as_posix() for folder in FOLDERS for path in ROOT.glob(f"{folder}/**/*.py"))
+
+
+PAGES = sorted(path.relative_to(ROOT).as_posix() for glob in ("*.md", "docs/*.md") for path in ROOT.glob(glob))
 
 
 def parse(source: str) -> ast.Module:
@@ -130,6 +134,14 @@ def test_no_except_swallows_everything(source: str):
             silent = all(isinstance(step, ast.Pass | ast.Continue) for step in node.body)
             broad = node.type is None or (silent and getattr(node.type, "id", "") in ("Exception", "BaseException"))
             assert not broad, f"{source}:{node.lineno}: name the errors, or say what happens"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_prose_has_short_lines(page: str):
+    """Tables, pictures, headings and commands may be longer."""
+    text = re.sub(r"^ *```.*?^ *```", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    prose = [line for line in text.splitlines() if not line.lstrip().startswith(("|", "![", "#"))]
+    assert [line for line in prose if len(line) > 120] == []
 
 
 def test_four_folders_are_no_packages_of_their_own():
