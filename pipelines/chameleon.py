@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmspec.pipelines import stock
+from mmspec.pipelines import decoder_only
 from mmspec.pipelines.codes import by_token
+from mmspec.pipelines.decoder_only import describe, tap, unsupported, untap
 from mmspec.pipelines.generate import Call
 from mmspec.pipelines.patch import UnsupportedError
-from mmspec.pipelines.stock import describe, tap, unsupported, untap
 from mmspec.pipelines.swap import final_hidden
 from mmspec.pipelines.vlm import VlmTarget
 from mmspec.rules import Rule, exact
@@ -96,7 +96,7 @@ class ChameleonTarget(VlmTarget):
         return self.picture.allowed(logits, session.emitted[:, None] + draft.tree.depth)
 
 
-class Enabled(stock.Enabled):
+class Enabled(decoder_only.Enabled):
     """Adds to `generate` the argument `multimodal_generation_mode`, which the Anole port of transformers had.
 
     "text-only", the default, is stock. "image-only" draws one picture per row: the mark of its beginning unless the

@@ -7,16 +7,16 @@ from typing import Any
 from torch import Tensor
 from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
 
-from mmspec.pipelines import stock
+from mmspec.pipelines import decoder_only
 from mmspec.pipelines.codes import by_token
+from mmspec.pipelines.decoder_only import describe, tap, unsupported, untap
 from mmspec.pipelines.generate import Call
-from mmspec.pipelines.stock import describe, tap, unsupported, untap
 from mmspec.rules import Rule, exact
 
 __all__ = ["Enabled", "codebook", "describe", "tap", "unsupported", "untap"]
 
 
-class Enabled(stock.Enabled):
+class Enabled(decoder_only.Enabled):
     """Both prompts in one batch: one forward per round where stock makes two per token."""
 
     _mmspec_guided = True

@@ -40,7 +40,7 @@ HOMES: dict[str, str] = {
     "LlamaGenPipeline": "mmspec.pipelines.llamagen",
     "MARPipeline": "mmspec.pipelines.mar",
 }
-_STOCK = "mmspec.pipelines.stock"
+_STOCK = "mmspec.pipelines.decoder_only"
 
 # diffusers pipeline → the component that generates its tokens
 COMPONENTS: dict[str, str] = {"GlmImagePipeline": "vision_language_encoder"}

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmspec.pipelines import stock
+from mmspec.pipelines import decoder_only
 from mmspec.pipelines.codes import by_token
+from mmspec.pipelines.decoder_only import describe, unsupported
 from mmspec.pipelines.state import Listed, Onward, Places
-from mmspec.pipelines.stock import describe, unsupported
 from mmspec.pipelines.swap import note, restore, swap
 from mmspec.pipelines.vlm import VlmTarget
 
@@ -43,17 +43,17 @@ class GlmTarget(VlmTarget):
         return Onward(length.expand(3, *length.shape))  # without grids stock counts the slots of the cache
 
 
-class Enabled(stock.Enabled):
+class Enabled(decoder_only.Enabled):
     _mmspec_target = GlmTarget
 
 
 def tap(model: Any, features: tuple[int, ...]) -> None:
-    stock.tap(model, features)
+    decoder_only.tap(model, features)
     swap(model.model, _Told)
 
 
 def untap(model: Any, features: tuple[int, ...]) -> None:
-    stock.untap(model, features)
+    decoder_only.untap(model, features)
     restore(model.model)
 
 

@@ -13,13 +13,13 @@ from transformers.generation.logits_process import ClassifierFreeGuidanceLogitsP
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from mmspec.loop import begin, decode
-from mmspec.pipelines import pace, stock
+from mmspec.pipelines import decoder_only, drafting
 from mmspec.pipelines.cache import SlotCache
+from mmspec.pipelines.decoder_only import describe, tap, unsupported, untap
 from mmspec.pipelines.generate import row_seeds, watching
 from mmspec.pipelines.processors import POINTWISE, Processors
 from mmspec.pipelines.sampling import TorchNoise
 from mmspec.pipelines.state import Onward, State, spread, stacked
-from mmspec.pipelines.stock import describe, tap, unsupported, untap
 from mmspec.pipelines.swap import listen
 from mmspec.pipelines.visual import media
 from mmspec.pipelines.vlm import VlmTarget
@@ -45,7 +45,7 @@ class Prepared(Exception):
 _preparing: ContextVar[dict[str, Any] | None] = ContextVar("mmspec_janus", default=None)
 
 
-class Enabled(stock.Enabled):
+class Enabled(decoder_only.Enabled):
     """Text goes the ordinary way; for pictures stock prepares the arguments, and leaves its loop to a session."""
 
     def generate(
@@ -189,7 +189,7 @@ def _draw(model: Any, ready: Prepared) -> Any:
     info = _describe_pictures(model)
     if info not in handle.fitted:
         fitted = handle.drafter.fit(info, handle.config)
-        handle.fitted[info] = pace.proposer(model, fitted, handle.config, info, drafts=False)
+        handle.fitted[info] = drafting.proposer(model, fitted, handle.config, info, drafts=False)
     drafter = handle.fitted[info]
     noise = TorchNoise() if config.do_sample and handle.config.reproducible else None
     target = JanusTarget(model, drafter.features, ready, noise)

@@ -6,13 +6,17 @@ import threading
 import warnings
 from typing import Any
 
+import torch
+
 from mmspec.config import SpecConfig
-from mmspec.pipelines import families, pace
+from mmspec.pipelines import drafting, families
 from mmspec.pipelines.swap import restore, swap
 from mmspec.registry import resolve, resolve_rule
 from mmspec.rules import Rule, exact
 from mmspec.session import Stats
 from mmspec.types import TargetInfo
+
+MPS = "2.13"  # torch from which on attention under a mask of every row is right there
 
 
 class UnsupportedError(ValueError):
@@ -108,10 +112,12 @@ def enable(model_or_pipe: Any, drafter: Any = None, **options: Any) -> Handle:
         return Handle(model, None, config)
     drafter = getattr(home, "DRAFTER", None) if drafter is None else drafter
     target = home.describe(model)
+    if target.device.type == "mps" and torch.__version__ < MPS:
+        warnings.warn(f"torch {torch.__version__} may attend wrongly on MPS; use torch {MPS} or newer", stacklevel=2)
     ready = resolve(drafter, config, target)  # may fail: what was enabled before stays
     codes = None if config.rule == "exact" else home.codebook(model)
     rule = resolve_rule(config.rule, codes, config.budget)
-    proposer = pace.proposer(model, ready, config, target, getattr(home, "CAPTURES_DRAFTS", True))
+    proposer = drafting.proposer(model, ready, config, target, getattr(home, "CAPTURES_DRAFTS", True))
     before = getattr(type(model), "_mmspec_handle", None)
     disable(model)
     try:

@@ -22,7 +22,7 @@ import mmspec
 from mmspec.app import engine as engines
 from mmspec.app.engine import Engine
 from mmspec.drafters.plain import Plain
-from mmspec.pipelines import batching, intake, stock
+from mmspec.pipelines import batching, decoder_only, intake
 from mmspec.pipelines.batching import Finished, Flow
 from mmspec.pipelines.cache import SlotCache
 from mmspec.pipelines.intake import Intake, Static
@@ -436,7 +436,7 @@ def test_engine_captions_continuously(drafter: str | None) -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_engine_falls_back_to_static_batches(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stock, "unsupported", lambda model: "it is not what it seems")
+    monkeypatch.setattr(decoder_only, "unsupported", lambda model: "it is not what it seems")
     engine = Engine(tiny_llava.model(), tiny_llava.processor(), "ngram", 9, temperature)
     assert engine.drafter is None and engine.notes == [
         "mmspec leaves LlavaForConditionalGeneration as it is: it is not what it seems"

@@ -24,7 +24,7 @@ from mmspec.config import SpecConfig
 from mmspec.drafters.captured import CapturedDraft
 from mmspec.drafters.eagle import EagleDrafter
 from mmspec.drafters.vocab import DraftVocab
-from mmspec.pipelines import compiled, stock, trusted
+from mmspec.pipelines import compiled, decoder_only, trusted
 from mmspec.types import Draft
 
 CHAIN, TREE = {"tree": "chain", "depth": 3}, {"depth": 3, "width": 3, "size": 10}
@@ -223,7 +223,7 @@ def test_the_first_tokens_and_those_that_end_an_answer() -> None:
         model.generation_config.eos_token_id = ends
         with mmspec.enable(model, eagle(model), draft_vocab=4, **CHAIN) as handle:
             assert handle.drafter.vocab.ids.tolist() == told
-            again = handle.drafter.fit(stock.describe(model), handle.config)
+            again = handle.drafter.fit(decoder_only.describe(model), handle.config)
             assert again.vocab is handle.drafter.vocab and hash(handle.config)
     assert SpecConfig(draft_vocab=torch.tensor([5, 3, 5])).draft_vocab == (3, 5)
 

@@ -20,7 +20,7 @@ from mmspec.app.bench.command import Reads
 from mmspec.auto import Known
 from mmspec.drafters.eagle import EagleConfig, EagleDrafter
 from mmspec.drafters.jacobi import JacobiDrafter
-from mmspec.pipelines import compiled, pace, trusted
+from mmspec.pipelines import compiled, drafting, trusted
 from mmspec.pipelines.images import Guidance, ImageTarget
 from mmspec.pipelines.sampling import Sampler
 
@@ -73,7 +73,7 @@ def test_compiled_draws_what_the_same_method_draws_uncompiled(options: dict[str,
 def restless(monkeypatch: pytest.MonkeyPatch) -> None:
     """`auto` changes the shape after every round: the largest, nothing, and all between them."""
     turn = itertools.count()
-    monkeypatch.setattr(pace, "_KNOWN", WeakKeyDictionary())
+    monkeypatch.setattr(drafting, "_KNOWN", WeakKeyDictionary())
     monkeypatch.setattr(JacobiDrafter, "settles", 0)
     monkeypatch.setattr(Known, "choose", lambda self, batch: self.shapes[-1 - 3 * next(turn) % len(self.shapes)])
 
@@ -124,8 +124,10 @@ def test_auto_draws_what_other_models_draw(name: str, restless: None) -> None:
 
 def test_what_draws_pictures_beside_text_is_fitted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model, call, made = image_targets.model("janus"), PAINTERS["janus"].call(1), []
-    propose = pace.proposer
-    monkeypatch.setattr(pace, "proposer", lambda *args, **options: made.append(propose(*args, **options)) or made[-1])
+    propose = drafting.proposer
+    monkeypatch.setattr(
+        drafting, "proposer", lambda *args, **options: made.append(propose(*args, **options)) or made[-1]
+    )
     with mmspec.enable(model, "jacobi", auto=True):
         for _ in range(2):
             image_targets.draw(model, call, do_sample=True, top_k=5)
@@ -134,7 +136,7 @@ def test_what_draws_pictures_beside_text_is_fitted_once(monkeypatch: pytest.Monk
 
 def test_auto_turns_jacobi_off_where_it_does_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     pipe = tiny_llamagen.pipeline()
-    monkeypatch.setattr(pace, "_KNOWN", WeakKeyDictionary())
+    monkeypatch.setattr(drafting, "_KNOWN", WeakKeyDictionary())
     monkeypatch.setattr(Known, "cost", lambda self, batch, shape: float(shape))
     plain = draw(pipe)
     with mmspec.enable(pipe, "jacobi", window=16, reproducible=True, auto=True) as handle:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import mmspec
 from mmspec.loop import decode
-from mmspec.pipelines import families, guided, stock
+from mmspec.pipelines import decoder_only, families, guided
 from mmspec.pipelines import generate as generating
 from mmspec.pipelines.patch import UnsupportedError
 from mmspec.pipelines.processors import Processors
@@ -240,7 +240,7 @@ def test_guided_rows_join_a_running_batch(monkeypatch: pytest.MonkeyPatch) -> No
 
     def opened(call: dict[str, Any]) -> tuple[Session, VlmTarget]:
         with monkeypatch.context() as patched, pytest.raises(Caught) as caught:
-            patched.setattr(stock, "generate", catch)
+            patched.setattr(decoder_only, "generate", catch)
             draw(model, call)
         made = caught.value.args[0]
         guidance, rest = guided.split(made.logits_processor, made.input_ids)

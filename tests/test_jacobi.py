@@ -583,7 +583,11 @@ def test_bad_options_are_refused_with_what_is_allowed(options: Any, message: str
 
 @pytest.mark.parametrize(
     ("options", "useless"),
-    [({"window": 8, "coupling": "none"}, "window, coupling"), ({"tree": "dynamic"}, "tree"), ({"draws": True}, "draws")],
+    [
+        ({"window": 8, "coupling": "none"}, "window, coupling"),
+        ({"tree": "dynamic"}, "tree"),
+        ({"draws": True}, "draws"),
+    ],
     ids=str,
 )
 def test_ngram_refuses_what_it_cannot_do(options: Any, useless: str) -> None:

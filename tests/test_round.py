@@ -34,7 +34,7 @@ from mmspec.config import SpecConfig
 from mmspec.drafters.eagle import EagleConfig, EagleDrafter
 from mmspec.drafters.ngram import NgramDrafter
 from mmspec.drafters.plain import Plain
-from mmspec.pipelines import compiled, pace, trusted
+from mmspec.pipelines import compiled, drafting, trusted
 from mmspec.pipelines.attention import NAME
 from mmspec.pipelines.batching import Flow
 from mmspec.pipelines.trusted import Trusted
@@ -383,11 +383,11 @@ def test_what_was_learned_outlives_a_call_and_what_was_enabled():
             held.append(handle.proposer.known)
             targets.generate(model, inputs)
     assert held[0] is held[1] and held[0].costs
-    assert drafter.block in pace._KNOWN[model]
-    before = len(pace._KNOWN[model])
+    assert drafter.block in drafting._KNOWN[model]
+    before = len(drafting._KNOWN[model])
     del drafter, handle
     gc.collect()
-    assert len(pace._KNOWN[model]) < before
+    assert len(drafting._KNOWN[model]) < before
 
 
 class Told(Known):
@@ -500,7 +500,7 @@ def test_no_shape_stands_twice_or_above_the_whole():
             made.nodes = config.depth
             return made
 
-    proposer = pace.proposer(targets.model("llava"), Odd(), SpecConfig(auto=True), None)
+    proposer = drafting.proposer(targets.model("llava"), Odd(), SpecConfig(auto=True), None)
     assert list(proposer.drafters) == [4, 6] and proposer.known.shapes == (1, 4, 6)
 
 

@@ -11,8 +11,8 @@ from drafters import DRAFTERS, Oracle, Scripted, _right, eagle
 
 import mmspec
 from mmspec.loop import decode
+from mmspec.pipelines import decoder_only
 from mmspec.pipelines import generate as generating
-from mmspec.pipelines import stock
 from mmspec.pipelines.generate import Call
 from mmspec.pipelines.processors import Processors
 from mmspec.pipelines.vlm import VlmTarget
@@ -45,7 +45,7 @@ def call_of(model: Any, monkeypatch: pytest.MonkeyPatch, inputs: dict[str, Any],
         raise Caught(call)
 
     with monkeypatch.context() as patched:
-        patched.setattr(stock, "generate", catch)
+        patched.setattr(decoder_only, "generate", catch)
         with pytest.raises(Caught) as caught:
             targets.generate(model, inputs, **options)
     return caught.value.args[0]

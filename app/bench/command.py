@@ -8,6 +8,7 @@ import gc
 import importlib
 import json
 import os
+import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -28,6 +29,7 @@ from mmspec.session import Stats
 
 T = TypeVar("T")
 WARM_UPS = 6  # calls at most until a compiled path stops compiling
+PEAKS = 3  # calls whose memory is watched
 SUITES = {  # name: (module with configure(parser) and measure(args, outcome), one line of help)
     "vlm": ("mmspec.app.bench.vlm", "answers of a vision-language model, stock paths and drafters side by side"),
     "mmspec": ("mmspec.app.bench.published", "the same on the MMSpec benchmark, from its published folders"),
@@ -222,7 +224,13 @@ def say(line: str) -> None:
 
 
 def peak_mb(device: torch.device, call: Callable[[], Any]) -> float | None:
-    """MiB that a call holds at its peak above what was held before it; None where the system does not tell."""
+    """MiB that a call holds at its peak above what was held before it, the median of several; None: it is not told."""
+    found = [_peak_mb(device, call) for _ in range(PEAKS)]
+    told = [peak for peak in found if peak is not None]
+    return statistics.median(told) if told else None
+
+
+def _peak_mb(device: torch.device, call: Callable[[], Any]) -> float | None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

@@ -37,8 +37,8 @@ MEANING = {  # of the columns; stands in the JSON and the Markdown page
     "tau_by_depth": "what tokens_per_target_call would be if no draft were deeper than 1, 2, …",
     "ttft_ms": "time to the first token: prefill, and the drafter's own prefill",
     "tokens_per_s": "generated tokens of all rows over the whole call",
-    "peak_mb": "MiB that one call held at its peak above what was held before it, weights excluded: resident memory "
-    "on a CPU, allocated memory on CUDA",
+    "peak_mb": "MiB that one call held at its peak above what was held before it, the median of three calls, weights "
+    "excluded: resident memory on a CPU, allocated memory on CUDA",
     "identical_rate": "share of rows token-identical to stock greedy; empty when sampling",
     "length": "mean number of generated tokens per row; differs between methods when sampling, hence times per token",
     "n": "timed calls",
