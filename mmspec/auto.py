@@ -156,7 +156,8 @@ class Auto:
         since = last.since + 1 if last is not None and last.shape == shape else 1
         if session.unread is None:
             session.unread = Unread()
-        late = shape > NONE and len(session.unread.rounds) > 0
+        joined = last is not None and max(map(len, session.last.path)) > last.shape  # with rounds that were unread
+        late = shape > NONE and (joined or len(session.unread.rounds) > 0)
         session.pace = Pace(self.known, batch, shape, _spent(session.stats), since, late)
         if shape not in self.drafters:
             told = Scores(Categorical(ids=session.last.draft.tokens), session.last.scores.hidden)  # V numbers less
@@ -166,7 +167,7 @@ class Auto:
         return self.drafters[shape].propose(session, target)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Unread:
     """Rounds that the drafter has not read, since it was not asked."""
 

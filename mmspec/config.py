@@ -26,8 +26,9 @@ class SpecConfig:
         size: nodes sent to the target in a round, the root included.
         tree: "dynamic" (grown by likelihood), or the name of a static shape of mmspec/drafters/shapes.py.
         draws: fill a static tree by drawing without replacement from the draft law, not by rank.
-        draft_vocab: tokens that a drafter on the target's head proposes from, so that it reads no other rows of it: the
-            first N, which a BPE vocabulary learned first, and those that end an answer; or ids, kept as a sorted tuple.
+        draft_vocab: tokens that a drafter on the target's head proposes from; it reads their rows of the head and no
+            others. N: the first N tokens, which a BPE vocabulary learned first, and those that end an answer; or ids,
+            kept as a sorted tuple.
         window: positions that a Jacobi drafter looks at in a round, the pending token's included; 1 drafts nothing.
         init: where a Jacobi drafter's first guesses come from, one of INITS.
         coupling: how it redraws a guess once the target has spoken, one of COUPLINGS.

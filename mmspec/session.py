@@ -1,4 +1,4 @@
-"""The Session: all that changes during one generation, row by row. Only `commit`, `retire` and `admit` write it."""
+"""The Session: all that changes during one generation, row by row. Only `commit`, `retire` and `admit` write rows."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ HOMES: dict[str, str] = {
     "LlamaGenPipeline": "mmspec.pipelines.llamagen",
     "MARPipeline": "mmspec.pipelines.mar",
 }
-_STOCK = "mmspec.pipelines.decoder_only"
+_USUAL = "mmspec.pipelines.decoder_only"
 
 # diffusers pipeline → the component that generates its tokens
 COMPONENTS: dict[str, str] = {"GlmImagePipeline": "vision_language_encoder"}
@@ -53,7 +53,7 @@ def _entry(thing: Any, table: dict[str, str]) -> str | None:
 
 def home(model: Any) -> Any:
     """The module that knows how to patch this model."""
-    return importlib.import_module(_entry(model, HOMES) or _STOCK)
+    return importlib.import_module(_entry(model, HOMES) or _USUAL)
 
 
 def unwrap(model_or_pipe: Any) -> Any:

@@ -205,8 +205,8 @@ class Static(Intake):
 def seeded(seed: int, model: torch.nn.Module) -> Iterator[None]:
     """Inside, torch draws from this seed; afterwards, on the CPU and the model's devices, as if nothing was drawn."""
     devices = {p.device for p in model.parameters() if p.device.type == model.device.type != "cpu"}
-    kind = model.device.type if devices else None
-    with torch.random.fork_rng(sorted(devices, key=str), device_type=kind):
+    kind = {"device_type": model.device.type} if devices else {}
+    with torch.random.fork_rng(sorted(devices, key=str), **kind):
         torch.manual_seed(seed)
         yield
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from mmspec import paths
 from mmspec.kernels import dispatch as ops
 from mmspec.kernels.reference import quantile, stream
-from mmspec.models.mar_head import Plain
+from mmspec.models.mar_head import PlainHead
 from mmspec.paths import Net
 from mmspec.pipelines import mar_compiled
 
@@ -176,7 +176,7 @@ class Brush:
         null = z[1] if self.law.guided else None
         if self.fast:
             return self._bound(steps).on(z[0], null, strength)
-        return Plain(self.model.diffloss, self.chain(steps), z[0], null, strength)
+        return PlainHead(self.model.diffloss, self.chain(steps), z[0], null, strength)
 
 
 def plain(brush: Brush, drawn: Canvas, upto: int | None = None) -> Iterator[Canvas]:

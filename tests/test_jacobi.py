@@ -357,7 +357,7 @@ def test_first_guesses_copy_the_left_and_the_upper_neighbour(init: str) -> None:
     toy = Toy(vocab=50, grid=(4, 4), mode="greedy")
     drafter = jacobi(toy, window=9, init=init)
     session = opened(toy, drafter, [3], [16])
-    session.memory.decided = torch.tensor([[HOLE, 10, 11, 12]])
+    session.memory.decided, session.memory.late = torch.tensor([[HOLE, 10, 11, 12]]), ()
     session.last = replace(session.last, verdict=replace(session.last.verdict, token=torch.tensor([13])))
     session.pending = torch.tensor([13])
     tokens = drafter.propose(session, toy).tokens[0]

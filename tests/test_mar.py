@@ -16,7 +16,7 @@ from mmspec import paths
 from mmspec.capture import Captured
 from mmspec.models import mar_head
 from mmspec.models.mar import SHAPES, mar
-from mmspec.models.mar_head import Plain
+from mmspec.models.mar_head import PlainHead
 from mmspec.models.mar_scheduler import MARScheduler, alpha_bar
 from mmspec.pipelines import mar_compiled, mar_loop
 from mmspec.pipelines.mar import MARPipeline
@@ -151,7 +151,7 @@ def test_chains_are_their_formulas(net, guided, final, skip):
     z, noise = torch.randn(2, 3, 24), torch.randn(3, len(chain) + 1, C)
     strength = torch.tensor([1.0, 2.5, 0.5]) if guided else None
     of = (z[0], z[1] if guided else None, strength)
-    bound = Plain(model.diffloss, chain, *of) if net == "plain" else model.diffloss.bind(chain).on(*of)
+    bound = PlainHead(model.diffloss, chain, *of) if net == "plain" else model.diffloss.bind(chain).on(*of)
     x = paths.draw(bound, chain, noise, tau).x
     for row in range(3):
         both = (z[0, row].double(), z[1, row].double() if guided else None)

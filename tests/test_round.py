@@ -469,6 +469,33 @@ def test_rows_that_come_do_not_keep_the_others_from_being_read():
     assert same_drafts(drafts[0], drafts[1]) > 20 and same_drafts(drafts[0], drafts[2]) > 20
 
 
+def test_catching_up_after_rows_came_is_no_ordinary_round(monkeypatch: pytest.MonkeyPatch):
+    """It says how much a round takes at most, as any does that first reads what was missed."""
+    model, admit, missed, booked = targets.model("llava"), Session.admit, [False], []
+
+    def admitted(self: Session, other: Session) -> None:
+        missed[0] = missed[0] or bool(self.rows and self.unread.rounds)
+        admit(self, other)
+
+    def noted(self: Known, batch: int, shape: int, seconds: float, stood: Any, since: int, late: bool) -> None:
+        if missed[0] and shape > 1:
+            booked.append(late)
+            missed[0] = False
+
+    monkeypatch.setattr(Session, "admit", admitted)
+    monkeypatch.setattr(Known, "book", noted)
+    with mmspec.enable(model, eagle(model, **CHAIN), auto=True) as handle:
+        handle.proposer.known = Told(handle.proposer.known.shapes)
+        handle.proposer.known.to_come = (1, 1, 1, 4)
+        flow = Flow(model, None, 2, max_new_tokens=15, do_sample=False)
+        asked = [targets.prompt("llava", "text only", seed) for seed in range(8)]
+        while asked or flow.busy:
+            while asked and flow.free:
+                flow.add(len(asked), asked.pop(0), 0)
+            flow.step()
+    assert booked and all(booked)
+
+
 def test_auto_turns_a_hostile_drafter_off(monkeypatch: pytest.MonkeyPatch):
     model, inputs = targets.model("llava"), targets.prompt("llava", "image first")
     with mmspec.enable(model, eagle(model, nan=True, depth=4, width=1, size=5), auto=True) as handle:

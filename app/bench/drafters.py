@@ -23,8 +23,11 @@ def configure(parser: argparse.ArgumentParser, beside: str = "") -> None:
     )  # fmt: skip
 
 
-def read(args: argparse.Namespace) -> dict[str, Any]:
+def read(args: argparse.Namespace, trained: bool = False) -> dict[str, Any]:
     """The drafters asked for, each under its method's name; by default the model's embedded one, if it is there.
+
+    Args:
+        trained: those without weights have methods of their own, and are refused here.
 
     Raises:
         BenchError: there is no such drafter, or no embedded one for `all`.
@@ -40,6 +43,8 @@ def read(args: argparse.Namespace) -> dict[str, Any]:
         found = embedded.drafters(args.model) if name == ALL else [name]
         if not found:
             raise BenchError(f"--drafters {ALL}: no drafter comes with {args.model!r}; name the drafters to measure")
+        if trained and name in DRAFTERS and not DRAFTERS[name].trained:
+            raise BenchError(f"--drafters {name}: it has no weights; --methods '{name}*' chooses among its methods")
         names += [one for one in found if one not in names]
     try:
         return _loaded(names)

@@ -160,7 +160,7 @@ def _stages(bench: Bench, args: argparse.Namespace, outcome: Outcome) -> Iterato
 def methods(painter: Painter, args: argparse.Namespace) -> tuple[list[Method], list[Method]]:
     """What is timed, and what is judged."""
     codes = painter.pipe.transformer.config.vocab
-    trained = list(drafters.read(args).items())
+    trained = list(drafters.read(args, trained=True).items())
     known = lossless(trained) + relaxed(codes, trained, args.rule, args.budget)
     wanted = args.quality_methods or args.methods or [p for p in DEFAULT_QUALITY if trained or p != "eagle*"]
     judged = [m for m in matching(known, wanted, args.without) if not m.plain]

@@ -36,20 +36,30 @@ class Memory:
     init: str
     law: Tensor | None = None  # [B, C, V], log q of the guesses on the main line; None: none were drawn from a law
     window: int = 1  # of the last draft, which may have been another one's of the same method
+    late: tuple[Tensor, ...] = ()  # [B] each: decided since then, one a round; fewer than G
 
     def append(self, last: Round) -> None:
         """Take in what a round decided: the accepted tokens, then the drawn one."""
-        token, count = last.verdict.token[:, None], last.verdict.count[:, None]
         if last.kept.shape[1] == 1:
-            self.decided = torch.cat([self.decided[:, 1:], token], 1)
+            self.late = (*self.late, last.verdict.token)
+            if len(self.late) == self.decided.shape[1]:
+                self.caught_up()
             return
+        token, count = last.verdict.token[:, None], last.verdict.count[:, None]
         path = torch.cat([last.draft.tokens.gather(1, last.kept)[:, 1:], token], 1).scatter(1, count - 1, token)
         here = count + torch.arange(self.decided.shape[1], device=path.device)
-        self.decided = torch.cat([self.decided, path], 1).gather(1, here)
+        self.decided = torch.cat([self.caught_up(), path], 1).gather(1, here)
+
+    def caught_up(self) -> Tensor:
+        """`decided`, up to now."""
+        if self.late:
+            self.decided = torch.cat([self.decided[:, len(self.late) :], torch.stack(self.late, 1)], 1)
+            self.late = ()
+        return self.decided
 
     def select(self, rows: Tensor) -> Memory:
         law = None if self.law is None else self.law[rows]
-        return replace(self, decided=self.decided[rows], ends=self.ends[rows], law=law)
+        return replace(self, decided=self.caught_up()[rows], ends=self.ends[rows], law=law)
 
     def join(self, other: Memory) -> Memory:
         both = (self, other)
@@ -59,7 +69,7 @@ class Memory:
             C = max(m.window for m in both) - 1
             laws = [like.new_zeros(len(m.ends), 0, like.shape[2]) if m.law is None else m.law for m in both]
             law = torch.cat([pad(each, (0, 0, 0, C - each.shape[1])) for each in laws])
-        decided, ends = torch.cat([m.decided for m in both]), torch.cat([m.ends for m in both])
+        decided, ends = torch.cat([m.caught_up() for m in both]), torch.cat([m.ends for m in both])
         return replace(self, decided=decided, ends=ends, law=law, window=max(m.window for m in both))
 
 
@@ -167,14 +177,19 @@ class JacobiDrafter:
         decided = torch.full((B, grid[1] if grid else 1), HOLE, device=device)
         return Memory(decided, ends, init or ("mixture" if grid else "horizontal"))
 
-    @torch.no_grad()
     def propose(self, session: Any, target: Target) -> Draft:
-        memory, law, pending = session.memory, session.last.scores.law, session.pending
+        memory = session.memory
         memory.append(session.last)
         before, memory.window = memory.window, self.window
-        if self.window == 1:
-            memory.law = None
-            return lone(pending[:, None])
+        if self.window > 1:
+            return self._guess(session, before)
+        memory.law = None
+        return lone(session.pending[:, None])
+
+    @torch.no_grad()
+    def _guess(self, session: Any, before: int) -> Draft:
+        """A window of guesses, after one of `before` positions."""
+        memory, law, pending = session.memory, session.last.scores.law, session.pending
         shape = layout(self.window, self.config.proactive, pending.device)
         tree = shape.tree.expand(len(pending))
         column = torch.arange(self.window - 1, device=pending.device)
@@ -243,7 +258,8 @@ class JacobiDrafter:
         """
         memory, C = session.memory, coins.shape[1]
         left = torch.cat([session.pending[:, None], token], 1).gather(1, known.sum(1, keepdim=True)).expand(-1, C)
-        above = memory.decided[:, torch.arange(C, device=coins.device) % memory.decided.shape[1]]
+        decided = memory.caught_up()
+        above = decided[:, torch.arange(C, device=coins.device) % decided.shape[1]]
         near = torch.stack([left, torch.where(above == HOLE, left, above)], -1)
         share = coins.new_tensor(_SHARES[memory.init]) * (1.0 if session.last.scores.law.is_point else self.copy)
         copied = share.sum()

@@ -118,7 +118,7 @@ class MARHead(nn.Module):
         )
 
 
-class Plain:
+class PlainHead:
     """The head as it is defined, asked at every step anew; a `Net`."""
 
     def __init__(
@@ -140,9 +140,9 @@ class Plain:
         both = self.head(torch.cat([x, x]), torch.cat([t, t]), torch.cat([z, null]))
         return both[: len(x)], both[len(x) :]
 
-    def take(self, rows: Tensor) -> Plain:
+    def take(self, rows: Tensor) -> PlainHead:
         null, guidance = (None if t is None else t[rows] for t in (self.null, self.guidance))
-        return Plain(self.head, self.chain, self.z[rows], null, guidance)
+        return PlainHead(self.head, self.chain, self.z[rows], null, guidance)
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ class Bound:
 class Denoiser:
     """The head bound to tokens and steps: all that depends on the two alone is computed once, for many steps in a go.
 
-    That is the modulation, three fifths of the head's weights. Equal to `Plain` within rounding.
+    That is the modulation, three fifths of the head's weights. Equal to `PlainHead` within rounding.
     """
 
     bound: Bound

@@ -118,7 +118,7 @@ def _dataset(name: str) -> list[Sample]:
     try:
         from datasets import load_dataset
     except ImportError as error:
-        raise ValueError("a data set hf:owner/name needs the library datasets; pip install 'mmspec[train]'") from error
+        raise ValueError("a data set hf:owner/name needs the library datasets; pip install datasets") from error
     repo, _, split = name.partition(":")
     table = load_dataset(repo, split=split or "train")
     columns = set(table.column_names)

@@ -148,10 +148,13 @@ class Distillation:
                     done.update(new)
                     file.write(json.dumps(new) + "\n")
                     file.flush()
+        counts = torch.tensor([len(broken), len(mine)], device=self.accelerator.device)
+        unread, asked = self.accelerator.reduce(counts).tolist()  # of all processes: they stop together or go on
+        told = f"{unread} of {asked} samples ({name}) cannot be read"
+        told += f"; the first: {broken[min(broken)]}" if broken else ""
+        if unread and unread == asked:
+            raise UnreadableError(told)
         if broken:
-            told = f"{len(broken)} of {len(mine)} samples ({name}) cannot be read; the first: {broken[min(broken)]}"
-            if len(broken) == len(mine):
-                raise UnreadableError(told)
             warnings.warn(f"left out: {told}", stacklevel=2)
         return [done.get(i, []) for i in range(len(samples))]
 
