@@ -18,6 +18,7 @@ from PIL import Image
 
 from mmspec.app import cli
 from mmspec.app.caption import run as running
+from mmspec.app.caption.model import FatalError
 
 OK, FATAL, SENSELESS, SOME_FAILED, INTERRUPTED = 0, 1, 2, 3, 130
 GOOD = ("a.png", "b.jpg", "c.webp", "d.png")
@@ -185,11 +186,12 @@ def test_limits_on_bytes_and_memory_can_be_moved(caption, photos: Path, capsys: 
         tar.add(photos / "a.png", "a.png")
     for folder in ("photos", "shard.tar"):
         assert caption("--max-bytes", "1K", "--out", folder[0], folder=folder) == SOME_FAILED
-        assert "MiB, over 0; make it smaller, or raise --max-bytes" in capsys.readouterr().err
+        said = "MiB, over 0; make it smaller, or raise --max-bytes, with --retry-failed"
+        assert said in capsys.readouterr().err
         assert caption("--retry-failed", "--out", folder[0], folder=folder) == OK
     if os.path.exists("/proc/self/statm"):  # only Linux counts it
         assert caption("--max-memory", "1M", "--out", "m") == SOME_FAILED
-        assert "raise --max-memory" in capsys.readouterr().err
+        assert "raise --max-memory, with --retry-failed" in capsys.readouterr().err
 
 
 def test_a_temperature_is_repeatable(truly):
@@ -410,6 +412,21 @@ def test_interrupting_loses_nothing(caption, monkeypatch: pytest.MonkeyPatch, ca
     assert len(captions()) == 4 and first.items() <= captions().items()
 
 
+@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt(), INTERRUPTED), (FatalError("no more"), FATAL)])
+def test_trouble_at_an_early_end_does_not_hide_why_it_came(
+    error: BaseException, code: int, caption, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+):
+    def step(self):
+        Path("captions/prompts.txt").write_text("by hand")
+        raise error
+
+    monkeypatch.setattr(quick_engine.Quick, "step", step)
+    assert caption("--format", "pairs", "--report", "report.json") == code
+    said = capsys.readouterr()
+    assert "prompts.txt in captions would be replaced" in said.err and Path("report.json").exists()
+    assert "the same command again" in said.out if code == INTERRUPTED else "no more" in said.err
+
+
 def test_shards_share_the_work_and_one_folder(caption, photos: Path):
     for number in range(12):
         paint(photos / f"more{number}.png")
@@ -456,112 +473,6 @@ def test_formats(caption):
     assert {"captions.parquet", "metadata.jsonl", "prompts.txt", "images.txt", "webdataset/00000.tar"} <= made
     assert parquet.read_table("captions/captions.parquet")["text"].to_pylist() == list(captions().values())
     assert "a.txt" not in made
-
-
-FINALS = ("captions.parquet", "prompts.txt", "images.txt", "failed.jsonl", "webdataset/00000.tar")
-ALL = ("--format", "parquet,webdataset,pairs,metadata")
-
-
-@pytest.mark.parametrize("name", (*FINALS, "videos.txt", "webdataset/00000.parquet"))
-def test_files_of_others_are_never_replaced(name: str, caption, capsys: pytest.CaptureFixture):
-    from pyarrow import parquet, table
-
-    path = Path("photos", name)
-    path.parent.mkdir(exist_ok=True)
-    if path.suffix == ".parquet":
-        parquet.write_table(table({"file_name": ["a.png"], "text": ["by hand"]}), path)
-    else:
-        path.write_text("by hand")
-    before = path.read_bytes()
-    for options in (ALL, (*ALL, "--dry-run")):
-        assert caption("--out", "beside", *options) == FATAL
-        said = capsys.readouterr().err
-        assert str(Path(name).with_suffix("")) in said and "would be replaced" in said
-        assert path.read_bytes() == before and not journal("photos")  # before any work
-    if name != "failed.jsonl":
-        assert caption("--out", "beside", "--format", "txt") == OK and path.read_bytes() == before  # in nobody's way
-
-
-def test_final_files_of_ours_are_made_anew_until_somebody_edits_them(caption, photos: Path):
-    spoil(photos)
-    assert caption(*ALL) == SOME_FAILED
-    paint(photos / "new.png")
-    assert caption(*ALL) == SOME_FAILED
-    made = {name: Path("captions", name).read_bytes() for name in FINALS}
-    assert made["images.txt"].split() == [name.encode() for name in captions()] and len(captions()) == 5
-    for name, content in made.items():
-        path = Path("captions", name)
-        if path.suffix != ".tar":  # it is known by the table beside it
-            path.write_bytes(content + b"edited")
-            assert caption(*ALL) == FATAL and path.read_bytes() == content + b"edited"
-            path.write_bytes(content)
-    assert caption(*ALL) == SOME_FAILED
-
-
-def test_a_folder_of_a_version_that_kept_no_notes(caption, photos: Path):
-    spoil(photos)
-    assert caption(*ALL) == SOME_FAILED
-    notes = Path("captions/.mmspec/finals.log")
-    edited = Path("captions/prompts.txt").read_bytes()
-    for _ in range(2):  # at once, and with other captions meanwhile
-        notes.unlink()
-        assert caption(*ALL, "--dry-run") == OK and not notes.exists()
-        assert caption("--format", "txt", "--prompt", "w9") == SOME_FAILED and notes.exists()
-        assert caption(*ALL, "--prompt", "w9") == SOME_FAILED
-    assert b"w9" in Path("captions/prompts.txt").read_bytes()
-    notes.unlink()
-    Path("captions/prompts.txt").write_bytes(edited.replace(b" 1 ", b" one "))
-    assert caption(*ALL) == FATAL and b" one " in Path("captions/prompts.txt").read_bytes()
-
-
-@pytest.mark.parametrize("kills", range(8))
-def test_final_files_are_still_ours_after_a_kill(kills: int, caption, photos: Path, monkeypatch: pytest.MonkeyPatch):
-    """Whichever of the eight was the last that got its name: three of a tar, two of pairs, parquet and both jsonl."""
-    spoil(photos)
-    assert caption(*ALL) == SOME_FAILED
-    paint(photos / "new.png")
-    named, real = [], os.replace
-
-    class KilledError(BaseException):
-        pass
-
-    def replace(source: Path, target: Path) -> None:
-        real(source, target)
-        named.append(target.name)
-        if len(named) == kills + 2:  # run.yaml comes first
-            raise KilledError
-
-    with monkeypatch.context() as patch, pytest.raises(KilledError):
-        patch.setattr(os, "replace", replace)
-        caption(*ALL)
-    assert named[0] == "run.yaml" and (kills < 7 or named[-1] == "failed.jsonl")
-    assert caption(*ALL) == SOME_FAILED and len(captions()) == 5
-
-
-def test_what_a_run_reads_it_does_not_replace(caption, photos: Path, capsys: pytest.CaptureFixture):
-    assert caption(*ALL, "--out", "beside") == OK
-    listed = photos / "images.txt"
-    before = {path: path.read_bytes() for path in photos.iterdir() if path.is_file()}
-    cases = {
-        ("--prompt-file", "photos/prompts.txt"): "photos/prompts.txt would be replaced",
-        ("--report", "photos/metadata.jsonl"): "--report photos/metadata.jsonl would replace",
-    }
-    for words, reason in cases.items():
-        assert caption(*ALL, "--out", "beside", *words) == FATAL and reason in capsys.readouterr().err
-    for path in (
-        "photos/images.txt",
-        "photos/metadata.jsonl",
-        "photos/captions.parquet",
-        "photos/webdataset/00000.tar",
-    ):
-        assert caption(*ALL, "--out", "photos", folder=path) == FATAL
-        assert f"{path} would be replaced" in capsys.readouterr().err
-    assert caption("--out", "elsewhere", "--report", "photos/images.txt", folder=listed) == FATAL
-    paint(photos / "run.png")
-    (photos / "run.yaml").write_text("limit: 1")
-    assert caption("--out", "beside", "--extension", ".yaml", "--config", "photos/run.yaml") == FATAL
-    assert "run.yaml would be the caption file of run.png and" in capsys.readouterr().err
-    assert before == {path: path.read_bytes() for path in before}
 
 
 def test_tables_and_tars(caption, photos: Path):
@@ -656,6 +567,7 @@ def test_fatal_errors_say_what_to_do(caption, truly, photos: Path, capsys: pytes
         ("--max-bytes 2X", "'2X' is no size"),
         ("--max-memory 0", "'0' is no size"),
         ("--extension .png", "'.png' is the extension of pictures"),
+        ("--report photos/a.png", "'photos/a.png' is the name of a picture or video"),
         ("--frames 3 --fps 2", "give one of them"),
         ("--prompt {nam}", "unknown variable {nam}"),
         ("--prompt-file no.txt", "cannot read the prompts"),

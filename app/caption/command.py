@@ -15,12 +15,13 @@ from typing import Any
 from mmspec import zoo
 from mmspec.app import embedded
 from mmspec.app.caption import flags, report, settings
+from mmspec.app.caption.finals import FAILURES, OutputError
 from mmspec.app.caption.inputs import Inputs, open_inputs
 from mmspec.app.caption.items import VIDEO
 from mmspec.app.caption.journal import write_whole
 from mmspec.app.caption.media import MediaError
 from mmspec.app.caption.model import FatalError
-from mmspec.app.caption.outputs import OutputError, Outputs
+from mmspec.app.caption.outputs import Outputs
 from mmspec.app.caption.plan import Plan, Planner, adopted, frame_policy
 from mmspec.app.caption.prompts import PromptError, Prompts
 from mmspec.app.caption.report import Tally, TooManyErrorsError, plain
@@ -73,7 +74,10 @@ def _caption(options: argparse.Namespace) -> int:
         outputs.adopt(lambda record: adopted(shaping, record))
         listed = [getattr(place, "path", None) for place in inputs.places]  # of lists, tables and tars
         read = filter(None, [options.prompt_file, options.config, *listed])
-        outputs.finals.claim(_kinds(options), read, options.report, outputs.ledger, dry=options.dry_run)
+        if options.report and not report.replaceable(options.report):
+            raise OutputError(f"--report {options.report} would replace a file that is no report; name another")
+        names = (item.name for item in inputs.items())
+        outputs.finals.claim(_kinds(options), names, read, options.report, outputs.ledger, dry=options.dry_run)
         todo = Planner(options, shaping, prompts, outputs).plan(inputs)
         todo.pending = todo.pending[: options.limit]
         _say_plan(options, inputs, outputs, todo)
@@ -116,18 +120,16 @@ def _work(job: Job, slots: str, inputs: Inputs, outputs: Outputs, todo: Plan) ->
                     print(f"comparing with stock generate on {kept} of them (--no-compare spares it)", flush=True)
                 comparison.measure(crew.worker.engine, crew.worker.flow.rows)
     except KeyboardInterrupt:
-        _finish(options, inputs, outputs)
-        _report(options, todo, tally, [], None)
+        _wind_up(options, inputs, outputs, todo, tally)
         print(f"\nstopped: {tally.counted} are in {outputs.folder}; the same command again goes on from there")
         return INTERRUPTED
     except (FatalError, TooManyErrorsError):
-        _finish(options, inputs, outputs)
-        _report(options, todo, tally, [], None)
+        _wind_up(options, inputs, outputs, todo, tally)
         raise
     made = _finish(options, inputs, outputs)
     _report(options, todo, tally, crew.summaries, comparison)
     if tally.failed:
-        print(f"{tally.failed} failed: {outputs.folder / 'failed.jsonl'} says why")
+        print(f"{tally.failed} failed: {outputs.folder / FAILURES} says why")
     files = f"a {options.extension} for each" if any(task.sidecar for task in todo.pending) else ""
     print("captions: " + ", and ".join(filter(None, [", ".join(map(str, made)), files])))
     print("; ".join(filter(None, [str(tally), str(comparison or "")])))
@@ -195,6 +197,15 @@ def _finish(options: argparse.Namespace, inputs: Inputs, outputs: Outputs) -> li
     kinds = _kinds(options)
     sources = {item.name: item.source for item in inputs.items()} if "webdataset" in kinds else {}
     return outputs.finish(kinds, options.on_existing != "skip", sources, options.max_bytes)
+
+
+def _wind_up(options: argparse.Namespace, inputs: Inputs, outputs: Outputs, todo: Plan, tally: Tally) -> None:
+    """Final files and report of a run that ends early; what goes wrong here must not hide why it ends."""
+    for step in (lambda: _finish(options, inputs, outputs), lambda: _report(options, todo, tally, [], None)):
+        try:
+            step()
+        except (MediaError, OutputError, OSError) as error:
+            print(f"mmspec caption: {plain(str(error))}", file=sys.stderr)
 
 
 def _say_plan(options: argparse.Namespace, inputs: Inputs, outputs: Outputs, todo: Plan) -> None:

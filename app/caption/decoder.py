@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from PIL import Image
 
 from mmspec.app.caption.decode_worker import Order, label, read, receive, send, serve
-from mmspec.app.caption.media import Limits, Media, MediaError
+from mmspec.app.caption.media import Limits, Media, MediaError, raising
 from mmspec.app.caption.video import FramePolicy
 
 if TYPE_CHECKING:
@@ -219,7 +219,7 @@ class Decoder:
             return
         if timed_out:
             reason = f"takes longer than {self._order.limits.seconds:g} s to decode"
-            self._finish(job, MediaError(job.label, reason, "make it smaller, or raise --timeout"))
+            self._finish(job, MediaError(job.label, reason, f"make it smaller, {raising('--timeout')}"))
         elif job.tries + 1 < TRIES:
             with self._change:
                 self._waiting.appendleft(job._replace(tries=job.tries + 1))

@@ -6,6 +6,7 @@ import argparse
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 from mmspec.app import embedded
 from mmspec.app.caption import media, video
@@ -77,9 +78,10 @@ def _limits(flags: Flags) -> None:
     add("--max-pixels", type=count, default=media.MAX_PIXELS, metavar="N", help="largest picture or frame")
     add("--max-duration", type=_above_zero, default=3600.0, metavar="S", help="longest video")
     add("--timeout", type=_above_zero, default=60.0, metavar="S", help="longest time to decode one file")
-    add("--max-bytes", type=_size, default=media.MAX_BYTES, shown="512M", metavar="SIZE", help="largest file; it is "
-        "read into memory whole")  # fmt: skip
-    add("--max-memory", type=_size, default=media.MAX_MEMORY, shown="2G", metavar="SIZE", help="most that decoding a "
+    sizes: dict[str, Any] = {"type": _size, "metavar": "SIZE"}
+    add("--max-bytes", **sizes, default=media.MAX_BYTES, shown=_shown(media.MAX_BYTES), help="largest file; it is read "
+        "into memory whole")  # fmt: skip
+    add("--max-memory", **sizes, default=media.MAX_MEMORY, shown=_shown(media.MAX_MEMORY), help="most that decoding a "
         "file may take, the file included (on Linux)")  # fmt: skip
     add("--decoders", type=count, metavar="N", help="processes that decode, per model (default: what the cores allow)")
 
@@ -110,8 +112,9 @@ def _running(flags: Flags) -> None:
         "when memory runs out)")  # fmt: skip
     add("--dedup", choices=("exact", "phash"), help="caption equal files, or pictures that look equal, once")
     add("--max-errors", type=count, metavar="N", help="give up after so many failures")
-    flags.switch("--ray", False, "run the workers on Ray, one per device of its cluster; needs " + installing("ray"))
-    add("--report", type=Path, metavar="FILE", help="JSON with counts, speeds, acceptance and where they come from")
+    flags.switch("--ray", False, "run the workers on Ray, one per device of its cluster (to install it, run "
+                 f"{installing('ray')})")  # fmt: skip
+    add("--report", type=_report, metavar="FILE", help="JSON with counts, speeds, acceptance and where they come from")
     flags.switch("--compare", True, "measure the speed-up over stock generate on a few of the items")
     flags.switch("--quiet", False, "do not print the captions")
 
@@ -159,6 +162,12 @@ def _size(text: str) -> int:
     return size
 
 
+def _shown(size: int) -> str:
+    """A size as `_size` reads it."""
+    unit = max(place for place in range(5) if size % 1024**place == 0)
+    return f"{size // 1024**unit}{' KMGT'[unit].strip()}"
+
+
 def _shard(text: str) -> str:
     found = re.fullmatch(r"(\d+)/(\d+)", text)
     if not found or not int(found[1]) < int(found[2]):
@@ -180,6 +189,12 @@ def _extension(text: str) -> str:
     if kind_of(f"x{text}"):
         raise argparse.ArgumentTypeError(f"{text!r} is the extension of pictures or videos, which would be replaced")
     return text
+
+
+def _report(text: str) -> Path:
+    if kind_of(text):  # as the shell makes of `--report photos/*.png`
+        raise argparse.ArgumentTypeError(f"{text!r} is the name of a picture or video; give a name like report.json")
+    return Path(text)
 
 
 def _engine(text: str) -> str:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import itertools
 import json
 import os
+import tarfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -30,17 +32,20 @@ SHARD_SIZE = 1000  # samples
 MADE_FROM = b"mmspec"  # key in the parquet beside a shard, under which stands what the shard was made from
 
 
+METADATA, TABLE, PROMPTS, VIDEOS, IMAGES = (
+    "metadata.jsonl", "captions.parquet", "prompts.txt", "videos.txt", "images.txt",
+)  # fmt: skip
 NAMES = {  # by kind; the names of tars are numbers
-    "metadata": ("metadata.jsonl",),
-    "parquet": ("captions.parquet",),
-    "pairs": ("prompts.txt", "videos.txt", "images.txt"),
+    "metadata": (METADATA,),
+    "parquet": (TABLE,),
+    "pairs": (PROMPTS, VIDEOS, IMAGES),
 }
 Note = Callable[[Path, Path], None]  # told where a file is to be put, and where it lies complete
 
 
 def metadata(records: Iterable[Record], folder: Path, **_: Any) -> list[Path]:
     """`metadata.jsonl`, which `load_dataset("imagefolder")` reads if it lies in the folder of the images."""
-    path = folder / "metadata.jsonl"
+    path = folder / METADATA
     some = _unless_empty(records)
     if some is None:
         return []
@@ -54,7 +59,7 @@ def metadata(records: Iterable[Record], folder: Path, **_: Any) -> list[Path]:
 def parquet(records: Iterable[Record], folder: Path, note: Note | None = None, **_: Any) -> list[Path]:
     """`captions.parquet`; not metadata.parquet, since `imagefolder` refuses a folder with two sorts of metadata."""
     some = _unless_empty(records)
-    return [] if some is None else [_write_table(some, folder / "captions.parquet", note=note)]
+    return [] if some is None else [_write_table(some, folder / TABLE, note=note)]
 
 
 def pairs(records: Iterable[Record], folder: Path, note: Note | None = None, **_: Any) -> list[Path]:
@@ -66,7 +71,7 @@ def pairs(records: Iterable[Record], folder: Path, note: Note | None = None, **_
     videos = [record for record in listed if kind_of(record["file_name"]) == VIDEO]
     if not listed:
         return []
-    captions, files = folder / "prompts.txt", folder / ("videos.txt" if videos else "images.txt")
+    captions, files = folder / PROMPTS, folder / list_of(record["file_name"] for record in listed)
     captions.unlink(missing_ok=True)  # half a pair of the old and half of the new would be wrong and look right
     for path, column in ((files, "file_name"), (captions, "text")):
         with replacing(path, note) as file:
@@ -115,11 +120,20 @@ FORMATS: dict[str, Callable[..., list[Path]]] = {
 }
 
 
-def strange_shards(folder: Path) -> list[str]:
-    """Tars that have the name of a shard, or of whose table there is one, and that `webdataset` has not made."""
+def list_of(names: Iterable[str]) -> str:
+    """The list that `pairs` makes of items of these names."""
+    return VIDEOS if any(kind_of(name) == VIDEO for name in names) else IMAGES
+
+
+def strange_shards(folder: Path, said: Callable[[str, str], bool]) -> list[str]:
+    """Tars that have the name of a shard, or of whose table there is one, and that `webdataset` has not made.
+
+    `said` tells whether an item had a caption at some time: a run of an older version that was killed while it replaced
+    a tar left it without a table, but with nothing in it that was not said.
+    """
     there = {path.stem for path in (folder / "webdataset").glob("*") if path.suffix in (".tar", ".parquet")}
     tars = [folder / "webdataset" / f"{stem}.tar" for stem in sorted(there) if stem.isdecimal()]
-    return [f"webdataset/{tar.name}" for tar in tars if _origin(tar) is None]
+    return [f"webdataset/{tar.name}" for tar in tars if _origin(tar) is None and not _all_said(tar, said)]
 
 
 def one_line(value: Any) -> bytes:
@@ -154,7 +168,7 @@ def _write_table(
     rest = iter(records)
     with replacing(path, note) as file, writers.ParquetWriter(file, schema) as writer:
         while part := list(itertools.islice(rest, CHUNK)):
-            rows = [{name: _cell(record.get(name), COLUMNS[name]) for name in COLUMNS} for record in part]
+            rows = [{name: cell(record.get(name), COLUMNS[name]) for name in COLUMNS} for record in part]
             writer.write_table(arrow.Table.from_pylist(rows, schema))
     return path
 
@@ -188,22 +202,41 @@ def _source(record: Record, sources: Mapping[str, Source]) -> Source:
 
 
 def _origin(tar: Path) -> bytes | None:
-    """What a shard of ours was made from; None if it is not one of ours, or not whole."""
+    """What a shard of ours was made from, empty if that is not whole; None if it is not one of ours.
+
+    Neither is one whose table is damaged: ours are replaced in one step.
+    """
     index = tar.with_suffix(".parquet")
     if not index.is_file():
         return None
     parquet_files = need("pyarrow.parquet", str(index))
     try:
         return (parquet_files.read_schema(index).metadata or {}).get(MADE_FROM)
-    except Exception:  # a damaged file may raise anything; it is made again
-        return b""
+    except Exception:  # a damaged file may raise anything
+        return None
+
+
+def _all_said(tar: Path, said: Callable[[str, str], bool]) -> bool:
+    """Whether a tar without a table has samples as `webdataset` writes them, and each was said."""
+    found = []
+    if os.path.lexists(tar.with_suffix(".parquet")):
+        return False
+    try:
+        with tarfile.open(tar, "r:") as file:
+            for member in file:
+                if member.name.endswith(".json"):
+                    facts = json.load(file.extractfile(member) or io.BytesIO())
+                    found.append(said(facts["file_name"], facts["text"]))
+    except Exception:  # a file of others may hold, and raise, anything
+        return False
+    return bool(found) and all(found)
 
 
 def _public(record: Record) -> Record:
     return {name: record[name] for name in COLUMNS if record.get(name) is not None}
 
 
-def _cell(value: Any, kind: str) -> Any:
+def cell(value: Any, kind: str) -> Any:
     """A value as its column's type; None for what is none of that."""
     if value is None:
         return None

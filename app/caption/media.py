@@ -44,6 +44,11 @@ STRANGERS = (  # place, bytes there, what that is and what to do with it
 COSINES = [[math.cos(math.pi * (2 * place + 1) * wave / 64) for place in range(32)] for wave in range(8)]
 
 
+def raising(flag: str) -> str:
+    """What to do about a limit; an item that failed by it is not tried again unasked."""
+    return f"or raise {flag}, with --retry-failed"
+
+
 class MediaError(Exception):
     """One file or folder that cannot be used: which, why, and what its owner can do about it."""
 
@@ -105,7 +110,7 @@ def check_bytes(size: int, path: Path | str, max_bytes: int = MAX_BYTES) -> None
         raise MediaError(path, "is empty (0 bytes)", COPY_AGAIN)
     if size > max_bytes:
         reason = f"has {round(size / 2**20, 2):g} MiB, over {round(max_bytes / 2**20, 2):g}"
-        raise MediaError(path, reason, "make it smaller, or raise --max-bytes")
+        raise MediaError(path, reason, f"make it smaller, {raising('--max-bytes')}")
 
 
 def decode(data: bytes, path: Path | str, max_pixels: int = MAX_PIXELS, max_side: int | None = None) -> Image.Image:
@@ -136,7 +141,7 @@ def opened(data: bytes, path: Path | str, max_pixels: int) -> Iterator[Image.Ima
         raise MediaError(path, *_stranger(data)) from error
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         reason = "declares more pixels than can be opened safely (a decompression bomb?)"
-        raise MediaError(path, reason, "make it smaller, or raise --max-pixels") from error
+        raise MediaError(path, reason, f"make it smaller, {raising('--max-pixels')}") from error
     except MemoryError as error:
         raise too_much_memory(path) from error
     except Exception as error:  # a decoder fed with hostile bytes may raise anything at all
@@ -145,7 +150,7 @@ def opened(data: bytes, path: Path | str, max_pixels: int) -> Iterator[Image.Ima
 
 def too_much_memory(path: Path | str) -> MediaError:
     """The error for bytes that do not fit into memory when they are decoded."""
-    return MediaError(path, "takes too much memory to decode", "make it smaller, or raise --max-memory")
+    return MediaError(path, "takes too much memory to decode", f"make it smaller, {raising('--max-memory')}")
 
 
 def fitting(size: tuple[int, int], side: int) -> tuple[int, int]:
@@ -192,7 +197,7 @@ def check_size(size: tuple[int, int], path: Path | str, max_pixels: int) -> None
         raise MediaError(path, f"declares a size of {width} x {height} pixels", COPY_AGAIN)
     if width * height > max_pixels:
         reason = f"{width} x {height} is {width * height / 1e6:.0f} million pixels, over {max_pixels / 1e6:.0f} million"
-        raise MediaError(path, reason, "make it smaller, or raise --max-pixels")
+        raise MediaError(path, reason, f"make it smaller, {raising('--max-pixels')}")
     if max(size) > MAX_ASPECT * min(size):
         raise MediaError(path, f"{width} x {height} is longer than {MAX_ASPECT} times its width", "crop it")
 

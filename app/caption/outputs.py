@@ -178,8 +178,8 @@ class Outputs:
         """
         if not self._alone("finish.lock", FINISHING):
             raise OutputError(f"another run is still finishing {self.folder}; run the command again")
-        self.finals.refuse_strangers(kinds)
         self.reload()
+        self.finals.refuse_strangers(kinds, self.ledger)
         if replace:  # captions by another hand, with ours
             self.foreign = {name: text for name, text in self.foreign.items() if name not in self.ledger.captions}
         made: list[Path] = []

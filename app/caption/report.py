@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections import Counter
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from mmspec.app.caption.journal import write_whole
+from mmspec.app.caption.journal import parse, write_whole
 from mmspec.app.caption.plan import Plan
 from mmspec.app.caption.run import Result
 from mmspec.app.caption.settings import AUTO
@@ -24,6 +25,7 @@ if TYPE_CHECKING:  # torch is imported only once it is clear that there is somet
     from mmspec.app.caption.compare import Comparison
 
 MEGA = 2**20
+LONGEST = 64 * MEGA  # bytes of a file that may be a report
 
 
 class TooManyErrorsError(Exception):
@@ -134,6 +136,16 @@ def write(
         "provenance": provenance(device, dtype),
     }
     write_whole(path, json.dumps(facts, indent=2, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n")
+
+
+def replaceable(path: Path) -> bool:
+    """Whether nothing is there, or a report of an earlier run."""
+    if not os.path.lexists(path):
+        return True
+    if not path.is_file() or path.stat().st_size > LONGEST:
+        return False
+    data = path.read_bytes()
+    return not data or (parse(data) or {}).keys() >= {"counts", "workers", "provenance"}
 
 
 def estimate(todo: Plan, tally: Tally, workers: int, summary: dict[str, Any]) -> str:

@@ -262,7 +262,7 @@ def _check_length(seconds: float, size: tuple[int, int], path: Path | str, limit
     allowed = limits.max_duration / max(1.0, size[0] * size[1] / FULL_HD)
     if seconds > allowed:
         reason = f"lasts {seconds:.0f} s at {size[0]} x {size[1]} pixels, where {allowed:.0f} s are allowed"
-        raise MediaError(path, reason, "cut it into shorter clips, or raise --max-duration")
+        raise MediaError(path, reason, f"cut it into shorter clips, {media.raising('--max-duration')}")
 
 
 def _enough(pictures: list[Image.Image], asked: int, path: Path | str) -> tuple[Image.Image, ...]:

@@ -1,0 +1,226 @@
+"""The final files of `mmspec caption`: nobody else's is replaced, ours are, also after a kill and an upgrade."""
+
+# ruff: noqa: F811 - fixtures
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tarfile
+from pathlib import Path
+
+import clips
+import pytest
+from test_caption import FATAL, OK, SENSELESS, SOME_FAILED, caption, captions, journal, paint, photos, spoil  # noqa: F401
+
+FINALS = ("captions.parquet", "prompts.txt", "images.txt", "failed.jsonl", "webdataset/00000.tar")
+ALL = ("--format", "parquet,webdataset,pairs,metadata")
+NOTES = Path("captions/.mmspec/finals.log")
+
+
+class KilledError(BaseException):
+    pass
+
+
+def killed(*_, **__) -> None:
+    raise KilledError
+
+
+@pytest.mark.parametrize("name", (*FINALS, "videos.txt", "webdataset/00000.parquet"))
+def test_files_of_others_are_never_replaced(name: str, caption, capsys: pytest.CaptureFixture):
+    from pyarrow import parquet, table
+
+    path = Path("photos", name)
+    path.parent.mkdir(exist_ok=True)
+    if path.suffix == ".parquet":
+        parquet.write_table(table({"file_name": ["a.png"], "text": ["by hand"]}), path)
+    else:
+        path.write_text("by hand")
+    if name == "videos.txt":
+        assert caption("--out", "pictures", "--format", "pairs") == OK
+        Path("pictures", name).write_text("by hand")
+        assert caption("--out", "pictures", "--format", "pairs") == OK  # which needs no such list
+        assert Path("pictures", name).read_text() == "by hand"
+        clips.write_clip(path.with_name("clip.mp4"), clips.grey_steps(4))
+    before = path.read_bytes()
+    for options in (ALL, (*ALL, "--dry-run")):
+        assert caption("--out", "beside", *options) == FATAL
+        said = capsys.readouterr().err
+        assert str(Path(name).with_suffix("")) in said and "would be replaced" in said
+        assert path.read_bytes() == before and not journal("photos")  # before any work
+    if name != "failed.jsonl":
+        assert caption("--out", "beside", "--format", "txt") == OK and path.read_bytes() == before  # in nobody's way
+
+
+def test_final_files_of_ours_are_made_anew_until_somebody_edits_them(caption, photos: Path):
+    spoil(photos)
+    assert caption(*ALL) == SOME_FAILED
+    paint(photos / "new.png")
+    assert caption(*ALL) == SOME_FAILED
+    made = {name: Path("captions", name).read_bytes() for name in FINALS}
+    assert made["images.txt"].split() == [name.encode() for name in captions()] and len(captions()) == 5
+    for name, content in made.items():
+        path = Path("captions", name)
+        if path.suffix != ".tar":  # it is known by the table beside it
+            path.write_bytes(content + b"edited")
+            assert caption(*ALL) == FATAL and path.read_bytes() == content + b"edited"
+            path.write_bytes(content)
+    assert caption(*ALL) == SOME_FAILED
+
+
+def test_a_folder_of_a_version_that_kept_no_notes(caption, photos: Path):
+    spoil(photos)
+    assert caption(*ALL) == SOME_FAILED
+    edited = Path("captions/prompts.txt").read_bytes()
+    for _ in range(2):  # at once, and with other captions meanwhile
+        NOTES.unlink()
+        assert caption(*ALL, "--dry-run") == OK and not NOTES.exists()
+        assert caption("--format", "txt", "--prompt", "w9") == SOME_FAILED and NOTES.exists()
+        assert caption(*ALL, "--prompt", "w9") == SOME_FAILED
+    assert b"w9" in Path("captions/prompts.txt").read_bytes()
+    NOTES.unlink()
+    Path("captions/prompts.txt").write_bytes(edited.replace(b" 1 ", b" one "))
+    assert caption(*ALL) == FATAL and b" one " in Path("captions/prompts.txt").read_bytes()
+
+
+@pytest.mark.parametrize("kills", range(8))
+def test_final_files_are_still_ours_after_a_kill(kills: int, caption, photos: Path, monkeypatch: pytest.MonkeyPatch):
+    """Whichever of the eight was the last that got its name: three of a tar, two of pairs, parquet and both jsonl."""
+    spoil(photos)
+    assert caption(*ALL) == SOME_FAILED
+    paint(photos / "new.png")
+    named, real = [], os.replace
+
+    def replace(source: Path, target: Path) -> None:
+        real(source, target)
+        named.append(target.name)
+        if len(named) == kills + 2:  # run.yaml comes first
+            raise KilledError
+
+    with monkeypatch.context() as patch, pytest.raises(KilledError):
+        patch.setattr(os, "replace", replace)
+        caption(*ALL)
+    assert named[0] == "run.yaml" and (kills < 7 or named[-1] == "failed.jsonl")
+    assert caption(*ALL) == SOME_FAILED and len(captions()) == 5
+
+
+def test_what_a_run_reads_it_does_not_replace(caption, photos: Path, capsys: pytest.CaptureFixture):
+    assert caption(*ALL, "--out", "beside") == OK
+    listed = photos / "images.txt"
+    before = {path: path.read_bytes() for path in photos.iterdir() if path.is_file()}
+    cases = {
+        ("--prompt-file", "photos/prompts.txt"): "photos/prompts.txt would be replaced",
+        ("--report", "photos/metadata.jsonl"): "--report photos/metadata.jsonl would replace",
+    }
+    for words, reason in cases.items():
+        assert caption(*ALL, "--out", "beside", *words) == FATAL and reason in capsys.readouterr().err
+    for path in (
+        "photos/images.txt",
+        "photos/metadata.jsonl",
+        "photos/captions.parquet",
+        "photos/webdataset/00000.tar",
+    ):
+        assert caption(*ALL, "--out", "photos", folder=path) == FATAL
+        assert f"{path} would be replaced" in capsys.readouterr().err
+    assert caption("--out", "elsewhere", "--report", "photos/images.txt", folder=listed) == FATAL
+    paint(photos / "run.png")
+    (photos / "run.yaml").write_text("limit: 1")
+    assert caption("--out", "beside", "--extension", ".yaml", "--config", "photos/run.yaml") == FATAL
+    assert "run.yaml would be the caption file of run.png and" in capsys.readouterr().err
+    assert before == {path: path.read_bytes() for path in before}
+
+
+@pytest.mark.parametrize("where", ("line_of", "hold", "os.replace", "os.fsync"))
+def test_a_kill_while_files_of_an_older_version_are_noted(where: str, caption, photos: Path, monkeypatch):
+    spoil(photos)
+    assert caption(*ALL) == SOME_FAILED
+    NOTES.unlink()
+    with monkeypatch.context() as patch, pytest.raises(KilledError):
+        patch.setattr(where if "." in where else f"mmspec.app.caption.finals.{where}", killed, raising=False)
+        caption(*ALL)
+    assert not NOTES.exists()
+    assert caption(*ALL) == SOME_FAILED
+    for torn in (b"", b'{"file": "prom'):
+        NOTES.write_bytes(torn)
+        assert caption(*ALL) == SOME_FAILED
+
+
+def test_a_list_that_an_older_version_left_when_a_video_came(caption, photos: Path):
+    assert caption("--format", "pairs") == OK
+    stale = Path("captions/images.txt").read_bytes()
+    clips.write_clip(photos / "film.mp4", clips.grey_steps(4))
+    assert caption("--format", "pairs") == OK and Path("captions/videos.txt").read_text() == "film.mp4\n"
+    assert Path("captions/images.txt").read_bytes() == stale
+    NOTES.unlink()
+    assert caption("--format", "pairs") == OK
+    (photos / "film.mp4").unlink()
+    Path("captions/images.txt").write_bytes(stale + b"edited\n")
+    assert caption("--format", "pairs") == OK  # the caption of the video is there still, so no images.txt is made
+    assert Path("captions/images.txt").read_bytes() == stale + b"edited\n"
+
+
+def test_an_older_run_killed_between_its_pair(caption, capsys: pytest.CaptureFixture):
+    assert caption("--format", "pairs") == OK
+    Path("captions/prompts.txt").unlink()
+    NOTES.unlink()
+    assert caption("--format", "pairs") == OK and Path("captions/prompts.txt").exists()
+    Path("captions/images.txt").write_text("a.png\nunknown.png\n")
+    NOTES.unlink()
+    assert caption("--format", "pairs") == FATAL
+    assert "older versions kept no note of what they made); move it away" in capsys.readouterr().err
+
+
+def test_an_older_run_killed_while_it_replaced_a_tar(caption, photos: Path):
+    tar = Path("captions/webdataset/00000.tar")
+    kind = ("--format", "webdataset")
+    assert caption(*kind) == OK
+    tar.with_suffix(".parquet").unlink()
+    NOTES.unlink()
+    assert caption(*kind, "--prompt", "w9") == OK  # other captions since
+    assert b"w9" in tar.read_bytes() and tar.with_suffix(".parquet").exists()
+    tar.with_suffix(".parquet").unlink()
+    shutil.copy(tar, "copy.tar")
+    for facts in ({"file_name": "a.png", "text": "by hand"}, {"key": "1"}, [], None):
+        with tarfile.open(tar, "a") as file:
+            Path("facts").write_text(json.dumps(facts))
+            file.add("facts", "000000009.json")
+        before = tar.read_bytes()
+        assert caption(*kind) == FATAL and tar.read_bytes() == before
+        shutil.copy("copy.tar", tar)
+    assert caption(*kind) == OK
+
+
+def test_a_shard_with_a_damaged_table_is_not_ours(caption):
+    tar = Path("captions/webdataset/00000.tar")
+    assert caption("--format", "webdataset") == OK
+    for table in (b"", b"PAR1 cut off"):
+        tar.with_suffix(".parquet").write_bytes(table)
+        before = tar.read_bytes()
+        assert caption("--format", "webdataset", "--prompt", "w9") == FATAL
+        assert tar.read_bytes() == before and tar.with_suffix(".parquet").read_bytes() == table
+
+
+def test_names_that_are_no_unicode_in_an_older_folder(caption, photos: Path):
+    os.rename(photos / "b.jpg", os.fsencode(photos) + b"/\xff.jpg")
+    assert caption(*ALL) == OK
+    NOTES.unlink()
+    assert caption(*ALL) == OK
+    assert {line["file"] for line in map(json.loads, NOTES.read_text().splitlines())} >= {
+        "captions.parquet", "prompts.txt", "images.txt",
+    }  # fmt: skip
+
+
+def test_a_report_replaces_nothing_but_a_report(caption, photos: Path, capsys: pytest.CaptureFixture):
+    Path("empty.json").touch()
+    Path("list.txt").write_text("photos/a.png")
+    Path("other.json").write_text('{"counts": 1}')
+    for name in ("list.txt", "other.json", "photos"):
+        assert caption("--report", name) == FATAL and not journal()
+        assert f"--report {name} would replace a file that is no report" in capsys.readouterr().err
+    assert Path("list.txt").read_text() == "photos/a.png" and Path("other.json").read_text() == '{"counts": 1}'
+    before = (photos / "a.png").read_bytes()
+    with pytest.raises(SystemExit) as stopped:  # as the shell makes of photos/*.png
+        caption("photos/b.jpg", "--report", "photos/a.png")
+    assert stopped.value.code == SENSELESS and (photos / "a.png").read_bytes() == before
+    for _ in range(2):
+        assert caption("--report", "empty.json") == OK and "provenance" in json.loads(Path("empty.json").read_text())
