@@ -149,7 +149,7 @@ class Distillation:
                     file.write(json.dumps(new) + "\n")
                     file.flush()
         counts = torch.tensor([len(broken), len(mine)], device=self.accelerator.device)
-        unread, asked = self.accelerator.reduce(counts).tolist()  # of all processes: they stop together or go on
+        unread, asked = self.accelerator.reduce(counts, "sum").tolist()  # of all processes: they stop together or go on
         told = f"{unread} of {asked} samples ({name}) cannot be read"
         told += f"; the first: {broken[min(broken)]}" if broken else ""
         if unread and unread == asked:
