@@ -81,7 +81,7 @@ def test_a_run_fills_both_panes_and_says_that_they_are_the_same(visitor: shoot.V
 def test_stop_ends_a_run_and_the_next_one_works(visitor: shoot.Visitor) -> None:
     visitor.choose()
     visitor.page.get_by_role("button", name="Options").click()
-    visitor.set("New tokens", 512)
+    visitor.set("New tokens", 480)
     visitor.ask("w5 w6")
     visitor.press("run")
     visitor.page.wait_for_selector("#mm-plain-pane .mm-text .mm-t")
