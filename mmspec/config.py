@@ -133,7 +133,8 @@ class SpecConfig:
         """
         useless = [name for name in (*FEATURE, *WINDOW) if getattr(self, name) is not None and name not in known]
         if useless:
-            raise ValueError(f"{drafter} has no use for {', '.join(useless)}; its options are {', '.join(known)}")
+            left = f"its options are {', '.join(known)}" if known else "it has no options of its own"
+            raise ValueError(f"{drafter} has no use for {', '.join(useless)}; {left}")
 
 
 def portions(whole: int, least: int) -> list[int]:

@@ -596,6 +596,11 @@ def test_ngram_refuses_what_it_cannot_do(options: Any, useless: str) -> None:
         resolve("ngram", SpecConfig(**options), TargetInfo("toy", 4, 1, 1, 1, CPU, torch.float32))
 
 
+def test_plain_decoding_refuses_to_draft() -> None:
+    with pytest.raises(ValueError, match="plain decoding has no use for depth; it has no options of its own"):
+        resolve("plain", SpecConfig(depth=3), TargetInfo("toy", 4, 1, 1, 1, CPU, torch.float32))
+
+
 @pytest.mark.parametrize("init", ["vertical", "mixture"])
 def test_the_token_above_needs_a_grid(init: str) -> None:
     toy = Toy(grid=None)
