@@ -1,0 +1,165 @@
+"""The shape of the source, in numbers: sizes, imports between folders, circles, and the files that one round runs through.
+
+    python benchmarks/structure.py              # the tree
+    python benchmarks/structure.py --round      # also runs one greedy round of the embedded model, and names its files
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ("kernels", "mmspec", "pipelines", "app")
+
+
+def sources() -> list[Path]:
+    return sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
+
+
+def dotted(path: Path) -> str:
+    """Name under which a file is imported."""
+    name = path.relative_to(ROOT).with_suffix("").as_posix().removesuffix("/__init__").replace("/", ".")
+    return name if name.split(".")[0] == "mmspec" else f"mmspec.{name}"
+
+
+def imported(path: Path, known: set[str]) -> Iterator[tuple[str, bool]]:
+    """Modules of ours that a file imports, and whether it does so when it is loaded."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    late = {id(n) for f in ast.walk(tree) if isinstance(f, (ast.FunctionDef, ast.Lambda)) for n in ast.walk(f)}
+    checked = {id(n) for f in ast.walk(tree) if isinstance(f, ast.If) and "TYPE_CHECKING" in ast.dump(f.test)
+               for n in ast.walk(f)}  # fmt: skip
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        for name in names:
+            while name and name not in known:
+                name = name.rpartition(".")[0]
+            if name.startswith("mmspec"):
+                yield name, id(node) not in late and id(node) not in checked
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Groups of nodes that reach each other (strongly connected, two or more), by Tarjan's algorithm."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(node: str) -> None:
+        index[node] = low[node] = len(index)
+        stack.append(node)
+        for other in graph.get(node, ()):
+            if other not in index:
+                visit(other)
+            if other in stack:
+                low[node] = min(low[node], low[other])
+        if low[node] == index[node]:
+            group = stack[stack.index(node) :]
+            del stack[stack.index(node) :]
+            if len(group) > 1:
+                found.append(sorted(group))
+
+    sys.setrecursionlimit(10_000)
+    for node in list(graph):
+        if node not in index:
+            visit(node)
+    return found
+
+
+def room(module: str, files: dict[str, Path]) -> str:
+    return files[module].parent.relative_to(ROOT).as_posix()
+
+
+def shape() -> None:
+    files = {dotted(path): path for path in sources()}
+    edges: dict[str, set[str]] = defaultdict(set)
+    loaded: dict[str, set[str]] = defaultdict(set)
+    for module, path in files.items():
+        for other, at_load in imported(path, set(files)):
+            if other != module:
+                edges[module].add(other)
+                if at_load:
+                    loaded[module].add(other)
+    rooms: dict[str, set[str]] = defaultdict(set)
+    for module, others in edges.items():
+        rooms[room(module, files)] |= {room(other, files) for other in others} - {room(module, files)}
+    texts = {module: path.read_text(encoding="utf-8") for module, path in files.items()}
+    lines, held = Counter[str](), Counter[str]()
+    for module, text in texts.items():
+        lines[room(module, files)] += text.count("\n")
+        held[room(module, files)] += 1
+    print("| folder | files | lines |\n|---|--:|--:|")
+    for name in sorted(lines):
+        print(f"| {name} | {held[name]} | {lines[name]} |")
+    outside = sum(n for name, n in lines.items() if not name.startswith("app"))
+    classes = Counter(
+        node.name for text in texts.values() for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef)
+    )
+    face = "mmspec"  # its table of lazy names is data, not imports
+    for name, value in {
+        "source lines": sum(lines.values()),
+        "source lines outside app": outside,
+        "folders with source": len(lines),
+        "arrows between folders": sum(map(len, rooms.values())),
+        "circles of folders": circles(rooms),
+        "arrows between files": sum(map(len, edges.values())),
+        "circles of files when loaded": circles(loaded),
+        "circles of files, late imports too": circles({m: o - {face} for m, o in edges.items()}),
+        "files that import the face": sorted(m for m, o in edges.items() if face in o),
+        "the word Any": sum(text.count("Any") for text in texts.values()),
+        "type: ignore": sum(text.count("# type: ignore") for text in texts.values()),
+        "class names defined more than once": sorted(name for name, n in classes.items() if n > 1),
+    }.items():
+        print(f"{name}: {len(value) if isinstance(value, list) else value}", *(value if isinstance(value, list) else ()))
+
+
+def round_files() -> None:
+    """One greedy round of the embedded model with its EAGLE drafter: the files of ours whose functions it calls."""
+    import mmspec
+    from mmspec import loop, zoo
+    from PIL import Image
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    folder = zoo.path("scenes-vlm")
+    model, processor = AutoModelForImageTextToText.from_pretrained(folder), AutoProcessor.from_pretrained(folder)
+    picture = Image.open(ROOT / "mmspec/zoo/samples/scene-01.png")
+    turn = [{"role": "user", "content": [{"type": "image", "image": picture}, {"type": "text", "text": "Describe it."}]}]
+    inputs = processor.apply_chat_template(
+        [turn], add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+    )
+    mmspec.enable(model, zoo.path("scenes-vlm-eagle"))
+    crossed: Counter[str] = Counter()
+    stock = loop.decode
+
+    def watched(*args: object) -> Iterator[object]:
+        steps = stock(*args)
+        while True:
+            sys.setprofile(lambda frame, event, _: crossed.update([frame.f_code.co_filename]))
+            try:
+                step = next(steps, None)
+            finally:
+                sys.setprofile(None)
+            if step is None:
+                return
+            yield step
+
+    for module in [m for m in list(sys.modules.values()) if getattr(m, "decode", None) is stock]:
+        module.decode = watched  # type: ignore[attr-defined]
+    model.generate(**inputs, max_new_tokens=12, do_sample=False)
+    calls = {Path(name).resolve(): n for name, n in crossed.items()}
+    ours = sorted((path.relative_to(ROOT).as_posix(), calls[path]) for path in sources() if path in calls)
+    print(f"files that greedy rounds run through: {len(ours)}")
+    print(*(f"  {path} ({n} calls)" for path, n in ours), sep="\n")
+
+
+if __name__ == "__main__":
+    shape()
+    if "--round" in sys.argv:
+        round_files()
