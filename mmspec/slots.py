@@ -85,6 +85,8 @@ class Slots:
 
     def join(self, other: Slots, end: int) -> None:
         """Take the other's rows below these; of the own slots those from `end` on are not in use and are let go."""
+        if self.keys is None and other.keys is None:  # of a layer without attention
+            return
         if self.keys is None or self.values is None or other.keys is None or other.values is None:
             raise ValueError("both caches must hold a prompt before their rows can be joined")
         self.keys = _stack(self.keys[:, :, :end], other.keys)

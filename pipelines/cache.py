@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticLayer
 
 from mmspec.kernels import dispatch
+from mmspec.pipelines.recurrent import RecurrentLayer, reading
 from mmspec.slots import Lengths, Slots
 
 
@@ -24,6 +25,7 @@ class SlotCache(Cache):
     def __init__(self, batch: int, device: torch.device, reserve: int) -> None:
         super().__init__(layers=[])
         self.slots: list[Slots] = []
+        self.recurrent: dict[int, RecurrentLayer] = {}  # by layer, of those that keep a state of another kind
         self.lengths = Lengths.of([0] * batch, device)
         self.reserve = reserve
 
@@ -31,6 +33,43 @@ class SlotCache(Cache):
         while len(self.slots) <= layer_idx:
             self.slots.append(Slots(self.reserve))
         return self.slots[layer_idx].append(key_states, value_states, self.lengths)
+
+    # -- layers with a recurrent or convolutional state, as stock calls them -------------------------------------------
+
+    def _recurrent(self, layer_idx: int) -> RecurrentLayer:
+        """A layer's state; a draft that is being read is read by this layer from now on."""
+        layer, draft = self.recurrent.setdefault(layer_idx, RecurrentLayer()), reading.get()
+        if draft is not None:
+            draft.layer = layer
+        return layer
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self._recurrent(layer_idx).conv.get(state_idx)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self._recurrent(layer_idx).state.get(state_idx)
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
+    ) -> Tensor:
+        layer, draft = self._recurrent(layer_idx), reading.get()
+        if draft is None:
+            return layer.extend(conv_states, state_idx, conv_kernel_size)
+        draft.index = state_idx
+        layer.inputs[state_idx] = conv_states
+        return conv_states
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
+        if reading.get() is None:  # what a draft writes waits for `commit`
+            self._recurrent(layer_idx).state[state_idx] = recurrent_states
+        return recurrent_states
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        layers = self.recurrent.values() if layer_idx is None else [self.recurrent.get(layer_idx, RecurrentLayer())]
+        return any(layer.conv or layer.state for layer in layers)
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return reading.get() is not None
 
     def get_seq_length(self, layer_idx: int = 0, *_: Any) -> int:
         return self.lengths.longest
@@ -58,6 +97,8 @@ class SlotCache(Cache):
 
     def commit(self, kept: Tensor, counts: tuple[int, ...], device_counts: Tensor, in_place: bool) -> None:
         """Of the nodes appended last, keep `kept[b, : counts[b]]` in row b; `in_place` says they lie there already."""
+        for state in self.recurrent.values():
+            state.commit(kept, device_counts)
         if not in_place:
             homes: dict[torch.device, list[Tensor]] = {}
             for buffer in (t for layer in self.slots for t in (layer.keys, layer.values) if t is not None):
@@ -68,7 +109,7 @@ class SlotCache(Cache):
         self.lengths = self.lengths.plus(counts, device_counts)
 
     def select(self, rows: Tensor) -> SlotCache:
-        for layer in self.slots:
+        for layer in (*self.slots, *self.recurrent.values()):
             layer.select(rows)
         self.lengths = self.lengths.select(rows)
         return self
@@ -76,6 +117,8 @@ class SlotCache(Cache):
     def join(self, other: SlotCache) -> SlotCache:
         for mine, theirs in zip(self.slots, other.slots, strict=True):
             mine.join(theirs, self.lengths.longest)
+        for index, state in self.recurrent.items():
+            state.join(other.recurrent[index])
         self.lengths = self.lengths.join(other.lengths)
         return self
 

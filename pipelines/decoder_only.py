@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mmspec.pipelines import attention
+from mmspec.pipelines import attention, recurrent
 from mmspec.pipelines.generate import Call, generate, obstacle
 from mmspec.pipelines.vlm import VlmTarget, tap, untap
 from mmspec.rules import Rule
@@ -87,8 +87,6 @@ def unsupported(model: Any) -> str | None:
     config = model.config
     if getattr(config, "is_encoder_decoder", False):
         return "it is an encoder-decoder model; only decoder-only models are supported"
-    if getattr(model, "_is_stateful", False):
-        return "it keeps a recurrent state, which cannot be rolled back after a rejected draft"
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
     if decoder is None or decoder is model or not hasattr(decoder, "layers"):
         return "get_decoder() does not give a text decoder with layers"
@@ -96,7 +94,14 @@ def unsupported(model: Any) -> str | None:
         return "get_output_embeddings() gives no head"
     if "position_ids" not in inspect.signature(decoder.forward).parameters:
         return "its decoder takes no position_ids, which the nodes of a tree need"
+    strange = recurrent.unknown(decoder)
+    if strange is not None:
+        return f"{strange} keeps a state that cannot be rolled back after a rejected draft"
+    kept = any(recurrent.modules(decoder))
+    if getattr(model, "_is_stateful", False) and not kept:
+        return "it keeps a recurrent state, which cannot be rolled back after a rejected draft"
     layers = set(getattr(decoder.config, "layer_types", None) or ["full_attention"])
+    layers -= recurrent.KINDS if kept else set()
     if layers - _LAYERS:
         return f"it has {', '.join(sorted(layers - _LAYERS))} layers, whose state cannot be rolled back to a tree node"
     asked = decoder.config._attn_implementation

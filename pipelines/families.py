@@ -14,6 +14,8 @@ PROVED: dict[str, str] = {
     "qwen2_vl": "Qwen2-VL: images, videos, M-RoPE",
     "qwen2_5_vl": "Qwen2.5-VL: images, videos, M-RoPE",
     "qwen3_vl": "Qwen3-VL: images, videos, interleaved M-RoPE",
+    "qwen3_5": "Qwen3.5, Qwen3.6: images, videos, gated delta layers, interleaved M-RoPE",
+    "lfm2_vl": "LFM2-VL: images, short convolutions",
     "smolvlm": "SmolVLM: images",
     "idefics3": "Idefics3: images",
     "internvl": "InternVL: images",

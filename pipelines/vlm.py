@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache
 
 from mmspec.drafters.vocab import DraftVocab
 from mmspec.modes import mode_of
-from mmspec.pipelines import attended, attention, compiled
+from mmspec.pipelines import attended, attention, compiled, recurrent
 from mmspec.pipelines.cache import SlotCache
 from mmspec.pipelines.processors import Processors
 from mmspec.pipelines.sampling import Noise, Sampler
@@ -37,11 +37,15 @@ def taps(model: Any, features: tuple[int, ...]) -> dict[str, Any]:
 
 
 def tap(model: Any, features: tuple[int, ...]) -> None:
+    for module in recurrent.modules(model.get_decoder()):
+        recurrent.install(module)
     for name, module in taps(model, features).items():
         swap(module, attended.Attentive if name.startswith("attention") else Tap, _mmspec_name=name)
 
 
 def untap(model: Any, features: tuple[int, ...]) -> None:
+    for module in list(recurrent.modules(model.get_decoder())):
+        restore(module)
     for module in taps(model, features).values():
         restore(module)
 
@@ -194,7 +198,8 @@ class VlmTarget:
             for t in (draft.tokens.clamp(min=0), draft.tree.depth, draft.tree.ancestors, (session.emitted - 1)[:, None])
         )
         read = self.read if self.compiled is None else partial(self.compiled.read, self)
-        raw, *hidden = read(state, tokens, state.places.at(index + depth), self._mask(state, ancestors, depth))
+        with recurrent.reads(tiled(draft.tree.parents, self.streams), depth, ancestors):
+            raw, *hidden = read(state, tokens, state.places.at(index + depth), self._mask(state, ancestors, depth))
         return self.law(raw, session, draft, stacked(hidden[0], self.streams) if hidden else None)
 
     def read(self, state: State, tokens: Tensor, places: Tensor, mask: Any) -> tuple[Tensor, ...]:

@@ -154,6 +154,36 @@ def _qwen3_vl() -> Any:
     return T.Qwen3VLForConditionalGeneration(T.Qwen3VLConfig(text_config=text, vision_config=vision, **QWEN_TOKENS))
 
 
+def _qwen3_5() -> Any:
+    vision = dict(**QWEN_VISION, depth=2, out_hidden_size=HIDDEN, num_position_embeddings=16)
+    linear = {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 12,
+        "linear_conv_kernel_dim": 4,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    }
+    text = dict(**TEXT, **linear, rope_parameters=rope(mrope_section=[2, 1, 1], partial_rotary_factor=0.5))
+    return T.Qwen3_5ForConditionalGeneration(T.Qwen3_5Config(text_config=text, vision_config=vision, **QWEN_TOKENS))
+
+
+def _lfm2_vl() -> Any:
+    layers = ["conv", "full_attention", "conv"]
+    text = dict(model_type="lfm2", **PLAIN, layer_types=layers, block_multiple_of=8, conv_L_cache=3)
+    vision = dict(model_type="siglip2_vision_model", **VISION, num_patches=16, patch_size=14)
+    return T.Lfm2VlForConditionalGeneration(
+        T.Lfm2VlConfig(text_config=text, vision_config=vision, image_token_id=IMAGE, downsample_factor=2)
+    )
+
+
+def _siglip2(_: Any, g: torch.Generator) -> Seen:
+    """LFM2-VL: pictures are lists of patches with a shape, here 4 × 4."""
+    pixels = torch.randn(1, 16, 3 * 14 * 14, generator=g)
+    told = {"spatial_shapes": torch.tensor([[4, 4]]), "pixel_attention_mask": torch.ones(1, 16, dtype=torch.long)}
+    return Seen({"pixel_values": pixels, **told}, [IMAGE] * 4, [1] * 4)
+
+
 def _idefics(config: Any, model: Any) -> Callable[[], Any]:
     def build() -> Any:
         text, vision = dict(model_type="llama", **TEXT), dict(**VISION, image_size=32, patch_size=8)
@@ -208,6 +238,8 @@ FAMILIES: dict[str, Family] = {
     "qwen2_vl": Family(_qwen2_vl, _qwen_image, _qwen_video(False), "mm_token_type_ids"),
     "qwen2_5_vl": Family(_qwen2_5_vl, _qwen_image, _qwen_video(False), "mm_token_type_ids"),
     "qwen3_vl": Family(_qwen3_vl, _qwen_image, _qwen_video(True), "mm_token_type_ids"),
+    "qwen3_5": Family(_qwen3_5, _qwen_image, _qwen_video(True), "mm_token_type_ids"),
+    "lfm2_vl": Family(_lfm2_vl, _siglip2),
     "smolvlm": Family(_idefics(T.SmolVLMConfig, T.SmolVLMForConditionalGeneration), _images((3, 32, 32)), per_row=True),
     "idefics3": Family(
         _idefics(T.Idefics3Config, T.Idefics3ForConditionalGeneration), _images((3, 32, 32)), per_row=True

@@ -1,0 +1,266 @@
+"""Decoder layers that keep a recurrent or convolutional state: stock's own forward, reading a draft's tree in one go.
+
+A module that keeps such a state calls, in the middle of its forward, one of the functions in SCANS. `install` swaps the
+module's class for one whose forward is stock's own code with these functions replaced (in that forward alone). While a
+draft is read they take its tree into account and keep what every node wrote; at all other times they are stock's.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from types import CellType, FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.nn import functional as F
+from transformers.activations import ACT2FN
+
+from mmspec.kernels import reference_recurrent as ops
+from mmspec.pipelines.swap import swap
+
+
+@dataclass(frozen=True)
+class Writes:
+    """What the nodes of a draft wrote into one layer's state; see `ops.recurrent_fold`."""
+
+    k: Tensor  # [B, H, n, K]
+    u: Tensor  # [B, H, n, V]
+    G: Tensor  # [B, H, n] or [B, H, n, K]
+    turned: bool = False  # whether stock keeps the state as [B, H, V, K]
+
+
+class RecurrentLayer:
+    """The state of one layer: the last inputs of its convolutions and its recurrent state, by stock's `state_idx`."""
+
+    def __init__(self) -> None:
+        self.conv: dict[int, Tensor] = {}  # [B, C, W]
+        self.state: dict[int, Tensor] = {}  # [B, H, K, V]
+        self.inputs: dict[int, Tensor] = {}  # of the draft that was read last, [B, C, n]
+        self.writes: dict[int, Writes] = {}  # likewise
+
+    def extend(self, x: Tensor, index: int, width: int | None) -> Tensor:
+        """As stock: new inputs [B, C, n] behind those that are kept, of which the last `width` are kept from now on."""
+        full = torch.cat([self.conv[index], x], -1) if index in self.conv else x
+        keep = self.conv[index].shape[-1] if index in self.conv else width or x.shape[-1]
+        self.conv[index] = F.pad(full, (max(0, keep - full.shape[-1]), 0))[..., -keep:].clone()
+        return full
+
+    def commit(self, kept: Tensor, count: Tensor) -> None:
+        """The first `count` [B] of the nodes `kept` [B, m] stand."""
+        for index, x in self.inputs.items():
+            self.conv[index] = ops.conv_fold(x, self.conv[index], kept.to(x.device), count.to(x.device))
+        for index, w in self.writes.items():
+            state, dtype = self.state[index].float(), self.state[index].dtype
+            state = state.transpose(-1, -2) if w.turned else state
+            folded = ops.recurrent_fold(w.k, w.u, w.G, state, kept.to(state.device), count.to(state.device)).to(dtype)
+            self.state[index] = folded.transpose(-1, -2) if w.turned else folded
+        self.inputs, self.writes = {}, {}
+
+    def select(self, rows: Tensor) -> None:
+        for held in (self.conv, self.state):
+            held.update({index: t[rows.to(t.device)] for index, t in held.items()})
+
+    def join(self, other: RecurrentLayer) -> None:
+        for mine, theirs in ((self.conv, other.conv), (self.state, other.state)):
+            mine.update({index: torch.cat([t, theirs[index]]) for index, t in mine.items()})
+
+
+@dataclass
+class Reading:
+    """A draft that is being read, and the layer that reads it."""
+
+    parents: Tensor  # [B, n]
+    depth: Tensor  # [B, n]
+    ancestors: Tensor  # bool [B, n, n]
+    layer: RecurrentLayer | None = None
+    index: int = 0  # of the convolution that stock will call next
+    _windows: dict[int, Tensor] = field(default_factory=dict)
+
+    def windows(self, width: int, device: torch.device) -> Tensor:
+        """As `ops.conv_windows`, made once for all layers."""
+        if width not in self._windows:
+            self._windows[width] = ops.conv_windows(self.parents, self.depth, width)
+        return self._windows[width].to(device)
+
+    def read(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, beta: Tensor | None, turned: bool
+    ) -> Tensor:
+        """What the nodes read, [B, H, n, V] in float32, from their queries, keys and values [B, H, n, …]; what they
+        write is kept with the layer. The delta rule where there is a `beta` [B, H, n]."""
+        assert self.layer is not None
+        ancestors = self.ancestors.to(k.device)
+        state = state.float().transpose(-1, -2) if turned else state.float()
+        G = ops.path_decay(g, ancestors)
+        u = v if beta is None else ops.delta_writes(k, v, beta, G, state, ancestors)
+        self.layer.writes[0] = Writes(k, u, G, turned)
+        return ops.recurrent_read(q, k, u, G, state, ancestors)
+
+
+reading: ContextVar[Reading | None] = ContextVar("mmspec_reading", default=None)
+
+
+@contextmanager
+def reads(parents: Tensor, depth: Tensor, ancestors: Tensor) -> Iterator[None]:
+    """Within, forwards read the nodes of this tree."""
+    token = reading.set(Reading(parents, depth, ancestors))
+    try:
+        yield
+    finally:
+        reading.reset(token)
+
+
+# -- what stands for the functions that stock calls -------------------------------------------------------------------
+
+
+def _conv(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def causal_conv1d(
+        x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **more: Any
+    ) -> Tensor:
+        tree = reading.get()
+        if tree is None or tree.layer is None:
+            return stock(x, weight, bias, activation=activation, **more)
+        state = tree.layer.conv[tree.index]
+        out = ops.tree_conv(x, state, weight, bias, tree.windows(state.shape[-1], x.device))
+        return (out if activation is None else ACT2FN[activation](out)).to(x.dtype)
+
+    return causal_conv1d
+
+
+def _delta(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Gated delta rule; with a decay for each channel it is Kimi's."""
+
+    def gated_delta_rule(
+        query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, *,
+        initial_state: Tensor | None = None, use_qk_l2norm_in_kernel: bool = False, **more: Any,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        tree = reading.get()
+        if tree is None or initial_state is None:
+            return stock(
+                query, key, value, g=g, beta=beta, initial_state=initial_state,
+                use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **more,
+            )  # fmt: skip
+        groups = value.shape[2] // key.shape[2]
+        q, k = (t.repeat_interleave(groups, 2) if groups > 1 else t for t in (query, key))
+        q, k, v, b, decay = (t.transpose(1, 2).float() for t in (q, k, value, beta, g))
+        if use_qk_l2norm_in_kernel:
+            q, k = (t * torch.rsqrt((t * t).sum(-1, keepdim=True) + 1e-6) for t in (q, k))
+        out = tree.read(q * q.shape[-1] ** -0.5, k, v, decay, initial_state, b, False)
+        return out.transpose(1, 2).to(query.dtype), initial_state
+
+    return gated_delta_rule
+
+
+def _ssd(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """State space duality, as Mamba-2 has it."""
+
+    def mamba2_scan(
+        x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, D: Tensor | None = None,
+        dt_bias: Tensor | None = None, initial_states: Tensor | None = None, dt_softplus: bool = False,
+        dt_limit: tuple[float, float] = (0.0, float("inf")), **more: Any,
+    ) -> Any:  # fmt: skip
+        tree = reading.get()
+        if tree is None or initial_states is None:
+            return stock(
+                x, dt, A, B, C, chunk_size, D=D, dt_bias=dt_bias, initial_states=initial_states,
+                dt_softplus=dt_softplus, dt_limit=dt_limit, **more,
+            )  # fmt: skip
+        step = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
+        step = (F.softplus(step) if dt_softplus else step).clamp(*dt_limit).float()
+        groups, wide = x.shape[2] // B.shape[2], x.float()
+        q, k = (t.float().repeat_interleave(groups, 2).transpose(1, 2) for t in (C, B))
+        v, g = (wide * step[..., None]).transpose(1, 2), (A * step).transpose(1, 2)
+        out = tree.read(q, k, v, g, initial_states, None, True).transpose(1, 2)
+        return (out if D is None else out + D[..., None] * wide).contiguous(), initial_states
+
+    return mamba2_scan
+
+
+def _ssd_step(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The same for one token, as stock calls it: every argument spread over the state's [H, V, K]."""
+
+    def selective_state_update(
+        state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
+        z: Tensor | None = None, dt_bias: Tensor | None = None, dt_softplus: bool = False, **more: Any,
+    ) -> Tensor:  # fmt: skip
+        if reading.get() is None:
+            return stock(state, x, dt, A, B, C, D, z=z, dt_bias=dt_bias, dt_softplus=dt_softplus, **more)
+        one = [t if t is None else t[..., 0] for t in (D, dt_bias)]
+        scan = _ssd(stock)
+        out, _ = scan(
+            x[:, None], dt[:, None, :, 0], A[:, 0, 0], B[:, None], C[:, None], 1, D=one[0], dt_bias=one[1],
+            initial_states=state, dt_softplus=dt_softplus,
+        )  # fmt: skip
+        return out[:, 0].to(x.dtype)
+
+    return selective_state_update
+
+
+# function that a stock forward calls → what makes its replacement; those of a name's beginning that stock tells apart
+# by the package they come from are one and the same here
+SCANS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+    "causal_conv1d_fn": _conv,
+    "torch_chunk_gated_delta_rule": _delta,
+    "torch_recurrent_gated_delta_rule": _delta,
+    "chunk_kimi_delta_attention": _delta,
+    "recurrent_kimi_delta_attention": _delta,
+    "mamba2_chunk_scan": _ssd,
+    "mamba2_selective_state_update": _ssd_step,
+}
+KINDS = {"linear_attention", "conv", "mamba", "hybrid", "moe", "mlp"}  # of layers, in `config.layer_types`
+_WRITES = {"update_conv_state": {"causal_conv1d_fn"}, "update_recurrent_state": set(SCANS) - {"causal_conv1d_fn"}}
+
+
+# -- modules ----------------------------------------------------------------------------------------------------------
+
+
+def modules(decoder: Module) -> Iterator[Module]:
+    """The modules of a decoder that keep a state other than keys and values."""
+    return (module for module in decoder.modules() if any(_names(type(module)) & {write} for write in _WRITES))
+
+
+def unknown(decoder: Module) -> str | None:
+    """The class of a module whose state cannot be read as a tree, or None."""
+    for module in modules(decoder):
+        for function in _functions(type(module)):
+            names = set(function.__code__.co_names)
+            if any(write in names and not names & scans for write, scans in _WRITES.items()):
+                return type(module).__name__
+    return None
+
+
+def install(module: Module) -> None:
+    """Swap the module's class for one that reads trees; `swap.restore` undoes it."""
+    swap(module, type("TreeReader", (), {"forward": _rebound(type(module).forward)}))
+
+
+def _functions(cls: type) -> list[FunctionType]:
+    own = [f for one in cls.__mro__ if one not in Module.__mro__ for f in vars(one).values()]
+    found = [inspect.unwrap(f) for f in own if isinstance(f, FunctionType)]
+    return [f for f in found if isinstance(f, FunctionType)]
+
+
+def _names(cls: type) -> set[str]:
+    return {name for function in _functions(cls) for name in function.__code__.co_names}
+
+
+def _rebound(function: Any) -> Any:
+    """The same code with the functions of SCANS replaced, decorators around it included."""
+    inner = getattr(function, "__wrapped__", None)
+    if inner is None:
+        own = function.__globals__
+        ours = {name: make(own[name]) for name, make in SCANS.items() if name in function.__code__.co_names}
+        return _with(function, {**own, **ours}, function.__closure__)
+    cells = tuple(CellType(_rebound(inner)) if c.cell_contents is inner else c for c in function.__closure__ or ())
+    return _with(function, function.__globals__, cells)
+
+
+def _with(function: Any, names: dict[str, Any], closure: Any) -> Any:
+    made = FunctionType(function.__code__, names, function.__name__, function.__defaults__, closure)
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
