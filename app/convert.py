@@ -37,7 +37,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         LLAMAGEN,
         "Read the authors' .pt files, or a folder with the Llama-like names of LANTERN's repositories, and write a "
-        "pipeline that LlamaGenPipeline and DiffusionPipeline load. Files of the training scripts hold an "
+        "pipeline that mmspec.LlamaGenPipeline loads. Files of the training scripts hold an "
         "argparse.Namespace; --allow-pickle lets that through and nothing else.",
     )
     add = group.add_argument
@@ -49,7 +49,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         MAR,
         "Read the authors' checkpoint-last.pth (of its averaged weights) or a .safetensors file, and write a pipeline "
-        "that MARPipeline and DiffusionPipeline load. -o, --heads and --allow-pickle mean the same as for llamagen.",
+        "that mmspec.MARPipeline loads. -o, --heads and --allow-pickle mean the same as for llamagen.",
     )
     group.add_argument("--vae", type=Path, help="the VAE's file, kl16.ckpt")
 

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from mmspec.app import embedded
 from mmspec.app.options import count, where
-from mmspec.config import WINDOW
 
 if TYPE_CHECKING:
     from mmspec.app.painter import Painter, Painting, Way
 
 OK, FATAL, INTERRUPTED = 0, 1, 130
+OPTIONS = ("window", "init", "coupling", "proactive", "rule", "budget")  # of `enable`, each a flag of its own
 ENDINGS = (".png", ".jpg", ".jpeg", ".webp")
 
 
@@ -114,7 +114,7 @@ def _prompts(args: argparse.Namespace) -> list[str]:
 def _way(args: argparse.Namespace) -> Way:
     from mmspec.app.painter import PLAIN, Way
 
-    given = {name: getattr(args, name) for name in (*WINDOW, "rule", "budget") if getattr(args, name) is not None}
+    given = {name: getattr(args, name) for name in OPTIONS if getattr(args, name) is not None}
     if args.proactive:
         given["proactive"] = tuple(args.proactive)
     if args.reproducible:

@@ -16,6 +16,7 @@ import torch
 
 from mmspec.app import embedded
 from mmspec.app.engine import EngineError, find_device, first_line
+from mmspec.checkpoints.save import save_drafter
 from mmspec.registry import DRAFTERS, drafter_class
 from mmspec.train.data import read
 from mmspec.train.distil import Distillation
@@ -179,7 +180,7 @@ def train(
         run = Distillation(drafter, teacher, samples, recipe, out, texts, answers, about, int(keep * 2**30))
         tau = run.run()
     if run.accelerator.is_main_process:
-        drafter.eval().save_pretrained(out / "drafter")
+        save_drafter(drafter.eval(), out / "drafter")
         report = {
             "held_out_tau": tau,
             "minutes": (time.monotonic() - began) / 60,

@@ -6,7 +6,6 @@ python examples/draw_pipeline.py [PROMPT] [FILE]
 import sys
 
 import torch
-from diffusers import DiffusionPipeline
 
 import mmspec
 from mmspec import zoo
@@ -14,7 +13,7 @@ from mmspec import zoo
 prompt = sys.argv[1] if len(sys.argv) > 1 else "a small red striped circle left of a large blue square"
 file = sys.argv[2] if len(sys.argv) > 2 else "picture.png"
 
-pipe = DiffusionPipeline.from_pretrained(zoo.path("scenes-llamagen"))
+pipe = mmspec.LlamaGenPipeline.from_pretrained(zoo.path("scenes-llamagen"))
 plain = pipe(prompt, generator=torch.Generator().manual_seed(0))
 
 # reproducible=True: the very picture of this seed. Without it the picture is another one drawn from the same law.

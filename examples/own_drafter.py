@@ -6,6 +6,7 @@ python examples/own_drafter.py
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 import mmspec
 from mmspec import zoo
-from mmspec.config import SpecConfig
+from mmspec.config import chosen
 from mmspec.tree import chain
 from mmspec.types import HOLE, Draft, Prompt, Target, TargetInfo
 from mmspec.zoo import language, scenes
@@ -25,11 +26,18 @@ ORDER = 3
 
 
 @dataclass(frozen=True)
+class PhraseOptions:
+    """What `enable(model, drafter, depth=4)` can say to it."""
+
+    depth: int = 8
+
+
+@dataclass(frozen=True)
 class PhraseDrafter:
     """Drafts a chain of up to `depth` tokens; whatever it proposes, the text stays the model's own."""
 
     follows: dict[tuple[int, ...], int]  # the last ORDER tokens → the next one
-    depth: int = 8
+    options: PhraseOptions = PhraseOptions()
     features: tuple[int, ...] = ()  # what it reads of the target: nothing
 
     @classmethod
@@ -44,12 +52,11 @@ class PhraseDrafter:
     @property
     def nodes(self) -> int:
         """The most nodes of a draft, its root included."""
-        return self.depth + 1
+        return self.options.depth + 1
 
-    def fit(self, target: TargetInfo, config: SpecConfig) -> PhraseDrafter:
-        """This drafter with the options of `enable`; any target will do."""
-        config.only(("depth",), "PhraseDrafter")
-        return replace(self, depth=config.depth or self.depth)
+    def fit(self, target: TargetInfo, given: Mapping[str, Any]) -> PhraseDrafter:
+        """This drafter with the options given to `enable`; any target will do."""
+        return replace(self, options=chosen(self.options, given, "PhraseDrafter"))
 
     def start(self, session: Any, target: Target, prompt: Prompt) -> None:
         """It remembers nothing of a row."""
@@ -61,9 +68,9 @@ class PhraseDrafter:
 
     def _after(self, tokens: list[int]) -> list[int]:
         text = tokens[-ORDER:]
-        for _ in range(self.depth):
+        for _ in range(self.options.depth):
             text.append(self.follows.get(tuple(text[-ORDER:]), HOLE))  # a hole proposes nothing
-        return text[-self.depth :]
+        return text[-self.options.depth :]
 
 
 if __name__ == "__main__":

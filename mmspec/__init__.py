@@ -35,6 +35,3 @@ def __getattr__(name: str) -> Any:
     if name not in _FACE:
         raise AttributeError(f"module 'mmspec' has no attribute '{name}'; it offers {', '.join(__all__)}")
     return getattr(importlib.import_module(_FACE[name]), name)
-
-
-importlib.import_module("mmspec.pipelines.register").register()  # diffusers then knows our pipelines; imports nothing

@@ -142,8 +142,6 @@ class Session:
         self.memory: Any = None  # Rows: the drafter's own state
         self.rule = rule
         self.last: Round | None = None
-        self.pace: Any = None  # `auto`: the round under way, see there
-        self.unread: Any = None  # `auto`: rounds before the last one that the drafter has not read
         self.pending = torch.zeros(len(rows), dtype=torch.long, device=device)  # [B] decided, not yet in the cache
         self.emitted = torch.zeros(len(rows), dtype=torch.long, device=device)  # [B] tokens decided after the prompt
         self.spent = torch.zeros(len(rows), dtype=ops.widest(device), device=device)  # [B] charged by a rule so far
@@ -193,8 +191,6 @@ class Session:
     def count(self, round_: Round) -> None:
         """Book a round after the prefill."""
         stats = self.stats
-        if self.pace is not None:
-            self.pace.book(round_, stats)
         stats.rounds += 1
         stats.row_rounds += len(round_.counts)
         stats.drafted += sum(round_.proposed)
@@ -219,13 +215,12 @@ class Session:
         """Keep some rows, by index."""
         self.rows = [self.rows[i] for i in keep]
         if not keep:
-            self.last = self.cache = self.memory = self.unread = None
+            self.last = self.cache = self.memory = None
             return
         index = torch.tensor(keep, device=self.pending.device)
         for name in _PER_ROW:
             setattr(self, name, getattr(self, name)[index])
         self.last = self.last.select(index) if self.last is not None else None
-        self.unread = self.unread.select(index) if self.unread is not None else None
         self.cache = self.cache.select(index)
         self.memory = self.memory.select(index) if self.memory is not None else None
 
@@ -239,7 +234,6 @@ class Session:
                 setattr(self, name, torch.cat([getattr(self, name), getattr(other, name)]))
             self.cache = self.cache.join(other.cache)
             self.memory = self.memory.join(other.memory) if self.memory is not None else None
-            last = self.last if self.unread is None or self.last is None else self.unread.until(self.last)
-            self.last = last.join(other.last) if last is not None and other.last is not None else None
-            self.unread = None
+            both = self.last is not None and other.last is not None
+            self.last = self.last.join(other.last) if both else None
         self.stats.add(other.stats)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
@@ -223,18 +223,28 @@ class Drafter(Protocol):
     """What proposes. It knows no target's class; it changes nothing but its own memory in the session.
 
     Whatever it proposes, rule `exact` keeps the target's law: a bad drafter costs time, never quality. The loop calls
-    `start` and `propose`; `enable` asks a drafter for three things more:
+    `start` and `propose`; `enable` asks for the rest.
 
-    - `features: tuple[int, ...]`: what it wants to read of the target, as `prompt.hidden` and
-      `session.last.scores.hidden`, side by side on the last axis: layer i ≥ 0 (what enters it) or FINAL (after the last
-      norm); `()` for nothing.
-    - `nodes: int`: the most nodes N of its drafts, the root included; room in the cache is made for so many.
-    - `fit(target: TargetInfo, config: SpecConfig) -> Drafter`: itself, with these options and for this target;
-      ValueError where it was made for another target or has no use for an option (`config.only(...)` says so).
+    Attributes:
+        features: what it wants to read of the target, as `prompt.hidden` and `session.last.scores.hidden`, side by side
+            on the last axis: layer i ≥ 0 (what enters it) or FINAL (after the last norm); `()` for nothing.
+        nodes: the most nodes N of its drafts, the root included; room in the cache is made for so many.
 
-    `auto` asks for `less: list[dict]`, the options with which `fit` gives the same drafter drafting less. Its drafts
-    then are the first nodes of the larger ones, unless it `settles: int`, in so many rounds of one shape.
+    One that can be told how to draft has `options` besides, a frozen dataclass of its own, whose names `enable` takes.
     """
+
+    @property
+    def features(self) -> tuple[int, ...]: ...
+
+    @property
+    def nodes(self) -> int: ...
+
+    def fit(self, target: TargetInfo, given: Mapping[str, Any]) -> Drafter:
+        """Itself for this target, with the options that the user gave (`config.chosen` puts them into `options`).
+
+        Raises:
+            ValueError: it was made for another target, has no use for an option, or a value makes no sense.
+        """
 
     def start(self, session: Any, target: Target, prompt: Prompt) -> Any:
         """Memory for these rows, filled from the prompt; the loop keeps it as `session.memory`.

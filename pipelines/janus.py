@@ -112,7 +112,7 @@ def _unfit(model: Any) -> str | None:
     """Why the drafter is for text only, or None."""
     handle = model._mmspec_handle
     try:
-        handle.drafter.fit(_describe_pictures(model), handle.config)
+        handle.drafter.fit(_describe_pictures(model), handle.given)
     except ValueError as error:
         return f"in image mode, {error}"
     return None
@@ -188,7 +188,7 @@ def _draw(model: Any, ready: Prepared) -> Any:
     handle, config = model._mmspec_handle, ready.config
     info = _describe_pictures(model)
     if info not in handle.fitted:
-        fitted = handle.drafter.fit(info, handle.config)
+        fitted = handle.drafter.fit(info, handle.given)
         handle.fitted[info] = drafting.proposer(model, fitted, handle.config, info, drafts=False)
     drafter = handle.fitted[info]
     noise = TorchNoise() if config.do_sample and handle.config.reproducible else None

@@ -11,7 +11,7 @@ import torch
 from mmspec.config import SpecConfig
 from mmspec.pipelines import drafting, families
 from mmspec.pipelines.swap import restore, swap
-from mmspec.registry import resolve, resolve_rule
+from mmspec.registry import resolve_rule
 from mmspec.rules import Rule, exact
 from mmspec.session import Stats
 from mmspec.types import TargetInfo
@@ -29,17 +29,22 @@ class Handle:
     Attributes:
         model: what was patched: the model inside a pipeline or a PEFT wrapper, or the pipeline itself.
         drafter: the one in use, fitted to the model; None where the model was left as it is.
-        config: the options, as given.
+        config: the options that every drafter shares.
+        given: those of the drafter, as they were given.
         rule: what is kept of a draft.
         proposer: what the loop asks for drafts: the drafter, or what `compile` and `auto` make of it.
         fitted: proposers for what a model draws beside its text, by what they have to fit.
         stats: what all calls did so far.
     """
 
-    def __init__(self, model: Any, drafter: Any, config: SpecConfig, rule: Rule = exact, proposer: Any = None) -> None:
+    def __init__(
+        self, model: Any, drafter: Any, config: SpecConfig, rule: Rule = exact, proposer: Any = None,
+        given: dict[str, Any] | None = None,
+    ) -> None:  # fmt: skip
         self.model = model
         self.drafter = drafter
         self.config = config
+        self.given = given or {}
         self.rule = rule
         self.proposer = drafter if proposer is None else proposer
         self.fitted: dict[TargetInfo, Any] = {}
@@ -76,7 +81,7 @@ class Handle:
         self.disable()
 
     def __repr__(self) -> str:
-        return f"<mmspec on {type(self.model).__name__}: {type(self.drafter).__name__}, {self.config}>"
+        return f"<mmspec on {type(self.model).__name__}: {type(self.drafter).__name__}, {self.given}, {self.config}>"
 
 
 def enable(model_or_pipe: Any, drafter: Any = None, **options: Any) -> Handle:
@@ -87,9 +92,11 @@ def enable(model_or_pipe: Any, drafter: Any = None, **options: Any) -> Handle:
             diffusers pipeline that generates tokens.
         drafter: "ngram" (no weights; the default), "jacobi" (no weights; the default of models that only draw
             pictures), a drafter's name on the hub, a folder, or a Drafter.
-        options: fields of SpecConfig: depth, width, size, tree, draws, draft_vocab, prune, prune_by, window, init,
-            coupling, proactive, rule, budget, reproducible, auto, compile, on_unsupported. A `rule` other than "exact"
-            bends the law, by what `budget` allows; of models that both write and draw only that of pictures.
+        options: fields of SpecConfig: rule, budget, reproducible, auto, compile, on_unsupported; and of the drafter's
+            own options, where None stands for what it recommends: of TreeOptions (a trained drafter: depth, width,
+            size, tree, draws, draft_vocab, prune, prune_by), ChainOptions ("ngram": depth, width, size) or
+            WindowOptions ("jacobi": window, init, coupling, proactive). A `rule` other than "exact" bends the law, by
+            what `budget` allows; of models that both write and draw only that of pictures.
 
     Returns:
         A Handle; also a context manager that disables on leaving. Enabling again replaces what was there.
@@ -101,7 +108,7 @@ def enable(model_or_pipe: Any, drafter: Any = None, **options: Any) -> Handle:
             a value that makes no sense or that this drafter has no use for. What was enabled before stays.
         TypeError: an unknown option, or nothing that generates tokens.
     """
-    config = SpecConfig.of(options)
+    config, given = SpecConfig.split(options)
     model = families.unwrap(model_or_pipe)
     home = families.home(model)
     why = home.unsupported(model)
@@ -114,14 +121,14 @@ def enable(model_or_pipe: Any, drafter: Any = None, **options: Any) -> Handle:
     target = home.describe(model)
     if target.device.type == "mps" and torch.__version__ < MPS:
         warnings.warn(f"torch {torch.__version__} may attend wrongly on MPS; use torch {MPS} or newer", stacklevel=2)
-    ready = resolve(drafter, config, target)  # may fail: what was enabled before stays
+    ready = drafting.resolve(drafter, given, target)  # may fail: what was enabled before stays
     codes = None if config.rule == "exact" else home.codebook(model)
     rule = resolve_rule(config.rule, codes, config.budget)
     proposer = drafting.proposer(model, ready, config, target, getattr(home, "CAPTURES_DRAFTS", True))
     before = getattr(type(model), "_mmspec_handle", None)
     disable(model)
     try:
-        return _put_on(home, Handle(model, ready, config, rule, proposer))
+        return _put_on(home, Handle(model, ready, config, rule, proposer, given))
     except Exception:  # features that this model has not
         if before is not None:
             _put_on(home, before)

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmspec.config import SpecConfig
 from mmspec.types import Categorical, Prompt, TargetInfo
 
 H, V, HEADS, KV = 16, 40, 4, 2
@@ -90,7 +89,7 @@ def lively(kind: Any, seed: int = 0, **options: Any) -> Any:
         for name, weight in made.named_parameters():
             scale = weight.shape[-1] ** -0.5 if weight.dim() > 1 else 1.0
             weight.copy_(torch.randn_like(weight) * scale + ("norm" in name))
-    return made.fit(TargetInfo("toy", V, H, H, 2, torch.device("cpu"), torch.float64), SpecConfig(depth=3, width=1))
+    return made.fit(TargetInfo("toy", V, H, H, 2, torch.device("cpu"), torch.float64), {"depth": 3, "width": 1})
 
 
 @dataclass

@@ -33,7 +33,7 @@ def drafter_of(method, **changes):
 @pytest.mark.parametrize("method", METHODS)
 def test_our_own_layout_holds_every_method(tmp_path, method):
     drafter = drafter_of(method, input_norm=True, out_norm=True, embed_norm=True)
-    drafter.save_pretrained(tmp_path)
+    save.save_drafter(drafter, tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["mmspec"]["method"] == method
     assert f"- {method}" in (tmp_path / "README.md").read_text()
     read = mmspec.load_drafter(tmp_path)

@@ -9,7 +9,6 @@ from published import KV, LLAMA, PUBLISHED, TARGET, V_D, D, H, V, eagle, eagle3,
 from safetensors.torch import load_file, save_file
 
 from mmspec.checkpoints import files, save
-from mmspec.config import SpecConfig
 from mmspec.types import TargetInfo
 
 
@@ -209,7 +208,7 @@ def test_broken_config_of_our_own(tmp_path, change, reason):
 @pytest.mark.parametrize("layout", PUBLISHED)
 def test_fit(tmp_path, layout):
     drafter = load(put(tmp_path, *PUBLISHED[layout]()))
-    assert drafter.fit(TARGET, SpecConfig(depth=2)).options.depth == 2
+    assert drafter.fit(TARGET, {"depth": 2}).options.depth == 2
     other = TargetInfo("another/target", V + 3, H + 8, H + 8, 5, torch.device("cpu"), torch.float32)
     with pytest.raises(ValueError, match=r"does not fit another/target: hidden size 32 \(target: 40\), .*vocabulary 6"):
-        drafter.fit(other, SpecConfig())
+        drafter.fit(other, {})

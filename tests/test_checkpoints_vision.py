@@ -29,7 +29,6 @@ from published import (
 from safetensors.torch import save_file
 
 import mmspec
-from mmspec.config import SpecConfig
 
 
 def linear(t, name, x):
@@ -193,10 +192,10 @@ def test_a_table_that_was_padded_fits(tmp_path):
     t["embed_tokens.weight"] = torch.randn(32000, H)
     drafter = load(put(tmp_path, {**config, "vocab_size": 32000}, t))
     assert drafter.config.vocab == 32000
-    drafter.fit(replace(TARGET, vocab=32064), SpecConfig())
+    drafter.fit(replace(TARGET, vocab=32064), {})
     for vocab in (31999, 32768):
         with pytest.raises(ValueError, match=rf"vocabulary 32000 \(target: {vocab}\)"):
-            drafter.fit(replace(TARGET, vocab=vocab), SpecConfig())
+            drafter.fit(replace(TARGET, vocab=vocab), {})
 
 
 # -- the files ---------------------------------------------------------------------------------------------------------

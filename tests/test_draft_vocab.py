@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import mmspec
 from mmspec import capture
 from mmspec.capture import Captured
-from mmspec.config import SpecConfig
+from mmspec.drafters.options import TreeOptions
 from mmspec.drafters.captured import CapturedDraft
 from mmspec.drafters.eagle import EagleDrafter
 from mmspec.drafters.vocab import DraftVocab
@@ -223,9 +223,9 @@ def test_the_first_tokens_and_those_that_end_an_answer() -> None:
         model.generation_config.eos_token_id = ends
         with mmspec.enable(model, eagle(model), draft_vocab=4, **CHAIN) as handle:
             assert handle.drafter.vocab.ids.tolist() == told
-            again = handle.drafter.fit(decoder_only.describe(model), handle.config)
-            assert again.vocab is handle.drafter.vocab and hash(handle.config)
-    assert SpecConfig(draft_vocab=torch.tensor([5, 3, 5])).draft_vocab == (3, 5)
+            again = handle.drafter.fit(decoder_only.describe(model), handle.given)
+            assert again.vocab is handle.drafter.vocab and hash(handle.drafter.options)
+    assert TreeOptions(draft_vocab=torch.tensor([5, 3, 5])).draft_vocab == (3, 5)
 
 
 @pytest.mark.parametrize(

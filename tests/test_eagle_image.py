@@ -18,7 +18,6 @@ from transformers.generation import LogitsProcessorList, TemperatureLogitsWarper
 import mmspec
 from mmspec.app import cli
 from mmspec.app.train import build_for_pictures
-from mmspec.config import SpecConfig
 from mmspec.drafters import shapes
 from mmspec.drafters.blocks import rotate
 from mmspec.drafters.eagle import EagleConfig, EagleDrafter
@@ -55,7 +54,7 @@ def drafter(seed: int = 0, **options: Any) -> EagleDrafter:
 
 def fitted(made: EagleDrafter, **options: Any) -> EagleDrafter:
     c = made.config
-    return made.fit(TargetInfo("toy", c.vocab, c.hidden, c.hidden, 2, CPU, torch.float32), SpecConfig(**options))
+    return made.fit(TargetInfo("toy", c.vocab, c.hidden, c.hidden, 2, CPU, torch.float32), options)
 
 
 # -- the tree shapes -------------------------------------------------------------------------------------------------
@@ -565,11 +564,11 @@ def test_prompts_are_sources(tmp_path: Path) -> None:
 @pytest.mark.parametrize("options", [{"rope": "2d"}, {"tree": "naive_extend_57", "draws": True}])
 def test_settings_survive_a_file(options: dict[str, Any], tmp_path: Path) -> None:
     made = drafter(**options)
-    made.save_pretrained(tmp_path)
+    mmspec.save_drafter(made, tmp_path)
     back = mmspec.load_drafter(tmp_path)
     assert back.config == made.config and back.options == made.options and back.block.grid == GRID
     with pytest.raises(ValueError, match=r"cannot hold this drafter: .*rope"):
-        drafter(**{**options, "embed_norm": False, "out_norm": False}).save_pretrained(tmp_path / "published", "eagle")
+        mmspec.save_drafter(drafter(**{**options, "embed_norm": False, "out_norm": False}), tmp_path / "published", "eagle")
 
 
 def test_a_pipeline_that_cannot_be_enabled_anew_stays_as_it_was() -> None:

@@ -135,7 +135,7 @@ def test_depth_one_is_depth_eight(name: str, drafter: str) -> None:
         made = DRAFTERS[drafter](model, Oracle({}))
         with mmspec.enable(model, drafter=made, depth=depth, width=1) as handle:
             outputs.append(targets.generate(model, inputs))
-            assert (handle.drafter.nodes, handle.config.depth) == (depth + 1, depth)
+            assert (handle.drafter.nodes, handle.drafter.options.depth) == (depth + 1, depth)
     assert torch.equal(*outputs)
 
 

@@ -14,7 +14,6 @@ from test_generate import EXCESS, excess, joint_law, sampled
 from torch import Tensor
 
 import mmspec
-from mmspec.config import SpecConfig
 from mmspec.drafters.blocks import shares
 from mmspec.drafters.flash import FlashConfig, FlashDrafter, LatentCompressor
 from mmspec.slots import Lengths, Slots
@@ -264,7 +263,7 @@ def test_a_drawn_tree_keeps_the_law() -> None:
 @pytest.mark.parametrize("options", [{"depth": 6}, {"tree": "mc_sim_7b_63"}])
 def test_a_draft_deeper_than_the_heads_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="predicts 4 tokens a pass"):
-        flash(tokens=4)._settled(SpecConfig(**options))
+        flash(tokens=4).chosen(options)
 
 
 def test_one_token_a_pass_drafts_as_eagle_does() -> None:

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 import mmspec
 from mmspec.app.bench.image_methods import Hostile
-from mmspec.config import SpecConfig
 from mmspec.modes import each_in, mode_of
 from mmspec.pipelines import generate
 from mmspec.tree import chain
@@ -154,7 +153,7 @@ def test_an_enabled_model_may_be_trained_afterwards() -> None:
 
 def test_hostile_windows_are_fitted_like_others() -> None:
     info = TargetInfo("toy", 50, 1, 1, 1, torch.device("cpu"), torch.float32)
-    fitted = Hostile().fit(info, SpecConfig.of({"window": 4, "reproducible": True}))
+    fitted = Hostile().fit(info, {"window": 4})
     assert type(fitted) is Hostile and fitted.vocab == 50
 
 

@@ -12,7 +12,6 @@ from drafters import feature_drafter
 from torch import Tensor
 
 import mmspec
-from mmspec.config import SpecConfig
 from mmspec.drafters.prune import MASS, kept
 from mmspec.pipelines import attended
 from mmspec.types import ATTENTION, FINAL
@@ -174,7 +173,7 @@ def test_leaving_nothing_out_drafts_the_same() -> None:
 )
 def test_senseless_options_are_refused(wrong: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        SpecConfig(**wrong)
+        mmspec.enable(targets.model("llava"), feature_drafter("eagle", targets.model("llava")), **wrong)
 
 
 def test_a_drafter_without_features_has_no_use_for_it() -> None:

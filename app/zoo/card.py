@@ -167,10 +167,9 @@ or two coloured shapes.
 
 ```python
 import mmspec
-from diffusers import DiffusionPipeline
 from mmspec import zoo
 
-pipe = DiffusionPipeline.from_pretrained(zoo.path("{name}"))
+pipe = mmspec.LlamaGenPipeline.from_pretrained(zoo.path("{name}"))
 mmspec.enable(pipe, drafter="jacobi")
 pipe("a small red striped circle left of a large blue square on a grainy background").images[0]
 ```

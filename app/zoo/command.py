@@ -20,6 +20,7 @@ from mmspec.app.zoo import mar as zoo_mar
 from mmspec.app.zoo import vlm as zoo_vlm
 from mmspec.app.zoo import watch as zoo_watch
 from mmspec.app.zoo.drafter_card import drafter_card
+from mmspec.checkpoints.save import save_drafter
 from mmspec.pipelines.llamagen import LlamaGenPipeline
 from mmspec.train.recipes import RECIPES as HOW
 from mmspec.zoo.recipes import DRAFTERS, IMAGES, MARS, RECIPES, DrafterRecipe, ImageRecipe, VlmRecipe
@@ -123,7 +124,7 @@ def train_drafter(recipe: DrafterRecipe, out_dir: Path, work: Path) -> None:
     drafter.config = replace(drafter.config, target=recipe.target, **tree)
     out_dir.mkdir(parents=True, exist_ok=True)
     (out_dir / "README.md").write_text(drafter_card(recipe, json.loads((work / "report.json").read_text())))
-    drafter.to(torch.bfloat16).save_pretrained(out_dir)
+    save_drafter(drafter.to(torch.bfloat16), out_dir)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

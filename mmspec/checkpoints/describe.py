@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import mmspec
+from mmspec import __version__
 from mmspec.checkpoints.layouts import layout_named
 from mmspec.checkpoints.settings import NOTED
 from mmspec.drafters.eagle import EagleConfig
@@ -49,7 +49,7 @@ def describe(name: str, method: str, config: EagleConfig) -> dict[str, Any]:
         ValueError: the layout has no place for this drafter; the message says why.
     """
     layout, values = layout_named(name), config.to_dict()
-    marker = {"layout": name, "method": method, "version": mmspec.__version__}
+    marker = {"layout": name, "method": method, "version": __version__}
     if name == "mmspec":
         return {"mmspec": marker, **values}
     wrong = [f"its method is {method!r}, not {layout.method!r}"] if method != layout.method else []

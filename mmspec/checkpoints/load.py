@@ -50,10 +50,11 @@ def load_drafter(
         if table.keys:  # not our own names
             settings.refuse(name, config, shapes)
             weights.check_keys(table, tensors)
-        found = settings.read(name, config, shapes, partial(_layers, target))
+        made = drafter_class(settings.method_of(name, config))
+        found = settings.read(name, config, shapes, partial(_layers, target), made.Config)
         if isinstance(target, (str, Path)):
             found = replace(found, target=str(target))
-        drafter = weights.build(table, tensors, drafter_class(settings.method_of(name, config)), found)
+        drafter = weights.build(table, tensors, made, found)
     except ValueError as error:
         raise ValueError(f"{name_or_path}: {error}") from error
     return drafter.eval().requires_grad_(False)

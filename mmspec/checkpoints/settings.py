@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 
 from mmspec.checkpoints.layouts import Layout, layout_named
 from mmspec.drafters.eagle import EagleConfig
-from mmspec.registry import DRAFTERS, drafter_class
+from mmspec.registry import DRAFTERS
 
 Shape = tuple[int, ...]
 # What no published layout has a place for: our own writer notes it beside.
@@ -40,8 +40,9 @@ _KEYS_NEED = {  # a part of a key: what it means
 
 
 def read(
-    name: str, config: Mapping[str, Any], shapes: Mapping[str, Shape], layers: Callable[[], int | None]
-) -> EagleConfig:
+    name: str, config: Mapping[str, Any], shapes: Mapping[str, Shape], layers: Callable[[], int | None],
+    kind: type[EagleConfig],
+) -> EagleConfig:  # fmt: skip
     """The settings of a drafter.
 
     Args:
@@ -49,14 +50,15 @@ def read(
         config: config.json as it is.
         shapes: of the tensors in the file.
         layers: gives the number of decoder layers of the target, or None where nobody knows; asked only if needed.
+        kind: of its method.
 
     Raises:
         ValueError: a setting that is missing or makes no sense.
     """
     if name == "mmspec":
-        return _own(config)
+        return _own(config, kind)
     layout, flat = layout_named(name), _flat(config)
-    found = _class(layout.method)(**{**_switches(layout, flat, shapes), **_layer(flat, shapes, layout.layer)})
+    found = kind(**{**_switches(layout, flat, shapes), **_layer(flat, shapes, layout.layer)})
     found = _features(found, config, shapes, layers)
     verifier = _part(_part(config, "speculators_config"), "verifier").get("name_or_path")
     noted = {"target": verifier, **_part(config, "mmspec")}
@@ -97,16 +99,12 @@ def method_of(name: str, config: Mapping[str, Any]) -> str:
     return str(method)
 
 
-def _class(method: str) -> type[EagleConfig]:
-    return drafter_class(method).Config  # type: ignore[no-any-return]
-
-
-def _own(config: Mapping[str, Any]) -> EagleConfig:
+def _own(config: Mapping[str, Any], kind: type[EagleConfig]) -> EagleConfig:
     shapes = ("hidden", "intermediate", "heads", "kv_heads", "vocab")
     wrong = [f"{name} = {config.get(name)!r}" for name in shapes if not _is_count(config.get(name))]
     if wrong:
         raise ValueError(f"config.json must give whole numbers ≥ 1; it gives {', '.join(wrong)}")
-    return _class(method_of("mmspec", config)).of({key: value for key, value in config.items() if key != "mmspec"})
+    return kind.of({key: value for key, value in config.items() if key != "mmspec"})
 
 
 def refuse(name: str, config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> None:

@@ -51,7 +51,7 @@ class CapturedDraft:
     ) -> None:
         self.drafter, self.weights, self.vocab, self.held = drafter, weights, vocab, held
         self.features, self.nodes = drafter.features, drafter.nodes
-        self.rows = 1 + (drafter.options.depth or 1)  # that a round can hand over, if the one before drafted
+        self.rows = 1 + drafter.options.depth  # that a round can hand over, if the one before drafted
 
     def start(self, session: Any, target: Target, prompt: Prompt) -> Any:
         self.held.check(self.drafter)
@@ -105,7 +105,6 @@ class CapturedDraft:
 
     def _capture(self, target: Target, draws: bool, inputs: list[Tensor]) -> Captured:
         drafter, o, device = self.drafter, self.drafter.options, inputs[0].device
-        assert o.tree is not None
         static = o.tree != shapes.DYNAMIC
         fixed = [chain(self.rows, device), shapes.plan(o.tree, self.rows - 1, device) if static else None]
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mmspec.config import FEATURE, SpecConfig
 from mmspec.drafters import shapes
 from mmspec.drafters.blocks import Block, RMSNorm
 from mmspec.drafters.feature import FeatureDrafter
+from mmspec.drafters.options import ALL, TreeOptions, grown
 from mmspec.drafters.vocab import DraftVocab
 from mmspec.types import FINAL, Target, TargetInfo
 
@@ -36,7 +37,7 @@ class EagleConfig:
         grid: with "2d", tokens along a side of the picture.
         draft_vocab: rows of the drafter's own head; 0: the target's head is used.
         target, target_revision: what it was trained for.
-        depth, width, size, tree, draws: how it recommends to draft (see SpecConfig).
+        depth, width, size, tree, draws: how it recommends to draft (see TreeOptions).
     """
 
     hidden: int
@@ -113,7 +114,7 @@ class EagleDrafter(FeatureDrafter):
     def __init__(self, config: EagleConfig) -> None:
         super().__init__()
         self.config = c = config
-        self.options = self._settled(SpecConfig())
+        self.options = self.chosen({})
         reads = len(c.features) * (c.target_hidden or c.hidden)
         self.fc = nn.Linear(reads if c.parallel_norm else c.hidden + reads, c.hidden, bias=c.fc_bias)
         self.block = Block(
@@ -130,14 +131,13 @@ class EagleDrafter(FeatureDrafter):
             self.lm_head = nn.Linear(c.hidden, c.draft_vocab, bias=False)
             self.register_buffer("draft_ids", torch.arange(c.draft_vocab))  # target id of each row of the head
 
-    def fit(self, target: TargetInfo, options: SpecConfig) -> EagleDrafter:
+    def fit(self, target: TargetInfo, given: Mapping[str, Any]) -> EagleDrafter:
         """The same weights with the user's options, on the target's device.
 
         Raises:
             ValueError: the drafter was made for another target, or has no use for an option; the message says why.
         """
-        options.only(FEATURE, self.method)
-        c = self.config
+        options, c = self.chosen(given), self.config
         wanted = {
             "hidden size": (c.target_hidden or c.hidden, target.hidden),
             "embedding width": (c.hidden, target.embedding),
@@ -154,21 +154,24 @@ class EagleDrafter(FeatureDrafter):
                 f"{', '.join(wrong)}. Use a drafter trained for this target, or drafter='ngram', which fits any"
             )
         fitted = copy.copy(self.to(device=target.device, dtype=target.dtype).eval())
-        fitted.options = o = self._settled(options)
-        fitted.vocab = None if o.draft_vocab is None else DraftVocab.of(o.draft_vocab, target)
-        most = shapes.branches(o)
+        fitted.options, most = options, options.branches
+        fitted.vocab = None if options.draft_vocab == ALL else DraftVocab.of(options.draft_vocab, target)
         if fitted.vocab is not None and len(fitted.vocab.ids) < most:
             raise ValueError(f"a tree with {most} branches per node needs a draft_vocab of as many tokens; lower width")
         return fitted
 
-    def _settled(self, options: SpecConfig) -> SpecConfig:
-        c = self.config
-        options = shapes.settled(options, c.tree, c.draws, c.depth, c.width, c.size)
-        if options.draft_vocab is not None and c.draft_vocab:
+    def chosen(self, given: Mapping[str, Any]) -> TreeOptions:
+        """What the user gave, elsewhere what its config recommends.
+
+        Raises:
+            ValueError: an option that it does not have, or values that do not go together or not with its head.
+        """
+        c, options = self.config, grown(self.config, given, self.method)
+        if options.draft_vocab != ALL and c.draft_vocab:
             raise ValueError(f"this drafter has a head of its own, with {c.draft_vocab} rows; leave draft_vocab out")
         if options.draws and c.draft_vocab:
             raise ValueError("draws=True needs the target's own head; this drafter has one of its own")
-        if options.draws and options.draft_vocab is not None:
+        if options.draws and options.draft_vocab != ALL:
             raise ValueError("draws=True needs all of the target's head; leave draft_vocab out, or give draws=False")
         return options
 

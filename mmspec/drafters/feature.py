@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import mmspec
-from mmspec.config import SpecConfig, portions
 from mmspec.drafters import prune, shapes
 from mmspec.drafters.blocks import Block, Memory, beside, fold, path_after, unfold
 from mmspec.drafters.layer import FeatureLayer
+from mmspec.drafters.options import TreeOptions
 from mmspec.drafters.vocab import DraftVocab
 from mmspec.kernels import reference as ops
 from mmspec.rows import gather_rows
@@ -36,7 +34,7 @@ class FeatureDrafter(FeatureLayer):
     """Drafts with one such layer, whose keys and values of the rows read so far are its memory."""
 
     method: str
-    options: SpecConfig
+    options = TreeOptions()  # of an instance: its own
     vocab: DraftVocab | None = None  # part of the target's that it drafts from; None: all, or one of its own
     sees = False  # whether it treats visual rows in a way of its own
 
@@ -47,16 +45,7 @@ class FeatureDrafter(FeatureLayer):
     @property
     def nodes(self) -> int:
         """Nodes of a draft at most, the root included."""
-        return self.options.size or 1
-
-    @property
-    def less(self) -> list[dict[str, Any]]:
-        """Options by which it drafts less: a shorter chain, a smaller tree; a static tree has one shape."""
-        o = self.options
-        if o.tree == "chain":
-            less = [{"depth": depth, "size": None} for depth in portions(o.depth or 1, 1)]
-            return [{**shorter, "tree": o.tree, "draws": o.draws} for shorter in less]
-        return [{"size": size} for size in portions(self.nodes, 2)] if o.tree == shapes.DYNAMIC else []
+        return self.options.size
 
     # -- drafting ----------------------------------------------------------------------------------------------------
 
@@ -106,7 +95,7 @@ class FeatureDrafter(FeatureLayer):
 
     def drawing(self, session: Any) -> bool:
         """Whether the next draft is drawn: a point mass is not met by drawing."""
-        return bool(self.options.draws) and not session.last.scores.law.is_point
+        return self.options.draws and not session.last.scores.law.is_point
 
     def draft(self, session: Any, target: Target, hidden: Tensor, follow: Tensor, count: Tensor, draws: bool) -> Draft:
         """Catch up with what the last round decided, then grow what the options ask for.
@@ -142,7 +131,7 @@ class FeatureDrafter(FeatureLayer):
         return weigh(logits, session, session.emitted[:, None] + level)
 
     def _chain(self, session: Any, target: Target, f: Tensor) -> tuple[Tensor, Tree]:
-        memory, depth, tokens = session.memory, self.options.depth or 1, []
+        memory, depth, tokens = session.memory, self.options.depth, []
         ahead = torch.arange(depth, device=f.device).split(1)
         for level in range(depth):
             tokens.append(self.to_target(self._weighed(session, target, f, level).argmax(-1)))  # [B, 1]
@@ -152,10 +141,9 @@ class FeatureDrafter(FeatureLayer):
 
     def _tree(self, session: Any, target: Target, f: Tensor) -> tuple[Tensor, Tree]:
         o = self.options
-        width, depth = o.width or 1, o.depth or 1
-        size = min(o.size or 1, 1 + width + (depth - 1) * width**2)
+        size = min(o.size, 1 + o.width + (o.depth - 1) * o.width**2)
         first, expand = self._growth(session, target, f)
-        below, tree = grow(first, expand, width, depth, size)
+        below, tree = grow(first, expand, o.width, o.depth, size)
         return self.to_target(below), tree
 
     def _static(self, session: Any, target: Target, f: Tensor, draws: bool) -> tuple[Tensor, Tree, Categorical | None]:
@@ -164,8 +152,7 @@ class FeatureDrafter(FeatureLayer):
         def noise(level: int) -> Tensor:
             return ops.gumbel(seeds, session.emitted[:, None] + level, first.shape[-1])
 
-        assert self.options.tree is not None
-        plan = shapes.plan(self.options.tree, self.options.depth or 1, f.device)
+        plan = shapes.plan(self.options.tree, self.options.depth, f.device)
         seeds = ops.stream(session.seeds, ops.FRESH)
         first, expand = self._growth(session, target, f)
         below, law = shapes.fill(first, expand, plan, noise if draws else None)
@@ -173,8 +160,8 @@ class FeatureDrafter(FeatureLayer):
 
     def _growth(self, session: Any, target: Target, f: Tensor) -> tuple[Tensor, Expand]:
         """Log-probabilities [B, V] after the root, and the way to those after a frontier."""
-        memory, o, depth = session.memory, self.options, self.options.depth or 1
-        room = (depth - 1) * (o.width or 1) if o.tree == shapes.DYNAMIC else self.nodes
+        memory, o, depth = session.memory, self.options, self.options.depth
+        room = (depth - 1) * o.width if o.tree == shapes.DYNAMIC else self.nodes
         ahead = torch.arange(depth, device=f.device).split(1)
         state = _Frontier(f, torch.zeros(len(f), 1, room, dtype=torch.bool, device=f.device))
 
@@ -190,21 +177,6 @@ class FeatureDrafter(FeatureLayer):
             return self._weighed(session, target, state.hidden, state.level).float().log_softmax(-1)
 
         return self._weighed(session, target, f, 0)[:, 0].float().log_softmax(-1), expand
-
-    # -- files -------------------------------------------------------------------------------------------------------
-
-    def save_pretrained(self, folder: str | Path, layout: str = "mmspec") -> None:
-        """Write config.json and model.safetensors, in our own layout or in a published one."""
-        mmspec.save_drafter(self, folder, layout)
-
-    @classmethod
-    def from_pretrained(cls, name_or_path: str | Path, **options: Any) -> FeatureDrafter:
-        """Read a drafter from a folder or the hub; see `mmspec.load_drafter`."""
-        return mmspec.load_drafter(name_or_path, **options)
-
-    def push_to_hub(self, repo_id: str, **options: Any) -> str:
-        """Upload to the hub, safetensors only; returns the address."""
-        return mmspec.push_drafter(self, repo_id, **options)
 
 
 def _told(block: Block, visual: Tensor, valid: Tensor, kept: Tensor, size: int) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mmspec.config import SpecConfig
 from mmspec.drafters.blocks import RMSNorm, runs, shares, spans_of, splice, spliced
 from mmspec.drafters.eagle import EagleConfig, EagleDrafter
 from mmspec.drafters.layer import Entering
+from mmspec.drafters.options import TreeOptions
 from mmspec.tree import Expand, chain
 from mmspec.types import Target, Tree
 
@@ -117,14 +118,14 @@ class FlashDrafter(EagleDrafter):
         if c.tokens > 1:
             self.heads = SarHeads(c.hidden, c.head_width or c.hidden // 2, c.tokens)
 
-    def _settled(self, options: SpecConfig) -> SpecConfig:
-        settled = super()._settled(options)
-        if self.config.tokens > 1 and (settled.depth or 1) > self.config.tokens:
+    def chosen(self, given: Mapping[str, Any]) -> TreeOptions:
+        options = super().chosen(given)
+        if self.config.tokens > 1 and options.depth > self.config.tokens:
             raise ValueError(
                 f"this drafter predicts {self.config.tokens} tokens a pass, so depth and tree can be no deeper; "
-                f"got depth {settled.depth}"
+                f"got depth {options.depth}"
             )
-        return settled
+        return options
 
     # -- what enters -------------------------------------------------------------------------------------------------
 
@@ -154,7 +155,7 @@ class FlashDrafter(EagleDrafter):
 
     def _levels(self, session: Any, target: Target, f: Tensor) -> Tensor:
         """Logits [B, depth, V] of the tokens at the levels below the root, from the last row's output f [B, 1, H]."""
-        depth = self.options.depth or 1
+        depth = self.options.depth
         return self._weighed(session, target, self.ahead(f)[:, 0, :depth], torch.arange(depth, device=f.device))
 
     def _chain(self, session: Any, target: Target, f: Tensor) -> tuple[Tensor, Tree]:

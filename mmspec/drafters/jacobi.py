@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mmspec.config import WINDOW, SpecConfig, portions
+from mmspec.config import chosen, is_whole, one_of, whole
 from mmspec.kernels import reference as ops
 from mmspec.modes import lasting
 from mmspec.tree import chain, from_paths, lone
@@ -25,6 +25,41 @@ _SHARES = {
     "vertical": (0.0, 1.0),
     "mixture": (0.5, 0.5),
 }  # left, above
+NEAR = "neighbours"
+INITS = (*_SHARES, NEAR)
+COUPLINGS = ("none", "maximal", "gumbel")
+ALONE = (1, 1)  # one branch on one level: no tree
+
+
+@dataclass(frozen=True)
+class WindowOptions:
+    """How a window of guesses is made and refined.
+
+    Attributes:
+        window: positions looked at in a round, the pending token's included; 1 drafts nothing.
+        init: where first guesses come from, one of INITS: anywhere, the token to the left, the one above, either of
+            these, or either as far as the target has a grid (the default).
+        coupling: how a guess is redrawn once the target has spoken, one of COUPLINGS.
+        proactive: (K, D): the next D − 1 positions get a tree with K branches per node (K, D ≥ 2); (1, 1): none.
+    """
+
+    window: int = 16
+    init: str = NEAR
+    coupling: str = "maximal"
+    proactive: tuple[int, int] = ALONE
+
+    def __post_init__(self) -> None:
+        whole("window", self.window)
+        one_of("init", self.init, INITS)
+        one_of("coupling", self.coupling, COUPLINGS)
+        pair = self.proactive
+        if pair != ALONE and not (isinstance(pair, tuple) and len(pair) == 2 and all(is_whole(n, 2) for n in pair)):
+            raise ValueError(f"proactive must be (branches, levels), both whole numbers ≥ 2, or None; got {pair!r}")
+        if self.window < pair[1]:
+            raise ValueError(
+                f"proactive={pair} needs window ≥ {pair[1]}, got window={self.window}; raise the window or ask for "
+                "fewer levels"
+            )
 
 
 @dataclass
@@ -35,42 +70,25 @@ class Memory:
     ends: Tensor  # [B], tokens after the prompt at which the row ends
     init: str
     law: Tensor | None = None  # [B, C, V], log q of the guesses on the main line; None: none were drawn from a law
-    window: int = 1  # of the last draft, which may have been another one's of the same method
-    late: tuple[Tensor, ...] = ()  # [B] each: decided since then, one a round; fewer than G
 
     def append(self, last: Round) -> None:
         """Take in what a round decided: the accepted tokens, then the drawn one."""
-        if last.kept.shape[1] == 1:
-            self.late = (*self.late, last.verdict.token)
-            if len(self.late) == self.decided.shape[1]:
-                self.caught_up()
-            return
         token, count = last.verdict.token[:, None], last.verdict.count[:, None]
         path = torch.cat([last.draft.tokens.gather(1, last.kept)[:, 1:], token], 1).scatter(1, count - 1, token)
         here = count + torch.arange(self.decided.shape[1], device=path.device)
-        self.decided = torch.cat([self.caught_up(), path], 1).gather(1, here)
-
-    def caught_up(self) -> Tensor:
-        """`decided`, up to now."""
-        if self.late:
-            self.decided = torch.cat([self.decided[:, len(self.late) :], torch.stack(self.late, 1)], 1)
-            self.late = ()
-        return self.decided
+        self.decided = torch.cat([self.decided, path], 1).gather(1, here)
 
     def select(self, rows: Tensor) -> Memory:
         law = None if self.law is None else self.law[rows]
-        return replace(self, decided=self.caught_up()[rows], ends=self.ends[rows], law=law)
+        return replace(self, decided=self.decided[rows], ends=self.ends[rows], law=law)
 
     def join(self, other: Memory) -> Memory:
-        both = (self, other)
-        like = self.law if self.law is not None else other.law
-        law = None
-        if like is not None:  # where there are no guesses, what fills their place is never read
-            C = max(m.window for m in both) - 1
-            laws = [like.new_zeros(len(m.ends), 0, like.shape[2]) if m.law is None else m.law for m in both]
-            law = torch.cat([pad(each, (0, 0, 0, C - each.shape[1])) for each in laws])
-        decided, ends = torch.cat([m.caught_up() for m in both]), torch.cat([m.ends for m in both])
-        return replace(self, decided=decided, ends=ends, law=law, window=max(m.window for m in both))
+        law = self.law if self.law is not None else other.law
+        if law is not None:  # where there are no guesses, what fills their place is never read
+            laws = [law.new_zeros(len(m.ends), *law.shape[1:]) if m.law is None else m.law for m in (self, other)]
+            law = torch.cat(laws)
+        decided, ends = torch.cat([self.decided, other.decided]), torch.cat([self.ends, other.ends])
+        return replace(self, decided=decided, ends=ends, law=law)
 
 
 @dataclass(frozen=True)
@@ -86,10 +104,10 @@ class Layout:
 
 @lru_cache(maxsize=16)
 @lasting()
-def layout(window: int, proactive: tuple[int, int] | None, device: torch.device) -> Layout:
+def layout(window: int, proactive: tuple[int, int], device: torch.device) -> Layout:
     """A chain; with proactive = (K, D) its first D − 1 levels have all K branches of every node."""
     nodes = torch.arange(window, device=device)
-    if proactive is None:
+    if proactive == ALONE:
         return Layout(chain(window, device), nodes.expand(window, window), nodes)
     K, levels = proactive[0], proactive[1] - 1
     tree, ranks = from_paths([*product(range(K), repeat=levels), (0,) * (window - 1)], device)
@@ -115,8 +133,7 @@ class JacobiDrafter:
     its draft states: a first guess by its init, a later one because the coupling makes it a draw from p with noise of
     its own position, so that q := p also where the guess stayed as it was. When it is tested, p is the true law and
     the coin is new: what comes out has the law p. So only what F determines may say which law goes to which position:
-    how many guesses stood before may, and so the window may change from round to round. One that grows is filled with
-    first guesses, one that shrinks drops its last.
+    how many guesses stood before may. So may a clock: a draft that is never tested leaves no trace.
 
     Attributes:
         vocab: tokens of the target's head; the uniform part of a first guess spreads over all of them.
@@ -124,41 +141,23 @@ class JacobiDrafter:
     """
 
     vocab: int = 0
-    config: SpecConfig = field(default_factory=SpecConfig)
+    options: WindowOptions = WindowOptions()
     copy: float = 0.3
     features: tuple[int, ...] = ()
-    settles: ClassVar[int] = 4  # rounds until a window's guesses are as good as they get
-
-    @property
-    def window(self) -> int:
-        return self.config.window or 16
 
     @property
     def nodes(self) -> int:
         """Nodes of a draft, the root included: one per position of the window, and the branches of the tree."""
-        K, D = self.config.proactive or (1, 1)
-        return self.window + sum(K**level - 1 for level in range(1, D))
+        K, D = self.options.proactive
+        return self.options.window + sum(K**level - 1 for level in range(1, D))
 
-    @property
-    def less(self) -> list[dict[str, Any]]:
-        """Options by which it drafts less: smaller windows, that of plain decoding among them."""
-        windows = portions(self.window, (self.config.proactive or (1, 2))[1])
-        return [{"window": 1, "proactive": None}, *({"window": window} for window in windows)]
-
-    def fit(self, target: TargetInfo, config: SpecConfig) -> JacobiDrafter:
+    def fit(self, target: TargetInfo, given: Mapping[str, Any]) -> JacobiDrafter:
         """Any target will do.
 
         Raises:
-            ValueError: an option of another drafter, or a tree with more levels than the window has positions.
+            ValueError: an option of another drafter, or a wrong value.
         """
-        config.only(WINDOW, "the jacobi drafter")
-        fitted = replace(self, vocab=target.vocab, config=config)
-        if config.proactive is not None and fitted.window < config.proactive[1]:
-            raise ValueError(
-                f"proactive={config.proactive} needs window ≥ {config.proactive[1]}, got window={fitted.window}; "
-                "raise the window or ask for fewer levels"
-            )
-        return fitted
+        return replace(self, vocab=target.vocab, options=chosen(WindowOptions(), given, "the jacobi drafter"))
 
     def start(self, session: Any, target: Target, prompt: Prompt) -> Memory:
         """What these rows carry.
@@ -166,8 +165,9 @@ class JacobiDrafter:
         Raises:
             ValueError: an init that looks at the row above, and a target without a grid.
         """
-        grid, init = getattr(target, "grid", None), self.config.init
-        if grid is None and init is not None and _SHARES[init][1]:
+        grid, init = getattr(target, "grid", None), self.options.init
+        init = ("mixture" if grid else "horizontal") if init == NEAR else init
+        if grid is None and _SHARES[init][1]:
             raise ValueError(
                 f"init={init!r} copies the token above, but {type(target).__name__} has no grid; "
                 "choose init='uniform' or 'horizontal'"
@@ -175,24 +175,20 @@ class JacobiDrafter:
         device, B = session.pending.device, len(session.rows)
         ends = torch.tensor([row.limit - row.start for row in session.rows], device=device)
         decided = torch.full((B, grid[1] if grid else 1), HOLE, device=device)
-        return Memory(decided, ends, init or ("mixture" if grid else "horizontal"))
+        return Memory(decided, ends, init)
 
     def propose(self, session: Any, target: Target) -> Draft:
-        memory = session.memory
-        memory.append(session.last)
-        before, memory.window = memory.window, self.window
-        if self.window > 1:
-            return self._guess(session, before)
-        memory.law = None
-        return lone(session.pending[:, None])
+        if self.options.window == 1:
+            return lone(session.pending[:, None])
+        session.memory.append(session.last)
+        return self._guess(session)
 
     @torch.no_grad()
-    def _guess(self, session: Any, before: int) -> Draft:
-        """A window of guesses, after one of `before` positions."""
+    def _guess(self, session: Any) -> Draft:
         memory, law, pending = session.memory, session.last.scores.law, session.pending
-        shape = layout(self.window, self.config.proactive, pending.device)
+        shape = layout(self.options.window, self.options.proactive, pending.device)
         tree = shape.tree.expand(len(pending))
-        column = torch.arange(self.window - 1, device=pending.device)
+        column = torch.arange(self.options.window - 1, device=pending.device)
         position = session.emitted[:, None] + column  # [B, C], after the prompt
         vocab = self.vocab if law.is_point else law.logits.shape[-1]
 
@@ -202,7 +198,7 @@ class JacobiDrafter:
         coins = ops.uniform(  # new in every round, since each decides a token
             ops.stream(session.seeds, ops.COUPLE)[:, None], (session.emitted[:, None] << 32) + column
         )
-        known, token, log_p = self._carried(session, before, coins, noise)
+        known, token, log_p = self._carried(session, coins, noise)
         first, prior = self._first(session, known, token, coins, vocab)
         token = torch.where(known, token, first)
         token = torch.where(position < memory.ends[:, None], token, HOLE)
@@ -219,29 +215,24 @@ class JacobiDrafter:
         logits = torch.cat([logits[:, :1], logits], 1)  # the root's entry is not read
         return Draft(tokens, tree, Categorical(logits if tree.is_chain else logits[:, shape.entry]))
 
-    def _carried(self, session: Any, before: int, coins: Tensor, noise: Noise) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The positions that the last round gave a law to, a prefix of each row: which, the new guesses, log p.
-
-        Args:
-            before: the last round's window.
-        """
+    def _carried(self, session: Any, coins: Tensor, noise: Noise) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The positions that the last round gave a law to, a prefix of each row: which, the new guesses, log p."""
         last, law = session.last, session.last.scores.law
-        B, C = len(coins), before - 1
-        if C == 0:  # the round of the prefill, or one without a draft
+        B, C = coins.shape
+        if last.draft.tree.size == 1:  # the round of the prefill, or one without a draft
             return torch.zeros_like(coins, dtype=torch.bool), torch.full_like(coins, HOLE, dtype=torch.long), None
-        column = torch.arange(coins.shape[1], device=coins.device)
+        column = torch.arange(C, device=coins.device)
         level = last.verdict.count[:, None] + column  # where in the last draft its law is
-        line = layout(before, self.config.proactive, coins.device).line[last.verdict.last]
+        line = layout(C + 1, self.options.proactive, coins.device).line[last.verdict.last]
         nodes = line.gather(1, level.clamp(max=C))
         known = (level <= C) & (last.draft.tokens.gather(1, nodes) != HOLE)
         if law.is_point:
             return known, law.ids.gather(1, nodes), None
         rows = torch.arange(B, device=coins.device)[:, None]
         log_p = law.logits[rows, nodes].float().log_softmax(-1)
-        coupling = self.config.coupling or "maximal"
-        if coupling == "gumbel":
-            return known, (log_p + noise(coins.shape[1])).argmax(-1), log_p
-        if coupling == "none":
+        if self.options.coupling == "gumbel":
+            return known, (log_p + noise(C)).argmax(-1), log_p
+        if self.options.coupling == "none":
             return known, ops.categorical(log_p.exp(), coins), log_p
         x = last.draft.tokens.gather(1, line.gather(1, (level + 1).clamp(max=C)))
         x = torch.where(known & (level < C), x, HOLE)
@@ -258,8 +249,7 @@ class JacobiDrafter:
         """
         memory, C = session.memory, coins.shape[1]
         left = torch.cat([session.pending[:, None], token], 1).gather(1, known.sum(1, keepdim=True)).expand(-1, C)
-        decided = memory.caught_up()
-        above = decided[:, torch.arange(C, device=coins.device) % decided.shape[1]]
+        above = memory.decided[:, torch.arange(C, device=coins.device) % memory.decided.shape[1]]
         near = torch.stack([left, torch.where(above == HOLE, left, above)], -1)
         share = coins.new_tensor(_SHARES[memory.init]) * (1.0 if session.last.scores.law.is_point else self.copy)
         copied = share.sum()

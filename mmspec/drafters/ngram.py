@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mmspec.config import SpecConfig, portions
+from mmspec.config import chosen
+from mmspec.drafters.options import ChainOptions, sized
 from mmspec.tree import chain
 from mmspec.types import HOLE, Draft, Prompt, Target, TargetInfo
-
-CHAIN = ("depth", "width", "size")  # options that say how long a chain is
 
 
 @dataclass
@@ -36,31 +36,26 @@ class NgramDrafter:
 
     Attributes:
         orders: lengths of the n-grams to match, tried in this order.
-        config: `depth` is the longest chain proposed.
+        options: `depth` is the longest chain proposed.
     """
 
     orders: tuple[int, ...] = (3, 2, 1)
-    config: SpecConfig = field(default_factory=lambda: SpecConfig(depth=5, width=1, size=6))
+    options: ChainOptions = ChainOptions()
     features: tuple[int, ...] = ()
 
     @property
     def nodes(self) -> int:
-        return self.config.filled(5, 1, 6).size or 6
+        return self.options.size
 
-    @property
-    def less(self) -> list[dict[str, Any]]:
-        """Options by which it drafts less: shorter chains."""
-        return [{"depth": depth, "size": None} for depth in portions(self.nodes - 1, 1)]
-
-    def fit(self, target: TargetInfo, config: SpecConfig) -> NgramDrafter:
+    def fit(self, target: TargetInfo, given: Mapping[str, Any]) -> NgramDrafter:
         """Any target will do; where several branches are asked for, a chain of that depth is drafted.
 
         Raises:
             ValueError: an option of another drafter.
         """
-        config.only(CHAIN, "the ngram drafter")
-        filled = config.filled(5, 1, 6)
-        return replace(self, config=replace(filled, width=1, size=(filled.depth or 5) + 1))
+        chosen(ChainOptions(), given, "the ngram drafter")
+        depth = sized(ChainOptions(), given)["depth"]
+        return replace(self, options=ChainOptions(depth, 1, depth + 1))
 
     def start(self, session: Any, target: Target, prompt: Prompt) -> Index:
         return Index([{} for _ in session.rows], [0 for _ in session.rows])
@@ -84,5 +79,5 @@ class NgramDrafter:
         for n in self.orders:
             at = places.get(tuple(tokens[-n:])) if len(tokens) >= n else None
             if at is not None:
-                return tokens[at : at + (self.config.depth or 5)]
+                return tokens[at : at + self.options.depth]
         return []

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from mmspec.config import SpecConfig
+from mmspec.config import chosen
 from mmspec.tree import lone
 from mmspec.types import Draft, Prompt, Target, TargetInfo
+
+
+@dataclass(frozen=True)
+class NoOptions:
+    """Of a drafter that cannot be told anything."""
 
 
 class Plain:
@@ -14,14 +21,15 @@ class Plain:
 
     features: tuple[int, ...] = ()
     nodes = 1
+    options = NoOptions()
 
-    def fit(self, target: TargetInfo, config: SpecConfig) -> Plain:
+    def fit(self, target: TargetInfo, given: Mapping[str, Any]) -> Plain:
         """Any target will do.
 
         Raises:
             ValueError: an option that says how to draft.
         """
-        config.only((), "plain decoding")
+        chosen(self.options, given, "plain decoding")
         return self
 
     def start(self, session: Any, target: Target, prompt: Prompt) -> None:

@@ -5,19 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mmspec.config import SpecConfig
+from mmspec.drafters.options import TreeOptions
 from mmspec.kernels import reference as ops
 from mmspec.rows import gather_rows
 
 MASS = 0.4  # share of the attention that the first choice covers; the published scripts' λ
 
 
-def by_attention(options: SpecConfig) -> bool:
+def by_attention(options: TreeOptions) -> bool:
     """Whether what the target looked at is asked for."""
-    return options.prune is not None and options.prune_by != "uniform"
+    return options.prune > 0 and options.prune_by == "attention"
 
 
-def pruned(options: SpecConfig, attention: Tensor | None, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def pruned(options: TreeOptions, attention: Tensor | None, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """What a drafter's `enter` is given, without the visual rows that the options leave out; positions stay.
 
     Args:
@@ -27,7 +27,7 @@ def pruned(options: SpecConfig, attention: Tensor | None, given: tuple[Tensor, .
     Raises:
         ValueError: the target's attention is asked for, and it told nothing of it.
     """
-    if options.prune is None:
+    if not options.prune:
         return given
     if by_attention(options) and attention is None:
         raise ValueError("this target does not tell what it attends to; prune_by='uniform' works without")

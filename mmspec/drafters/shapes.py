@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from mmspec.config import SpecConfig
 from mmspec.modes import lasting
 from mmspec.tree import Expand, chain, from_paths
 from mmspec.types import HOLE, Tree
@@ -143,33 +142,3 @@ def _remaining(log_p: Tensor, ids: Tensor, level: Level, hole: Tensor) -> Tensor
     drawn = torch.where(earlier, ids[:, level.parents], ids[:, level.parents, level.ranks][..., None])
     gone = torch.zeros_like(law, dtype=torch.bool).scatter_(2, drawn, earlier.expand_as(drawn))
     return law.masked_fill(gone, -torch.inf).masked_fill(hole[..., None], 0.0)
-
-
-def branches(options: SpecConfig) -> int:
-    """The most children that a node of the settled options' tree has."""
-    return max(SHAPES[options.tree].values()) if options.tree in SHAPES else options.width or 1
-
-
-def settled(options: SpecConfig, tree: str, draws: bool, depth: int, width: int, size: int) -> SpecConfig:
-    """The options with a drafter's recommendations where the user said nothing; `tree`, `draws` and sizes are set.
-
-    Raises:
-        ValueError: an unknown tree, sizes for a shape that has its own, or draws in a tree that grows by likelihood.
-    """
-    sizes = [name for name in ("depth", "width", "size") if getattr(options, name) is not None]
-    name = options.tree or (DYNAMIC if sizes else tree)
-    draws = (draws and name != DYNAMIC) if options.draws is None else options.draws
-    if name in (DYNAMIC, "chain"):
-        filled = replace(options, width=1 if name == "chain" else options.width).filled(depth, width, size)
-        name = "chain" if filled.width == 1 else name
-    else:
-        paths = nodes(shape_named(name))
-        if sizes:
-            raise ValueError(f"the tree {name!r} has a shape of its own; leave out {', '.join(sizes)}")
-        filled = replace(options, depth=max(map(len, paths)), size=1 + len(paths))
-    if draws and name == DYNAMIC:
-        raise ValueError(
-            "draws=True needs a static tree: what a dynamic tree keeps depends on what was drawn. Choose tree from "
-            f"{', '.join(SHAPES)}"
-        )
-    return replace(filled, tree=name, draws=draws)

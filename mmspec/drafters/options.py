@@ -1,0 +1,150 @@
+"""The options of drafters that grow a chain or a tree: what the user gave, the drafter's recommendations elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from reprlib import repr as briefly
+from typing import Any, Literal, Protocol
+
+from mmspec.config import chosen, is_whole, one_of, whole
+from mmspec.drafters.shapes import DYNAMIC, SHAPES, nodes, shape_named
+
+ALL: Literal["all"] = "all"
+PRUNE_BY = ("attention", "uniform")
+SIZES = ("depth", "width", "size")
+
+
+class Recommended(Protocol):
+    """How a drafter recommends to draft; the config of a trained one does."""
+
+    @property
+    def depth(self) -> int: ...
+    @property
+    def width(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def tree(self) -> str: ...
+    @property
+    def draws(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class ChainOptions:
+    """How long a chain is.
+
+    Attributes:
+        depth: longest drafted path, in tokens (≥ 1).
+        width: branches per node; 1 drafts a chain.
+        size: nodes sent to the target in a round, the root included.
+    """
+
+    depth: int = 5
+    width: int = 1
+    size: int = 6
+
+    def __post_init__(self) -> None:
+        for name in SIZES:
+            whole(name, getattr(self, name))
+
+
+@dataclass(frozen=True)
+class TreeOptions(ChainOptions):
+    """How a drafter on features drafts, and what it reads.
+
+    Attributes:
+        depth: longest drafted path, in tokens (≥ 1).
+        width: branches per node and size of the frontier; 1 drafts a chain.
+        size: nodes sent to the target in a round, the root included.
+        tree: "dynamic" (grown by likelihood), or the name of a static shape of mmspec/drafters/shapes.py.
+        draws: fill a static tree by drawing without replacement from the drafter's distribution, not by rank.
+        draft_vocab: tokens that a drafter on the target's head proposes from; it reads their rows of the head and no
+            others. "all"; or N: the first N tokens, which a BPE vocabulary learned first, and those that end an
+            answer; or ids, kept as a sorted tuple.
+        prune: share of a prompt's image and video tokens that the drafter leaves out; the target reads them all.
+        prune_by: which ones stay, one of PRUNE_BY: those that the target attended to most and some between them (the
+            default), or evenly spaced ones.
+    """
+
+    width: int = 8
+    size: int = 32
+    tree: str = DYNAMIC
+    draws: bool = False
+    draft_vocab: int | tuple[int, ...] | Literal["all"] = ALL
+    prune: float = 0.0
+    prune_by: str = PRUNE_BY[0]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.prune <= 1:
+            raise ValueError(f"prune must be a share between 0 and 1, or None; got {self.prune!r}")
+        one_of("prune_by", self.prune_by, PRUNE_BY)
+        object.__setattr__(self, "draft_vocab", _vocabulary(self.draft_vocab))
+
+    @property
+    def branches(self) -> int:
+        """The most children that a node has."""
+        return max(SHAPES[self.tree].values()) if self.tree in SHAPES else self.width
+
+
+def sized(advice: Any, given: Mapping[str, Any]) -> dict[str, int]:
+    """Depth, width and size where the user gave some of them.
+
+    Raises:
+        ValueError: a depth and a size that no chain has.
+    """
+    width, size = given.get("width", advice.width), given.get("size")
+    if width > 1:
+        depth = given.get("depth", advice.depth)
+        return {"depth": depth, "width": width, "size": size or max(advice.size, depth + 1)}
+    depth = given.get("depth", advice.depth if size is None else size - 1)
+    if depth < 1 or size not in (None, depth + 1):
+        raise ValueError(
+            f"a chain of depth d has d + 1 ≥ 2 nodes; got depth={given.get('depth')}, size={size}: leave one of them "
+            "out, or ask for a tree by width ≥ 2"
+        )
+    return {"depth": depth, "width": 1, "size": depth + 1}
+
+
+def grown(advice: Recommended, given: Mapping[str, Any], drafter: str) -> TreeOptions:
+    """The options of a tree: what was given, elsewhere what is recommended, and sizes that agree with each other.
+
+    Raises:
+        ValueError: an option that such drafters do not have, a wrong value, an unknown tree, sizes for a shape that has
+            its own, draws in a tree that grows by likelihood, or prune_by without prune.
+    """
+    told = chosen(TreeOptions(), given, drafter)
+    sizes = [name for name in SIZES if name in given]
+    tree = given.get("tree", DYNAMIC if sizes else advice.tree)
+    draws = given.get("draws", advice.draws and tree != DYNAMIC)
+    if tree in (DYNAMIC, "chain"):
+        held = sized(advice, {**given, "width": 1} if tree == "chain" else given)
+        tree = "chain" if held["width"] == 1 else tree
+    else:
+        paths = nodes(shape_named(tree))
+        if sizes:
+            raise ValueError(f"the tree {tree!r} has a shape of its own; leave out {', '.join(sizes)}")
+        held = {"depth": max(map(len, paths)), "width": advice.width, "size": 1 + len(paths)}
+    if draws and tree == DYNAMIC:
+        raise ValueError(
+            "draws=True needs a static tree: what a dynamic tree keeps depends on what was drawn. Choose tree from "
+            f"{', '.join(SHAPES)}"
+        )
+    if "prune_by" in given and "prune" not in given:
+        raise ValueError(f"prune_by={told.prune_by!r} says which tokens stay, and prune how many; give both")
+    return replace(told, **held, tree=tree, draws=draws)
+
+
+def _vocabulary(given: Any) -> int | tuple[int, ...] | Literal["all"]:
+    """ALL, a number of tokens, or their ids, sorted and each once."""
+    found = given.tolist() if hasattr(given, "tolist") else given  # a tensor, an array
+    if is_whole(found, 1) or (isinstance(found, str) and found == ALL):
+        return found  # type: ignore[no-any-return]
+    ids = list(found) if isinstance(found, Iterable) else []
+    if not ids or not all(is_whole(i, 0) for i in ids):
+        raise ValueError(
+            "draft_vocab must be a number of tokens ≥ 1, a list of token ids ≥ 0, or 'all' for the whole vocabulary; "
+            f"got {briefly(given)}"
+        )
+    return tuple(sorted({*ids}))

@@ -1,0 +1,154 @@
+"""The switch: drafting goes off where it costs more than it gains, and is tried again now and then (`auto=True`)."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict, deque
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+from torch import Tensor
+
+from mmspec.session import Stats
+from mmspec.tree import lone
+from mmspec.types import Draft, Prompt, Target
+
+LOOK, PLAIN = 8, 3  # rounds with a draft, and without one, until a batch size is judged
+KEPT = 32  # drafted rounds that a judgement looks at, the latest
+AGAIN = 128  # drafted rounds until one without a draft is timed again: the machine may have been busy before
+SHARE = 0.02  # what drafting has to gain, and how much of the time trials may lose
+
+
+class Known:
+    """What rounds of one drafter on one target cost and gain, by batch size: sizes up to a power of two are one."""
+
+    def __init__(self) -> None:
+        self.drafted: defaultdict[int, deque[tuple[float, float]]] = defaultdict(lambda: deque(maxlen=KEPT))
+        self.plain: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=2 * PLAIN - 1))
+        self.since: Counter[int] = Counter()  # drafted rounds since a plain one was timed
+        self.seconds = self.lost = 0.0  # of all rounds; of those, by drafting
+
+    def book(self, batch: int, drafted: bool, seconds: float, gained: float) -> None:
+        """One round: what it took, and the tokens that a row gained on average."""
+        self.seconds += seconds
+        if not drafted:
+            self.plain[batch].append(seconds)
+            self.since[batch] = 0
+            return
+        self.drafted[batch].append((seconds, gained))
+        self.since[batch] += 1
+        if self.plain[batch]:
+            typical = median([each for each, _ in list(self.drafted[batch])])
+            self.lost = max(0.0, self.lost + min(seconds, 2 * typical) - gained * median(self.plain[batch]))
+
+    def pays(self, batch: int) -> bool | None:
+        """Whether drafting gains clearly more than it costs; None: too little is known.
+
+        A round that took more than twice the median is taken for one that took twice: the machine was busy, or torch
+        compiled.
+        """
+        drafted, plain = list(self.drafted[batch]), list(self.plain[batch])
+        if len(drafted) < LOOK or len(plain) < PLAIN:
+            return None
+        most = 2 * median([seconds for seconds, _ in drafted])
+        spent = sum(min(seconds, most) for seconds, _ in drafted)
+        return sum(gained for _, gained in drafted) * median(plain) > (1 + SHARE) * spent
+
+    def wants_plain(self, batch: int) -> bool:
+        """Whether a round without a draft has to be timed."""
+        unknown = len(self.plain[batch]) < PLAIN and len(self.drafted[batch]) >= LOOK
+        return unknown or self.since[batch] >= AGAIN
+
+    def tries(self, batch: int) -> bool:
+        """Whether rows that begin are drafted for: it pays, or nobody knows, or a trial is due."""
+        judged = [size for size in list(self.plain) if self.pays(size) is not None]
+        nearest = min(judged, key=lambda size: abs(size.bit_length() - batch.bit_length()), default=batch)
+        if self.pays(nearest) is not False:
+            return True
+        if self.lost > SHARE * self.seconds:
+            return False
+        self.drafted[nearest].clear()  # a trial is judged by itself
+        return True
+
+
+@dataclass
+class _Memory:
+    """The drafter's memory of some rows, while it drafts for them, and what was noted when their last round began."""
+
+    inner: Any
+    on: bool
+    told: dict[str, float]
+    noted: tuple[Stats, tuple[float, ...], int, bool] | None = None  # stats, their sums, batch size, drafted or not
+
+    def select(self, rows: Tensor) -> _Memory:
+        return replace(self, inner=None if self.inner is None else self.inner.select(rows))
+
+    def join(self, other: _Memory) -> _Memory:
+        """Rows are drafted for together or not at all, since who was not drafted for is not read up to its end."""
+        on = self.on and other.on
+        return replace(self, inner=self.inner.join(other.inner) if on and self.inner is not None else None, on=on)
+
+
+class Switch:
+    """Proposes what a drafter proposes, or nothing: once off, for the rest of these rows.
+
+    Args:
+        drafter: fitted to its target.
+        known: of this drafter on this target, from earlier calls.
+    """
+
+    def __init__(self, drafter: Any, known: Known) -> None:
+        self.drafter, self.known = drafter, known
+        self.features, self.nodes = drafter.features, drafter.nodes
+
+    def start(self, session: Any, target: Target, prompt: Prompt) -> _Memory:
+        if not self.known.tries(_size(session)):
+            return _Memory(None, False, {})
+        began, doubtful = time.perf_counter(), self.known.pays(_size(session)) is not True
+        inner = self.drafter.start(session, target, prompt)
+        self.known.lost += doubtful * (time.perf_counter() - began)
+        return _Memory(inner, True, dict(getattr(inner, "told", {})))
+
+    def propose(self, session: Any, target: Target) -> Draft:
+        memory, known, batch = session.memory, self.known, _size(session)
+        self._book(memory)
+        if memory.on and known.pays(batch) is False:
+            memory.on, memory.inner = False, None
+        leave = not memory.on or known.wants_plain(batch)
+        draft = self._drafted(session, target) if memory.on else None
+        if draft is not None and leave:
+            draft.tokens.tolist()  # waits for a GPU, so that this round's other parts take what they always take
+        memory.noted = session.stats, _sums(session.stats), batch, not leave
+        return lone(session.pending[:, None]) if draft is None or leave else draft
+
+    def _drafted(self, session: Any, target: Target) -> Draft:
+        """The drafter's draft; it finds its own memory in the session."""
+        memory = session.memory
+        session.memory = memory.inner
+        try:
+            return self.drafter.propose(session, target)  # type: ignore[no-any-return]
+        finally:
+            session.memory = memory
+
+    def _book(self, memory: _Memory) -> None:
+        """Book the last round, if nothing but it was summed up meanwhile: rows that come bring sums of their own."""
+        if memory.noted is None:
+            return
+        stats, before, batch, drafted = memory.noted
+        seconds, drafting, rounds, rows, gained, tokens = (
+            now - then for now, then in zip(_sums(stats), before, strict=True)
+        )
+        if rounds == 1 and gained == tokens:
+            self.known.book(batch, drafted, seconds if drafted else seconds - drafting, gained / rows)
+
+
+def _sums(stats: Stats) -> tuple[float, ...]:
+    """Seconds of rounds, of drafting among them, rounds, of rows, what these gained, all tokens."""
+    seconds = sum(much for part, much in stats.seconds.items() if part != "prefill")
+    return seconds, stats.seconds.get("draft", 0.0), stats.rounds, stats.row_rounds, stats.gained, stats.tokens
+
+
+def _size(session: Any) -> int:
+    """The power of two that these rows fill."""
+    return 1 << (len(session.rows) - 1).bit_length()
