@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
@@ -59,4 +60,5 @@ def _ready(model: Any, target: TargetInfo, capture: bool, drafter: Any) -> Any:
     if not capture or not isinstance(drafter, FeatureDrafter) or drafter.nodes == NONE:
         return drafter
     held = compiled.of(model).drafts.setdefault(drafter.block, Trusted(type(drafter).__name__))
-    return CapturedDraft(drafter, lambda: trusted.weights(model), target.vocab, held)
+    alive = weakref.ref(model)  # what drafts for a model does not keep it
+    return CapturedDraft(drafter, lambda: trusted.weights(alive()), target.vocab, held)
