@@ -13,6 +13,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import AttentionInterface
 
 NAME = "mmspec_attended"
+ASKING = 256  # last tokens of a prompt that are asked: scores of all would be heads · L² numbers
 _SHARES = (4, 5, 6, 7)  # eighths of the depth: middle and late layers, where text reads images
 
 
@@ -24,28 +25,41 @@ def layers(decoder: Any) -> dict[str, Any]:
 
 @dataclass
 class Attended:
-    """What one prefill tells: [B, L] of shares of attention, averaged over layers, heads and asking rows."""
+    """What one prefill tells: [B, L] of shares of attention, averaged over layers, heads and asking rows.
+
+    The text behind the last image asks, or that image's last token where there is none: the last `ASKING` of them.
+    """
 
     visual: Tensor  # [B, L], above 0 at visual tokens
     valid: Tensor  # bool [B, T], of the cached tokens and of these
     told: list[Tensor] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        L = self.visual.shape[1]
+        at, seen = torch.arange(L, device=self.visual.device), self.visual > 0
+        last = torch.where(seen, at, -1).amax(1, keepdim=True)
+        asks = (at > last) & seen.any(1, keepdim=True)  # nothing is looked for in rows without images
+        asks[:, : max(0, L - ASKING)] = False
+        asks[:, -1] = True
+        self.wanted = bool(seen.any())
+        self.first = int((~asks).sum(1).min())  # rows end together, so only these can ask
+        self.asks = asks[:, self.first :].float()
+
     @property
     def mean(self) -> Tensor | None:
+        """[B, L]; None where nothing was heard although there are images."""
+        if not self.wanted:
+            return torch.zeros(self.visual.shape, device=self.visual.device)
         return torch.stack(self.told).mean(0) if self.told else None
 
     def hear(self, query: Tensor, key: Tensor, scaling: float) -> None:
         """Take in one layer: queries [B, heads, L, D] and keys [B, kv_heads, T, D], rotated as they meet."""
         L, T = query.shape[2], key.shape[2]
-        at = torch.arange(L, device=query.device)
-        last = torch.where(self.visual > 0, at, -1).amax(1, keepdim=True).to(query.device)
-        asks = (at > last) | (at == L - 1)  # where no text follows an image, its last token asks
-        first = int((~asks).sum(1).min())  # rows end together, so only these can ask
-        asks, k = asks[:, first:].float(), key.float()
-        q = query[:, :, first:].float().unflatten(1, (k.shape[1], -1)).flatten(2, 3)  # [B, kv_heads, group · n, D]
+        at, asks, k = torch.arange(self.first, L, device=query.device), self.asks.to(query.device), key.float()
+        q = query[:, :, self.first :].float().unflatten(1, (k.shape[1], -1)).flatten(2, 3)  # [B, kv_heads, group·n, D]
         valid = self.valid[:, -T:].to(key.device)
-        seen = (torch.arange(T, device=key.device) <= at[first:, None] + T - L) & valid[:, None]
-        scores = (q @ k.transpose(2, 3) * scaling).unflatten(2, (-1, L - first)).flatten(1, 2)
+        seen = (torch.arange(T, device=key.device) <= at[:, None] + T - L) & valid[:, None]
+        scores = (q @ k.transpose(2, 3) * scaling).unflatten(2, (-1, L - self.first)).flatten(1, 2)
         scores = scores.masked_fill(~seen[:, None], torch.finfo(torch.float32).min)
         share = (scores.softmax(-1).mean(1) * asks[..., None]).sum(1) / asks.sum(1, keepdim=True)
         self.told.append(share[:, -L:].to(self.visual.device))
@@ -55,13 +69,13 @@ _asking: ContextVar[Attended | None] = ContextVar("mmspec_attended", default=Non
 
 
 class attending:
-    """Context manager: the prefill that runs in it is heard, as an Attended tells."""
+    """Context manager: the prefill that runs in it is heard, as an Attended tells, if there are images in it."""
 
     def __init__(self, visual: Tensor, valid: Tensor) -> None:
         self.attended = Attended(visual, valid)
 
     def __enter__(self) -> Attended:
-        self._token = _asking.set(self.attended)
+        self._token = _asking.set(self.attended if self.attended.wanted else None)
         return self.attended
 
     def __exit__(self, *_: Any) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from mmspec.loop import decode
 from mmspec.pipelines import guided
 from mmspec.pipelines.generate import Call, obstacle, opened
+from mmspec.pipelines.handle import Patch
 from mmspec.pipelines.intake import Asked, Finished, Intake, out_of_memory
 from mmspec.pipelines.processors import Endings, Processors
 from mmspec.pipelines.vlm import VlmTarget
@@ -59,7 +60,7 @@ class Flow(Intake):
             ValueError: a model that is not enabled, or one that draws torch's own noise.
         """
         super().__init__(model, processor, rows, **generation)
-        self._handle: Any = getattr(type(self.model), "_mmspec_handle", None)
+        self._handle: Any = Patch.of(self.model)
         if self._handle is None:
             raise ValueError(f"{type(self.model).__name__} is not enabled; call mmspec.enable(model) first")
         if self._handle.config.reproducible:
@@ -78,7 +79,7 @@ class Flow(Intake):
 
     def step(self) -> list[Finished]:
         """Read waiting prompts into free rows, then one round of all rows; returns what has finished."""
-        with torch.no_grad():
+        with torch.no_grad(), self._handle.running(self.model):
             if self._waiting:
                 self._session.retire()
             while (group := self._take(self._together)) and self._admit(group):
@@ -138,17 +139,15 @@ class Flow(Intake):
 
     def _open(self, group: list[Asked]) -> Session | None:
         """A session of these prompts after their prefill; None where the stock path has answered."""
-        model, drafter = self.model, self._handle.proposer
+        model, drafter, kind = self.model, self._handle.proposer, self._handle.kind
         call: Call = self._generate(group, custom_generate=_as_call)
-        if obstacle(model, call) is not None:
+        if obstacle(model, call, kind) is not None:
             self._answer(group)
             return None
         guidance, rest = guided.split(call.logits_processor, call.input_ids)
         processors, config = Processors(rest), call.generation_config
         self._together = not (processors.need_history or guidance) and config.max_new_tokens is not None
-        target = model._mmspec_target(
-            model, drafter.features, processors, bool(config.do_sample), False, None, guidance
-        )
+        target = kind._mmspec_target(model, drafter.features, processors, bool(config.do_sample), False, None, guidance)
         ends = Endings(call.stopping_criteria, 1, call.input_ids.device)
         most = ends.limit - call.input_ids.shape[1]
         rows: list[Row] = []
@@ -157,7 +156,7 @@ class Flow(Intake):
             row = _Guest(tokens, len(tokens), len(tokens) + most, one.seed, ends.eos, ends.of(0))
             row.asked, row.processors = one, processors
             rows.append(row)
-        guest, _ = opened(target, drafter, call, rows, model._mmspec_rule(call))
+        guest, _ = opened(target, drafter, call, rows, kind._mmspec_rule(self._handle, call))
         if self._target is None:  # the first prompt's target scores for all; what it holds of that prompt is let go
             target.arguments = {k: v for k, v in target.arguments.items() if isinstance(v, _PLAIN)}
             if processors.need_history:

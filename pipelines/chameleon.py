@@ -13,8 +13,9 @@ from mmspec.pipelines import decoder_only
 from mmspec.pipelines.codes import by_token
 from mmspec.pipelines.decoder_only import describe, tap, unsupported, untap
 from mmspec.pipelines.generate import Call
-from mmspec.pipelines.patch import UnsupportedError
-from mmspec.pipelines.swap import final_hidden
+from mmspec.pipelines.handle import Patch
+from mmspec.pipelines.obstacles import Obstacle, UnsupportedError
+from mmspec.pipelines.swap import final_hidden, stock
 from mmspec.pipelines.vlm import VlmTarget
 from mmspec.rules import Rule, exact
 from mmspec.session import Session
@@ -112,7 +113,7 @@ class Enabled(decoder_only.Enabled):
         if mode not in MODES:
             raise ValueError(f"multimodal_generation_mode must be one of {', '.join(MODES)}; got {mode!r}")
         if mode == "text-only":
-            return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
+            return stock(self).generate(self, inputs, *args, **kwargs)
         ids = kwargs.get("input_ids") if inputs is None else inputs
         if ids is None:
             raise ValueError("a picture needs a prompt of token ids; pass input_ids")
@@ -121,22 +122,26 @@ class Enabled(decoder_only.Enabled):
         kwargs["max_new_tokens"] = picture.length if asked is None else min(asked, picture.length)
         token = _picture.set(picture)
         try:
-            return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
+            return stock(self).generate(self, inputs, *args, **kwargs)
         finally:
             _picture.reset(token)
 
-    @property
-    def _mmspec_target(self) -> type[VlmTarget]:  # type: ignore[override]
-        return VlmTarget if _picture.get() is None else ChameleonTarget
+    @staticmethod
+    def _mmspec_target(*args: Any, **kwargs: Any) -> VlmTarget:
+        return (VlmTarget if _picture.get() is None else ChameleonTarget)(*args, **kwargs)
 
-    def _mmspec_rule(self, call: Call) -> Rule:
+    @classmethod
+    def _mmspec_rule(cls, patch: Patch, call: Call) -> Rule:
         """A relaxed rule is for pictures: text stays exact."""
-        return exact if _picture.get() is None else super()._mmspec_rule(call)
+        return exact if _picture.get() is None else super()._mmspec_rule(patch, call)
 
-    def _mmspec_decline(self, why: str) -> None:
+    @classmethod
+    def _mmspec_decline(cls, patch: Patch, why: Obstacle) -> None:
         if _picture.get() is not None:
-            raise UnsupportedError(f"stock has no image mode that this call could run on, and mmspec cannot: {why}")
-        super()._mmspec_decline(why)
+            raise UnsupportedError(
+                f"stock has no image mode that this call could run on, and mmspec cannot: {why.reason}"
+            )
+        super()._mmspec_decline(patch, why)
 
 
 def codebook(model: Any) -> Tensor:

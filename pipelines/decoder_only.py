@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
 from mmspec.pipelines import attention, recurrent
 from mmspec.pipelines.generate import Call, generate, obstacle
+from mmspec.pipelines.handle import Patch
+from mmspec.pipelines.obstacles import Obstacle, unfit_attention
+from mmspec.pipelines.swap import stock
 from mmspec.pipelines.vlm import VlmTarget, tap, untap
 from mmspec.rules import Rule
 from mmspec.types import TargetInfo
@@ -16,20 +20,22 @@ from mmspec.types import TargetInfo
 __all__ = ["Enabled", "codebook", "describe", "tap", "unsupported", "untap"]
 
 _LAYERS = set(attention.KINDS)
-_ATTENTION = {"sdpa", "eager", attention.NAME}
 
 
 class Enabled:
     """Mixin of an enabled model; `generate` lands in one of these for every mode that transformers has.
 
+    Another thread may swap the class at any time. So methods take the stock ones from `stock(self)`, a call asks once
+    for its Patch, and what belongs to the kind of model rather than to the model is asked of `patch.kind`.
+
     Attributes:
-        _mmspec_handle: the Handle of `enable`.
-        _mmspec_target: what stands for this model in a session.
+        _mmspec_handle: the Patch of `enable`.
+        _mmspec_target: makes what stands for this model in a session.
         _mmspec_guided: whether the forward of a negative prompt (`guidance_scale`) may share a batch with the prompt's.
     """
 
-    _mmspec_handle: Any
-    _mmspec_target: type[VlmTarget] = VlmTarget
+    _mmspec_handle: Patch
+    _mmspec_target: Callable[..., VlmTarget] = VlmTarget
     _mmspec_guided = False
 
     def _sample(
@@ -42,17 +48,20 @@ class Enabled:
         streamer: Any = None,
         **model_kwargs: Any,
     ) -> Any:
-        handle = self._mmspec_handle
+        patch = Patch.of(self)
         call = Call(
             input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, model_kwargs
         )
-        why = obstacle(self, call)
-        if why is None:
-            output, stats = generate(self, handle, call)
-            handle.book(stats)
-            return output
-        self._mmspec_decline(why)
-        return super()._sample(  # type: ignore[misc]
+        if patch is not None:  # None: disabled since this call began
+            why = obstacle(self, call, patch.kind)
+            if why is None:
+                with patch.running(self):
+                    output, stats = generate(self, patch, call)
+                patch.book(stats)
+                return output
+            patch.kind._mmspec_decline(patch, why)
+        return stock(self)._sample(
+            self,
             input_ids,
             logits_processor,
             stopping_criteria,
@@ -62,24 +71,29 @@ class Enabled:
             **model_kwargs,
         )
 
-    def _mmspec_rule(self, call: Call) -> Rule:
+    @classmethod
+    def _mmspec_rule(cls, patch: Patch, call: Call) -> Rule:
         """What is kept of a draft in this call."""
-        return self._mmspec_handle.rule
+        return patch.rule
 
-    def _mmspec_decline(self, why: str) -> None:
-        """Let a call run on the stock path: an unknown logits processor always may, anything else as the user said."""
-        if "logits processor" in why:  # never skipped, never guessed; the stock path is always right
-            self._mmspec_handle.fall_back(why)
-        else:
-            self._mmspec_handle.refuse(why)
+    @classmethod
+    def _mmspec_decline(cls, patch: Patch, why: Obstacle) -> None:
+        """Let a call run on the stock path, or raise."""
+        patch.decline(why)
 
     def _beam_search(self, *args: Any, **kwargs: Any) -> Any:
-        self._mmspec_decline("beam search (num_beams > 1) ranks whole sequences; a draft has nothing to save there")
-        return super()._beam_search(*args, **kwargs)  # type: ignore[misc]
+        _decline(self, "beam search (num_beams > 1) ranks whole sequences; a draft has nothing to save there")
+        return stock(self)._beam_search(self, *args, **kwargs)
 
     def _assisted_decoding(self, *args: Any, **kwargs: Any) -> Any:
-        self._mmspec_decline("assisted decoding (assistant_model, prompt_lookup_num_tokens) drafts by itself")
-        return super()._assisted_decoding(*args, **kwargs)  # type: ignore[misc]
+        _decline(self, "assisted decoding (assistant_model, prompt_lookup_num_tokens) drafts by itself")
+        return stock(self)._assisted_decoding(self, *args, **kwargs)
+
+
+def _decline(model: Any, reason: str) -> None:
+    patch = Patch.of(model)
+    if patch is not None:
+        patch.kind._mmspec_decline(patch, Obstacle(reason))
 
 
 def unsupported(model: Any) -> str | None:
@@ -104,13 +118,7 @@ def unsupported(model: Any) -> str | None:
     layers -= recurrent.KINDS if kept else set()
     if layers - _LAYERS:
         return f"it has {', '.join(sorted(layers - _LAYERS))} layers, whose state cannot be rolled back to a tree node"
-    asked = decoder.config._attn_implementation
-    if asked not in _ATTENTION:
-        return (
-            f"its attention is {asked!r}, which takes no tree mask; load it with attn_implementation='sdpa' "
-            f"(allowed: {', '.join(sorted(_ATTENTION))})"
-        )
-    return None
+    return unfit_attention(decoder.config)
 
 
 def describe(model: Any) -> TargetInfo:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,8 @@ def proposer(model: Any, drafter: Any, config: SpecConfig, target: TargetInfo, d
     ready = drafter
     if config.compile and drafts and isinstance(drafter, FeatureDrafter):
         held = compiled.of(model).drafts.setdefault(drafter.block, Trusted(type(drafter).__name__))
-        ready = CapturedDraft(drafter, lambda: trusted.weights(model), target.vocab, held)
+        alive = weakref.ref(model)  # what drafts for a model does not keep it
+        ready = CapturedDraft(drafter, lambda: trusted.weights(alive()), target.vocab, held)
     return Switch(ready, _known(model, drafter, config, target)) if config.auto and drafter.nodes > 1 else ready
 
 

@@ -11,6 +11,7 @@ from mmspec.pipelines import decoder_only
 from mmspec.pipelines.codes import by_token
 from mmspec.pipelines.decoder_only import describe, tap, unsupported, untap
 from mmspec.pipelines.generate import Call
+from mmspec.pipelines.handle import Patch
 from mmspec.rules import Rule, exact
 
 __all__ = ["Enabled", "codebook", "describe", "tap", "unsupported", "untap"]
@@ -21,10 +22,11 @@ class Enabled(decoder_only.Enabled):
 
     _mmspec_guided = True
 
-    def _mmspec_rule(self, call: Call) -> Rule:
+    @classmethod
+    def _mmspec_rule(cls, patch: Patch, call: Call) -> Rule:
         """A relaxed rule is for pictures, which a grammar keeps on their grid: text stays exact."""
         drawing = any(type(p) is PrefixConstrainedLogitsProcessor for p in call.logits_processor)
-        return super()._mmspec_rule(call) if drawing else exact
+        return super()._mmspec_rule(patch, call) if drawing else exact
 
 
 def codebook(model: Any) -> Tensor:

@@ -59,27 +59,43 @@ def home(model: Any) -> Any:
 
 
 def unwrap(model_or_pipe: Any) -> Any:
-    """What is patched of it: the model inside a pipeline or a PEFT wrapper, or a diffusers pipeline of ours itself.
+    """What is patched of it: the model inside a pipeline or a wrapper, or a diffusers pipeline of ours itself.
 
     Raises:
         TypeError: nothing in there generates.
     """
-    found = model_or_pipe
-    component = _entry(found, COMPONENTS)
-    if component is not None:
-        return unwrap(getattr(found, component))
-    if _entry(found, HOMES) is not None:
-        return found
-    if hasattr(found, "get_base_model"):  # PEFT
-        return unwrap(found.get_base_model())
-    if not hasattr(found, "generate") and hasattr(found, "model"):  # transformers.pipeline
-        return unwrap(found.model)
-    if not hasattr(found, "generate"):
+    return opened(model_or_pipe)[-1]
+
+
+def opened(model_or_pipe: Any) -> list[Any]:
+    """What was given, what is inside of it, and so on; what is patched comes last.
+
+    Raises:
+        TypeError: nothing in there generates.
+    """
+    found = [model_or_pipe]
+    while (inner := _inside(found[-1])) is not None:
+        found.append(inner)
+    if not hasattr(found[-1], "generate") and _entry(found[-1], HOMES) is None:
         raise TypeError(
             f"mmspec needs a transformers model or a pipeline that generates tokens; got "
             f"{type(model_or_pipe).__name__}. mmspec.supported() lists what works"
         )
     return found
+
+
+def _inside(wrapper: Any) -> Any:
+    """What a wrapper or a pipeline is around; None: it is neither."""
+    component = _entry(wrapper, COMPONENTS)
+    if component is not None:
+        return getattr(wrapper, component)
+    if _entry(wrapper, HOMES) is not None:
+        return None
+    if hasattr(wrapper, "_orig_mod"):  # torch.compile; it hands `generate` on to the model, whose class decides
+        return wrapper._orig_mod
+    if hasattr(wrapper, "get_base_model"):  # PEFT
+        return wrapper.get_base_model()
+    return None if hasattr(wrapper, "generate") else getattr(wrapper, "model", None)  # transformers.pipeline
 
 
 def supported() -> str:

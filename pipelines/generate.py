@@ -14,8 +14,9 @@ from transformers.cache_utils import DynamicCache, QuantizedCache
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationMixin
 
 from mmspec.loop import begin, decode
-from mmspec.pipelines import guided
+from mmspec.pipelines import guided, obstacles
 from mmspec.pipelines.cache import SlotCache
+from mmspec.pipelines.obstacles import Obstacle
 from mmspec.pipelines.processors import Endings, Processors, unsafe
 from mmspec.pipelines.sampling import TorchNoise
 from mmspec.pipelines.vlm import VlmTarget
@@ -64,12 +65,16 @@ class Call:
         return bool(self.generation_config.return_dict_in_generate or self.filled or owned)
 
 
-def _stateful(model: Any, call: Call) -> str | None:
+def _stateful(model: Any, call: Call, kind: Any) -> Obstacle | None:
+    """A processor that may not be asked about drafts: it is never skipped, never guessed."""
     processors = list(call.logits_processor)
-    if model._mmspec_guided and processors and guided.stands_for(processors[0], model):
+    if kind._mmspec_guided and processors and guided.stands_for(processors[0], model):
         processors = processors[1:]
     names = unsafe(processors)
-    return f"the logits processor {names[0]} may keep state that rejected drafts would disturb" if names else None
+    if not names:
+        return None
+    why = f"the logits processor {names[0]} may keep state that rejected drafts would disturb"
+    return Obstacle(why, always_falls_back=True)
 
 
 # Why a call cannot be accelerated: (condition, reason). The first that holds is reported.
@@ -85,9 +90,11 @@ _OBSTACLES: tuple[tuple[Callable[[Call], Any], str], ...] = (
 )
 
 
-def obstacle(model: Any, call: Call) -> str | None:
-    """Why this call on an enabled model has to run the stock path, or None."""
-    return next((why for holds, why in _OBSTACLES if holds(call)), None) or _stateful(model, call)
+def obstacle(model: Any, call: Call, kind: Any) -> Obstacle | None:
+    """Why this call on an enabled model has to run the stock path, or None; `kind` is the mixin of its class."""
+    found = next((Obstacle(why) for holds, why in _OBSTACLES if holds(call)), None)
+    here = obstacles.now(model, call.generation_config, len(call.input_ids))
+    return here or found or _stateful(model, call, kind)
 
 
 def generate(model: Any, handle: Any, call: Call) -> tuple[Any, Stats]:
@@ -96,13 +103,13 @@ def generate(model: Any, handle: Any, call: Call) -> tuple[Any, Stats]:
     keep = bool(config.return_dict_in_generate and (config.output_scores or config.output_logits))
     guidance, rest = guided.split(call.logits_processor, call.input_ids)
     noise = TorchNoise() if handle.config.reproducible and config.do_sample else None
-    target = model._mmspec_target(
+    target = handle.kind._mmspec_target(
         model, drafter.features, Processors(rest), bool(config.do_sample), keep, noise, guidance
     )
     collected = _Collected(call, keep)
     cache, watch = None, watching.get()
     with torch.no_grad():
-        for session, round_ in _rounds(target, drafter, call, model._mmspec_rule(call)):
+        for session, round_ in _rounds(target, drafter, call, handle.kind._mmspec_rule(handle, call)):
             if watch is not None:
                 watch(round_)
             collected.take(session, round_)

@@ -13,7 +13,7 @@ from mmspec.pipelines import decoder_only
 from mmspec.pipelines.codes import by_token
 from mmspec.pipelines.decoder_only import describe, unsupported
 from mmspec.pipelines.state import Listed, Onward, Places
-from mmspec.pipelines.swap import note, restore, swap
+from mmspec.pipelines.swap import hold, note, release, stock
 from mmspec.pipelines.vlm import VlmTarget
 
 __all__ = ["Enabled", "codebook", "describe", "tap", "unsupported", "untap"]
@@ -27,7 +27,7 @@ class _Told:
 
     def get_rope_index(self, *args: Any, **kwargs: Any) -> Any:
         with _one_at_a_time:
-            told = super().get_rope_index(*args, **kwargs)  # type: ignore[misc]
+            told = stock(self).get_rope_index(self, *args, **kwargs)
             note("positions", self._cached_decode_position_ids)  # type: ignore[attr-defined]
             note("grids", kwargs.get("image_grid_thw"))
         return told
@@ -49,12 +49,12 @@ class Enabled(decoder_only.Enabled):
 
 def tap(model: Any, features: tuple[int, ...]) -> None:
     decoder_only.tap(model, features)
-    swap(model.model, _Told)
+    hold(model.model, _Told)
 
 
 def untap(model: Any, features: tuple[int, ...]) -> None:
     decoder_only.untap(model, features)
-    restore(model.model)
+    release(model.model)
 
 
 def codebook(model: Any) -> Tensor:

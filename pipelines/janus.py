@@ -13,14 +13,16 @@ from transformers.generation.logits_process import ClassifierFreeGuidanceLogitsP
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from mmspec.loop import begin, decode
-from mmspec.pipelines import decoder_only, drafting
+from mmspec.pipelines import decoder_only, drafting, obstacles
 from mmspec.pipelines.cache import SlotCache
 from mmspec.pipelines.decoder_only import describe, tap, unsupported, untap
 from mmspec.pipelines.generate import row_seeds, watching
+from mmspec.pipelines.handle import Patch
+from mmspec.pipelines.obstacles import Obstacle
 from mmspec.pipelines.processors import POINTWISE, Processors
 from mmspec.pipelines.sampling import TorchNoise
 from mmspec.pipelines.state import Onward, State, spread, stacked
-from mmspec.pipelines.swap import listen
+from mmspec.pipelines.swap import listen, stock
 from mmspec.pipelines.visual import media
 from mmspec.pipelines.vlm import VlmTarget
 from mmspec.rules import Rule, exact
@@ -53,9 +55,10 @@ class Enabled(decoder_only.Enabled):
     ) -> Any:
         def stock_generate() -> Any:  # which adds to the list of processors that it is given
             processors = LogitsProcessorList(logits_processor or ())
-            return super(Enabled, self).generate(inputs, attention_mask, processors, **kwargs)  # type: ignore[misc]
+            return stock(self).generate(self, inputs, attention_mask, processors, **kwargs)
 
-        if kwargs.get("generation_mode", "text") != "image":
+        patch = Patch.of(self)
+        if patch is None or kwargs.get("generation_mode", "text") != "image":
             return stock_generate()
         token = _preparing.set({})
         try:
@@ -64,18 +67,20 @@ class Enabled(decoder_only.Enabled):
             ready = prepared.with_traceback(None)  # which would hold on to all of stock's tensors
         finally:
             _preparing.reset(token)
-        why = _obstacle(ready) or _unfit(self)
+        why = _obstacle(self, patch, ready)
         if why is None:
-            return _draw(self, ready)
-        self._mmspec_decline(why)
+            with patch.running(self):
+                return _draw(self, patch, ready)
+        patch.decline(why)
         return stock_generate()
 
-    def _mmspec_rule(self, call: Any) -> Rule:
+    @classmethod
+    def _mmspec_rule(cls, patch: Patch, call: Any) -> Rule:
         """A relaxed rule is for pictures: text stays exact."""
         return exact
 
     def _get_logits_processor(self, *args: Any, **kwargs: Any) -> Any:
-        made = super()._get_logits_processor(*args, **kwargs)  # type: ignore[misc]
+        made = stock(self)._get_logits_processor(self, *args, **kwargs)
         seen = _preparing.get()
         if seen is not None:
             seen.update(processors=made, config=kwargs["generation_config"])
@@ -85,36 +90,38 @@ class Enabled(decoder_only.Enabled):
         """No cache of stock's own while it prepares; some versions cannot even make theirs."""
         if _preparing.get() is not None:
             return None
-        return super()._prepare_static_cache(*args, **kwargs)  # type: ignore[misc]
+        return stock(self)._prepare_static_cache(self, *args, **kwargs)
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
         seen = _preparing.get()
         if seen is None:
-            return super().prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
+            return stock(self).prepare_inputs_for_generation(self, *args, **kwargs)
         raise Prepared(kwargs.pop("input_ids"), kwargs.pop("inputs_embeds"), kwargs, **seen)
 
 
-def _obstacle(ready: Prepared) -> str | None:
+def _obstacle(model: Any, patch: Patch, ready: Prepared) -> Obstacle | None:
     """Why these pictures have to be drawn on the stock path, or None."""
     config, processors = ready.config, list(ready.processors)
     if ready.arguments.get("past_key_values") is not None:
-        return "a cache of the caller's own in image mode is filled by the stock loop only"
+        return Obstacle("a cache of the caller's own in image mode is filled by the stock loop only")
     if config.output_scores or config.output_logits or config.output_attentions or config.output_hidden_states:
-        return "scores, logits, attentions and hidden states of image mode are collected by the stock loop only"
+        return Obstacle("scores, logits, attentions and hidden states of image mode come from the stock loop only")
     if not any(type(p) is ClassifierFreeGuidanceLogitsProcessor for p in processors):
-        return "image mode without guidance (guidance_scale ≤ 1) does not run in stock either"
+        return Obstacle("image mode without guidance (guidance_scale ≤ 1) does not run in stock either")
     known = POINTWISE | {ClassifierFreeGuidanceLogitsProcessor}
     strange = [type(p).__name__ for p in processors if type(p) not in known]
-    return f"the logits processor {strange[0]} reads the prompt in image mode, or keeps state" if strange else None
+    if strange:
+        why = f"the logits processor {strange[0]} reads the prompt in image mode, or keeps state"
+        return Obstacle(why, always_falls_back=True)
+    return obstacles.now(model, config, len(ready.ids)) or _unfit(model, patch)
 
 
-def _unfit(model: Any) -> str | None:
+def _unfit(model: Any, patch: Patch) -> Obstacle | None:
     """Why the drafter is for text only, or None."""
-    handle = model._mmspec_handle
     try:
-        handle.drafter.fit(_describe_pictures(model), handle.given)
+        patch.drafter.fit(_describe_pictures(model), patch.given)
     except ValueError as error:
-        return f"in image mode, {error}"
+        return Obstacle(f"in image mode, {error}")
     return None
 
 
@@ -183,27 +190,27 @@ class JanusTarget(VlmTarget):
         return self.model.model.generation_head(out.last_hidden_state)
 
 
-def _draw(model: Any, ready: Prepared) -> Any:
+def _draw(model: Any, patch: Patch, ready: Prepared) -> Any:
     """What stock's image mode returns."""
-    handle, config = model._mmspec_handle, ready.config
+    config = ready.config
     info = _describe_pictures(model)
-    if info not in handle.fitted:
-        fitted = handle.drafter.fit(info, handle.given)
-        handle.fitted[info] = drafting.proposer(model, fitted, handle.config, info, drafts=False)
-    drafter = handle.fitted[info]
-    noise = TorchNoise() if config.do_sample and handle.config.reproducible else None
+    if info not in patch.fitted:
+        fitted = patch.drafter.fit(info, patch.given)
+        patch.fitted[info] = drafting.proposer(model, fitted, patch.config, info, drafts=False)
+    drafter = patch.fitted[info]
+    noise = TorchNoise() if config.do_sample and patch.config.reproducible else None
     target = JanusTarget(model, drafter.features, ready, noise)
     count, limit = len(ready.ids) // 2, model.model.vision_model.config.num_image_tokens
     seeds = row_seeds(count, config.do_sample and noise is None)
     rows = [Row([], 0, limit, seed, index=b) for b, seed in enumerate(seeds)]
-    session, watch = Session(list(rows), None, ready.ids.device, handle.rule), watching.get()
+    session, watch = Session(list(rows), None, ready.ids.device, patch.rule), watching.get()
     with torch.no_grad():
         for round_ in _rounds(session, target, drafter, ready):
             if watch is not None:
                 watch(round_)
     if noise is not None:
         noise.close(limit)
-    handle.book(session.stats)
+    patch.book(session.stats)
     sequences = torch.tensor([row.tokens for row in rows], dtype=ready.ids.dtype, device=ready.ids.device)
     return GenerateDecoderOnlyOutput(sequences=sequences) if config.return_dict_in_generate else sequences
 

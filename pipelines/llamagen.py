@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +21,10 @@ from mmspec.models.llamagen import LlamaGenTransformer
 from mmspec.models.llamagen_vq import LlamaGenVQ
 from mmspec.pipelines import captions, compiled
 from mmspec.pipelines.drawing import OUTPUTS, seeds, wake
+from mmspec.pipelines.handle import Patch
 from mmspec.pipelines.images import Guidance, ImageTarget, Plan
 from mmspec.pipelines.sampling import CounterNoise, Sampler, warpers
-from mmspec.pipelines.swap import Tap, restore, swap
+from mmspec.pipelines.swap import Tap, hold, release, stock
 from mmspec.rules import exact
 from mmspec.session import Row, Session, Stats
 from mmspec.types import ATTENTION, FINAL, TargetInfo
@@ -241,11 +243,18 @@ def _check(transformer: Any, vqvae: Any, text_encoder: Any, defaults: dict[str, 
 class Enabled:
     """Mixin of an enabled pipeline: the calls stay, the drafter and the rule come from the handle."""
 
-    _mmspec_handle: Any
+    _mmspec_handle: Patch
 
     def _plan(self) -> Plan:
-        handle = self._mmspec_handle
-        return Plan(handle.proposer, handle.rule, handle.config.reproducible, handle.config.compile, handle.book)
+        patch = Patch.of(self)
+        if patch is None:  # disabled since this call began
+            return stock(self)._plan(self)
+        return Plan(patch.proposer, patch.rule, patch.config.reproducible, patch.config.compile, patch.book)
+
+    def _rounds(self, *args: Any) -> Iterator[Session]:
+        patch = Patch.of(self)
+        with nullcontext() if patch is None else patch.running(self):
+            yield from stock(self)._rounds(self, *args)
 
 
 def unsupported(pipe: Any) -> str | None:
@@ -270,12 +279,15 @@ def tap(pipe: Any, features: tuple[int, ...]) -> None:
     """Overhear what enters the layers that a drafter reads."""
     if ATTENTION in features:
         raise ValueError("prune leaves out visual tokens of a prompt, and a prompt for a picture has none")
-    for i in features:
-        if i != FINAL:
-            swap(pipe.transformer.layers[i], Tap, _mmspec_name=f"layer {i}")
+    for i, layer in _layers(pipe, features).items():
+        hold(layer, Tap, _mmspec_name=f"layer {i}")
 
 
 def untap(pipe: Any, features: tuple[int, ...]) -> None:
-    for i in features:
-        if i != FINAL:
-            restore(pipe.transformer.layers[i])
+    for layer in _layers(pipe, features).values():
+        release(layer)
+
+
+def _layers(pipe: Any, features: tuple[int, ...]) -> dict[int, Any]:
+    """The layers whose input a drafter reads, by number."""
+    return {i: pipe.transformer.layers[i] for i in features if i != FINAL}

@@ -3,29 +3,68 @@
 from __future__ import annotations
 
 import copyreg
+import threading
+import weakref
 from contextvars import ContextVar
 from typing import Any
 
 from torch import Tensor
 
+_LOCK = threading.RLock()  # enable and disable may come from any thread
+
+
+def stock(instance: Any) -> Any:
+    """The instance's own class. Mixins call it in place of `super()`, which breaks once another thread has swapped."""
+    return getattr(type(instance), "_mmspec_stock", None) or type(instance)
+
 
 def swap(instance: Any, mixin: type, **attributes: Any) -> None:
-    """Put `mixin` in front of the instance's class; names are kept, so transformers' registries still find it.
+    """Put `mixin` in front of the instance's class, in place of what swap put there before.
 
-    `attributes` live on the new class, not in `vars(instance)`, which stays as it was.
+    Names are kept, so transformers' registries still find the class. `attributes` live on the new class, not in
+    `vars(instance)`, which stays as it was; they go when the mixin goes, or the instance.
     """
-    base = type(instance)
-    if getattr(base, "_mmspec_stock", None) is not None:
-        raise RuntimeError(f"{base.__name__} is already patched by mmspec; disable it first")
+    base = stock(instance)
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    instance.__class__ = type(base.__name__, (mixin, _Swapped, base), {**names, **attributes, "_mmspec_stock": base})
+    made: Any = type(base.__name__, (mixin, _Swapped, base), {**names, **attributes, "_mmspec_stock": base})
+    made._mmspec_named = tuple(attributes)
+    made._mmspec_instance = weakref.ref(instance, lambda _: _emptied(made))
+    with _LOCK:
+        before, instance.__class__ = type(instance), made
+        _emptied(before)
 
 
 def restore(instance: Any) -> None:
     """Give the instance its own class back; nothing happens where it was never swapped."""
-    stock = getattr(type(instance), "_mmspec_stock", None)
-    if stock is not None:
-        instance.__class__ = stock
+    with _LOCK:
+        before, instance.__class__ = type(instance), stock(instance)
+        _emptied(before)
+
+
+def _emptied(kind: Any) -> None:
+    """Take off a class what it was given: a class refers to itself, so it stays until the garbage collector runs."""
+    for name in kind.__dict__.get("_mmspec_named", ()):
+        delattr(kind, name)
+    if "_mmspec_named" in kind.__dict__:
+        kind._mmspec_named = ()
+
+
+def hold(instance: Any, mixin: type, **attributes: Any) -> None:
+    """As `swap`, for something that several hold at once: only the first swaps. Each has to `release` it."""
+    with _LOCK:
+        if (count := getattr(type(instance), "_mmspec_count", 0)) == 0:
+            swap(instance, mixin, **attributes)
+        type(instance)._mmspec_count = count + 1
+
+
+def release(instance: Any) -> None:
+    """Undo one `hold`; the last one gives the class back."""
+    with _LOCK:
+        count = getattr(type(instance), "_mmspec_count", 0)
+        if count > 1:
+            type(instance)._mmspec_count = count - 1
+        elif count == 1:
+            restore(instance)
 
 
 class _Swapped:
@@ -44,7 +83,7 @@ class Tap:
     _mmspec_name: str
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().__call__(*args, **kwargs)  # type: ignore[misc]
+        output = stock(self).__call__(self, *args, **kwargs)
         heard = _listening.get()
         if heard is not None:
             heard[self._mmspec_name] = (args, kwargs, output)

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mmspec.pipelines import families
-from mmspec.pipelines.patch import UnsupportedError
-from mmspec.pipelines.swap import restore, swap
+from mmspec.pipelines.handle import Patch, put_on
+from mmspec.pipelines.obstacles import UnsupportedError
 
 _PICTURES = ("pixel_values", "pixel_values_videos")
 
@@ -85,9 +85,9 @@ def verify(model_or_pipe: Any, inputs: Any, max_new_tokens: int = 64) -> Report:
             f"verify compares answers in words, and {mine.__name__} draws; `mmspec generate PROMPT --model FOLDER "
             "--compare --reproducible` compares the pictures of a LlamaGen"
         )
-    if getattr(mine, "_mmspec_handle", None) is None:
+    handle = Patch.of(model)
+    if handle is None:
         raise UnsupportedError(f"{mine.__name__} is not enabled; call mmspec.enable(model) first")
-    handle = mine._mmspec_handle
     settings = {"max_new_tokens": max_new_tokens, "do_sample": False, "num_beams": 1}
     before = (handle.stats.gained, handle.stats.row_rounds)
     fast = model.generate(**inputs, **settings)
@@ -112,14 +112,11 @@ def verify(model_or_pipe: Any, inputs: Any, max_new_tokens: int = 64) -> Report:
 
 def _stock(model: Any, inputs: Any, settings: dict[str, Any]) -> Any:
     """One call on the stock path; the patch comes back whatever happens."""
-    mine = type(model)
-    handle = mine._mmspec_handle
-    mixin = mine.__mro__[1]
-    restore(model)
+    patch = put_on(model, None)
     try:
         return model.generate(**inputs, **settings, return_dict_in_generate=True, output_scores=True)
     finally:
-        swap(model, mixin, _mmspec_handle=handle)
+        put_on(model, patch)
 
 
 def _other_picture(inputs: Any) -> dict[str, Any] | None:

@@ -19,7 +19,7 @@ from mmspec.pipelines.cache import SlotCache
 from mmspec.pipelines.processors import Processors
 from mmspec.pipelines.sampling import Noise, Sampler
 from mmspec.pipelines.state import Onward, Places, State, spread, stacked, tiled
-from mmspec.pipelines.swap import Tap, final_hidden, layer_input, listen, restore, swap
+from mmspec.pipelines.swap import Tap, final_hidden, hold, layer_input, listen, release
 from mmspec.pipelines.visual import media
 from mmspec.session import Session
 from mmspec.slots import visibility
@@ -40,14 +40,14 @@ def tap(model: Any, features: tuple[int, ...]) -> None:
     for module in recurrent.modules(model.get_decoder()):
         recurrent.install(module)
     for name, module in taps(model, features).items():
-        swap(module, attended.Attentive if name.startswith("attention") else Tap, _mmspec_name=name)
+        hold(module, attended.Attentive if name.startswith("attention") else Tap, _mmspec_name=name)
 
 
 def untap(model: Any, features: tuple[int, ...]) -> None:
     for module in list(recurrent.modules(model.get_decoder())):
         restore(module)
     for module in taps(model, features).values():
-        restore(module)
+        release(module)
 
 
 class VlmTarget:

@@ -1,0 +1,168 @@
+"""What stands behind an enabled model: what its calls share, and the handle that users hold."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from mmspec.config import SpecConfig
+from mmspec.pipelines.obstacles import Obstacle, UnsupportedError
+from mmspec.pipelines.swap import restore, swap
+from mmspec.rules import Rule, exact
+from mmspec.session import Stats
+from mmspec.types import TargetInfo
+
+_switching = threading.RLock()  # enable and disable may come from any thread
+
+
+class Patch:
+    """What all calls on an enabled model share. It lies on the model's class, and holds no model.
+
+    Attributes:
+        home: the module that knows this kind of model.
+        drafter: the one in use, fitted to the model; None where the model was left as it is.
+        config: the options that every drafter shares.
+        given: those of the drafter, as they were given.
+        rule: what is kept of a draft.
+        proposer: what the loop asks for drafts: the drafter, or what `compile` and `auto` make of it.
+        fitted: proposers for what a model draws beside its text, by what they have to fit.
+        stats: what all calls did so far.
+        before: the one that this one has replaced for the length of a `with`.
+        open: whether such a `with` has begun, and has not ended; None before it begins.
+    """
+
+    def __init__(
+        self, home: Any, drafter: Any, config: SpecConfig, rule: Rule = exact, proposer: Any = None,
+        given: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
+        self.home = home
+        self.drafter = drafter
+        self.config = config
+        self.given = dict(given or {})
+        self.rule = rule
+        self.proposer = drafter if proposer is None else proposer
+        self.fitted: dict[TargetInfo, Any] = {}
+        self.stats = Stats()
+        self.before: Patch | None = None
+        self.open: bool | None = None
+        self._lock = threading.Lock()
+        self._warned: set[str] = set()
+
+    @classmethod
+    def of(cls, model: Any) -> Patch | None:
+        """That of a model; None: it is not enabled, or not any more."""
+        return getattr(type(model), "_mmspec_handle", None)
+
+    @property
+    def kind(self) -> Any:
+        """The mixin of the model's class, whatever other threads make of that class meanwhile."""
+        return self.home.Enabled
+
+    @contextmanager
+    def running(self, model: Any) -> Iterator[None]:
+        """A call: what it hears of the model's modules stays there to its end, whoever disables the model meanwhile."""
+        self.home.tap(model, self.drafter.features)
+        try:
+            yield
+        finally:
+            self.home.untap(model, self.drafter.features)
+
+    def book(self, stats: Stats) -> None:
+        with self._lock:
+            self.stats.add(stats)
+
+    def decline(self, why: Obstacle) -> None:
+        """Raise, or say once that the stock path runs; the law of what is generated is the same either way."""
+        if self.config.on_unsupported == "error" and not why.always_falls_back:
+            raise UnsupportedError(
+                f"mmspec cannot accelerate this call: {why.reason}. Change it, call mmspec.disable(model), or enable "
+                f"with on_unsupported='fallback' to run such calls on the stock path"
+            )
+        if why.reason not in self._warned:
+            self._warned.add(why.reason)
+            warnings.warn(f"mmspec runs the stock path: {why.reason}", stacklevel=4)
+
+
+def put_on(model: Any, patch: Patch | None) -> Patch | None:
+    """Put a patch on a model, in place of the one that is there, which is returned; None: give its own class back.
+
+    Raises:
+        Exception: features that this model has not; what was there before stays.
+    """
+    with _switching:
+        before = Patch.of(model)
+        if patch is None:
+            restore(model)
+        else:
+            patch.home.tap(model, patch.drafter.features)
+            swap(model, patch.kind, _mmspec_handle=patch)
+        if before is not None:
+            before.home.untap(model, before.drafter.features)
+    return before
+
+
+class Handle:
+    """An enabled model, as `enable` returns it.
+
+    As a context manager it leaves the model as it was before `enable`: with what was enabled then, or stock. It does
+    not keep the model alive outside of its `with`.
+
+    Attributes:
+        drafter: the one in use, fitted to the model; None where the model was left as it is.
+        config: the options that every drafter shares.
+        given: those of the drafter, as they were given.
+        rule: what is kept of a draft.
+        proposer: what the loop asks for drafts: the drafter, or what `compile` and `auto` make of it.
+        stats: what all calls did so far.
+    """
+
+    def __init__(self, model: Any, patch: Patch, before: Patch | None) -> None:
+        self._model = weakref.ref(model)
+        self._patch, self._before = patch, before
+        self._held: Any = None
+        self.drafter, self.config, self.given, self.rule = patch.drafter, patch.config, patch.given, patch.rule
+        self.proposer, self.stats = patch.proposer, patch.stats
+
+    @property
+    def model(self) -> Any:
+        """What was patched: the model inside a pipeline or a wrapper, or the pipeline itself.
+
+        Raises:
+            ReferenceError: it is gone; the handle does not keep it.
+        """
+        model = self._model()
+        if model is None:
+            raise ReferenceError("the model of this handle is gone; keep the model itself where it is still needed")
+        return model
+
+    def disable(self) -> None:
+        """As `mmspec.disable(model)`."""
+        model = self._model()
+        if model is not None:
+            put_on(model, None)
+
+    def __enter__(self) -> Handle:
+        self._held = self.model
+        self._patch.before, self._patch.open = self._before, True
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        model, self._held = self._held, None
+        with _switching:
+            self._patch.open = False
+            now = Patch.of(model)
+            if now is None or (now is not self._patch and now.open):  # disabled inside, or a `with` that goes on longer
+                return
+            before = self._patch.before
+            while before is not None and before.open is False:
+                before = before.before
+            put_on(model, before)
+
+    def __repr__(self) -> str:
+        model = self._model()
+        name = "a model that is gone" if model is None else type(model).__name__
+        return f"<mmspec on {name}: {type(self.drafter).__name__}, {self.given}, {self.config}>"
