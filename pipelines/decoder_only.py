@@ -96,6 +96,8 @@ def unsupported(model: Any) -> str | None:
         return "get_output_embeddings() gives no head"
     if "position_ids" not in inspect.signature(decoder.forward).parameters:
         return "its decoder takes no position_ids, which the nodes of a tree need"
+    if getattr(decoder.config, "cross_attention_layers", None):
+        return "its decoder has cross-attention layers, which keep the picture's keys in the cache beside the text's"
     layers = set(getattr(decoder.config, "layer_types", None) or ["full_attention"])
     if layers - _LAYERS:
         return f"it has {', '.join(sorted(layers - _LAYERS))} layers, whose state cannot be rolled back to a tree node"

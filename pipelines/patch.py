@@ -61,9 +61,13 @@ class Handle:
         self.fall_back(why)
 
     def fall_back(self, why: str) -> None:
-        if why not in self._warned:
-            self._warned.add(why)
-            warnings.warn(f"mmspec runs the stock path: {why}", stacklevel=4)
+        self.say(f"mmspec runs the stock path: {why}")
+
+    def say(self, what: str) -> None:
+        """Warn, once for each enabled model."""
+        if what not in self._warned:
+            self._warned.add(what)
+            warnings.warn(what, stacklevel=5)
 
     def disable(self) -> None:
         """As `mmspec.disable(model)`."""
