@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any
 
 from torch import Tensor
+from transformers import GenerationMixin
 
 from mmspec.pipelines import attention
-from mmspec.pipelines.generate import Call, generate, obstacle
+from mmspec.pipelines.generate import ASSISTANT, Call, generate, obstacle, overheard
 from mmspec.pipelines.vlm import VlmTarget, tap, untap
 from mmspec.rules import Rule
 from mmspec.types import TargetInfo
@@ -31,6 +33,13 @@ class Enabled:
     _mmspec_handle: Any
     _mmspec_target: type[VlmTarget] = VlmTarget
     _mmspec_guided = False
+
+    @functools.wraps(GenerationMixin.generate)
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        custom = kwargs.get("custom_generate")
+        if callable(custom) and not getattr(custom, "__module__", "").startswith("mmspec."):
+            kwargs["custom_generate"] = overheard(custom, self._mmspec_handle)
+        return super().generate(*args, **kwargs)  # type: ignore[misc]
 
     def _sample(
         self,
@@ -67,8 +76,8 @@ class Enabled:
         return self._mmspec_handle.rule
 
     def _mmspec_decline(self, why: str) -> None:
-        """Let a call run on the stock path: an unknown logits processor always may, anything else as the user said."""
-        if "logits processor" in why:  # never skipped, never guessed; the stock path is always right
+        """Let a call run on the stock path: an assistant or unknown logits processor always may, all else as asked."""
+        if "logits processor" in why or why == ASSISTANT:  # never skipped, never guessed; the stock path is always right
             self._mmspec_handle.fall_back(why)
         else:
             self._mmspec_handle.refuse(why)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -31,6 +32,9 @@ from mmspec.types import Round
 _CACHES_ARE_MARKED = "_is_user_defined" in GenerationMixin._prepare_cache_for_generation.__code__.co_names
 _RESERVE = 1024  # slots to reserve at once at most, beyond the prompt
 
+ASSISTANT = "as the assistant of another generation it is asked for a few tokens at a time, under a criterion of its own"
+
+_custom: ContextVar[list[Call] | None] = ContextVar("mmspec_custom", default=None)  # the calls that one makes
 watching: ContextVar[Callable[[Round], None] | None] = ContextVar("mmspec_watching", default=None)  # see stream.py
 
 
@@ -62,7 +66,9 @@ class Call:
 
     @property
     def owned(self) -> bool | None:
-        """Whether it is the caller's own; None: older transformers do not say whose it is."""
+        """Whether it is the caller's own, or seen by a `custom_generate`; None: older transformers do not say whose."""
+        if _custom.get() is not None:
+            return True
         unknown = type(self.cache) is DynamicCache and not _CACHES_ARE_MARKED
         return getattr(self.cache, "_is_user_defined", None if unknown else False)
 
@@ -104,6 +110,7 @@ def _stateful(model: Any, call: Call) -> str | None:
 
 # Why a call cannot be accelerated: (condition, reason). The first that holds is reported.
 _OBSTACLES: tuple[tuple[Callable[[Call], Any], str], ...] = (
+    (lambda c: c.generation_config.is_assistant, ASSISTANT),
     (lambda c: c.input_ids.shape[1] == 0, "a prompt of inputs_embeds alone has no token ids to draft from"),
     (lambda c: not c.arguments.get("use_cache", True), "use_cache=False re-reads the whole prefix for every token"),
     (lambda c: c.synced_gpus, "synced_gpus needs every process to run the same number of forwards"),
@@ -151,6 +158,8 @@ def generate(model: Any, handle: Any, call: Call) -> tuple[Any, Stats]:
     config, drafter = call.generation_config, handle.proposer
     for what in _left_out(call):
         handle.say(what)
+    if (calls := _custom.get()) is not None:
+        calls.append(call)
     keep = bool(config.return_dict_in_generate and (config.output_scores or config.output_logits))
     ours = call.for_model(model)
     guidance, rest = guided.split(ours.logits_processor, ours.input_ids)
@@ -169,6 +178,23 @@ def generate(model: Any, handle: Any, call: Call) -> tuple[Any, Stats]:
     if noise is not None:
         noise.close(collected.length())
     return collected.result(state), collected.stats
+
+
+def overheard(custom: Callable[..., Any], handle: Any) -> Callable[..., Any]:
+    """A `custom_generate` that is told of where it never asks for what mmspec accelerates."""
+
+    @functools.wraps(custom)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        token = _custom.set(calls := [])
+        try:
+            found = custom(*args, **kwargs)
+        finally:
+            _custom.reset(token)
+        if not calls:
+            handle.say("mmspec does not accelerate this custom_generate: its loop is its own")
+        return found
+
+    return run
 
 
 def _left_out(call: Call) -> Iterator[str]:
@@ -234,13 +260,14 @@ class _Collected:
         self.call = call
         self.keep = keep
         self.rows: list[Row] = []
+        self.read = 0  # slots that the prompt takes
         self.kept: dict[int, list[tuple[Tensor, Tensor]]] = {}  # row id → (processed, raw) of each generated token
         self.streamed = 0
         self.stats = Stats()
 
     def take(self, session: Session, round_: Round) -> None:
         if not self.rows:
-            self.rows = list(session.rows)
+            self.rows, self.read = list(session.rows), session.cache.cache.lengths.host[0]
         self.stats = session.stats
         if self.keep:
             for b, row in enumerate(session.rows):
@@ -281,7 +308,8 @@ class _Collected:
         sequences = torch.cat([ids, new.view(length, -1).T], 1)  # int64, whatever integers came
         mine = None
         if self.call.returns_cache and state is not None and len(ids) == 1:  # ragged rows have no common cache
-            mine = state.cache.hand_back(self.call.cache, state.open_slots.shape[1] + length - 1)
+            slots = state.cache if state.streams == 1 else state.cache.select(state.open_slots.new_zeros(1, dtype=torch.long))
+            mine = slots.hand_back(self.call.cache, self.read + length - 1)
         if not config.return_dict_in_generate:
             return sequences
         return GenerateDecoderOnlyOutput(
