@@ -144,6 +144,7 @@ class Flow(Intake):
         if obstacle(model, call, kind) is not None:
             self._answer(group)
             return None
+        call = call.for_model(model)
         guidance, rest = guided.split(call.logits_processor, call.input_ids)
         processors, config = Processors(rest), call.generation_config
         self._together = not (processors.need_history or guidance) and config.max_new_tokens is not None

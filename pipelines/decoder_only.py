@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
+from transformers import GenerationMixin
 
 from mmspec.pipelines import attention, recurrent
-from mmspec.pipelines.generate import Call, generate, obstacle
+from mmspec.pipelines.generate import Call, generate, obstacle, overheard
 from mmspec.pipelines.handle import Patch
 from mmspec.pipelines.obstacles import Obstacle, unfit_attention
 from mmspec.pipelines.swap import stock
@@ -37,6 +39,13 @@ class Enabled:
     _mmspec_handle: Patch
     _mmspec_target: Callable[..., VlmTarget] = VlmTarget
     _mmspec_guided = False
+
+    @functools.wraps(GenerationMixin.generate)
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        custom = kwargs.get("custom_generate")
+        if callable(custom) and not getattr(custom, "__module__", "").startswith("mmspec."):
+            kwargs["custom_generate"] = overheard(custom, type(self)._mmspec_handle)
+        return super().generate(*args, **kwargs)  # type: ignore[misc]
 
     def _sample(
         self,
@@ -114,6 +123,8 @@ def unsupported(model: Any) -> str | None:
     kept = any(recurrent.modules(decoder))
     if getattr(model, "_is_stateful", False) and not kept:
         return "it keeps a recurrent state, which cannot be rolled back after a rejected draft"
+    if getattr(decoder.config, "cross_attention_layers", None):
+        return "its decoder has cross-attention layers, which keep the picture's keys in the cache beside the text's"
     layers = set(getattr(decoder.config, "layer_types", None) or ["full_attention"])
     layers -= recurrent.KINDS if kept else set()
     if layers - _LAYERS:

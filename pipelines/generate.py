@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 from transformers.cache_utils import DynamicCache, QuantizedCache
+from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationMixin
 
 from mmspec.loop import begin, decode
-from mmspec.pipelines import guided, obstacles
+from mmspec.pipelines import guided, obstacles, reach
 from mmspec.pipelines.cache import SlotCache
 from mmspec.pipelines.obstacles import Obstacle
 from mmspec.pipelines.processors import Endings, Processors, unsafe
 from mmspec.pipelines.sampling import TorchNoise
+from mmspec.pipelines.state import State
 from mmspec.pipelines.vlm import VlmTarget
 from mmspec.rules import Rule, exact
 from mmspec.session import Row, Session, Stats
@@ -28,6 +33,7 @@ from mmspec.types import Round
 _CACHES_ARE_MARKED = "_is_user_defined" in GenerationMixin._prepare_cache_for_generation.__code__.co_names
 _RESERVE = 1024  # slots to reserve at once at most, beyond the prompt
 
+_custom: ContextVar[list[Call] | None] = ContextVar("mmspec_custom", default=None)  # the calls that one makes
 watching: ContextVar[Callable[[Round], None] | None] = ContextVar("mmspec_watching", default=None)  # see stream.py
 
 
@@ -58,11 +64,39 @@ class Call:
         return self.cache is not None and int(self.cache.get_seq_length()) > 0
 
     @property
-    def returns_cache(self) -> bool:
-        """Whether anybody may look at it afterwards; older transformers do not say whose it is."""
+    def owned(self) -> bool | None:
+        """Whether it is the caller's own, or seen by a `custom_generate`; None: older transformers do not say whose."""
+        if _custom.get() is not None:
+            return True
         unknown = type(self.cache) is DynamicCache and not _CACHES_ARE_MARKED
-        owned = getattr(self.cache, "_is_user_defined", unknown)
-        return bool(self.generation_config.return_dict_in_generate or self.filled or owned)
+        return getattr(self.cache, "_is_user_defined", None if unknown else False)
+
+    @property
+    def returns_cache(self) -> bool:
+        """Whether anybody may look at it afterwards."""
+        return bool(self.generation_config.return_dict_in_generate or self.filled or self.owned in (True, None))
+
+    def for_model(self, model: Any) -> Call:
+        """The same call with int64 ids, and with all that a forward reads on the model's device, where stock moves it.
+
+        A model that lies on the CPU may be one that moves at its forward, so it draws nothing there.
+        """
+        ids, device = self.input_ids.long(), model.device
+        if device.type in ("cpu", "meta") or device == ids.device:
+            return replace(self, input_ids=ids)
+
+        def moved(thing: Any) -> Any:
+            return tree_map_only(Tensor, lambda t: t.to(device), thing)
+
+        processors = [copy.copy(processor) for processor in self.logits_processor]
+        for processor in processors:
+            vars(processor).update(moved(vars(processor)))
+        cache = {} if self.cache is None else {"past_key_values": self.cache}
+        others = {name: value for name, value in self.arguments.items() if name not in cache}
+        arguments = {**moved(others), **cache}
+        return replace(
+            self, input_ids=ids.to(device), logits_processor=LogitsProcessorList(processors), arguments=arguments
+        )
 
 
 def _stateful(model: Any, call: Call, kind: Any) -> Obstacle | None:
@@ -86,6 +120,7 @@ _OBSTACLES: tuple[tuple[Callable[[Call], Any], str], ...] = (
     (lambda c: c.generation_config.output_hidden_states, "output_hidden_states is not collected over tree steps"),
     (lambda c: isinstance(c.cache, QuantizedCache), "a quantized cache rounds the keys, and so changes the law"),
     (lambda c: c.filled and len(c.input_ids) > 1, "continuing a filled cache works for one row only"),
+    (lambda c: c.owned and len(c.input_ids) > 1, "a cache of the caller's own is filled for one row only"),
     (lambda c: c.filled and not SlotCache.can_adopt(c.cache), "a filled cache with sliding windows has lost keys"),
 )
 
@@ -94,29 +129,85 @@ def obstacle(model: Any, call: Call, kind: Any) -> Obstacle | None:
     """Why this call on an enabled model has to run the stock path, or None; `kind` is the mixin of its class."""
     found = next((Obstacle(why) for holds, why in _OBSTACLES if holds(call)), None)
     here = obstacles.now(model, call.generation_config, len(call.input_ids))
-    return here or found or _stateful(model, call, kind)
+    return here or found or _turning(model, call) or _elsewhere(model, call) or _stateful(model, call, kind)
+
+
+def _turning(model: Any, call: Call) -> Obstacle | None:
+    """Of a model whose rotary frequencies change with the length: whether they may do so in this call."""
+    turn = reach.turn(model.get_decoder())
+    if turn is None:
+        return None
+    L, told = call.input_ids.shape[1], call.arguments.get("position_ids")
+    read = L if told is None else max(L, int(told.max()) + 1)
+    longest = read + call.endings.limit - L - 1  # the last token is not read any more
+    if longest <= turn:
+        return None
+    return Obstacle(
+        f"its rotary frequencies (dynamic or longrope) change past {turn} positions, and this call may reach {longest}; "
+        f"a prompt and max_new_tokens of {turn + 1} together do not"
+    )
+
+
+def _elsewhere(model: Any, call: Call) -> Obstacle | None:
+    """Noise on another device than the law is not what stock would draw there."""
+    fixed = model._mmspec_handle.config.reproducible and call.generation_config.do_sample
+    if fixed and call.for_model(model).input_ids.device != call.input_ids.device:
+        why = "reproducible=True draws on the model's device, stock on that of input_ids; move them to the model's"
+        return Obstacle(why)
+    return None
 
 
 def generate(model: Any, handle: Any, call: Call) -> tuple[Any, Stats]:
     """Run one call to its end: the stock return value, and what happened."""
     config, drafter = call.generation_config, handle.proposer
+    for what in _left_out(call):
+        handle.say(what)
+    if (calls := _custom.get()) is not None:
+        calls.append(call)
     keep = bool(config.return_dict_in_generate and (config.output_scores or config.output_logits))
-    guidance, rest = guided.split(call.logits_processor, call.input_ids)
+    ours = call.for_model(model)
+    guidance, rest = guided.split(ours.logits_processor, ours.input_ids)
     noise = TorchNoise() if handle.config.reproducible and config.do_sample else None
     target = handle.kind._mmspec_target(
         model, drafter.features, Processors(rest), bool(config.do_sample), keep, noise, guidance
     )
     collected = _Collected(call, keep)
-    cache, watch = None, watching.get()
+    state, watch = None, watching.get()
     with torch.no_grad():
         for session, round_ in _rounds(target, drafter, call, handle.kind._mmspec_rule(handle, call)):
             if watch is not None:
                 watch(round_)
             collected.take(session, round_)
-            cache = session.cache.cache
+            state = session.cache
     if noise is not None:
         noise.close(collected.length())
-    return collected.result(cache), collected.stats
+    return collected.result(state), collected.stats
+
+
+def overheard(custom: Callable[..., Any], handle: Any) -> Callable[..., Any]:
+    """A `custom_generate` that is told of where it never asks for what mmspec accelerates."""
+
+    @functools.wraps(custom)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        token = _custom.set(calls := [])
+        try:
+            found = custom(*args, **kwargs)
+        finally:
+            _custom.reset(token)
+        if not calls:
+            handle.say("mmspec does not accelerate this custom_generate: its loop is its own")
+        return found
+
+    return run
+
+
+def _left_out(call: Call) -> Iterator[str]:
+    """What stock would have done besides, where the tokens do not depend on it."""
+    config = call.generation_config
+    if config.prefill_chunk_size is not None:
+        yield "mmspec reads a prompt in one piece; prefill_chunk_size has no effect"
+    if config.return_dict_in_generate and len(call.input_ids) > 1:
+        yield "mmspec returns past_key_values for one row only: rows that ended at different times share no cache"
 
 
 def row_seeds(count: int, drawing: bool) -> list[int]:
@@ -140,6 +231,7 @@ def _rounds(target: VlmTarget, drafter: Any, call: Call, rule: Rule = exact) -> 
 
 def opened(target: VlmTarget, drafter: Any, call: Call, rows: list[Row], rule: Rule = exact) -> tuple[Session, Round]:
     """A session of these rows after the prefill of their call, and the round of that prefill."""
+    call = call.for_model(target.model)
     ids, config = call.input_ids, call.generation_config
     reserve = ids.shape[1] + min(max(0, *(row.limit - row.start for row in rows)), _RESERVE) + drafter.nodes
     session = Session(rows, None, ids.device, rule)
@@ -150,9 +242,19 @@ def opened(target: VlmTarget, drafter: Any, call: Call, rows: list[Row], rule: R
         )
     finally:
         config.prefill_chunk_size = chunk
+    if target.table is not None:
+        _bound(session, target.table)
     root = lone(ids[:, -1:])
     hidden = None if prompt.hidden is None else prompt.hidden[:, -1:]
     return session, begin(session, target, drafter, prompt, target.law(raw, session, root, hidden))
+
+
+def _bound(session: Session, table: int) -> None:
+    """Let rows fail where they go on past the model's learned positions, and not where a draft would."""
+    begin = torch.zeros(len(session.cache.open_slots), 1, dtype=torch.long, device=session.pending.device)
+    first = session.cache.places.at(begin).reshape(-1, len(session.rows)).amax(0).tolist()  # of all streams
+    for row, place in zip(session.rows, first, strict=True):
+        row.stop = reach.within(row.stop, row.start + table - place, table)
 
 
 class _Collected:
@@ -162,13 +264,14 @@ class _Collected:
         self.call = call
         self.keep = keep
         self.rows: list[Row] = []
+        self.read = 0  # slots that the prompt takes
         self.kept: dict[int, list[tuple[Tensor, Tensor]]] = {}  # row id → (processed, raw) of each generated token
         self.streamed = 0
         self.stats = Stats()
 
     def take(self, session: Session, round_: Round) -> None:
         if not self.rows:
-            self.rows = list(session.rows)
+            self.rows, self.read = list(session.rows), session.cache.cache.lengths.host[0]
         self.stats = session.stats
         if self.keep:
             for b, row in enumerate(session.rows):
@@ -199,16 +302,18 @@ class _Collected:
             self.call.streamer.put(torch.tensor(self._column(index)))
         self.streamed = max(self.streamed, ready)
 
-    def result(self, cache: SlotCache | None) -> Any:
+    def result(self, state: State | None) -> Any:
         if self.call.streamer is not None:
             self.call.streamer.end()
         ids, config = self.call.input_ids, self.call.generation_config
         length = self.length()
         columns = [self._column(index) for index in range(length)]
-        sequences = torch.cat([ids, torch.tensor(columns, dtype=ids.dtype, device=ids.device).view(length, -1).T], 1)
+        new = torch.tensor(columns, dtype=torch.long, device=ids.device)
+        sequences = torch.cat([ids, new.view(length, -1).T], 1)  # int64, whatever integers came
         mine = None
-        if self.call.returns_cache and cache is not None and len(ids) == 1:  # ragged rows have no common cache
-            mine = cache.hand_back(self.call.cache, sequences.shape[1] - 1)
+        if self.call.returns_cache and state is not None and len(ids) == 1:  # ragged rows have no common cache
+            slots = state.cache if state.streams == 1 else state.cache.select(state.open_slots.new_zeros(1, dtype=torch.long))
+            mine = slots.hand_back(self.call.cache, self.read + length - 1)
         if not config.return_dict_in_generate:
             return sequences
         return GenerateDecoderOnlyOutput(
@@ -220,5 +325,6 @@ class _Collected:
 
     def _steps(self, which: int, length: int) -> tuple[Tensor, ...]:
         """One [B, V] a step; rows that had ended before repeat their last one."""
-        rows = [[pair[which] for pair in self.kept[id(row)]] for row in self.rows]
+        device = self.call.input_ids.device
+        rows = [[pair[which].to(device) for pair in self.kept[id(row)]] for row in self.rows]
         return tuple(torch.stack([steps[min(t, len(steps) - 1)] for steps in rows]) for t in range(length))

@@ -34,13 +34,13 @@ class _Told:
 
 
 class GlmTarget(VlmTarget):
-    def _places(self, positions: Tensor, heard: dict[str, Any]) -> Places:
+    def _places(self, positions: Tensor | None, heard: dict[str, Any], length: int) -> Places:
         listed = heard.get("positions")
         if listed is not None:
             self.grid = max((tuple(grid[1:]) for grid in heard["grids"].tolist()), key=math.prod)
             return Listed(listed)
-        length = torch.full_like(positions[..., -1:], heard["decoder"][1]["inputs_embeds"].shape[1])
-        return Onward(length.expand(3, *length.shape))  # without grids stock counts the slots of the cache
+        embeds = heard["decoder"][1]["inputs_embeds"]  # without grids stock counts the slots of the cache
+        return Onward(torch.full((3, len(embeds), 1), length, device=embeds.device))
 
 
 class Enabled(decoder_only.Enabled):

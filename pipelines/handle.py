@@ -82,9 +82,13 @@ class Patch:
                 f"mmspec cannot accelerate this call: {why.reason}. Change it, call mmspec.disable(model), or enable "
                 f"with on_unsupported='fallback' to run such calls on the stock path"
             )
-        if why.reason not in self._warned:
-            self._warned.add(why.reason)
-            warnings.warn(f"mmspec runs the stock path: {why.reason}", stacklevel=4)
+        self.say(f"mmspec runs the stock path: {why.reason}")
+
+    def say(self, what: str) -> None:
+        """Warn, once for each enabled model."""
+        if what not in self._warned:
+            self._warned.add(what)
+            warnings.warn(what, stacklevel=5)
 
 
 def put_on(model: Any, patch: Patch | None) -> Patch | None:

@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache
 
 from mmspec.drafters.vocab import DraftVocab
 from mmspec.modes import mode_of
-from mmspec.pipelines import attended, attention, compiled, recurrent
+from mmspec.pipelines import attended, attention, compiled, reach, recurrent
 from mmspec.pipelines.cache import SlotCache
 from mmspec.pipelines.processors import Processors
 from mmspec.pipelines.sampling import Noise, Sampler
@@ -88,7 +88,10 @@ class VlmTarget:
         handle = getattr(model, "_mmspec_handle", None)
         self.compiled = compiled.of(model) if handle is not None and handle.config.compile else None
         self.arguments: dict[str, Any] = {}
-        config = model.get_decoder().config
+        decoder = model.get_decoder()
+        config = decoder.config
+        self.table, turn = reach.table(decoder), reach.turn(decoder)
+        self.last = min((n - 1 for n in (self.table, turn) if n is not None), default=None)  # no node stands past it
         self.eager = config._attn_implementation == "eager"
         self.tree = config._attn_implementation == attention.NAME
         kinds = getattr(config, "layer_types", None)
@@ -109,27 +112,35 @@ class VlmTarget:
     ) -> tuple[State, Prompt, Tensor]:
         """The model's own prefill on a SlotCache, and that of the negative prompt where the call is guided.
 
+        Args:
+            ids: [B, L], the whole text or, on a filled cache, its new tokens; fewer than `inputs_embeds` where soft
+                prompts stand before them.
+
         Returns:
             The state, what a drafter may know of the prompt, and the raw logits [S·B, 1, V] after it.
         """
         slots = SlotCache.adopt(cache, ids.shape[0], ids.device, reserve)
         past = slots.lengths.longest
+        read = _read(ids, generation_config, arguments, past)
+        new = pad(ids, (max(0, read - ids.shape[1]), 0))[:, -read:]  # soft prompts have no ids
         mask = arguments.get("attention_mask")
-        valid = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
+        valid = ids.new_ones(len(ids), past + read, dtype=torch.bool) if mask is None else mask.bool()
         arguments = {**arguments, "past_key_values": slots}
-        visual = media(ids[:, -(valid.shape[1] - past) :], self.model.config, arguments)
+        visual = media(new, self.model.config, arguments)
         asked = attended.attending(visual, valid) if self.attends else nullcontext()
         with listen() as heard, asked as looked:
             out = self.model._prefill(ids, generation_config, arguments, is_first_iteration=True)
         arguments = self.model._update_model_kwargs_for_generation(out, arguments)
-        slots.advance(valid.shape[1] - past)
+        _check(slots, final_hidden(heard["decoder"]).shape[1], read)
+        slots.advance(read)
+        positions = self._positions(ids, arguments)
         types = {name: arguments.pop(name)[:, -1:] for name in TYPES if arguments.get(name) is not None}
-        places = self._places(arguments.pop("position_ids"), heard)
+        places = self._places(positions, heard, past + read)
         state = State(slots, places, valid, types, self.streams, not bool(valid.all()))
         self.arguments = {**arguments, "attention_mask": None}
         prompt = Prompt(
-            ids=ids[:, past:] if ids.shape[1] == valid.shape[1] else ids,
-            embeds=self._embeds(heard, ids) if past == 0 else heard["decoder"][1].get("inputs_embeds"),
+            ids=new,
+            embeds=self._embeds(heard, new),
             hidden=self._features(heard),
             visual=visual,
             valid=valid[:, past:],
@@ -152,9 +163,22 @@ class VlmTarget:
         )
         return state, prompt, torch.cat([raw, self._logits(out, heard)[:, -1:]])
 
-    def _places(self, positions: Tensor, heard: dict[str, Any]) -> Places:
-        """Where the tokens to come stand, from the call's position ids with the next one at their end."""
-        return Onward(positions[..., -1:])
+    def _positions(self, ids: Tensor, arguments: dict[str, Any]) -> Tensor | None:
+        """The call's position ids with the next one at their end; None where the model's decoding step drops them."""
+        step = self.model.prepare_inputs_for_generation(ids[:, -1:], next_sequence_length=1, **arguments)
+        positions = arguments.pop("position_ids", None)
+        return None if step.get("position_ids") is None else positions
+
+    def _places(self, positions: Tensor | None, heard: dict[str, Any], length: int) -> Places:
+        """Where the tokens to come stand: from the call's position ids, else from those that the decoder was given.
+
+        Without either, the decoder counts the slots of the cache, padding included: `length` of them.
+        """
+        if positions is not None:
+            return Onward(positions[..., -1:])
+        told, rows = heard["decoder"][1].get("position_ids"), len(final_hidden(heard["decoder"]))
+        first = torch.tensor([[length]], device=self.model.device) if told is None else told[..., -1:] + 1
+        return Onward(first.expand(*first.shape[:-2], rows, 1))
 
     def _embeds(self, heard: dict[str, Any], ids: Tensor) -> Tensor:
         embeds = heard["decoder"][1].get("inputs_embeds")
@@ -198,8 +222,10 @@ class VlmTarget:
             for t in (draft.tokens.clamp(min=0), draft.tree.depth, draft.tree.ancestors, (session.emitted - 1)[:, None])
         )
         read = self.read if self.compiled is None else partial(self.compiled.read, self)
+        places = state.places.at(index + depth)
+        places = places if self.last is None else places.clamp(max=self.last)  # past it lies what no row will keep
         with recurrent.reads(tiled(draft.tree.parents, self.streams), depth, ancestors):
-            raw, *hidden = read(state, tokens, state.places.at(index + depth), self._mask(state, ancestors, depth))
+            raw, *hidden = read(state, tokens, places, self._mask(state, ancestors, depth))
         return self.law(raw, session, draft, stacked(hidden[0], self.streams) if hidden else None)
 
     def read(self, state: State, tokens: Tensor, places: Tensor, mask: Any) -> tuple[Tensor, ...]:
@@ -255,6 +281,25 @@ class VlmTarget:
 
     def commit(self, session: Session, round_: Round) -> None:
         session.cache.commit(round_)
+
+
+def _read(ids: Tensor, generation_config: Any, arguments: dict[str, Any], past: int) -> int:
+    """How many tokens stock's `_prefill` reads, where `past` are cached already."""
+    embeds, mask = arguments.get("inputs_embeds"), arguments.get("attention_mask")
+    if embeds is not None:
+        return embeds.shape[1] - past
+    whole = getattr(generation_config, "_mask_length", -1) if mask is None else mask.shape[1]
+    L = ids.shape[1]
+    return len(range(L)[-(L - past) :]) if whole == L else L  # a mask that is longer tells that only new ids came
+
+
+def _check(slots: SlotCache, appended: int, read: int) -> None:
+    """Raises: RuntimeError, before a wrong count could write over what is cached."""
+    if appended != read or not slots.slots:
+        raise RuntimeError(
+            f"the prefill was to append {read} tokens to the cache; the decoder read {appended}, into "
+            f"{'this' if slots.slots else 'another'} cache. Call mmspec.disable(model) for this call"
+        )
 
 
 def _beside(cond: Tensor, uncond: Tensor) -> Tensor:

@@ -1,0 +1,54 @@
+"""How far a model's positions reach: tables that end, and rotary frequencies that change as a text grows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+
+def table(decoder: Any) -> int | None:
+    """Positions that its learned table holds (OPT, BioGPT); None where there is none."""
+    found = [
+        module.num_embeddings - getattr(module, "offset", 0)  # OPT's table begins with two rows that are no positions
+        for name, module in decoder.named_children()
+        if isinstance(module, nn.Embedding) and ("position" in name or name == "wpe")
+    ]
+    return min(found, default=None)
+
+
+def turn(decoder: Any) -> int | None:
+    """Length past which its rotary frequencies are those of the longest position in the batch; None: they never change.
+
+    A draft reaches further than the text, so that it would turn them for tokens that stock decoding reads before.
+    """
+    found = []
+    for module in decoder.modules():
+        kinds = getattr(module, "rope_type", None)  # one, or one for each type of layers
+        for layer, kind in (kinds if isinstance(kinds, dict) else {None: kinds}).items():
+            if kind == "longrope":
+                told = module.config.rope_parameters
+                found.append((told if layer is None else told[layer])["original_max_position_embeddings"])
+            elif "dynamic" in (kind or ""):
+                found.append(module.original_max_seq_len)
+    return min(found, default=None)
+
+
+def within(stop: Callable[[list[int]], bool] | None, most: int, held: int) -> Callable[[list[int]], bool]:
+    """A row's condition, on a table that holds `held` positions: as stock, it fails where the row goes on past them.
+
+    Args:
+        stop: the row's own condition, if any.
+        most: tokens that the row may have, the last of which is not read any more.
+        held: for the message.
+    """
+
+    def stops(tokens: list[int]) -> bool:
+        if stop is not None and stop(tokens):
+            return True
+        if len(tokens) > most:
+            raise IndexError(f"the model has {held} learned positions and the text needs more; lower max_new_tokens")
+        return False
+
+    return stops
