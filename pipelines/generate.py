@@ -16,7 +16,8 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationM
 from mmspec.loop import begin, decode
 from mmspec.pipelines import guided
 from mmspec.pipelines.cache import SlotCache
-from mmspec.pipelines.processors import Endings, Processors, unsafe
+from mmspec.pipelines.endings import Endings, unheard
+from mmspec.pipelines.processors import Processors, unsafe
 from mmspec.pipelines.sampling import TorchNoise
 from mmspec.pipelines.vlm import VlmTarget
 from mmspec.rules import Rule, exact
@@ -57,6 +58,11 @@ class Call:
         return self.cache is not None and int(self.cache.get_seq_length()) > 0
 
     @property
+    def scored(self) -> bool:
+        """Whether the processed scores of each step are collected."""
+        return bool(self.generation_config.return_dict_in_generate and self.generation_config.output_scores)
+
+    @property
     def returns_cache(self) -> bool:
         """Whether anybody may look at it afterwards; older transformers do not say whose it is."""
         unknown = type(self.cache) is DynamicCache and not _CACHES_ARE_MARKED
@@ -68,8 +74,7 @@ def _stateful(model: Any, call: Call) -> str | None:
     processors = list(call.logits_processor)
     if model._mmspec_guided and processors and guided.stands_for(processors[0], model):
         processors = processors[1:]
-    names = unsafe(processors)
-    return f"the logits processor {names[0]} may keep state that rejected drafts would disturb" if names else None
+    return unsafe(processors) or unheard(call.stopping_criteria, len(call.input_ids), call.scored)
 
 
 # Why a call cannot be accelerated: (condition, reason). The first that holds is reported.
@@ -104,6 +109,7 @@ def generate(model: Any, handle: Any, call: Call) -> tuple[Any, Stats]:
     with torch.no_grad():
         for session, round_ in _rounds(target, drafter, call, model._mmspec_rule(call)):
             if watch is not None:
+                session.watched = True
                 watch(round_)
             collected.take(session, round_)
             cache = session.cache.cache

@@ -197,6 +197,7 @@ def _draw(model: Any, ready: Prepared) -> Any:
     seeds = row_seeds(count, config.do_sample and noise is None)
     rows = [Row([], 0, limit, seed, index=b) for b, seed in enumerate(seeds)]
     session, watch = Session(list(rows), None, ready.ids.device, handle.rule), watching.get()
+    session.watched = watch is not None
     with torch.no_grad():
         for round_ in _rounds(session, target, drafter, ready):
             if watch is not None:
