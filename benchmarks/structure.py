@@ -122,10 +122,11 @@ def shape() -> None:
 
 def round_files() -> None:
     """One greedy round of the embedded model with its EAGLE drafter: the files of ours whose functions it calls."""
-    import mmspec
-    from mmspec import loop, zoo
     from PIL import Image
     from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    import mmspec
+    from mmspec import loop, zoo
 
     folder = zoo.path("scenes-vlm")
     model, processor = AutoModelForImageTextToText.from_pretrained(folder), AutoProcessor.from_pretrained(folder)

@@ -11,6 +11,7 @@ _MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
 # A row's streams of noise. Each draft token must be independent of the coins that will test it.
 COINS, GUMBEL, FRESH, COUPLE = range(4)  # tests of drafts; seed-exact draws; new drafts; drafts carried over
+NOTHING = -1  # the token drawn from a law that is none: its logits hold NaN or +inf, or all are −inf
 Noise = tuple[Tensor, Tensor]  # seed and counter (or position), both int64
 
 
@@ -92,13 +93,15 @@ def categorical(weights: Tensor, u: Tensor) -> Tensor:
         u: [...], in [0, 1).
 
     Returns:
-        int64 [...]; an index of weight zero is never drawn.
+        int64 [...]; an index of weight zero is never drawn. NOTHING where the total is 0 or not finite.
     """
     cumulated = weights.to(widest(weights.device)).cumsum(-1)
     threshold = (u * cumulated[..., -1])[..., None]
     index = torch.searchsorted(cumulated, threshold, right=True)[..., 0]
     last = weights.shape[-1] - 1 - (weights > 0).flip(-1).to(torch.uint8).argmax(-1)
-    return torch.minimum(index, last)  # rounding may carry u * total up to the total itself
+    total = cumulated[..., -1]
+    index = torch.minimum(index, last)  # rounding may carry u * total up to the total itself
+    return torch.where((total > 0) & total.isfinite(), index, NOTHING)
 
 
 def remaining(u: Tensor, taken: Tensor) -> Tensor:

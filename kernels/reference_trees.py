@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mmspec.kernels.reference_noise import Noise, categorical, gumbel, remaining, uniform, widest
+from mmspec.kernels.reference_noise import NOTHING, Noise, categorical, gumbel, remaining, uniform, widest
 from mmspec.kernels.reference_rules import positive_residual, token_mass
 
 
@@ -97,10 +97,14 @@ class Verified(NamedTuple):
 
 
 def draw(logits: Tensor, noise: Noise | None = None) -> Tensor:
-    """One token per node, int64 [B, N]: the likeliest, or with Gumbel noise of (seed [B], position [B, N]) a sample."""
-    if noise is not None:
-        logits = logits + gumbel(*noise, logits.shape[-1])
-    return logits.argmax(-1)
+    """One token per node, int64 [B, N]: the likeliest, or with Gumbel noise of (seed [B], position [B, N]) a sample.
+
+    A sample is NOTHING where the logits hold NaN or +inf, or all are −inf.
+    """
+    if noise is None:
+        return logits.argmax(-1)
+    drawn = (logits + gumbel(*noise, logits.shape[-1])).argmax(-1)
+    return torch.where(logits.amax(-1).isfinite(), drawn, NOTHING)
 
 
 def verify_point_mass(
@@ -203,7 +207,7 @@ def residual_sample(
         rows: bool [B], where false nothing was refused and the draw is from p; None: everywhere true.
 
     Returns:
-        int64 [B], by inverse CDF in float64 (float32 on MPS).
+        int64 [B], by inverse CDF in float64 (float32 on MPS); NOTHING where p holds NaN or +inf, or all is −inf.
     """
     wide = widest(p.device)
     weights = p.to(wide).softmax(-1)

@@ -9,9 +9,11 @@ from torch import Tensor
 
 from mmspec.kernels.checks import BOOL, DOUBLE, FLOATS, INDEX, at_home, sizes, splits_for
 from mmspec.kernels.noise import hashed, unit
+from mmspec.kernels.reference import NOTHING as _NOTHING
 from mmspec.kernels.reference import Noise
 
 _BLOCK = 2048
+NOTHING = tl.constexpr(_NOTHING)
 
 
 def scanned(logits: Tensor, lines: int, vocab: int, block: int) -> tuple[int, int]:
@@ -116,7 +118,9 @@ def _pick(
     i = tl.arange(0, PARTS)
     left = tl.load(LEFT + b * parts + i, mask=i < parts, other=0.0)
     some = tl.sum(left, 0) > 0  # otherwise rounding has left nothing: draw from p
-    left = tl.where(some, left, tl.load(WHOLE + b * parts + i, mask=i < parts, other=0.0))
+    whole = tl.load(WHOLE + b * parts + i, mask=i < parts, other=0.0)
+    lawful = tl.sum(whole, 0) > 0  # 1 but for rounding, or NaN
+    left = tl.where(some, left, whole)
     subtract = subtract & some
     cumulated = tl.cumsum(left, 0)
     if HASHED:
@@ -139,7 +143,8 @@ def _pick(
         token = tl.minimum(token, tl.min(tl.where(over, v, 2147483647), 0))
         last = tl.maximum(last, tl.max(tl.where(rest > 0, v, 0), 0))
         base += tl.sum(rest, 0)
-    tl.store(OUT + b, tl.where(token < 2147483647, token, last).to(tl.int64))  # rounding may carry u to the total
+    token = tl.where(token < 2147483647, token, last)  # rounding may carry u to the total
+    tl.store(OUT + b, tl.where(lawful, token, NOTHING).to(tl.int64))
 
 
 def pick(

@@ -11,6 +11,7 @@ from mmspec.kernels.checks import BOOL, DOUBLE, FLOATS, INDEX, at_home, sizes
 from mmspec.kernels.dispatch import TREE_NODES
 from mmspec.kernels.noise import gumbel, gumbel_cell
 from mmspec.kernels.reference import Noise, Verified
+from mmspec.kernels.residual import NOTHING as NO_TOKEN
 from mmspec.kernels.residual import pick, scanned
 
 LIKELIEST, GUMBEL, NOTHING = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # what is drawn at every node
@@ -30,6 +31,7 @@ def _scan(
     best = tl.full([], -float("inf"), tl.float64)
     token = tl.zeros([], tl.int32) + part * chunk  # what argmax says where nothing is likely
     if DRAW == GUMBEL:
+        token += NO_TOKEN - token  # nothing can be drawn there
         cell = gumbel_cell(tl.load(SEED + b), tl.load(POSITION + b * position_b + n))
     for start in range(part * chunk, tl.minimum((part + 1) * chunk, V), BLOCK):
         v = start + tl.arange(0, BLOCK)
@@ -47,6 +49,10 @@ def _scan(
             found = tl.min(tl.where((score == high) & inside, v, V), 0)
             token = tl.where(high > best, found, token)
             best = tl.maximum(best, high)
+    if DRAW == GUMBEL:
+        broken = (z != z) | (m == float("inf"))  # one such part wins over all others
+        best = tl.where(broken, float("inf"), best)
+        token = tl.where(broken, NO_TOKEN, token)
     at = line * parts + part
     tl.store(M + at, m)
     tl.store(L + at, z)

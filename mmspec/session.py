@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any, TypeVar
 
 import torch
@@ -29,18 +30,32 @@ class Row:
     limit: int  # length at which the row ends
     seed: int  # of this row's noise
     eos: frozenset[int] = frozenset()
-    stop: Callable[[list[int]], bool] | None = None  # any further condition, asked after each token
+    stop: Callable[[list[int], int], int | None] | None = None  # any further condition: asked with all tokens and how
+    # many of them are new, it says at which length it first held among these
     index: int = 0  # place in the call that it came with
     done: bool = False
     spent: float = 0.0  # distance from the target's law that a relaxed rule was charged; set when the row is let go
 
-    def push(self, token: int) -> bool:
-        """Append one decided token; true once the row has ended."""
-        self.tokens.append(token)
-        self.done = (
-            token in self.eos or len(self.tokens) >= self.limit or (self.stop is not None and self.stop(self.tokens))
-        )
-        return self.done
+    def take(self, tokens: Sequence[int]) -> list[int]:
+        """Append decided tokens, up to the one that ends the row; returns those that were appended.
+
+        Raises:
+            RuntimeError: the target gave no law to draw from, where stock `generate` raises too.
+        """
+        lawful, begin = list(takewhile(lambda token: token >= 0, tokens)), len(self.tokens)
+        ends = (i for i, x in enumerate(lawful, 1) if x in self.eos or begin + i >= self.limit)
+        end = next(ends, None)
+        self.tokens += lawful[:end]
+        length = self.stop(self.tokens, len(self.tokens) - begin) if lawful and self.stop is not None else None
+        if length is not None:
+            del self.tokens[length:]
+        self.done = end is not None or length is not None
+        if len(lawful) < len(tokens) and not self.done:
+            raise RuntimeError(
+                f"no token can be drawn after token {len(self.tokens)} of row {self.index}: its logits hold nan or "
+                "inf, or every token is forbidden. A model that overflows in float16 may run in bfloat16 or float32"
+            )
+        return self.tokens[begin:]
 
     @property
     def generated(self) -> int:
@@ -142,6 +157,7 @@ class Session:
         self.memory: Any = None  # Rows: the drafter's own state
         self.rule = rule
         self.last: Round | None = None
+        self.watched = False  # somebody wants to know which drafts were refused
         self.pending = torch.zeros(len(rows), dtype=torch.long, device=device)  # [B] decided, not yet in the cache
         self.emitted = torch.zeros(len(rows), dtype=torch.long, device=device)  # [B] tokens decided after the prompt
         self.spent = torch.zeros(len(rows), dtype=ops.widest(device), device=device)  # [B] charged by a rule so far
@@ -166,27 +182,22 @@ class Session:
         if not draft.tree.is_chain:
             order = (~verdict.stands).to(torch.uint8).argsort(dim=1, stable=True)
             more = [order]
+        if self.watched:
+            onward = (draft.tree.parents == verdict.last[:, None]) & (draft.tokens != HOLE)
+            more.append(onward[:, 1:].any(1, keepdim=True))
         read = [verdict.count[:, None], verdict.token[:, None], draft.tokens.gather(1, order), *more]
         lines = torch.cat(read, 1).tolist()
-        path = tuple(line[2 + N :][: line[0]] if more else range(line[0]) for line in lines)
-        new = tuple(tuple(self._push(row, line)) for row, line in zip(self.rows, lines, strict=True))
+        path = tuple(range(line[0]) if draft.tree.is_chain else line[2 + N :][: line[0]] for line in lines)
+        decided = ([*line[3 : 2 + line[0]], line[1]] for line in lines)  # what stands below the root, and the drawn one
+        new = tuple(tuple(row.take(tokens)) for row, tokens in zip(self.rows, decided, strict=True))
         proposed = tuple(sum(token != HOLE for token in line[3 : 2 + N]) for line in lines)
-        self.last = Round(draft, scores, verdict, order[:, : max(map(len, path))], path, new, proposed)
+        refused = tuple(bool(self.watched and line[-1]) for line in lines)
+        self.last = Round(draft, scores, verdict, order[:, : max(map(len, path))], path, new, proposed, refused)
         self.pending = verdict.token
         self.emitted = self.emitted + verdict.count
         self.spent = self.spent if verdict.spent is None else self.spent + verdict.spent
         self.stats.tokens += sum(map(len, new))
         return self.last
-
-    @staticmethod
-    def _push(row: Row, line: list[int]) -> list[int]:
-        count, token, _root, *path = line
-        new = []
-        for x in [*path[: count - 1], token]:
-            new.append(x)
-            if row.push(x):
-                break
-        return new
 
     def count(self, round_: Round) -> None:
         """Book a round after the prefill."""

@@ -126,6 +126,7 @@ class Round:
     path: tuple[Sequence[int], ...]  # the nodes that stand in each row, ascending, as the host read them
     new: tuple[tuple[int, ...], ...]  # tokens decided in this round, per row: the accepted ones, then the drawn one
     proposed: tuple[int, ...]  # drafted tokens per row, holes left out
+    refused: tuple[bool, ...]  # per row: the draft went on after what stands; false where nobody watches the session
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -146,7 +147,7 @@ class Round:
         return replace(both, **read)
 
 
-_PER_ROW = ("path", "new", "proposed")
+_PER_ROW = ("path", "new", "proposed", "refused")
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from mmspec.loop import decode
 from mmspec.pipelines import guided
+from mmspec.pipelines.endings import Endings
 from mmspec.pipelines.generate import Call, obstacle, opened
 from mmspec.pipelines.handle import Patch
 from mmspec.pipelines.intake import Asked, Finished, Intake, out_of_memory
-from mmspec.pipelines.processors import Endings, Processors
+from mmspec.pipelines.processors import Processors
 from mmspec.pipelines.vlm import VlmTarget
 from mmspec.rows import select
 from mmspec.session import Row, Session, Stats

@@ -26,7 +26,7 @@ PROVED: dict[str, str] = {
 # model_type, or diffusers pipeline → how it makes pictures, token-identical likewise
 PICTURES: dict[str, str] = {
     "janus": 'Janus, Janus-Pro: generate(generation_mode="image"), guided',
-    "emu3": "Emu3: generate with prefix_allowed_tokens_fn, negative_prompt_ids and guidance_scale",
+    "emu3": "Emu3: generate with prefix_allowed_tokens_fn (marked mmspec_pure), negative_prompt_ids and guidance_scale",
     "glm_image": "GLM-Image: generate, and GlmImagePipeline unchanged",
     "chameleon": 'Chameleon, Anole: generate(multimodal_generation_mode="image-only"), guided or not; ours, as below',
     "llamagen": "LlamaGenPipeline: class- and text-conditional, guided; ours, as below",

@@ -20,8 +20,9 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationM
 from mmspec.loop import begin, decode
 from mmspec.pipelines import guided, obstacles, reach
 from mmspec.pipelines.cache import SlotCache
+from mmspec.pipelines.endings import Endings, unheard
 from mmspec.pipelines.obstacles import Obstacle
-from mmspec.pipelines.processors import Endings, Processors, unsafe
+from mmspec.pipelines.processors import Processors, unsafe
 from mmspec.pipelines.sampling import TorchNoise
 from mmspec.pipelines.state import State
 from mmspec.pipelines.vlm import VlmTarget
@@ -64,6 +65,11 @@ class Call:
         return self.cache is not None and int(self.cache.get_seq_length()) > 0
 
     @property
+    def scored(self) -> bool:
+        """Whether the processed scores of each step are collected."""
+        return bool(self.generation_config.return_dict_in_generate and self.generation_config.output_scores)
+
+    @property
     def owned(self) -> bool | None:
         """Whether it is the caller's own, or seen by a `custom_generate`; None: older transformers do not say whose."""
         if _custom.get() is not None:
@@ -104,11 +110,8 @@ def _stateful(model: Any, call: Call, kind: Any) -> Obstacle | None:
     processors = list(call.logits_processor)
     if kind._mmspec_guided and processors and guided.stands_for(processors[0], model):
         processors = processors[1:]
-    names = unsafe(processors)
-    if not names:
-        return None
-    why = f"the logits processor {names[0]} may keep state that rejected drafts would disturb"
-    return Obstacle(why, always_falls_back=True)
+    why = unsafe(processors) or unheard(call.stopping_criteria, len(call.input_ids), call.scored)
+    return Obstacle(why, always_falls_back=True) if why else None
 
 
 # Why a call cannot be accelerated: (condition, reason). The first that holds is reported.
@@ -143,8 +146,8 @@ def _turning(model: Any, call: Call) -> Obstacle | None:
     if longest <= turn:
         return None
     return Obstacle(
-        f"its rotary frequencies (dynamic or longrope) change past {turn} positions, and this call may reach {longest}; "
-        f"a prompt and max_new_tokens of {turn + 1} together do not"
+        f"its rotary frequencies (dynamic or longrope) change past {turn} positions, and this call may reach "
+        f"{longest}; a prompt and max_new_tokens of {turn + 1} together do not"
     )
 
 
@@ -176,6 +179,7 @@ def generate(model: Any, handle: Any, call: Call) -> tuple[Any, Stats]:
     with torch.no_grad():
         for session, round_ in _rounds(target, drafter, call, handle.kind._mmspec_rule(handle, call)):
             if watch is not None:
+                session.watched = True
                 watch(round_)
             collected.take(session, round_)
             state = session.cache
@@ -312,7 +316,8 @@ class _Collected:
         sequences = torch.cat([ids, new.view(length, -1).T], 1)  # int64, whatever integers came
         mine = None
         if self.call.returns_cache and state is not None and len(ids) == 1:  # ragged rows have no common cache
-            slots = state.cache if state.streams == 1 else state.cache.select(state.open_slots.new_zeros(1, dtype=torch.long))
+            first = state.open_slots.new_zeros(1, dtype=torch.long)
+            slots = state.cache if state.streams == 1 else state.cache.select(first)
             mine = slots.hand_back(self.call.cache, self.read + length - 1)
         if not config.return_dict_in_generate:
             return sequences

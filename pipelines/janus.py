@@ -204,6 +204,7 @@ def _draw(model: Any, patch: Patch, ready: Prepared) -> Any:
     seeds = row_seeds(count, config.do_sample and noise is None)
     rows = [Row([], 0, limit, seed, index=b) for b, seed in enumerate(seeds)]
     session, watch = Session(list(rows), None, ready.ids.device, patch.rule), watching.get()
+    session.watched = watch is not None
     with torch.no_grad():
         for round_ in _rounds(session, target, drafter, ready):
             if watch is not None:

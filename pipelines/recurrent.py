@@ -1,7 +1,7 @@
 """Decoder layers that keep a recurrent or convolutional state: stock's own forward, reading a draft's tree in one go.
 
-A module that keeps such a state calls, in the middle of its forward, one of the functions in SCANS. `install` swaps the
-module's class for one whose forward is stock's own code with these functions replaced (in that forward alone). While a
+A module that keeps such a state calls, in the middle of its forward, one of the functions in SCANS. `reader` makes a
+class to put before the module's own, whose forward is stock's own code with these functions replaced (in that forward alone). While a
 draft is read they take its tree into account and keep what every node wrote; at all other times they are stock's.
 """
 
@@ -22,7 +22,6 @@ from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
 from mmspec.kernels import reference_recurrent as ops
-from mmspec.pipelines.swap import swap
 
 
 @dataclass(frozen=True)
@@ -219,9 +218,9 @@ _WRITES = {"update_conv_state": {"causal_conv1d_fn"}, "update_recurrent_state": 
 # -- modules ----------------------------------------------------------------------------------------------------------
 
 
-def modules(decoder: Module) -> Iterator[Module]:
+def modules(decoder: Module) -> list[Module]:
     """The modules of a decoder that keep a state other than keys and values."""
-    return (module for module in decoder.modules() if any(_names(type(module)) & {write} for write in _WRITES))
+    return [module for module in decoder.modules() if not _WRITES.keys().isdisjoint(_names(type(module)))]
 
 
 def unknown(decoder: Module) -> str | None:
@@ -234,9 +233,9 @@ def unknown(decoder: Module) -> str | None:
     return None
 
 
-def install(module: Module) -> None:
-    """Swap the module's class for one that reads trees; `swap.restore` undoes it."""
-    swap(module, type("TreeReader", (), {"forward": _rebound(type(module).forward)}))
+def reader(cls: type) -> type:
+    """A mixin for modules of this class, whose forward then reads the trees of drafts."""
+    return type("TreeReader", (), {"forward": _rebound(cls.forward)})  # type: ignore[attr-defined]
 
 
 def _functions(cls: type) -> list[FunctionType]:

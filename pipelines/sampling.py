@@ -117,7 +117,8 @@ class TorchNoise:
         q = self._through(begin, end, logits)
         index = torch.tensor([row.index for row in rows], device=logits.device)
         step = (session.emitted[:, None] + draft.tree.depth).clamp(max=end) - self._begin
-        return (logits.softmax(-1) / q[step, index[:, None]]).argmax(-1)
+        p = logits.softmax(-1)
+        return torch.where(p[..., 0].isnan(), ops.NOTHING, (p / q[step, index[:, None]]).argmax(-1))
 
     def _through(self, begin: int, end: int, like: Tensor) -> Tensor:
         """q of the steps begin … end, [T, rows, V]; what lies before `begin` is let go."""

@@ -17,7 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from mmspec.pipelines import families
 from mmspec.pipelines.generate import watching
-from mmspec.types import HOLE, Round
+from mmspec.types import Round
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class _Relay(BaseStreamer):
 
     def _round(self, round_: Round) -> None:
         self._in_rounds = True
-        self._send(round_.new[0], round_.counts[0] - 1, _refused(round_))
+        self._send(round_.new[0], round_.counts[0] - 1, round_.refused[0])
 
     def put(self, value: Tensor) -> None:
         if not self._prompt_seen:  # `generate` streams the prompt first
@@ -124,15 +124,10 @@ class _Relay(BaseStreamer):
         self.steps.put(Step(tokens, accepted, time.perf_counter() - self._began, corrected))
 
 
-def _refused(round_: Round) -> bool:
-    """Whether the draft went on after the last token of row 0 that was kept: its next guess was refused."""
-    draft = round_.draft
-    onward = (draft.tree.parents[0, 1:] == round_.verdict.last[0]) & (draft.tokens[0, 1:] != HOLE)
-    return bool(onward.any())
-
-
 class _Asked(StoppingCriteria):
     """Ends every row once somebody asked for it."""
+
+    looks_at_nothing = True  # see endings.py
 
     def __init__(self, ends: list[threading.Event]) -> None:
         self.ends = ends

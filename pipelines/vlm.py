@@ -38,14 +38,14 @@ def taps(model: Any, features: tuple[int, ...]) -> dict[str, Any]:
 
 def tap(model: Any, features: tuple[int, ...]) -> None:
     for module in recurrent.modules(model.get_decoder()):
-        recurrent.install(module)
+        hold(module, recurrent.reader(type(module)))
     for name, module in taps(model, features).items():
         hold(module, attended.Attentive if name.startswith("attention") else Tap, _mmspec_name=name)
 
 
 def untap(model: Any, features: tuple[int, ...]) -> None:
-    for module in list(recurrent.modules(model.get_decoder())):
-        restore(module)
+    for module in recurrent.modules(model.get_decoder()):
+        release(module)
     for module in taps(model, features).values():
         release(module)
 

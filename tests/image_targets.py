@@ -96,6 +96,7 @@ def grid(height: int, width: int, lower: int | None = None) -> Callable[[int, Te
         assert all(token in at(batch_id, i) for i, token in enumerate(drawn[:ended])), "an unlawful prefix"
         return at(batch_id, len(drawn))
 
+    allowed.mmspec_pure = True  # type: ignore[attr-defined]
     return allowed
 
 

@@ -10,7 +10,7 @@ import pytest
 import targets
 import torch
 import transformers as T
-from drafters import DRAFTERS, Oracle, Scripted, _random, eagle
+from drafters import DRAFTERS, Oracle, Scripted, _random
 from torch import Tensor
 
 import mmspec

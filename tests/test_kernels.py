@@ -226,6 +226,41 @@ def test_verification_equals_its_definition(noise: str, shape: str, many_parts: 
     agree("verify_point_mass", F32, verifiable(noise, shape))
 
 
+BROKEN = {"nan": torch.nan, "inf": torch.inf, "nothing possible": -torch.inf}
+
+
+@needs_triton
+@pytest.mark.parametrize("broken", BROKEN)
+def test_nothing_is_drawn_from_what_is_no_law(broken: str, many_parts: None):
+    """By every kernel that draws and by its definition; the other rows draw as before, and the likeliest stays."""
+    logits = torch.randn(4, 2, 300, device=DEVICE)
+    sound = logits.clone()
+    logits[1, :, slice(None) if broken == "nothing possible" else 170] = BROKEN[broken]
+    seed, position = torch.arange(4, device=DEVICE), torch.arange(8, device=DEVICE).view(4, 2)
+    u = torch.rand(4, 2, dtype=torch.float64, device=DEVICE)
+    draft = (torch.full((4, 2), 5, device=DEVICE), *(t for t in [chain(2, DEVICE).expand(4).parents]))
+    draft[0][1, 1] = 170
+    refused = torch.tensor([[3], [170], [5], [-1]], device=DEVICE)
+    for module in (ops, None):
+        draw, verify, residual = (
+            getattr(ops, n) if module else triton(n) for n in ("draw", "verify_point_mass", "residual_sample")
+        )
+        found = {
+            "gumbel": lambda x: draw(x, (seed, position)),
+            "inverse": lambda x: verify(x, *draft, None, u).token,
+            "p": lambda x: residual(x[:, 0].contiguous(), u[:, 0].contiguous()),
+            "p - q": lambda x: residual(x[:, 0].contiguous(), u[:, 0].contiguous(), q=sound[:, 1].contiguous()),
+            "refused": lambda x: residual(x[:, 0].contiguous(), (seed, position[:, 0].contiguous()), refused=refused),
+        }
+        for way, call in found.items():
+            got, others = call(logits), torch.tensor([0, 2, 3], device=DEVICE)
+            assert (got[1] == ops.NOTHING).all(), way
+            assert torch.equal(got[others], call(sound)[others]) and (got[others] >= 0).all(), way
+        assert (draw(logits) >= 0).all()
+        broken_q = residual(sound[:, 0].contiguous(), u[:, 0].contiguous(), q=logits[:, 1].contiguous())
+        assert (broken_q >= 0).all(), "a broken draft costs nothing but itself"
+
+
 @pytest.mark.parametrize("shape", ["tree", "chain"])
 @pytest.mark.parametrize("noise", NOISES)
 def test_verification_is_the_walk(noise: str, shape: str):

@@ -111,6 +111,7 @@ def test_the_users_own_conditions_and_grammars_see_ordinary_tensors() -> None:
         asked.append(ids.is_inference() or torch.is_inference_mode_enabled())
         return list(range(5, 90))
 
+    allowed.mmspec_pure = True  # type: ignore[attr-defined]
     told = {"stopping_criteria": [Remembering()], "prefix_allowed_tokens_fn": allowed}
     stock = targets.generate(model, inputs, **told)
     with mmspec.enable(model, drafter=Scripted(_random)):

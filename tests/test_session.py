@@ -176,10 +176,24 @@ def test_a_limit_inside_a_draft(limit: int) -> None:
 
 
 def test_row_ends_by_token_by_length_or_by_condition() -> None:
-    row = Row([1, 2, 3], start=3, limit=9, seed=0, eos=frozenset({7}), stop=lambda tokens: tokens[-2:] == [5, 5])
-    assert not row.push(5) and row.push(5) and row.done and row.generated == 2
-    assert Row([1], 1, 9, 0, frozenset({7})).push(7)
-    assert Row([1], 1, 2, 0).push(4) and not Row([1], 1, 3, 0).push(4)
+    def twice(tokens: list[int], new: int) -> int | None:
+        ends = range(len(tokens) - new + 1, len(tokens) + 1)
+        return next((end for end in ends if tokens[end - 2 : end] == [5, 5]), None)
+
+    row = Row([1, 2, 3], start=3, limit=9, seed=0, eos=frozenset({7}), stop=twice)
+    assert row.take([5]) == [5] and not row.done
+    assert row.take([5, 5, 4]) == [5] and row.done and row.generated == 2
+    row = Row([1], 1, 9, 0, frozenset({7}))
+    assert row.take([3, 7, 7]) == [3, 7] and row.done
+    row = Row([1], 1, 4, 0)
+    assert row.take([4, 4]) == [4, 4] and not row.done and row.take([4, 4]) == [4] and row.done
+
+
+def test_a_row_that_has_ended_does_not_mind_what_comes_after() -> None:
+    row = Row([1], 1, 9, 0, frozenset({7}), index=3)
+    with pytest.raises(RuntimeError, match="after token 2 of row 3.*nan or inf"):
+        row.take([4, -1])
+    assert row.take([7, -1]) == [7]
 
 
 # -- stats -----------------------------------------------------------------------------------------------------------

@@ -233,7 +233,7 @@ class JacobiDrafter:
         if self.options.coupling == "gumbel":
             return known, (log_p + noise(C)).argmax(-1), log_p
         if self.options.coupling == "none":
-            return known, ops.categorical(log_p.exp(), coins), log_p
+            return known, ops.categorical(log_p.exp(), coins).clamp(min=0), log_p
         x = last.draft.tokens.gather(1, line.gather(1, (level + 1).clamp(max=C)))
         x = torch.where(known & (level < C), x, HOLE)
         q = session.memory.law[rows, level.clamp(max=C - 1)].exp() * (x != HOLE)[..., None]
@@ -276,7 +276,7 @@ def _keep_or_redraw(p: Tensor, q: Tensor, x: Tensor, u: Tensor) -> Tensor:
     """
     at = x.clamp(min=0)[..., None]
     f = ops.exact_ratio(p.gather(-1, at), q.gather(-1, at))[..., 0].to(u.dtype) * (x != HOLE)
-    other = ops.categorical(ops.positive_residual(p, q), ops.remaining(u, f))
+    other = ops.categorical(ops.positive_residual(p, q), ops.remaining(u, f)).clamp(min=0)
     return torch.where(u < f, x, other)
 
 
