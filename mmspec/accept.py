@@ -122,14 +122,13 @@ def _walk(draft: Draft, law: Law, rule: Rule, u: Tensor, spent: Tensor | None, v
         before = _of(_before(tree, _by_node(tree, child, torch.where(real, charge, 0.0))), child)
         f = _afforded(rule, strict, f, before if spent is None else before + spent[:, None, None])
         charge = (f - strict).abs()
-    noise, on = u.gather(1, nodes), torch.ones_like(nodes, dtype=torch.bool)  # none of its children was kept so far
-    tested, kept = torch.zeros_like(real), torch.zeros_like(real)
-    for rank, chance in enumerate(f.unbind(2)):
-        here = real[..., rank] & on
-        keeps = here & (noise < chance)
-        tested[..., rank], kept[..., rank], on = here, keeps, on & ~keeps
-        noise = torch.where(here & ~keeps, ops.remaining(noise, chance), noise)
-    stands, count, last = ops.standing(_by_node(tree, child, kept), tree.ancestors)
+    noise, kept = u.gather(1, nodes), torch.zeros_like(real)
+    for rank, chance in enumerate(torch.where(real, f, 0.0).unbind(2)):  # a hole takes nothing of the noise
+        kept[..., rank] = noise < chance
+        noise = ops.remaining(noise, chance)
+    tested = real & (kept.cumsum(2) - kept.long() == 0)
+    stands, count, last = ops.standing(_by_node(tree, child, kept & tested), tree.ancestors)
+    charged = None
     if rule.relaxed is not None:
         charge = torch.where(tested & stands.gather(1, nodes)[..., None], charge, 0.0)
         charged = _by_node(tree, child, charge).cumsum(1)[:, -1]
@@ -137,7 +136,7 @@ def _walk(draft: Draft, law: Law, rule: Rule, u: Tensor, spent: Tensor | None, v
     inner, at = found.any(1), found.to(torch.uint8).argmax(1, keepdim=True)
     noise = torch.where(inner, noise.gather(1, at)[:, 0], u.gather(1, last[:, None])[:, 0])
     p = torch.where(inner[:, None], gather_rows(p, at)[:, 0], law.weights(last, vocab))
-    return Verdict(stands, count, last, ops.categorical(p, noise), None if rule.relaxed is None else charged)
+    return Verdict(stands, count, last, ops.categorical(p, noise), charged)
 
 
 def _refused(
@@ -147,16 +146,17 @@ def _refused(
     the chance to be kept when it is tested, strictly and by the rule, and what the rule is charged for the test."""
     q_law, p, x = _drawn_from(draft), law.weights(nodes, vocab), _of(draft.tokens, child).clamp(min=0)
     depth = _of(draft.tree.depth, child)
-    strict, f, charge = (p.new_zeros(child.shape) for _ in range(3))
+    strict = p.new_zeros(child.shape)
+    f, charge = (strict if rule.relaxed is None else torch.zeros_like(strict) for _ in range(2))
     for rank, many in enumerate(draft.tree.families or bounds(draft.tree.size)):
         at = (slice(None), slice(many), rank)
         now, q = p[:, :many], q_law.weights(child[at], vocab)
         trial = Trial(x[at], depth[at], Masses.of(now), Masses.of(q))
-        strict[at], f[at] = chances(rule, trial)
+        strict[at], chance = chances(rule, trial)
         if rule.relaxed is not None:
-            charge[at] = _charge(rule, trial, strict[at], f[at])
+            f[at], charge[at] = chance, _charge(rule, trial, strict[at], chance)
         rest = rule.residual(now, q)
-        p[:, :many] = torch.where(real[at][..., None], rest / rest.sum(-1, keepdim=True), now)
+        torch.where(real[at][..., None], rest / rest.sum(-1, keepdim=True), now, out=now)
     return p, strict, f, charge
 
 
