@@ -10,18 +10,18 @@ from mmspec.kernels.reference_noise import widest
 
 def exact_ratio(p_x: Tensor, q_x: Tensor) -> Tensor:
     """Chance to keep x under rejection sampling: min(1, p(x)/q(x)), 0 where p(x) = 0 (Leviathan et al. 2023, §2.3)."""
-    return torch.where(p_x > 0, (p_x / q_x).clamp(max=1.0), torch.zeros_like(p_x))
+    return torch.where(p_x > 0, (p_x / q_x).clamp(max=1.0), 0.0)
 
 
 def positive_residual(p: Tensor, q: Tensor) -> Tensor:
     """Weights of (p − q)+, the law once a draft was refused; falls back to p where rounding leaves nothing."""
-    rest = (p - q).clamp(min=0)
+    rest = (p - q).clamp_(min=0)
     return torch.where(rest.sum(-1, keepdim=True) > 0, rest, p)
 
 
 def scaled_ratio(p_x: Tensor, q_x: Tensor, omega: Tensor | float) -> Tensor:
     """min(1, ω·p(x)/q(x)), 0 where p(x) = 0; at least `exact_ratio` for every ω ≥ 1."""
-    return torch.where(p_x > 0, (omega * p_x / q_x).clamp(max=1.0), torch.zeros_like(p_x))
+    return torch.where(p_x > 0, (omega * p_x / q_x).clamp(max=1.0), 0.0)
 
 
 def typical_bound(p: Tensor, epsilon: float, delta: float) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import partial, reduce
 
 import torch
 from torch import Tensor
@@ -10,9 +10,12 @@ from torch.nn.functional import pad
 
 from mmspec.kernels import dispatch
 from mmspec.kernels import reference as ops
-from mmspec.rows import gather_rows
+from mmspec.rows import gather_rows, join, select
 from mmspec.rules import Masses, Rule, Trial, exact
-from mmspec.types import HOLE, Categorical, Draft, Law, Verdict
+from mmspec.tree import bounds, children, siblings
+from mmspec.types import HOLE, Categorical, Draft, Law, Tree, Verdict
+
+ROOM = 2**28  # bytes that the laws of a tree's nodes may take, for as many rows as are walked at once
 
 
 def along_path(draft: Draft, law: Law, rule: Rule, u: Tensor | None, spent: Tensor | None = None) -> Verdict:
@@ -46,7 +49,7 @@ def descend(draft: Draft, law: Law, u: Tensor | None) -> Verdict:
 
 
 def advance(draft: Draft, law: Law, rule: Rule, u: Tensor, spent: Tensor | None = None) -> Verdict:
-    """`walk` on a chain, all nodes at once: the masses of the drafted tokens decide, and one residual a row is made."""
+    """`walk` on a chain: the masses of the drafted tokens decide, and one residual a row is made."""
     tokens, N = draft.tokens, draft.tree.size
     x, nodes = tokens[:, 1:], torch.arange(N, device=tokens.device).expand_as(tokens)
     q, vocab = _drawn_from(draft), _vocabulary(draft, law)
@@ -55,7 +58,8 @@ def advance(draft: Draft, law: Law, rule: Rule, u: Tensor, spent: Tensor | None 
     if rule.relaxed is not None:
         wanted = torch.where(x == HOLE, 0.0, (f - strict).abs()).cumsum(1)
         before = pad(wanted, (1, 0))[:, :-1] + (0.0 if spent is None else spent[:, None])
-        f, charge = _afforded(rule, trial, strict, f, before)
+        f = _afforded(rule, strict, f, before)
+        charge = _charge(rule, trial, strict, f)
     match = torch.ones_like(tokens, dtype=torch.bool)
     match[:, 1:] = (u[:, :-1] < f) & (x != HOLE)
     stands, count, last = ops.standing(match, None)
@@ -85,40 +89,92 @@ def _drawn(
 
 
 def walk(draft: Draft, law: Law, rule: Rule, u: Tensor, spent: Tensor | None = None) -> Verdict:
-    """The definition: test the children of the current node one after the other; a refusal changes the law.
+    """On a tree: children are tested one after the other, a refusal changes the law, what is kept is descended to.
 
     A refusal at chance f leaves u ≥ f, and (u − f)/(1 − f) is uniform again: one number serves a whole node.
+
+    Which law a node's r-th child is tested by depends on the children before it, and on no coin. So all chances come
+    first, those of the r-th children of all nodes at once; then all tests, of which those count that the path comes
+    to. The shape is known to the host, and nothing is read from the device.
     """
-    tokens, parents = draft.tokens, draft.tree.parents
-    B, N = tokens.shape
-    q_law, vocab = _drawn_from(draft), _vocabulary(draft, law)
-    current = torch.zeros(B, dtype=torch.long, device=tokens.device)
-    stands = torch.zeros(B, N, dtype=torch.bool, device=tokens.device)
-    stands[:, 0] = True
-    p, noise = law.weights(current, vocab), u[:, 0].clone()
-    charged = torch.zeros_like(noise)
-    for node in range(1, N):
-        tested = (parents[:, node] == current) & (tokens[:, node] != HOLE)
-        if not tested.any():
-            continue
-        here = torch.full_like(current, node)
-        q = q_law.weights(here, vocab)
-        trial = Trial(tokens[:, node].clamp(min=0), draft.tree.depth[:, node], Masses.of(p), Masses.of(q))
-        strict, f = chances(rule, trial)
+    vocab = _vocabulary(draft, law)
+    line = torch.finfo(u.dtype).bits // 8 * vocab * max((1, *(draft.tree.families or (draft.tree.size,))))
+    some = max(1, ROOM // line)  # rows
+    parts = [slice(first, first + some) for first in range(0, len(u), some)]
+    if len(parts) == 1:
+        return _walk(draft, law, rule, u, spent, vocab)
+    return reduce(
+        partial(join, fills={}),
+        [
+            _walk(select(draft, part), select(law, part), rule, u[part], select(spent, part), vocab)
+            for part in parts
+        ],
+    )
+
+
+def _walk(draft: Draft, law: Law, rule: Rule, u: Tensor, spent: Tensor | None, vocab: int) -> Verdict:
+    """`walk`, all rows at once."""
+    tree = draft.tree
+    nodes, child = children(tree)  # [B, P], [B, P, K]
+    real = (child > 0) & (_of(draft.tokens, child) != HOLE)
+    p, strict, f, charge = _refused(draft, law, rule, nodes, child, real, vocab)
+    if rule.budget is not None:
+        before = _of(_before(tree, _by_node(tree, child, torch.where(real, charge, 0.0))), child)
+        f = _afforded(rule, strict, f, before if spent is None else before + spent[:, None, None])
+        charge = (f - strict).abs()
+    noise, kept = u.gather(1, nodes), torch.zeros_like(real)
+    for rank, chance in enumerate(torch.where(real, f, 0.0).unbind(2)):  # a hole takes nothing of the noise
+        kept[..., rank] = noise < chance
+        noise = ops.remaining(noise, chance)
+    tested = real & (kept.cumsum(2) - kept.long() == 0)
+    stands, count, last = ops.standing(_by_node(tree, child, kept & tested), tree.ancestors)
+    charged = None
+    if rule.relaxed is not None:
+        charge = torch.where(tested & stands.gather(1, nodes)[..., None], charge, 0.0)
+        charged = _by_node(tree, child, charge).cumsum(1)[:, -1]
+    found = nodes == last[:, None]  # a leaf has no place among them
+    inner, at = found.any(1), found.to(torch.uint8).argmax(1, keepdim=True)
+    noise = torch.where(inner, noise.gather(1, at)[:, 0], u.gather(1, last[:, None])[:, 0])
+    p = torch.where(inner[:, None], gather_rows(p, at)[:, 0], law.weights(last, vocab))
+    return Verdict(stands, count, last, ops.categorical(p, noise), charged)
+
+
+def _refused(
+    draft: Draft, law: Law, rule: Rule, nodes: Tensor, child: Tensor, real: Tensor, vocab: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What is left of the law [B, P, V] of each node once all its children were refused, and of every child [B, P, K]
+    the chance to be kept when it is tested, strictly and by the rule, and what the rule is charged for the test."""
+    q_law, p, x = _drawn_from(draft), law.weights(nodes, vocab), _of(draft.tokens, child).clamp(min=0)
+    depth = _of(draft.tree.depth, child)
+    strict = p.new_zeros(child.shape)
+    f, charge = (strict if rule.relaxed is None else torch.zeros_like(strict) for _ in range(2))
+    for rank, many in enumerate(draft.tree.families or bounds(draft.tree.size)):
+        at = (slice(None), slice(many), rank)
+        now, q = p[:, :many], q_law.weights(child[at], vocab)
+        trial = Trial(x[at], depth[at], Masses.of(now), Masses.of(q))
+        strict[at], chance = chances(rule, trial)
         if rule.relaxed is not None:
-            f, charge = _afforded(rule, trial, strict, f, charged if spent is None else charged + spent)
-            charged = torch.where(tested, charged + charge, charged)
-        kept = tested & (noise < f)
-        refused = tested & ~kept
-        stands[:, node] = kept
-        current = torch.where(kept, node, current)
-        rest = rule.residual(p, q)
-        p = torch.where(kept[:, None], law.weights(here, vocab), p)
-        p = torch.where(refused[:, None], rest / rest.sum(-1, keepdim=True), p)
-        noise = torch.where(kept, u[:, node], noise)
-        noise = torch.where(refused, ops.remaining(noise, f), noise)
-    token = ops.categorical(p, noise)
-    return Verdict(stands, stands.sum(-1), current, token, None if rule.relaxed is None else charged)
+            f[at], charge[at] = chance, _charge(rule, trial, strict[at], chance)
+        rest = rule.residual(now, q)
+        torch.where(real[at][..., None], rest / rest.sum(-1, keepdim=True), now, out=now)
+    return p, strict, f, charge
+
+
+def _before(tree: Tree, wanted: Tensor) -> Tensor:
+    """Of what is wanted at each node [B, N]: the sum over the nodes that are tested before it is, [B, N]."""
+    sooner = siblings(tree).tril()  # and itself
+    tested = (tree.ancestors.float() @ sooner.float() > 0).tril(-1)  # its line, and the elder siblings of that
+    return torch.where(tested, wanted[:, None], 0.0).cumsum(-1)[..., -1]
+
+
+def _of(values: Tensor, nodes: Tensor) -> Tensor:
+    """[B, P, K] of values [B, N]: those of the nodes [B, P, K]."""
+    return values.gather(1, nodes.flatten(1)).view_as(nodes)
+
+
+def _by_node(tree: Tree, child: Tensor, values: Tensor) -> Tensor:
+    """Values [B, P, K] of children as [B, N]; those where there is no child must be zero."""
+    return values.new_zeros(len(child), tree.size).scatter(1, child.flatten(1), values.flatten(1))
 
 
 def chances(rule: Rule, trial: Trial) -> tuple[Tensor, Tensor]:
@@ -129,14 +185,16 @@ def chances(rule: Rule, trial: Trial) -> tuple[Tensor, Tensor]:
     return strict, torch.where(trial.p_x > 0, rule.relaxed(trial), 0.0)
 
 
-def _afforded(rule: Rule, trial: Trial, strict: Tensor, f: Tensor, spent: Tensor) -> tuple[Tensor, Tensor]:
-    """The chance nearest to f that costs no more than `spent` leaves of the budget, and what it costs."""
-    if rule.charge is not None:
-        return f, rule.charge(trial)
-    if rule.budget is not None:
-        left = (rule.budget - spent).clamp(min=0)
-        f = torch.minimum(torch.maximum(f, strict - left), strict + left)
-    return f, (f - strict).abs()
+def _afforded(rule: Rule, strict: Tensor, f: Tensor, spent: Tensor) -> Tensor:
+    """The chance nearest to f that costs no more than `spent` leaves of the budget."""
+    if rule.budget is None:
+        return f
+    left = (rule.budget - spent).clamp(min=0)
+    return torch.minimum(torch.maximum(f, strict - left), strict + left)
+
+
+def _charge(rule: Rule, trial: Trial, strict: Tensor, f: Tensor) -> Tensor:
+    return (f - strict).abs() if rule.charge is None else rule.charge(trial)
 
 
 def _masses(law: Law, nodes: Tensor, vocab: int) -> Masses:
@@ -151,5 +209,6 @@ def _drawn_from(draft: Draft) -> Law:
 def _vocabulary(draft: Draft, law: Law) -> int:
     """V; for point masses alone, as much of it as is in use."""
     known = [each.logits.shape[-1] for each in (law, draft.law) if each is not None and each.logits is not None]
-    ids = [t.max() for t in (draft.tokens, law.ids) if t is not None]
-    return known[0] if known else int(torch.stack(ids).max()) + 1
+    if known:
+        return known[0]
+    return int(torch.stack([t.max() for t in (draft.tokens, law.ids) if t is not None]).max()) + 1

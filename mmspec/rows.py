@@ -12,7 +12,7 @@ from torch import Tensor
 T = TypeVar("T")
 
 
-def select(value: T, rows: Tensor) -> T:
+def select(value: T, rows: Tensor | slice) -> T:
     """Index the batch axis of every tensor inside a frozen value."""
     if isinstance(value, Tensor):
         return value[rows]  # type: ignore[return-value]
@@ -38,7 +38,7 @@ def join(a: T, b: T, fills: Mapping[str, int], name: str = "") -> T:
         return type(a)(**{n: join(getattr(a, n), getattr(b, n), fills, n) for n in names})
     if isinstance(a, bool):
         return a and b
-    return a
+    return a if a == b else None  # type: ignore[return-value]
 
 
 def gather_rows(x: Tensor, rows: Tensor) -> Tensor:

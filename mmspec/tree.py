@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -20,7 +22,7 @@ def chain(size: int, device: torch.device) -> Tree:
     """One path of `size` nodes, the root included; [1, size]."""
     index = torch.arange(size, device=device)
     parents = (index - 1).clamp(min=0)
-    return Tree(parents[None], index[None], (index[:, None] >= index)[None], is_chain=True)
+    return Tree(parents[None], index[None], (index[:, None] >= index)[None], True, (size - 1,) if size > 1 else ())
 
 
 def lone(tokens: Tensor) -> Draft:
@@ -40,14 +42,25 @@ def from_paths(paths: Sequence[Sequence[int]], device: torch.device) -> tuple[Tr
     Raises:
         ValueError: a rank below zero, or no path at all.
     """
-    nodes = {tuple(path[:end]) for path in paths for end in range(1, len(path) + 1)}
-    if not nodes or min(min(node) for node in nodes) < 0:
-        raise ValueError(f"a static tree needs paths of ranks ≥ 0, such as [(0,), (0, 0), (1,)]; got {list(paths)!r}")
-    order = [(), *sorted(nodes, key=lambda node: (len(node), node))]
+    order = in_order(paths)
     where = {node: i for i, node in enumerate(order)}
     parents = torch.tensor([[where[node[:-1]] for node in order]], device=device)
     ranks = torch.tensor([[node[-1] if node else 0 for node in order]], device=device)
-    return from_parents(parents, max(map(len, order))), ranks
+    children = Counter(node[:-1] for node in order[1:]).values()
+    families = tuple(sum(n > rank for n in children) for rank in range(max(children)))
+    return replace(from_parents(parents, max(map(len, order))), families=families), ranks
+
+
+def in_order(paths: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+    """The path of every node of `from_paths`, by its number: the root's is ().
+
+    Raises:
+        ValueError: as `from_paths`.
+    """
+    nodes = {tuple(path[:end]) for path in paths for end in range(1, len(path) + 1)}
+    if not nodes or min(min(node) for node in nodes) < 0:
+        raise ValueError(f"a static tree needs paths of ranks ≥ 0, such as [(0,), (0, 0), (1,)]; got {list(paths)!r}")
+    return [(), *sorted(nodes, key=lambda node: (len(node), node))]
 
 
 def from_parents(parents: Tensor, depth: int) -> Tree:
@@ -65,6 +78,37 @@ def from_parents(parents: Tensor, depth: int) -> Tree:
         ancestors = ancestors | reach
         up = up.gather(1, up)
     return Tree(parents, ancestors.sum(-1) - 1, ancestors)
+
+
+def bounds(size: int, width: int | None = None, depth: int | None = None) -> tuple[int, ...]:
+    """`Tree.families` of any tree of so many nodes, with at most `width` children of a node, at most `depth` deep."""
+    width = size - 1 if width is None else min(width, size - 1)
+    inner = size - 1 if depth is None else min(1 + (depth - 1) * width, size - 1)
+    return tuple(min(inner, (size - 1) // (rank + 1)) for rank in range(width))
+
+
+def siblings(tree: Tree) -> Tensor:
+    """Which nodes have one parent, bool [B, N, N]; a node counts among its own siblings, the root is nobody's."""
+    alike = tree.parents[:, :, None] == tree.parents[:, None, :]
+    return alike & (tree.depth > 0)[:, :, None] & (tree.depth > 0)[:, None]
+
+
+def children(tree: Tree) -> tuple[Tensor, Tensor]:
+    """The nodes that have children, those with the most first, and their children in order; nothing is read.
+
+    Returns:
+        Nodes [B, P], and of each the children [B, P, K], 0 where there are fewer. P and K are those of `families`
+        (`bounds` where the tree says none): who has more than r children is among the first families[r] of them.
+    """
+    families = bounds(tree.size) if tree.families is None else tree.families
+    parents, P, K = tree.parents, max((1, *families)), len(families)
+    B, N = parents.shape
+    index, rank = torch.arange(N, device=parents.device), siblings(tree).tril(-1).sum(-1)
+    many = torch.zeros_like(parents).scatter_add(1, parents[:, 1:], torch.ones_like(parents[:, 1:]))
+    order = many.argsort(dim=1, descending=True, stable=True)
+    place = torch.zeros_like(order).scatter(1, order, index.expand(B, N)).gather(1, parents) * K + rank
+    table = parents.new_zeros(B, P * K).scatter(1, place[:, 1:], index[1:].expand(B, -1))
+    return order[:, :P], table.view(B, P, K)
 
 
 Expand = Callable[[Tensor, Tensor], Tensor]
@@ -109,7 +153,7 @@ def grow(first: Tensor, expand: Expand, width: int, depth: int, size: int) -> tu
     starts = [0, *range(width, width + depth * width**2, width**2)][: depth - 1]
     parents = [(start + ids).repeat_interleave(width, 1) for start, ids in zip(starts, frontiers, strict=True)]
     parents = [torch.full_like(tokens, -1), *parents]
-    return _keep(torch.cat(pool_scores, 1), torch.cat(pool_tokens, 1), torch.cat(parents, 1), depth, size)
+    return _keep(torch.cat(pool_scores, 1), torch.cat(pool_tokens, 1), torch.cat(parents, 1), width, depth, size)
 
 
 def _best(log_p: Tensor, width: int) -> tuple[Tensor, Tensor]:
@@ -117,7 +161,9 @@ def _best(log_p: Tensor, width: int) -> tuple[Tensor, Tensor]:
     return values.nan_to_num(nan=_WORST, posinf=0.0, neginf=_WORST).clamp(max=0.0), tokens
 
 
-def _keep(scores: Tensor, tokens: Tensor, parents: Tensor, depth: int, size: int) -> tuple[Tensor, Tree]:
+def _keep(
+    scores: Tensor, tokens: Tensor, parents: Tensor, width: int, depth: int, size: int
+) -> tuple[Tensor, Tree]:  # fmt: skip
     """The `size − 1` best of the pool under a root; `parents` are places in the pool, −1 for the root."""
     B, pool = scores.shape
     if size - 1 > pool:
@@ -129,4 +175,5 @@ def _keep(scores: Tensor, tokens: Tensor, parents: Tensor, depth: int, size: int
     place = place.scatter(1, kept + 1, torch.arange(1, size, device=scores.device).expand(B, -1))
     node_parents = place.gather(1, parents.gather(1, kept) + 1)
     root = torch.zeros(B, 1, dtype=torch.long, device=scores.device)
-    return tokens.gather(1, kept), from_parents(torch.cat([root, node_parents], 1), depth)
+    tree = from_parents(torch.cat([root, node_parents], 1), depth)
+    return tokens.gather(1, kept), replace(tree, families=bounds(size, width, depth))

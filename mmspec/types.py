@@ -68,12 +68,17 @@ Law = Categorical
 
 @dataclass(frozen=True)
 class Tree:
-    """The shape of a draft. Node 0 is the root; every parent stands before its children; the root is its own parent."""
+    """The shape of a draft. Node 0 is the root; every parent stands before its children; the root is its own parent.
+
+    `families` bounds, for all rows, how many nodes have at least one child, at least two, …; known to the host when the
+    tree is made, so that nothing need be read from the device to walk it. None: nothing is known of it.
+    """
 
     parents: Tensor  # [B, N]
     depth: Tensor  # [B, N], 0 at the root
     ancestors: Tensor  # [B, N, N] bool, a node counts among its own ancestors
     is_chain: bool = False
+    families: tuple[int, ...] | None = None
 
     @property
     def size(self) -> int:
@@ -82,7 +87,7 @@ class Tree:
     def expand(self, batch: int) -> Tree:
         """The same shape for every one of `batch` rows, without copying."""
         parents, depth, ancestors = (t.expand(batch, *t.shape[1:]) for t in (self.parents, self.depth, self.ancestors))
-        return Tree(parents, depth, ancestors, self.is_chain)
+        return Tree(parents, depth, ancestors, self.is_chain, self.families)
 
 
 @dataclass(frozen=True)
