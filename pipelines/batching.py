@@ -138,7 +138,7 @@ class Flow(Intake):
 
     def _open(self, group: list[Asked]) -> Session | None:
         """A session of these prompts after their prefill; None where the stock path has answered."""
-        model, drafter = self.model, self._handle.proposer
+        model, drafter = self.model, self._handle.fitting() if not self._session.rows else self._handle.proposer
         call: Call = self._generate(group, custom_generate=_as_call)
         if obstacle(model, call) is not None:
             self._answer(group)

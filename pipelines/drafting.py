@@ -12,7 +12,7 @@ from mmspec.auto import NONE, Auto, Known
 from mmspec.config import SpecConfig
 from mmspec.drafters.captured import CapturedDraft
 from mmspec.drafters.feature import FeatureDrafter
-from mmspec.pipelines import compiled, trusted
+from mmspec.pipelines import compiled, devices, trusted
 from mmspec.pipelines.trusted import Trusted
 from mmspec.types import TargetInfo
 
@@ -27,11 +27,16 @@ def proposer(model: Any, drafter: Any, config: SpecConfig, target: TargetInfo, d
         drafts: whether `compile` captures what the drafter does, too.
 
     Raises:
-        ValueError: `auto` for a drafter that cannot draft less.
+        ValueError: `auto` for a drafter that cannot draft less, or where several processes share a model.
     """
     ready = partial(_ready, model, target, config.compile and drafts)
     if not config.auto:
         return ready(drafter)
+    if devices.shared(model):
+        raise ValueError(
+            "auto times its rounds in each process by itself, and the processes that share this model's weights have to "
+            "draft alike; leave auto out, and choose depth, width and size"
+        )
     if not hasattr(drafter, "less"):
         raise ValueError(
             f"auto chooses how much is drafted, and {type(drafter).__name__} cannot be told to draft less; leave it out"

@@ -80,6 +80,7 @@ _OBSTACLES: tuple[tuple[Callable[[Call], Any], str], ...] = (
     (lambda c: c.generation_config.output_attentions, "attention maps of a tree are not those of single steps"),
     (lambda c: c.generation_config.output_hidden_states, "output_hidden_states is not collected over tree steps"),
     (lambda c: isinstance(c.cache, QuantizedCache), "a quantized cache rounds the keys, and so changes the law"),
+    (lambda c: getattr(c.cache, "offloading", False), "an offloading cache saves memory that a draft needs at once"),
     (lambda c: c.filled and len(c.input_ids) > 1, "continuing a filled cache works for one row only"),
     (lambda c: c.filled and not SlotCache.can_adopt(c.cache), "a filled cache with sliding windows has lost keys"),
 )
@@ -92,7 +93,7 @@ def obstacle(model: Any, call: Call) -> str | None:
 
 def generate(model: Any, handle: Any, call: Call) -> tuple[Any, Stats]:
     """Run one call to its end: the stock return value, and what happened."""
-    config, drafter = call.generation_config, handle.proposer
+    config, drafter = call.generation_config, handle.fitting()
     keep = bool(config.return_dict_in_generate and (config.output_scores or config.output_logits))
     guidance, rest = guided.split(call.logits_processor, call.input_ids)
     noise = TorchNoise() if handle.config.reproducible and config.do_sample else None

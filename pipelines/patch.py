@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from mmspec.config import SpecConfig
-from mmspec.pipelines import drafting, families
+from mmspec.pipelines import devices, drafting, families
 from mmspec.pipelines.swap import restore, swap
 from mmspec.registry import resolve, resolve_rule
 from mmspec.rules import Rule, exact
@@ -32,16 +32,26 @@ class Handle:
         config: the options, as given.
         rule: what is kept of a draft.
         proposer: what the loop asks for drafts: the drafter, or what `compile` and `auto` make of it.
+        target: what the drafter was fitted to; None where the model was left as it is.
         fitted: proposers for what a model draws beside its text, by what they have to fit.
         stats: what all calls did so far.
     """
 
-    def __init__(self, model: Any, drafter: Any, config: SpecConfig, rule: Rule = exact, proposer: Any = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        drafter: Any,
+        config: SpecConfig,
+        rule: Rule = exact,
+        proposer: Any = None,
+        target: TargetInfo | None = None,
+    ) -> None:
         self.model = model
         self.drafter = drafter
         self.config = config
         self.rule = rule
         self.proposer = drafter if proposer is None else proposer
+        self.target = target
         self.fitted: dict[TargetInfo, Any] = {}
         self.stats = Stats()
         self._lock = threading.Lock()
@@ -50,6 +60,16 @@ class Handle:
     def book(self, stats: Stats) -> None:
         with self._lock:
             self.stats.add(stats)
+
+    def fitting(self) -> Any:
+        """What a call asks for drafts: `proposer`, fitted anew where the model was moved or cast since."""
+        now = families.home(self.model).describe(self.model)
+        with self._lock:
+            if self.target is not None and devices.moved(self.target, now):
+                self.drafter, self.target = self.drafter.fit(now, self.config), now
+                self.proposer = _proposer(self.model, self.drafter, self.config, now)
+                self.fitted = {}
+            return self.proposer
 
     def refuse(self, why: str) -> None:
         """Raise, or say once that the stock path runs; the law of what is generated is the same either way."""
@@ -117,15 +137,19 @@ def enable(model_or_pipe: Any, drafter: Any = None, **options: Any) -> Handle:
     ready = resolve(drafter, config, target)  # may fail: what was enabled before stays
     codes = None if config.rule == "exact" else home.codebook(model)
     rule = resolve_rule(config.rule, codes, config.budget)
-    proposer = drafting.proposer(model, ready, config, target, getattr(home, "CAPTURES_DRAFTS", True))
+    proposer = _proposer(model, ready, config, target)
     before = getattr(type(model), "_mmspec_handle", None)
     disable(model)
     try:
-        return _put_on(home, Handle(model, ready, config, rule, proposer))
+        return _put_on(home, Handle(model, ready, config, rule, proposer, target))
     except Exception:  # features that this model has not
         if before is not None:
             _put_on(home, before)
         raise
+
+
+def _proposer(model: Any, drafter: Any, config: SpecConfig, target: TargetInfo) -> Any:
+    return drafting.proposer(model, drafter, config, target, getattr(families.home(model), "CAPTURES_DRAFTS", True))
 
 
 def _put_on(home: Any, handle: Handle) -> Handle:
