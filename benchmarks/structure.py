@@ -1,7 +1,7 @@
-"""The shape of the source, in numbers: sizes, imports between folders, circles, and the files that one round runs through.
+"""The shape of the source, in numbers: sizes, imports between folders, circles, and the files that a round runs through.
 
-    python benchmarks/structure.py              # the tree
-    python benchmarks/structure.py --round      # also runs one greedy round of the embedded model, and names its files
+python benchmarks/structure.py              # the tree
+python benchmarks/structure.py --round      # also runs one greedy round of the embedded model, and names its files
 """
 
 from __future__ import annotations
@@ -117,7 +117,8 @@ def shape() -> None:
         "type: ignore": sum(text.count("# type: ignore") for text in texts.values()),
         "class names defined more than once": sorted(name for name, n in classes.items() if n > 1),
     }.items():
-        print(f"{name}: {len(value) if isinstance(value, list) else value}", *(value if isinstance(value, list) else ()))
+        listed = value if isinstance(value, list) else []
+        print(f"{name}: {len(listed) if isinstance(value, list) else value}", *listed)
 
 
 def round_files() -> None:
@@ -131,9 +132,13 @@ def round_files() -> None:
     folder = zoo.path("scenes-vlm")
     model, processor = AutoModelForImageTextToText.from_pretrained(folder), AutoProcessor.from_pretrained(folder)
     picture = Image.open(ROOT / "mmspec/zoo/samples/scene-01.png")
-    turn = [{"role": "user", "content": [{"type": "image", "image": picture}, {"type": "text", "text": "Describe it."}]}]
+    pieces = [{"type": "image", "image": picture}, {"type": "text", "text": "Describe it."}]
     inputs = processor.apply_chat_template(
-        [turn], add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+        [[{"role": "user", "content": pieces}]],
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=True,
+        return_tensors="pt",
     )
     mmspec.enable(model, zoo.path("scenes-vlm-eagle"))
     crossed: Counter[str] = Counter()

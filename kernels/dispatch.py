@@ -1,9 +1,10 @@
-"""One place that chooses: Triton on CUDA, the definitions elsewhere; MMSPEC_KERNELS=reference or triton forces one."""
+"""One place that chooses: Triton on CUDA where it is installed, the definitions elsewhere; MMSPEC_KERNELS forces one."""
 
 from __future__ import annotations
 
 import importlib
 import os
+import warnings
 from collections.abc import Callable
 from functools import lru_cache, wraps
 from typing import Any
@@ -33,13 +34,25 @@ def chosen(operation: str, device: str, wish: str) -> Callable[..., Any]:
 
     Raises:
         ValueError: a wish that is neither `reference` nor `triton`.
+        ImportError: the wish for `triton`, where it cannot be imported.
     """
     if wish not in ("", "auto", "reference", "triton"):
         raise ValueError(f"{VARIABLE}={wish!r} is not known; choose reference or triton, or leave it unset")
-    if wish == "triton" or (device == "cuda" and wish != "reference"):
+    if wish == "triton" or (device == "cuda" and wish != "reference" and _installed()):
         module = importlib.import_module(f"mmspec.kernels.{KERNELS[operation]}")
         return getattr(module, operation)
     return getattr(reference, operation)
+
+
+@lru_cache(maxsize=1)
+def _installed() -> bool:
+    """Whether Triton can be imported; says so once where it cannot, as with torch for Windows."""
+    try:
+        importlib.import_module("triton")
+    except ImportError as error:
+        warnings.warn(f"mmspec runs without its kernels, which is slower: {error}; install triton", stacklevel=2)
+        return False
+    return True
 
 
 def _on(tensor: Any) -> str:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mmspec.kernels import dispatch
 from mmspec.kernels import reference as ops
+from mmspec.modes import lasting
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,19 @@ exact = Rule("exact", ops.exact_ratio, ops.positive_residual, lossless=True)
 _relaxed = partial(Rule, ratio=ops.exact_ratio, residual=ops.positive_residual)
 
 
+class _Carried:
+    """A table of a rule, copied once to each device where rows are tested: models may move, or be offloaded."""
+
+    def __init__(self, table: Tensor) -> None:
+        self.held = {table.device: table}
+
+    def on(self, device: torch.device) -> Tensor:
+        if device not in self.held:
+            with lasting():
+                self.held[device] = next(iter(self.held.values())).to(device)
+        return self.held[device]
+
+
 def lantern(codebook: Tensor, *, k: int, delta: float | None = None, lam: float | None = None) -> Rule:
     """x borrows the mass of its nearest codes, a prefix of the k nearest whose mass stays within a bound.
 
@@ -111,10 +125,10 @@ def lantern(codebook: Tensor, *, k: int, delta: float | None = None, lam: float 
         _check("delta", delta, lambda delta: 0 < delta <= 1, "in (0, 1]")
     else:
         _check("lam", lam, lambda lam: lam > 1, "above 1")
-    near = ops.nearest(codebook, k)
+    near = _Carried(ops.nearest(codebook, k))
 
     def relaxed(trial: Trial) -> Tensor:
-        here = near.to(trial.x.device)  # the target may have moved since the rule was made
+        here = near.on(trial.x.device)
         if trial.p.lines is not None:
             return dispatch.lantern_accept(*trial.p.lines, trial.x, trial.q_x, here, delta, lam)[1]
         bound = delta if lam is None else (lam - 1) * trial.p_x
@@ -175,7 +189,7 @@ def gsd(codebook: Tensor | None = None, *, group: int, distance: float | None = 
         _check("distance", distance, lambda distance: distance > 0, "above 0, or None")
         if codebook is None:
             raise ValueError("a codebook [V, c] is needed to measure distance; pass one, or leave distance out")
-        codes = torch.nn.functional.normalize(codebook.float(), dim=-1)
+        codes = _Carried(torch.nn.functional.normalize(codebook.float(), dim=-1))
 
     def relaxed(trial: Trial) -> Tensor:
         if trial.p.lines is not None:
@@ -185,7 +199,7 @@ def gsd(codebook: Tensor | None = None, *, group: int, distance: float | None = 
             ids, member = ops.rank_window(trial.p.all, trial.x, group)
         p, q = trial.p.at(ids), trial.q.at(ids)
         if codes is not None:
-            here = codes.to(ids.device)
+            here = codes.on(ids.device)
             member = member & ((here[ids] - here[trial.x][..., None, :]).norm(dim=-1) <= distance)
         if gap is not None:
             member = member & ((p - trial.p_x[..., None]).abs() < gap)
@@ -208,7 +222,9 @@ def grouped(codebook: Tensor, *, radius: float | None = None, cells: int | None 
         apart = (p / P[..., None] - q / Q[..., None]).abs().sum(-1) / 2
         return torch.where(trial.p_x > 0, ops.exact_ratio(P, Q) * apart, 0.0)
 
-    residual = partial(ops.cell_residual, cell=cell)
+    def residual(p: Tensor, q: Tensor) -> Tensor:
+        return ops.cell_residual(p, q, cell.on(p.device))
+
     return Rule(name, ops.exact_ratio, residual, relaxed=partial(_cell_ratio, cell=cell), charge=charge)
 
 
@@ -222,19 +238,19 @@ def pooled(codebook: Tensor, *, radius: float | None = None, cells: int | None =
     return _relaxed(name, relaxed=relaxed)
 
 
-def _in_cell(trial: Trial, cell: Tensor) -> tuple[Tensor, Tensor]:
+def _in_cell(trial: Trial, cell: _Carried) -> tuple[Tensor, Tensor]:
     """p and q [..., V] within the cell of x, cut down to what p can draw."""
-    p, cell = trial.p.all, cell.to(trial.x.device)
-    same = (cell == cell[trial.x][..., None]) & (p > 0)
+    p, here = trial.p.all, cell.on(trial.x.device)
+    same = (here == here[trial.x][..., None]) & (p > 0)
     return torch.where(same, p, 0.0), torch.where(same, trial.q.all, 0.0)
 
 
-def _cell_ratio(trial: Trial, cell: Tensor) -> Tensor:
+def _cell_ratio(trial: Trial, cell: _Carried) -> Tensor:
     p, q = _in_cell(trial, cell)
     return ops.exact_ratio(p.sum(-1), q.sum(-1))
 
 
-def _cells(codebook: Tensor, rule: str, radius: float | None, cells: int | None) -> tuple[Tensor, str]:
+def _cells(codebook: Tensor, rule: str, radius: float | None, cells: int | None) -> tuple[_Carried, str]:
     """The partition, and the rule's name with its parameter."""
     if (radius is None) == (cells is None):
         raise ValueError(f"{rule} takes radius or cells, exactly one of them; got radius={radius!r}, cells={cells!r}")
@@ -244,7 +260,7 @@ def _cells(codebook: Tensor, rule: str, radius: float | None, cells: int | None)
         most = len(codebook)
         _check("cells", cells, lambda n: isinstance(n, int) and 1 <= n <= most, f"a whole number from 1 to V = {most}")
     given = f"radius={radius}" if cells is None else f"cells={cells}"
-    return ops.partition(codebook, radius, cells), f"{rule}({given})"
+    return _Carried(ops.partition(codebook, radius, cells)), f"{rule}({given})"
 
 
 def _check(name: str, value: Any, fine: Callable[[Any], bool], allowed: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -18,10 +18,19 @@ class Lengths:
 
     host: tuple[int, ...]
     device: Tensor  # int64 [B]
+    _copies: dict[torch.device, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def of(cls, host: list[int] | tuple[int, ...], device: torch.device) -> Lengths:
         return cls(tuple(host), torch.tensor(host, device=device))
+
+    def on(self, device: torch.device) -> Tensor:
+        """`device` [B], copied once to where other layers of a model that is split over devices lie."""
+        if device == self.device.device:
+            return self.device
+        if device not in self._copies:
+            self._copies[device] = self.device.to(device)
+        return self._copies[device]
 
     @cached_property
     def longest(self) -> int:
@@ -62,7 +71,7 @@ class Slots:
             self.values[:, :, end - n : end] = values
         else:
             rows = torch.arange(keys.shape[0], device=keys.device)[:, None]
-            slots = at.device[:, None] + torch.arange(n, device=keys.device)
+            slots = at.on(keys.device)[:, None] + torch.arange(n, device=keys.device)
             self.keys[rows, :, slots] = keys.transpose(1, 2)
             self.values[rows, :, slots] = values.transpose(1, 2)
         return self.keys[:, :, :end], self.values[:, :, :end]
@@ -81,6 +90,7 @@ class Slots:
 
     def select(self, rows: Tensor) -> None:
         if self.keys is not None and self.values is not None:
+            rows = rows.to(self.keys.device)
             self.keys, self.values = self.keys[rows], self.values[rows]
 
     def join(self, other: Slots, end: int) -> None:

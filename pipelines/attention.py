@@ -70,6 +70,7 @@ def attend(
     """
     sight: Sight | None = getattr(attention_mask, "_mmspec_sight", None)
     plain = not kwargs.get("dropout") and all(kwargs.get(name) is None for name in _UNKNOWN)
+    plain = plain and query.dtype == key.dtype == value.dtype  # under autocast they may differ, which sdpa can take
     if sight is None or attention_mask is None or not plain or attention_mask.shape[-1] != key.shape[2]:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     out = dispatch.tree_attention(

@@ -140,7 +140,8 @@ class Flow(Intake):
 
     def _open(self, group: list[Asked]) -> Session | None:
         """A session of these prompts after their prefill; None where the stock path has answered."""
-        model, drafter, kind = self.model, self._handle.proposer, self._handle.kind
+        model, patch = self.model, self._handle
+        drafter, kind = patch.proposer if self._session.rows else patch.fitting(model), patch.kind
         call: Call = self._generate(group, custom_generate=_as_call)
         if obstacle(model, call, kind) is not None:
             self._answer(group)

@@ -100,11 +100,11 @@ class SlotCache(Cache):
         for state in self.recurrent.values():
             state.commit(kept, device_counts)
         if not in_place:
-            homes: dict[torch.device, list[Tensor]] = {}
+            alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}  # autocast may leave keys in float32 alone
             for buffer in (t for layer in self.slots for t in (layer.keys, layer.values) if t is not None):
-                homes.setdefault(buffer.device, []).append(buffer)
-            for home, buffers in homes.items():
-                start = self.lengths.device.to(home)
+                alike.setdefault((buffer.device, buffer.dtype), []).append(buffer)
+            for (home, _), buffers in alike.items():
+                start = self.lengths.on(home)
                 dispatch.compact_rows(buffers, start[:, None] + kept.to(home), start)
         self.lengths = self.lengths.plus(counts, device_counts)
 

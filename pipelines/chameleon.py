@@ -91,7 +91,7 @@ class ChameleonTarget(VlmTarget):
         self.grid = (picture.side, picture.side)
 
     def _logits(self, out: Any, heard: dict[str, Any]) -> Tensor:
-        return self.model.get_output_embeddings()(final_hidden(heard["decoder"]))
+        return self.model.get_output_embeddings()(final_hidden(heard["decoder"])).to(self.device)
 
     def _allowed(self, logits: Tensor, session: Session, draft: Draft) -> Tensor:
         return self.picture.allowed(logits, session.emitted[:, None] + draft.tree.depth)

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from transformers import GenerationMixin
 
-from mmspec.pipelines import attention, recurrent
+from mmspec.pipelines import attention, devices, recurrent
 from mmspec.pipelines.generate import Call, generate, obstacle, overheard
 from mmspec.pipelines.handle import Patch
 from mmspec.pipelines.obstacles import Obstacle, unfit_attention
@@ -134,18 +134,26 @@ def unsupported(model: Any) -> str | None:
 
 def describe(model: Any) -> TargetInfo:
     """What a drafter has to fit."""
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding, (vocab, hidden) = model.get_input_embeddings(), head_shape(model)
     ends = model.generation_config.eos_token_id
     return TargetInfo(
         name=getattr(model.config, "_name_or_path", "") or type(model).__name__,
-        vocab=head.weight.shape[0],
-        hidden=head.weight.shape[1],
+        vocab=vocab,
+        hidden=hidden,
         embedding=embedding.weight.shape[-1],
         layers=len(model.get_decoder().layers),
-        device=embedding.weight.device,
+        device=devices.execution(embedding),
         dtype=model.dtype,
         ends=() if ends is None else tuple(ends) if isinstance(ends, list) else (ends,),
     )
+
+
+def head_shape(model: Any) -> tuple[int, int]:
+    """Rows and width of its head; where that is quantized, `weight` may be a function, or packed."""
+    head = model.get_output_embeddings()
+    if hasattr(head, "out_features"):
+        return head.out_features, head.in_features
+    return head.weight.shape[0], head.weight.shape[1]
 
 
 def codebook(model: Any) -> Tensor | None:

@@ -12,7 +12,7 @@ from mmspec.checkpoints.load import load_drafter
 from mmspec.config import SpecConfig, option_names
 from mmspec.drafters.captured import CapturedDraft
 from mmspec.drafters.feature import FeatureDrafter
-from mmspec.pipelines import compiled, trusted
+from mmspec.pipelines import compiled, devices, trusted
 from mmspec.pipelines.trusted import Trusted
 from mmspec.registry import DRAFTERS, drafter_class
 from mmspec.switch import Known, Switch
@@ -71,7 +71,15 @@ def proposer(model: Any, drafter: Any, config: SpecConfig, target: TargetInfo, d
 
     Args:
         drafts: whether `compile` captures what the drafter does, too.
+
+    Raises:
+        ValueError: `auto` where several processes share a model.
     """
+    if config.auto and devices.shared(model):
+        raise ValueError(
+            "auto times its rounds in each process by itself, and the processes that share this model's weights have "
+            "to draft alike; leave auto out, and choose depth, width and size"
+        )
     ready = drafter
     if config.compile and drafts and isinstance(drafter, FeatureDrafter):
         held = compiled.of(model).drafts.setdefault(drafter.block, Trusted(type(drafter).__name__))

@@ -9,7 +9,7 @@ from transformers.generation.logits_process import PrefixConstrainedLogitsProces
 
 from mmspec.pipelines import decoder_only
 from mmspec.pipelines.codes import by_token
-from mmspec.pipelines.decoder_only import describe, tap, unsupported, untap
+from mmspec.pipelines.decoder_only import describe, head_shape, tap, unsupported, untap
 from mmspec.pipelines.generate import Call
 from mmspec.pipelines.handle import Patch
 from mmspec.rules import Rule, exact
@@ -32,4 +32,4 @@ class Enabled(decoder_only.Enabled):
 def codebook(model: Any) -> Tensor:
     """The codes of the visual tokens, on their places in the vocabulary."""
     codes = model.model.vqmodel.quantize.embedding.weight
-    return by_token(codes, model.vocabulary_mapping.img2bpe, model.get_output_embeddings().weight.shape[0])
+    return by_token(codes, model.vocabulary_mapping.img2bpe, head_shape(model)[0])

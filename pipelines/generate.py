@@ -122,6 +122,7 @@ _OBSTACLES: tuple[tuple[Callable[[Call], Any], str], ...] = (
     (lambda c: c.generation_config.output_attentions, "attention maps of a tree are not those of single steps"),
     (lambda c: c.generation_config.output_hidden_states, "output_hidden_states is not collected over tree steps"),
     (lambda c: isinstance(c.cache, QuantizedCache), "a quantized cache rounds the keys, and so changes the law"),
+    (lambda c: getattr(c.cache, "offloading", False), "an offloading cache saves memory that a draft needs at once"),
     (lambda c: c.filled and len(c.input_ids) > 1, "continuing a filled cache works for one row only"),
     (lambda c: c.owned and len(c.input_ids) > 1, "a cache of the caller's own is filled for one row only"),
     (lambda c: c.filled and not SlotCache.can_adopt(c.cache), "a filled cache with sliding windows has lost keys"),
@@ -162,7 +163,7 @@ def _elsewhere(model: Any, call: Call) -> Obstacle | None:
 
 def generate(model: Any, handle: Any, call: Call) -> tuple[Any, Stats]:
     """Run one call to its end: the stock return value, and what happened."""
-    config, drafter = call.generation_config, handle.proposer
+    config, drafter = call.generation_config, handle.fitting(model)
     for what in _left_out(call):
         handle.say(what)
     if (calls := _custom.get()) is not None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mmspec.pipelines import decoder_only
 from mmspec.pipelines.codes import by_token
-from mmspec.pipelines.decoder_only import describe, unsupported
+from mmspec.pipelines.decoder_only import describe, head_shape, unsupported
 from mmspec.pipelines.state import Listed, Onward, Places
 from mmspec.pipelines.swap import hold, note, release, stock
 from mmspec.pipelines.vlm import VlmTarget
@@ -60,4 +60,4 @@ def untap(model: Any, features: tuple[int, ...]) -> None:
 def codebook(model: Any) -> Tensor:
     """The codes of the head's first tokens; behind them stand the marks of a picture's beginning and end."""
     codes = torch.nn.functional.normalize(model.model.vqmodel.quantize.embedding.weight, dim=-1)
-    return by_token(codes, {i: i for i in range(len(codes))}, model.get_output_embeddings().weight.shape[0])
+    return by_token(codes, {i: i for i in range(len(codes))}, head_shape(model)[0])

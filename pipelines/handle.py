@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from mmspec.config import SpecConfig
+from mmspec.pipelines import devices, drafting
 from mmspec.pipelines.obstacles import Obstacle, UnsupportedError
 from mmspec.pipelines.swap import restore, swap
 from mmspec.rules import Rule, exact
@@ -29,6 +30,7 @@ class Patch:
         given: those of the drafter, as they were given.
         rule: what is kept of a draft.
         proposer: what the loop asks for drafts: the drafter, or what `compile` and `auto` make of it.
+        target: what the drafter was fitted to; None where the model was left as it is.
         fitted: proposers for what a model draws beside its text, by what they have to fit.
         stats: what all calls did so far.
         before: the one that this one has replaced for the length of a `with`.
@@ -37,7 +39,7 @@ class Patch:
 
     def __init__(
         self, home: Any, drafter: Any, config: SpecConfig, rule: Rule = exact, proposer: Any = None,
-        given: Mapping[str, Any] | None = None,
+        given: Mapping[str, Any] | None = None, target: TargetInfo | None = None,
     ) -> None:  # fmt: skip
         self.home = home
         self.drafter = drafter
@@ -45,6 +47,7 @@ class Patch:
         self.given = dict(given or {})
         self.rule = rule
         self.proposer = drafter if proposer is None else proposer
+        self.target = target
         self.fitted: dict[TargetInfo, Any] = {}
         self.stats = Stats()
         self.before: Patch | None = None
@@ -71,6 +74,16 @@ class Patch:
         finally:
             self.home.untap(model, self.drafter.features)
 
+    def fitting(self, model: Any) -> Any:
+        """What a call asks for drafts: `proposer`, fitted anew where the model was moved or cast since."""
+        now = self.home.describe(model)
+        with self._lock:
+            if self.target is not None and devices.moved(self.target, now):
+                self.drafter, self.target = self.drafter.fit(now, self.given), now
+                self.proposer = drafting.proposer(model, self.drafter, self.config, now, captures(self.home))
+                self.fitted = {}
+            return self.proposer
+
     def book(self, stats: Stats) -> None:
         with self._lock:
             self.stats.add(stats)
@@ -89,6 +102,11 @@ class Patch:
         if what not in self._warned:
             self._warned.add(what)
             warnings.warn(what, stacklevel=5)
+
+
+def captures(home: Any) -> bool:
+    """Whether `compile` captures what drafters do for models of this kind."""
+    return getattr(home, "CAPTURES_DRAFTS", True)
 
 
 def put_on(model: Any, patch: Patch | None) -> Patch | None:
@@ -128,8 +146,15 @@ class Handle:
         self._model = weakref.ref(model)
         self._patch, self._before = patch, before
         self._held: Any = None
-        self.drafter, self.config, self.given, self.rule = patch.drafter, patch.config, patch.given, patch.rule
-        self.proposer, self.stats = patch.proposer, patch.stats
+        self.config, self.given, self.rule, self.stats = patch.config, patch.given, patch.rule, patch.stats
+
+    @property
+    def drafter(self) -> Any:
+        return self._patch.drafter
+
+    @property
+    def proposer(self) -> Any:
+        return self._patch.proposer
 
     @property
     def model(self) -> Any:

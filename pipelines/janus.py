@@ -150,10 +150,10 @@ class JanusTarget(VlmTarget):
         self.widen = noise is None  # stock draws from laws of the model's own precision, so its noise has that too
 
     def embed(self, ids: Tensor) -> Tensor:
-        return self.model.prepare_embeddings_for_image_generation(ids)
+        return self.model.prepare_embeddings_for_image_generation(ids).to(ids.device)
 
     def head(self, hidden: Tensor, vocab: Any = None) -> Tensor:
-        return self._guided(self.model.model.generation_head(spread(hidden, 2)))
+        return self._guided(self.model.model.generation_head(spread(hidden, 2))).to(hidden.device)
 
     def open(self, ready: Prepared, reserve: int) -> tuple[State, Prompt, Tensor]:
         """The prefill of both streams: the state, what a drafter may know, and the raw logits [2B, 1, V]."""
@@ -187,12 +187,13 @@ class JanusTarget(VlmTarget):
         )
 
     def _logits(self, out: Any, heard: dict[str, Any]) -> Tensor:
-        return self.model.model.generation_head(out.last_hidden_state)
+        return self.model.model.generation_head(out.last_hidden_state).to(self.device)
 
 
 def _draw(model: Any, patch: Patch, ready: Prepared) -> Any:
     """What stock's image mode returns."""
     config = ready.config
+    patch.fitting(model)  # whose drafter is the one to fit
     info = _describe_pictures(model)
     if info not in patch.fitted:
         fitted = patch.drafter.fit(info, patch.given)

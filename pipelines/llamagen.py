@@ -19,7 +19,7 @@ from mmspec.drafters.plain import Plain
 from mmspec.loop import begin, decode
 from mmspec.models.llamagen import LlamaGenTransformer
 from mmspec.models.llamagen_vq import LlamaGenVQ
-from mmspec.pipelines import captions, compiled
+from mmspec.pipelines import captions, compiled, devices
 from mmspec.pipelines.drawing import OUTPUTS, seeds, wake
 from mmspec.pipelines.handle import Patch
 from mmspec.pipelines.images import Guidance, ImageTarget, Plan
@@ -150,8 +150,9 @@ class LlamaGenPipeline(DiffusionPipeline):
         self, rows: list[Row], condition: Tensor, valid: Tensor, guidance: Guidance, how: dict[str, Any]
     ) -> Iterator[Session]:
         """The session after each round, the prefill's first; it still holds the rows that ended in that round."""
-        plan = self._plan()
+        plan, home = self._plan(), devices.execution(self.transformer)
         wake(self.transformer)
+        condition, valid = condition.to(home), valid.to(home)
         held = compiled.of(self.transformer) if plan.compile else None
         noise = CounterNoise() if plan.reproducible else None
         sampler = Sampler(warpers(how), how["temperature"] > 0, noise)
@@ -216,6 +217,7 @@ class LlamaGenPipeline(DiffusionPipeline):
 
     def _picture(self, tokens: Tensor, output_type: str) -> Any:
         wake(self.vqvae)
+        tokens = tokens.to(devices.execution(self.vqvae))
         return self.image_processor.postprocess(self.vqvae.decode(tokens).float(), output_type)
 
 
@@ -249,7 +251,7 @@ class Enabled:
         patch = Patch.of(self)
         if patch is None:  # disabled since this call began
             return stock(self)._plan(self)
-        return Plan(patch.proposer, patch.rule, patch.config.reproducible, patch.config.compile, patch.book)
+        return Plan(patch.fitting(self), patch.rule, patch.config.reproducible, patch.config.compile, patch.book)
 
     def _rounds(self, *args: Any) -> Iterator[Session]:
         patch = Patch.of(self)
@@ -267,7 +269,7 @@ def describe(pipe: Any) -> TargetInfo:
     model = pipe.transformer
     c = model.config
     name = str(getattr(pipe.config, "_name_or_path", None) or type(pipe).__name__)
-    return TargetInfo(name, c.vocab, c.dim, c.dim, c.num_layers, model.device, model.dtype)
+    return TargetInfo(name, c.vocab, c.dim, c.dim, c.num_layers, devices.execution(model), model.dtype)
 
 
 def codebook(pipe: Any) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 
 from mmspec.config import SpecConfig
 from mmspec.pipelines import drafting, families
-from mmspec.pipelines.handle import Handle, Patch, put_on
+from mmspec.pipelines.handle import Handle, Patch, captures, put_on
 from mmspec.pipelines.obstacles import UnsupportedError, soft_prompt
 from mmspec.registry import resolve_rule
 from mmspec.session import Stats
@@ -60,8 +60,8 @@ def enable(model_or_pipe: Any, drafter: Any = None, **options: Any) -> Handle:
     ready = drafting.resolve(drafter, given, target)  # may fail: what was enabled before stays
     codes = None if config.rule == "exact" else home.codebook(model)
     rule = resolve_rule(config.rule, codes, config.budget)
-    proposer = drafting.proposer(model, ready, config, target, getattr(home, "CAPTURES_DRAFTS", True))
-    patch = Patch(home, ready, config, rule, proposer, given)
+    proposer = drafting.proposer(model, ready, config, target, captures(home))
+    patch = Patch(home, ready, config, rule, proposer, given, target)
     return Handle(model, patch, put_on(model, patch))
 
 

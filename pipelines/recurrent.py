@@ -1,8 +1,8 @@
 """Decoder layers that keep a recurrent or convolutional state: stock's own forward, reading a draft's tree in one go.
 
 A module that keeps such a state calls, in the middle of its forward, one of the functions in SCANS. `reader` makes a
-class to put before the module's own, whose forward is stock's own code with these functions replaced (in that forward alone). While a
-draft is read they take its tree into account and keep what every node wrote; at all other times they are stock's.
+class to put before the module's own, whose forward is stock's own code with these functions replaced, in that forward
+alone. While a draft is read they take its tree into account and keep what every node wrote; else they are stock's.
 """
 
 from __future__ import annotations

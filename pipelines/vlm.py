@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache
 
 from mmspec.drafters.vocab import DraftVocab
 from mmspec.modes import mode_of
-from mmspec.pipelines import attended, attention, compiled, reach, recurrent
+from mmspec.pipelines import attended, attention, compiled, devices, reach, recurrent
 from mmspec.pipelines.cache import SlotCache
 from mmspec.pipelines.processors import Processors
 from mmspec.pipelines.sampling import Noise, Sampler
@@ -64,6 +64,7 @@ class VlmTarget:
     """
 
     grid: tuple[int, int] | None = None  # rows and columns, where the tokens are known to be those of one picture
+    device: torch.device  # where the session and the drafter are, however the model's layers are spread
     widen = True  # process logits in float32, as `_sample` does
 
     def __init__(
@@ -77,6 +78,7 @@ class VlmTarget:
         guidance: Any = None,
     ) -> None:
         self.model = model
+        self.device = devices.execution(model.get_input_embeddings())
         self.inference = mode_of(model)
         self.features = tuple(i for i in features if i != ATTENTION)
         self.attends = ATTENTION in features
@@ -100,12 +102,12 @@ class VlmTarget:
         self.mixed = bool(kinds)  # a mask per layer type; without types, every layer has the same window
 
     def embed(self, ids: Tensor) -> Tensor:
-        return self.model.get_input_embeddings()(ids)
+        return self.model.get_input_embeddings()(ids).to(ids.device)
 
     def head(self, hidden: Tensor, vocab: DraftVocab | None = None) -> Tensor:
         """Logits [B, N, V], guided where there are two streams, of features [B, N, S·H]; of `vocab` alone if given."""
         head, hidden = self.model.get_output_embeddings(), spread(hidden, self.streams)
-        return self._guided(head(hidden) if vocab is None else vocab.logits(head, hidden))
+        return self._guided(head(hidden) if vocab is None else vocab.logits(head, hidden)).to(hidden.device)
 
     def prefill(
         self, ids: Tensor, generation_config: Any, arguments: dict[str, Any], cache: Cache | None, reserve: int
@@ -182,7 +184,7 @@ class VlmTarget:
 
     def _embeds(self, heard: dict[str, Any], ids: Tensor) -> Tensor:
         embeds = heard["decoder"][1].get("inputs_embeds")
-        return self.embed(ids) if embeds is None else embeds
+        return self.embed(ids) if embeds is None else embeds.to(self.device)
 
     def _features(self, heard: dict[str, Any]) -> Any:
         """[S·B, N, F] of one forward, or None where the drafter wants none."""
@@ -191,11 +193,11 @@ class VlmTarget:
         found = [
             final_hidden(heard["decoder"]) if i == FINAL else layer_input(heard[f"layer {i}"]) for i in self.features
         ]
-        return found[0] if len(found) == 1 else torch.cat([t.to(found[0].device) for t in found], -1)
+        return torch.cat([t.to(self.device) for t in found], -1) if found[1:] else found[0].to(self.device)
 
     def _logits(self, out: Any, heard: dict[str, Any]) -> Tensor:
         """Raw logits [S·B, N, V] of one forward."""
-        return out.logits
+        return out.logits.to(self.device)
 
     def _guided(self, raw: Tensor) -> Tensor:
         """[B, N, V] of raw logits [S·B, N, V]."""

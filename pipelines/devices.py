@@ -1,0 +1,33 @@
+"""Where a model computes, and who else computes it: devices of weights, offloading hooks, tensor parallel."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any
+
+import torch
+
+from mmspec.types import TargetInfo
+
+
+def execution(module: torch.nn.Module) -> torch.device:
+    """Where a module computes: where the hook of accelerate or diffusers brings it, else where its weights are."""
+    hook = getattr(module, "_hf_hook", None)
+    for each in getattr(hook, "hooks", [hook]):  # one, or several in a SequentialHook
+        device = getattr(each, "execution_device", None)
+        if device is not None:
+            return torch.device(device)
+    weight = next(chain(module.parameters(), module.buffers()), None)
+    return torch.device("cpu") if weight is None else weight.device
+
+
+def moved(before: TargetInfo, now: TargetInfo) -> bool:
+    """Whether a target computes elsewhere, or in another dtype."""
+    return (before.device, before.dtype) != (now.device, now.dtype)
+
+
+def shared(model: Any) -> bool:
+    """Whether several processes hold parts of its weights, and have to run the same forwards."""
+    if (getattr(model, "_tp_size", None) or 1) > 1:
+        return True
+    return isinstance(model, torch.nn.Module) and any(hasattr(weight, "device_mesh") for weight in model.parameters())
