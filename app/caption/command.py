@@ -19,7 +19,6 @@ from mmspec.app.caption.finals import FAILURES, OutputError
 from mmspec.app.caption.inputs import Inputs, open_inputs
 from mmspec.app.caption.items import VIDEO
 from mmspec.app.caption.journal import write_whole
-from mmspec.app.caption.media import MediaError
 from mmspec.app.caption.model import FatalError
 from mmspec.app.caption.outputs import Outputs
 from mmspec.app.caption.plan import Plan, Planner, adopted, frame_policy
@@ -28,6 +27,7 @@ from mmspec.app.caption.report import Tally, TooManyErrorsError, plain
 from mmspec.app.caption.run import Job
 from mmspec.app.caption.settings import BESIDE, SettingsError
 from mmspec.app.caption.workers import Alone, Processes, dispatch, places
+from mmspec.media import MediaError
 
 OK, FATAL, SENSELESS, SOME_FAILED, INTERRUPTED = 0, 1, 2, 3, 130
 DRY_RUN = 4  # items that a dry run captions, the first of them only to warm up

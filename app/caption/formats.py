@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 from mmspec.app.caption.items import HEAD, VIDEO, FileSource, Source, kind_of, need, sniff
 from mmspec.app.caption.journal import Record, line_of
-from mmspec.app.caption.media import MAX_BYTES, MediaError
+from mmspec.media import MAX_BYTES, MediaError
 
 OURS = "ask"  # only records of our own have it; what others wrote into metadata.jsonl is kept as it is
 COLUMNS = {  # of the parquet files: what a record may tell the public

@@ -11,10 +11,10 @@ from pathlib import Path
 from mmspec.app.caption.inputs import Inputs
 from mmspec.app.caption.items import VIDEO, Item
 from mmspec.app.caption.journal import Record, digest
-from mmspec.app.caption.media import MediaError
 from mmspec.app.caption.outputs import OutputError, Outputs, Sidecars, UnwritableTextError
 from mmspec.app.caption.prompts import Asked, Prompts
 from mmspec.app.caption.settings import Settings
+from mmspec.media import MediaError
 
 
 @dataclass(frozen=True)
