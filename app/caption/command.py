@@ -21,7 +21,7 @@ from mmspec.app.caption.items import VIDEO
 from mmspec.app.caption.journal import write_whole
 from mmspec.app.caption.model import FatalError
 from mmspec.app.caption.outputs import Outputs
-from mmspec.app.caption.plan import Plan, Planner, adopted, frame_policy
+from mmspec.app.caption.plan import Plan, Planner, frame_policy
 from mmspec.app.caption.prompts import PromptError, Prompts
 from mmspec.app.caption.report import Tally, TooManyErrorsError, plain
 from mmspec.app.caption.run import Job
@@ -71,13 +71,12 @@ def _caption(options: argparse.Namespace) -> int:
     folder, origin = _folders(options, inputs)
     outputs = Outputs(folder, origin, slots, look_only=options.dry_run)
     with contextlib.closing(outputs):
-        outputs.adopt(lambda record: adopted(shaping, record))
         listed = [getattr(place, "path", None) for place in inputs.places]  # of lists, tables and tars
         read = filter(None, [options.prompt_file, options.config, *listed])
         if options.report and not report.replaceable(options.report):
             raise OutputError(f"--report {options.report} would replace a file that is no report; name another")
         names = (item.name for item in inputs.items())
-        outputs.finals.claim(_kinds(options), names, read, options.report, outputs.ledger, dry=options.dry_run)
+        outputs.finals.claim(_kinds(options), names, read, options.report, outputs.ledger)
         todo = Planner(options, shaping, prompts, outputs).plan(inputs)
         todo.pending = todo.pending[: options.limit]
         _say_plan(options, inputs, outputs, todo)

@@ -158,13 +158,6 @@ class Planner:
         return int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()[:8]) % shards == shard
 
 
-def adopted(settings: Settings, record: Record) -> str:
-    """Name of what a line of the old metadata.jsonl answers, as `Settings.ask` gives it today."""
-    names = ("model", "drafter", "max_new_tokens", "temperature", "seed")
-    old = replace(settings, **{name: record.get(name) for name in names}, dtype="auto", engine=Settings.engine)
-    return old.ask(Asked(str(record["prompt"])))
-
-
 def frame_policy(options: argparse.Namespace) -> str:
     """How the frames of a video are chosen, as FramePolicy.parse reads it."""
     if options.keyframes:
