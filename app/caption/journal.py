@@ -140,7 +140,7 @@ class Ledger:
         """Lines of one journal are in order; those of two are compared by their clocks."""
         if place >> 48 == rival >> 48:
             return place > rival
-        return _time(record) >= _time(self._read(rival))
+        return time_of(record) >= time_of(self._read(rival))
 
     def _read(self, place: int) -> Record:
         file = self._files[place >> 48]
@@ -166,7 +166,7 @@ def parse(line: bytes) -> Record | None:
     return record if isinstance(record, dict) else None
 
 
-def _time(record: Record) -> float:
+def time_of(record: Record) -> float:
     """When a line was written; long ago, where it does not say so in a number."""
     found = record.get("time")
     return float(found) if isinstance(found, int | float) and abs(found) < 2**63 else 0.0
