@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import mmspec
+from mmspec import media
 from mmspec.app import embedded
-from mmspec.app.caption import media
 from mmspec.app.options import count, where
 from mmspec.pipelines.patch import UnsupportedError
 from mmspec.pipelines.prompts import chat_inputs

@@ -23,19 +23,22 @@ class Answer:
     tokens: int
     seconds: float
     error: Exception | None = None
+    finish: str = "stop"
 
 
 class Quick:
     """What --engine asks for, and as a flow one answer a step; a model called `broken` fails on everything,
     `lost` after its third answer, and `deadly:NAME` takes the process with it at that item. In each process,
     `held:FILE` gives as many answers as the file says, while there is one; `both:FOLDER` gives none before two
-    processes have been asked.
+    processes have been asked. `lost:DEVICE` is lost there only, `unloadable:DEVICE` cannot be loaded there, `stillborn`
+    ends its process while it is loaded; `cut` says that every answer was cut off.
     """
 
     drafter = None
     notes: list[str] = []
 
-    def __init__(self, model: str, milliseconds: int):
+    def __init__(self, model: str, milliseconds: int, device: str = "cpu"):
+        self.device = device
         self.model_name, self.pause, self.asked, self.steps = model, milliseconds / 1000, [], 0
 
     def flow(self, rows: int) -> Quick:
@@ -62,10 +65,11 @@ class Quick:
             os.kill(os.getpid(), signal.SIGKILL)
         error = RuntimeError("it is broken") if self.model_name == "broken" else None
         self.steps += 1
-        if self.model_name == "lost" and self.steps > 3:
+        if self.model_name in ("lost", f"lost:{self.device}") and self.steps > 3:
             error = AcceleratorError("CUDA error: device-side assert triggered")
         text = hashlib.sha256(b"".join(frame.tobytes() for frame in frames)).hexdigest()[:16]
-        return [Answer(ticket, f"{text} {len(frames)} {prompt} {seed}".strip(), 3, self.pause, error)]
+        finish = "length" if self.model_name == "cut" else "stop"
+        return [Answer(ticket, f"{text} {len(frames)} {prompt} {seed}".strip(), 3, self.pause, error, finish)]
 
     def _waits(self) -> bool:
         kind, _, place = self.model_name.partition(":")
@@ -76,4 +80,8 @@ class Quick:
 
 
 def load(model: str, drafter: str, device: str, dtype: str, max_new_tokens: int, temperature: float) -> Quick:
-    return Quick(model, max_new_tokens)
+    if model == f"unloadable:{device}":
+        raise RuntimeError(f"no memory on {device}")
+    if model == "stillborn":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return Quick(model, max_new_tokens, device)

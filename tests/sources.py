@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from mmspec.app.caption.media import MAX_BYTES, MediaError
+from mmspec.media import MAX_BYTES, MediaError
 
 
 @dataclass(frozen=True)

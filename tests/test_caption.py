@@ -286,30 +286,6 @@ def test_a_torn_last_line_is_healed(caption, capsys: pytest.CaptureFixture):
     assert captions() == before and len(journal()) == 4 and not list(Path("captions").rglob("*.partial"))
 
 
-def test_a_folder_of_the_old_format_is_read_on(truly, photos: Path, model: Path, capsys: pytest.CaptureFixture):
-    """When metadata.jsonl was the journal, a line held the settings, and a key made of them."""
-    from mmspec.app.caption.journal import digest
-
-    old = {"prompt": "w5", "model": str(model), "drafter": "none", "max_new_tokens": 6}
-    old |= {"temperature": 0.0, "seed": None}
-    Path("captions").mkdir()
-    with open("captions/metadata.jsonl", "w") as file:
-        for name in ("a.png", "b.jpg"):
-            content = digest((photos / name).read_bytes())
-            facts = {"file_name": name, "text": f"old {name}", "sidecar": f"{name[0]}.txt", "key": "k", **old}
-            file.write(json.dumps(facts | {"sha256": content, "folder": "f", "tokens": 4, "seconds": 1.0}) + "\n")
-    Path("captions/a.txt").write_text("old a.png\n")
-    assert truly("--prompt", "w5", "--dry-run") == OK
-    assert "2 to caption, 2 done before" in capsys.readouterr().out and len(list(Path("captions").iterdir())) == 2
-    assert truly("--prompt", "w5") == OK
-    assert "2 to caption, 2 done before, 1 lost caption files made again" in capsys.readouterr().out
-    assert captions()["a.png"] == "old a.png" and len(captions()) == 4 and len(journal()) == 2
-    assert Path("captions/b.txt").read_text() == "old b.jpg\n"
-    assert truly("--prompt", "w6") == OK  # another prompt: those are ours to replace
-    assert not any("old" in text for text in captions().values()) and len(journal()) == 6
-    assert Path("captions/a.txt").read_text().strip() == captions()["a.png"]
-
-
 def test_images_of_one_stem_do_not_share_a_caption_file(caption, photos: Path):
     assert caption() == OK
     assert Path("captions/a.txt").exists()

@@ -1,5 +1,6 @@
 """Checkpoints that are refused: damaged, incomplete, dangerous, of a network or a method that is not there."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from published import KV, LLAMA, PUBLISHED, TARGET, V_D, D, H, V, eagle, eagle3,
 from safetensors.torch import load_file, save_file
 
 from mmspec.checkpoints import files, save
+from mmspec.drafters.eagle import EagleConfig
 from mmspec.types import TargetInfo
 
 
@@ -203,6 +205,118 @@ def test_broken_config_of_our_own(tmp_path, change, reason):
     (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
     with pytest.raises(ValueError, match=reason):
         load(tmp_path)
+
+
+DEEP = "[" * 100_000
+
+
+@pytest.mark.parametrize("text", [DEEP, '{"a": ' + DEEP])
+def test_a_config_nested_too_deep(tmp_path, text):
+    put(tmp_path, *eagle())
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=r"config.json is nested too deep to be read"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "junk", [b"junk", b"\x80\x02junk.", b"PK\x03\x04junk", b"\x80\x02}q\x00.", b"cos\nsystem\n.", bytes(999)]
+)
+def test_junk_in_place_of_weights(tmp_path, junk):
+    put(tmp_path, *eagle())
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "pytorch_model.bin").write_bytes(junk)
+    with pytest.raises(ValueError, match=r"pytorch_model.bin (is damaged|holds more than tensors)"):
+        load(tmp_path)
+
+
+def test_a_file_that_declares_more_than_it_holds(tmp_path):
+    config, t = eagle()
+    put(tmp_path, config, t)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save({**t, "fc.weight": torch.zeros(1).expand(H, 2**40)}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"larger ones than itself: \['fc.weight'\]"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("odd", [3, None, ["a"], {"a": 1}, 0.5, True])
+def test_odd_names_of_layouts_methods_and_shards(tmp_path, odd):
+    save.save_drafter(ours(), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for key, told in (("layout", "mmspec.layout in config.json is"), ("method", "names the method")):
+        changed = {**config, "mmspec": {**config["mmspec"], key: odd}}
+        (tmp_path / "config.json").write_text(json.dumps(changed))
+        with pytest.raises(ValueError, match=told):
+            load(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / files.INDEX).write_text(json.dumps({"weight_map": {"a": odd, "b": "x.safetensors"}}))
+    with pytest.raises(ValueError, match="must name files of the same folder, as texts"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("layout", ["mmspec", "speculators"])
+@pytest.mark.parametrize("kind", ["float8_e4m3fn", "float8_e5m2"])
+def test_tensors_of_eight_bits(tmp_path, layout, kind):
+    if layout == "mmspec":
+        save.save_drafter(ours(), tmp_path)
+    else:
+        put(tmp_path, *speculators())
+    t = load_file(tmp_path / "model.safetensors")
+    t["fc.weight"] = t["fc.weight"].to(getattr(torch, kind))
+    save_file(t, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=f"fc.weight holds torch.{kind}, expected float32, bfloat16 or float16"):
+        load(tmp_path)
+
+
+NUMBERS = [f.name for f in dataclasses.fields(EagleConfig) if f.type in ("int", "float")]
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("odd", ["4", "many", 10**30, -1, 1e400, [4], {"a": 4}, True])
+def test_numbers_of_our_own_config(tmp_path, name, odd):
+    save.save_drafter(ours(), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, name: odd}))
+    with pytest.raises(ValueError, match=rf"config.json.*{name} (=|is) .*" if name != "norm_eps" else "norm_eps is"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("name, most", [("depth", 128), ("width", 256), ("size", 4096)])
+def test_recommendations_that_would_run_for_ever(tmp_path, name, most):
+    save.save_drafter(ours(), tmp_path)
+    own = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**own, name: 20_000}))
+    with pytest.raises(ValueError, match=f"{name} is 20000, expected a whole number from 0 to {most}"):
+        load(tmp_path)
+    theirs, t = speculators()
+    with pytest.raises(ValueError, match=f"{name} is 20000, expected a whole number from 0 to {most}"):
+        load(put(tmp_path, {**theirs, "mmspec": {"layout": "speculators", name: 20_000}}, t))
+
+
+@pytest.mark.parametrize("name", ["rms_norm_eps", "rope_theta", "head_dim", "num_attention_heads", "vocab_size"])
+@pytest.mark.parametrize("odd", ["many", [4], 10**30, -2])
+def test_text_in_numeric_fields_of_others(tmp_path, name, odd):
+    config, t = eagle()
+    t.pop("embed_tokens.weight")  # so that vocab_size counts
+    with pytest.raises(ValueError, match=r"config\.json|expected"):
+        load(put(tmp_path, {**config, name: odd}, t))
+
+
+@pytest.mark.parametrize("odd", ["2", 5, {"a": 1}, [[1]], ["2", "4", "7"], list(range(99))])
+def test_odd_lists_of_layers(tmp_path, odd):
+    config, t = eagle3()
+    for change in (
+        {"eagle_aux_hidden_state_layer_ids": odd},
+        {"eagle_config": {"eagle_aux_hidden_state_layer_ids": odd}},
+    ):
+        with pytest.raises(ValueError, match=r"eagle_aux_hidden_state_layer_ids in config.json must list"):
+            load(put(tmp_path, {**config, **change}, t))
+
+
+@pytest.mark.parametrize("odd", [5, "LlavaLlama", {"a": 1}, [[1]]])
+def test_odd_architectures_and_layer_types(tmp_path, odd):
+    config, t = speculators()
+    changed = {**config, "architectures": odd, "transformer_layer_config": {**LLAMA, "layer_types": odd}}
+    load(put(tmp_path, changed, t))  # neither says anything that matters
 
 
 @pytest.mark.parametrize("layout", PUBLISHED)

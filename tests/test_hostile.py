@@ -20,12 +20,13 @@ import pytest
 import sources
 from PIL import Image
 
+from mmspec import media
 from mmspec.app.caption import decoder as decoding
-from mmspec.app.caption import media, video
+from mmspec.app.caption import video
 from mmspec.app.caption.decoder import Decoder, DecoderError
 from mmspec.app.caption.items import FileSource, Item
-from mmspec.app.caption.media import Limits, Media, MediaError
 from mmspec.app.caption.video import FramePolicy
+from mmspec.media import Limits, Media, MediaError
 
 MEMORY = 2**29
 PATIENCE = 300  # seconds, for what a busy machine may delay
@@ -279,7 +280,7 @@ def test_nothing_is_left_behind(ending: str, tmp_path: Path):
         signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever started the tests may ignore it
         sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
         from mmspec.app.caption.decoder import Decoder
-        from mmspec.app.caption.media import Limits
+        from mmspec.media import Limits
         from mmspec.app.caption.video import FramePolicy
         if __name__ == "__main__":
             import sources

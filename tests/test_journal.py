@@ -183,3 +183,20 @@ def test_an_output_folder_that_cannot_be(tmp_path: Path):
     (tmp_path / "file").touch()
     with pytest.raises(OutputError, match="choose another --out"):
         Outputs(tmp_path / "file", "origin")
+
+
+@pytest.mark.parametrize("time", [None, "soon", [], {}, True, 1e400, 10**400])
+def test_a_line_that_tells_no_time_is_the_older_one(tmp_path: Path, time):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"file_name": "1", "text": "new", "time": 5.0}) + "\n")
+    (tmp_path / "b.jsonl").write_text(json.dumps({"file_name": "1", "text": "odd", "time": time}) + "\n")
+    for order in ("ab", "ba"):
+        ledger = Ledger([tmp_path / f"{name}.jsonl" for name in order])
+        assert ledger.get("1")["text"] == "new"
+        ledger.close()
+
+
+def test_a_line_nested_too_deep_is_passed_over(tmp_path: Path):
+    (tmp_path / "a.jsonl").write_text("[" * 200_000 + '\n{"file_name": "1", "text": "x"}\n')
+    ledger = Ledger([tmp_path / "a.jsonl"])
+    assert ledger.damaged == 1 and ledger.get("1")["text"] == "x"
+    ledger.close()

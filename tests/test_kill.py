@@ -80,3 +80,21 @@ def test_200_items_and_10_kills(devices: str, photos: Path, tmp_path: Path):
         assert (out / record["file_name"]).with_suffix(".txt").read_text() == record["text"] + "\n"
     assert len({record["text"] for record in records}) == ITEMS
     assert not list(out.rglob("*partial*"))
+
+
+@pytest.mark.parametrize("devices", ("cpu", "cpu,cpu"))
+@pytest.mark.parametrize("group", (False, True), ids=("one", "all"))
+def test_sigterm_winds_up(devices: str, group: bool, photos: Path, tmp_path: Path):
+    """As Ctrl-C does, whether it goes to the run alone (containers) or to all its processes (SLURM)."""
+    out, held = tmp_path / "out", tmp_path / "held"
+    held.write_text("20")
+    run = start(photos, out, f"held:{held}", "--devices", devices)
+    patience = time.monotonic() + PATIENCE
+    while len(whole_lines(out)) < 10:
+        assert run.poll() is None and time.monotonic() < patience
+        time.sleep(0.01)
+    (os.killpg if group else os.kill)(run.pid, signal.SIGTERM)
+    assert run.wait(PATIENCE) == 143
+    names = [json.loads(line)["file_name"] for line in (out / "metadata.jsonl").read_text().splitlines()]
+    assert names and sorted(names) == sorted(line["file_name"] for line in whole_lines(out))
+    assert not (out / "failed.jsonl").exists() and not list(out.rglob("*partial*"))

@@ -15,6 +15,7 @@ ROOT = Path(__file__).parent.parent
 FOLDERS = ("app", "pipelines", "mmspec", "kernels")  # each imports only itself and what stands to its right
 INSIDE = {  # the order inside mmspec/: each part imports only its own rank and lower ones
     "modes": 0,
+    "media": 0,
     "rows": 0,
     "types": 0,
     "rules": 0,

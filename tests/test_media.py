@@ -12,11 +12,11 @@ import pytest
 from hostile import GREEN, RED, bomb, encoded, noise, rotated
 from PIL import Image, ImageFile
 
-from mmspec.app.caption import media
+from mmspec import media
 from mmspec.app.caption.decoder import Decoder
 from mmspec.app.caption.items import FileSource, Item
-from mmspec.app.caption.media import Limits, Media, MediaError
 from mmspec.app.caption.video import FramePolicy
+from mmspec.media import Limits, Media, MediaError
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))

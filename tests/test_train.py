@@ -225,7 +225,9 @@ def test_pictures_that_cannot_be_read_are_left_out(tmp_path: Path) -> None:
     recipe = RECIPE.with_(held_out=2, writing=2)
     questions, shared = Path(_damaged(tmp_path, ("3", "5", "7"))), tmp_path / "answers"
     run = _run(tmp_path / "run", questions, recipe, answers=shared)
-    with pytest.warns(UserWarning, match=r"left out: 3 of 6 samples \(train\) cannot be read; the first: .*3\.png: Un"):
+    with pytest.warns(
+        UserWarning, match=r"left out: 3 of 6 samples \(train\) cannot be read; the first: .*3\.png\S*: is n"
+    ):
         found = run.answers(run.samples, "train")
     assert [bool(answer) for answer in found] == [True, False] * 3
     Image.new("RGB", (28, 28)).save(tmp_path / "7.png")  # is there the next time
@@ -253,6 +255,53 @@ def test_a_data_set_without_its_library_says_what_to_install(monkeypatch: pytest
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ValueError, match=r"pip install datasets"):
         data.read("hf:owner/name")
+
+
+def test_training_opens_what_captioning_would_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Formats and limits are the captioner's: no EPS, which starts Ghostscript; no bomb of 400 million pixels."""
+    (tmp_path / "0.png").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n")
+    Image.new("1", (20_000, 8_000)).save(tmp_path / "1.png")
+    monkeypatch.setattr("subprocess.check_call", lambda *_, **__: pytest.fail("a program was started"))
+    eps, bomb = data.read(str(tmp_path))
+    with pytest.raises(data.UnreadableError, match="is not an image that can be read here"):
+        eps.load()
+    with pytest.raises(data.UnreadableError, match="160 million pixels, over 50 million"):
+        bomb.load()
+
+
+NAMED = ("{elsewhere}/0.png", "../elsewhere/0.png", "http://169.254.169.254/0.png", "in/../../elsewhere/0.png")
+
+
+@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("kind", ["jsonl", "hf"])
+def test_rows_of_training_data_choose_no_file_and_no_address(kind: str, name: str, tmp_path: Path) -> None:
+    elsewhere, own = tmp_path / "elsewhere", tmp_path / "own"
+    for folder in (elsewhere, own):
+        folder.mkdir()
+        Image.new("RGB", (8, 8)).save(folder / "0.png")
+    names = ["0.png", name.format(elsewhere=elsewhere)]
+    if kind == "jsonl":
+        source = str(own / "data.jsonl")
+        Path(source).write_text("".join(json.dumps({"image": name, "prompt": "?"}) + "\n" for name in names))
+    else:
+        datasets = pytest.importorskip("datasets")
+        arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        note = {"huggingface": json.dumps({"info": {"features": {"image": {"_type": "Image"}}}})}
+        made = arrow.table({"image": [{"bytes": None, "path": str(path)} for path in (own / names[0], names[1])]})
+        parquet.write_table(made.replace_schema_metadata(note), own / "train.parquet")
+        table = datasets.load_dataset(str(own), split="train")
+        assert table.features["image"].decode  # what the library would open by itself
+        source = f"hf:{own}"
+    mine, other = data.read(source)
+    assert mine.load()[0].size == (8, 8)
+    with pytest.raises(data.UnreadableError, match=r"lies outside of|is on the web"):
+        other.load()
+
+
+def test_a_line_nested_too_deep_is_named(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text('{"prompt": "w5"}\n' + "[" * 200_000)
+    with pytest.raises(ValueError, match="line 2: a sample needs"):
+        data.read(str(tmp_path / "x.jsonl"))
 
 
 def test_pictures_are_turned_as_they_were_taken(tmp_path: Path) -> None:

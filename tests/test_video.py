@@ -14,8 +14,8 @@ import pytest
 from PIL import Image
 
 from mmspec.app.caption import video
-from mmspec.app.caption.media import Limits, MediaError
 from mmspec.app.caption.video import FramePolicy
+from mmspec.media import Limits, MediaError
 
 KINDS = {  # what is tested of what PyAV's wheels can write
     "mpeg4": ".mp4",

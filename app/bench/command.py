@@ -21,10 +21,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from mmspec.app.bench import report
-from mmspec.app.caption.media import MediaError
 from mmspec.app.engine import EngineError
 from mmspec.app.provenance import load_average
 from mmspec.capture import Captured
+from mmspec.media import MediaError
 from mmspec.session import Stats
 
 T = TypeVar("T")

@@ -32,12 +32,12 @@ from mmspec.app.bench.image_methods import Method, lossless, relaxed, swept
 from mmspec.app.bench.judge import Judge
 from mmspec.app.bench.report import Record
 from mmspec.app.caption.inputs import images
-from mmspec.app.caption.media import load_image
 from mmspec.app.engine import EngineError, first_line, wait
 from mmspec.app.mar import draws
 from mmspec.app.options import where
 from mmspec.app.painter import Painter, Painting, load, sheet
 from mmspec.app.provenance import provenance
+from mmspec.media import load_image
 from mmspec.zoo import pictures
 from mmspec.zoo.pictures import Picture
 

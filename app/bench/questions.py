@@ -12,7 +12,7 @@ from PIL import Image
 
 from mmspec.app.bench.command import BenchError
 from mmspec.app.caption.inputs import images
-from mmspec.app.caption.media import decode, load_image
+from mmspec.media import decode, load_image
 
 FIELDS = {  # what a question list may call its fields, the first one that is filled counts
     "images": ("image", "images", "image_path", "image_paths", "image_file", "file_name", "img"),

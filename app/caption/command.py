@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,17 +21,17 @@ from mmspec.app.caption.finals import FAILURES, OutputError
 from mmspec.app.caption.inputs import Inputs, open_inputs
 from mmspec.app.caption.items import VIDEO
 from mmspec.app.caption.journal import write_whole
-from mmspec.app.caption.media import MediaError
 from mmspec.app.caption.model import FatalError
 from mmspec.app.caption.outputs import Outputs
-from mmspec.app.caption.plan import Plan, Planner, adopted, frame_policy
+from mmspec.app.caption.plan import Plan, Planner, frame_policy
 from mmspec.app.caption.prompts import PromptError, Prompts
 from mmspec.app.caption.report import Tally, TooManyErrorsError, plain
 from mmspec.app.caption.run import Job
 from mmspec.app.caption.settings import BESIDE, SettingsError
 from mmspec.app.caption.workers import Alone, Processes, dispatch, places
+from mmspec.media import MediaError
 
-OK, FATAL, SENSELESS, SOME_FAILED, INTERRUPTED = 0, 1, 2, 3, 130
+OK, FATAL, SENSELESS, SOME_FAILED, INTERRUPTED, TERMINATED = 0, 1, 2, 3, 130, 143
 DRY_RUN = 4  # items that a dry run captions, the first of them only to warm up
 
 
@@ -38,7 +40,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Caption images and videos. Run it again to go on after a stop: what is done is not done twice. "
         "Exit code: 0 all well, 3 some items failed (see failed.jsonl), 1 nothing could be done or the run was given "
-        "up, 2 an option that makes no sense, 130 stopped by Ctrl-C."
+        "up, 2 an option that makes no sense, 130 stopped by Ctrl-C, 143 by SIGTERM, as SLURM and containers send it."
     )
     flags.configure(parser)
 
@@ -46,14 +48,39 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Caption as the options say; the exit code."""
     try:
-        options = settings.resolve(args)
-        return _caption(options)
+        with _terminable():
+            options = settings.resolve(args)
+            return _caption(options)
+    except TerminatedError:  # before there was anything to wind up
+        return TERMINATED
     except (MediaError, PromptError, SettingsError, OutputError, FatalError, TooManyErrorsError) as error:
         print(f"mmspec caption: {plain(str(error))}", file=sys.stderr)
         return SENSELESS if isinstance(error, PromptError | SettingsError) else FATAL
     except OSError as error:
         print(f"mmspec caption: {error}; what was finished before is safe", file=sys.stderr)
         return FATAL
+
+
+class TerminatedError(KeyboardInterrupt):
+    """SIGTERM has come: to be wound up as Ctrl-C is."""
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """Inside, the first SIGTERM raises TerminatedError, and further ones do not hinder the winding up."""
+
+    def stop(*_: Any) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise TerminatedError
+
+    if threading.current_thread() is not threading.main_thread():  # signals go to the main one
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _caption(options: argparse.Namespace) -> int:
@@ -71,13 +98,12 @@ def _caption(options: argparse.Namespace) -> int:
     folder, origin = _folders(options, inputs)
     outputs = Outputs(folder, origin, slots, look_only=options.dry_run)
     with contextlib.closing(outputs):
-        outputs.adopt(lambda record: adopted(shaping, record))
         listed = [getattr(place, "path", None) for place in inputs.places]  # of lists, tables and tars
         read = filter(None, [options.prompt_file, options.config, *listed])
         if options.report and not report.replaceable(options.report):
             raise OutputError(f"--report {options.report} would replace a file that is no report; name another")
         names = (item.name for item in inputs.items())
-        outputs.finals.claim(_kinds(options), names, read, options.report, outputs.ledger, dry=options.dry_run)
+        outputs.finals.claim(_kinds(options), names, read, options.report, outputs.ledger)
         todo = Planner(options, shaping, prompts, outputs).plan(inputs)
         todo.pending = todo.pending[: options.limit]
         _say_plan(options, inputs, outputs, todo)
@@ -119,10 +145,10 @@ def _work(job: Job, slots: str, inputs: Inputs, outputs: Outputs, todo: Plan) ->
                     kept = len(comparison.kept)
                     print(f"comparing with stock generate on {kept} of them (--no-compare spares it)", flush=True)
                 comparison.measure(crew.worker.engine, crew.worker.flow.rows)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         _wind_up(options, inputs, outputs, todo, tally)
         print(f"\nstopped: {tally.counted} are in {outputs.folder}; the same command again goes on from there")
-        return INTERRUPTED
+        return TERMINATED if isinstance(stop, TerminatedError) else INTERRUPTED
     except (FatalError, TooManyErrorsError):
         _wind_up(options, inputs, outputs, todo, tally)
         raise

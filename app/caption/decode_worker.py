@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
-from mmspec.app.caption import media, video
-from mmspec.app.caption.media import Limits, Media, MediaError
+from mmspec import media
+from mmspec.app.caption import video
 from mmspec.app.caption.video import FramePolicy
+from mmspec.media import Limits, Media, MediaError
 
 if TYPE_CHECKING:
     from mmspec.app.caption.items import Item

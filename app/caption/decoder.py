@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from PIL import Image
 
 from mmspec.app.caption.decode_worker import Order, label, read, receive, send, serve
-from mmspec.app.caption.media import Limits, Media, MediaError, raising
 from mmspec.app.caption.video import FramePolicy
+from mmspec.media import Limits, Media, MediaError, raising
 
 if TYPE_CHECKING:
     from mmspec.app.caption.items import Item

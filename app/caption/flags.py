@@ -8,8 +8,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+from mmspec import media
 from mmspec.app import embedded
-from mmspec.app.caption import media, video
+from mmspec.app.caption import video
 from mmspec.app.caption.items import kind_of
 from mmspec.app.caption.settings import AUTO, ENGINE, Flags
 from mmspec.app.extras import installing

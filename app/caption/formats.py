@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import io
 import itertools
 import json
 import os
-import tarfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -16,7 +14,7 @@ from typing import Any, BinaryIO
 
 from mmspec.app.caption.items import HEAD, VIDEO, FileSource, Source, kind_of, need, sniff
 from mmspec.app.caption.journal import Record, line_of
-from mmspec.app.caption.media import MAX_BYTES, MediaError
+from mmspec.media import MAX_BYTES, MediaError
 
 OURS = "ask"  # only records of our own have it; what others wrote into metadata.jsonl is kept as it is
 COLUMNS = {  # of the parquet files: what a record may tell the public
@@ -125,15 +123,11 @@ def list_of(names: Iterable[str]) -> str:
     return VIDEOS if any(kind_of(name) == VIDEO for name in names) else IMAGES
 
 
-def strange_shards(folder: Path, said: Callable[[str, str], bool]) -> list[str]:
-    """Tars that have the name of a shard, or of whose table there is one, and that `webdataset` has not made.
-
-    `said` tells whether an item had a caption at some time: a run of an older version that was killed while it replaced
-    a tar left it without a table, but with nothing in it that was not said.
-    """
+def strange_shards(folder: Path) -> list[str]:
+    """Tars that have the name of a shard, or of whose table there is one, and that `webdataset` has not made."""
     there = {path.stem for path in (folder / "webdataset").glob("*") if path.suffix in (".tar", ".parquet")}
     tars = [folder / "webdataset" / f"{stem}.tar" for stem in sorted(there) if stem.isdecimal()]
-    return [f"webdataset/{tar.name}" for tar in tars if _origin(tar) is None and not _all_said(tar, said)]
+    return [f"webdataset/{tar.name}" for tar in tars if _origin(tar) is None]
 
 
 def one_line(value: Any) -> bytes:
@@ -214,22 +208,6 @@ def _origin(tar: Path) -> bytes | None:
         return (parquet_files.read_schema(index).metadata or {}).get(MADE_FROM)
     except Exception:  # a damaged file may raise anything
         return None
-
-
-def _all_said(tar: Path, said: Callable[[str, str], bool]) -> bool:
-    """Whether a tar without a table has samples as `webdataset` writes them, and each was said."""
-    found = []
-    if os.path.lexists(tar.with_suffix(".parquet")):
-        return False
-    try:
-        with tarfile.open(tar, "r:") as file:
-            for member in file:
-                if member.name.endswith(".json"):
-                    facts = json.load(file.extractfile(member) or io.BytesIO())
-                    found.append(said(facts["file_name"], facts["text"]))
-    except Exception:  # a file of others may hold, and raise, anything
-        return False
-    return bool(found) and all(found)
 
 
 def _public(record: Record) -> Record:

@@ -9,9 +9,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
+from mmspec import media
 from mmspec.app.caption.items import VIDEO, DatasetSource, Item, need
-from mmspec.app.caption.media import MediaError
 from mmspec.app.caption.tables import CHUNK, Columns, kind_by_name
+from mmspec.media import MediaError
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Dataset:
             self._column(part)
 
     def items(self, name_of: Callable[[Path], str]) -> Iterator[Item]:
+        folders = tuple(media.dataset_folders(self._address[0] if self.where.startswith("hf:") else self.where))
         for split, part in self._parts.items():
             name, (column, kind) = f"{self._name}/{split}", self._column(part)
             pickled = pickle.dumps(part.select_columns([column]))
@@ -41,7 +43,7 @@ class Dataset:
                 if row % CHUNK == 0:
                     said = notes[row : row + CHUNK] if notes is not None else {}
                 cells = {note: values[row % CHUNK] for note, values in said.items()}
-                source = DatasetSource(name, pickled, row, column)
+                source = DatasetSource(name, pickled, row, column, folders)
                 yield Item(f"{name}/{row}", kind, source, *self.columns.said(cells))
 
     @property

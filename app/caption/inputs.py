@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import glob
+import hashlib
 import itertools
 import os
-import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
-from mmspec.app.caption import hub, media, tables, tars
-from mmspec.app.caption.items import HEAD, IMAGE, VIDEO_EXTENSIONS, Item, file_item, kind_of, need, sniff
-from mmspec.app.caption.media import MediaError
+from mmspec import media
+from mmspec.app.caption import hub, tables, tars
+from mmspec.app.caption.items import HEAD, IMAGE, VIDEO_EXTENSIONS, Item, broken, file_item, kind_of, need, sniff
 from mmspec.app.caption.tables import Columns
+from mmspec.media import MediaError
 
 KNOWN = (
     "images, videos, folders, globs (*.jpg), lists (.txt .lst), .jsonl .csv .tsv .parquet, webdataset .tar, "
@@ -77,32 +79,55 @@ class Folder:
             raise MediaError(self.root, "no images or videos found", advice)
 
     def items(self, name_of: Callable[[Path], str]) -> Iterator[Item]:
-        return (file_item(path, name_of) for path in self._walk())
+        for found in self._walk():
+            if isinstance(found, MediaError):
+                yield broken(name_of(found.path), found.path, found.reason, found.what_to_do)
+            else:
+                yield file_item(found, name_of)
 
-    def _walk(self) -> Iterator[Path]:
+    def skipped(self) -> list[str]:
+        """Folders in it that are not looked into, by name."""
+        return [] if self.recursive else [entry.name for entry in self._entries(self.root) if _leads_in(entry) is True]
+
+    def _walk(self) -> Iterator[Path | MediaError]:
+        """Media files, and what is wrong with folders, or links to some, that cannot be looked into."""
         stack = [iter(self._entries(self.root))]
         while stack:
             entry = next(stack[-1], None)
             if entry is None:
                 stack.pop()
-            elif entry.is_dir():
+                continue
+            inside = _leads_in(entry)
+            if inside is True:
                 if self.recursive and not entry.is_symlink():  # a link could lead round in a circle
-                    stack.append(iter(self._entries(Path(entry.path))))
+                    try:
+                        stack.append(iter(self._entries(Path(entry.path))))
+                    except MediaError as error:
+                        yield error
             elif kind_of(entry.name):
                 yield Path(entry.path)
+            elif inside is not False and self.recursive:
+                yield media.explained(Path(entry.path), inside)
 
-    def _entries(self, folder: Path) -> list[os.DirEntry[str]]:
+    @staticmethod
+    def _entries(folder: Path) -> list[os.DirEntry[str]]:
         try:
             with os.scandir(folder) as found:
                 return sorted(
                     (entry for entry in found if not entry.name.startswith(".")), key=lambda entry: entry.name
                 )
         except OSError as error:
-            trouble = MediaError(folder, f"cannot be listed ({error.strerror or error})", "check its permissions")
-            if folder == self.root:
-                raise trouble from error
-            warnings.warn(f"left out: {trouble}", stacklevel=2)
-            return []
+            raise MediaError(
+                folder, f"cannot be listed ({error.strerror or error})", "check its permissions"
+            ) from error
+
+
+def _leads_in(entry: os.DirEntry[str]) -> bool | OSError:
+    """Whether an entry is a folder, or a link to one; or why nobody can tell."""
+    try:
+        return entry.is_dir()
+    except OSError as error:  # a link to itself, or through a folder that may not be entered
+        return error
 
 
 class Inputs:
@@ -120,16 +145,17 @@ class Inputs:
         return None if None in counts else sum(filter(None, counts))
 
     def items(self) -> Iterator[Item]:
-        """All items, a thing that was named twice only once; MediaError where two things have one name."""
-        seen: dict[int, int] = {}  # hashes, because the names of a hundred million items are too long to keep
-        count = 0
+        """All items, a thing that was named twice only once; another one of the same name can only fail."""
+        again: Counter[str] = Counter()
+        seen: dict[bytes, bytes] = {}  # digests, because the names of a hundred million items are too long to keep
         for item in self._found():
-            name, thing = hash(item.name), hash(str(item.source))
-            if seen.setdefault(name, thing) != thing:
-                self._refuse_clash(item)
-            elif len(seen) > count:
-                count = len(seen)
+            name, thing = _digest(item.name), _digest(str(item.source))
+            if name not in seen:
+                seen[name] = thing
                 yield item
+            elif seen[name] != thing:
+                again[item.name] += 1
+                yield self._renamed(item, again[item.name], seen)
 
     def neighbours(self, names: Iterable[str]) -> set[str]:
         """Names of images and videos that lie beside those named, captioned or not: they decide how a `.txt` is called.
@@ -162,11 +188,19 @@ class Inputs:
     def _above(self) -> str:
         return os.path.join(os.path.abspath(self.root or ""), "")
 
-    def _refuse_clash(self, item: Item) -> None:
-        for other in self._found():
-            if other.name == item.name and str(other.source) != str(item.source):
-                reason = f"two items are called so: {other.source} and {item.source}"
-                raise MediaError(item.name, reason, "rename one of them, or caption them in two runs")
+    @staticmethod
+    def _renamed(item: Item, times: int, seen: dict[bytes, bytes]) -> Item:
+        """What stands for an item whose name is taken: a failure that says so."""
+        own = f"{item.name}#{times + 1}"
+        while _digest(own) in seen:
+            own += "#"
+        seen[_digest(own)] = b""
+        reason = f"has the name of another item before it, {item.name!r}"
+        return broken(own, str(item.source), reason, "rename one of them, or caption them in two runs")
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=12).digest()
 
 
 def open_inputs(
@@ -183,11 +217,22 @@ def open_inputs(
     places: list[Place] = []
     for name in map(str, where):
         found = list(_places(name, recursive, columns, split))
-        found[0].check()  # of many shards, the others are opened when it is their turn
+        _check(found)
         places += found
     if not places:
         raise MediaError("", "nothing to caption", f"name {KNOWN}")
     return Inputs(places)
+
+
+def _check(places: Sequence[Place]) -> None:
+    """MediaError of the first of these shards if none can be used; a broken one among others fails alone, later."""
+    troubles = []
+    for place in places:
+        try:
+            return place.check()  # the others are opened when it is their turn
+        except MediaError as error:
+            troubles.append(error)
+    raise troubles[0]
 
 
 def images(where: str | Path) -> list[Path]:

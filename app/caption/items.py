@@ -10,9 +10,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
-from mmspec.app.caption import media
-from mmspec.app.caption.media import COPY_AGAIN, MediaError
+from mmspec import media
 from mmspec.app.extras import installing
+from mmspec.media import COPY_AGAIN, MediaError
 
 IMAGE, VIDEO = "image", "video"
 VIDEO_EXTENSIONS = {
@@ -129,7 +129,7 @@ class ParquetSource:
         except Exception as error:  # a reader fed with a damaged file may raise anything at all
             _cursor.cache_clear()
             raise MediaError(str(self), f"cannot be read ({type(error).__name__}: {error})", COPY_AGAIN) from error
-        return _bytes_of(cell, str(self), self.table.parent, max_bytes)
+        return media.cell(cell, [self.table.parent], str(self), max_bytes)
 
 
 @dataclass(frozen=True)
@@ -140,6 +140,7 @@ class DatasetSource:
     dataset: bytes
     row: int
     column: str
+    folders: tuple[Path, ...] = ()  # below which a row may name files
     path: ClassVar[None] = None
 
     def __str__(self) -> str:
@@ -150,7 +151,7 @@ class DatasetSource:
             cell = _dataset(self.dataset)[self.row][self.column]
         except Exception as error:  # whatever the library meets on a damaged disk or cache
             raise MediaError(str(self), f"cannot be read ({type(error).__name__}: {error})", COPY_AGAIN) from error
-        return _bytes_of(cell, str(self), Path(), max_bytes)
+        return media.cell(cell, self.folders, str(self), max_bytes)
 
 
 @dataclass(frozen=True)
@@ -204,18 +205,6 @@ def need(module: str, what_for: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise MediaError(what_for, f"needs the library {module}", installing("caption")) from error
-
-
-def _bytes_of(cell: Any, where: str, folder: Path, max_bytes: int) -> bytes:
-    """Bytes in a cell: themselves, {bytes, path}, or a path (one that is relative starts at `folder`)."""
-    if isinstance(cell, dict) and (cell.get("bytes") or cell.get("path")):
-        cell = cell.get("bytes") or cell["path"]
-    if isinstance(cell, str):
-        return media.read(folder / cell, max_bytes)
-    if not isinstance(cell, bytes) or not cell:
-        came = "nothing" if cell is None or cell == b"" else type(cell).__name__
-        raise MediaError(where, f"holds {came}, not an image or video", "put its bytes or its path there")
-    return cell
 
 
 class _Cursor:

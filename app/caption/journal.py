@@ -140,7 +140,7 @@ class Ledger:
         """Lines of one journal are in order; those of two are compared by their clocks."""
         if place >> 48 == rival >> 48:
             return place > rival
-        return float(record.get("time", 0)) >= float(self._read(rival).get("time", 0))
+        return time_of(record) >= time_of(self._read(rival))
 
     def _read(self, place: int) -> Record:
         file = self._files[place >> 48]
@@ -161,9 +161,15 @@ def parse(line: bytes) -> Record | None:
     """The object in a line, or None."""
     try:
         record = json.loads(line)
-    except ValueError:  # JSONDecodeError and UnicodeDecodeError
+    except (ValueError, RecursionError):  # no JSON, no UTF-8, or nested as nothing of ours is
         return None
     return record if isinstance(record, dict) else None
+
+
+def time_of(record: Record) -> float:
+    """When a line was written; long ago, where it does not say so in a number."""
+    found = record.get("time")
+    return float(found) if isinstance(found, int | float) and abs(found) < 2**63 else 0.0
 
 
 def write_whole(path: Path, data: bytes, partial: Path | None = None, durable: bool = True) -> None:

@@ -6,10 +6,9 @@ import errno
 import itertools
 import os
 import posixpath
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -113,22 +112,6 @@ class Outputs:
             self.close()
             raise
 
-    def adopt(self, name_ask: Callable[[Record], str]) -> None:
-        """Take over a folder of the time when metadata.jsonl was the journal; `name_ask` names what a line answers."""
-        if self._journals() or not self.old:
-            return
-        records = [record | {"ask": name_ask(record), "content": record["sha256"], "time": 0} for record in self.old]
-        lines = b"".join(map(line_of, records))
-        if not self.look_only:
-            write_whole(self.state / "earlier.jsonl", lines, self.state / "earlier.partial")
-            self.reload()
-            return
-        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as elsewhere:
-            path = Path(elsewhere, "earlier.jsonl")
-            path.write_bytes(lines)
-            self.ledger = Ledger([path])
-        self._read_metadata()
-
     def reload(self) -> None:
         """Read the journals again, with what the workers have written since."""
         self.ledger.close()
@@ -224,9 +207,8 @@ class Outputs:
         return (record for name, record in self._lines.items() if name in self.foreign)
 
     def _read_metadata(self) -> None:
-        """Sort the lines of metadata.jsonl: our own, those of the old format, and those of somebody else."""
+        """Sort the lines of metadata.jsonl: our own, and those of somebody else."""
         self.foreign: dict[str, str] = {}  # name: caption by somebody else
-        self.old: list[Record] = []
         self._nameless: list[Record] = []
         self._lines: dict[str, Record] = {}
         path = self.folder / MERGED
@@ -239,8 +221,6 @@ class Outputs:
             name, text = record.get("file_name"), str(record.get("text")).strip()
             if name is None:
                 self._nameless.append(record)
-            elif {"key", "sha256", "prompt", "model", "drafter"} <= record.keys():
-                self.old.append(record)
             elif text not in self.ledger.texts(str(name)):
                 self.foreign[str(name)], self._lines[str(name)] = text, record
 

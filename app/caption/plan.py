@@ -11,10 +11,10 @@ from pathlib import Path
 from mmspec.app.caption.inputs import Inputs
 from mmspec.app.caption.items import VIDEO, Item
 from mmspec.app.caption.journal import Record, digest
-from mmspec.app.caption.media import MediaError
 from mmspec.app.caption.outputs import OutputError, Outputs, Sidecars, UnwritableTextError
 from mmspec.app.caption.prompts import Asked, Prompts
 from mmspec.app.caption.settings import Settings
+from mmspec.media import MediaError
 
 
 @dataclass(frozen=True)
@@ -156,13 +156,6 @@ class Planner:
             return True
         shard, shards = map(int, self.options.shard.split("/"))
         return int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()[:8]) % shards == shard
-
-
-def adopted(settings: Settings, record: Record) -> str:
-    """Name of what a line of the old metadata.jsonl answers, as `Settings.ask` gives it today."""
-    names = ("model", "drafter", "max_new_tokens", "temperature", "seed")
-    old = replace(settings, **{name: record.get(name) for name in names}, dtype="auto", engine=Settings.engine)
-    return old.ask(Asked(str(record["prompt"])))
 
 
 def frame_policy(options: argparse.Namespace) -> str:

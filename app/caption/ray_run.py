@@ -15,6 +15,7 @@ from mmspec.app.caption.model import FatalError
 from mmspec.app.caption.plan import Task
 from mmspec.app.caption.run import Job, Result, Worker
 from mmspec.app.caption.settings import AUTO
+from mmspec.app.caption.workers import Ended
 from mmspec.app.extras import installing
 
 SPELL = 1.0  # seconds after which an actor hands over, even if nothing is finished
@@ -78,7 +79,7 @@ class Actors:
             import ray
         except ImportError as error:
             raise FatalError(f"--ray needs Ray; {installing('ray')}") from error
-        self.ray, self.summaries, self.notes = ray, [], []
+        self.ray, self.summaries, self.notes, self.troubles = ray, [], [], []
         self._ours = not ray.is_initialized()
         if self._ours:
             ray.init(include_dashboard=False, log_to_driver=False, logging_level="error")
@@ -93,7 +94,7 @@ class Actors:
             actor = kind.remote(job, place, slot)
             self.members.append(Remote(actor, slot, actor.load.remote()))
 
-    def hear(self) -> list[tuple[Any, list[Result] | None]]:
+    def hear(self) -> list[tuple[Any, list[Result] | Ended]]:
         for member in self.members:
             if member.call is None and (member.next or member.in_hand):
                 member.in_hand += len(member.next)
@@ -114,23 +115,28 @@ class Actors:
         if self._ours:
             self.ray.shutdown()
 
-    def _news(self, member: Remote, call: Any) -> list[tuple[Any, list[Result] | None]]:
+    def _news(self, member: Remote, call: Any) -> list[tuple[Any, list[Result] | Ended]]:
         member.call = None
         try:
             kind, said = self.ray.get(call)
         except self.ray.exceptions.RayError as error:
-            self.members.remove(member)
             reason = str(error).strip().partition("\n")[0]
-            print(f"{member.slot} has ended ({reason}); the others go on with its items", file=sys.stderr)
-            return [(member, None)]
+            return [(member, self._bury(member, f"{member.slot} has ended ({reason})", killed=True))]
         if kind == "fatal":
-            raise FatalError(said)
+            return [(member, self._bury(member, said, killed=False))]
         if kind == "ready":
             member.window, notes = said
             self.notes += [note for note in notes if note not in self.notes]
             return []
         member.in_hand -= len(said)
         return [(member, said)]
+
+    def _bury(self, member: Remote, trouble: str, killed: bool) -> Ended:
+        self.members.remove(member)
+        self.ray.kill(member.actor)
+        self.troubles.append(trouble)
+        print(f"{trouble}; {'the others go on' if self.members else 'nobody is left'}", file=sys.stderr)
+        return Ended(killed)
 
     def _places(self, devices: str) -> list[str]:
         """One name per worker: `auto` is a GPU each of the whole cluster, or one on the CPU.

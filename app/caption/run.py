@@ -13,13 +13,13 @@ from typing import Any
 
 from mmspec.app.caption.decoder import AHEAD, Decoder, DecoderError
 from mmspec.app.caption.journal import Record, digest, key
-from mmspec.app.caption.media import Limits, Media
 from mmspec.app.caption.model import FatalError, dtype_of, load, peak_memory, rows_for
 from mmspec.app.caption.outputs import UnwritableTextError, Writer, combined, facts_of
 from mmspec.app.caption.plan import Task, frame_policy
 from mmspec.app.caption.settings import Settings
 from mmspec.app.caption.twins import Twins
 from mmspec.app.caption.video import FramePolicy
+from mmspec.media import Limits, Media
 
 PATIENCE = 5  # items on which a model that has never answered may fail before the run is given up
 LOST = "AcceleratorError"  # of torch: after most of these the device fails on everything, fast

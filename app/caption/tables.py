@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+from mmspec import media
 from mmspec.app.caption.items import IMAGE, VIDEO, Item, ParquetSource, broken, file_item, kind_of, need
-from mmspec.app.caption.media import COPY_AGAIN, MediaError
+from mmspec.media import COPY_AGAIN, MediaError
 
 LISTS, LINES, SHEETS, PARQUETS = {".txt", ".lst"}, {".jsonl", ".ndjson"}, {".csv", ".tsv"}, {".parquet"}
 EXTENSIONS = LISTS | LINES | SHEETS | PARQUETS
@@ -29,8 +30,10 @@ USUAL: tuple[str, ...] = (
     "img",
 )
 USUAL += ("jpg", "png", "mp4", "picture")  # columns that are tried, in this order, when none is named
+FORM = dict.fromkeys(LINES, "write one JSON object with a path a line")
 NAME_IT = "name the column of paths or bytes with --column-image"
 CHUNK = 4096  # rows of small columns read at once
+LONGEST = 2**24  # bytes of a line
 
 Namer = Callable[[Path], str]
 
@@ -63,8 +66,7 @@ class Columns:
 
     def said(self, row: dict[str, Any]) -> tuple[str | None, tuple[str, ...]]:
         """Caption and tags of a row."""
-        text = row.get(self.text) if self.text else None
-        return (str(text) if text else None), tags_of(row.get(self.tags) if self.tags else None)
+        return text_of(row.get(self.text) if self.text else None), tags_of(row.get(self.tags) if self.tags else None)
 
 
 @dataclass(frozen=True)
@@ -83,13 +85,13 @@ class Rows:
         if self.path.suffix.lower() in SHEETS:  # a cell may hold line breaks
             return None
         with open(self.path, "rb") as file:
-            return sum(1 for line in file if line.strip())
+            return sum(1 for _ in _lines(file))
 
     def check(self) -> None:
         """MediaError if the file cannot be read, is empty or lacks a column."""
         try:
             first = next(self._rows(), None)
-        except (OSError, UnicodeDecodeError, csv.Error) as error:
+        except (OSError, ValueError, csv.Error) as error:
             raise self._unreadable(error) from error
         if first is None:
             raise MediaError(self.path, "names no files", "write one path, or one row, a line")
@@ -101,34 +103,63 @@ class Rows:
         try:
             for number, row in enumerate(self._rows()):
                 yield self._item(row, f"{name}/{number}", name_of)
-        except (OSError, UnicodeDecodeError, csv.Error) as error:
+        except (OSError, ValueError, csv.Error) as error:
             trouble = self._unreadable(error)
             yield broken(name, self.path, trouble.reason, trouble.what_to_do)
 
     def _item(self, row: dict | str, name: str, name_of: Namer) -> Item:
         where = f"{self.path}: row {name.rpartition('/')[2]}"
         if isinstance(row, str):
-            return broken(name, where, row, "one JSON object with a path a line")
+            return broken(name, where, row, FORM.get(self.path.suffix.lower(), "write one path, or one row, a line"))
         try:
             cell = row[self.columns.choose(row, where)]
+            path = cell.get("path") if isinstance(cell, dict) else cell
+            if self._is_list:  # the user's own: it may name files anywhere
+                path = os.path.join(self.path.parent, media.path_of(path, where))
+            else:
+                path = media.below(self.path.parent, path, where)
         except MediaError as error:
             return broken(name, where, error.reason, error.what_to_do)
-        path = cell.get("path") if isinstance(cell, dict) else cell
-        wrong = _wrong_path(path)
-        if wrong:
-            return broken(name, where, *wrong)
-        return file_item(self.path.parent / str(path), name_of, *self.columns.said(row))
+        return file_item(Path(path), name_of, *self.columns.said(row))
 
     def _rows(self) -> Iterator[dict | str]:
-        """A row as a dictionary, or what is wrong with it."""
+        """A row as a dictionary, or what is wrong with it: each line is read by itself, so it costs no other.
+
+        Bytes that are no UTF-8 stay what they are in paths, for files may be called so.
+        """
         suffix = self.path.suffix.lower()
-        with open(self.path, encoding="utf-8-sig", newline="") as file:
-            if suffix in SHEETS:
-                yield from csv.DictReader(file, delimiter="\t" if suffix == ".tsv" else ",", restkey="", restval="")
+        with open(self.path, "rb") as file:
+            if file.read(2) in (b"\xff\xfe", b"\xfe\xff"):
+                raise ValueError("it is UTF-16")
+        if suffix in SHEETS:
+            yield from self._cells("\t" if suffix == ".tsv" else ",")
+            return
+        with open(self.path, "rb") as file:
+            for line in _lines(file):
+                if line is None:
+                    yield f"is longer than {LONGEST} bytes"
+                elif suffix in LISTS:
+                    yield {"path": line.decode("utf-8", "surrogateescape")}
+                else:
+                    yield _json(line)
+
+    def _cells(self, delimiter: str) -> Iterator[dict | str]:
+        with open(self.path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+            rows = csv.DictReader(file, delimiter=delimiter, restkey="", restval="")
+            if rows.fieldnames is None:
                 return
-            for line in map(str.strip, file):
-                if line:
-                    yield {"path": line} if suffix in LISTS else _json(line)
+            while True:
+                try:
+                    row: dict | str | None = next(rows, None)
+                except csv.Error as error:  # the reader goes on behind the line
+                    row = f"is no row of a table ({error}); is a quote left open?"
+                if row is None:
+                    return
+                yield row
+
+    @property
+    def _is_list(self) -> bool:
+        return self.path.suffix.lower() in LISTS
 
     def _unreadable(self, error: Exception) -> MediaError:
         return MediaError(self.path, f"cannot be read ({error})", "save it again as UTF-8 text")
@@ -165,15 +196,19 @@ class Parquet:
                     own, (text, tags) = f"{name}/{number}", self.columns.said(cells)
                     if holds == "bytes":
                         yield Item(own, kind, ParquetSource(self.path, group, row, column), text, tags)
-                    elif wrong := _wrong_path(cells[column]):
-                        yield broken(own, f"{self.path}: row {number}", *wrong)
                     else:
-                        yield file_item(self.path.parent / cells[column], name_of, text, tags)
+                        yield self._named(cells[column], own, f"{self.path}: row {number}", name_of, text, tags)
                     number += 1
         except MediaError as error:
             yield broken(name, self.path, error.reason, error.what_to_do)
         except Exception as error:  # a reader fed with a damaged file may raise anything at all
             yield broken(name, self.path, f"is damaged ({type(error).__name__}: {error})", COPY_AGAIN)
+
+    def _named(self, cell: Any, own: str, where: str, name_of: Namer, text: str | None, tags: tuple) -> Item:
+        try:
+            return file_item(media.below(self.path.parent, cell, where), name_of, text, tags)
+        except MediaError as error:
+            return broken(own, where, error.reason, error.what_to_do)
 
     def _open(self) -> Any:
         parquet = need("pyarrow.parquet", str(self.path))
@@ -185,8 +220,10 @@ class Parquet:
     def _column(self, schema: Any) -> tuple[str, str, str]:
         """The column, what it holds ("paths" or "bytes"), and of which kind that is."""
         types = need("pyarrow", str(self.path)).types
-        notes = _json((schema.metadata or {}).get(b"huggingface", b"{}").decode("utf-8", "replace"))
-        features = notes.get("info", {}).get("features", {}) if isinstance(notes, dict) else {}
+        notes = _json((schema.metadata or {}).get(b"huggingface", b"{}"))
+        for part in ("info", "features"):
+            notes = notes.get(part) if isinstance(notes, dict) else None
+        features = notes if isinstance(notes, dict) else {}
         typed = {
             name: found["_type"] for name, found in features.items() if _media_type(found) and name in schema.names
         }
@@ -209,28 +246,39 @@ def kind_by_name(column: str) -> str:
 def tags_of(cell: Any) -> tuple[str, ...]:
     """Tags in a cell: a list of them, or a text with commas."""
     given = cell.split(",") if isinstance(cell, str) else cell if isinstance(cell, list | tuple) else ()
-    return tuple(filter(None, (str(tag).strip() for tag in given)))
+    return tuple(filter(None, map(text_of, given)))
 
 
-def _wrong_path(cell: Any) -> tuple[str, str] | None:
-    """What is wrong with a cell that should be a path, and what to do about it."""
-    try:
-        possible = isinstance(cell, str) and cell.strip() and b"\0" not in os.fsencode(cell)
-    except UnicodeEncodeError:
-        possible = False
-    if not possible:
-        return f"has {str(cell)[:60]!r} in place of a path", "write the path of a file"
-    if "://" in cell:
-        return f"{cell[:200]} is on the web", "download it first, for instance with img2dataset"
-    return None
+def text_of(cell: Any) -> str | None:
+    """A caption or a tag in a cell; None for what is empty, or no text."""
+    if isinstance(cell, bool) or not isinstance(cell, str | int | float):
+        return None
+    return str(cell).encode("utf-8", "replace").decode().strip() or None
 
 
-def _json(line: str) -> dict | str:
+def _json(line: bytes) -> dict | str:
     try:
         row = json.loads(line)
     except ValueError as error:
         return f"is not JSON ({error})"
+    except RecursionError:
+        return "is not JSON that can be read (nested too deep)"
     return row if isinstance(row, dict) else f"is JSON of a {type(row).__name__}, not an object"
+
+
+def _lines(file: BinaryIO) -> Iterator[bytes | None]:
+    """The lines that are not blank, without the mark of UTF-8; None for one that is too long to be held."""
+    first = True
+    while line := file.readline(LONGEST):
+        whole = line.endswith(b"\n") or len(line) < LONGEST
+        while not whole:
+            rest = file.readline(LONGEST)
+            whole = rest.endswith(b"\n") or len(rest) < LONGEST
+            line = b""
+        text = line.removeprefix(b"\xef\xbb\xbf").strip() if first else line.strip()
+        first = False
+        if text or not line:
+            yield text or None
 
 
 def _small_columns(file: Any, group: int, names: list[str]) -> Iterator[dict[str, Any]]:

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from mmspec.app.caption.items import Item, TarSource, broken, kind_of
-from mmspec.app.caption.media import MediaError
-from mmspec.app.caption.tables import Columns, tags_of
+from mmspec.app.caption.tables import Columns, tags_of, text_of
+from mmspec.media import MediaError
 
 EXTENSIONS = {".tar"}
 PACKED = (".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst")
@@ -69,14 +69,13 @@ class Tar:
         texts = {member.extension: _text(tar, member.info) for member in sample if member.extension in ("txt", "json")}
         facts = _facts(texts.get("json", ""))
         said = facts.get(self.columns.text) if self.columns.text else facts.get("caption", facts.get("text"))
-        existing = texts["txt"] if "txt" in texts and not self.columns.text else said
+        existing = text_of(texts["txt"] if "txt" in texts and not self.columns.text else said)
         tags = tags_of(facts.get(self.columns.tags or "tags"))
         for member in found:
             info = member.info
             source = TarSource(self.path, info.name, info.offset_data, info.size)
             own = name if len(found) == 1 else f"{name}.{member.extension}"
-            text = str(existing).strip() if existing else None
-            yield Item(own, kind_of(info.name) or "", source, text, tags)
+            yield Item(own, kind_of(info.name) or "", source, existing, tags)
 
     def _unreadable(self, error: Exception) -> MediaError:
         return MediaError(self.path, f"is not a whole, uncompressed tar ({error})", "copy, download or unpack it again")
@@ -101,6 +100,6 @@ def _text(tar: tarfile.TarFile, info: tarfile.TarInfo) -> str:
 def _facts(text: str) -> dict[str, Any]:
     try:
         facts = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):  # the picture beside it is not to blame
         return {}
     return facts if isinstance(facts, dict) else {}

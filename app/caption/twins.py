@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from mmspec.app.caption.journal import Ledger
-from mmspec.app.caption.media import Media
 from mmspec.app.caption.outputs import STATE
 from mmspec.app.caption.plan import Task
+from mmspec.media import Media
 
 NEAR = 3  # bits of 64 in which the hashes of two pictures that look the same may differ
 BANDS = NEAR + 1  # cut into so many parts, two such hashes agree in one part at least

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from PIL import Image
 
-from mmspec.app.caption import media
-from mmspec.app.caption.media import COPY_AGAIN, Limits, MediaError
+from mmspec import media
+from mmspec.media import COPY_AGAIN, Limits, MediaError
 
 if TYPE_CHECKING:  # a run of images only never loads FFmpeg
     from av.container import InputContainer

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol
 
-from mmspec.app.caption.journal import FAILED, Ledger
+from mmspec.app.caption.journal import FAILED, Ledger, time_of
 from mmspec.app.caption.model import FatalError
 from mmspec.app.caption.outputs import STATE, Writer
 from mmspec.app.caption.plan import Task
@@ -23,6 +23,7 @@ from mmspec.app.caption.run import Job, Result, Worker, cores, failed
 from mmspec.app.caption.settings import AUTO
 
 GOODBYE = 30.0  # seconds a process has for its last round once it was told to stop
+STARTS = 2  # of a worker in a row, none of which finishes an item; then its device is given up
 
 
 class Member(Protocol):
@@ -34,15 +35,23 @@ class Member(Protocol):
     def give(self, tasks: Sequence[Task]) -> None: ...
 
 
+@dataclass(frozen=True)
+class Ended:
+    """A member that works no more."""
+
+    killed: bool  # or it said itself that it, or its device, cannot go on
+
+
 class Crew(Protocol):
     """Workers wherever they run; a context manager."""
 
     members: Sequence[Member]
     summaries: list[dict[str, Any]]
     notes: list[str]
+    troubles: list[str]  # why members have ended
 
-    def hear(self) -> list[tuple[Any, list[Result] | None]]:
-        """Wait for news; None from a member means that it is dead. FatalError if no worker can work."""
+    def hear(self) -> list[tuple[Any, list[Result] | Ended]]:
+        """Wait for news: what a member has finished, or that it has ended. New members may have come meanwhile."""
 
     def stop(self) -> None:
         """Let them end and collect their summaries."""
@@ -54,7 +63,7 @@ class Alone:
     def __init__(self, job: Job, place: str, slots: str, items: int):
         self.worker = Worker(job, place, f"{slots}worker-0")
         self.slot, self.window = self.worker.slot, self.worker.window
-        self.members, self.notes = [self], self.worker.notes
+        self.members, self.notes, self.troubles = [self], self.worker.notes, list[str]()
         self.summaries: list[dict[str, Any]] = []
         self.comparison = None
         engine = self.worker.engine
@@ -67,7 +76,7 @@ class Alone:
     def give(self, tasks: Sequence[Task]) -> None:
         self.worker.give(tasks)
 
-    def hear(self) -> list[tuple[Any, list[Result] | None]]:
+    def hear(self) -> list[tuple[Any, list[Result] | Ended]]:
         return [(self, self.worker.step())]
 
     def stop(self) -> None:
@@ -83,6 +92,8 @@ class Hand:
     pipe: Connection
     slot: str
     place: str
+    barren: int = 0  # starts before this one, in a row, in which nothing was finished
+    worked: bool = False
     window: int = 0
 
     def give(self, tasks: Sequence[Task]) -> None:
@@ -91,40 +102,47 @@ class Hand:
 
 
 class Processes:
-    """One process per device, each with a model, a decoder and a journal of its own."""
+    """One process per device, each with a model, a decoder and a journal of its own.
+
+    One that ends is started again, unless it never finished anything; the others go on with its items.
+    """
 
     def __init__(self, job: Job, places: Sequence[str], slots: str):
         self.summaries: list[dict[str, Any]] = []
         self.notes: list[str] = []
+        self.troubles: list[str] = []
         self.members: list[Hand] = []
-        context = multiprocessing.get_context("spawn")
+        self._job = job
         for number, place in enumerate(places):
-            ours, theirs = context.Pipe()
-            slot = f"{slots}worker-{number}"
-            process = context.Process(target=serve, args=(theirs, job, place, slot), name=slot)
-            process.start()
-            theirs.close()  # so that the pipe breaks when the process ends
-            self.members.append(Hand(process, ours, slot, place))
+            self._hire(f"{slots}worker-{number}", place)
 
-    def hear(self) -> list[tuple[Any, list[Result] | None]]:
+    def hear(self) -> list[tuple[Any, list[Result] | Ended]]:
         pipes: dict[Any, Hand] = {hand.pipe: hand for hand in self.members}
-        news: list[tuple[Any, list[Result] | None]] = []
+        news: list[tuple[Any, list[Result] | Ended]] = []
         for pipe in wait(list(pipes)):
             hand = pipes[pipe]
             try:
                 kind, said = hand.pipe.recv()
             except (EOFError, OSError):
-                self._bury(hand)
-                news.append((hand, None))
-                continue
-            if kind == "fatal":
-                raise FatalError(said)
-            if kind == "ready":
+                kind, said = "killed", ""
+            if kind in ("fatal", "killed"):
+                self._bury(hand, said)
+                news.append((hand, Ended(kind == "killed")))
+            elif kind == "ready":
                 hand.window, notes = said
                 self.notes += [note for note in notes if note not in self.notes]
             elif kind == "results":
+                hand.worked, hand.barren = True, 0
                 news.append((hand, said))
         return news
+
+    def _hire(self, slot: str, place: str, barren: int = 0) -> None:
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        process = context.Process(target=serve, args=(theirs, self._job, place, slot), name=slot)
+        process.start()
+        theirs.close()  # so that the pipe breaks when the process ends
+        self.members.append(Hand(process, ours, slot, place, barren))
 
     def stop(self) -> None:
         for hand in self.members:
@@ -133,29 +151,40 @@ class Processes:
         give_up = time.monotonic() + GOODBYE
         for hand in self.members:
             with contextlib.suppress(OSError, EOFError):
-                while hand.pipe.poll(max(0.0, give_up - time.monotonic())):
+                while hand.window and hand.pipe.poll(max(0.0, give_up - time.monotonic())):  # not one that still loads
                     kind, said = hand.pipe.recv()
                     if kind == "end":
                         self.summaries.append(said)
                         break
             hand.pipe.close()
-            hand.process.join(max(0.1, give_up - time.monotonic()))
+            hand.process.join(max(0.1, give_up - time.monotonic()) if hand.window else 0)
             if hand.process.is_alive():
                 hand.process.kill()
                 hand.process.join()
 
-    def _bury(self, hand: Hand) -> None:
+    def _bury(self, hand: Hand, said: str) -> None:
+        """Leave nothing of a worker that has ended, and start it again where that may help."""
         self.members.remove(hand)
         hand.pipe.close()
         hand.process.join(5)
+        if hand.process.is_alive():
+            hand.process.kill()
+            hand.process.join()
         code = hand.process.exitcode
         how = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
-        print(f"{hand.slot} on {hand.place} has ended ({how}); the others go on with its items", file=sys.stderr)
+        trouble = said or f"{hand.slot} on {hand.place} has ended ({how})"
+        self.troubles.append(trouble)
+        again = hand.worked or (not said and hand.barren + 1 < STARTS)
+        if again:
+            self._hire(hand.slot, hand.place, 0 if hand.worked else hand.barren + 1)
+        told = "it is started again" if again else "the others go on" if self.members else "nobody is left"
+        print(f"{' '.join(trouble.split())}; {told}", file=sys.stderr)
 
 
 def serve(pipe: Connection, job: Job, place: str, slot: str) -> None:
     """What a worker process does: tasks off the pipe, results into it, until the other end is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent decides what ends
+    for number in (signal.SIGINT, signal.SIGTERM):  # which may reach all processes; the parent decides what ends
+        signal.signal(number, signal.SIG_IGN)
     try:
         if place.startswith("cpu"):
             _share_cores(job.workers)
@@ -199,41 +228,48 @@ def dispatch(
         FatalError: no worker is left, or none can work.
     """
     lots, begun = _Lots(tasks), time.time()
-    hands: dict[Any, dict[str, Task]] = {member: {} for member in crew.members}
+    hands: dict[Any, dict[str, Task]] = {}
     while lots or any(hands.values()):
         share = math.ceil((len(lots) + sum(map(len, hands.values()))) / len(crew.members))  # of all that is left
         for member in crew.members:
-            lot = lots.next(hands[member], min(member.window, share))
+            held = hands.setdefault(member, {})
+            lot = lots.next(held, min(member.window, share))
             if lot:
                 if started is not None:
                     started()
                     started = None
-                hands[member] |= {task.item.name: task for task in lot}
+                held |= {task.item.name: task for task in lot}
                 member.give(lot)
-        for member, results in crew.hear():
-            if results is None:
-                left = hands.pop(member)
+        for member, news in crew.hear():
+            if isinstance(news, Ended):
+                left = hands.pop(member, {})
                 for result in _recorded(job, member.slot, left, begun):
                     del left[result.name]
                     report(result)
-                if culprit := lots.back(left):
+                if culprit := lots.back(left, news.killed):
                     report(_blamed(job, member.slot, culprit))
-                if not crew.members:
-                    raise FatalError("all workers have ended; what is finished is safe, the same command goes on")
-            for result in results or ():
+                continue
+            for result in news:
                 if hands[member].pop(result.name, None) is not None:
                     report(result)
+        if not crew.members and (lots or any(hands.values())):
+            why = crew.troubles[-1]
+            raise FatalError(f"all workers have ended ({why}); what is finished is safe, the same command goes on")
 
 
 class KilledWorkerError(Exception):
-    """The process that worked on this item alone was killed."""
+    """The process that worked on this item alone came to its end."""
 
 
 class _Lots:
-    """What nobody has in hand yet. What a killed worker had is given out last and one at a time: it may kill again."""
+    """What nobody has in hand yet. What a killed worker had is given out last and one at a time: it may kill again.
+
+    So is what a second worker had when it said that it cannot go on.
+    """
 
     def __init__(self, tasks: Sequence[Task]):
         self._todo, self._suspects, self._suspected = deque(tasks), deque[Task](), set[str]()
+        self._returned: set[str] = set()
 
     def __len__(self) -> int:
         return len(self._todo) + len(self._suspects)
@@ -245,22 +281,27 @@ class _Lots:
         lot = [self._todo.popleft() for _ in range(min(len(self._todo), most - len(held)))]
         return [self._suspects.popleft()] if not lot and not held and self._suspects else lot
 
-    def back(self, left: Mapping[str, Task]) -> Task | None:
-        """Take back what a killed worker had; the one item that killed a second one, if it was that."""
+    def back(self, left: Mapping[str, Task], killed: bool) -> Task | None:
+        """Take back what a worker had that has ended; the one item that ended a second one, if it was that."""
         if len(left) == 1 and self._suspected.issuperset(left):
             return next(iter(left.values()))
-        self._suspects += left.values()
-        self._suspected.update(left)
+        for name, task in left.items():
+            if killed or name in self._returned or name in self._suspected:
+                self._suspects.append(task)
+                self._suspected.add(name)
+            else:
+                self._todo.append(task)
+                self._returned.add(name)
         return None
 
 
 def _blamed(job: Job, slot: str, task: Task) -> Result:
-    """Record, in the dead worker's journal, that an item kills who works on it."""
+    """Record, in a journal beside that of the dead worker, that an item kills who works on it."""
     error = KilledWorkerError(
         "a worker was killed while it worked on this item among others, and another one on it alone; "
         "it may need more memory than there is. --retry-failed tries it again"
     )
-    writer = Writer(job.folder, slot)
+    writer = Writer(job.folder, f"{slot}-lost")
     with contextlib.closing(writer):
         return failed(task, "", error, writer, job)
 
@@ -273,7 +314,7 @@ def _recorded(job: Job, slot: str, left: dict[str, Task], begun: float) -> list[
     ledger, found = Ledger([path]), []
     for name, task in left.items():
         record = ledger.failure(name) or ledger.get(name)
-        if record is None or record.get("ask") != task.ask or record.get("time", 0) < begun:
+        if record is None or record.get("ask") != task.ask or time_of(record) < begun:
             continue
         if record.get("status") == FAILED:
             found.append(Result(name, error=str(record["error"]), message=str(record["message"])))

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mmspec import zoo
+from mmspec import media, zoo
 from mmspec.app import embedded
-from mmspec.app.caption import inputs, items, media
+from mmspec.app.caption import inputs, items
 from mmspec.app.options import where
 
 ABOUT = (

@@ -10,10 +10,10 @@ from PIL import Image
 
 from mmspec.app.caption.decoder import Decoder
 from mmspec.app.caption.items import FileSource, Item
-from mmspec.app.caption.media import Limits, MediaError
 from mmspec.app.caption.video import FramePolicy
 from mmspec.app.demo.answer import MAX_FRAMES, Ask
 from mmspec.app.demo.desk import RefusedError
+from mmspec.media import Limits, MediaError
 
 LIMITS = Limits(max_pixels=16_000_000, max_bytes=64 * 2**20, seconds=20.0, max_duration=120.0)
 LONGEST = 1024  # pixels of a side that are handed on

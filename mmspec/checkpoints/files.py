@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import pickle
 from pathlib import Path
+from reprlib import repr as briefly
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
 CONFIG, WEIGHTS, INDEX, PICKLE = "config.json", "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
+LONGEST = 2**26  # bytes of a JSON file; the index of the largest checkpoints has a tenth of it
 _SAFE = [CONFIG, WEIGHTS, INDEX, "model-*-of-*.safetensors"]
 
 
@@ -77,10 +78,18 @@ def read_tensors(path: Path, allow_pickle: bool = False) -> dict[str, Tensor]:
 
 
 def _json(path: Path) -> dict[str, Any]:
+    if path.stat().st_size > LONGEST:
+        raise ValueError(
+            f"{path.name} has {path.stat().st_size} bytes, over {LONGEST}; it is no {path.name} of a model"
+        )
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path.name} is not JSON ({error}); is it complete?") from error
+    except RecursionError as error:
+        raise ValueError(
+            f"{path.name} is nested too deep to be read; a drafter's has three levels; fetch it again"
+        ) from error
     if not isinstance(content, dict):
         raise ValueError(f"{path.name} must hold a JSON object; it holds a {type(content).__name__}")
     return content
@@ -89,16 +98,18 @@ def _json(path: Path) -> dict[str, Any]:
 def _safe(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
-    except SafetensorError as error:
+    except Exception as error:  # SafetensorError for most damage, others for types that torch has not
         raise ValueError(f"{path.name} is damaged or cut short ({error}); fetch or write it again") from error
 
 
 def _shards(folder: Path) -> dict[str, Tensor]:
     listed = _json(folder / INDEX).get("weight_map")
-    files = sorted(set(listed.values())) if isinstance(listed, dict) else []
-    strange = [file for file in files if not isinstance(file, str) or Path(file).name != file]
-    if not files or strange:
-        raise ValueError(f"weight_map in {INDEX} must name files of the same folder; it has {strange or listed!r}")
+    named = list(listed.values()) if isinstance(listed, dict) else []
+    strange = [file for file in named if not isinstance(file, str) or Path(file).name != file or "\0" in file]
+    if not named or strange:
+        shown = briefly(strange or listed)
+        raise ValueError(f"weight_map in {INDEX} must name files of the same folder, as texts; it has {shown}")
+    files = sorted(set(named))
     absent = [file for file in files if not (folder / file).is_file()]
     if absent:
         raise FileNotFoundError(f"{INDEX} lists {', '.join(absent)}, which {folder} does not hold")
@@ -113,8 +124,19 @@ def _pickled(path: Path, allow_pickle: bool) -> dict[str, Tensor]:
             f"{path.name} is damaged, or holds more than tensors and would run code when loaded; nothing was run. "
             "Ask its author for safetensors, or, if you trust them, pass allow_pickle=True (CLI: --allow-pickle)"
         ) from error
-    except (RuntimeError, EOFError) as error:
+    except Exception as error:  # torch meets bytes that are no file of its own with errors of any kind
         raise ValueError(f"{path.name} is damaged or cut short ({error}); fetch it again") from error
     if not isinstance(content, dict) or not all(isinstance(tensor, Tensor) for tensor in content.values()):
         raise ValueError(f"{path.name} must hold a dict of nothing but tensors; it holds a {type(content).__name__}")
+    size = path.stat().st_size
+    strange = [key for key, tensor in content.items() if not isinstance(key, str) or not _held(tensor, size)]
+    if strange:
+        raise ValueError(
+            f"{path.name} holds no plain tensors, or larger ones than itself: {briefly(strange)}; fetch it again"
+        )
     return {key: tensor.detach() for key, tensor in content.items()}
+
+
+def _held(tensor: Tensor, size: int) -> bool:
+    """Whether a file of so many bytes can hold this tensor: one that repeats few numbers could fill all memory."""
+    return tensor.layout is torch.strided and not tensor.is_quantized and tensor.numel() * tensor.element_size() <= size

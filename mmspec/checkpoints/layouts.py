@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from reprlib import repr as briefly
 from typing import Any
 
 from mmspec.types import FINAL
@@ -101,7 +102,12 @@ class Layout:
 def _marked(config: Mapping[str, Any]) -> str | None:
     """The layout that our own writer noted in config.json."""
     marker = config.get("mmspec")
-    return marker.get("layout", "mmspec") if isinstance(marker, Mapping) else None
+    if not isinstance(marker, Mapping):
+        return None
+    layout = marker.get("layout", "mmspec")
+    if not isinstance(layout, str):
+        raise ValueError(f"mmspec.layout in config.json is {briefly(layout)}; it is one of {', '.join(LAYOUTS)}")
+    return layout
 
 
 def _has(start: str) -> Seen:
@@ -109,7 +115,11 @@ def _has(start: str) -> Seen:
 
 
 def _made_by(name: str) -> Seen:
-    return lambda config, keys: name in (config.get("architectures") or ())
+    def seen(config: Mapping[str, Any], keys: Collection[str]) -> bool:
+        listed = config.get("architectures")
+        return isinstance(listed, list) and name in listed
+
+    return seen
 
 
 def _msd(config: Mapping[str, Any], keys: Collection[str]) -> bool:

@@ -57,6 +57,12 @@ def load_drafter(
         drafter = weights.build(table, tensors, made, found)
     except ValueError as error:
         raise ValueError(f"{name_or_path}: {error}") from error
+    except (TypeError, ArithmeticError, AttributeError, LookupError, RuntimeError, MemoryError) as error:
+        # what a setting or a tensor that nobody thought of does to the arithmetic of shapes
+        told = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise ValueError(
+            f"{name_or_path}: config.json and the tensors make no drafter ({told}); fetch them again"
+        ) from error
     return drafter.eval().requires_grad_(False)
 
 

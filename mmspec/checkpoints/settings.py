@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import MISSING, fields, replace
+from reprlib import repr as briefly
 from typing import Any, TypeGuard
 
 from mmspec.checkpoints.layouts import Layout, layout_named
@@ -12,6 +13,13 @@ from mmspec.drafters.eagle import EagleConfig
 from mmspec.registry import DRAFTERS
 
 Shape = tuple[int, ...]
+LARGEST, MANY = 2**24, 64  # of any number in config.json; entries of a list there
+MOST = {
+    "depth": 128,
+    "width": 256,
+    "size": 4096,
+    "tokens": 128,
+}  # of what is done one after the other, or kept for each
 # What no published layout has a place for: our own writer notes it beside.
 NOTED = ("target", "target_revision", "depth", "width", "size", "tree", "draws", "media")
 _SWITCHES = {  # setting: the tensor whose presence says it, in the layouts that may lack that one
@@ -62,7 +70,9 @@ def read(
     found = _features(found, config, shapes, layers)
     verifier = _part(_part(config, "speculators_config"), "verifier").get("name_or_path")
     noted = {"target": verifier, **_part(config, "mmspec")}
-    return replace(found, **{key: noted[key] for key in NOTED if noted.get(key) is not None and hasattr(found, key)})
+    said = {key: noted[key] for key in NOTED if noted.get(key) is not None and hasattr(found, key)}
+    _check_kinds(type(found), said)
+    return replace(found, **said)
 
 
 def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,12 +88,12 @@ def _part(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     """An object inside config.json, empty where it is absent."""
     part = config.get(key)
     if part is not None and not isinstance(part, Mapping):
-        raise ValueError(f"{key} in config.json must be an object; it is {part!r}")
+        raise ValueError(f"{key} in config.json must be an object; it is {briefly(part)}")
     return part or {}
 
 
 def _is_count(value: Any) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= LARGEST
 
 
 def method_of(name: str, config: Mapping[str, Any]) -> str:
@@ -95,16 +105,54 @@ def method_of(name: str, config: Mapping[str, Any]) -> str:
     method = layout_named(name).method or _part(config, "mmspec").get("method", "eagle")
     known = [name for name, entry in DRAFTERS.items() if entry.trained]
     if method not in known:
-        raise ValueError(f"config.json names the method {method!r}, which this version does not have; it has {known}")
+        raise ValueError(
+            f"config.json names the method {briefly(method)}, which this version does not have; it has {known}"
+        )
     return str(method)
 
 
 def _own(config: Mapping[str, Any], kind: type[EagleConfig]) -> EagleConfig:
     shapes = ("hidden", "intermediate", "heads", "kv_heads", "vocab")
-    wrong = [f"{name} = {config.get(name)!r}" for name in shapes if not _is_count(config.get(name))]
+    wrong = [f"{name} = {briefly(config.get(name))}" for name in shapes if not _is_count(config.get(name))]
     if wrong:
-        raise ValueError(f"config.json must give whole numbers ≥ 1; it gives {', '.join(wrong)}")
-    return kind.of({key: value for key, value in config.items() if key != "mmspec"})
+        raise ValueError(f"config.json must give whole numbers from 1 to {LARGEST}; it gives {', '.join(wrong)}")
+    values = {key: value for key, value in config.items() if key != "mmspec"}
+    _check_kinds(kind, values)
+    return kind.of(values)
+
+
+def _check_kinds(made: type[EagleConfig], values: Mapping[str, Any]) -> None:
+    """ValueError for values of another kind than those of a config, or out of bounds."""
+    usual = {f.name: 0 if f.default is MISSING else f.default for f in fields(made)}
+    allowed = {name: _allowed(name, usual[name]) for name in usual}
+    wrong = [
+        f"{name} is {briefly(value)}, expected {allowed[name]}"
+        for name, value in values.items()
+        if name in usual and not _is_allowed(name, value, usual[name])
+    ]
+    if wrong:
+        raise ValueError(f"config.json: {'; '.join(wrong)}. Correct it, or fetch the drafter again")
+
+
+def _is_allowed(name: str, value: Any, usual: Any) -> bool:
+    if isinstance(usual, tuple):
+        return isinstance(value, list | tuple) and len(value) <= MANY and all(_like(one, usual[0]) for one in value)
+    if type(usual) is int:
+        return _like(value, usual) and 0 <= value <= MOST.get(name, LARGEST)
+    return _like(value, usual)
+
+
+def _like(value: Any, usual: Any) -> bool:
+    if type(usual) is float:
+        return type(value) in (int, float) and 0 < value < LARGEST**2
+    return type(value) is type(usual) and (type(value) is not int or abs(value) <= LARGEST)
+
+
+def _allowed(name: str, usual: Any) -> str:
+    kinds = {bool: "true or false", float: "a number above 0", str: "a text"}
+    if isinstance(usual, tuple):
+        return f"a list of at most {MANY} " + ("whole numbers" if isinstance(usual[0], int) else "texts")
+    return kinds.get(type(usual), f"a whole number from 0 to {MOST.get(name, LARGEST)}")
 
 
 def refuse(name: str, config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> None:
@@ -118,7 +166,8 @@ def refuse(name: str, config: Mapping[str, Any], shapes: Mapping[str, Shape]) ->
     rope = scaling.get("rope_type") or scaling.get("type") or "default"
     if rope not in ("default", "mrope"):
         needs.append(f"rotary positions scaled by {rope!r}")
-    if "sliding_attention" in (flat.get("layer_types") or ()):
+    kinds = flat.get("layer_types")
+    if isinstance(kinds, list) and "sliding_attention" in kinds:
         needs.append("attention within a sliding window")
     if needs:
         raise ValueError(f"this drafter needs {'; '.join(needs)}. mmspec's network has not that, so it is refused")
@@ -138,9 +187,13 @@ def _layer(flat: Mapping[str, Any], shapes: Mapping[str, Shape], layer: str) -> 
         raise ValueError(f"{', '.join(wrong)}; expected matrices")
     heads = flat.get("num_attention_heads")
     if not _is_count(heads):
-        raise ValueError(f"config.json must give num_attention_heads, a whole number ≥ 1; it gives {heads!r}")
+        raise ValueError(f"config.json must give num_attention_heads, a whole number ≥ 1; it gives {briefly(heads)}")
     q, k = (shapes[f"{layer}.self_attn.{x}_proj.weight"][0] for x in "qk")
     head_dim = flat.get("head_dim") or q // heads
+    if not _is_count(head_dim):
+        raise ValueError(
+            f"head_dim in config.json must be a whole number from 1 to {LARGEST}; it is {briefly(head_dim)}"
+        )
     if q != heads * head_dim or k % head_dim or heads % max(1, k // head_dim):
         raise ValueError(
             f"{layer}.self_attn.q_proj.weight has {q} rows and k_proj.weight {k}; with num_attention_heads {heads} and "
@@ -148,16 +201,18 @@ def _layer(flat: Mapping[str, Any], shapes: Mapping[str, Shape], layer: str) -> 
         )
     hidden = shapes["fc.weight"][0]
     theta = flat.get("rope_theta") or _part(flat, "rope_parameters").get("rope_theta")
-    return {
+    found = {
         "hidden": hidden,
         "intermediate": shapes[f"{layer}.mlp.gate_proj.weight"][0],
         "heads": heads,
         "kv_heads": k // head_dim,
         "head_dim": 0 if head_dim * heads == hidden else head_dim,
         "vocab": _vocab(flat, shapes),
-        "rope_theta": float(theta or EagleConfig.rope_theta),
-        "norm_eps": float(flat.get("rms_norm_eps") or EagleConfig.norm_eps),
+        "rope_theta": theta or EagleConfig.rope_theta,
+        "norm_eps": flat.get("rms_norm_eps") or EagleConfig.norm_eps,
     }
+    _check_kinds(EagleConfig, found)
+    return found
 
 
 def _vocab(flat: Mapping[str, Any], shapes: Mapping[str, Shape]) -> int:
@@ -166,7 +221,9 @@ def _vocab(flat: Mapping[str, Any], shapes: Mapping[str, Shape]) -> int:
             return shapes[key][0]
     size = flat.get("vocab_size")
     if not _is_count(size):
-        raise ValueError(f"config.json must give vocab_size, as no tensor gives the vocabulary; it gives {size!r}")
+        raise ValueError(
+            f"config.json must give vocab_size, as no tensor gives the vocabulary; it gives {briefly(size)}"
+        )
     return size
 
 
@@ -198,6 +255,10 @@ def _listed(config: Mapping[str, Any]) -> tuple[int, ...]:
     """Layers whose input is read. Files in the wild count in two ways: see sgl-project/sglang#25454."""
     listed = config.get("eagle_aux_hidden_state_layer_ids")
     nested = _part(config, "eagle_config").get("eagle_aux_hidden_state_layer_ids")
+    for said in filter(None, (listed, nested)):
+        if not isinstance(said, list) or len(said) > MANY or not all(_like(layer, 0) and layer >= 0 for layer in said):
+            name = "eagle_aux_hidden_state_layer_ids"
+            raise ValueError(f"{name} in config.json must list up to {MANY} whole numbers ≥ 0; it is {briefly(said)}")
     if not listed and nested:
         listed = [i + 1 for i in nested] if nested[0] == 1 else nested  # 1 first: layers whose output is read
     return tuple(listed or ())

@@ -12,6 +12,7 @@ from mmspec.drafters.eagle import EagleConfig
 from mmspec.drafters.feature import FeatureDrafter
 
 Shape = tuple[int, ...]
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # in which a drafter can run
 
 
 def check_keys(layout: Layout, came: Collection[str], ours: Collection[str] | None = None) -> None:
@@ -121,6 +122,10 @@ def _check_shapes(
             elif came[key].is_floating_point() != whole.is_floating_point():
                 kind = "floats" if whole.is_floating_point() else "int64"
                 wrong.append(f"{key} holds {came[key].dtype}, expected {kind}")
+            elif whole.is_floating_point() and came[key].dtype not in FLOATS:
+                wrong.append(
+                    f"{key} holds {came[key].dtype}, expected float32, bfloat16 or float16: write it in one of these"
+                )
     if wrong:
         raise ValueError(f"wrong shapes: {'; '.join(wrong)}")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image
+
+from mmspec import media
+from mmspec.media import MediaError
 
 _SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif"}
 _PROMPTS = ("Describe this image in detail.", "What is shown in this picture? Please answer with at least 1000 words.")
@@ -37,8 +39,8 @@ def read(source: str, limit: int | None = None, seed: int = 0) -> Sequence[Sampl
     Args:
         source: one of
             - a folder of images;
-            - a `.jsonl` file with `prompt` (or `question`) and `image` or `images` per line, paths relative to it;
-              lines without images are text alone;
+            - a `.jsonl` file with `prompt` (or `question`) and `image` or `images` per line, paths relative to it, of
+              files below its folder; lines without images are text alone;
             - `hf:owner/name[:split]`, a dataset with the same columns, or with `conversations`, of which the first
               turn is asked;
             - `scenes:N`, `clips:N`, `zoo:N`: drawn pictures, drawn clips of eight frames, and the mixture for the
@@ -71,26 +73,22 @@ def read(source: str, limit: int | None = None, seed: int = 0) -> Sequence[Sampl
     return samples[:limit]
 
 
-@contextlib.contextmanager
-def _reading(name: str) -> Iterator[None]:
-    """What goes wrong inside is the fault of the picture of that name."""
+def _shown(read: Callable[[], bytes], name: str) -> Image.Image:
+    """A picture out of bytes, upright in RGB, within the formats and limits of `mmspec.media`."""
     try:
-        yield
-    except Exception as error:  # a decoder fed with damaged bytes may raise anything at all
-        raise UnreadableError(f"{name}: {type(error).__name__}: {error}") from error
-
-
-def _upright(image: Image.Image) -> Image.Image:
-    """As RGB, turned as its EXIF orientation says."""
-    return ImageOps.exif_transpose(image).convert("RGB")
+        return media.decode(read(), name)
+    except MediaError as error:
+        raise UnreadableError(f"{error.path}: {error.reason}") from error
 
 
 def _open(*paths: Path) -> Callable[[], list[Image.Image]]:
-    def one(path: Path) -> Image.Image:
-        with _reading(str(path)), Image.open(path) as image:
-            return _upright(image)
+    return lambda: [_shown(partial(media.read, path), str(path)) for path in paths]
 
-    return lambda: [one(path) for path in paths]
+
+def _open_cells(cells: Sequence[Any], folders: list[Path], where: str) -> Callable[[], list[Image.Image]]:
+    """The pictures that a row holds, or names below these folders."""
+    named = [(cell, f"{where} ({cell[:200]})" if isinstance(cell, str) else where) for cell in cells]
+    return lambda: [_shown(partial(media.cell, cell, folders, name), name) for cell, name in named]
 
 
 def _folder(folder: Path) -> list[Sample]:
@@ -99,19 +97,21 @@ def _folder(folder: Path) -> list[Sample]:
 
 
 def _lines(path: Path) -> Iterator[Sample]:
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
         if not line.strip():
             continue
         try:
             item = json.loads(line)
             images = item.get("images") or ([item["image"]] if "image" in item else [])
             prompt = item.get("prompt") or item["question"]
-        except (json.JSONDecodeError, KeyError, AttributeError) as error:
+            if not isinstance(prompt, str) or not isinstance(images, list):
+                raise TypeError("the prompt is a text, and 'images' a list")
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise ValueError(
                 f"{path}, line {number}: a sample needs 'prompt' or 'question', and 'image' or 'images' unless it is "
                 f"text alone; {error!r}"
             ) from error
-        yield Sample(_open(*(path.parent / name for name in images)), prompt, len(images))
+        yield Sample(_open_cells(images, [path.parent], f"{path}, line {number}"), prompt, len(images))
 
 
 def _dataset(name: str) -> list[Sample]:
@@ -127,10 +127,11 @@ def _dataset(name: str) -> list[Sample]:
     if pictures is None and words is None:
         raise ValueError(f"{name} needs 'image', 'images', 'prompt', 'question' or 'conversations'; it has {columns}")
 
+    folders = media.dataset_folders(repo)
+
     def load(index: int, column: str) -> list[Image.Image]:
-        with _reading(f"hf:{name}, row {index}"):
-            found = table[index][column]
-            return [_upright(image) for image in (found if isinstance(found, list) else [found])]
+        found = bare[index][column][0].as_py()
+        return _open_cells(found if isinstance(found, list) else [found], folders, f"hf:{name}, row {index}")()
 
     def sample(index: int) -> Sample:
         prompt = _asked(texts[index]) if texts is not None else ""
@@ -141,16 +142,16 @@ def _dataset(name: str) -> list[Sample]:
             count,
         )
 
-    texts = table[words] if words else None
-    bare = table.with_format("arrow")  # counts images without decoding them
+    texts = table.select_columns([words]).with_format("arrow")[:][words].to_pylist() if words else None
+    bare = table.with_format("arrow")  # the library decodes nothing, and opens nothing that a row names
     return [sample(index) for index in range(len(table))]
 
 
 def _asked(words: Any) -> str:
     """The question of a cell: itself, or the first turn of a conversation (LLaVA's and ShareGPT's form)."""
     if isinstance(words, list):
-        first = words[0] if words else {}
-        words = first.get("value") or first.get("content") or ""
+        first = words[0] if words else ""
+        words = (first.get("value") or first.get("content")) if isinstance(first, dict) else first
     return str(words or "").replace("<image>", "").strip()
 
 

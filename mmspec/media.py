@@ -1,4 +1,4 @@
-"""Images from folders nobody vouches for: find them, and turn each into one right RGB picture or a clear error."""
+"""Images from folders nobody vouches for: which may be opened, and each as one right RGB picture or a clear error."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import errno
 import io
 import math
 import operator
+import os
 import stat
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -101,7 +102,85 @@ def read(path: Path | str, max_bytes: int = MAX_BYTES) -> bytes:
     except ValueError as error:  # a zero byte in a name out of a list
         raise MediaError(path, f"is no possible file name ({error})", "correct the list") from error
     except OSError as error:
-        raise _explained(path, error) from error
+        raise explained(path, error) from error
+
+
+def path_of(name: object, where: Path | str) -> str:
+    """What a row has in place of a path, if it is one; MediaError for anything else, and for addresses."""
+    try:
+        possible = isinstance(name, str) and name.strip() and b"\0" not in os.fsencode(name)
+    except UnicodeEncodeError:
+        possible = False
+    if not isinstance(name, str) or not possible:
+        raise MediaError(where, f"has {shortened(name)} in place of a path", "write the path of a file")
+    if "://" in name:
+        raise MediaError(where, f"{name[:200]} is on the web", "download it first, for instance with img2dataset")
+    return name
+
+
+def below(folder: Path, name: object, where: Path | str) -> Path:
+    """The file that a row of somebody's table names, relative to the table's folder; only below it may it lie.
+
+    Args:
+        folder: the table's own.
+        name: the cell, whatever it holds.
+        where: the row, for messages.
+
+    Raises:
+        MediaError: no path, an address, or a file elsewhere: a data set must not choose what is opened here.
+    """
+    base = os.path.abspath(folder)
+    path = os.path.normpath(os.path.join(base, path_of(name, where)))
+    if not path.startswith(os.path.join(base, "")):
+        advice = "put the table into a folder above its files, or caption them by a list of paths of your own (.txt)"
+        raise MediaError(where, f"names {str(name)[:200]!r}, which lies outside of {folder}", advice)
+    return Path(path)
+
+
+def cell(held: object, folders: Sequence[Path], where: str, max_bytes: int = MAX_BYTES) -> bytes:
+    """The bytes in a cell of a table: itself, {bytes, path}, or a path of a file below one of these folders.
+
+    Raises:
+        MediaError: anything else, or a file that cannot be read.
+    """
+    if isinstance(held, dict):
+        held = held.get("bytes") or held.get("path")
+    if isinstance(held, str):
+        reasons = []
+        for folder in folders:
+            try:
+                path = below(folder, held, where)
+            except MediaError as error:
+                reasons.append(error)
+            else:
+                return read(path, max_bytes)
+        raise reasons[0] if reasons else MediaError(where, f"names {held[:200]!r}", "put its bytes there")
+    if not isinstance(held, bytes) or not held:
+        came = "nothing" if held is None or held == b"" else type(held).__name__
+        raise MediaError(where, f"holds {came}, not an image or video", "put its bytes or its path there")
+    return held
+
+
+def shortened(value: object) -> str:
+    """A value for a message, whatever somebody wrote there."""
+    try:
+        return repr(value)[:60]
+    except RecursionError:
+        return f"a {type(value).__name__} nested too deep"
+
+
+def dataset_folders(name: str) -> list[Path]:
+    """Where the files of a data set of the library `datasets` lie: what its rows may name."""
+    if Path(name).is_dir():
+        return [Path(name)]
+    from datasets import config
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    own = "/".join(name.split("/")[:2]).replace("/", "--")
+    return [
+        Path(HF_HUB_CACHE, f"datasets--{own}"),
+        *map(Path, (config.DOWNLOADED_DATASETS_PATH, config.EXTRACTED_DATASETS_PATH)),
+    ]
 
 
 def check_bytes(size: int, path: Path | str, max_bytes: int = MAX_BYTES) -> None:
@@ -235,7 +314,8 @@ def _eight_bits(image: Image.Image) -> Image.Image:
     return Image.fromarray(np.rint(grey, out=grey).astype(np.uint8))
 
 
-def _explained(path: Path, error: OSError) -> MediaError:
+def explained(path: Path, error: OSError) -> MediaError:
+    """What the system says of a file, and what to do."""
     reason, what_to_do = {
         errno.ENOENT: ("is missing or a dangling link", "restore it, or remove the link"),
         errno.EACCES: ("may not be read", "change its permissions (chmod u+r)"),
