@@ -19,7 +19,7 @@ from mmspec.pipelines import families
 from mmspec.pipelines.batching import Flow
 from mmspec.pipelines.intake import TOGETHER, Intake, Static
 from mmspec.pipelines.prompts import chat_inputs
-from mmspec.session import Stats
+from mmspec.stats import Stats
 
 if TYPE_CHECKING:
     from mmspec.app.caption.prompts import Asked
@@ -74,7 +74,7 @@ class Engine:
     def flow(self, rows: int) -> Captioner:
         """Continuous captioning, `rows` answers at once; static batches where mmspec cannot accelerate the model."""
         batches: type[Intake] = Static
-        if families.home(self.model).unsupported(self.model) is None:
+        if families.of(self.model).unsupported(self.model) is None:
             batches = Flow
             if self.drafter is None:
                 mmspec.enable(self.model, drafter=Plain())

@@ -118,9 +118,9 @@ def build(method: str, model: Any, intermediate: int | None, **shape: Any) -> An
     Raises:
         ValueError: a value that the method's config does not have, or does not allow.
     """
-    from mmspec.pipelines.families import home
+    from mmspec.pipelines import families
 
-    c, info = model.get_decoder().config, home(model).describe(model)
+    c, info = model.get_decoder().config, families.of(model).describe(model)
     theta = (getattr(c, "rope_parameters", None) or {}).get("rope_theta", 10000.0)
     return _made(
         method, info, shape, intermediate=intermediate or c.intermediate_size, heads=c.num_attention_heads,
@@ -136,12 +136,12 @@ def build_for_pictures(method: str, pipe: Any, intermediate: int | None, **shape
     Raises:
         ValueError: a method that reads pictures; there are none in these prompts.
     """
-    from mmspec.pipelines.families import home
+    from mmspec.pipelines import families
 
     _draftable(method)
     c = pipe.transformer.config
     return _made(
-        method, home(pipe).describe(pipe), shape, heads=c.heads, rope="2d", grid=c.grid, rope_theta=c.rope_base,
+        method, families.of(pipe).describe(pipe), shape, heads=c.heads, rope="2d", grid=c.grid, rope_theta=c.rope_base,
         norm_eps=c.norm_eps, intermediate=intermediate or pipe.transformer.layers[0].feed_forward.w2.in_features,
     )  # fmt: skip
 

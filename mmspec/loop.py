@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from mmspec.accept import along_path
-from mmspec.session import Session
+from mmspec.session import Row, Session
 from mmspec.tree import lone
-from mmspec.types import Drafter, Prompt, Round, Scores, Target
+from mmspec.types import Drafter, Round, Target
 
 
-def begin(session: Session, target: Target, drafter: Drafter, prompt: Prompt, scores: Scores) -> Round:
-    """The round of the prefill: the prompt's last token is the root of an empty draft, already in the cache."""
+def start(target: Target, drafter: Drafter, rows: list[Row], inputs: Any) -> tuple[Session, Round]:
+    """A session of these rows once their prompts are read, and the round of that: an empty draft under the last token.
+
+    Args:
+        inputs: what the target's `prefill` takes, for all of the rows.
+    """
+    session = Session(rows, target.device)
+    with session.timed("prefill"):
+        prompt, scores = target.prefill(session, inputs, drafter.nodes)
     root = lone(prompt.ids[:, -1:])
     round_ = session.commit(root, scores, along_path(root, scores.law, session.rule, session.noise(root, scores.law)))
-    session.memory = session.timed("draft", drafter.start, session, target, prompt)
+    with session.timed("draft"):
+        session.memory = drafter.start(session, target, prompt)
     session.stats.drafter = dict(getattr(session.memory, "told", {}))
-    return round_
+    return session, round_
 
 
 def decode(session: Session, target: Target, drafter: Drafter) -> Iterator[Round]:
@@ -24,12 +33,16 @@ def decode(session: Session, target: Target, drafter: Drafter) -> Iterator[Round
     session.retire()
     while session.rows:
         with target.inference():
-            draft = session.timed("draft", drafter.propose, session, target)
-            scores = session.timed("verify", target.score, session, draft)
-            u = session.timed("accept", session.noise, draft, scores.law)
-            verdict = session.timed("accept", along_path, draft, scores.law, session.rule, u, session.spent)
-            round_ = session.timed("commit", session.commit, draft, scores, verdict)
-            session.timed("commit", target.commit, session, round_)
+            with session.timed("draft"):
+                draft = drafter.propose(session, target)
+            with session.timed("verify"):
+                scores = target.score(session, draft)
+            with session.timed("accept"):
+                noise = session.noise(draft, scores.law)
+                verdict = along_path(draft, scores.law, session.rule, noise, session.spent)
+            with session.timed("commit"):
+                round_ = session.commit(draft, scores, verdict)
+                target.commit(session, round_)
             session.count(round_)
         yield round_
         session.retire()

@@ -46,6 +46,20 @@ def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
     return x[torch.arange(len(x), device=x.device)[:, None], rows]
 
 
+def fold(x: Tensor, streams: int) -> Tensor:
+    """Streams from the feature axis to the batch axis, a row's one below the other: [B, n, S·F] to [B·S, n, F]."""
+    if streams == 1:
+        return x
+    return x.unflatten(-1, (streams, -1)).transpose(1, 2).flatten(0, 1)
+
+
+def unfold(x: Tensor, streams: int) -> Tensor:
+    """And back: [B·S, n, F] to [B, n, S·F]."""
+    if streams == 1:
+        return x
+    return x.unflatten(0, (-1, streams)).transpose(1, 2).flatten(2)
+
+
 def _filled(t: Tensor, shape: list[int], fill: int) -> Tensor:
     out = t.new_full((t.shape[0], *shape), fill)
     out[tuple(slice(0, n) for n in t.shape)] = t

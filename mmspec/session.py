@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mmspec.kernels import dispatch
 from mmspec.kernels import reference as ops
-from mmspec.rules import Rule
+from mmspec.rules import Rule, exact
+from mmspec.stats import Stats
 from mmspec.types import HOLE, Draft, Law, Round, Scores, Verdict
 
-R = TypeVar("R")
 _PER_ROW = ("pending", "emitted", "seeds", "spent")  # tensors [B] of a session
 
 
@@ -33,6 +33,8 @@ class Row:
     stop: Callable[[list[int], int], int | None] | None = None  # any further condition: asked with all tokens and how
     # many of them are new, it says at which length it first held among these
     index: int = 0  # place in the call that it came with
+    rule: Rule = exact  # what is kept of a draft
+    request: Any = None  # what its call asked of the target: how logits become a distribution, arguments of forwards
     done: bool = False
     spent: float = 0.0  # distance from the target's law that a relaxed rule was charged; set when the row is let go
 
@@ -62,114 +64,41 @@ class Row:
         return len(self.tokens) - self.start
 
 
-@dataclass
-class Stats:
-    """What happened, summed over rounds and calls; printed, it is one line.
+@dataclass(frozen=True)
+class Group:
+    """Rows as a request sees them: a whole session has these, too."""
 
-    τ has two meanings in papers, and both are here: `tokens_per_target_call` counts the token that the target adds in
-    each round, `accepted_draft_tokens_per_call` does not.
-
-    Attributes:
-        rounds: propose → verify → accept; each is one forward of the target, however many rows take part.
-        tokens: generated, over all rows, the first one of each row (from the prefill) included.
-        row_rounds: rounds, counted once for every row that took part.
-        gained: tokens that came of the rounds.
-        drafted: tokens proposed.
-        accepted: of the gained ones, those that were drafted.
-        accepted_by_depth: depth → rows that accepted at least so many tokens in a round.
-        lossless: whether every row has the target's own law.
-        spent: distance in total variation that relaxed rules were charged, over all rows that have ended.
-        charges: the same for each row of the last call, by its place.
-        seconds: wall time by part: draft, verify, accept, commit, prefill. On a GPU work is launched without waiting
-            for it, so that a part's time may show in the next one.
-        drafter: what a feature drafter made of the prompts that it read, summed up: prompts, rows that it keeps, visual
-            rows before and after compression, memory bytes (the keys and values of the prompts' rows), and what
-            its method adds.
-    """
-
-    rounds: int = 0
-    tokens: int = 0
-    row_rounds: int = 0
-    gained: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    accepted_by_depth: Counter[int] = field(default_factory=Counter)
-    lossless: bool = True
-    spent: float = 0.0
-    charges: dict[int, float] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)
-    drafter: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def target_calls(self) -> int:
-        """Forward passes of the target after the prefill."""
-        return self.rounds
-
-    @property
-    def accepted_draft_tokens_per_call(self) -> float:
-        """τ without the bonus token: drafted tokens kept, per row and target call."""
-        return self.accepted / self.row_rounds if self.row_rounds else 0.0
-
-    @property
-    def tokens_per_target_call(self) -> float:
-        """τ with the bonus token: what a row gains per target call; plain decoding has 1."""
-        return self.gained / self.row_rounds if self.row_rounds else 0.0
-
-    def acceptance(self, depth: int) -> float:
-        """Share of a row's rounds in which at least `depth` drafted tokens were kept."""
-        return self.accepted_by_depth[depth] / self.row_rounds if self.row_rounds else 0.0
-
-    def add(self, other: Stats) -> None:
-        for name in ("rounds", "tokens", "row_rounds", "gained", "drafted", "accepted", "spent"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.lossless = self.lossless and other.lossless
-        self.accepted_by_depth.update(other.accepted_by_depth)
-        self.charges = dict(other.charges) or self.charges
-        for mine, others in ((self.seconds, other.seconds), (self.drafter, other.drafter)):
-            for name, much in others.items():
-                mine[name] = mine.get(name, 0.0) + much
-
-    def __str__(self) -> str:
-        spent = sum(self.seconds.values()) or 1.0
-        share = ", ".join(f"{name} {100 * s / spent:.0f} %" for name, s in sorted(self.seconds.items()))
-        depths = " ".join(f"{self.acceptance(d):.2f}" for d in sorted(self.accepted_by_depth))
-        bent = "" if self.lossless else f"; relaxed, charged {self.spent:.3f} in total variation"
-        return (
-            f"{self.tokens} tokens in {self.rounds} target calls; tokens_per_target_call "
-            f"{self.tokens_per_target_call:.2f}, accepted_draft_tokens_per_call "
-            f"{self.accepted_draft_tokens_per_call:.2f}; accepted by depth: {depths or 'none'}; time: {share}{bent}"
-            f"{self._read()}"
-        )
-
-    def _read(self) -> str:
-        """What the drafter made of a prompt, on average."""
-        prompts = self.drafter.get("prompts", 0)
-        each = ", ".join(f"{much / prompts:.4g} {name}" for name, much in self.drafter.items() if name != "prompts")
-        return f"; the drafter's prompt: {each}" if prompts else ""
+    rows: list[Row]
+    emitted: Tensor  # [B], tokens decided after the prompt
+    seeds: Tensor  # [B]
 
 
 class Session:
     """Rows under way, with the target's cache and the drafter's memory for exactly these rows."""
 
-    def __init__(self, rows: list[Row], cache: Any, device: torch.device, rule: Rule) -> None:
+    def __init__(self, rows: list[Row], device: torch.device) -> None:
         self.rows = rows
-        self.cache = cache  # Rows: the target's own state
+        self.cache: Any = None  # Rows: the target's own state
         self.memory: Any = None  # Rows: the drafter's own state
-        self.rule = rule
         self.last: Round | None = None
         self.watched = False  # somebody wants to know which drafts were refused
         self.pending = torch.zeros(len(rows), dtype=torch.long, device=device)  # [B] decided, not yet in the cache
         self.emitted = torch.zeros(len(rows), dtype=torch.long, device=device)  # [B] tokens decided after the prompt
         self.spent = torch.zeros(len(rows), dtype=ops.widest(device), device=device)  # [B] charged by a rule so far
         self.seeds = torch.tensor([row.seed for row in rows], device=device)
-        self.stats = Stats(lossless=rule.lossless)
+        self.stats = Stats(lossless=self.rule.lossless)
 
-    def timed(self, part: str, call: Callable[..., R], *args: Any) -> R:
-        """Call, and book the time on one part of the round."""
+    @property
+    def rule(self) -> Rule:
+        """What is kept of a draft: all rows of a session have the same rule."""
+        return self.rows[0].rule if self.rows else exact
+
+    @contextmanager
+    def timed(self, part: str) -> Iterator[None]:
+        """Book the time spent within on one part of the round."""
         began = time.perf_counter()
-        result = call(*args)
+        yield
         self.stats.seconds[part] = self.stats.seconds.get(part, 0.0) + time.perf_counter() - began
-        return result
 
     def noise(self, draft: Draft, law: Law) -> Tensor | None:
         """Uniform numbers [B, N], fixed by each row's seed and by the position of the token drawn after each node; None
@@ -211,6 +140,11 @@ class Session:
             stats.accepted += accepted
             stats.accepted_by_depth.update(range(1, accepted + 1))
 
+    def group(self, index: Tensor) -> Group:
+        """Some of the rows, as far as logits depend on them."""
+        rows = [self.rows[i] for i in index.tolist()]
+        return Group(rows, self.emitted[index], self.seeds[index])
+
     def retire(self) -> None:
         """Let the rows go that have ended; the others close ranks."""
         if not any(row.done for row in self.rows):
@@ -238,7 +172,9 @@ class Session:
     def admit(self, other: Session) -> None:
         """Take in the rows of another session of the same target and drafter; `other` must not be used any more."""
         if not self.rows:
-            self.__dict__.update({k: v for k, v in other.__dict__.items() if k != "stats"})
+            self.rows, self.cache, self.memory, self.last = other.rows, other.cache, other.memory, other.last
+            for name in _PER_ROW:
+                setattr(self, name, getattr(other, name))
         else:
             self.rows = self.rows + other.rows
             for name in _PER_ROW:

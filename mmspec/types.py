@@ -98,15 +98,28 @@ class Draft:
     tree: Tree
     law: Law | None = None  # q at each node as it was when its token was drawn; None: point masses on the tokens
 
+    def select(self, rows: Tensor) -> Draft:
+        """The same draft for some of its rows."""
+        return select(self, rows)
+
 
 @dataclass(frozen=True)
 class Scores:
     """What the target says after each node."""
 
     law: Law  # p [B, N, V], with every processor (temperature, top-p, grammar) applied
-    hidden: Tensor | None = None  # [B, N, F], the features that the drafter asked for
+    hidden: Tensor | None = (
+        None  # [B, N, S·F], the features that the drafter asked for, of S streams side by side
+    )
     processed: Tensor | None = None  # [B, N, V], logits after the processors, where the caller wants them back
     raw: Tensor | None = None  # [B, N, V], logits before them, likewise
+
+    def select(self, rows: Tensor) -> Scores:
+        return select(self, rows)
+
+    def join(self, other: Scores) -> Scores:
+        """The scores of two sets of rows of the same draft."""
+        return join(self, other, {})
 
 
 @dataclass(frozen=True)
@@ -160,10 +173,11 @@ class Prompt:
     """What a drafter may know of the prompt, as the target's decoder saw it; L positions, left-padded."""
 
     ids: Tensor  # [B, L]
-    embeds: Tensor | None  # [B, L, H], text embeddings with the visual features in their places
-    hidden: Tensor | None  # [B, L, F], the features that the drafter asked for
+    embeds: Tensor | None  # [B, L, S·H], text embeddings with the visual features in their places
+    hidden: Tensor | None  # [B, L, S·F], the features that the drafter asked for
     visual: Tensor  # int64 [B, L], k ≥ 1 at the tokens of the row's k-th image or video frame, 0 at all others
     valid: Tensor  # [B, L] bool, false on padding
+    grid: tuple[int, int] | None = None  # rows and columns, where the tokens to come are known to be one picture's
     attention: Tensor | None = None  # [B, L], share of the attention of the text behind the last image; see ATTENTION
 
 
@@ -199,15 +213,34 @@ class Rows(Protocol):
 
 
 class Target(Protocol):
-    """The model whose law is kept. It knows no drafter.
+    """The model whose law is kept: a view of it without a state of its own. It knows no drafter.
 
     Attributes:
+        device: where sessions and drafters are, however the model's layers are spread.
         features: what is overheard for the drafter, in the drafter's order: layers i ≥ 0 by what enters them, FINAL.
         inference: the mode that rounds run in, torch.inference_mode or torch.no_grad.
+        streams: S, how many forwards of the same tokens make one law: 2 under classifier-free guidance, else 1.
+        guidance: what makes one law of the streams, which a captured draft depends on; None: there is one.
+        weighs: whether `weigh` does anything.
     """
 
+    device: torch.device
     features: tuple[int, ...]
     inference: Mode
+    streams: int
+    guidance: Any
+    weighs: bool
+
+    def prefill(self, session: Any, inputs: Any, nodes: int) -> tuple[Prompt, Scores]:
+        """Read the prompts of the session's rows into `session.cache`.
+
+        Args:
+            inputs: what came with the call.
+            nodes: the most that a draft will hold, for which room is made.
+
+        Returns:
+            What a drafter may know of the prompts, and the scores [B, 1, V] after them.
+        """
 
     def score(self, session: Any, draft: Draft) -> Scores:
         """One forward over every node of the draft [B, N], each seeing the row's cache and its own ancestors."""
@@ -216,13 +249,16 @@ class Target(Protocol):
         """Keep the cache entries of the nodes that stand, drop the rest."""
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Input embeddings [..., H] of token ids."""
+        """Input embeddings [..., H] of token ids; all streams read the same tokens."""
 
     def head(self, hidden: Tensor, vocab: Any = None) -> Tensor:
-        """Raw logits [..., V] of final features [..., H]; of a DraftVocab's tokens alone where one is given.
+        """Raw logits [B, n, V] of final features [B, n, S·H]; of a DraftVocab's tokens alone where one is given.
 
         One is given on the option `draft_vocab`, which needs a target that says which tokens end an answer.
         """
+
+    def weigh(self, logits: Tensor, session: Any, position: Tensor) -> Tensor:
+        """A drafter's logits [B, n, V] of the tokens at `position` [B, n], weighed as the target weighs its own."""
 
 
 class Drafter(Protocol):

@@ -9,41 +9,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmspec.loop import decode
-from mmspec.pipelines import guided
+from mmspec.loop import decode, start
+from mmspec.pipelines.call import Call
 from mmspec.pipelines.endings import Endings
-from mmspec.pipelines.generate import Call, obstacle, opened
+from mmspec.pipelines.generate import obstacle
 from mmspec.pipelines.handle import Patch
 from mmspec.pipelines.intake import Asked, Finished, Intake, out_of_memory
 from mmspec.pipelines.processors import Processors
-from mmspec.pipelines.vlm import VlmTarget
-from mmspec.rows import select
-from mmspec.session import Row, Session, Stats
-from mmspec.types import Draft
+from mmspec.pipelines.sampling import Request, Sampler
+from mmspec.session import Row, Session
+from mmspec.stats import Stats
 
 __all__ = ["Finished", "Flow"]
-
-_PLAIN = (bool, int, float, str, type(None))
 
 
 @dataclass
 class _Guest(Row):
-    """A row that knows what it answers, until it has, and its own processors."""
+    """A row that knows what it answers, until it has."""
 
     asked: Asked | None = None
-    processors: Processors | None = None
-
-
-class _EachItsOwn:
-    """Processors that may know the length of a prompt: every row is processed by those of its own call."""
-
-    def __call__(self, logits: Tensor, session: Session, draft: Draft) -> Tensor:
-        found = []
-        for b, row in enumerate(session.rows):
-            one = torch.tensor([b], device=logits.device)
-            alone = Session([row], None, logits.device, session.rule)
-            found.append(row.processors(logits[one], alone, select(draft, one)))  # type: ignore[attr-defined]
-        return torch.cat(found)
 
 
 class Flow(Intake):
@@ -71,8 +55,9 @@ class Flow(Intake):
         self._restart()
 
     def _restart(self) -> None:
-        self._target: VlmTarget | None = None
-        self._session = Session([], None, self.model.device, self._handle.rule)
+        self._target: Any = None
+        self._request: Request | None = None  # which all rows share that process logits alike
+        self._session = Session([], self.model.device)
 
     @property
     def running(self) -> list[Asked]:
@@ -109,7 +94,7 @@ class Flow(Intake):
             session.retire()
         self.stats.add(session.stats)
         self._handle.book(session.stats)
-        session.stats = Stats(lossless=session.rule.lossless)
+        session.stats = Stats(lossless=self._handle.rule.lossless)
 
     def _admit(self, group: list[Asked]) -> bool:
         """Read prompts and let their rows join; false where rows have to end before any other can come."""
@@ -141,30 +126,30 @@ class Flow(Intake):
     def _open(self, group: list[Asked]) -> Session | None:
         """A session of these prompts after their prefill; None where the stock path has answered."""
         model, patch = self.model, self._handle
-        drafter, kind = patch.proposer if self._session.rows else patch.fitting(model), patch.kind
+        drafter = patch.proposer if self._session.rows else patch.fitting(model)
         call: Call = self._generate(group, custom_generate=_as_call)
-        if obstacle(model, call, kind) is not None:
+        if obstacle(model, call, patch) is not None:
             self._answer(group)
             return None
         call = call.for_model(model)
-        guidance, rest = guided.split(call.logits_processor, call.input_ids)
-        processors, config = Processors(rest), call.generation_config
-        self._together = not (processors.need_history or guidance) and config.max_new_tokens is not None
-        target = kind._mmspec_target(model, drafter.features, processors, bool(config.do_sample), False, None, guidance)
-        ends = Endings(call.stopping_criteria, 1, call.input_ids.device)
-        most = ends.limit - call.input_ids.shape[1]
+        processors, config, ends = (
+            Processors(call.processors),
+            call.generation_config,
+            Endings(call.stopping_criteria, 1, call.input_ids.device),
+        )
+        self._together = not (processors.need_history or call.guidance) and config.max_new_tokens is not None
+        request = patch.family.request(Request(Sampler(processors, bool(config.do_sample))))
+        if not processors.need_history:  # nothing of it belongs to this prompt alone
+            request = self._request = self._request or request
+        most, rule = ends.limit - call.input_ids.shape[1], patch.family.rule(patch.rule, call)
         rows: list[Row] = []
         for one in group:  # a row's tokens are its own, without padding
             tokens = one.inputs["input_ids"][0].tolist()
-            row = _Guest(tokens, len(tokens), len(tokens) + most, one.seed, ends.eos, ends.of(0))
-            row.asked, row.processors = one, processors
+            limit, stop = len(tokens) + most, ends.of(0)
+            row = _Guest(tokens, len(tokens), limit, one.seed, ends.eos, stop, rule=rule, request=request, asked=one)
             rows.append(row)
-        guest, _ = opened(target, drafter, call, rows, kind._mmspec_rule(self._handle, call))
-        if self._target is None:  # the first prompt's target scores for all; what it holds of that prompt is let go
-            target.arguments = {k: v for k, v in target.arguments.items() if isinstance(v, _PLAIN)}
-            if processors.need_history:
-                target.sampler.process = _EachItsOwn()
-            self._target = target
+        self._target = self._target or patch.family.target(model, drafter.features, call.guidance)
+        guest, _ = start(self._target, drafter, rows, call)
         return guest
 
 

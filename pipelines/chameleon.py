@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mmspec.pipelines import decoder_only
 from mmspec.pipelines.codes import by_token
-from mmspec.pipelines.decoder_only import describe, tap, unsupported, untap
-from mmspec.pipelines.generate import Call
-from mmspec.pipelines.handle import Patch
+from mmspec.pipelines.decoder_only import DecoderOnly, DecoderOnlyPatch
+from mmspec.pipelines.guided import Guidance
 from mmspec.pipelines.obstacles import Obstacle, UnsupportedError
+from mmspec.pipelines.sampling import Request
 from mmspec.pipelines.swap import final_hidden, stock
 from mmspec.pipelines.vlm import VlmTarget
 from mmspec.rules import Rule, exact
-from mmspec.session import Session
-from mmspec.types import Draft
-
-__all__ = ["Enabled", "codebook", "describe", "tap", "unsupported", "untap"]
 
 MODES = ("text-only", "image-only")
 _BEGIN, _END = "<racm3:break>", "<eoss>"  # what the family calls the marks around a picture
@@ -81,23 +76,17 @@ _picture: ContextVar[Picture | None] = ContextVar("mmspec_chameleon", default=No
 
 
 class ChameleonTarget(VlmTarget):
-    """The model with its head read directly, and only what a picture may hold."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        picture = _picture.get()
-        assert picture is not None
-        self.picture = picture
-        self.grid = (picture.side, picture.side)
+    """The model with its head read directly."""
 
     def _logits(self, out: Any, heard: dict[str, Any]) -> Tensor:
         return self.model.get_output_embeddings()(final_hidden(heard["decoder"])).to(self.device)
 
-    def _allowed(self, logits: Tensor, session: Session, draft: Draft) -> Tensor:
-        return self.picture.allowed(logits, session.emitted[:, None] + draft.tree.depth)
+    def _grid(self, heard: dict[str, Any]) -> tuple[int, int] | None:
+        picture = _picture.get()
+        return None if picture is None else (picture.side, picture.side)
 
 
-class Enabled(decoder_only.Enabled):
+class ChameleonPatch(DecoderOnlyPatch):
     """Adds to `generate` the argument `multimodal_generation_mode`, which the Anole port of transformers had.
 
     "text-only", the default, is stock. "image-only" draws one picture per row: the mark of its beginning unless the
@@ -105,8 +94,6 @@ class Enabled(decoder_only.Enabled):
     `negative_prompt_ids` as in stock; without them the null prompt is the prompt's last token. There is no such call in
     stock, so none can fall back to it.
     """
-
-    _mmspec_guided = True
 
     def generate(self, inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
         mode = kwargs.pop("multimodal_generation_mode", "text-only")
@@ -126,25 +113,33 @@ class Enabled(decoder_only.Enabled):
         finally:
             _picture.reset(token)
 
-    @staticmethod
-    def _mmspec_target(*args: Any, **kwargs: Any) -> VlmTarget:
-        return (VlmTarget if _picture.get() is None else ChameleonTarget)(*args, **kwargs)
 
-    @classmethod
-    def _mmspec_rule(cls, patch: Patch, call: Call) -> Rule:
+class Chameleon(DecoderOnly):
+    """A call draws a picture, or is one of text."""
+
+    mixin = ChameleonPatch
+    guided = True
+
+    def target(self, model: Any, features: tuple[int, ...], guidance: Guidance | None) -> VlmTarget:
+        return (VlmTarget if _picture.get() is None else ChameleonTarget)(model, features, guidance)
+
+    def request(self, request: Request) -> Request:
+        """Only what a picture may hold."""
+        picture = _picture.get()
+        return request if picture is None else replace(request, allowed=picture.allowed)
+
+    def rule(self, asked: Rule, call: Any) -> Rule:
         """A relaxed rule is for pictures: text stays exact."""
-        return exact if _picture.get() is None else super()._mmspec_rule(patch, call)
+        return exact if _picture.get() is None else asked
 
-    @classmethod
-    def _mmspec_decline(cls, patch: Patch, why: Obstacle) -> None:
+    def decline(self, patch: Any, why: Obstacle) -> None:
         if _picture.get() is not None:
             raise UnsupportedError(
                 f"stock has no image mode that this call could run on, and mmspec cannot: {why.reason}"
             )
-        super()._mmspec_decline(patch, why)
+        super().decline(patch, why)
 
-
-def codebook(model: Any) -> Tensor:
-    """The codes of the picture tokens, on their places in the vocabulary."""
-    mapping = model.model.vocabulary_mapping
-    return by_token(model.model.vqmodel.quantize.embedding.weight, mapping.img2bpe, model.config.vocab_size)
+    def codebook(self, model: Any) -> Tensor:
+        """The codes of the picture tokens, on their places in the vocabulary."""
+        mapping = model.model.vocabulary_mapping
+        return by_token(model.model.vqmodel.quantize.embedding.weight, mapping.img2bpe, model.config.vocab_size)

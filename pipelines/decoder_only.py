@@ -4,41 +4,32 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
 from transformers import GenerationMixin
 
 from mmspec.pipelines import attention, devices, recurrent
-from mmspec.pipelines.generate import Call, generate, obstacle, overheard
+from mmspec.pipelines.call import Call
+from mmspec.pipelines.family import Family
+from mmspec.pipelines.generate import generate, obstacle, overheard
+from mmspec.pipelines.guided import Guidance
 from mmspec.pipelines.handle import Patch
 from mmspec.pipelines.obstacles import Obstacle, unfit_attention
 from mmspec.pipelines.swap import stock
 from mmspec.pipelines.vlm import VlmTarget, tap, untap
-from mmspec.rules import Rule
 from mmspec.types import TargetInfo
-
-__all__ = ["Enabled", "codebook", "describe", "tap", "unsupported", "untap"]
 
 _LAYERS = set(attention.KINDS)
 
 
-class Enabled:
+class DecoderOnlyPatch:
     """Mixin of an enabled model; `generate` lands in one of these for every mode that transformers has.
 
     Another thread may swap the class at any time. So methods take the stock ones from `stock(self)`, a call asks once
-    for its Patch, and what belongs to the kind of model rather than to the model is asked of `patch.kind`.
-
-    Attributes:
-        _mmspec_handle: the Patch of `enable`.
-        _mmspec_target: makes what stands for this model in a session.
-        _mmspec_guided: whether the forward of a negative prompt (`guidance_scale`) may share a batch with the prompt's.
+    for its Patch, and what belongs to the kind of model rather than to the model is asked of `patch.family`.
     """
 
     _mmspec_handle: Patch
-    _mmspec_target: Callable[..., VlmTarget] = VlmTarget
-    _mmspec_guided = False
 
     @functools.wraps(GenerationMixin.generate)
     def generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -62,13 +53,13 @@ class Enabled:
             input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, model_kwargs
         )
         if patch is not None:  # None: disabled since this call began
-            why = obstacle(self, call, patch.kind)
+            why = obstacle(self, call, patch)
             if why is None:
                 with patch.running(self):
                     output, stats = generate(self, patch, call)
                 patch.book(stats)
                 return output
-            patch.kind._mmspec_decline(patch, why)
+            patch.family.decline(patch, why)
         return stock(self)._sample(
             self,
             input_ids,
@@ -79,16 +70,6 @@ class Enabled:
             streamer=streamer,
             **model_kwargs,
         )
-
-    @classmethod
-    def _mmspec_rule(cls, patch: Patch, call: Call) -> Rule:
-        """What is kept of a draft in this call."""
-        return patch.rule
-
-    @classmethod
-    def _mmspec_decline(cls, patch: Patch, why: Obstacle) -> None:
-        """Let a call run on the stock path, or raise."""
-        patch.decline(why)
 
     def _beam_search(self, *args: Any, **kwargs: Any) -> Any:
         _decline(self, "beam search (num_beams > 1) ranks whole sequences; a draft has nothing to save there")
@@ -102,50 +83,67 @@ class Enabled:
 def _decline(model: Any, reason: str) -> None:
     patch = Patch.of(model)
     if patch is not None:
-        patch.kind._mmspec_decline(patch, Obstacle(reason))
+        patch.family.decline(patch, Obstacle(reason))
 
 
-def unsupported(model: Any) -> str | None:
-    """Why this model cannot be accelerated, or None."""
-    config = model.config
-    if getattr(config, "is_encoder_decoder", False):
-        return "it is an encoder-decoder model; only decoder-only models are supported"
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
-    if decoder is None or decoder is model or not hasattr(decoder, "layers"):
-        return "get_decoder() does not give a text decoder with layers"
-    if model.get_output_embeddings() is None:
-        return "get_output_embeddings() gives no head"
-    if "position_ids" not in inspect.signature(decoder.forward).parameters:
-        return "its decoder takes no position_ids, which the nodes of a tree need"
-    strange = recurrent.unknown(decoder)
-    if strange is not None:
-        return f"{strange} keeps a state that cannot be rolled back after a rejected draft"
-    kept = any(recurrent.modules(decoder))
-    if getattr(model, "_is_stateful", False) and not kept:
-        return "it keeps a recurrent state, which cannot be rolled back after a rejected draft"
-    if getattr(decoder.config, "cross_attention_layers", None):
-        return "its decoder has cross-attention layers, which keep the picture's keys in the cache beside the text's"
-    layers = set(getattr(decoder.config, "layer_types", None) or ["full_attention"])
-    layers -= recurrent.KINDS if kept else set()
-    if layers - _LAYERS:
-        return f"it has {', '.join(sorted(layers - _LAYERS))} layers, whose state cannot be rolled back to a tree node"
-    return unfit_attention(decoder.config)
+class DecoderOnly(Family):
+    """Decoder-only models of transformers, with or without pictures."""
 
+    mixin = DecoderOnlyPatch
 
-def describe(model: Any) -> TargetInfo:
-    """What a drafter has to fit."""
-    embedding, (vocab, hidden) = model.get_input_embeddings(), head_shape(model)
-    ends = model.generation_config.eos_token_id
-    return TargetInfo(
-        name=getattr(model.config, "_name_or_path", "") or type(model).__name__,
-        vocab=vocab,
-        hidden=hidden,
-        embedding=embedding.weight.shape[-1],
-        layers=len(model.get_decoder().layers),
-        device=devices.execution(embedding),
-        dtype=model.dtype,
-        ends=() if ends is None else tuple(ends) if isinstance(ends, list) else (ends,),
-    )
+    def tap(self, model: Any, features: tuple[int, ...]) -> None:
+        tap(model, features)
+
+    def untap(self, model: Any, features: tuple[int, ...]) -> None:
+        untap(model, features)
+
+    def target(self, model: Any, features: tuple[int, ...], guidance: Guidance | None) -> VlmTarget:
+        return VlmTarget(model, features, guidance)
+
+    def unsupported(self, model: Any) -> str | None:
+        """Why this model cannot be accelerated, or None."""
+        config = model.config
+        if getattr(config, "is_encoder_decoder", False):
+            return "it is an encoder-decoder model; only decoder-only models are supported"
+        decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
+        if decoder is None or decoder is model or not hasattr(decoder, "layers"):
+            return "get_decoder() does not give a text decoder with layers"
+        if model.get_output_embeddings() is None:
+            return "get_output_embeddings() gives no head"
+        if "position_ids" not in inspect.signature(decoder.forward).parameters:
+            return "its decoder takes no position_ids, which the nodes of a tree need"
+        strange = recurrent.unknown(decoder)
+        if strange is not None:
+            return f"{strange} keeps a state that cannot be rolled back after a rejected draft"
+        kept = any(recurrent.modules(decoder))
+        if getattr(model, "_is_stateful", False) and not kept:
+            return "it keeps a recurrent state, which cannot be rolled back after a rejected draft"
+        if getattr(decoder.config, "cross_attention_layers", None):
+            return (
+                "its decoder has cross-attention layers, which keep the picture's keys in the cache beside the text's"
+            )
+        layers = set(getattr(decoder.config, "layer_types", None) or ["full_attention"])
+        layers -= recurrent.KINDS if kept else set()
+        if layers - _LAYERS:
+            return (
+                f"it has {', '.join(sorted(layers - _LAYERS))} layers, whose state cannot be rolled back to a tree node"
+            )
+        return unfit_attention(decoder.config)
+
+    def describe(self, model: Any) -> TargetInfo:
+        """What a drafter has to fit."""
+        embedding, (vocab, hidden) = model.get_input_embeddings(), head_shape(model)
+        ends = model.generation_config.eos_token_id
+        return TargetInfo(
+            name=getattr(model.config, "_name_or_path", "") or type(model).__name__,
+            vocab=vocab,
+            hidden=hidden,
+            embedding=embedding.weight.shape[-1],
+            layers=len(model.get_decoder().layers),
+            device=devices.execution(embedding),
+            dtype=model.dtype,
+            ends=() if ends is None else tuple(ends) if isinstance(ends, list) else (ends,),
+        )
 
 
 def head_shape(model: Any) -> tuple[int, int]:
@@ -154,8 +152,3 @@ def head_shape(model: Any) -> tuple[int, int]:
     if hasattr(head, "out_features"):
         return head.out_features, head.in_features
     return head.weight.shape[0], head.weight.shape[1]
-
-
-def codebook(model: Any) -> Tensor | None:
-    """The code of each token of the head, [V, c], for rules that know which tokens look alike; text has none."""
-    return None

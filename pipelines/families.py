@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from mmspec.pipelines.family import Family
 from mmspec.registry import RULES, drafters
 
 # model_type → what the tests prove token-identical
@@ -32,17 +33,16 @@ PICTURES: dict[str, str] = {
     "llamagen": "LlamaGenPipeline: class- and text-conditional, guided; ours, as below",
 }
 
-# class → the module that patches it: Enabled, describe, unsupported, tap, untap, codebook; DRAFTER if not ngram;
-# CAPTURES_DRAFTS = False if `compile` captures no drafts
-HOMES: dict[str, str] = {
-    "JanusForConditionalGeneration": "mmspec.pipelines.janus",
-    "Emu3ForConditionalGeneration": "mmspec.pipelines.emu3",
-    "GlmImageForConditionalGeneration": "mmspec.pipelines.glm_image",
-    "ChameleonForConditionalGeneration": "mmspec.pipelines.chameleon",
-    "LlamaGenPipeline": "mmspec.pipelines.llamagen",
-    "MARPipeline": "mmspec.pipelines.mar",
+# class of a model or pipeline → its family, as module:class; all others are DecoderOnly
+FAMILIES: dict[str, str] = {
+    "JanusForConditionalGeneration": "janus:Janus",
+    "Emu3ForConditionalGeneration": "emu3:Emu3",
+    "GlmImageForConditionalGeneration": "glm_image:GlmImage",
+    "ChameleonForConditionalGeneration": "chameleon:Chameleon",
+    "LlamaGenPipeline": "llamagen_family:LlamaGen",
+    "MARPipeline": "mar:Mar",
 }
-_USUAL = "mmspec.pipelines.decoder_only"
+_USUAL = "decoder_only:DecoderOnly"
 
 # diffusers pipeline → the component that generates its tokens
 COMPONENTS: dict[str, str] = {"GlmImagePipeline": "vision_language_encoder"}
@@ -53,9 +53,10 @@ def _entry(thing: Any, table: dict[str, str]) -> str | None:
     return next((table[cls.__name__] for cls in type(thing).__mro__ if cls.__name__ in table), None)
 
 
-def home(model: Any) -> Any:
-    """The module that knows how to patch this model."""
-    return importlib.import_module(_entry(model, HOMES) or _USUAL)
+def of(model: Any) -> Family:
+    """The family of a model or pipeline; modules are loaded when they are needed."""
+    module, _, name = (_entry(model, FAMILIES) or _USUAL).partition(":")
+    return getattr(importlib.import_module(f"mmspec.pipelines.{module}"), name)()  # type: ignore[no-any-return]
 
 
 def unwrap(model_or_pipe: Any) -> Any:
@@ -76,7 +77,7 @@ def opened(model_or_pipe: Any) -> list[Any]:
     found = [model_or_pipe]
     while (inner := _inside(found[-1])) is not None:
         found.append(inner)
-    if not hasattr(found[-1], "generate") and _entry(found[-1], HOMES) is None:
+    if not hasattr(found[-1], "generate") and _entry(found[-1], FAMILIES) is None:
         raise TypeError(
             f"mmspec needs a transformers model or a pipeline that generates tokens; got "
             f"{type(model_or_pipe).__name__}. mmspec.supported() lists what works"
@@ -89,7 +90,7 @@ def _inside(wrapper: Any) -> Any:
     component = _entry(wrapper, COMPONENTS)
     if component is not None:
         return getattr(wrapper, component)
-    if _entry(wrapper, HOMES) is not None:
+    if _entry(wrapper, FAMILIES) is not None:
         return None
     if hasattr(wrapper, "_orig_mod"):  # torch.compile; it hands `generate` on to the model, whose class decides
         return wrapper._orig_mod

@@ -2,113 +2,38 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
-from transformers.cache_utils import DynamicCache, QuantizedCache
-from transformers.generation.logits_process import LogitsProcessorList
-from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationMixin
+from transformers.cache_utils import QuantizedCache
+from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from mmspec.loop import begin, decode
+from mmspec.loop import decode, start
 from mmspec.pipelines import guided, obstacles, reach
 from mmspec.pipelines.cache import SlotCache
+from mmspec.pipelines.call import Call, custom_calls
 from mmspec.pipelines.endings import Endings, unheard
 from mmspec.pipelines.obstacles import Obstacle
-from mmspec.pipelines.processors import Processors, unsafe
-from mmspec.pipelines.sampling import TorchNoise
+from mmspec.pipelines.processors import unsafe
+from mmspec.pipelines.sampling import Request, Sampler, TorchNoise
 from mmspec.pipelines.state import State
-from mmspec.pipelines.vlm import VlmTarget
-from mmspec.rules import Rule, exact
-from mmspec.session import Row, Session, Stats
-from mmspec.tree import lone
-from mmspec.types import Round
+from mmspec.session import Row, Session
+from mmspec.stats import Stats
+from mmspec.types import Round, Target
 
-_CACHES_ARE_MARKED = "_is_user_defined" in GenerationMixin._prepare_cache_for_generation.__code__.co_names
-_RESERVE = 1024  # slots to reserve at once at most, beyond the prompt
-
-_custom: ContextVar[list[Call] | None] = ContextVar("mmspec_custom", default=None)  # the calls that one makes
 watching: ContextVar[Callable[[Round], None] | None] = ContextVar("mmspec_watching", default=None)  # see stream.py
 
 
-@dataclass
-class Call:
-    """The arguments that `generate` hands to `_sample`."""
-
-    input_ids: Tensor
-    logits_processor: Any
-    stopping_criteria: Any
-    generation_config: Any
-    synced_gpus: bool = False
-    streamer: Any = None
-    arguments: dict[str, Any] = field(default_factory=dict)
-
-    @cached_property
-    def endings(self) -> Endings:
-        return Endings(self.stopping_criteria, len(self.input_ids), self.input_ids.device)
-
-    @property
-    def cache(self) -> Any:
-        """The cache that came with the call: the caller's own, or an empty one that `generate` made."""
-        return self.arguments.get("past_key_values")
-
-    @property
-    def filled(self) -> bool:
-        """Whether it already holds something, as in a second turn of a conversation."""
-        return self.cache is not None and int(self.cache.get_seq_length()) > 0
-
-    @property
-    def scored(self) -> bool:
-        """Whether the processed scores of each step are collected."""
-        return bool(self.generation_config.return_dict_in_generate and self.generation_config.output_scores)
-
-    @property
-    def owned(self) -> bool | None:
-        """Whether it is the caller's own, or seen by a `custom_generate`; None: older transformers do not say whose."""
-        if _custom.get() is not None:
-            return True
-        unknown = type(self.cache) is DynamicCache and not _CACHES_ARE_MARKED
-        return getattr(self.cache, "_is_user_defined", None if unknown else False)
-
-    @property
-    def returns_cache(self) -> bool:
-        """Whether anybody may look at it afterwards."""
-        return bool(self.generation_config.return_dict_in_generate or self.filled or self.owned in (True, None))
-
-    def for_model(self, model: Any) -> Call:
-        """The same call with int64 ids, and with all that a forward reads on the model's device, where stock moves it.
-
-        A model that lies on the CPU may be one that moves at its forward, so it draws nothing there.
-        """
-        ids, device = self.input_ids.long(), model.device
-        if device.type in ("cpu", "meta") or device == ids.device:
-            return replace(self, input_ids=ids)
-
-        def moved(thing: Any) -> Any:
-            return tree_map_only(Tensor, lambda t: t.to(device), thing)
-
-        processors = [copy.copy(processor) for processor in self.logits_processor]
-        for processor in processors:
-            vars(processor).update(moved(vars(processor)))
-        cache = {} if self.cache is None else {"past_key_values": self.cache}
-        others = {name: value for name, value in self.arguments.items() if name not in cache}
-        arguments = {**moved(others), **cache}
-        return replace(
-            self, input_ids=ids.to(device), logits_processor=LogitsProcessorList(processors), arguments=arguments
-        )
-
-
-def _stateful(model: Any, call: Call, kind: Any) -> Obstacle | None:
+def _stateful(model: Any, call: Call, guided_too: bool) -> Obstacle | None:
     """A processor that may not be asked about drafts: it is never skipped, never guessed."""
     processors = list(call.logits_processor)
-    if kind._mmspec_guided and processors and guided.stands_for(processors[0], model):
+    if guided_too and processors and guided.stands_for(processors[0], model):
         processors = processors[1:]
     why = unsafe(processors) or unheard(call.stopping_criteria, len(call.input_ids), call.scored)
     return Obstacle(why, always_falls_back=True) if why else None
@@ -129,11 +54,12 @@ _OBSTACLES: tuple[tuple[Callable[[Call], Any], str], ...] = (
 )
 
 
-def obstacle(model: Any, call: Call, kind: Any) -> Obstacle | None:
-    """Why this call on an enabled model has to run the stock path, or None; `kind` is the mixin of its class."""
+def obstacle(model: Any, call: Call, patch: Any) -> Obstacle | None:
+    """Why this call on an enabled model has to run the stock path, or None."""
     found = next((Obstacle(why) for holds, why in _OBSTACLES if holds(call)), None)
     here = obstacles.now(model, call.generation_config, len(call.input_ids))
-    return here or found or _turning(model, call) or _elsewhere(model, call) or _stateful(model, call, kind)
+    found = here or found or _turning(model, call) or _elsewhere(model, patch, call)
+    return found or _stateful(model, call, patch.family.guided)
 
 
 def _turning(model: Any, call: Call) -> Obstacle | None:
@@ -152,9 +78,9 @@ def _turning(model: Any, call: Call) -> Obstacle | None:
     )
 
 
-def _elsewhere(model: Any, call: Call) -> Obstacle | None:
+def _elsewhere(model: Any, patch: Any, call: Call) -> Obstacle | None:
     """Noise on another device than the law is not what stock would draw there."""
-    fixed = model._mmspec_handle.config.reproducible and call.generation_config.do_sample
+    fixed = patch.config.reproducible and call.generation_config.do_sample
     if fixed and call.for_model(model).input_ids.device != call.input_ids.device:
         why = "reproducible=True draws on the model's device, stock on that of input_ids; move them to the model's"
         return Obstacle(why)
@@ -166,22 +92,23 @@ def generate(model: Any, handle: Any, call: Call) -> tuple[Any, Stats]:
     config, drafter = call.generation_config, handle.fitting(model)
     for what in _left_out(call):
         handle.say(what)
-    if (calls := _custom.get()) is not None:
+    if (calls := custom_calls.get()) is not None:
         calls.append(call)
-    keep = bool(config.return_dict_in_generate and (config.output_scores or config.output_logits))
     ours = call.for_model(model)
-    guidance, rest = guided.split(ours.logits_processor, ours.input_ids)
     noise = TorchNoise() if handle.config.reproducible and config.do_sample else None
-    target = handle.kind._mmspec_target(
-        model, drafter.features, Processors(rest), bool(config.do_sample), keep, noise, guidance
-    )
-    collected = _Collected(call, keep)
+    keep = bool(config.return_dict_in_generate and (config.output_scores or config.output_logits))
+    request = handle.family.request(Request(Sampler(ours.processors, bool(config.do_sample), noise), keep))
+    seeds = row_seeds(len(ours.input_ids), config.do_sample and noise is None)
+    ends, rule = ours.endings, handle.family.rule(handle.rule, call)
+    rows = [
+        Row(tokens, len(tokens), ends.limit, seed, ends.eos, ends.of(b), b, rule, request)
+        for b, (tokens, seed) in enumerate(zip(ours.input_ids.tolist(), seeds, strict=True))
+    ]
+    target = handle.family.target(model, drafter.features, ours.guidance)
+    collected = _Collected(call, ends, keep)
     state, watch = None, watching.get()
     with torch.no_grad():
-        for session, round_ in _rounds(target, drafter, call, handle.kind._mmspec_rule(handle, call)):
-            if watch is not None:
-                session.watched = True
-                watch(round_)
+        for session, round_ in rounds(target, drafter, rows, ours, watch):
             collected.take(session, round_)
             state = session.cache
     if noise is not None:
@@ -189,16 +116,28 @@ def generate(model: Any, handle: Any, call: Call) -> tuple[Any, Stats]:
     return collected.result(state), collected.stats
 
 
+def rounds(
+    target: Target, drafter: Any, rows: list[Row], inputs: Any, watch: Callable[[Round], None] | None
+) -> Iterator[tuple[Session, Round]]:
+    """The prefill's round and all that follow; `watch` is told of each."""
+    session, first = start(target, drafter, rows, inputs)
+    session.watched = watch is not None
+    for round_ in chain([first], decode(session, target, drafter)):
+        if watch is not None:
+            watch(round_)
+        yield session, round_
+
+
 def overheard(custom: Callable[..., Any], handle: Any) -> Callable[..., Any]:
     """A `custom_generate` that is told of where it never asks for what mmspec accelerates."""
 
     @functools.wraps(custom)
     def run(*args: Any, **kwargs: Any) -> Any:
-        token = _custom.set(calls := [])
+        token = custom_calls.set(calls := [])
         try:
             found = custom(*args, **kwargs)
         finally:
-            _custom.reset(token)
+            custom_calls.reset(token)
         if not calls:
             handle.say("mmspec does not accelerate this custom_generate: its loop is its own")
         return found
@@ -220,53 +159,11 @@ def row_seeds(count: int, drawing: bool) -> list[int]:
     return torch.randint(2**62, (count,)).tolist() if drawing else [0] * count
 
 
-def _rounds(target: VlmTarget, drafter: Any, call: Call, rule: Rule = exact) -> Iterator[tuple[Session, Round]]:
-    """The prefill's round and all that follow."""
-    ids, ends = call.input_ids, call.endings
-    seeds = row_seeds(len(ids), target.sampler.sample and target.sampler.noise is None)
-    rows = [
-        Row(tokens, len(tokens), ends.limit, seed, ends.eos, ends.of(b), index=b)
-        for b, (tokens, seed) in enumerate(zip(ids.tolist(), seeds, strict=True))
-    ]
-    session, round_ = opened(target, drafter, call, rows, rule)
-    yield session, round_
-    for round_ in decode(session, target, drafter):
-        yield session, round_
-
-
-def opened(target: VlmTarget, drafter: Any, call: Call, rows: list[Row], rule: Rule = exact) -> tuple[Session, Round]:
-    """A session of these rows after the prefill of their call, and the round of that prefill."""
-    call = call.for_model(target.model)
-    ids, config = call.input_ids, call.generation_config
-    reserve = ids.shape[1] + min(max(0, *(row.limit - row.start for row in rows)), _RESERVE) + drafter.nodes
-    session = Session(rows, None, ids.device, rule)
-    config.prefill_chunk_size, chunk = None, config.prefill_chunk_size  # a SlotCache takes a prompt in one piece
-    try:
-        session.cache, prompt, raw = session.timed(
-            "prefill", target.prefill, ids, config, call.arguments, call.cache, reserve
-        )
-    finally:
-        config.prefill_chunk_size = chunk
-    if target.table is not None:
-        _bound(session, target.table)
-    root = lone(ids[:, -1:])
-    hidden = None if prompt.hidden is None else prompt.hidden[:, -1:]
-    return session, begin(session, target, drafter, prompt, target.law(raw, session, root, hidden))
-
-
-def _bound(session: Session, table: int) -> None:
-    """Let rows fail where they go on past the model's learned positions, and not where a draft would."""
-    begin = torch.zeros(len(session.cache.open_slots), 1, dtype=torch.long, device=session.pending.device)
-    first = session.cache.places.at(begin).reshape(-1, len(session.rows)).amax(0).tolist()  # of all streams
-    for row, place in zip(session.rows, first, strict=True):
-        row.stop = reach.within(row.stop, row.start + table - place, table)
-
-
 class _Collected:
     """Gathers rounds into what the caller asked for: tokens, scores, logits, streamed columns."""
 
-    def __init__(self, call: Call, keep: bool) -> None:
-        self.call = call
+    def __init__(self, call: Call, ends: Endings, keep: bool) -> None:
+        self.call, self.ends = call, ends
         self.keep = keep
         self.rows: list[Row] = []
         self.read = 0  # slots that the prompt takes
@@ -292,7 +189,7 @@ class _Collected:
         return int(pad) if pad is not None else 0
 
     def length(self) -> int:
-        longest, cut = max(len(row.tokens) for row in self.rows), self.call.endings.cut
+        longest, cut = max(len(row.tokens) for row in self.rows), self.ends.cut
         return (longest if cut is None else min(longest, cut)) - self.rows[0].start
 
     def _column(self, index: int) -> list[int]:

@@ -9,16 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmspec.pipelines import decoder_only
 from mmspec.pipelines.codes import by_token
-from mmspec.pipelines.decoder_only import describe, head_shape, unsupported
+from mmspec.pipelines.decoder_only import DecoderOnly, head_shape
+from mmspec.pipelines.guided import Guidance
 from mmspec.pipelines.state import Listed, Onward, Places
 from mmspec.pipelines.swap import hold, note, release, stock
 from mmspec.pipelines.vlm import VlmTarget
 
-__all__ = ["Enabled", "codebook", "describe", "tap", "unsupported", "untap"]
-
-DRAFTER = "jacobi"  # unless `enable` is told otherwise
 _one_at_a_time = threading.Lock()
 
 
@@ -37,27 +34,30 @@ class GlmTarget(VlmTarget):
     def _places(self, positions: Tensor | None, heard: dict[str, Any], length: int) -> Places:
         listed = heard.get("positions")
         if listed is not None:
-            self.grid = max((tuple(grid[1:]) for grid in heard["grids"].tolist()), key=math.prod)
             return Listed(listed)
         embeds = heard["decoder"][1]["inputs_embeds"]  # without grids stock counts the slots of the cache
         return Onward(torch.full((3, len(embeds), 1), length, device=embeds.device))
 
-
-class Enabled(decoder_only.Enabled):
-    _mmspec_target = GlmTarget
-
-
-def tap(model: Any, features: tuple[int, ...]) -> None:
-    decoder_only.tap(model, features)
-    hold(model.model, _Told)
+    def _grid(self, heard: dict[str, Any]) -> tuple[int, int] | None:
+        grids = [] if heard.get("positions") is None else heard["grids"].tolist()
+        return max((tuple(grid[1:]) for grid in grids), key=math.prod, default=None)
 
 
-def untap(model: Any, features: tuple[int, ...]) -> None:
-    decoder_only.untap(model, features)
-    release(model.model)
+class GlmImage(DecoderOnly):
+    drafter = "jacobi"
 
+    def target(self, model: Any, features: tuple[int, ...], guidance: Guidance | None) -> GlmTarget:
+        return GlmTarget(model, features, guidance)
 
-def codebook(model: Any) -> Tensor:
-    """The codes of the head's first tokens; behind them stand the marks of a picture's beginning and end."""
-    codes = torch.nn.functional.normalize(model.model.vqmodel.quantize.embedding.weight, dim=-1)
-    return by_token(codes, {i: i for i in range(len(codes))}, head_shape(model)[0])
+    def tap(self, model: Any, features: tuple[int, ...]) -> None:
+        super().tap(model, features)
+        hold(model.model, _Told)
+
+    def untap(self, model: Any, features: tuple[int, ...]) -> None:
+        super().untap(model, features)
+        release(model.model)
+
+    def codebook(self, model: Any) -> Tensor:
+        """The codes of the head's first tokens; behind them stand the marks of a picture's beginning and end."""
+        codes = torch.nn.functional.normalize(model.model.vqmodel.quantize.embedding.weight, dim=-1)
+        return by_token(codes, {i: i for i in range(len(codes))}, head_shape(model)[0])

@@ -1,4 +1,4 @@
-"""Guidance by a negative prompt: transformers hides its forward in a logits processor; here it is a second stream."""
+"""Classifier-free guidance: two forwards of the same tokens, with the prompt and without it, make one law."""
 
 from __future__ import annotations
 
@@ -12,20 +12,45 @@ from transformers.generation.logits_process import (
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 
-from mmspec.pipelines.cache import SlotCache
+
+@dataclass(frozen=True)
+class Guidance:
+    """u + scale·(c − u), where c is said with the prompt and u without it.
+
+    Attributes:
+        scale: how far to go.
+        of: "logits", or "log-probabilities", as transformers' processor for negative prompts has it.
+        tokens: guide the first so many new tokens only; None: all.
+        widen: reckon in float32, and not in the model's own precision.
+        before: processors that both streams go through first, as in stock.
+    """
+
+    scale: float
+    of: str = "logits"
+    tokens: int | None = None
+    widen: bool = True
+    before: tuple[Any, ...] = ()
+
+    def __call__(self, raw: Tensor, position: Tensor) -> Tensor:
+        """Guided logits [B, n, V].
+
+        Args:
+            raw: [B·2, n, V], of the conditional stream and of the unconditional one of each row.
+            position: [B, n], number of the new token that the logits are for.
+        """
+        for processor in self.before:  # of one position's scores alone
+            raw = processor(torch.zeros(1, 1, dtype=torch.long, device=raw.device), raw.flatten(0, 1)).view_as(raw)
+        c, u = (raw.to(torch.float32) if self.widen else raw).unflatten(0, (-1, 2)).unbind(1)
+        if self.of == "log-probabilities":  # stock widens the conditional stream alone
+            c, u = c.to(torch.float32).log_softmax(-1), u.log_softmax(-1)
+        guided = u + self.scale * (c - u)
+        return guided if self.tokens is None else torch.where((position < self.tokens)[..., None], guided, c)
 
 
 @dataclass(frozen=True)
 class NegativePrompt:
-    """What `UnbatchedClassifierFreeGuidanceLogitsProcessor` does, with its second forward left to the target.
+    """What stands in the prompt's place in the second stream: ids and attention mask, [B, L]."""
 
-    Attributes:
-        scale: s in u + s·(c − u), of log-probabilities.
-        ids: the negative prompt, [B, L].
-        mask: its attention mask, [B, L].
-    """
-
-    scale: float
     ids: Tensor
     mask: Tensor
 
@@ -36,32 +61,23 @@ class NegativePrompt:
         ids = prompt[:, -1:] if told["input_ids"] is None else told["input_ids"].to(prompt.device)
         mask = torch.ones_like(ids) if told["attention_mask"] is None else told["attention_mask"].to(prompt.device)
         copies = len(prompt) // len(ids)  # num_return_sequences expands the prompt alone
-        return cls(processor.guidance_scale, ids.repeat_interleave(copies, 0), mask.repeat_interleave(copies, 0))
-
-    def prefill(self, model: Any, reserve: int) -> tuple[SlotCache, Any]:
-        """The negative prompt's own cache, and what the model returned for it."""
-        cache = SlotCache(len(self.ids), self.ids.device, reserve)
-        out = model(self.ids, attention_mask=self.mask, use_cache=True, past_key_values=cache, return_dict=True)
-        cache.advance(self.ids.shape[1])
-        return cache, out
-
-    def __call__(self, raw: Tensor) -> Tensor:
-        """Guided logits [B, N, V] from those of both streams, [2B, N, V]."""
-        cond, uncond = raw.chunk(2)
-        c, u = cond.to(torch.float32).log_softmax(-1), uncond.log_softmax(-1)
-        return self.scale * (c - u) + u
+        return cls(ids.repeat_interleave(copies, 0), mask.repeat_interleave(copies, 0))
 
 
 def stands_for(processor: Any, model: Any) -> bool:
-    """Whether NegativePrompt can replace this processor: the stock one, unused yet, on the same model."""
+    """Whether a second stream can replace this processor: the stock one, unused yet, on the same model."""
     return _is_guidance(processor) and processor.model is model and processor.unconditional_context["first_pass"]
 
 
-def split(processors: LogitsProcessorList, prompt: Tensor) -> tuple[NegativePrompt | None, LogitsProcessorList]:
-    """The guidance taken out of a list of processors, and the processors that remain."""
+def split(
+    processors: LogitsProcessorList, prompt: Tensor
+) -> tuple[Guidance | None, NegativePrompt | None, LogitsProcessorList]:
+    """The guidance taken out of a list of processors, its negative prompt, and the processors that remain."""
     rest = LogitsProcessorList(p for p in processors if not _is_guidance(p))
-    found = next((NegativePrompt.of(p, prompt) for p in processors if _is_guidance(p)), None)
-    return found, rest
+    found = next((p for p in processors if _is_guidance(p)), None)
+    if found is None:
+        return None, None, rest
+    return Guidance(found.guidance_scale, of="log-probabilities", widen=False), NegativePrompt.of(found, prompt), rest
 
 
 def _is_guidance(processor: Any) -> bool:

@@ -11,10 +11,11 @@ from typing import Any
 
 from mmspec.config import SpecConfig
 from mmspec.pipelines import devices, drafting
+from mmspec.pipelines.family import Family
 from mmspec.pipelines.obstacles import Obstacle, UnsupportedError
 from mmspec.pipelines.swap import restore, swap
 from mmspec.rules import Rule, exact
-from mmspec.session import Stats
+from mmspec.stats import Stats
 from mmspec.types import TargetInfo
 
 _switching = threading.RLock()  # enable and disable may come from any thread
@@ -24,7 +25,7 @@ class Patch:
     """What all calls on an enabled model share. It lies on the model's class, and holds no model.
 
     Attributes:
-        home: the module that knows this kind of model.
+        family: what is to be known of this kind of model.
         drafter: the one in use, fitted to the model; None where the model was left as it is.
         config: the options that every drafter shares.
         given: those of the drafter, as they were given.
@@ -38,10 +39,10 @@ class Patch:
     """
 
     def __init__(
-        self, home: Any, drafter: Any, config: SpecConfig, rule: Rule = exact, proposer: Any = None,
+        self, family: Family, drafter: Any, config: SpecConfig, rule: Rule = exact, proposer: Any = None,
         given: Mapping[str, Any] | None = None, target: TargetInfo | None = None,
     ) -> None:  # fmt: skip
-        self.home = home
+        self.family = family
         self.drafter = drafter
         self.config = config
         self.given = dict(given or {})
@@ -60,27 +61,22 @@ class Patch:
         """That of a model; None: it is not enabled, or not any more."""
         return getattr(type(model), "_mmspec_handle", None)
 
-    @property
-    def kind(self) -> Any:
-        """The mixin of the model's class, whatever other threads make of that class meanwhile."""
-        return self.home.Enabled
-
     @contextmanager
     def running(self, model: Any) -> Iterator[None]:
         """A call: what it hears of the model's modules stays there to its end, whoever disables the model meanwhile."""
-        self.home.tap(model, self.drafter.features)
+        self.family.tap(model, self.drafter.features)
         try:
             yield
         finally:
-            self.home.untap(model, self.drafter.features)
+            self.family.untap(model, self.drafter.features)
 
     def fitting(self, model: Any) -> Any:
         """What a call asks for drafts: `proposer`, fitted anew where the model was moved or cast since."""
-        now = self.home.describe(model)
+        now = self.family.describe(model)
         with self._lock:
             if self.target is not None and devices.moved(self.target, now):
                 self.drafter, self.target = self.drafter.fit(now, self.given), now
-                self.proposer = drafting.proposer(model, self.drafter, self.config, now, captures(self.home))
+                self.proposer = drafting.proposer(model, self.drafter, self.config, now, self.family.captures_drafts)
                 self.fitted = {}
             return self.proposer
 
@@ -104,11 +100,6 @@ class Patch:
             warnings.warn(what, stacklevel=5)
 
 
-def captures(home: Any) -> bool:
-    """Whether `compile` captures what drafters do for models of this kind."""
-    return getattr(home, "CAPTURES_DRAFTS", True)
-
-
 def put_on(model: Any, patch: Patch | None) -> Patch | None:
     """Put a patch on a model, in place of the one that is there, which is returned; None: give its own class back.
 
@@ -120,10 +111,10 @@ def put_on(model: Any, patch: Patch | None) -> Patch | None:
         if patch is None:
             restore(model)
         else:
-            patch.home.tap(model, patch.drafter.features)
-            swap(model, patch.kind, _mmspec_handle=patch)
+            patch.family.tap(model, patch.drafter.features)
+            swap(model, patch.family.mixin, _mmspec_handle=patch)
         if before is not None:
-            before.home.untap(model, before.drafter.features)
+            before.family.untap(model, before.drafter.features)
     return before
 
 

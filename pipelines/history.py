@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
 
 from mmspec.modes import lasting
-from mmspec.session import Session
+from mmspec.session import Group
 from mmspec.types import HOLE, Draft
 
 _BEYOND = 2**31 - 1  # stands where a prefix has no token; larger than any id
@@ -64,13 +64,13 @@ class Prefixes:
         lengths: of the rows, [B].
     """
 
-    session: Session
+    session: Group
     draft: Draft
     text: Tensor
     lengths: Tensor
 
     @classmethod
-    def of(cls, texts: Texts, session: Session, draft: Draft) -> Prefixes:
+    def of(cls, texts: Texts, session: Group, draft: Draft) -> Prefixes:
         tokens = [row.tokens for row in session.rows]
         return cls(session, draft, *texts.of(tokens, draft.tokens.device, draft.tree.size - 1))
 

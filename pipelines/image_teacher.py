@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from mmspec.models.llamagen import visible
-from mmspec.pipelines import llamagen
-from mmspec.pipelines.images import Guidance, ImageTarget
-from mmspec.pipelines.sampling import Sampler
-from mmspec.pipelines.state import stacked, tiled
+from mmspec.pipelines.guided import Guidance
+from mmspec.pipelines.llamagen import LlamaGenPipeline
+from mmspec.pipelines.llamagen_family import LlamaGen
+from mmspec.pipelines.llamagen_target import LlamaGenTarget
+from mmspec.pipelines.state import each_stream
 from mmspec.pipelines.swap import layer_input, listen
+from mmspec.rows import unfold
 from mmspec.train.data import Sample
 from mmspec.train.trace import Trace
 from mmspec.types import FINAL
@@ -22,19 +24,19 @@ from mmspec.types import FINAL
 class ImageTeacher:
     """Context manager around a LlamaGenPipeline; while it is open, the layers that the drafter reads are tapped."""
 
-    def __init__(self, pipe: llamagen.LlamaGenPipeline, features: tuple[int, ...]) -> None:
+    def __init__(self, pipe: LlamaGenPipeline, features: tuple[int, ...]) -> None:
         self.pipe, self.features = pipe, features
         self.model: Any = pipe.transformer.eval().requires_grad_(False)
         self.how = pipe._settings({}, "latent", 1)
-        guidance = Guidance(self.how["guidance_scale"])
-        self.target = ImageTarget(self.model, features, Sampler(lambda p, *_: p), guidance)
+        scale = self.how["guidance_scale"]
+        self.target = LlamaGenTarget(self.model, features, Guidance(scale) if scale > 1 else None)
 
     def __enter__(self) -> ImageTeacher:
-        llamagen.tap(self.pipe, self.features)
+        LlamaGen().tap(self.pipe, self.features)
         return self
 
     def __exit__(self, *_: Any) -> None:
-        llamagen.untap(self.pipe, self.features)
+        LlamaGen().untap(self.pipe, self.features)
 
     def head(self, hidden: Tensor) -> Tensor:
         """Guided logits [..., V], which are what is verified, of both streams' final features [..., S·H]."""
@@ -58,14 +60,15 @@ class ImageTeacher:
         )
         B, P = valid.shape
         ids = torch.tensor(answers, device=valid.device)
-        embeds = torch.cat([self.model.prefix(condition, guided=S == 2), tiled(self.target.embed(ids), S)], 1)
+        prefix = self.target.prefix(condition)
+        embeds = torch.cat([prefix, each_stream(self.target.embed(ids), S)], 1)
         T = embeds.shape[1]
         place = torch.arange(-P, T - P, device=ids.device).clamp(min=-1)
         valid = torch.cat([valid, torch.ones_like(ids, dtype=torch.bool)], 1)
         with listen() as heard:
-            hidden = self.model(embeds, place.expand(S * B, T), tiled(visible(valid, T), S))
+            hidden = self.model(embeds, place.expand(S * B, T), each_stream(visible(valid, T), S))
         found = [hidden if i == FINAL else layer_input(heard[f"layer {i}"]) for i in self.features]
         answered = (torch.arange(T, device=ids.device) >= P).expand(B, T)
         ids = torch.cat([ids.new_zeros(B, P), ids], 1)
-        features, visual = stacked(torch.cat(found, -1), S), torch.zeros_like(ids)
-        return Trace(ids, stacked(embeds, S), features, stacked(hidden, S), valid, answered, visual, 1 - P)
+        features, visual = unfold(torch.cat(found, -1), S), torch.zeros_like(ids)
+        return Trace(ids, unfold(embeds, S), features, unfold(hidden, S), valid, answered, visual, 1 - P)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,25 +11,24 @@ from torch import Tensor
 from transformers.generation.logits_process import ClassifierFreeGuidanceLogitsProcessor, LogitsProcessorList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from mmspec.loop import begin, decode
-from mmspec.pipelines import decoder_only, drafting, obstacles
+from mmspec.pipelines import drafting, obstacles
 from mmspec.pipelines.cache import SlotCache
-from mmspec.pipelines.decoder_only import describe, tap, unsupported, untap
-from mmspec.pipelines.generate import row_seeds, watching
+from mmspec.pipelines.decoder_only import DecoderOnly, DecoderOnlyPatch
+from mmspec.pipelines.generate import rounds, row_seeds, watching
+from mmspec.pipelines.guided import Guidance
 from mmspec.pipelines.handle import Patch
 from mmspec.pipelines.obstacles import Obstacle
-from mmspec.pipelines.processors import POINTWISE, Processors
-from mmspec.pipelines.sampling import TorchNoise
-from mmspec.pipelines.state import Onward, State, spread, stacked
+from mmspec.pipelines.processors import POINTWISE
+from mmspec.pipelines.sampling import Request, Sampler, TorchNoise
+from mmspec.pipelines.state import Onward, State, selected
 from mmspec.pipelines.swap import listen, stock
 from mmspec.pipelines.visual import media
 from mmspec.pipelines.vlm import VlmTarget
+from mmspec.rows import unfold
 from mmspec.rules import Rule, exact
 from mmspec.session import Row, Session
 from mmspec.tree import lone
-from mmspec.types import Prompt, Round, TargetInfo
-
-__all__ = ["Enabled", "codebook", "describe", "tap", "unsupported", "untap"]
+from mmspec.types import Prompt, Scores, TargetInfo
 
 
 @dataclass(eq=False)
@@ -47,7 +45,7 @@ class Prepared(Exception):
 _preparing: ContextVar[dict[str, Any] | None] = ContextVar("mmspec_janus", default=None)
 
 
-class Enabled(decoder_only.Enabled):
+class JanusPatch(DecoderOnlyPatch):
     """Text goes the ordinary way; for pictures stock prepares the arguments, and leaves its loop to a session."""
 
     def generate(
@@ -73,11 +71,6 @@ class Enabled(decoder_only.Enabled):
                 return _draw(self, patch, ready)
         patch.decline(why)
         return stock_generate()
-
-    @classmethod
-    def _mmspec_rule(cls, patch: Patch, call: Any) -> Rule:
-        """A relaxed rule is for pictures: text stays exact."""
-        return exact
 
     def _get_logits_processor(self, *args: Any, **kwargs: Any) -> Any:
         made = stock(self)._get_logits_processor(self, *args, **kwargs)
@@ -125,57 +118,43 @@ def _unfit(model: Any, patch: Patch) -> Obstacle | None:
     return None
 
 
-@dataclass(frozen=True)
-class Paired:
-    """The processors of a call up to the one that makes one law of both halves of the batch."""
-
-    processors: LogitsProcessorList
-
-    def __call__(self, raw: Tensor) -> Tensor:
-        """Guided logits [B, N, V] from those of both streams, [2B, N, V]."""
-        flat = raw.flatten(0, 1)
-        no_tokens = torch.zeros(len(flat) // 2, 1, dtype=torch.long, device=raw.device)
-        return self.processors(no_tokens, flat).view(len(raw) // 2, *raw.shape[1:])
-
-
 class JanusTarget(VlmTarget):
     """Image mode: codes in, the head for codes, and both streams in one batch, as stock has them too."""
-
-    def __init__(self, model: Any, features: tuple[int, ...], ready: Prepared, noise: TorchNoise | None) -> None:
-        at = [type(p) is ClassifierFreeGuidanceLogitsProcessor for p in ready.processors].index(True) + 1
-        upto, after = (LogitsProcessorList(part) for part in (ready.processors[:at], ready.processors[at:]))
-        guidance, warpers = Paired(upto), Processors(after)
-        super().__init__(model, features, warpers, bool(ready.config.do_sample), False, noise, guidance)
-        self.grid = tuple(model.model.vqmodel.quantize.quant_state_dims)
-        self.widen = noise is None  # stock draws from laws of the model's own precision, so its noise has that too
 
     def embed(self, ids: Tensor) -> Tensor:
         return self.model.prepare_embeddings_for_image_generation(ids).to(ids.device)
 
-    def head(self, hidden: Tensor, vocab: Any = None) -> Tensor:
-        return self._guided(self.model.model.generation_head(spread(hidden, 2))).to(hidden.device)
+    def logits(self, hidden: Tensor, vocab: Any = None) -> Tensor:
+        return self.model.model.generation_head(hidden)
 
-    def open(self, ready: Prepared, reserve: int) -> tuple[State, Prompt, Tensor]:
-        """The prefill of both streams: the state, what a drafter may know, and the raw logits [2B, 1, V]."""
-        L = ready.ids.shape[1]
-        slots = SlotCache(len(ready.ids), ready.ids.device, reserve)
-        arguments = {**ready.arguments, "past_key_values": slots}
-        inputs = self.model.prepare_inputs_for_generation(input_ids=ready.ids, inputs_embeds=ready.embeds, **arguments)
+    def prefill(self, session: Session, inputs: Prepared, nodes: int) -> tuple[Prompt, Scores]:
+        """Both streams in one forward, a row's one below the other."""
+        rows, L = inputs.ids.shape
+        order = torch.arange(rows, device=inputs.ids.device).view(2, -1).T.flatten()
+        embeds, arguments = inputs.embeds[order], {k: selected(v, order, rows) for k, v in inputs.arguments.items()}
+        slots = SlotCache(rows, inputs.ids.device, L + session.rows[0].limit + nodes)
+        given = self.model.prepare_inputs_for_generation(
+            input_ids=inputs.ids[order], inputs_embeds=embeds, **arguments, past_key_values=slots
+        )
         with listen() as heard:
-            out = self.model.model.language_model(**inputs)
+            out = self.model.model.language_model(**given)
         slots.advance(L)
         told = heard["decoder"][1].get("position_ids")  # without any, stock counts the slots of the cache
-        first = torch.full_like(ready.ids[:, :1], L) if told is None else told[:, -1:] + 1
-        valid = ready.arguments["attention_mask"].bool()
-        ids, hidden = ready.ids.chunk(2)[0], self._features(heard)
+        first = inputs.ids.new_full((rows, 1), L) if told is None else told[:, -1:] + 1
+        valid, ids = arguments["attention_mask"].bool(), inputs.ids[: rows // 2]
+        session.cache = State(slots, Onward(first), valid, {}, {}, 2)
+        hidden = self._features(heard)
+        hidden = None if hidden is None else unfold(hidden, 2)
         prompt = Prompt(
             ids=torch.zeros_like(ids),  # words have no id among the codes
-            embeds=stacked(ready.embeds, 2),
-            hidden=None if hidden is None else stacked(hidden, 2),
+            embeds=unfold(embeds, 2),
+            hidden=hidden,
             visual=media(ids, self.model.config, {}),
-            valid=valid.chunk(2)[0],
+            valid=valid[::2],
+            grid=tuple(self.model.model.vqmodel.quantize.quant_state_dims),
         )
-        return State(slots, Onward(first), valid, {}, 2), prompt, self._logits(out, heard)[:, -1:]
+        end, root = None if hidden is None else hidden[:, -1:], lone(prompt.ids[:, -1:])
+        return prompt, self.scores(self._logits(out, heard)[:, -1:], session, root, end)
 
     def _forward(self, state: State, ids: Tensor, places: Tensor, mask: Any) -> Any:
         return self.model.model.language_model(
@@ -200,38 +179,39 @@ def _draw(model: Any, patch: Patch, ready: Prepared) -> Any:
         patch.fitted[info] = drafting.proposer(model, fitted, patch.config, info, drafts=False)
     drafter = patch.fitted[info]
     noise = TorchNoise() if config.do_sample and patch.config.reproducible else None
-    target = JanusTarget(model, drafter.features, ready, noise)
+    at = [type(p) is ClassifierFreeGuidanceLogitsProcessor for p in ready.processors].index(True)
+    guidance = Guidance(ready.processors[at].guidance_scale, widen=False, before=tuple(ready.processors[:at]))
+    warpers = LogitsProcessorList(ready.processors[at + 1 :])
+    # stock draws from laws of the model's own precision, so its noise has that too
+    request = Request(Sampler(warpers, bool(config.do_sample), noise), widen=noise is None)
+    target = JanusTarget(model, drafter.features, guidance)
     count, limit = len(ready.ids) // 2, model.model.vision_model.config.num_image_tokens
     seeds = row_seeds(count, config.do_sample and noise is None)
-    rows = [Row([], 0, limit, seed, index=b) for b, seed in enumerate(seeds)]
-    session, watch = Session(list(rows), None, ready.ids.device, patch.rule), watching.get()
-    session.watched = watch is not None
+    rows = [Row([], 0, limit, seed, index=b, rule=patch.rule, request=request) for b, seed in enumerate(seeds)]
     with torch.no_grad():
-        for round_ in _rounds(session, target, drafter, ready):
-            if watch is not None:
-                watch(round_)
+        for session, _ in rounds(target, drafter, list(rows), ready, watching.get()):
+            stats = session.stats
     if noise is not None:
         noise.close(limit)
-    patch.book(session.stats)
+    patch.book(stats)
     sequences = torch.tensor([row.tokens for row in rows], dtype=ready.ids.dtype, device=ready.ids.device)
     return GenerateDecoderOnlyOutput(sequences=sequences) if config.return_dict_in_generate else sequences
 
 
-def _rounds(session: Session, target: JanusTarget, drafter: Any, ready: Prepared) -> Iterator[Round]:
-    """The prefill's round and all that follow."""
-    reserve = ready.ids.shape[1] + session.rows[0].limit + drafter.nodes
-    session.cache, prompt, raw = session.timed("prefill", target.open, ready, reserve)
-    root = lone(prompt.ids[:, -1:])
-    hidden = None if prompt.hidden is None else prompt.hidden[:, -1:]
-    yield begin(session, target, drafter, prompt, target.law(raw, session, root, hidden))
-    yield from decode(session, target, drafter)
-
-
 def _describe_pictures(model: Any) -> TargetInfo:
     """What a drafter has to fit in image mode: the head for codes."""
-    return replace(describe(model), vocab=model.model.vqmodel.config.num_embeddings, ends=None)
+    return replace(DecoderOnly().describe(model), vocab=model.model.vqmodel.config.num_embeddings, ends=None)
 
 
-def codebook(model: Any) -> Tensor:
-    """The codes as the decoder of pictures sees them, [V, c]."""
-    return torch.nn.functional.normalize(model.model.vqmodel.quantize.embedding.weight.detach(), dim=-1)
+class Janus(DecoderOnly):
+    """Text, and pictures in a mode of their own."""
+
+    mixin = JanusPatch
+
+    def rule(self, asked: Rule, call: Any) -> Rule:
+        """A relaxed rule is for pictures: text stays exact."""
+        return exact
+
+    def codebook(self, model: Any) -> Tensor:
+        """The codes as the decoder of pictures sees them, [V, c]."""
+        return torch.nn.functional.normalize(model.model.vqmodel.quantize.embedding.weight.detach(), dim=-1)

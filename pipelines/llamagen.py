@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,26 +15,23 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast, T5EncoderModel
 
 from mmspec.drafters.plain import Plain
-from mmspec.loop import begin, decode
+from mmspec.loop import decode, start
 from mmspec.models.llamagen import LlamaGenTransformer
 from mmspec.models.llamagen_vq import LlamaGenVQ
 from mmspec.pipelines import captions, compiled, devices
 from mmspec.pipelines.drawing import OUTPUTS, seeds, wake
-from mmspec.pipelines.handle import Patch
-from mmspec.pipelines.images import Guidance, ImageTarget, Plan
-from mmspec.pipelines.sampling import CounterNoise, Sampler, warpers
-from mmspec.pipelines.swap import Tap, hold, release, stock
-from mmspec.rules import exact
-from mmspec.session import Row, Session, Stats
-from mmspec.types import ATTENTION, FINAL, TargetInfo
+from mmspec.pipelines.guided import Guidance
+from mmspec.pipelines.llamagen_target import Condition, LlamaGenTarget
+from mmspec.pipelines.sampling import CounterNoise, Request, Sampler, warpers
+from mmspec.rules import Rule, exact
+from mmspec.session import Row, Session
+from mmspec.stats import Stats
 
 # What the authors sample with, by kind of condition; a pipeline's own `defaults` come before these.
 TEXT = {"guidance_scale": 7.5, "top_k": 1000, "top_p": 1.0, "temperature": 1.0, "clean_caption": True}
 CLASS = {"guidance_scale": 4.0, "top_k": 2000, "top_p": 1.0, "temperature": 1.0, "clean_caption": True}
 for module in (LlamaGenTransformer.__module__, LlamaGenVQ.__module__):  # diffusers then loads them from the hub, too
     LOADABLE_CLASSES.setdefault(module, {})
-DRAFTER = "jacobi"  # unless `enable` is told otherwise
-CAPTURES_DRAFTS = False  # `compile` captures the forward alone
 
 
 @dataclass
@@ -54,6 +50,17 @@ class LlamaGenOutput(BaseOutput):
     tokens: Tensor | None = None
     stats: Stats | None = None
     spent: list[float] | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a call decodes; the stock pipeline's is plain decoding with the noise fixed by the rows' seeds."""
+
+    drafter: Any
+    rule: Rule
+    reproducible: bool
+    compile: bool = False
+    book: Callable[[Stats], None] = lambda stats: None
 
 
 class LlamaGenPipeline(DiffusionPipeline):
@@ -130,12 +137,12 @@ class LlamaGenPipeline(DiffusionPipeline):
         condition, valid = self._condition(prompt, class_labels, how["clean_caption"])
         condition, valid = (t.repeat_interleave(num_images_per_prompt, 0) for t in (condition, valid))
         rows = [
-            Row([], 0, self.transformer.config.grid**2, seed, index=b)
-            for b, seed in enumerate(seeds(generator, len(valid)))
+            Row([], 0, self.transformer.config.grid**2, s, index=b) for b, s in enumerate(seeds(generator, len(valid)))
         ]
-        guidance = Guidance(how["guidance_scale"], None if guidance_interval < 0 else guidance_interval + 2)
+        first = None if guidance_interval < 0 else guidance_interval + 2
+        guidance = Guidance(how["guidance_scale"], tokens=first) if how["guidance_scale"] > 1 else None
         with self.progress_bar(total=rows[0].limit) as bar:
-            for step, session in enumerate(self._rounds(rows, condition, valid, guidance, how)):
+            for step, session in enumerate(self._rounds(rows, Condition(condition, valid), guidance, how)):
                 stats, done = session.stats, min(row.generated for row in rows)
                 bar.update(done - bar.n)
                 if callback_on_step_end is not None:
@@ -147,19 +154,19 @@ class LlamaGenPipeline(DiffusionPipeline):
         return LlamaGenOutput(images, tokens, stats, [row.spent for row in rows]) if return_dict else (images,)
 
     def _rounds(
-        self, rows: list[Row], condition: Tensor, valid: Tensor, guidance: Guidance, how: dict[str, Any]
+        self, rows: list[Row], condition: Condition, guidance: Guidance | None, how: dict[str, Any]
     ) -> Iterator[Session]:
         """The session after each round, the prefill's first; it still holds the rows that ended in that round."""
         plan, home = self._plan(), devices.execution(self.transformer)
         wake(self.transformer)
-        condition, valid = condition.to(home), valid.to(home)
-        held = compiled.of(self.transformer) if plan.compile else None
+        condition = Condition(condition.what.to(home), condition.valid.to(home))
         noise = CounterNoise() if plan.reproducible else None
-        sampler = Sampler(warpers(how), how["temperature"] > 0, noise)
-        target = ImageTarget(self.transformer, plan.drafter.features, sampler, guidance, held)
-        session = Session(list(rows), None, valid.device, plan.rule)
-        prompt, scores = session.timed("prefill", target.prefill, session, condition, valid, plan.drafter.nodes)
-        begin(session, target, plan.drafter, prompt, scores)
+        request = Request(Sampler(warpers(how), how["temperature"] > 0, noise))
+        for row in rows:
+            row.rule, row.request = plan.rule, request
+        held = compiled.of(self.transformer) if plan.compile else None
+        target = LlamaGenTarget(self.transformer, plan.drafter.features, guidance, held)
+        session, _ = start(target, plan.drafter, list(rows), condition)
         yield session
         for _ in decode(session, target, plan.drafter):
             yield session
@@ -237,59 +244,3 @@ def _check(transformer: Any, vqvae: Any, text_encoder: Any, defaults: dict[str, 
     unknown = sorted(set(defaults or {}) - set(TEXT))
     if unknown:
         raise ValueError(f"unknown default {unknown[0]!r}; choose from {', '.join(TEXT)}")
-
-
-# -- what mmspec.enable needs -----------------------------------------------------------------------------------------
-
-
-class Enabled:
-    """Mixin of an enabled pipeline: the calls stay, the drafter and the rule come from the handle."""
-
-    _mmspec_handle: Patch
-
-    def _plan(self) -> Plan:
-        patch = Patch.of(self)
-        if patch is None:  # disabled since this call began
-            return stock(self)._plan(self)
-        return Plan(patch.fitting(self), patch.rule, patch.config.reproducible, patch.config.compile, patch.book)
-
-    def _rounds(self, *args: Any) -> Iterator[Session]:
-        patch = Patch.of(self)
-        with nullcontext() if patch is None else patch.running(self):
-            yield from stock(self)._rounds(self, *args)
-
-
-def unsupported(pipe: Any) -> str | None:
-    """Why this pipeline cannot be accelerated; None: it can."""
-    return None
-
-
-def describe(pipe: Any) -> TargetInfo:
-    """What a drafter has to fit."""
-    model = pipe.transformer
-    c = model.config
-    name = str(getattr(pipe.config, "_name_or_path", None) or type(pipe).__name__)
-    return TargetInfo(name, c.vocab, c.dim, c.dim, c.num_layers, devices.execution(model), model.dtype)
-
-
-def codebook(pipe: Any) -> Tensor:
-    """[V, c], the vectors that the tokens stand for."""
-    return pipe.vqvae.codebook()
-
-
-def tap(pipe: Any, features: tuple[int, ...]) -> None:
-    """Overhear what enters the layers that a drafter reads."""
-    if ATTENTION in features:
-        raise ValueError("prune leaves out visual tokens of a prompt, and a prompt for a picture has none")
-    for i, layer in _layers(pipe, features).items():
-        hold(layer, Tap, _mmspec_name=f"layer {i}")
-
-
-def untap(pipe: Any, features: tuple[int, ...]) -> None:
-    for layer in _layers(pipe, features).values():
-        release(layer)
-
-
-def _layers(pipe: Any, features: tuple[int, ...]) -> dict[int, Any]:
-    """The layers whose input a drafter reads, by number."""
-    return {i: pipe.transformer.layers[i] for i in features if i != FINAL}

@@ -18,6 +18,7 @@ from mmspec.models.mar import MARTransformer2DModel
 from mmspec.models.mar_scheduler import MARScheduler
 from mmspec.modes import Mode, each_in, mode_of
 from mmspec.pipelines.drawing import OUTPUTS, seeds, wake
+from mmspec.pipelines.family import Family
 from mmspec.pipelines.mar_loop import GUIDANCE, STEPS, Brush, Canvas, canvas, law, plain
 from mmspec.pipelines.mar_plan import Speculation, Tally, tally
 from mmspec.pipelines.mar_speculate import draw
@@ -237,9 +238,11 @@ class MARPipeline(DiffusionPipeline):
         return self.image_processor.postprocess(pixels.float(), output_type)
 
 
-def unsupported(pipe: Any) -> str | None:
-    """Why `mmspec.enable` leaves this pipeline alone."""
-    return (
-        "its tokens are continuous, which drafters of ids and their rules do not fit; call "
-        "pipe.enable_speculation(), or with draft=… a smaller MAR"
-    )
+class Mar(Family):
+    """Continuous tokens have drafts of their own: `pipe.enable_speculation()`."""
+
+    def unsupported(self, model: Any) -> str:
+        return (
+            "its tokens are continuous, which drafters of ids and their rules do not fit; call "
+            "pipe.enable_speculation(), or with draft=… a smaller MAR"
+        )

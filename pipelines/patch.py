@@ -9,10 +9,10 @@ import torch
 
 from mmspec.config import SpecConfig
 from mmspec.pipelines import drafting, families
-from mmspec.pipelines.handle import Handle, Patch, captures, put_on
+from mmspec.pipelines.handle import Handle, Patch, put_on
 from mmspec.pipelines.obstacles import UnsupportedError, soft_prompt
 from mmspec.registry import resolve_rule
-from mmspec.session import Stats
+from mmspec.stats import Stats
 
 __all__ = ["Handle", "UnsupportedError", "disable", "enable", "stats"]
 
@@ -46,22 +46,22 @@ def enable(model_or_pipe: Any, drafter: Any = None, **options: Any) -> Handle:
     """
     config, given = SpecConfig.split(options)
     *wrappers, model = families.opened(model_or_pipe)
-    home = families.home(model)
-    why = next(filter(None, map(soft_prompt, wrappers)), None) or home.unsupported(model)
+    family = families.of(model)
+    why = next(filter(None, map(soft_prompt, wrappers)), None) or family.unsupported(model)
     if why is not None:
         if config.on_unsupported == "error":
             raise UnsupportedError(f"mmspec cannot accelerate {type(model).__name__}: {why}")
         warnings.warn(f"mmspec leaves {type(model).__name__} as it is: {why}", stacklevel=2)
-        return Handle(model, Patch(home, None, config), Patch.of(model))
-    drafter = getattr(home, "DRAFTER", None) if drafter is None else drafter
-    target = home.describe(model)
+        return Handle(model, Patch(family, None, config), Patch.of(model))
+    drafter = family.drafter if drafter is None else drafter
+    target = family.describe(model)
     if target.device.type == "mps" and torch.__version__ < MPS:
         warnings.warn(f"torch {torch.__version__} may attend wrongly on MPS; use torch {MPS} or newer", stacklevel=2)
     ready = drafting.resolve(drafter, given, target)  # may fail: what was enabled before stays
-    codes = None if config.rule == "exact" else home.codebook(model)
+    codes = None if config.rule == "exact" else family.codebook(model)
     rule = resolve_rule(config.rule, codes, config.budget)
-    proposer = drafting.proposer(model, ready, config, target, captures(home))
-    patch = Patch(home, ready, config, rule, proposer, given, target)
+    proposer = drafting.proposer(model, ready, config, target, family.captures_drafts)
+    patch = Patch(family, ready, config, rule, proposer, given, target)
     return Handle(model, patch, put_on(model, patch))
 
 

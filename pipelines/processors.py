@@ -10,7 +10,7 @@ from transformers.generation import logits_process
 from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
 
 from mmspec.pipelines import history
-from mmspec.session import Session
+from mmspec.session import Group
 from mmspec.types import Draft
 
 PURE = "mmspec_pure"  # a user's function that has this attribute, true, answers by its arguments alone
@@ -63,7 +63,7 @@ class Processors:
         self.need_history = any(type(p) in HISTORY for p in processors)
         self._texts = history.Texts()
 
-    def __call__(self, logits: Tensor, session: Session, draft: Draft) -> Tensor:
+    def __call__(self, logits: Tensor, session: Group, draft: Draft) -> Tensor:
         """Process float logits [B, N, V]; the tokens before node n are the row's own and n's line of ancestors."""
         no_tokens = draft.tokens.reshape(-1, 1)  # a pointwise warper does not look at them
         before = history.Prefixes.of(self._texts, session, draft) if self.need_history else None

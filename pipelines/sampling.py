@@ -1,4 +1,4 @@
-"""How an image target draws: greedily, from its law, or from its law with the noise fixed beforehand (seed-exact)."""
+"""From logits to the law of a token: processors, then the likeliest, a draw, or noise fixed beforehand (seed-exact)."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from transformers.generation.logits_process import (
 from mmspec.kernels import dispatch
 from mmspec.kernels import reference as ops
 from mmspec.pipelines.processors import POINTWISE, Processors
-from mmspec.session import Session
-from mmspec.types import Categorical, Draft
+from mmspec.session import Group
+from mmspec.types import Categorical, Draft, Scores
 
-Process = Callable[[Tensor, Session, Draft], Tensor]
+Process = Callable[[Tensor, Group, Draft], Tensor]  # of logits, rows and draft
 
 
 class Noise(Protocol):
     """What turns a law into one token per node, by noise that depends on the token's absolute position only."""
 
-    def draw(self, logits: Tensor, session: Session, draft: Draft) -> Tensor:
+    def draw(self, logits: Tensor, session: Group, draft: Draft) -> Tensor:
         """Tokens [B, N] from processed logits [B, N, V]."""
 
 
@@ -53,11 +53,7 @@ class Sampler:
         self.sample = sample
         self.noise: Noise | None = noise if sample else None
 
-    def law(self, logits: Tensor, session: Session, draft: Draft) -> Categorical:
-        """p after each node, from raw (guided) logits [B, N, V]."""
-        return self.realised(self.process(logits.to(torch.float32), session, draft), session, draft)
-
-    def realised(self, processed: Tensor, session: Session, draft: Draft) -> Categorical:
+    def realised(self, processed: Tensor, session: Group, draft: Draft) -> Categorical:
         """p after each node, from logits that the processors have seen."""
         if not self.sample:
             return Categorical(ids=processed.argmax(-1))
@@ -65,7 +61,7 @@ class Sampler:
             return Categorical(processed)
         return Categorical(ids=self.noise.draw(processed, session, draft))
 
-    def weighed(self, logits: Tensor, session: Session, position: Tensor) -> Tensor:
+    def weighed(self, logits: Tensor, session: Group, position: Tensor) -> Tensor:
         """A drafter's logits [B, n, V] of the tokens at `position` [B, n] after the prompt, as `law` weighs its own.
 
         Point-wise processors, then, in seed-exact drawing, the noise that the target's own draw will meet.
@@ -77,15 +73,54 @@ class Sampler:
         return warped + self.noise.at(session, position, logits.shape[-1]) if hasattr(self.noise, "at") else warped
 
 
+@dataclass(frozen=True, eq=False)
+class Request:
+    """What a call asks of the logits of its rows, which carry it.
+
+    Attributes:
+        sampler: processors, and how to draw.
+        keep: hand processed and raw logits back with the scores.
+        widen: process logits in float32, as `_sample` does.
+        allowed: what the model itself lets through, before any processor: a function of logits [B, N, V] and of the
+            numbers [B, N] of the new tokens that they are for; None: everything.
+    """
+
+    sampler: Sampler
+    keep: bool = False
+    widen: bool = True
+    allowed: Callable[[Tensor, Tensor], Tensor] | None = None
+
+    @property
+    def bare(self) -> bool:
+        """Whether the likeliest token of the logits as they are is all that is wanted."""
+        return not (self.sampler.sample or self.keep or getattr(self.sampler.process, "processors", True))
+
+    def scores(self, logits: Tensor, raw: Tensor, rows: Group, draft: Draft, hidden: Tensor | None) -> Scores:
+        """The law that stock `generate` would draw from.
+
+        Args:
+            logits: [B, N, V], guided.
+            raw: [B, N, V], of the conditional stream.
+        """
+        wide = logits.to(torch.float32) if self.widen and not self.bare else logits
+        if self.allowed is not None:
+            wide = self.allowed(wide, rows.emitted[:, None] + draft.tree.depth)
+        if self.bare:
+            return Scores(Categorical(ids=wide.argmax(-1)), hidden)
+        processed = self.sampler.process(wide, rows, draft)
+        kept = (processed, raw.to(torch.float32)) if self.keep else (None, None)
+        return Scores(self.sampler.realised(processed, rows, draft), hidden, *kept)
+
+
 @dataclass(frozen=True)
 class CounterNoise:
     """Gumbel noise hashed from (row seed, absolute position): a row alone draws what it draws in any batch."""
 
-    def draw(self, logits: Tensor, session: Session, draft: Draft) -> Tensor:
+    def draw(self, logits: Tensor, session: Group, draft: Draft) -> Tensor:
         position = session.emitted[:, None] + draft.tree.depth
         return dispatch.draw(logits, (session.seeds, position))
 
-    def at(self, session: Session, position: Tensor, vocab: int) -> Tensor:
+    def at(self, session: Group, position: Tensor, vocab: int) -> Tensor:
         """[B, N, V] for the tokens at `position` [B, N]."""
         return ops.gumbel(session.seeds, position, vocab)
 
@@ -108,7 +143,7 @@ class TorchNoise:
         self._begin = 0
         self._after: list[Tensor] = []  # the generator's state before step `_begin`, and after each of the T
 
-    def draw(self, logits: Tensor, session: Session, draft: Draft) -> Tensor:
+    def draw(self, logits: Tensor, session: Group, draft: Draft) -> Tensor:
         rows = session.rows
         self._rows = self._rows or len(rows)
         begin = min(row.generated for row in rows)

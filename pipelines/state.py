@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -13,19 +13,12 @@ from mmspec.pipelines.cache import SlotCache
 from mmspec.types import Round
 
 
-def stacked(hidden: Tensor, streams: int) -> Tensor:
-    """Streams from the batch axis to the feature axis: [S·B, n, F] to [B, n, S·F]."""
-    return hidden if streams == 1 else torch.cat(hidden.chunk(streams), -1)
+def each_stream(t: Tensor, streams: int) -> Tensor:
+    """The same for every stream of a row: [B, …] to [B·S, …], a row's streams one below the other."""
+    return t if streams == 1 else t.repeat_interleave(streams, 0)
 
 
-def spread(hidden: Tensor, streams: int) -> Tensor:
-    """And back: [B, n, S·F] to [S·B, n, F]."""
-    return hidden if streams == 1 else torch.cat(hidden.chunk(streams, -1))
-
-
-def tiled(t: Tensor, streams: int) -> Tensor:
-    """One copy below the other for every stream: [B, …] to [S·B, …]."""
-    return t if streams == 1 else t.repeat(streams, *[1] * (t.dim() - 1))
+_PLAIN = (bool, int, float, str, type(None))
 
 
 class Places(Protocol):
@@ -76,50 +69,50 @@ class Listed:
 
 @dataclass
 class State:
-    """What the target keeps for B rows in S streams: S·B rows, one stream after the other."""
+    """What the target keeps for B rows in S streams: B·S rows, a row's streams one below the other."""
 
     cache: SlotCache
     places: Places
-    open_slots: Tensor  # bool [S·B, L], false at the prompt's padding
-    types: dict[str, Tensor]  # token types of generated text, [S·B, 1] each
+    open_slots: Tensor  # bool [B·S, L], false at the prompt's padding
+    types: dict[str, Tensor]  # token types of generated text, [B·S, 1] each
+    arguments: dict[str, Any] = field(default_factory=dict)  # what else a forward is called with
     streams: int = 1
     padded: bool = True  # whether any slot may be closed, as the host knows it
 
     def commit(self, round_: Round) -> None:
         """Keep what stands, in every stream; on a chain it lies in its place already."""
-        kept, count = tiled(round_.kept, self.streams), tiled(round_.verdict.count, self.streams)
-        self.cache.commit(kept, round_.counts * self.streams, count, round_.draft.tree.is_chain)
+        kept, count = (each_stream(t, self.streams) for t in (round_.kept, round_.verdict.count))
+        counts = tuple(n for n in round_.counts for _ in range(self.streams))
+        self.cache.commit(kept, counts, count, round_.draft.tree.is_chain)
 
     def select(self, rows: Tensor) -> State:
-        each = len(self.open_slots) // self.streams
-        return self._pick(torch.cat([rows + s * each for s in range(self.streams)]))
+        S, whole = self.streams, len(self.open_slots)
+        rows = rows if S == 1 else (S * rows[:, None] + torch.arange(S, device=rows.device)).flatten()
+        types = {name: t[rows] for name, t in self.types.items()}
+        arguments = {name: selected(value, rows, whole) for name, value in self.arguments.items()}
+        places, open_slots = self.places.select(rows), self.open_slots[rows]
+        return State(self.cache.select(rows), places, open_slots, types, arguments, S, self.padded)
 
     def join(self, other: State) -> State:
-        """These rows, then the other's, in every stream."""
-        mine, theirs = (torch.arange(len(t)).chunk(self.streams) for t in (self.open_slots, other.open_slots))
-        stacked = self.stack(other)
-        if self.streams == 1:
-            return stacked
-        order = [part for pair in zip(mine, [t + len(self.open_slots) for t in theirs], strict=True) for part in pair]
-        return stacked._pick(torch.cat(order).to(self.open_slots.device))
-
-    def stack(self, other: State) -> State:
-        """The other's rows below these, whatever stream they are of."""
+        """These rows, then the other's. Of the arguments those stay that are plain values, the same for both."""
         longest = max(self.open_slots.shape[1], other.open_slots.shape[1])
         open_slots = [pad(t, (0, longest - t.shape[1]), value=True) for t in (self.open_slots, other.open_slots)]
         types = {name: torch.cat([t, other.types[name]]) for name, t in self.types.items()}
-        places = self.places.join(other.places)
-        return State(
-            self.cache.join(other.cache),
-            places,
-            torch.cat(open_slots),
-            types,
-            self.streams,
-            self.padded or other.padded,
-        )
+        arguments = {name: value for name, value in self.arguments.items() if isinstance(value, _PLAIN)}
+        cache, places = self.cache.join(other.cache), self.places.join(other.places)
+        padded = self.padded or other.padded
+        return State(cache, places, torch.cat(open_slots), types, arguments, self.streams, padded)
 
-    def _pick(self, rows: Tensor) -> State:
-        types = {name: t[rows] for name, t in self.types.items()}
-        return State(
-            self.cache.select(rows), self.places.select(rows), self.open_slots[rows], types, self.streams, self.padded
-        )
+
+def selected(value: Any, rows: Tensor, whole: int) -> Any:
+    """Of a tensor with an entry for each of `whole` rows those of some; all else as it is."""
+    return value[rows.to(value.device)] if isinstance(value, Tensor) and value.dim() and len(value) == whole else value
+
+
+def interleaved(cond: State, uncond: State) -> State:
+    """The states of two streams of the same rows as one."""
+    B, both = len(cond.open_slots), cond.join(uncond)
+    order = torch.arange(2 * B, device=both.open_slots.device).view(2, B).T.flatten()
+    made = both.select(order)
+    made.streams, made.arguments = 2, cond.arguments
+    return made

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,15 +15,18 @@ from mmspec.drafters.vocab import DraftVocab
 from mmspec.modes import mode_of
 from mmspec.pipelines import attended, attention, compiled, devices, reach, recurrent
 from mmspec.pipelines.cache import SlotCache
-from mmspec.pipelines.processors import Processors
-from mmspec.pipelines.sampling import Noise, Sampler
-from mmspec.pipelines.state import Onward, Places, State, spread, stacked, tiled
+from mmspec.pipelines.call import Call
+from mmspec.pipelines.guided import Guidance, NegativePrompt
+from mmspec.pipelines.state import Onward, Places, State, interleaved
 from mmspec.pipelines.swap import Tap, final_hidden, hold, layer_input, listen, release
+from mmspec.pipelines.target import ModelTarget
 from mmspec.pipelines.visual import media
 from mmspec.session import Session
 from mmspec.slots import visibility
-from mmspec.types import ATTENTION, FINAL, Categorical, Draft, Prompt, Round, Scores
+from mmspec.tree import lone
+from mmspec.types import ATTENTION, FINAL, Prompt, Scores
 
+_RESERVE = 1024  # slots to reserve at once at most, beyond the prompt
 TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 
 
@@ -50,46 +52,24 @@ def untap(model: Any, features: tuple[int, ...]) -> None:
         release(module)
 
 
-class VlmTarget:
-    """One generate call's view of a model that `enable` has tapped.
+class VlmTarget(ModelTarget):
+    """A view of a model that `enable` has tapped.
 
     Args:
         model: an enabled model.
         features: what the drafter asked for.
-        processors: what the call does to logits, guidance left out.
-        sample: draw, or take the likeliest token.
-        keep: hand processed and raw logits back with the scores.
-        noise: draw by this noise, fixed beforehand; None: by the session's.
-        guidance: what makes one law of two streams: a NegativePrompt, or what a subclass has in its place; None: one.
+        guidance: of the call.
     """
 
-    grid: tuple[int, int] | None = None  # rows and columns, where the tokens are known to be those of one picture
-    device: torch.device  # where the session and the drafter are, however the model's layers are spread
-    widen = True  # process logits in float32, as `_sample` does
-
-    def __init__(
-        self,
-        model: Any,
-        features: tuple[int, ...],
-        processors: Processors,
-        sample: bool,
-        keep: bool,
-        noise: Noise | None = None,
-        guidance: Any = None,
-    ) -> None:
+    def __init__(self, model: Any, features: tuple[int, ...], guidance: Guidance | None = None) -> None:
+        super().__init__(guidance)
         self.model = model
         self.device = devices.execution(model.get_input_embeddings())
         self.inference = mode_of(model)
         self.features = tuple(i for i in features if i != ATTENTION)
         self.attends = ATTENTION in features
-        self.sampler = Sampler(processors, sample, noise)
-        self.bare = not (sample or keep or processors.processors or guidance)
-        self.keep = keep
-        self.guidance = guidance
-        self.streams = 1 if guidance is None else 2
-        handle = getattr(model, "_mmspec_handle", None)
-        self.compiled = compiled.of(model) if handle is not None and handle.config.compile else None
-        self.arguments: dict[str, Any] = {}
+        patch = getattr(model, "_mmspec_handle", None)
+        self.captured = compiled.of(model) if patch is not None and patch.config.compile else None
         decoder = model.get_decoder()
         config = decoder.config
         self.table, turn = reach.table(decoder), reach.turn(decoder)
@@ -104,23 +84,35 @@ class VlmTarget:
     def embed(self, ids: Tensor) -> Tensor:
         return self.model.get_input_embeddings()(ids).to(ids.device)
 
-    def head(self, hidden: Tensor, vocab: DraftVocab | None = None) -> Tensor:
-        """Logits [B, N, V], guided where there are two streams, of features [B, N, S·H]; of `vocab` alone if given."""
-        head, hidden = self.model.get_output_embeddings(), spread(hidden, self.streams)
-        return self._guided(head(hidden) if vocab is None else vocab.logits(head, hidden)).to(hidden.device)
+    def logits(self, hidden: Tensor, vocab: DraftVocab | None = None) -> Tensor:
+        head = self.model.get_output_embeddings()
+        return head(hidden) if vocab is None else vocab.logits(head, hidden)
 
-    def prefill(
-        self, ids: Tensor, generation_config: Any, arguments: dict[str, Any], cache: Cache | None, reserve: int
-    ) -> tuple[State, Prompt, Tensor]:
+    def prefill(self, session: Session, inputs: Call, nodes: int) -> tuple[Prompt, Scores]:
         """The model's own prefill on a SlotCache, and that of the negative prompt where the call is guided.
 
-        Args:
-            ids: [B, L], the whole text or, on a filled cache, its new tokens; fewer than `inputs_embeds` where soft
-                prompts stand before them.
-
-        Returns:
-            The state, what a drafter may know of the prompt, and the raw logits [S·B, 1, V] after it.
+        The call's ids [B, L] are the whole text or, on a filled cache, its new tokens; fewer than `inputs_embeds` where
+        soft prompts stand before them.
         """
+        ids, config = inputs.input_ids, inputs.generation_config
+        reserve = ids.shape[1] + min(max(0, *(row.limit - row.start for row in session.rows)), _RESERVE) + nodes
+        config.prefill_chunk_size, chunk = None, config.prefill_chunk_size  # a SlotCache takes a prompt in one piece
+        try:
+            state, prompt, raw = self._first(ids, config, inputs.arguments, inputs.cache, reserve)
+        finally:
+            config.prefill_chunk_size = chunk
+        if inputs.negative is not None:
+            state, prompt, raw = self._second(inputs.negative, state, prompt, raw, reserve)
+        session.cache = state
+        if self.table is not None:
+            _bound(session, self.table)
+        hidden = None if prompt.hidden is None else prompt.hidden[:, -1:]
+        return prompt, self.scores(raw, session, lone(prompt.ids[:, -1:]), hidden)
+
+    def _first(
+        self, ids: Tensor, generation_config: Any, arguments: dict[str, Any], cache: Cache | None, reserve: int
+    ) -> tuple[State, Prompt, Tensor]:
+        """The state, what a drafter may know of the prompt, and the raw logits [B, 1, V] after it."""
         slots = SlotCache.adopt(cache, ids.shape[0], ids.device, reserve)
         past = slots.lengths.longest
         read = _read(ids, generation_config, arguments, past)
@@ -138,32 +130,42 @@ class VlmTarget:
         positions = self._positions(ids, arguments)
         types = {name: arguments.pop(name)[:, -1:] for name in TYPES if arguments.get(name) is not None}
         places = self._places(positions, heard, past + read)
-        state = State(slots, places, valid, types, self.streams, not bool(valid.all()))
-        self.arguments = {**arguments, "attention_mask": None}
+        arguments = {name: value for name, value in arguments.items() if name != "past_key_values"}
+        arguments |= {"attention_mask": None}
+        state = State(slots, places, valid, types, arguments, padded=not bool(valid.all()))
         prompt = Prompt(
             ids=new,
             embeds=self._embeds(heard, new),
             hidden=self._features(heard),
             visual=visual,
             valid=valid[:, past:],
+            grid=self._grid(heard),
             attention=None if looked is None else looked.mean,
         )
-        raw = self._logits(out, heard)[:, -1:]
-        return (state, prompt, raw) if self.guidance is None else self._second(state, prompt, raw, reserve)
+        return state, prompt, self._logits(out, heard)[:, -1:]
 
-    def _second(self, state: State, prompt: Prompt, raw: Tensor, reserve: int) -> tuple[State, Prompt, Tensor]:
-        """The same with the negative prompt below; for a drafter the streams end together, on the feature axis."""
+    def _second(
+        self, negative: NegativePrompt, state: State, prompt: Prompt, raw: Tensor, reserve: int
+    ) -> tuple[State, Prompt, Tensor]:
+        """The same with the negative prompt beside: for a drafter the streams end together, on the feature axis."""
+        ids, mask = negative.ids, negative.mask
+        slots = SlotCache(len(ids), ids.device, reserve)
         with listen() as heard:
-            slots, out = self.guidance.prefill(self.model, reserve)
+            out = self.model(ids, attention_mask=mask, use_cache=True, past_key_values=slots, return_dict=True)
+        slots.advance(ids.shape[1])
         first = torch.full_like(prompt.ids[:, :1], slots.lengths.longest)
-        state = state.stack(State(slots, Onward(first), self.guidance.mask.bool(), state.types, 2))
+        both = interleaved(state, State(slots, Onward(first), mask.bool(), state.types))
         assert prompt.embeds is not None
         prompt = replace(
             prompt,
-            embeds=_beside(prompt.embeds, self._embeds(heard, self.guidance.ids)),
+            embeds=_beside(prompt.embeds, self._embeds(heard, ids)),
             hidden=None if prompt.hidden is None else _beside(prompt.hidden, self._features(heard)),
         )
-        return state, prompt, torch.cat([raw, self._logits(out, heard)[:, -1:]])
+        return both, prompt, torch.stack([raw, self._logits(out, heard)[:, -1:]], 1).flatten(0, 1)
+
+    def _grid(self, heard: dict[str, Any]) -> tuple[int, int] | None:
+        """Rows and columns of the picture that is to come, where there is one."""
+        return None
 
     def _positions(self, ids: Tensor, arguments: dict[str, Any]) -> Tensor | None:
         """The call's position ids with the next one at their end; None where the model's decoding step drops them."""
@@ -187,7 +189,7 @@ class VlmTarget:
         return self.embed(ids) if embeds is None else embeds.to(self.device)
 
     def _features(self, heard: dict[str, Any]) -> Any:
-        """[S·B, N, F] of one forward, or None where the drafter wants none."""
+        """[B·S, N, F] of one forward, or None where the drafter wants none."""
         if not self.features:
             return None
         found = [
@@ -196,51 +198,20 @@ class VlmTarget:
         return torch.cat([t.to(self.device) for t in found], -1) if found[1:] else found[0].to(self.device)
 
     def _logits(self, out: Any, heard: dict[str, Any]) -> Tensor:
-        """Raw logits [S·B, N, V] of one forward."""
+        """Raw logits [B·S, N, V] of one forward."""
         return out.logits.to(self.device)
 
-    def _guided(self, raw: Tensor) -> Tensor:
-        """[B, N, V] of raw logits [S·B, N, V]."""
-        return raw if self.guidance is None else self.guidance(raw)
-
-    def _allowed(self, logits: Tensor, session: Session, draft: Draft) -> Tensor:
-        """The logits [B, N, V] that the model itself lets through, before any processor of the call."""
-        return logits
-
-    def law(self, raw: Tensor, session: Session, draft: Draft, hidden: Tensor | None) -> Scores:
-        """The law that stock `generate` would draw from: processors on float logits, then softmax or argmax."""
-        if self.bare:
-            return Scores(Categorical(ids=self._allowed(raw, session, draft).argmax(-1)), hidden)
-        guided = self._guided(raw)
-        guided = self._allowed(guided.to(torch.float32) if self.widen else guided, session, draft)
-        processed = self.sampler.process(guided, session, draft)
-        kept = (processed, raw[: len(processed)].to(torch.float32)) if self.keep else (None, None)
-        return Scores(self.sampler.realised(processed, session, draft), hidden, *kept)
-
-    def score(self, session: Session, draft: Draft) -> Scores:
-        state: State = session.cache
-        tokens, depth, ancestors, index = (
-            tiled(t, self.streams)
-            for t in (draft.tokens.clamp(min=0), draft.tree.depth, draft.tree.ancestors, (session.emitted - 1)[:, None])
-        )
-        read = self.read if self.compiled is None else partial(self.compiled.read, self)
-        places = state.places.at(index + depth)
-        places = places if self.last is None else places.clamp(max=self.last)  # past it lies what no row will keep
-        with recurrent.reads(tiled(draft.tree.parents, self.streams), depth, ancestors):
-            raw, *hidden = read(state, tokens, places, self._mask(state, ancestors, depth))
-        return self.law(raw, session, draft, stacked(hidden[0], self.streams) if hidden else None)
-
     def read(self, state: State, tokens: Tensor, places: Tensor, mask: Any) -> tuple[Tensor, ...]:
-        """Raw logits [S·B, N, V] of one forward, and the features [S·B, N, F] where the drafter asked for some."""
+        """Raw logits [B·S, N, V] of one forward, and the features [B·S, N, F] where the drafter asked for some."""
         with listen() as heard:
             out = self._forward(state, tokens, places, mask)
         hidden, raw = self._features(heard), self._logits(out, heard)
         return (raw,) if hidden is None else (raw, hidden)
 
     def _forward(self, state: State, ids: Tensor, places: Tensor, mask: Any) -> Any:
-        """The model's own decoding step, over nodes [S·B, N]."""
+        """The model's own decoding step, over nodes [B·S, N]."""
         arguments = {
-            **self.arguments,
+            **state.arguments,
             "past_key_values": state.cache,
             "position_ids": places,
             **{name: t.expand_as(ids) for name, t in state.types.items()},
@@ -253,10 +224,10 @@ class VlmTarget:
             inputs["logits_to_keep"] = 0
         return self.model(**inputs, return_dict=True)
 
-    def _mask(self, state: State, ancestors: Tensor, depth: Tensor) -> Any:
+    def mask(self, state: State, ancestors: Tensor, depth: Tensor) -> Any:
         """bool or additive [B, 1, N, T]; one per layer type where the model has sliding windows; None: all is seen."""
         at = state.cache.lengths
-        if depth.shape[1] == 1 and at.even and not state.padded and self.window is None and self.compiled is None:
+        if depth.shape[1] == 1 and at.even and not state.padded and self.window is None and self.captured is None:
             return None
         full = visibility(at, state.open_slots, ancestors)
 
@@ -281,9 +252,6 @@ class VlmTarget:
         )
         return attention.additive(visible, self.model.dtype) if additive else visible
 
-    def commit(self, session: Session, round_: Round) -> None:
-        session.cache.commit(round_)
-
 
 def _read(ids: Tensor, generation_config: Any, arguments: dict[str, Any], past: int) -> int:
     """How many tokens stock's `_prefill` reads, where `past` are cached already."""
@@ -302,6 +270,16 @@ def _check(slots: SlotCache, appended: int, read: int) -> None:
             f"the prefill was to append {read} tokens to the cache; the decoder read {appended}, into "
             f"{'this' if slots.slots else 'another'} cache. Call mmspec.disable(model) for this call"
         )
+
+
+def _bound(session: Session, table: int) -> None:
+    """Let rows fail where they go on past the model's learned positions, and not where a draft would."""
+    begin = torch.zeros(len(session.cache.open_slots), 1, dtype=torch.long, device=session.pending.device)
+    furthest = (
+        session.cache.places.at(begin).reshape(-1, len(session.rows), session.cache.streams).amax((0, 2)).tolist()
+    )
+    for row, place in zip(session.rows, furthest, strict=True):
+        row.stop = reach.within(row.stop, row.start + table - place, table)
 
 
 def _beside(cond: Tensor, uncond: Tensor) -> Tensor:

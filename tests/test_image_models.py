@@ -383,7 +383,7 @@ def test_text_stays_exact_under_a_rule_for_pictures() -> None:
 def test_codes_stand_at_their_tokens(name: str) -> None:
     """Whoever asks for the codes nearest to a picture token gets picture tokens, by the tokenizer's own distance."""
     model = image_targets.model(name)
-    book = families.home(model).codebook(model)
+    book = families.of(model).codebook(model)
     first, count = (0, 126) if name == "glm_image" else (40, 64)
     assert book.shape[0] == model.get_output_embeddings().weight.shape[0]
     codes = torch.nn.functional.normalize(model.model.vqmodel.quantize.embedding.weight, dim=-1)

@@ -39,7 +39,8 @@ from mmspec.pipelines.attention import NAME
 from mmspec.pipelines.batching import Flow
 from mmspec.pipelines.trusted import Trusted
 from mmspec.rules import typical
-from mmspec.session import Session, Stats
+from mmspec.session import Session
+from mmspec.stats import Stats
 
 FULL = pytest.mark.full
 FOREIGN = torch.ones(3)

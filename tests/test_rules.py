@@ -15,7 +15,8 @@ from mmspec.accept import advance, along_path, chances, descend, walk
 from mmspec.kernels import reference as ops
 from mmspec.registry import RULES, resolve_rule
 from mmspec.rules import Masses, Rule, Trial, exact
-from mmspec.session import Row, Session, Stats
+from mmspec.session import Row, Session
+from mmspec.stats import Stats
 from mmspec.tree import chain, from_parents
 from mmspec.types import HOLE, Categorical, Draft
 

@@ -16,7 +16,8 @@ from mmspec.pipelines import generate as generating
 from mmspec.pipelines.generate import Call
 from mmspec.pipelines.processors import Processors
 from mmspec.pipelines.vlm import VlmTarget
-from mmspec.session import Row, Session, Stats
+from mmspec.session import Row, Session
+from mmspec.stats import Stats
 
 NAME = "llava"
 # (kind, seed) of six rows that arrive one by one

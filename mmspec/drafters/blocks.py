@@ -95,20 +95,6 @@ class Block(nn.Module):
         return rotate(heads[:, : self.kv_heads], positions, self.theta, self.grid), heads[:, self.kv_heads :]
 
 
-def fold(x: Tensor, streams: int) -> Tensor:
-    """Streams from the feature axis to the batch axis, those of a row side by side: [B, n, S·F] to [B·S, n, F]."""
-    if streams == 1:
-        return x
-    return x.unflatten(-1, (streams, -1)).transpose(1, 2).flatten(0, 1)
-
-
-def unfold(x: Tensor, streams: int) -> Tensor:
-    """And back: [B·S, n, F] to [B, n, S·F]."""
-    if streams == 1:
-        return x
-    return x.unflatten(0, (-1, streams)).transpose(1, 2).flatten(2)
-
-
 def beside(attend: Attend, streams: int) -> Attend:
     """Attention of [B·S, heads, n, D] as that of [B, S·heads, n, D]: a row's streams are heads of one memory."""
     if streams == 1:

@@ -62,7 +62,7 @@ class CapturedDraft:
 
     @torch.no_grad()
     def propose(self, session: Any, target: Target) -> Draft:
-        weighed = hasattr(target, "weigh") and not self.drafter.own_head
+        weighed = target.weighs and not self.drafter.own_head
         if weighed or session.last.kept.shape[1] > self.rows:
             return self.drafter.propose(session, target)
         memory: Memory = session.memory
@@ -74,8 +74,7 @@ class CapturedDraft:
         after = memory.lengths.plus(session.last.counts, count)
         attend = self._attending(memory, replace(memory, lengths=after))
         o, draws = self.drafter.options, self.drafter.drawing(session)
-        scale = getattr(getattr(target, "guidance", None), "scale", None)
-        key = (o.tree, o.depth, o.width, o.size, self.drafter.vocab, draws, scale, *(t.shape for t in inputs))
+        key = (o.tree, o.depth, o.width, o.size, self.drafter.vocab, draws, target.guidance, *(t.shape for t in inputs))
 
         def made() -> Captured:
             captured = self._capture(target, draws, inputs)

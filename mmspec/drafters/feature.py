@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from mmspec.drafters import prune, shapes
-from mmspec.drafters.blocks import Block, Memory, beside, fold, path_after, unfold
+from mmspec.drafters.blocks import Block, Memory, beside, path_after
 from mmspec.drafters.layer import FeatureLayer
 from mmspec.drafters.options import TreeOptions
 from mmspec.drafters.vocab import DraftVocab
 from mmspec.kernels import reference as ops
-from mmspec.rows import gather_rows
+from mmspec.rows import fold, gather_rows, unfold
 from mmspec.slots import Lengths, Slots
 from mmspec.tree import Expand, chain, grow
 from mmspec.types import ATTENTION, Categorical, Draft, Prompt, Target, Tree
@@ -58,7 +58,7 @@ class FeatureDrafter(FeatureLayer):
                 target does not tell.
         """
         assert prompt.embeds is not None and prompt.hidden is not None
-        (B, L), S = prompt.ids.shape, _streams(target)
+        (B, L), S = prompt.ids.shape, target.streams
         if S > 1 and (self.own_head or self.sees):
             what = "with an output head of its own" if self.own_head else f"of the method {self.method!r}"
             raise ValueError(f"a drafter {what} knows no guidance; use an EAGLE drafter without a head, or 'jacobi'")
@@ -125,10 +125,10 @@ class FeatureDrafter(FeatureLayer):
 
     def _weighed(self, session: Any, target: Target, f: Tensor, level: int | Tensor) -> Tensor:
         """Logits [B, n, V] of the tokens at `level` below the root's children, weighed as the target weighs its own."""
-        logits, weigh = self.logits(f, target), getattr(target, "weigh", None)
-        if weigh is None or self.own_head:
+        logits = self.logits(f, target)
+        if not target.weighs or self.own_head:
             return logits
-        return weigh(logits, session, session.emitted[:, None] + level)
+        return target.weigh(logits, session, session.emitted[:, None] + level)
 
     def _chain(self, session: Any, target: Target, f: Tensor) -> tuple[Tensor, Tree]:
         memory, depth, tokens = session.memory, self.options.depth, []
@@ -192,11 +192,7 @@ def _told(block: Block, visual: Tensor, valid: Tensor, kept: Tensor, size: int) 
     }
 
 
-def _streams(target: Target) -> int:
-    return getattr(target, "streams", 1)
-
-
 def _embed(target: Target, ids: Tensor) -> Tensor:
     """Embeddings [B, n, S·H] of ids [B, n]: every stream reads the same tokens."""
-    embeds, S = target.embed(ids), _streams(target)
+    embeds, S = target.embed(ids), target.streams
     return embeds if S == 1 else embeds.repeat(1, 1, S)

@@ -165,7 +165,7 @@ class JacobiDrafter:
         Raises:
             ValueError: an init that looks at the row above, and a target without a grid.
         """
-        grid, init = getattr(target, "grid", None), self.options.init
+        grid, init = prompt.grid, self.options.init
         init = ("mixture" if grid else "horizontal") if init == NEAR else init
         if grid is None and _SHARES[init][1]:
             raise ValueError(

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mmspec.drafters.blocks import Block, attention, fold, unfold
-from mmspec.rows import gather_rows
+from mmspec.drafters.blocks import Block, attention
+from mmspec.rows import fold, gather_rows, unfold
 from mmspec.types import Target
 
 

@@ -1,0 +1,92 @@
+"""What happened while tokens were generated, summed over rounds and calls."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Stats:
+    """What happened, summed over rounds and calls; printed, it is one line.
+
+    τ has two meanings in papers, and both are here: `tokens_per_target_call` counts the token that the target adds in
+    each round, `accepted_draft_tokens_per_call` does not.
+
+    Attributes:
+        rounds: propose → verify → accept; each is one forward of the target, however many rows take part.
+        tokens: generated, over all rows, the first one of each row (from the prefill) included.
+        row_rounds: rounds, counted once for every row that took part.
+        gained: tokens that came of the rounds.
+        drafted: tokens proposed.
+        accepted: of the gained ones, those that were drafted.
+        accepted_by_depth: depth → rows that accepted at least so many tokens in a round.
+        lossless: whether every row has the target's own law.
+        spent: distance in total variation that relaxed rules were charged, over all rows that have ended.
+        charges: the same for each row of the last call, by its place.
+        seconds: wall time by part: draft, verify, accept, commit, prefill. On a GPU work is launched without waiting
+            for it, so that a part's time may show in the next one.
+        drafter: what a feature drafter made of the prompts that it read, summed up: prompts, rows that it keeps, visual
+            rows before and after compression, memory bytes (the keys and values of the prompts' rows), and what
+            its method adds.
+    """
+
+    rounds: int = 0
+    tokens: int = 0
+    row_rounds: int = 0
+    gained: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    accepted_by_depth: Counter[int] = field(default_factory=Counter)
+    lossless: bool = True
+    spent: float = 0.0
+    charges: dict[int, float] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    drafter: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def target_calls(self) -> int:
+        """Forward passes of the target after the prefill."""
+        return self.rounds
+
+    @property
+    def accepted_draft_tokens_per_call(self) -> float:
+        """τ without the bonus token: drafted tokens kept, per row and target call."""
+        return self.accepted / self.row_rounds if self.row_rounds else 0.0
+
+    @property
+    def tokens_per_target_call(self) -> float:
+        """τ with the bonus token: what a row gains per target call; plain decoding has 1."""
+        return self.gained / self.row_rounds if self.row_rounds else 0.0
+
+    def acceptance(self, depth: int) -> float:
+        """Share of a row's rounds in which at least `depth` drafted tokens were kept."""
+        return self.accepted_by_depth[depth] / self.row_rounds if self.row_rounds else 0.0
+
+    def add(self, other: Stats) -> None:
+        for name in ("rounds", "tokens", "row_rounds", "gained", "drafted", "accepted", "spent"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.lossless = self.lossless and other.lossless
+        self.accepted_by_depth.update(other.accepted_by_depth)
+        self.charges = dict(other.charges) or self.charges
+        for mine, others in ((self.seconds, other.seconds), (self.drafter, other.drafter)):
+            for name, much in others.items():
+                mine[name] = mine.get(name, 0.0) + much
+
+    def __str__(self) -> str:
+        spent = sum(self.seconds.values()) or 1.0
+        share = ", ".join(f"{name} {100 * s / spent:.0f} %" for name, s in sorted(self.seconds.items()))
+        depths = " ".join(f"{self.acceptance(d):.2f}" for d in sorted(self.accepted_by_depth))
+        bent = "" if self.lossless else f"; relaxed, charged {self.spent:.3f} in total variation"
+        return (
+            f"{self.tokens} tokens in {self.rounds} target calls; tokens_per_target_call "
+            f"{self.tokens_per_target_call:.2f}, accepted_draft_tokens_per_call "
+            f"{self.accepted_draft_tokens_per_call:.2f}; accepted by depth: {depths or 'none'}; time: {share}{bent}"
+            f"{self._read()}"
+        )
+
+    def _read(self) -> str:
+        """What the drafter made of a prompt, on average."""
+        prompts = self.drafter.get("prompts", 0)
+        each = ", ".join(f"{much / prompts:.4g} {name}" for name, much in self.drafter.items() if name != "prompts")
+        return f"; the drafter's prompt: {each}" if prompts else ""
