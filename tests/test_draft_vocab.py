@@ -20,9 +20,9 @@ from torch import Tensor, nn
 import mmspec
 from mmspec import capture
 from mmspec.capture import Captured
-from mmspec.drafters.options import TreeOptions
 from mmspec.drafters.captured import CapturedDraft
 from mmspec.drafters.eagle import EagleDrafter
+from mmspec.drafters.options import TreeOptions
 from mmspec.drafters.vocab import DraftVocab
 from mmspec.pipelines import compiled, decoder_only, trusted
 from mmspec.types import Draft
