@@ -72,7 +72,7 @@ def proposer(model: Any, drafter: Any, config: SpecConfig, target: TargetInfo, d
         drafts: whether `compile` captures what the drafter does, too.
     """
     ready = drafter
-    if config.compile and drafts and isinstance(drafter, FeatureDrafter):
+    if config.compile and drafts and isinstance(drafter, FeatureDrafter) and drafter.nodes > 1:
         held = compiled.of(model).drafts.setdefault(drafter.block, Trusted(type(drafter).__name__))
         ready = CapturedDraft(drafter, lambda: trusted.weights(model), target.vocab, held)
     return Switch(ready, _known(model, drafter, config, target)) if config.auto and drafter.nodes > 1 else ready
