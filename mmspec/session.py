@@ -181,6 +181,6 @@ class Session:
                 setattr(self, name, torch.cat([getattr(self, name), getattr(other, name)]))
             self.cache = self.cache.join(other.cache)
             self.memory = self.memory.join(other.memory) if self.memory is not None else None
-            both = self.last is not None and other.last is not None
-            self.last = self.last.join(other.last) if both else None
+            last = self.last
+            self.last = last.join(other.last) if last is not None and other.last is not None else None
         self.stats.add(other.stats)

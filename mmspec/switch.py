@@ -14,10 +14,10 @@ from mmspec.stats import Stats
 from mmspec.tree import lone
 from mmspec.types import Draft, Prompt, Target
 
-LOOK, PLAIN = 8, 3  # rounds with a draft, and without one, until a batch size is judged
+LOOK, PLAIN = 8, 3  # rounds with a draft, and before them without one, until a batch size is judged
 KEPT = 32  # drafted rounds that a judgement looks at, the latest
 AGAIN = 128  # drafted rounds until one without a draft is timed again: the machine may have been busy before
-SHARE = 0.02  # what drafting has to gain, and how much of the time trials may lose
+GAIN, TRIALS = 0.02, 0.01  # what drafting has to gain, and what trials of it may lose: shares of the time
 
 
 class Known:
@@ -38,7 +38,7 @@ class Known:
             return
         self.drafted[batch].append((seconds, gained))
         self.since[batch] += 1
-        if self.plain[batch]:
+        if self.plain[batch]:  # as it is before any draft is tested
             typical = median([each for each, _ in list(self.drafted[batch])])
             self.lost = max(0.0, self.lost + min(seconds, 2 * typical) - gained * median(self.plain[batch]))
 
@@ -53,12 +53,11 @@ class Known:
             return None
         most = 2 * median([seconds for seconds, _ in drafted])
         spent = sum(min(seconds, most) for seconds, _ in drafted)
-        return sum(gained for _, gained in drafted) * median(plain) > (1 + SHARE) * spent
+        return sum(gained for _, gained in drafted) * median(plain) > (1 + GAIN) * spent
 
     def wants_plain(self, batch: int) -> bool:
         """Whether a round without a draft has to be timed."""
-        unknown = len(self.plain[batch]) < PLAIN and len(self.drafted[batch]) >= LOOK
-        return unknown or self.since[batch] >= AGAIN
+        return len(self.plain[batch]) < PLAIN or self.since[batch] >= AGAIN
 
     def tries(self, batch: int) -> bool:
         """Whether rows that begin are drafted for: it pays, or nobody knows, or a trial is due."""
@@ -66,7 +65,7 @@ class Known:
         nearest = min(judged, key=lambda size: abs(size.bit_length() - batch.bit_length()), default=batch)
         if self.pays(nearest) is not False:
             return True
-        if self.lost > SHARE * self.seconds:
+        if self.lost > TRIALS * self.seconds:
             return False
         self.drafted[nearest].clear()  # a trial is judged by itself
         return True

@@ -14,6 +14,8 @@ from mmspec.drafters.options import ChainOptions, sized
 from mmspec.tree import chain
 from mmspec.types import HOLE, Draft, Prompt, Target, TargetInfo
 
+_USUAL = ChainOptions()
+
 
 @dataclass
 class Index:
@@ -40,7 +42,7 @@ class NgramDrafter:
     """
 
     orders: tuple[int, ...] = (3, 2, 1)
-    options: ChainOptions = ChainOptions()
+    options: ChainOptions = _USUAL
     features: tuple[int, ...] = ()
 
     @property
@@ -53,8 +55,8 @@ class NgramDrafter:
         Raises:
             ValueError: an option of another drafter.
         """
-        chosen(ChainOptions(), given, "the ngram drafter")
-        depth = sized(ChainOptions(), given)["depth"]
+        chosen(_USUAL, given, "the ngram drafter")
+        depth = sized(_USUAL, given)["depth"]
         return replace(self, options=ChainOptions(depth, 1, depth + 1))
 
     def start(self, session: Any, target: Target, prompt: Prompt) -> Index:

@@ -133,7 +133,7 @@ def grown(advice: Recommended, given: Mapping[str, Any], drafter: str) -> TreeOp
         )
     if "prune_by" in given and "prune" not in given:
         raise ValueError(f"prune_by={told.prune_by!r} says which tokens stay, and prune how many; give both")
-    return replace(told, **held, tree=tree, draws=draws)
+    return replace(told, depth=held["depth"], width=held["width"], size=held["size"], tree=tree, draws=draws)
 
 
 def _vocabulary(given: Any) -> int | tuple[int, ...] | Literal["all"]:
