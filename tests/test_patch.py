@@ -125,7 +125,7 @@ def test_many_rounds_of_on_and_off_leave_nothing(no_collector: None) -> None:
 
     turn(3)
     before = turn(10)
-    assert abs(turn(300) - before) < 50
+    assert abs(turn(100) - before) < 50
     assert type(model) is T.LlavaForConditionalGeneration
 
 
@@ -218,22 +218,22 @@ def test_a_shallow_copy_is_a_stock_model_of_its_own(drafter: str) -> None:
 def test_a_compiled_model(whole: bool) -> None:
     """`torch.compile(model)` hands `generate` on; its own forward still gives the model's logits."""
     torch.compiler.reset()
-    model = fresh()
-    want, inputs = targets.generate(model, prompt()), prompt()
+    model, ids = text(), torch.randint(5, 90, (1, 9))
+    options = {"max_new_tokens": 24, "do_sample": False}
+    want = model.generate(ids, **options)
     with torch.no_grad():
-        logits = model(**inputs).logits
+        logits = model(ids).logits
     wrapped = torch.compile(model, backend="eager", fullgraph=whole)
     with mmspec.enable(wrapped, drafter=of("eagle tree", model)) as handle:
         assert handle.model is model
-        assert torch.equal(wrapped.generate(**inputs, max_new_tokens=24, do_sample=False), want)
+        assert torch.equal(wrapped.generate(ids, **options), want)
         assert handle.stats.tokens == 24 and mmspec.stats(wrapped) is handle.stats
-        if not whole:
-            with torch.no_grad():
-                torch.testing.assert_close(wrapped(**inputs).logits, logits, rtol=1e-4, atol=1e-4)
+        with torch.no_grad():
+            torch.testing.assert_close(wrapped(ids, use_cache=False).logits, logits, rtol=1e-4, atol=1e-4)
     mmspec.enable(wrapped)
     mmspec.disable(wrapped)
-    assert type(model) is T.LlavaForConditionalGeneration
-    assert torch.equal(wrapped.generate(**inputs, max_new_tokens=24, do_sample=False), want)
+    assert type(model) is T.LlamaForCausalLM
+    assert torch.equal(wrapped.generate(ids, **options), want)
     torch.compiler.reset()
 
 
