@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,6 +36,7 @@ class Patch:
         stats: what all calls did so far.
         before: the one that this one has replaced for the length of a `with`.
         open: whether such a `with` has begun, and has not ended; None before it begins.
+        handle: what the user holds of it; None once that is gone.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Patch:
         self.stats = Stats()
         self.before: Patch | None = None
         self.open: bool | None = None
+        self.handle: Callable[[], Handle | None] = lambda: None
         self._lock = threading.Lock()
         self._warned: set[str] = set()
 
@@ -115,14 +117,16 @@ def put_on(model: Any, patch: Patch | None) -> Patch | None:
             swap(model, patch.family.mixin, _mmspec_handle=patch)
         if before is not None:
             before.family.untap(model, before.drafter.features)
+            if (handle := before.handle()) is not None and handle is not (patch and patch.handle()):
+                handle.let_go()
     return before
 
 
 class Handle:
     """An enabled model, as `enable` returns it.
 
-    As a context manager it leaves the model as it was before `enable`: with what was enabled then, or stock. It does
-    not keep the model alive outside of its `with`.
+    As a context manager it leaves the model as it was before `enable`: with what was enabled then, or stock. It keeps
+    the model alive no longer than it is in force.
 
     Attributes:
         drafter: the one in use, fitted to the model; None where the model was left as it is.
@@ -135,8 +139,8 @@ class Handle:
 
     def __init__(self, model: Any, patch: Patch, before: Patch | None) -> None:
         self._model = weakref.ref(model)
-        self._patch, self._before = patch, before
-        self._held: Any = None
+        self._patch, self._before, self._held = patch, before, model
+        patch.handle = weakref.ref(self)
         self.config, self.given, self.rule, self.stats = patch.config, patch.given, patch.rule, patch.stats
 
     @property
@@ -152,7 +156,7 @@ class Handle:
         """What was patched: the model inside a pipeline or a wrapper, or the pipeline itself.
 
         Raises:
-            ReferenceError: it is gone; the handle does not keep it.
+            ReferenceError: it is gone; the handle keeps it no longer than it is in force.
         """
         model = self._model()
         if model is None:
@@ -164,6 +168,12 @@ class Handle:
         model = self._model()
         if model is not None:
             put_on(model, None)
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Keep the model no longer, unless a `with` goes on."""
+        if not self._patch.open:
+            self._held = None
 
     def __enter__(self) -> Handle:
         self._held = self.model

@@ -119,6 +119,28 @@ def test_what_is_told_is_the_attention_of_the_text_behind_the_last_image(name: s
         torch.testing.assert_close(prompt.attention[b, where], wanted[where], rtol=1e-4, atol=1e-6)
 
 
+def test_without_pictures_nothing_is_asked_and_of_a_long_text_only_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scores of all rows would be heads · L² numbers in each of the layers that are listened to."""
+    asked: list[tuple[int, int]] = []
+    hear = attended.Attended.hear
+
+    def counted(self: attended.Attended, query: Tensor, key: Tensor, scaling: float) -> None:
+        asked.append((query.shape[2], self.asks.shape[1]))
+        hear(self, query, key, scaling)
+
+    monkeypatch.setattr(attended.Attended, "hear", counted)
+    monkeypatch.setattr(attended, "ASKING", 3)
+    model = targets.model("llava")
+    for kind in ("text only", "image first"):
+        inputs = targets.prompt("llava", kind)
+        stock = targets.generate(model, inputs, max_new_tokens=8)
+        with mmspec.enable(model, drafter=feature_drafter("eagle", model), **LOOKS):
+            assert torch.equal(stock, targets.generate(model, inputs, max_new_tokens=8))
+        if kind == "text only":
+            assert not asked
+    assert asked and all(rows == 3 < length for length, rows in asked)
+
+
 def test_nothing_is_left_on_the_model() -> None:
     model, inputs = targets.model("llava"), targets.prompt("llava", "ragged")
     stock, before = targets.generate(model, inputs), [(type(m), set(vars(m))) for m in model.modules()]
