@@ -77,7 +77,9 @@ class Enabled:
 
     def _mmspec_decline(self, why: str) -> None:
         """Let a call run on the stock path: an assistant or unknown logits processor always may, all else as asked."""
-        if "logits processor" in why or why == ASSISTANT:  # never skipped, never guessed; the stock path is always right
+        if (
+            "logits processor" in why or why == ASSISTANT
+        ):  # never skipped, never guessed; the stock path is always right
             self._mmspec_handle.fall_back(why)
         else:
             self._mmspec_handle.refuse(why)

@@ -32,7 +32,9 @@ from mmspec.types import Round
 _CACHES_ARE_MARKED = "_is_user_defined" in GenerationMixin._prepare_cache_for_generation.__code__.co_names
 _RESERVE = 1024  # slots to reserve at once at most, beyond the prompt
 
-ASSISTANT = "as the assistant of another generation it is asked for a few tokens at a time, under a criterion of its own"
+ASSISTANT = (
+    "as the assistant of another generation it is asked for a few tokens at a time, under a criterion of its own"
+)
 
 _custom: ContextVar[list[Call] | None] = ContextVar("mmspec_custom", default=None)  # the calls that one makes
 watching: ContextVar[Callable[[Round], None] | None] = ContextVar("mmspec_watching", default=None)  # see stream.py
@@ -49,6 +51,10 @@ class Call:
     synced_gpus: bool = False
     streamer: Any = None
     arguments: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if (calls := _custom.get()) is not None:
+            calls.append(self)
 
     @cached_property
     def endings(self) -> Endings:
@@ -140,8 +146,8 @@ def _turning(model: Any, call: Call) -> str | None:
     if longest <= turn:
         return None
     return (
-        f"its rotary frequencies (dynamic or longrope) change past {turn} positions, and this call may reach {longest}; "
-        f"a prompt and max_new_tokens of {turn + 1} together do not"
+        f"its rotary frequencies (dynamic or longrope) change past {turn} positions, and this call may reach "
+        f"{longest}; a prompt and max_new_tokens of {turn + 1} together do not"
     )
 
 
@@ -158,8 +164,6 @@ def generate(model: Any, handle: Any, call: Call) -> tuple[Any, Stats]:
     config, drafter = call.generation_config, handle.proposer
     for what in _left_out(call):
         handle.say(what)
-    if (calls := _custom.get()) is not None:
-        calls.append(call)
     keep = bool(config.return_dict_in_generate and (config.output_scores or config.output_logits))
     ours = call.for_model(model)
     guidance, rest = guided.split(ours.logits_processor, ours.input_ids)
@@ -308,7 +312,11 @@ class _Collected:
         sequences = torch.cat([ids, new.view(length, -1).T], 1)  # int64, whatever integers came
         mine = None
         if self.call.returns_cache and state is not None and len(ids) == 1:  # ragged rows have no common cache
-            slots = state.cache if state.streams == 1 else state.cache.select(state.open_slots.new_zeros(1, dtype=torch.long))
+            slots = (
+                state.cache
+                if state.streams == 1
+                else state.cache.select(state.open_slots.new_zeros(1, dtype=torch.long))
+            )
             mine = slots.hand_back(self.call.cache, self.read + length - 1)
         if not config.return_dict_in_generate:
             return sequences
