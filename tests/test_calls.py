@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import image_targets
 import pytest
 import targets
 import torch
@@ -131,6 +132,23 @@ def test_ids_of_32_bits(llava: Any, do_sample: bool) -> None:
     assert do_sample or torch.equal(fast.sequences, stock.sequences)
 
 
+@pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.3, "min_new_tokens": 4, "suppress_tokens": [5, 6]}])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_ids_on_the_cpu_and_the_model_on_a_gpu(options: dict[str, Any], rows: int) -> None:
+    """Stock moves what the forward reads; ids and scores stay where they came from."""
+    pretend = pytest.importorskip("pretend_cuda")
+    model, ids = text(T.LlamaConfig, T.LlamaForCausalLM), words(9, rows=rows)
+    call = {"input_ids": ids, **PLAIN, **options, "eos_token_id": 7, "return_dict_in_generate": True}
+    call |= {"output_scores": True, "attention_mask": torch.ones_like(ids)}
+    stock = model.generate(**call)
+    pretend.place(model, "cuda:0")
+    with pretend.Pretend(), mmspec.enable(model, drafter="ngram") as handle, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fast = model.generate(**call)
+        assert fast.sequences.device.type == fast.scores[0].device.type == "cpu"
+    assert fast.sequences.tolist() == stock.sequences.tolist() and handle.stats.tokens > 0
+
+
 # -- caches ----------------------------------------------------------------------------------------------------------
 
 
@@ -157,6 +175,17 @@ def test_several_rows_without_a_cache_say_so(llava: Any) -> None:
             fast = targets.generate(llava, inputs, return_dict_in_generate=True)
             assert torch.equal(fast.sequences, stock.sequences) and fast.past_key_values is None
     assert len([w for w in said if "past_key_values" in str(w.message)]) == 1 and handle.stats.tokens > 0
+
+
+def test_the_cache_of_a_guided_call_is_that_of_the_prompt_alone() -> None:
+    """Both streams share a batch and a cache; what comes back has one row, and is as long as stock's."""
+    model, full = image_targets.model("emu3"), image_targets.PAINTERS["emu3"].call(1)
+    stock = model.generate(**full, return_dict_in_generate=True)
+    with mmspec.enable(model, drafter="jacobi", window=5):
+        fast = model.generate(**full, return_dict_in_generate=True)
+    assert torch.equal(stock.sequences, fast.sequences)
+    for mine, theirs in zip(fast.past_key_values.layers, stock.past_key_values.layers, strict=True):
+        torch.testing.assert_close(mine.keys, theirs.keys, rtol=1e-4, atol=1e-4)
 
 
 # -- positions -------------------------------------------------------------------------------------------------------
