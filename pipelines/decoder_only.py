@@ -37,7 +37,7 @@ class Enabled:
     @functools.wraps(GenerationMixin.generate)
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         custom = kwargs.get("custom_generate")
-        if callable(custom) and not getattr(custom, "__module__", "").startswith("mmspec."):
+        if callable(custom) and not str(getattr(custom, "__module__", "")).startswith("mmspec."):
             kwargs["custom_generate"] = overheard(custom, self._mmspec_handle)
         return super().generate(*args, **kwargs)  # type: ignore[misc]
 
@@ -77,9 +77,7 @@ class Enabled:
 
     def _mmspec_decline(self, why: str) -> None:
         """Let a call run on the stock path: an assistant or unknown logits processor always may, all else as asked."""
-        if (
-            "logits processor" in why or why == ASSISTANT
-        ):  # never skipped, never guessed; the stock path is always right
+        if "logits processor" in why or why == ASSISTANT:  # never skipped, never guessed; stock is always right
             self._mmspec_handle.fall_back(why)
         else:
             self._mmspec_handle.refuse(why)

@@ -36,7 +36,16 @@ ASSISTANT = (
     "as the assistant of another generation it is asked for a few tokens at a time, under a criterion of its own"
 )
 
-_custom: ContextVar[list[Call] | None] = ContextVar("mmspec_custom", default=None)  # the calls that one makes
+
+@dataclass
+class _Custom:
+    """A `custom_generate` under way."""
+
+    cache: Any  # that it was given: it may look at it once a call has filled it
+    asked: bool = False  # whether it has made any call
+
+
+_custom: ContextVar[_Custom | None] = ContextVar("mmspec_custom", default=None)
 watching: ContextVar[Callable[[Round], None] | None] = ContextVar("mmspec_watching", default=None)  # see stream.py
 
 
@@ -53,8 +62,8 @@ class Call:
     arguments: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if (calls := _custom.get()) is not None:
-            calls.append(self)
+        if (custom := _custom.get()) is not None:
+            custom.asked = True
 
     @cached_property
     def endings(self) -> Endings:
@@ -73,7 +82,8 @@ class Call:
     @property
     def owned(self) -> bool | None:
         """Whether it is the caller's own, or seen by a `custom_generate`; None: older transformers do not say whose."""
-        if _custom.get() is not None:
+        custom = _custom.get()
+        if custom is not None and custom.cache is self.cache:
             return True
         unknown = type(self.cache) is DynamicCache and not _CACHES_ARE_MARKED
         return getattr(self.cache, "_is_user_defined", None if unknown else False)
@@ -185,16 +195,16 @@ def generate(model: Any, handle: Any, call: Call) -> tuple[Any, Stats]:
 
 
 def overheard(custom: Callable[..., Any], handle: Any) -> Callable[..., Any]:
-    """A `custom_generate` that is told of where it never asks for what mmspec accelerates."""
+    """The same `custom_generate`; a warning says so where it makes no call that mmspec could accelerate."""
 
     @functools.wraps(custom)
     def run(*args: Any, **kwargs: Any) -> Any:
-        token = _custom.set(calls := [])
+        token = _custom.set(seen := _Custom(kwargs.get("past_key_values")))
         try:
             found = custom(*args, **kwargs)
         finally:
             _custom.reset(token)
-        if not calls:
+        if not seen.asked:
             handle.say("mmspec does not accelerate this custom_generate: its loop is its own")
         return found
 
@@ -312,12 +322,9 @@ class _Collected:
         sequences = torch.cat([ids, new.view(length, -1).T], 1)  # int64, whatever integers came
         mine = None
         if self.call.returns_cache and state is not None and len(ids) == 1:  # ragged rows have no common cache
-            slots = (
-                state.cache
-                if state.streams == 1
-                else state.cache.select(state.open_slots.new_zeros(1, dtype=torch.long))
-            )
-            mine = slots.hand_back(self.call.cache, self.read + length - 1)
+            if state.streams > 1:  # the prompt's own row comes first
+                state.cache.select(torch.zeros(1, dtype=torch.long, device=state.open_slots.device))
+            mine = state.cache.hand_back(self.call.cache, self.read + length - 1)
         if not config.return_dict_in_generate:
             return sequences
         return GenerateDecoderOnlyOutput(

@@ -401,6 +401,19 @@ def test_custom_generate(llava: Any) -> None:
         assert (handle.stats.tokens > 0) == (told is None)
 
 
+def ask_again(model: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Makes calls of its own, with caches of their own."""
+    return model.generate(input_ids.repeat(2, 1), **PLAIN)
+
+
+def test_custom_generate_that_calls_generate(llava: Any) -> None:
+    call = {"input_ids": words(9), **PLAIN, "custom_generate": ask_again}
+    stock = llava.generate(**call)
+    with mmspec.enable(llava) as handle, warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        assert torch.equal(llava.generate(**call), stock) and handle.stats.tokens == 32
+
+
 def test_custom_generate_over_several_rows(llava: Any) -> None:
     call = {"input_ids": words(9, rows=2), **PLAIN, "custom_generate": sample_then_look}
     stock = llava.generate(**call)
