@@ -19,7 +19,17 @@ from mmspec.pipelines.endings import Endings
 from mmspec.pipelines.guided import Guidance, NegativePrompt
 
 _CACHES_ARE_MARKED = "_is_user_defined" in GenerationMixin._prepare_cache_for_generation.__code__.co_names
-custom_calls: ContextVar[list[Call] | None] = ContextVar("mmspec_custom", default=None)  # the calls that one makes
+
+
+@dataclass
+class Custom:
+    """A `custom_generate` under way."""
+
+    cache: Any  # that it was given: it may look at it once a call has filled it
+    asked: bool = False  # whether it has made any call
+
+
+custom_call: ContextVar[Custom | None] = ContextVar("mmspec_custom", default=None)
 
 
 @dataclass
@@ -33,6 +43,10 @@ class Call:
     synced_gpus: bool = False
     streamer: Any = None
     arguments: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if (custom := custom_call.get()) is not None:
+            custom.asked = True
 
     @cached_property
     def _split(self) -> tuple[Guidance | None, NegativePrompt | None, LogitsProcessorList]:
@@ -75,7 +89,8 @@ class Call:
     @property
     def owned(self) -> bool | None:
         """Whether it is the caller's own, or seen by a `custom_generate`; None: older transformers do not say whose."""
-        if custom_calls.get() is not None:
+        custom = custom_call.get()
+        if custom is not None and custom.cache is self.cache:
             return True
         unknown = type(self.cache) is DynamicCache and not _CACHES_ARE_MARKED
         return getattr(self.cache, "_is_user_defined", None if unknown else False)

@@ -34,7 +34,7 @@ class DecoderOnlyPatch:
     @functools.wraps(GenerationMixin.generate)
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         custom = kwargs.get("custom_generate")
-        if callable(custom) and not getattr(custom, "__module__", "").startswith("mmspec."):
+        if callable(custom) and not str(getattr(custom, "__module__", "")).startswith("mmspec."):
             kwargs["custom_generate"] = overheard(custom, type(self)._mmspec_handle)
         return super().generate(*args, **kwargs)  # type: ignore[misc]
 

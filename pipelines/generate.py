@@ -17,7 +17,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from mmspec.loop import decode, start
 from mmspec.pipelines import guided, obstacles, reach
 from mmspec.pipelines.cache import SlotCache
-from mmspec.pipelines.call import Call, custom_calls
+from mmspec.pipelines.call import Call, Custom, custom_call
 from mmspec.pipelines.endings import Endings, unheard
 from mmspec.pipelines.obstacles import Obstacle
 from mmspec.pipelines.processors import unsafe
@@ -92,14 +92,12 @@ def generate(model: Any, handle: Any, call: Call) -> tuple[Any, Stats]:
     config, drafter = call.generation_config, handle.fitting(model)
     for what in _left_out(call):
         handle.say(what)
-    if (calls := custom_calls.get()) is not None:
-        calls.append(call)
     ours = call.for_model(model)
     noise = TorchNoise() if handle.config.reproducible and config.do_sample else None
     keep = bool(config.return_dict_in_generate and (config.output_scores or config.output_logits))
     request = handle.family.request(Request(Sampler(ours.processors, bool(config.do_sample), noise), keep))
     seeds = row_seeds(len(ours.input_ids), config.do_sample and noise is None)
-    ends, rule = ours.endings, handle.family.rule(handle.rule, call)
+    ends, rule = call.endings, handle.family.rule(handle.rule, call)
     rows = [
         Row(tokens, len(tokens), ends.limit, seed, ends.eos, ends.of(b), b, rule, request)
         for b, (tokens, seed) in enumerate(zip(ours.input_ids.tolist(), seeds, strict=True))
@@ -129,16 +127,16 @@ def rounds(
 
 
 def overheard(custom: Callable[..., Any], handle: Any) -> Callable[..., Any]:
-    """A `custom_generate` that is told of where it never asks for what mmspec accelerates."""
+    """The same `custom_generate`; a warning says so where it makes no call that mmspec could accelerate."""
 
     @functools.wraps(custom)
     def run(*args: Any, **kwargs: Any) -> Any:
-        token = custom_calls.set(calls := [])
+        token = custom_call.set(seen := Custom(kwargs.get("past_key_values")))
         try:
             found = custom(*args, **kwargs)
         finally:
-            custom_calls.reset(token)
-        if not calls:
+            custom_call.reset(token)
+        if not seen.asked:
             handle.say("mmspec does not accelerate this custom_generate: its loop is its own")
         return found
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Callable
 from typing import Any
 
+import image_targets
 import pytest
 import targets
 import torch
@@ -25,16 +27,21 @@ def llava() -> Any:
     return copy.deepcopy(targets.model("llava"))
 
 
-def text(config: Any, kind: Any, **more: Any) -> Any:
-    """A tiny language model without eyes, weights so large that it repeats little; `None` leaves an argument out."""
+def enlarged(build: Callable[[], Any]) -> Any:
+    """A tiny model with weights so large that it repeats little."""
     torch.manual_seed(0)
-    made = kind(config(**{k: v for k, v in {**targets.TEXT, **more}.items() if v is not None})).eval()
+    made = build().eval()
     with torch.no_grad():
         for weight in made.parameters():
             if weight.dim() > 1:
                 weight.normal_(std=targets.GAIN / weight[0].numel() ** 0.5)
     made.generation_config.eos_token_id, made.generation_config.pad_token_id = None, 0
     return made
+
+
+def text(config: Any, kind: Any, **more: Any) -> Any:
+    """One without eyes; `None` leaves an argument out."""
+    return enlarged(lambda: kind(config(**{k: v for k, v in {**targets.TEXT, **more}.items() if v is not None})))
 
 
 def words(count: int, seed: int = 3, rows: int = 1) -> Tensor:
@@ -114,8 +121,7 @@ def test_prefill_in_pieces_is_said_to_have_no_effect(name: str) -> None:
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
-@pytest.mark.parametrize("streamer", [False, True])
-def test_ids_of_32_bits(llava: Any, do_sample: bool, streamer: bool) -> None:
+def test_ids_of_32_bits(llava: Any, do_sample: bool) -> None:
     ids = words(9, rows=2).int()
     how = {"max_new_tokens": 8, "do_sample": do_sample, "return_dict_in_generate": True}
     stock = llava.generate(ids, **how)
@@ -124,6 +130,23 @@ def test_ids_of_32_bits(llava: Any, do_sample: bool, streamer: bool) -> None:
         fast = llava.generate(ids, **how)
     assert fast.sequences.dtype == stock.sequences.dtype == torch.int64
     assert do_sample or torch.equal(fast.sequences, stock.sequences)
+
+
+@pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.3, "min_new_tokens": 4, "suppress_tokens": [5, 6]}])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_ids_on_the_cpu_and_the_model_on_a_gpu(options: dict[str, Any], rows: int) -> None:
+    """Stock moves what the forward reads; ids and scores stay where they came from."""
+    pretend = pytest.importorskip("pretend_cuda")
+    model, ids = text(T.LlamaConfig, T.LlamaForCausalLM), words(9, rows=rows)
+    call = {"input_ids": ids, **PLAIN, **options, "eos_token_id": 7, "return_dict_in_generate": True}
+    call |= {"output_scores": True, "attention_mask": torch.ones_like(ids)}
+    stock = model.generate(**call)
+    pretend.place(model, "cuda:0")
+    with pretend.Pretend(), mmspec.enable(model, drafter="ngram") as handle, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fast = model.generate(**call)
+        assert fast.sequences.device.type == fast.scores[0].device.type == "cpu"
+    assert fast.sequences.tolist() == stock.sequences.tolist() and handle.stats.tokens > 0
 
 
 # -- caches ----------------------------------------------------------------------------------------------------------
@@ -152,6 +175,17 @@ def test_several_rows_without_a_cache_say_so(llava: Any) -> None:
             fast = targets.generate(llava, inputs, return_dict_in_generate=True)
             assert torch.equal(fast.sequences, stock.sequences) and fast.past_key_values is None
     assert len([w for w in said if "past_key_values" in str(w.message)]) == 1 and handle.stats.tokens > 0
+
+
+def test_the_cache_of_a_guided_call_is_that_of_the_prompt_alone() -> None:
+    """Both streams share a batch and a cache; what comes back has one row, and is as long as stock's."""
+    model, full = image_targets.model("emu3"), image_targets.PAINTERS["emu3"].call(1)
+    stock = model.generate(**full, return_dict_in_generate=True)
+    with mmspec.enable(model, drafter="jacobi", window=5):
+        fast = model.generate(**full, return_dict_in_generate=True)
+    assert torch.equal(stock.sequences, fast.sequences)
+    for mine, theirs in zip(fast.past_key_values.layers, stock.past_key_values.layers, strict=True):
+        torch.testing.assert_close(mine.keys, theirs.keys, rtol=1e-4, atol=1e-4)
 
 
 # -- positions -------------------------------------------------------------------------------------------------------
@@ -204,9 +238,7 @@ def dynamic() -> dict[str, Any]:
 
 
 GROWING = {
-    "dynamic": lambda: text(
-        T.LlamaConfig, T.LlamaForCausalLM, max_position_embeddings=32, rope_parameters=dynamic()
-    ),
+    "dynamic": lambda: text(T.LlamaConfig, T.LlamaForCausalLM, max_position_embeddings=32, rope_parameters=dynamic()),
     "longrope": lambda: text(
         T.Phi3Config,
         T.Phi3ForCausalLM,
@@ -241,3 +273,151 @@ def test_rotary_frequencies_of_a_padded_batch() -> None:
     stock = model.generate(**call)
     with mmspec.enable(model, drafter=Scripted(_random)):
         assert torch.equal(model.generate(**call), stock)
+
+
+EXAONE = {"model_type": "exaone4", "sliding_window": None, "layer_types": ["full_attention"] * 3}
+DROPPED: dict[str, Any] = {
+    "EXAONE-4.5": lambda: (
+        T.Exaone4_5_Config,
+        T.Exaone4_5_ForConditionalGeneration,
+        EXAONE,
+        {"num_key_value_heads": 2},
+    ),
+    "HyperCLOVA X": lambda: (
+        T.HyperCLOVAXVisionV2Config,
+        T.HyperCLOVAXVisionV2ForConditionalGeneration,
+        {"model_type": "hyperclovax"},
+        {"model_type": "qwen2_5_vl"},
+    ),
+}
+
+
+def dropping(name: str) -> Any:
+    """A model whose `prepare_inputs_for_generation` drops the positions; it then counts slots, padding included."""
+    config, kind, words, eyes = DROPPED[name]()
+    shape = {"depth": 2, "out_hidden_size": targets.HIDDEN, "window_size": 56, "fullatt_block_indexes": [1]}
+    vision = {**targets.QWEN_VISION, **shape, **eyes}
+    return enlarged(lambda: kind(config(text_config={**targets.PLAIN, **words}, vision_config=vision)))
+
+
+@pytest.mark.parametrize("drafter", ["random tree", "eagle tree"])
+@pytest.mark.parametrize("name", DROPPED)
+def test_padded_rows_of_models_that_drop_positions(name: str, drafter: str) -> None:
+    model, ids = dropping(name), words(14, rows=3)
+    mask = torch.ones_like(ids)
+    mask[1, :5], mask[2, :9] = 0, 0
+    call = {"input_ids": ids * mask, "attention_mask": mask, **PLAIN}
+    stock = model.generate(**call)
+    with mmspec.enable(model, drafter=DRAFTERS[drafter](model, Oracle.of(ids, stock))):
+        assert torch.equal(model.generate(**call), stock)
+        cache, theirs = T.DynamicCache(), T.DynamicCache()
+        first = model.generate(ids[:1], past_key_values=cache, **PLAIN)
+    again = {"input_ids": torch.cat([first, ids[1:2, :4]], 1), **PLAIN}
+    model.generate(ids[:1], past_key_values=theirs, **PLAIN)
+    stock = model.generate(**again, past_key_values=theirs)
+    with mmspec.enable(model, drafter=DRAFTERS[drafter](model, Oracle.of(again["input_ids"], stock))):
+        assert torch.equal(model.generate(**again, past_key_values=cache), stock)
+
+
+# -- what is refused, or told ----------------------------------------------------------------------------------------
+
+
+def mllama() -> Any:
+    text_config = {**targets.TEXT, "head_dim": None, "num_hidden_layers": 4, "cross_attention_layers": [1, 3]}
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_global_layers": 1,
+        "attention_heads": 2,
+    }
+    return T.MllamaForConditionalGeneration(
+        T.MllamaConfig(
+            text_config={k: v for k, v in text_config.items() if v is not None},
+            vision_config={
+                **vision,
+                "image_size": 28,
+                "patch_size": 14,
+                "vision_output_dim": 96,
+                "intermediate_layers_indices": [0, 1],
+            },
+        )
+    )
+
+
+def test_cross_attention_layers_are_refused_by_name() -> None:
+    model = mllama()
+    with pytest.raises(UnsupportedError, match="cross-attention layers"):
+        mmspec.enable(model)
+    with pytest.warns(UserWarning, match="cross-attention layers"):
+        mmspec.enable(model, on_unsupported="fallback")
+    assert type(model) is T.MllamaForConditionalGeneration
+
+
+def test_a_model_that_is_its_own_assistant() -> None:
+    model, ids = text(T.LlamaConfig, T.LlamaForCausalLM), words(9)
+    stock = model.generate(ids, assistant_early_exit=1, **PLAIN)
+    with mmspec.enable(model), pytest.raises(UnsupportedError, match="assisted decoding"):
+        model.generate(ids, assistant_early_exit=1, **PLAIN)
+    with mmspec.enable(model, on_unsupported="fallback"), pytest.warns(UserWarning, match="assisted decoding"):
+        assert torch.equal(model.generate(ids, assistant_early_exit=1, **PLAIN), stock)
+
+
+def test_an_enabled_model_as_the_assistant_of_another() -> None:
+    model, ids = text(T.LlamaConfig, T.LlamaForCausalLM), words(9)
+    large = text(T.LlamaConfig, T.LlamaForCausalLM, num_hidden_layers=4)
+    stock = large.generate(ids, assistant_model=model, **PLAIN)
+    with mmspec.enable(model), pytest.warns(UserWarning, match="stock path: as the assistant"):
+        assert torch.equal(large.generate(ids, assistant_model=model, **PLAIN), stock)
+
+
+def plain_loop(
+    model: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **kwargs: Any
+) -> Tensor:
+    """A loop of the user's own."""
+    out = model._prefill(input_ids, generation_config, kwargs)
+    for _ in range(6):
+        kwargs = model._update_model_kwargs_for_generation(out, kwargs)
+        input_ids = torch.cat([input_ids, out.logits[:, -1].argmax(-1)[:, None]], 1)
+        out = model(**model.prepare_inputs_for_generation(input_ids, next_sequence_length=1, **kwargs))
+    return input_ids
+
+
+def sample_then_look(model: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """Goes on from the cache that `_sample` has filled."""
+    tokens = model._sample(*args, **kwargs)
+    logits = model(tokens[:, -1:], past_key_values=kwargs["past_key_values"]).logits
+    return torch.cat([tokens, logits[:, -1].argmax(-1)[:, None]], 1)
+
+
+def test_custom_generate(llava: Any) -> None:
+    call = {"input_ids": words(9), **PLAIN}
+    for custom, told in ((plain_loop, "custom_generate"), (sample_then_look, None)):
+        stock = llava.generate(**call, custom_generate=custom)
+        with mmspec.enable(llava) as handle, warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            assert torch.equal(llava.generate(**call, custom_generate=custom), stock)
+        assert [told in str(w.message) for w in said if "mmspec" in str(w.message)] == [True] * (told is not None)
+        assert (handle.stats.tokens > 0) == (told is None)
+
+
+def ask_again(model: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Makes calls of its own, with caches of their own."""
+    return model.generate(input_ids.repeat(2, 1), **PLAIN)
+
+
+def test_custom_generate_that_calls_generate(llava: Any) -> None:
+    call = {"input_ids": words(9), **PLAIN, "custom_generate": ask_again}
+    stock = llava.generate(**call)
+    with mmspec.enable(llava) as handle, warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        assert torch.equal(llava.generate(**call), stock) and handle.stats.tokens == 32
+
+
+def test_custom_generate_over_several_rows(llava: Any) -> None:
+    call = {"input_ids": words(9, rows=2), **PLAIN, "custom_generate": sample_then_look}
+    stock = llava.generate(**call)
+    with mmspec.enable(llava, on_unsupported="fallback"), pytest.warns(UserWarning, match="one row only"):
+        assert torch.equal(llava.generate(**call), stock)
+    with mmspec.enable(llava), pytest.raises(UnsupportedError, match="one row only"):
+        llava.generate(**call)
