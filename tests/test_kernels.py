@@ -238,8 +238,8 @@ def test_nothing_is_drawn_from_what_is_no_law(broken: str, many_parts: None):
     logits[1, :, slice(None) if broken == "nothing possible" else 170] = BROKEN[broken]
     seed, position = torch.arange(4, device=DEVICE), torch.arange(8, device=DEVICE).view(4, 2)
     u = torch.rand(4, 2, dtype=torch.float64, device=DEVICE)
-    draft = (torch.full((4, 2), 5, device=DEVICE), *(t for t in [chain(2, DEVICE).expand(4).parents]))
-    draft[0][1, 1] = 170
+    tokens, parents = torch.full((4, 2), 5, device=DEVICE), chain(2, DEVICE).expand(4).parents
+    tokens[1, 1] = 170
     refused = torch.tensor([[3], [170], [5], [-1]], device=DEVICE)
     for module in (ops, None):
         draw, verify, residual = (
@@ -247,7 +247,7 @@ def test_nothing_is_drawn_from_what_is_no_law(broken: str, many_parts: None):
         )
         found = {
             "gumbel": lambda x: draw(x, (seed, position)),
-            "inverse": lambda x: verify(x, *draft, None, u).token,
+            "inverse": lambda x: verify(x, tokens, parents, None, u).token,
             "p": lambda x: residual(x[:, 0].contiguous(), u[:, 0].contiguous()),
             "p - q": lambda x: residual(x[:, 0].contiguous(), u[:, 0].contiguous(), q=sound[:, 1].contiguous()),
             "refused": lambda x: residual(x[:, 0].contiguous(), (seed, position[:, 0].contiguous()), refused=refused),
