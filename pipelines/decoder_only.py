@@ -68,7 +68,9 @@ class Enabled:
 
     def _mmspec_decline(self, why: str) -> None:
         """Let a call run on the stock path: an unknown processor or criterion always may, anything else as the user said."""
-        if why.startswith(("the logits processor", "the stopping criterion")):  # never skipped, never guessed; the stock path is always right
+        if why.startswith(
+            ("the logits processor", "the stopping criterion")
+        ):  # never skipped, never guessed; the stock path is always right
             self._mmspec_handle.fall_back(why)
         else:
             self._mmspec_handle.refuse(why)

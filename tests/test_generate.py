@@ -362,9 +362,7 @@ def test_a_condition_of_the_users_own_hears_what_stock_tells_it(llava: Any, kind
         criteria = [kind(), kind()]
         inputs = prompt()
         stock = targets.generate(llava, inputs, stopping_criteria=T.StoppingCriteriaList(criteria[:1]), **options)
-        with mmspec.enable(
-            llava, drafter=DRAFTERS[drafter](llava, Oracle.of(inputs["input_ids"], stock))
-        ) as handle:
+        with mmspec.enable(llava, drafter=DRAFTERS[drafter](llava, Oracle.of(inputs["input_ids"], stock))) as handle:
             fast = targets.generate(llava, inputs, stopping_criteria=T.StoppingCriteriaList(criteria[1:]), **options)
             assert handle.stats.tokens > 0
         assert torch.equal(stock, fast) and criteria[0].asked == criteria[1].asked
