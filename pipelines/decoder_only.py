@@ -67,7 +67,7 @@ class Enabled:
         return self._mmspec_handle.rule
 
     def _mmspec_decline(self, why: str) -> None:
-        """Let a call run on the stock path: an unknown processor or criterion always may, anything else as the user said."""
+        """Let a call run on the stock path: an unknown processor or criterion may, others as the user said."""
         if why.startswith(
             ("the logits processor", "the stopping criterion")
         ):  # never skipped, never guessed; the stock path is always right
