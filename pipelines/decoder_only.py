@@ -68,9 +68,8 @@ class Enabled:
 
     def _mmspec_decline(self, why: str) -> None:
         """Let a call run on the stock path: an unknown processor or criterion may, others as the user said."""
-        if why.startswith(
-            ("the logits processor", "the stopping criterion")
-        ):  # never skipped, never guessed; the stock path is always right
+        own = ("the logits processor", "the stopping criterion")  # never skipped, never guessed; stock is always right
+        if why.startswith(own):
             self._mmspec_handle.fall_back(why)
         else:
             self._mmspec_handle.refuse(why)
