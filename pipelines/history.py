@@ -106,9 +106,11 @@ def _marked(ids: Tensor, scores: Tensor) -> Tensor:
 
 def repetition_penalty(processor: Any, scores: Tensor, before: Prefixes) -> Tensor:
     ids, ignored = before.ids, getattr(processor, "prompt_ignore_length", None)
-    if isinstance(ignored, Tensor):
-        places = torch.tensor([row.index for row in before.session.rows], device=ids.device)
-        ignored = ignored.to(ids.device)[places][:, None, None]
+    if isinstance(ignored, Tensor):  # one for each row of the call
+        ignored = ignored.to(ids.device)
+        if len(ignored) > len(ids):
+            ignored = ignored[torch.tensor([row.index for row in before.session.rows], device=ids.device)]
+        ignored = ignored[:, None, None]
     if ignored is not None:
         ids = torch.where(torch.arange(ids.shape[2], device=ids.device) < ignored, _BEYOND, ids)
     bent = torch.where(scores < 0, scores * processor.penalty, scores / processor.penalty)
@@ -163,7 +165,7 @@ def suppressed_at_begin(processor: Any, scores: Tensor, before: Prefixes) -> Ten
 
 def exponential_decay(processor: Any, scores: Tensor, before: Prefixes) -> Tensor:
     late = (before.length - processor.regulation_start).clamp(min=0)
-    most = max(1, before.text.shape[1] - processor.regulation_start)
+    most = max(256, before.text.shape[1] - processor.regulation_start)
     growth = _powers(processor.regulation_factor, 1 << (most - 1).bit_length(), scores.device)[late]
     ends = processor.eos_token_id.to(scores.device).flatten()
     own = scores[..., ends]

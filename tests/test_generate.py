@@ -9,6 +9,7 @@ import pickle
 import threading
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,39 @@ def test_set_seed_reproduces_a_sample_and_another_seed_does_not(llava: Any) -> N
     assert out[0].shape[0] == 8 and len({tuple(row) for row in out[0].tolist()}) == 8
 
 
+@contextmanager
+def overflowing(model: Any, value: float, after: int) -> Iterator[None]:
+    """A head whose numbers are no longer numbers from some forward on, as float16 may have them."""
+    left = [after]
+
+    def spoil(head: Any, inputs: Any, logits: Tensor) -> Tensor | None:
+        left[0] -= 1
+        return None if left[0] >= 0 else logits.index_fill(-1, torch.tensor([5]), value)
+
+    hook = model.get_output_embeddings().register_forward_hook(spoil)
+    yield
+    hook.remove()
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "right within", "random tree", "drawn", "eagle tree"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_logits_that_are_no_law_raise_as_in_stock(llava: Any, value: float, drafter: str) -> None:
+    inputs = prompt("ragged")
+    oracle = Oracle.of(inputs["input_ids"], targets.generate(llava, inputs))
+    for after, how in ((0, {}), (3, {}), (1, {"reproducible": True})):
+        with overflowing(llava, value, after), pytest.raises(RuntimeError, match="inf"):
+            targets.generate(llava, inputs, do_sample=True)
+        with (
+            mmspec.enable(llava, drafter=DRAFTERS[drafter](llava, oracle), **how),
+            overflowing(llava, value, after),
+            pytest.raises(RuntimeError, match="logits hold nan or inf"),
+        ):
+            targets.generate(llava, inputs, do_sample=True)
+    with overflowing(llava, value, 0):
+        stock, fast = stock_and_fast(llava, inputs, "right within")  # stock takes the likeliest of them all the same
+    assert torch.equal(stock, fast)
+
+
 # -- processors that read history ------------------------------------------------------------------------------------
 
 HISTORY: dict[str, dict[str, Any]] = {
@@ -211,6 +245,41 @@ def test_an_unknown_processor_runs_the_stock_path_with_a_warning(llava: Any, pol
     assert torch.equal(stock, fast)
 
 
+class Clerk:
+    """A grammar that counts its calls: what is lawful depends on how often it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, list[int]]] = []
+
+    def __call__(self, row: int, ids: Tensor) -> list[int]:
+        self.asked.append((row, ids.tolist()))
+        return [(7 * len(self.asked) + i) % VOCAB for i in range(60)]
+
+
+def spelling(row: int, ids: Tensor) -> list[int]:
+    """Answers by its arguments alone, and another thing for every row."""
+    return [i for i in range(3, VOCAB) if (i + int(ids[-1]) + row) % 3]
+
+
+@pytest.mark.parametrize("kind", ["image first", "ragged"])
+def test_a_grammar_with_a_memory_is_asked_what_stock_asks(llava: Any, kind: str) -> None:
+    clerks = [Clerk(), Clerk()]
+    stock = targets.generate(llava, prompt(kind), prefix_allowed_tokens_fn=clerks[0])
+    with mmspec.enable(llava), pytest.warns(UserWarning, match="prefix_allowed_tokens_fn.mmspec_pure = True"):
+        fast = targets.generate(llava, prompt(kind), prefix_allowed_tokens_fn=clerks[1])
+    assert torch.equal(stock, fast) and clerks[0].asked == clerks[1].asked
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "right within", "holes", "random tree"])
+def test_a_grammar_that_says_it_has_none_is_asked_about_drafts(
+    llava: Any, drafter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spelling, "mmspec_pure", True, raising=False)
+    for more in ({}, {"repetition_penalty": 1.3}):
+        stock, fast = stock_and_fast(llava, prompt("ragged"), drafter, prefix_allowed_tokens_fn=spelling, **more)
+        assert torch.equal(stock, fast)
+
+
 # -- where a text ends -----------------------------------------------------------------------------------------------
 
 
@@ -252,14 +321,74 @@ def test_end_of_sequence_inside_a_draft_with_pads(llava: Any, drafter: str) -> N
         assert torch.equal(stock, fast)
 
 
-def test_a_condition_of_the_users_own(llava: Any) -> None:
-    class Odd(T.StoppingCriteria):
-        def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
-            return (input_ids[:, -1] % 8 == 3) & (input_ids.shape[1] > 20)
+class Odd(T.StoppingCriteria):
+    """Keeps what it was asked about, and what it was given as scores."""
 
-    options = {"stopping_criteria": T.StoppingCriteriaList([Odd()]), "eos_token_id": 2}
-    stock, fast = stock_and_fast(llava, prompt("ragged"), **options)
+    def __init__(self) -> None:
+        self.asked: list[tuple[list[int], Any]] = []
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        self.asked.append((input_ids[0].tolist(), scores))
+        return (input_ids[:, -1] % 8 == 3) & (input_ids.shape[1] > 20)
+
+
+class FirstRow(Odd):
+    """Ends all rows by what stands in the first, as the `StopOnTokens` of many model cards does."""
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Any:
+        return bool(super().__call__(input_ids, scores)[0])
+
+
+class EveryRow(Odd):
+    """Ends once all rows have stopped, as LLaVA's `KeywordsStoppingCriteria` does."""
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Any:
+        return all(super().__call__(input_ids, scores).tolist())
+
+
+class Sure(Odd):
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Any:
+        return len(scores) > 5 and bool(scores[-1].softmax(-1).amax() > 0)
+
+
+CRITERIA = (Odd, FirstRow, EveryRow)
+
+
+@pytest.mark.parametrize("drafter", ["right within", "always right", "random tree"])
+@pytest.mark.parametrize("kind", CRITERIA)
+def test_a_condition_of_the_users_own_hears_what_stock_tells_it(llava: Any, kind: type[Odd], drafter: str) -> None:
+    told = []
+    for options in ({"eos_token_id": 2}, {}):
+        criteria = [kind(), kind()]
+        inputs = prompt()
+        stock = targets.generate(llava, inputs, stopping_criteria=T.StoppingCriteriaList(criteria[:1]), **options)
+        with mmspec.enable(llava, drafter=DRAFTERS[drafter](llava, Oracle.of(inputs["input_ids"], stock))) as handle:
+            fast = targets.generate(llava, inputs, stopping_criteria=T.StoppingCriteriaList(criteria[1:]), **options)
+            assert handle.stats.tokens > 0
+        assert torch.equal(stock, fast) and criteria[0].asked == criteria[1].asked
+        told.append(len(criteria[0].asked))
+    assert min(told) > 2
+
+
+@pytest.mark.parametrize("eos", [2, None])
+@pytest.mark.parametrize("kind", CRITERIA)
+def test_a_condition_on_several_rows_runs_the_stock_path_with_a_warning(llava: Any, kind: Any, eos: Any) -> None:
+    """It may look at all rows at once, all of one length, which only stock decoding has."""
+    inputs, options = prompt("ragged"), {"eos_token_id": eos}
+    stock = targets.generate(llava, inputs, stopping_criteria=[kind()], **options)
+    with mmspec.enable(llava), pytest.warns(UserWarning, match=f"{kind.__name__} may look at all 4 rows"):
+        fast = targets.generate(llava, inputs, stopping_criteria=[kind()], **options)
     assert torch.equal(stock, fast)
+
+
+def test_a_condition_on_scores_gets_those_of_stock(llava: Any) -> None:
+    told = {"return_dict_in_generate": True, "output_scores": True}
+    stock = targets.generate(llava, prompt(), stopping_criteria=[Sure()], **told)
+    with mmspec.enable(llava), pytest.warns(UserWarning, match="Sure may read the scores"):
+        fast = targets.generate(llava, prompt(), stopping_criteria=[Sure()], **told)
+    assert torch.equal(stock.sequences, fast.sequences) and len(stock.scores) == 6
+    with mmspec.enable(llava), pytest.raises(TypeError):  # as in stock, which has collected none
+        targets.generate(llava, prompt(), stopping_criteria=[Sure()])
 
 
 def test_max_time_ends_the_call(llava: Any) -> None:

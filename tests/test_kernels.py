@@ -230,35 +230,33 @@ BROKEN = {"nan": torch.nan, "inf": torch.inf, "nothing possible": -torch.inf}
 
 
 @needs_triton
+@pytest.mark.parametrize("run", [triton, lambda name: getattr(ops, name)], ids=["kernel", "definition"])
 @pytest.mark.parametrize("broken", BROKEN)
-def test_nothing_is_drawn_from_what_is_no_law(broken: str, many_parts: None):
-    """By every kernel that draws and by its definition; the other rows draw as before, and the likeliest stays."""
-    logits = torch.randn(4, 2, 300, device=DEVICE)
-    sound = logits.clone()
+def test_nothing_is_drawn_from_what_is_no_law(broken: str, run: Any, many_parts: None):
+    """By whatever draws; the other rows draw as before, and there is a likeliest token still."""
+    sound = torch.randn(4, 2, 300, device=DEVICE)
+    logits = sound.clone()
     logits[1, :, slice(None) if broken == "nothing possible" else 170] = BROKEN[broken]
     seed, position = torch.arange(4, device=DEVICE), torch.arange(8, device=DEVICE).view(4, 2)
     u = torch.rand(4, 2, dtype=torch.float64, device=DEVICE)
-    draft = (torch.full((4, 2), 5, device=DEVICE), *(t for t in [chain(2, DEVICE).expand(4).parents]))
-    draft[0][1, 1] = 170
+    tokens, parents = torch.full((4, 2), 5, device=DEVICE), chain(2, DEVICE).expand(4).parents
+    tokens[1, 1] = 170
     refused = torch.tensor([[3], [170], [5], [-1]], device=DEVICE)
-    for module in (ops, None):
-        draw, verify, residual = (
-            getattr(ops, n) if module else triton(n) for n in ("draw", "verify_point_mass", "residual_sample")
-        )
-        found = {
-            "gumbel": lambda x: draw(x, (seed, position)),
-            "inverse": lambda x: verify(x, *draft, None, u).token,
-            "p": lambda x: residual(x[:, 0].contiguous(), u[:, 0].contiguous()),
-            "p - q": lambda x: residual(x[:, 0].contiguous(), u[:, 0].contiguous(), q=sound[:, 1].contiguous()),
-            "refused": lambda x: residual(x[:, 0].contiguous(), (seed, position[:, 0].contiguous()), refused=refused),
-        }
-        for way, call in found.items():
-            got, others = call(logits), torch.tensor([0, 2, 3], device=DEVICE)
-            assert (got[1] == ops.NOTHING).all(), way
-            assert torch.equal(got[others], call(sound)[others]) and (got[others] >= 0).all(), way
-        assert (draw(logits) >= 0).all()
-        broken_q = residual(sound[:, 0].contiguous(), u[:, 0].contiguous(), q=logits[:, 1].contiguous())
-        assert (broken_q >= 0).all(), "a broken draft costs nothing but itself"
+    residual, coins, counter = run("residual_sample"), u[:, 0].contiguous(), position[:, 0].contiguous()
+    first, drafted = (lambda x: x[:, 0].contiguous()), sound[:, 1].contiguous()
+    ways = {
+        "gumbel": lambda x: run("draw")(x, (seed, position)),
+        "inverse": lambda x: run("verify_point_mass")(x, tokens, parents, None, u).token,
+        "p": lambda x: residual(first(x), coins),
+        "p - q": lambda x: residual(first(x), coins, q=drafted),
+        "refused": lambda x: residual(first(x), (seed, counter), refused=refused),
+    }
+    others = torch.tensor([0, 2, 3], device=DEVICE)
+    for way, draw in ways.items():
+        got, whole = draw(logits), draw(sound)
+        assert (got[1] == ops.NOTHING).all() and (whole >= 0).all() and torch.equal(got[others], whole[others]), way
+    assert (run("draw")(logits) >= 0).all()
+    assert (residual(first(sound), coins, q=logits[:, 1].contiguous()) >= 0).all(), "a broken draft breaks nothing"
 
 
 @pytest.mark.parametrize("shape", ["tree", "chain"])

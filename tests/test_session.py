@@ -192,7 +192,7 @@ def test_row_ends_by_token_by_length_or_by_condition() -> None:
 
 def test_a_row_that_has_ended_does_not_mind_what_comes_after() -> None:
     row = Row([1], 1, 9, 0, frozenset({7}), index=3)
-    with pytest.raises(RuntimeError, match="after token 2 of row 3.*nan or inf"):
+    with pytest.raises(RuntimeError, match=r"after token 2 of row 3.*nan or inf"):
         row.take([4, -1])
     assert row.take([7, -1]) == [7]
 
