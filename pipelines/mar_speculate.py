@@ -109,7 +109,9 @@ def _ratios(brush: Brush, drafts: list[Draft], here: Cells, z: Tensor) -> Tensor
     for (steps, some), these in zip(alike, indices(z.device, *(some for _, some in alike)), strict=True):
         chain, drawn = brush.chain(steps), paths.joined([drafts[i].drawn for i in some])
         brush.evaluations += len(some) * len(chain) * (1 + brush.law.guided)
-        ratio[these] = paths.log_ratio(drawn, brush.net(z[:, these], here.at[these], steps), chain, brush.law.temperature)
+        ratio[these] = paths.log_ratio(
+            drawn, brush.net(z[:, these], here.at[these], steps), chain, brush.law.temperature
+        )
     return ratio
 
 
