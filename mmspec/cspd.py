@@ -56,7 +56,8 @@ def log_chance(x: Tensor, p: End, q: End, width: float = WIDTH) -> Tensor:
 def leftover(p: End, q: End, noise: Tensor, coins: Tensor) -> Tensor:
     """Tokens [R, C] in place of refused ones: proposals from p's last Gaussian, kept with (p − q/F)+ / p, F as above.
 
-    Published code leaves a token at zero that no proposal replaced; here it gets the mean of p.
+    Published code leaves a token at zero that no proposal replaced; here it gets the mean of p. Of several proposals
+    that are kept it takes the last, here it is the first; being independent draws, the two have one law.
 
     Args:
         noise: [ROUNDS, R, C], standard normal.

@@ -91,7 +91,7 @@ class Path:
     def x(self) -> Tensor:
         return self.states[:, -1]
 
-    def take(self, rows: Tensor | list[int] | slice) -> Path:
+    def take(self, rows: Tensor | slice) -> Path:
         return Path(self.states[rows], self.noise[rows], self.log_std[rows])
 
 

@@ -116,6 +116,12 @@ def lantern(codebook: Tensor, *, k: int, delta: float | None = None, lam: float 
 
     Bounded by `delta` it is LANTERN (Jang et al. 2024, §4), by (lam − 1)·p(x) LANTERN++ (Park et al. 2025, §3). A token
     is at most lam − 1 away from p, in total variation; `delta` bounds only a single draft that is not random.
+
+    The authors' code differs in three ways. It finds neighbours among the raw codes, here they are among the
+    normalised ones, which are all that most tokenizers see; with the same neighbours the chances are the same. After a
+    refusal it takes the neighbours out of p (dynamic trees) or out of q (static ones), too; here the ordinary (p − q)+
+    is left, so that the charge is what the law of a token loses. And it relaxes greedy decoding; here nothing is
+    relaxed at temperature 0, where every rule is `exact`.
     """
     most = len(codebook) - 1
     _check("k", k, lambda k: isinstance(k, int) and 1 <= k <= most, f"a whole number from 1 to V − 1 = {most}")
@@ -175,6 +181,8 @@ def gsd(codebook: Tensor | None = None, *, group: int, distance: float | None = 
 
     Different tokens have different windows, so the chance can also be less than min(1, p/q): then x is refused more
     often than it must, and E[charge] is no longer the distance from p but still bounds it. `pooled` has neither flaw.
+    At the end of the order, where the window of one of the least likely tokens hangs over, the authors' code tests
+    strictly, by min(1, p/q); here the window is cut.
 
     Args:
         group: size of the window of ranks, x included.

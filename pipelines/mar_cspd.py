@@ -19,6 +19,9 @@ def aligned(brush: Brush, drawn: Canvas, how: Speculation, scout: Brush, told: T
     After the prefill the draft draws `ahead` tokens, one by one on its own tokens. The model then draws the same tokens
     all at once, from what it knew before them and with the same noise; each is kept or replaced for itself, and none
     is forgotten because one before it was not kept. So the number of passes does not depend on what is kept.
+
+    Two things differ from that code. Blocks begin where the prefill ends, there at multiples of `ahead`; and without a
+    prefill the first block is drafted from nothing, where that code lets the model draw one step first.
     """
     L, begin = drawn.order.shape[1], drawn.counts[0]
     while begin < L:
@@ -58,7 +61,7 @@ def _judge(
     theirs = paths.joined(drafted)
     p, q = cspd.end(own, chain, tau), cspd.end(theirs, chain, tau)
     chance = cspd.log_chance(theirs.x, p, q, how.width)
-    wrong = (coins(seeds, L, at, 0).log() >= chance).nonzero()[:, 0]
+    wrong = (~(coins(seeds, L, at, 0).log() < chance)).nonzero()[:, 0]  # a NaN keeps nothing
     for turn, likely in zip((turn for turn in turns for _ in range(B)), chance.exp().tolist(), strict=True):
         told.note(turn, likely, 0.0)
     if len(wrong):

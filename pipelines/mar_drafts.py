@@ -27,7 +27,13 @@ class Cells:
 
 
 def cells(rows: list[int], turns: list[int], device: Any) -> Cells:
-    return Cells(rows, turns, *(torch.tensor(each, dtype=torch.int64, device=device) for each in (rows, turns)))
+    return Cells(rows, turns, *indices(device, rows, turns))
+
+
+def indices(device: Any, *lists: Sequence[int]) -> tuple[Tensor, ...]:
+    """Lists of numbers as tensors on the device, which take one copy together; a list as an index takes its own."""
+    packed = torch.tensor([n for each in lists for n in each], dtype=torch.int64, device=device)
+    return packed.split([len(each) for each in lists])
 
 
 @dataclass
@@ -94,7 +100,8 @@ class Own:
 
     def learn(self, z: Tensor, found: dict[int, int], current: list[int]) -> None:
         """Draft from z [streams, M, L, D], where `found` says which is a picture's; which of them know all there is."""
-        self.z[:, list(found)] = z[:, list(found.values())]
+        rows, source = indices(z.device, list(found), list(found.values()))
+        self.z[:, rows] = z[:, source]
         for b in found:
             self.current[b] = b in current
 
@@ -119,14 +126,17 @@ class Other:
             now = [i for i, b in enumerate(here.rows) if here.turns[i] == drawn.counts[b] + j]
             if not now:
                 break
-            b, at, turns = here.of[now], here.at[now], [here.turns[i] for i in now]
+            turns = [here.turns[i] for i in now]
+            alike = by_steps(self.brush, turns)
+            these, *several = indices(here.of.device, now, *(some for _, some in alike))
+            b, at = here.of[these], here.at[these]
             read = self.brush.read(seen.tokens[b], drawn.order[b], turns, drawn.labels[b])
             z = read[:, torch.arange(len(now), device=b.device), drawn.order[b, at]]
-            for steps, some in by_steps(self.brush, turns):
-                path = fresh(self.brush, z[:, some], drawn, b[some], at[some], steps, DRAFTS)
-                seen.put(b[some], at[some], path.x)
+            for (steps, some), index in zip(alike, several, strict=True):
+                path = fresh(self.brush, z[:, index], drawn, b[index], at[index], steps, DRAFTS)
+                seen.put(b[index], at[index], path.x)
                 for k, i in enumerate(some):
-                    found[now[i]] = Draft(here.rows[now[i]], turns[i], z[:, i], path=path.take([k]))
+                    found[now[i]] = Draft(here.rows[now[i]], turns[i], z[:, i], path=path.take(slice(k, k + 1)))
         return [found[i] for i in range(len(here))]
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mmspec import paths
 from mmspec.pipelines.mar_cspd import aligned
-from mmspec.pipelines.mar_drafts import Cells, Draft, Other, Own, by_steps, places
+from mmspec.pipelines.mar_drafts import Cells, Draft, Other, Own, by_steps, indices, places
 from mmspec.pipelines.mar_loop import DRAFTS, PATHS, Brush, Canvas, coins, normal, plain
 from mmspec.pipelines.mar_plan import Speculation, Tally
 
@@ -67,7 +67,8 @@ def exact(brush: Brush, drawn: Canvas, how: Speculation, scout: Own | Other, tol
         told.rounds += 1
         facts = torch.stack([kept, chance, -ratio], 1).tolist()
         stand, first, found, whole = _stand(drawn, drafts, facts, at, told)
-        drawn.put(here.of[stand], here.at[stand], x[stand])
+        (stood,) = indices(x.device, stand)
+        drawn.put(here.of[stood], here.at[stood], x[stood])
         if isinstance(scout, Own):
             scout.learn(source, found, whole)
         refused = [(drafts[i], z[:, i]) for i in first]
@@ -90,24 +91,27 @@ def _verify(
     if asked:
         seen = replace(drawn, tokens=drawn.tokens.clone())
         seen.put(here.of, here.at, x)
-        b = torch.tensor([b for b, _ in asked], device=here.of.device)
+        (b,) = indices(here.of.device, [b for b, _ in asked])
         parts.append(brush.read(seen.tokens[b], drawn.order[b], [n for _, n in asked], drawn.labels[b]))
     if isinstance(scout, Own):
         known, current = scout.known()
         at |= {(b, drawn.counts[b]): len(asked) + b for b in current}
         parts.append(known)
     source = torch.cat(parts, 1)
-    return source[:, [at[cell] for cell in drafted], drawn.order[here.of, here.at]], source, at
+    (known_by,) = indices(source.device, [at[cell] for cell in drafted])
+    return source[:, known_by, drawn.order[here.of, here.at]], source, at
 
 
 def _ratios(brush: Brush, drafts: list[Draft], here: Cells, z: Tensor) -> Tensor:
     """log P/Q [R] of the drafted paths; 0 where nothing is to be tested."""
     ratio, tested = torch.zeros(len(drafts), device=z.device), [i for i, d in enumerate(drafts) if not d.certain]
-    for steps, index in by_steps(brush, [here.turns[i] for i in tested]):
-        some, chain = [tested[i] for i in index], brush.chain(steps)
+    alike = [(steps, [tested[i] for i in index]) for steps, index in by_steps(brush, [here.turns[i] for i in tested])]
+    for (steps, some), these in zip(alike, indices(z.device, *(some for _, some in alike)), strict=True):
+        chain, drawn = brush.chain(steps), paths.joined([drafts[i].drawn for i in some])
         brush.evaluations += len(some) * len(chain) * (1 + brush.law.guided)
-        net = brush.net(z[:, some], here.at[some], steps)
-        ratio[some] = paths.log_ratio(paths.joined([drafts[i].drawn for i in some]), net, chain, brush.law.temperature)
+        ratio[these] = paths.log_ratio(
+            drawn, brush.net(z[:, these], here.at[these], steps), chain, brush.law.temperature
+        )
     return ratio
 
 
@@ -174,7 +178,7 @@ def _chains(
         else:
             others = brush.draw(p, chain, beside, tau)
         for i, (draft, _) in enumerate(some[R:]):
-            draft.path = others.take([i])
+            draft.path = others.take(slice(i, i + 1))
         told.refused, told.trials = told.refused + R, told.trials + sum(trials)
         tried = sum(-(-n // AT_ONCE) for n in trials) * AT_ONCE
         brush.evaluations += (tried + len(some) - R) * len(chain) * (1 + brush.law.guided)

@@ -366,3 +366,13 @@ def test_what_cannot_be_compiled_runs_as_it_is(broken, monkeypatch):
     assert torch.equal(got, want)
     with pytest.raises(ValueError, match="leave fast_head=False out"):
         pipe([1], compile=True, fast_head=False)
+
+
+def test_timesteps_are_those_of_an_accumulated_stride():
+    """Published code adds the stride up before it rounds; exact halves, at odd numbers of steps, depend on that."""
+    for steps in range(2, 251):
+        now, stride, wanted = 0.0, 999 / (steps - 1), []
+        for _ in range(steps):
+            wanted.append(round(now))
+            now += stride
+        assert MARScheduler().chain(steps).timesteps.tolist() == wanted[::-1], steps

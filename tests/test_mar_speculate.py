@@ -11,6 +11,7 @@ import tiny_mar as tiny
 import torch
 from test_paths import energy_distance, p_value
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from mmspec import cspd, paths
 from mmspec.pipelines import mar_loop, mar_plan, mar_speculate
@@ -242,6 +243,37 @@ def test_cspd_shares_its_noise(monkeypatch):
     pipe.enable_speculation(draft=tiny.transformer(0), rule="cspd", ahead=1)
     pipe([0], generator=tiny.seeded(1), output_type="latent", guidance_scale=1.0)
     assert len(seen) == 16 and all(float(chance.min()) > -1e-3 for chance in seen)
+
+
+def test_cspd_keeps_nothing_by_a_chance_that_is_no_number(monkeypatch):
+    monkeypatch.setattr(cspd, "log_chance", lambda x, *args: torch.full((len(x),), float("nan")))
+    pipe = tiny.pipeline()
+    pipe.enable_speculation(draft=tiny.transformer(2), rule="cspd")
+    assert pipe([0], generator=tiny.seeded(1), output_type="latent").told.refused == 16
+
+
+class Copies(TorchFunctionMode):
+    """Lists by which tensors are indexed: on a GPU each is a copy from the host that waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lists: list[Any] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in ("__getitem__", "__setitem__"):
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            self.lists += [part for part in index if isinstance(part, list)]
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("draft", [None, 2])
+def test_no_tensor_is_indexed_by_a_list(draft):
+    """Nor by one of any length: what is known to the host goes to the device packed, see `mar_drafts.indices`."""
+    pipe = tiny.pipeline()
+    pipe.enable_speculation(draft=None if draft is None else tiny.transformer(draft), ahead=3)
+    with Copies() as copies:
+        out = pipe([0, 1, 2], generator=tiny.seeded(1, 2, 3), output_type="latent", num_diffusion_steps=(8, 4))
+    assert out.told.refused > 0 and copies.lists == []
 
 
 @pytest.mark.parametrize(("settings", "message"), [

@@ -19,7 +19,7 @@ from mmspec.drafters.feature import FeatureDrafter
 from mmspec.kernels import reference as ops
 from mmspec.modes import lasting
 from mmspec.slots import Lengths
-from mmspec.tree import chain, from_parents
+from mmspec.tree import bounds, chain, from_parents
 from mmspec.types import HOLE, Categorical, Draft, Prompt, Target, Tree
 
 _TIE = 1e-3  # how much less likely a token may be than the one drawn: rounding, of log-probabilities and noise
@@ -90,7 +90,13 @@ class CapturedDraft:
 
     def _draft(self, found: list[Tensor]) -> Draft:
         tokens, parents, depth, ancestors, *law = found
-        tree = Tree(parents, depth, ancestors, self.drafter.options.tree == "chain")
+        o = self.drafter.options
+        if o.tree == shapes.DYNAMIC:
+            families = bounds(parents.shape[1], o.width, o.depth)
+        else:
+            assert o.tree is not None
+            families = shapes.plan(o.tree, self.rows - 1, parents.device).tree.families
+        tree = Tree(parents, depth, ancestors, o.tree == "chain", families)
         return Draft(tokens, tree, Categorical(*law) if law else None)
 
     def _attending(self, before: Memory, after: Memory) -> capture.Attend:

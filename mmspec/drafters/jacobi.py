@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from mmspec.config import chosen, is_whole, one_of, whole
 from mmspec.kernels import reference as ops
 from mmspec.modes import lasting
-from mmspec.tree import chain, from_paths, lone
+from mmspec.tree import chain, from_paths, in_order, lone
 from mmspec.types import HOLE, Categorical, Draft, Prompt, Round, Target, TargetInfo, Tree
 
 _SHARES = {
@@ -110,19 +110,16 @@ def layout(window: int, proactive: tuple[int, int], device: torch.device) -> Lay
     if proactive == ALONE:
         return Layout(chain(window, device), nodes.expand(window, window), nodes)
     K, levels = proactive[0], proactive[1] - 1
-    tree, ranks = from_paths([*product(range(K), repeat=levels), (0,) * (window - 1)], device)
-    depth, rank = tree.depth[0], ranks[0]
-    first = {parent: n for n, parent in enumerate(tree.parents[0].tolist()) if n and not rank[n]}
-    lines: list[list[int]] = []
-    for n, d in enumerate(depth.tolist()):
-        line = lines[0][: d + 1] if n else [0]
-        while len(line) < window:
-            n = first[n] if n in first else lines[0][len(line)]
-            line = [*line, n]
-        lines.append(line)
-    entry = torch.where(depth <= levels, (depth - 1) * K + rank + 1, levels * (K - 1) + depth)
-    entry[0] = 0
-    return Layout(tree, torch.tensor(lines, device=device), entry, K, levels)
+    paths = [*product(range(K), repeat=levels), (0,) * (window - 1)]
+    place = {path: n for n, path in enumerate(in_order(paths))}
+    main, lines, entry = [place[(0,) * d] for d in range(window)], [], []
+    for path in place:
+        d = len(path)
+        below = [place[down] for more in range(1, window - d) if (down := path + (0,) * more) in place]
+        lines.append([*main[: d + 1], *below, *main[d + 1 + len(below) :]])
+        entry.append((d - 1) * K + path[-1] + 1 if 0 < d <= levels else (levels * (K - 1) + d) * (d > 0))
+    line, at = (torch.tensor(table, device=device) for table in (lines, entry))
+    return Layout(from_paths(paths, device)[0], line, at, K, levels)
 
 
 @dataclass(frozen=True)

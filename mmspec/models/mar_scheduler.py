@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -59,7 +60,10 @@ class MARScheduler(SchedulerMixin, ConfigMixin):
         least = 2 + self.config["skip_terminal"]
         if not least <= steps <= T:
             raise ValueError(f"the number of steps must be from {least} to {T}; got {steps}")
-        times = [round(k * (T - 1) / (steps - 1)) for k in range(steps)]
+        stride = [(T - 1) / (steps - 1)] * (
+            steps - 1
+        )  # added up as the published code does, which decides exact halves
+        times = torch.tensor([round(time) for time in accumulate(stride, initial=0.0)])
         bar = self.alphas_cumprod[times]
         before = torch.cat([torch.ones(1, dtype=torch.float64), bar[:-1]])
         beta = 1 - bar / before
@@ -68,7 +72,7 @@ class MARScheduler(SchedulerMixin, ConfigMixin):
         clean, x = beta * before.sqrt() / (1 - bar), (1 - before) * (1 - beta).sqrt() / (1 - bar)
         table = torch.stack([bar.sqrt(), (1 - bar).sqrt(), clean, x, beta.log(), tilde.log()], 1).flip(0)
         keep = slice(int(self.config["skip_terminal"]), None)
-        clock = torch.tensor(times).flip(0)[keep].to(device)
+        clock = times.flip(0)[keep].to(device)
         return Chain(clock, table[keep].float().to(device), self.config["final_noise"])
 
     def kernel(self, out: Tensor, k: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
