@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicCache, QuantizedCache
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationMixin
 
 from mmspec.loop import begin, decode
-from mmspec.pipelines import guided
+from mmspec.pipelines import devices, guided
 from mmspec.pipelines.cache import SlotCache
 from mmspec.pipelines.processors import Endings, Processors, unsafe
 from mmspec.pipelines.sampling import TorchNoise
@@ -121,7 +121,8 @@ def row_seeds(count: int, drawing: bool) -> list[int]:
 def _rounds(target: VlmTarget, drafter: Any, call: Call, rule: Rule = exact) -> Iterator[tuple[Session, Round]]:
     """The prefill's round and all that follow."""
     ids, ends = call.input_ids, call.endings
-    seeds = row_seeds(len(ids), target.sampler.sample and target.sampler.noise is None)
+    drawing = target.sampler.sample and target.sampler.noise is None
+    seeds = devices.agreed(target.model, row_seeds(len(ids), drawing))
     rows = [
         Row(tokens, len(tokens), ends.limit, seed, ends.eos, ends.of(b), index=b)
         for b, (tokens, seed) in enumerate(zip(ids.tolist(), seeds, strict=True))

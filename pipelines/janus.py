@@ -13,7 +13,7 @@ from transformers.generation.logits_process import ClassifierFreeGuidanceLogitsP
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from mmspec.loop import begin, decode
-from mmspec.pipelines import decoder_only, drafting
+from mmspec.pipelines import decoder_only, devices, drafting
 from mmspec.pipelines.cache import SlotCache
 from mmspec.pipelines.decoder_only import describe, tap, unsupported, untap
 from mmspec.pipelines.generate import row_seeds, watching
@@ -195,7 +195,7 @@ def _draw(model: Any, ready: Prepared) -> Any:
     noise = TorchNoise() if config.do_sample and handle.config.reproducible else None
     target = JanusTarget(model, drafter.features, ready, noise)
     count, limit = len(ready.ids) // 2, model.model.vision_model.config.num_image_tokens
-    seeds = row_seeds(count, config.do_sample and noise is None)
+    seeds = devices.agreed(model, row_seeds(count, config.do_sample and noise is None))
     rows = [Row([], 0, limit, seed, index=b) for b, seed in enumerate(seeds)]
     session, watch = Session(list(rows), None, ready.ids.device, handle.rule), watching.get()
     with torch.no_grad():

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import os
+import subprocess
+import sys
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import accelerate
@@ -166,6 +169,34 @@ def test_weights_spread_over_a_mesh_are_shared() -> None:
         assert devices.shared(distribute_module(layer, init_device_mesh("cpu", (1,))))
     finally:
         distributed.destroy_process_group()
+
+
+RANK = """
+import sys, types
+import torch
+from torch import distributed
+from mmspec.pipelines import devices
+
+rank, path = int(sys.argv[1]), sys.argv[2]
+distributed.init_process_group("gloo", store=distributed.FileStore(path, 2), rank=rank, world_size=2)
+for shape, names in (((2,), None), ((1, 2), ("fsdp", "tp"))):
+    mesh = distributed.init_device_mesh("cpu", shape, mesh_dim_names=names)
+    model = types.SimpleNamespace(_tp_size=2, _device_mesh=mesh)
+    print(devices.agreed(model, [2**61 + rank, rank]), end=" ")
+print(devices.agreed(types.SimpleNamespace(), [rank]))
+distributed.destroy_process_group()
+"""
+
+
+def test_processes_that_share_a_model_draw_alike(tmp_path: Path) -> None:
+    """On a mesh of their own, and on one with other axes."""
+    command = [sys.executable, "-c", RANK]
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(tmp_path / "store")], stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    told = [rank.communicate(timeout=300)[0].strip() for rank in ranks]
+    assert told == [f"[{2**61}, 0] [{2**61}, 0] [{rank}]" for rank in range(2)]
 
 
 # -- pipelines that draw ---------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import drafters
+import image_targets
 import pytest
 import targets
 import test_eagle_image
@@ -144,9 +145,7 @@ def test_rows_that_advance_unevenly_over_two_devices(sample: bool) -> None:
         model = split(copy.deepcopy(targets.model("llava")))
         there = {name: t.to(FIRST) for name, t in inputs.items()}
         with mmspec.enable(model, made) as handle:
-            out = targets.generate(
-                model, there, max_new_tokens=12, **({"do_sample": True, "top_k": 1} if sample else {})
-            )
+            out = targets.generate(model, there, max_new_tokens=12, do_sample=sample, top_k=1 if sample else None)
         assert torch.equal(out.cpu(), full) and handle.stats.accepted > 0
 
 
@@ -191,6 +190,52 @@ def test_without_triton_the_definitions_run_and_it_is_said_once(drafter: str, mo
     monkeypatch.setenv(dispatch.VARIABLE, "triton")
     with pytest.raises(ImportError):
         dispatch.chosen("uniform", "cuda", "triton")
+
+
+# -- pictures --------------------------------------------------------------------------------------------------------
+
+
+def janus_split() -> Any:
+    """Its last layer and the head for codes are on the second device."""
+    model = copy.deepcopy(image_targets.model("janus")).to(FIRST)
+    text, spread = "model.language_model.layers.", {}
+    for name, module in model.named_modules():
+        if name.startswith(text):
+            name = ".".join(name.split(".")[:4])
+        if not [*module.children()] or name.startswith(text):
+            there = name in (f"{text}2", "model.language_model.norm") or name.startswith("model.generation_head")
+            spread[name] = str(SECOND if there else FIRST)
+    return dispatch_model(model, spread, force_hooks=True)
+
+
+@pytest.mark.parametrize("drafter", ["jacobi", "eagle"])
+def test_janus_draws_over_two_devices(drafter: str) -> None:
+    call = image_targets.PAINTERS["janus"].call(2)
+    stock = image_targets.draw(image_targets.model("janus"), call)
+    made = drafters.eagle(image_targets.model("janus"), depth=3, width=2, size=6) if drafter == "eagle" else drafter
+    with Pretend():
+        model = janus_split()
+        there = {name: t.to(FIRST) if isinstance(t, Tensor) else t for name, t in call.items()}
+        with mmspec.enable(model, made) as handle:
+            assert torch.equal(image_targets.draw(model, there).cpu(), stock)
+        assert handle.stats.rounds
+
+
+@pytest.mark.parametrize("drafter", ["jacobi", "eagle"])
+def test_an_offloaded_pipeline_drafts_where_it_draws(drafter: str) -> None:
+    """Its parts lie on the CPU until they are asked for; the codes of a rule travel once."""
+    how = {"class_labels": [3], "output_type": "latent"}
+    with Pretend() as pretended:
+        pipe = tiny_llamagen.pipeline("class", grid=3)
+        pipe.enable_model_cpu_offload(device=FIRST)
+        made = "jacobi" if drafter == "jacobi" else test_eagle_image.drafter(grid=3)
+        options = {"window": 4} if drafter == "jacobi" else {}
+        with mmspec.enable(pipe, made, rule="lantern(k=10, lam=2.0)", **options) as handle:
+            assert handle.target is not None and handle.target.device == FIRST
+            for _ in range(2):
+                pretended.copies.clear()
+                assert home(pipe(**how, generator=torch.Generator().manual_seed(1)).tokens) == FIRST
+        assert handle.stats.rounds and not [line for line in pretended.copies if "rules.py" in line]
 
 
 # -- what makes the host wait ----------------------------------------------------------------------------------------
@@ -250,7 +295,7 @@ class Columns(BaseStreamer):
 
 
 class Rounds:
-    """What rounds made the host wait for; left out are the first one, which fills tables, and those in which rows end."""
+    """What rounds made the host wait for, but the first one, which fills tables, and those in which rows end."""
 
     def __init__(self, pretended: Pretend) -> None:
         self.pretended = pretended
