@@ -1,4 +1,4 @@
-"""One place that chooses: Triton on CUDA where it is installed, the definitions elsewhere; MMSPEC_KERNELS forces one."""
+"""One place that chooses: Triton on CUDA if it is there, the definitions elsewhere; or what MMSPEC_KERNELS says."""
 
 from __future__ import annotations
 

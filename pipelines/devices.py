@@ -6,6 +6,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+from torch import distributed
 
 from mmspec.types import TargetInfo
 
@@ -31,3 +32,14 @@ def shared(model: Any) -> bool:
     if (getattr(model, "_tp_size", None) or 1) > 1:
         return True
     return isinstance(model, torch.nn.Module) and any(hasattr(weight, "device_mesh") for weight in model.parameters())
+
+
+def agreed(model: Any, numbers: list[int]) -> list[int]:
+    """The first process's numbers in each of those that share a model: rows must draw alike in all of them."""
+    mesh = getattr(model, "_device_mesh", None)
+    if mesh is None or not shared(model):
+        return numbers
+    mesh = mesh["tp"] if "tp" in (mesh.mesh_dim_names or ()) else mesh
+    told = torch.tensor(numbers, device=mesh.device_type)
+    distributed.broadcast(told, group=mesh.get_group(), group_src=0)
+    return told.tolist()

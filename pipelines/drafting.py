@@ -77,8 +77,8 @@ def proposer(model: Any, drafter: Any, config: SpecConfig, target: TargetInfo, d
     """
     if config.auto and devices.shared(model):
         raise ValueError(
-            "auto times its rounds in each process by itself, and the processes that share this model's weights have "
-            "to draft alike; leave auto out, and choose depth, width and size"
+            "auto times its rounds in each process by itself, and those that share this model's weights have to draft "
+            "alike; leave auto out, and choose depth, width and size"
         )
     ready = drafter
     if config.compile and drafts and isinstance(drafter, FeatureDrafter) and drafter.nodes > 1:

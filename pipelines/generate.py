@@ -15,7 +15,7 @@ from transformers.cache_utils import QuantizedCache
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from mmspec.loop import decode, start
-from mmspec.pipelines import guided, obstacles, reach
+from mmspec.pipelines import devices, guided, obstacles, reach
 from mmspec.pipelines.cache import SlotCache
 from mmspec.pipelines.call import Call, Custom, custom_call
 from mmspec.pipelines.endings import Endings, unheard
@@ -96,7 +96,7 @@ def generate(model: Any, handle: Any, call: Call) -> tuple[Any, Stats]:
     noise = TorchNoise() if handle.config.reproducible and config.do_sample else None
     keep = bool(config.return_dict_in_generate and (config.output_scores or config.output_logits))
     request = handle.family.request(Request(Sampler(ours.processors, bool(config.do_sample), noise), keep))
-    seeds = row_seeds(len(ours.input_ids), config.do_sample and noise is None)
+    seeds = row_seeds(model, len(ours.input_ids), config.do_sample and noise is None)
     ends, rule = call.endings, handle.family.rule(handle.rule, call)
     rows = [
         Row(tokens, len(tokens), ends.limit, seed, ends.eos, ends.of(b), b, rule, request)
@@ -152,9 +152,9 @@ def _left_out(call: Call) -> Iterator[str]:
         yield "mmspec returns past_key_values for one row only: rows that ended at different times share no cache"
 
 
-def row_seeds(count: int, drawing: bool) -> list[int]:
+def row_seeds(model: Any, count: int, drawing: bool) -> list[int]:
     """Seeds of the rows' noise, from torch's global generator; it is left alone where nothing is drawn by them."""
-    return torch.randint(2**62, (count,)).tolist() if drawing else [0] * count
+    return devices.agreed(model, torch.randint(2**62, (count,)).tolist() if drawing else [0] * count)
 
 
 class _Collected:

@@ -186,7 +186,7 @@ def _draw(model: Any, patch: Patch, ready: Prepared) -> Any:
     request = Request(Sampler(warpers, bool(config.do_sample), noise), widen=noise is None)
     target = JanusTarget(model, drafter.features, guidance)
     count, limit = len(ready.ids) // 2, model.model.vision_model.config.num_image_tokens
-    seeds = row_seeds(count, config.do_sample and noise is None)
+    seeds = row_seeds(model, count, config.do_sample and noise is None)
     rows = [Row([], 0, limit, seed, index=b, rule=patch.rule, request=request) for b, seed in enumerate(seeds)]
     with torch.no_grad():
         for session, _ in rounds(target, drafter, list(rows), ready, watching.get()):

@@ -1,0 +1,210 @@
+"""Models that are moved, cast, offloaded, quantized or shared by processes after they were loaded, or enabled."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import pytest
+import targets
+import tiny_llamagen
+import torch
+import transformers as T
+from drafters import eagle, feature_drafter
+from torch import nn
+
+import mmspec
+from mmspec import rules
+from mmspec.pipelines import devices
+from mmspec.pipelines.patch import UnsupportedError
+
+SHORT = {"max_new_tokens": 8}
+
+
+def model() -> Any:
+    return copy.deepcopy(targets.model("llava"))
+
+
+def inputs(dtype: torch.dtype = torch.float32, kind: str = "ragged") -> dict[str, Any]:
+    return {name: t.to(dtype) if t.is_floating_point() else t for name, t in targets.prompt("llava", kind).items()}
+
+
+def facts(drafter: nn.Module) -> list[Any]:
+    return [drafter.training, *((t.data_ptr(), t.dtype, t.device, t.sum().item()) for t in drafter.parameters())]
+
+
+@pytest.mark.parametrize("auto", [False, True])
+@pytest.mark.parametrize("cast", ["double", "half", "bfloat16"])
+@pytest.mark.parametrize("method", ["eagle", "flash"])
+def test_a_model_that_is_cast_after_it_was_enabled(method: str, cast: str, auto: bool) -> None:
+    fast, own = model(), feature_drafter(method, model())
+    before = facts(own)
+    with mmspec.enable(fast, own, auto=auto) as handle:
+        targets.generate(fast, inputs(), **SHORT)
+        getattr(fast, cast)()
+        out = targets.generate(fast, inputs(fast.dtype), **SHORT)
+        assert {t.dtype for t in handle.drafter.parameters()} == {fast.dtype} and handle.stats.drafted
+        fitted = handle.drafter
+        targets.generate(fast, inputs(fast.dtype), **SHORT)
+        assert handle.drafter is fitted and facts(own) == before
+    stock = targets.generate(getattr(model(), cast)(), inputs(fast.dtype), **SHORT)
+    assert torch.equal(out, stock) if cast == "double" else out.shape == stock.shape
+
+
+def test_one_drafter_on_two_targets() -> None:
+    first, second = model(), model().to(torch.bfloat16)
+    own, stock = eagle(first), targets.generate(model(), inputs(), **SHORT)
+    before = facts(own)
+    with mmspec.enable(first, own) as one, mmspec.enable(second, own) as two:
+        assert targets.generate(second, inputs(torch.bfloat16), **SHORT).shape == stock.shape
+        assert torch.equal(targets.generate(first, inputs(), **SHORT), stock)
+        assert one.drafter.block is own.block and two.drafter.block is not own.block  # copied where it has to be
+        assert facts(own) == before and not two.drafter.training
+
+
+def test_what_is_trained_on_is_drafted_with_where_nothing_moves() -> None:
+    fast, own = model(), eagle(model())
+    with mmspec.enable(fast, own) as handle, torch.no_grad():
+        own.fc.weight.zero_()
+        assert not handle.drafter.fc.weight.any() and own.training and not handle.drafter.training
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "eagle"])
+def test_weights_that_accelerate_offloads(drafter: str) -> None:
+    fast, stock = model(), targets.generate(model(), inputs(), **SHORT)
+    own = eagle(fast) if drafter == "eagle" else drafter
+    accelerate.cpu_offload(fast, execution_device=torch.device("cpu"))
+    assert fast.get_input_embeddings().weight.device.type == "meta"
+    with mmspec.enable(fast, own) as handle:
+        assert torch.equal(targets.generate(fast, inputs(), **SHORT), stock) and handle.target.device.type == "cpu"
+    if drafter == "eagle":
+        assert {t.device.type for t in own.parameters()} == {"cpu"}
+
+
+def test_a_rule_carries_its_table_to_a_device_once() -> None:
+    table = rules._Carried(torch.arange(4))
+    away = table.on(torch.device("meta"))
+    assert away.device.type == "meta" and table.on(away.device) is away
+    assert table.on(torch.device("cpu")).tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "eagle"])
+def test_a_quantized_head(drafter: str) -> None:
+    """Its `weight` is a function."""
+    whole = model()
+    with pytest.warns(DeprecationWarning):
+        quantized = torch.ao.quantization.quantize_dynamic(whole, {nn.Linear})
+    assert callable(quantized.get_output_embeddings().weight)
+    stock = targets.generate(quantized, inputs(kind="image first"), **SHORT)
+    with mmspec.enable(quantized, eagle(targets.model("llava")) if drafter == "eagle" else drafter) as handle:
+        assert (handle.target.vocab, handle.target.hidden) == (targets.VOCAB, targets.HIDDEN)
+        assert targets.generate(quantized, inputs(kind="image first"), **SHORT).shape == stock.shape
+
+
+# -- caches that offload ---------------------------------------------------------------------------------------------
+
+
+class _Stream(nullcontext):
+    """Of work on a GPU, where there is none."""
+
+    def wait_stream(self, _: Any) -> None: ...
+
+
+@pytest.mark.parametrize("policy", ["error", "fallback"])
+@pytest.mark.parametrize("filled", [False, True])
+def test_an_offloading_cache_is_not_replaced_by_one_that_stays(
+    policy: str, filled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(torch, "Stream", _Stream)
+        monkeypatch.setattr(torch.cuda, "default_stream", lambda device: _Stream())
+    asked, fast = inputs(kind="image first"), model()
+    stock = targets.generate(fast, asked, **SHORT)
+
+    def call() -> Any:
+        if not filled:
+            return targets.generate(fast, asked, **SHORT, cache_implementation="offloaded")
+        cache = T.DynamicCache(offloading=True)
+        with torch.no_grad():
+            fast(**{**asked, **{name: t[:, :-1] for name, t in asked.items() if t.dim() == 2}}, past_key_values=cache)
+        text = {name: t for name, t in asked.items() if t.dim() == 2}
+        return targets.generate(fast, text, **SHORT, past_key_values=cache)
+
+    with mmspec.enable(fast, "ngram", on_unsupported=policy) as handle:
+        if policy == "error":
+            with pytest.raises(UnsupportedError, match="an offloading cache"):
+                call()
+        else:
+            with pytest.warns(UserWarning, match="stock path: an offloading cache"):
+                assert torch.equal(call(), stock)
+        assert handle.stats.rounds == 0
+
+
+# -- processes that share a model ------------------------------------------------------------------------------------
+
+
+def test_auto_is_refused_where_processes_share_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    fast = model()
+    monkeypatch.setattr(type(fast), "_tp_size", 2, raising=False)
+    with pytest.raises(ValueError, match="auto times its rounds in each process by itself"):
+        mmspec.enable(fast, "ngram", auto=True)
+    mmspec.enable(fast, "ngram").disable()
+
+
+def test_weights_spread_over_a_mesh_are_shared() -> None:
+    from torch import distributed
+    from torch.distributed.tensor import distribute_module, init_device_mesh
+
+    layer = nn.Linear(4, 4)
+    assert not devices.shared(layer)
+    os.environ.setdefault("MASTER_ADDR", "localhost")
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        assert devices.shared(distribute_module(layer, init_device_mesh("cpu", (1,))))
+    finally:
+        distributed.destroy_process_group()
+
+
+RANK = """
+import sys, types
+import torch
+from torch import distributed
+from mmspec.pipelines import devices
+
+rank, path = int(sys.argv[1]), sys.argv[2]
+distributed.init_process_group("gloo", store=distributed.FileStore(path, 2), rank=rank, world_size=2)
+for shape, names in (((2,), None), ((1, 2), ("fsdp", "tp"))):
+    mesh = distributed.init_device_mesh("cpu", shape, mesh_dim_names=names)
+    model = types.SimpleNamespace(_tp_size=2, _device_mesh=mesh)
+    print(devices.agreed(model, [2**61 + rank, rank]), end=" ")
+print(devices.agreed(types.SimpleNamespace(), [rank]))
+distributed.destroy_process_group()
+"""
+
+
+def test_processes_that_share_a_model_draw_alike(tmp_path: Path) -> None:
+    """On a mesh of their own, and on one with other axes."""
+    command = [sys.executable, "-c", RANK]
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(tmp_path / "store")], stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    told = [rank.communicate(timeout=300)[0].strip() for rank in ranks]
+    assert told == [f"[{2**61}, 0] [{2**61}, 0] [{rank}]" for rank in range(2)]
+
+
+# -- pipelines that draw ---------------------------------------------------------------------------------------------
+
+
+def test_a_pipeline_that_is_cast_after_it_was_enabled() -> None:
+    pipe = tiny_llamagen.pipeline("class")
+    with mmspec.enable(pipe, "jacobi", window=4) as handle:
+        pipe.to(torch.float64)
+        pipe(class_labels=[3], output_type="latent")
+        assert handle.target.dtype == torch.float64
