@@ -163,6 +163,7 @@ class Flow(Intake):
             if processors.need_history:
                 target.sampler.process = _EachItsOwn()
             self._target = target
+        self._target.inference = target.inference  # hooks may have come since
         return guest
 
 

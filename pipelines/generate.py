@@ -14,6 +14,7 @@ from transformers.cache_utils import DynamicCache, QuantizedCache
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationMixin
 
 from mmspec.loop import begin, decode
+from mmspec.modes import each_module
 from mmspec.pipelines import guided
 from mmspec.pipelines.cache import SlotCache
 from mmspec.pipelines.processors import Endings, Processors, unsafe
@@ -87,7 +88,14 @@ _OBSTACLES: tuple[tuple[Callable[[Call], Any], str], ...] = (
 
 def obstacle(model: Any, call: Call) -> str | None:
     """Why this call on an enabled model has to run the stock path, or None."""
-    return next((why for holds, why in _OBSTACLES if holds(call)), None) or _stateful(model, call)
+    return next((why for holds, why in _OBSTACLES if holds(call)), None) or _stateful(model, call) or _cacheless(model)
+
+
+def _cacheless(model: Any) -> str | None:
+    held = (vars(module) for module in each_module(model.get_decoder()))
+    if any(own["training"] and own.get("gradient_checkpointing") for own in held):
+        return "gradient checkpointing in training mode takes the cache away from the layers; call model.eval() first"
+    return None
 
 
 def generate(model: Any, handle: Any, call: Call) -> tuple[Any, Stats]:
