@@ -93,7 +93,7 @@ def obstacle(model: Any, call: Call) -> str | None:
 
 def _cacheless(model: Any) -> str | None:
     held = (vars(module) for module in each_module(model.get_decoder()))
-    if any(own["training"] and own.get("gradient_checkpointing") for own in held):
+    if any(own.get("gradient_checkpointing") and own.get("training", True) for own in held):
         return "gradient checkpointing in training mode takes the cache away from the layers; call model.eval() first"
     return None
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import time
 import types
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -35,7 +37,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces are run, not compiled; what falls back fails where it is not expected."""
     monkeypatch.setattr(capture, "inductor", lambda piece, examples: piece)
     monkeypatch.setattr(trusted, "_OF", WeakKeyDictionary())
-    warnings.simplefilter("error", UserWarning)
+    warnings.filterwarnings("error", "mmspec", UserWarning)
 
 
 @pytest.fixture
@@ -121,7 +123,7 @@ def turned(model: Model) -> Undo:
 
 
 def activated(model: Model) -> Undo:
-    return put(layer(model).mlp, "act_fn", torch.tanh)
+    return put(layer(model).mlp, "act_fn", nn.Tanh())
 
 
 def parametrized(model: Model) -> Undo:
@@ -153,7 +155,8 @@ LEFT_ALONE = {
 FOLLOWED = [bound, of_its_class, scaled, turned, activated, parametrized, softened]
 
 
-@pytest.mark.parametrize("drafter", [lambda model: Plain(), eagle], ids=["plain", "eagle"])
+@pytest.mark.parametrize("drafter", [pytest.param(lambda model: Plain(), id="plain"),
+                                     pytest.param(eagle, id="eagle", marks=pytest.mark.full)])  # fmt: skip
 @pytest.mark.parametrize("change", LEFT_ALONE, ids=lambda change: change.__name__)
 def test_what_runs_with_a_module_is_run(change: Callable[[Model], Undo], drafter: Any, model: Model) -> None:
     with warnings.catch_warnings():
@@ -205,17 +208,15 @@ def test_what_is_switched_there_and_back_is_captured_once(model: Model) -> None:
     assert made == [1, 1, 0, 0]
 
 
-def test_what_changes_with_every_call_is_captured_no_more(model: Model) -> None:
-    with mmspec.enable(model, Plain(), compile=True):
-        for call in range(12):
+def test_what_changes_with_every_call_is_captured_no_more(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trusted, "_STATES", 1)
+    monkeypatch.setattr(trusted, "_LOST", 2)
+    made = Captured.made
+    with mmspec.enable(model, Plain(), compile=True), pytest.warns(UserWarning, match="changes from call to call"):
+        for call in range(4):
             layer(model).self_attn.scaling = 0.25 + call
-            answer(model)
-        made = Captured.made
-        with pytest.warns(UserWarning, match="uncompiled: .* changes from call to call"):
-            for call in range(12, 15):
-                layer(model).self_attn.scaling = 0.25 + call
-                assert answer(model) == stock(model)
-    assert Captured.made == made
+            fast = answer(model)
+    assert Captured.made - made == 2 and fast == answer(model)
 
 
 class Keeps(nn.Module):
@@ -309,15 +310,18 @@ def test_gradient_checkpointing_in_training_mode_is_stock(compile: bool, model: 
     with mmspec.enable(model, Plain(), compile=compile) as handle:
         with pytest.warns(UserWarning, match="stock path: gradient checkpointing in training mode"):
             assert answer(model) == wanted
+        assert handle.stats.rounds == 0
         model.eval()
-        assert answer(model) == answer(targets.model("llava")) and handle.stats.forwards > 0
+        warnings.simplefilter("ignore", UserWarning)  # that input embeddings have a hook now
+        assert answer(model) == answer(targets.model("llava")) and handle.stats.rounds > 0
 
 
 # -- compiled by others, quantised ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("compile", [False, True])
-@pytest.mark.parametrize("drafter", [lambda model: Plain(), eagle], ids=["plain", "eagle"])
+@pytest.mark.parametrize("drafter", [pytest.param(lambda model: Plain(), id="plain"),
+                                     pytest.param(eagle, id="eagle", marks=pytest.mark.full)])  # fmt: skip
 @pytest.mark.parametrize("whole", [False, True], ids=["wrapped", "in place"])
 def test_layers_that_are_compiled_by_themselves(compile: bool, drafter: Any, whole: bool, model: Model) -> None:
     wanted, layers = answer(model), model.get_decoder().layers
@@ -335,10 +339,10 @@ def test_layers_that_are_compiled_by_themselves(compile: bool, drafter: Any, who
 def test_layers_that_are_quantised(compile: bool, model: Model) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        quantised = torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
-        wanted = answer(quantised)
-        with mmspec.enable(quantised, Plain(), compile=compile):
-            assert answer(quantised) == wanted == answer(quantised)
+        model.model = torch.ao.quantization.quantize_dynamic(model.model, {nn.Linear}, dtype=torch.qint8)
+        wanted = answer(model)
+        with mmspec.enable(model, Plain(), compile=compile):
+            assert answer(model) == wanted == answer(model)
 
 
 # -- the fingerprint itself -------------------------------------------------------------------------------------------
@@ -358,9 +362,6 @@ def test_a_call_leaves_the_fingerprint_as_it_was(name: str) -> None:
 
 
 def test_it_keeps_nothing_alive() -> None:
-    import gc
-    import weakref
-
     model = nn.Sequential(nn.Linear(2, 2))
     model.note = model.forward
     gone, kept = weakref.ref(model), fingerprint(model)
