@@ -1,4 +1,4 @@
-"""compile=True follows whatever changes in a model between two calls: what a capture would leave out is not captured."""
+"""compile=True follows what changes in a model between two calls; what a capture would leave out is not captured."""
 
 from __future__ import annotations
 
@@ -177,10 +177,10 @@ def test_what_runs_with_a_module_is_run(change: Callable[[Model], Undo], drafter
 @pytest.mark.parametrize("change", LEFT_ALONE, ids=lambda change: change.__name__)
 def test_why_nothing_is_captured_is_said_once(change: Callable[[Model], Undo], model: Model) -> None:
     undo = change(model)
-    with mmspec.enable(model, Plain(), compile=True):
-        with pytest.warns(UserWarning, match=f"uncompiled: .*{LEFT_ALONE[change]}") as told:
-            answer(model)
-            answer(model)
+    expected = pytest.warns(UserWarning, match=f"uncompiled: .*{LEFT_ALONE[change]}")
+    with mmspec.enable(model, Plain(), compile=True), expected as told:
+        answer(model)
+        answer(model)
     undo()
     assert len(told) == 1 and not any(compiled.of(model)._held.values())
 
@@ -243,9 +243,9 @@ def test_modules_that_keep_something_keep_it_compiled_too(what: str, model: Mode
     layer(model).mlp = kept = Keeps(layer(model).mlp, what)
     wanted = answer(model)
     last = kept.last
-    with mmspec.enable(model, Plain(), compile=True):
-        with pytest.warns(UserWarning, match="uncompiled: its forward changes what its modules hold"):
-            assert answer(model) == wanted
+    expected = pytest.warns(UserWarning, match="uncompiled: its forward changes what its modules hold")
+    with mmspec.enable(model, Plain(), compile=True), expected:
+        assert answer(model) == wanted
     if what == "tensor":
         torch.testing.assert_close(kept.last, last, rtol=1e-4, atol=1e-4)
         probe = nn.Linear(targets.HIDDEN, 1)
