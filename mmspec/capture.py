@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar
 
@@ -12,6 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.passes.split_module import split_module
 
 from mmspec import graphs
+from mmspec.modes import computed_in, uncast
 
 # Layer, scale, q, k, v of the new rows and, where that is computed, which rows these see → like q.
 Attend = Callable[..., Tensor]
@@ -38,6 +40,11 @@ def attend(layer: int, scale: float, q: Tensor, k: Tensor, v: Tensor, seen: Tens
 def _(layer: int, scale: float, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> Tensor:
     B, heads, n, _ = q.shape
     return q.new_empty(B, n, heads, v.shape[3]).transpose(1, 2)
+
+
+def cut(layer: int, scale: float, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> Tensor:
+    """`attend` in the dtype in which attentions are computed here: autocast would say nothing of it."""
+    return attend(layer, scale, q.to(computed_in(q.dtype, q.device)), k, v, seen)
 
 
 class Captured:
@@ -70,22 +77,36 @@ class Captured:
         compile: Compile | None = None,
         variants: Sequence[Any] = (),
     ) -> None:
-        given = list(own)
+        given, self._device = list(own), inputs[0].device
+        kind = self._device.type
+        self._cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         graph, self._weights = _traced(partial(function, variants[0]) if variants else function, inputs, given)
         for other in variants[1:]:
             if _traced(partial(function, other), inputs, given)[0].code != graph.code:
                 raise Uncapturable("what it computes depends on how much was read before")
         self._graphs = graphs.Graphs(inputs, attend) if graphs.wanted([*inputs, *self._weights]) else None
         place = None if self._graphs is None else self._graphs.place
-        self._run, self.pieces = _cut(graph, compile or inductor, place)
+        with uncast(self._device):
+            self._run, self.pieces = _cut(graph, compile or inductor, place)
         if self._graphs is not None:
             self(attend, *inputs)  # records them, so that the first call in earnest, which may be checked, is a replay
         Captured.made += 1
 
     def __call__(self, attend: Attend, *inputs: Tensor) -> list[Tensor]:
+        if self._cast is None:
+            return self._replay(attend, *inputs)
+        with uncast(self._device):  # what autocast casts is written in the pieces, and so is what it leaves alone
+            return self._replay(partial(_cast, attend, self._device.type, self._cast), *inputs)
+
+    def _replay(self, attend: Attend, *inputs: Tensor) -> list[Tensor]:
         if self._graphs is not None:
             return self._graphs.run(self._run, inputs, self._weights, attend)
         return self._run(*inputs, *self._weights, attend)
+
+
+def _cast(attend: Attend, kind: str, dtype: torch.dtype, *told: Any) -> Tensor:
+    with torch.autocast(kind, dtype):
+        return attend(*told)
 
 
 def inductor(piece: fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
@@ -95,12 +116,24 @@ def inductor(piece: fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any
     return backend.compile(piece, list(examples), {"triton.cudagraphs": False})  # these are recorded by us
 
 
+@contextmanager
+def _own_casts() -> Iterator[None]:
+    """Weights that autocast has cast before are none of the function's own: it casts each anew."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
 def _traced(
     function: Callable[..., Any], inputs: Sequence[Tensor], own: Iterable[Tensor]
 ) -> tuple[fx.GraphModule, list[Tensor]]:
     """The graph of `function` with the weights that it uses as further inputs, and those weights."""
     try:
-        graph = make_fx(function)(*inputs)
+        with _own_casts():
+            graph = make_fx(function)(*inputs)
     except RuntimeError as error:  # a branch on the value of a tensor, an operation that cannot be recorded
         raise Uncapturable(str(error).strip().splitlines()[0]) from error
     graph.graph.eliminate_dead_code()

@@ -4,32 +4,101 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
+from torch.nn.modules import module as everywhere
 
 T = TypeVar("T")
 Mode = type[AbstractContextManager[None]]
 _PLAIN = {Parameter, Tensor, type(None)}
 _HOOKS = {"_hf_hook", "_diffusers_hook"}  # attributes of modules whose weights accelerate or diffusers may move
 _REWRITTEN = {"dynamic", "longrope"}  # rotary embeddings that write their frequencies anew as the text grows
+_KNOWN = {"torch", "transformers", "diffusers", "mmspec"}  # modules of other packages may keep what they compute
+_INERT = "transformers.utils.output_capturing"  # its hooks stay once installed, and sleep unless a call asks for them
 
 
 def mode_of(*models: Any) -> Mode:
     """torch.inference_mode where all these models bear it, else torch.no_grad, as in stock `generate`.
 
     It may break weights that are tensors of a class of their own, as quantized ones are, and leave its mark on weights
-    that are moved and on buffers that are written.
+    that are moved, on buffers that are written, and on what hooks and modules that we do not know keep.
     """
-    modules = list(models)
-    for module in modules:  # `modules()` would take several times as long
-        own = (*module._parameters.values(), *module._buffers.values())
-        if not (_PLAIN.issuperset(map(type, own)) and _HOOKS.isdisjoint(vars(module)) and _leaves_buffers(module)):
-            return torch.no_grad
-        modules += filter(None, module._modules.values())
+    if hooked_everywhere() or not all(_bears(module) for module in each_module(*models)):
+        return torch.no_grad
     return torch.inference_mode
+
+
+def each_module(*models: Any) -> Iterator[Any]:
+    """Every module of these once; `modules()` takes several times as long."""
+    pending = list(models)
+    seen = set(map(id, pending))
+    for module in pending:
+        yield module
+        for child in module._modules.values():
+            if child is not None and id(child) not in seen:  # whoever asks for its truth asks for its length
+                seen.add(id(child))
+                pending.append(child)
+
+
+def hooked(module: Any) -> bool:
+    """Whether hooks run before or after its forward."""
+    if not (module._forward_pre_hooks or module._forward_hooks):
+        return False
+    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    return any(getattr(hook, "__module__", None) != _INERT for hook in hooks)
+
+
+def hooked_everywhere() -> bool:
+    """Whether hooks run before or after the forward of any module there is."""
+    return bool(everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks)
+
+
+def ambient() -> tuple[Any, ...]:
+    """What changes operations from around them: autocast, by type of device, and the dtype of what is made new."""
+    on = [
+        (kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", *_accelerators()) if torch.is_autocast_enabled(kind)
+    ]
+    return (torch.get_default_dtype(), *on)
+
+
+@cache
+def _accelerators() -> tuple[str, ...]:
+    found = torch.accelerator.current_accelerator()
+    return () if found is None else (found.type,)
+
+
+def computed_in(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """What float tensors of this dtype are multiplied in on this device: autocast may say otherwise."""
+    kind = device.type
+    casts = dtype.is_floating_point and dtype != torch.float64 and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if casts else dtype
+
+
+@contextmanager
+def uncast(device: torch.device) -> Iterator[None]:
+    """Operations on this device are run as they are written, even within autocast."""
+    if torch.is_autocast_enabled(device.type):
+        with torch.autocast(device.type, enabled=False):
+            yield
+    else:
+        yield
+
+
+def _bears(module: Any) -> bool:
+    own = (*module._parameters.values(), *module._buffers.values())
+    held = vars(module)
+    return (
+        _PLAIN.issuperset(map(type, own))
+        and _HOOKS.isdisjoint(held)
+        and "forward" not in held
+        and type(module).__module__.partition(".")[0] in _KNOWN
+        and not hooked(module)
+        and _leaves_buffers(module)
+    )
 
 
 def _leaves_buffers(module: Module) -> bool:

@@ -148,7 +148,7 @@ class Flow(Intake):
             limit, stop = len(tokens) + most, ends.of(0)
             row = _Guest(tokens, len(tokens), limit, one.seed, ends.eos, stop, rule=rule, request=request, asked=one)
             rows.append(row)
-        self._target = self._target or patch.family.target(model, drafter.features, call.guidance)
+        self._target = patch.family.target(model, drafter.features, call.guidance)  # hooks may have come since
         guest, _ = start(self._target, drafter, rows, call)
         return guest
 

@@ -15,9 +15,10 @@ from torch.overrides import TorchFunctionMode
 from mmspec import capture
 from mmspec.attention import sdpa
 from mmspec.capture import Captured, Uncapturable
-from mmspec.modes import lasting
+from mmspec.modes import computed_in, lasting
 from mmspec.pipelines import attention
 from mmspec.pipelines.cache import SlotCache
+from mmspec.pipelines.fingerprint import PLAIN, fingerprint
 from mmspec.pipelines.state import State
 from mmspec.pipelines.trusted import Trusted, compare, weights
 
@@ -34,16 +35,28 @@ class Compiled(Trusted):
         for held in self.drafts.values():  # drafters in use have these very ones
             held.forget()
 
+    def check(self, module: Any) -> None:
+        super().check(module)
+        for held in list(self.drafts.values()):  # a draft uses the embedding and the head
+            held.within = self._states[0][0]
+
     def read(self, target: Any, state: State, tokens: Tensor, places: Tensor, mask: Any) -> tuple[Tensor, ...]:
         """As `target.read`: raw logits [S·B, N, V], and the features [S·B, N, F] where the drafter asked for some."""
         shapes = tokens.shape, places.shape
-        key = (type(target), target.eager, *shapes, target.features, tuple(state.types), tokens.device)
+        told = tuple((name, v) for name, v in getattr(target, "arguments", {}).items() if type(v) in PLAIN)
+        key = (type(target), target.eager, *shapes, target.features, tuple(state.types), tokens.device, told)
         attend, inputs = _attending(target, state, mask), _inputs(state, tokens, places)
         stock = partial(target.read, state, tokens, places, mask)
 
         def made() -> Captured:
+            before = fingerprint(target.model, kept=True)
+            wanted = stock()
+            if fingerprint(target.model, kept=True) != before:
+                raise Uncapturable("its forward changes what its modules hold")
             captured = _capture(target, state, tokens, places)
-            compare(captured(attend, *inputs), stock(), next(target.model.parameters()).dtype)
+            compare(
+                captured(attend, *inputs), wanted, computed_in(next(target.model.parameters()).dtype, tokens.device)
+            )
             return captured
 
         captured = self.get(key, made)
@@ -113,7 +126,7 @@ class _Cut(TorchFunctionMode):
         if attn_mask is None or dropout_p or is_causal:
             raise Uncapturable(f"the attention of layer {layer} does not take the mask as it is given")
         query = query.reshape(len(query), -1, k.shape[2], query.shape[3])  # of one node, transformers packs the groups
-        return capture.attend(layer, query.shape[-1] ** -0.5 if scale is None else scale, query, k, v)
+        return capture.cut(layer, query.shape[-1] ** -0.5 if scale is None else scale, query, k, v)
 
 
 def _attending(target: Any, state: State, mask: Any) -> capture.Attend:

@@ -15,6 +15,7 @@ from transformers.cache_utils import QuantizedCache
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from mmspec.loop import decode, start
+from mmspec.modes import each_module
 from mmspec.pipelines import devices, guided, obstacles, reach
 from mmspec.pipelines.cache import SlotCache
 from mmspec.pipelines.call import Call, Custom, custom_call
@@ -58,7 +59,7 @@ def obstacle(model: Any, call: Call, patch: Any) -> Obstacle | None:
     """Why this call on an enabled model has to run the stock path, or None."""
     found = next((Obstacle(why) for holds, why in _OBSTACLES if holds(call)), None)
     here = obstacles.now(model, call.generation_config, len(call.input_ids))
-    found = here or found or _turning(model, call) or _elsewhere(model, patch, call)
+    found = here or found or _turning(model, call) or _elsewhere(model, patch, call) or _cacheless(model)
     return found or _stateful(model, call, patch.family.guided)
 
 
@@ -84,6 +85,15 @@ def _elsewhere(model: Any, patch: Any, call: Call) -> Obstacle | None:
     if fixed and call.for_model(model).input_ids.device != call.input_ids.device:
         why = "reproducible=True draws on the model's device, stock on that of input_ids; move them to the model's"
         return Obstacle(why)
+    return None
+
+
+def _cacheless(model: Any) -> Obstacle | None:
+    """A training loop that generates in between."""
+    held = (vars(module) for module in each_module(model.get_decoder()))
+    if any(own.get("gradient_checkpointing") and own.get("training", True) for own in held):
+        why = "gradient checkpointing in training mode takes the cache away from the layers; call model.eval() first"
+        return Obstacle(why, always_falls_back=True)
     return None
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from mmspec import paths
 from mmspec.capture import Captured
 from mmspec.models.mar_head import Denoiser
-from mmspec.modes import lasting
+from mmspec.modes import computed_in, lasting
 from mmspec.pipelines.trusted import Trusted, compare, weights
 
 
@@ -50,7 +50,11 @@ class Steps(Trusted):
             with lasting():
                 captured = Captured(_function(net), [t.clone() for t in given], weights(net.bound.head))
             mine = captured(None, *given)  # type: ignore[arg-type]  # there is no attention
-            compare(mine, paths.step(x, net.at(x, 0), net.guidance, noise, chain.steps[0]), net.cond.dtype)
+            compare(
+                mine,
+                paths.step(x, net.at(x, 0), net.guidance, noise, chain.steps[0]),
+                computed_in(net.cond.dtype, x.device),
+            )
             return captured
 
         return self.get(key, made)

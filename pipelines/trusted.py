@@ -13,22 +13,34 @@ from torch import Tensor
 
 from mmspec import graphs
 from mmspec.capture import Captured, Uncapturable
+from mmspec.modes import ambient
+from mmspec.pipelines.fingerprint import fingerprint
 
+_STATES = 4  # that captures are held of at a time
+_LOST = 8  # captured states that may be let go before no more is captured
 # Largest distance from the module itself, as a share of its largest number: another order of summation, no more.
 _NEAR = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 
 class Trusted:
-    """What was captured, by shape; None for what cannot be, which runs as it is, with a warning.
+    """What was captured, by shape and surroundings; None for what cannot be, which runs as it is, with a warning.
 
-    Other parameters or buffers than then, and all is captured anew; those that only moved are seen by its graphs.
+    Other parameters or buffers than then, and all is captured anew; those that only moved are seen by its graphs. All
+    else that a forward may read is its state: captures of a few states are held, so that what is switched there and
+    back is captured once. Where anything runs with the module that a capture would leave out, such as a hook, nothing
+    is captured or replayed.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._held: dict[Any, Captured | None] = {}
-        self._weights: tuple[Any, ...] = ()
-        self._lock = threading.Lock()
+        self.within = 0  # in the key: the state of a module around this one
+        self._held: dict[Any, Captured | None] = {}  # of the last call's state
+        self._weights: Any = None
+        self._states: list[tuple[int, Any, dict[Any, Captured | None]]] = []  # the last call's first
+        self._seen = self._lost = 0
+        self._why: str | None = None
+        self._told = ""
+        self._lock, self._choosing = threading.Lock(), threading.RLock()
 
     @classmethod
     def of(cls, module: Any) -> Self:
@@ -38,24 +50,50 @@ class Trusted:
         return found
 
     def check(self, module: Any) -> None:
-        """Let go what was captured of other weights."""
-        found = (graphs.wish(), *((id(w), w.dtype, w.device) for w in weights(module)))
-        if found != self._weights:
-            self.forget()
-            self._weights = found
+        """At the start of a call: let go what was captured of other weights, find what was captured of this state."""
+        weights, state, why = fingerprint(module)
+        weights = [graphs.wish(), *weights]
+        with self._choosing:
+            if weights != self._weights:
+                self.forget()
+                self._weights = weights
+            self._choose(state)
+            if why is None and self._lost >= _LOST:
+                why = "what its modules hold changes from call to call"
+            self._why = why
+
+    def _choose(self, state: Any) -> None:
+        found = next((one for one in self._states if one[1] == state), None)
+        if found is None:
+            self._seen += 1
+            found = (self._seen, state, {})
+        self._states = [found, *(one for one in self._states if one is not found)]
+        for _, _, held in self._states[_STATES:]:
+            self._lost += any(held.values())
+        del self._states[_STATES:]
+        self._held = found[2]
 
     def forget(self) -> None:
         """Let go all that was captured."""
-        self._held = {}
+        self._states, self._held, self._lost = [], {}, 0
 
     def get(self, key: Any, make: Callable[[], Captured]) -> Captured | None:
         """What is held for a key; at its first call what `make` gives, which raises where that is not to be trusted."""
-        held = self._held  # another thread may put a new one in its place
+        if self._why is not None:
+            self._say(self._why)
+            return None
+        held, key = self._held, (key, self.within, ambient())  # another thread may put a new one in its place
         if key not in held:
             with self._lock:
                 if key not in held:
                     held[key] = self._made(make)
         return held[key]
+
+    def _say(self, why: str) -> None:
+        """Once, until it changes."""
+        if why != self._told:
+            self._told = why
+            warnings.warn(f"mmspec runs {self.name} uncompiled: {why}", stacklevel=3)
 
     def _made(self, make: Callable[[], Captured]) -> Captured | None:
         try:

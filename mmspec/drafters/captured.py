@@ -163,7 +163,7 @@ class _Passing:
         self.lengths = Lengths.of([0] * len(positions), positions.device)
 
     def attend(self, at: Lengths, seen: Tensor | None) -> Attend:
-        return lambda q, k, v: capture.attend(at.longest, q.shape[-1] ** -0.5, q, k, v, seen)
+        return lambda q, k, v: capture.cut(at.longest, q.shape[-1] ** -0.5, q, k, v, seen)
 
 
 def _tensors(value: Any) -> list[Tensor]:
