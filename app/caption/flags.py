@@ -105,7 +105,7 @@ def _running(flags: Flags) -> None:
     flags.switch("--resume", True, "what is done is not done again")
     flags.switch("--retry-failed", False, "try again what failed before")
     add("--limit", type=count, metavar="N", help="caption at most N items in this run")
-    flags.switch("--dry-run", False, "write nothing: counts, the first prompt, an estimate measured on a few items")
+    flags.switch("--dry-run", False, "write nothing: counts, the first prompt, an estimate measured on a warm batch")
     add("--shard", type=_shard, metavar="I/N", help="only part I of N (0/4 ... 3/4), for several machines")
     add("--devices", "--device", type=_devices, default=AUTO, metavar="LIST", help="auto, cpu, cuda, mps, or one "
         "worker process each: 0,1 or cuda:0,cuda:1 or cpu,cpu")  # fmt: skip

@@ -48,6 +48,7 @@ class Result:
     error: str = ""  # class of the error; there may be a text all the same that could not be written beside the item
     message: str = ""
     twin_of: str = ""
+    finish: str = ""  # "length": cut off at --max-new-tokens
 
 
 class Worker:
@@ -162,7 +163,7 @@ class Worker:
         if twin is None:
             self._waiting.append((task, media))
         elif twin.text is not None:
-            self._keep(task, media, twin.text, twin_of=twin.name)
+            self._keep(task, media, twin.text, twin_of=twin.name, finish=twin.finish)
         else:
             self._following += 1
             twin.followers.append((task, media))
@@ -179,7 +180,8 @@ class Worker:
         task, media = self._asked.pop(answer.ticket)
         followers = []
         if self._twins is not None:
-            followers = self._twins.settle(task, media, None if answer.error is not None else answer.text)
+            told = None if answer.error is not None else answer.text
+            followers = self._twins.settle(task, media, told, getattr(answer, "finish", ""))
         self._following -= len(followers)
         if answer.error is not None:
             self._waiting.extendleft(reversed(followers))
@@ -187,9 +189,10 @@ class Worker:
             return
         self._answered, self._lost = True, False
         self._let_go()
-        self._keep(task, media, answer.text, answer.tokens, answer.seconds)
+        finish = getattr(answer, "finish", "")  # not every engine tells
+        self._keep(task, media, answer.text, answer.tokens, answer.seconds, finish=finish)
         for follower, its in followers:
-            self._keep(follower, its, answer.text, twin_of=task.item.name)
+            self._keep(follower, its, answer.text, twin_of=task.item.name, finish=finish)
 
     def _refused(self, task: Task, content: str, error: Exception) -> None:
         lost, self._lost = self._lost, type(error).__name__ == LOST
@@ -202,20 +205,21 @@ class Worker:
             raise FatalError(f"the model fails on every item. {type(error).__name__}: {error}") from error
 
     def _keep(
-        self, task: Task, media: Media, answer: str, tokens: int = 0, seconds: float = 0.0, twin_of: str = ""
-    ) -> None:
+        self, task: Task, media: Media, answer: str, tokens: int = 0, seconds: float = 0.0, twin_of: str = "",
+        finish: str = "",
+    ) -> None:  # fmt: skip
         text = combined(task.existing, task.asked.caption(answer), self.job.options.on_existing)
         facts = about(task, media.content, self.job) | asdict(self.job.settings) | {"tokens": tokens}
         facts |= facts_of(
             prompt=task.asked.text, system=task.asked.system, start=task.asked.start, existing=task.existing,
-            twin_of=twin_of, phash=media.phash, length=media.seconds, seconds=round(seconds, 4),
+            twin_of=twin_of, phash=media.phash, length=media.seconds, seconds=round(seconds, 4), finish=finish,
             answer=answer if answer != text else None,
         )  # fmt: skip
-        result = Result(task.item.name, text, tokens, seconds, twin_of=twin_of)
+        result = Result(task.item.name, text, tokens, seconds, twin_of=twin_of, finish=finish)
         try:
             self._writer.write(task.item.name, text, task.sidecar, task.stale, facts)
         except UnwritableTextError as error:
-            result = Result(task.item.name, text, tokens, seconds, type(error).__name__, str(error), twin_of)
+            result = Result(task.item.name, text, tokens, seconds, type(error).__name__, str(error), twin_of, finish)
         self._results.append(result)
 
     def _let_go(self) -> None:
