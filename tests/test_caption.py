@@ -328,13 +328,34 @@ def test_subfolders_that_are_not_looked_into_are_named(caption, photos: Path, ca
     assert caption("--recursive") == OK and "NOT looked" not in capsys.readouterr().out
 
 
-def test_the_estimate_is_measured_on_a_warm_batch_of_the_runs_size(caption, photos: Path, capsys, monkeypatch):
+def test_the_estimate_is_measured_on_a_warm_batch_of_the_runs_size(caption, photos: Path, capsys):
     for number in range(20):
         paint(photos / f"more{number}.png")
-    most, real = [], quick_engine.Quick.step
-    monkeypatch.setattr(quick_engine.Quick, "step", lambda self: most.append(len(self.asked)) or real(self))
     assert caption("--dry-run", "--batch-size", "8", "--max-new-tokens", "100") == OK
-    assert "measured on 8" in capsys.readouterr().out and max(most) == 8
+    said = capsys.readouterr().out
+    assert "measured on 8" in said and "at 8 at once" in said
+
+
+def test_pictures_are_made_as_small_as_suits_the_model(caption, photos: Path, monkeypatch, capsys):
+    """What reads pictures at their own size is given no more than so many tokens; said in one line."""
+    from types import SimpleNamespace
+
+    reader = SimpleNamespace(patch_size=14, merge_size=2, size={"shortest_edge": 3136, "longest_edge": 12_845_056})
+    monkeypatch.setattr(quick_engine.Quick, "processor", SimpleNamespace(image_processor=reader), raising=False)
+    seen, real = [], quick_engine.Quick.add
+    monkeypatch.setattr(quick_engine.Quick, "add", lambda *a, **k: seen.append(a[2][0].size) or real(*a, **k))
+    for path in photos.iterdir():
+        path.unlink()
+    Image.new("RGB", (4000, 3000)).save(photos / "large.png")
+    assert caption() == OK
+    assert "pictures of more than 1.0 million pixels (1280 visual tokens) are made smaller; --max-pixels-per" in (
+        capsys.readouterr().err
+    )
+    assert caption("--max-pixels-per-image", "none") == OK and caption("--max-pixels-per-image", "12000") == OK
+    capped, whole, small = (width * height for width, height in seen)
+    assert 0.99 < capped / (1280 * 28 * 28) <= 1.001 and whole == 12_000_000 and small <= 12_000 * 1.01
+    reader.size = {"longest_edge": 500_000}  # it caps them itself
+    assert caption("--no-resume") == OK and seen[-1] == (4000, 3000)
 
 
 def test_retry_failed(caption, monkeypatch: pytest.MonkeyPatch):

@@ -63,6 +63,8 @@ def _answers(flags: Flags) -> None:
         "default: what fits")  # fmt: skip
     add("--max-new-tokens", type=count, default=128, metavar="N", help="longest caption, in tokens")
     add("--temperature", type=_from_zero, default=0.0, metavar="T", help="0 takes the likeliest token")
+    add("--max-pixels-per-image", type=_area, default=AUTO, metavar="N", help="larger pictures are made smaller before "
+        "the model reads them; auto: as suits the model, none: never")  # fmt: skip
     add("--seed", type=int, default=0, metavar="N", help="of weighted prompts, and of draws at a temperature above 0")
     add("--dtype", choices=DTYPES, default=AUTO, help="of the weights")
     add("--engine", type=_engine, default=ENGINE, metavar="MODULE:FUNCTION", help="what loads the model; give your own "
@@ -77,6 +79,7 @@ def _limits(flags: Flags) -> None:
     flags.switch("--keyframes", False, "take the key frames of a video")
     add("--max-frames", type=count, default=video.MAX_FRAMES, metavar="N", help="at most, however they are chosen")
     add("--max-pixels", type=count, default=media.MAX_PIXELS, metavar="N", help="largest picture or frame")
+    add("--max-aspect", type=_above_zero, default=media.MAX_ASPECT, metavar="N", help="longest picture, in widths")
     add("--max-duration", type=_above_zero, default=3600.0, metavar="S", help="longest video")
     add("--timeout", type=_above_zero, default=60.0, metavar="S", help="longest time to decode one file")
     sizes: dict[str, Any] = {"type": _size, "metavar": "SIZE"}
@@ -147,6 +150,10 @@ def _fps(text: str) -> float:
 
 def _batch(text: str) -> int | str:
     return text if text == AUTO else count(text)
+
+
+def _area(text: str) -> int | str:
+    return text if text in (AUTO, "none") else count(text)
 
 
 def _devices(text: str) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 from mmspec.app.caption.decoder import AHEAD, Decoder, DecoderError
 from mmspec.app.caption.journal import Record, digest, key
-from mmspec.app.caption.model import FatalError, dtype_of, load, peak_memory, rows_for
+from mmspec.app.caption.model import FatalError, area_for, dtype_of, load, peak_memory, rows_for
 from mmspec.app.caption.outputs import UnwritableTextError, Writer, combined, facts_of
 from mmspec.app.caption.plan import Task, frame_policy
 from mmspec.app.caption.settings import Settings
@@ -59,6 +59,8 @@ class Worker:
         self.engine = load(options, place)
         self.rows = rows_for(options.batch_size, job.frames, self.engine)
         self.flow = self.engine.flow(self.rows)
+        self._area, told = area_for(options.max_pixels_per_image, self.engine)
+        self.notes = [*self.engine.notes, *([told] if told else [])]
         count = options.decoders or max(1, min(4, cores() // (2 * job.workers)))
         self.window = max(2 * self.rows, PATIENCE + 1) + AHEAD * count  # tasks in hand
         self.sampler: Callable[..., None] | None = None  # is shown what the model is asked
@@ -78,6 +80,7 @@ class Worker:
             limits = Limits(
                 max_pixels=options.max_pixels, max_bytes=options.max_bytes, seconds=options.timeout,
                 memory=options.max_memory, max_duration=options.max_duration,
+                max_aspect=options.max_aspect, max_area=self._area,
             )  # fmt: skip
             self._decoder = stack.enter_context(Decoder(count, limits, policy, phash=options.dedup == "phash"))
             self._close = stack.pop_all()
@@ -90,10 +93,6 @@ class Worker:
     @property
     def _at_work(self) -> int:
         return len(self._inbox) + len(self._decoding) + len(self._waiting) + len(self._asked) + self._following
-
-    @property
-    def notes(self) -> list[str]:
-        return self.engine.notes
 
     def give(self, tasks: Sequence[Task]) -> None:
         self._inbox.extend(tasks)
