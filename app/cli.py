@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import builtins
 import importlib
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 
 import mmspec
 
+UNSAID = ("DeprecationWarning", "PendingDeprecationWarning", "FutureWarning")  # of libraries, to their developers
 COMMANDS = {  # verb: (module with configure(parser) and run(args) -> exit code, one line of help)
     "caption": ("mmspec.app.caption.command", "caption images and videos: folders, lists, tables, tars, data sets"),
     "generate": ("mmspec.app.generate", "draw pictures from prompts with an autoregressive image model"),
@@ -32,6 +35,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a console that lacks a letter must not end a long run
             stream.reconfigure(errors="backslashreplace")
+    for name in ("TRANSFORMERS_VERBOSITY", "DIFFUSERS_VERBOSITY"):  # what libraries say to their developers
+        os.environ.setdefault(name, "error")
+    os.environ.setdefault("PYTHONWARNINGS", ",".join(f"ignore::{kind}" for kind in UNSAID))  # in worker processes
+    if not sys.warnoptions:
+        for kind in UNSAID:
+            warnings.filterwarnings("ignore", category=getattr(builtins, kind))
     args = _parser(words).parse_args(words)
     try:
         return args.run(args)

@@ -17,7 +17,7 @@ from mmspec.app import embedded
 from mmspec.drafters.plain import Plain
 from mmspec.pipelines import families
 from mmspec.pipelines.batching import Flow
-from mmspec.pipelines.intake import TOGETHER, Intake, Static
+from mmspec.pipelines.intake import TOGETHER, Finished, Intake, Static, answer_length
 from mmspec.pipelines.prompts import chat_inputs
 from mmspec.stats import Stats
 
@@ -41,6 +41,7 @@ class Answer:
     Attributes:
         tokens: how many were generated.
         seconds: since its prompt was first read; answers that are written at once share the time.
+        finish: "stop" where the model ended it, "length" where it was cut off at the most tokens allowed.
         error: why there is no text; None: there is one.
     """
 
@@ -49,6 +50,7 @@ class Answer:
     tokens: int = 0
     seconds: float = 0.0
     error: Exception | None = None
+    finish: str = ""
 
 
 class Engine:
@@ -177,8 +179,15 @@ class Captioner:
         for one in done:
             assert isinstance(one.ticket, _Ticket)
             text = self._text(one.ticket, one.tokens) if one.error is None else ""
-            found.append(Answer(one.ticket.ticket, text, len(one.tokens), one.seconds, one.error))
+            found.append(Answer(one.ticket.ticket, text, len(one.tokens), one.seconds, one.error, self._finish(one)))
         return found
+
+    def _finish(self, one: Finished) -> str:
+        """Why an answer ends: as long as it may be and without an end of its own, it was cut off."""
+        config = self.engine.model.generation_config
+        ended = answer_length([*one.tokens, -1], config.eos_token_id) <= len(one.tokens)
+        full = len(one.tokens) >= self.engine.settings["max_new_tokens"]
+        return "" if one.error is not None else "length" if full and not ended else "stop"
 
     def _text(self, ticket: _Ticket, tokens: list[int]) -> str:
         """The answer with its beginning; a tokenizer may join the two in ways that only it knows."""

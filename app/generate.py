@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,7 +54,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("the model")
     model.add_argument("--model", default=embedded.IMAGE_MODEL, help="a LlamaGen, a MAR, or mar (%(default)s)")
     where(model)
-    model.add_argument("--guidance", type=float, help="how closely to follow the prompt; 1 is not guided")
+    model.add_argument(
+        "--guidance", type=_bounded("a number from 0 on", 0), help="how closely to follow the prompt; 1 is not guided"
+    )
     model.add_argument("--top-k", type=int, help="draw from the k likeliest tokens, 0 from all (the model's own)")
     model.add_argument("--temperature", type=float, help="0 takes the likeliest token (the model's own)")
     fast = parser.add_argument_group("how it is made fast")
@@ -85,6 +88,11 @@ def run(args: argparse.Namespace) -> int:
         orders = _orders(args, prompts)
         settings = {"guidance_scale": args.guidance, "top_k": args.top_k, "temperature": args.temperature}
         painter = load(args.model, args.device, args.dtype, **settings)
+        tokens = painter.tokens
+        if args.window is not None and args.window > tokens:
+            raise GenerateError(
+                f"--window {args.window} is more than the {tokens} tokens of a picture; 8 to 64 is usual"
+            )
         if painter.classes:
             orders = [replace(order, asked=_class(order.asked, painter.classes)) for order in orders]
         elif args.model == embedded.IMAGE_MODEL:
@@ -109,6 +117,21 @@ def _prompts(args: argparse.Namespace) -> list[str]:
     if not prompts or not all(prompt.strip() for prompt in prompts):
         raise GenerateError("no prompt; write one in quotes, or name a file of them with --prompts, one a line")
     return prompts
+
+
+def _bounded(allowed: str, least: float) -> Callable[[str], float]:
+    """A number from `least` on, for argparse."""
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not least <= value < math.inf:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {allowed}")
+        return value
+
+    return read
 
 
 def _way(args: argparse.Namespace) -> Way:

@@ -94,6 +94,11 @@ class Painter:
         """How many classes it draws; 0: it reads prompts."""
         return self.pipe.transformer.config.classes
 
+    @property
+    def tokens(self) -> int:
+        """Of one picture."""
+        return self.pipe.transformer.config.grid**2
+
     def go(self, way: Way) -> Any:
         """Decode in this way from now on; the handle, or None for plain decoding.
 

@@ -205,11 +205,13 @@ def _opened(target: str, pictures: bool, dtype: torch.dtype) -> tuple[Any, Any]:
         EngineError: there is none of that name, or it cannot be loaded.
     """
     from transformers import AutoModelForImageTextToText, AutoProcessor
+    from transformers.utils import logging
 
     from mmspec.pipelines.llamagen import LlamaGenPipeline
 
     try:
         where = embedded.resolve(target)
+        logging.disable_progress_bar()
         if not pictures:
             found = AutoModelForImageTextToText.from_pretrained(where, dtype=dtype)
             return found, AutoProcessor.from_pretrained(where)

@@ -23,8 +23,10 @@ MAX_ASPECT = 200  # a 1 x 50 000 strip passes the pixel limit, yet a resize of i
 
 JPEG_NAMES = {".jfif", ".jpe", ".jpeg", ".jpg"}
 OTHER_NAMES = {".apng", ".avif", ".bmp", ".gif", ".png", ".ppm", ".pgm", ".tif", ".tiff", ".webp"}
-UNREADABLE_NAMES = {".heic", ".heif"}  # found, so that their owner learns that they got no caption
-EXTENSIONS = JPEG_NAMES | OTHER_NAMES | UNREADABLE_NAMES
+HEIC_NAMES = {".heic", ".heif"}  # found even where no decoder is there, so that their owner learns what is missing
+EXTENSIONS = JPEG_NAMES | OTHER_NAMES | HEIC_NAMES
+HEIC = (b"hei", b"hev", b"mif", b"msf")  # how its brands begin
+FILMS = {".avi", ".m4v", ".mkv", ".mov", ".mp4", ".webm"}
 # Formats Pillow may try. Left out on purpose: EPS (starts Ghostscript), TGA (has no signature, so that any bytes may
 # pass for one), JPEG 2000 (a cut-off file can decode without an error).
 FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
@@ -35,8 +37,8 @@ STRANGERS = (  # place, bytes there, what that is and what to do with it
     (0, b"<svg", "is a drawing in SVG", CONVERT),
     (0, b"\0\0\1\0", "is an icon file (ICO)", CONVERT),
     (0, b"\0\0\0\x0cjP", "is a JPEG 2000 picture", CONVERT),
-    (4, b"ftyphei", "is a HEIC picture", CONVERT),
-    (4, b"ftypmif1", "is a HEIF picture", CONVERT),
+    *((4, b"ftyp" + brand, "is a damaged or cut-off HEIC picture", COPY_AGAIN) for brand in HEIC),
+    (4, b"ftypavi", "is a damaged or cut-off AVIF picture", COPY_AGAIN),
     (4, b"ftyp", "is a video, not an image", "give it the extension .mp4"),
     (0, b"\x1aE\xdf\xa3", "is a video, not an image", "give it the extension .mkv"),
     (8, b"AVI ", "is a video, not an image", "give it the extension .avi"),
@@ -70,6 +72,8 @@ class Limits:
     max_bytes: int = MAX_BYTES
     seconds: float = 60.0  # to read and decode it
     memory: int = MAX_MEMORY  # bytes, on top of what an idle worker process takes
+    max_aspect: float = MAX_ASPECT  # length by width of a picture
+    max_area: int | None = None  # pixels that a picture is made to have at most before it reaches the model
     max_duration: float = 3600.0  # seconds of video in full HD; the more pixels a frame has, the shorter
 
 
@@ -192,9 +196,16 @@ def check_bytes(size: int, path: Path | str, max_bytes: int = MAX_BYTES) -> None
         raise MediaError(path, reason, f"make it smaller, {raising('--max-bytes')}")
 
 
-def decode(data: bytes, path: Path | str, max_pixels: int = MAX_PIXELS, max_side: int | None = None) -> Image.Image:
-    """RGB picture out of the bytes of an image file, made to fit into max_side x max_side; `path` is for messages."""
-    with opened(data, path, max_pixels) as image:
+def decode(
+    data: bytes, path: Path | str, max_pixels: int = MAX_PIXELS, max_side: int | None = None,
+    max_aspect: float = MAX_ASPECT, max_area: int | None = None,
+) -> Image.Image:  # fmt: skip
+    """RGB picture out of the bytes of an image file, made to fit into max_side x max_side and to have no more than
+    max_area pixels; `path` is for messages."""
+    with opened(data, path, max_pixels, max_aspect) as image:
+        if max_area is not None and image.width * image.height > max_area:
+            side = int(max(image.size) * math.sqrt(max_area / (image.width * image.height)))
+            max_side = max(1, min(max_side or side, side))
         if max_side is not None:
             image.draft(None, fitting(image.size, 2 * max_side))  # a JPEG is decoded at a fraction of its size
         image.load()  # verify() passes a truncated JPEG
@@ -202,7 +213,7 @@ def decode(data: bytes, path: Path | str, max_pixels: int = MAX_PIXELS, max_side
 
 
 @contextlib.contextmanager
-def opened(data: bytes, path: Path | str, max_pixels: int) -> Iterator[Image.Image]:
+def opened(data: bytes, path: Path | str, max_pixels: int, max_aspect: float = MAX_ASPECT) -> Iterator[Image.Image]:
     """An image of which only the header was read and checked. The one place where Pillow meets foreign bytes.
 
     Whatever goes wrong inside the `with` becomes a MediaError.
@@ -211,13 +222,13 @@ def opened(data: bytes, path: Path | str, max_pixels: int) -> Iterator[Image.Ima
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # notes on odd metadata; but Pillow's guard against bombs must stop us:
             warnings.simplefilter("error", Image.DecompressionBombWarning)
-            with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-                check_size(image.size, path, max_pixels)
+            with Image.open(io.BytesIO(data), formats=_formats(data, path)) as image:
+                check_size(image.size, path, max_pixels, max_aspect)
                 yield image
     except MediaError:
         raise
     except Image.UnidentifiedImageError as error:
-        raise MediaError(path, *_stranger(data)) from error
+        raise MediaError(path, *_stranger(data, path)) from error
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         reason = "declares more pixels than can be opened safely (a decompression bomb?)"
         raise MediaError(path, reason, f"make it smaller, {raising('--max-pixels')}") from error
@@ -260,16 +271,31 @@ def _dot(left: list[float], right: list[float] | bytes) -> float:
     return sum(map(operator.mul, left, right))
 
 
-def _stranger(data: bytes) -> tuple[str, str]:
+def _formats(data: bytes, path: Path | str) -> tuple[str, ...]:
+    """What Pillow may try: HEIC only for bytes that say they are, and if the extra `heic` is installed."""
+    if data[4:8] != b"ftyp" or data[8:11] not in HEIC:
+        return FORMATS
+    try:
+        import pillow_heif
+    except ImportError as error:
+        advice = f"install the extra heic of mmspec (pip install pillow-heif), or {CONVERT}"
+        raise MediaError(path, "is a HEIC picture, for which no decoder is installed", advice) from error
+    pillow_heif.register_heif_opener()
+    return (*FORMATS, "HEIF")
+
+
+def _stranger(data: bytes, path: Path | str) -> tuple[str, str]:
     """What bytes are that no decoder knows, and what to do."""
     head = data[:4096].lstrip(b"\xef\xbb\xbf \t\r\n")
     for place, mark, reason, what_to_do in STRANGERS:
         if head[place:].startswith(mark) or (mark == b"<svg" and head.startswith(b"<?xml") and mark in head):
+            if "is a video" in reason and Path(path).suffix.lower() in FILMS:
+                return reason, "give a picture, such as a frame of it; `mmspec caption` and the demo take videos"
             return reason, what_to_do
     return "is not an image that can be read here", CONVERT
 
 
-def check_size(size: tuple[int, int], path: Path | str, max_pixels: int) -> None:
+def check_size(size: tuple[int, int], path: Path | str, max_pixels: int, max_aspect: float = MAX_ASPECT) -> None:
     """Refuse a picture by what its header says."""
     width, height = size
     if min(size) < 1:
@@ -277,8 +303,9 @@ def check_size(size: tuple[int, int], path: Path | str, max_pixels: int) -> None
     if width * height > max_pixels:
         reason = f"{width} x {height} is {width * height / 1e6:.0f} million pixels, over {max_pixels / 1e6:.0f} million"
         raise MediaError(path, reason, f"make it smaller, {raising('--max-pixels')}")
-    if max(size) > MAX_ASPECT * min(size):
-        raise MediaError(path, f"{width} x {height} is longer than {MAX_ASPECT} times its width", "crop it")
+    if max(size) > max_aspect * min(size):
+        reason = f"{width} x {height} is longer than {max_aspect:g} times its width"
+        raise MediaError(path, reason, f"crop it, {raising('--max-aspect')}")
 
 
 def _upright(image: Image.Image) -> Image.Image:

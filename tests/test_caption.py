@@ -265,6 +265,99 @@ def test_what_shapes_the_answer_recomputes_it_and_nothing_else_does(caption):
         assert "w6 w7" in text and Path("captions", name).with_suffix(".txt").read_text().strip() == text
 
 
+def test_a_prompt_that_comes_back_takes_its_captions_from_the_journal(caption, capsys: pytest.CaptureFixture):
+    assert caption("--prompt", "w5") == OK
+    first = captions()
+    assert caption("--prompt", "w6") == OK
+    assert "4 of them anew, since the prompt or a setting is another" in capsys.readouterr().out
+    second, asked = captions(), len(journal())
+    assert caption("--prompt", "w5", "--dry-run") == OK and captions() == second
+    for prompt, texts in (("w5", first), ("w6", second), ("w5", first)):
+        assert caption("--prompt", prompt) == OK
+        assert "0 to caption, 4 taken from the journal" in capsys.readouterr().out
+        assert captions() == texts and len(journal()) == asked  # the model was asked for nothing
+        for name, text in texts.items():
+            assert Path("captions", name).with_suffix(".txt").read_text().strip() == text
+        assert caption("--prompt", prompt) == OK and "4 done before" in capsys.readouterr().out
+    assert caption("--prompt", "w6", "--no-resume") == OK and len(journal()) == asked + 4
+
+
+def test_captions_that_were_cut_off_are_marked(caption, capsys: pytest.CaptureFixture):
+    assert caption("--model", "cut", "--report", "report.json", "--format", "parquet") == OK
+    assert "4 cut off at --max-new-tokens" in capsys.readouterr().out
+    assert {line["finish"] for line in journal()} == {"length"}
+    assert json.loads(Path("report.json").read_text())["counts"]["cut_off_at_max_new_tokens"] == 4
+    from pyarrow import parquet
+
+    assert parquet.read_table("captions/captions.parquet")["finish"].to_pylist() == ["length"] * 4
+
+
+@pytest.mark.parametrize("drafter", ["none", "ngram"])
+def test_the_engine_tells_a_cut_from_an_end(drafter: str, truly, model: Path, monkeypatch: pytest.MonkeyPatch):
+    from mmspec.app import engine
+
+    assert truly("--no-compare", drafter=drafter) == OK
+    assert {line["finish"] for line in journal()} == {"length"} and journal()[0]["tokens"] == 6
+    real = engine.load
+
+    def load(*args):  # whatever it says second ends its answer
+        made = real(*args)
+        made.model.generation_config.eos_token_id = list(range(1, made.model.config.get_text_config().vocab_size))
+        return made
+
+    monkeypatch.setattr(engine, "load", load)
+    assert truly("--no-compare", "--no-resume", drafter=drafter) == OK
+    assert {(line["finish"], line["tokens"]) for line in journal()[4:]} == {("stop", 1)}
+
+
+@pytest.mark.parametrize("quiet", [(), ("--quiet",)])
+def test_a_log_has_lines_of_progress(quiet, caption, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+    from mmspec.app.caption import report
+
+    assert caption(*quiet) == OK and "left" not in capsys.readouterr().err  # too short for one
+    monkeypatch.setattr(report, "EVERY", 0.0)
+    assert caption("--no-resume", *quiet) == OK
+    said = capsys.readouterr().err
+    assert "2 of 4 images, " in said and "images/s, about 0 s left" in said
+
+
+def test_subfolders_that_are_not_looked_into_are_named(caption, photos: Path, capsys: pytest.CaptureFixture):
+    paint(photos / "sub" / "e.png")
+    assert caption() == OK
+    assert "NOT looked into: 1 subfolder(s) (sub); --recursive captions what is in them" in capsys.readouterr().out
+    assert caption("--recursive") == OK and "NOT looked" not in capsys.readouterr().out
+
+
+def test_the_estimate_is_measured_on_a_warm_batch_of_the_runs_size(caption, photos: Path, capsys):
+    for number in range(20):
+        paint(photos / f"more{number}.png")
+    assert caption("--dry-run", "--batch-size", "8", "--max-new-tokens", "100") == OK
+    said = capsys.readouterr().out
+    assert "measured on 8" in said and "at 8 at once" in said
+
+
+def test_pictures_are_made_as_small_as_suits_the_model(caption, photos: Path, monkeypatch, capsys):
+    """What reads pictures at their own size is given no more than so many tokens; said in one line."""
+    from types import SimpleNamespace
+
+    reader = SimpleNamespace(patch_size=14, merge_size=2, size={"shortest_edge": 3136, "longest_edge": 12_845_056})
+    monkeypatch.setattr(quick_engine.Quick, "processor", SimpleNamespace(image_processor=reader), raising=False)
+    seen, real = [], quick_engine.Quick.add
+    monkeypatch.setattr(quick_engine.Quick, "add", lambda *a, **k: seen.append(a[2][0].size) or real(*a, **k))
+    for path in photos.iterdir():
+        path.unlink()
+    Image.new("RGB", (4000, 3000)).save(photos / "large.png")
+    assert caption() == OK
+    assert "pictures of more than 1.0 million pixels (1280 visual tokens) are made smaller; --max-pixels-per" in (
+        capsys.readouterr().err
+    )
+    assert caption("--max-pixels-per-image", "none") == OK and caption("--max-pixels-per-image", "12000") == OK
+    capped, whole, small = (width * height for width, height in seen)
+    assert 0.99 < capped / (1280 * 28 * 28) <= 1.001 and whole == 12_000_000 and small <= 12_000 * 1.01
+    reader.size = {"longest_edge": 500_000}  # it caps them itself
+    assert caption("--no-resume") == OK and seen[-1] == (4000, 3000)
+
+
 def test_retry_failed(caption, monkeypatch: pytest.MonkeyPatch):
     with monkeypatch.context() as patch:
         failing(patch, lambda number: RuntimeError("out of luck") if number == 2 else None)

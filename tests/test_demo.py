@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import gc
 import json
 import re
+import socket
 import threading
 from collections.abc import Iterator
 from html import unescape
@@ -584,3 +586,13 @@ def test_the_server_gives_no_files_and_fetches_none(served: Any) -> None:
             asyncio.run(served.page.preprocess_data(runs[0], ["image", *media, *VALUES], None))
     assert served.page.share is False and served.page.allowed_paths == []
     assert served.page.max_file_size == 20 * 2**20 and served.page._queue.max_size == demo.MAX_QUEUE
+
+
+def test_a_port_that_is_taken_is_told_before_anything_is_loaded(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(demo, "load", lambda *_: pytest.fail("models were loaded"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        parser = argparse.ArgumentParser()
+        demo.configure(parser)
+        assert demo.run(parser.parse_args(["--port", str(port)])) == 1
+    assert f"cannot listen at 127.0.0.1:{port} (" in capsys.readouterr().err

@@ -10,7 +10,7 @@ import tiny_llamagen
 import torch
 from PIL import Image
 
-from mmspec.app import embedded, generate
+from mmspec.app import cli, embedded, generate
 from mmspec.app.painter import NOTE, Painter, Way, sheet, unknown_words
 from mmspec.zoo import pictures
 
@@ -96,6 +96,7 @@ def test_classes(classes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
         ([], "no prompt; write one in quotes"),
         ([""], "no prompt"),
         ([PROMPT, "--window", 0], "window must be a whole number"),
+        ([PROMPT, "--window", 9999], "--window 9999 is more than the"),
         ([PROMPT, "--coupling", "loose"], "coupling must be one of none, maximal, gumbel"),
         ([PROMPT, "--init", "zero"], "init must be one of uniform"),
         ([PROMPT, "--rule", "landern(k=1)"], "unknown rule 'landern'"),
@@ -169,3 +170,10 @@ def test_a_sheet_takes_rows_of_different_lengths() -> None:
     picture = Image.new("RGB", (8, 8), "red")
     page = sheet([("one", [picture]), ("three ✓", [picture] * 3)])
     assert page.size == (3 * 12 + 4, 2 * 26 + 4) and page.getpixel((4, 18)) == (255, 0, 0)
+
+
+@pytest.mark.parametrize("guidance", ["-1", "nan", "inf", "much"])
+def test_guidance_is_a_number_from_0_on(guidance: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["generate", PROMPT, f"--guidance={guidance}"])
+    assert f"'{guidance}' is not a number from 0 on" in capsys.readouterr().err

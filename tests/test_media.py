@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import sys
 import warnings
 from pathlib import Path
 
@@ -102,3 +103,59 @@ def test_the_pixel_limit_can_be_raised_above_that_of_pillow(most: int, tmp_path:
         decoder.submit("large", Item("large", "image", FileSource(tmp_path / "large.png")))
         [(_, found)] = decoder.ready(None)
     assert isinstance(found, Media) if most > 9500**2 else "raise --max-pixels" in str(found)
+
+
+def heic() -> bytes:
+    return b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(40)
+
+
+def test_heic_without_its_decoder_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "pillow_heif", None)
+    with pytest.raises(
+        MediaError, match=r"is a HEIC picture, for which no decoder .*; install the extra heic .*or save"
+    ):
+        media.decode(heic(), "x.heic")
+
+
+def test_heic_with_its_decoder():
+    pillow_heif = pytest.importorskip("pillow_heif")
+    pillow_heif.register_heif_opener()
+    picture = Image.new("RGB", (64, 32), (200, 40, 90))
+    data = encoded(picture, "HEIF")
+    found = media.decode(data, "x.heic")
+    assert found.size == (64, 32) and abs(found.getpixel((30, 15))[0] - 200) < 9
+    with pytest.raises(MediaError, match="over 0 million"):
+        media.decode(data, "x.heic", max_pixels=63)
+    with pytest.raises(MediaError, match="damaged or cut-off HEIC"):
+        media.decode(heic(), "x.heic")
+
+
+def test_a_cut_off_avif_is_no_video():
+    data = encoded(Image.new("RGB", (64, 64)), "AVIF")
+    with pytest.raises(MediaError, match=r"AVIF|damaged or cut off") as refused:
+        media.decode(data[:60], "x.avif")
+    assert "video" not in str(refused.value)
+
+
+def test_a_video_in_place_of_a_picture():
+    data = b"\0\0\0\x18ftypisom" + bytes(40)
+    with pytest.raises(MediaError, match=r"is a video, not an image; give it the extension \.mp4"):
+        media.decode(data, "x.jpg")
+    with pytest.raises(MediaError, match=r"is a video, not an image; give a picture, such as a frame of it"):
+        media.decode(data, "clip.mp4")
+
+
+def test_long_pictures_have_an_override():
+    strip = encoded(Image.new("L", (2010, 10)), "PNG")
+    with pytest.raises(MediaError, match=r"longer than 200 times its width; crop it, or raise --max-aspect"):
+        media.decode(strip, "x.png")
+    assert media.decode(strip, "x.png", max_aspect=201).size == (2010, 10)
+
+
+@pytest.mark.parametrize("form", ["PNG", "JPEG"])
+@pytest.mark.parametrize("size", [(400, 300), (300, 400), (1200, 10)])
+def test_pictures_are_made_to_have_no_more_pixels(form: str, size: tuple[int, int]):
+    data = encoded(Image.new("RGB", size), form)
+    width, height = media.decode(data, "x", max_area=10_000).size
+    assert 0.9 * 10_000 < width * height <= 10_000 * 1.02 and abs(width / height / (size[0] / size[1]) - 1) < 0.15
+    assert media.decode(data, "x", max_area=size[0] * size[1]).size == size

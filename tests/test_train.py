@@ -265,7 +265,7 @@ def test_training_opens_what_captioning_would_open(tmp_path: Path, monkeypatch: 
     eps, bomb = data.read(str(tmp_path))
     with pytest.raises(data.UnreadableError, match="is not an image that can be read here"):
         eps.load()
-    with pytest.raises(data.UnreadableError, match="160 million pixels, over 50 million"):
+    with pytest.raises(data.UnreadableError, match=r"over 50 million|more pixels than can be opened safely"):
         bomb.load()
 
 
@@ -287,7 +287,9 @@ def test_rows_of_training_data_choose_no_file_and_no_address(kind: str, name: st
         datasets = pytest.importorskip("datasets")
         arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
         note = {"huggingface": json.dumps({"info": {"features": {"image": {"_type": "Image"}}}})}
-        made = arrow.table({"image": [{"bytes": None, "path": str(path)} for path in (own / names[0], names[1])]})
+        form = arrow.struct({"bytes": arrow.binary(), "path": arrow.string()})
+        cells = [{"bytes": None, "path": str(path)} for path in (own / names[0], names[1])]
+        made = arrow.table({"image": arrow.array(cells, form)})
         parquet.write_table(made.replace_schema_metadata(note), own / "train.parquet")
         table = datasets.load_dataset(str(own), split="train")
         assert table.features["image"].decode  # what the library would open by itself

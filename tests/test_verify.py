@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import clips
 import pytest
 import targets
 import tiny_llamagen
@@ -119,3 +120,10 @@ def test_a_model_that_cannot_be_accelerated(
 def test_no_picture(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["verify", str(tmp_path / "absent.png"), "--model", str(folder), "--drafter", "ngram"]) == 1
     assert "absent.png" in capsys.readouterr().err
+
+
+def test_a_clip_is_no_picture(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    clips.write_clip(tmp_path / "clip.mp4", clips.grey_steps(4))
+    words = ["verify", str(tmp_path / "clip.mp4"), "--model", str(folder), "--drafter", "ngram", "--device", "cpu"]
+    assert cli.main(words) == 1
+    assert "clip.mp4: is a video, not an image; give a picture, such as a frame of it" in capsys.readouterr().err

@@ -32,7 +32,6 @@ from mmspec.app.caption.workers import Alone, Processes, dispatch, places
 from mmspec.media import MediaError
 
 OK, FATAL, SENSELESS, SOME_FAILED, INTERRUPTED, TERMINATED = 0, 1, 2, 3, 130, 143
-DRY_RUN = 4  # items that a dry run captions, the first of them only to warm up
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -199,18 +198,20 @@ def _dry_run(job: Job, todo: Plan) -> int:
     for what, text in (("system", asked.system), ("prompt", asked.text), ("answers begin", asked.start)):
         if text:
             print(f"{what}: {plain(text)}")
-    step = max(1, len(todo.pending) // DRY_RUN)
-    sample = todo.pending[::step][:DRY_RUN]
     workers = places(job.options.devices)
     with tempfile.TemporaryDirectory() as folder:
         options = copy.copy(job.options)
         options.devices, options.ray, options.compare = workers[0], False, False
         trial = replace(job, folder=Path(folder), options=options)
-        warm_up, measured = Tally(1, quiet=True, shown=False), Tally(len(sample), quiet=True, shown=False)
-        with _crew(trial, "", Plan(sample)) as crew:
-            dispatch(sample[:1], crew, trial, warm_up.add)
+        with _crew(trial, "", Plan(todo.pending[:1])) as crew:
+            rows = crew.worker.rows  # as many at once as in the run
+            wanted = max(2 * rows, 4)
+            sample = todo.pending[:: max(1, len(todo.pending) // wanted)][:wanted]
+            first, second = sample[:rows], sample[rows:] or sample  # few items: the same again, warm
+            warm_up, measured = (Tally(len(part), quiet=True, shown=False) for part in (first, second))
+            dispatch(first, crew, trial, warm_up.add)
             measured.start()
-            dispatch(sample[1:] or sample, crew, trial, measured.add)
+            dispatch(second, crew, trial, measured.add)
         print(report.estimate(todo, measured, len(workers), crew.summaries[0]))
     return OK
 
@@ -236,6 +237,9 @@ def _wind_up(options: argparse.Namespace, inputs: Inputs, outputs: Outputs, todo
 
 def _say_plan(options: argparse.Namespace, inputs: Inputs, outputs: Outputs, todo: Plan) -> None:
     print(f"{todo.items} {todo.unit}{'s' * (todo.items != 1)}: {todo}")
+    if skipped := inputs.skipped():
+        names = ", ".join(map(plain, skipped[:5])) + ", ..." * (len(skipped) > 5)
+        print(f"NOT looked into: {len(skipped)} subfolder(s) ({names}); --recursive captions what is in them too")
     if outputs.ledger.damaged:
         print(f"{outputs.ledger.damaged} broken line(s) in {outputs.state} (a run was killed there) are passed over")
     for trouble in todo.unwritable:

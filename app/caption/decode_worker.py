@@ -81,7 +81,7 @@ def _decode(item: Item, order: Order) -> Media:
     if item.kind == "video":
         frames, seconds = video.decode(data, name, order.frames, limits, order.max_side)
         return Media(frames, content, None, seconds)
-    picture = media.decode(data, name, limits.max_pixels, order.max_side)
+    picture = media.decode(data, name, limits.max_pixels, order.max_side, limits.max_aspect, limits.max_area)
     return Media((picture,), content, media.perceptual_hash(picture) if order.phash else None)
 
 

@@ -63,6 +63,8 @@ def _answers(flags: Flags) -> None:
         "default: what fits")  # fmt: skip
     add("--max-new-tokens", type=count, default=128, metavar="N", help="longest caption, in tokens")
     add("--temperature", type=_from_zero, default=0.0, metavar="T", help="0 takes the likeliest token")
+    add("--max-pixels-per-image", type=_area, default=AUTO, metavar="N", help="larger pictures are made smaller before "
+        "the model reads them; auto: as suits the model, none: never")  # fmt: skip
     add("--seed", type=int, default=0, metavar="N", help="of weighted prompts, and of draws at a temperature above 0")
     add("--dtype", choices=DTYPES, default=AUTO, help="of the weights")
     add("--engine", type=_engine, default=ENGINE, metavar="MODULE:FUNCTION", help="what loads the model; give your own "
@@ -77,6 +79,7 @@ def _limits(flags: Flags) -> None:
     flags.switch("--keyframes", False, "take the key frames of a video")
     add("--max-frames", type=count, default=video.MAX_FRAMES, metavar="N", help="at most, however they are chosen")
     add("--max-pixels", type=count, default=media.MAX_PIXELS, metavar="N", help="largest picture or frame")
+    add("--max-aspect", type=_above_zero, default=media.MAX_ASPECT, metavar="N", help="longest picture, in widths")
     add("--max-duration", type=_above_zero, default=3600.0, metavar="S", help="longest video")
     add("--timeout", type=_above_zero, default=60.0, metavar="S", help="longest time to decode one file")
     sizes: dict[str, Any] = {"type": _size, "metavar": "SIZE"}
@@ -105,7 +108,7 @@ def _running(flags: Flags) -> None:
     flags.switch("--resume", True, "what is done is not done again")
     flags.switch("--retry-failed", False, "try again what failed before")
     add("--limit", type=count, metavar="N", help="caption at most N items in this run")
-    flags.switch("--dry-run", False, "write nothing: counts, the first prompt, an estimate measured on a few items")
+    flags.switch("--dry-run", False, "write nothing: counts, the first prompt, an estimate measured on a warm batch")
     add("--shard", type=_shard, metavar="I/N", help="only part I of N (0/4 ... 3/4), for several machines")
     add("--devices", "--device", type=_devices, default=AUTO, metavar="LIST", help="auto, cpu, cuda, mps, or one "
         "worker process each: 0,1 or cuda:0,cuda:1 or cpu,cpu")  # fmt: skip
@@ -147,6 +150,10 @@ def _fps(text: str) -> float:
 
 def _batch(text: str) -> int | str:
     return text if text == AUTO else count(text)
+
+
+def _area(text: str) -> int | str:
+    return text if text in (AUTO, "none") else count(text)
 
 
 def _devices(text: str) -> str:

@@ -19,7 +19,7 @@ from mmspec.media import MAX_BYTES, MediaError
 OURS = "ask"  # only records of our own have it; what others wrote into metadata.jsonl is kept as it is
 COLUMNS = {  # of the parquet files: what a record may tell the public
     **dict.fromkeys(
-        ("file_name", "text", "kind", "existing", "prompt", "system", "start", "model", "drafter"), "string"
+        ("file_name", "text", "kind", "existing", "prompt", "system", "start", "model", "drafter", "finish"), "string"
     ),
     **dict.fromkeys(("tokens", "seed"), "int64"),
     **dict.fromkeys(("temperature", "seconds", "length"), "float64"),

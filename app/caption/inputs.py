@@ -157,6 +157,10 @@ class Inputs:
                 again[item.name] += 1
                 yield self._renamed(item, again[item.name], seen)
 
+    def skipped(self) -> list[str]:
+        """Subfolders that are not looked into, by name."""
+        return [name for place in self.places if isinstance(place, Folder) for name in place.skipped()]
+
     def neighbours(self, names: Iterable[str]) -> set[str]:
         """Names of images and videos that lie beside those named, captioned or not: they decide how a `.txt` is called.
 

@@ -59,9 +59,9 @@ class Journal:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
         self.close()
 
-    def append(self, record: Record) -> None:
-        """Write one line and wait until it is on the disk."""
-        self._file.write(line_of(record))
+    def append(self, *records: Record) -> None:
+        """Write a line each and wait until they are on the disk."""
+        self._file.writelines(map(line_of, records))
         self._file.flush()
         os.fsync(self._file.fileno())
 
@@ -92,6 +92,11 @@ class Ledger:
     def failure(self, name: str) -> Record | None:
         """Why an item has no caption, if trying it was the last that happened."""
         return self._read(self.failures[name]) if name in self.failures else None
+
+    def earlier(self, name: str, ask: str, content: str | None) -> Record | None:
+        """The caption that an item had by these settings before the one it has now; None if it never had."""
+        records = map(self._read, reversed(self._older.get(name, ())))
+        return next((r for r in records if r.get("ask") == ask and content and r.get("content") == content), None)
 
     def texts(self, name: str) -> set[str]:
         """All captions the item ever had here."""

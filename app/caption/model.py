@@ -13,6 +13,7 @@ from PIL import Image
 from mmspec.app.caption.prompts import Asked
 from mmspec.app.caption.settings import AUTO
 
+TOKENS = 1280  # visual tokens of a picture, where the model makes as many as there are pixels
 AUTO_ROWS = 4  # --batch-size auto of an engine that suggests nothing
 
 
@@ -62,6 +63,29 @@ def rows_for(wanted: int | str, frames: int, engine: Any) -> int:
     if wanted != AUTO:
         return int(wanted)
     return engine.suggest_rows(frames) if hasattr(engine, "suggest_rows") else AUTO_ROWS
+
+
+def area_for(wanted: int | str, engine: Any) -> tuple[int | None, str]:
+    """Pixels that a picture may have at most when it reaches the model, where --max-pixels-per-image says `wanted`.
+
+    Models that read pictures at their own size make a token of every few hundred pixels; `auto` gives them TOKENS at
+    most. Others make pictures small by themselves. With it, a line for people; empty where nothing is changed.
+    """
+    if wanted != AUTO:
+        return (None if wanted == "none" else int(wanted)), ""
+    reader = getattr(getattr(engine, "processor", None), "image_processor", None)
+    patch, merge = (getattr(reader, name, None) for name in ("patch_size", "merge_size"))
+    if type(patch) is not int or type(merge) is not int:
+        return None, ""
+    area = TOKENS * (patch * merge) ** 2
+    size = getattr(reader, "size", None)
+    own = getattr(reader, "max_pixels", None) or (size.get("longest_edge") if hasattr(size, "get") else None)
+    if isinstance(own, int) and own <= area:
+        return None, ""
+    return area, (
+        f"pictures of more than {area / 1e6:.1f} million pixels ({TOKENS} visual tokens) are made smaller; "
+        "--max-pixels-per-image N sets another limit, or 'none'"
+    )
 
 
 def peak_memory(engine: Any) -> int | None:

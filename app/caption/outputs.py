@@ -125,6 +125,20 @@ class Outputs:
         text = self.text_of(sidecar) if sidecar else None
         return text if text and text not in self.ledger.texts(name) else None
 
+    def recall(self, asked: Iterable[tuple[str, str]]) -> None:
+        """Let captions count again that items (by name) had by settings (by their `ask`) before they got others."""
+        with Journal(self.state / f"{self.slots}recalled.jsonl") as journal:
+            rest = iter(asked)
+            while part := list(itertools.islice(rest, formats.CHUNK)):
+                journal.append(*(record for name, ask in part if (record := self._recalled(name, ask))))
+        self.reload()
+
+    def _recalled(self, name: str, ask: str) -> Record | None:
+        now = self.ledger.get(name) or {}
+        record = self.ledger.earlier(name, ask, now.get("content"))
+        place = {fact: now[fact] for fact in ("stamp", "folder", "path") if fact in now}
+        return None if record is None else record | place | {"time": time.time()}
+
     def restore(self, record: Record, sidecar: str, stale: str | None, force: bool) -> bool:
         """Make the caption file of a recorded caption if it is missing, empty or moved; true if it was made."""
         text, there = str(record["text"]), self.text_of(sidecar)

@@ -40,6 +40,8 @@ class Plan:
     done: int = 0
     kept: int = 0
     failed_before: int = 0
+    anew: int = 0  # of those pending: they have a caption of ours, by another prompt or other settings
+    recalled: int = 0  # captioned so once before, and by something else since
     restored: int = 0
     unwritable: list[str] = field(default_factory=list)
 
@@ -58,7 +60,9 @@ class Plan:
     def __str__(self) -> str:
         parts = {
             "to caption": len(self.pending),
+            "of them anew, since the prompt or a setting is another than when they were captioned": self.anew,
             "done before": self.done,
+            "taken from the journal, where their caption by these settings stands": self.recalled,
             "kept (they have a caption of another origin; --on-existing says what else to do)": self.kept,
             "failed before (--retry-failed tries them again)": self.failed_before,
             "lost caption files made again": self.restored,
@@ -87,8 +91,13 @@ class Planner:
         todo.items = len(mine)
         for name in inputs.neighbours(item.name for item in mine):
             sidecars.add(name)
+        self._recalled: list[tuple[str, str, str | None, str | None]] = []
         for item in mine:
             self._sort(item, sidecars if has_sidecar(item, self.options.format) else None, todo)
+        if self._recalled and not self.options.dry_run:
+            self.outputs.recall([(name, ask) for name, ask, *_ in self._recalled])
+        for name, _, sidecar, stale in self._recalled:
+            self._restore(self.outputs.ledger.get(name) or {}, sidecar, stale, todo)
         return todo
 
     def _sort(self, item: Item, sidecars: Sidecars | None, todo: Plan) -> None:
@@ -120,6 +129,11 @@ class Planner:
                 f"{outputs.folder} already holds a caption of {name}, from another folder; "
                 "choose another --out, or --on-existing overwrite"
             )
+        if record and same and options.resume and self.outputs.ledger.earlier(name, ask, record.get("content")):
+            todo.recalled += 1
+            self._recalled.append((name, ask, sidecar, stale))
+            return
+        todo.anew += same
         todo.pending.append(Task(item, asked, ask, stamp, existing, sidecar, stale))
 
     def _asked(self, item: Item, existing: str | None) -> tuple[Asked, str]:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # torch is imported only once it is clear that there is somet
     from mmspec.app.caption.compare import Comparison
 
 MEGA = 2**20
+EVERY = 30.0  # seconds between lines of progress in a log
 LONGEST = 64 * MEGA  # bytes of a file that may be a report
 
 
@@ -46,10 +47,12 @@ class Tally:
     tokens: int = 0
     twins: int = 0
     failed: int = 0
+    cut: int = 0  # off at --max-new-tokens
     errors: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self._begun = time.perf_counter()
+        self._due = EVERY  # when the next line is
         self.seconds = 0.0  # wall time, without loading the model
         disable = None if self.shown else True  # None: where nobody looks
         self._bar = tqdm(total=self.total, unit=self.unit, disable=disable, dynamic_ncols=True)
@@ -66,6 +69,7 @@ class Tally:
         self.captions += bool(result.text) or not result.error  # an answer may be empty
         self.tokens += result.tokens
         self.twins += bool(result.twin_of)
+        self.cut += result.finish == "length"
         if result.text and not self.quiet:
             tqdm.write(f"{plain(result.name)}: {plain(result.text)}")
         if result.error:
@@ -74,11 +78,23 @@ class Tally:
             tqdm.write(f"failed: {plain(result.message)}", file=sys.stderr)
         self._bar.set_postfix_str(f"{self.tokens / max(self.seconds, 1e-9):.0f} tokens/s", refresh=False)
         self._bar.update()
+        self._say()
         if self.max_errors and self.failed >= self.max_errors:
             raise TooManyErrorsError(f"{self.failed} items failed, as many as --max-errors allows; the run is given up")
 
     def close(self) -> None:
         self._bar.close()
+
+    def _say(self) -> None:
+        """A line now and then where the bar is not shown, as in the log of a batch job."""
+        if not self.shown or sys.stderr.isatty() or self.seconds < self._due:
+            return
+        self._due = self.seconds + EVERY
+        left = (self.total - self.items) * self.seconds / self.items
+        failed = f", {self.failed} failed" if self.failed else ""
+        done = f"{self.items} of {self.total} {self.unit}s{failed}"
+        pace = f"{self.items / max(self.seconds, 1e-9):.2f} {self.unit}s/s"
+        print(f"{done}, {pace}, about {_duration(left)} left", file=sys.stderr, flush=True)
 
     @property
     def counted(self) -> str:
@@ -88,7 +104,8 @@ class Tally:
         rate = self.captions / max(self.seconds, 1e-9)
         pace = f"{rate:.1f} {self.unit}s/s" if rate >= 1 else f"{1 / rate:.1f} s per {self.unit}" if rate else ""
         same = f"{self.twins} of them copied from one that is the same" if self.twins else ""
-        return ", ".join(filter(None, [self.counted, pace, same]))
+        cut = f"{self.cut} cut off at --max-new-tokens" if self.cut else ""
+        return ", ".join(filter(None, [self.counted, pace, same, cut]))
 
 
 def write(
@@ -117,7 +134,9 @@ def write(
             "items": todo.items,
             "captioned": tally.captions,
             "copied_from_twins": tally.twins,
+            "cut_off_at_max_new_tokens": tally.cut,
             "done_before": todo.done,
+            "taken_from_the_journal": todo.recalled,
             "kept": todo.kept,
             "failed": tally.failed,
             "failed_before": todo.failed_before,

@@ -13,7 +13,7 @@ from typing import Any
 
 from mmspec.app.caption.decoder import AHEAD, Decoder, DecoderError
 from mmspec.app.caption.journal import Record, digest, key
-from mmspec.app.caption.model import FatalError, dtype_of, load, peak_memory, rows_for
+from mmspec.app.caption.model import FatalError, area_for, dtype_of, load, peak_memory, rows_for
 from mmspec.app.caption.outputs import UnwritableTextError, Writer, combined, facts_of
 from mmspec.app.caption.plan import Task, frame_policy
 from mmspec.app.caption.settings import Settings
@@ -48,6 +48,7 @@ class Result:
     error: str = ""  # class of the error; there may be a text all the same that could not be written beside the item
     message: str = ""
     twin_of: str = ""
+    finish: str = ""  # "length": cut off at --max-new-tokens
 
 
 class Worker:
@@ -58,6 +59,8 @@ class Worker:
         self.engine = load(options, place)
         self.rows = rows_for(options.batch_size, job.frames, self.engine)
         self.flow = self.engine.flow(self.rows)
+        self._area, told = area_for(options.max_pixels_per_image, self.engine)
+        self.notes = [*self.engine.notes, *([told] if told else [])]
         count = options.decoders or max(1, min(4, cores() // (2 * job.workers)))
         self.window = max(2 * self.rows, PATIENCE + 1) + AHEAD * count  # tasks in hand
         self.sampler: Callable[..., None] | None = None  # is shown what the model is asked
@@ -77,6 +80,7 @@ class Worker:
             limits = Limits(
                 max_pixels=options.max_pixels, max_bytes=options.max_bytes, seconds=options.timeout,
                 memory=options.max_memory, max_duration=options.max_duration,
+                max_aspect=options.max_aspect, max_area=self._area,
             )  # fmt: skip
             self._decoder = stack.enter_context(Decoder(count, limits, policy, phash=options.dedup == "phash"))
             self._close = stack.pop_all()
@@ -89,10 +93,6 @@ class Worker:
     @property
     def _at_work(self) -> int:
         return len(self._inbox) + len(self._decoding) + len(self._waiting) + len(self._asked) + self._following
-
-    @property
-    def notes(self) -> list[str]:
-        return self.engine.notes
 
     def give(self, tasks: Sequence[Task]) -> None:
         self._inbox.extend(tasks)
@@ -162,7 +162,7 @@ class Worker:
         if twin is None:
             self._waiting.append((task, media))
         elif twin.text is not None:
-            self._keep(task, media, twin.text, twin_of=twin.name)
+            self._keep(task, media, twin.text, twin_of=twin.name, finish=twin.finish)
         else:
             self._following += 1
             twin.followers.append((task, media))
@@ -179,7 +179,8 @@ class Worker:
         task, media = self._asked.pop(answer.ticket)
         followers = []
         if self._twins is not None:
-            followers = self._twins.settle(task, media, None if answer.error is not None else answer.text)
+            told = None if answer.error is not None else answer.text
+            followers = self._twins.settle(task, media, told, getattr(answer, "finish", ""))
         self._following -= len(followers)
         if answer.error is not None:
             self._waiting.extendleft(reversed(followers))
@@ -187,9 +188,10 @@ class Worker:
             return
         self._answered, self._lost = True, False
         self._let_go()
-        self._keep(task, media, answer.text, answer.tokens, answer.seconds)
+        finish = getattr(answer, "finish", "")  # not every engine tells
+        self._keep(task, media, answer.text, answer.tokens, answer.seconds, finish=finish)
         for follower, its in followers:
-            self._keep(follower, its, answer.text, twin_of=task.item.name)
+            self._keep(follower, its, answer.text, twin_of=task.item.name, finish=finish)
 
     def _refused(self, task: Task, content: str, error: Exception) -> None:
         lost, self._lost = self._lost, type(error).__name__ == LOST
@@ -202,20 +204,21 @@ class Worker:
             raise FatalError(f"the model fails on every item. {type(error).__name__}: {error}") from error
 
     def _keep(
-        self, task: Task, media: Media, answer: str, tokens: int = 0, seconds: float = 0.0, twin_of: str = ""
-    ) -> None:
+        self, task: Task, media: Media, answer: str, tokens: int = 0, seconds: float = 0.0, twin_of: str = "",
+        finish: str = "",
+    ) -> None:  # fmt: skip
         text = combined(task.existing, task.asked.caption(answer), self.job.options.on_existing)
         facts = about(task, media.content, self.job) | asdict(self.job.settings) | {"tokens": tokens}
         facts |= facts_of(
             prompt=task.asked.text, system=task.asked.system, start=task.asked.start, existing=task.existing,
-            twin_of=twin_of, phash=media.phash, length=media.seconds, seconds=round(seconds, 4),
+            twin_of=twin_of, phash=media.phash, length=media.seconds, seconds=round(seconds, 4), finish=finish,
             answer=answer if answer != text else None,
         )  # fmt: skip
-        result = Result(task.item.name, text, tokens, seconds, twin_of=twin_of)
+        result = Result(task.item.name, text, tokens, seconds, twin_of=twin_of, finish=finish)
         try:
             self._writer.write(task.item.name, text, task.sidecar, task.stale, facts)
         except UnwritableTextError as error:
-            result = Result(task.item.name, text, tokens, seconds, type(error).__name__, str(error), twin_of)
+            result = Result(task.item.name, text, tokens, seconds, type(error).__name__, str(error), twin_of, finish)
         self._results.append(result)
 
     def _let_go(self) -> None:

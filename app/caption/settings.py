@@ -38,13 +38,14 @@ class Settings:
     seed: int | None  # None when nothing is drawn
     dtype: str = AUTO
     engine: str = ENGINE
+    max_pixels_per_image: int | str = AUTO
 
     def ask(self, asked: Any, **more: Any) -> str:
         """Name of all that shapes the answer but the content: the settings, what was asked (a dataclass), and `more`.
 
         Only what differs from its default counts, so that an option that is new does not undo what was done before.
         """
-        usual = {"dtype": AUTO, "engine": ENGINE, "max_frames": video.MAX_FRAMES}
+        usual = {"dtype": AUTO, "engine": ENGINE, "max_pixels_per_image": AUTO, "max_frames": video.MAX_FRAMES}
         facts = vars(self) | vars(asked) | more
         return key("", **{name: value for name, value in facts.items() if value not in ("", usual.get(name, ""))})
 
@@ -137,7 +138,7 @@ def dumped(options: argparse.Namespace) -> bytes:
 
 def settings(options: argparse.Namespace) -> Settings:
     """What shapes the answers."""
-    names = ("model", "drafter", "max_new_tokens", "temperature", "dtype", "engine")
+    names = ("model", "drafter", "max_new_tokens", "temperature", "dtype", "engine", "max_pixels_per_image")
     return Settings(seed=options.seed if options.temperature > 0 else None, **{n: getattr(options, n) for n in names})
 
 

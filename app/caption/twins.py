@@ -23,6 +23,7 @@ class Twin:
     name: str
     phash: int | None = None
     text: str | None = None
+    finish: str = ""
     followers: list[tuple[Task, Media]] = field(default_factory=list)
 
 
@@ -39,7 +40,7 @@ class Twins:
         for record in ledger.all_captions():
             if "ask" in record:
                 answer = str(record.get("answer", record["text"]))
-                twin = Twin(str(record["file_name"]), record.get("phash"), answer)
+                twin = Twin(str(record["file_name"]), record.get("phash"), answer, record.get("finish", ""))
                 self._enter(twin, record["ask"], str(record.get("content")))
         ledger.close()
 
@@ -54,12 +55,12 @@ class Twins:
             return None
         return twin
 
-    def settle(self, task: Task, media: Media, text: str | None) -> list[tuple[Task, Media]]:
+    def settle(self, task: Task, media: Media, text: str | None, finish: str = "") -> list[tuple[Task, Media]]:
         """The answer for one of a kind (None: it failed, and is forgotten); who waited for it."""
         twin = self._exact.get((task.ask, media.content))
         if twin is None:
             return []
-        twin.text = text
+        twin.text, twin.finish = text, finish
         followers, twin.followers = twin.followers, []
         if text is None:
             del self._exact[task.ask, media.content]

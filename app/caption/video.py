@@ -113,7 +113,7 @@ def _film(
     with _opened(data, path, limits) as (container, stream):
         for frame in _frames(container, stream, _runs(packets, wanted)):
             if frame.pts in missing and not frame.is_corrupt:
-                media.check_size((frame.width, frame.height), path, limits.max_pixels)
+                media.check_size((frame.width, frame.height), path, limits.max_pixels, limits.max_aspect)
                 missing.remove(frame.pts)
                 pictures.append(_picture(frame, max_side))
             if not missing:
@@ -138,7 +138,7 @@ def _opened(data: bytes, path: Path | str, limits: Limits) -> Iterator[tuple[Inp
                 raise MediaError(path, "holds video of a kind that cannot be decoded here", CONVERT)
             if not stream.width or not stream.height:
                 raise MediaError(path, "is damaged: nothing in it tells the size of its frames", COPY_AGAIN)
-            media.check_size((stream.width, stream.height), path, limits.max_pixels)
+            media.check_size((stream.width, stream.height), path, limits.max_pixels, limits.max_aspect)
             codec.thread_count = 1  # the processes run in parallel; threads would only cost memory
             # Frames may declare another size than the header; and what is broken shall be missed, not painted over.
             codec.options = {"max_pixels": str(limits.max_pixels), "err_detect": "explode"}
@@ -233,7 +233,7 @@ def _is_cover(stream: VideoStream) -> bool:
 def _animation(
     data: bytes, path: Path | str, policy: FramePolicy, limits: Limits, max_side: int | None
 ) -> tuple[tuple[Image.Image, ...], float]:
-    with media.opened(data, path, limits.max_pixels) as image:
+    with media.opened(data, path, limits.max_pixels, limits.max_aspect) as image:
         times, seconds = [], 0.0
         for _ in _stills(image, range(getattr(image, "n_frames", 1))):
             times.append(seconds)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -63,13 +64,35 @@ def run(args: argparse.Namespace) -> int:
 
     try:
         auth = guard.credentials(args.host, args.auth or os.environ.get("MMSPEC_DEMO_AUTH"))
+        _check_port(args.host, args.port)  # before the models are loaded, which takes a while
         pictures, clips = examples(args.examples)
         with sight.decoder() as eyes:
-            launch(load(args, eyes, pictures, clips), args.host, args.port, auth, inbrowser=args.open)
+            page = load(args, eyes, pictures, clips)
+            quietly: dict[str, Any] = {
+                "quiet": True,
+                "prevent_thread_lock": True,
+            }  # no advice to share it with the world
+            _, address, _ = launch(page, args.host, args.port, auth, inbrowser=args.open, **quietly)
+            print(f"the demo is at {address} (Ctrl-C ends it)", flush=True)
+            page.block_thread()
     except (guard.DoorError, media.MediaError, _Fatal, OSError) as error:  # OSError: the port is taken
         print(f"mmspec demo: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _check_port(host: str, port: int | None) -> None:
+    """_Fatal if somebody listens at the port already; without one, a free one is looked for later."""
+    if port is None:
+        return
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as door:
+            door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            door.bind(address)
+    except (OSError, OverflowError) as error:
+        advice = "choose another --port, or none: a free one is found"
+        raise _Fatal(f"cannot listen at {host}:{port} ({error}); {advice}") from error
 
 
 class _Fatal(Exception):
