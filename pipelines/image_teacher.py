@@ -40,7 +40,7 @@ class ImageTeacher:
 
     def head(self, hidden: Tensor) -> Tensor:
         """Guided logits [..., V], which are what is verified, of both streams' final features [..., S·H]."""
-        return self.target.head(hidden)
+        return self.target.head(hidden.flatten(0, -2)[None]).view(*hidden.shape[:-1], -1)
 
     def _asked(self, samples: Sequence[Sample]) -> dict[str, Any]:
         prompts = [sample.prompt for sample in samples]

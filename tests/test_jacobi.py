@@ -452,6 +452,8 @@ def test_a_window_of_one_is_plain_decoding_and_so_is_none() -> None:
     toy = Toy(vocab=8, grid=(6, 4), reach=1)
 
     class Nothing:
+        nodes = 1
+
         def start(self, *_: Any) -> None: ...
 
         def propose(self, session: Any, target: Any) -> Draft:
