@@ -109,6 +109,8 @@ def texts(seed: int = 0) -> list[Text]:
 class Target:
     """A table of embeddings and a head that keeps what it is shown."""
 
+    streams, guidance, weighs = 1, None, False
+
     def __init__(self) -> None:
         g = torch.Generator().manual_seed(5)
         self.table, self.out = torch.randn(V, H, generator=g).double(), torch.randn(H, V, generator=g).double()

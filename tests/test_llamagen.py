@@ -21,10 +21,9 @@ from mmspec.kernels import reference as ops
 from mmspec.models.llamagen import rotate
 from mmspec.pipelines import captions, llamagen
 from mmspec.pipelines.cache import SlotCache
-from mmspec.pipelines.images import Guidance
-from mmspec.pipelines.sampling import Sampler, TorchNoise
+from mmspec.pipelines.guided import Guidance
+from mmspec.pipelines.sampling import Request, Sampler, TorchNoise
 from mmspec.pipelines.swap import swap
-from mmspec.rules import exact
 from mmspec.session import Row, Session
 from mmspec.tree import chain
 from mmspec.types import HOLE, Draft
@@ -245,7 +244,7 @@ def test_the_interval_guides_two_tokens_more(interval, guided):
     tokens = None if interval < 0 else interval + 2
     logits, position = torch.randn(2, 16, 5), torch.arange(16)[None]
     c, u = logits
-    out = Guidance(2.5, tokens)(logits, position)[0]
+    out = Guidance(2.5, tokens=tokens)(logits, position)[0]
     assert torch.equal(out[:guided], (u + 2.5 * (c - u))[:guided]) and torch.equal(out[guided:], c[guided:])
 
 
@@ -367,7 +366,7 @@ def test_features_are_streams_side_by_side():
         pipe(**call("text"), generator=seeded(4, 5, 6), output_type="latent", guidance_scale=3.0)
     prompt, hidden, target = seen[0]
     assert prompt.embeds.shape == (3, 12, 64) and prompt.hidden.shape == (3, 12, 128) and hidden.shape == (3, 1, 128)
-    assert torch.equal(hidden, prompt.hidden[:, -1:]) and target.streams == 2 and target.grid == (4, 4)
+    assert torch.equal(hidden, prompt.hidden[:, -1:]) and target.streams == 2 and prompt.grid == (4, 4)
     final = torch.cat([prompt.hidden[..., 32:64], prompt.hidden[..., 96:]], -1)
     c, u = (literal(pipe.transformer, e, prompt.valid[0], []) for e in prompt.embeds[0].chunk(2, -1))
     assert torch.allclose(target.head(final)[0].double(), u + 3 * (c - u), atol=2e-3)
@@ -467,9 +466,9 @@ def test_torch_noise_is_multinomial_s(ahead):
     g, mine = seeded(5, 5)
     stock = torch.stack([torch.multinomial(logits[:, t].softmax(-1), 1, generator=g)[:, 0] for t in range(steps)], 1)
     rows = [Row([], 0, steps, 0, index=b) for b in range(B)]
-    session = Session(list(rows), None, logits.device, exact)
+    session = Session(list(rows), logits.device)
     noise = TorchNoise(mine)
-    sampler = Sampler(lambda x, *_: x, True, noise)
+    request = Request(Sampler(lambda x, *_: x, True, noise))
     moves = seeded(2)[0]
     while session.rows:
         size = ahead
@@ -477,11 +476,11 @@ def test_torch_noise_is_multinomial_s(ahead):
         draft = Draft(torch.full((len(session.rows), size), HOLE), tree)
         at = (session.emitted[:, None] + tree.depth).clamp(max=steps - 1)
         index = torch.tensor([row.index for row in session.rows])
-        ids = sampler.law(logits[index[:, None], at], session, draft).ids
+        raw = logits[index[:, None], at]
+        ids = request.scores(raw, raw, session, draft, None).law.ids
         counts = torch.randint(1, size + 1, (len(session.rows),), generator=moves)
         for b, row in enumerate(session.rows):
-            for t in range(min(int(counts[b]), steps - row.generated)):
-                row.push(int(ids[b, t]))
+            row.take(ids[b, : int(counts[b])].tolist())
         session.emitted = torch.tensor([row.generated for row in session.rows])
         keep = [i for i, row in enumerate(session.rows) if not row.done]
         session.rows, session.emitted = [session.rows[i] for i in keep], session.emitted[keep]

@@ -135,7 +135,7 @@ def test_what_comes_out_may_be_used_for_anything() -> None:
 
 
 def test_a_cache_that_outgrew_its_room_may_be_written_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generate, "_RESERVE", 1)
+    monkeypatch.setattr(vlm, "_RESERVE", 1)
     model = targets.model("llava")
     with mmspec.enable(model, drafter=Scripted(_random)):
         out = targets.generate(model, targets.prompt("llava", "image first"), return_dict_in_generate=True)
