@@ -436,7 +436,7 @@ def test_engine_captions_continuously(drafter: str | None) -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_engine_falls_back_to_static_batches(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoder_only, "unsupported", lambda model: "it is not what it seems")
+    monkeypatch.setattr(decoder_only.DecoderOnly, "unsupported", lambda self, model: "it is not what it seems")
     engine = Engine(tiny_llava.model(), tiny_llava.processor(), "ngram", 9, temperature)
     assert engine.drafter is None and engine.notes == [
         "mmspec leaves LlavaForConditionalGeneration as it is: it is not what it seems"
