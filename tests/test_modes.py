@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import mmspec
 from mmspec.app.bench.image_methods import Hostile
 from mmspec.modes import each_in, mode_of
-from mmspec.pipelines import generate
+from mmspec.pipelines import generate, vlm
 from mmspec.tree import chain
 from mmspec.types import TargetInfo
 

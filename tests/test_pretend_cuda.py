@@ -31,6 +31,7 @@ from transformers.generation.streamers import BaseStreamer
 import mmspec
 from mmspec.kernels import dispatch
 from mmspec.pipelines import generate
+from mmspec.pipelines.handle import Patch
 from mmspec.types import Draft, Tree
 
 pytest.importorskip("triton")
@@ -162,7 +163,6 @@ def test_weights_in_float32_under_autocast(drafter: str, attention: str) -> None
                 assert answered(model, kind, FIRST).shape == stock(kind).shape
 
 
-@pytest.mark.xfail(reason="the session has to take ids to the model's device", strict=False)
 @pytest.mark.parametrize("drafter", ["ngram", "eagle"])
 def test_ids_on_the_cpu(drafter: str) -> None:
     made = DRAFTERS[drafter](targets.model("llava"))
@@ -231,7 +231,8 @@ def test_an_offloaded_pipeline_drafts_where_it_draws(drafter: str) -> None:
         made = "jacobi" if drafter == "jacobi" else test_eagle_image.drafter(grid=3)
         options = {"window": 4} if drafter == "jacobi" else {}
         with mmspec.enable(pipe, made, rule="lantern(k=10, lam=2.0)", **options) as handle:
-            assert handle.target is not None and handle.target.device == FIRST
+            patch = Patch.of(pipe)
+            assert patch is not None and patch.target is not None and patch.target.device == FIRST
             for _ in range(2):
                 pretended.copies.clear()
                 assert home(pipe(**how, generator=torch.Generator().manual_seed(1)).tokens) == FIRST
@@ -246,17 +247,17 @@ WAITS: dict[tuple[str, str, str], Waits] = {  # drafter, rule, kind of call → 
     ("plain", "exact", "ragged"): (1, 0),
     ("ngram", "exact", "criterion"): (2, 2),
     ("ngram", "exact", "one"): (1, 1),
-    ("ngram", "exact", "penalty"): (15, 14),
+    ("ngram", "exact", "penalty"): (1, 2),
     ("ngram", "exact", "ragged"): (1, 1),
     ("ngram", "exact", "sampled"): (1, 1),
     ("ngram", "exact", "streamed"): (1, 1),
     ("eagle", "exact", "criterion"): (2, 1),
     ("eagle", "exact", "one"): (1, 0),
-    ("eagle", "exact", "penalty"): (13, 11),
+    ("eagle", "exact", "penalty"): (1, 1),
     ("eagle", "exact", "ragged"): (1, 0),
     ("eagle", "exact", "sampled"): (1, 0),
     ("eagle", "exact", "streamed"): (1, 0),
-    ("eagle drawn", "exact", "sampled"): (26, 0),
+    ("eagle drawn", "exact", "sampled"): (1, 0),
     ("vispec", "exact", "one"): (1, 0),
     ("vispec", "exact", "ragged"): (1, 0),
     ("msd", "exact", "one"): (1, 0),
@@ -268,7 +269,7 @@ WAITS: dict[tuple[str, str, str], Waits] = {  # drafter, rule, kind of call → 
     ("jacobi", "exact", "one"): (1, 0),
     ("jacobi", "exact", "ragged"): (1, 0),
     ("eagle", "exact", "pictures"): (1, 0),
-    ("eagle", "lantern(k=10, lam=2.0)", "pictures"): (26, 0),
+    ("eagle", "lantern(k=10, lam=2.0)", "pictures"): (1, 0),
     ("jacobi", "exact", "pictures"): (1, 0),
     ("jacobi", "grouped(cells=8)", "pictures"): (1, 0),
     ("jacobi", "gsd(group=5)", "pictures"): (1, 0),
@@ -277,7 +278,7 @@ WAITS: dict[tuple[str, str, str], Waits] = {  # drafter, rule, kind of call → 
     ("jacobi", "scaled(omega=1.5)", "pictures"): (1, 0),
     ("jacobi", "typical(epsilon=0.3, delta=0.1)", "pictures"): (1, 0),
     ("jacobi reproducible", "exact", "pictures"): (1, 0),
-    ("jacobi proactive", "exact", "pictures"): (8, 0),
+    ("jacobi proactive", "exact", "pictures"): (1, 0),
 }
 
 

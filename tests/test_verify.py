@@ -15,7 +15,7 @@ from PIL import Image
 
 import mmspec
 from mmspec.app import cli
-from mmspec.pipelines import decoder_only
+from mmspec.pipelines.decoder_only import DecoderOnly
 from mmspec.pipelines.verify import _first_difference
 
 
@@ -113,7 +113,7 @@ def test_refusals(folder: Path, words: list[str], told: str, capsys: pytest.Capt
 def test_a_model_that_cannot_be_accelerated(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(decoder_only, "unsupported", lambda model: "it has linear attention")
+    monkeypatch.setattr(DecoderOnly, "unsupported", lambda family, model: "it has linear attention")
     assert verify(folder) == 1 and "it has linear attention" in capsys.readouterr().err
 
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import pretend_cuda
 import pytest
 import targets
 import torch
 import transformers as T
 from drafters import eagle
+from pretend_cuda import Pretend, place
 from test_generate import letters
 from torch import Tensor
 
@@ -51,24 +52,27 @@ DRAFTER = ["ngram", "eagle"]
 
 
 @pytest.fixture
-def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def model(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("MMSPEC_KERNELS", "reference")  # the kernels' own interpreter is slow, and reads memory anyway
-    model = pretend_cuda.place(targets.model("llava"), "cuda:0")
-    yield model
-    for t in [*model.parameters(), *model.buffers()]:
-        t.__dict__.pop("_pretend", None)
+    with Pretend():
+        return place(copy.deepcopy(targets.model("llava")), CUDA)
 
 
 def made(model: Any, name: str) -> Any:
-    return pretend_cuda.place(eagle(model, depth=4, width=3, size=14), "cuda:0") if name == "eagle" else name
+    return place(eagle(targets.model("llava"), depth=4, width=3, size=14), CUDA) if name == "eagle" else name
+
+
+def asked() -> dict[str, Tensor]:
+    """A prompt on the device."""
+    with Pretend():
+        return {name: t.to(CUDA) for name, t in targets.prompt("llava", "image first").items()}
 
 
 def counted(model: Any, drafter: Any, tokens: int, **how: Any) -> Counter[str]:
     """Rounds, waits of the host, and copies to the device of one call."""
-    inputs = {k: pretend_cuda.tag(v.clone(), CUDA) for k, v in targets.prompt("llava", "image first").items()}
-    with mmspec.enable(model, drafter=drafter) as handle, pretend_cuda.Pretend() as seen:
-        targets.generate(model, inputs, max_new_tokens=tokens, **{"eos_token_id": None, **how})
-    return Counter(rounds=handle.stats.rounds, waits=seen.syncs.total(), copies=seen.h2d.total())
+    with Pretend() as seen, mmspec.enable(model, drafter=drafter) as handle:
+        targets.generate(model, asked(), max_new_tokens=tokens, **{"eos_token_id": None, **how})
+    return Counter(rounds=handle.stats.rounds, waits=seen.waits[0], copies=seen.waits[1])
 
 
 def per_round(model: Any, drafter: Any, **how: Any) -> Counter[str]:
@@ -98,12 +102,12 @@ def test_answers_of_a_criterion_that_lie_on_the_device_are_read_together(model: 
 @pytest.mark.parametrize("drafter", DRAFTER)
 def test_a_streamed_round_waits_once(model: Any, drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The stream's own thread is pretended too; it tells of refused drafts, which only the device knows."""
-    inputs = {k: pretend_cuda.tag(v.clone(), CUDA) for k, v in targets.prompt("llava", "image first").items()}
-    seen: list[pretend_cuda.Pretend] = []
+    inputs = asked()
+    seen: list[Pretend] = []
     generate = type(model).generate
 
     def pretended(*args: Any, **kwargs: Any) -> Any:
-        with pretend_cuda.Pretend() as mode:
+        with Pretend() as mode:
             seen.append(mode)
             return generate(*args, **kwargs)
 
@@ -111,10 +115,12 @@ def test_a_streamed_round_waits_once(model: Any, drafter: str, monkeypatch: pyte
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda *_: None)
     found = []
     for tokens in (8, 20):
-        with mmspec.enable(model, drafter=made(model, drafter)) as handle:
+        with Pretend():
+            handle = mmspec.enable(model, drafter=made(model, drafter))
+        with handle:
             steps = list(stream(model, inputs, max_new_tokens=tokens, do_sample=False, eos_token_id=None))
         assert sum(len(step.tokens) for step in steps) == tokens
-        found.append(Counter(rounds=handle.stats.rounds, waits=seen[-1].syncs.total()))
+        found.append(Counter(rounds=handle.stats.rounds, waits=seen[-1].waits[0]))
     found[1].subtract(found[0])
     assert found[1]["rounds"] > 3 and found[1]["waits"] == found[1]["rounds"]
     assert any(step.corrected for step in steps)
