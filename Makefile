@@ -18,6 +18,8 @@ help:
 check: $(VENV)/.mmspec-dev
 	$(RUN)/ruff check .
 	$(RUN)/ruff format --check .
+	rm -rf build/types && mkdir -p build/types/mmspec
+	ln -s $(addprefix ../../../,$(wildcard mmspec/*) pipelines kernels app) build/types/mmspec/
 	$(RUN)/mypy
 
 test: $(VENV)/.mmspec-dev
