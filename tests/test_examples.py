@@ -51,6 +51,12 @@ def rules(said: str, _: Path) -> bool:
     return exact[1] == 0 and relaxed[0] > exact[0] and relaxed[1] > 0.5 >= limited[1] > 0
 
 
+def rounds(said: str, _: Path) -> bool:
+    greedy, _, sampled = said.partition("sampled:")
+    accepted = [sum(numbers(each, "# of")) for each in (greedy, sampled)]
+    return "stock generate's: True" in said and min(accepted) >= 1
+
+
 def trained(said: str, here: Path) -> bool:
     return "identical to stock" in said and mmspec.load_drafter(here / "run" / "drafter").config.vocab == 2048
 
@@ -61,6 +67,7 @@ CLAIMS: dict[str, Callable[[str, Path], bool]] = {  # of what was printed, and t
     "draw_pipeline.py": picture,
     "own_drafter.py": lambda said, _: "identical to stock" in said and numbers(said, "# tokens per")[0] > 1.5,
     "own_rule.py": rules,
+    "loop.py": rounds,
     "train_drafter.py": trained,
 }
 

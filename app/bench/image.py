@@ -7,6 +7,7 @@ import gc
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -226,7 +227,7 @@ def timed(bench: Bench, chosen: list[Method], prompts: Sequence[Any], batch: int
     able, asked = [], dict[str, int]()
     for method in chosen:
         try:
-            settle(lambda m=method: bench.call(m, groups[0]))
+            settle(partial(bench.call, method, groups[0]))
             if not method.plain:  # these may be compiled, which cannot be watched
                 with Reads() as reads:
                     bench.call(method, groups[0])
