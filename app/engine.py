@@ -19,7 +19,7 @@ from mmspec.pipelines import families
 from mmspec.pipelines.batching import Flow
 from mmspec.pipelines.intake import TOGETHER, Finished, Intake, Static, answer_length
 from mmspec.pipelines.prompts import chat_inputs
-from mmspec.stats import Stats
+from mmspec.statistics import Stats
 
 if TYPE_CHECKING:
     from mmspec.app.caption.prompts import Asked

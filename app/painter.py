@@ -18,7 +18,7 @@ from mmspec.app import embedded
 from mmspec.app.engine import STOCK, EngineError, find_device, first_line
 from mmspec.registry import resolve_rule
 from mmspec.rules import Rule
-from mmspec.stats import Stats
+from mmspec.statistics import Stats
 from mmspec.zoo import pictures
 
 PLAIN = STOCK  # the drafter that is none: one token per forward of the target

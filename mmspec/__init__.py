@@ -22,7 +22,7 @@ _FACE = {
     "Handle": "mmspec.pipelines.handle",
     "Report": "mmspec.pipelines.verify",
     "SpecConfig": "mmspec.config",
-    "Stats": "mmspec.session",
+    "Stats": "mmspec.statistics",
     "Step": "mmspec.pipelines.stream",
     "UnsupportedError": "mmspec.pipelines.obstacles",
     "supported": "mmspec.pipelines.families",

@@ -15,7 +15,7 @@ from torch import Tensor
 from mmspec.kernels import dispatch
 from mmspec.kernels import reference as ops
 from mmspec.rules import Rule, exact
-from mmspec.stats import Stats
+from mmspec.statistics import Stats
 from mmspec.types import HOLE, Draft, Law, Round, Scores, Verdict
 
 _PER_ROW = ("pending", "emitted", "seeds", "spent")  # tensors [B] of a session

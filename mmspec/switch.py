@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mmspec.stats import Stats
+from mmspec.statistics import Stats
 from mmspec.tree import lone
 from mmspec.types import Draft, Drafter, Prompt, Target, told
 

@@ -18,7 +18,7 @@ from mmspec.pipelines.intake import Asked, Finished, Intake, out_of_memory
 from mmspec.pipelines.processors import Processors
 from mmspec.pipelines.sampling import Request, Sampler
 from mmspec.session import Row, Session
-from mmspec.stats import Stats
+from mmspec.statistics import Stats
 
 __all__ = ["Finished", "Flow"]
 

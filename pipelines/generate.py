@@ -25,7 +25,7 @@ from mmspec.pipelines.processors import unsafe
 from mmspec.pipelines.sampling import Request, Sampler, TorchNoise
 from mmspec.pipelines.state import State
 from mmspec.session import Row, Session
-from mmspec.stats import Stats
+from mmspec.statistics import Stats
 from mmspec.types import Round, Target
 
 watching: ContextVar[Callable[[Round], None] | None] = ContextVar("mmspec_watching", default=None)  # see stream.py

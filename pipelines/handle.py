@@ -15,7 +15,7 @@ from mmspec.pipelines.family import Family
 from mmspec.pipelines.obstacles import Obstacle, UnsupportedError
 from mmspec.pipelines.swap import restore, swap
 from mmspec.rules import Rule, exact
-from mmspec.stats import Stats
+from mmspec.statistics import Stats
 from mmspec.types import TargetInfo
 
 _switching = threading.RLock()  # enable and disable may come from any thread

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 from mmspec.pipelines import families
 from mmspec.pipelines.vlm import TYPES
-from mmspec.stats import Stats
+from mmspec.statistics import Stats
 
 TOGETHER = 8192  # tokens of prompts that are read at once at most, padding included
 _TEXT = ("input_ids", "attention_mask", *TYPES)  # inputs with one column a token; all others are pictures, stacked

@@ -25,7 +25,7 @@ from mmspec.pipelines.llamagen_target import Condition, LlamaGenTarget
 from mmspec.pipelines.sampling import CounterNoise, Request, Sampler, warpers
 from mmspec.rules import Rule, exact
 from mmspec.session import Row, Session
-from mmspec.stats import Stats
+from mmspec.statistics import Stats
 
 # What the authors sample with, by kind of condition; a pipeline's own `defaults` come before these.
 TEXT = {"guidance_scale": 7.5, "top_k": 1000, "top_p": 1.0, "temperature": 1.0, "clean_caption": True}

@@ -12,7 +12,7 @@ from mmspec.pipelines import drafting, families
 from mmspec.pipelines.handle import Handle, Patch, put_on
 from mmspec.pipelines.obstacles import UnsupportedError, soft_prompt
 from mmspec.registry import resolve_rule
-from mmspec.stats import Stats
+from mmspec.statistics import Stats
 
 __all__ = ["Handle", "UnsupportedError", "disable", "enable", "stats"]
 

@@ -20,7 +20,7 @@ from mmspec.app.bench.command import BenchError, Call, Clock
 from mmspec.app.bench.questions import Question, read_questions
 from mmspec.app.provenance import provenance
 from mmspec.drafters.eagle import EagleConfig, EagleDrafter
-from mmspec.stats import Stats
+from mmspec.statistics import Stats
 
 QUICK = ["--images", "2", "--max-new-tokens", "8", "--prompt", "short"]
 

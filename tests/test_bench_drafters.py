@@ -21,7 +21,7 @@ from mmspec.app.bench import drafters as named
 from mmspec.app.bench import report, vlm_curves, vlm_methods, vlm_shown
 from mmspec.app.bench.command import BenchError
 from mmspec.app.train import build
-from mmspec.stats import Stats
+from mmspec.statistics import Stats
 from mmspec.zoo import clips
 
 METHODS = ("eagle", "vispec", "msd", "flash", "specvlm")

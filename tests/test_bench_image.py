@@ -19,7 +19,7 @@ from mmspec.app.bench.command import matching
 from mmspec.app.bench.image_methods import Method
 from mmspec.app.painter import Painter, Painting
 from mmspec.registry import resolve_rule
-from mmspec.stats import Stats
+from mmspec.statistics import Stats
 
 QUICK = ["--device", "cpu", "--images", 1, "--batch", 1, "--methods"]
 JACOBI = "jacobi-maximal-8"

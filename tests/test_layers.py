@@ -22,6 +22,7 @@ INSIDE = {  # the order inside mmspec/: each part imports only its own rank and 
     "rows": 0,
     "types": 0,
     "rules": 0,
+    "statistics": 0,
     "session": 0,
     "config": 0,
     "registry": 0,

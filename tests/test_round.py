@@ -39,7 +39,7 @@ from mmspec.pipelines.batching import Flow
 from mmspec.pipelines.trusted import Trusted
 from mmspec.rules import typical
 from mmspec.session import Session
-from mmspec.stats import Stats
+from mmspec.statistics import Stats
 from mmspec.switch import LOOK, PLAIN, Known, Switch
 from mmspec.tree import lone
 

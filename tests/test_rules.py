@@ -16,7 +16,7 @@ from mmspec.kernels import reference as ops
 from mmspec.registry import RULES, resolve_rule
 from mmspec.rules import Masses, Rule, Trial, exact
 from mmspec.session import Row, Session
-from mmspec.stats import Stats
+from mmspec.statistics import Stats
 from mmspec.tree import chain, from_parents
 from mmspec.types import HOLE, Categorical, Draft
 
@@ -380,7 +380,8 @@ def test_charges_bound_the_distance_of_whole_texts(spec: str, drafts: list[tuple
 
 def test_a_rows_charge_goes_where_the_row_goes() -> None:
     def session(first: int, n: int) -> Session:
-        made = Session([Row([0], 1, 9, seed=first + b) for b in range(n)], None, CPU, rule_of("scaled(omega=2.0)"))
+        rule = rule_of("scaled(omega=2.0)")
+        made = Session([Row([0], 1, 9, seed=first + b, rule=rule) for b in range(n)], CPU)
         made.spent = torch.arange(first, first + n, dtype=torch.float64)
         made.cache = made.memory = Holder()
         return made

@@ -10,14 +10,14 @@ import torch
 from drafters import DRAFTERS, Oracle, Scripted, _right, eagle
 
 import mmspec
-from mmspec.loop import decode
-from mmspec.pipelines import decoder_only
-from mmspec.pipelines import generate as generating
-from mmspec.pipelines.generate import Call
-from mmspec.pipelines.processors import Processors
-from mmspec.pipelines.vlm import VlmTarget
+from mmspec.loop import decode, start
+from mmspec.pipelines import decoder_only, families
+from mmspec.pipelines.call import Call
+from mmspec.pipelines.generate import row_seeds
+from mmspec.pipelines.sampling import Request, Sampler
 from mmspec.session import Row, Session
-from mmspec.stats import Stats
+from mmspec.statistics import Stats
+from mmspec.types import Target
 
 NAME = "llava"
 # (kind, seed) of six rows that arrive one by one
@@ -52,13 +52,18 @@ def call_of(model: Any, monkeypatch: pytest.MonkeyPatch, inputs: dict[str, Any],
     return caught.value.args[0]
 
 
-def opened(handle: Any, call: Call, seed: int = 0) -> tuple[Session, VlmTarget]:
+def opened(handle: Any, call: Call, seed: int = 0) -> tuple[Session, Target]:
     """A session after its prefill; `seed` decides the noise of its rows."""
     torch.manual_seed(seed)
-    sample = bool(call.generation_config.do_sample)
-    target = VlmTarget(handle.model, handle.drafter.features, Processors(call.logits_processor), sample, False)
-    session, _ = next(generating._rounds(target, handle.drafter, call))
-    return session, target
+    model, family = handle.model, families.of(handle.model)
+    sample, ids, ends = bool(call.generation_config.do_sample), call.input_ids, call.endings
+    request = family.request(Request(Sampler(call.processors, sample)))
+    rows = [
+        Row(tokens, len(tokens), ends.limit, noise, ends.eos, ends.of(b), b, handle.rule, request)
+        for b, (tokens, noise) in enumerate(zip(ids.tolist(), row_seeds(model, len(ids), sample), strict=True))
+    ]
+    target = family.target(model, handle.drafter.features, call.guidance)
+    return start(target, handle.drafter, rows, call)[0], target
 
 
 def texts(rows: list[Row]) -> list[list[int]]:

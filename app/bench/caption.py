@@ -28,7 +28,7 @@ from mmspec.drafters.plain import Plain
 from mmspec.pipelines.batching import Flow
 from mmspec.pipelines.intake import Finished, Intake, Static
 from mmspec.pipelines.prompts import chat_inputs
-from mmspec.stats import Stats
+from mmspec.statistics import Stats
 from mmspec.zoo import language, scenes
 
 HELD_OUT = 7003  # first number of the seeds of scenes that no training, no evaluation and no other suite draws

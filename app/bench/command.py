@@ -25,7 +25,7 @@ from mmspec.app.engine import EngineError
 from mmspec.app.provenance import load_average
 from mmspec.capture import Captured
 from mmspec.media import MediaError
-from mmspec.stats import Stats
+from mmspec.statistics import Stats
 
 T = TypeVar("T")
 WARM_UPS = 6  # calls at most until a compiled path stops compiling

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from mmspec.app.extras import installing
-from mmspec.stats import Stats
+from mmspec.statistics import Stats
 
 Record = dict[str, Any]
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mmspec.app.bench.report import LAYOUTS, Layout, Record, figure, ratio, spread
-from mmspec.stats import Stats
+from mmspec.statistics import Stats
 
 PLAIN = ("ar", "ar-static", "ar-compiled")
 SPEED, QUALITY = "image", "image-quality"  # the suites of the two kinds of record

@@ -24,7 +24,7 @@ from mmspec.pipelines.llamagen import LlamaGenPipeline
 from mmspec.pipelines.mar_loop import Brush, Canvas, canvas, law, plain
 from mmspec.pipelines.mar_plan import Speculation, tally
 from mmspec.pipelines.mar_speculate import draw
-from mmspec.stats import Stats
+from mmspec.statistics import Stats
 
 STOCK, COMPILED = "stock", "stock compiled"
 SDPA = "sdpa"
