@@ -135,9 +135,8 @@ class JanusTarget(VlmTarget):
         order = torch.arange(rows, device=inputs.ids.device).view(2, -1).T.flatten()
         embeds, arguments = inputs.embeds[order], {k: selected(v, order, rows) for k, v in inputs.arguments.items()}
         slots = SlotCache(rows, inputs.ids.device, L + session.rows[0].limit + nodes)
-        given = self.model.prepare_inputs_for_generation(
-            input_ids=inputs.ids[order], inputs_embeds=embeds, **arguments, past_key_values=slots
-        )
+        arguments |= {"past_key_values": slots}
+        given = self.model.prepare_inputs_for_generation(input_ids=inputs.ids[order], inputs_embeds=embeds, **arguments)
         with listen() as heard:
             out = self.model.model.language_model(**given)
         slots.advance(L)

@@ -165,7 +165,7 @@ class LlamaGenPipeline(DiffusionPipeline):
         for row in rows:
             row.rule, row.request = plan.rule, request
         held = compiled.of(self.transformer) if plan.compile else None
-        target = LlamaGenTarget(self.transformer, plan.drafter.features, guidance, held)
+        target = LlamaGenTarget(self.transformer, plan.drafter.features, guidance, held, len(rows))
         session, _ = start(target, plan.drafter, list(rows), condition)
         yield session
         for _ in decode(session, target, plan.drafter):

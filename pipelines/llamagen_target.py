@@ -42,6 +42,7 @@ class LlamaGenTarget(ModelTarget):
         features: what the drafter asked for.
         guidance: None: one stream.
         captured: captures and compiles the forward over drafts; None: it runs as it is.
+        rows: how many the call began with, by which `captures` tells those that are left over; 0: not known.
     """
 
     weighs = True
@@ -53,9 +54,10 @@ class LlamaGenTarget(ModelTarget):
         features: tuple[int, ...],
         guidance: Guidance | None = None,
         captured: Compiled | None = None,
+        rows: int = 0,
     ) -> None:
         super().__init__(guidance)
-        self.model, self.features, self.captured = transformer, features, captured
+        self.model, self.features, self.captured, self.rows = transformer, features, captured, rows
         self.device = transformer.device
         self.inference = mode_of(transformer)
         self.grid = (transformer.config.grid, transformer.config.grid)
@@ -82,7 +84,7 @@ class LlamaGenTarget(ModelTarget):
         embeds = self.prefix(inputs.what)
         cache = SlotCache(S * B, valid.device, P + self.last + 1 + nodes)
         first = Onward(torch.zeros_like(cache.lengths.device)[:, None])
-        session.cache = State(cache, first, valid, {}, {"rows": B}, S)
+        session.cache = State(cache, first, valid, {}, {}, S)
         before = torch.full((S * B, P), PREFIX, device=valid.device)
         hidden, *features = self._forward(embeds, before, visible(valid, P), cache)
         cache.advance(P)
@@ -100,7 +102,7 @@ class LlamaGenTarget(ModelTarget):
     def captures(self, session: Session) -> bool:
         """So few rows that are left of a batch are not worth it: some soon end as well."""
         rows = len(session.rows)
-        return not (rows < session.cache.arguments["rows"] and rows.bit_count() > 1)
+        return not (rows < self.rows and rows.bit_count() > 1)
 
     def read(self, state: State, tokens: Tensor, places: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
         hidden, *features = self._forward(self.embed(tokens), places, mask[:, 0], state.cache)

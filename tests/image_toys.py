@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from mmspec.kernels import reference as ops
-from mmspec.loop import begin, decode
+from mmspec.loop import decode, start
 from mmspec.rules import Rule
 from mmspec.session import Row, Session
-from mmspec.tree import chain, from_paths
+from mmspec.tree import chain, from_paths, lone
 from mmspec.types import HOLE, Categorical, Draft, Prompt, Round, Scores
 
 CPU = torch.device("cpu")
@@ -40,8 +40,12 @@ class TableModel:
     is uniform.
     """
 
+    device = CPU
     features: tuple[int, ...] = ()
     inference = torch.inference_mode
+    streams = 1
+    guidance = None
+    weighs = False
 
     def __init__(self, vocab: int = 4, length: int = 4, seed: int = 0, scale: float = 1.0) -> None:
         self.vocab, self.length = vocab, length
@@ -66,6 +70,13 @@ class TableModel:
         """p at numbered texts [B, N]; a subclass may realise it otherwise."""
         return Categorical(self.logits[texts])
 
+    def prefill(self, session: Session, inputs: None, nodes: int) -> tuple[Prompt, Scores]:
+        """Nothing is read: every text begins with the same token, which is not part of it."""
+        ids = torch.zeros(len(session.rows), 1, dtype=torch.long)
+        session.cache = Place(ids[:, 0], ids)
+        prompt = Prompt(ids, None, None, torch.zeros_like(ids), torch.ones_like(ids, dtype=torch.bool))
+        return prompt, Scores(self.law(ids, session, lone(ids)))
+
     def score(self, session: Any, draft: Draft) -> Scores:
         nodes = [self.after(session.cache.text, draft.tokens[:, 0])]
         for n in range(1, draft.tree.size):
@@ -87,15 +98,8 @@ class TableModel:
 def run(model: TableModel, drafter: Any, rule: Rule, rows: int, seed: int = 0) -> tuple[Tensor, list[Row], Session]:
     """`rows` outputs [rows, length], each with a seed of its own, through the real loop; the rows; the session."""
     # Multiples of an odd number, so that no two runs share seeds.
-    lines = [Row([0], 1, 1 + model.length, (seed * rows + b) * 7919 + 5, index=b) for b in range(rows)]
-    session = Session(list(lines), None, CPU, rule)
-    start = torch.zeros(rows, 1, dtype=torch.long)
-    session.cache = Place(start[:, 0], start)
-    prompt = Prompt(
-        start, None, None, torch.zeros_like(start, dtype=torch.bool), torch.ones_like(start, dtype=torch.bool)
-    )
-    root = Draft(start, chain(1, CPU).expand(rows))
-    begin(session, model, drafter, prompt, Scores(model.law(start, session, root)))
+    lines = [Row([0], 1, 1 + model.length, (seed * rows + b) * 7919 + 5, index=b, rule=rule) for b in range(rows)]
+    session, _ = start(model, drafter, list(lines), None)
     for _ in decode(session, model, drafter):
         pass
     return torch.tensor([row.tokens[1 : 1 + model.length] for row in lines]), lines, session
@@ -128,6 +132,7 @@ class Drawn:
         g = torch.Generator().manual_seed(99)
         self.q = torch.randn(model.vocab, 1 + depth, model.vocab, generator=g, dtype=torch.float64)
         self.honest = honest
+        self.nodes = self.tree.size
 
     def start(self, session: Any, target: Any, prompt: Prompt) -> Nothing:
         return Nothing()

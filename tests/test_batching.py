@@ -146,8 +146,8 @@ def test_sampled_rows_are_fixed_by_their_seeds(drafter: str) -> None:
 def test_waiting_prompts_of_one_shape_are_read_together(monkeypatch: pytest.MonkeyPatch) -> None:
     model, asked = targets.model("llava"), prompts("llava", ("image first",) * 9)
     read: list[int] = []
-    unhurt = batching.opened
-    monkeypatch.setattr(batching, "opened", lambda *a: read.append(len(a[2].input_ids)) or unhurt(*a))
+    unhurt = batching.start
+    monkeypatch.setattr(batching, "start", lambda *a: read.append(len(a[3].input_ids)) or unhurt(*a))
     with mmspec.enable(model, drafter=Plain()):
         answers(Flow(model, None, 4, **settings(max_new_tokens=3)), asked)
     assert read == [1, 3, 4, 1]
@@ -277,9 +277,9 @@ def test_rows_are_halved_when_memory_runs_out(where: str, monkeypatch: pytest.Mo
     with mmspec.enable(model):
         flow = Flow(model, None, 5, **settings())
         if where == "read":
-            unhurt = batching.opened
+            unhurt = batching.start
             monkeypatch.setattr(
-                batching, "opened", lambda *a: (check(len(a[2].input_ids) + len(flow.running)), unhurt(*a))[1]
+                batching, "start", lambda *a: (check(len(a[3].input_ids) + len(flow.running)), unhurt(*a))[1]
             )
         elif where == "join":
             join = SlotCache.join
@@ -297,14 +297,14 @@ def test_rows_are_halved_when_memory_runs_out(where: str, monkeypatch: pytest.Mo
 
 def test_a_prompt_too_large_by_itself_costs_only_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     model, asked = targets.model("llava"), prompts("llava")
-    unhurt = batching.opened
+    unhurt = batching.start
 
-    def opened(*args: Any) -> Any:
-        if asked[3]["input_ids"].shape[1] == args[2].input_ids.shape[1]:
+    def start(*args: Any) -> Any:
+        if asked[3]["input_ids"].shape[1] == args[3].input_ids.shape[1]:
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
         return unhurt(*args)
 
-    monkeypatch.setattr(batching, "opened", opened)
+    monkeypatch.setattr(batching, "start", start)
     with mmspec.enable(model):
         flow = Flow(model, None, 4, **settings())
         ends = drain(flow, asked)

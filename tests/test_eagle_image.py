@@ -22,12 +22,12 @@ from mmspec.drafters import shapes
 from mmspec.drafters.blocks import rotate
 from mmspec.drafters.eagle import EagleConfig, EagleDrafter
 from mmspec.kernels import reference as ops
-from mmspec.loop import begin, decode
+from mmspec.loop import decode, start
 from mmspec.models import llamagen
+from mmspec.pipelines.guided import Guidance
 from mmspec.pipelines.image_teacher import ImageTeacher
-from mmspec.pipelines.images import Guidance, ImageTarget
-from mmspec.pipelines.sampling import CounterNoise, Sampler
-from mmspec.rules import exact
+from mmspec.pipelines.llamagen_target import Condition, LlamaGenTarget
+from mmspec.pipelines.sampling import CounterNoise, Request, Sampler
 from mmspec.session import Row, Session
 from mmspec.train import data
 from mmspec.train.data import Sample
@@ -182,6 +182,8 @@ class Recorder:
     """A target of S streams that draws nothing: embeddings by table, the head keeps what it was shown."""
 
     features = (FINAL,)
+    guidance = None
+    weighs = False
 
     def __init__(self, streams: int, table: Tensor) -> None:
         self.streams, self.table = streams, table
@@ -267,15 +269,14 @@ def drawn(how: str, guess: Any, rows: list[int], scale: float = 3.0) -> tuple[li
     model = tiny_llamagen.transformer("text", vocab=64)
     warpers = LogitsProcessorList([TemperatureLogitsWarper(0.9), TopKLogitsWarper(20)])
     sampler = Sampler(warpers, how != "greedy", CounterNoise() if how == "seed-exact" else None)
-    target = ImageTarget(model, guess.features, sampler, Guidance(scale))
+    target = LlamaGenTarget(model, guess.features, Guidance(scale) if scale > 1 else None)
     P = tiny_llamagen.PREFIX
     condition = torch.stack(
         [torch.randn(P, tiny_llamagen.WIDTH, generator=torch.Generator().manual_seed(r)) for r in rows]
     )
     valid = torch.arange(P) >= torch.tensor(rows)[:, None] % P  # left padding of different length
-    session = Session([Row([], 0, GRID**2, r, index=i) for i, r in enumerate(rows)], None, CPU, exact)
-    everyone = list(session.rows)
-    begin(session, target, guess, *target.prefill(session, condition, valid, guess.nodes))  # type: ignore[arg-type]
+    everyone = [Row([], 0, GRID**2, r, index=i, request=Request(sampler)) for i, r in enumerate(rows)]
+    session, _ = start(target, guess, list(everyone), Condition(condition, valid))
     for _ in decode(session, target, guess):  # type: ignore[arg-type]
         pass
     return [row.tokens for row in everyone], session.stats
@@ -308,17 +309,14 @@ def test_one_stream_where_nothing_is_guided() -> None:
     assert drawn("seed-exact", fitted(drafter(), tree="mc_sim_7b_63"), [2, 9], scale=1.0)[0] == plain
 
 
-def test_knowing_the_targets_noise_pays() -> None:
+def test_knowing_the_targets_noise_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     """A drafter that ignores it proposes the likeliest tokens, of which the target's fixed draw is seldom one."""
     model = tiny_llamagen.transformer("text", vocab=64)
     made = fitted(drafter(), depth=3, width=1)
     rows = list(range(16))
     _, with_noise = drawn("seed-exact", made, rows)
-    hidden, ImageTarget.weigh = ImageTarget.weigh, None  # type: ignore[assignment, method-assign]
-    try:
-        _, without = drawn("seed-exact", made, rows)
-    finally:
-        ImageTarget.weigh = hidden  # type: ignore[method-assign]
+    monkeypatch.setattr(LlamaGenTarget, "weighs", False)
+    _, without = drawn("seed-exact", made, rows)
     assert with_noise.accepted > 1.5 * without.accepted, (with_noise.accepted, without.accepted, model.config.vocab)
 
 
@@ -335,9 +333,12 @@ class Rows:
 class Toy:
     """A guided target of two streams whose law depends on the token before: one table of features per stream."""
 
+    device = CPU
     features = (FINAL,)
     inference = torch.inference_mode
     streams = 2
+    guidance = None
+    weighs = False
 
     def __init__(self, vocab: int, hidden: int, seed: int, scale: float = 2.0) -> None:
         g = torch.Generator().manual_seed(seed)
@@ -355,6 +356,12 @@ class Toy:
 
     def hidden(self, tokens: Tensor) -> Tensor:
         return torch.cat([self.table[0, tokens], self.table[1, tokens]], -1)
+
+    def prefill(self, session: Session, inputs: Tensor, nodes: int) -> tuple[Prompt, Scores]:
+        session.cache, hidden = Rows(), self.hidden(inputs)
+        embeds = torch.cat([self.embed(inputs)] * 2, -1)
+        scores = Scores(Categorical(self.head(hidden[:, -1:])), hidden[:, -1:])
+        return Prompt(inputs, embeds, hidden, torch.zeros_like(inputs), inputs >= 0), scores
 
     def score(self, session: Any, draft: Any) -> Scores:
         hidden = self.hidden(draft.tokens.clamp(min=0))
@@ -375,12 +382,8 @@ class Toy:
 @torch.no_grad()
 def decoded(target: Toy, guess: EagleDrafter, rows: int, length: int) -> tuple[Tensor, Any]:
     prompt = torch.tensor([[1, 0]]).expand(rows, 2)
-    session = Session([Row([], 0, length, 31 * r + 7) for r in range(rows)], Rows(), CPU, exact)
-    everyone = list(session.rows)
-    hidden = target.hidden(prompt)
-    embeds = torch.cat([target.embed(prompt)] * 2, -1)
-    scores = Scores(Categorical(target.head(hidden[:, -1:])), hidden[:, -1:])
-    begin(session, target, guess, Prompt(prompt, embeds, hidden, prompt < 0, prompt >= 0), scores)
+    everyone = [Row([], 0, length, 31 * r + 7) for r in range(rows)]
+    session, _ = start(target, guess, list(everyone), prompt)
     for _ in decode(session, target, guess):
         pass
     return torch.tensor([row.tokens for row in everyone]), session.stats
@@ -482,7 +485,7 @@ def test_training_unroll_equals_decoding(tmp_path: Path) -> None:
     shown: list[Tensor] = []
     target, made = run.teacher.target, fitted(run.drafter, width=1, depth=depth)
     table, ids = target.embed, torch.tensor(answers)
-    fed = SimpleNamespace(streams=2, embed=lambda t: table(t), head=lambda f: shown.append(f) or force())
+    fed = SimpleNamespace(streams=2, weighs=False, embed=lambda t: table(t), head=lambda f: shown.append(f) or force())
 
     def force() -> Tensor:  # draft what the target drew, so that the unrolled embeddings are the drafted ones
         return 9.0 * torch.nn.functional.one_hot(ids[:, len(shown) : len(shown) + 1], 64)

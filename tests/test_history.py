@@ -12,7 +12,6 @@ from transformers.generation import logits_process as stock
 
 from mmspec.pipelines.history import Texts
 from mmspec.pipelines.processors import HISTORY, PURE, Processors
-from mmspec.rules import exact
 from mmspec.session import Row, Session
 from mmspec.tree import chain, from_parents
 from mmspec.types import HOLE, Draft
@@ -55,7 +54,7 @@ def words(*shape: int) -> Tensor:
 
 def session(lengths: list[int]) -> Session:
     rows = [Row([*words(n - 1).tolist(), V + 1], 1, 99, 0, index=i) for n, i in zip(lengths, (0, 2, 3), strict=True)]
-    return Session(rows, None, CPU, exact)
+    return Session(rows, CPU)
 
 
 def draft(at: Session, size: int, shape: str) -> Draft:

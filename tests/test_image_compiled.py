@@ -19,8 +19,8 @@ from mmspec import capture
 from mmspec.app.bench.command import Reads
 from mmspec.drafters.eagle import EagleConfig, EagleDrafter
 from mmspec.pipelines import compiled, drafting, trusted
-from mmspec.pipelines.images import Guidance, ImageTarget
-from mmspec.pipelines.sampling import Sampler
+from mmspec.pipelines.llamagen_target import LlamaGenTarget
+from mmspec.session import Row, Session
 from mmspec.switch import Known
 
 ASKED = {"text": {"prompt": ["a small red circle", "a blue square", "the large striped square on the left"]},
@@ -147,9 +147,9 @@ def test_auto_turns_jacobi_off_where_it_does_not_pay(monkeypatch: pytest.MonkeyP
 
 
 def test_few_shapes_are_captured_however_rows_end() -> None:
-    target = ImageTarget(tiny_llamagen.transformer(), (), Sampler(lambda logits, *_: logits), Guidance(1.0))
-    target.rows = 6
-    assert [rows for rows in range(1, 7) if not target._passing(rows)] == [1, 2, 4, 6]
+    target = LlamaGenTarget(tiny_llamagen.transformer(), (), rows=6)
+    left = {rows: Session([Row([], 0, 16, b) for b in range(rows)], target.device) for rows in range(1, 7)}
+    assert [rows for rows, session in left.items() if target.captures(session)] == [1, 2, 4, 6]
 
 
 def test_a_round_reads_once(quick: None) -> None:

@@ -15,13 +15,12 @@ from image_targets import PAINTERS, draw
 from torch import Tensor
 
 import mmspec
-from mmspec.loop import decode
-from mmspec.pipelines import decoder_only, families, guided
-from mmspec.pipelines import generate as generating
+from mmspec.loop import decode, start
+from mmspec.pipelines import decoder_only, families
 from mmspec.pipelines.patch import UnsupportedError
-from mmspec.pipelines.processors import Processors
+from mmspec.pipelines.sampling import Request, Sampler
 from mmspec.pipelines.vlm import VlmTarget
-from mmspec.session import Session
+from mmspec.session import Row, Session
 
 STOCK = [name for name, painter in PAINTERS.items() if painter.stock]
 HOSTILE = ["ngram", "random tree", "specials", "holes", "broken chain", "empty", "drawn", "eagle tree", "eagle NaN"]
@@ -243,9 +242,10 @@ def test_guided_rows_join_a_running_batch(monkeypatch: pytest.MonkeyPatch) -> No
             patched.setattr(decoder_only, "generate", catch)
             draw(model, call)
         made = caught.value.args[0]
-        guidance, rest = guided.split(made.logits_processor, made.input_ids)
-        target = VlmTarget(model, (), Processors(rest), False, False, None, guidance)
-        return next(generating._rounds(target, handle.drafter, made))[0], target
+        target, ends = VlmTarget(model, (), made.guidance), made.endings
+        tokens, request = made.input_ids[0].tolist(), Request(Sampler(made.processors, sample=False))
+        row = Row(tokens, len(tokens), ends.limit, 0, ends.eos, ends.of(0), request=request)
+        return start(target, handle.drafter, [row], made)[0], target
 
     with mmspec.enable(model, drafter="jacobi", window=5) as handle:
         session, target = opened(calls[0])

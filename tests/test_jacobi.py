@@ -15,9 +15,8 @@ import mmspec
 from mmspec.config import SpecConfig
 from mmspec.drafters.jacobi import JacobiDrafter, WindowOptions, _branched, _keep_or_redraw, layout
 from mmspec.kernels import reference as ops
-from mmspec.loop import begin, decode
+from mmspec.loop import decode, start
 from mmspec.pipelines.drafting import resolve
-from mmspec.rules import exact
 from mmspec.session import Row, Session
 from mmspec.switch import Known, Switch
 from mmspec.tree import chain, lone
@@ -58,8 +57,12 @@ class Toy:
     scale: float = 1.0
     kind: str = "plain"
     mode: str = "law"
+    device = CPU
     features: tuple[int, ...] = ()
     inference = torch.inference_mode
+    streams = 1
+    guidance = None
+    weighs = False
 
     def logits(self, code: Tensor, position: Tensor) -> Tensor:
         logits = self.scale * ops.gumbel(code.flatten(), position.flatten()[:, None], self.vocab)
@@ -81,6 +84,12 @@ class Toy:
             return Scores(Categorical(logits))
         noise = ops.gumbel(session.seeds, position, self.vocab) if self.mode == "seed" else 0.0
         return Scores(Categorical(ids=(logits + noise).argmax(-1)))
+
+    def prefill(self, session: Session, inputs: None, nodes: int) -> tuple[Prompt, Scores]:
+        blank = torch.zeros(len(session.rows), 1, dtype=torch.long)
+        session.cache = Path(blank[:, 0], blank)
+        prompt = Prompt(blank, None, None, blank, ~blank.bool(), self.grid)
+        return prompt, self.law(blank, session, blank)
 
     def score(self, session: Any, draft: Draft) -> Scores:
         codes = torch.empty_like(draft.tokens)
@@ -110,13 +119,8 @@ def jacobi(toy: Toy, cls: type[JacobiDrafter] = JacobiDrafter, **options: Any) -
 
 
 def opened(toy: Toy, drafter: Any, seeds: list[int], lengths: list[int]) -> Session:
-    B = len(seeds)
     rows = [Row([0], 1, 1 + n, seed, index=i) for i, (seed, n) in enumerate(zip(seeds, lengths, strict=True))]
-    session = Session(rows, Path(torch.zeros(B, dtype=torch.long), torch.zeros(B, 1)), CPU, exact)
-    blank = torch.zeros(B, 1, dtype=torch.long)
-    prompt = Prompt(blank, None, None, blank.bool(), ~blank.bool())
-    begin(session, toy, drafter, prompt, toy.law(blank, session, blank))
-    return session
+    return start(toy, drafter, rows, None)[0]
 
 
 def drawn(toy: Toy, drafter: Any, seeds: list[int], lengths: list[int]) -> tuple[list[list[int]], Session]:

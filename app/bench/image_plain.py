@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from mmspec.models.llamagen import PREFIX, visible
-from mmspec.pipelines.images import Guidance
-from mmspec.pipelines.sampling import CounterNoise, Sampler, warpers
+from mmspec.pipelines.guided import Guidance
+from mmspec.pipelines.llamagen_target import Condition, LlamaGenTarget
+from mmspec.pipelines.sampling import CounterNoise, Request, Sampler, warpers
+from mmspec.pipelines.state import each_stream
 from mmspec.pipelines.swap import restore, swap
-from mmspec.rules import exact
 from mmspec.session import Row, Session
 from mmspec.tree import lone
 
@@ -43,24 +44,25 @@ class Static:
     _mmspec_step: Callable[..., Tensor]
 
     def _rounds(
-        self, rows: list[Row], condition: Tensor, valid: Tensor, guidance: Guidance, how: dict[str, Any]
+        self, rows: list[Row], condition: Condition, guidance: Guidance | None, how: dict[str, Any]
     ) -> Iterator[Session]:
         """The session once, at the end of its pictures; its stats tell the prefill from the steps."""
-        (B, P), model, S = valid.shape, self.transformer, guidance.streams
-        count, device = rows[0].limit, valid.device
-        sampler = Sampler(warpers(how), how["temperature"] > 0, CounterNoise())
-        session = Session(list(rows), None, device, exact)
+        (B, P), model, valid = condition.valid.shape, self.transformer, condition.valid
+        target, count, device = LlamaGenTarget(model, (), guidance), rows[0].limit, valid.device
+        S = target.streams
+        request = Request(Sampler(warpers(how), how["temperature"] > 0, CounterNoise()))
+        session = Session(list(rows), device)
         root = lone(torch.zeros(B, 1, dtype=torch.long, device=device))
         began = time.perf_counter()
         if (S, B) not in self._mmspec_static:
             self._mmspec_static[S, B] = StaticPast(model, S * B, P + count)
         past = self._mmspec_static[S, B]
-        embeds = model.prefix(condition, guided=S == 2)
-        open_slots = torch.cat([valid, valid.new_zeros(B, count)], 1).repeat(S, 1)  # [S·B, T]
+        embeds = target.prefix(condition.what)
+        open_slots = each_stream(torch.cat([valid, valid.new_zeros(B, count)], 1), S)  # [B·S, T]
         past.at = torch.arange(P, device=device)
         hidden = model(embeds, torch.full((S * B, P), PREFIX, device=device), visible(open_slots, P), past)
-        logits = guidance(model.head(hidden[:, -1:]), torch.zeros(B, 1, dtype=torch.long, device=device))
-        drawn = [sampler.law(logits, session, root).ids]
+        logits = target.guided(model.head(hidden[:, -1:]), torch.zeros(B, 1, dtype=torch.long, device=device))
+        drawn = [request.scores(logits, logits, session, root, None).law.ids]
         session.stats.seconds["prefill"] = time.perf_counter() - began
         began = time.perf_counter()
         for n in range(1, count):
@@ -69,10 +71,9 @@ class Static:
             place = torch.full((B, 1), n - 1, device=device)
             logits = self._mmspec_step(model, guidance, past, drawn[-1], place, open_slots[:, None])
             session.emitted = session.emitted + 1
-            drawn.append(sampler.law(logits, session, root).ids)
+            drawn.append(request.scores(logits, logits, session, root, None).law.ids)
         for row, line in zip(rows, torch.cat(drawn, 1).tolist(), strict=True):
-            for token in line:
-                row.push(token)
+            row.take(line)
         stats = session.stats
         stats.seconds["verify"] = time.perf_counter() - began
         stats.rounds, stats.tokens = count - 1, count * B
@@ -80,11 +81,12 @@ class Static:
         yield session
 
 
-def _step(model: Any, guidance: Guidance, past: StaticPast, ids: Tensor, place: Tensor, seen: Tensor) -> Tensor:
+def _step(model: Any, guidance: Guidance | None, past: StaticPast, ids: Tensor, place: Tensor, seen: Tensor) -> Tensor:
     """Guided logits [B, 1, V] after one more token a row."""
-    embeds = model.tok_embeddings(ids).repeat(guidance.streams, 1, 1)
-    hidden = model(embeds, place.repeat(guidance.streams, 1), seen, past)
-    return guidance(model.head(hidden), place + 1)
+    streams = 1 if guidance is None else 2
+    hidden = model(each_stream(model.tok_embeddings(ids), streams), each_stream(place, streams), seen, past)
+    raw = model.head(hidden)
+    return raw if guidance is None else guidance(raw, place + 1)
 
 
 def begin(pipe: Any, compiled: bool) -> None:
