@@ -9,15 +9,20 @@ PROMPT ?= a small red striped circle left of a large blue square on a grey backg
 ARGS ?=
 OFFLINE := HF_HUB_OFFLINE=1
 
-.PHONY: help check test test-all bench demo caption generate zoo docs
+.PHONY: help check types test test-all bench demo caption generate zoo docs
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make check | test | test-all | bench | demo | caption [IN=folder] | generate [PROMPT=text] | zoo | docs; all but check take ARGS=options"
 
-check: $(VENV)/.mmspec-dev
+check: $(VENV)/.mmspec-dev types
 	$(RUN)/ruff check .
 	$(RUN)/ruff format --check .
+
+# mypy knows packages by their folders, so the four are linked into one, as they are when installed.
+types: $(VENV)/.mmspec-dev
+	rm -rf build/types && mkdir -p build/types/mmspec
+	ln -s $(addprefix ../../../,$(wildcard mmspec/*) pipelines kernels app) build/types/mmspec/
 	$(RUN)/mypy
 
 test: $(VENV)/.mmspec-dev

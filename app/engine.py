@@ -214,7 +214,8 @@ def load(model: str, drafter: str, device: str, dtype: str, max_new_tokens: int,
     try:
         where = embedded.resolve(model)
         processor = AutoProcessor.from_pretrained(where)
-        network = AutoModelForImageTextToText.from_pretrained(where, dtype=kind).to(place)
+        network: Any = AutoModelForImageTextToText.from_pretrained(where, dtype=kind)
+        network = network.to(place)
     except Exception as error:  # a missing folder, no network, an unknown architecture, too little memory: all fatal
         raise EngineError(f"cannot load the model {model!r}. {first_line(error)}") from error
     try:

@@ -8,12 +8,13 @@ import re
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mmspec.app import embedded
 from mmspec.app.options import count, where
+from mmspec.app.orders import Order, write, write_sheet
 
 if TYPE_CHECKING:
     from mmspec.app.painter import Painter, Painting, Way
@@ -25,15 +26,6 @@ ENDINGS = (".png", ".jpg", ".jpeg", ".webp")
 
 class GenerateError(Exception):
     """A call that makes no sense; the message says what came, what is allowed and what to do."""
-
-
-@dataclass(frozen=True)
-class Order:
-    """One picture to draw."""
-
-    asked: Any  # prompt or class
-    seed: int
-    path: Path
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -185,25 +177,6 @@ def _say_unknown(prompts: Sequence[str]) -> None:
     unknown = unknown_words(prompts)
     if unknown:
         print(NOTE.format(", ".join(unknown[:8])), file=sys.stderr)
-
-
-def write(orders: Sequence[Order], pictures: Sequence[Any]) -> None:
-    """Each picture into its own file."""
-    for order, picture in zip(orders, pictures, strict=True):
-        order.path.parent.mkdir(parents=True, exist_ok=True)
-        picture.save(order.path)
-        print(order.path)
-
-
-def write_sheet(orders: Sequence[Order], pictures: Sequence[Any], plain: Sequence[Any], across: int) -> None:
-    """All on one sheet, a row a prompt, and below each row that of plain decoding, if there is one."""
-    from mmspec.app.painter import sheet
-
-    rows = []
-    for i in range(0, len(pictures), across):
-        rows.append((str(orders[i].asked), pictures[i : i + across]))
-        rows += [("plain decoding", plain[i : i + across])] if plain else []
-    write(orders[:1], [sheet(rows)])
 
 
 class Run:

@@ -10,7 +10,7 @@ from typing import Any
 from mmspec import cspd
 from mmspec.app import mar
 from mmspec.app.engine import EngineError
-from mmspec.app.generate import Order, write, write_sheet
+from mmspec.app.orders import Order, write, write_sheet
 from mmspec.app.painter import PLAIN
 
 SELF = "self"

@@ -1,4 +1,4 @@
-"""The shape of the source, in numbers: sizes, imports between folders, circles, and the files that a round runs through.
+"""The shape of the source, in numbers: sizes, imports between folders, circles, and the files of one round.
 
 python benchmarks/structure.py              # the tree
 python benchmarks/structure.py --round      # also runs one greedy round of the embedded model, and names its files

@@ -39,9 +39,11 @@ def chosen(operation: str, device: str, wish: str) -> Callable[..., Any]:
     if wish not in ("", "auto", "reference", "triton"):
         raise ValueError(f"{VARIABLE}={wish!r} is not known; choose reference or triton, or leave it unset")
     if wish == "triton" or (device == "cuda" and wish != "reference" and _installed()):
-        module = importlib.import_module(f"mmspec.kernels.{KERNELS[operation]}")
-        return getattr(module, operation)
-    return getattr(reference, operation)
+        where: Any = importlib.import_module(f"mmspec.kernels.{KERNELS[operation]}")
+    else:
+        where = reference
+    found: Callable[..., Any] = getattr(where, operation)
+    return found
 
 
 @lru_cache(maxsize=1)

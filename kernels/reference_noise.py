@@ -81,7 +81,8 @@ def gumbel(seed: Tensor, position: Tensor, vocab: int) -> Tensor:
 def quantile(u: Tensor) -> Tensor:
     """The standard normal numbers, float32, that lie at u of `uniform` in their order; finite."""
     if u.dtype == torch.float64:
-        return torch.special.ndtri(u.clamp(min=2.0**-54)).float()
+        exact: Tensor = torch.special.ndtri(u.clamp(min=2.0**-54))
+        return exact.float()
     return torch.erfinv(2 * u - 1 + 2.0**-24) * 2**0.5  # middles of the 2²⁴ cells, and MPS has no ndtri
 
 

@@ -59,7 +59,8 @@ def delta_writes(k: Tensor, v: Tensor, beta: Tensor, G: Tensor, state: Tensor, a
     others = ancestors & ~torch.eye(n, dtype=torch.bool, device=k.device)
     system = decayed_products(k, k, G, others) * beta[..., None]
     wanted = (v - _faded(k, G) @ state) * beta[..., None]
-    return torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
+    solved: Tensor = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
+    return solved
 
 
 def recurrent_read(q: Tensor, k: Tensor, u: Tensor, G: Tensor, state: Tensor, ancestors: Tensor) -> Tensor:

@@ -143,7 +143,9 @@ def lantern_accept(
     """
     p_x = token_mass(logits, log_z, nodes, x)
     masses = token_mass(logits, log_z, nodes, near[x.clamp(min=0)].long())
-    more = borrowed(masses, delta if lam is None else (lam - 1) * p_x)
+    bound = delta if lam is None else (lam - 1) * p_x
+    assert bound is not None
+    more = borrowed(masses, bound)
     return exact_ratio(p_x, q_x), torch.where(p_x > 0, exact_ratio(p_x + more, q_x), 0.0)
 
 

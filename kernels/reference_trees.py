@@ -35,7 +35,8 @@ def bit_rows(visible: Tensor) -> Tensor:
     """Bool [..., N] as 64 bits a word, int64 [..., ⌈N/64⌉]: bit k of word w is entry 64·w + k."""
     words = -(-visible.shape[-1] // 64)
     spread = torch.nn.functional.pad(visible, (0, 64 * words - visible.shape[-1])).unflatten(-1, (words, 64))
-    return (spread.long() << torch.arange(64, device=visible.device)).sum(-1)
+    packed: Tensor = (spread.long() << torch.arange(64, device=visible.device)).sum(-1)
+    return packed
 
 
 def tree_attention(
@@ -83,14 +84,15 @@ def tree_attention(
     scores = q.float().unflatten(1, (groups, -1)).flatten(2, 3) @ k.mT * (D**-0.5 if scale is None else scale)
     hidden = ~visible[:, None, None].expand(B, groups, heads // groups, n, T).flatten(2, 3)
     weights = scores.masked_fill(hidden, -torch.inf).softmax(-1).masked_fill(hidden, 0.0)
-    return (weights @ v).unflatten(2, (heads // groups, n)).flatten(1, 2).to(q.dtype)
+    out: Tensor = (weights @ v).unflatten(2, (heads // groups, n)).flatten(1, 2).to(q.dtype)
+    return out
 
 
 class Verified(NamedTuple):
     """The path that point-mass drafts leave standing, and what comes after it."""
 
     stands: Tensor  # [B, N] bool
-    count: Tensor  # [B], nodes that stand
+    count: Tensor  # type: ignore[assignment]  # [B], nodes that stand; hides tuple.count
     last: Tensor  # [B], the deepest of them
     token: Tensor  # [B], the next token
     log_z: Tensor  # float32 [B, N], logsumexp of each node's logits

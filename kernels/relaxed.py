@@ -59,13 +59,15 @@ def lantern_accept(
     )
     if (delta is None) == (lam is None):
         raise ValueError(f"lantern_accept takes delta or lam, exactly one of them; got delta={delta!r}, lam={lam!r}")
+    bound = delta if lam is None else lam
+    assert bound is not None
     strict, chance = torch.empty(2, dim["B"], dim["K"], dtype=torch.float64, device=logits.device)
     if strict.numel():
         with at_home(logits):
             _lantern[(strict.numel(),)](
                 logits, log_z, nodes, x, q_x, near, strict, chance, dim["K"], dim["k"],
                 *logits.stride()[:2], nodes.stride(0), x.stride(0), q_x.stride(0), near.stride(0), log_z.stride(0),
-                BOUND=float(delta if lam is None else lam), RELATIVE=lam is not None,  # a literal keeps all its bits
+                BOUND=float(bound), RELATIVE=lam is not None,  # a literal keeps all its bits
                 BLOCK=triton.next_power_of_2(dim["k"]),
             )  # fmt: skip
     return strict, chance

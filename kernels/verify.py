@@ -250,12 +250,12 @@ def verify_point_mass(
             "for the definition, or draft a smaller tree"
         )
     found = _Scanned(logits, pair, NOTHING if u is not None else LIKELIEST if pair is None else GUMBEL)
-    new = {"device": logits.device}
-    stands = torch.empty(B, N, dtype=torch.bool, **new)
-    count, last, token = (torch.empty(B, dtype=torch.long, **new) for _ in range(3))
-    log_z = torch.empty(B, N, dtype=torch.float32, **new)
-    refused = torch.empty(B, N, dtype=torch.long, **new) if u is not None else tokens
-    rest = torch.empty(B, dtype=torch.float64, **new) if u is not None else log_z
+    home = logits.device
+    stands = torch.empty(B, N, dtype=torch.bool, device=home)
+    count, last, token = (torch.empty(B, dtype=torch.long, device=home) for _ in range(3))
+    log_z = torch.empty(B, N, dtype=torch.float32, device=home)
+    refused = torch.empty(B, N, dtype=torch.long, device=home) if u is not None else tokens
+    rest = torch.empty(B, dtype=torch.float64, device=home) if u is not None else log_z
     above = tokens if ancestors is None else ancestors.view(torch.uint8)
     with at_home(logits):
         _path[(B,)](

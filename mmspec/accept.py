@@ -83,9 +83,11 @@ def _drawn(
         return ops.categorical(torch.where(refused[:, None], rule.residual(p, q.weights(after, vocab)), p), noise)
     p, drafted = gather_rows(law.logits, last[:, None])[:, 0], after[:, None]
     if q.logits is not None:
-        return dispatch.residual_sample(p, noise, q=gather_rows(q.logits, drafted)[:, 0], rows=refused)
-    assert q.ids is not None
-    return dispatch.residual_sample(p, noise, refused=q.ids.gather(1, drafted), rows=refused)
+        drawn: Tensor = dispatch.residual_sample(p, noise, q=gather_rows(q.logits, drafted)[:, 0], rows=refused)
+    else:
+        assert q.ids is not None
+        drawn = dispatch.residual_sample(p, noise, refused=q.ids.gather(1, drafted), rows=refused)
+    return drawn
 
 
 def walk(draft: Draft, law: Law, rule: Rule, u: Tensor, spent: Tensor | None = None) -> Verdict:

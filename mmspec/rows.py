@@ -50,14 +50,16 @@ def fold(x: Tensor, streams: int) -> Tensor:
     """Streams from the feature axis to the batch axis, a row's one below the other: [B, n, S·F] to [B·S, n, F]."""
     if streams == 1:
         return x
-    return x.unflatten(-1, (streams, -1)).transpose(1, 2).flatten(0, 1)
+    folded: Tensor = x.unflatten(-1, (streams, -1)).transpose(1, 2).flatten(0, 1)
+    return folded
 
 
 def unfold(x: Tensor, streams: int) -> Tensor:
     """And back: [B·S, n, F] to [B, n, S·F]."""
     if streams == 1:
         return x
-    return x.unflatten(0, (-1, streams)).transpose(1, 2).flatten(2)
+    unfolded: Tensor = x.unflatten(0, (-1, streams)).transpose(1, 2).flatten(2)
+    return unfolded
 
 
 def _filled(t: Tensor, shape: list[int], fill: int) -> Tensor:

@@ -136,12 +136,14 @@ def lantern(codebook: Tensor, *, k: int, delta: float | None = None, lam: float 
     def relaxed(trial: Trial) -> Tensor:
         here = near.on(trial.x.device)
         if trial.p.lines is not None:
-            return dispatch.lantern_accept(*trial.p.lines, trial.x, trial.q_x, here, delta, lam)[1]
+            kept: Tensor = dispatch.lantern_accept(*trial.p.lines, trial.x, trial.q_x, here, delta, lam)[1]
+            return kept
         bound = delta if lam is None else (lam - 1) * trial.p_x
+        assert bound is not None
         return ops.exact_ratio(trial.p_x + ops.borrowed(trial.p.at(here[trial.x].long()), bound), trial.q_x)
 
-    bound = f"delta={delta}" if lam is None else f"lam={lam}"
-    return _relaxed(f"lantern(k={k}, {bound})", relaxed=relaxed)
+    limit = f"delta={delta}" if lam is None else f"lam={lam}"
+    return _relaxed(f"lantern(k={k}, {limit})", relaxed=relaxed)
 
 
 def scaled(*, omega: float, nu: float = 0.0) -> Rule:

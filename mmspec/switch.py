@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mmspec.statistics import Stats
 from mmspec.tree import lone
-from mmspec.types import Draft, Prompt, Target
+from mmspec.types import Draft, Drafter, Prompt, Target, told
 
 LOOK, PLAIN = 8, 3  # rounds with a draft, and before them without one, until a batch size is judged
 KEPT = 32  # drafted rounds that a judgement looks at, the latest
@@ -97,7 +97,7 @@ class Switch:
         known: of this drafter on this target, from earlier calls.
     """
 
-    def __init__(self, drafter: Any, known: Known) -> None:
+    def __init__(self, drafter: Drafter, known: Known) -> None:
         self.drafter, self.known = drafter, known
         self.features, self.nodes = drafter.features, drafter.nodes
 
@@ -107,7 +107,7 @@ class Switch:
         began, doubtful = time.perf_counter(), self.known.pays(_size(session)) is not True
         inner = self.drafter.start(session, target, prompt)
         self.known.lost += doubtful * (time.perf_counter() - began)
-        return _Memory(inner, True, dict(getattr(inner, "told", {})))
+        return _Memory(inner, True, told(inner))
 
     def propose(self, session: Any, target: Target) -> Draft:
         memory, known, batch = session.memory, self.known, _size(session)
@@ -126,7 +126,7 @@ class Switch:
         memory = session.memory
         session.memory = memory.inner
         try:
-            return self.drafter.propose(session, target)  # type: ignore[no-any-return]
+            return self.drafter.propose(session, target)
         finally:
             session.memory = memory
 

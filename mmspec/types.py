@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -108,9 +108,7 @@ class Scores:
     """What the target says after each node."""
 
     law: Law  # p [B, N, V], with every processor (temperature, top-p, grammar) applied
-    hidden: Tensor | None = (
-        None  # [B, N, S·F], the features that the drafter asked for, of S streams side by side
-    )
+    hidden: Tensor | None = None  # [B, N, S·F], the features that the drafter asked for, of S streams side by side
     processed: Tensor | None = None  # [B, N, V], logits after the processors, where the caller wants them back
     raw: Tensor | None = None  # [B, N, V], logits before them, likewise
 
@@ -212,6 +210,18 @@ class Rows(Protocol):
     def join(self, other: Any) -> Any: ...
 
 
+@runtime_checkable
+class Telling(Protocol):
+    """A drafter's memory that has something to tell of the prompts that were read: sums, by name."""
+
+    told: dict[str, float]
+
+
+def told(memory: Any) -> dict[str, float]:
+    """What goes into `Stats.drafter`: nothing, unless the memory is `Telling`."""
+    return dict(memory.told) if isinstance(memory, Telling) else {}
+
+
 class Target(Protocol):
     """The model whose law is kept: a view of it without a state of its own. It knows no drafter.
 
@@ -292,7 +302,8 @@ class Drafter(Protocol):
         """Memory for these rows, filled from the prompt; the loop keeps it as `session.memory`.
 
         Returns:
-            Rows (it can `select` and `join`, since rows end and enter), or None for a drafter that remembers nothing.
+            Rows (it can `select` and `join`, since rows end and enter), which may be `Telling`, or None for a drafter
+            that remembers nothing.
         """
 
     def propose(self, session: Any, target: Target) -> Draft:

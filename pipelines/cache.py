@@ -109,8 +109,10 @@ class SlotCache(Cache):
         self.lengths = self.lengths.plus(counts, device_counts)
 
     def select(self, rows: Tensor) -> SlotCache:
-        for layer in (*self.slots, *self.recurrent.values()):
+        for layer in self.slots:
             layer.select(rows)
+        for state in self.recurrent.values():
+            state.select(rows)
         self.lengths = self.lengths.select(rows)
         return self
 
@@ -133,7 +135,8 @@ class SlotCache(Cache):
         mine = cls(batch, device, reserve)
         past = int(cache.get_seq_length()) if cache is not None else 0
         if cache is not None and past:
-            for index, layer in enumerate(cache.layers):
+            layers: Any = cache.layers
+            for index, layer in enumerate(layers):
                 mine.update(layer.keys[:, :, :past], layer.values[:, :, :past], index)
             mine.advance(past)
         return mine

@@ -95,7 +95,7 @@ class ChameleonPatch(DecoderOnlyPatch):
     stock, so none can fall back to it.
     """
 
-    def generate(self, inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def generate(self, inputs: Any = None, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         mode = kwargs.pop("multimodal_generation_mode", "text-only")
         if mode not in MODES:
             raise ValueError(f"multimodal_generation_mode must be one of {', '.join(MODES)}; got {mode!r}")

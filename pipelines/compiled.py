@@ -139,7 +139,8 @@ def _attending(target: Any, state: State, mask: Any) -> capture.Attend:
         keys, values = cache.update(k, v, layer)
         seen = masks[None if kinds is None else kinds[layer]]
         if tree:
-            return attention.attend(None, q, keys, values, seen, scaling=scale)[0].transpose(1, 2)
+            out, _ = attention.attend(None, q, keys, values, seen, scaling=scale)  # type: ignore[arg-type]
+            return out.transpose(1, 2)
         return sdpa(q, keys, values, seen, scale)
 
     return attend

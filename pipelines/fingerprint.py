@@ -35,7 +35,7 @@ def fingerprint(root: Any, kept: bool = False) -> Fingerprint:
     """
     weights: list[Any] = []
     state: list[Any] = []
-    classes: dict[type, type] = {}
+    classes: dict[type, Any] = {}
     configs: dict[int, Any] = {}
     why = "forward hooks are registered for all modules" if hooked_everywhere() else None
     for module in each_module(root):

@@ -228,9 +228,9 @@ class _Collected:
         if not config.return_dict_in_generate:
             return sequences
         return GenerateDecoderOnlyOutput(
-            sequences=sequences,
-            scores=self._steps(0, length) if config.output_scores else None,
-            logits=self._steps(1, length) if config.output_logits else None,
+            sequences=sequences,  # type: ignore[arg-type]
+            scores=self._steps(0, length) if config.output_scores else None,  # type: ignore[arg-type]
+            logits=self._steps(1, length) if config.output_logits else None,  # type: ignore[arg-type]
             past_key_values=mine,
         )
 

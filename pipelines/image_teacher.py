@@ -49,7 +49,9 @@ class ImageTeacher:
     @torch.no_grad()
     def answers(self, samples: Sequence[Sample], max_new_tokens: int, temperature: float) -> list[list[int]]:
         """Token ids of one whole picture per prompt, drawn as a plain call of the pipeline would; nothing is cut."""
-        return self.pipe(**self._asked(samples), output_type="latent").tokens.flatten(1).tolist()
+        made: Any = self.pipe(**self._asked(samples), output_type="latent")
+        ids: list[list[int]] = made.tokens.flatten(1).tolist()
+        return ids
 
     @torch.no_grad()
     def trace(self, samples: Sequence[Sample], answers: Sequence[Sequence[int]]) -> Trace:

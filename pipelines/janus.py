@@ -48,7 +48,7 @@ _preparing: ContextVar[dict[str, Any] | None] = ContextVar("mmspec_janus", defau
 class JanusPatch(DecoderOnlyPatch):
     """Text goes the ordinary way; for pictures stock prepares the arguments, and leaves its loop to a session."""
 
-    def generate(
+    def generate(  # type: ignore[override]  # stock's own arguments
         self, inputs: Any = None, attention_mask: Any = None, logits_processor: Any = None, **kwargs: Any
     ) -> Any:
         def stock_generate() -> Any:  # which adds to the list of processors that it is given
@@ -127,7 +127,9 @@ class JanusTarget(VlmTarget):
     def logits(self, hidden: Tensor, vocab: Any = None) -> Tensor:
         return self.model.model.generation_head(hidden)
 
-    def prefill(self, session: Session, inputs: Prepared, nodes: int) -> tuple[Prompt, Scores]:
+    def prefill(  # type: ignore[override]  # what stock prepares for pictures
+        self, session: Session, inputs: Prepared, nodes: int
+    ) -> tuple[Prompt, Scores]:
         """Both streams in one forward, a row's one below the other."""
         rows, L = inputs.ids.shape
         order = torch.arange(rows, device=inputs.ids.device).view(2, -1).T.flatten()
@@ -194,7 +196,9 @@ def _draw(model: Any, patch: Patch, ready: Prepared) -> Any:
         noise.close(limit)
     patch.book(stats)
     sequences = torch.tensor([row.tokens for row in rows], dtype=ready.ids.dtype, device=ready.ids.device)
-    return GenerateDecoderOnlyOutput(sequences=sequences) if config.return_dict_in_generate else sequences
+    if not config.return_dict_in_generate:
+        return sequences
+    return GenerateDecoderOnlyOutput(sequences=sequences)  # type: ignore[arg-type]
 
 
 def _describe_pictures(model: Any) -> TargetInfo:

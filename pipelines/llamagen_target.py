@@ -46,6 +46,7 @@ class LlamaGenTarget(ModelTarget):
     """
 
     weighs = True
+    last: int
 
     def __init__(
         self,

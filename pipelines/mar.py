@@ -140,7 +140,10 @@ class MARPipeline(DiffusionPipeline):
             if speculation.draft is not None:
                 scout = replace(brush, model=speculation.draft)
         drawn = canvas(self.transformer, labels, seeds(generator, len(labels)))
-        rounds = plain(brush, drawn) if told is None else draw(brush, drawn, speculation, scout, told)
+        if speculation is None or told is None:
+            rounds = plain(brush, drawn)
+        else:
+            rounds = draw(brush, drawn, speculation, scout, told)
         self._follow(mode_of(brush.model, scout.model), rounds, callback_on_step_end)
         images = drawn.tokens if output_type == "latent" else self.picture(drawn.tokens, output_type)
         self.maybe_free_model_hooks()

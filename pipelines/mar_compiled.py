@@ -37,7 +37,7 @@ class Steps(Trusted):
             return paths.draw(net, chain, noise, temperature)
         x, states, spread = start, [start], []
         for k in range(len(chain)):
-            x, log_std = step(None, *_inputs(net, chain, x, shaken[k], k))
+            x, log_std = step(_unattended, *_inputs(net, chain, x, shaken[k], k))
             states.append(x)
             spread.append(log_std)
         return paths.Path(torch.stack(states, 1), noise[:, 1:], torch.stack(spread, 1))
@@ -75,3 +75,7 @@ def _function(net: Denoiser) -> Callable[..., list[Tensor]]:
         return list(paths.step(x, net.out(x, table), guidance[0] if guidance else None, noise, numbers.unbind(0)))
 
     return step
+
+
+def _unattended(*_: Any) -> Tensor:
+    raise AssertionError("the head of a MAR has no attention")

@@ -168,7 +168,8 @@ def _chains(
             noise = normal(seeds[rows], PATHS, L, at[rows], trial, len(chain), C)
             return noise, coins(seeds[rows], L, at[rows], trial + 1)
 
-        p, tau, trials = brush.net(torch.stack([z for _, z in some], 1), here.at, steps), brush.law.temperature, []
+        p, tau = brush.net(torch.stack([z for _, z in some], 1), here.at, steps), brush.law.temperature
+        trials: list[int] = []
         beside = normal(seeds[R:], DRAFTS, L, here.at[R:], 0, len(chain), C)
         if R:
             q = scout.brush.net(torch.stack([draft.z for draft, _ in some[:R]], 1), here.at[:R], steps)

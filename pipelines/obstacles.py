@@ -59,7 +59,7 @@ def unfit_attention(config: Any) -> str | None:
 
 def soft_prompt(wrapper: Any) -> str | None:
     """Why a PEFT wrapper's active adapter cannot be followed, or None, also for what is no such wrapper."""
-    adapter = getattr(wrapper, "active_peft_config", None)
+    adapter: Any = getattr(wrapper, "active_peft_config", None)
     if not getattr(adapter, "is_prompt_learning", False):
         return None
     kind = getattr(adapter.peft_type, "value", adapter.peft_type)

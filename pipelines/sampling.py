@@ -68,9 +68,12 @@ class Sampler:
         """
         if not self.sample:
             return logits
-        chosen = LogitsProcessorList(p for p in getattr(self.process, "processors", []) if type(p) in POINTWISE)
+        chosen: Any = LogitsProcessorList(p for p in getattr(self.process, "processors", []) if type(p) in POINTWISE)
         warped = chosen(position.reshape(-1, 1), logits.float().flatten(0, 1)).view_as(logits)
-        return warped + self.noise.at(session, position, logits.shape[-1]) if hasattr(self.noise, "at") else warped
+        if not isinstance(self.noise, CounterNoise):
+            return warped
+        drawn: Tensor = warped + self.noise.at(session, position, logits.shape[-1])
+        return drawn
 
 
 @dataclass(frozen=True, eq=False)

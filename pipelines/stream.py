@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextvars
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
@@ -38,7 +38,9 @@ class Step:
     corrected: bool = False
 
 
-def stream(model_or_pipe: Any, inputs: Any, stop: threading.Event | None = None, **settings: Any) -> Iterator[Step]:
+def stream(
+    model_or_pipe: Any, inputs: Any, stop: threading.Event | None = None, **settings: Any
+) -> Generator[Step, None, None]:
     """Generate in a thread of its own and yield each step as it is made, on an enabled model and on a stock one alike.
 
     Closing the iterator, or setting `stop`, ends the generation after the step under way; a stopped stream just ends.

@@ -73,7 +73,7 @@ class _Swapped:
     _mmspec_stock: type
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        _, _, *rest = super().__reduce_ex__(max(2, int(protocol)))
+        _, _, *rest = tuple(super().__reduce_ex__(max(2, int(protocol))))
         return (copyreg._reconstructor, (self._mmspec_stock, object, None), *rest)  # type: ignore[attr-defined]
 
 

@@ -49,7 +49,7 @@ def media(ids: Tensor, config: Any, arguments: Mapping[str, Any]) -> Tensor:
 
 
 def _tokens(config: Any, names: tuple[str, ...]) -> list[int]:
-    return sorted({getattr(config, name, None) for name in names} - {None})  # type: ignore[type-var]
+    return sorted({token for name in names if (token := getattr(config, name, None)) is not None})
 
 
 def _sizes(kind: str, config: Any, arguments: Mapping[str, Any], tokens: int) -> Tensor | None:

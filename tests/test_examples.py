@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import runpy
+import subprocess
 import sys
 import threading
 import time
@@ -51,6 +53,12 @@ def rules(said: str, _: Path) -> bool:
     return exact[1] == 0 and relaxed[0] > exact[0] and relaxed[1] > 0.5 >= limited[1] > 0
 
 
+def rounds(said: str, _: Path) -> bool:
+    greedy, _, sampled = said.partition("sampled:")
+    accepted = [sum(numbers(each, "# of")) for each in (greedy, sampled)]
+    return "stock generate's: True" in said and min(accepted) >= 1
+
+
 def trained(said: str, here: Path) -> bool:
     return "identical to stock" in said and mmspec.load_drafter(here / "run" / "drafter").config.vocab == 2048
 
@@ -61,6 +69,7 @@ CLAIMS: dict[str, Callable[[str, Path], bool]] = {  # of what was printed, and t
     "draw_pipeline.py": picture,
     "own_drafter.py": lambda said, _: "identical to stock" in said and numbers(said, "# tokens per")[0] > 1.5,
     "own_rule.py": rules,
+    "loop.py": rounds,
     "train_drafter.py": trained,
 }
 
@@ -88,6 +97,24 @@ def test_it_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
 def test_every_example_is_on_its_page() -> None:
     page = (EXAMPLES.parent / "docs" / "examples.md").read_text(encoding="utf-8")
     assert [path.name for path in EXAMPLES.glob("*.py") if f"\n--8<--\n{path.name}\n--8<--\n" not in page] == []
+
+
+@pytest.mark.full
+def test_a_type_checker_can_check_a_drafter(tmp_path: Path) -> None:
+    """mypy takes examples/own_drafter.py for a Drafter, and refuses it without its `nodes`."""
+    root, package = EXAMPLES.parent, tmp_path / "types" / "mmspec"
+    package.mkdir(parents=True)
+    for path in (*(root / "mmspec").iterdir(), *(root / name for name in ("pipelines", "kernels", "app"))):
+        (package / path.name).symlink_to(path)
+    source = (EXAMPLES / "own_drafter.py").read_text(encoding="utf-8")
+    source += "\n\nfrom mmspec.types import Drafter  # noqa\n\nchecked: Drafter = PhraseDrafter({})\n"
+    (tmp_path / "whole.py").write_text(source, encoding="utf-8")
+    lacking = source.replace("def nodes(", "def size(").replace("self.nodes", "self.size")
+    (tmp_path / "lacking.py").write_text(lacking, encoding="utf-8")
+    command = [sys.executable, "-m", "mypy", "--config-file", str(root / "pyproject.toml"), "whole.py", "lacking.py"]
+    path = {**os.environ, "MYPYPATH": str(package.parent)}
+    said = subprocess.run(command, cwd=tmp_path, env=path, capture_output=True, text=True).stdout
+    assert said.count("error:") == 1 and "lacking.py" in said and '"Drafter"' in said, said
 
 
 def test_a_drafter_has_a_name_once_it_stands_in_the_table() -> None:

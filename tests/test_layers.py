@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import re
 import subprocess
 import sys
@@ -10,6 +11,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
+
+import mmspec
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("app", "pipelines", "mmspec", "kernels")  # each imports only itself and what stands to its right
@@ -105,6 +108,25 @@ def test_imports_inside_mmspec_go_down(source: str):
             target = module.split(".")[1]
             rank = INSIDE.get(target, -1)  # mmspec.__version__ and the like
             assert rank <= INSIDE[part], f"{source} imports {module}, which stands above it"
+
+
+@pytest.mark.parametrize("source", [source for source in SOURCES if not source.startswith("app/") and source != FACE])
+def test_only_the_app_uses_the_face(source: str):
+    """Whose names lead to all floors: `from mmspec import enable` is an import of pipelines, wherever it stands."""
+    for module in imports(source):
+        parts = module.split(".")
+        assert parts[0] != "mmspec" or (len(parts) > 1 and parts[1] not in mmspec._FACE), f"{source} imports {module}"
+
+
+def test_no_file_reaches_itself_by_imports():
+    """Imports inside functions, and those for type checkers alone, count as well."""
+    where = importlib.util.spec_from_file_location("structure", ROOT / "benchmarks" / "structure.py")
+    structure = importlib.util.module_from_spec(where)
+    where.loader.exec_module(structure)
+    paths = structure.sources()
+    known = {structure.dotted(path) for path in paths}
+    graph = {structure.dotted(p): {name for name, _ in structure.imported(p, known)} - {"mmspec"} for p in paths}
+    assert len(graph) > 100 and structure.circles(graph) == []
 
 
 @pytest.mark.parametrize("source", SOURCES)

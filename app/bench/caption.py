@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -197,7 +198,7 @@ def measure_rows(bench: Bench, rows: int, chosen: list[Method], turns: int) -> l
             reason = " ".join(str(made.error).split())[:200]
             notes[method.name] = f"failed: {type(made.error).__name__}: {reason}"
         else:
-            peaks[method.name] = peak_mb(bench.model.device, lambda m=method: bench.run(m, rows, few))
+            peaks[method.name] = peak_mb(bench.model.device, partial(bench.run, method, rows, few))
     able = [m for m in chosen if m.name in peaks]
     runs: dict[str, list[Made]] = {m.name: [] for m in able}
     for turn in range(turns):

@@ -6,16 +6,15 @@ import argparse
 import gc
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 
 from mmspec.app import embedded
-from mmspec.app.bench import drafters, image_plain, mar, quality, report_image
+from mmspec.app.bench import drafters, mar, quality, report_image
 from mmspec.app.bench.command import (
     BenchError,
     Outcome,
@@ -28,56 +27,22 @@ from mmspec.app.bench.command import (
     seeds_of,
     settle,
 )
+from mmspec.app.bench.image_bench import Asked, Bench
 from mmspec.app.bench.image_methods import Method, lossless, relaxed, swept
 from mmspec.app.bench.judge import Judge
 from mmspec.app.bench.report import Record
 from mmspec.app.caption.inputs import images
-from mmspec.app.engine import EngineError, first_line, wait
+from mmspec.app.engine import EngineError, first_line
 from mmspec.app.mar import draws
 from mmspec.app.options import where
-from mmspec.app.painter import Painter, Painting, load, sheet
+from mmspec.app.painter import Painter, load, sheet
 from mmspec.app.provenance import provenance
 from mmspec.media import load_image
 from mmspec.zoo import pictures
-from mmspec.zoo.pictures import Picture
 
 HELD_OUT = 2**31  # first seed of prompts that no training draws
 GRID = 8  # pictures of a method on the sheet
 DEFAULT_QUALITY = ("ar", "jacobi-*-16", "jacobi-pac", "eagle*", "*+*")
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What is to be drawn: prompts or classes, and where they are known, the scenes that they describe."""
-
-    prompts: Sequence[Any]
-    scenes: Sequence[Picture] = ()
-    real: Sequence[Image.Image] = ()
-
-    def first(self, count: int) -> Asked:
-        return Asked(self.prompts[:count], self.scenes[:count], self.real[:count])
-
-
-@dataclass
-class Bench:
-    """What stays the same over a whole run."""
-
-    painter: Painter
-    seed: int
-
-    def go(self, method: Method) -> None:
-        """Decode by this method from now on."""
-        image_plain.end(self.painter.pipe)
-        self.painter.go(method.way)
-        if method.plain:
-            image_plain.begin(self.painter.pipe, compiled=method.plain == "compiled")
-
-    def call(self, method: Method, group: Sequence[tuple[Any, int]]) -> Painting:
-        """One timed call over (prompt, seed) pairs."""
-        self.go(method)
-        gc.collect()
-        wait(self.painter.device)
-        return self.painter.paint([prompt for prompt, _ in group], [seed for _, seed in group])
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -226,7 +191,7 @@ def timed(bench: Bench, chosen: list[Method], prompts: Sequence[Any], batch: int
     able, asked = [], dict[str, int]()
     for method in chosen:
         try:
-            settle(lambda m=method: bench.call(m, groups[0]))
+            settle(partial(bench.call, method, groups[0]))
             if not method.plain:  # these may be compiled, which cannot be watched
                 with Reads() as reads:
                     bench.call(method, groups[0])

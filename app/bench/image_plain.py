@@ -51,7 +51,7 @@ class Static:
         target, count, device = LlamaGenTarget(model, (), guidance), rows[0].limit, valid.device
         S = target.streams
         request = Request(Sampler(warpers(how), how["temperature"] > 0, CounterNoise()))
-        session = Session(list(rows), device)
+        session: Any = Session(list(rows), device)  # read as a Group of all its rows
         root = lone(torch.zeros(B, 1, dtype=torch.long, device=device))
         began = time.perf_counter()
         if (S, B) not in self._mmspec_static:
@@ -62,7 +62,7 @@ class Static:
         past.at = torch.arange(P, device=device)
         hidden = model(embeds, torch.full((S * B, P), PREFIX, device=device), visible(open_slots, P), past)
         logits = target.guided(model.head(hidden[:, -1:]), torch.zeros(B, 1, dtype=torch.long, device=device))
-        drawn = [request.scores(logits, logits, session, root, None).law.ids]
+        drawn: list[Any] = [request.scores(logits, logits, session, root, None).law.ids]
         session.stats.seconds["prefill"] = time.perf_counter() - began
         began = time.perf_counter()
         for n in range(1, count):

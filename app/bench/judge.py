@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import statistics
 from itertools import combinations
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mmspec.app.bench import gallery, quality, report_image
 from mmspec.app.bench.command import BenchError, say, seeds_of
 from mmspec.app.bench.gallery import Gallery
+from mmspec.app.bench.image_bench import Asked, Bench
 from mmspec.app.bench.image_methods import Method
 from mmspec.app.bench.quality import QualityError
 from mmspec.app.bench.report import Record
 from mmspec.app.engine import EngineError
-
-if TYPE_CHECKING:
-    from mmspec.app.bench.image import Asked, Bench
 
 _UNKNOWN = ("fd_ar", "fd_over_noise", "fd_real", "precision", "recall", "faithfulness", "all_right", "compression",
             "spent", "spent_max")  # fmt: skip

@@ -6,6 +6,7 @@ import argparse
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -85,8 +86,8 @@ def watched(bench: vlm.Bench, method: Method, cell: vlm.Cell, inputs: Any, profi
     for one in (short, long):
         with Reads() as reads:
             call = one.call(method, cell, inputs, bench.seed)
-        times, counts = _profiled(lambda o=one: o.call(method, cell, inputs, bench.seed)) if profile else ({}, {})
-        found.append((call.steps, reads.count, Counter(times), Counter(counts)))
+        took, many = _profiled(partial(one.call, method, cell, inputs, bench.seed)) if profile else ({}, {})
+        found.append((call.steps, reads.count, Counter(took), Counter(many)))
     (steps, asked, times, counts), (all_steps, all_asked, all_times, all_counts) = found
     rounds = all_steps - steps
     if rounds <= 0:

@@ -8,6 +8,7 @@ import gc
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -185,7 +186,7 @@ def measure_cell(bench: Bench, cell: Cell, chosen: list[Method], some: list[Ques
             continue
         try:
             warm_up(bench, method, cell, longest)
-            peaks[method.name] = peak_mb(bench.model.device, lambda m=method: bench.call(m, cell, longest, bench.seed))
+            peaks[method.name] = peak_mb(bench.model.device, partial(bench.call, method, cell, longest, bench.seed))
         except Exception as error:  # a method that fails is a result, and the others still count
             if method.name == "stock":
                 raise

@@ -113,7 +113,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def stock(device: torch.device) -> list[Method]:
     """Stock generate as it is, and compiled on a static cache."""
-    compiling = CompileConfig(dynamic=False, mode="reduce-overhead" if device.type == "cuda" else "default")
+    compiling: Any = CompileConfig(dynamic=False, mode="reduce-overhead" if device.type == "cuda" else "default")
     compiling._compile_all_devices = True  # transformers compiles by itself on some devices only
     return [
         Method("stock"),

@@ -78,7 +78,7 @@ def area_for(wanted: int | str, engine: Any) -> tuple[int | None, str]:
     if type(patch) is not int or type(merge) is not int:
         return None, ""
     area = TOKENS * (patch * merge) ** 2
-    size = getattr(reader, "size", None)
+    size: Any = getattr(reader, "size", None)
     own = getattr(reader, "max_pixels", None) or (size.get("longest_edge") if hasattr(size, "get") else None)
     if isinstance(own, int) and own <= area:
         return None, ""

@@ -98,6 +98,7 @@ class Outputs:
         self.state, self.look_only = folder / STATE, look_only
         self.finals = Finals(folder, self.state)
         self._locks: list[int] = []
+        self.foreign: dict[str, str] = {}  # name: caption by somebody else
         try:
             if not look_only:
                 self.state.mkdir(parents=True, exist_ok=True)
@@ -222,7 +223,7 @@ class Outputs:
 
     def _read_metadata(self) -> None:
         """Sort the lines of metadata.jsonl: our own, and those of somebody else."""
-        self.foreign: dict[str, str] = {}  # name: caption by somebody else
+        self.foreign = {}
         self._nameless: list[Record] = []
         self._lines: dict[str, Record] = {}
         path = self.folder / MERGED

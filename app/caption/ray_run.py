@@ -79,17 +79,20 @@ class Actors:
             import ray
         except ImportError as error:
             raise FatalError(f"--ray needs Ray; {installing('ray')}") from error
-        self.ray, self.summaries, self.notes, self.troubles = ray, [], [], []
+        self.ray: Any = ray
+        self.summaries: list[Any] = []
+        self.notes: list[Any] = []
+        self.troubles: list[Any] = []
         self._ours = not ray.is_initialized()
         if self._ours:
-            ray.init(include_dashboard=False, log_to_driver=False, logging_level="error")
+            self.ray.init(include_dashboard=False, log_to_driver=False, logging_level="error")
         wanted = self._places(devices)
         nodes = len([node for node in ray.nodes() if node["Alive"]])
         job = replace(job, folder=job.folder.resolve(), workers=math.ceil(len(wanted) / max(1, nodes)))
         self.members: list[Remote] = []
         for number, place in enumerate(wanted):
             gpus = 1 if place.startswith("cuda") else 0
-            kind = ray.remote(num_cpus=1, num_gpus=gpus, max_restarts=0)(Actor)
+            kind = self.ray.remote(num_cpus=1, num_gpus=gpus, max_restarts=0)(Actor)
             slot = f"{slots}worker-{number}"
             actor = kind.remote(job, place, slot)
             self.members.append(Remote(actor, slot, actor.load.remote()))

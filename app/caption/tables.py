@@ -220,7 +220,7 @@ class Parquet:
     def _column(self, schema: Any) -> tuple[str, str, str]:
         """The column, what it holds ("paths" or "bytes"), and of which kind that is."""
         types = need("pyarrow", str(self.path)).types
-        notes = _json((schema.metadata or {}).get(b"huggingface", b"{}"))
+        notes: Any = _json((schema.metadata or {}).get(b"huggingface", b"{}"))
         for part in ("info", "features"):
             notes = notes.get(part) if isinstance(notes, dict) else None
         features = notes if isinstance(notes, dict) else {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -70,7 +70,7 @@ class Caption(Tab):
         nothing = (gr.skip(),) * 5
 
         def looks(stop: threading.Event) -> Iterator[tuple[Any, ...]]:
-            ask, shown, talk = Ask(*values, before=before), ("",) * 4, None
+            ask, shown, talk = replace(Ask(*values), before=before), ("",) * 4, None
             for turn in self.duo.run(ask, stop):
                 talk = view.talk(before, ask.prompt, turn.frames) if talk is None else talk
                 now = (talk, view.summary(turn), *_panes(turn.plain, turn.fast, ask.drafter))

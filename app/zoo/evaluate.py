@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -37,7 +38,7 @@ def answer(
     batch: int = 30,
 ) -> tuple[list[str], float]:
     """Greedy answers to (pictures, prompt) pairs, and the mean number of generated tokens."""
-    texts, tokens = [], 0
+    texts, tokens, writer = [], 0, cast(Any, model)
     for start in range(0, len(asked), batch):
         part = asked[start : start + batch]
         chats = [
@@ -50,8 +51,8 @@ def answer(
             ]
             for shown, prompt in part
         ]
-        inputs = processor.apply_chat_template(
-            chats,
+        inputs: Any = processor.apply_chat_template(
+            chats,  # type: ignore[arg-type]  # a picture is no text
             add_generation_prompt=True,
             tokenize=True,
             return_dict=True,
@@ -59,7 +60,7 @@ def answer(
             processor_kwargs={"padding": True},
         )
         inputs["pixel_values"] = inputs["pixel_values"].to(model.dtype)
-        out = model.generate(**inputs, do_sample=False, max_new_tokens=320)[:, inputs["input_ids"].shape[1] :]
+        out = writer.generate(**inputs, do_sample=False, max_new_tokens=320)[:, inputs["input_ids"].shape[1] :]
         tokens += int((out != model.generation_config.pad_token_id).sum())
         texts += processor.batch_decode(out, skip_special_tokens=True)
     return texts, tokens / max(1, len(asked))

@@ -26,7 +26,8 @@ def optimizers(module: nn.Module, plan: Schedule) -> list[torch.optim.Optimizer]
 
     With `plan.kernels` Muon takes the kernels of convolutions, too.
     """
-    hidden, rest = [], []
+    hidden: list[torch.nn.Parameter] = []
+    rest: list[torch.nn.Parameter] = []
     for name, weight in module.named_parameters():
         if weight.requires_grad:
             matrix = weight.ndim == 2 and any(mark in f".{name}" for mark in HIDDEN)

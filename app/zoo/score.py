@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mmspec.zoo import clips, scenes
@@ -14,7 +15,7 @@ def _any(options) -> str:
     return "(?:" + "|".join(sorted(options, key=len, reverse=True)) + ")"
 
 
-def _spoken(table: dict[str, tuple[str, ...]]) -> dict[str, str]:
+def _spoken(table: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
     return {word: value for value, spoken in table.items() for word in spoken}
 
 
@@ -57,7 +58,7 @@ def stated_things(text: str) -> list[Stated]:
         for part in _LIST.split(sentence) if "background:" in sentence else [sentence]:
             named = _THING.search(part)
             if named:
-                longest = max(_PLACES.findall(part.lower()), key=len, default=None)
+                longest = max(_PLACES.findall(part.lower()), key=len, default="")
                 found.append(Stated(_SIZES[named[1]], _TEXTURES[named[2]], named[3], named[4], _CELLS.get(longest)))
     return found
 

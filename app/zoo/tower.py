@@ -4,6 +4,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import CLIPVisionModel
 
 from mmspec.app.zoo import fit, sheets
 from mmspec.zoo import scenes
@@ -45,7 +46,9 @@ def cell_of_patch(patch: int) -> torch.Tensor:
 class CellReader(nn.Module):
     """The tower with one linear classifier per field on every patch; thrown away after the stage."""
 
-    def __init__(self, tower: nn.Module, recipe: VlmRecipe):
+    cells: torch.Tensor  # of each patch
+
+    def __init__(self, tower: CLIPVisionModel, recipe: VlmRecipe):
         super().__init__()
         self.tower = tower
         self.classes = [len(values) for values in FIELDS.values()] + [len(scenes.BACKGROUNDS)]

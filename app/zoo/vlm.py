@@ -119,7 +119,7 @@ def build_model(recipe: VlmRecipe) -> LlavaForConditionalGeneration:
         pad_token_id=pack.PAD,
         tie_word_embeddings=False,
     )
-    config = LlavaConfig(
+    config = LlavaConfig(  # type: ignore[call-arg]  # a plain PreTrainedConfig takes these, too
         vision_config=vision_config(recipe),
         text_config=text,
         image_token_id=pack.IMAGE,
@@ -261,6 +261,6 @@ def export(model: LlavaForConditionalGeneration, processor: LlavaProcessor, fold
     twin = LlavaForConditionalGeneration(model.config)
     twin.generation_config = model.generation_config
     twin.load_state_dict(state)
-    twin.to(torch.bfloat16).save_pretrained(folder)
+    twin.bfloat16().save_pretrained(folder)
     processor.save_pretrained(folder)
     sheets.readable(folder)

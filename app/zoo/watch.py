@@ -45,6 +45,8 @@ class ClipReader(nn.Module):
     The classifiers are thrown away after the stage.
     """
 
+    cells: Tensor  # of each patch
+
     def __init__(self, model: LlavaForConditionalGeneration, recipe: VlmRecipe, plan: Watching) -> None:
         super().__init__()
         self.tower = model.model.vision_tower

@@ -92,7 +92,7 @@ class CapturedDraft:
         tokens, parents, depth, ancestors, *law = found
         o = self.drafter.options
         if o.tree == shapes.DYNAMIC:
-            families = bounds(parents.shape[1], o.width, o.depth)
+            families: tuple[int, ...] | None = bounds(parents.shape[1], o.width, o.depth)
         else:
             assert o.tree is not None
             families = shapes.plan(o.tree, self.rows - 1, parents.device).tree.families
