@@ -22,6 +22,12 @@ from mmspec.types import TargetInfo
 __all__ = ["Enabled", "codebook", "describe", "tap", "unsupported", "untap"]
 
 _LAYERS = set(attention.KINDS)
+_BLOCKS = ("index_kpool", "indexer_compress_ratio", "index_block_size")  # of an indexer that chooses blocks, not keys
+# class → why it cannot be accelerated, where nothing but its forward tells
+_STRANGE = {
+    "IdeficsForVisionText2Text": "each of its layers looks at the pictures through a mask made for one token at a time",
+    "EvollaForProteinText2Text": "its layers look at the protein through a mask made for one token at a time",
+}
 
 
 class Enabled:
@@ -123,6 +129,13 @@ def unsupported(model: Any) -> str | None:
     kept = any(recurrent.modules(decoder))
     if getattr(model, "_is_stateful", False) and not kept:
         return "it keeps a recurrent state, which cannot be rolled back after a rejected draft"
+    if type(model).__name__ in _STRANGE or stock(model).__name__ in _STRANGE:
+        return _STRANGE[stock(model).__name__]
+    if any("get_query_offset" in recurrent.names(type(module)) for module in decoder.modules()):
+        return "its attention measures distances by slots of the cache, where the nodes of a tree lie side by side"
+    if "indexed_attention" in (getattr(decoder.config, "layer_types", None) or ()):
+        if any(getattr(decoder.config, name, None) for name in _BLOCKS):
+            return "its indexer chooses blocks of the cache, which the nodes of a tree would shift"
     if getattr(decoder.config, "cross_attention_layers", None):
         return "its decoder has cross-attention layers, which keep the picture's keys in the cache beside the text's"
     layers = set(getattr(decoder.config, "layer_types", None) or ["full_attention"])
