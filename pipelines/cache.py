@@ -25,6 +25,7 @@ class SlotCache(Cache):
     def __init__(self, batch: int, device: torch.device, reserve: int) -> None:
         super().__init__(layers=[])
         self.slots: list[Slots] = []
+        self.indexed: dict[int, Slots] = {}  # keys by which a layer's indexer chooses what its attention sees
         self.recurrent: dict[int, RecurrentLayer] = {}  # by layer, of those that keep a state of another kind
         self.lengths = Lengths.of([0] * batch, device)
         self.reserve = reserve
@@ -33,6 +34,11 @@ class SlotCache(Cache):
         while len(self.slots) <= layer_idx:
             self.slots.append(Slots(self.reserve))
         return self.slots[layer_idx].append(key_states, value_states, self.lengths)
+
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
+        """As stock: new keys [B, n, D] of a layer's indexer behind those that are kept, all of them [B, T, D]."""
+        new = indexer_key_states[:, None]
+        return self.indexed.setdefault(layer_idx, Slots(self.reserve)).append(new, new[..., :0], self.lengths)[0][:, 0]
 
     # -- layers with a recurrent or convolutional state, as stock calls them -------------------------------------------
 
@@ -83,6 +89,9 @@ class SlotCache(Cache):
 
     get_max_cache_shape = get_max_length  # the older name
 
+    def _attending(self) -> list[Slots]:
+        return [*self.slots, *self.indexed.values()]
+
     @property
     def is_initialized(self) -> bool:
         return bool(self.slots)
@@ -101,7 +110,8 @@ class SlotCache(Cache):
             state.commit(kept, device_counts)
         if not in_place:
             alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}  # autocast may leave keys in float32 alone
-            for buffer in (t for layer in self.slots for t in (layer.keys, layer.values) if t is not None):
+            held = (t for layer in self._attending() for t in (layer.keys, layer.values))
+            for buffer in (t for t in held if t is not None and t.shape[-1]):
                 alike.setdefault((buffer.device, buffer.dtype), []).append(buffer)
             for (home, _), buffers in alike.items():
                 start = self.lengths.on(home)
@@ -109,7 +119,7 @@ class SlotCache(Cache):
         self.lengths = self.lengths.plus(counts, device_counts)
 
     def select(self, rows: Tensor) -> SlotCache:
-        for layer in self.slots:
+        for layer in self._attending():
             layer.select(rows)
         for state in self.recurrent.values():
             state.select(rows)
@@ -117,7 +127,7 @@ class SlotCache(Cache):
         return self
 
     def join(self, other: SlotCache) -> SlotCache:
-        for mine, theirs in zip(self.slots, other.slots, strict=True):
+        for mine, theirs in zip(self._attending(), other._attending(), strict=True):
             mine.join(theirs, self.lengths.longest)
         for index, state in self.recurrent.items():
             state.join(other.recurrent[index])

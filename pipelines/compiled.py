@@ -81,7 +81,7 @@ def _capture(target: Any, state: State, tokens: Tensor, places: Tensor) -> Captu
     def read(past: int, tokens: Tensor, places: Tensor, *types: Tensor) -> list[Tensor]:
         cache = _Passing(past)
         seen = torch.ones(len(tokens), 1, tokens.shape[1], past + tokens.shape[1], dtype=torch.bool)
-        mask = dict.fromkeys(attention.KINDS, seen) if target.mixed and target.window is not None else seen
+        mask = dict.fromkeys(attention.KINDS, seen) if target.mixed else seen
         with _Cut(cache):
             return list(target.read(replace(state, cache=cache, types=dict(zip(state.types, types, strict=True))),
                                     tokens, places, mask))  # fmt: skip

@@ -20,6 +20,12 @@ from mmspec.pipelines.vlm import VlmTarget, tap, untap
 from mmspec.types import TargetInfo
 
 _LAYERS = set(attention.KINDS)
+_BLOCKS = ("index_kpool", "indexer_compress_ratio", "index_block_size")  # of an indexer that chooses blocks, not keys
+# class → why it cannot be accelerated, where nothing but its forward tells
+_STRANGE = {
+    "IdeficsForVisionText2Text": "each of its layers looks at the pictures through a mask made for one token at a time",
+    "EvollaForProteinText2Text": "its layers look at the protein through a mask made for one token at a time",
+}
 
 
 class DecoderOnlyPatch:
@@ -101,34 +107,7 @@ class DecoderOnly(Family):
         return VlmTarget(model, features, guidance)
 
     def unsupported(self, model: Any) -> str | None:
-        """Why this model cannot be accelerated, or None."""
-        config = model.config
-        if getattr(config, "is_encoder_decoder", False):
-            return "it is an encoder-decoder model; only decoder-only models are supported"
-        decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
-        if decoder is None or decoder is model or not hasattr(decoder, "layers"):
-            return "get_decoder() does not give a text decoder with layers"
-        if model.get_output_embeddings() is None:
-            return "get_output_embeddings() gives no head"
-        if "position_ids" not in inspect.signature(decoder.forward).parameters:
-            return "its decoder takes no position_ids, which the nodes of a tree need"
-        strange = recurrent.unknown(decoder)
-        if strange is not None:
-            return f"{strange} keeps a state that cannot be rolled back after a rejected draft"
-        kept = any(recurrent.modules(decoder))
-        if getattr(model, "_is_stateful", False) and not kept:
-            return "it keeps a recurrent state, which cannot be rolled back after a rejected draft"
-        if getattr(decoder.config, "cross_attention_layers", None):
-            return (
-                "its decoder has cross-attention layers, which keep the picture's keys in the cache beside the text's"
-            )
-        layers = set(getattr(decoder.config, "layer_types", None) or ["full_attention"])
-        layers -= recurrent.KINDS if kept else set()
-        if layers - _LAYERS:
-            return (
-                f"it has {', '.join(sorted(layers - _LAYERS))} layers, whose state cannot be rolled back to a tree node"
-            )
-        return unfit_attention(decoder.config)
+        return unsupported(model)
 
     def describe(self, model: Any) -> TargetInfo:
         """What a drafter has to fit."""
@@ -144,6 +123,40 @@ class DecoderOnly(Family):
             dtype=model.dtype,
             ends=() if ends is None else tuple(ends) if isinstance(ends, list) else (ends,),
         )
+
+
+def unsupported(model: Any) -> str | None:
+    """Why this model cannot be accelerated, or None."""
+    config = model.config
+    if getattr(config, "is_encoder_decoder", False):
+        return "it is an encoder-decoder model; only decoder-only models are supported"
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
+    if decoder is None or decoder is model or not hasattr(decoder, "layers"):
+        return "get_decoder() does not give a text decoder with layers"
+    if model.get_output_embeddings() is None:
+        return "get_output_embeddings() gives no head"
+    if "position_ids" not in inspect.signature(decoder.forward).parameters:
+        return "its decoder takes no position_ids, which the nodes of a tree need"
+    strange = recurrent.unknown(decoder)
+    if strange is not None:
+        return f"{strange} keeps a state that cannot be rolled back after a rejected draft"
+    kept = any(recurrent.modules(decoder))
+    if getattr(model, "_is_stateful", False) and not kept:
+        return "it keeps a recurrent state, which cannot be rolled back after a rejected draft"
+    if type(model).__name__ in _STRANGE or stock(model).__name__ in _STRANGE:
+        return _STRANGE[stock(model).__name__]
+    if any("get_query_offset" in recurrent.names(type(module)) for module in decoder.modules()):
+        return "its attention measures distances by slots of the cache, where the nodes of a tree lie side by side"
+    if "indexed_attention" in (getattr(decoder.config, "layer_types", None) or ()):
+        if any(getattr(decoder.config, name, None) for name in _BLOCKS):
+            return "its indexer chooses blocks of the cache, which the nodes of a tree would shift"
+    if getattr(decoder.config, "cross_attention_layers", None):
+        return "its decoder has cross-attention layers, which keep the picture's keys in the cache beside the text's"
+    layers = set(getattr(decoder.config, "layer_types", None) or ["full_attention"])
+    layers -= recurrent.KINDS if kept else set()
+    if layers - _LAYERS:
+        return f"it has {', '.join(sorted(layers - _LAYERS))} layers, whose state cannot be rolled back to a tree node"
+    return unfit_attention(decoder.config)
 
 
 def head_shape(model: Any) -> tuple[int, int]:

@@ -44,8 +44,15 @@ FAMILIES: dict[str, str] = {
 }
 _USUAL = "decoder_only:DecoderOnly"
 
-# diffusers pipeline → the component that generates its tokens
-COMPONENTS: dict[str, str] = {"GlmImagePipeline": "vision_language_encoder"}
+# diffusers pipeline, or a model whose `generate` hands the writing on → the component that generates its tokens
+COMPONENTS: dict[str, str] = {
+    "GlmImagePipeline": "vision_language_encoder",
+    "Blip2ForConditionalGeneration": "language_model",
+    "InstructBlipForConditionalGeneration": "language_model",
+    "InstructBlipVideoForConditionalGeneration": "language_model",
+    "Qwen2_5OmniForConditionalGeneration": "thinker",
+    "Qwen3OmniMoeForConditionalGeneration": "thinker",
+}
 
 
 def _entry(thing: Any, table: dict[str, str]) -> str | None:

@@ -74,7 +74,7 @@ def _turning(model: Any, call: Call) -> Obstacle | None:
     if longest <= turn:
         return None
     return Obstacle(
-        f"its rotary frequencies (dynamic or longrope) change past {turn} positions, and this call may reach "
+        f"its rotary frequencies (dynamic, longrope) or scales change past {turn} positions, and this call may reach "
         f"{longest}; a prompt and max_new_tokens of {turn + 1} together do not"
     )
 

@@ -10,6 +10,9 @@ from torch import nn
 Stop = Callable[[list[int], int], int | None]  # `Row.stop`
 
 
+_MARGIN = 128  # slots by which a row may be behind the longest one, and the nodes of its draft
+
+
 def table(decoder: Any) -> int | None:
     """Positions that its learned table holds (OPT, BioGPT); None where there is none."""
     found = [
@@ -21,7 +24,9 @@ def table(decoder: Any) -> int | None:
 
 
 def turn(decoder: Any) -> int | None:
-    """Length past which its rotary frequencies are those of the longest position in the batch; None: they never change.
+    """Length past which its rotary frequencies, or the scale of its queries, are those of the longest position in the batch.
+
+    None: they never change.
 
     A draft reaches further than the text, so that it would turn them for tokens that stock decoding reads before.
     """
@@ -34,6 +39,8 @@ def turn(decoder: Any) -> int | None:
                 found.append((told if layer is None else told[layer])["original_max_position_embeddings"])
             elif "dynamic" in (kind or ""):
                 found.append(module.original_max_seq_len)
+        if getattr(module, "attn_temperature_tuning", False):  # Llama-4 counts slots of the cache
+            found.append(int(module.floor_scale) - _MARGIN)
     return min(found, default=None)
 
 

@@ -220,15 +220,15 @@ _WRITES = {"update_conv_state": {"causal_conv1d_fn"}, "update_recurrent_state": 
 
 def modules(decoder: Module) -> list[Module]:
     """The modules of a decoder that keep a state other than keys and values."""
-    return [module for module in decoder.modules() if not _WRITES.keys().isdisjoint(_names(type(module)))]
+    return [module for module in decoder.modules() if not _WRITES.keys().isdisjoint(names(type(module)))]
 
 
 def unknown(decoder: Module) -> str | None:
     """The class of a module whose state cannot be read as a tree, or None."""
     for module in modules(decoder):
         for function in _functions(type(module)):
-            names = set(function.__code__.co_names)
-            if any(write in names and not names & scans for write, scans in _WRITES.items()):
+            called = set(function.__code__.co_names)
+            if any(write in called and not called & scans for write, scans in _WRITES.items()):
                 return type(module).__name__
     return None
 
@@ -244,7 +244,8 @@ def _functions(cls: type) -> list[FunctionType]:
     return [f for f in found if isinstance(f, FunctionType)]
 
 
-def _names(cls: type) -> set[str]:
+def names(cls: type) -> set[str]:
+    """What the functions of a class call and read, by name."""
     return {name for function in _functions(cls) for name in function.__code__.co_names}
 
 

@@ -79,7 +79,10 @@ class VlmTarget(ModelTarget):
         kinds = getattr(config, "layer_types", None)
         sliding = "sliding_attention" in kinds if kinds else getattr(config, "use_sliding_window", True)
         self.window = getattr(config, "sliding_window", None) if sliding else None
-        self.mixed = bool(kinds)  # a mask per layer type; without types, every layer has the same window
+        self.chunk = config.attention_chunk_size if kinds and "chunked_attention" in kinds else None
+        self.indexed = bool(kinds) and "indexed_attention" in kinds
+        narrow = self.window is not None or self.chunk is not None
+        self.mixed = bool(kinds) and narrow  # a mask per layer type; without types, every layer has the same window
 
     def embed(self, ids: Tensor) -> Tensor:
         return self.model.get_input_embeddings()(ids).to(ids.device)
@@ -227,7 +230,8 @@ class VlmTarget(ModelTarget):
     def mask(self, state: State, ancestors: Tensor, depth: Tensor) -> Any:
         """bool or additive [B, 1, N, T]; one per layer type where the model has sliding windows; None: all is seen."""
         at = state.cache.lengths
-        if depth.shape[1] == 1 and at.even and not state.padded and self.window is None and self.captured is None:
+        alike = at.even and not state.padded and self.captured is None
+        if depth.shape[1] == 1 and alike and not (self.window or self.chunk or self.indexed):
             return None
         full = visibility(at, state.open_slots, ancestors)
 
@@ -235,15 +239,23 @@ class VlmTarget(ModelTarget):
             mask = self._as_wanted(visible)
             return attention.marked(mask, at.device, state.open_slots, ancestors, depth, window) if self.tree else mask
 
-        if self.window is None:
+        if not (self.window or self.chunk):
             return wanted(full)
         slot = torch.arange(full.shape[2], device=full.device)
         behind = slot - at.device[:, None]  # [B, T] relative to the root: negative in the cache, then node numbers
         place = torch.where(behind < 0, behind, depth.gather(1, behind.clamp(0, depth.shape[1] - 1)))
-        near = depth[:, :, None] - place[:, None, :] < self.window
-        if not self.mixed:
-            return wanted(full & near, self.window)
-        return {"full_attention": wanted(full), "sliding_attention": wanted(full & near, self.window)}
+        masks = {**dict.fromkeys(recurrent.KINDS), **dict.fromkeys(attention.KINDS, wanted(full))}
+        if self.window:
+            near = wanted(full & (depth[:, :, None] - place[:, None, :] < self.window), self.window)
+            if not self.mixed:
+                return near
+            masks["sliding_attention"] = near
+        if self.chunk:
+            first = at.device - (state.open_slots.cumsum(1) == 0).sum(1)  # the root's place, padding left out
+            chunk = (first[:, None] + place) // self.chunk
+            same = (first[:, None] + depth)[:, :, None] // self.chunk == chunk[:, None]
+            masks["chunked_attention"] = self._as_wanted(full & same)
+        return masks
 
     def _as_wanted(self, visible: Tensor) -> Tensor:
         visible = visible[:, None]

@@ -1,0 +1,341 @@
+"""Tiny random models of nearly every image-text-to-text class that transformers has, each with a picture to read.
+
+A class's own default config, shrunk by three tables (its text, its pictures, its special tokens), is its model, and one
+of a few recipes makes its pictures; `CASES` says which, and where a class needs other sizes than the tables'.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+import transformers as T
+from torch import Tensor
+from transformers import PretrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as MAPPED
+
+VOCAB, HIDDEN, WIDTH = 128, 64, 32
+IMAGE, VIDEO, OPEN, CLOSE, AUDIO = 120, 121, 122, 123, 124
+LAYERS = 3
+
+TEXT: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 96, "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "sliding_window": 8, "attention_dropout": 0.0,
+    "dropout": 0.0, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "activation_dropout": 0.0,
+    # mixtures of experts
+    "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "shared_experts_intermediate_size": 32,
+    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4, "num_experts_per_tok": 2,
+    "n_group": 1, "topk_group": 1, "moe_topk": 2, "moe_k": 2, "share_expert_dim": 32, "moe_hidden_size": 32,
+    # latent attention
+    "kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "v_head_dim": 16, "qk_nope_head_dim": 8,
+    # recurrences
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12,
+    # OPT, as BLIP-2 has it, and Kosmos
+    "ffn_dim": 96, "word_embed_proj_dim": HIDDEN, "embed_dim": HIDDEN, "layers": LAYERS, "attention_heads": 4,
+}  # fmt: skip
+VISION: dict[str, Any] = {
+    "hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": 2, "depth": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "num_heads": 2, "attention_heads": 2, "head_dim": 16, "image_size": 28, "patch_size": 14,
+    "out_hidden_size": HIDDEN, "projection_dim": HIDDEN, "num_position_embeddings": 16, "window_size": 56,
+    "fullatt_block_indexes": [1], "deepstack_visual_indexes": [0, 1], "attention_dropout": 0.0, "dropout": 0.0,
+    "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "max_position_embeddings": 512,
+    "vocab_size": VOCAB, "encoder_hidden_size": WIDTH, "text_hidden_size": HIDDEN, "projection_hidden_dim": 48,
+    "num_patches": 16, "dropout_rate": 0.0,
+}  # fmt: skip
+TOKENS: dict[str, Any] = {
+    "image_token_id": IMAGE, "image_token_index": IMAGE, "video_token_id": VIDEO, "video_token_index": VIDEO,
+    "audio_token_id": AUDIO, "audio_token_index": AUDIO, "projector_hidden_size": 48, "projection_dim": HIDDEN,
+    **{f"{name}_{end}": OPEN for name in ("vision_start", "image_start", "boi") for end in ("token_id",
+    "token_index")},
+    **{f"{name}_{end}": CLOSE for name in ("vision_end", "image_end", "eoi") for end in ("token_id",
+    "token_index")},
+    "video_start_token_id": 125, "video_end_token_id": 126, "tie_word_embeddings": False, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+
+
+# -- configs ----------------------------------------------------------------------------------------------------------
+
+
+def shrunk(config: PretrainedConfig, table: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """What to give a config's class for a tiny one: what the tables say of the entries that it has, and `more`."""
+    told = config.to_dict()
+    out = {name: value for name, value in table.items() if name in told and not isinstance(told[name], list)}
+    for name in ("layer_types", "mlp_layer_types", "indexer_types"):
+        if told.get(name):
+            kinds = list(dict.fromkeys(told[name]))
+            count = out.get("num_hidden_layers", LAYERS)
+            out[name] = [kinds[i % len(kinds)] for i in range(count)]
+    if config.model_type:
+        out["model_type"] = config.model_type
+    return {**out, **more}
+
+
+def _inner(config: PretrainedConfig) -> dict[str, PretrainedConfig]:
+    found = {name: getattr(config, name, None) for name in config.sub_configs}
+    return {name: one for name, one in found.items() if isinstance(one, PretrainedConfig)}
+
+
+def tiny(config: PretrainedConfig, table: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """As `shrunk`, with the configs inside of it; `more` may hold what to change of each of these under its name."""
+    own = {name: value for name, value in more.items() if name not in config.sub_configs}
+    out = shrunk(config, table, own)
+    out.update({name: given for name, given in more.items() if name in config.sub_configs})
+    for name, one in _inner(config).items():
+        inside = TEXT if name in ("text_config", "decoder", "language_config") else VISION
+        given = more.get(name, {})
+        out[name] = given if isinstance(given, PretrainedConfig) else tiny(one, inside, given)
+    return out
+
+
+# -- pictures ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Seen:
+    """One picture: tensors to concatenate over all pictures, and the tokens that stand for it."""
+
+    tensors: dict[str, Tensor]
+    tokens: list[int]
+
+
+Picture = Callable[[Any, torch.Generator], Seen]
+
+
+def counted(model: Any, tensors: dict[str, Any]) -> int:
+    """How many tokens the model's own vision tower makes of a picture."""
+    inner = getattr(model, "model", model)
+    tower = inner if hasattr(inner, "get_image_features") else model
+    wanted = inspect.signature(tower.get_image_features).parameters
+    with torch.no_grad():
+        found = tower.get_image_features(**{k: v for k, v in tensors.items() if k in wanted or "args" in wanted})
+    found = getattr(found, "pooler_output", found)
+    return sum(x.reshape(-1, x.shape[-1]).shape[0] for x in ([found] if isinstance(found, Tensor) else found))
+
+
+def shown(*pixels: int, around: bool = False, count: int | None = None, **beside: Any) -> Picture:
+    """Pictures of one shape.
+
+    Args:
+        pixels: the shape of `pixel_values` for one picture.
+        around: whether tokens stand before and after it.
+        count: its tokens; None: as many as the model's vision tower says.
+        beside: other tensors: the shape of noise, a tuple, or what the tensor holds, a list.
+    """
+
+    def make(model: Any, g: torch.Generator) -> Seen:
+        tensors = {"pixel_values": torch.randn(pixels, generator=g)}
+        for name, what in beside.items():
+            tensors[name] = torch.randn(what, generator=g) if isinstance(what, tuple) else torch.tensor(what)
+        tokens = [IMAGE] * (counted(model, tensors) if count is None else count)
+        return Seen(tensors, [OPEN, *tokens, CLOSE] if around else tokens)
+
+    return make
+
+
+def grid(*size: int, side: int = 4, **more: Any) -> Picture:
+    """As the families of Qwen have them: a list of patches of `size`, and how many in time, height and width."""
+    return shown(side * side, *size, around=True, image_grid_thw=[[1, side, side]], **more)
+
+
+# -- cases ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """How one class is made.
+
+    Attributes:
+        picture: makes its pictures; None: it is refused before it reads any.
+        more: what its config has that the tables have not, the configs inside under their names.
+        types: the name of the token types that its forward wants, 1 at a picture's placeholders.
+        cls: the class, where the mapping does not name it.
+        config: the name of its config in the library, likewise.
+    """
+
+    picture: Picture | None = None
+    more: dict[str, Any] = field(default_factory=dict)
+    cls: str = ""
+    axis: int = 0
+
+
+SQUARE, SIZED = shown(1, 3, 28, 28), shown(1, 3, 28, 28, image_sizes=[[28, 28]])
+TILES = shown(1, 3, 3, 28, 28, image_sizes=[[28, 56]])
+FLAT, FRAME, SQUARES = grid(3 * 2 * 14 * 14), grid(3 * 14 * 14), grid(3, 14, 14)  # patches of two frames, of one
+SHEET = shown(1, 1, 3, 28, 28)  # pictures of a row together
+STRIP = shown(1, 3, 14, 14 * 16, target_sizes=[[4, 4]])
+PINPOINTS = {"image_grid_pinpoints": [[28, 56], [56, 28], [56, 56]]}
+BASE = {"rope_type": "default", "rope_theta": 1e4}
+MROPE, AXES = {**BASE, "mrope_section": [2, 3, 3]}, {**BASE, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
+PARTIAL = {**BASE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
+EQUAL = {"num_key_value_heads": 4}
+SAM = {"output_channels": 8, "window_size": 2, "global_attn_indexes": [1], "mlp_dim": 48, "image_size": 64,
+       "patch_size": 4, "num_pos_feats": 16}  # fmt: skip
+OCR = {**SAM, "downsample_channels": [16, WIDTH], "hidden_size": WIDTH}
+TIMM = {"architecture": "resnet10t", "hidden_size": 512, "do_pooling": False}
+GEMMA4 = {**{k: v for k, v in VISION.items() if k in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "patch_size")}, "model_type": "gemma4_vision", "pooling_kernel_size": 2, "position_embedding_size": 64}
+OPENED = {"vision_start_token_id": OPEN, "vision_end_token_id": CLOSE}
+
+
+def case(picture: Picture | None = None, cls: str = "", axis: int = 0, **more: Any) -> Case:
+    return Case(picture, more, cls, axis)
+
+
+def text(**more: Any) -> dict[str, Any]:
+    return {"text_config": more}
+
+
+def vision(**more: Any) -> dict[str, Any]:
+    return {"vision_config": more}
+
+
+CASES: dict[str, Case] = {
+    # one square picture
+    **{name: case(SQUARE) for name in ("aya_vision", "cohere2_vision", "deepseek_vl", "ovis2", "step3p7", "video_llava")},
+    "aria": case(SQUARE, projector_patch_to_query_dict={4: 4}, max_value_projector_patch_to_query_dict=4),
+    "vipllava": case(SQUARE, vision_feature_layer=[-2, -1]),
+    "qianfan_ocr": case(SQUARE, **vision(image_size=[28, 28], patch_size=[7, 7])),
+    "got_ocr2": case(shown(1, 3, 64, 64), **vision(**SAM)),
+    "pp_chart2table": case(shown(1, 3, 64, 64), **vision(**SAM)),
+    "llama4": case(
+        shown(1, 3, 28, 28, count=4),
+        **vision(patch_size=7, intermediate_size=128, vision_output_dim=32, projector_input_dim=32, projector_output_dim=32),
+        **text(attention_chunk_size=16, intermediate_size_mlp=96, moe_layers=[0, 1, 2], no_rope_layers=[1, 0, 1]),
+    ),
+    **{name: case(SIZED, **vision(patch_size=7)) for name in ("mistral3", "lighton_ocr")},
+    "mistral_large4": case(SIZED, **vision(patch_size=7), **text(**EQUAL, index_topk=8, index_head_dim=16, index_n_heads=16)),
+    "deepseek_vl_hybrid": case(
+        shown(1, 3, 28, 28, high_res_pixel_values=(1, 3, 64, 64)),
+        high_res_vision_config={**SAM, "hidden_size": WIDTH, "scale": 4},
+    ),
+    "deepseek_ocr2": case(shown(1, 3, 64, 64), **text(mlp_layer_types=["dense", "sparse", "sparse"]), **vision(sam_config=OCR, encoder_config={**TEXT, "hidden_size": WIDTH, "num_hidden_layers": 2})),
+    "unlimited_ocr": case(shown(1, 3, 64, 64), **vision(sam_config=OCR, encoder_config={"image_size": 28})),
+    "fast_vlm": case(SQUARE, **vision(**TIMM)),
+    "perception_lm": case(shown(1, 1, 3, 32, 32), **vision(architecture="vit_tiny_patch16_224", model_args={"embed_dim": 192, "img_size": [32, 32], "global_pool": ""}, do_pooling=False)),
+    "gemma3n": case(shown(1, 3, 64, 64), vision_soft_tokens_per_image=4, **vision(**TIMM), **text(num_hidden_layers=4, num_kv_shared_layers=2, layer_types=["sliding_attention", "full_attention"] * 2, intermediate_size=[96] * 4, activation_sparsity_pattern=[0.5, 0.0, 0.0, 0.0], vocab_size_per_layer_input=VOCAB, hidden_size_per_layer_input=16, laurel_rank=8)),
+    # tiles, and pictures by row
+    **{name: case(TILES, **PINPOINTS) for name in ("llava_next_video", "llava_onevision")},
+    "granite4_vision": case(shown(1, 3, 3, 56, 56, image_sizes=[[56, 112]]), image_grid_pinpoints=[[56, 112], [112, 56]], downsample_rate="1/2", deepstack_layer_map=[[-1, 0]], spatial_target_layers=[1, 2], **vision(hidden_size=64, image_size=56), qformer_config={"hidden_size": 64, "encoder_hidden_size": 64}),
+    "idefics2": case(SHEET),
+    "granite_docling": case(shown(1, 1, 3, 32, 32, pixel_attention_mask=[[True]]), **vision(image_size=32, patch_size=8, scale_factor=2)),
+    # patches
+    "gemma4": case(shown(1, 16, 3 * 14 * 14, image_position_ids=[[[i % 4, i // 4] for i in range(16)]]), **vision(**GEMMA4), **text(vocab_size_per_layer_input=VOCAB, hidden_size_per_layer_input=16)),
+    "gemma4_unified": case(shown(1, 16, 3 * 28 * 28, image_position_ids=[[[i % 4, i // 4] for i in range(16)]]), **vision(**{**GEMMA4, "model_type": "gemma4_unified_vision"})),
+    **{name: case(STRIP, axis=-1, **vision(insert_layer_id=0), insert_layer_id=0, **text(rope_parameters=PARTIAL)) for name in ("minicpmv4_6", "minicpmv4_7", "minicpm_ocr")},
+    # patches in a grid
+    **{name: case(FLAT, **text(rope_parameters=MROPE)) for name in ("glm4v", "glm46v", "glmga", "glm_ocr")},
+    "glm4v_moe": case(FLAT, **text(rope_parameters=PARTIAL)),
+    "qwen2_5_omni_thinker": case(FLAT, **text(rope_parameters=MROPE), **OPENED),
+    "exaone4_5": case(FLAT),
+    "hyperclovax_vision_v2": case(FLAT),
+    "cohere_compass": case(
+        FLAT,
+        **text(layer_types=["sliding_attention", "full_attention", "sliding_attention"], rope_parameters={"sliding_attention": AXES, "full_attention": None}),
+    ),
+    "cosmos3_edge": case(FRAME, **text(rope_parameters=MROPE)),
+    **{name: case(FLAT, **text(rope_parameters=AXES)) for name in ("cosmos3_omni", "qwen3_vl_moe")},
+    "qwen3_omni_moe_thinker": case(FLAT, **text(rope_parameters=AXES), **OPENED),
+    "qwen3_5_moe": case(FLAT, **text(rope_parameters=PARTIAL)),
+    "qwen4_exp": case(FLAT, **text(rope_parameters=MROPE, indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=16, indexer_budget=8, indexer_compress_ratio=2, hc_lowrank=8)),
+    "dots3_note": case(FRAME, **text(**EQUAL, index_topk=8, index_head_dim=16, index_n_heads=16), **vision(adapter_in_dim=WIDTH, adapter_out_dim=HIDDEN), audio_config={"adapter_input_size": WIDTH, "adapter_out_dim": HIDDEN}),
+    "ernie4_5_vl_moe": case(FRAME, **text(moe_intermediate_size=[32, 32], rope_parameters={**BASE, "mrope_section": [3, 3, 2]})),
+    "glm5_next": case(FLAT, **text(**EQUAL, qk_rope_head_dim=0, head_dim=0, index_topk=8, index_kpool=4, index_head_dim=16, index_n_heads=16, linear_head_dim=8, linear_num_heads=4)),
+    "kimi_k25": case(SQUARES, **text(**EQUAL, head_dim=8), projection_hidden_size=WIDTH),
+    "paddleocr_vl": case(SQUARES, **text(rope_parameters=MROPE)),
+    "hunyuan_vl": case(FRAME, **text(rope_parameters=MROPE)),
+    "lfm3_vl": case(FLAT, **text(conv_L_cache=3)),
+    "minimax_m3_vl": case(FLAT, **text(layer_types=["minimax_m3_sparse", "full_attention", "minimax_m3_sparse"], rotary_dim=16, index_n_heads=16, index_head_dim=16, index_block_size=4, index_topk_blocks=2)),
+    "muse_glimmer": case(FLAT, out_hidden_size=128, **text(layer_rope_theta=[1e4, 0, 1e4])),
+    "muse_spark": case(
+        FLAT,
+        out_hidden_size=128,
+        audio_config={"num_hidden_layers": 4, "hidden_sizes": [8] * 4, "depths": [1] * 4, "out_hidden_size": HIDDEN},
+        **text(layer_rope_theta=[1e4, 0, 1e4]),
+    ),
+    "video_llama_3": case(grid(3 * 14 * 14, image_merge_sizes=[2])),
+    "inkling2": case(grid(28, 28, 3)),
+    "inkling_mm_model": case(shown(4, 2, 8, 8, 3), **vision(patch_size=8, num_hidden_layers=5)),
+    "nemotron_h_omni": case(shown(16, 3 * 14 * 14, image_grid_hw=[[4, 4]]), vision_hidden_size=WIDTH, **vision(video_temporal_patch_size=2)),
+    "molmo2": case(
+        shown(1, 4, 3 * 14 * 14, image_token_pooling=[[0, 1], [2, 3]], image_grids=[[2, 1, 0, 0]], image_num_crops=[1]),
+        **vision(image_size=[28, 28], num_position_embeddings=4), adapter_config={"text_hidden_size": HIDDEN, "vision_feature_layer": [1, 0]}, image_patch_id=IMAGE,
+    ),
+    # wrappers with an inner model, cross-attention, and doors of their own
+    "blip-2": case(shown(1, 3, 28, 28, count=4), num_query_tokens=4),
+    "instructblip": case(shown(1, 3, 28, 28, count=4, qformer_input_ids=[[1, 5, 6]]), num_query_tokens=4),
+    "instructblipvideo": case(shown(1, 1, 3, 28, 28, count=4, qformer_input_ids=[[1, 5, 6]]), num_query_tokens=4, video_token_index=IMAGE),
+    "git": case(shown(1, 3, 28, 28, count=0)),
+    "kosmos-2": case(None),
+    "kosmos-2.5": case(None),
+    "fuyu": case(None),
+    "idefics": case(shown(1, 1, 3, 28, 28, count=1, image_attention_mask=[[[1]]]), **vision(embed_dim=WIDTH)),
+    "mllama": case(None, **vision(num_global_layers=1, vision_output_dim=64, intermediate_layers_indices=[0], max_num_tiles=2, supported_aspect_ratios=[[1, 1], [1, 2], [2, 1]]), **text(cross_attention_layers=[1])),
+    "evolla": case(None),
+    "blip": case(None),
+    "chameleon": case(None), "emu3": case(None), "janus": case(None),
+    "diffusion_gemma": case(None), "pi0": case(None), "florence2": case(None), "pix2struct": case(None), "pp_formulanet": case(None), "t5gemma2": case(None), "udop": case(None), "vision-encoder-decoder": case(None),
+    "phi4_multimodal": case(None, cls="Phi4MultimodalForCausalLM"),
+    "qwen2_5_omni": case(None, cls="Qwen2_5OmniForConditionalGeneration"), "qwen3_omni_moe": case(None, cls="Qwen3OmniMoeForConditionalGeneration"),
+    # text alone, as the mapping has it
+    "mistral4": case(None, **EQUAL),
+}
+
+
+# -- models and prompts -----------------------------------------------------------------------------------------------
+
+
+def class_of(name: str) -> type:
+    return getattr(T, CASES[name].cls or MAPPED[name])
+
+
+@cache
+def model(name: str) -> Any:
+    """The class's random model, with weights so large that prompts and pictures steer it and it repeats little."""
+    one = CASES[name]
+    kind = CONFIG_MAPPING[name] if name in CONFIG_MAPPING else class_of(name).config_class
+    config = kind(**tiny(kind(), {**TEXT, **TOKENS}, one.more))
+    torch.manual_seed(0)
+    made = class_of(name)(config).eval().float()
+    with torch.no_grad():
+        for name_of, weight in made.named_parameters():
+            if weight.dim() > 1:
+                weight.normal_(std=2.0 / (weight.shape[-1] if "experts" in name_of else weight[0].numel()) ** 0.5)
+    told = made.generation_config
+    told.eos_token_id, told.pad_token_id, told.bos_token_id = None, 0, 1
+    return made
+
+
+KINDS = CASES
+ROWS: dict[str, list[list[int]]] = {"one": [[2, 7]], "ragged": [[1, 9], [3, 1], [2, 5]]}
+
+
+def prompt(name: str, rows: str = "one", picture: int = 1) -> dict[str, Tensor]:
+    """Inputs of `generate`, each row with a picture, left-padded where they differ; `picture` seeds the pictures."""
+    one, target = CASES[name], model(name)
+    words, paint = torch.Generator().manual_seed(1), torch.Generator().manual_seed(picture)
+    ids, seen = [], []
+    for before, after in ROWS[rows]:
+        found = one.picture(target, paint) if one.picture else Seen({}, [])
+        said = [torch.randint(5, 100, (n,), generator=words).tolist() for n in (before, after)]
+        ids.append([1, *said[0], *found.tokens, *said[1]])
+        seen.append(found.tensors)
+    longest = max(map(len, ids))
+    out = {
+        "input_ids": torch.tensor([[0] * (longest - len(row)) + row for row in ids]),
+        "attention_mask": torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in ids]),
+    }
+    wanted = inspect.signature(type(target).forward).parameters
+    for kind in ("mm_token_type_ids", "moe_mm_token_type_ids", "token_type_ids"):
+        if kind in wanted:
+            out[kind] = (out["input_ids"] == IMAGE).int()
+    axes = {"pixel_values": one.axis}
+    return {**out, **{key: torch.cat([t[key] for t in seen], axes.get(key, 0)) for key in seen[0]}}
+
+
+def generate(target: Any, inputs: dict[str, Tensor], **options: Any) -> Any:
+    return target.generate(**inputs, **{"max_new_tokens": 20, "do_sample": False, **options})
