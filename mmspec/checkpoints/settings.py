@@ -136,7 +136,7 @@ def _check_kinds(made: type[EagleConfig], values: Mapping[str, Any]) -> None:
 
 def _is_allowed(name: str, value: Any, usual: Any) -> bool:
     if isinstance(usual, tuple):
-        return isinstance(value, list | tuple) and len(value) <= MANY and all(_like(one, usual[0]) for one in value)
+        return isinstance(value, list | tuple) and len(value) <= MANY and all(_like(one, usual[0] if usual else 0) for one in value)
     if type(usual) is int:
         return _like(value, usual) and 0 <= value <= MOST.get(name, LARGEST)
     return _like(value, usual)
@@ -151,7 +151,7 @@ def _like(value: Any, usual: Any) -> bool:
 def _allowed(name: str, usual: Any) -> str:
     kinds = {bool: "true or false", float: "a number above 0", str: "a text"}
     if isinstance(usual, tuple):
-        return f"a list of at most {MANY} " + ("whole numbers" if isinstance(usual[0], int) else "texts")
+        return f"a list of at most {MANY} " + ("whole numbers" if isinstance((*usual, 0)[0], int) else "texts")
     return kinds.get(type(usual), f"a whole number from 0 to {MOST.get(name, LARGEST)}")
 
 

@@ -14,6 +14,7 @@ from mmspec.drafters import shapes
 from mmspec.drafters.blocks import Block, RMSNorm
 from mmspec.drafters.feature import FeatureDrafter
 from mmspec.drafters.options import ALL, TreeOptions, grown
+from mmspec.drafters.rope import Rope
 from mmspec.drafters.vocab import DraftVocab
 from mmspec.types import FINAL, Target, TargetInfo
 
@@ -21,11 +22,12 @@ _PADDED = 1.01  # some targets have a few more embeddings than others: LLaVA 320
 
 
 @dataclass(frozen=True)
-class EagleConfig:
-    """Shapes and switches of one EAGLE drafter; the switches are what the published layouts differ in.
+class EagleConfig(Rope):
+    """Shapes and switches of one EAGLE drafter; the switches are what the published layouts differ in. Rotary positions
+    are said by what it is besides, a Rope.
 
     Attributes:
-        hidden, intermediate, heads, kv_heads, head_dim, vocab, rope_theta, norm_eps: as in Llama.
+        hidden, intermediate, heads, kv_heads, head_dim, vocab, norm_eps: as in Llama.
         features: FINAL (−1) for the target's final hidden state (EAGLE-1/2), or the decoder layers whose inputs are
             read (EAGLE-3: 2, L//2, L−3).
         target_hidden: width of the target's features, where it is not `hidden`.
@@ -33,8 +35,6 @@ class EagleConfig:
         norm_residual: in EAGLE-3's layer the residual is the normed feature (`norm_before_residual` of speculators).
         input_norm: norm before the attention (absent in EAGLE-1/2's only layer).
         embed_norm, out_norm: norm of the embedding, and of the output feature before the head.
-        rope: "1d", or "2d" for pictures: row and column of the token fed, zero before the picture.
-        grid: with "2d", tokens along a side of the picture.
         draft_vocab: rows of the drafter's own head; 0: the target's head is used.
         target, target_revision: what it was trained for.
         depth, width, size, tree, draws: how it recommends to draft (see TreeOptions).
@@ -46,7 +46,6 @@ class EagleConfig:
     kv_heads: int
     vocab: int
     head_dim: int = 0
-    rope_theta: float = 10000.0
     norm_eps: float = 1e-6
     features: tuple[int, ...] = (FINAL,)
     target_hidden: int = 0
@@ -57,8 +56,6 @@ class EagleConfig:
     out_norm: bool = False
     fc_bias: bool = True
     qkv_bias: bool = False
-    rope: str = "1d"
-    grid: int = 0
     draft_vocab: int = 0
     target: str = ""
     target_revision: str = ""
@@ -69,11 +66,7 @@ class EagleConfig:
     draws: bool = False
 
     def __post_init__(self) -> None:
-        width = self.head_dim or self.hidden // self.heads
-        if self.rope not in ("1d", "2d") or (self.rope == "2d") is not (self.grid > 0):
-            raise ValueError(f"rope is '1d' with grid 0, or '2d' with a grid ≥ 1; got {self.rope!r}, {self.grid!r}")
-        if self.rope == "2d" and width % 4:
-            raise ValueError(f"rope '2d' turns quarters of a head, so head_dim must be a multiple of 4; it is {width}")
+        self.check(self.head_dim or self.hidden // self.heads)
 
     def only_final(self, method: str) -> None:
         """Refuse what a method that is built on EAGLE-1/2's layer has no place for.
@@ -82,7 +75,7 @@ class EagleConfig:
             ValueError: EAGLE-3's layer, other features than the target's final one, or rope "2d".
         """
         wide = self.target_hidden in (0, self.hidden)
-        if self.parallel_norm or self.features != (FINAL,) or not wide or self.rope != "1d":
+        if self.parallel_norm or self.features != (FINAL,) or not wide or self.rope != "1d" or self.mrope:
             raise ValueError(
                 f"{method} continues the target's final feature, as wide as its embeddings, in EAGLE-1/2's layer with "
                 f"rope '1d'; got features {self.features}, target_hidden {self.target_hidden}, parallel_norm "
@@ -118,8 +111,8 @@ class EagleDrafter(FeatureDrafter):
         reads = len(c.features) * (c.target_hidden or c.hidden)
         self.fc = nn.Linear(reads if c.parallel_norm else c.hidden + reads, c.hidden, bias=c.fc_bias)
         self.block = Block(
-            c.hidden, c.intermediate, c.heads, c.kv_heads, c.rope_theta, c.norm_eps,
-            inputs=2 if c.parallel_norm else 1, qkv_bias=c.qkv_bias, head_dim=c.head_dim or None, grid=c.grid,
+            c.hidden, c.intermediate, c.heads, c.kv_heads, c, c.norm_eps,
+            inputs=2 if c.parallel_norm else 1, qkv_bias=c.qkv_bias, head_dim=c.head_dim or None,
         )  # fmt: skip
         both = c.parallel_norm
         self.embed_norm = _norm(c, c.embed_norm or both)

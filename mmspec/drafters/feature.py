@@ -63,7 +63,7 @@ class FeatureDrafter(FeatureLayer):
             what = "with an output head of its own" if self.own_head else f"of the method {self.method!r}"
             raise ValueError(f"a drafter {what} knows no guidance; use an EAGLE drafter without a head, or 'jacobi'")
         device, zero = prompt.ids.device, Lengths.of([0] * B, prompt.ids.device)
-        first = torch.full((B,), 1 - L if self.block.grid else 0, device=device)
+        first = torch.full((B,), 1 - L if self.block.rope.grid else 0, device=device)
         embeds, features = fold(prompt.embeds[:, 1:], S), fold(prompt.hidden[:, :-1].to(prompt.embeds.dtype), S)
         visual, valid = (t.repeat_interleave(S, 0) for t in (prompt.visual[:, 1:], prompt.valid[:, :-1]))
         positions = (first[:, None] + torch.arange(L - 1, device=device)).repeat_interleave(S, 0)
