@@ -178,29 +178,34 @@ class Memory:
     padded: bool  # whether any slot is closed, as the host knows it
     context: Tensor | None = None  # [B, 1, C], what else `inputs` wants at the rows to come
     told: dict[str, float] = field(default_factory=dict)  # for `Stats.drafter`, right after the prompt was read
+    more: tuple[Slots, ...] = ()  # of the layers after the first
 
     def select(self, rows: Tensor) -> Memory:
-        self.slots.select(rows)
+        for slots in (self.slots, *self.more):
+            slots.select(rows)
         context = None if self.context is None else self.context[rows]
         return Memory(
-            self.slots, self.lengths.select(rows), self.positions[rows], self.open_slots[rows], self.padded, context
-        )
+            self.slots, self.lengths.select(rows), self.positions[rows], self.open_slots[rows], self.padded, context,
+            more=self.more,
+        )  # fmt: skip
 
     def join(self, other: Memory) -> Memory:
-        self.slots.join(other.slots, self.lengths.longest)
+        for mine, others in zip((self.slots, *self.more), (other.slots, *other.more), strict=True):
+            mine.join(others, self.lengths.longest)
         longest = max(self.open_slots.shape[1], other.open_slots.shape[1])
         open_slots = [F.pad(m.open_slots, (0, longest - m.open_slots.shape[1]), value=True) for m in (self, other)]
         positions = torch.cat([self.positions, other.positions])
         both = None if self.context is None or other.context is None else torch.cat([self.context, other.context])
         padded = self.padded or other.padded
-        return Memory(self.slots, self.lengths.join(other.lengths), positions, torch.cat(open_slots), padded, both)
+        lengths = self.lengths.join(other.lengths)
+        return Memory(self.slots, lengths, positions, torch.cat(open_slots), padded, both, more=self.more)
 
-    def attend(self, at: Lengths, ancestors: Tensor | None) -> Attend:
+    def attend(self, at: Lengths, ancestors: Tensor | None, slots: Slots | None = None) -> Attend:
         """Attention over the rows read and the ones since; the last M columns of `ancestors` [B, n, ≥ M] say it of the
         M rows after the first `self.lengths`, of which the last n are being appended at `at`; None: all is visible."""
 
         def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            keys, values = self.slots.append(k, v, at)
+            keys, values = (slots or self.slots).append(k, v, at)
             mask = None
             if ancestors is not None or self.padded or not at.even:
                 M = keys.shape[2] - self.lengths.longest
