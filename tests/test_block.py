@@ -10,6 +10,7 @@ import transformers as T
 from published import norm, put
 from safetensors.torch import load_file
 from torch.nn import functional as F
+from transformers.cache_utils import DFlashCache
 
 import mmspec
 from mmspec.drafters.block_drafter import BlockConfig, BlockDrafter
@@ -267,9 +268,19 @@ def test_as_transformers_own_assistant(tmp_path):
     features, counts = torch.randn(1, 20, 2 * H), [1, 3, 2]
     ours = rounds(drafter, features, counts, target)
     block = target.embed(torch.tensor([[7] + [MASK] * (BLOCK - 1)]))
-    for upto, mine in zip((15, 18, 20), ours, strict=True):
-        want = stock(noise_embeds=block, context_hidden_states=features[:, :upto]).last_hidden_state[:, 1:]
-        torch.testing.assert_close(mine, want, atol=1e-5, rtol=1e-4)
+    cache, read = DFlashCache(config=stock.config), 0
+    cache.activate_past_recording()
+    for upto, mine in zip((15, 18, 20), ours, strict=True):  # as stock's candidate generator goes on
+        cache.set_previous_accepted_tokens(upto - read)
+        if read:
+            cache.crop(-BLOCK)
+        positions = torch.arange(read, upto + BLOCK)[None]
+        out = stock(
+            noise_embeds=block, context_hidden_states=features[:, read:upto], position_ids=positions,
+            attention_mask=torch.ones(1, upto + BLOCK, dtype=torch.long), past_key_values=cache,
+        )  # fmt: skip
+        torch.testing.assert_close(mine, out.last_hidden_state[:, 1:], atol=1e-5, rtol=1e-4)
+        read = upto
 
 
 def literal(t, features, block, config, rope_first=False, causal=(False, False), window=(None, None), conv=False):
