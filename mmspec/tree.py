@@ -114,6 +114,16 @@ def children(tree: Tree) -> tuple[Tensor, Tensor]:
 Expand = Callable[[Tensor, Tensor], Tensor]
 
 
+def marginal(log_p: Tensor) -> tuple[Tensor, Expand]:
+    """What `grow` wants, of laws [B, depth, V] that are the same whatever stands above."""
+    levels = iter(range(1, log_p.shape[1]))
+
+    def expand(tokens: Tensor, came_from: Tensor) -> Tensor:
+        return log_p[:, next(levels)][:, None].expand(-1, tokens.shape[1], -1)
+
+    return log_p[:, 0], expand
+
+
 def grow(first: Tensor, expand: Expand, width: int, depth: int, size: int) -> tuple[Tensor, Tree]:
     """EAGLE-2's dynamic tree (Li et al. 2024, §4): expand the most likely frontier, then keep the best of all nodes.
 

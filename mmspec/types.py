@@ -177,6 +177,21 @@ class Prompt:
     valid: Tensor  # [B, L] bool, false on padding
     grid: tuple[int, int] | None = None  # rows and columns, where the tokens to come are known to be one picture's
     attention: Tensor | None = None  # [B, L], share of the attention of the text behind the last image; see ATTENTION
+    positions: Tensor | None = None  # [3, B, L], the target's own position ids, where it counts on three axes
+
+    def places(self, three: bool) -> tuple[Tensor, Tensor]:
+        """Rotary positions for a drafter: of its next row, [B], and of all rows of the prompt.
+
+        Args:
+            three: on the target's three axes, [B, L, 3], where it has such; the last row is text, where all are alike.
+                Else they are counted, [1, L].
+        """
+        B, L = self.ids.shape
+        if three and self.positions is not None:
+            places = self.positions.permute(1, 2, 0)
+            return places[:, -1].amax(-1), places
+        counted = torch.arange(L, device=self.ids.device)[None]
+        return counted[:, -1].expand(B), counted
 
 
 @dataclass(frozen=True)

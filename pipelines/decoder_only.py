@@ -147,9 +147,9 @@ def unsupported(model: Any) -> str | None:
         return _STRANGE[stock(model).__name__]
     if any("get_query_offset" in recurrent.names(type(module)) for module in decoder.modules()):
         return "its attention measures distances by slots of the cache, where the nodes of a tree lie side by side"
-    if "indexed_attention" in (getattr(decoder.config, "layer_types", None) or ()):
-        if any(getattr(decoder.config, name, None) for name in _BLOCKS):
-            return "its indexer chooses blocks of the cache, which the nodes of a tree would shift"
+    indexed = "indexed_attention" in (getattr(decoder.config, "layer_types", None) or ())
+    if indexed and any(getattr(decoder.config, name, None) for name in _BLOCKS):
+        return "its indexer chooses blocks of the cache, which the nodes of a tree would shift"
     if getattr(decoder.config, "cross_attention_layers", None):
         return "its decoder has cross-attention layers, which keep the picture's keys in the cache beside the text's"
     layers = set(getattr(decoder.config, "layer_types", None) or ["full_attention"])

@@ -81,7 +81,7 @@ def proposer(model: Any, drafter: Any, config: SpecConfig, target: TargetInfo, d
             "alike; leave auto out, and choose depth, width and size"
         )
     ready = drafter
-    if config.compile and drafts and isinstance(drafter, FeatureDrafter) and drafter.nodes > 1:
+    if config.compile and drafts and isinstance(drafter, FeatureDrafter) and drafter.nodes > 1 and not drafter.more:
         held = compiled.of(model).drafts.setdefault(drafter.block, Trusted(type(drafter).__name__))
         alive = weakref.ref(model)  # what drafts for a model does not keep it
         ready = CapturedDraft(drafter, lambda: trusted.weights(alive()), target.vocab, held)

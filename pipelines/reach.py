@@ -24,7 +24,7 @@ def table(decoder: Any) -> int | None:
 
 
 def turn(decoder: Any) -> int | None:
-    """Length past which its rotary frequencies, or the scale of its queries, are those of the longest position in the batch.
+    """Length past which its rotary frequencies, or the scale of its queries, follow the longest position in the batch.
 
     None: they never change.
 

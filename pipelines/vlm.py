@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.nn.functional import pad
 from transformers.cache_utils import Cache
 
@@ -91,6 +92,11 @@ class VlmTarget(ModelTarget):
         head = self.model.get_output_embeddings()
         return head(hidden) if vocab is None else vocab.logits(head, hidden)
 
+    def bare_embed(self, ids: Tensor) -> Tensor:
+        """Input embeddings [..., H] before the norm that belongs to a table (Muse-Glimmer's); else as `embed`."""
+        table = self.model.get_input_embeddings()
+        return F.embedding(ids, table.weight).to(ids.device) if hasattr(table, "embed_norm") else self.embed(ids)
+
     def prefill(self, session: Session, inputs: Call, nodes: int) -> tuple[Prompt, Scores]:
         """The model's own prefill on a SlotCache, and that of the negative prompt where the call is guided.
 
@@ -144,6 +150,7 @@ class VlmTarget(ModelTarget):
             valid=valid[:, past:],
             grid=self._grid(heard),
             attention=None if looked is None else looked.mean,
+            positions=_three(heard["decoder"][1].get("position_ids"), self.device),
         )
         return state, prompt, self._logits(out, heard)[:, -1:]
 
@@ -273,6 +280,12 @@ def _read(ids: Tensor, generation_config: Any, arguments: dict[str, Any], past: 
     whole = getattr(generation_config, "_mask_length", -1) if mask is None else mask.shape[1]
     L = ids.shape[1]
     return len(range(L)[-(L - past) :]) if whole == L else L  # a mask that is longer tells that only new ids came
+
+
+def _three(told: Any, device: torch.device) -> Tensor | None:
+    """The three rows of M-RoPE [3, B, L] among position ids; Qwen's have a fourth before them, of text alone."""
+    three = isinstance(told, Tensor) and told.dim() == 3 and told.shape[0] in (3, 4)
+    return told[-3:].to(device) if three else None
 
 
 def _check(slots: SlotCache, appended: int, read: int) -> None:

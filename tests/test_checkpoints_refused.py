@@ -78,14 +78,15 @@ def test_wrong_maps(tmp_path, change, reason):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"norm_before_fc": True}, "a norm of the target's features before fc"),
-        ({"fc_norm": True}, "a norm of each of the target's features"),
-        ({"norm_output": True}, "output features that are normed"),
+        ({"norm_before_fc": True}, r"missing: input_norm\.weight"),
+        ({"fc_norm": True}, r"missing: fc_norm\.0\.weight, fc_norm\.1\.weight, fc_norm\.2\.weight"),
         ({"embed_requires_grad": True}, "embeddings of its own"),
-        ({"speculators_model_type": "dflash"}, "the method 'dflash' of speculators"),
-        ({"transformer_layer_config": {**LLAMA, "num_hidden_layers": 2}}, "more than one decoder layer"),
+        ({"speculators_model_type": "mlp"}, "the method 'mlp' of speculators"),
+        ({"speculators_model_type": "peagle"}, "missing: mask_hidden|mask_token"),
+        ({"transformer_layer_config": {**LLAMA, "num_hidden_layers": 2}}, r"missing: layers\.1\.input_layernorm"),
         ({"transformer_layer_config": {**LLAMA, "hidden_act": "gelu"}}, "another activation than silu"),
-        ({"transformer_layer_config": {**LLAMA, "rope_scaling": {"rope_type": "llama3"}}}, "scaled by 'llama3'"),
+        ({"transformer_layer_config": {**LLAMA, "rope_scaling": {"rope_type": "longrope"}}}, "scaled by 'longrope'"),
+        ({"transformer_layer_config": {**LLAMA, "rope_scaling": {"mrope_section": [16, 24, 24]}}}, "must add up to 4"),
         ({"transformer_layer_config": {**LLAMA, "layer_types": ["sliding_attention"]}}, "sliding window"),
         ({"transformer_layer_config": [1]}, "transformer_layer_config in config.json must be an object"),
         ({"transformer_layer_config": {**LLAMA, "num_attention_heads": "4"}}, "must give num_attention_heads"),
@@ -94,6 +95,13 @@ def test_wrong_maps(tmp_path, change, reason):
 def test_networks_that_we_do_not_have(tmp_path, change, reason):
     config, t = speculators()
     with pytest.raises(ValueError, match=reason):
+        load(put(tmp_path, {**config, **change}, t))
+
+
+@pytest.mark.parametrize("change", [{"norm_before_fc": True}, {"fc_norm": True}, {"norm_output": True}])
+def test_norms_that_eagle_1_has_not(tmp_path, change):
+    config, t = eagle()
+    with pytest.raises(ValueError, match="mmspec's network has not that"):
         load(put(tmp_path, {**config, **change}, t))
 
 
@@ -193,7 +201,7 @@ def test_broken_config(tmp_path, text, reason):
         ({"mmspec": {"method": "medusa"}}, "the method 'medusa', which this version does not have"),
         (
             {"mmspec": {"method": "ngram"}},
-            r"the method 'ngram', .*it has \['eagle', 'vispec', 'msd', 'flash', 'specvlm'\]",
+            r"the method 'ngram', .*it has \['eagle', 'block', 'vispec', 'msd', 'flash', 'specvlm'\]",
         ),
         ({"hidden": 0}, "hidden = 0"),
         ({"surprise": 1}, "unknown fields surprise"),

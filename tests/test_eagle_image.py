@@ -19,7 +19,7 @@ import mmspec
 from mmspec.app import cli
 from mmspec.app.train import build_for_pictures
 from mmspec.drafters import shapes
-from mmspec.drafters.blocks import rotate
+from mmspec.drafters.rope import Rope, rotate
 from mmspec.drafters.eagle import EagleConfig, EagleDrafter
 from mmspec.kernels import reference as ops
 from mmspec.loop import decode, start
@@ -159,12 +159,12 @@ def test_rows_and_columns_turn_as_in_llamagen() -> None:
     place = torch.tensor([[-4, -1, 0, 1, 5, 10, 15]]).expand(2, -1)
     pairs = torch.arange(D).view(D // 2, 2).T.flatten()  # even dimensions first
     theirs = llamagen.rotate(x, llamagen.turns(4, D, 10000.0)[place.clamp(min=-1) + 1])
-    assert torch.allclose(rotate(x[..., pairs], place, 10000.0, 4), theirs[..., pairs], atol=1e-6)
-    last, beyond = (rotate(x, torch.full((2, 7), n), 10000.0, 4) for n in (15, 99))
+    assert torch.allclose(rotate(x[..., pairs], place, Rope(rope="2d", grid=4)), theirs[..., pairs], atol=1e-6)
+    last, beyond = (rotate(x, torch.full((2, 7), n), Rope(rope="2d", grid=4)) for n in (15, 99))
     assert torch.equal(last, beyond)
     angle = (5 // 4) * 10000.0 ** -(2 / 8)  # literally: dimension 1 of place 5 turns with its row
     turned = x[0, 0, 4, 1] * torch.tensor(angle).cos() - x[0, 0, 4, 9] * torch.tensor(angle).sin()
-    assert torch.allclose(rotate(x, place, 10000.0, 4)[0, 0, 4, 1], turned)
+    assert torch.allclose(rotate(x, place, Rope(rope="2d", grid=4))[0, 0, 4, 1], turned)
 
 
 @pytest.mark.parametrize(
@@ -569,7 +569,7 @@ def test_settings_survive_a_file(options: dict[str, Any], tmp_path: Path) -> Non
     made = drafter(**options)
     mmspec.save_drafter(made, tmp_path)
     back = mmspec.load_drafter(tmp_path)
-    assert back.config == made.config and back.options == made.options and back.block.grid == GRID
+    assert back.config == made.config and back.options == made.options and back.block.rope.grid == GRID
     with pytest.raises(ValueError, match=r"cannot hold this drafter: .*rope"):
         mmspec.save_drafter(
             drafter(**{**options, "embed_norm": False, "out_norm": False}), tmp_path / "published", "eagle"

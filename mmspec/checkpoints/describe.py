@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from mmspec import __version__
+from mmspec.checkpoints import blocks, rotary
 from mmspec.checkpoints.layouts import layout_named
 from mmspec.checkpoints.settings import NOTED
 from mmspec.drafters.eagle import EagleConfig
@@ -55,7 +56,7 @@ def describe(name: str, method: str, config: EagleConfig) -> dict[str, Any]:
     wrong = [f"its method is {method!r}, not {layout.method!r}"] if method != layout.method else []
     fixed = {key: want for key, want in layout.fixed.items() if key in values}
     wrong += [f"{key} is {values[key]!r}, not {want!r}" for key, want in fixed.items() if values[key] != want]
-    if layout.own_head is not (config.draft_vocab > 0):
+    if layout.own_head is not None and layout.own_head is not (config.draft_vocab > 0):
         wrong.append(f"it has {'an' if config.draft_vocab else 'no'} output head of its own")
     if layout.own_head and len(config.features) < 2:
         wrong.append(f"it reads {len(config.features)} layer of its target, not several")
@@ -69,10 +70,10 @@ def describe(name: str, method: str, config: EagleConfig) -> dict[str, Any]:
 
 def _llama(c: EagleConfig) -> dict[str, Any]:
     return {
-        "model_type": "llama", "hidden_act": "silu", "num_hidden_layers": 1, "vocab_size": c.vocab,
+        "model_type": "llama", "hidden_act": "silu", "num_hidden_layers": c.layers, "vocab_size": c.vocab,
         "hidden_size": c.hidden, "intermediate_size": c.intermediate, "num_attention_heads": c.heads,
         "num_key_value_heads": c.kv_heads, "head_dim": c.head_dim or c.hidden // c.heads, "rms_norm_eps": c.norm_eps,
-        "rope_theta": c.rope_theta, "rope_scaling": None, "max_position_embeddings": _NO_LIMIT,
+        **rotary.describe(c), "max_position_embeddings": _NO_LIMIT,
         "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False,
     }  # fmt: skip
 
@@ -84,16 +85,22 @@ def _eagle(c: EagleConfig) -> dict[str, Any]:
 def _eagle3(c: EagleConfig) -> dict[str, Any]:
     own = {"target_hidden_size": c.target_hidden} if c.target_hidden else {}
     return {
-        "architectures": ["LlamaForCausalLMEagle3"], **_llama(c), "qkv_bias": c.qkv_bias, **own,
+        "architectures": ["LlamaForCausalLMEagle3"], **_llama(c), "qkv_bias": c.qkv_bias, **own, **_normed(c),
         "draft_vocab_size": c.draft_vocab, "eagle_aux_hidden_state_layer_ids": list(c.features),
     }  # fmt: skip
+
+
+def _normed(c: EagleConfig) -> dict[str, Any]:
+    """What came after EAGLE-3, where a drafter has it."""
+    names = ("fc_norm", "norm_before_fc", "norm_output")
+    return {name: True for name in names if getattr(c, name)}
 
 
 def _speculators(c: EagleConfig) -> dict[str, Any]:
     greedy = {"proposal_type": "greedy", "speculative_tokens": c.depth, "verifier_accept_k": 1, "accept_tolerance": 0.0}
     return {
         "architectures": ["Eagle3DraftModel"],
-        "speculators_model_type": "eagle3",
+        "speculators_model_type": "peagle" if c.parallel else "eagle3",
         "speculators_config": {
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
@@ -106,6 +113,8 @@ def _speculators(c: EagleConfig) -> dict[str, Any]:
         "eagle_aux_hidden_state_layer_ids": list(c.features),
         "norm_before_residual": c.norm_residual,
         "norm_before_fc": False,
+        **_normed(c),
+        **({"mask_token_id": c.mask_token} if c.parallel else {}),
         "embed_requires_grad": False,
         "tie_word_embeddings": False,
     }
@@ -133,7 +142,8 @@ def _nemo(architecture: str, c: EagleConfig) -> dict[str, Any]:
     }  # fmt: skip
 
 
-_WRITERS: dict[str, Callable[[EagleConfig], dict[str, Any]]] = {
+_WRITERS: dict[str, Callable[[Any], dict[str, Any]]] = {
+    **{name: partial(blocks.describe, name) for name in ("speculators-block", "muse-glimmer", "hunyuan-dflash", "dflash")},
     "speculators": _speculators,
     "vispec": _eagle,
     "nemo-vispec": partial(_nemo, "VispecDraftModel"),

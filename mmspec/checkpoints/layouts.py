@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from reprlib import repr as briefly
 from typing import Any
 
@@ -42,6 +42,7 @@ _PLAIN: Keys = {"fc.weight": ("fc.weight",), "fc.bias": ("fc.bias",), **_block("
 # EAGLE's layer 0 has no input norm, but those of others with the same names may have one.
 _EAGLE: Keys = {**_PLAIN, "input_norm.weight": ("layers.0.input_layernorm.weight",)}
 _NEMO: Keys = {**_EAGLE, "out_norm.weight": ("norm.weight",)}
+_MOST_FEATURES = 8  # that a drafter with a norm for each reads
 _EAGLE3: Keys = {
     "fc.weight": ("fc.weight",),
     "embed_norm.weight": ("midlayer.input_layernorm.weight",),
@@ -50,12 +51,52 @@ _EAGLE3: Keys = {
     "out_norm.weight": ("norm.weight",),
     "lm_head.weight": ("lm_head.weight",),
     "draft_ids": ("d2t",),  # as an offset: target id = row + d2t[row]
+    **{f"fc_norm.{i}.weight": (f"fc_norm.{i}.weight",) for i in range(_MOST_FEATURES)},  # EAGLE-3.1
+    "fused_norm.weight": ("input_norm.weight",),  # as for gpt-oss
 }
 _SPECULATORS: Keys = {  # the layer's name differs, and there are no biases
     ours: tuple(name.replace("midlayer.", "layers.0.") for name in theirs)
     for ours, theirs in _EAGLE3.items()
     if ours != "block.qkv.bias"
+} | {
+    "mask_hidden": ("mask_hidden",),  # P-EAGLE
+    "more.{m}.input_norm.weight": ("layers.{m}.input_layernorm.weight",),
+    **{f"more.{{m}}.{k}": theirs for k, theirs in _block("layers.{m}").items() if not k.endswith("bias")},
 }
+_NORMED = frozenset({"fused_norm.weight", *(f"fc_norm.{i}.weight" for i in range(_MOST_FEATURES))})
+
+
+def _denoiser(q: str = "q_norm", fc: str = "fc", norm: str = "hidden_norm") -> Keys:
+    """A block drafter, in the names of Qwen3; {n} stands for the number of a layer."""
+    at, head, choice = "layers.{n}", "markov_head", "candidate_selector"
+    mixed = [f"{at}.{x}_conv.{y}" for x in ("attention", "mlp") for y in ("base_kernel", "kernel_projection.weight")]
+    attention = {key.replace("block", at): theirs for key, theirs in _block(at).items()}
+    return {
+        "fc.weight": (f"{fc}.weight",),
+        "hidden_norm.weight": (f"{norm}.weight",),
+        **attention,
+        f"{at}.out.bias": (f"{at}.self_attn.o_proj.bias",),
+        f"{at}.input_norm.weight": (f"{at}.input_layernorm.weight",),
+        f"{at}.q_norm.weight": (f"{at}.self_attn.{q}.weight",),
+        f"{at}.k_norm.weight": (f"{at}.self_attn.{'key_layernorm' if q.startswith('query') else 'k_norm'}.weight",),
+        **{key: (key,) for key in mixed},
+        "out_norm.weight": ("norm.weight",),
+        "markov.w1.weight": (f"{head}.markov_w1.weight",),
+        "markov.w2.weight": (f"{head}.markov_w2.weight",),
+        **{f"markov.{x}_proj.{y}": (f"{head}.{x}_proj.{y}",) for x in ("gate", "joint") for y in ("weight", "bias")},
+        **{f"confidence.proj.{y}": (f"confidence_head.proj.{y}",) for y in ("weight", "bias")},
+        "selector.predecessor": (f"{choice}.predecessor_codebook",),
+        "selector.successor": (f"{choice}.successor_codebook",),
+        "selector.hidden.weight": (f"{choice}.hidden_projection.weight",),
+    }
+
+
+_DFLASH = _denoiser()
+_MUSE = {k: v for k, v in _denoiser(fc="encoder.fc", norm="encoder.output_norm_enc").items() if k.startswith(
+    ("fc", "hidden_norm", "out_norm", "layers.")) and not k.endswith("bias") and "_conv" not in k}  # fmt: skip
+_PARTS = frozenset(
+    key for key in _DFLASH if key.endswith("bias") or "_conv." in key or key.startswith(("markov", "conf", "selector"))
+)
 
 
 @dataclass(frozen=True)
@@ -92,6 +133,21 @@ class Layout:
     own_head: bool | None = False
     one_axis: bool = False
 
+    def over(self, layers: int) -> Layout:
+        """The same for a drafter of so many layers: {n} in a name is the number of each, {m} of each but the first."""
+
+        def numbered(name: str) -> list[tuple[str, str]]:
+            mark = next((mark for mark in ("{n}", "{m}") if mark in name), "")
+            return [(mark, str(i)) for i in range(mark == "{m}", layers)] if mark else [("", "")]
+
+        keys = {
+            ours.replace(mark, i): tuple(name.replace(mark, i) for name in theirs)
+            for ours, theirs in self.keys.items()
+            for mark, i in numbered(ours)
+        }
+        optional = frozenset(name.replace(mark, i) for name in self.optional for mark, i in numbered(name))
+        return replace(self, keys=keys, optional=optional)
+
     def theirs(self, ours: str) -> tuple[str, ...]:
         return self.keys.get(ours, (ours,))
 
@@ -125,7 +181,8 @@ def _made_by(name: str) -> Seen:
 def _msd(config: Mapping[str, Any], keys: Collection[str]) -> bool:
     """The tensors are EAGLE's, but config.json is that of the target: LLaVA's with its mm_* fields, or Qwen2-VL's."""
     kind, authors = config.get("model_type"), any(field.startswith("mm_") for field in config)
-    return "fc.weight" in keys and (kind == "qwen2_vl" or (kind == "llava" and authors))
+    normed = "layers.0.input_layernorm.weight" in keys  # MSD's layer for Qwen2-VL is Qwen2's; EAGLE's has no such norm
+    return "fc.weight" in keys and ((kind == "qwen2_vl" and normed) or (kind == "llava" and authors))
 
 
 _FINAL = {"features": (FINAL,), "parallel_norm": False, "norm_residual": False, "embed_norm": False, "rope": "1d"}
@@ -145,11 +202,54 @@ LAYOUTS = {  # the first that is seen is it
         dropped=(),
         own_head=None,
     ),
+    "speculators-block": Layout(
+        "DFlash, DSpark and DFlash2, as vLLM's speculators writes them",
+        lambda config, keys: config.get("speculators_model_type") in ("dflash", "dspark", "dflash2"),
+        method="block",
+        keys={**_DFLASH, "lm_head.weight": ("lm_head.weight",), "draft_ids": ("d2t",)},
+        optional=_PARTS | {"lm_head.weight", "draft_ids"},
+        dropped=("embed_tokens.weight", "t2d", "verifier_norm.weight", "verifier_lm_head.weight"),
+        fixed={"rope_first": False, "bare_embeds": False},
+        own_head=None,
+        one_axis=True,
+    ),
+    "muse-glimmer": Layout(
+        "Muse-Glimmer's assistant, a DFlash drafter, as transformers has it",
+        _has("encoder.fc."),
+        method="block",
+        keys=_MUSE,
+        dropped=(),
+        fixed={
+            "rope_first": False, "bare_embeds": True, "bias": False, "markov_rank": 0, "confidence": False, "taps": 0,
+            "selector_rank": 0, "target_hidden": 0, "anchored": False, "from_anchor": False, "rope_kind": "default",
+        },  # fmt: skip
+        one_axis=True,
+    ),
+    "hunyuan-dflash": Layout(
+        "DFlash, as HunyuanOCR brings it",
+        lambda config, keys: "hidden_norm.weight" in keys and any(k.endswith(".query_layernorm.weight") for k in keys),
+        method="block",
+        keys=_denoiser("query_layernorm"),
+        optional=_PARTS,
+        dropped=("embed_tokens.weight", "lm_head.weight"),
+        fixed={"rope_first": True, "bare_embeds": False, "from_anchor": False},
+        one_axis=True,
+    ),
+    "dflash": Layout(
+        "DFlash, DSpark and DFlash2, as z-lab, DeepSpec and SpecForge write them",
+        lambda config, keys: "hidden_norm.weight" in keys and "fc.weight" in keys,
+        method="block",
+        keys=_DFLASH,
+        optional=_PARTS,
+        dropped=("embed_tokens.weight", "lm_head.weight"),
+        fixed={"rope_first": False, "bare_embeds": False, "from_anchor": False},
+        one_axis=True,
+    ),
     "speculators": Layout(
         "EAGLE-3, as vLLM's speculators writes it",
         lambda config, keys: "speculators_model_type" in config,
         keys=_SPECULATORS,
-        optional=frozenset({"draft_ids"}),
+        optional=_NORMED | {"draft_ids", "mask_hidden"},
         dropped=("embed_tokens.weight", "t2d", "verifier_norm.weight", "verifier_lm_head.weight"),
         fixed={**_THREE, "qkv_bias": False},
         sizes={"draft_vocab": ("lm_head.weight", 0)},
@@ -199,7 +299,7 @@ LAYOUTS = {  # the first that is seen is it
         _has("midlayer."),
         layer="midlayer",
         keys=_EAGLE3,
-        optional=frozenset({"block.qkv.bias", "draft_ids"}),
+        optional=_NORMED | {"block.qkv.bias", "draft_ids"},
         dropped=("embed_tokens.weight", "t2d"),
         fixed={**_THREE, "norm_residual": False},
         sizes={"draft_vocab": ("lm_head.weight", 0)},
@@ -222,6 +322,7 @@ LAYOUTS = {  # the first that is seen is it
         keys=_EAGLE,
         optional=_BIASES | {"input_norm.weight"},
         fixed=_BARE,
+        usual={"depth": 6, "width": 8, "size": 63},  # the authors' tree, where a file names none
     ),
 }
 

@@ -49,9 +49,10 @@ def load_drafter(
         shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
         if table.keys:  # not our own names
             settings.refuse(name, config, shapes)
+            table = table.over(settings.layers(config))
             weights.check_keys(table, tensors)
         made = drafter_class(settings.method_of(name, config))
-        found = settings.read(name, config, shapes, partial(_layers, target), made.Config)
+        found = settings.read(name, config, shapes, partial(_of_target, target), made.Config)
         if isinstance(target, (str, Path)):
             found = replace(found, target=str(target))
         drafter = weights.build(table, tensors, made, found)
@@ -66,12 +67,12 @@ def load_drafter(
     return drafter.eval().requires_grad_(False)
 
 
-def _layers(target: Any) -> int | None:
-    """How many decoder layers a target has: a TargetInfo, a model, or the name or folder of one."""
+def _of_target(target: Any, what: str) -> int | None:
+    """A number of a target, "layers" of its decoder or its "vocab": of a TargetInfo, a model, or a name or folder."""
     if target is None:
         return None
     if isinstance(target, TargetInfo):
-        return target.layers
+        return int(getattr(target, what))
     if isinstance(target, (str, Path)):
         from transformers import AutoConfig
 
@@ -83,4 +84,5 @@ def _layers(target: Any) -> int | None:
         config = getattr(target, "config", None)
     if not hasattr(config, "get_text_config"):
         raise ValueError(f"target must be a model, or the name or folder of one; got a {type(target).__name__}")
-    return config.get_text_config(decoder=True).num_hidden_layers
+    text = config.get_text_config(decoder=True)
+    return int(text.num_hidden_layers if what == "layers" else text.vocab_size)

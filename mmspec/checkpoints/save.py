@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
+from torch import nn
 
 from mmspec.checkpoints import weights
 from mmspec.checkpoints.describe import card, describe
 from mmspec.checkpoints.files import CONFIG, WEIGHTS
 from mmspec.checkpoints.layouts import layout_named
-from mmspec.drafters.feature import FeatureDrafter
 
 CARD = "README.md"
 
@@ -33,10 +33,10 @@ def save_drafter(drafter: Any, folder: str | Path, layout: str = "mmspec") -> No
         TypeError: a drafter without weights.
     """
     table = layout_named(layout)
-    if not isinstance(drafter, FeatureDrafter):
+    if not isinstance(drafter, nn.Module):
         raise TypeError(f"only a drafter with weights can be saved; a {type(drafter).__name__} has none")
     config = json.dumps(describe(layout, drafter.method, drafter.config), indent=2) + "\n"
-    tensors = weights.split(table, drafter)
+    tensors = weights.split(table.over(getattr(drafter.config, "layers", 1)), drafter)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     _replace(folder / WEIGHTS, lambda path: save_file(tensors, path, metadata={"format": "pt"}))

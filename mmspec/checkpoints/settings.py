@@ -5,11 +5,15 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, replace
+from functools import partial
 from reprlib import repr as briefly
 from typing import Any, TypeGuard
 
+from mmspec.checkpoints import blocks, rotary
 from mmspec.checkpoints.layouts import Layout, layout_named
+from mmspec.drafters.block_drafter import BlockConfig
 from mmspec.drafters.eagle import EagleConfig
+from mmspec.drafters.rope import KINDS
 from mmspec.registry import DRAFTERS
 
 Shape = tuple[int, ...]
@@ -27,37 +31,43 @@ _SWITCHES = {  # setting: the tensor whose presence says it, in the layouts that
     "qkv_bias": "block.qkv.bias",
     "input_norm": "input_norm.weight",
     "out_norm": "out_norm.weight",
+    "fc_norm": "fc_norm.0.weight",
+    "norm_before_fc": "fused_norm.weight",
+    "parallel": "mask_hidden",
 }
 
 _NEEDS = {  # setting: (values that our network computes, what any other means)
     "hidden_act": ((None, "silu"), "another activation than silu"),
+    "embed_requires_grad": ((None, False), "embeddings of its own, which drift from the target's"),
+}
+_LATER = {  # the same of settings that came with EAGLE-3 or after it, for drafters that continue the final feature
     "num_hidden_layers": ((None, 1), "more than one decoder layer"),
-    "partial_rotary_factor": ((None, 1), "rotary positions on a part of each head"),
     "norm_before_fc": ((None, False), "a norm of the target's features before fc"),
     "fc_norm": ((None, False), "a norm of each of the target's features before fc"),
     "norm_output": ((None, False), "output features that are normed before they are fed back"),
-    "embed_requires_grad": ((None, False), "embeddings of its own, which drift from the target's"),
 }
-_KEYS_NEED = {  # a part of a key: what it means
+_KEYS_NEED = {"_proj.weight_scale": "quantised weights"}  # a part of a key: what it means
+_LATER_KEYS = {
     "layers.1.": "more than one decoder layer",
-    "q_norm.weight": "norms of the queries and keys",
     "fc_norm.": "a norm of each of the target's features before fc",
-    "o_proj.bias": "a bias of the attention's output projection",
-    "_proj.weight_scale": "quantised weights",
 }
-
+_QWEN_KEYS = {  # which block drafters have
+    "q_norm.weight": "norms of the queries and keys",
+    "o_proj.bias": "a bias of the attention's output projection",
+}
 
 def read(
-    name: str, config: Mapping[str, Any], shapes: Mapping[str, Shape], layers: Callable[[], int | None],
-    kind: type[EagleConfig],
-) -> EagleConfig:  # fmt: skip
+    name: str, config: Mapping[str, Any], shapes: Mapping[str, Shape], target: Callable[[str], int | None],
+    kind: type[Any],
+) -> Any:  # fmt: skip
     """The settings of a drafter.
 
     Args:
         name: its layout.
         config: config.json as it is.
         shapes: of the tensors in the file.
-        layers: gives the number of decoder layers of the target, or None where nobody knows; asked only if needed.
+        target: gives the number of decoder "layers" of the target, or of tokens in its "vocab"; None where nobody
+            knows. Asked only if needed.
         kind: of its method.
 
     Raises:
@@ -66,13 +76,54 @@ def read(
     if name == "mmspec":
         return _own(config, kind)
     layout, flat = layout_named(name), _flat(config)
-    found = kind(**{**_switches(layout, flat, shapes), **_layer(flat, shapes, layout.layer)})
-    found = _features(found, config, shapes, layers)
+    found = _block(name, flat, shapes, target) if layout.method == "block" else _eagle(layout, config, shapes, target, kind)
     verifier = _part(_part(config, "speculators_config"), "verifier").get("name_or_path")
     noted = {"target": verifier, **_part(config, "mmspec")}
     said = {key: noted[key] for key in NOTED if noted.get(key) is not None and hasattr(found, key)}
     _check_kinds(type(found), said)
     return replace(found, **said)
+
+
+def _eagle(
+    layout: Layout, config: Mapping[str, Any], shapes: Mapping[str, Shape], target: Callable[[str], int | None],
+    kind: type[EagleConfig],
+) -> EagleConfig:  # fmt: skip
+    """Of a drafter that continues features."""
+    flat = _flat(config)
+    values = {**_switches(layout, flat, shapes), **_layer(flat, shapes, layout.layer)}
+    values |= rotary.read(flat, layout.own_head is True)
+    if layout.own_head:  # a tensor that config.json tells of and the file lacks is missing
+        values |= {name: values.get(name) or bool(flat.get(name)) for name in ("fc_norm", "norm_before_fc")}
+        values |= {"layers": layers(config), "norm_output": bool(flat.get("norm_output"))}
+        values["parallel"] = values.get("parallel") or flat.get("speculators_model_type") == "peagle"
+    if values.get("parallel"):
+        values["mask_token"] = flat.get("mask_token_id", flat.get("ptd_token_id"))
+    _check_kinds(kind, values)
+    return _features(kind(**values), config, shapes, partial(target, "layers"))
+
+
+def _block(
+    name: str, flat: Mapping[str, Any], shapes: Mapping[str, Shape], target: Callable[[str], int | None]
+) -> BlockConfig:
+    """Of a drafter that denoises a block. Muse-Glimmer's files do not say how many tokens their target has."""
+    if flat.get("vocab_size") is None and "t2d" not in shapes:
+        flat = {**flat, "vocab_size": target("vocab")}
+    fc = "encoder.fc.weight" if name == "muse-glimmer" else "fc.weight"
+    values = blocks.settings(name, flat, shapes, _layer(flat, shapes, "layers.0", fc))
+    _check_kinds(BlockConfig, values)
+    return BlockConfig(**values)
+
+
+def layers(config: Mapping[str, Any]) -> int:
+    """How many layers config.json gives its drafter.
+
+    Raises:
+        ValueError: a number that no drafter has.
+    """
+    told = _flat(config).get("num_hidden_layers")
+    if told is not None and not (_is_count(told) and told <= MANY):
+        raise ValueError(f"num_hidden_layers in config.json must be a whole number from 1 to {MANY}; it is {briefly(told)}")
+    return told or 1
 
 
 def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -136,7 +187,7 @@ def _check_kinds(made: type[EagleConfig], values: Mapping[str, Any]) -> None:
 
 def _is_allowed(name: str, value: Any, usual: Any) -> bool:
     if isinstance(usual, tuple):
-        return isinstance(value, list | tuple) and len(value) <= MANY and all(_like(one, usual[0]) for one in value)
+        return isinstance(value, list | tuple) and len(value) <= MANY and all(_like(one, usual[0] if usual else 0) for one in value)
     if type(usual) is int:
         return _like(value, usual) and 0 <= value <= MOST.get(name, LARGEST)
     return _like(value, usual)
@@ -151,27 +202,35 @@ def _like(value: Any, usual: Any) -> bool:
 def _allowed(name: str, usual: Any) -> str:
     kinds = {bool: "true or false", float: "a number above 0", str: "a text"}
     if isinstance(usual, tuple):
-        return f"a list of at most {MANY} " + ("whole numbers" if isinstance(usual[0], int) else "texts")
+        return f"a list of at most {MANY} " + ("whole numbers" if isinstance((*usual, 0)[0], int) else "texts")
     return kinds.get(type(usual), f"a whole number from 0 to {MOST.get(name, LARGEST)}")
 
 
 def refuse(name: str, config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> None:
     """Raise a ValueError with every reason for which our network cannot be that of a drafter in a layout."""
-    flat = _flat(config)
-    kind = config.get("speculators_model_type", "eagle3")
-    needs = [] if kind == "eagle3" else [f"the method {kind!r} of speculators (only 'eagle3' can be read)"]
-    needs += [f"{why} ({k} = {flat[k]!r})" for k, (fine, why) in _NEEDS.items() if flat.get(k) not in fine]
-    needs += [f"{why} ({part}*)" for part, why in _KEYS_NEED.items() if any(part in key for key in shapes)]
-    scaling = _part(flat, "rope_scaling") or _part(flat, "rope_parameters")
-    rope = scaling.get("rope_type") or scaling.get("type") or "default"
-    if rope not in ("default", "mrope"):
+    flat, layout = _flat(config), layout_named(name)
+    denoises = layout.method == "block"
+    kind, fine = config.get("speculators_model_type"), ("dflash", "dspark", "dflash2") if denoises else ("eagle3", "peagle")
+    needs = [] if kind in (None, *fine) else [f"the method {kind!r} of speculators (this layout has {', '.join(fine)})"]
+    later = not denoises and not layout.own_head
+    wanted = {**_NEEDS, **(_LATER if later else {})}
+    needs += [f"{why} ({k} = {flat[k]!r})" for k, (fine, why) in wanted.items() if flat.get(k) not in fine]
+    keys = {**_KEYS_NEED, **({} if denoises else _QWEN_KEYS), **(_LATER_KEYS if later else {})}
+    needs += [f"{why} ({part}*)" for part, why in keys.items() if any(part in key for key in shapes)]
+    scaling = rotary.scaling(flat)
+    rope = rotary.kind_of(scaling)
+    if rope not in KINDS:
         needs.append(f"rotary positions scaled by {rope!r}")
     kinds = flat.get("layer_types")
-    if isinstance(kinds, list) and "sliding_attention" in kinds:
+    if denoises:
+        needs += blocks.needs(flat)
+    elif isinstance(kinds, list) and "sliding_attention" in kinds:
         needs.append("attention within a sliding window")
+    if layout.layer == "midlayer" and layers(config) > 1:
+        needs.append(f"more than one layer under the name midlayer (num_hidden_layers = {layers(config)})")
     if needs:
         raise ValueError(f"this drafter needs {'; '.join(needs)}. mmspec's network has not that, so it is refused")
-    if (rope == "mrope" or "mrope_section" in scaling) and not layout_named(name).one_axis:
+    if "mrope_section" in scaling and not layout.one_axis and not layout.own_head:
         warnings.warn(
             "this drafter's config.json asks for M-RoPE; mmspec counts a drafter's positions in one dimension. What is "
             "generated stays exact, but fewer drafted tokens may be accepted after an image",
@@ -179,9 +238,11 @@ def refuse(name: str, config: Mapping[str, Any], shapes: Mapping[str, Shape]) ->
         )
 
 
-def _layer(flat: Mapping[str, Any], shapes: Mapping[str, Shape], layer: str) -> dict[str, Any]:
+def _layer(
+    flat: Mapping[str, Any], shapes: Mapping[str, Shape], layer: str, fc: str = "fc.weight"
+) -> dict[str, Any]:
     """The fields that a Llama-like config.json and the decoder layer's tensors give."""
-    matrices = ["fc.weight", *(f"{layer}.{x}_proj.weight" for x in ("self_attn.q", "self_attn.k", "mlp.gate"))]
+    matrices = [fc, *(f"{layer}.{x}_proj.weight" for x in ("self_attn.q", "self_attn.k", "mlp.gate"))]
     wrong = [f"{key} has the shape {list(shapes[key])}" for key in matrices if len(shapes[key]) != 2]
     if wrong:
         raise ValueError(f"{', '.join(wrong)}; expected matrices")
@@ -199,7 +260,7 @@ def _layer(flat: Mapping[str, Any], shapes: Mapping[str, Shape], layer: str) -> 
             f"{layer}.self_attn.q_proj.weight has {q} rows and k_proj.weight {k}; with num_attention_heads {heads} and "
             f"head_dim {head_dim} expected {heads * head_dim} and a part of that in whole heads"
         )
-    hidden = shapes["fc.weight"][0]
+    hidden = shapes[fc][0]
     theta = flat.get("rope_theta") or _part(flat, "rope_parameters").get("rope_theta")
     found = {
         "hidden": hidden,

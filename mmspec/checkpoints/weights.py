@@ -76,7 +76,7 @@ def _zeros(layout: Layout, came: Mapping[str, Tensor], config: EagleConfig) -> d
 
 def _one_bias_switch(layout: Layout, config: EagleConfig) -> bool:
     """Whether ViSpec's `img_fc` has no bias in a layout because `fc` has none; ours always has one."""
-    return "img_fc.bias" in layout.optional and not config.fc_bias
+    return "img_fc.bias" in layout.optional and not getattr(config, "fc_bias", True)
 
 
 def split(layout: Layout, drafter: FeatureDrafter) -> dict[str, Tensor]:
@@ -103,10 +103,10 @@ def _rows(c: EagleConfig, ours: str) -> list[int]:
     """Rows of each part of one of our fused tensors."""
     width = c.head_dim or c.hidden // c.heads
     return {
-        "adaptor.kv": [c.heads * width, c.heads * width],
-        "block.qkv": [c.heads * width, c.kv_heads * width, c.kv_heads * width],
-        "block.gate_up": [c.intermediate, c.intermediate],
-    }[ours.rpartition(".")[0]]
+        "kv": [c.heads * width, c.heads * width],
+        "qkv": [c.heads * width, c.kv_heads * width, c.kv_heads * width],
+        "gate_up": [c.intermediate, c.intermediate],
+    }[ours.split(".")[-2]]
 
 
 def _check_shapes(

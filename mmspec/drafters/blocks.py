@@ -1,4 +1,4 @@
-"""What feature drafters are built of: rotary positions, one Llama-style layer, the tree-shaped decoding around them."""
+"""What feature drafters are built of: one Llama-style layer, the tree-shaped decoding around them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from mmspec.attention import sdpa
+from mmspec.drafters.rope import Rope, rotate
 from mmspec.rows import gather_rows
 from mmspec.slots import Lengths, Slots, visibility
 
@@ -29,46 +30,15 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
 
 
-def rotate(x: Tensor, positions: Tensor, theta: float, grid: int = 0) -> Tensor:
-    """Rotary position embedding, halves convention (Su et al. 2021), tables in fp32.
-
-    On a grid the first half of the angles turns with the row, the second with the column, and what stands before the
-    picture becomes zero, so that it weighs the same to everybody (LlamaGen, Sun et al. 2024, and its published code).
-
-    Args:
-        x: [B, heads, n, D].
-        positions: [B, n] (or [1, n]); on a grid, places in reading order: below 0 before it, clamped at its end.
-        grid: tokens along a side of the picture; 0: positions are in one dimension.
-    """
-    angle = _angles(positions, x.shape[-1], theta, grid)[:, None]  # [B, 1, n, D/2]
-    cos, sin = angle.cos(), angle.sin()
-    if grid:
-        there = (positions >= 0)[:, None, :, None]
-        cos, sin = cos * there, sin * there
-    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
-    a, b = x.chunk(2, -1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
-
-
-def _angles(positions: Tensor, D: int, theta: float, grid: int) -> Tensor:
-    """[B, n, D/2] of positions [B, n]."""
-    turned = D // 2 if grid else D  # dimensions that turn with one and the same coordinate
-    frequency = theta ** (torch.arange(0, turned, 2, device=positions.device, dtype=torch.float32) / -turned)
-    if not grid:
-        return positions[..., None].float() * frequency
-    place = positions.clamp(0, grid * grid - 1)
-    return torch.cat([axis[..., None].float() * frequency for axis in (place // grid, place % grid)], -1)
-
-
 class Block(nn.Module):
     """One decoder layer with fused projections. The attention may read a wider input than the residual stream has."""
 
     def __init__(
-        self, hidden: int, intermediate: int, heads: int, kv_heads: int, theta: float, eps: float,
-        inputs: int = 1, qkv_bias: bool = False, head_dim: int | None = None, grid: int = 0,
+        self, hidden: int, intermediate: int, heads: int, kv_heads: int, rope: Rope, eps: float,
+        inputs: int = 1, qkv_bias: bool = False, head_dim: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.heads, self.kv_heads, self.theta, self.grid = heads, kv_heads, theta, grid
+        self.heads, self.kv_heads, self.rope = heads, kv_heads, rope
         self.head_dim = head_dim or hidden // heads
         self.qkv = nn.Linear(inputs * hidden, (heads + 2 * kv_heads) * self.head_dim, bias=qkv_bias)
         self.out = nn.Linear(heads * self.head_dim, hidden, bias=False)
@@ -80,7 +50,7 @@ class Block(nn.Module):
         """x [B, n, inputs·H] is what attention reads, residual [B, n, H] what it adds to; returns [B, n, H]."""
         B, n, _ = x.shape
         heads = self.qkv(x).view(B, n, -1, self.head_dim).transpose(1, 2)
-        turned = rotate(heads[:, : self.heads + self.kv_heads], positions, self.theta, self.grid)
+        turned = rotate(heads[:, : self.heads + self.kv_heads], positions, self.rope)
         o = attend(turned[:, : self.heads], turned[:, self.heads :], heads[:, self.heads + self.kv_heads :])
         x = residual + self.out(o.transpose(1, 2).flatten(2))
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, -1)
@@ -92,7 +62,7 @@ class Block(nn.Module):
         first = self.heads * self.head_dim
         bias = None if self.qkv.bias is None else self.qkv.bias[first:]
         heads = F.linear(x, self.qkv.weight[first:], bias).view(B, n, 2 * self.kv_heads, self.head_dim).transpose(1, 2)
-        return rotate(heads[:, : self.kv_heads], positions, self.theta, self.grid), heads[:, self.kv_heads :]
+        return rotate(heads[:, : self.kv_heads], positions, self.rope), heads[:, self.kv_heads :]
 
 
 def beside(attend: Attend, streams: int) -> Attend:
@@ -194,29 +164,34 @@ class Memory:
     padded: bool  # whether any slot is closed, as the host knows it
     context: Tensor | None = None  # [B, 1, C], what else `inputs` wants at the rows to come
     told: dict[str, float] = field(default_factory=dict)  # for `Stats.drafter`, right after the prompt was read
+    more: tuple[Slots, ...] = ()  # of the layers after the first
 
     def select(self, rows: Tensor) -> Memory:
-        self.slots.select(rows)
+        for slots in (self.slots, *self.more):
+            slots.select(rows)
         context = None if self.context is None else self.context[rows]
         return Memory(
-            self.slots, self.lengths.select(rows), self.positions[rows], self.open_slots[rows], self.padded, context
-        )
+            self.slots, self.lengths.select(rows), self.positions[rows], self.open_slots[rows], self.padded, context,
+            more=self.more,
+        )  # fmt: skip
 
     def join(self, other: Memory) -> Memory:
-        self.slots.join(other.slots, self.lengths.longest)
+        for mine, others in zip((self.slots, *self.more), (other.slots, *other.more), strict=True):
+            mine.join(others, self.lengths.longest)
         longest = max(self.open_slots.shape[1], other.open_slots.shape[1])
         open_slots = [F.pad(m.open_slots, (0, longest - m.open_slots.shape[1]), value=True) for m in (self, other)]
         positions = torch.cat([self.positions, other.positions])
         both = None if self.context is None or other.context is None else torch.cat([self.context, other.context])
         padded = self.padded or other.padded
-        return Memory(self.slots, self.lengths.join(other.lengths), positions, torch.cat(open_slots), padded, both)
+        lengths = self.lengths.join(other.lengths)
+        return Memory(self.slots, lengths, positions, torch.cat(open_slots), padded, both, more=self.more)
 
-    def attend(self, at: Lengths, ancestors: Tensor | None) -> Attend:
+    def attend(self, at: Lengths, ancestors: Tensor | None, slots: Slots | None = None) -> Attend:
         """Attention over the rows read and the ones since; the last M columns of `ancestors` [B, n, ≥ M] say it of the
         M rows after the first `self.lengths`, of which the last n are being appended at `at`; None: all is visible."""
 
         def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            keys, values = self.slots.append(k, v, at)
+            keys, values = (slots or self.slots).append(k, v, at)
             mask = None
             if ancestors is not None or self.padded or not at.even:
                 M = keys.shape[2] - self.lengths.longest

@@ -63,16 +63,21 @@ class FeatureDrafter(FeatureLayer):
             what = "with an output head of its own" if self.own_head else f"of the method {self.method!r}"
             raise ValueError(f"a drafter {what} knows no guidance; use an EAGLE drafter without a head, or 'jacobi'")
         device, zero = prompt.ids.device, Lengths.of([0] * B, prompt.ids.device)
-        first = torch.full((B,), 1 - L if self.block.grid else 0, device=device)
+        onward, places = self._places(prompt)
         embeds, features = fold(prompt.embeds[:, 1:], S), fold(prompt.hidden[:, :-1].to(prompt.embeds.dtype), S)
         visual, valid = (t.repeat_interleave(S, 0) for t in (prompt.visual[:, 1:], prompt.valid[:, :-1]))
-        positions = (first[:, None] + torch.arange(L - 1, device=device)).repeat_interleave(S, 0)
+        positions = places[:, :-1].expand(B, L - 1, *places.shape[2:]).repeat_interleave(S, 0)
         looked = None if prompt.attention is None else prompt.attention[:, 1:].repeat_interleave(S, 0)
         e = self.enter(*prune.pruned(self.options, looked, (embeds, features, visual, valid, positions)))
         n, open_slots = e.x.shape[1], e.valid[::S]
-        memory = Memory(Slots(n + 257), zero, first + (L - 1), open_slots, not bool(open_slots.all()), e.onward)
-        k, v = (t.unflatten(0, (B, S)).flatten(1, 2) for t in self.block.keys_values(e.x, e.positions))
-        memory.slots.append(k, v, zero)
+        memory = Memory(Slots(n + 257), zero, onward, open_slots, not bool(open_slots.all()), e.onward)
+        memory.more = tuple(Slots(n + 257) for _ in self.more)
+        if self.more:
+            visible = chain(n, device).ancestors & e.valid[:, None] | torch.eye(n, dtype=torch.bool, device=device)
+            self._through(memory, e.x, e.residual, e.positions, zero, visible, 1)
+        else:
+            k, v = (t.unflatten(0, (B, S)).flatten(1, 2) for t in self.block.keys_values(e.x, e.positions))
+            memory.slots.append(k, v, zero)
         memory.lengths = Lengths.of([n] * B, device)
         memory.told = {**_told(self.block, visual[::S], valid[::S], open_slots, embeds.element_size() * S), **e.told}
         return memory
@@ -86,8 +91,23 @@ class FeatureDrafter(FeatureLayer):
         positions = memory.positions[:, None] + steps
         positions = positions if S == 1 else positions.repeat_interleave(S, 0)
         x, residual = self.inputs(fold(embeds, S), fold(features.to(embeds.dtype), S), memory.context)
+        return unfold(self.carry(self._through(memory, x, residual, positions, at, seen, S)), S)
+
+    def _through(
+        self, memory: Memory, x: Tensor, residual: Tensor, positions: Tensor, at: Lengths, seen: Tensor | None, S: int
+    ) -> Tensor:
+        """The output of the layers, whose keys and values are appended at `at`."""
         z = self.block(x, residual, positions, beside(memory.attend(at, seen), S))
-        return unfold(self.carry(z), S)
+        for layer, slots in zip(self.more.values(), memory.more, strict=True):
+            z = layer(z, positions, memory.attend(at, seen, slots))
+        return z
+
+    def _places(self, prompt: Prompt) -> tuple[Tensor, Tensor]:
+        """Rotary positions of the prompt's last row, [B], and of all its rows; a picture begins behind the prompt."""
+        if not self.block.rope.grid:
+            return prompt.places(bool(self.block.rope.mrope))
+        counted = torch.arange(1 - prompt.ids.shape[1], 1, device=prompt.ids.device)[None]
+        return counted[:, -1].expand(len(prompt.ids)), counted
 
     @torch.no_grad()
     def propose(self, session: Any, target: Target) -> Draft:

@@ -14,7 +14,7 @@ from mmspec.drafters.blocks import RMSNorm, runs, shares, spans_of, splice, spli
 from mmspec.drafters.eagle import EagleConfig, EagleDrafter
 from mmspec.drafters.layer import Entering
 from mmspec.drafters.options import TreeOptions
-from mmspec.tree import Expand, chain
+from mmspec.tree import Expand, chain, marginal
 from mmspec.types import Target, Tree
 
 
@@ -167,13 +167,7 @@ class FlashDrafter(EagleDrafter):
     def _growth(self, session: Any, target: Target, f: Tensor) -> tuple[Tensor, Expand]:
         if self.config.tokens == 1:
             return super()._growth(session, target, f)
-        log_p = self._levels(session, target, f).float().log_softmax(-1)
-        levels = iter(range(1, log_p.shape[1]))
-
-        def expand(tokens: Tensor, came_from: Tensor) -> Tensor:
-            return log_p[:, next(levels)][:, None].expand(-1, tokens.shape[1], -1)
-
-        return log_p[:, 0], expand
+        return marginal(self._levels(session, target, f).float().log_softmax(-1))
 
     # -- training ----------------------------------------------------------------------------------------------------
 

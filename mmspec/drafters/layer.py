@@ -44,6 +44,7 @@ class FeatureLayer(nn.Module):
 
     config: Any
     block: Block
+    more: nn.ModuleDict  # the layers after it
 
     def inputs(self, embeds: Tensor, features: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(what attention reads, the residual) of embeddings [B, n, H] and features: the target's [B, n, F] or own.
@@ -104,14 +105,19 @@ class FeatureLayer(nn.Module):
         Returns:
             `steps` tensors [B, T, S·H]; entry i at row j predicts the feature i + 1 rows later. Rows that were
             compressed away, or not asked for, hold zeros.
+
+        Raises:
+            ValueError: a network that this does not unroll.
         """
+        if self.more or getattr(self.config, "parallel", False):
+            raise ValueError("a drafter of several layers, or with mask rows, cannot be trained here; leave these out")
         S = embeds.shape[-1] // self.config.hidden
         embeds, features = fold(embeds, S), fold(features, S)
         visual, valid = (t.repeat_interleave(S, 0) for t in (visual, valid))
         B, T, _ = embeds.shape
         positions = (start + torch.arange(T, device=embeds.device)).expand(B, T)
         e = self.enter(embeds, features, visual, valid, positions)
-        go, source = _going(e.source, None if rows is None else rows.repeat_interleave(S, 0))
+        go, source = going(e.source, None if rows is None else rows.repeat_interleave(S, 0))
         x, residual, positions = (gather_rows(t, go) for t in (e.x, e.residual, e.positions))
         context = None if e.context is None else gather_rows(e.context, go)
         place, own = torch.arange(e.x.shape[1], device=go.device), torch.eye(go.shape[1], dtype=torch.bool)
@@ -130,11 +136,11 @@ class FeatureLayer(nn.Module):
                 x, residual = self.inputs(gather_rows(ahead, source.clamp(min=0) + step), features, context)
                 masks.append(own.to(go.device).expand(B, *own.shape))
             features = self.carry(self.block(x, residual, positions + step, attend))
-            outputs.append(unfold(_at_source(features, source, T), S))
+            outputs.append(unfold(at_source(features, source, T), S))
         return outputs
 
 
-def _going(source: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
+def going(source: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
     """Which of the entering rows are those asked for, bool [B, T]: their places [B, m] and `source`, −1 at padding."""
     wanted = source >= 0 if rows is None else (source >= 0) & rows.gather(1, source.clamp(min=0))
     m = int(wanted.sum(1).max())
@@ -142,7 +148,7 @@ def _going(source: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
     return go, torch.where(wanted, source, -1).gather(1, go)
 
 
-def _at_source(z: Tensor, source: Tensor, T: int) -> Tensor:
+def at_source(z: Tensor, source: Tensor, T: int) -> Tensor:
     """Outputs [B, n, H] at the rows [B, T] that they stand for; zeros at all others."""
     place = torch.where(source < 0, T, source)[:, :, None].expand_as(z)
     return z.new_zeros(len(z), T + 1, z.shape[2]).scatter(1, place, z)[:, :T]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from reprlib import repr as briefly
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 from mmspec.config import chosen, is_whole, one_of, whole
 from mmspec.drafters.shapes import DYNAMIC, SHAPES, nodes, shape_named
@@ -88,6 +88,9 @@ class TreeOptions(ChainOptions):
         return max(SHAPES[self.tree].values()) if self.tree in SHAPES else self.width
 
 
+O = TypeVar("O", bound=TreeOptions)
+
+
 def sized(advice: Any, given: Mapping[str, Any]) -> dict[str, int]:
     """Depth, width and size where the user gave some of them.
 
@@ -107,14 +110,14 @@ def sized(advice: Any, given: Mapping[str, Any]) -> dict[str, int]:
     return {"depth": depth, "width": 1, "size": depth + 1}
 
 
-def grown(advice: Recommended, given: Mapping[str, Any], drafter: str) -> TreeOptions:
-    """The options of a tree: what was given, elsewhere what is recommended, and sizes that agree with each other.
+def grown(advice: Recommended, given: Mapping[str, Any], drafter: str, defaults: O) -> O:
+    """The options of a tree, of the class of `defaults`: what was given, elsewhere what is recommended, and sizes that agree with each other.
 
     Raises:
         ValueError: an option that such drafters do not have, a wrong value, an unknown tree, sizes for a shape that has
             its own, draws in a tree that grows by likelihood, or prune_by without prune.
     """
-    told = chosen(TreeOptions(), given, drafter)
+    told = chosen(defaults, given, drafter)
     sizes = [name for name in SIZES if name in given]
     tree = given.get("tree", DYNAMIC if sizes else advice.tree)
     draws = given.get("draws", advice.draws and tree != DYNAMIC)

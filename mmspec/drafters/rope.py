@@ -1,0 +1,148 @@
+"""Rotary positions as drafters are published with: plain, scaled, on a part of a head, of several axes, on a grid."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rope:
+    """How positions turn queries and keys; a drafter's config is one.
+
+    Attributes:
+        rope: "1d", or "2d" for pictures: row and column of the token fed, zero before the picture.
+        grid: with "2d", tokens along a side of the picture.
+        rope_theta: base of the frequencies.
+        rope_share: of each head's dimensions, the first ones, that turn.
+        rope_kind: how the frequencies are scaled, one of KINDS.
+        rope_factor: by which they are scaled at most.
+        rope_low, rope_high: where scaling begins and ends: llama3's low and high frequency factors, YaRN's β_slow and
+            β_fast.
+        rope_trained: length that the unscaled frequencies were trained for.
+        rope_truncate: YaRN's bounds are whole dimensions.
+        rope_gain: factor of cosine and sine (YaRN's attention factor).
+        mrope: frequencies that turn with time, height and width, as many as each says (M-RoPE); (): one axis for all.
+        mrope_interleaved: the axes take turns (Qwen3-VL), rather than one after the other (Qwen2-VL).
+    """
+
+    rope: str = "1d"
+    grid: int = 0
+    rope_theta: float = 10000.0
+    rope_share: float = 1.0
+    rope_kind: str = "default"
+    rope_factor: float = 1.0
+    rope_low: float = 1.0
+    rope_high: float = 32.0
+    rope_trained: int = 0
+    rope_truncate: bool = True
+    rope_gain: float = 1.0
+    mrope: tuple[int, ...] = ()
+    mrope_interleaved: bool = False
+
+    def check(self, width: int) -> None:
+        """Refuse what heads of so many dimensions cannot turn by.
+
+        Raises:
+            ValueError: with the reason.
+        """
+        if self.rope not in ("1d", "2d") or (self.rope == "2d") is not (self.grid > 0):
+            raise ValueError(f"rope is '1d' with grid 0, or '2d' with a grid ≥ 1; got {self.rope!r}, {self.grid!r}")
+        if self.rope == "2d" and width % 4:
+            raise ValueError(f"rope '2d' turns quarters of a head, so head_dim must be a multiple of 4; it is {width}")
+        if self.rope_kind not in KINDS:
+            raise ValueError(f"rope_kind must be one of {', '.join(KINDS)}; got {self.rope_kind!r}")
+        if self.rope_kind in ("llama3", "yarn") and not self.rope_trained:
+            raise ValueError(f"rope_kind {self.rope_kind!r} needs rope_trained, the length that it was trained for")
+        turned = self.turned(width)
+        if turned < 2 or turned % 2:
+            raise ValueError(f"rope_share {self.rope_share} of heads of {width} is no even number of dimensions")
+        if self.mrope and (len(self.mrope) != 3 or sum(self.mrope) != turned // 2):
+            raise ValueError(f"the three sections of mrope must add up to {turned // 2}; got {list(self.mrope)}")
+
+    def turned(self, width: int) -> int:
+        """Dimensions of a head that turn."""
+        return int(width * self.rope_share)
+
+    def frequencies(self, turned: int, device: torch.device) -> Tensor:
+        """float32 [turned / 2]."""
+        plain = self.rope_theta ** (torch.arange(0, turned, 2, device=device, dtype=torch.float32) / -turned)
+        return KINDS[self.rope_kind](self, plain, turned)
+
+    def angles(self, positions: Tensor, turned: int) -> Tensor:
+        """[B, n, turned / 2] of positions [B, n], or [B, n, 3] of M-RoPE; text has the same on all three axes."""
+        if self.grid:
+            place, frequency = positions.clamp(0, self.grid**2 - 1), self.frequencies(turned // 2, positions.device)
+            axes = (place // self.grid, place % self.grid)
+            return torch.cat([axis[..., None].float() * frequency for axis in axes], -1)
+        frequency = self.frequencies(turned, positions.device)
+        if positions.dim() == 2:
+            return positions[..., None].float() * frequency
+        return positions[..., self._axes(positions.device)].float() * frequency
+
+    def _axes(self, device: torch.device) -> Tensor:
+        """The axis [D/2] that each frequency turns with."""
+        if not self.mrope_interleaved:
+            axes = [axis for axis, many in enumerate(self.mrope) for _ in range(many)]
+        else:
+            axes = [i % 3 if i % 3 and i < 3 * self.mrope[i % 3] else 0 for i in range(sum(self.mrope))]
+        return torch.tensor(axes, device=device)
+
+
+def rotate(x: Tensor, positions: Tensor, rope: Rope) -> Tensor:
+    """Rotary position embedding, halves convention (Su et al. 2021), tables in fp32.
+
+    On a grid the first half of the angles turns with the row, the second with the column, and what stands before the
+    picture becomes zero, so that it weighs the same to everybody (LlamaGen, Sun et al. 2024, and its published code).
+
+    Args:
+        x: [B, heads, n, D].
+        positions: [B, n] (or [1, n]), or [B, n, 3]; on a grid, places in reading order: below 0 before it, clamped at
+            its end.
+    """
+    turned = rope.turned(x.shape[-1])
+    angle = rope.angles(positions, turned)[:, None]  # [B, 1, n, turned / 2]
+    cos, sin = angle.cos(), angle.sin()
+    if rope.rope_gain != 1.0:
+        cos, sin = cos * rope.rope_gain, sin * rope.rope_gain
+    if rope.grid:
+        there = (positions >= 0)[:, None, :, None]
+        cos, sin = cos * there, sin * there
+    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+    a, b = x[..., : turned // 2], x[..., turned // 2 : turned]
+    parts = [a * cos - b * sin, b * cos + a * sin]
+    return torch.cat(parts if turned == x.shape[-1] else [*parts, x[..., turned:]], -1)
+
+
+def _llama3(r: Rope, f: Tensor, turned: int) -> Tensor:
+    """Long waves are stretched, short ones stay, between them it goes over (Llama 3.1's code)."""
+    turns = r.rope_trained * f / (2 * math.pi)  # within the trained length
+    share = ((turns - r.rope_low) / (r.rope_high - r.rope_low)).clamp(0, 1)
+    return share * f + (1 - share) * f / r.rope_factor
+
+
+def _yarn(r: Rope, f: Tensor, turned: int) -> Tensor:
+    """The same by dimension (Peng et al. 2023, YaRN, §3.2, and its code)."""
+
+    def dimension(turns: float) -> float:
+        return turned * math.log(r.rope_trained / (turns * 2 * math.pi)) / (2 * math.log(r.rope_theta))
+
+    first, last = dimension(r.rope_high), dimension(r.rope_low)
+    if r.rope_truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, turned - 1)
+    place = torch.arange(turned // 2, device=f.device, dtype=torch.float32)
+    share = 1 - ((place - first) / ((last - first) or 0.001)).clamp(0, 1)
+    return share * f + (1 - share) * f / r.rope_factor
+
+
+KINDS: dict[str, Callable[[Rope, Tensor, int], Tensor]] = {
+    "default": lambda r, f, turned: f,
+    "linear": lambda r, f, turned: f / r.rope_factor,
+    "llama3": _llama3,
+    "yarn": _yarn,
+}
