@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import nn
 
+Stop = Callable[[list[int], int], int | None]  # as `Row.stop`
+
 
 def table(decoder: Any) -> int | None:
     """Positions that its learned table holds (OPT, BioGPT); None where there is none."""
@@ -35,7 +37,7 @@ def turn(decoder: Any) -> int | None:
     return min(found, default=None)
 
 
-def within(stop: Callable[[list[int]], bool] | None, most: int, held: int) -> Callable[[list[int]], bool]:
+def within(stop: Stop | None, most: int, held: int) -> Stop:
     """A row's condition, on a table that holds `held` positions: as stock, it fails where the row goes on past them.
 
     Args:
@@ -44,11 +46,10 @@ def within(stop: Callable[[list[int]], bool] | None, most: int, held: int) -> Ca
         held: for the message.
     """
 
-    def stops(tokens: list[int]) -> bool:
-        if stop is not None and stop(tokens):
-            return True
-        if len(tokens) > most:
+    def stops(tokens: list[int], new: int) -> int | None:
+        length = None if stop is None else stop(tokens, new)
+        if (len(tokens) if length is None else length) > most:
             raise IndexError(f"the model has {held} learned positions and the text needs more; lower max_new_tokens")
-        return False
+        return length
 
     return stops
