@@ -20,6 +20,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationM
 from mmspec.loop import begin, decode
 from mmspec.pipelines import guided, obstacles, reach
 from mmspec.pipelines.cache import SlotCache
+from mmspec.pipelines.decoder import decoder
 from mmspec.pipelines.endings import Endings, unheard
 from mmspec.pipelines.obstacles import Obstacle
 from mmspec.pipelines.processors import Processors, unsafe
@@ -138,7 +139,7 @@ def obstacle(model: Any, call: Call, kind: Any) -> Obstacle | None:
 
 def _turning(model: Any, call: Call) -> Obstacle | None:
     """Of a model whose rotary frequencies change with the length: whether they may do so in this call."""
-    turn = reach.turn(model.get_decoder())
+    turn = reach.turn(decoder(model))
     if turn is None:
         return None
     L, told = call.input_ids.shape[1], call.arguments.get("position_ids")

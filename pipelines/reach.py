@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import nn
 
-
 _MARGIN = 128  # slots by which a row may be behind the longest one, and the nodes of its draft
 
 
@@ -22,9 +21,8 @@ def table(decoder: Any) -> int | None:
 
 
 def turn(decoder: Any) -> int | None:
-    """Length past which its rotary frequencies, or the scale of its queries, are those of the longest position in the batch.
+    """Length past which its rotary frequencies, or scales of its queries, go by the longest position in the batch; None: never.
 
-    None: they never change.
 
     A draft reaches further than the text, so that it would turn them for tokens that stock decoding reads before.
     """
@@ -42,7 +40,9 @@ def turn(decoder: Any) -> int | None:
     return min(found, default=None)
 
 
-def within(stop: Callable[[list[int]], bool] | None, most: int, held: int) -> Callable[[list[int]], bool]:
+def within(
+    stop: Callable[[list[int], int], int | None] | None, most: int, held: int
+) -> Callable[[list[int], int], int | None]:
     """A row's condition, on a table that holds `held` positions: as stock, it fails where the row goes on past them.
 
     Args:
@@ -51,11 +51,10 @@ def within(stop: Callable[[list[int]], bool] | None, most: int, held: int) -> Ca
         held: for the message.
     """
 
-    def stops(tokens: list[int]) -> bool:
-        if stop is not None and stop(tokens):
-            return True
-        if len(tokens) > most:
+    def stops(tokens: list[int], new: int) -> int | None:
+        length = None if stop is None else stop(tokens, new)
+        if (len(tokens) if length is None else length) > most:
             raise IndexError(f"the model has {held} learned positions and the text needs more; lower max_new_tokens")
-        return False
+        return length
 
     return stops

@@ -16,6 +16,7 @@ from mmspec.drafters.vocab import DraftVocab
 from mmspec.modes import mode_of
 from mmspec.pipelines import attended, attention, compiled, devices, reach, recurrent
 from mmspec.pipelines.cache import SlotCache
+from mmspec.pipelines.decoder import decoder, head
 from mmspec.pipelines.processors import Processors
 from mmspec.pipelines.sampling import Noise, Sampler
 from mmspec.pipelines.state import Onward, Places, State, spread, stacked, tiled
@@ -31,20 +32,20 @@ TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 def taps(model: Any, features: tuple[int, ...]) -> dict[str, Any]:
     """The modules to overhear: the decoder, the layers whose input the drafter asked for, and where it wants to know
     what is attended to, some layers' attention."""
-    decoder = model.get_decoder()
-    heard = attended.layers(decoder) if ATTENTION in features else {}
-    return {"decoder": decoder, **{f"layer {i}": decoder.layers[i] for i in features if i >= 0}, **heard}
+    own = decoder(model)
+    heard = attended.layers(own) if ATTENTION in features else {}
+    return {"decoder": own, **{f"layer {i}": own.layers[i] for i in features if i >= 0}, **heard}
 
 
 def tap(model: Any, features: tuple[int, ...]) -> None:
-    for module in recurrent.modules(model.get_decoder()):
+    for module in recurrent.modules(decoder(model)):
         hold(module, recurrent.reader(type(module)))
     for name, module in taps(model, features).items():
         hold(module, attended.Attentive if name.startswith("attention") else Tap, _mmspec_name=name)
 
 
 def untap(model: Any, features: tuple[int, ...]) -> None:
-    for module in recurrent.modules(model.get_decoder()):
+    for module in recurrent.modules(decoder(model)):
         release(module)
     for module in taps(model, features).values():
         release(module)
@@ -90,9 +91,8 @@ class VlmTarget:
         handle = getattr(model, "_mmspec_handle", None)
         self.compiled = compiled.of(model) if handle is not None and handle.config.compile else None
         self.arguments: dict[str, Any] = {}
-        decoder = model.get_decoder()
-        config = decoder.config
-        self.table, turn = reach.table(decoder), reach.turn(decoder)
+        config = decoder(model).config
+        self.table, turn = reach.table(decoder(model)), reach.turn(decoder(model))
         self.last = min((n - 1 for n in (self.table, turn) if n is not None), default=None)  # no node stands past it
         self.eager = config._attn_implementation == "eager"
         self.tree = config._attn_implementation == attention.NAME
@@ -109,8 +109,8 @@ class VlmTarget:
 
     def head(self, hidden: Tensor, vocab: DraftVocab | None = None) -> Tensor:
         """Logits [B, N, V], guided where there are two streams, of features [B, N, S·H]; of `vocab` alone if given."""
-        head, hidden = self.model.get_output_embeddings(), spread(hidden, self.streams)
-        return self._guided(head(hidden) if vocab is None else vocab.logits(head, hidden)).to(hidden.device)
+        last, hidden = head(self.model), spread(hidden, self.streams)
+        return self._guided(last(hidden) if vocab is None else vocab.logits(last, hidden)).to(hidden.device)
 
     def prefill(
         self, ids: Tensor, generation_config: Any, arguments: dict[str, Any], cache: Cache | None, reserve: int
