@@ -260,7 +260,7 @@ CASES: dict[str, Case] = {
     "video_llama_3": case(grid(3 * 14 * 14, image_merge_sizes=[2])),
     "inkling2": case(grid(28, 28, 3)),
     "inkling_mm_model": case(shown(4, 2, 8, 8, 3), **vision(patch_size=8, num_hidden_layers=5)),
-    "nemotron_h_omni": case(shown(16, 3 * 14 * 14, image_grid_hw=[[4, 4]]), vision_hidden_size=WIDTH, **vision(video_temporal_patch_size=2)),
+    "nemotron_h_omni": case(shown(16, 3 * 14 * 14, image_grid_hw=[[4, 4]]), vision_hidden_size=WIDTH, **vision(video_temporal_patch_size=2), **text(sliding_window=None, mamba_num_heads=4, mamba_head_dim=32, n_groups=2, ssm_state_size=16)),
     "molmo2": case(
         shown(1, 4, 3 * 14 * 14, image_token_pooling=[[0, 1], [2, 3]], image_grids=[[2, 1, 0, 0]], image_num_crops=[1]),
         **vision(image_size=[28, 28], num_position_embeddings=4), adapter_config={"text_hidden_size": HIDDEN, "vision_feature_layer": [1, 0]}, image_patch_id=IMAGE,
