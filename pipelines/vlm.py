@@ -279,7 +279,7 @@ def _bound(session: Session, table: int) -> None:
         session.cache.places.at(begin).reshape(-1, len(session.rows), session.cache.streams).amax((0, 2)).tolist()
     )
     for row, place in zip(session.rows, furthest, strict=True):
-        row.stop = reach.within(row.stop, row.start + table - place, table)
+        row.stop = reach.within(row.stop, row.start + table - place + 1, table)
 
 
 def _beside(cond: Tensor, uncond: Tensor) -> Tensor:
