@@ -8,14 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmspec.drafters import prune, shapes
-from mmspec.drafters.blocks import Block, Memory, beside, path_after
+from mmspec.batch import fold, gather_rows, unfold
+from mmspec.drafters import prune
+from mmspec.drafters import static_trees as shapes
+from mmspec.drafters.blocks import Block, FeatureMemory, beside, path_after
+from mmspec.drafters.draft_vocab import DraftVocab
 from mmspec.drafters.layer import FeatureLayer
 from mmspec.drafters.options import TreeOptions
-from mmspec.drafters.vocab import DraftVocab
 from mmspec.kernels import reference as ops
-from mmspec.rows import fold, gather_rows, unfold
-from mmspec.slots import Lengths, Slots
+from mmspec.ragged_cache import Lengths, RaggedBuffer
 from mmspec.tree import Expand, chain, grow
 from mmspec.types import ATTENTION, Categorical, Draft, Prompt, Target, Tree
 
@@ -50,7 +51,7 @@ class FeatureDrafter(FeatureLayer):
     # -- drafting ----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def start(self, session: Any, target: Target, prompt: Prompt) -> Memory:
+    def start(self, session: Any, target: Target, prompt: Prompt) -> FeatureMemory:
         """Read the prompt: row j pairs the features at j with the embedding at j + 1; the last waits for its token.
 
         Raises:
@@ -70,8 +71,8 @@ class FeatureDrafter(FeatureLayer):
         looked = None if prompt.attention is None else prompt.attention[:, 1:].repeat_interleave(S, 0)
         e = self.enter(*prune.pruned(self.options, looked, (embeds, features, visual, valid, positions)))
         n, open_slots = e.x.shape[1], e.valid[::S]
-        memory = Memory(Slots(n + 257), zero, onward, open_slots, not bool(open_slots.all()), e.onward)
-        memory.more = tuple(Slots(n + 257) for _ in self.more)
+        memory = FeatureMemory(RaggedBuffer(n + 257), zero, onward, open_slots, not bool(open_slots.all()), e.onward)
+        memory.more = tuple(RaggedBuffer(n + 257) for _ in self.more)
         if self.more:
             visible = chain(n, device).ancestors & e.valid[:, None] | torch.eye(n, dtype=torch.bool, device=device)
             self._through(memory, e.x, e.residual, e.positions, zero, visible, 1)
@@ -83,7 +84,13 @@ class FeatureDrafter(FeatureLayer):
         return memory
 
     def _read(
-        self, memory: Memory, embeds: Tensor, features: Tensor, at: Lengths, ahead: Tensor | int, seen: Tensor | None
+        self,
+        memory: FeatureMemory,
+        embeds: Tensor,
+        features: Tensor,
+        at: Lengths,
+        ahead: Tensor | int,
+        seen: Tensor | None,
     ) -> Tensor:
         """Run n rows [B, n]: appended at `at`, at positions `ahead` of the memory's next one; returns features."""
         S = embeds.shape[-1] // self.config.hidden
@@ -94,7 +101,14 @@ class FeatureDrafter(FeatureLayer):
         return unfold(self.carry(self._through(memory, x, residual, positions, at, seen, S)), S)
 
     def _through(
-        self, memory: Memory, x: Tensor, residual: Tensor, positions: Tensor, at: Lengths, seen: Tensor | None, S: int
+        self,
+        memory: FeatureMemory,
+        x: Tensor,
+        residual: Tensor,
+        positions: Tensor,
+        at: Lengths,
+        seen: Tensor | None,
+        S: int,
     ) -> Tensor:
         """The output of the layers, whose keys and values are appended at `at`."""
         z = self.block(x, residual, positions, beside(memory.attend(at, seen), S))
@@ -115,7 +129,7 @@ class FeatureDrafter(FeatureLayer):
 
     def drawing(self, session: Any) -> bool:
         """Whether the next draft is drawn: a point mass is not met by drawing."""
-        return self.options.draws and not session.last.scores.law.is_point
+        return self.options.draws and not session.last.scores.p.is_point
 
     def draft(self, session: Any, target: Target, hidden: Tensor, follow: Tensor, count: Tensor, draws: bool) -> Draft:
         """Catch up with what the last round decided, then grow what the options ask for.
@@ -127,21 +141,21 @@ class FeatureDrafter(FeatureLayer):
             hidden, follow, count: as `path_after` gives them.
             draws: see `drawing`.
         """
-        memory: Memory = session.memory
+        memory: FeatureMemory = session.memory
         W = follow.shape[1]
         seen = None if W == 1 else chain(W, follow.device).ancestors.expand(len(follow), W, W)
         out = self._read(memory, _embed(target, follow), hidden, memory.lengths, 0, seen)
         memory.lengths = memory.lengths.plus(session.last.counts, count)
         memory.positions = memory.positions + count
         f = gather_rows(out, count[:, None] - 1)  # [B, 1, S·H]
-        o, law = self.options, None
+        o, distribution = self.options, None
         if o.tree == shapes.DYNAMIC:
             below, tree = self._tree(session, target, f)
         elif o.tree == "chain" and not draws:
             below, tree = self._chain(session, target, f)
         else:
-            below, tree, law = self._static(session, target, f, draws)
-        return Draft(torch.cat([session.pending[:, None], below], 1), tree, law)
+            below, tree, distribution = self._static(session, target, f, draws)
+        return Draft(torch.cat([session.pending[:, None], below], 1), tree, distribution)
 
     def _weighed(self, session: Any, target: Target, f: Tensor, level: int | Tensor) -> Tensor:
         """Logits [B, n, V] of the tokens at `level` below the root's children, weighed as the target weighs its own."""
@@ -167,7 +181,7 @@ class FeatureDrafter(FeatureLayer):
         return self.to_target(below), tree
 
     def _static(self, session: Any, target: Target, f: Tensor, draws: bool) -> tuple[Tensor, Tree, Categorical | None]:
-        """A static tree, and the law of what was drawn."""
+        """A static tree, and the distribution of what was drawn."""
 
         def noise(level: int) -> Tensor:
             return ops.gumbel(seeds, session.emitted[:, None] + level, first.shape[-1])
@@ -175,8 +189,12 @@ class FeatureDrafter(FeatureLayer):
         plan = shapes.plan(self.options.tree, self.options.depth, f.device)
         seeds = ops.stream(session.seeds, ops.FRESH)
         first, expand = self._growth(session, target, f)
-        below, law = shapes.fill(first, expand, plan, noise if draws else None)
-        return self.to_target(below), plan.tree.expand(len(f)), None if law is None else Categorical(law)
+        below, distribution = shapes.fill(first, expand, plan, noise if draws else None)
+        return (
+            self.to_target(below),
+            plan.tree.expand(len(f)),
+            None if distribution is None else Categorical(distribution),
+        )
 
     def _growth(self, session: Any, target: Target, f: Tensor) -> tuple[Tensor, Expand]:
         """Log-probabilities [B, V] after the root, and the way to those after a frontier."""
