@@ -84,8 +84,8 @@ class Beside:
         for name in ("parents", "depth", "ancestors"):
             assert torch.equal(getattr(mine.tree, name), getattr(plain.tree, name))
         assert torch.equal(mine.tokens, plain.tokens) and mine.tree.is_chain == plain.tree.is_chain
-        assert (mine.distribution is None) == (plain.distribution is None)
-        if mine.distribution is not None:
+        assert (mine.q is None) == (plain.q is None)
+        if mine.q is not None:
             distributions = [draft.q.logits.softmax(-1) for draft in (mine, plain)]
             torch.testing.assert_close(*distributions, rtol=1e-3, atol=1e-4)
         self.counts.append(session.last.counts)

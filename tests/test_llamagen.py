@@ -478,7 +478,7 @@ def test_torch_noise_is_multinomial_s(ahead):
         at = (session.emitted[:, None] + tree.depth).clamp(max=steps - 1)
         index = torch.tensor([row.index for row in session.rows])
         raw = logits[index[:, None], at]
-        ids = request.scores(raw, raw, session, draft, None).distribution.ids
+        ids = request.scores(raw, raw, session, draft, None).p.ids
         counts = torch.randint(1, size + 1, (len(session.rows),), generator=moves)
         for b, row in enumerate(session.rows):
             row.take(ids[b, : int(counts[b])].tolist())

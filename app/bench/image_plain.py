@@ -62,7 +62,7 @@ class StaticLoop:
         past.at = torch.arange(P, device=device)
         hidden = model(embeds, torch.full((S * B, P), PREFIX, device=device), visible(open_slots, P), past)
         logits = target.guided(model.head(hidden[:, -1:]), torch.zeros(B, 1, dtype=torch.long, device=device))
-        drawn: list[Any] = [request.scores(logits, logits, session, root, None).distribution.ids]
+        drawn: list[Any] = [request.scores(logits, logits, session, root, None).p.ids]
         session.stats.seconds["prefill"] = time.perf_counter() - began
         began = time.perf_counter()
         for n in range(1, count):
@@ -71,7 +71,7 @@ class StaticLoop:
             place = torch.full((B, 1), n - 1, device=device)
             logits = self._mmspec_step(model, guidance, past, drawn[-1], place, open_slots[:, None])
             session.emitted = session.emitted + 1
-            drawn.append(request.scores(logits, logits, session, root, None).distribution.ids)
+            drawn.append(request.scores(logits, logits, session, root, None).p.ids)
         for row, line in zip(rows, torch.cat(drawn, 1).tolist(), strict=True):
             row.take(line)
         stats = session.stats

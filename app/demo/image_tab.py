@@ -109,8 +109,8 @@ def _method(easel: Easel) -> list[Any]:
     method = gr.Dropdown(list(easel.methods), value=SEED_EXACT, label="Method", elem_id="mm-method")
     window = gr.Slider(2, MAX_WINDOW, 16, step=1, label="Window", info="tokens that one forward looks at")
     with gr.Accordion("Relaxation (lossy)", open=False, elem_id="mm-lossy"):
-        gr.HTML('<p class="mm-small">A relaxed rule keeps more drafted tokens, which changes the distribution. What it is '
-                "charged bounds how far, and is shown with the picture.</p>")  # fmt: skip
+        gr.HTML('<p class="mm-small">A relaxed rule keeps more drafted tokens, which changes the distribution. What it '
+                "is charged bounds how far, and is shown with the picture.</p>")  # fmt: skip
         rule = gr.Dropdown([LOSSLESS, *FAMILIES], value=LOSSLESS, label="Lossy rule", interactive=False)
         boldness = gr.Slider(1, STEPS, 2, step=1, label="Boldness", info="lossy: from mild to bold", interactive=False)
         budget = gr.Number(0, label="Budget", minimum=0, info="most total variation to spend; 0: no limit")

@@ -103,8 +103,8 @@ def acceptance(turn: ChatTurn) -> tuple[str, str]:
     n = turn.compared
     if not turn.ask.comparable:
         return "chance", (
-            "Drawn at random: both answers follow one distribution, but with noise of their own. Tick “same draws” or set "
-            "the temperature to 0 to compare them token by token."
+            "Drawn at random: both answers follow one distribution, but with noise of their own. Tick “same draws” or "
+            "set the temperature to 0 to compare them token by token."
         )
     if turn.difference is not None:
         where, gap = turn.difference
