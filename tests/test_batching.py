@@ -27,7 +27,7 @@ from mmspec.pipelines.prompts import chat_inputs
 from mmspec.pipelines.serving import batcher as intake
 from mmspec.pipelines.serving import continuous as batching
 from mmspec.pipelines.serving.batcher import Batcher, StaticBatcher
-from mmspec.pipelines.serving.continuous import ContinuousBatcher, Finished
+from mmspec.pipelines.serving.continuous import ContinuousBatcher, FinishedPrompt
 from mmspec.pipelines.targets.cache import RaggedCache
 
 KINDS = ("image first", "image first", "text only", "several images", "image last", "image first", "image last")
@@ -54,9 +54,9 @@ def settings(**options: Any) -> dict[str, Any]:
     return {"max_new_tokens": 10, "do_sample": False, **options}
 
 
-def drain(flow: Batcher, asked: list[dict[str, Tensor]], seeds: list[int] | None = None) -> list[Finished]:
+def drain(flow: Batcher, asked: list[dict[str, Tensor]], seeds: list[int] | None = None) -> list[FinishedPrompt]:
     """Everything through the flow, added as room is; the ends in the order of the prompts."""
-    found: dict[Any, Finished] = {}
+    found: dict[Any, FinishedPrompt] = {}
     waiting = list(enumerate(asked))
     while waiting or flow.busy:
         while waiting and flow.free:

@@ -231,7 +231,7 @@ LAYOUTS[SPEED] = TableLayout(
         ("n", lambda r: str(r["n"])),
     ),
     {
-        "distribution": "kept: that of plain drawing one token an iteration; another: one of its own (fewer iterations, "
+        "distribution": "kept: that of plain drawing one token an iteration; another: its own (fewer iterations, "
         "fewer denoising steps); bent: approximate",
         "speedup_e2e": "wall time per picture of plain drawing with one token an iteration and the head as it is "
         "defined, over that of the method; median over calls side by side, same classes and seeds, with quartiles",

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mmspec.app import painter
-from mmspec.app.bench import image, image_methods, vlm, vlm_methods
+from mmspec.app.bench import image_bench, image_methods, vlm, vlm_methods
 from mmspec.app.bench.command import seeds_of
 from mmspec.app.bench.shapes_models import Chat, Codes, Latents, Shape
 from mmspec.app.engine import wait
@@ -112,7 +112,7 @@ class CodesWays:
     def __init__(self, shape: Codes, sizes: str, parts: dict[str, Any], tokens: int, seed: int) -> None:
         model, self.shape = parts["target"], shape
         small = LlamaGenVQ(base=32, multipliers=(1, 1), latent=32, codes=model.config.vocab, blocks=1)  # is not asked
-        self.bench = image.Bench(
+        self.bench = image_bench.ImageBench(
             painter.ImageSubject(Featured(model, small.to(model.device)), output_type="latent"), seed
         )
 
