@@ -129,14 +129,9 @@ def _speed(way: MarMethod, made: dict[str, list[MarImages]], batch: int) -> Reco
 
 
 def judged(
-    bench: MarSubject,
-    chosen: list[MarMethod],
-    labels: list[int],
-    real: list[Image.Image],
-    samples: list[classes.Sample],
-    args: argparse.Namespace,
-    outcome: Outcome,
-) -> Iterator[None]:
+    bench: MarSubject, chosen: list[MarMethod], labels: list[int], real: list[Image.Image], samples: list[classes.Sample],
+    args: argparse.Namespace, outcome: Outcome,
+) -> Iterator[None]:  # fmt: skip
     """Quality of every way but those that draw the same pictures as another: by the plain head, or compiled."""
     try:
         features = quality.backbone(args.backbone, bench.pipe.transformer.device)
@@ -162,16 +157,8 @@ def judged(
             continue
         images = draw(way, 1)
         seen = features(images)
-        facts: Record = {
-            "suite": QUALITY,
-            "method": way.name,
-            "distribution": way.distribution,
-            "n": count,
-            "backbone": args.backbone,
-            "noise": noise,
-            "fd_all": quality.frechet(reference, seen),
-            "note": "",
-        }
+        facts: Record = {"suite": QUALITY, "method": way.name, "distribution": way.distribution, "n": count, "backbone": args.backbone,
+                         "noise": noise, "fd_all": quality.frechet(reference, seen), "note": ""}  # fmt: skip
         facts["fd_real"] = None if of_real is None else quality.frechet(of_real, seen)
         facts |= {name: _share(reader.score(images, wanted)["facts"][name]) if reader else None
                   for name in ("colour", "shape")}  # fmt: skip
@@ -194,14 +181,8 @@ def draw_curves(panel: Any, records: Sequence[Record]) -> None:
             r for r in records if r["suite"] == QUALITY and r["distribution"] == distribution and r["method"] in seconds
         ]
         some.sort(key=lambda r: seconds[r["method"]])
-        panel.plot(
-            [seconds[r["method"]] for r in some],
-            [r["fd_all"] for r in some],
-            mark,
-            label=f"drawn: {distribution}",
-            markersize=4,
-            linewidth=0.8,
-        )
+        panel.plot([seconds[r["method"]] for r in some], [r["fd_all"] for r in some], mark, label=f"distribution: {distribution}",
+                   markersize=4, linewidth=0.8)  # fmt: skip
         for r in some:
             panel.annotate(r["method"], (seconds[r["method"]], r["fd_all"]), fontsize=6)
     noise = next((r["noise"] for r in records if r["suite"] == QUALITY), None)
@@ -231,7 +212,7 @@ LAYOUTS[SPEED] = TableLayout(
         ("n", lambda r: str(r["n"])),
     ),
     {
-        "distribution": "kept: that of plain drawing one token an iteration; another: one of its own (fewer iterations, fewer "
+        "distribution": "kept: that of plain drawing one token an iteration; another: a distribution of its own (fewer iterations, fewer "
         "denoising steps); bent: approximate",
         "speedup_e2e": "wall time per picture of plain drawing with one token an iteration and the head as it is "
         "defined, over that of the method; median over calls side by side, same classes and seeds, with quartiles",

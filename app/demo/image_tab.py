@@ -109,7 +109,7 @@ def _method(easel: Easel) -> list[Any]:
     method = gr.Dropdown(list(easel.methods), value=SEED_EXACT, label="Method", elem_id="mm-method")
     window = gr.Slider(2, MAX_WINDOW, 16, step=1, label="Window", info="tokens that one forward looks at")
     with gr.Accordion("Relaxation (lossy)", open=False, elem_id="mm-lossy"):
-        gr.HTML('<p class="mm-small">A relaxed rule keeps more drafted tokens, which changes the distribution. What it is '
+        gr.HTML('<p class="mm-small">A relaxed rule keeps more drafted tokens and bends the distribution for it. What it is '
                 "charged bounds how far, and is shown with the picture.</p>")  # fmt: skip
         rule = gr.Dropdown([LOSSLESS, *FAMILIES], value=LOSSLESS, label="Lossy rule", interactive=False)
         boldness = gr.Slider(1, STEPS, 2, step=1, label="Boldness", info="lossy: from mild to bold", interactive=False)

@@ -103,7 +103,7 @@ def acceptance(turn: ChatTurn) -> tuple[str, str]:
     n = turn.compared
     if not turn.ask.comparable:
         return "chance", (
-            "Drawn at random: both answers follow one distribution, but with noise of their own. Tick “same draws” or set "
+            "Drawn at random: both answers follow the same distribution, but with noise of their own. Tick “same draws” or set "
             "the temperature to 0 to compare them token by token."
         )
     if turn.difference is not None:
