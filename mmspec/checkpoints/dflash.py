@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from reprlib import repr as briefly
 from typing import Any
 
 from mmspec.checkpoints import rotary
-from mmspec.drafters.dflash import NO_CAP, BlockConfig
+from mmspec.drafters.block_config import NO_CAP, BlockConfig
 
 Shape = tuple[int, ...]
 SLIDING = "sliding_attention"
@@ -86,7 +86,7 @@ def _whole(told: Mapping[str, Any], key: str, usual: int | None = None, least: i
 def _features(name: str, told: Mapping[str, Any]) -> tuple[int, ...]:
     """Layers whose input is read. speculators counts these; the others count the layers whose output is."""
     key, ahead = ("aux_hidden_state_layer_ids", 0) if name == "speculators-block" else ("target_layer_ids", 1)
-    listed = told.get(key)
+    listed: Any = told.get(key)
     fine = isinstance(listed, list) and 0 < len(listed) <= 64
     if not fine or not all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i < 2**24 for i in listed):
         raise ValueError(f"{key} in config.json must list up to 64 whole numbers ≥ 0; it is {briefly(listed)}")
@@ -114,7 +114,8 @@ def _heads(told: Mapping[str, Any], shapes: Mapping[str, Shape], hidden: int) ->
 
 def _windows(name: str, told: Mapping[str, Any], layers: int) -> dict[str, Any]:
     """How far each layer sees, and whether rows of a block see those after them."""
-    kinds, window = told.get("layer_types"), told.get("sliding_window")
+    kinds: Any = told.get("layer_types")
+    window: Any = told.get("sliding_window")
     sliding = [kind == SLIDING for kind in kinds] if isinstance(kinds, list) else [False] * layers
     if any(sliding) and (len(sliding) != layers or not isinstance(window, int) or window < 1):
         raise ValueError(
@@ -209,6 +210,3 @@ def _speculators(c: BlockConfig, llama: dict[str, Any], own: dict[str, Any]) -> 
         "sliding_window_non_causal": not any(c.causal),
         **own,
     }
-
-
-Layers = Callable[[], int | None]

@@ -12,7 +12,7 @@ from typing import Any, TypeGuard
 from mmspec.checkpoints import dflash as blocks
 from mmspec.checkpoints import rotary
 from mmspec.checkpoints.layouts import Layout, layout_named
-from mmspec.drafters.dflash import BlockConfig
+from mmspec.drafters.block_config import BlockConfig
 from mmspec.drafters.eagle import EagleConfig
 from mmspec.drafters.rope import KINDS
 from mmspec.registry import DRAFTERS
@@ -178,7 +178,7 @@ def _own(config: Mapping[str, Any], kind: type[EagleConfig]) -> EagleConfig:
     return kind.of(values)
 
 
-def _check_kinds(made: type[EagleConfig], values: Mapping[str, Any]) -> None:
+def _check_kinds(made: type[Any], values: Mapping[str, Any]) -> None:
     """ValueError for values of another kind than those of a config, or out of bounds."""
     usual = {f.name: 0 if f.default is MISSING else f.default for f in fields(made)}
     allowed = {name: _allowed(name, usual[name]) for name in usual}

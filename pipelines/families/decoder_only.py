@@ -26,6 +26,9 @@ _BLOCKS = ("index_kpool", "indexer_compress_ratio", "index_block_size")  # of an
 # class → why it cannot be accelerated, where nothing but its forward tells
 _STRANGE = {
     "IdeficsForVisionText2Text": "each of its layers looks at the pictures through a mask made for one token at a time",
+    "Kosmos2ForConditionalGeneration": "its generate hands the writing on to a model that counts the cache's slots",
+    "Kosmos2_5ForConditionalGeneration": "its generate hands the writing on to a model that counts the cache's slots",
+    "Phi4MultimodalForCausalLM": "its forward takes a placeholder in a draft for a picture to read",
     "EvollaForProteinText2Text": "its layers look at the protein through a mask made for one token at a time",
 }
 
@@ -132,6 +135,8 @@ def unsupported(model: Any) -> str | None:
     config = model.config
     if getattr(config, "is_encoder_decoder", False):
         return "it is an encoder-decoder model; only decoder-only models are supported"
+    if stock(model).__name__ in _STRANGE:
+        return _STRANGE[stock(model).__name__]
     text = decoder(model) if hasattr(model, "get_decoder") else None
     if text is None or text is model or not hasattr(text, "layers"):
         return "get_decoder() does not give a text decoder with layers"
@@ -145,8 +150,6 @@ def unsupported(model: Any) -> str | None:
     kept = any(recurrent.modules(text))
     if getattr(model, "_is_stateful", False) and not kept:
         return "it keeps a recurrent state, which cannot be rolled back after a rejected draft"
-    if type(model).__name__ in _STRANGE or stock(model).__name__ in _STRANGE:
-        return _STRANGE[stock(model).__name__]
     if any("get_query_offset" in recurrent.names(type(module)) for module in text.modules()):
         return "its attention measures distances by slots of the cache, where the nodes of a tree lie side by side"
     indexed = "indexed_attention" in (getattr(text.config, "layer_types", None) or ())

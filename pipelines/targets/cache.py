@@ -136,6 +136,11 @@ class RaggedCache(Cache):
         self.lengths = self.lengths.join(other.lengths)
         return self
 
+    @property
+    def only_keys(self) -> bool:
+        """Whether keys and values are all it holds: only then can the caller be handed a cache."""
+        return not (self.recurrent or self.indexed)
+
     @staticmethod
     def can_adopt(cache: Cache) -> bool:
         """Whether every layer still holds all its keys: no sliding windows, no recurrent states."""
