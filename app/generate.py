@@ -31,7 +31,7 @@ class GenerateError(Exception):
 def configure(parser: argparse.ArgumentParser) -> None:
     """The options of `mmspec generate`."""
     parser.description = (
-        "Draw pictures from prompts. Without a rule they follow the model's own distribution, only faster; a relaxed rule "
+        "Draw pictures from prompts. Without a rule their distribution is the model's own, only faster; a relaxed rule "
         "bends it, and how far is printed. Exit code: 0 all well, 1 nothing (more) could be drawn."
     )
     add = parser.add_argument

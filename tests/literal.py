@@ -159,8 +159,9 @@ def drafts_as_written(drafter: Any, many: list[Text], enter: Enter, apart: bool 
         acceptance = SimpleNamespace(count=torch.tensor(counts), next_token=root)
         scores = SimpleNamespace(hidden=hidden, p=Categorical(ids=tokens))
         session.pending = root
-        session.last = SimpleNamespace(draft=SimpleNamespace(tokens=tokens), scores=scores, acceptance=acceptance, kept=kept,
-                                       counts=counts)  # fmt: skip
+        session.last = SimpleNamespace(
+            draft=SimpleNamespace(tokens=tokens), scores=scores, acceptance=acceptance, kept=kept, counts=counts
+        )
         for b, count in enumerate(counts):
             follow = [*tokens[b, 1:count].tolist(), int(root[b])]
             read[b] += [(token, hidden[b, i]) for i, token in enumerate(follow)]

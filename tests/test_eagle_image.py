@@ -117,9 +117,11 @@ def test_each_node_has_its_rank_among_its_parents_children(name: str, draws: boo
 def test_what_the_law_excludes_is_a_hole() -> None:
     distribution = torch.tensor([0.0, -torch.inf, 0.5, -torch.inf])
     tokens, q = shapes.fill(
-        distribution.expand(2, 4), lambda t, _: distribution.expand(2, t.shape[1], 4), shapes.plan("mc_sim_7b_63", 5, CPU),
+        distribution.expand(2, 4),
+        lambda t, _: distribution.expand(2, t.shape[1], 4),
+        shapes.plan("mc_sim_7b_63", 5, CPU),
         lambda level: torch.zeros(2, 1, 4),
-    )  # fmt: skip
+    )
     assert tokens[:, :4].tolist() == [[2, 0, -1, -1]] * 2
     assert q is not None and not q.softmax(-1).isnan().any()
 

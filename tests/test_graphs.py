@@ -83,9 +83,11 @@ def attention(layer: int, scale: float, q: Tensor, k: Tensor, v: Tensor) -> Tens
 def made(device: str, compile: Any = as_it_is) -> tuple[Layers, PiecewiseFunction, Callable[[], Tensor]]:
     """Layers, the same captured, and what makes new inputs."""
     layers = Layers().to(device)
-    return layers, PiecewiseFunction(layers, [torch.randn(2, 3, 16, device=device)], layers.parameters(), compile), partial(
-        torch.randn, 2, 3, 16, device=device
-    )  # fmt: skip
+    return (
+        layers,
+        PiecewiseFunction(layers, [torch.randn(2, 3, 16, device=device)], layers.parameters(), compile),
+        partial(torch.randn, 2, 3, 16, device=device),
+    )
 
 
 def near(found: Any, wanted: Any) -> None:

@@ -119,10 +119,14 @@ def test_a_run_can_be_stopped(studio):
     assert late.plain.state == TIMED_OUT
 
 
-@pytest.mark.parametrize(("wish", "why"), [
-    (ClassWish("teapot"), "'teapot' is none"), (ClassWish("0", "magic"), "choose from its own drafts, drafts of a smaller MAR"),
-    (ClassWish("0", ahead=99), "between 1 and 16"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("wish", "why"),
+    [
+        (ClassWish("teapot"), "'teapot' is none"),
+        (ClassWish("0", "magic"), "choose from its own drafts, drafts of a smaller MAR"),
+        (ClassWish("0", ahead=99), "between 1 and 16"),
+    ],
+)
 def test_a_wish_that_is_not_drawn_says_why(studio, wish, why):
     with pytest.raises(RefusedError, match=why):
         list(studio.run(wish, threading.Event()))

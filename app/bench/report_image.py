@@ -24,7 +24,7 @@ SPEED_MEANING = {
     "shares": "of the rounds: drafting, verifying (the target's forward), accepting and committing (host clock)",
     "seconds_per_image": "of the whole call, over its pictures",
     "identical_rate": "share of pictures with the very tokens that ar draws from the same seed",
-    "spent": "mean and largest charge of a relaxed rule on one picture: a bound on the distance of its distribution from the "
+    "spent": "mean and largest cost of a relaxed rule on one picture: a bound on its distribution's distance from the "
     "target's, in total variation, in expectation; above 1 it says nothing about the picture as a whole",
     "spent_per_token": "the same per token: what one position is off by, on average",
     "limit": "compression over c: the speed-up of the rounds that these two leave",

@@ -228,7 +228,7 @@ LAYOUT = report.TableLayout(
         "even with that",
         "tokens_per_target_call": f"what a row gained in a round here; {UNTAUGHT}. Random feature drafters are "
         "hardly ever right (about 1); where more stands, a tree moves as many entries of the cache, and the drafter "
-        "reads as many rows at the start of its next draft. The other distributions are nearly flat and keep much; a token of "
+        "reads as many rows at the start of its next draft. The other ones are nearly flat and keep much; a token of "
         "MAR that is refused is drawn anew, which a model with weights does more often",
         "parts_ms": "of a round, by the host's clock",
         "peak_mb": "MiB that a call holds at its peak above what was held before, prefill included; above_stock_mb: "

@@ -50,9 +50,15 @@ def _next(scout: MarRunner, drawn: MarState, turn: int) -> paths.Path:
 
 
 def _judge(
-    brush: MarRunner, drawn: MarState, z: Tensor, turns: list[int], last: int, drafted: list[paths.Path], how: Speculation,
+    brush: MarRunner,
+    drawn: MarState,
+    z: Tensor,
+    turns: list[int],
+    last: int,
+    drafted: list[paths.Path],
+    how: Speculation,
     told: MarStats,
-) -> None:  # fmt: skip
+) -> None:
     """Keep or replace each of the tokens at `turns`; the guidance is that of the turn `last`, as published."""
     B, L, device = *drawn.order.shape, drawn.order.device
     rows = torch.arange(B, device=device).repeat(len(turns))
