@@ -165,6 +165,7 @@ class Prompt:
     visual: Tensor  # int64 [B, L], k ≥ 1 at the tokens of the row's k-th image or video frame, 0 at all others
     valid: Tensor  # [B, L] bool, false on padding
     attention: Tensor | None = None  # [B, L], share of the attention of the text behind the last image; see ATTENTION
+    positions: Tensor | None = None  # int64 [B, A, L + 1], the decoder's position ids, the next token's last
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from mmspec.pipelines import attended, attention, compiled, devices, reach, recu
 from mmspec.pipelines.cache import SlotCache
 from mmspec.pipelines.processors import Processors
 from mmspec.pipelines.sampling import Noise, Sampler
-from mmspec.pipelines.state import Onward, Places, State, spread, stacked, tiled
+from mmspec.pipelines.state import Onward, Places, State, positions_read, spread, stacked, tiled
 from mmspec.pipelines.swap import Tap, final_hidden, hold, layer_input, listen, release
 from mmspec.pipelines.visual import media
 from mmspec.session import Session
@@ -147,6 +147,7 @@ class VlmTarget:
             visual=visual,
             valid=valid[:, past:],
             attention=None if looked is None else looked.mean,
+            positions=positions_read(heard["decoder"][1].get("position_ids"), places, ids.new_zeros(len(ids), 1), read),
         )
         raw = self._logits(out, heard)[:, -1:]
         return (state, prompt, raw) if self.guidance is None else self._second(state, prompt, raw, reserve)

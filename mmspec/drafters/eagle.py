@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -153,29 +152,12 @@ class EagleDrafter(FeatureDrafter):
                 f"this drafter was made for {c.target or 'another target'} and does not fit {target.name}: "
                 f"{', '.join(wrong)}. Use a drafter trained for this target, or drafter='ngram', which fits any"
             )
-        fitted = self._placed(target)
+        fitted = self.placed(target)
         fitted.options, most = options, options.branches
         fitted.vocab = None if options.draft_vocab == ALL else DraftVocab.of(options.draft_vocab, target)
         if fitted.vocab is not None and len(fitted.vocab.ids) < most:
             raise ValueError(f"a tree with {most} branches per node needs a draft_vocab of as many tokens; lower width")
         return fitted
-
-    def _placed(self, target: TargetInfo) -> EagleDrafter:
-        """A drafter for itself, on the target's device and in its dtype, which leaves this one as it is.
-
-        Where nothing moves, both have the same layers; else those of the new one are copies.
-        """
-        own = [*self.parameters(), *self.buffers()]
-        stays = all(t.device == target.device and (t.dtype == target.dtype or not t.is_floating_point()) for t in own)
-        if stays:
-            placed = copy.copy(self)
-            placed.training = False
-            return placed
-        memo: dict[int, Any] = {id(self.vocab): None}
-        for t in own:  # aliases, whose data can go elsewhere
-            alias = t.detach()
-            memo[id(t)] = nn.Parameter(alias, t.requires_grad) if isinstance(t, nn.Parameter) else alias
-        return copy.deepcopy(self, memo).to(device=target.device, dtype=target.dtype).eval()
 
     def chosen(self, given: Mapping[str, Any]) -> TreeOptions:
         """What the user gave, elsewhere what its config recommends.

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmspec.drafters import prune, shapes
-from mmspec.drafters.blocks import Block, Memory, beside, fold, path_after, unfold
+from mmspec.drafters.blocks import Memory, beside, fold, path_after, unfold
 from mmspec.drafters.layer import FeatureLayer
 from mmspec.drafters.options import TreeOptions
 from mmspec.drafters.vocab import DraftVocab
@@ -17,7 +18,7 @@ from mmspec.kernels import reference as ops
 from mmspec.rows import gather_rows
 from mmspec.slots import Lengths, Slots
 from mmspec.tree import Expand, chain, grow
-from mmspec.types import ATTENTION, Categorical, Draft, Prompt, Target, Tree
+from mmspec.types import ATTENTION, Categorical, Draft, Prompt, Target, TargetInfo, Tree
 
 
 @dataclass
@@ -37,6 +38,7 @@ class FeatureDrafter(FeatureLayer):
     options = TreeOptions()  # of an instance: its own
     vocab: DraftVocab | None = None  # part of the target's that it drafts from; None: all, or one of its own
     sees = False  # whether it treats visual rows in a way of its own
+    capturable = True  # whether what it does is a function of tensors and `Memory.attend` alone
 
     @property
     def features(self) -> tuple[int, ...]:
@@ -46,6 +48,23 @@ class FeatureDrafter(FeatureLayer):
     def nodes(self) -> int:
         """Nodes of a draft at most, the root included."""
         return self.options.size
+
+    def placed(self, target: TargetInfo) -> Self:
+        """A drafter for itself, on the target's device and in its dtype, which leaves this one as it is.
+
+        Where nothing moves, both have the same layers; else those of the new one are copies.
+        """
+        own = [*self.parameters(), *self.buffers()]
+        stays = all(t.device == target.device and (t.dtype == target.dtype or not t.is_floating_point()) for t in own)
+        if stays:
+            placed = copy.copy(self)
+            placed.training = False
+            return placed
+        memo: dict[int, Any] = {id(self.vocab): None}
+        for t in own:  # aliases, whose data can go elsewhere
+            alias = t.detach()
+            memo[id(t)] = nn.Parameter(alias, t.requires_grad) if isinstance(t, nn.Parameter) else alias
+        return copy.deepcopy(self, memo).to(device=target.device, dtype=target.dtype).eval()
 
     # -- drafting ----------------------------------------------------------------------------------------------------
 
@@ -74,13 +93,24 @@ class FeatureDrafter(FeatureLayer):
         k, v = (t.unflatten(0, (B, S)).flatten(1, 2) for t in self.block.keys_values(e.x, e.positions))
         memory.slots.append(k, v, zero)
         memory.lengths = Lengths.of([n] * B, device)
-        memory.told = {**_told(self.block, visual[::S], valid[::S], open_slots, embeds.element_size() * S), **e.told}
+        size = 2 * self.block.kv_heads * self.block.head_dim * embeds.element_size() * S
+        memory.told = {**told(visual[::S], valid[::S], open_slots, size), **e.told}
         return memory
 
     def _read(
-        self, memory: Memory, embeds: Tensor, features: Tensor, at: Lengths, ahead: Tensor | int, seen: Tensor | None
-    ) -> Tensor:
-        """Run n rows [B, n]: appended at `at`, at positions `ahead` of the memory's next one; returns features."""
+        self, memory: Memory, embeds: Tensor, features: Tensor, at: Lengths, ahead: Tensor | int, seen: Tensor | None,
+        level: int = 0,
+    ) -> Tensor:  # fmt: skip
+        """Run n rows [B, n] through the layer; returns features.
+
+        Args:
+            embeds: [B, n, S·H], of the tokens that follow.
+            features: [B, n, F], the target's, or at a level above 0 what `_read` gave for the rows' parents.
+            at: where the rows are appended.
+            ahead: their positions, counted from the memory's next one.
+            seen: as `Memory.attend` takes it.
+            level: 0 for what the target has read, else how deep below the root these nodes stand.
+        """
         S = embeds.shape[-1] // self.config.hidden
         steps = torch.arange(embeds.shape[1], device=embeds.device) if isinstance(ahead, int) else ahead
         positions = memory.positions[:, None] + steps
@@ -88,6 +118,13 @@ class FeatureDrafter(FeatureLayer):
         x, residual = self.inputs(fold(embeds, S), fold(features.to(embeds.dtype), S), memory.context)
         z = self.block(x, residual, positions, beside(memory.attend(at, seen), S))
         return unfold(self.carry(z), S)
+
+    def settle(self, memory: Memory, f: Tensor) -> None:
+        """Told the features [B, 1, F] of the last row that the target has read, after each catching up."""
+
+    def at_level(self, f: Tensor, level: int | Tensor) -> Tensor:
+        """Of what `_read` gave for nodes of a level, the feature that stands before the head."""
+        return f
 
     @torch.no_grad()
     def propose(self, session: Any, target: Target) -> Draft:
@@ -114,6 +151,7 @@ class FeatureDrafter(FeatureLayer):
         memory.lengths = memory.lengths.plus(session.last.counts, count)
         memory.positions = memory.positions + count
         f = gather_rows(out, count[:, None] - 1)  # [B, 1, S·H]
+        self.settle(memory, f)
         o, law = self.options, None
         if o.tree == shapes.DYNAMIC:
             below, tree = self._tree(session, target, f)
@@ -125,7 +163,7 @@ class FeatureDrafter(FeatureLayer):
 
     def _weighed(self, session: Any, target: Target, f: Tensor, level: int | Tensor) -> Tensor:
         """Logits [B, n, V] of the tokens at `level` below the root's children, weighed as the target weighs its own."""
-        logits, weigh = self.logits(f, target), getattr(target, "weigh", None)
+        logits, weigh = self.logits(self.at_level(f, level), target), getattr(target, "weigh", None)
         if weigh is None or self.own_head:
             return logits
         return weigh(logits, session, session.emitted[:, None] + level)
@@ -136,7 +174,8 @@ class FeatureDrafter(FeatureLayer):
         for level in range(depth):
             tokens.append(self.to_target(self._weighed(session, target, f, level).argmax(-1)))  # [B, 1]
             if level + 1 < depth:
-                f = self._read(memory, _embed(target, tokens[-1]), f, memory.lengths.further(level), ahead[level], None)
+                at = memory.lengths.further(level)
+                f = self._read(memory, _embed(target, tokens[-1]), f, at, ahead[level], None, level + 1)
         return torch.cat(tokens, 1), chain(depth + 1, f.device).expand(len(f))
 
     def _tree(self, session: Any, target: Target, f: Tensor) -> tuple[Tensor, Tree]:
@@ -172,15 +211,15 @@ class FeatureDrafter(FeatureLayer):
             state.seen = torch.cat([seen[:, :, k:], own], 2)
             embeds = _embed(target, self.to_target(tokens))
             at, here = memory.lengths.further(n), ahead[state.level]
-            state.hidden = self._read(memory, embeds, before, at, here, state.seen)
+            state.hidden = self._read(memory, embeds, before, at, here, state.seen, state.level + 1)
             state.appended, state.level = n + k, state.level + 1
             return self._weighed(session, target, state.hidden, state.level).float().log_softmax(-1)
 
         return self._weighed(session, target, f, 0)[:, 0].float().log_softmax(-1), expand
 
 
-def _told(block: Block, visual: Tensor, valid: Tensor, kept: Tensor, size: int) -> dict[str, float]:
-    """What reading the prompts came to; `size` are the bytes of a number, of all streams."""
+def told(visual: Tensor, valid: Tensor, kept: Tensor, size: int) -> dict[str, float]:
+    """What reading the prompts came to; `size` are the bytes that a row takes in the memory."""
     before = torch.stack([((visual > 0) & valid).sum(), valid.sum(), kept.sum()])
     seen, rows, after = before.tolist()
     return {
@@ -188,7 +227,7 @@ def _told(block: Block, visual: Tensor, valid: Tensor, kept: Tensor, size: int) 
         "rows": after,
         "visual rows before": seen,
         "visual rows": seen - (rows - after),
-        "memory bytes": after * 2 * block.kv_heads * block.head_dim * size,
+        "memory bytes": after * size,
     }
 
 
