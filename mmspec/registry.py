@@ -17,12 +17,18 @@ from mmspec.rules import Rule
 
 @dataclass(frozen=True)
 class Entry:
-    """Where a drafter lives and what it is."""
+    """Where a drafter lives and what it is.
+
+    Attributes:
+        trained: it needs weights, which `mmspec train` makes.
+        from_model: it is made of the target, by the class method `of_model(model)`.
+    """
 
     module: str
     cls: str
     trained: bool
     about: str
+    from_model: bool = False
 
 
 DRAFTERS: dict[str, Entry] = {
@@ -36,6 +42,7 @@ DRAFTERS: dict[str, Entry] = {
     "msd": Entry("mmspec.drafters.msd", "MsdDrafter", True, "images enter as their embeddings"),
     "flash": Entry("mmspec.drafters.flash", "FlashDrafter", True, "images as latents, several tokens a pass"),
     "specvlm": Entry("mmspec.drafters.specvlm", "SpecVlmDrafter", True, "images compressed, each input as it bears"),
+    "mtp": Entry("mmspec.pipelines.mtp", "MtpDrafter", False, "the heads in the target's own checkpoint", True),
 }
 
 

@@ -22,10 +22,11 @@ from mmspec.types import TargetInfo
 _KNOWN: WeakKeyDictionary[Any, WeakKeyDictionary[Any, dict[Any, Known]]] = WeakKeyDictionary()
 
 
-def resolve(drafter: Any, given: Mapping[str, Any], target: TargetInfo) -> Any:
+def resolve(drafter: Any, given: Mapping[str, Any], target: TargetInfo, model: Any = None) -> Any:
     """A drafter fitted to the target: from None, a registered name, a folder, a hub name or an instance.
 
     Args:
+        model: the target, for drafters that are made of it.
         given: the options that the user gave it, by name.
 
     Raises:
@@ -33,7 +34,7 @@ def resolve(drafter: Any, given: Mapping[str, Any], target: TargetInfo) -> Any:
             it has no use for.
         TypeError: an option that no drafter has.
     """
-    made = _made("ngram" if drafter is None else drafter, target)
+    made = _made("ngram" if drafter is None else drafter, target, model)
     if not hasattr(made, "fit"):
         raise ValueError(f"a drafter has start, propose and fit; {type(made).__name__} has not")
     own = option_names(getattr(made, "options", None))
@@ -44,7 +45,7 @@ def resolve(drafter: Any, given: Mapping[str, Any], target: TargetInfo) -> Any:
     return made.fit(target, given)
 
 
-def _made(drafter: Any, target: TargetInfo) -> Any:
+def _made(drafter: Any, target: TargetInfo, model: Any) -> Any:
     """The drafter that is named; an instance names itself."""
     if not isinstance(drafter, (str, Path)):
         return drafter
@@ -54,7 +55,7 @@ def _made(drafter: Any, target: TargetInfo) -> Any:
                 f"the drafter {drafter!r} needs weights; pass its folder or hub name, or train one with "
                 f"`mmspec train --method {drafter} --target {target.name}`"
             )
-        return drafter_class(drafter)()
+        return drafter_class(drafter).of_model(model) if DRAFTERS[drafter].from_model else drafter_class(drafter)()
     if isinstance(drafter, str) and "/" not in drafter and not Path(drafter).exists():
         raise ValueError(
             f"unknown drafter {drafter!r}; choose from {', '.join(DRAFTERS)}, or pass a folder or owner/name on the hub"
@@ -81,7 +82,7 @@ def proposer(model: Any, drafter: Any, config: SpecConfig, target: TargetInfo, d
             "to draft alike; leave auto out, and choose depth, width and size"
         )
     ready = drafter
-    if config.compile and drafts and isinstance(drafter, FeatureDrafter):
+    if config.compile and drafts and isinstance(drafter, FeatureDrafter) and drafter.capturable:
         held = compiled.of(model).drafts.setdefault(drafter.block, Trusted(type(drafter).__name__))
         alive = weakref.ref(model)  # what drafts for a model does not keep it
         ready = CapturedDraft(drafter, lambda: trusted.weights(alive()), target.vocab, held)

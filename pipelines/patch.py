@@ -57,7 +57,7 @@ def enable(model_or_pipe: Any, drafter: Any = None, **options: Any) -> Handle:
     target = home.describe(model)
     if target.device.type == "mps" and torch.__version__ < MPS:
         warnings.warn(f"torch {torch.__version__} may attend wrongly on MPS; use torch {MPS} or newer", stacklevel=2)
-    ready = drafting.resolve(drafter, given, target)  # may fail: what was enabled before stays
+    ready = drafting.resolve(drafter, given, target, model)  # may fail: what was enabled before stays
     codes = None if config.rule == "exact" else home.codebook(model)
     rule = resolve_rule(config.rule, codes, config.budget)
     proposer = drafting.proposer(model, ready, config, target, captures(home))

@@ -1,0 +1,63 @@
+"""What tiny targets ship with, written as it is published: multi-token-prediction heads, in the model's own folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+
+def shipped(model: Any, folder: Path, extra: dict[str, Tensor], shards: bool = False) -> None:
+    """Save a model with further tensors beside its own; `config._name_or_path` says where."""
+    model.save_pretrained(folder)
+    path = folder / "model.safetensors"
+    if shards:
+        held = load_file(path)
+        save_file(held, folder / "model-00001-of-00002.safetensors")
+        save_file(extra, folder / "model-00002-of-00002.safetensors")
+        path.unlink()
+        where = {key: "model-00001-of-00002.safetensors" for key in held}
+        where |= {key: "model-00002-of-00002.safetensors" for key in extra}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    else:
+        save_file({**load_file(path), **extra}, path, metadata={"format": "pt"})
+    model.config._name_or_path = str(folder)
+
+
+def _drawn(shapes: dict[str, Tensor], g: torch.Generator) -> dict[str, Tensor]:
+    """Weights so large that a head says something; norms near those of a new layer."""
+    return {
+        key: torch.randn(t.shape, generator=g) * (0.1 if t.dim() == 1 else t.shape[-1] ** -0.5)
+        + (t if t.dim() == 1 else 0)
+        for key, t in shapes.items()
+    }
+
+
+def qwen_heads(model: Any, heads: int = 1) -> dict[str, Tensor]:
+    """`mtp.*`, as Qwen3.5 has it: fc and norms once, `heads` layers of full attention."""
+    decoder, g = model.get_decoder(), torch.Generator().manual_seed(3)
+    H = decoder.config.hidden_size
+    layer = next(each for each in decoder.layers if hasattr(each, "self_attn"))
+    shapes = {"fc.weight": torch.empty(H, 2 * H)}
+    shapes |= {f"{name}.weight": torch.zeros(H) for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")}
+    shapes |= {f"layers.{k}.{key}": t for k in range(heads) for key, t in layer.state_dict().items()}
+    return {f"mtp.{key}": t for key, t in _drawn(shapes, g).items()}
+
+
+def glm_heads(model: Any, heads: int = 1, prefix: str = "model.language_model.") -> dict[str, Tensor]:
+    """`layers.{N}.*`, as GLM-4.5V, GLM-OCR and DeepSeek-V3 have it, with copies of the embedding and of the head."""
+    decoder, g = model.get_decoder(), torch.Generator().manual_seed(3)
+    H, N = decoder.config.hidden_size, len(decoder.layers)
+    shapes: dict[str, Tensor] = {}
+    for k in range(N, N + heads):
+        one = {f"{name}.weight": torch.ones(H) for name in ("enorm", "hnorm", "shared_head.norm")}
+        one |= {"eh_proj.weight": torch.empty(H, 2 * H), **decoder.layers[-1].state_dict()}
+        shapes |= {f"{prefix}layers.{k}.{key}": t for key, t in one.items()}
+    out = _drawn(shapes, g)
+    out[f"{prefix}layers.{N}.embed_tokens.weight"] = model.get_input_embeddings().weight.detach().clone()
+    out[f"{prefix}layers.{N}.shared_head.head.weight"] = model.get_output_embeddings().weight.detach().clone()
+    return out
