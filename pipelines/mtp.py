@@ -267,9 +267,7 @@ class MtpDrafter(FeatureDrafter):
             past_key_values=room,
         )
 
-    def _mask(
-        self, visible: Tensor | None, rows: Tensor, stood: Tensor | None, first: Tensor, k: int
-    ) -> Tensor | None:
+    def _mask(self, visible: Tensor | None, rows: Tensor, stood: Tensor | None, first: Tensor, k: int) -> Tensor | None:
         """[B, 1, n, T] for head k, whose first k rows of a text have nothing to read, and whose window may be short."""
         if stood is not None:
             if visible is None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import PrefixChange, convert_and_load_state_dict_in_model
 from transformers.modeling_layers import MtpLayer, MtpModel
 from transformers.modeling_utils import LoadStateDictConfig, PreTrainedModel
+from transformers.utils import logging
 
 from mmspec.pipelines import own_files
 from mmspec.pipelines.swap import stock
@@ -120,7 +122,8 @@ def _filled(model: Any, tensors: dict[str, Tensor]) -> MtpHeads:
     count = len({key.split(".")[1] for key in tensors})
     made = MtpHeads(model, count)
     load = LoadStateDictConfig(weight_mapping=_conversions(model), device_map={"": "cpu"}, dtype=model.dtype)
-    info, _ = convert_and_load_state_dict_in_model(model=made, state_dict=dict(tensors), load_config=load)
+    with _quiet():
+        info, _ = convert_and_load_state_dict_in_model(model=made, state_dict=dict(tensors), load_config=load)
     wrong = [f"{name} is {list(mine)}, expected {list(theirs)}" for name, mine, theirs in info.mismatched_keys]
     lack, more = sorted(info.missing_keys), sorted(info.unexpected_keys)
     if lack or more or wrong:
@@ -129,6 +132,18 @@ def _filled(model: Any, tensors: dict[str, Tensor]) -> MtpHeads:
             "checkpoint complete, of this model, and not quantized?"
         )
     return made.eval()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bar for a few tensors."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _conversions(model: Any) -> list[Any]:

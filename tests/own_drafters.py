@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import targets
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -60,4 +61,45 @@ def glm_heads(model: Any, heads: int = 1, prefix: str = "model.language_model.")
     out = _drawn(shapes, g)
     out[f"{prefix}layers.{N}.embed_tokens.weight"] = model.get_input_embeddings().weight.detach().clone()
     out[f"{prefix}layers.{N}.shared_head.head.weight"] = model.get_output_embeddings().weight.detach().clone()
+    return out
+
+
+_ADDS = ("o_proj", "down_proj", "out_proj", "post_self_attn_layernorm", "post_mlp_layernorm")  # to what stands already
+
+
+def drawn(model: Any) -> Any:
+    """The model with weights so large that its prompts steer it."""
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() > 1:
+                weight.normal_(std=targets.GAIN / weight[0].numel() ** 0.5)
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
+    return model.eval()
+
+
+def agreeing(model: Any, heads: dict[str, Tensor], much: float = 0.05) -> None:
+    """Let a model and its heads think alike, most of the time: what follows a token hangs on little but the token."""
+    with torch.no_grad():
+        model.get_input_embeddings().weight.mul_(4)
+        for tensors in (dict(model.get_decoder().named_parameters()), heads):
+            for key, t in tensors.items():
+                if any(name in key for name in _ADDS):
+                    t.mul_(much)
+                if key.endswith(("fc.weight", "eh_proj.weight")):
+                    t.copy_(torch.eye(len(t), 2 * len(t)) + t * much)
+
+
+def by_expert(heads: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Experts one by one, as checkpoints have them, in the place of all in one tensor."""
+    out: dict[str, Tensor] = {}
+    for key, t in heads.items():
+        stem, _, name = key.rpartition(".")
+        if name == "gate_up_proj":
+            for i, one in enumerate(t):
+                gate, up = one.chunk(2)
+                out |= {f"{stem}.{i}.gate_proj.weight": gate.clone(), f"{stem}.{i}.up_proj.weight": up.clone()}
+        elif name == "down_proj" and t.dim() == 3:
+            out |= {f"{stem}.{i}.down_proj.weight": one.clone() for i, one in enumerate(t)}
+        else:
+            out[key] = t
     return out
