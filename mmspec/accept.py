@@ -105,7 +105,10 @@ def walk(draft: Draft, law: Law, rule: Rule, u: Tensor, spent: Tensor | None = N
         return _walk(draft, law, rule, u, spent, vocab)
     return reduce(
         partial(join, fills={}),
-        [_walk(select(draft, part), select(law, part), rule, u[part], select(spent, part), vocab) for part in parts],
+        [
+            _walk(select(draft, part), select(law, part), rule, u[part], select(spent, part), vocab)
+            for part in parts
+        ],
     )
 
 

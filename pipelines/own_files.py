@@ -1,4 +1,4 @@
-"""What lies beside a model's weights on this machine: its folder, and the tensors in it that transformers leaves out."""
+"""What lies beside a model's weights on this machine: its folder, and the tensors that transformers leaves out."""
 
 from __future__ import annotations
 

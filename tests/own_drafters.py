@@ -21,8 +21,8 @@ def shipped(model: Any, folder: Path, extra: dict[str, Tensor], shards: bool = F
         save_file(held, folder / "model-00001-of-00002.safetensors")
         save_file(extra, folder / "model-00002-of-00002.safetensors")
         path.unlink()
-        where = {key: "model-00001-of-00002.safetensors" for key in held}
-        where |= {key: "model-00002-of-00002.safetensors" for key in extra}
+        where = dict.fromkeys(held, "model-00001-of-00002.safetensors")
+        where |= dict.fromkeys(extra, "model-00002-of-00002.safetensors")
         (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
     else:
         save_file({**load_file(path), **extra}, path, metadata={"format": "pt"})

@@ -204,7 +204,9 @@ def dynamic() -> dict[str, Any]:
 
 
 GROWING = {
-    "dynamic": lambda: text(T.LlamaConfig, T.LlamaForCausalLM, max_position_embeddings=32, rope_parameters=dynamic()),
+    "dynamic": lambda: text(
+        T.LlamaConfig, T.LlamaForCausalLM, max_position_embeddings=32, rope_parameters=dynamic()
+    ),
     "longrope": lambda: text(
         T.Phi3Config,
         T.Phi3ForCausalLM,

@@ -568,9 +568,7 @@ def test_settings_survive_a_file(options: dict[str, Any], tmp_path: Path) -> Non
     back = mmspec.load_drafter(tmp_path)
     assert back.config == made.config and back.options == made.options and back.block.grid == GRID
     with pytest.raises(ValueError, match=r"cannot hold this drafter: .*rope"):
-        mmspec.save_drafter(
-            drafter(**{**options, "embed_norm": False, "out_norm": False}), tmp_path / "published", "eagle"
-        )
+        mmspec.save_drafter(drafter(**{**options, "embed_norm": False, "out_norm": False}), tmp_path / "published", "eagle")
 
 
 def test_a_pipeline_that_cannot_be_enabled_anew_stays_as_it_was() -> None:

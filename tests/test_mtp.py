@@ -1,4 +1,4 @@
-"""Multi-token-prediction heads: published layouts are read, the drafts are what the heads say, the tokens the target's."""
+"""Multi-token-prediction heads: published layouts, drafts that are what the heads say, tokens that are the target's."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def test_drafts_are_those_of_transformers(
 def test_glm_ocr_with_its_17th_layer(tmp_path: Path) -> None:
     """`model.language_model.layers.{N}.*`, in a vision-language model; transformers drops these tensors."""
     torch.manual_seed(0)
-    vision = dict(depth=2, hidden_size=32, intermediate_size=48, num_heads=2, patch_size=14, out_hidden_size=64)
+    vision = {**targets.QWEN_VISION, "depth": 2, "out_hidden_size": 64}
     text = dict(**targets.TEXT, rope_parameters=targets.rope(mrope_section=[2, 3, 3]))
     model = own_drafters.drawn(T.GlmOcrForConditionalGeneration(T.GlmOcrConfig(text_config=text, vision_config=vision)))
     heads = own_drafters.glm_heads(model)

@@ -34,10 +34,7 @@ SHORT = {"max_new_tokens": 8}
 DRAFTERS: dict[str, Callable[[Any], Any]] = {
     **{name: lambda model, name=name: name for name in ("plain", "ngram", "jacobi")},
     "eagle": lambda model: drafters.eagle(model, depth=4, width=3, size=14),
-    **{
-        name: lambda model, name=name: drafters.DRAFTERS[name](model, None)
-        for name in ("vispec", "msd", "flash", "specvlm")
-    },
+    **{name: lambda model, name=name: drafters.DRAFTERS[name](model, None) for name in ("vispec", "msd", "flash", "specvlm")},
 }
 
 
