@@ -226,8 +226,8 @@ class Memory:
         positions = torch.cat([self.positions, other.positions])
         both = None if self.context is None or other.context is None else torch.cat([self.context, other.context])
         lengths, padded = self.lengths.join(other.lengths), self.padded or other.padded
-        held = {"lengths": lengths, "positions": positions, "open_slots": torch.cat(open_slots), "padded": padded}
-        return replace(self, **held, context=both)
+        held: dict[str, Any] = {"lengths": lengths, "positions": positions, "padded": padded}
+        return replace(self, **held, open_slots=torch.cat(open_slots), context=both)
 
     def attend(self, at: Lengths, ancestors: Tensor | None) -> Attend:
         """Attention over the rows read and the ones since; the last M columns of `ancestors` [B, n, ≥ M] say it of the

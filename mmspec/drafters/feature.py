@@ -3,39 +3,26 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from mmspec.drafters import prune, shapes
+from mmspec.drafters import prune
 from mmspec.drafters.blocks import Memory, beside, fold, path_after, unfold
+from mmspec.drafters.growth import Growth
 from mmspec.drafters.layer import FeatureLayer
-from mmspec.drafters.options import TreeOptions
 from mmspec.drafters.vocab import DraftVocab
-from mmspec.kernels import reference as ops
 from mmspec.rows import gather_rows
 from mmspec.slots import Lengths, Slots
-from mmspec.tree import Expand, chain, grow
-from mmspec.types import ATTENTION, Categorical, Draft, Prompt, Target, TargetInfo, Tree
+from mmspec.tree import chain
+from mmspec.types import ATTENTION, Draft, Prompt, Target, TargetInfo
 
 
-@dataclass
-class _Frontier:
-    """Growth under way: the last level's features, and who is whose ancestor since the root."""
-
-    hidden: Tensor  # [B, k, S·H]
-    seen: Tensor  # bool [B, k, M], in its last columns what was appended
-    appended: int = 0
-    level: int = 0
-
-
-class FeatureDrafter(FeatureLayer):
+class FeatureDrafter(Growth, FeatureLayer):
     """Drafts with one such layer, whose keys and values of the rows read so far are its memory."""
 
     method: str
-    options = TreeOptions()  # of an instance: its own
     vocab: DraftVocab | None = None  # part of the target's that it drafts from; None: all, or one of its own
     sees = False  # whether it treats visual rows in a way of its own
     capturable = True  # whether what it does is a function of tensors and `Memory.attend` alone
@@ -43,11 +30,6 @@ class FeatureDrafter(FeatureLayer):
     @property
     def features(self) -> tuple[int, ...]:
         return (*self.config.features, ATTENTION) if prune.by_attention(self.options) else self.config.features
-
-    @property
-    def nodes(self) -> int:
-        """Nodes of a draft at most, the root included."""
-        return self.options.size
 
     def placed(self, target: TargetInfo) -> Self:
         """A drafter for itself, on the target's device and in its dtype, which leaves this one as it is.
@@ -122,17 +104,9 @@ class FeatureDrafter(FeatureLayer):
     def settle(self, memory: Memory, f: Tensor) -> None:
         """Told the features [B, 1, F] of the last row that the target has read, after each catching up."""
 
-    def at_level(self, f: Tensor, level: int | Tensor) -> Tensor:
-        """Of what `_read` gave for nodes of a level, the feature that stands before the head."""
-        return f
-
     @torch.no_grad()
     def propose(self, session: Any, target: Target) -> Draft:
         return self.draft(session, target, *path_after(session), self.drawing(session))
-
-    def drawing(self, session: Any) -> bool:
-        """Whether the next draft is drawn: a point mass is not met by drawing."""
-        return self.options.draws and not session.last.scores.law.is_point
 
     def draft(self, session: Any, target: Target, hidden: Tensor, follow: Tensor, count: Tensor, draws: bool) -> Draft:
         """Catch up with what the last round decided, then grow what the options ask for.
@@ -152,70 +126,15 @@ class FeatureDrafter(FeatureLayer):
         memory.positions = memory.positions + count
         f = gather_rows(out, count[:, None] - 1)  # [B, 1, S·H]
         self.settle(memory, f)
-        o, law = self.options, None
-        if o.tree == shapes.DYNAMIC:
-            below, tree = self._tree(session, target, f)
-        elif o.tree == "chain" and not draws:
-            below, tree = self._chain(session, target, f)
-        else:
-            below, tree, law = self._static(session, target, f, draws)
-        return Draft(torch.cat([session.pending[:, None], below], 1), tree, law)
+        return self.grown(session, target, f, draws)
 
-    def _weighed(self, session: Any, target: Target, f: Tensor, level: int | Tensor) -> Tensor:
-        """Logits [B, n, V] of the tokens at `level` below the root's children, weighed as the target weighs its own."""
-        logits, weigh = self.logits(self.at_level(f, level), target), getattr(target, "weigh", None)
-        if weigh is None or self.own_head:
-            return logits
-        return weigh(logits, session, session.emitted[:, None] + level)
-
-    def _chain(self, session: Any, target: Target, f: Tensor) -> tuple[Tensor, Tree]:
-        memory, depth, tokens = session.memory, self.options.depth, []
-        ahead = torch.arange(depth, device=f.device).split(1)
-        for level in range(depth):
-            tokens.append(self.to_target(self._weighed(session, target, f, level).argmax(-1)))  # [B, 1]
-            if level + 1 < depth:
-                at = memory.lengths.further(level)
-                f = self._read(memory, _embed(target, tokens[-1]), f, at, ahead[level], None, level + 1)
-        return torch.cat(tokens, 1), chain(depth + 1, f.device).expand(len(f))
-
-    def _tree(self, session: Any, target: Target, f: Tensor) -> tuple[Tensor, Tree]:
-        o = self.options
-        size = min(o.size, 1 + o.width + (o.depth - 1) * o.width**2)
-        first, expand = self._growth(session, target, f)
-        below, tree = grow(first, expand, o.width, o.depth, size)
-        return self.to_target(below), tree
-
-    def _static(self, session: Any, target: Target, f: Tensor, draws: bool) -> tuple[Tensor, Tree, Categorical | None]:
-        """A static tree, and the law of what was drawn."""
-
-        def noise(level: int) -> Tensor:
-            return ops.gumbel(seeds, session.emitted[:, None] + level, first.shape[-1])
-
-        plan = shapes.plan(self.options.tree, self.options.depth, f.device)
-        seeds = ops.stream(session.seeds, ops.FRESH)
-        first, expand = self._growth(session, target, f)
-        below, law = shapes.fill(first, expand, plan, noise if draws else None)
-        return self.to_target(below), plan.tree.expand(len(f)), None if law is None else Categorical(law)
-
-    def _growth(self, session: Any, target: Target, f: Tensor) -> tuple[Tensor, Expand]:
-        """Log-probabilities [B, V] after the root, and the way to those after a frontier."""
-        memory, o, depth = session.memory, self.options, self.options.depth
-        room = (depth - 1) * o.width if o.tree == shapes.DYNAMIC else self.nodes
-        ahead = torch.arange(depth, device=f.device).split(1)
-        state = _Frontier(f, torch.zeros(len(f), 1, room, dtype=torch.bool, device=f.device))
-
-        def expand(tokens: Tensor, came_from: Tensor) -> Tensor:
-            k, n = tokens.shape[1], state.appended
-            before, seen = gather_rows(state.hidden, came_from), gather_rows(state.seen, came_from)
-            own = torch.eye(k, dtype=torch.bool, device=f.device).expand(len(f), k, k)
-            state.seen = torch.cat([seen[:, :, k:], own], 2)
-            embeds = _embed(target, self.to_target(tokens))
-            at, here = memory.lengths.further(n), ahead[state.level]
-            state.hidden = self._read(memory, embeds, before, at, here, state.seen, state.level + 1)
-            state.appended, state.level = n + k, state.level + 1
-            return self._weighed(session, target, state.hidden, state.level).float().log_softmax(-1)
-
-        return self._weighed(session, target, f, 0)[:, 0].float().log_softmax(-1), expand
+    def step(
+        self, session: Any, target: Target, tokens: Tensor, f: Tensor, appended: int, ahead: Tensor,
+        seen: Tensor | None, level: int,
+    ) -> Tensor:  # fmt: skip
+        memory: Memory = session.memory
+        at = memory.lengths.further(appended)
+        return self._read(memory, _embed(target, tokens), f, at, ahead, seen, level)
 
 
 def told(visual: Tensor, valid: Tensor, kept: Tensor, size: int) -> dict[str, float]:
