@@ -21,7 +21,7 @@ class Entry:
 
     Attributes:
         trained: it needs weights, which `mmspec train` makes.
-        from_model: it is made of the target, by the class method `of_model(model)`.
+        from_model: it is made of a model: of the target, by the class method `of_model(model)`, or of one that is named.
     """
 
     module: str
@@ -42,6 +42,7 @@ DRAFTERS: dict[str, Entry] = {
     "msd": Entry("mmspec.drafters.msd", "MsdDrafter", True, "images enter as their embeddings"),
     "flash": Entry("mmspec.drafters.flash", "FlashDrafter", True, "images as latents, several tokens a pass"),
     "specvlm": Entry("mmspec.drafters.specvlm", "SpecVlmDrafter", True, "images compressed, each input as it bears"),
+    "model": Entry("mmspec.pipelines.draft_model", "ModelDrafter", False, "a smaller model: draft=…", True),
     "mtp": Entry("mmspec.pipelines.mtp", "MtpDrafter", False, "the heads in the target's own checkpoint", True),
 }
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import GenerationMixin
 
 from mmspec.pipelines import attention, devices, recurrent
-from mmspec.pipelines.generate import Call, generate, obstacle, overheard
+from mmspec.pipelines.generate import Call, asking, generate, obstacle, overheard
 from mmspec.pipelines.handle import Patch
 from mmspec.pipelines.obstacles import Obstacle, unfit_attention
 from mmspec.pipelines.swap import stock
@@ -45,7 +45,11 @@ class Enabled:
         custom = kwargs.get("custom_generate")
         if callable(custom) and not getattr(custom, "__module__", "").startswith("mmspec."):
             kwargs["custom_generate"] = overheard(custom, type(self)._mmspec_handle)
-        return super().generate(*args, **kwargs)  # type: ignore[misc]
+        token = asking.set({**dict(zip(("inputs",), args, strict=False)), **kwargs})
+        try:
+            return super().generate(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            asking.reset(token)
 
     def _sample(
         self,

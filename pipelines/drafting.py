@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from transformers import PreTrainedModel
+
 from mmspec.checkpoints.load import load_drafter
 from mmspec.config import SpecConfig, option_names
 from mmspec.drafters.captured import CapturedDraft
@@ -20,6 +22,24 @@ from mmspec.types import TargetInfo
 
 # By model and by the drafter's layer, or its class where it has none: what is known outlives `disable`.
 _KNOWN: WeakKeyDictionary[Any, WeakKeyDictionary[Any, dict[Any, Known]]] = WeakKeyDictionary()
+
+
+def named(drafter: Any, given: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """A drafter, where a model of transformers drafts, and the options that are left to say to it.
+
+    Raises:
+        ValueError: drafter="model" without the model, or something that cannot draft.
+    """
+    rest = dict(given)
+    if drafter == "model":
+        if "draft" not in rest:
+            raise ValueError("drafter='model' needs draft=…: a loaded model of transformers, or its folder")
+        drafter = rest.pop("draft")
+    elif not isinstance(drafter, PreTrainedModel):
+        return drafter, rest
+    from mmspec.pipelines.draft_model import ModelDrafter
+
+    return ModelDrafter.of(drafter), rest
 
 
 def resolve(drafter: Any, given: Mapping[str, Any], target: TargetInfo, model: Any = None) -> Any:

@@ -35,6 +35,7 @@ _CACHES_ARE_MARKED = "_is_user_defined" in GenerationMixin._prepare_cache_for_ge
 _RESERVE = 1024  # slots to reserve at once at most, beyond the prompt
 
 _custom: ContextVar[list[Call] | None] = ContextVar("mmspec_custom", default=None)  # the calls that one makes
+asking: ContextVar[dict[str, Any]] = ContextVar("mmspec_asking", default={})  # noqa: B039 nobody writes into it
 watching: ContextVar[Callable[[Round], None] | None] = ContextVar("mmspec_watching", default=None)  # see stream.py
 
 
@@ -49,6 +50,7 @@ class Call:
     synced_gpus: bool = False
     streamer: Any = None
     arguments: dict[str, Any] = field(default_factory=dict)
+    given: dict[str, Any] = field(default_factory=lambda: asking.get())  # what the user gave `generate`, by name
 
     @cached_property
     def endings(self) -> Endings:
@@ -237,6 +239,7 @@ def _rounds(target: VlmTarget, drafter: Any, call: Call, rule: Rule = exact) -> 
 def opened(target: VlmTarget, drafter: Any, call: Call, rows: list[Row], rule: Rule = exact) -> tuple[Session, Round]:
     """A session of these rows after the prefill of their call, and the round of that prefill."""
     call = call.for_model(target.model)
+    target.given = call.given
     ids, config = call.input_ids, call.generation_config
     reserve = ids.shape[1] + min(max(0, *(row.limit - row.start for row in rows)), _RESERVE) + drafter.nodes
     session = Session(rows, None, ids.device, rule)

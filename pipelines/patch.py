@@ -54,6 +54,7 @@ def enable(model_or_pipe: Any, drafter: Any = None, **options: Any) -> Handle:
         warnings.warn(f"mmspec leaves {type(model).__name__} as it is: {why}", stacklevel=2)
         return Handle(model, Patch(home, None, config), Patch.of(model))
     drafter = getattr(home, "DRAFTER", None) if drafter is None else drafter
+    drafter, given = drafting.named(drafter, given)
     target = home.describe(model)
     if target.device.type == "mps" and torch.__version__ < MPS:
         warnings.warn(f"torch {torch.__version__} may attend wrongly on MPS; use torch {MPS} or newer", stacklevel=2)

@@ -90,6 +90,7 @@ class VlmTarget:
         handle = getattr(model, "_mmspec_handle", None)
         self.compiled = compiled.of(model) if handle is not None and handle.config.compile else None
         self.arguments: dict[str, Any] = {}
+        self.given: dict[str, Any] = {}  # what the call that is being read was given; for drafters that read it, too
         decoder = model.get_decoder()
         config = decoder.config
         self.table, turn = reach.table(decoder), reach.turn(decoder)
