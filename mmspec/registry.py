@@ -47,6 +47,18 @@ DRAFTERS: dict[str, Entry] = {
 }
 
 
+# Name of a model, in small letters and without its owner → a drafter published for it, on the hub. It is suggested
+# where nothing else is there to draft; nothing is fetched unasked.
+PUBLISHED: dict[str, str] = {
+    "qwen2.5-vl-7b-instruct": "JLKang/ViSpec-Qwen2.5-VL-7B-Instruct",
+    "llava-v1.6-vicuna-7b-hf": "JLKang/ViSpec-llava-v1.6-vicuna-7b-hf",
+    "llava-1.5-7b-hf": "lucylyn/MSD-LLaVA1.5-7B",
+    "llava-1.5-13b-hf": "lucylyn/MSD-LLaVA1.5-13B",
+    "qwen2-vl-7b-instruct": "lucylyn/MSD-Qwen2VL-7B-Instruct",
+    "qwen3-vl-235b-a22b-instruct": "RedHatAI/Qwen3-VL-235B-A22B-Instruct-speculator.eagle3",
+}
+
+
 def drafters() -> dict[str, str]:
     return {name: entry.about for name, entry in DRAFTERS.items()}
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 from torch import Tensor
 from transformers import GenerationMixin
 
-from mmspec.pipelines import attention, devices, recurrent
+from mmspec.pipelines import assisted, attention, devices, recurrent
 from mmspec.pipelines.generate import Call, asking, generate, obstacle, overheard
 from mmspec.pipelines.handle import Patch
 from mmspec.pipelines.obstacles import Obstacle, unfit_attention
@@ -22,6 +23,7 @@ from mmspec.types import TargetInfo
 __all__ = ["Enabled", "codebook", "describe", "tap", "unsupported", "untap"]
 
 _LAYERS = set(attention.KINDS)
+_instead: ContextVar[Patch | None] = ContextVar("mmspec_instead", default=None)  # of a call that names its drafter
 
 
 class Enabled:
@@ -45,11 +47,15 @@ class Enabled:
         custom = kwargs.get("custom_generate")
         if callable(custom) and not getattr(custom, "__module__", "").startswith("mmspec."):
             kwargs["custom_generate"] = overheard(custom, type(self)._mmspec_handle)
-        token = asking.set({**dict(zip(("inputs",), args, strict=False)), **kwargs})
+        patch, drafts = Patch.of(self), assisted.asked(self, kwargs)
+        if patch is not None and drafts is not None:
+            patch, kwargs = assisted.patch_for(self, patch, drafts[0]), drafts[1]
+        tokens = asking.set({**dict(zip(("inputs",), args, strict=False)), **kwargs}), _instead.set(patch)
         try:
             return super().generate(*args, **kwargs)  # type: ignore[misc]
         finally:
-            asking.reset(token)
+            asking.reset(tokens[0])
+            _instead.reset(tokens[1])
 
     def _sample(
         self,
@@ -62,6 +68,8 @@ class Enabled:
         **model_kwargs: Any,
     ) -> Any:
         patch = Patch.of(self)
+        if patch is not None and (drafts := _instead.get()) in patch.asked.values():
+            patch = drafts
         call = Call(
             input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, model_kwargs
         )
@@ -99,7 +107,7 @@ class Enabled:
         return stock(self)._beam_search(self, *args, **kwargs)
 
     def _assisted_decoding(self, *args: Any, **kwargs: Any) -> Any:
-        _decline(self, "assisted decoding (assistant_model, prompt_lookup_num_tokens) drafts by itself")
+        _decline(self, "this kind of assisted decoding (early exit, other tokens, speculation_type) drafts by itself")
         return stock(self)._assisted_decoding(self, *args, **kwargs)
 
 

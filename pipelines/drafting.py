@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import transformers
 from transformers import PreTrainedModel
 
 from mmspec.checkpoints.load import load_drafter
@@ -22,6 +23,11 @@ from mmspec.types import TargetInfo
 
 # By model and by the drafter's layer, or its class where it has none: what is known outlives `disable`.
 _KNOWN: WeakKeyDictionary[Any, WeakKeyDictionary[Any, dict[Any, Known]]] = WeakKeyDictionary()
+
+
+def stock_model(architectures: Iterable[str]) -> bool:
+    """Whether one of these is a model of transformers that generates."""
+    return any(hasattr(getattr(transformers, name, None), "generate") for name in architectures if isinstance(name, str))
 
 
 def named(drafter: Any, given: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
