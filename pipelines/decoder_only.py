@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
+from contextvars import ContextVar
 from typing import Any
 
 from transformers import GenerationMixin
 
-from mmspec.pipelines import attention, devices, recurrent
-from mmspec.pipelines.call import Call
+from mmspec.pipelines import assisted, attention, devices, recurrent
+from mmspec.pipelines.call import Call, asking
 from mmspec.pipelines.family import Family
 from mmspec.pipelines.generate import generate, obstacle, overheard
 from mmspec.pipelines.guided import Guidance
@@ -20,6 +21,7 @@ from mmspec.pipelines.vlm import VlmTarget, tap, untap
 from mmspec.types import TargetInfo
 
 _LAYERS = set(attention.KINDS)
+_instead: ContextVar[Patch | None] = ContextVar("mmspec_instead", default=None)  # of a call that names its drafter
 _BLOCKS = ("index_kpool", "indexer_compress_ratio", "index_block_size")  # of an indexer that chooses blocks, not keys
 # class → why it cannot be accelerated, where nothing but its forward tells
 _STRANGE = {
@@ -42,7 +44,15 @@ class DecoderOnlyPatch:
         custom = kwargs.get("custom_generate")
         if callable(custom) and not str(getattr(custom, "__module__", "")).startswith("mmspec."):
             kwargs["custom_generate"] = overheard(custom, type(self)._mmspec_handle)
-        return super().generate(*args, **kwargs)  # type: ignore[misc]
+        patch, drafts = Patch.of(self), assisted.asked(self, kwargs)
+        if patch is not None and drafts is not None:
+            patch, kwargs = assisted.patch_for(self, patch, drafts[0]), drafts[1]
+        tokens = asking.set({**dict(zip(("inputs",), args, strict=False)), **kwargs}), _instead.set(patch)
+        try:
+            return super().generate(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            asking.reset(tokens[0])
+            _instead.reset(tokens[1])
 
     def _sample(
         self,
@@ -55,6 +65,8 @@ class DecoderOnlyPatch:
         **model_kwargs: Any,
     ) -> Any:
         patch = Patch.of(self)
+        if patch is not None and (drafts := _instead.get()) in patch.asked.values():
+            patch = drafts
         call = Call(
             input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, model_kwargs
         )
@@ -82,7 +94,7 @@ class DecoderOnlyPatch:
         return stock(self)._beam_search(self, *args, **kwargs)
 
     def _assisted_decoding(self, *args: Any, **kwargs: Any) -> Any:
-        _decline(self, "assisted decoding (assistant_model, prompt_lookup_num_tokens) drafts by itself")
+        _decline(self, "this kind of assisted decoding (early exit, other tokens, speculation_type) drafts by itself")
         return stock(self)._assisted_decoding(self, *args, **kwargs)
 
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.functional import pad
-from transformers.cache_utils import Cache
 
 from mmspec.drafters.vocab import DraftVocab
 from mmspec.modes import mode_of
@@ -18,7 +17,7 @@ from mmspec.pipelines import attended, attention, compiled, devices, reach, recu
 from mmspec.pipelines.cache import SlotCache
 from mmspec.pipelines.call import Call
 from mmspec.pipelines.guided import Guidance, NegativePrompt
-from mmspec.pipelines.state import Onward, Places, State, interleaved
+from mmspec.pipelines.state import Onward, Places, State, interleaved, positions_read
 from mmspec.pipelines.swap import Tap, final_hidden, hold, layer_input, listen, release
 from mmspec.pipelines.target import ModelTarget
 from mmspec.pipelines.visual import media
@@ -103,13 +102,9 @@ class VlmTarget(ModelTarget):
         The call's ids [B, L] are the whole text or, on a filled cache, its new tokens; fewer than `inputs_embeds` where
         soft prompts stand before them.
         """
-        ids, config = inputs.input_ids, inputs.generation_config
+        ids = inputs.input_ids
         reserve = ids.shape[1] + min(max(0, *(row.limit - row.start for row in session.rows)), _RESERVE) + nodes
-        config.prefill_chunk_size, chunk = None, config.prefill_chunk_size  # a SlotCache takes a prompt in one piece
-        try:
-            state, prompt, raw = self._first(ids, config, inputs.arguments, inputs.cache, reserve)
-        finally:
-            config.prefill_chunk_size = chunk
+        state, prompt, raw = self.first(inputs, reserve)
         if inputs.negative is not None:
             state, prompt, raw = self._second(inputs.negative, state, prompt, raw, reserve)
         session.cache = state
@@ -118,21 +113,28 @@ class VlmTarget(ModelTarget):
         hidden = None if prompt.hidden is None else prompt.hidden[:, -1:]
         return prompt, self.scores(raw, session, lone(prompt.ids[:, -1:]), hidden)
 
-    def _first(
-        self, ids: Tensor, generation_config: Any, arguments: dict[str, Any], cache: Cache | None, reserve: int
-    ) -> tuple[State, Prompt, Tensor]:
-        """The state, what a drafter may know of the prompt, and the raw logits [B, 1, V] after it."""
-        slots = SlotCache.adopt(cache, ids.shape[0], ids.device, reserve)
+    def first(self, call: Call, reserve: int) -> tuple[State, Prompt, Tensor]:
+        """Read the prompt of a call, with room for `reserve` slots in all.
+
+        Returns:
+            The state, what a drafter may know of the prompt, and the raw logits [B, 1, V] after it.
+        """
+        ids, config, arguments = call.input_ids, call.generation_config, call.arguments
+        slots = SlotCache.adopt(call.cache, ids.shape[0], ids.device, reserve)
         past = slots.lengths.longest
-        read = _read(ids, generation_config, arguments, past)
+        read = _read(ids, config, arguments, past)
         new = pad(ids, (max(0, read - ids.shape[1]), 0))[:, -read:]  # soft prompts have no ids
         mask = arguments.get("attention_mask")
         valid = ids.new_ones(len(ids), past + read, dtype=torch.bool) if mask is None else mask.bool()
         arguments = {**arguments, "past_key_values": slots}
         visual = media(new, self.model.config, arguments)
         asked = attended.attending(visual, valid) if self.attends else nullcontext()
-        with listen() as heard, asked as looked:
-            out = self.model._prefill(ids, generation_config, arguments, is_first_iteration=True)
+        config.prefill_chunk_size, chunk = None, config.prefill_chunk_size  # a SlotCache takes a prompt in one piece
+        try:
+            with listen() as heard, asked as looked:
+                out = self.model._prefill(ids, config, arguments, is_first_iteration=True)
+        finally:
+            config.prefill_chunk_size = chunk
         arguments = self.model._update_model_kwargs_for_generation(out, arguments)
         _check(slots, final_hidden(heard["decoder"]).shape[1], read)
         slots.advance(read)
@@ -150,7 +152,8 @@ class VlmTarget(ModelTarget):
             valid=valid[:, past:],
             grid=self._grid(heard),
             attention=None if looked is None else looked.mean,
-            positions=_three(heard["decoder"][1].get("position_ids"), self.device),
+            positions=positions_read(heard["decoder"][1].get("position_ids"), places, ids.new_zeros(len(ids), 1), read),
+            given=call.given,
         )
         return state, prompt, self._logits(out, heard)[:, -1:]
 
@@ -280,12 +283,6 @@ def _read(ids: Tensor, generation_config: Any, arguments: dict[str, Any], past: 
     whole = getattr(generation_config, "_mask_length", -1) if mask is None else mask.shape[1]
     L = ids.shape[1]
     return len(range(L)[-(L - past) :]) if whole == L else L  # a mask that is longer tells that only new ids came
-
-
-def _three(told: Any, device: torch.device) -> Tensor | None:
-    """The three rows of M-RoPE [3, B, L] among position ids; Qwen's have a fourth before them, of text alone."""
-    three = isinstance(told, Tensor) and told.dim() == 3 and told.shape[0] in (3, 4)
-    return told[-3:].to(device) if three else None
 
 
 def _check(slots: SlotCache, appended: int, read: int) -> None:
