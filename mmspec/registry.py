@@ -46,6 +46,7 @@ DRAFTERS: dict[str, Entry] = {
     "flash": Entry("mmspec.drafters.flash", "FlashDrafter", True, "images as latents, several tokens a pass"),
     "specvlm": Entry("mmspec.drafters.specvlm", "SpecVlmDrafter", True, "images compressed, each input as it bears"),
     "model": Entry("mmspec.pipelines.draft_model", "ModelDrafter", False, "a smaller model: draft=…", True),
+    "assistant": Entry("mmspec.pipelines.assistant", "AssistantDrafter", False, "Gemma-4's assistants: draft=…", True),
     "mtp": Entry("mmspec.pipelines.mtp", "MtpDrafter", False, "the heads in the target's own checkpoint", True),
 }
 

@@ -15,7 +15,7 @@ from mmspec.checkpoints.load import load_drafter
 from mmspec.config import SpecConfig, option_names
 from mmspec.drafters.captured import CapturedDraft
 from mmspec.drafters.feature import FeatureDrafter
-from mmspec.pipelines import compiled, devices, trusted
+from mmspec.pipelines import compiled, devices, swap, trusted
 from mmspec.pipelines.trusted import Trusted
 from mmspec.registry import DRAFTERS, drafter_class
 from mmspec.switch import Known, Switch
@@ -39,15 +39,17 @@ def named(drafter: Any, given: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
         ValueError: drafter="model" without the model, or something that cannot draft.
     """
     rest = dict(given)
-    if drafter == "model":
+    if drafter in ("model", "assistant"):
         if "draft" not in rest:
-            raise ValueError("drafter='model' needs draft=…: a loaded model of transformers, or its folder")
+            raise ValueError(f"drafter={drafter!r} needs draft=…: a loaded model of transformers, or its folder")
         drafter = rest.pop("draft")
     elif not isinstance(drafter, PreTrainedModel):
         return drafter, rest
-    from mmspec.pipelines.draft_model import ModelDrafter
+    from mmspec.pipelines import assistant, draft_model
 
-    return ModelDrafter.of(drafter), rest
+    made = draft_model.ModelDrafter.of(drafter)
+    kind = swap.stock(made.model).__name__
+    return (assistant.AssistantDrafter(made.model) if kind in assistant.CLASSES else made), rest
 
 
 def resolve(drafter: Any, given: Mapping[str, Any], target: TargetInfo, model: Any = None) -> Any:

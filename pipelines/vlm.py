@@ -76,6 +76,7 @@ class VlmTarget(ModelTarget):
         self.last = min((n - 1 for n in (self.table, turn) if n is not None), default=None)  # no node stands past it
         self.eager = config._attn_implementation == "eager"
         self.tree = config._attn_implementation == attention.NAME
+        self.shares = bool(getattr(config, "num_kv_shared_layers", 0))
         kinds = getattr(config, "layer_types", None)
         sliding = "sliding_attention" in kinds if kinds else getattr(config, "use_sliding_window", True)
         self.window = getattr(config, "sliding_window", None) if sliding else None
@@ -127,6 +128,8 @@ class VlmTarget(ModelTarget):
         mask = arguments.get("attention_mask")
         valid = ids.new_ones(len(ids), past + read, dtype=torch.bool) if mask is None else mask.bool()
         arguments = {**arguments, "past_key_values": slots}
+        if self.shares and "logits_to_keep" in arguments:  # a number would make the decoder drop all other features
+            arguments["logits_to_keep"] = ids.new_full((1,), -1)
         visual = media(new, self.model.config, arguments)
         asked = attended.attending(visual, valid) if self.attends else nullcontext()
         config.prefill_chunk_size, chunk = None, config.prefill_chunk_size  # a SlotCache takes a prompt in one piece
