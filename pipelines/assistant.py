@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mmspec.drafters.blocks import path_after
 from mmspec.drafters.growth import Growth
-from mmspec.drafters.options import ALL, grown
+from mmspec.drafters.options import ALL, TreeOptions, grown
 from mmspec.pipelines import attention
 from mmspec.pipelines.state import State
 from mmspec.pipelines.swap import stock
@@ -45,7 +45,7 @@ class AssistantDrafter(Growth):
     features = (FINAL,)
 
     def __init__(self, model: Any) -> None:
-        self.model, self.options = model, grown(_Advice(), {}, "the assistant")
+        self.model, self.options = model, grown(_Advice(), {}, "the assistant", TreeOptions())
 
     def __repr__(self) -> str:
         return f"AssistantDrafter({stock(self.model).__name__}, {self.options})"
@@ -56,7 +56,7 @@ class AssistantDrafter(Growth):
         Raises:
             ValueError: made for another target, or an option that it has no use for.
         """
-        options, config = grown(_Advice(), given, "the assistant"), self.model.config
+        options, config = grown(_Advice(), given, "the assistant", TreeOptions()), self.model.config
         if options.draft_vocab != ALL or options.prune:
             raise ValueError("an assistant has a head of its own and reads the target's cache; leave draft_vocab and prune out")
         mine = {"width": config.backbone_hidden_size, "vocabulary": config.get_text_config().vocab_size}
@@ -143,7 +143,7 @@ def _shared(target: Any) -> dict[str, int]:
     layers = [layer.self_attn for layer in target.model.get_decoder().layers if hasattr(layer, "self_attn")]
     own = [each for each in layers if not getattr(each, "is_kv_shared_layer", True)]
     found = {each.layer_type: each.layer_idx for each in own}
-    if not found or getattr(target, "streams", 1) > 1:
+    if not found or target.streams > 1:
         name = stock(target.model).__name__
         raise ValueError(f"{name} shares no keys and values with an assistant; Gemma-4 does, without guidance_scale")
     return found

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mmspec.drafters import prune
 from mmspec.drafters.growth import Growth
-from mmspec.drafters.options import ALL, grown
+from mmspec.drafters.options import ALL, TreeOptions, grown
 from mmspec.pipelines import recurrent
 from mmspec.pipelines.call import Call
 from mmspec.pipelines.state import State
@@ -70,7 +70,7 @@ class ModelDrafter(Growth):
     features: tuple[int, ...] = ()
 
     def __init__(self, model: Any) -> None:
-        self.model, self.options = model, grown(_Advice(), {}, "the model drafter")
+        self.model, self.options = model, grown(_Advice(), {}, "the model drafter", TreeOptions())
         self.own: TargetInfo | None = None
 
     def __repr__(self) -> str:
@@ -97,7 +97,7 @@ class ModelDrafter(Growth):
         """
         from mmspec.pipelines import decoder_only
 
-        options = grown(_Advice(), given, "the model drafter")
+        options = grown(_Advice(), given, "the model drafter", TreeOptions())
         if options.draft_vocab != ALL:
             raise ValueError("a draft model has a head of its own; leave draft_vocab out")
         name = stock(self.model).__name__

@@ -111,7 +111,7 @@ class MtpDrafter(FeatureDrafter):
         super().__init__()
         self.heads, K = heads, len(heads.layers)
         self.config = MtpConfig(hidden, vocab, K, depth=K if K > 1 else 4)
-        self.options = grown(self.config, {}, "the mtp drafter")
+        self.options = grown(self.config, {}, "the mtp drafter", TreeOptions())
         self.eager = heads.config._attn_implementation == "eager"
         kinds = getattr(heads.config, "layer_types", None) or ["full_attention"] * K
         self.kinds = list(kinds)
@@ -149,7 +149,7 @@ class MtpDrafter(FeatureDrafter):
         Raises:
             ValueError: an option that it has no use for, or another target's width.
         """
-        options = grown(self.config, given, "the mtp drafter")
+        options = grown(self.config, given, "the mtp drafter", TreeOptions())
         if self.config.hidden != target.hidden:
             raise ValueError(
                 f"these heads are of a model of width {self.config.hidden}; {target.name} has {target.hidden}. Use "
