@@ -14,6 +14,7 @@ from mmspec.drafters.blocks import path_after
 from mmspec.drafters.growth import Growth
 from mmspec.drafters.options import ALL, TreeOptions, grown
 from mmspec.pipelines import attention
+from mmspec.pipelines.decoder import decoder
 from mmspec.pipelines.state import State
 from mmspec.pipelines.swap import stock
 from mmspec.rows import gather_rows
@@ -58,7 +59,9 @@ class AssistantDrafter(Growth):
         """
         options, config = grown(_Advice(), given, "the assistant", TreeOptions()), self.model.config
         if options.draft_vocab != ALL or options.prune:
-            raise ValueError("an assistant has a head of its own and reads the target's cache; leave draft_vocab and prune out")
+            raise ValueError(
+                "an assistant has a head of its own and reads the target's cache; leave draft_vocab and prune out"
+            )
         mine = {"width": config.backbone_hidden_size, "vocabulary": config.get_text_config().vocab_size}
         theirs = {"width": target.hidden, "vocabulary": target.vocab}
         wrong = [f"{name} {mine[name]} (target: {theirs[name]})" for name in mine if mine[name] != theirs[name]]
@@ -95,10 +98,14 @@ class AssistantDrafter(Growth):
         x = torch.cat([target.embed(tokens), hidden.to(target.embed(tokens).dtype)], -1).to(home, dtype)
         held = {kind: state.cache.slots[i] for kind, i in _shared(target).items()}
         longest = state.cache.lengths.longest
-        shared = {kind: (s.keys[:, :, :longest].to(home), s.values[:, :, :longest].to(home)) for kind, s in held.items()}
+        shared = {
+            kind: (s.keys[:, :, :longest].to(home), s.values[:, :, :longest].to(home)) for kind, s in held.items()
+        }
         places = state.places.at((session.emitted - 1)[:, None]).expand(-1, n).to(home)
         known = inspect.signature(model.model.forward).parameters
-        every = {"logits_to_keep": torch.arange(n, device=home)} if "logits_to_keep" in known else {}  # and not the last
+        every = (
+            {"logits_to_keep": torch.arange(n, device=home)} if "logits_to_keep" in known else {}
+        )  # and not the last
         out = model.model(
             inputs_embeds=model.pre_projection(x),
             attention_mask=self._masks(state, n, home),
@@ -113,7 +120,9 @@ class AssistantDrafter(Growth):
         """What nodes see of each row's cache, [B, 1, n, T] for each kind of layers: all, or the last of it."""
         at, config = state.cache.lengths, self.model.config.get_text_config()
         slot = torch.arange(at.longest, device=at.device.device)
-        past = torch.nn.functional.pad(state.open_slots, (0, max(0, at.longest - state.open_slots.shape[1])), value=True)
+        past = torch.nn.functional.pad(
+            state.open_slots, (0, max(0, at.longest - state.open_slots.shape[1])), value=True
+        )
         every = past[:, : at.longest] & (slot < at.device[:, None])
         near = every & (slot >= at.device[:, None] - 1 - config.sliding_window)
         both = {"full_attention": every, "sliding_attention": near}
@@ -140,7 +149,7 @@ def _shared(target: Any) -> dict[str, int]:
     Raises:
         ValueError: the target is of another architecture.
     """
-    layers = [layer.self_attn for layer in target.model.get_decoder().layers if hasattr(layer, "self_attn")]
+    layers = [layer.self_attn for layer in decoder(target.model).layers if hasattr(layer, "self_attn")]
     own = [each for each in layers if not getattr(each, "is_kv_shared_layer", True)]
     found = {each.layer_type: each.layer_idx for each in own}
     if not found or target.streams > 1:

@@ -166,7 +166,8 @@ class SlotCache(Cache):
         """Put the first `length` slots into the caller's cache (batch 1), or into a new DynamicCache."""
         cache = DynamicCache() if cache is None else cache
         for index, layer in enumerate(self.slots):
-            assert layer.keys is not None and layer.values is not None
+            if layer.keys is None or layer.values is None:  # a layer without attention
+                continue
             keys, values = layer.keys[:, :, :length], layer.values[:, :, :length]
             theirs = cache.layers[index] if index < len(cache.layers) else None
             if theirs is not None:

@@ -18,6 +18,7 @@ from mmspec.capture import Captured, Uncapturable
 from mmspec.modes import computed_in, lasting
 from mmspec.pipelines import attention
 from mmspec.pipelines.cache import SlotCache
+from mmspec.pipelines.decoder import decoder
 from mmspec.pipelines.fingerprint import PLAIN, fingerprint
 from mmspec.pipelines.state import State
 from mmspec.pipelines.trusted import Trusted, compare, weights
@@ -132,7 +133,7 @@ class _Cut(TorchFunctionMode):
 def _attending(target: Any, state: State, mask: Any) -> capture.Attend:
     """What stands for the attentions in one forward: the new keys and values go into the cache, the mask as it is."""
     cache, tree = state.cache, target.tree
-    kinds = target.model.get_decoder().config.layer_types if isinstance(mask, dict) else None
+    kinds = decoder(target.model).config.layer_types if isinstance(mask, dict) else None
     masks = mask if isinstance(mask, dict) else {None: mask}
 
     def attend(layer: int, scale: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from transformers import GenerationMixin
 
 from mmspec.pipelines import assisted, attention, devices, recurrent
 from mmspec.pipelines.call import Call, asking
+from mmspec.pipelines.decoder import decoder, head
 from mmspec.pipelines.family import Family
 from mmspec.pipelines.generate import generate, obstacle, overheard
 from mmspec.pipelines.guided import Guidance
@@ -130,7 +131,7 @@ class DecoderOnly(Family):
             vocab=vocab,
             hidden=hidden,
             embedding=embedding.weight.shape[-1],
-            layers=len(model.get_decoder().layers),
+            layers=len(decoder(model).layers),
             device=devices.execution(embedding),
             dtype=model.dtype,
             ends=() if ends is None else tuple(ends) if isinstance(ends, list) else (ends,),
@@ -142,38 +143,38 @@ def unsupported(model: Any) -> str | None:
     config = model.config
     if getattr(config, "is_encoder_decoder", False):
         return "it is an encoder-decoder model; only decoder-only models are supported"
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
-    if decoder is None or decoder is model or not hasattr(decoder, "layers"):
+    text = decoder(model) if hasattr(model, "get_decoder") else None
+    if text is None or text is model or not hasattr(text, "layers"):
         return "get_decoder() does not give a text decoder with layers"
-    if model.get_output_embeddings() is None:
+    if head(model) is None:
         return "get_output_embeddings() gives no head"
-    if "position_ids" not in inspect.signature(decoder.forward).parameters:
+    if "position_ids" not in inspect.signature(text.forward).parameters:
         return "its decoder takes no position_ids, which the nodes of a tree need"
-    strange = recurrent.unknown(decoder)
+    strange = recurrent.unknown(text)
     if strange is not None:
         return f"{strange} keeps a state that cannot be rolled back after a rejected draft"
-    kept = any(recurrent.modules(decoder))
+    kept = any(recurrent.modules(text))
     if getattr(model, "_is_stateful", False) and not kept:
         return "it keeps a recurrent state, which cannot be rolled back after a rejected draft"
     if type(model).__name__ in _STRANGE or stock(model).__name__ in _STRANGE:
         return _STRANGE[stock(model).__name__]
-    if any("get_query_offset" in recurrent.names(type(module)) for module in decoder.modules()):
+    if any("get_query_offset" in recurrent.names(type(module)) for module in text.modules()):
         return "its attention measures distances by slots of the cache, where the nodes of a tree lie side by side"
-    indexed = "indexed_attention" in (getattr(decoder.config, "layer_types", None) or ())
-    if indexed and any(getattr(decoder.config, name, None) for name in _BLOCKS):
+    indexed = "indexed_attention" in (getattr(text.config, "layer_types", None) or ())
+    if indexed and any(getattr(text.config, name, None) for name in _BLOCKS):
         return "its indexer chooses blocks of the cache, which the nodes of a tree would shift"
-    if getattr(decoder.config, "cross_attention_layers", None):
+    if getattr(text.config, "cross_attention_layers", None):
         return "its decoder has cross-attention layers, which keep the picture's keys in the cache beside the text's"
-    layers = set(getattr(decoder.config, "layer_types", None) or ["full_attention"])
+    layers = set(getattr(text.config, "layer_types", None) or ["full_attention"])
     layers -= recurrent.KINDS if kept else set()
     if layers - _LAYERS:
         return f"it has {', '.join(sorted(layers - _LAYERS))} layers, whose state cannot be rolled back to a tree node"
-    return unfit_attention(decoder.config)
+    return unfit_attention(text.config)
 
 
 def head_shape(model: Any) -> tuple[int, int]:
     """Rows and width of its head; where that is quantized, `weight` may be a function, or packed."""
-    head = model.get_output_embeddings()
-    if hasattr(head, "out_features"):
-        return head.out_features, head.in_features
-    return head.weight.shape[0], head.weight.shape[1]
+    last = head(model)
+    if hasattr(last, "out_features"):
+        return last.out_features, last.in_features
+    return last.weight.shape[0], last.weight.shape[1]

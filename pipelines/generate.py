@@ -19,6 +19,7 @@ from mmspec.modes import each_module
 from mmspec.pipelines import devices, guided, obstacles, reach
 from mmspec.pipelines.cache import SlotCache
 from mmspec.pipelines.call import Call, Custom, custom_call
+from mmspec.pipelines.decoder import decoder
 from mmspec.pipelines.endings import Endings, unheard
 from mmspec.pipelines.obstacles import Obstacle
 from mmspec.pipelines.processors import unsafe
@@ -65,7 +66,7 @@ def obstacle(model: Any, call: Call, patch: Any) -> Obstacle | None:
 
 def _turning(model: Any, call: Call) -> Obstacle | None:
     """Of a model whose rotary frequencies change with the length: whether they may do so in this call."""
-    turn = reach.turn(model.get_decoder())
+    turn = reach.turn(decoder(model))
     if turn is None:
         return None
     L, told = call.input_ids.shape[1], call.arguments.get("position_ids")

@@ -17,6 +17,7 @@ from mmspec.drafters.feature import FeatureDrafter, told
 from mmspec.drafters.options import ALL, TreeOptions, grown
 from mmspec.drafters.vocab import DraftVocab
 from mmspec.pipelines import attention, mtp_files
+from mmspec.pipelines.decoder import head
 from mmspec.slots import Lengths, Slots
 from mmspec.types import FINAL, Prompt, Target, TargetInfo
 
@@ -133,7 +134,7 @@ class MtpDrafter(FeatureDrafter):
                 f"the heads of {type(model).__name__} have {', '.join(strange)} layers, which keep a state beside keys "
                 "and values; drafter='mtp' knows full and sliding attention. Use drafter='ngram'"
             )
-        return cls(heads, model.get_output_embeddings().weight.shape[0], heads.config.hidden_size)
+        return cls(heads, head(model).weight.shape[0], heads.config.hidden_size)
 
     @property
     def block(self) -> Any:

@@ -17,6 +17,7 @@ from transformers.modeling_utils import LoadStateDictConfig, PreTrainedModel
 from transformers.utils import logging
 
 from mmspec.pipelines import own_files
+from mmspec.pipelines.decoder import decoder
 from mmspec.pipelines.swap import stock
 from mmspec.pipelines.weight_files import listed
 
@@ -42,11 +43,11 @@ class MtpHeads(MtpModel):
     """`count` further layers of a model's own classes, each behind its two norms and a projection; their rotary."""
 
     def __init__(self, model: Any, count: int) -> None:
-        config, decoder = _config(model, count), model.get_decoder()
+        config, text = _config(model, count), decoder(model)
         PreTrainedModel.__init__(self, config)  # MtpModel's own would take the target in, and wants a config that tells
-        block, norm = block_class(decoder), stock(decoder.norm)
+        block, norm = block_class(text), stock(text.norm)
         self.layers = nn.ModuleList(MtpLayer(config, block, norm, k) for k in range(count))
-        self.rotary = copy.deepcopy(getattr(decoder, "rotary_emb", None))
+        self.rotary = copy.deepcopy(getattr(text, "rotary_emb", None))
         self.post_init()
 
 
@@ -59,7 +60,7 @@ def found(model: Any) -> dict[str, Path]:
     where = own_files.folder(model)
     if where is None:
         return {}
-    layers = len(model.get_decoder().layers)
+    layers = len(decoder(model).layers)
     return {key: path for key, path in own_files.keys(where).items() if _place(key, layers) is not None}
 
 
@@ -88,7 +89,7 @@ def heads(model: Any) -> MtpHeads:
             f"drafter='mtp' needs the multi-token-prediction heads of {type(model).__name__}, and {told}; they are "
             "tensors called mtp.… or layers.N.eh_proj… beside the model's. Load the model from its whole checkpoint"
         )
-    layers, source = len(model.get_decoder().layers), own_files.tensors(names)
+    layers, source = len(decoder(model).layers), own_files.tensors(names)
     try:
         ours = renamed({str(_place(key, layers)): tensor for key, tensor in source.items()})
         return _filled(model, ours)
@@ -148,20 +149,20 @@ def _quiet() -> Iterator[None]:
 
 def _conversions(model: Any) -> list[Any]:
     """What transformers makes of the target's own layers when it loads them, such as one tensor of single experts."""
-    kinds = dict.fromkeys((model.get_decoder().config.model_type, model.config.model_type))
+    kinds = dict.fromkeys((decoder(model).config.model_type, model.config.model_type))
     each = [get_checkpoint_conversion_mapping(kind) or [] for kind in kinds]
     return [one for some in each for one in some if not isinstance(one, PrefixChange)]
 
 
-def block_class(decoder: Any) -> type:
+def block_class(text: Any) -> type:
     """The class of the target's layers, one with attention where they are of several classes."""
-    own: Iterable[Any] = reversed(list(decoder.layers))
-    return next((stock(layer) for layer in own if hasattr(layer, "self_attn")), stock(decoder.layers[-1]))
+    own: Iterable[Any] = reversed(list(text.layers))
+    return next((stock(layer) for layer in own if hasattr(layer, "self_attn")), stock(text.layers[-1]))
 
 
 def _config(model: Any, count: int) -> Any:
     """The text config, for `count` further layers whose attention sees everything unless the config says otherwise."""
-    config = copy.deepcopy(model.get_decoder().config)
+    config = copy.deepcopy(decoder(model).config)
     for name, own in (("layer_types", "mtp_layer_types"), ("mlp_layer_types", "mtp_mlp_layer_types")):
         kinds = getattr(config, name, None)
         if kinds is not None:

@@ -26,7 +26,6 @@ def table(decoder: Any) -> int | None:
 def turn(decoder: Any) -> int | None:
     """Length past which its rotary frequencies, or the scale of its queries, follow the longest position in the batch.
 
-    None: they never change.
 
     A draft reaches further than the text, so that it would turn them for tokens that stock decoding reads before.
     """

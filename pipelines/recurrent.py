@@ -170,7 +170,8 @@ def _ssd(stock: Callable[..., Any]) -> Callable[..., Any]:
                 dt_softplus=dt_softplus, dt_limit=dt_limit, **more,
             )  # fmt: skip
         step = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
-        step = (F.softplus(step) if dt_softplus else step).clamp(*dt_limit).float()
+        # stock decodes without the `dt_limit` of its prefills
+        step = (F.softplus(step) if dt_softplus else step).float()
         groups, wide = x.shape[2] // B.shape[2], x.float()
         q, k = (t.float().repeat_interleave(groups, 2).transpose(1, 2) for t in (C, B))
         v, g = (wide * step[..., None]).transpose(1, 2), (A * step).transpose(1, 2)

@@ -87,6 +87,6 @@ def _fell_back(name: str) -> None:
         _log.info("mmspec drafts for %s with 'ngram': it ships with no drafter, and none is known here", name)
     else:
         _log.warning(
-            "mmspec drafts for %s with 'ngram'; a drafter trained for it is published: mmspec.enable(model, drafter=%r)",
+            "mmspec drafts for %s with 'ngram'; a drafter trained for it is published: enable(model, drafter=%r)",
             name, known,
         )  # fmt: skip

@@ -16,6 +16,7 @@ from mmspec.modes import mode_of
 from mmspec.pipelines import attended, attention, compiled, devices, reach, recurrent
 from mmspec.pipelines.cache import SlotCache
 from mmspec.pipelines.call import Call
+from mmspec.pipelines.decoder import decoder, head
 from mmspec.pipelines.guided import Guidance, NegativePrompt
 from mmspec.pipelines.state import Onward, Places, State, interleaved, positions_read
 from mmspec.pipelines.swap import Tap, final_hidden, hold, layer_input, listen, release
@@ -33,20 +34,20 @@ TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 def taps(model: Any, features: tuple[int, ...]) -> dict[str, Any]:
     """The modules to overhear: the decoder, the layers whose input the drafter asked for, and where it wants to know
     what is attended to, some layers' attention."""
-    decoder = model.get_decoder()
-    heard = attended.layers(decoder) if ATTENTION in features else {}
-    return {"decoder": decoder, **{f"layer {i}": decoder.layers[i] for i in features if i >= 0}, **heard}
+    own = decoder(model)
+    heard = attended.layers(own) if ATTENTION in features else {}
+    return {"decoder": own, **{f"layer {i}": own.layers[i] for i in features if i >= 0}, **heard}
 
 
 def tap(model: Any, features: tuple[int, ...]) -> None:
-    for module in recurrent.modules(model.get_decoder()):
+    for module in recurrent.modules(decoder(model)):
         hold(module, recurrent.reader(type(module)))
     for name, module in taps(model, features).items():
         hold(module, attended.Attentive if name.startswith("attention") else Tap, _mmspec_name=name)
 
 
 def untap(model: Any, features: tuple[int, ...]) -> None:
-    for module in recurrent.modules(model.get_decoder()):
+    for module in recurrent.modules(decoder(model)):
         release(module)
     for module in taps(model, features).values():
         release(module)
@@ -70,9 +71,8 @@ class VlmTarget(ModelTarget):
         self.attends = ATTENTION in features
         patch = getattr(model, "_mmspec_handle", None)
         self.captured = compiled.of(model) if patch is not None and patch.config.compile else None
-        decoder = model.get_decoder()
-        config = decoder.config
-        self.table, turn = reach.table(decoder), reach.turn(decoder)
+        config = decoder(model).config
+        self.table, turn = reach.table(decoder(model)), reach.turn(decoder(model))
         self.last = min((n - 1 for n in (self.table, turn) if n is not None), default=None)  # no node stands past it
         self.eager = config._attn_implementation == "eager"
         self.tree = config._attn_implementation == attention.NAME
@@ -89,8 +89,8 @@ class VlmTarget(ModelTarget):
         return self.model.get_input_embeddings()(ids).to(ids.device)
 
     def logits(self, hidden: Tensor, vocab: DraftVocab | None = None) -> Tensor:
-        head = self.model.get_output_embeddings()
-        return head(hidden) if vocab is None else vocab.logits(head, hidden)
+        last = head(self.model)
+        return last(hidden) if vocab is None else vocab.logits(last, hidden)
 
     def bare_embed(self, ids: Tensor) -> Tensor:
         """Input embeddings [..., H] before the norm that belongs to a table (Muse-Glimmer's); else as `embed`."""

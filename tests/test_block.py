@@ -243,9 +243,7 @@ def rounds(drafter, features, counts, target):
     drafter.logits = lambda rows, target, own=drafter.logits: found.append(rows) or own(rows, target)
     ids = torch.zeros(1, at, dtype=torch.long)
     prompt = Prompt(ids, None, features[:, :at], ids, torch.ones_like(ids, dtype=torch.bool))
-    session = Some(
-        pending=torch.tensor([7]), emitted=torch.ones(1, dtype=torch.long), seeds=torch.zeros(1, dtype=torch.long)
-    )
+    session = Some(pending=torch.tensor([7]), emitted=torch.ones(1, dtype=torch.long), seeds=torch.zeros(1, dtype=torch.long))
     session.memory = drafter.start(session, target, prompt)
     at -= 1
     for count in counts:

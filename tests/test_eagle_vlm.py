@@ -6,23 +6,7 @@ import pytest
 import targets
 import torch
 import transformers as T
-from published import (
-    HEADS,
-    TARGET,
-    V_D,
-    D,
-    H,
-    V,
-    decoder_layer,
-    eagle,
-    eagle3,
-    layer,
-    load,
-    norm,
-    put,
-    run,
-    speculators,
-)
+from published import HEADS, TARGET, V_D, D, H, V, decoder_layer, eagle, eagle3, layer, load, norm, put, run, speculators
 from safetensors.torch import load_file
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as qwen2

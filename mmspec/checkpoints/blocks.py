@@ -35,7 +35,9 @@ def needs(flat: Mapping[str, Any]) -> list[str]:
     return [f"{why} ({k} = {told[k]!r})" for k, (fine, why) in _NEEDS.items() if told.get(k) not in fine]
 
 
-def settings(name: str, flat: Mapping[str, Any], shapes: Mapping[str, Shape], found: dict[str, Any]) -> dict[str, Any]:
+def settings(
+    name: str, flat: Mapping[str, Any], shapes: Mapping[str, Shape], found: dict[str, Any]
+) -> dict[str, Any]:
     """The values of a BlockConfig.
 
     Args:

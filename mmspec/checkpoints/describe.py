@@ -143,10 +143,7 @@ def _nemo(architecture: str, c: EagleConfig) -> dict[str, Any]:
 
 
 _WRITERS: dict[str, Callable[[Any], dict[str, Any]]] = {
-    **{
-        name: partial(blocks.describe, name)
-        for name in ("speculators-block", "muse-glimmer", "hunyuan-dflash", "dflash")
-    },
+    **{name: partial(blocks.describe, name) for name in ("speculators-block", "muse-glimmer", "hunyuan-dflash", "dflash")},
     "speculators": _speculators,
     "vispec": _eagle,
     "nemo-vispec": partial(_nemo, "VispecDraftModel"),

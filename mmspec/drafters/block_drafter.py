@@ -229,9 +229,7 @@ class BlockDrafter(nn.Module):
             raise ValueError(f"a block drafter has no use for {', '.join(useless)}: it holds no embeddings of images")
         options = grown(c, given, self.method, BlockOptions())
         if options.depth > c.most:
-            raise ValueError(
-                f"a block of {c.block} drafts {c.most} tokens, so depth is at most that; got {options.depth}"
-            )
+            raise ValueError(f"a block of {c.block} drafts {c.most} tokens, so depth is at most that; got {options.depth}")
         if options.draft_vocab != ALL and (c.draft_vocab or c.sequential):
             raise ValueError("draft_vocab is for drafters on the target's head alone; leave it out with this one")
         if options.confidence and not (c.confidence and options.tree == "chain"):
@@ -277,9 +275,7 @@ class BlockDrafter(nn.Module):
         x = self.hidden_norm(self.fc(prompt.hidden[:, first:-1].to(self.fc.weight.dtype)))
         slots, zero = [Slots(x.shape[1] + 257) for _ in self.layers], Lengths.of([0] * B, device)
         for layer, held in zip(self.layers, slots, strict=True):
-            held.append(
-                *layer.keys_values(x, positions[:, first:-1].expand(B, *x.shape[1:2], *positions.shape[2:])), zero
-            )
+            held.append(*layer.keys_values(x, positions[:, first:-1].expand(B, *x.shape[1:2], *positions.shape[2:])), zero)
         memory = Memory(slots[0], Lengths.of([x.shape[1]] * B, device), onward, valid, not bool(valid.all()))
         memory.more = tuple(slots[1:])
         held_bytes = 2 * self.layers[0].kv_heads * self.layers[0].head_dim * x.element_size() * len(slots)
@@ -386,10 +382,7 @@ class BlockDrafter(nn.Module):
             plan = shapes.plan(o.tree, o.depth, hidden.device)
             first, expand = self._growth(pending, hidden, logits)
             below, laws = shapes.fill(first, expand, plan, noise)
-            below, tree = (
-                torch.where(below == HOLE, HOLE, self.to_target(below.clamp(min=0))),
-                plan.tree.expand(len(below)),
-            )
+            below, tree = torch.where(below == HOLE, HOLE, self.to_target(below.clamp(min=0))), plan.tree.expand(len(below))
         law = None if laws is None else Categorical(self._spread(laws, session))
         return Draft(torch.cat([pending, below], 1), tree, law)
 
@@ -489,11 +482,7 @@ class BlockDrafter(nn.Module):
         window, causal = self._each(c.windows)[i], self._each(c.causal)[i]
         row = torch.arange(n, device=go.device)
         there = (torch.arange(T, device=go.device) - go[:, :, None] - 1)[:, :, None]  # [B, m, 1, T], from the anchor
-        past = (
-            (there < 0)
-            & valid[:, None, None]
-            & (within(window, there, row[:, None], c.from_anchor) if window else True)
-        )
+        past = (there < 0) & valid[:, None, None] & (within(window, there, row[:, None], c.from_anchor) if window else True)
         inside = torch.ones(n, n, dtype=torch.bool, device=go.device)
         inside = inside.tril() if causal else inside
         own = torch.block_diag(*[inside] * m).expand(B, m * n, m * n)

@@ -81,9 +81,7 @@ class EagleConfig(Rope):
         self.check(self.head_dim or self.hidden // self.heads)
         later = self.layers > 1 or self.parallel or self.fc_norm or self.norm_before_fc or self.norm_output
         if later and not (self.parallel_norm and self.draft_vocab):
-            raise ValueError(
-                "several layers, norms of features and mask rows need EAGLE-3's layer and a head of its own"
-            )
+            raise ValueError("several layers, norms of features and mask rows need EAGLE-3's layer and a head of its own")
 
     def only_final(self, method: str) -> None:
         """Refuse what a method that is built on EAGLE-1/2's layer has no place for.
@@ -249,7 +247,9 @@ class Deeper(nn.Module):
     def __init__(self, c: EagleConfig) -> None:
         super().__init__()
         self.input_norm = RMSNorm(c.hidden, c.norm_eps)
-        self.block = Block(c.hidden, c.intermediate, c.heads, c.kv_heads, c, c.norm_eps, head_dim=c.head_dim or None)
+        self.block = Block(
+            c.hidden, c.intermediate, c.heads, c.kv_heads, c, c.norm_eps, head_dim=c.head_dim or None
+        )
 
     def forward(self, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         return self.block(self.input_norm(x), x, positions, attend)  # type: ignore[no-any-return]

@@ -1,0 +1,18 @@
+"""Where the layers are that write a model's text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def decoder(model: Any) -> Any:
+    """The module with the text's layers; where `get_decoder` names a whole language model, the decoder inside of it."""
+    found = model.get_decoder()
+    return found if hasattr(found, "layers") else getattr(found, "model", found)
+
+
+def head(model: Any) -> Any:
+    """What gives logits, of the model or of the language model inside of it; None: nothing does."""
+    found = model.get_output_embeddings()
+    inner = getattr(model, "language_model", None)
+    return inner.get_output_embeddings() if found is None and hasattr(inner, "get_output_embeddings") else found
