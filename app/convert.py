@@ -81,7 +81,7 @@ def _drafter(args: argparse.Namespace) -> str:
 
 def _llamagen(args: argparse.Namespace) -> str:
     """Write a pipeline of LlamaGen's files; what to say of it."""
-    from mmspec.pipelines import llamagen_files as files
+    from mmspec.pipelines.llamagen import files
 
     if args.vq is None or args.output is None:
         raise ValueError("`mmspec convert llamagen FILE` needs --vq FILE, the VQ tokenizer, and -o FOLDER to write")
@@ -100,7 +100,7 @@ def _llamagen(args: argparse.Namespace) -> str:
 
 def _mar(args: argparse.Namespace) -> str:
     """Write a pipeline of MAR's files; what to say of it."""
-    from mmspec.pipelines import mar_files as files
+    from mmspec.pipelines.mar import files
 
     if args.vae is None or args.output is None:
         raise ValueError("`mmspec convert mar FILE` needs --vae FILE, and -o FOLDER to write")

@@ -15,14 +15,14 @@ from PIL import Image
 import mmspec
 from mmspec.app import embedded
 from mmspec.drafters.plain import Plain
-from mmspec.pipelines import families
-from mmspec.pipelines.batching import Flow
-from mmspec.pipelines.intake import TOGETHER, Finished, Intake, Static, answer_length
+from mmspec.pipelines.families import table as families
 from mmspec.pipelines.prompts import chat_inputs
+from mmspec.pipelines.serving.batcher import TOGETHER, Batcher, FinishedPrompt, StaticBatcher, answer_length
+from mmspec.pipelines.serving.continuous import ContinuousBatcher
 from mmspec.statistics import Stats
 
 if TYPE_CHECKING:
-    from mmspec.app.caption.prompts import Asked
+    from mmspec.app.caption.prompts import PromptChoice
 
 STOCK = "none"  # the drafter that is none
 PICTURE = (1024, 768)  # what `suggest_rows` takes for an ordinary picture
@@ -35,7 +35,7 @@ class EngineError(Exception):
 
 
 @dataclass(frozen=True)
-class Answer:
+class CaptionResult:
     """What became of one thing to caption.
 
     Attributes:
@@ -75,9 +75,9 @@ class Engine:
 
     def flow(self, rows: int) -> Captioner:
         """Continuous captioning, `rows` answers at once; static batches where mmspec cannot accelerate the model."""
-        batches: type[Intake] = Static
+        batches: type[Batcher] = StaticBatcher
         if families.of(self.model).unsupported(self.model) is None:
-            batches = Flow
+            batches = ContinuousBatcher
             if self.drafter is None:
                 mmspec.enable(self.model, drafter=Plain())
         return Captioner(self, batches(self.model, self.processor, rows, **self.settings))
@@ -138,9 +138,9 @@ class _Ticket:
 class Captioner:
     """Pictures and prompts go in one by one, answers come out as they are finished; a failure is one item's own."""
 
-    def __init__(self, engine: Engine, batches: Intake) -> None:
+    def __init__(self, engine: Engine, batches: Batcher) -> None:
         self.engine, self._batches = engine, batches
-        self._failed: list[Answer] = []
+        self._failed: list[CaptionResult] = []
 
     @property
     def rows(self) -> int:
@@ -162,7 +162,7 @@ class Captioner:
         """What happened so far, where mmspec took part."""
         return self._batches.stats
 
-    def add(self, ticket: Hashable, frames: Sequence[Image.Image], asked: Asked, seed: int = 0) -> None:
+    def add(self, ticket: Hashable, frames: Sequence[Image.Image], asked: PromptChoice, seed: int = 0) -> None:
         """One picture, or the frames of one clip, and what is asked about it; `seed` fixes what is drawn."""
         try:
             inputs = chat_inputs(self.engine.processor, [asked.text], [frames], asked.system, asked.start, clips=True)
@@ -170,19 +170,21 @@ class Captioner:
             prompt = inputs["input_ids"][0].tolist() if asked.start else []
             self._batches.add(_Ticket(ticket, asked.start, prompt), inputs, seed)
         except Exception as error:  # a picture or a prompt that the processor refuses
-            self._failed.append(Answer(ticket, error=error))
+            self._failed.append(CaptionResult(ticket, error=error))
 
-    def step(self) -> list[Answer]:
+    def step(self) -> list[CaptionResult]:
         """A part of the work, such as one forward of the model; returns what has finished."""
         done = self._batches.step()
         found, self._failed = self._failed, []
         for one in done:
             assert isinstance(one.ticket, _Ticket)
             text = self._text(one.ticket, one.tokens) if one.error is None else ""
-            found.append(Answer(one.ticket.ticket, text, len(one.tokens), one.seconds, one.error, self._finish(one)))
+            found.append(
+                CaptionResult(one.ticket.ticket, text, len(one.tokens), one.seconds, one.error, self._finish(one))
+            )
         return found
 
-    def _finish(self, one: Finished) -> str:
+    def _finish(self, one: FinishedPrompt) -> str:
         """Why an answer ends: as long as it may be and without an end of its own, it was cut off."""
         config = self.engine.model.generation_config
         ended = answer_length([*one.tokens, -1], config.eos_token_id) <= len(one.tokens)

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 from mmspec.app import embedded
 from mmspec.app.options import count, where
-from mmspec.app.orders import Order, write, write_sheet
+from mmspec.app.orders import DrawingOrder, write, write_sheet
 
 if TYPE_CHECKING:
-    from mmspec.app.painter import Painter, Painting, Way
+    from mmspec.app.painter import DrawingMethod, ImageResult, ImageSubject
 
 OK, FATAL, INTERRUPTED = 0, 1, 130
 OPTIONS = ("window", "init", "coupling", "proactive", "rule", "budget")  # of `enable`, each a flag of its own
@@ -31,7 +31,7 @@ class GenerateError(Exception):
 def configure(parser: argparse.ArgumentParser) -> None:
     """The options of `mmspec generate`."""
     parser.description = (
-        "Draw pictures from prompts. Without a rule they follow the model's own law, only faster; a relaxed rule "
+        "Draw pictures from prompts. Without a rule their distribution is the model's own, only faster; a relaxed rule "
         "bends it, and how far is printed. Exit code: 0 all well, 1 nothing (more) could be drawn."
     )
     add = parser.add_argument
@@ -59,7 +59,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     fast.add_argument("--proactive", type=count, nargs=2, metavar=("K", "D"), help="a tree of K guesses, D - 1 deep")
     fast.add_argument("--reproducible", action="store_true", help="the very picture of plain decoding, in float32")
     fast.add_argument(
-        "--rule", metavar="SPEC", help="bend the law for speed, such as 'typical(epsilon=0.3, delta=0.05)'"
+        "--rule", metavar="SPEC", help="bend the distribution for speed, such as 'typical(epsilon=0.3, delta=0.05)'"
     )
     fast.add_argument("--budget", type=float, help="the most a rule may bend it per picture, in total variation")
 
@@ -126,8 +126,8 @@ def _bounded(allowed: str, least: float) -> Callable[[str], float]:
     return read
 
 
-def _way(args: argparse.Namespace) -> Way:
-    from mmspec.app.painter import PLAIN, Way
+def _way(args: argparse.Namespace) -> DrawingMethod:
+    from mmspec.app.painter import PLAIN, DrawingMethod
 
     given = {name: getattr(args, name) for name in OPTIONS if getattr(args, name) is not None}
     if args.proactive:
@@ -144,10 +144,10 @@ def _way(args: argparse.Namespace) -> Way:
     if args.reproducible and args.rule not in (None, "exact"):
         raise GenerateError("--reproducible gives plain decoding's own picture, which a relaxed rule would change; "
                             "leave one of --reproducible and --rule out")  # fmt: skip
-    return Way(PLAIN) if args.drafter == PLAIN else Way(args.drafter, given)
+    return DrawingMethod(PLAIN) if args.drafter == PLAIN else DrawingMethod(args.drafter, given)
 
 
-def _orders(args: argparse.Namespace, prompts: list[str]) -> list[Order]:
+def _orders(args: argparse.Namespace, prompts: list[str]) -> list[DrawingOrder]:
     """Every picture with its seed and its file."""
     asked = [prompt for prompt in prompts for _ in range(args.images)]
     one = args.grid or (len(asked) == 1 and args.prompts is None and (args.out is None or args.out.suffix != ""))
@@ -158,7 +158,9 @@ def _orders(args: argparse.Namespace, prompts: list[str]) -> list[Order]:
     if not one and (picture or out.is_file()):
         raise GenerateError(f"{len(asked)} pictures do not fit into {str(out)!r}; name a folder, or add --grid")
     paths = [out if one else out / f"{i:04d}-{_slug(prompt)}.png" for i, prompt in enumerate(asked)]
-    return [Order(prompt, args.seed + i, path) for i, (prompt, path) in enumerate(zip(asked, paths, strict=True))]
+    return [
+        DrawingOrder(prompt, args.seed + i, path) for i, (prompt, path) in enumerate(zip(asked, paths, strict=True))
+    ]
 
 
 def _slug(prompt: str) -> str:
@@ -182,16 +184,16 @@ def _say_unknown(prompts: Sequence[str]) -> None:
 class Run:
     """Draws orders in batches, writes each batch at once, and sums up what it took."""
 
-    def __init__(self, painter: Painter, way: Way, args: argparse.Namespace) -> None:
-        from mmspec.app.painter import Way
+    def __init__(self, painter: ImageSubject, way: DrawingMethod, args: argparse.Namespace) -> None:
+        from mmspec.app.painter import DrawingMethod
 
         self.painter, self.way, self.args = painter, way, args
-        self.plain = Way()
+        self.plain = DrawingMethod()
         painter.go(way)  # a bad option is told before anything is drawn
-        self.made: list[Painting] = []
-        self.base: list[Painting] = []
+        self.made: list[ImageResult] = []
+        self.base: list[ImageResult] = []
 
-    def draw(self, orders: Sequence[Order]) -> None:
+    def draw(self, orders: Sequence[DrawingOrder]) -> None:
         size = self.args.batch_size
         for start in range(0, len(orders), size):
             batch = orders[start : start + size]
@@ -206,7 +208,7 @@ class Run:
             write_sheet(orders, made, base, self.args.images)
         self._say()
 
-    def _paint(self, way: Way, batch: Sequence[Order], first: bool) -> Painting:
+    def _paint(self, way: DrawingMethod, batch: Sequence[DrawingOrder], first: bool) -> ImageResult:
         asked, seeds = [order.asked for order in batch], [order.seed for order in batch]
         if self.args.compare:
             self.painter.go(way)
@@ -223,7 +225,7 @@ class Run:
         rule = self.way.options.get("rule", "exact")
         if rule != "exact":
             spent = [charge for painting in self.made for charge in painting.spent]
-            print(f"not lossless: {rule} bent the law; distance in total variation charged per picture: mean "
+            print(f"not lossless: {rule} bent the distribution; distance in total variation charged per picture: mean "
                   f"{statistics.fmean(spent):.2f}, most {max(spent):.2f} (summed over its tokens)")  # fmt: skip
         if self.base:
             self._say_comparison(seconds)
@@ -234,12 +236,14 @@ class Run:
                 for a, b in zip(m.tokens, p.tokens, strict=True)]  # fmt: skip
         identical = f"identical pictures: {sum(same)} of {len(same)}"
         if not self.args.reproducible and self.args.drafter != "none":
-            identical += " (others drawn from " + ("a bent" if self.way.options.get("rule") else "the same") + " law)"
+            identical += (
+                " (others drawn from " + ("a bent" if self.way.options.get("rule") else "the same") + " distribution)"
+            )
         print(f"plain decoding took {plain:.1f} s, {plain / seconds:.2f} times as long, and {forwards:.1f} forwards, "
               f"{forwards / own:.2f} times as many; {identical}")  # fmt: skip
 
 
-def _rate(paintings: Sequence[Painting]) -> tuple[float, float]:
+def _rate(paintings: Sequence[ImageResult]) -> tuple[float, float]:
     """Forwards per picture, and tokens per forward."""
     count = sum(len(painting.images) for painting in paintings)
     forwards = sum(painting.stats.row_rounds for painting in paintings) / count + 1

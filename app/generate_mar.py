@@ -7,17 +7,17 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from mmspec import cspd
 from mmspec.app import mar
 from mmspec.app.engine import EngineError
-from mmspec.app.orders import Order, write, write_sheet
+from mmspec.app.orders import DrawingOrder, write, write_sheet
 from mmspec.app.painter import PLAIN
+from mmspec.continuous import cspd
 
 SELF = "self"
 FOREIGN = ("top_k", "coupling", "init", "proactive", "reproducible", "budget")  # of models that draw ids
 
 
-def draw(args: argparse.Namespace, orders: Sequence[Order]) -> None:
+def draw(args: argparse.Namespace, orders: Sequence[DrawingOrder]) -> None:
     """Draw the orders of a parsed command line, write them and sum up.
 
     Raises:
@@ -33,8 +33,8 @@ def draw(args: argparse.Namespace, orders: Sequence[Order]) -> None:
     if note:
         print(f"note: {note}", file=sys.stderr)
     labels = [model.label(order.asked) for order in orders]
-    made: list[mar.Made] = []
-    base: list[mar.Made] = []
+    made: list[mar.MarImages] = []
+    base: list[mar.MarImages] = []
     for start in range(0, len(orders), args.batch_size):
         batch, some = orders[start : start + args.batch_size], labels[start : start + args.batch_size]
         seeds = [order.seed for order in batch]
@@ -49,12 +49,12 @@ def draw(args: argparse.Namespace, orders: Sequence[Order]) -> None:
         write_sheet(orders, fast, plain, args.images)
     print(_told(made, "pictures" if len(orders) > 1 else "picture"))
     if base:
-        print(f"plainly: {_told(base, 'of the unbent law' if bent else 'of the same law')}")
+        print(f"plainly: {_told(base, 'of the unbent distribution' if bent else 'of the same distribution')}")
     if bent:
-        print(f"not lossless: cspd(width={cspd.WIDTH:g}) bends the law; by how much is not measured")
+        print(f"not lossless: cspd(width={cspd.WIDTH:g}) bends the distribution; by how much is not measured")
 
 
-def _speculation(args: argparse.Namespace, model: mar.Mar) -> dict[str, Any] | None:
+def _speculation(args: argparse.Namespace, model: mar.MarSubject) -> dict[str, Any] | None:
     """`jacobi`, the default of this command, means the model's own drafts."""
     if args.drafter == PLAIN:
         if args.window or args.rule:
@@ -68,7 +68,7 @@ def _speculation(args: argparse.Namespace, model: mar.Mar) -> dict[str, Any] | N
     return how
 
 
-def _told(made: Sequence[mar.Made], what: str) -> str:
+def _told(made: Sequence[mar.MarImages], what: str) -> str:
     count, seconds = sum(len(each.images) for each in made), sum(each.seconds for each in made)
     rows, evaluations = (sum(each.work[name] for each in made) / count for name in ("rows", "evaluations"))
     passes = sum(each.work["passes"] for each in made) / len(made)

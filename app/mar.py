@@ -27,7 +27,7 @@ def draws(model: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Made:
+class MarImages:
     """What one call took and gave."""
 
     seconds: float
@@ -37,7 +37,7 @@ class Made:
     told: dict[str, float]
 
 
-class Mar:
+class MarSubject:
     """A MARPipeline, the embedded model's draft, and arguments of the calls."""
 
     def __init__(self, pipe: Any, draft: Any = None, **settings: Any) -> None:
@@ -51,7 +51,7 @@ class Mar:
         Returns: a note of what that changes; empty where the model is drawn so anyway.
         """
         from mmspec.models.mar_scheduler import MARScheduler
-        from mmspec.pipelines.mar import DEFAULTS
+        from mmspec.pipelines.mar.pipeline import DEFAULTS
 
         changed, config = [], self.pipe.scheduler.config
         iterations = {**DEFAULTS, **self.pipe.config.defaults}["num_inference_steps"]
@@ -108,7 +108,7 @@ class Mar:
 
     def draw(
         self, labels: Sequence[int], seeds: Sequence[int], speculation: dict[str, Any] | None = None, **more: Any
-    ) -> Made:
+    ) -> MarImages:
         """A picture of each class, by the settings of all calls and `more`; speculation needs `singly` before.
 
         Raises:
@@ -126,16 +126,16 @@ class Mar:
             took = time.perf_counter() - began
         except (ValueError, TypeError, OSError) as error:
             raise EngineError(str(error)) from error
-        return Made(took, out.images, out.tokens, out.work, out.told.summary() if out.told else {})
+        return MarImages(took, out.images, out.tokens, out.work, out.told.summary() if out.told else {})
 
 
-def load(model: str, device: str, dtype: str, **settings: Any) -> Mar:
+def load(model: str, device: str, dtype: str, **settings: Any) -> MarSubject:
     """The embedded model, `mar`, or a folder; float32 unless `dtype` says otherwise.
 
     Raises:
         EngineError: it cannot be loaded.
     """
-    from mmspec.pipelines.mar import MARPipeline
+    from mmspec.pipelines.mar.pipeline import MARPipeline
 
     place, own = find_device(device), model in OWN
     kind = torch.float32 if dtype == "auto" else getattr(torch, dtype)
@@ -143,7 +143,7 @@ def load(model: str, device: str, dtype: str, **settings: Any) -> Mar:
         pipe = MARPipeline.from_pretrained(zoo.path(SCENES_MAR.name) if own else model, torch_dtype=kind).to(place)
     except Exception as error:  # no such weights, other files, too little memory: all fatal
         raise EngineError(f"cannot load {model}: {first_line(error)}") from error
-    made = Mar(pipe, **settings)
+    made = MarSubject(pipe, **settings)
     if own:
         made.draft = made.small(SCENES_MAR.draft)
     return made

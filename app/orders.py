@@ -9,7 +9,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Order:
+class DrawingOrder:
     """One picture to draw."""
 
     asked: Any  # prompt or class
@@ -17,7 +17,7 @@ class Order:
     path: Path
 
 
-def write(orders: Sequence[Order], pictures: Sequence[Any]) -> None:
+def write(orders: Sequence[DrawingOrder], pictures: Sequence[Any]) -> None:
     """Each picture into its own file."""
     for order, picture in zip(orders, pictures, strict=True):
         order.path.parent.mkdir(parents=True, exist_ok=True)
@@ -25,7 +25,7 @@ def write(orders: Sequence[Order], pictures: Sequence[Any]) -> None:
         print(order.path)
 
 
-def write_sheet(orders: Sequence[Order], pictures: Sequence[Any], plain: Sequence[Any], across: int) -> None:
+def write_sheet(orders: Sequence[DrawingOrder], pictures: Sequence[Any], plain: Sequence[Any], across: int) -> None:
     """All on one sheet, a row a prompt, and below each row that of plain decoding, if there is one."""
     from mmspec.app.painter import sheet
 

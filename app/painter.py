@@ -30,7 +30,7 @@ NOTE = (
 
 
 @dataclass(frozen=True)
-class Way:
+class DrawingMethod:
     """How to decode: a drafter and the options of `mmspec.enable`; PLAIN decodes one token after the other."""
 
     drafter: Any = PLAIN
@@ -42,7 +42,7 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Painting:
+class ImageResult:
     """What one call of the pipeline gave and took, one entry a picture."""
 
     images: list[Image.Image]
@@ -72,7 +72,7 @@ class Painting:
         return self.decode_seconds / max(1, self.stats.rounds)
 
 
-class Painter:
+class ImageSubject:
     """A LlamaGenPipeline and the arguments of its calls."""
 
     def __init__(self, pipe: Any, **settings: Any) -> None:
@@ -99,7 +99,7 @@ class Painter:
         """Of one picture."""
         return self.pipe.transformer.config.grid**2
 
-    def go(self, way: Way) -> Any:
+    def go(self, way: DrawingMethod) -> Any:
         """Decode in this way from now on; the handle, or None for plain decoding.
 
         Raises:
@@ -123,7 +123,7 @@ class Painter:
             self._rules[spec, budget] = resolve_rule(spec, codebook, budget)
         return self._rules[spec, budget]
 
-    def paint(self, asked: Sequence[str] | Sequence[int], seeds: Sequence[int], **settings: Any) -> Painting:
+    def paint(self, asked: Sequence[str] | Sequence[int], seeds: Sequence[int], **settings: Any) -> ImageResult:
         """One picture per prompt or class, in one batch; each depends on its own seed only.
 
         Args:
@@ -141,23 +141,23 @@ class Painter:
                 out = self.pipe(**condition, generator=generators, **{**self.settings, **settings})
         except (ValueError, TypeError) as error:
             raise EngineError(_told(error)) from error
-        return Painting(out.images, out.tokens.cpu(), time.perf_counter() - began, out.stats, out.spent)
+        return ImageResult(out.images, out.tokens.cpu(), time.perf_counter() - began, out.stats, out.spent)
 
-    def in_batches(self, asked: Sequence[Any], seeds: Sequence[int], size: int) -> Iterator[Painting]:
+    def in_batches(self, asked: Sequence[Any], seeds: Sequence[int], size: int) -> Iterator[ImageResult]:
         """All of them, `size` at a time."""
         for start in range(0, len(asked), size):
             yield self.paint(asked[start : start + size], seeds[start : start + size])
 
 
-def load(model: str, device: str, dtype: str, **settings: Any) -> Painter:
-    """Painter for the embedded model, a folder or a name on the Hub.
+def load(model: str, device: str, dtype: str, **settings: Any) -> ImageSubject:
+    """ImageSubject for the embedded model, a folder or a name on the Hub.
 
     Raises:
         EngineError: no such model, or it is no LlamaGenPipeline.
     """
     from transformers.utils import logging
 
-    from mmspec.pipelines.llamagen import LlamaGenPipeline
+    from mmspec.pipelines.llamagen.pipeline import LlamaGenPipeline
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -175,7 +175,7 @@ def load(model: str, device: str, dtype: str, **settings: Any) -> Painter:
     for part in (pipe.transformer, pipe.text_encoder):  # the picture decoder stays as it is: it is cheap and exact
         if part is not None and part.dtype != kind:  # transformers loads a text encoder in the type of its file
             part.to(kind)
-    return Painter(pipe, **settings)
+    return ImageSubject(pipe, **settings)
 
 
 def unknown_words(prompts: Sequence[str]) -> list[str]:

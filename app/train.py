@@ -118,7 +118,7 @@ def build(method: str, model: Any, intermediate: int | None, **shape: Any) -> An
     Raises:
         ValueError: a value that the method's config does not have, or does not allow.
     """
-    from mmspec.pipelines import families
+    from mmspec.pipelines.families import table as families
 
     c, info = model.get_decoder().config, families.of(model).describe(model)
     theta = (getattr(c, "rope_parameters", None) or {}).get("rope_theta", 10000.0)
@@ -136,7 +136,7 @@ def build_for_pictures(method: str, pipe: Any, intermediate: int | None, **shape
     Raises:
         ValueError: a method that reads pictures; there are none in these prompts.
     """
-    from mmspec.pipelines import families
+    from mmspec.pipelines.families import table as families
 
     _draftable(method)
     c = pipe.transformer.config
@@ -207,7 +207,7 @@ def _opened(target: str, pictures: bool, dtype: torch.dtype) -> tuple[Any, Any]:
     from transformers import AutoModelForImageTextToText, AutoProcessor
     from transformers.utils import logging
 
-    from mmspec.pipelines.llamagen import LlamaGenPipeline
+    from mmspec.pipelines.llamagen.pipeline import LlamaGenPipeline
 
     try:
         where = embedded.resolve(target)

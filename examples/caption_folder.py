@@ -13,7 +13,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 import mmspec
 from mmspec import zoo
-from mmspec.pipelines.batching import Flow
+from mmspec.pipelines.serving.continuous import ContinuousBatcher
 
 folder = Path(sys.argv[1]) if len(sys.argv) > 1 else zoo.samples()
 out = Path(sys.argv[2] if len(sys.argv) > 2 else "captions.jsonl")
@@ -32,7 +32,7 @@ def asked(path: Path):
     )  # fmt: skip
 
 
-flow = Flow(model, processor, rows=4, max_new_tokens=96, do_sample=False)
+flow = ContinuousBatcher(model, processor, rows=4, max_new_tokens=96, do_sample=False)
 waiting = sorted(path for path in folder.iterdir() if path.suffix.lower() in Image.registered_extensions())
 count = len(waiting)
 with out.open("w", encoding="utf-8") as lines:

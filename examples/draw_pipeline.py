@@ -16,7 +16,8 @@ file = sys.argv[2] if len(sys.argv) > 2 else "picture.png"
 pipe = mmspec.LlamaGenPipeline.from_pretrained(zoo.path("scenes-llamagen"))
 plain = pipe(prompt, generator=torch.Generator().manual_seed(0))
 
-# reproducible=True: the very picture of this seed. Without it the picture is another one drawn from the same law.
+# reproducible=True: the very picture of this seed. Without it the picture is another one drawn from the same
+# distribution.
 with mmspec.enable(pipe, drafter="jacobi", window=16, reproducible=True):
     fast = pipe(prompt, generator=torch.Generator().manual_seed(0))
 

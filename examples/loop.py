@@ -15,9 +15,9 @@ import mmspec
 from mmspec import zoo
 from mmspec.accept import along_path
 from mmspec.loop import start
-from mmspec.pipelines.call import Call
-from mmspec.pipelines.sampling import Request, Sampler
-from mmspec.pipelines.vlm import VlmTarget
+from mmspec.pipelines.sampling.request import Request, Sampler
+from mmspec.pipelines.targets.call import Call
+from mmspec.pipelines.targets.vlm import VlmTarget
 from mmspec.session import Row
 
 ROUNDS = 4
@@ -53,11 +53,11 @@ def decode(model: Any, input_ids: Any, logits_processor: Any, stopping_criteria:
 
         # Accept: down the tree, child by child. Greedy, a token is accepted if it is the argmax. Sampled, it is
         # accepted with probability min(1, p/q); on rejection the residual max(p - q, 0), normalised, replaces p.
-        noise = session.noise(draft, scores.law)  # uniform numbers, one per node; None if p is a point mass
-        verdict = along_path(draft, scores.law, session.rule, noise)
+        noise = session.noise(draft, scores.p)  # uniform numbers, one per node; None if p is a point mass
+        acceptance = along_path(draft, scores.p, session.rule, noise)
 
         # Commit: accepted tokens and the bonus token join the text; the KV cache drops the rejected nodes.
-        round_ = session.commit(draft, scores, verdict)
+        round_ = session.commit(draft, scores, acceptance)
         target.commit(session, round_)
         print(f"  {round_.counts[0] - 1} of {round_.proposed[0]} accepted:", repr(processor.decode(round_.new[0])))
     return torch.tensor([row.tokens])

@@ -19,7 +19,7 @@ import mmspec
 from mmspec import zoo
 from mmspec.config import chosen
 from mmspec.tree import chain
-from mmspec.types import HOLE, Draft, Prompt, Target, TargetInfo
+from mmspec.types import NO_TOKEN, Draft, Prompt, Target, TargetInfo
 from mmspec.zoo import language, scenes
 
 ORDER = 3
@@ -64,12 +64,12 @@ class PhraseDrafter:
     def propose(self, session: Any, target: Target) -> Draft:
         lines = [[row.tokens[-1], *self._after(row.tokens)] for row in session.rows]  # the root is decided already
         tokens = torch.tensor(lines, device=session.pending.device)  # [B, depth + 1]
-        return Draft(tokens, chain(self.nodes, tokens.device).expand(len(lines)))  # no law: point masses
+        return Draft(tokens, chain(self.nodes, tokens.device).expand(len(lines)))  # no distribution: point masses
 
     def _after(self, tokens: list[int]) -> list[int]:
         text = tokens[-ORDER:]
         for _ in range(self.options.depth):
-            text.append(self.follows.get(tuple(text[-ORDER:]), HOLE))  # a hole proposes nothing
+            text.append(self.follows.get(tuple(text[-ORDER:]), NO_TOKEN))  # a hole proposes nothing
         return text[-self.options.depth :]
 
 

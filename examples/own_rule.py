@@ -1,4 +1,5 @@
-"""A rule of your own in one file: keep what the model finds likely enough. It bends the law, so it is charged for it.
+"""A rule of your own in one file: keep what the model finds likely enough. It bends the distribution, so it is charged
+for it.
 
 python examples/own_rule.py
 """

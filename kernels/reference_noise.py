@@ -11,7 +11,7 @@ _MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
 # A row's streams of noise. Each draft token must be independent of the coins that will test it.
 COINS, GUMBEL, FRESH, COUPLE = range(4)  # tests of drafts; seed-exact draws; new drafts; drafts carried over
-NOTHING = -1  # the token drawn from a law that is none: its logits hold NaN or +inf, or all are −inf
+NOTHING = -1  # the token drawn from a distribution that is none: its logits hold NaN or +inf, or all are −inf
 Noise = tuple[Tensor, Tensor]  # seed and counter (or position), both int64
 
 

@@ -1,4 +1,5 @@
-"""Definitions: the chance to keep a draft, strictly and relaxed, and the law that is left once it was refused."""
+"""Definitions: the chance to keep a draft, strictly and relaxed, and the distribution that is left once it was
+refused."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ def exact_ratio(p_x: Tensor, q_x: Tensor) -> Tensor:
 
 
 def positive_residual(p: Tensor, q: Tensor) -> Tensor:
-    """Weights of (p − q)+, the law once a draft was refused; falls back to p where rounding leaves nothing."""
+    """Weights of (p − q)+, the distribution once a draft was refused; falls back to p where rounding leaves nothing."""
     rest = (p - q).clamp_(min=0)
     return torch.where(rest.sum(-1, keepdim=True) > 0, rest, p)
 
@@ -25,7 +26,8 @@ def scaled_ratio(p_x: Tensor, q_x: Tensor, omega: Tensor | float) -> Tensor:
 
 
 def typical_bound(p: Tensor, epsilon: float, delta: float) -> Tensor:
-    """Least probability of a typical token of the laws p [..., V]: min(ε, δ·exp(−H(p))) (Cai et al. 2024, Medusa)."""
+    """Least probability of a typical token of the distributions p [..., V]: min(ε, δ·exp(−H(p))) (Cai et al. 2024,
+    Medusa)."""
     return (delta * torch.exp(torch.special.entr(p).sum(-1).neg())).clamp(max=epsilon)
 
 
@@ -134,7 +136,7 @@ def lantern_accept(
         logits: [B, N, V] of p, with their logsumexp `log_z` [B, N].
         nodes: int64 [B, K], the node after which each x was drafted.
         x: int64 [B, K], negative where nothing was drafted.
-        q_x: float64 (float32 on MPS) [B, K], its probability in the draft's law.
+        q_x: float64 (float32 on MPS) [B, K], its probability in the draft's distribution.
         near: int32 [V, k], the nearest codes of each, nearest first.
         delta, lam: bound of what is borrowed: delta, or (lam − 1)·p(x); exactly one of them.
 

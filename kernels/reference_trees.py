@@ -116,7 +116,8 @@ def verify_point_mass(
     ancestors: Tensor | None = None,
     noise: Tensor | Noise | None = None,
 ) -> Verified:
-    """Draw a token after every node and descend while it is a child; the path and the next token have the law p.
+    """Draw a token after every node and verify_point_mass while it is a child; the path and the next token have the
+    distribution p.
 
     Args:
         logits: [B, N, V], log-weights of p after each node.
@@ -204,7 +205,7 @@ def residual_sample(
     Args:
         p: logits [B, V].
         u: float64 (float32 on MPS) [B] in [0, 1), or (seed, counter), int64 [B] each, that `uniform` makes them of.
-        q: logits [B, V] of the law that the refused draft was drawn from.
+        q: logits [B, V] of the distribution that the refused draft was drawn from.
         refused: int64 [B, K], tokens that were refused, negative for none; instead of q.
         rows: bool [B], where false nothing was refused and the draw is from p; None: everywhere true.
 

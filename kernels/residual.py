@@ -199,7 +199,7 @@ def residual_sample(
     refused: Tensor | None = None,
     rows: Tensor | None = None,
 ) -> Tensor:
-    """See `reference.residual_sample`; no law is written to memory.
+    """See `reference.residual_sample`; no distribution is written to memory.
 
     Two passes over the logits, and one part of them a third time: (p − q)+ cannot be summed before both normalisers are
     known. Three launches, four with q.

@@ -8,80 +8,95 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from mmspec.batch import gather_rows, join, select
 from mmspec.kernels import dispatch
 from mmspec.kernels import reference as ops
-from mmspec.rows import gather_rows, join, select
 from mmspec.rules import Masses, Rule, Trial, exact
 from mmspec.tree import bounds, children, siblings
-from mmspec.types import HOLE, Categorical, Draft, Law, Tree, Verdict
+from mmspec.types import NO_TOKEN, Acceptance, Categorical, Draft, Tree
 
-ROOM = 2**28  # bytes that the laws of a tree's nodes may take, for as many rows as are walked at once
+ROOM = 2**28  # bytes that the distributions of a tree's nodes may take, for as many rows as are walked at once
 
 
-def along_path(draft: Draft, law: Law, rule: Rule, u: Tensor | None, spent: Tensor | None = None) -> Verdict:
+def along_path(
+    draft: Draft, distribution: Categorical, rule: Rule, u: Tensor | None, spent: Tensor | None = None
+) -> Acceptance:
     """Follow one path from the root as far as the rule allows, then draw the token that comes after it.
 
     Args:
-        draft: tokens on a tree, with the law q they were drawn from (None: point masses).
-        law: p after each node, [B, N, V].
-        rule: what to keep. With `exact` the path and the next token together have the law p (to rounding).
+        draft: tokens on a tree, with the distribution q they were drawn from (None: point masses).
+        distribution: p after each node, [B, N, V].
+        rule: what to keep. With `exact` the path and the next token together have the distribution p (to rounding).
         u: float64 (float32 on MPS) [B, N], uniform noise; the decision at a node uses the number of that node and no
             other. None where p is a point mass.
         spent: [B], like u, what the rows were charged before; counts against the rule's budget.
 
     Returns:
-        Verdict; `token` is drawn from the law after the last kept node, or from what the refused ones left of it.
+        Acceptance; `token` is drawn from the distribution after the last kept node, or from what the refused ones left
+        of it.
     """
-    if law.is_point or (rule is exact and draft.law is None):  # all rules agree where p is a point mass
-        return descend(draft, law, u)
+    if distribution.is_point or (rule is exact and draft.q is None):  # all rules agree where p is a point mass
+        return verify_point_mass(draft, distribution, u)
     assert u is not None
-    return (advance if draft.tree.is_chain else walk)(draft, law, rule, u, spent)
+    return (verify_chain if draft.tree.is_chain else verify_tree)(draft, distribution, rule, u, spent)
 
 
-def descend(draft: Draft, law: Law, u: Tensor | None) -> Verdict:
-    """Point-mass drafts under `exact`, all nodes at once: draw one token at every node, descend while it is a child."""
+def verify_point_mass(draft: Draft, distribution: Categorical, u: Tensor | None) -> Acceptance:
+    """Point-mass drafts under `exact`, all nodes at once: draw one token at every node, verify_point_mass while it is a
+    child."""
     tokens, tree = draft.tokens, draft.tree
     above = None if tree.is_chain else tree.ancestors
-    if law.ids is not None:  # greedy: every law is a point mass and u does not matter
-        return Verdict(*ops.follow(law.ids, tokens, tree.parents, above))
-    found = dispatch.verify_point_mass(law.logits, tokens, tree.parents, above, u)
-    return Verdict(found.stands, found.count, found.last, found.token)
+    if distribution.ids is not None:  # greedy: every distribution is a point mass and u does not matter
+        return Acceptance(*ops.follow(distribution.ids, tokens, tree.parents, above))
+    found = dispatch.verify_point_mass(distribution.logits, tokens, tree.parents, above, u)
+    return Acceptance(found.stands, found.count, found.last, found.token)
 
 
-def advance(draft: Draft, law: Law, rule: Rule, u: Tensor, spent: Tensor | None = None) -> Verdict:
-    """`walk` on a chain: the masses of the drafted tokens decide, and one residual a row is made."""
+def verify_chain(
+    draft: Draft, distribution: Categorical, rule: Rule, u: Tensor, spent: Tensor | None = None
+) -> Acceptance:
+    """`verify_tree` on a chain: the masses of the drafted tokens decide, and one residual a row is made."""
     tokens, N = draft.tokens, draft.tree.size
     x, nodes = tokens[:, 1:], torch.arange(N, device=tokens.device).expand_as(tokens)
-    q, vocab = _drawn_from(draft), _vocabulary(draft, law)
-    trial = Trial(x.clamp(min=0), nodes[:, 1:], _masses(law, nodes[:, :-1], vocab), _masses(q, nodes[:, 1:], vocab))
+    q, vocab = _drawn_from(draft), _vocabulary(draft, distribution)
+    trial = Trial(
+        x.clamp(min=0), nodes[:, 1:], _masses(distribution, nodes[:, :-1], vocab), _masses(q, nodes[:, 1:], vocab)
+    )
     strict, f = chances(rule, trial)
     if rule.relaxed is not None:
-        wanted = torch.where(x == HOLE, 0.0, (f - strict).abs()).cumsum(1)
+        wanted = torch.where(x == NO_TOKEN, 0.0, (f - strict).abs()).cumsum(1)
         before = pad(wanted, (1, 0))[:, :-1] + (0.0 if spent is None else spent[:, None])
         f = _afforded(rule, strict, f, before)
         charge = _charge(rule, trial, strict, f)
     match = torch.ones_like(tokens, dtype=torch.bool)
-    match[:, 1:] = (u[:, :-1] < f) & (x != HOLE)
+    match[:, 1:] = (u[:, :-1] < f) & (x != NO_TOKEN)
     stands, count, last = ops.standing(match, None)
     after = count.clamp(max=N - 1)
-    refused = (count < N) & (tokens.gather(1, after[:, None])[:, 0] != HOLE)
+    refused = (count < N) & (tokens.gather(1, after[:, None])[:, 0] != NO_TOKEN)
     charged = None
     if rule.relaxed is not None:
         tested = stands[:, 1:] | (refused[:, None] & (nodes[:, 1:] == after[:, None]))
         charged = torch.where(tested, charge, 0.0).sum(1)
     noise, chance = u.gather(1, last[:, None])[:, 0], pad(f, (1, 0)).gather(1, after[:, None])[:, 0]
     noise = torch.where(refused, ops.remaining(noise, chance), noise)
-    return Verdict(stands, count, last, _drawn(rule, law, last, q, after, refused, noise, vocab), charged)
+    return Acceptance(stands, count, last, _drawn(rule, distribution, last, q, after, refused, noise, vocab), charged)
 
 
 def _drawn(
-    rule: Rule, law: Law, last: Tensor, q: Law, after: Tensor, refused: Tensor, noise: Tensor, vocab: int
+    rule: Rule,
+    distribution: Categorical,
+    last: Tensor,
+    q: Categorical,
+    after: Tensor,
+    refused: Tensor,
+    noise: Tensor,
+    vocab: int,
 ) -> Tensor:
     """The next token [B]: from p after node `last`, or where the draft at `after` was refused, from what p has left."""
-    if law.logits is None or rule.residual is not ops.positive_residual:
-        p = law.weights(last, vocab)
+    if distribution.logits is None or rule.residual is not ops.positive_residual:
+        p = distribution.weights(last, vocab)
         return ops.categorical(torch.where(refused[:, None], rule.residual(p, q.weights(after, vocab)), p), noise)
-    p, drafted = gather_rows(law.logits, last[:, None])[:, 0], after[:, None]
+    p, drafted = gather_rows(distribution.logits, last[:, None])[:, 0], after[:, None]
     if q.logits is not None:
         drawn: Tensor = dispatch.residual_sample(p, noise, q=gather_rows(q.logits, drafted)[:, 0], rows=refused)
     else:
@@ -90,33 +105,41 @@ def _drawn(
     return drawn
 
 
-def walk(draft: Draft, law: Law, rule: Rule, u: Tensor, spent: Tensor | None = None) -> Verdict:
-    """On a tree: children are tested one after the other, a refusal changes the law, what is kept is descended to.
+def verify_tree(
+    draft: Draft, distribution: Categorical, rule: Rule, u: Tensor, spent: Tensor | None = None
+) -> Acceptance:
+    """On a tree: children are tested one after the other, a refusal changes the distribution, what is kept is descended
+    to.
 
     A refusal at chance f leaves u ≥ f, and (u − f)/(1 − f) is uniform again: one number serves a whole node.
 
-    Which law a node's r-th child is tested by depends on the children before it, and on no coin. So all chances come
-    first, those of the r-th children of all nodes at once; then all tests, of which those count that the path comes
-    to. The shape is known to the host, and nothing is read from the device.
+    Which distribution a node's r-th child is tested by depends on the children before it, and on no coin. So all
+    chances come first, those of the r-th children of all nodes at once; then all tests, of which those count that the
+    path comes to. The shape is known to the host, and nothing is read from the device.
     """
-    vocab = _vocabulary(draft, law)
+    vocab = _vocabulary(draft, distribution)
     line = torch.finfo(u.dtype).bits // 8 * vocab * max((1, *(draft.tree.families or (draft.tree.size,))))
     some = max(1, ROOM // line)  # rows
     parts = [slice(first, first + some) for first in range(0, len(u), some)]
     if len(parts) == 1:
-        return _walk(draft, law, rule, u, spent, vocab)
+        return _verify_tree(draft, distribution, rule, u, spent, vocab)
     return reduce(
         partial(join, fills={}),
-        [_walk(select(draft, part), select(law, part), rule, u[part], select(spent, part), vocab) for part in parts],
+        [
+            _verify_tree(select(draft, part), select(distribution, part), rule, u[part], select(spent, part), vocab)
+            for part in parts
+        ],
     )
 
 
-def _walk(draft: Draft, law: Law, rule: Rule, u: Tensor, spent: Tensor | None, vocab: int) -> Verdict:
-    """`walk`, all rows at once."""
+def _verify_tree(
+    draft: Draft, distribution: Categorical, rule: Rule, u: Tensor, spent: Tensor | None, vocab: int
+) -> Acceptance:
+    """`verify_tree`, all rows at once."""
     tree = draft.tree
     nodes, child = children(tree)  # [B, P], [B, P, K]
-    real = (child > 0) & (_of(draft.tokens, child) != HOLE)
-    p, strict, f, charge = _refused(draft, law, rule, nodes, child, real, vocab)
+    real = (child > 0) & (_of(draft.tokens, child) != NO_TOKEN)
+    p, strict, f, charge = _refused(draft, distribution, rule, nodes, child, real, vocab)
     if rule.budget is not None:
         before = _of(_before(tree, _by_node(tree, child, torch.where(real, charge, 0.0))), child)
         f = _afforded(rule, strict, f, before if spent is None else before + spent[:, None, None])
@@ -134,16 +157,17 @@ def _walk(draft: Draft, law: Law, rule: Rule, u: Tensor, spent: Tensor | None, v
     found = nodes == last[:, None]  # a leaf has no place among them
     inner, at = found.any(1), found.to(torch.uint8).argmax(1, keepdim=True)
     noise = torch.where(inner, noise.gather(1, at)[:, 0], u.gather(1, last[:, None])[:, 0])
-    p = torch.where(inner[:, None], gather_rows(p, at)[:, 0], law.weights(last, vocab))
-    return Verdict(stands, count, last, ops.categorical(p, noise), charged)
+    p = torch.where(inner[:, None], gather_rows(p, at)[:, 0], distribution.weights(last, vocab))
+    return Acceptance(stands, count, last, ops.categorical(p, noise), charged)
 
 
 def _refused(
-    draft: Draft, law: Law, rule: Rule, nodes: Tensor, child: Tensor, real: Tensor, vocab: int
+    draft: Draft, distribution: Categorical, rule: Rule, nodes: Tensor, child: Tensor, real: Tensor, vocab: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What is left of the law [B, P, V] of each node once all its children were refused, and of every child [B, P, K]
-    the chance to be kept when it is tested, strictly and by the rule, and what the rule is charged for the test."""
-    q_law, p, x = _drawn_from(draft), law.weights(nodes, vocab), _of(draft.tokens, child).clamp(min=0)
+    """What is left of the distribution [B, P, V] of each node once all its children were refused, and of every child
+    [B, P, K] the chance to be kept when it is tested, strictly and by the rule, and what the rule is charged for the
+    test."""
+    q_law, p, x = _drawn_from(draft), distribution.weights(nodes, vocab), _of(draft.tokens, child).clamp(min=0)
     depth = _of(draft.tree.depth, child)
     strict = p.new_zeros(child.shape)
     f, charge = (strict if rule.relaxed is None else torch.zeros_like(strict) for _ in range(2))
@@ -196,18 +220,18 @@ def _charge(rule: Rule, trial: Trial, strict: Tensor, f: Tensor) -> Tensor:
     return (f - strict).abs() if rule.charge is None else rule.charge(trial)
 
 
-def _masses(law: Law, nodes: Tensor, vocab: int) -> Masses:
-    lines = None if law.logits is None else (law.logits, law.log_z, nodes)
-    return Masses(partial(law.mass, nodes), partial(law.weights, nodes, vocab), lines)
+def _masses(distribution: Categorical, nodes: Tensor, vocab: int) -> Masses:
+    lines = None if distribution.logits is None else (distribution.logits, distribution.log_z, nodes)
+    return Masses(partial(distribution.mass, nodes), partial(distribution.weights, nodes, vocab), lines)
 
 
-def _drawn_from(draft: Draft) -> Law:
-    return draft.law if draft.law is not None else Categorical(ids=draft.tokens)
+def _drawn_from(draft: Draft) -> Categorical:
+    return draft.q if draft.q is not None else Categorical(ids=draft.tokens)
 
 
-def _vocabulary(draft: Draft, law: Law) -> int:
+def _vocabulary(draft: Draft, distribution: Categorical) -> int:
     """V; for point masses alone, as much of it as is in use."""
-    known = [each.logits.shape[-1] for each in (law, draft.law) if each is not None and each.logits is not None]
+    known = [each.logits.shape[-1] for each in (distribution, draft.q) if each is not None and each.logits is not None]
     if known:
         return known[0]
-    return int(torch.stack([t.max() for t in (draft.tokens, law.ids) if t is not None]).max()) + 1
+    return int(torch.stack([t.max() for t in (draft.tokens, distribution.ids) if t is not None]).max()) + 1

@@ -21,7 +21,7 @@ def start(target: Target, drafter: Drafter, rows: list[Row], inputs: Any) -> tup
     with session.timed("prefill"):
         prompt, scores = target.prefill(session, inputs, drafter.nodes)
     root = lone(prompt.ids[:, -1:])
-    round_ = session.commit(root, scores, along_path(root, scores.law, session.rule, session.noise(root, scores.law)))
+    round_ = session.commit(root, scores, along_path(root, scores.p, session.rule, session.noise(root, scores.p)))
     with session.timed("draft"):
         session.memory = drafter.start(session, target, prompt)
     session.stats.drafter = told(session.memory)
@@ -38,10 +38,10 @@ def decode(session: Session, target: Target, drafter: Drafter) -> Iterator[Round
             with session.timed("verify"):
                 scores = target.score(session, draft)
             with session.timed("accept"):
-                noise = session.noise(draft, scores.law)
-                verdict = along_path(draft, scores.law, session.rule, noise, session.spent)
+                noise = session.noise(draft, scores.p)
+                acceptance = along_path(draft, scores.p, session.rule, noise, session.spent)
             with session.timed("commit"):
-                round_ = session.commit(draft, scores, verdict)
+                round_ = session.commit(draft, scores, acceptance)
                 target.commit(session, round_)
             session.count(round_)
         yield round_

@@ -65,7 +65,7 @@ class MediaError(Exception):
 
 
 @dataclass(frozen=True)
-class Limits:
+class MediaLimits:
     """What one item may take, so that no file can hold up or kill a run."""
 
     max_pixels: int = MAX_PIXELS  # of a picture or of one frame

@@ -40,11 +40,11 @@ DRAFTERS: dict[str, Entry] = {
         "mmspec.drafters.eagle", "EagleDrafter", True, "EAGLE-2-style feature drafter; reads EAGLE, EAGLE-3"
     ),
     "block": Entry(
-        "mmspec.drafters.block_drafter", "BlockDrafter", True, "a block in one pass; reads DFlash, DSpark, DFlash2"
+        "mmspec.drafters.dflash", "BlockDrafter", True, "a block in one pass; reads DFlash, DSpark, DFlash2"
     ),
     "vispec": Entry("mmspec.drafters.vispec", "ViSpecDrafter", True, "summaries of images, and a global image vector"),
     "msd": Entry("mmspec.drafters.msd", "MsdDrafter", True, "images enter as their embeddings"),
-    "flash": Entry("mmspec.drafters.flash", "FlashDrafter", True, "images as latents, several tokens a pass"),
+    "flash": Entry("mmspec.drafters.flash_vlm", "FlashDrafter", True, "images as latents, several tokens a pass"),
     "specvlm": Entry("mmspec.drafters.specvlm", "SpecVlmDrafter", True, "images compressed, each input as it bears"),
     "model": Entry("mmspec.pipelines.draft_model", "ModelDrafter", False, "a smaller model: draft=…", True),
     "assistant": Entry("mmspec.pipelines.assistant", "AssistantDrafter", False, "Gemma-4's assistants: draft=…", True),

@@ -1,4 +1,4 @@
-"""Rules: when to keep a drafted token, and the law of the token that replaces a refused one."""
+"""Rules: when to keep a drafted token, and the distribution of the token that replaces a refused one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from mmspec.modes import lasting
 
 @dataclass(frozen=True)
 class Masses:
-    """The probabilities, as `ops.widest`, of a law at tested nodes [...]; nothing is computed until it is asked for."""
+    """The probabilities, as `ops.widest`, of a distribution at tested nodes [...]; nothing is computed until it is
+    asked for."""
 
     at: Callable[[Tensor], Tensor]  # of tokens [..., M] → [..., M]
     make: Callable[[], Tensor]
@@ -39,8 +40,8 @@ class Trial:
     Attributes:
         x: the tokens.
         depth: of each in its draft, 1 for the first one after the pending token.
-        p: the target's law there; `p_x` [...] is its probability of x, `p.all` [..., V] all of it.
-        q: the draft's law, as it was when x was drawn; `q_x` likewise.
+        p: the target's distribution there; `p_x` [...] is its probability of x, `p.all` [..., V] all of it.
+        q: the draft's distribution, as it was when x was drawn; `q_x` likewise.
     """
 
     x: Tensor  # [...]
@@ -59,19 +60,21 @@ class Trial:
 
 @dataclass(frozen=True)
 class Rule:
-    """When to keep a drafted token, and the law of what replaces a refused one; pure functions, in `ops.widest`.
+    """When to keep a drafted token, and the distribution of what replaces a refused one; pure functions, in
+    `ops.widest`.
 
-    `ratio(p_x, q_x)`, of probabilities [...], is the chance to keep x and `residual(p, q)`, of laws [..., V], gives
-    weights over V. A relaxed rule keeps x with the chance `relaxed(trial)` [...] instead and is charged
+    `ratio(p_x, q_x)`, of probabilities [...], is the chance to keep x and `residual(p, q)`, of distributions [..., V],
+    gives weights over V. A relaxed rule keeps x with the chance `relaxed(trial)` [...] instead and is charged
     |relaxed − ratio| for every test; it keeps nothing that p excludes. Where p is a point mass, nothing can be relaxed.
 
-    Charges: with the ordinary residual (p − q)+ and relaxed ≥ ratio = min(1, p/q), the law of a token is, in total
-    variation, exactly E[charge] away from p, and no rule that accepts as often is nearer. Summed over a row, charges
-    bound its distance from the target's law. A rule with another residual brings a `charge` of its own.
+    Charges: with the ordinary residual (p − q)+ and relaxed ≥ ratio = min(1, p/q), the distribution of a token is, in
+    total variation, exactly E[charge] away from p, and no rule that accepts as often is nearer. Summed over a row,
+    charges bound its distance from the target's distribution. A rule with another residual brings a `charge` of its
+    own.
 
     Attributes:
         name: with all parameters, in a form that `resolve_rule` reads.
-        lossless: the output law is p itself, whatever q is.
+        lossless: the output distribution is p itself, whatever q is.
         budget: the most that a row is charged; with what is left of it relaxing is cut short, and stops.
     """
 
@@ -120,8 +123,8 @@ def lantern(codebook: Tensor, *, k: int, delta: float | None = None, lam: float 
     The authors' code differs in three ways. It finds neighbours among the raw codes, here they are among the
     normalised ones, which are all that most tokenizers see; with the same neighbours the chances are the same. After a
     refusal it takes the neighbours out of p (dynamic trees) or out of q (static ones), too; here the ordinary (p − q)+
-    is left, so that the charge is what the law of a token loses. And it relaxes greedy decoding; here nothing is
-    relaxed at temperature 0, where every rule is `exact`.
+    is left, so that the charge is what the distribution of a token loses. And it relaxes greedy decoding; here nothing
+    is relaxed at temperature 0, where every rule is `exact`.
     """
     most = len(codebook) - 1
     _check("k", k, lambda k: isinstance(k, int) and 1 <= k <= most, f"a whole number from 1 to V − 1 = {most}")
@@ -165,8 +168,9 @@ def typical(*, epsilon: float, delta: float) -> Rule:
     """x stands wherever it is typical of p, p(x) > min(ε, δ·exp(−H(p))), and by min(1, p/q) elsewhere.
 
     Medusa's acceptance (Cai et al. 2024, §3.4) keeps nothing else; here what is not typical still has its own chance,
-    and a refused draft gives way to (p − q)+, so that the charge is what the law loses. Needs no codebook: a law that
-    cannot make up its mind, as over the grain of a background, has many typical tokens, a sharp one has one.
+    and a refused draft gives way to (p − q)+, so that the charge is what the distribution loses. Needs no codebook: a
+    distribution that cannot make up its mind, as over the grain of a background, has many typical tokens, a sharp one
+    has one.
     """
     _check("epsilon", epsilon, lambda epsilon: 0 < epsilon <= 1, "in (0, 1]")
     _check("delta", delta, lambda delta: delta > 0, "above 0")
@@ -221,8 +225,9 @@ def gsd(codebook: Tensor | None = None, *, group: int, distance: float | None = 
 def grouped(codebook: Tensor, *, radius: float | None = None, cells: int | None = None) -> Rule:
     """Exact for cells of near codes: min(1, p(C)/q(C)); a refused one gives way to a cell by (p(C) − q(C))+, then p.
 
-    The law of the token's cell is the target's own; inside a cell a token is by q instead of by p, so that output and
-    target can be coupled never further apart than 2·`radius`. What is charged is the distance inside the cell.
+    The distribution of the token's cell is the target's own; inside a cell a token is by q instead of by p, so that
+    output and target can be coupled never further apart than 2·`radius`. What is charged is the distance inside the
+    cell.
     """
     cell, name = _cells(codebook, "grouped", radius, cells)
 

@@ -16,7 +16,7 @@ from mmspec.kernels import dispatch
 from mmspec.kernels import reference as ops
 from mmspec.rules import Rule, exact
 from mmspec.statistics import Stats
-from mmspec.types import HOLE, Draft, Law, Round, Scores, Verdict
+from mmspec.types import NO_TOKEN, Acceptance, Categorical, Draft, Round, Scores
 
 _PER_ROW = ("pending", "emitted", "seeds", "spent")  # tensors [B] of a session
 
@@ -36,13 +36,15 @@ class Row:
     rule: Rule = exact  # what is kept of a draft
     request: Any = None  # what its call asked of the target: how logits become a distribution, arguments of forwards
     done: bool = False
-    spent: float = 0.0  # distance from the target's law that a relaxed rule was charged; set when the row is let go
+    spent: float = (
+        0.0  # distance from the target's distribution that a relaxed rule was charged; set when the row is let go
+    )
 
     def take(self, tokens: Sequence[int]) -> list[int]:
         """Append decided tokens, up to the one that ends the row; returns those that were appended.
 
         Raises:
-            RuntimeError: the target gave no law to draw from, where stock `generate` raises too.
+            RuntimeError: the target gave no distribution to draw from, where stock `generate` raises too.
         """
         lawful, begin = list(takewhile(lambda token: token >= 0, tokens)), len(self.tokens)
         ends = (i for i, x in enumerate(lawful, 1) if x in self.eos or begin + i >= self.limit)
@@ -100,31 +102,35 @@ class Session:
         yield
         self.stats.seconds[part] = self.stats.seconds.get(part, 0.0) + time.perf_counter() - began
 
-    def noise(self, draft: Draft, law: Law) -> Tensor | None:
+    def noise(self, draft: Draft, distribution: Categorical) -> Tensor | None:
         """Uniform numbers [B, N], fixed by each row's seed and by the position of the token drawn after each node; None
-        where the law is a point mass and nothing is drawn."""
-        return None if law.is_point else dispatch.uniform(self.seeds[:, None], self.emitted[:, None] + draft.tree.depth)
+        where the distribution is a point mass and nothing is drawn."""
+        return (
+            None
+            if distribution.is_point
+            else dispatch.uniform(self.seeds[:, None], self.emitted[:, None] + draft.tree.depth)
+        )
 
-    def commit(self, draft: Draft, scores: Scores, verdict: Verdict) -> Round:
+    def commit(self, draft: Draft, scores: Scores, acceptance: Acceptance) -> Round:
         """Take what stands: the one read of a round by the host, the rows' new tokens, the next pending token."""
         order, N, more = draft.tree.depth, draft.tree.size, []  # what stands, in path order, comes first
         if not draft.tree.is_chain:
-            order = (~verdict.stands).to(torch.uint8).argsort(dim=1, stable=True)
+            order = (~acceptance.accepted).to(torch.uint8).argsort(dim=1, stable=True)
             more = [order]
         if self.watched:
-            onward = (draft.tree.parents == verdict.last[:, None]) & (draft.tokens != HOLE)
+            onward = (draft.tree.parents == acceptance.last[:, None]) & (draft.tokens != NO_TOKEN)
             more.append(onward[:, 1:].any(1, keepdim=True))
-        read = [verdict.count[:, None], verdict.token[:, None], draft.tokens.gather(1, order), *more]
+        read = [acceptance.count[:, None], acceptance.next_token[:, None], draft.tokens.gather(1, order), *more]
         lines = torch.cat(read, 1).tolist()
         path = tuple(range(line[0]) if draft.tree.is_chain else line[2 + N :][: line[0]] for line in lines)
         decided = ([*line[3 : 2 + line[0]], line[1]] for line in lines)  # what stands below the root, and the drawn one
         new = tuple(tuple(row.take(tokens)) for row, tokens in zip(self.rows, decided, strict=True))
-        proposed = tuple(sum(token != HOLE for token in line[3 : 2 + N]) for line in lines)
+        proposed = tuple(sum(token != NO_TOKEN for token in line[3 : 2 + N]) for line in lines)
         refused = tuple(bool(self.watched and line[-1]) for line in lines)
-        self.last = Round(draft, scores, verdict, order[:, : max(map(len, path))], path, new, proposed, refused)
-        self.pending = verdict.token
-        self.emitted = self.emitted + verdict.count
-        self.spent = self.spent if verdict.spent is None else self.spent + verdict.spent
+        self.last = Round(draft, scores, acceptance, order[:, : max(map(len, path))], path, new, proposed, refused)
+        self.pending = acceptance.next_token
+        self.emitted = self.emitted + acceptance.count
+        self.spent = self.spent if acceptance.tv_cost is None else self.spent + acceptance.tv_cost
         self.stats.tokens += sum(map(len, new))
         return self.last
 

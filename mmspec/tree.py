@@ -115,7 +115,7 @@ Expand = Callable[[Tensor, Tensor], Tensor]
 
 
 def marginal(log_p: Tensor) -> tuple[Tensor, Expand]:
-    """What `grow` wants, of laws [B, depth, V] that are the same whatever stands above."""
+    """What `grow` wants, of distributions [B, depth, V] that are the same whatever stands above."""
     levels = iter(range(1, log_p.shape[1]))
 
     def expand(tokens: Tensor, came_from: Tensor) -> Tensor:

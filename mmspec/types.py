@@ -1,4 +1,4 @@
-"""The nouns that travel through a round: Law, Tree, Draft, Scores, Verdict, Round. All are frozen values."""
+"""The nouns that travel through a round: Categorical, Tree, Draft, Scores, Acceptance, Round. All are frozen values."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from mmspec.batch import join, select
 from mmspec.kernels import reference as ops
 from mmspec.modes import Mode
-from mmspec.rows import join, select
 
-HOLE = -1  # the token of a node that proposes nothing: never accepted, never drawn
+NO_TOKEN = -1  # the token of a node that proposes nothing: never accepted, never drawn
 FINAL = -1  # as a feature: the final hidden state, after the last norm; i ≥ 0: what enters decoder layer i
 ATTENTION = -2  # asked for among the features: how much each token of the prompt is attended to, as `Prompt.attention`
 
 
 @dataclass(frozen=True)
 class Categorical:
-    """A law over V tokens at each of N nodes: either logits, or (a point mass) only the token it always gives.
+    """A distribution over V tokens at each of N nodes: either logits, or (a point mass) only the token it always gives.
 
     Logits are log-weights up to a constant, −inf for what cannot happen. Exactly one of the two is given.
     """
@@ -43,7 +43,8 @@ class Categorical:
         return self.logits.to(torch.promote_types(self.logits.dtype, torch.float32)).logsumexp(-1)
 
     def mass(self, nodes: Tensor, tokens: Tensor) -> Tensor:
-        """Probability, as `ops.widest`, of tokens [B, K] or [B, K, M] under the law at nodes [B, K]; 0 for a hole."""
+        """Probability, as `ops.widest`, of tokens [B, K] or [B, K, M] under the distribution at nodes [B, K]; 0 for a
+        hole."""
         if self.logits is not None:
             return ops.token_mass(self.logits, self.log_z, nodes, tokens)
         assert self.ids is not None
@@ -61,9 +62,6 @@ class Categorical:
             return none.scatter_(-1, ids, 1.0)
         assert self.logits is not None
         return self.logits[rows, nodes].to(ops.widest(nodes.device)).softmax(-1)
-
-
-Law = Categorical
 
 
 @dataclass(frozen=True)
@@ -94,9 +92,9 @@ class Tree:
 class Draft:
     """Proposed tokens on a tree; node 0 is the pending token: decided, not yet in the cache."""
 
-    tokens: Tensor  # [B, N], HOLE where nothing is proposed
+    tokens: Tensor  # [B, N], NO_TOKEN where nothing is proposed
     tree: Tree
-    law: Law | None = None  # q at each node as it was when its token was drawn; None: point masses on the tokens
+    q: Categorical | None = None  # at each node as it was when its token was drawn; None: point masses on the tokens
 
     def select(self, rows: Tensor) -> Draft:
         """The same draft for some of its rows."""
@@ -107,7 +105,7 @@ class Draft:
 class Scores:
     """What the target says after each node."""
 
-    law: Law  # p [B, N, V], with every processor (temperature, top-p, grammar) applied
+    p: Categorical  # [B, N, V], with every processor (temperature, top-p, grammar) applied
     hidden: Tensor | None = None  # [B, N, S·F], the features that the drafter asked for, of S streams side by side
     processed: Tensor | None = None  # [B, N, V], logits after the processors, where the caller wants them back
     raw: Tensor | None = None  # [B, N, V], logits before them, likewise
@@ -121,14 +119,14 @@ class Scores:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Acceptance:
     """Which nodes stand, and what comes next."""
 
-    stands: Tensor  # [B, N] bool, true on one path that starts at the root
+    accepted: Tensor  # [B, N] bool, true on one path that starts at the root
     count: Tensor  # [B], nodes that stand, the root included
     last: Tensor  # [B], the deepest of them
-    token: Tensor  # [B], drawn from the law after `last`: the next pending token
-    spent: Tensor | None = None  # [B], as `ops.widest`: what a relaxed rule charged for the drafts that were tested
+    next_token: Tensor  # [B], drawn from the distribution after `last`: the next pending token
+    tv_cost: Tensor | None = None  # [B], as `ops.widest`: what a relaxed rule charged for the drafts that were tested
 
 
 @dataclass(frozen=True)
@@ -137,7 +135,7 @@ class Round:
 
     draft: Draft
     scores: Scores
-    verdict: Verdict
+    acceptance: Acceptance
     kept: Tensor  # [B, K], the nodes that stand, in path order; entries past a row's count mean nothing
     path: tuple[Sequence[int], ...]  # the nodes that stand in each row, ascending, as the host read them
     new: tuple[tuple[int, ...], ...]  # tokens decided in this round, per row: the accepted ones, then the drawn one
@@ -146,7 +144,7 @@ class Round:
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """`verdict.count`, as the host read it."""
+        """`acceptance.count`, as the host read it."""
         return tuple(map(len, self.path))
 
     def select(self, rows: Tensor) -> Round:
@@ -158,7 +156,7 @@ class Round:
 
     def join(self, other: Round) -> Round:
         """The rounds of two sets of rows as one; the smaller tree is filled up with holes."""
-        both = join(self, other, {"tokens": HOLE})
+        both = join(self, other, {"tokens": NO_TOKEN})
         read: dict[str, Any] = {name: getattr(self, name) + getattr(other, name) for name in _PER_ROW}
         return replace(both, **read)
 
@@ -239,14 +237,15 @@ def told(memory: Any) -> dict[str, float]:
 
 
 class Target(Protocol):
-    """The model whose law is kept: a view of it without a state of its own. It knows no drafter.
+    """The model whose distribution is kept: a view of it without a state of its own. It knows no drafter.
 
     Attributes:
         device: where sessions and drafters are, however the model's layers are spread.
         features: what is overheard for the drafter, in the drafter's order: layers i ≥ 0 by what enters them, FINAL.
         inference: the mode that rounds run in, torch.inference_mode or torch.no_grad.
-        streams: S, how many forwards of the same tokens make one law: 2 under classifier-free guidance, else 1.
-        guidance: what makes one law of the streams, which a captured draft depends on; None: there is one.
+        streams: S, how many forwards of the same tokens make one distribution: 2 under classifier-free guidance, else
+            1.
+        guidance: what makes one distribution of the streams, which a captured draft depends on; None: there is one.
         weighs: whether `weigh` does anything.
     """
 
@@ -290,8 +289,8 @@ class Target(Protocol):
 class Drafter(Protocol):
     """What proposes. It knows no target's class; it changes nothing but its own memory in the session.
 
-    Whatever it proposes, rule `exact` keeps the target's law: a bad drafter costs time, never quality. The loop calls
-    `start` and `propose`; `enable` asks for the rest.
+    Whatever it proposes, rule `exact` keeps the target's distribution: a bad drafter costs time, never quality. The
+    loop calls `start` and `propose`; `enable` asks for the rest.
 
     Attributes:
         features: what it wants to read of the target, as `prompt.hidden` and `session.last.scores.hidden`, side by side
@@ -326,6 +325,7 @@ class Drafter(Protocol):
         """The next draft [B, N] for the rows under way, node 0 being `session.pending`.
 
         To be read: `session.rows[b].tokens` (prompt and answer so far, the pending token last), `session.memory`,
-        `session.last` (the round before, the prefill's at first), `target.embed` and `target.head`. HOLE stands where a
-        row has nothing to propose. A draft drawn at random must bring the law it was drawn from, as it was then.
+        `session.last` (the round before, the prefill's at first), `target.embed` and `target.head`. NO_TOKEN stands
+        where a row has nothing to propose. A draft drawn at random must bring the distribution it was drawn from, as it
+        was then.
         """

@@ -13,11 +13,11 @@ from torch import Tensor
 from mmspec.drafters.blocks import path_after
 from mmspec.drafters.growth import Growth
 from mmspec.drafters.options import ALL, TreeOptions, grown
-from mmspec.pipelines import attention
-from mmspec.pipelines.decoder import decoder
-from mmspec.pipelines.state import State
-from mmspec.pipelines.swap import stock
-from mmspec.rows import gather_rows
+from mmspec.pipelines.targets import tree_attention as attention
+from mmspec.pipelines.targets.decoder import decoder
+from mmspec.pipelines.targets.state import State
+from mmspec.pipelines.targets.hooks import stock
+from mmspec.batch import gather_rows
 from mmspec.types import FINAL, Draft, Prompt, Target, TargetInfo
 
 CLASSES = ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM")

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from mmspec.drafters.ngram import NgramDrafter
-from mmspec.pipelines import drafting
-from mmspec.pipelines.handle import Patch
-from mmspec.pipelines.obstacles import Obstacle
+from mmspec.pipelines.patching import drafting
+from mmspec.pipelines.patching.handle import Patch
+from mmspec.pipelines.patching.obstacles import Obstacle
 
 _FIELDS = ("prompt_lookup_num_tokens", "use_mtp")  # of a generation config; the first that is set counts, as in stock
 

@@ -15,12 +15,12 @@ from torch import Tensor
 from mmspec.drafters import prune
 from mmspec.drafters.growth import Growth
 from mmspec.drafters.options import ALL, TreeOptions, grown
-from mmspec.pipelines import recurrent
-from mmspec.pipelines.call import Call
-from mmspec.pipelines.state import State
-from mmspec.pipelines.swap import stock
-from mmspec.pipelines.vlm import VlmTarget, tap, untap
-from mmspec.rows import gather_rows
+from mmspec.pipelines.targets import recurrent
+from mmspec.pipelines.targets.call import Call
+from mmspec.pipelines.targets.state import State
+from mmspec.pipelines.targets.hooks import stock
+from mmspec.pipelines.targets.vlm import VlmTarget, tap, untap
+from mmspec.batch import gather_rows
 from mmspec.tree import chain
 from mmspec.types import ATTENTION, Draft, Prompt, Target, TargetInfo
 
@@ -95,7 +95,7 @@ class ModelDrafter(Growth):
         Raises:
             ValueError: another vocabulary, a model that cannot read drafts, or an option that it has no use for.
         """
-        from mmspec.pipelines import decoder_only
+        from mmspec.pipelines.families import decoder_only
 
         options = grown(_Advice(), given, "the model drafter", TreeOptions())
         if options.draft_vocab != ALL:
@@ -132,7 +132,7 @@ class ModelDrafter(Growth):
 
     @torch.no_grad()
     def propose(self, session: Any, target: Target) -> Draft:
-        draws = self.options.draws and not session.last.scores.law.is_point
+        draws = self.options.draws and not session.last.scores.p.is_point
         with _tapped(self.model):
             return self.grown(session, target, self._catch_up(session), draws)
 
@@ -143,7 +143,7 @@ class ModelDrafter(Growth):
         """
         memory: DraftState = session.memory
         last = session.last
-        c = torch.where(memory.fresh, 0, last.verdict.count)  # [B], tokens to commit
+        c = torch.where(memory.fresh, 0, last.acceptance.count)  # [B], tokens to commit
         W = 1 + max(0 if fresh else n for fresh, n in zip(memory.fresh.tolist(), last.counts, strict=True))
         kept = gather_rows(last.draft.tokens, last.kept).clamp(min=0)
         place = torch.arange(W, device=c.device).expand(len(c), W)

@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmspec.batch import unfold
 from mmspec.models.llamagen import visible
-from mmspec.pipelines.guided import Guidance
-from mmspec.pipelines.llamagen import LlamaGenPipeline
-from mmspec.pipelines.llamagen_family import LlamaGen
-from mmspec.pipelines.llamagen_target import LlamaGenTarget
-from mmspec.pipelines.state import each_stream
-from mmspec.pipelines.swap import layer_input, listen
-from mmspec.rows import unfold
-from mmspec.train.data import Sample
+from mmspec.pipelines.families.llamagen import LlamaGen
+from mmspec.pipelines.llamagen.pipeline import LlamaGenPipeline
+from mmspec.pipelines.sampling.guidance import Guidance
+from mmspec.pipelines.targets.hooks import layer_input, record_features
+from mmspec.pipelines.targets.llamagen import LlamaGenTarget
+from mmspec.pipelines.targets.state import each_stream
+from mmspec.train.data import TrainingSample
 from mmspec.train.trace import Trace
 from mmspec.types import FINAL
 
@@ -42,19 +42,19 @@ class ImageTeacher:
         """Guided logits [..., V], which are what is verified, of both streams' final features [..., S·H]."""
         return self.target.head(hidden.flatten(0, -2)[None]).view(*hidden.shape[:-1], -1)
 
-    def _asked(self, samples: Sequence[Sample]) -> dict[str, Any]:
+    def _asked(self, samples: Sequence[TrainingSample]) -> dict[str, Any]:
         prompts = [sample.prompt for sample in samples]
         return {"class_labels": [int(p) for p in prompts]} if self.model.config.classes else {"prompt": prompts}
 
     @torch.no_grad()
-    def answers(self, samples: Sequence[Sample], max_new_tokens: int, temperature: float) -> list[list[int]]:
+    def answers(self, samples: Sequence[TrainingSample], max_new_tokens: int, temperature: float) -> list[list[int]]:
         """Token ids of one whole picture per prompt, drawn as a plain call of the pipeline would; nothing is cut."""
         made: Any = self.pipe(**self._asked(samples), output_type="latent")
         ids: list[list[int]] = made.tokens.flatten(1).tolist()
         return ids
 
     @torch.no_grad()
-    def trace(self, samples: Sequence[Sample], answers: Sequence[Sequence[int]]) -> Trace:
+    def trace(self, samples: Sequence[TrainingSample], answers: Sequence[Sequence[int]]) -> Trace:
         """One forward of both streams over prefixes and pictures."""
         asked, S = self._asked(samples), self.target.streams
         condition, valid = self.pipe._condition(
@@ -67,7 +67,7 @@ class ImageTeacher:
         T = embeds.shape[1]
         place = torch.arange(-P, T - P, device=ids.device).clamp(min=-1)
         valid = torch.cat([valid, torch.ones_like(ids, dtype=torch.bool)], 1)
-        with listen() as heard:
+        with record_features() as heard:
             hidden = self.model(embeds, place.expand(S * B, T), each_stream(visible(valid, T), S))
         found = [hidden if i == FINAL else layer_input(heard[f"layer {i}"]) for i in self.features]
         answered = (torch.arange(T, device=ids.device) >= P).expand(B, T)

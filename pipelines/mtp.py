@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 
 from mmspec.drafters import prune
-from mmspec.drafters.blocks import Memory
+from mmspec.drafters.blocks import FeatureMemory
 from mmspec.drafters.eagle import placed
 from mmspec.drafters.feature import FeatureDrafter, told
 from mmspec.drafters.options import ALL, TreeOptions, grown
-from mmspec.drafters.vocab import DraftVocab
-from mmspec.pipelines import attention, mtp_files
-from mmspec.pipelines.decoder import head
-from mmspec.slots import Lengths, Slots
+from mmspec.drafters.draft_vocab import DraftVocab
+from mmspec.pipelines import mtp_files
+from mmspec.pipelines.targets import tree_attention as attention
+from mmspec.pipelines.targets.decoder import head
+from mmspec.ragged_cache import Lengths, RaggedBuffer
 from mmspec.types import FINAL, Prompt, Target, TargetInfo
 
 
@@ -47,19 +48,19 @@ class MtpConfig:
 
 
 @dataclass
-class HeadMemory(Memory):
-    """A Memory of K heads, whose rows stand where the target says.
+class HeadMemory(FeatureMemory):
+    """A FeatureMemory of K heads, whose rows stand where the target says.
 
     Row r pairs the target's feature at token r with the embedding of token r + 1. `positions` counts rows from the
     prompt's last token, `context` [B, 1, (K − 1)·H] is what the heads made of the last row read, but for the last.
     """
 
-    stood: Slots = field(kw_only=True)  # of every slot the row that it holds, [B, 1, T, 1], where a mask asks for it
+    stood: RaggedBuffer = field(kw_only=True)  # of every slot the row that it holds, [B, 1, T, 1], where a mask asks for it
     places: Tensor = field(kw_only=True)  # [B, A, 2], position ids of rows 0 and 1
     first: Tensor = field(kw_only=True)  # [B], the first row of the text
 
     @property
-    def layers(self) -> tuple[Slots, ...]:
+    def layers(self) -> tuple[RaggedBuffer, ...]:
         return (self.slots, *self.more)
 
     @property
@@ -89,7 +90,7 @@ class HeadMemory(Memory):
 class _Room:
     """What stands for a cache where a stock layer wants one: it appends to a memory's slots."""
 
-    layers: tuple[Slots, ...]
+    layers: tuple[RaggedBuffer, ...]
     at: Lengths
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
@@ -172,7 +173,7 @@ class MtpDrafter(FeatureDrafter):
     def at_level(self, f: Tensor, level: Any) -> Tensor:
         return f.unflatten(-1, (self.config.heads, -1))[..., min(level, self.config.heads - 1), :]
 
-    def settle(self, memory: Memory, f: Tensor) -> None:
+    def settle(self, memory: FeatureMemory, f: Tensor) -> None:
         memory.context = f[..., : -self.config.hidden]
 
     @torch.no_grad()
@@ -193,7 +194,7 @@ class MtpDrafter(FeatureDrafter):
         embeds, features, _, valid, rows = prune.pruned(self.options, looked, given)
         n, zero = embeds.shape[1], Lengths.of([0] * B, device)
         nothing = valid.new_zeros(B, 0)
-        slots, stood, *more = (Slots(n + 257) for _ in range(self.config.heads + 1))
+        slots, stood, *more = (RaggedBuffer(n + 257) for _ in range(self.config.heads + 1))
         first = 1 - L + (~prompt.valid).sum(1)
         memory = HeadMemory(
             slots, zero, zero.device, nothing, False, more=tuple(more), stood=stood, places=ids[..., -2:], first=first

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 
 from mmspec.config import SpecConfig
-from mmspec.pipelines import drafting, families, shipped
-from mmspec.pipelines.handle import Handle, Patch, put_on
-from mmspec.pipelines.obstacles import UnsupportedError, soft_prompt
+from mmspec.pipelines import shipped
+from mmspec.pipelines.families import table as families
+from mmspec.pipelines.patching import drafting
+from mmspec.pipelines.patching.handle import Handle, Patch, put_on
+from mmspec.pipelines.patching.obstacles import UnsupportedError, soft_prompt
 from mmspec.registry import resolve_rule
 from mmspec.statistics import Stats
 
@@ -20,7 +22,7 @@ MPS = "2.13"  # torch from which on attention under a mask of every row is right
 
 
 def enable(model_or_pipe: Any, drafter: Any = None, **options: Any) -> Handle:
-    """Accelerate a loaded model or pipeline in place; `generate` keeps its arguments, its output and its law.
+    """Accelerate a loaded model or pipeline in place; `generate` keeps its arguments, its output and its distribution.
 
     Args:
         model_or_pipe: a transformers model with `generate`, a `transformers.pipeline`, a model wrapped by PEFT or by
@@ -32,8 +34,8 @@ def enable(model_or_pipe: Any, drafter: Any = None, **options: Any) -> Handle:
         options: fields of SpecConfig: rule, budget, reproducible, auto, compile, on_unsupported; and of the drafter's
             own options, where None stands for what it recommends: of TreeOptions (a trained drafter: depth, width,
             size, tree, draws, draft_vocab, prune, prune_by), ChainOptions ("ngram": depth, width, size) or
-            WindowOptions ("jacobi": window, init, coupling, proactive). A `rule` other than "exact" bends the law, by
-            what `budget` allows; of models that both write and draw only that of pictures.
+            WindowOptions ("jacobi": window, init, coupling, proactive). A `rule` other than "exact" bends the
+            distribution, by what `budget` allows; of models that both write and draw only that of pictures.
 
     Returns:
         A Handle; also a context manager, on leaving which the model is as it was before. Enabling again replaces what

@@ -10,7 +10,8 @@ from typing import Any
 
 from mmspec.checkpoints.files import CONFIG
 from mmspec.checkpoints.load import load_drafter
-from mmspec.pipelines import drafting, own_files
+from mmspec.pipelines import own_files
+from mmspec.pipelines.patching import drafting
 from mmspec.registry import PUBLISHED
 from mmspec.types import TargetInfo
 

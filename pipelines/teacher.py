@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmspec.pipelines import families
+from mmspec.pipelines.families import table as families
 from mmspec.pipelines.prompts import chat_inputs
-from mmspec.pipelines.swap import final_hidden, layer_input, listen
-from mmspec.pipelines.visual import media, placeholders
-from mmspec.pipelines.vlm import tap, untap
-from mmspec.train.data import Sample
+from mmspec.pipelines.targets.hooks import final_hidden, layer_input, record_features
+from mmspec.pipelines.targets.image_tokens import media, placeholders
+from mmspec.pipelines.targets.vlm import tap, untap
+from mmspec.train.data import TrainingSample
 from mmspec.train.trace import Trace
 from mmspec.types import FINAL
 
@@ -41,12 +41,12 @@ class Teacher:
     def head(self, hidden: Tensor) -> Tensor:
         return self.model.get_output_embeddings()(hidden)
 
-    def _inputs(self, samples: Sequence[Sample]) -> Any:
+    def _inputs(self, samples: Sequence[TrainingSample]) -> Any:
         inputs = chat_inputs(self.processor, [s.prompt for s in samples], [s.load() for s in samples])
         return inputs.to(self.model.device)
 
     @torch.no_grad()
-    def answers(self, samples: Sequence[Sample], max_new_tokens: int, temperature: float) -> list[list[int]]:
+    def answers(self, samples: Sequence[TrainingSample], max_new_tokens: int, temperature: float) -> list[list[int]]:
         """The target's own answers, as token ids that end with its end-of-sequence token; temperature 0 is greedy."""
         inputs = self._inputs(samples)
         sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
@@ -58,7 +58,7 @@ class Teacher:
         return [_cut(row, ends, set(placeholders(self.model.config))) for row in out.tolist()]
 
     @torch.no_grad()
-    def trace(self, samples: Sequence[Sample], answers: Sequence[Sequence[int]]) -> Trace:
+    def trace(self, samples: Sequence[TrainingSample], answers: Sequence[Sequence[int]]) -> Trace:
         """One forward over prompts and answers, right-padded; features and embeddings as the decoder saw them."""
         inputs = self._inputs(samples)
         mask = inputs["attention_mask"].bool()
@@ -77,7 +77,7 @@ class Teacher:
             for name, t in types.items():
                 t[b, :n] = inputs[name][b, mask[b]]
                 t[b, n:] = inputs[name][b, -1]
-        with listen() as heard:
+        with record_features() as heard:
             self.model(
                 input_ids=ids, attention_mask=valid.long(), use_cache=False, logits_to_keep=1, **arguments, **types
             )

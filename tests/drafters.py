@@ -13,7 +13,7 @@ from torch import Tensor
 from mmspec.drafters.eagle import EagleDrafter
 from mmspec.registry import drafter_class
 from mmspec.tree import chain, from_parents
-from mmspec.types import HOLE, Categorical, Draft
+from mmspec.types import NO_TOKEN, Categorical, Draft
 
 Line = tuple[list[int], list[int]]  # tokens and parents of the nodes below the root (parents count the root as 0)
 
@@ -53,7 +53,7 @@ class Scripted:
     def propose(self, session: Any, target: Any) -> Draft:
         lines = [self.line(row, self.noise) for row in session.rows]
         size = max(len(tokens) for tokens, _ in lines)
-        tokens = [[*t, *[HOLE] * (size - len(t))] for t, _ in lines]
+        tokens = [[*t, *[NO_TOKEN] * (size - len(t))] for t, _ in lines]
         parents = [[0, *p, *[0] * (size - len(p))] for _, p in lines]
         below = torch.tensor(tokens, dtype=torch.long).view(len(lines), size)
         tree = (
@@ -68,7 +68,7 @@ class Scripted:
 
 
 class Drawn(Scripted):
-    """Draws its tokens from laws q of its own, some of them flat and some sharp, and says so."""
+    """Draws its tokens from distributions q of its own, some of them flat and some sharp, and says so."""
 
     def draft(self, tokens: Tensor, tree: Any) -> Draft:
         scale = torch.tensor([0.1, 1.0, 8.0])[torch.randint(3, (tokens.shape[1],), generator=self.noise)]
@@ -130,9 +130,18 @@ def _holes(oracle: Oracle) -> Callable[..., Line]:
 
     def line(row: Any, g: torch.Generator) -> Line:
         a, b, c = oracle.after(row, 3)
-        return [HOLE, a, a, b, b, HOLE, c, HOLE], [0, 0, 0, 1, 2, 2, 3, 5] if torch.rand((), generator=g) < 0.5 else [
-            0, 0, 0, 2, 2, 2, 4, 6,
-        ]  # fmt: skip
+        return [NO_TOKEN, a, a, b, b, NO_TOKEN, c, NO_TOKEN], [0, 0, 0, 1, 2, 2, 3, 5] if torch.rand(
+            (), generator=g
+        ) < 0.5 else [
+            0,
+            0,
+            0,
+            2,
+            2,
+            2,
+            4,
+            6,
+        ]
 
     return line
 
@@ -142,7 +151,7 @@ def _broken_chain(oracle: Oracle) -> Callable[..., Line]:
 
     def line(row: Any, g: torch.Generator) -> Line:
         tokens = oracle.after(row, 5)
-        tokens[int(torch.randint(0, 5, (), generator=g))] = HOLE
+        tokens[int(torch.randint(0, 5, (), generator=g))] = NO_TOKEN
         return tokens, list(range(5))
 
     return line

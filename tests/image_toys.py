@@ -1,4 +1,5 @@
-"""A target that a table defines, small enough to know the law of everything it can say, and drafters with laws q."""
+"""A target that a table defines, small enough to know the distribution of everything it can say, and drafters with
+distributions q."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from mmspec.loop import decode, start
 from mmspec.rules import Rule
 from mmspec.session import Row, Session
 from mmspec.tree import chain, from_paths, lone
-from mmspec.types import HOLE, Categorical, Draft, Prompt, Round, Scores
+from mmspec.types import NO_TOKEN, Categorical, Draft, Prompt, Round, Scores
 
 CPU = torch.device("cpu")
 
@@ -34,10 +35,10 @@ class Place:
 
 
 class TableModel:
-    """A Target: the law of a token depends on all tokens before it, by a table with one line per text.
+    """A Target: the distribution of a token depends on all tokens before it, by a table with one line per text.
 
-    Texts are numbered as in a heap: 0 is the empty one, and h·V + 1 + x follows h by x. After `length` tokens the law
-    is uniform.
+    Texts are numbered as in a heap: 0 is the empty one, and h·V + 1 + x follows h by x. After `length` tokens the
+    distribution is uniform.
     """
 
     device = CPU
@@ -58,15 +59,15 @@ class TableModel:
         return (text * self.vocab + 1 + token.clamp(min=0)).clamp(max=len(self.logits) - 1)
 
     def joint(self) -> Tensor:
-        """The law of whole outputs, [V^length], the first token most significant."""
-        law, first = torch.ones(1, dtype=torch.float64), 0
+        """The distribution of whole outputs, [V^length], the first token most significant."""
+        distribution, first = torch.ones(1, dtype=torch.float64), 0
         for t in range(self.length):
             texts = self.vocab**t
-            law = (law[:, None] * self.logits[first : first + texts].softmax(-1)).flatten()
+            distribution = (distribution[:, None] * self.logits[first : first + texts].softmax(-1)).flatten()
             first += texts
-        return law
+        return distribution
 
-    def law(self, texts: Tensor, session: Session, draft: Draft) -> Categorical:
+    def distribution(self, texts: Tensor, session: Session, draft: Draft) -> Categorical:
         """p at numbered texts [B, N]; a subclass may realise it otherwise."""
         return Categorical(self.logits[texts])
 
@@ -75,7 +76,7 @@ class TableModel:
         ids = torch.zeros(len(session.rows), 1, dtype=torch.long)
         session.cache = Place(ids[:, 0], ids)
         prompt = Prompt(ids, None, None, torch.zeros_like(ids), torch.ones_like(ids, dtype=torch.bool))
-        return prompt, Scores(self.law(ids, session, lone(ids)))
+        return prompt, Scores(self.distribution(ids, session, lone(ids)))
 
     def score(self, session: Any, draft: Draft) -> Scores:
         nodes = [self.after(session.cache.text, draft.tokens[:, 0])]
@@ -83,10 +84,10 @@ class TableModel:
             above = torch.stack(nodes, 1).gather(1, draft.tree.parents[:, n, None])[:, 0]
             nodes.append(self.after(above, draft.tokens[:, n]))
         session.cache.nodes = torch.stack(nodes, 1)
-        return Scores(self.law(session.cache.nodes, session, draft))
+        return Scores(self.distribution(session.cache.nodes, session, draft))
 
     def commit(self, session: Any, round_: Round) -> None:
-        session.cache.text = session.cache.nodes.gather(1, round_.verdict.last[:, None])[:, 0]
+        session.cache.text = session.cache.nodes.gather(1, round_.acceptance.last[:, None])[:, 0]
 
     def embed(self, ids: Tensor) -> Tensor:
         return torch.nn.functional.one_hot(ids, self.vocab).double()
@@ -116,10 +117,10 @@ class Nothing:
 
 
 class Drawn:
-    """Draws from laws q that depend on the pending token and on the depth, with noise of its own, and says so.
+    """Draws from distributions q that depend on the pending token and on the depth, with noise of its own, and says so.
 
-    `paths` are ranks as in `from_paths`; siblings are drawn without replacement, each with the law it was drawn from.
-    `honest=False` states another law than the one it draws from.
+    `paths` are ranks as in `from_paths`; siblings are drawn without replacement, each with the distribution it was
+    drawn from. `honest=False` states another distribution than the one it draws from.
     """
 
     def __init__(self, model: TableModel, paths: list[tuple[int, ...]] | int, honest: bool = True) -> None:
@@ -157,7 +158,7 @@ class Holes(Drawn):
 
     def propose(self, session: Any, target: Any) -> Draft:
         draft = super().propose(session, target)
-        draft.tokens[:, 3::3] = HOLE
+        draft.tokens[:, 3::3] = NO_TOKEN
         return draft
 
 
@@ -175,7 +176,7 @@ def excess(samples: Tensor, joint: Tensor, vocab: int) -> float:
 
 
 def distance(samples: Tensor, joint: Tensor, vocab: int) -> float:
-    """Total variation between the frequencies of samples [n, T] and a law, the noise of n samples included."""
+    """Total variation between the frequencies of samples [n, T] and a distribution, the noise of n samples included."""
     place = vocab ** torch.arange(samples.shape[1] - 1, -1, -1)
     counts = torch.bincount((samples * place).sum(-1), minlength=len(joint)).double()
     return float((counts / len(samples) - joint).abs().sum() / 2)

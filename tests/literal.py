@@ -156,11 +156,12 @@ def drafts_as_written(drafter: Any, many: list[Text], enter: Enter, apart: bool 
     read: list[list[tuple[int, Tensor]]] = [[] for _ in many]  # (token, feature before it) since the prompt
     for counts in ((1,) * B, tuple(1 + b % 4 for b in range(B))):
         kept = torch.arange(max(counts)).expand(B, -1)
-        verdict = SimpleNamespace(count=torch.tensor(counts), token=root)
-        scores = SimpleNamespace(hidden=hidden, law=Categorical(ids=tokens))
+        acceptance = SimpleNamespace(count=torch.tensor(counts), token=root)
+        scores = SimpleNamespace(hidden=hidden, p=Categorical(ids=tokens))
         session.pending = root
-        session.last = SimpleNamespace(draft=SimpleNamespace(tokens=tokens), scores=scores, verdict=verdict, kept=kept,
-                                       counts=counts)  # fmt: skip
+        session.last = SimpleNamespace(
+            draft=SimpleNamespace(tokens=tokens), scores=scores, acceptance=acceptance, kept=kept, counts=counts
+        )
         for b, count in enumerate(counts):
             follow = [*tokens[b, 1:count].tolist(), int(root[b])]
             read[b] += [(token, hidden[b, i]) for i, token in enumerate(follow)]

@@ -1,4 +1,5 @@
-"""Trees with a law: all nodes at once against one child after the other; and nothing is read from the device."""
+"""Trees with a distribution: all nodes at once against one child after the other; and nothing is read from the
+device."""
 
 from __future__ import annotations
 
@@ -15,37 +16,43 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmspec import accept
-from mmspec.accept import walk
-from mmspec.drafters import shapes
+from mmspec.accept import verify_tree
+from mmspec.batch import join, select
+from mmspec.drafters import static_trees as shapes
 from mmspec.kernels import reference as ops
-from mmspec.rows import join, select
 from mmspec.rules import Masses, Rule, Trial, exact
 from mmspec.tree import bounds, chain, children, from_parents, from_paths, grow
-from mmspec.types import HOLE, Categorical, Draft, Tree, Verdict
+from mmspec.types import NO_TOKEN, Acceptance, Categorical, Draft, Tree
 
 
-def one_by_one(draft: Draft, law: Categorical, rule: Rule, u: Tensor, spent: Tensor | None = None) -> Verdict:
+def one_by_one(
+    draft: Draft, distribution: Categorical, rule: Rule, u: Tensor, spent: Tensor | None = None
+) -> Acceptance:
     """The definition: every row by itself, every child of the current node by itself."""
-    rows = [_row(draft, law, rule, u, spent, b) for b in range(len(u))]
+    rows = [_row(draft, distribution, rule, u, spent, b) for b in range(len(u))]
     stands = torch.zeros(u.shape, dtype=torch.bool)
     for b, (path, *_) in enumerate(rows):
         stands[b, path] = True
     _, token, charged = zip(*rows, strict=True)
     last = torch.tensor([path[-1] for path, *_ in rows])
-    return Verdict(stands, stands.sum(1), last, torch.cat(token), torch.cat(charged))
+    return Acceptance(stands, stands.sum(1), last, torch.cat(token), torch.cat(charged))
 
 
 def _row(
-    draft: Draft, law: Categorical, rule: Rule, u: Tensor, spent: Tensor | None, b: int
+    draft: Draft, distribution: Categorical, rule: Rule, u: Tensor, spent: Tensor | None, b: int
 ) -> tuple[list[int], Tensor, Tensor]:
     drafted, parents, path = draft.tokens[b].tolist(), draft.tree.parents[b].tolist(), [0]
-    p, noise, charged = law.logits[b, 0].double().softmax(-1)[None], u[b, :1], torch.zeros(1, dtype=torch.float64)
+    p, noise, charged = (
+        distribution.logits[b, 0].double().softmax(-1)[None],
+        u[b, :1],
+        torch.zeros(1, dtype=torch.float64),
+    )
     for node in range(1, len(parents)):
-        if parents[node] != path[-1] or drafted[node] == HOLE:
+        if parents[node] != path[-1] or drafted[node] == NO_TOKEN:
             continue
         q = torch.nn.functional.one_hot(draft.tokens[b, node], p.shape[-1]).double()[None]
-        if draft.law is not None:
-            q = draft.law.logits[b, node].double().softmax(-1)[None]
+        if draft.q is not None:
+            q = draft.q.logits[b, node].double().softmax(-1)[None]
         trial = Trial(draft.tokens[b, node, None], draft.tree.depth[b, node, None], Masses.of(p), Masses.of(q))
         strict = f = rule.ratio(trial.p_x, trial.q_x)
         if rule.relaxed is not None:
@@ -56,7 +63,7 @@ def _row(
             charged = charged + ((f - strict).abs() if rule.charge is None else rule.charge(trial))
         if noise < f:
             path.append(node)
-            p, noise = law.logits[b, node].double().softmax(-1)[None], u[b, node, None]
+            p, noise = distribution.logits[b, node].double().softmax(-1)[None], u[b, node, None]
         else:
             rest = rule.residual(p, q)
             p, noise = rest / rest.sum(-1, keepdim=True), ops.remaining(noise, f)
@@ -95,7 +102,7 @@ def random_draft(seed: int, drawn: bool, batch: int = 12) -> tuple[Draft, Catego
     if seed % 2:
         p = p.masked_fill(p < p.topk(4).values[..., -1:], -math.inf)
     tokens = torch.randint(0, V, (batch, N), generator=g)
-    tokens[:, 1:][torch.rand(batch, N - 1, generator=g) < 0.1] = HOLE
+    tokens[:, 1:][torch.rand(batch, N - 1, generator=g) < 0.1] = NO_TOKEN
     u, spent = torch.rand(2, batch, N, generator=g, dtype=torch.float64)
     return Draft(tokens, tree, Categorical(q) if drawn else None), Categorical(p), u, 0.2 * spent[:, 0]
 
@@ -103,15 +110,15 @@ def random_draft(seed: int, drawn: bool, batch: int = 12) -> tuple[Draft, Catego
 @pytest.mark.parametrize("budget", [None, 0.0, 0.15, 0.6])
 @pytest.mark.parametrize("spec", ALL)
 def test_a_tree_is_walked_as_one_child_after_the_other(spec: str, budget: float | None) -> None:
-    """Every part of the verdict, number for number; what was charged, to rounding once a budget has cut it short."""
+    """Every part of the acceptance, number for number; what was charged, to rounding once a budget has cut it short."""
     if (spec == "exact" or "grouped" in spec) and budget is not None:
         pytest.skip("takes no budget")
     rule, deepest = rule_of(spec, budget), 0
     for seed, drawn in itertools.product(range(18), (True, False)):
-        draft, law, u, spent = random_draft(seed, drawn)
+        draft, distribution, u, spent = random_draft(seed, drawn)
         spent = None if budget is None else spent
-        mine, wanted = walk(draft, law, rule, u, spent), one_by_one(draft, law, rule, u, spent)
-        for name in ("stands", "count", "last", "token"):
+        mine, wanted = verify_tree(draft, distribution, rule, u, spent), one_by_one(draft, distribution, rule, u, spent)
+        for name in ("accepted", "count", "last", "token"):
             assert torch.equal(getattr(mine, name), getattr(wanted, name)), (name, seed)
         assert (mine.spent is None) == rule.lossless
         if mine.spent is not None:
@@ -122,12 +129,12 @@ def test_a_tree_is_walked_as_one_child_after_the_other(spec: str, budget: float 
 
 def test_rows_that_do_not_fit_at_once_are_walked_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     for spec, seed in itertools.product(("exact", "scaled(omega=1.7)"), range(6)):
-        draft, law, u, spent = random_draft(seed, drawn=True)
-        whole = walk(draft, law, rule_of(spec), u, spent)
+        draft, distribution, u, spent = random_draft(seed, drawn=True)
+        whole = verify_tree(draft, distribution, rule_of(spec), u, spent)
         monkeypatch.setattr(accept, "ROOM", 5 * 8 * V * max(1, *(draft.tree.families or (draft.tree.size,)), 0))
-        parts = walk(draft, law, rule_of(spec), u, spent)
+        parts = verify_tree(draft, distribution, rule_of(spec), u, spent)
         monkeypatch.undo()
-        for name in ("stands", "count", "last", "token", "spent"):
+        for name in ("accepted", "count", "last", "token", "spent"):
             a, b = getattr(whole, name), getattr(parts, name)
             assert a is b is None or torch.equal(a, b), name
 
@@ -160,7 +167,9 @@ def test_rows_of_two_shapes_claim_no_families() -> None:
     assert join(two, two, {}).families == (3,) and select(two, torch.tensor([1])).families == (3,)
 
 
-def meta(draft: Draft, law: Categorical, u: Tensor, spent: Tensor) -> tuple[Draft, Categorical, Tensor, Tensor]:
+def meta(
+    draft: Draft, distribution: Categorical, u: Tensor, spent: Tensor
+) -> tuple[Draft, Categorical, Tensor, Tensor]:
     """The same shapes on a device that has no numbers: whoever reads one there is refused."""
 
     def moved(value: Any) -> Any:
@@ -170,7 +179,7 @@ def meta(draft: Draft, law: Categorical, u: Tensor, spent: Tensor) -> tuple[Draf
             return type(value)(**{name: moved(getattr(value, name)) for name in value.__dataclass_fields__})
         return value
 
-    return moved(draft), moved(law), moved(u), moved(spent)
+    return moved(draft), moved(distribution), moved(u), moved(spent)
 
 
 @pytest.mark.parametrize("budget", [None, 0.15])
@@ -179,13 +188,13 @@ def test_no_walk_reads_the_device(spec: str, budget: float | None) -> None:
     if spec == "exact" or "grouped" in spec:
         budget = None
     for seed, drawn in itertools.product(range(6), (True, False)):
-        verdict = walk(*meta_of(seed, drawn, rule_of(spec, budget)))
-        assert verdict.token.device.type == "meta"
+        acceptance = verify_tree(*meta_of(seed, drawn, rule_of(spec, budget)))
+        assert acceptance.next_token.device.type == "meta"
 
 
 def meta_of(seed: int, drawn: bool, rule: Rule) -> tuple[Draft, Categorical, Rule, Tensor, Tensor]:
-    draft, law, u, spent = meta(*random_draft(seed, drawn))
-    return draft, law, rule, u, spent
+    draft, distribution, u, spent = meta(*random_draft(seed, drawn))
+    return draft, distribution, rule, u, spent
 
 
 class Calls(TorchDispatchMode):
@@ -204,7 +213,7 @@ def calls(tree: Tree) -> int:
     B, N = tree.parents.shape
     draft = Draft(torch.zeros(B, N, dtype=torch.long), tree, Categorical(torch.zeros(B, N, V)))
     with Calls() as counted:
-        walk(draft, Categorical(torch.zeros(B, N, V)), exact, torch.rand(B, N, dtype=torch.float64))
+        verify_tree(draft, Categorical(torch.zeros(B, N, V)), exact, torch.rand(B, N, dtype=torch.float64))
     return counted.count
 
 

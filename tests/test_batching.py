@@ -22,11 +22,13 @@ import mmspec
 from mmspec.app import engine as engines
 from mmspec.app.engine import Engine
 from mmspec.drafters.plain import Plain
-from mmspec.pipelines import batching, decoder_only, intake
-from mmspec.pipelines.batching import Finished, Flow
-from mmspec.pipelines.cache import SlotCache
-from mmspec.pipelines.intake import Intake, Static
+from mmspec.pipelines.families import decoder_only
 from mmspec.pipelines.prompts import chat_inputs
+from mmspec.pipelines.serving import batcher as intake
+from mmspec.pipelines.serving import continuous as batching
+from mmspec.pipelines.serving.batcher import Batcher, StaticBatcher
+from mmspec.pipelines.serving.continuous import ContinuousBatcher, FinishedPrompt
+from mmspec.pipelines.targets.cache import RaggedCache
 
 KINDS = ("image first", "image first", "text only", "several images", "image last", "image first", "image last")
 GUESTS: dict[str, Callable[[Any], Any]] = {
@@ -52,9 +54,9 @@ def settings(**options: Any) -> dict[str, Any]:
     return {"max_new_tokens": 10, "do_sample": False, **options}
 
 
-def drain(flow: Intake, asked: list[dict[str, Tensor]], seeds: list[int] | None = None) -> list[Finished]:
+def drain(flow: Batcher, asked: list[dict[str, Tensor]], seeds: list[int] | None = None) -> list[FinishedPrompt]:
     """Everything through the flow, added as room is; the ends in the order of the prompts."""
-    found: dict[Any, Finished] = {}
+    found: dict[Any, FinishedPrompt] = {}
     waiting = list(enumerate(asked))
     while waiting or flow.busy:
         while waiting and flow.free:
@@ -67,7 +69,7 @@ def drain(flow: Intake, asked: list[dict[str, Tensor]], seeds: list[int] | None 
     return [found[number] for number in range(len(asked))]
 
 
-def answers(flow: Intake, asked: list[dict[str, Tensor]], seeds: list[int] | None = None) -> list[list[int]]:
+def answers(flow: Batcher, asked: list[dict[str, Tensor]], seeds: list[int] | None = None) -> list[list[int]]:
     ends = drain(flow, asked, seeds)
     assert [end.error for end in ends] == [None] * len(asked)
     return [end.tokens for end in ends]
@@ -82,7 +84,7 @@ def test_every_family_answers_as_if_alone(name: str) -> None:
     options = settings(eos_token_id=ENDS, max_new_tokens=16)
     want = [alone(model, one, **options) for one in asked]
     with mmspec.enable(model, drafter=eagle(model, depth=3, width=3, size=9)):
-        assert answers(Flow(model, None, 3, **options), asked) == want
+        assert answers(ContinuousBatcher(model, None, 3, **options), asked) == want
     assert len({len(tokens) for tokens in want}) > 2
 
 
@@ -92,7 +94,7 @@ def test_every_drafter_in_any_number_of_rows(drafter: str, rows: int) -> None:
     model, asked = targets.model("llava"), prompts("llava")
     want = [alone(model, one, eos_token_id=ENDS) for one in asked]
     with mmspec.enable(model, drafter=GUESTS[drafter](model)):
-        flow = Flow(model, None, rows, **settings(eos_token_id=ENDS))
+        flow = ContinuousBatcher(model, None, rows, **settings(eos_token_id=ENDS))
         assert answers(flow, asked) == want
         assert flow.stats.tokens == sum(map(len, want)) == mmspec.stats(model).tokens
         assert flow.stats.row_rounds <= rows * flow.stats.rounds
@@ -106,7 +108,7 @@ def test_pictures_of_any_size_and_clips(name: str, kinds: tuple[str, ...]) -> No
     assert len({one["input_ids"].shape[1] for one in asked}) > 1
     want = [alone(model, one) for one in asked]
     with mmspec.enable(model):
-        assert answers(Flow(model, None, 3, **settings()), asked) == want
+        assert answers(ContinuousBatcher(model, None, 3, **settings()), asked) == want
 
 
 @pytest.mark.parametrize(
@@ -124,7 +126,7 @@ def test_generation_settings_hold_for_each_row(options: dict[str, Any]) -> None:
     model, asked = targets.model("llava"), prompts("llava", KINDS[:5])
     want = [alone(model, one, **options) for one in asked]
     with mmspec.enable(model, drafter=eagle(model, depth=3, width=3, size=9)):
-        assert answers(Flow(model, None, 3, **settings(**options)), asked) == want
+        assert answers(ContinuousBatcher(model, None, 3, **settings(**options)), asked) == want
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "eagle tree"])
@@ -135,11 +137,12 @@ def test_sampled_rows_are_fixed_by_their_seeds(drafter: str) -> None:
     seeds = [11, 12, 13, 14, 15, 16, 17]
     with mmspec.enable(model, drafter=GUESTS[drafter](model)):
         want = [
-            answers(Flow(model, None, 1, **options), [one], [seed])[0] for one, seed in zip(asked, seeds, strict=True)
+            answers(ContinuousBatcher(model, None, 1, **options), [one], [seed])[0]
+            for one, seed in zip(asked, seeds, strict=True)
         ]
-        assert answers(Flow(model, None, 3, **options), asked, seeds) == want
-        assert answers(Flow(model, None, 4, **options), asked[::-1], seeds[::-1]) == want[::-1]
-        other = answers(Flow(model, None, 3, **options), asked, [s + 1 for s in seeds])
+        assert answers(ContinuousBatcher(model, None, 3, **options), asked, seeds) == want
+        assert answers(ContinuousBatcher(model, None, 4, **options), asked[::-1], seeds[::-1]) == want[::-1]
+        other = answers(ContinuousBatcher(model, None, 3, **options), asked, [s + 1 for s in seeds])
     assert sum(a != b for a, b in zip(other, want, strict=True)) > 3
 
 
@@ -149,14 +152,14 @@ def test_waiting_prompts_of_one_shape_are_read_together(monkeypatch: pytest.Monk
     unhurt = batching.start
     monkeypatch.setattr(batching, "start", lambda *a: read.append(len(a[3].input_ids)) or unhurt(*a))
     with mmspec.enable(model, drafter=Plain()):
-        answers(Flow(model, None, 4, **settings(max_new_tokens=3)), asked)
+        answers(ContinuousBatcher(model, None, 4, **settings(max_new_tokens=3)), asked)
     assert read == [1, 3, 4, 1]
 
 
 # -- memory ----------------------------------------------------------------------------------------------------------
 
 
-def slots_held(flow: Flow) -> int:
+def slots_held(flow: ContinuousBatcher) -> int:
     cache = flow._session.cache
     return max(layer.keys.shape[2] for layer in cache.cache.slots) if cache is not None else 0
 
@@ -167,7 +170,7 @@ def test_the_cache_does_not_grow_with_the_number_of_prompts(drafter: str) -> Non
     model = targets.model("llava")
     asked = prompts("llava", KINDS[:3] * 20)
     with mmspec.enable(model, drafter=GUESTS[drafter](model)):
-        flow, held = Flow(model, None, 3, **settings(eos_token_id=ENDS, max_new_tokens=12)), []
+        flow, held = ContinuousBatcher(model, None, 3, **settings(eos_token_id=ENDS, max_new_tokens=12)), []
         longest = max(one["input_ids"].shape[1] for one in asked) + 12 + flow._handle.drafter.nodes
         for number, inputs in enumerate(asked):
             flow.add(number, inputs)
@@ -187,7 +190,7 @@ def test_one_huge_prompt_does_not_widen_the_cache_for_ever() -> None:
     long["input_ids"] = torch.randint(5, 100, (1, 300), generator=torch.Generator().manual_seed(0))
     long["attention_mask"] = torch.ones_like(long["input_ids"])
     with mmspec.enable(model, drafter=Plain()):
-        flow = Flow(model, None, 2, **settings(max_new_tokens=8))
+        flow = ContinuousBatcher(model, None, 2, **settings(max_new_tokens=8))
         flow.add("short", short)
         flow.step()
         flow.add("long", long)
@@ -201,16 +204,16 @@ def test_one_huge_prompt_does_not_widen_the_cache_for_ever() -> None:
         assert slots_held(flow) < 100
 
 
-def caches() -> set[SlotCache]:
+def caches() -> set[RaggedCache]:
     """All that there are."""
     gc.collect()
-    return {thing for thing in gc.get_objects() if issubclass(type(thing), SlotCache)}
+    return {thing for thing in gc.get_objects() if issubclass(type(thing), RaggedCache)}
 
 
 def test_nothing_is_held_once_all_rows_have_ended() -> None:
     model, others = targets.model("llava"), caches()  # of other tests
     with mmspec.enable(model, drafter=GUESTS["eagle tree"](model)):
-        flow = Flow(model, None, 3, **settings(max_new_tokens=6))
+        flow = ContinuousBatcher(model, None, 3, **settings(max_new_tokens=6))
         asked = prompts("llava", KINDS[:4])
         pixels = weakref.ref(asked[0]["pixel_values"])
         drain(flow, asked)
@@ -229,8 +232,8 @@ def broken(name: str = "llava") -> dict[str, Tensor]:
     return inputs
 
 
-@pytest.mark.parametrize("kind", [Flow, Static])
-def test_a_prompt_that_cannot_be_read_fails_alone(kind: type[Intake]) -> None:
+@pytest.mark.parametrize("kind", [ContinuousBatcher, StaticBatcher])
+def test_a_prompt_that_cannot_be_read_fails_alone(kind: type[Batcher]) -> None:
     model = targets.model("llava")
     asked = prompts("llava", ("image first",) * 6)
     asked[3] = broken()
@@ -259,7 +262,7 @@ def test_a_prompt_that_breaks_a_round_fails_alone() -> None:
     guilty = asked[2]["input_ids"][0].tolist()
     want = [alone(model, one) for one in asked]
     with mmspec.enable(model, drafter=Fussy(guilty)):
-        ends = drain(Flow(model, None, 3, **settings()), asked)
+        ends = drain(ContinuousBatcher(model, None, 3, **settings()), asked)
     assert [str(end.error) for end in ends if end.error] == ["one text breaks the round of all"]
     assert [end.tokens for end in ends] == [[] if n == 2 else tokens for n, tokens in enumerate(want)]
 
@@ -275,16 +278,16 @@ def test_rows_are_halved_when_memory_runs_out(where: str, monkeypatch: pytest.Mo
             raise torch.OutOfMemoryError("out of memory")
 
     with mmspec.enable(model):
-        flow = Flow(model, None, 5, **settings())
+        flow = ContinuousBatcher(model, None, 5, **settings())
         if where == "read":
             unhurt = batching.start
             monkeypatch.setattr(
                 batching, "start", lambda *a: (check(len(a[3].input_ids) + len(flow.running)), unhurt(*a))[1]
             )
         elif where == "join":
-            join = SlotCache.join
+            join = RaggedCache.join
             monkeypatch.setattr(
-                SlotCache, "join", lambda a, b: (check(len(a.lengths.host) + len(b.lengths.host)), join(a, b))[1]
+                RaggedCache, "join", lambda a, b: (check(len(a.lengths.host) + len(b.lengths.host)), join(a, b))[1]
             )
         else:
             propose = type(flow._handle.drafter).propose
@@ -306,7 +309,7 @@ def test_a_prompt_too_large_by_itself_costs_only_itself(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(batching, "start", start)
     with mmspec.enable(model):
-        flow = Flow(model, None, 4, **settings())
+        flow = ContinuousBatcher(model, None, 4, **settings())
         ends = drain(flow, asked)
     assert [n for n, end in enumerate(ends) if end.error] == [3] and flow.rows == 4
     assert all(end.tokens == alone(model, one) for n, (end, one) in enumerate(zip(ends, asked, strict=True)) if n != 3)
@@ -323,20 +326,20 @@ def test_calls_that_cannot_be_accelerated_are_answered_all_the_same() -> None:
     model, asked = targets.model("llava"), prompts("llava", KINDS[:3])
     want = [alone(model, one, logits_processor=[Keeps()]) for one in asked]
     with mmspec.enable(model), pytest.warns(UserWarning, match="stock path: the logits processor Keeps"):
-        assert answers(Flow(model, None, 3, **settings(logits_processor=[Keeps()])), asked) == want
+        assert answers(ContinuousBatcher(model, None, 3, **settings(logits_processor=[Keeps()])), asked) == want
 
 
 def test_refusals() -> None:
     model = targets.model("llava")
     with pytest.raises(ValueError, match="not enabled"):
-        Flow(model, None, 2)
+        ContinuousBatcher(model, None, 2)
     with mmspec.enable(model):
         with pytest.raises(ValueError, match="rows must be at least 1; got 0"):
-            Flow(model, None, 0)
+            ContinuousBatcher(model, None, 0)
         with pytest.raises(ValueError, match="one prompt at a time; got 4"):
-            Flow(model, None, 2).add(0, targets.prompt("llava", "ragged"))
+            ContinuousBatcher(model, None, 2).add(0, targets.prompt("llava", "ragged"))
     with mmspec.enable(model, reproducible=True), pytest.raises(ValueError, match="each row has its seed"):
-        Flow(model, None, 2)
+        ContinuousBatcher(model, None, 2)
 
 
 # -- static batches --------------------------------------------------------------------------------------------------
@@ -348,11 +351,11 @@ def test_static_batches_leave_the_callers_noise_alone(sampled: bool) -> None:
     options = settings(do_sample=sampled)
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    want = answers(Static(model, None, 1, **options), asked, [1, 2, 3])
+    want = answers(StaticBatcher(model, None, 1, **options), asked, [1, 2, 3])
     assert torch.equal(torch.get_rng_state(), before)
     torch.manual_seed(6)
-    assert answers(Static(model, None, 1, **options), asked, [1, 2, 3]) == want
-    assert (answers(Static(model, None, 1, **options), asked, [4, 5, 6]) != want) is sampled
+    assert answers(StaticBatcher(model, None, 1, **options), asked, [1, 2, 3]) == want
+    assert (answers(StaticBatcher(model, None, 1, **options), asked, [4, 5, 6]) != want) is sampled
 
 
 @pytest.mark.parametrize("enabled", [True, False])
@@ -363,7 +366,7 @@ def test_static_batches_give_the_same_answers(enabled: bool) -> None:
         want = [alone(model, one) for one in asked]
         if enabled:
             mmspec.enable(model)
-        assert answers(Static(model, None, 3, **settings()), asked) == want
+        assert answers(StaticBatcher(model, None, 3, **settings()), asked) == want
     finally:
         mmspec.disable(model)
         model.generation_config.eos_token_id = None
@@ -372,15 +375,15 @@ def test_static_batches_give_the_same_answers(enabled: bool) -> None:
 def test_static_batches_are_halved_when_memory_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
     model, asked = targets.model("llava"), prompts("llava", ("image first",) * 5)
     want = [alone(model, one) for one in asked]
-    unhurt = Intake._generate
+    unhurt = Batcher._generate
 
-    def generate(self: Intake, group: list[intake.Asked], **how: Any) -> Any:
+    def generate(self: Batcher, group: list[intake.QueuedPrompt], **how: Any) -> Any:
         if len(group) > 1:
             raise MemoryError
         return unhurt(self, group, **how)
 
-    monkeypatch.setattr(Intake, "_generate", generate)
-    flow = Static(model, None, 4, **settings())
+    monkeypatch.setattr(Batcher, "_generate", generate)
+    flow = StaticBatcher(model, None, 4, **settings())
     assert answers(flow, asked) == want and flow.rows == 1
 
 

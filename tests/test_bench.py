@@ -16,7 +16,7 @@ from mmspec.app import cli
 from mmspec.app.bench import command as bench
 from mmspec.app.bench import report
 from mmspec.app.bench import vlm as bench_vlm
-from mmspec.app.bench.command import BenchError, Call, Clock
+from mmspec.app.bench.command import BenchError, Clock, TimedCall
 from mmspec.app.bench.questions import Question, read_questions
 from mmspec.app.provenance import provenance
 from mmspec.drafters.eagle import EagleConfig, EagleDrafter
@@ -36,9 +36,9 @@ def run(*words: object) -> int:
     return bench.run(parser.parse_args(["vlm", *map(str, words)]))
 
 
-def call(seconds: float, first: float, lengths: tuple[int, ...], steps: int, stats: Stats | None = None) -> Call:
+def call(seconds: float, first: float, lengths: tuple[int, ...], steps: int, stats: Stats | None = None) -> TimedCall:
     answers = tuple(tuple(range(n)) for n in lengths)
-    return Call(seconds, first, answers, steps, sum(lengths) - len(lengths), stats)
+    return TimedCall(seconds, first, answers, steps, sum(lengths) - len(lengths), stats)
 
 
 # -- arithmetic ----------------------------------------------------------------------------------------------------

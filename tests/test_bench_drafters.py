@@ -221,8 +221,8 @@ def test_tuning_leaves_out_what_a_drafter_cannot_do(
 def test_tau_by_depth_ends_at_tau() -> None:
     stats = Stats(rounds=4, row_rounds=4, gained=10, drafter={"prompts": 2, "memory bytes": 600, "visual rows": 8})
     stats.accepted_by_depth.update({1: 3, 2: 2, 3: 1})
-    made = {"stock": [bench.Call(1.0, 0.1, ((1,) * 11,), 10, 10, None)],
-            "eagle": [bench.Call(1.0, 0.1, ((1,) * 11,), 4, 10, stats)]}  # fmt: skip
+    made = {"stock": [bench.TimedCall(1.0, 0.1, ((1,) * 11,), 10, 10, None)],
+            "eagle": [bench.TimedCall(1.0, 0.1, ((1,) * 11,), 4, 10, stats)]}  # fmt: skip
     found = report.figures("eagle", made, "stock", greedy=True, assisted=False)
     assert found["tau_by_depth"] == [1.75, 2.25, 2.5] and found["tokens_per_target_call"] == 2.5
     assert found["drafter_kv_bytes"] == 300 and found["drafter_visual_rows"] == 4

@@ -16,8 +16,8 @@ from mmspec.app.bench import command as bench
 from mmspec.app.bench import gallery, image_methods, image_plain, report, report_image
 from mmspec.app.bench import image as bench_image
 from mmspec.app.bench.command import matching
-from mmspec.app.bench.image_methods import Method
-from mmspec.app.painter import Painter, Painting
+from mmspec.app.bench.image_methods import ImageMethod
+from mmspec.app.painter import ImageResult, ImageSubject
 from mmspec.registry import resolve_rule
 from mmspec.statistics import Stats
 
@@ -41,11 +41,13 @@ def run(*words: object) -> int:
     return bench.run(parser.parse_args(["image", *map(str, words)]))
 
 
-def painting(seconds: float, rounds: int, spent: tuple[float, ...] = (0.0,), fill: int = 0, **parts: float) -> Painting:
+def painting(
+    seconds: float, rounds: int, spent: tuple[float, ...] = (0.0,), fill: int = 0, **parts: float
+) -> ImageResult:
     rows = len(spent)
     stats = Stats(rounds=rounds, tokens=16 * rows, row_rounds=rounds * rows, gained=15 * rows)
     stats.seconds.update(parts)
-    return Painting([Image.new("RGB", (8, 8))] * rows, torch.full((rows, 4, 4), fill), seconds, stats, list(spent))
+    return ImageResult([Image.new("RGB", (8, 8))] * rows, torch.full((rows, 4, 4), fill), seconds, stats, list(spent))
 
 
 # -- arithmetic ----------------------------------------------------------------------------------------------------
@@ -127,7 +129,7 @@ def test_methods_are_chosen_by_pattern() -> None:
     "settings", [{}, {"guidance_scale": 1.0}, {"temperature": 0.0}, {"top_k": 3, "temperature": 0.7}], ids=str
 )
 def test_the_static_plain_path_draws_the_same_picture(kind: str, settings: dict[str, Any]) -> None:
-    painter = Painter(tiny_llamagen.pipeline(kind), **settings)
+    painter = ImageSubject(tiny_llamagen.pipeline(kind), **settings)
     asked = ["a red circle", "a small blue square"] if kind == "text" else [1, 2]
     stock, before = painter.paint(asked, [4, 5]), type(painter.pipe)
     image_plain.begin(painter.pipe, compiled=False)
@@ -143,7 +145,7 @@ def test_the_static_plain_path_draws_the_same_picture(kind: str, settings: dict[
 
 @pytest.mark.full
 def test_the_compiled_plain_path_draws_the_same_picture() -> None:
-    painter = Painter(tiny_llamagen.pipeline("class"))
+    painter = ImageSubject(tiny_llamagen.pipeline("class"))
     stock = painter.paint([1, 2], [4, 5])
     image_plain.begin(painter.pipe, compiled=True)
     assert torch.equal(painter.paint([1, 2], [4, 5]).tokens, stock.tokens)
@@ -154,13 +156,13 @@ def test_the_compiled_plain_path_draws_the_same_picture() -> None:
 
 
 def test_a_gallery_goes_on_where_it_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    painter = Painter(tiny_llamagen.pipeline("class"))
+    painter = ImageSubject(tiny_llamagen.pipeline("class"))
     asked, seeds, told = [1, 2, 3, 4, 5], [11, 12, 13, 14, 15], {"setting": ""}
     whole = gallery.fill(painter, asked, seeds, 2, None, told)
     calls: list[list[int]] = []
     paint = painter.paint
 
-    def stopped(some: list[int], with_seeds: list[int]) -> Painting:
+    def stopped(some: list[int], with_seeds: list[int]) -> ImageResult:
         if len(calls) == 1:
             calls.append([])
             raise KeyboardInterrupt
@@ -238,7 +240,7 @@ def test_a_sweep_makes_curves(classes: Path, tmp_path: Path, monkeypatch: pytest
     assert run(*words, "--sweep", "--noise-runs", 1, "--json", tmp_path / "out.json") == 0
     records = json.loads((tmp_path / "out.json").read_text())["records"]
     lines = report_image.curves(records)
-    assert sorted(r["parameter"] for r in lines["scaled"]) == [1.1, 3.0] and len(lines["law kept"]) == 1
+    assert sorted(r["parameter"] for r in lines["scaled"]) == [1.1, 3.0] and len(lines["distribution kept"]) == 1
     assert all(r["fd_real"] is None and r["faithfulness"] is None for r in records)  # classes have no real pictures
 
 
@@ -294,7 +296,7 @@ def test_bad_input(classes: Path, capsys: pytest.CaptureFixture[str], words: lis
 
 def test_layouts_show_every_record_that_they_title() -> None:
     made = {"ar": [painting(2.0, 15, verify=1.5)]}
-    facts = Method("ar").facts
+    facts = ImageMethod("ar").facts
     record = {"suite": "image", "batch": 1, **facts, **report_image.figures("ar", made, "ar"), "note": "a note"}
     page = report.markdown([record], {"model": "m"}, {})
     assert "## batch 1" in page and "| ar | kept | 1.00x (1.00-1.00) |" in page and "ar: a note" in page

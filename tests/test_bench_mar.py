@@ -21,19 +21,19 @@ def test_the_suite_measures_a_folder(tmp_path, capsys):
     records = {r["method"]: r for r in json.loads((tmp_path / "out.json").read_text())["records"]}
     assert list(records) == ["all, plain head", "quarter, plain head", "n=4", "disa 9-4", "self-2"]
     assert records["all, plain head"]["speedup_e2e"] == 1.0 and records["all, plain head"]["passes"] == 8
-    assert records["n=4"]["passes"] == 2 and records["n=4"]["law"] == "another"
+    assert records["n=4"]["passes"] == 2 and records["n=4"]["distribution"] == "another"
     assert records["disa 9-4"]["evaluations"] < 0.8 * records["all, plain head"]["evaluations"]
     assert [name for name, r in records.items() if r["stock_path"]] == ["all, plain head", "quarter, plain head"]
     speculated = records["self-2"]
-    assert speculated["law"] == "kept" and speculated["passes"] < 8 and 0 < speculated["acceptance"] < 1
+    assert speculated["distribution"] == "kept" and speculated["passes"] < 8 and 0 < speculated["acceptance"] < 1
     assert "over quarter, plain head" in capsys.readouterr().out
 
 
 def test_ways_cover_both_bases_and_every_mode():
     names = {way.name: way for way in mar.ways(64, 50, object())}
     assert names["quarter, plain head"].call["num_inference_steps"] == 16
-    assert {way.law for name, way in names.items() if name.startswith(("self", "draft", "all"))} == {mar.KEPT}
-    assert names["cspd-4"].law == mar.BENT and names["n=16"].law == mar.OTHER
+    assert {way.distribution for name, way in names.items() if name.startswith(("self", "draft", "all"))} == {mar.KEPT}
+    assert names["cspd-4"].distribution == mar.BENT and names["n=16"].distribution == mar.OTHER
     assert names["self-4, compiled"] == replace(names["self-4"], name="self-4, compiled", call={"compile": True})
     assert not any(name.startswith(("draft", "cspd")) for name in (way.name for way in mar.ways(64, 50, None)))
 
@@ -51,7 +51,7 @@ def test_quality_of_few_pictures(tmp_path, monkeypatch):
     assert (tmp_path / "out.svg").stat().st_size > 1000
     panel = figure.Figure().subplots()
     mar.draw_curves(panel, [*speeds, record])
-    (dot,) = (line for line in panel.lines if line.get_label() == "law: another")
+    (dot,) = (line for line in panel.lines if line.get_label() == "distribution: another")
     seconds = [r["seconds_per_image"] for r in speeds if (r["method"], r["batch"]) == ("n=4", 1)]
     assert list(dot.get_xdata()) == seconds and list(dot.get_ydata()) == [record["fd_all"]]
     assert record["fd_all"] > 0 and record["fd_real"] is None and record["noise"] > 0

@@ -10,14 +10,14 @@ from weakref import WeakKeyDictionary, ref
 import pytest
 import torch
 
-from mmspec import capture
 from mmspec.app import cli
 from mmspec.app.bench import shapes
-from mmspec.app.bench.shapes import Cell
+from mmspec.app.bench.shapes import ShapeCell
 from mmspec.app.bench.shapes_models import MODELS, REAL, TOY, Chat, Latents, on_paper
-from mmspec.app.bench.shapes_ways import Cost, Way, load
+from mmspec.app.bench.shapes_ways import Cost, ShapeMethod, load
 from mmspec.kernels import dispatch
-from mmspec.pipelines import trusted
+from mmspec.piecewise import capture
+from mmspec.pipelines.targets import compiled_cache as trusted
 
 CPU, FULL = torch.device("cpu"), pytest.mark.full
 PUBLISHED = {  # parameters in millions, as their authors count them; of drafters without the target's embeddings
@@ -122,9 +122,9 @@ def test_the_figures_of_a_cell():
         raise RuntimeError("no room\nat all")
 
     seconds = {"stock": 0.2, "stock compiled": 0.1, "eagle": 0.3, "quick": 0.05}
-    ways = [Way(name, lambda s=s: Cost(s, 1.5), plain="stock" in name) for name, s in seconds.items()]
-    ways.append(Way("msd", fails))
-    found = shapes.measure_cell(Cell("llava-1.5-7b", TOY, 64, 1), ways, 3, CPU, {("eagle", 1): "told before"})
+    ways = [ShapeMethod(name, lambda s=s: Cost(s, 1.5), plain="stock" in name) for name, s in seconds.items()]
+    ways.append(ShapeMethod("msd", fails))
+    found = shapes.measure_cell(ShapeCell("llava-1.5-7b", TOY, 64, 1), ways, 3, CPU, {("eagle", 1): "told before"})
     stock, compiled, eagle, _, msd = found
     assert (stock["c"], compiled["c"], eagle["c"]) == pytest.approx((1, 0.5, 1.5))
     assert eagle["c_best"] == pytest.approx(3) and eagle["best_stock"] == "stock compiled"
@@ -166,7 +166,7 @@ def test_what_is_too_long_or_too_large_is_told_and_not_built(tmp_path, monkeypat
     small, long = run(tmp_path / "out.json", *words)
     assert small["note"].startswith("not measured: needs 0.0 GiB for weights and caches alone") and small["c"] is None
     assert long["note"] == "not measured: beyond 128 positions"
-    needs = shapes.refusal(Cell("qwen2.5-vl-7b", REAL, 16384, 16), 9_000_000_000, torch.bfloat16, 40 * 2**30)
+    needs = shapes.refusal(ShapeCell("qwen2.5-vl-7b", REAL, 16384, 16), 9_000_000_000, torch.bfloat16, 40 * 2**30)
     assert needs == "not measured: needs 44.8 GiB for weights and caches alone, 40.0 free"
 
 

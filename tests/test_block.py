@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from transformers.cache_utils import DFlashCache
 
 import mmspec
-from mmspec.drafters.block_drafter import BlockConfig, BlockDrafter
+from mmspec.drafters.dflash import BlockConfig, BlockDrafter
 from mmspec.types import TargetInfo
 
 V, H = targets.VOCAB, targets.HIDDEN
@@ -243,16 +243,18 @@ def rounds(drafter, features, counts, target):
     drafter.logits = lambda rows, target, own=drafter.logits: found.append(rows) or own(rows, target)
     ids = torch.zeros(1, at, dtype=torch.long)
     prompt = Prompt(ids, None, features[:, :at], ids, torch.ones_like(ids, dtype=torch.bool))
-    session = Some(pending=torch.tensor([7]), emitted=torch.ones(1, dtype=torch.long), seeds=torch.zeros(1, dtype=torch.long))
+    session = Some(
+        pending=torch.tensor([7]), emitted=torch.ones(1, dtype=torch.long), seeds=torch.zeros(1, dtype=torch.long)
+    )
     session.memory = drafter.start(session, target, prompt)
     at -= 1
     for count in counts:
         kept = torch.arange(count)[None]
-        verdict = Some(count=torch.tensor([count]), token=torch.tensor([7]))
-        law = Categorical(ids=kept)
+        acceptance = Some(count=torch.tensor([count]), token=torch.tensor([7]))
+        distribution = Categorical(ids=kept)
         session.last = Some(
-            kept=kept, verdict=verdict, counts=(count,), draft=Some(tokens=kept),
-            scores=Some(hidden=features[:, at : at + count], law=law),
+            kept=kept, acceptance=acceptance, counts=(count,), draft=Some(tokens=kept),
+            scores=Some(hidden=features[:, at : at + count], distribution=distribution),
         )  # fmt: skip
         drafter.propose(session, target)
         at += count
@@ -387,7 +389,7 @@ def test_confidence_shortens_drafts(tmp_path):
 @pytest.mark.parametrize("name", ["dflash", "dspark", "dflash2", "speculators dspark"])
 @pytest.mark.parametrize("tree", ["chain", "mc_sim_7b_63"])
 def test_drawn_drafts_come_from_their_laws(tmp_path, name, tree):
-    """Over many seeds a draft's first token, and the second after it, follow the law that was recorded."""
+    """Over many seeds a draft's first token, and the second after it, follow the distribution that was recorded."""
     from types import SimpleNamespace as Some
 
     drafter = load(put(tmp_path, *MADE[name][1]())).fit(INFO, {"tree": tree, "draws": True})
@@ -395,20 +397,22 @@ def test_drawn_drafts_come_from_their_laws(tmp_path, name, tree):
     hidden, logits = torch.randn(1, depth, H), 2 * torch.randn(1, depth, drafter.config.draft_vocab or V)
     session = Some(
         pending=torch.full((rows,), 9), emitted=torch.ones(rows, dtype=torch.long), seeds=torch.arange(rows),
-        last=Some(scores=Some(law=Some(is_point=False, logits=torch.zeros(1, 1, V)))),
+        last=Some(scores=Some(distribution=Some(is_point=False, logits=torch.zeros(1, 1, V)))),
     )  # fmt: skip
     with torch.no_grad():
         draft = drafter._drafted(session, hidden.expand(rows, -1, -1), logits.expand(rows, -1, -1))
     first = draft.tokens[:, 1]
-    q = draft.law.logits[0, 1].softmax(-1)
+    q = draft.q.logits[0, 1].softmax(-1)
     got = torch.bincount(first, minlength=V) / rows
     assert (got - q).abs().sum() / 2 < 0.05
     common = first == first.mode().values
     child = int((draft.tree.parents[0] == 1).nonzero()[0])
-    law = draft.law.logits[common][:, child].softmax(-1)
-    assert torch.allclose(law, law[:1].expand_as(law), atol=1e-5)  # of the token before alone
+    distribution = draft.q.logits[common][:, child].softmax(-1)
+    assert torch.allclose(
+        distribution, distribution[:1].expand_as(distribution), atol=1e-5
+    )  # of the token before alone
     got = torch.bincount(draft.tokens[common, child], minlength=V) / common.sum()
-    assert (got - law[0]).abs().sum() / 2 < 0.15
+    assert (got - distribution[0]).abs().sum() / 2 < 0.15
 
 
 def test_own_config_is_checked():

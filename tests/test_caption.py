@@ -152,7 +152,7 @@ def test_rounds_run_in_inference_mode_and_prefills_do_not(model: Path):
     import torch
 
     from mmspec.app import engine
-    from mmspec.app.caption.prompts import Asked
+    from mmspec.app.caption.prompts import PromptChoice
 
     loaded = engine.load(str(model), "ngram", "cpu", "auto", 5, 0)
     modes: list[list[bool]] = [[], []]
@@ -160,7 +160,7 @@ def test_rounds_run_in_inference_mode_and_prefills_do_not(model: Path):
     for part, seen in zip(parts, modes, strict=True):
         part.register_forward_pre_hook(lambda *_, seen=seen: seen.append(torch.is_inference_mode_enabled()))
     flow = loaded.flow(1)
-    flow.add("x", [Image.new("RGB", (30, 40))], Asked("w5 w6"))
+    flow.add("x", [Image.new("RGB", (30, 40))], PromptChoice("w5 w6"))
     while flow.busy:
         flow.step()
     assert modes[0] == [False] and not modes[1][0] and len(modes[1]) > 2 and all(modes[1][1:])

@@ -1,4 +1,5 @@
-"""Captured drafts: chains and trees of feature drafters, compiled, are what the drafters propose by themselves."""
+"""PiecewiseFunction drafts: chains and trees of feature drafters, compiled, are what the drafters propose by
+themselves."""
 
 from __future__ import annotations
 
@@ -15,12 +16,14 @@ from drafters import DRAFTERS, Oracle, eagle, feature_drafter
 from torch import Tensor
 
 import mmspec
-from mmspec import capture, rules
-from mmspec.capture import Captured
-from mmspec.drafters import captured
-from mmspec.drafters.captured import CapturedDraft
+from mmspec import rules
+from mmspec.drafters import compiled_drafter as captured
+from mmspec.drafters.compiled_drafter import CapturedDraft
 from mmspec.drafters.eagle import EagleDrafter
-from mmspec.pipelines import compiled, trusted
+from mmspec.piecewise import capture
+from mmspec.piecewise.capture import PiecewiseFunction
+from mmspec.pipelines.targets import compiled
+from mmspec.pipelines.targets import compiled_cache as trusted
 from mmspec.types import Draft
 
 FULL = pytest.mark.full
@@ -45,7 +48,8 @@ def drafts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def flat(model: Model, **options: Any) -> EagleDrafter:
-    """A drafter whose laws are nearly flat, so that some of what it draws stands where the target's are flat, too."""
+    """A drafter whose distributions are nearly flat, so that some of what it draws stands where the target's are flat,
+    too."""
     made = eagle(model, **options)
     with torch.no_grad():
         for weight in made.parameters():
@@ -53,7 +57,7 @@ def flat(model: Model, **options: Any) -> EagleDrafter:
     return made
 
 
-def held(model: Model) -> list[Captured]:
+def held(model: Model) -> list[PiecewiseFunction]:
     """All drafts that are captured for a model."""
     return [captured for one in compiled.of(model).drafts.values() for captured in one._held.values()]
 
@@ -80,10 +84,10 @@ class Beside:
         for name in ("parents", "depth", "ancestors"):
             assert torch.equal(getattr(mine.tree, name), getattr(plain.tree, name))
         assert torch.equal(mine.tokens, plain.tokens) and mine.tree.is_chain == plain.tree.is_chain
-        assert (mine.law is None) == (plain.law is None)
-        if mine.law is not None:
-            laws = [draft.law.logits.softmax(-1) for draft in (mine, plain)]
-            torch.testing.assert_close(*laws, rtol=1e-3, atol=1e-4)
+        assert (mine.q is None) == (plain.q is None)
+        if mine.q is not None:
+            distributions = [draft.q.logits.softmax(-1) for draft in (mine, plain)]
+            torch.testing.assert_close(*distributions, rtol=1e-3, atol=1e-4)
         self.counts.append(session.last.counts)
         return mine if self.oracle is None else self._righted(mine, session)
 
@@ -151,10 +155,10 @@ def test_what_grows_alike_is_captured_once():
     model, inputs, drafter = targets.model("llava"), targets.prompt("llava", "text only"), eagle(targets.model("llava"))
     counts = []
     for size in (10, 10, 8):
-        before, rule = Captured.made, rules.typical(epsilon=0.3, delta=0.1)  # a new one each time
+        before, rule = PiecewiseFunction.made, rules.typical(epsilon=0.3, delta=0.1)  # a new one each time
         with mmspec.enable(model, drafter, compile=True, **TREE | {"size": size, "rule": rule}):
             targets.generate(model, inputs)
-        counts.append(Captured.made - before)
+        counts.append(PiecewiseFunction.made - before)
     assert counts == [1, 0, 1]
 
 
@@ -186,8 +190,9 @@ def test_what_cannot_be_captured_is_drafted_as_it_is(
     assert len(told) == 1 and handle.stats.drafted == 2 * eager.drafted and held(model) == [None]
 
 
-class Off(Captured):
-    """Changes one of the tensors that a captured draft gives: tokens, parents, depth, ancestors, and a law if drawn."""
+class Off(PiecewiseFunction):
+    """Changes one of the tensors that a captured draft gives: tokens, parents, depth, ancestors, and a distribution if
+    drawn."""
 
     which, change = 0, staticmethod(lambda t: t)
 
@@ -216,9 +221,9 @@ OTHER = below(lambda tokens: (tokens + 1) % targets.VOCAB)
         (TREE, 0, below(lambda tokens: tokens + targets.VOCAB), "no tree"),
         (TREE, 0, OTHER, None),
         (CHAIN | {"draws": True}, 0, OTHER, "not be drawn"),
-        (CHAIN | {"draws": True}, 4, lambda law: law.flip(-1), "not be drawn"),
-        (CHAIN | {"draws": True}, 4, lambda law: law * torch.nan, "not be drawn"),
-        (CHAIN | {"draws": True}, 4, lambda law: law + 1e-5, None),
+        (CHAIN | {"draws": True}, 4, lambda distribution: distribution.flip(-1), "not be drawn"),
+        (CHAIN | {"draws": True}, 4, lambda distribution: distribution * torch.nan, "not be drawn"),
+        (CHAIN | {"draws": True}, 4, lambda distribution: distribution + 1e-5, None),
     ],
 )  # fmt: skip
 def test_a_captured_draft_is_used_if_it_keeps_the_law(
@@ -226,7 +231,7 @@ def test_a_captured_draft_is_used_if_it_keeps_the_law(
 ):
     monkeypatch.setattr(Off, "which", which)
     monkeypatch.setattr(Off, "change", staticmethod(change))
-    monkeypatch.setattr(captured, "Captured", Off)
+    monkeypatch.setattr(captured, "PiecewiseFunction", Off)
     model, inputs = targets.model("llava"), targets.prompt("llava", "text only")
     how = {"do_sample": True, "temperature": 30.0, "top_k": 0} if "draws" in options else {}
     with warnings.catch_warnings(record=True) as told:

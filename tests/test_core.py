@@ -1,4 +1,4 @@
-"""Noise, draws, trees, and the proof by enumeration that the law of what is accepted is the target's own."""
+"""Noise, draws, trees, and the proof by enumeration that the distribution of what is accepted is the target's own."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmspec.accept import descend, walk
+from mmspec.accept import verify_point_mass, verify_tree
 from mmspec.kernels import reference as ops
 from mmspec.rules import Rule, exact
 from mmspec.tree import chain, from_parents, from_paths, grow
-from mmspec.types import HOLE, Categorical, Draft, Tree
+from mmspec.types import NO_TOKEN, Categorical, Draft, Tree
 
 CPU = torch.device("cpu")
 ALMOST_ONE = 1 - 2.0**-53
@@ -225,14 +225,14 @@ def random_draft(batch: int, size: int, vocab: int, holes: bool) -> Draft:
     """Random trees; with few tokens siblings repeat each other often."""
     tokens = torch.randint(0, vocab, (batch, size))
     if holes:
-        tokens[:, 1:][torch.rand(batch, size - 1) < 0.2] = HOLE
+        tokens[:, 1:][torch.rand(batch, size - 1) < 0.2] = NO_TOKEN
     return Draft(tokens, from_parents(random_parents(batch, size), max(size - 1, 1)))
 
 
 @pytest.mark.parametrize("holes", [False, True])
 @pytest.mark.parametrize("greedy", [False, True])
 def test_descend_is_walk_on_the_same_noise(greedy: bool, holes: bool) -> None:
-    """The fast path against the definition: 4000 random trees a case, every part of the verdict."""
+    """The fast path against the definition: 4000 random trees a case, every part of the acceptance."""
     for trial in range(40):
         torch.manual_seed(trial)
         vocab, size = 2 + trial % 6, 2 + trial % 11
@@ -240,21 +240,24 @@ def test_descend_is_walk_on_the_same_noise(greedy: bool, holes: bool) -> None:
         logits = 3 * torch.randn(100, size, vocab)
         if trial % 3 == 0:  # what top-k leaves: tokens that cannot be drawn
             logits = logits.masked_fill(logits < logits.topk(2).values[..., -1:], -math.inf)
-        law = Categorical(ids=logits.argmax(-1)) if greedy else Categorical(logits.double())
+        distribution = Categorical(ids=logits.argmax(-1)) if greedy else Categorical(logits.double())
         u = torch.rand(100, size, dtype=torch.float64)
-        fast, slow = descend(draft, law, u), walk(draft, law, exact, u)
-        for name in ("stands", "count", "last", "token"):
+        fast, slow = verify_point_mass(draft, distribution, u), verify_tree(draft, distribution, exact, u)
+        for name in ("accepted", "count", "last", "token"):
             assert torch.equal(getattr(fast, name), getattr(slow, name)), name
         assert (fast.token >= 0).all() and (fast.token < vocab).all()
 
 
 def test_a_chain_is_a_tree() -> None:
-    """`is_chain` is a promise that lets shortcuts be taken; it must not change the verdict."""
+    """`is_chain` is a promise that lets shortcuts be taken; it must not change the acceptance."""
     torch.manual_seed(0)
     tokens, logits = torch.randint(0, 3, (500, 6)), torch.randn(500, 6, 3, dtype=torch.float64)
-    u, law = torch.rand(500, 6, dtype=torch.float64), Categorical(logits)
+    u, distribution = torch.rand(500, 6, dtype=torch.float64), Categorical(logits)
     tree = chain(6, CPU).expand(500)
-    a, b = descend(Draft(tokens, tree), law, u), descend(Draft(tokens, replace(tree, is_chain=False)), law, u)
+    a, b = (
+        verify_point_mass(Draft(tokens, tree), distribution, u),
+        verify_point_mass(Draft(tokens, replace(tree, is_chain=False)), distribution, u),
+    )
     assert torch.equal(a.stands, b.stands) and torch.equal(a.token, b.token)
 
 
@@ -268,8 +271,8 @@ def test_a_broken_law_at_a_node_that_is_not_reached_changes_nothing(parents: lis
     for u in torch.arange(0.2, 1.0, 0.05):  # at u ≥ 0.2 the first child is refused; node 2 is not reached on the chain
         noise = torch.full((1, 4), float(u), dtype=torch.float64)
         for verify in (
-            lambda law, noise=noise: descend(draft, law, noise),
-            lambda law, noise=noise: walk(draft, law, exact, noise),
+            lambda distribution, noise=noise: verify_point_mass(draft, distribution, noise),
+            lambda distribution, noise=noise: verify_tree(draft, distribution, exact, noise),
         ):
             sound, other = verify(Categorical(logits)), verify(Categorical(broken))
             if not sound.stands[0, 2]:
@@ -284,49 +287,55 @@ def test_children_that_cover_the_law_leave_nothing_impossible_to_draw() -> None:
         logits[:, :, 1:4] = torch.randn(3)
         draft = Draft(torch.tensor([[0, 1, 2, 3]]), from_parents(torch.zeros(1, 4, dtype=torch.long), 1))
         u = torch.full((1, 4), ALMOST_ONE, dtype=torch.float64)
-        for verdict in (descend(draft, Categorical(logits), u), walk(draft, Categorical(logits), exact, u)):
-            assert 1 <= int(verdict.token) <= 3
+        for acceptance in (
+            verify_point_mass(draft, Categorical(logits), u),
+            verify_tree(draft, Categorical(logits), exact, u),
+        ):
+            assert 1 <= int(acceptance.next_token) <= 3
 
 
 def test_walk_greedy_with_a_law_of_the_drafter() -> None:
     """p is a point mass, q is not: still the target's token, whatever was drawn."""
     torch.manual_seed(0)
     draft = random_draft(300, 7, 5, holes=False)
-    draft = replace(draft, law=Categorical(torch.randn(300, 7, 5)))
+    draft = replace(draft, q=Categorical(torch.randn(300, 7, 5)))
     ids = torch.randint(0, 4, (300, 7))  # the vocabulary's last token never occurs in p: V is q's to tell
-    verdict = walk(draft, Categorical(ids=ids), exact, torch.rand(300, 7, dtype=torch.float64))
-    assert torch.equal(verdict.token, ids.gather(1, verdict.last[:, None])[:, 0])
-    on_path = verdict.stands[:, 1:]
+    acceptance = verify_tree(draft, Categorical(ids=ids), exact, torch.rand(300, 7, dtype=torch.float64))
+    assert torch.equal(acceptance.next_token, ids.gather(1, acceptance.last[:, None])[:, 0])
+    on_path = acceptance.accepted[:, 1:]
     assert torch.equal(draft.tokens[:, 1:][on_path], ids.gather(1, draft.tree.parents)[:, 1:][on_path])
 
 
-# -- the law of the output -------------------------------------------------------------------------------------------
+# -- the distribution of the output
+# -------------------------------------------------------------------------------------------
 
 GRID = 20000
 
 
 def law_of_first_token(p: Tensor, q: Tensor | None, tokens: list[int], rule: Rule) -> Tensor:
-    """The law of the token after the root, [V], for fixed drafted siblings: u runs over a fine grid."""
+    """The distribution of the token after the root, [V], for fixed drafted siblings: u runs over a fine grid."""
     n = len(tokens)
     draft = Draft(
         torch.tensor([[0, *tokens]]).expand(GRID, -1),
         from_parents(torch.zeros(1, n + 1, dtype=torch.long), 1).expand(GRID),
     )
     if q is not None:
-        draft = replace(draft, law=Categorical(q.log().expand(GRID, n + 1, -1)))
-    law = Categorical(p.log().expand(GRID, n + 1, -1))
+        draft = replace(draft, q=Categorical(q.log().expand(GRID, n + 1, -1)))
+    distribution = Categorical(p.log().expand(GRID, n + 1, -1))
     u = ((torch.arange(GRID, dtype=torch.float64) + 0.5) / GRID)[:, None].expand(-1, n + 1)
-    verdict = walk(draft, law, rule, u)
-    first = torch.where(verdict.count > 1, draft.tokens.gather(1, verdict.last[:, None])[:, 0], verdict.token)
+    acceptance = verify_tree(draft, distribution, rule, u)
+    first = torch.where(
+        acceptance.count > 1, draft.tokens.gather(1, acceptance.last[:, None])[:, 0], acceptance.next_token
+    )
     return torch.bincount(first, minlength=len(p)) / GRID
 
 
 def distance_of_one_position(p: Tensor, q: Tensor, rule: Rule, siblings: int) -> float:
-    """Total variation between p and the law of the output, with `siblings` tokens drawn one by one from q."""
-    law = torch.zeros_like(p)
+    """Total variation between p and the distribution of the output, with `siblings` tokens drawn one by one from q."""
+    distribution = torch.zeros_like(p)
     for tokens in itertools.product(range(len(p)), repeat=siblings):
-        law += q[list(tokens)].prod() * law_of_first_token(p, q, list(tokens), rule)
-    return float((law - p).abs().sum() / 2)
+        distribution += q[list(tokens)].prod() * law_of_first_token(p, q, list(tokens), rule)
+    return float((distribution - p).abs().sum() / 2)
 
 
 BIASED = [
@@ -337,7 +346,7 @@ BIASED = [
 ]
 
 
-def laws(seed: int, vocab: int) -> tuple[Tensor, Tensor]:
+def distributions(seed: int, vocab: int) -> tuple[Tensor, Tensor]:
     g = torch.Generator().manual_seed(seed)
     return tuple((1.5 * torch.randn(vocab, generator=g, dtype=torch.float64)).softmax(-1) for _ in range(2))  # type: ignore
 
@@ -345,31 +354,32 @@ def laws(seed: int, vocab: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("siblings", [1, 2, 3])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_one_verified_position_has_the_law_p(seed: int, siblings: int) -> None:
-    """Σ over every draft of q(draft) · law(output | draft) is p; the grid's own error is left, 1/GRID a token."""
-    p, q = laws(seed, 4)
+    """Σ over every draft of q(draft) · distribution(output | draft) is p; the grid's own error is left, 1/GRID a
+    token."""
+    p, q = distributions(seed, 4)
     assert distance_of_one_position(p, q, exact, siblings) < 4 / GRID
 
 
 @pytest.mark.parametrize("rule", BIASED)
 def test_a_planted_error_is_seen(rule: Rule) -> None:
-    p, q = laws(0, 4)
+    p, q = distributions(0, 4)
     assert distance_of_one_position(p, q, rule, 1) > 100 / GRID
 
 
 @pytest.mark.parametrize("rule", [exact, *BIASED])
 def test_the_closed_form_says_the_same(rule: Rule) -> None:
     """Σ_x q(x)[f(x)·1_x + (1−f(x))·residual_x], the identity that every rule stands on."""
-    p, q = laws(0, 5)
+    p, q = distributions(0, 5)
     f = rule.ratio(p, q)
     rest = rule.residual(p[None], q[None])[0]
-    law = q * f + (q * (1 - f)).sum() * rest / rest.sum()
-    distance = float((law - p).abs().sum() / 2)
+    distribution = q * f + (q * (1 - f)).sum() * rest / rest.sum()
+    distance = float((distribution - p).abs().sum() / 2)
     assert (distance < 1e-12) == (rule is exact)
     assert abs(distance - distance_of_one_position(p, q, rule, 1)) < 5 / GRID
 
 
 class Markov:
-    """A target that one matrix defines: the law of a token depends on the token before it."""
+    """A target that one matrix defines: the distribution of a token depends on the token before it."""
 
     def __init__(self, vocab: int, seed: int = 0) -> None:
         g = torch.Generator().manual_seed(seed)
@@ -378,10 +388,10 @@ class Markov:
 
     def joint(self, start: int, length: int) -> Tensor:
         p = self.logits.softmax(-1)
-        law = p[start]
+        distribution = p[start]
         for _ in range(length - 1):
-            law = law[..., None] * p
-        return law.flatten()
+            distribution = distribution[..., None] * p
+        return distribution.flatten()
 
 
 def decoded(target: Markov, draw: object, length: int, rows: int, verify: object) -> Tensor:
@@ -391,59 +401,61 @@ def decoded(target: Markov, draw: object, length: int, rows: int, verify: object
     pending, filled = torch.zeros(rows, dtype=torch.long), torch.zeros(rows, dtype=torch.long)
     while int(filled.min()) < length:
         draft = draw(pending, filled)
-        law = Categorical(target.logits[draft.tokens.clamp(min=0)])
-        verdict = verify(draft, law, ops.uniform(seeds, filled[:, None] + draft.tree.depth))
-        path = (~verdict.stands).to(torch.uint8).argsort(dim=1, stable=True)
-        for k in range(1, int(verdict.count.max()) + 1):
+        distribution = Categorical(target.logits[draft.tokens.clamp(min=0)])
+        acceptance = verify(draft, distribution, ops.uniform(seeds, filled[:, None] + draft.tree.depth))
+        path = (~acceptance.accepted).to(torch.uint8).argsort(dim=1, stable=True)
+        for k in range(1, int(acceptance.count.max()) + 1):
             token = torch.where(
-                verdict.count == k,
-                verdict.token,
+                acceptance.count == k,
+                acceptance.next_token,
                 draft.tokens.gather(1, path[:, min(k, path.shape[1] - 1), None])[:, 0],
             )
-            live = (k <= verdict.count) & (filled + k - 1 < length)
+            live = (k <= acceptance.count) & (filled + k - 1 < length)
             out[torch.arange(rows)[live], (filled + k - 1)[live]] = token[live]
-        pending, filled = verdict.token, (filled + verdict.count).clamp(max=length)
+        pending, filled = acceptance.next_token, (filled + acceptance.count).clamp(max=length)
     return out[:, :length]
 
 
 def hostile_tree(pending: Tensor, filled: Tensor) -> Draft:
     """Twins, holes, grandchildren below the less likely child; the shape changes with the row's place in the text."""
     a = (pending + filled) % 3
-    tokens = torch.stack([pending, a, a, (a + 1) % 3, (a + 2) % 3, torch.full_like(a, HOLE), a, (a + 1) % 3], 1)
+    tokens = torch.stack([pending, a, a, (a + 1) % 3, (a + 2) % 3, torch.full_like(a, NO_TOKEN), a, (a + 1) % 3], 1)
     one, two = torch.tensor([0, 0, 0, 0, 1, 1, 3, 6]), torch.tensor([0, 0, 1, 0, 3, 3, 3, 4])
     return Draft(tokens, from_parents(torch.where((filled % 2 == 0)[:, None], one, two), 4))
 
 
 def drawn_chain(pending: Tensor, filled: Tensor) -> Draft:
-    """A chain drawn from a law q of its own, with noise of its own."""
+    """A chain drawn from a distribution q of its own, with noise of its own."""
     rows, q = len(pending), torch.tensor([0.6, 0.3, 0.1], dtype=torch.float64).log()
     u = ops.uniform(torch.arange(rows)[:, None] + 10**6, filled[:, None] * 8 + torch.arange(3))
     tokens = torch.cat([pending[:, None], ops.categorical(q.exp().expand(rows, 3, 3), u)], 1)
     return Draft(tokens, chain(4, CPU).expand(rows), Categorical(q.expand(rows, 4, 3)))
 
 
-def chi_square(samples: Tensor, law: Tensor, vocab: int) -> float:
+def chi_square(samples: Tensor, distribution: Tensor, vocab: int) -> float:
     """Standard deviations by which the χ² statistic exceeds its mean."""
     index = (samples * vocab ** torch.arange(samples.shape[1] - 1, -1, -1)).sum(-1)
-    counts, expected = torch.bincount(index, minlength=len(law)), law * len(samples)
+    counts, expected = torch.bincount(index, minlength=len(distribution)), distribution * len(samples)
     assert float(expected.min()) > 5, "every cell is filled well enough for χ²"
-    free = len(law) - 1
+    free = len(distribution) - 1
     return (float(((counts - expected) ** 2 / expected).sum()) - free) / math.sqrt(2 * free)
 
 
 VERIFY = {
-    "descend": descend,
-    "walk": lambda draft, law, u: walk(draft, law, exact, u),
-    "walk, ratio too large": lambda draft, law, u: walk(draft, law, BIASED[1].values[0], u),
-    "walk, residual is p": lambda draft, law, u: walk(draft, law, BIASED[0].values[0], u),
-    "one number for all nodes": lambda draft, law, u: descend(draft, law, u[:, :1].expand_as(u)),
+    "verify_point_mass": verify_point_mass,
+    "walk": lambda draft, distribution, u: verify_tree(draft, distribution, exact, u),
+    "walk, ratio too large": lambda draft, distribution, u: verify_tree(draft, distribution, BIASED[1].values[0], u),
+    "walk, residual is p": lambda draft, distribution, u: verify_tree(draft, distribution, BIASED[0].values[0], u),
+    "one number for all nodes": lambda draft, distribution, u: verify_point_mass(
+        draft, distribution, u[:, :1].expand_as(u)
+    ),
 }
 
 
 @pytest.mark.parametrize(
     ("draw", "how", "sound"),
     [
-        (hostile_tree, "descend", True),
+        (hostile_tree, "verify_point_mass", True),
         (hostile_tree, "walk", True),
         (drawn_chain, "walk", True),
         (drawn_chain, "walk, ratio too large", False),
@@ -460,7 +472,7 @@ def test_joint_law_of_several_tokens(draw: object, how: str, sound: bool) -> Non
 
 
 def boundaries(target: Markov) -> list[float]:
-    """Every place in [0, 1) where some decision of `descend` on the fixed tree below changes."""
+    """Every place in [0, 1) where some decision of `verify_point_mass` on the fixed tree below changes."""
     p = target.logits.softmax(-1)
     edges = {0.0, 1.0}
     for row in p:
@@ -470,7 +482,7 @@ def boundaries(target: Markov) -> list[float]:
 
 
 def test_joint_law_by_exact_enumeration_of_the_noise() -> None:
-    """One round on a hostile tree, u cut where decisions change: two tokens' joint law comes out to 1e-12."""
+    """One round on a hostile tree, u cut where decisions change: two tokens' joint distribution comes out to 1e-12."""
     target = Markov(3, seed=2)
     edges = boundaries(target)
     cells = [(b - a, (a + b) / 2) for a, b in itertools.pairwise(edges) if b - a > 1e-14]
@@ -480,13 +492,15 @@ def test_joint_law_by_exact_enumeration_of_the_noise() -> None:
     zero = torch.zeros(len(pairs), dtype=torch.long)
     draft = hostile_tree(zero, zero)
     u = torch.where(draft.tree.depth == 0, first[:, None], second[:, None])
-    verdict = descend(draft, Categorical(target.logits[draft.tokens.clamp(min=0)]), u)
-    path = (~verdict.stands).to(torch.uint8).argsort(dim=1, stable=True)
-    x = torch.where(verdict.count == 1, verdict.token, draft.tokens.gather(1, path[:, 1:2])[:, 0])
-    deeper = torch.where(verdict.count == 2, verdict.token, draft.tokens.gather(1, path[:, 2:3])[:, 0].clamp(min=0))
+    acceptance = verify_point_mass(draft, Categorical(target.logits[draft.tokens.clamp(min=0)]), u)
+    path = (~acceptance.accepted).to(torch.uint8).argsort(dim=1, stable=True)
+    x = torch.where(acceptance.count == 1, acceptance.next_token, draft.tokens.gather(1, path[:, 1:2])[:, 0])
+    deeper = torch.where(
+        acceptance.count == 2, acceptance.next_token, draft.tokens.gather(1, path[:, 2:3])[:, 0].clamp(min=0)
+    )
     p = target.logits.softmax(-1)
     joint = torch.zeros(3, 3, dtype=torch.float64)
-    done = verdict.count > 1
+    done = acceptance.count > 1
     joint.index_put_((x[done], deeper[done]), width[done], accumulate=True)
     joint += torch.zeros(3, dtype=torch.float64).index_add_(0, x[~done], width[~done])[:, None] * p  # the next round's
     assert (joint.flatten() - target.joint(0, 2)).abs().max() < 1e-12

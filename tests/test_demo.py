@@ -36,20 +36,20 @@ from mmspec.app.demo.answer import (
     PLAIN,
     STOPPED,
     TIMED_OUT,
-    Answer,
     Ask,
+    ChatTurn,
+    ShownAnswer,
     Token,
     Transcript,
-    Turn,
 )
 from mmspec.app.demo.canvas import Easel
 from mmspec.app.demo.desk import QUEUE, Desk, RefusedError
 from mmspec.app.demo.duo import Duo
-from mmspec.app.demo.wish import METHODS, SEED_EXACT, Wish
+from mmspec.app.demo.wish import METHODS, SEED_EXACT, PromptWish
 from mmspec.app.engine import Engine
-from mmspec.app.painter import Painter
+from mmspec.app.painter import ImageSubject
 from mmspec.pipelines.prompts import chat_inputs
-from mmspec.pipelines.stream import Step, stream
+from mmspec.pipelines.serving.stream import Step, stream
 
 PROMPT = "w5 w6 w7 w5 w6 w7"
 PATIENCE = 300  # seconds, for what a busy machine may delay
@@ -69,7 +69,7 @@ def duo(eyes: Decoder) -> Duo:
 
 @pytest.fixture(scope="module")
 def easel() -> Easel:
-    return Easel(Painter(tiny_llamagen.pipeline(grid=8), clean_caption=False))
+    return Easel(ImageSubject(tiny_llamagen.pipeline(grid=8), clean_caption=False))
 
 
 @pytest.fixture(scope="module")
@@ -174,17 +174,17 @@ def test_a_run_colours_every_token_once_and_its_counts_add_up(duo: Duo, picture:
     assert fast.tokens_per_target_call == 1 + fast.accepted / len(fast.gains)
     assert plain.tokens_per_target_call == 1
     assert 0 < fast.vision < fast.prefill <= fast.first <= fast.at[-1] and fast.at == sorted(fast.at)
-    assert view.verdict(turn) == ("same", "✓ identical output: 48 of 48 tokens")
+    assert view.acceptance(turn) == ("same", "✓ identical output: 48 of 48 tokens")
     for answer in (plain, fast):
         html = view.pane(answer, "title", "about")
         text = re.search(r'<div class="mm-text"[^>]*>(.*?)</div>', html, re.S)
         assert text is not None and unescape(re.sub(r"<[^>]*>", "", text[1])) == answer.text
         assert text[1].count('<span class="mm-t ') == len(answer.tokens)
-    assert not hasattr(type(duo.model), "_mmspec_handle")
+    assert not hasattr(type(duo.model), "_mmspec_patch")
 
 
 def test_depths_follow_each_other() -> None:
-    answer = Answer(True)
+    answer = ShownAnswer(True)
     for tokens, accepted in (((), 0), ((1,), 0), ((2, 3, 4), 2), ((5,), 3)):  # the last draft was cut by the end
         answer.take(Step(tokens, accepted, 1.0, corrected=accepted == 2))
     kinds = [(OWN, 0), (DRAFTED, 1), (DRAFTED, 2), (CORRECTED, 0), (DRAFTED, 1)]
@@ -198,7 +198,7 @@ def test_a_difference_is_found_with_its_gap(duo: Duo, picture: str) -> None:
     turn.fast.tokens[3].id += 1
     found = duo._difference(turn, duo._inputs(ask, (Image.open(picture),)))
     assert found is not None and found[0] == 3 and found[1] is not None and found[1] >= 0
-    kind, words = view.verdict(Turn(turn.plain, turn.fast, ask, 0.0, over=True, difference=found))
+    kind, words = view.acceptance(ChatTurn(turn.plain, turn.fast, ask, 0.0, over=True, difference=found))
     assert kind == "different" and "token 4" in words
 
 
@@ -206,7 +206,7 @@ def test_a_difference_is_found_with_its_gap(duo: Duo, picture: str) -> None:
 def test_sampled_answers_are_compared_only_where_they_must_be_the_same(duo: Duo, picture: str, same: bool) -> None:
     ask = about(picture, temperature=1.0, top_p=0.9, seed=3, reproducible=same, max_new_tokens=16)
     turn = last(duo.run(ask, threading.Event()))
-    assert view.verdict(turn)[0] == ("same" if same else "chance") and turn.difference is None
+    assert view.acceptance(turn)[0] == ("same" if same else "chance") and turn.difference is None
     assert (turn.plain.ids == turn.fast.ids) or not same
 
 
@@ -232,7 +232,7 @@ def test_a_video_is_looked_at_frame_by_frame(duo: Duo, clip: str) -> None:
     greys = [frame.getpixel((5, 5))[0] for frame in turns[1].frames]
     assert greys == sorted(greys) and greys[-1] > greys[0] + 100
     for turn in turns:
-        assert turn.plain.ids == turn.fast.ids and view.verdict(turn)[0] == "same"
+        assert turn.plain.ids == turn.fast.ids and view.acceptance(turn)[0] == "same"
     pixels = [len(duo._inputs(ask, turn.frames)["pixel_values"]) for ask, turn in zip(asks, turns, strict=True)]
     assert pixels == [2, 5]
     assert view.talk((), "", turns[1].frames).count("<img ") == 5
@@ -247,7 +247,7 @@ def test_stop_and_the_time_limit_end_both_answers(duo: Duo, picture: str) -> Non
     stop.set()
     turn = last(run)
     assert turn.plain.state == turn.fast.state == STOPPED and len(turn.plain.tokens) < 400
-    assert view.verdict(turn)[0] in ("open", "partial")
+    assert view.acceptance(turn)[0] in ("open", "partial")
     run = duo.run(about(picture, PROMPT), threading.Event())
     next(run)
     run.close()  # as when the browser went away
@@ -382,7 +382,7 @@ def test_a_stopped_run_frees_its_memory(duo: Duo, easel: Easel, picture: str) ->
     desk = Desk()
     for run in (
         lambda stop: duo.run(about(picture, max_new_tokens=400), stop),
-        lambda stop: easel.run(Wish("a small circle", seed=1), stop),
+        lambda stop: easel.run(PromptWish("a small circle", seed=1), stop),
     ):
         sizes = []
         for _ in range(2):  # the first leaves what all others need, too
@@ -400,7 +400,7 @@ def test_a_stopped_run_frees_its_memory(duo: Duo, easel: Easel, picture: str) ->
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_picture_fills_its_grid_and_the_counts_add_up(easel: Easel, method: str) -> None:
-    pair = last(easel.run(Wish("a small circle", method, window=4, seed=5), threading.Event()))
+    pair = last(easel.run(PromptWish("a small circle", method, window=4, seed=5), threading.Event()))
     for drawn in (pair.plain, pair.fast):
         assert drawn.state == DONE and len(drawn.tokens) == len(drawn.depths) == 64 and drawn.image is not None
         assert sum(drawn.gains) == 63 and 0 < drawn.prefill < drawn.seconds
@@ -409,17 +409,17 @@ def test_a_picture_fills_its_grid_and_the_counts_add_up(easel: Easel, method: st
     assert easel.painter.pipe._plan().reproducible  # plain again
     html = image_view.pane(pair.fast, "mmspec", "about")
     assert html.count('<i class="mm-d') == pair.fast.accepted and html.count('<i class="mm-') == 64
-    kind, words = image_view.verdict(pair)
+    kind, words = image_view.acceptance(pair)
     assert kind == ("same" if method == SEED_EXACT or pair.same == 64 else "chance"), words
 
 
 def test_a_lossy_picture_tells_its_distortion(easel: Easel) -> None:
-    wish = Wish("a small circle", "jacobi, maximal coupling", window=4, rule="scaled", boldness=5, seed=2)
+    wish = PromptWish("a small circle", "jacobi, maximal coupling", window=4, rule="scaled", boldness=5, seed=2)
     pair = last(easel.run(wish, threading.Event()))
-    kind, words = image_view.verdict(pair)
+    kind, words = image_view.acceptance(pair)
     assert pair.fast.spent > 0 and kind == "lossy" and f"{pair.fast.spent:.2f}" in words and pair.rule in words
-    limited = last(easel.run(Wish(**{**vars(wish), "budget": 0.25}), threading.Event()))
-    assert 0 < limited.fast.spent <= 0.25 + 1e-9 and "budget of 0.25" in image_view.verdict(limited)[1]
+    limited = last(easel.run(PromptWish(**{**vars(wish), "budget": 0.25}), threading.Event()))
+    assert 0 < limited.fast.spent <= 0.25 + 1e-9 and "budget of 0.25" in image_view.acceptance(limited)[1]
 
 
 WRONG = {
@@ -435,20 +435,20 @@ WRONG = {
 def test_a_wish_that_is_not_drawn_says_why(easel: Easel, name: str) -> None:
     change, why = WRONG[name]
     with pytest.raises(RefusedError, match=why):
-        last(easel.run(Wish(**{"prompt": "a circle", **change}), threading.Event()))
+        last(easel.run(PromptWish(**{"prompt": "a circle", **change}), threading.Event()))
 
 
 def test_a_picture_can_be_stopped(easel: Easel) -> None:
     stop, before = threading.Event(), threads()
-    run = easel.run(Wish("a small circle"), stop)
+    run = easel.run(PromptWish("a small circle"), stop)
     next(run)
     stop.set()
     pair = last(run)
     assert pair.plain.state == pair.fast.state == STOPPED and len(pair.plain.tokens) < 64
-    assert image_view.verdict(pair) == ("open", "nothing to compare")
+    assert image_view.acceptance(pair) == ("open", "nothing to compare")
     assert threads() <= before
     slow = Easel(easel.painter, time_limit=0.0)
-    assert last(slow.run(Wish("a small circle"), threading.Event())).plain.state == TIMED_OUT
+    assert last(slow.run(PromptWish("a small circle"), threading.Event())).plain.state == TIMED_OUT
 
 
 def test_the_image_tabs_events(easel: Easel) -> None:
@@ -481,7 +481,7 @@ RECORD = {
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> records.Bench:
+def bench(tmp_path: Path) -> records.ResultFolder:
     made = [
         {**RECORD, "method": "eagle"},
         {**RECORD, "method": "<i>", "batch": 4, "speedup_e2e": None},
@@ -495,9 +495,9 @@ def bench(tmp_path: Path) -> records.Bench:
     return records.read(tmp_path)
 
 
-def test_records_are_filtered_and_escaped(bench: records.Bench) -> None:
+def test_records_are_filtered_and_escaped(bench: records.ResultFolder) -> None:
     assert bench.suites == ["vlm", "image"] and bench.choices("vlm", "batch") == ["all", "1", "4"]
-    assert bench.choices("image", "law") == ["all", "lossless", "lossy"]
+    assert bench.choices("image", "distribution") == ["all", "lossless", "lossy"]
     everything = records.draw(bench, records.Choice("vlm", records.TABLE))
     assert "<i>" not in everything and "&lt;i&gt;" in everything and everything.count("<tr>") == 4
     assert "c0ffee" in everything and "b.json" in everything and "wall time" in everything
@@ -508,7 +508,7 @@ def test_records_are_filtered_and_escaped(bench: records.Bench) -> None:
     assert "jacobi+scaled" in bent and ">ar" not in bent
 
 
-def test_records_are_plotted(bench: records.Bench) -> None:
+def test_records_are_plotted(bench: records.ResultFolder) -> None:
     bars = records.draw(bench, records.Choice("vlm"))
     assert re.findall(r'<li class="(mm-\w+)"><span class="mm-who">(\w+)', bars) == [
         ("mm-lossless", "eagle"), ("mm-base", "stock")

@@ -21,8 +21,8 @@ from torch import nn
 
 import mmspec
 from mmspec import rules
-from mmspec.pipelines import devices
 from mmspec.pipelines.patch import UnsupportedError
+from mmspec.pipelines.targets import devices
 
 SHORT = {"max_new_tokens": 8}
 
@@ -175,7 +175,7 @@ RANK = """
 import sys, types
 import torch
 from torch import distributed
-from mmspec.pipelines import devices
+from mmspec.pipelines.targets import devices
 
 rank, path = int(sys.argv[1]), sys.argv[2]
 distributed.init_process_group("gloo", store=distributed.FileStore(path, 2), rank=rank, world_size=2)

@@ -18,13 +18,15 @@ from test_eagle_image import drafter as image_drafter
 from torch import Tensor, nn
 
 import mmspec
-from mmspec import capture
-from mmspec.capture import Captured
-from mmspec.drafters.captured import CapturedDraft
+from mmspec.drafters.compiled_drafter import CapturedDraft
+from mmspec.drafters.draft_vocab import DraftVocab
 from mmspec.drafters.eagle import EagleDrafter
 from mmspec.drafters.options import TreeOptions
-from mmspec.drafters.vocab import DraftVocab
-from mmspec.pipelines import compiled, decoder_only, trusted
+from mmspec.piecewise import capture
+from mmspec.piecewise.capture import PiecewiseFunction
+from mmspec.pipelines.families import decoder_only
+from mmspec.pipelines.targets import compiled
+from mmspec.pipelines.targets import compiled_cache as trusted
 from mmspec.types import Draft
 
 CHAIN, TREE = {"tree": "chain", "depth": 3}, {"depth": 3, "width": 3, "size": 10}
@@ -95,11 +97,15 @@ def test_it_drafts_as_if_the_others_could_not_be(
     model = targets.model("llava")
     inputs = targets.prompt("llava", "image first" if options.get("compile") else "ragged")
     more = {"latents": 3, "least": 1} if method == "flash" else {}
-    made, wanted, count = feature_drafter(method, model, **more), targets.generate(model, inputs), Captured.made
+    made, wanted, count = (
+        feature_drafter(method, model, **more),
+        targets.generate(model, inputs),
+        PiecewiseFunction.made,
+    )
     with mmspec.enable(model, made, draft_vocab=EVEN, **options):
         assert torch.equal(targets.generate(model, inputs), wanted)
     mine = drafts[:]
-    assert (Captured.made > count) == bool(options.get("compile"))
+    assert (PiecewiseFunction.made > count) == bool(options.get("compile"))
     assert len(proposed(mine)) > 5 and proposed(mine) <= {*EVEN}
     drafts.clear()
     as_if_excluded(EVEN, monkeypatch)
@@ -155,13 +161,13 @@ def test_weights_that_change_renew_the_rows(compile: bool, change: str, drafts: 
 
 def test_each_vocabulary_has_a_capture_of_its_own(drafts: list[list[Any]]) -> None:
     model, inputs = targets.model("llava"), targets.prompt("llava", "text only")
-    made, count = eagle(model), Captured.made
+    made, count = eagle(model), PiecewiseFunction.made
     for ids in (EVEN, range(1, targets.VOCAB, 2), EVEN):
         drafts.clear()
         with mmspec.enable(model, made, draft_vocab=ids, compile=True, **CHAIN):
             targets.generate(model, inputs, max_new_tokens=6)
         assert drafts and proposed(drafts) <= {*ids}
-    assert Captured.made == count + 2
+    assert PiecewiseFunction.made == count + 2
     read = {id(t) for one in compiled.of(model).drafts[made.block]._held.values() for t in one._weights}
     assert id(model.get_output_embeddings().weight) not in read  # a replay reads the rows that were cut, not all
 

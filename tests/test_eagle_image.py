@@ -18,19 +18,19 @@ from transformers.generation import LogitsProcessorList, TemperatureLogitsWarper
 import mmspec
 from mmspec.app import cli
 from mmspec.app.train import build_for_pictures
-from mmspec.drafters import shapes
-from mmspec.drafters.rope import Rope, rotate
+from mmspec.drafters import static_trees as shapes
 from mmspec.drafters.eagle import EagleConfig, EagleDrafter
+from mmspec.drafters.rope import Rope, rotate
 from mmspec.kernels import reference as ops
 from mmspec.loop import decode, start
 from mmspec.models import llamagen
-from mmspec.pipelines.guided import Guidance
 from mmspec.pipelines.image_teacher import ImageTeacher
-from mmspec.pipelines.llamagen_target import Condition, LlamaGenTarget
-from mmspec.pipelines.sampling import CounterNoise, Request, Sampler
+from mmspec.pipelines.sampling.guidance import Guidance
+from mmspec.pipelines.sampling.request import CounterNoise, Request, Sampler
+from mmspec.pipelines.targets.llamagen import Condition, LlamaGenTarget
 from mmspec.session import Row, Session
 from mmspec.train import data
-from mmspec.train.data import Sample
+from mmspec.train.data import TrainingSample
 from mmspec.train.distil import Distillation, losses
 from mmspec.train.recipes import Recipe
 from mmspec.types import FINAL, Categorical, Prompt, Scores, TargetInfo
@@ -81,7 +81,7 @@ def test_each_node_has_its_rank_among_its_parents_children(name: str, draws: boo
     """Against a literal reading: follow each path, take the child of that rank; q lacks the siblings before it."""
     V, B, plan = 30, 3, shapes.plan(name, 5, CPU)
 
-    def law(path: list[int]) -> Tensor:
+    def distribution(path: list[int]) -> Tensor:
         g = torch.Generator().manual_seed(hash(tuple(path)) % 2**31)
         logits = torch.randn(V, generator=g, dtype=torch.float64)
         return logits.masked_fill(torch.arange(V) > 24, -torch.inf).log_softmax(-1)
@@ -93,33 +93,35 @@ def test_each_node_has_its_rank_among_its_parents_children(name: str, draws: boo
         here = [[[*before[b][c], t] for t, c in zip(tokens[b].tolist(), came_from[b].tolist(), strict=True)]
                 for b in range(B)]  # fmt: skip
         lines.append(here)
-        return torch.stack([torch.stack([law(path) for path in row]) for row in here])
+        return torch.stack([torch.stack([distribution(path) for path in row]) for row in here])
 
     g = torch.Generator().manual_seed(5)
     gumbel = torch.randn(5, B, 1, V, generator=g, dtype=torch.float64) if draws else None
     noise = None if gumbel is None else gumbel.__getitem__
-    tokens, q = shapes.fill(law([]).expand(B, V), expand, plan, noise)
+    tokens, q = shapes.fill(distribution([]).expand(B, V), expand, plan, noise)
     assert (q is not None) == draws
     for b in range(B):
         found: dict[tuple[int, ...], list[int]] = {(): []}
         for node, path in enumerate(sorted(shapes.nodes(shapes.SHAPES[name]), key=lambda n: (len(n), n)), 1):
             above = found[path[:-1]]
-            order = law(above) + (0 if gumbel is None else gumbel[len(above), b, 0])
+            order = distribution(above) + (0 if gumbel is None else gumbel[len(above), b, 0])
             ranked = order.argsort(descending=True).tolist()
             found[path] = [*above, ranked[path[-1]]]
             assert tokens[b, node - 1] == found[path][-1]
             if q is not None:
-                left = law(above)
+                left = distribution(above)
                 left[ranked[: path[-1]]] = -torch.inf
                 assert torch.allclose(q[b, node].softmax(-1), left.softmax(-1))
 
 
 def test_what_the_law_excludes_is_a_hole() -> None:
-    law = torch.tensor([0.0, -torch.inf, 0.5, -torch.inf])
+    distribution = torch.tensor([0.0, -torch.inf, 0.5, -torch.inf])
     tokens, q = shapes.fill(
-        law.expand(2, 4), lambda t, _: law.expand(2, t.shape[1], 4), shapes.plan("mc_sim_7b_63", 5, CPU),
+        distribution.expand(2, 4),
+        lambda t, _: distribution.expand(2, t.shape[1], 4),
+        shapes.plan("mc_sim_7b_63", 5, CPU),
         lambda level: torch.zeros(2, 1, 4),
-    )  # fmt: skip
+    )
     assert tokens[:, :4].tolist() == [[2, 0, -1, -1]] * 2
     assert q is not None and not q.softmax(-1).isnan().any()
 
@@ -222,11 +224,11 @@ def test_two_streams_are_two_drafters_run_apart(options: dict[str, Any], padded:
         session.memory = made.start(session, target, Prompt(ids, side(embeds), side(hidden), ids > 0, valid))  # type: ignore
         for counts in ((1, 1, 1), (3, 1, 4)):
             tokens = torch.arange(4).expand(B, 4) + 7
-            verdict = SimpleNamespace(count=torch.tensor(counts), token=session.pending)
-            scores = SimpleNamespace(hidden=side(after), law=Categorical(ids=tokens))
+            acceptance = SimpleNamespace(count=torch.tensor(counts), token=session.pending)
+            scores = SimpleNamespace(hidden=side(after), p=Categorical(ids=tokens))
             kept = torch.arange(max(counts)).expand(B, -1)
             session.last = SimpleNamespace(
-                draft=SimpleNamespace(tokens=tokens), scores=scores, verdict=verdict, kept=kept, counts=counts
+                draft=SimpleNamespace(tokens=tokens), scores=scores, acceptance=acceptance, kept=kept, counts=counts
             )
             made.propose(session, target)  # type: ignore[arg-type]
         return target.shown
@@ -320,7 +322,8 @@ def test_knowing_the_targets_noise_pays(monkeypatch: pytest.MonkeyPatch) -> None
     assert with_noise.accepted > 1.5 * without.accepted, (with_noise.accepted, without.accepted, model.config.vocab)
 
 
-# -- the law ---------------------------------------------------------------------------------------------------------
+# -- the distribution
+# ---------------------------------------------------------------------------------------------------------
 
 
 class Rows:
@@ -331,7 +334,8 @@ class Rows:
 
 
 class Toy:
-    """A guided target of two streams whose law depends on the token before: one table of features per stream."""
+    """A guided target of two streams whose distribution depends on the token before: one table of features per
+    stream."""
 
     device = CPU
     features = (FINAL,)
@@ -396,13 +400,14 @@ def toy_drafter(kind: type[EagleDrafter] = EagleDrafter, **options: Any) -> Eagl
 
 
 class Biased(EagleDrafter):
-    """Draws, but says nothing of its law: taken for point masses that nobody drew, which is wrong with siblings."""
+    """Draws, but says nothing of its distribution: taken for point masses that nobody drew, which is wrong with
+    siblings."""
 
     def propose(self, session: Any, target: Any) -> Any:
         draft = super().propose(session, target)
-        assert draft.law is not None
-        flat = Categorical(torch.zeros_like(draft.law.logits))
-        return replace(draft, law=flat)
+        assert draft.q is not None
+        flat = Categorical(torch.zeros_like(draft.q.logits))
+        return replace(draft, q=flat)
 
 
 @pytest.mark.parametrize(
@@ -417,7 +422,8 @@ class Biased(EagleDrafter):
     ],
 )
 def test_the_joint_law_of_three_tokens(options: dict[str, Any], kind: type[EagleDrafter], sound: bool) -> None:
-    """All 64 texts, decoded in rounds, against the chain rule; a draft law that is not the true one stands out."""
+    """All 64 texts, decoded in rounds, against the chain rule; a draft distribution that is not the true one stands
+    out."""
     target = Toy(4, 8, seed=1)
     samples, stats = decoded(target, toy_drafter(kind, **options), 6000, 3)
     assert stats.accepted > 1000
@@ -446,14 +452,14 @@ RECIPE = Recipe(
 
 def distilling(out: Path, recipe: Recipe = RECIPE, prompts: int = 12) -> Distillation:
     pipe = tiny_llamagen.pipeline("text")
-    pipe.transformer.output.weight.data.mul_(0.2)  # laws as broad as those of pictures
+    pipe.transformer.output.weight.data.mul_(0.2)  # distributions as broad as those of pictures
     torch.manual_seed(1)
     made = build_for_pictures("eagle", pipe, 24)
     teacher = ImageTeacher(pipe, made.features)
     teacher.__enter__()
     words = tiny_llamagen.TEXT.split()
     texts = [" ".join(words[(i * k) % len(words)] for k in range(1, 3 + i % 4)) for i in range(1, prompts + 1)]
-    return Distillation(made, teacher, [Sample(list, text) for text in texts], recipe, out)
+    return Distillation(made, teacher, [TrainingSample(list, text) for text in texts], recipe, out)
 
 
 def test_the_trace_is_what_drawing_saw(tmp_path: Path) -> None:
@@ -498,8 +504,8 @@ def test_training_unroll_equals_decoding(tmp_path: Path) -> None:
     session.memory = made.start(session, fed, prompt)  # type: ignore[arg-type]
     session.last = SimpleNamespace(
         draft=SimpleNamespace(tokens=ids[:, :1]), kept=torch.zeros(2, 1, dtype=torch.long), counts=(1, 1),
-        scores=SimpleNamespace(hidden=trace.features[:, P - 1 : P], law=Categorical(ids=ids[:, :1])),
-        verdict=SimpleNamespace(count=one, token=ids[:, 0]),
+        scores=SimpleNamespace(hidden=trace.features[:, P - 1 : P], p=Categorical(ids=ids[:, :1])),
+        acceptance=SimpleNamespace(count=one, token=ids[:, 0]),
     )  # fmt: skip
     made.propose(session, fed)  # type: ignore[arg-type]
     for step in range(depth):

@@ -6,7 +6,23 @@ import pytest
 import targets
 import torch
 import transformers as T
-from published import HEADS, TARGET, V_D, D, H, V, decoder_layer, eagle, eagle3, layer, load, norm, put, run, speculators
+from published import (
+    HEADS,
+    TARGET,
+    V_D,
+    D,
+    H,
+    V,
+    decoder_layer,
+    eagle,
+    eagle3,
+    layer,
+    load,
+    norm,
+    put,
+    run,
+    speculators,
+)
 from safetensors.torch import load_file
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as qwen2
@@ -51,7 +67,7 @@ def test_three_axes_turn_as_in_the_target(interleaved):
     sections, width = [4, 2, 2], 16
     places = torch.randint(0, 50, (3, 2, 7))
     x = torch.randn(2, 3, 7, width)
-    said = dict(rope_type="default", rope_theta=1e4, mrope_section=sections)
+    said = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": sections}
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "head_dim": width, "rope_parameters": said}
     made = (qwen3.Qwen3VLTextConfig if interleaved else qwen2.Qwen2_5_VLTextConfig)(**sizes)
     module = qwen3.Qwen3VLTextRotaryEmbedding if interleaved else qwen2.Qwen2_5_VLRotaryEmbedding
@@ -127,8 +143,8 @@ def test_mask_rows_draft_in_one_pass(tmp_path):
     session.memory = drafter.start(session, target, prompt)
     root = torch.zeros(1, 1, dtype=torch.long)
     session.last = Some(
-        kept=root, counts=(1,), verdict=Some(count=torch.tensor([1]), token=session.pending),
-        draft=Some(tokens=ids[:, -1:]), scores=Some(hidden=h[:, -1:], law=Categorical(ids=root)),
+        kept=root, counts=(1,), acceptance=Some(count=torch.tensor([1]), token=session.pending),
+        draft=Some(tokens=ids[:, -1:]), scores=Some(hidden=h[:, -1:], distribution=Categorical(ids=root)),
     )  # fmt: skip
     got = drafter.propose(session, target).tokens[0, 1:]
 

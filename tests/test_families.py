@@ -14,7 +14,7 @@ from drafters import DRAFTERS, Oracle
 from torch import Tensor
 
 import mmspec
-from mmspec.pipelines.families import PROVED
+from mmspec.pipelines.families.table import PROVED
 
 ATTENTION = ("sdpa", "eager")
 AXES: tuple[tuple[Any, ...], ...] = (tuple(targets.FAMILIES), ATTENTION, tuple(targets.KINDS), tuple(DRAFTERS))

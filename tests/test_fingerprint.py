@@ -22,11 +22,12 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 import mmspec
-from mmspec import capture
-from mmspec.capture import Captured
 from mmspec.drafters.plain import Plain
-from mmspec.pipelines import compiled, trusted
-from mmspec.pipelines.fingerprint import fingerprint
+from mmspec.piecewise import capture
+from mmspec.piecewise.capture import PiecewiseFunction
+from mmspec.pipelines.targets import compiled
+from mmspec.pipelines.targets import compiled_cache as trusted
+from mmspec.pipelines.targets.fingerprint import fingerprint
 
 Model = Any
 Undo = Callable[[], None]
@@ -52,7 +53,7 @@ def answer(model: Model, **options: Any) -> list[int]:
 
 def stock(model: Model) -> list[int]:
     """What the same model gives without mmspec, whatever it is in now."""
-    handle = type(model)._mmspec_handle
+    handle = type(model)._mmspec_patch
     mmspec.disable(model)
     try:
         return answer(model)
@@ -170,8 +171,8 @@ def test_what_runs_with_a_module_is_run(change: Callable[[Model], Undo], drafter
             undo = change(model)  # between calls
             assert answer(model) == stock(model) != plain
             undo()
-            before = Captured.made
-            assert answer(model) == plain and Captured.made == before, "captured once"
+            before = PiecewiseFunction.made
+            assert answer(model) == plain and PiecewiseFunction.made == before, "captured once"
 
 
 @pytest.mark.parametrize("change", LEFT_ALONE, ids=lambda change: change.__name__)
@@ -202,21 +203,21 @@ def test_what_is_switched_there_and_back_is_captured_once(model: Model) -> None:
         made = []
         for scale in (0.25, 2.0, 0.25, 2.0):
             layer(model).self_attn.scaling = scale
-            before = Captured.made
+            before = PiecewiseFunction.made
             answer(model)
-            made.append(Captured.made - before)
+            made.append(PiecewiseFunction.made - before)
     assert made == [1, 1, 0, 0]
 
 
 def test_what_changes_with_every_call_is_captured_no_more(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trusted, "_STATES", 1)
     monkeypatch.setattr(trusted, "_LOST", 2)
-    made = Captured.made
+    made = PiecewiseFunction.made
     with mmspec.enable(model, Plain(), compile=True), pytest.warns(UserWarning, match="changes from call to call"):
         for call in range(4):
             layer(model).self_attn.scaling = 0.25 + call
             fast = answer(model)
-    assert Captured.made - made == 2 and fast == answer(model)
+    assert PiecewiseFunction.made - made == 2 and fast == answer(model)
 
 
 class Keeps(nn.Module):

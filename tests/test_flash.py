@@ -15,8 +15,8 @@ from torch import Tensor
 
 import mmspec
 from mmspec.drafters.blocks import shares
-from mmspec.drafters.flash import FlashConfig, FlashDrafter, LatentCompressor
-from mmspec.slots import Lengths, Slots
+from mmspec.drafters.flash_vlm import FlashConfig, FlashDrafter, LatentCompressor
+from mmspec.ragged_cache import Lengths, RaggedBuffer
 from mmspec.tree import from_parents
 
 H = 16
@@ -169,7 +169,7 @@ def test_every_head_of_every_row_is_what_drafting_from_there_computes(layout: st
         for j in [j for j in text if j and valid[0, j]]:
             before = drafter.enter(e[:1, :j], f[:1, :j], visual[:1, :j], valid[:1, :j], torch.arange(j)[None])
             n, device = before.x.shape[1], torch.device("cpu")
-            memory = Memory(Slots(), Lengths.of([n], device), torch.tensor([j]), before.valid, False)
+            memory = Memory(RaggedBuffer(), Lengths.of([n], device), torch.tensor([j]), before.valid, False)
             memory.slots.append(*drafter.block.keys_values(before.x, before.positions), Lengths.of([0], device))
             z = drafter._read(memory, e[:1, j : j + 1], f[:1, j : j + 1], memory.lengths, 0, None)
             for i, found in enumerate(drafter.ahead(z)[0, 0]):
@@ -253,7 +253,8 @@ def test_levels_hold_the_heads_best_tokens_whatever_stands_above() -> None:
 
 
 def test_a_drawn_tree_keeps_the_law() -> None:
-    """Every node of a level draws from one law with one noise; the first two tokens still come as stock decoding's."""
+    """Every node of a level draws from one distribution with one noise; the first two tokens still come as stock
+    decoding's."""
     model, inputs = targets.model("llava"), targets.prompt("llava", "text only")
     drafter = feature_drafter("flash", model, draws=True)
     how = {"temperature": 1.2, "top_k": 0}

@@ -1,4 +1,5 @@
-"""`generate` as users call it: everything that stock generate takes and gives still works, and has the same law."""
+"""`generate` as users call it: everything that stock generate takes and gives still works, and has the same
+distribution."""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ def stock_and_fast(
     return stock, fast
 
 
-# -- sampling: the law -----------------------------------------------------------------------------------------------
+# -- sampling: the distribution
+# -----------------------------------------------------------------------------------------------
 
 SAMPLING: dict[str, dict[str, Any]] = {
     "temperature": {"temperature": 0.7, "top_k": 0},
@@ -66,11 +68,12 @@ SAMPLING: dict[str, dict[str, Any]] = {
     "top-k, top-p, penalty": {"top_k": 20, "top_p": 0.9, "temperature": 1.4, "repetition_penalty": 1.5},
 }
 SAMPLES = 2000
-EXCESS = 5.0  # standard deviations of χ²: a true law passes with certainty for these fixed seeds, a false one does not
+# standard deviations of χ²: a true distribution passes with certainty for these fixed seeds, a false one does not
+EXCESS = 5.0
 
 
 def joint_law(model: Any, inputs: dict[str, Tensor], **options: Any) -> Tensor:
-    """The law of the first two tokens, [V, V], from stock scores after every possible first token."""
+    """The distribution of the first two tokens, [V, V], from stock scores after every possible first token."""
     told = dict(do_sample=True, max_new_tokens=1, return_dict_in_generate=True, output_scores=True, **options)
     first = model.generate(**inputs, **told).scores[0][0].double().softmax(-1)
     possible = first.nonzero()[:, 0]
@@ -79,9 +82,9 @@ def joint_law(model: Any, inputs: dict[str, Tensor], **options: Any) -> Tensor:
     longer["input_ids"] = torch.cat([longer["input_ids"], possible[:, None]], 1)
     longer["attention_mask"] = torch.ones_like(longer["input_ids"])
     second = model.generate(**longer, **told).scores[0].double().softmax(-1)
-    law = torch.zeros(VOCAB, VOCAB, dtype=torch.float64)
-    law[possible] = first[possible, None] * second
-    return law
+    distribution = torch.zeros(VOCAB, VOCAB, dtype=torch.float64)
+    distribution[possible] = first[possible, None] * second
+    return distribution
 
 
 def shares(marginal: Tensor, count: int = 8) -> Tensor:
@@ -89,21 +92,21 @@ def shares(marginal: Tensor, count: int = 8) -> Tensor:
     return ((marginal.cumsum(0) - marginal / 2) * count).long().clamp(max=count - 1)
 
 
-def excess(samples: Tensor, law: Tensor) -> float:
+def excess(samples: Tensor, distribution: Tensor) -> float:
     """By how many standard deviations χ² is too large, by pairs, by first and second token, and by groups of both."""
-    assert float(law[samples[:, 0], samples[:, 1]].min()) > 0, "something impossible was drawn"
+    assert float(distribution[samples[:, 0], samples[:, 1]].min()) > 0, "something impossible was drawn"
     one, two = torch.arange(VOCAB)[:, None].expand(-1, VOCAB), torch.arange(VOCAB).expand(VOCAB, -1)
-    first, second = shares(law.sum(1))[one], shares(law.sum(0))[two]
+    first, second = shares(distribution.sum(1))[one], shares(distribution.sum(0))[two]
     return max(
-        chi_square(view[samples[:, 0], samples[:, 1]], view, law)
+        chi_square(view[samples[:, 0], samples[:, 1]], view, distribution)
         for view in (one * VOCAB + two, one, two, first * 8 + second)
     )
 
 
-def chi_square(seen: Tensor, view: Tensor, law: Tensor) -> float:
+def chi_square(seen: Tensor, view: Tensor, distribution: Tensor) -> float:
     """One view: `view` [V, V] names each pair's cell; cells expected less than ten times are counted together."""
     cells = int(view.max()) + 1
-    expected = torch.zeros(cells, dtype=torch.float64).index_add_(0, view.flatten(), law.flatten()) * len(seen)
+    expected = torch.zeros(cells, dtype=torch.float64).index_add_(0, view.flatten(), distribution.flatten()) * len(seen)
     counts = torch.bincount(seen, minlength=cells).double()
     rare = expected < 10
     counts, expected = (torch.cat([t[~rare], t[rare].sum()[None]]) for t in (counts, expected))
@@ -132,7 +135,8 @@ def test_sampling_has_the_stock_law(llava: Any, how: str, drafter: str) -> None:
 
 
 def test_a_planted_error_in_the_law_is_seen(llava: Any) -> None:
-    """A drafter that says it drew from another law than it did: the output's law bends, and the test above sees it."""
+    """A drafter that says it drew from another distribution than it did: the output's distribution bends, and the test
+    above sees it."""
 
     class Liar(Scripted):
         def draft(self, tokens: Tensor, tree: Any) -> Draft:
@@ -716,7 +720,7 @@ def comparable(out: Any) -> Tensor:
 
 @pytest.mark.parametrize("what", CALLS)
 def test_a_call_that_cannot_be_accelerated(what: str) -> None:
-    """Refused with the reason, or stock with one warning; never another law."""
+    """Refused with the reason, or stock with one warning; never another distribution."""
     model = copy.deepcopy(targets.model("llava"))
     model.set_attn_implementation("eager")  # the only one with attention maps
     options, reason = CALLS[what]

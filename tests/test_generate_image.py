@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from mmspec.app import cli, embedded, generate
-from mmspec.app.painter import NOTE, Painter, Way, sheet, unknown_words
+from mmspec.app.painter import NOTE, DrawingMethod, ImageSubject, sheet, unknown_words
 from mmspec.zoo import pictures
 
 PROMPT = "a small red circle"
@@ -77,7 +77,7 @@ def test_a_relaxed_rule_says_that_it_is_one(text: Path, tmp_path: Path, capsys: 
     assert "not lossless" not in capsys.readouterr().out
     assert run(*words, "--rule", "scaled(omega=3.0)", "--budget", 0.25) == 0
     told = capsys.readouterr().out
-    assert "not lossless: scaled(omega=3.0) bent the law" in told
+    assert "not lossless: scaled(omega=3.0) bent the distribution" in told
     assert 0 <= float(told.partition("most ")[2].split()[0]) <= 0.25
 
 
@@ -154,10 +154,10 @@ def test_names_the_words_that_the_embedded_model_does_not_know(
 
 
 def test_a_painting_does_its_sums() -> None:
-    painter = Painter(tiny_llamagen.pipeline("class"))
+    painter = ImageSubject(tiny_llamagen.pipeline("class"))
     plain = painter.paint([1, 2, 3], [7, 8, 9])
     assert (plain.forwards, plain.compression, plain.spent) == (16, 1.0, [0.0] * 3)
-    painter.go(Way("jacobi", {"window": 4, "reproducible": True}))
+    painter.go(DrawingMethod("jacobi", {"window": 4, "reproducible": True}))
     fast = painter.paint([1, 2, 3], [7, 8, 9])
     assert torch.equal(fast.tokens, plain.tokens) and fast.compression >= 1
     assert fast.compression == pytest.approx(48 / (fast.stats.row_rounds + 3))

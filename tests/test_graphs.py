@@ -28,10 +28,12 @@ from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mmspec
-from mmspec import capture, graphs
-from mmspec.capture import Captured
 from mmspec.drafters.plain import Plain
-from mmspec.pipelines import compiled, mar_compiled, trusted
+from mmspec.piecewise import capture, graphs
+from mmspec.piecewise.capture import PiecewiseFunction
+from mmspec.pipelines.mar import compiled as mar_compiled
+from mmspec.pipelines.targets import compiled
+from mmspec.pipelines.targets import compiled_cache as trusted
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available() or torch.__version__ < "2.15", reason="needs a GPU")
 DEPTH = 4
@@ -78,12 +80,14 @@ def attention(layer: int, scale: float, q: Tensor, k: Tensor, v: Tensor) -> Tens
     return sdpa(q, k * (1 + layer), v, scale=scale).transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def made(device: str, compile: Any = as_it_is) -> tuple[Layers, Captured, Callable[[], Tensor]]:
+def made(device: str, compile: Any = as_it_is) -> tuple[Layers, PiecewiseFunction, Callable[[], Tensor]]:
     """Layers, the same captured, and what makes new inputs."""
     layers = Layers().to(device)
-    return layers, Captured(layers, [torch.randn(2, 3, 16, device=device)], layers.parameters(), compile), partial(
-        torch.randn, 2, 3, 16, device=device
-    )  # fmt: skip
+    return (
+        layers,
+        PiecewiseFunction(layers, [torch.randn(2, 3, 16, device=device)], layers.parameters(), compile),
+        partial(torch.randn, 2, 3, 16, device=device),
+    )
 
 
 def near(found: Any, wanted: Any) -> None:
@@ -171,7 +175,7 @@ def test_what_leaves_stays_and_may_come_in_again(device: str) -> None:
         return [y @ weight / 3, (x + y).tanh(), x, weight.t()]
 
     x, y = (torch.randn(4, 8, device=device) for _ in range(2))
-    captured = Captured(step, [x, y], [weight], as_it_is)
+    captured = PiecewiseFunction(step, [x, y], [weight], as_it_is)
     mine, theirs = [[x, y]], [[x, y]]
     for _ in range(5):
         mine.append(captured(None, *mine[-1][:2]))  # type: ignore[arg-type]  # there is no attention
@@ -193,7 +197,7 @@ def test_what_the_last_piece_makes_is_not_copied(device: str) -> None:
         return [(given + early).sin(), (given @ weight)[:, 1], early, early[:, 1], x, x[:, 1], weight[1], given[:, 1]]
 
     inputs = [torch.randn(1, 2, 3, 8, device=device) for _ in range(4)]
-    captured = Captured(partial(function, capture.attend), inputs[:1], [weight], as_it_is)
+    captured = PiecewiseFunction(partial(function, capture.attend), inputs[:1], [weight], as_it_is)
 
     def given(same: bool, layer: int, scale: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return q if same else q + k + v
@@ -213,7 +217,7 @@ def test_what_the_last_piece_makes_is_not_copied(device: str) -> None:
 def test_what_comes_in_is_not_written(device: str) -> None:
     """Neither the example nor a weight, which is no place of a graph's own, though it never moves."""
     weight, example = torch.randn(8, device=device), torch.ones(8, device=device)
-    captured = Captured(lambda x: [x * weight], [example], [weight], as_it_is)
+    captured = PiecewiseFunction(lambda x: [x * weight], [example], [weight], as_it_is)
     weight.data = before = weight.clone()
     near(captured(None, weight), [before * before])  # type: ignore[arg-type]
     near(captured(None, example + 1), [before * 2])  # type: ignore[arg-type]
@@ -225,7 +229,7 @@ def test_what_comes_in_is_not_written(device: str) -> None:
 def test_any_mode_will_do(modes: tuple[Any, Any], device: str) -> None:
     layers = Layers().to(device)
     with modes[0](), torch.no_grad():
-        captured = Captured(layers, [torch.randn(2, 3, 16, device=device)], layers.parameters(), as_it_is)
+        captured = PiecewiseFunction(layers, [torch.randn(2, 3, 16, device=device)], layers.parameters(), as_it_is)
     for mode in modes * 2:
         layers.out[0].bias.data = layers.out[0].bias.data + 1  # is recorded anew
         for again in (mode, *modes):
@@ -306,7 +310,7 @@ def test_a_piece_that_waits_for_the_host_runs_as_it_is(device: str) -> None:
 @torch.no_grad()
 def test_random_numbers_are_not_recorded(device: str) -> None:
     x = torch.ones(50, device=device)
-    captured = Captured(lambda x: [x + torch.rand_like(x)], [x], [], as_it_is)
+    captured = PiecewiseFunction(lambda x: [x + torch.rand_like(x)], [x], [], as_it_is)
     first, second = (captured(None, x)[0] for _ in range(2))  # type: ignore[arg-type]
     assert tape.Tape.made == 0 and not torch.equal(first, second)
 

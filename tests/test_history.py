@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from transformers.generation import logits_process as stock
 
-from mmspec.pipelines.history import Texts
-from mmspec.pipelines.processors import HISTORY, PURE, Processors
+from mmspec.pipelines.sampling.history import Texts
+from mmspec.pipelines.sampling.processors import HISTORY, PURE, Processors
 from mmspec.session import Row, Session
 from mmspec.tree import chain, from_parents
-from mmspec.types import HOLE, Draft
+from mmspec.types import NO_TOKEN, Draft
 
 CPU = torch.device("cpu")
 V, B, N = 12, 3, 9
@@ -59,7 +59,7 @@ def session(lengths: list[int]) -> Session:
 
 def draft(at: Session, size: int, shape: str) -> Draft:
     """Some nodes are holes; node 0 is the row's last token."""
-    tokens = words(B, size).masked_fill(torch.rand(B, size) < 0.1, HOLE)
+    tokens = words(B, size).masked_fill(torch.rand(B, size) < 0.1, NO_TOKEN)
     tokens[:, 0] = torch.tensor([row.tokens[-1] for row in at.rows])
     if shape == "chain":
         return Draft(tokens, chain(size, CPU).expand(B))
@@ -83,7 +83,7 @@ def expected(processor: Any, logits: Tensor, at: Session, proposed: Draft) -> tu
                 if any(t not in lawful(row.index, torch.tensor(s)) for t, s in zip(tokens, steps, strict=True)):
                     continue
                 told = stock.PrefixConstrainedLogitsProcessor(lambda _, ids, i=row.index: lawful(i, ids), 1)
-            if HOLE in tokens:
+            if NO_TOKEN in tokens:
                 continue
             if isinstance(getattr(told, "prompt_ignore_length", None), Tensor):
                 told.prompt_ignore_length = told.prompt_ignore_length[row.index : row.index + 1]

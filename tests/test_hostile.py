@@ -26,7 +26,7 @@ from mmspec.app.caption import video
 from mmspec.app.caption.decoder import Decoder, DecoderError
 from mmspec.app.caption.items import FileSource, Item
 from mmspec.app.caption.video import FramePolicy
-from mmspec.media import Limits, Media, MediaError
+from mmspec.media import Media, MediaError, MediaLimits
 
 MEMORY = 2**29
 PATIENCE = 300  # seconds, for what a busy machine may delay
@@ -55,7 +55,7 @@ GOOD = item(hostile.plain("RGB", hostile.GREEN))
 
 @pytest.fixture(scope="module")
 def decoder() -> Iterator[Decoder]:
-    with Decoder(1, Limits(seconds=PATIENCE, memory=MEMORY), FramePolicy(), phash=True, max_side=1000) as made:
+    with Decoder(1, MediaLimits(seconds=PATIENCE, memory=MEMORY), FramePolicy(), phash=True, max_side=1000) as made:
         yield made
 
 
@@ -96,7 +96,7 @@ def test_the_corpus_gives_right_pictures_or_clear_failures_and_none_stops_the_ru
     assert len({case.name for case in hostile.CASES}) == len(hostile.CASES) >= 90
     cases = {case.name: case for case in hostile.CASES}
     items = {name: Item(name, case.kind, FileSource(corpus[name])) for name, case in cases.items()}
-    with Decoder(2, Limits(seconds=PATIENCE, memory=MEMORY), FramePolicy()) as decoder:
+    with Decoder(2, MediaLimits(seconds=PATIENCE, memory=MEMORY), FramePolicy()) as decoder:
         processes = [worker.process.pid for worker in decoder._workers]
         found = run(decoder, items)
         assert processes == [worker.process.pid for worker in decoder._workers], "a file killed its process"
@@ -143,7 +143,7 @@ def test_what_a_source_does_to_its_process_costs_its_item_only(reasons: dict[str
     for deed in reasons:
         source = sources.Attack(deed) if deed in sources.DEEDS else sources.Unbuildable()
         items |= {deed: Item(deed, "image", source), f"after {deed}": GOOD}
-    with Decoder(2, Limits(seconds=SHORT, memory=MEMORY), FramePolicy()) as decoder:
+    with Decoder(2, MediaLimits(seconds=SHORT, memory=MEMORY), FramePolicy()) as decoder:
         found = run(decoder, items)
     for ticket, outcome in found.items():
         if ticket in reasons:
@@ -155,7 +155,7 @@ def test_what_a_source_does_to_its_process_costs_its_item_only(reasons: dict[str
 
 
 def test_worker_processes_are_light():
-    with Decoder(1, Limits(), FramePolicy()) as fresh:
+    with Decoder(1, MediaLimits(), FramePolicy()) as fresh:
         found = run(fresh, {0: GOOD, 1: Item("x", "image", sources.Attack("confess"))})
     assert found[1].reason == "loaded: []"  # no torch, and neither numpy nor FFmpeg before a file needs them
 
@@ -164,7 +164,10 @@ def test_frames_cross_unchanged(decoder: Decoder, tmp_path: Path):
     clip = clips.write_clip(tmp_path / "x.mp4", 20).read_bytes()
     picture = hostile.encoded(hostile.noise(300, 200), "JPEG")
     found = run(decoder, {"picture": item(picture), "clip": item(clip, "video")})
-    expected = {"picture": (media.decode(picture, "x"),), "clip": video.decode(clip, "x", FramePolicy(), Limits())[0]}
+    expected = {
+        "picture": (media.decode(picture, "x"),),
+        "clip": video.decode(clip, "x", FramePolicy(), MediaLimits())[0],
+    }
     for ticket, frames in expected.items():
         crossed = found[ticket].frames
         assert [(one.mode, one.size, one.tobytes()) for one in crossed] == [
@@ -203,7 +206,7 @@ def test_the_perceptual_hash_sees_what_the_eye_sees(decoder: Decoder):
 
 def test_limits_are_obeyed(tmp_path: Path):
     (tmp_path / "x.png").write_bytes(bytes(2000))
-    with Decoder(1, Limits(max_bytes=1000, max_pixels=63), FramePolicy()) as decoder:
+    with Decoder(1, MediaLimits(max_bytes=1000, max_pixels=63), FramePolicy()) as decoder:
         items = {0: item(bytes(2000)), 1: Item("x", "image", FileSource(tmp_path / "x.png")), 2: GOOD}
         found = run(decoder, items)
     assert "over 0" in found[0].reason and "over 0" in found[1].reason and "8 x 8" in found[2].reason
@@ -249,14 +252,14 @@ def test_an_answer_that_is_there_is_never_too_late(decoder: Decoder, monkeypatch
 
 def test_processes_that_cannot_start_end_the_run_with_a_reason(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(decoding, "serve", sources.refuse_to_start)
-    with Decoder(1, Limits(), FramePolicy()) as decoder:
+    with Decoder(1, MediaLimits(), FramePolicy()) as decoder:
         decoder.submit(0, GOOD)
         with pytest.raises(DecoderError, match=r"before it has started \(exit code 7\).*__main__"):
             decoder.ready(PATIENCE)
 
 
 def test_outside_of_its_with_it_says_so():
-    decoder = Decoder(1, Limits(), FramePolicy())
+    decoder = Decoder(1, MediaLimits(), FramePolicy())
     with pytest.raises(DecoderError, match="inside its `with`"):
         decoder.ready()
     decoder.close()
@@ -280,12 +283,12 @@ def test_nothing_is_left_behind(ending: str, tmp_path: Path):
         signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever started the tests may ignore it
         sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
         from mmspec.app.caption.decoder import Decoder
-        from mmspec.media import Limits
+        from mmspec.media import MediaLimits
         from mmspec.app.caption.video import FramePolicy
         if __name__ == "__main__":
             import sources
             from mmspec.app.caption.items import Item
-            with Decoder(2, Limits(seconds=3), FramePolicy()) as decoder:
+            with Decoder(2, MediaLimits(seconds=3), FramePolicy()) as decoder:
                 decoder.submit(0, Item("x", "image", sources.Memory(b"")))
                 assert len(decoder.ready({PATIENCE})) == 1
                 while not all(worker.started for worker in decoder._workers):
@@ -331,7 +334,7 @@ def test_small_pictures_lose_little_by_the_way(tmp_path: Path):
     for path in paths:
         media.load_image(path)
     here = time.perf_counter() - begun
-    with Decoder(1, Limits(), FramePolicy()) as decoder:
+    with Decoder(1, MediaLimits(), FramePolicy()) as decoder:
         run(decoder, {0: GOOD})
         begun = time.perf_counter()
         run(decoder, {path: Item(path.name, "image", FileSource(path)) for path in paths})

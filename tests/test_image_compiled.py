@@ -15,11 +15,13 @@ from image_targets import PAINTERS
 from torch import Tensor
 
 import mmspec
-from mmspec import capture
 from mmspec.app.bench.command import Reads
 from mmspec.drafters.eagle import EagleConfig, EagleDrafter
-from mmspec.pipelines import compiled, drafting, trusted
-from mmspec.pipelines.llamagen_target import LlamaGenTarget
+from mmspec.piecewise import capture
+from mmspec.pipelines.patching import drafting
+from mmspec.pipelines.targets import compiled
+from mmspec.pipelines.targets import compiled_cache as trusted
+from mmspec.pipelines.targets.llamagen import LlamaGenTarget
 from mmspec.session import Row, Session
 from mmspec.switch import Known
 

@@ -16,10 +16,11 @@ from torch import Tensor
 
 import mmspec
 from mmspec.loop import decode, start
-from mmspec.pipelines import decoder_only, families
+from mmspec.pipelines.families import decoder_only
+from mmspec.pipelines.families import table as families
 from mmspec.pipelines.patch import UnsupportedError
-from mmspec.pipelines.sampling import Request, Sampler
-from mmspec.pipelines.vlm import VlmTarget
+from mmspec.pipelines.sampling.request import Request, Sampler
+from mmspec.pipelines.targets.vlm import VlmTarget
 from mmspec.session import Row, Session
 
 STOCK = [name for name, painter in PAINTERS.items() if painter.stock]
@@ -138,26 +139,27 @@ def test_a_right_guess_is_kept_while_sampling(name: str) -> None:
     assert handle.stats.tokens_per_target_call > 4
 
 
-# -- sampling, by the law --------------------------------------------------------------------------------------------
+# -- sampling, by the distribution
+# --------------------------------------------------------------------------------------------
 
 
 def first_two(model: Any, call: dict[str, Any], scale: float, temperature: float) -> Tensor:
-    """The law of Janus' first two codes, [V, V], from the model's parts alone."""
+    """The distribution of Janus' first two codes, [V, V], from the model's parts alone."""
     ids, inner = call["input_ids"], model.model
     pads = torch.where((ids == 1) | (ids == image_targets.BEGIN), ids, 0)
     prompt = model.get_input_embeddings()(torch.cat([ids, pads]))
 
-    def law(embeds: Tensor) -> Tensor:
+    def distribution(embeds: Tensor) -> Tensor:
         cond, uncond = inner.generation_head(inner.language_model(inputs_embeds=embeds).last_hidden_state[:, -1]).chunk(
             2
         )
         return ((uncond + scale * (cond - uncond)).double() / temperature).softmax(-1)
 
-    first = law(prompt)[0]
+    first = distribution(prompt)[0]
     V = len(first)
     codes = model.prepare_embeddings_for_image_generation(torch.arange(V)[:, None])
     longer = [torch.cat([half.expand(V, -1, -1), codes], 1) for half in prompt.chunk(2)]
-    return first[:, None] * law(torch.cat(longer))
+    return first[:, None] * distribution(torch.cat(longer))
 
 
 @pytest.mark.parametrize("options", [{"drafter": "jacobi", "window": 3}, {"drafter": "ngram"}])
@@ -165,20 +167,22 @@ def first_two(model: Any, call: dict[str, Any], scale: float, temperature: float
 def test_sampled_pictures_have_the_stock_law(options: dict[str, Any]) -> None:
     model, many = image_targets.small_janus(), 3000
     call = {**image_targets.ragged([[1, 5, 6, image_targets.BEGIN]]), "generation_mode": "image", "guidance_scale": 1.5}
-    law = first_two(model, call, 1.5, 8.0)
+    distribution = first_two(model, call, 1.5, 8.0)
     torch.manual_seed(1)
     with mmspec.enable(model, **options) as handle:
         drawn = draw(model, call, do_sample=True, top_k=0, temperature=8.0, num_return_sequences=many)[:, :2]
-    seen = torch.zeros_like(law).index_put_((drawn[:, 0], drawn[:, 1]), torch.ones(many).double(), accumulate=True)
-    assert float(law.max()) < 0.5 and int((law * many > 5).sum()) > 10
-    assert excess(seen, law) < 5
+    seen = torch.zeros_like(distribution).index_put_(
+        (drawn[:, 0], drawn[:, 1]), torch.ones(many).double(), accumulate=True
+    )
+    assert float(distribution.max()) < 0.5 and int((distribution * many > 5).sum()) > 10
+    assert excess(seen, distribution) < 5
     assert excess(seen, first_two(model, call, 2.5, 8.0)) > 10, "another guidance would be seen"
     assert handle.stats.tokens == many * 4
 
 
-def excess(seen: Tensor, law: Tensor) -> float:
+def excess(seen: Tensor, distribution: Tensor) -> float:
     """By how many standard deviations χ² is too large, over the cells that are expected at least five times."""
-    expected = law * seen.sum()
+    expected = distribution * seen.sum()
     common = expected > 5
     squares = ((seen - expected) ** 2 / expected)[common]
     return (float(squares.sum()) - len(squares)) / (2 * len(squares)) ** 0.5

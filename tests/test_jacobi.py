@@ -1,4 +1,4 @@
-"""The Jacobi drafter: the joint law of all tokens by enumeration, planted errors, seed-exact runs, options."""
+"""The Jacobi drafter: the joint distribution of all tokens by enumeration, planted errors, seed-exact runs, options."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from mmspec.config import SpecConfig
 from mmspec.drafters.jacobi import JacobiDrafter, WindowOptions, _branched, _keep_or_redraw, layout
 from mmspec.kernels import reference as ops
 from mmspec.loop import decode, start
-from mmspec.pipelines.drafting import resolve
+from mmspec.pipelines.patching.drafting import resolve
 from mmspec.session import Row, Session
 from mmspec.switch import Known, Switch
 from mmspec.tree import chain, lone
-from mmspec.types import HOLE, Categorical, Draft, Prompt, Round, Scores, TargetInfo
+from mmspec.types import NO_TOKEN, Categorical, Draft, Prompt, Round, Scores, TargetInfo
 
 CPU = torch.device("cpu")
 FULL = pytest.mark.full
@@ -45,10 +45,10 @@ class Path:
 
 @dataclass
 class Toy:
-    """The law of a token depends on its position and on the `reach` tokens before it, through a hash.
+    """The distribution of a token depends on its position and on the `reach` tokens before it, through a hash.
 
-    `kind` makes it hostile: two tokens only, every third position forced, nothing but ties. `mode` realises the law:
-    as it is, by its argmax, or by the noise of the position.
+    `kind` makes it hostile: two tokens only, every third position forced, nothing but ties. `mode` realises the
+    distribution: as it is, by its argmax, or by the noise of the position.
     """
 
     vocab: int = 4
@@ -56,7 +56,7 @@ class Toy:
     reach: int = 9
     scale: float = 1.0
     kind: str = "plain"
-    mode: str = "law"
+    mode: str = "distribution"
     device = CPU
     features: tuple[int, ...] = ()
     inference = torch.inference_mode
@@ -77,10 +77,10 @@ class Toy:
     def after(self, code: Tensor, token: Tensor) -> Tensor:
         return (code * (self.vocab + 1) + token + 1) % (self.vocab + 1) ** self.reach
 
-    def law(self, code: Tensor, session: Any, depth: Tensor) -> Scores:
+    def distribution(self, code: Tensor, session: Any, depth: Tensor) -> Scores:
         position = session.emitted[:, None] + depth
         logits = self.logits(code, position)
-        if self.mode == "law":
+        if self.mode == "distribution":
             return Scores(Categorical(logits))
         noise = ops.gumbel(session.seeds, position, self.vocab) if self.mode == "seed" else 0.0
         return Scores(Categorical(ids=(logits + noise).argmax(-1)))
@@ -89,7 +89,7 @@ class Toy:
         blank = torch.zeros(len(session.rows), 1, dtype=torch.long)
         session.cache = Path(blank[:, 0], blank)
         prompt = Prompt(blank, None, None, blank, ~blank.bool(), self.grid)
-        return prompt, self.law(blank, session, blank)
+        return prompt, self.distribution(blank, session, blank)
 
     def score(self, session: Any, draft: Draft) -> Scores:
         codes = torch.empty_like(draft.tokens)
@@ -98,17 +98,17 @@ class Toy:
             parent = codes.gather(1, draft.tree.parents[:, node, None])[:, 0]
             codes[:, node] = self.after(parent, draft.tokens[:, node])
         session.cache.nodes = codes
-        return self.law(session.cache.nodes, session, draft.tree.depth)
+        return self.distribution(session.cache.nodes, session, draft.tree.depth)
 
     def commit(self, session: Any, round_: Round) -> None:
-        session.cache.before = session.cache.nodes.gather(1, round_.verdict.last[:, None])[:, 0]
+        session.cache.before = session.cache.nodes.gather(1, round_.acceptance.last[:, None])[:, 0]
 
     def joint(self, length: int) -> Tensor:
         """Probabilities [V ** length] of all outputs, the first token slowest."""
         codes, p = torch.zeros(1, dtype=torch.long), torch.ones(1, dtype=torch.float64)
         for position in range(length):
-            law = self.logits(codes, torch.full_like(codes, position)).softmax(-1)
-            p = (p[:, None] * law).flatten()
+            distribution = self.logits(codes, torch.full_like(codes, position)).softmax(-1)
+            p = (p[:, None] * distribution).flatten()
             codes = self.after(codes[:, None], torch.arange(self.vocab)).flatten()
         return p
 
@@ -132,11 +132,13 @@ def drawn(toy: Toy, drafter: Any, seeds: list[int], lengths: list[int]) -> tuple
     return [row.tokens[1:] for row in rows], session
 
 
-# -- the law of the output -------------------------------------------------------------------------------------------
+# -- the distribution of the output
+# -------------------------------------------------------------------------------------------
 
 
 def surprise(toy: Toy, drafter: Any, length: int, rows: int = 10000) -> float:
-    """χ² of the joint law of all tokens of `rows` outputs, in standard deviations; ∞ where the impossible happened."""
+    """χ² of the joint distribution of all tokens of `rows` outputs, in standard deviations; ∞ where the impossible
+    happened."""
     return far(toy, drawn(toy, drafter, [7 + 13 * i for i in range(rows)], [length] * rows)[0])
 
 
@@ -239,21 +241,22 @@ def test_leaving_drafts_out_keeps_the_joint_law(coupling: str, proactive: Any, t
 
 
 class KeepsOldLaw(JacobiDrafter):
-    """Coupled SJD as released: a guess that stayed is held against its old law, not against the one it has now."""
+    """Coupled SJD as released: a guess that stayed is held against its old distribution, not against the one it has
+    now."""
 
     def _carried(self, session: Any, coins: Tensor, noise: Any) -> Any:
         known, token, log_p = super()._carried(session, coins, noise)
         if log_p is None:
             return known, token, log_p
-        level = session.last.verdict.count[:, None] + torch.arange(coins.shape[1])
+        level = session.last.acceptance.count[:, None] + torch.arange(coins.shape[1])
         old = session.last.draft.tokens.gather(1, (level + 1).clamp(max=coins.shape[1]))
         stayed = known & (level < coins.shape[1]) & (old == token)
-        log_q = session.memory.law[torch.arange(len(level))[:, None], level.clamp(max=coins.shape[1] - 1)]
+        log_q = session.memory.q[torch.arange(len(level))[:, None], level.clamp(max=coins.shape[1] - 1)]
         return known, token, torch.where(stayed[..., None], log_q, log_p)
 
 
 class SaysUniform(JacobiDrafter):
-    """Copies a neighbour and says that it drew from the uniform law."""
+    """Copies a neighbour and says that it drew from the uniform distribution."""
 
     def _first(self, *args: Any) -> Any:
         token, prior = super()._first(*args)
@@ -317,20 +320,20 @@ def test_the_maximal_coupling_gives_p_and_keeps_as_often_as_can_be(kind: str) ->
         p = torch.eye(V, dtype=torch.float64)[3]
     p, q = p / p.sum(), q / q.sum()
     u = (torch.arange(n, dtype=torch.float64)[None] + 0.5) / n
-    law, kept = torch.zeros(V, dtype=torch.float64), 0.0
+    distribution, kept = torch.zeros(V, dtype=torch.float64), 0.0
     for x in range(V):
         if q[x] > 0:
             y = _keep_or_redraw(p.expand(1, n, V), q.expand(1, n, V), torch.full((1, n), x), u)
-            law += q[x] * torch.bincount(y[0], minlength=V) / n
+            distribution += q[x] * torch.bincount(y[0], minlength=V) / n
             kept += float(q[x] * (y == x).double().mean())
-    assert (law - p).abs().max() < V / n
+    assert (distribution - p).abs().max() < V / n
     assert abs(kept - (1 - (p - q).abs().sum() / 2)) < V / n
 
 
 def test_without_a_guess_the_coupling_draws_from_p() -> None:
     p, n = torch.tensor([0.5, 0.0, 0.25, 0.25], dtype=torch.float64), 8000
     u = (torch.arange(n, dtype=torch.float64)[None] + 0.5) / n
-    y = _keep_or_redraw(p.expand(1, n, 4), torch.zeros(1, n, 4).double(), torch.full((1, n), HOLE), u)
+    y = _keep_or_redraw(p.expand(1, n, 4), torch.zeros(1, n, 4).double(), torch.full((1, n), NO_TOKEN), u)
     assert torch.bincount(y[0], minlength=4).tolist() == [4000, 0, 2000, 2000]
 
 
@@ -357,12 +360,13 @@ def test_first_guesses_have_the_law_that_they_state(init: str) -> None:
 
 @pytest.mark.parametrize("init", ["horizontal", "vertical", "mixture"])
 def test_first_guesses_copy_the_left_and_the_upper_neighbour(init: str) -> None:
-    """Under certain laws nothing is left to chance: 4 columns, the tokens 0 … 3 of the first row are decided."""
+    """Under certain distributions nothing is left to chance: 4 columns, the tokens 0 … 3 of the first row are
+    decided."""
     toy = Toy(vocab=50, grid=(4, 4), mode="greedy")
     drafter = jacobi(toy, window=9, init=init)
     session = opened(toy, drafter, [3], [16])
-    session.memory.decided = torch.tensor([[HOLE, 10, 11, 12]])
-    session.last = replace(session.last, verdict=replace(session.last.verdict, token=torch.tensor([13])))
+    session.memory.decided = torch.tensor([[NO_TOKEN, 10, 11, 12]])
+    session.last = replace(session.last, acceptance=replace(session.last.acceptance, token=torch.tensor([13])))
     session.pending = torch.tensor([13])
     tokens = drafter.propose(session, toy).tokens[0]
     left, above = [13] * 8, [10, 11, 12, 13] * 2
@@ -414,7 +418,7 @@ def test_branches_are_drawn_without_replacement_and_say_so() -> None:
     assert abs((tokens[:, 1] == 1).double().mean() - 0.6) < 0.03
     assert torch.allclose(logits[:, 1].softmax(-1), torch.tensor([0.0, 0.6, 0.4, 0.0]))
     two = _branched(token, log_q.flip(1), noise, shape)[0]
-    assert (two[:, 1] == 1).all() and (two[:, 2] == HOLE).all(), "a law of two tokens has no third branch"
+    assert (two[:, 1] == 1).all() and (two[:, 2] == NO_TOKEN).all(), "a distribution of two tokens has no third branch"
 
 
 # -- the same for every window, batch and neighbour ------------------------------------------------------------------
@@ -464,16 +468,18 @@ def test_a_window_of_one_is_plain_decoding_and_so_is_none() -> None:
 
 
 def drafts_of(toy: Toy, drafter: JacobiDrafter, seeds: list[int], lengths: list[int]) -> dict[int, list[Any]]:
-    """What was proposed to each row, round by round: the tokens, and their law."""
+    """What was proposed to each row, round by round: the tokens, and their distribution."""
     session, seen = opened(toy, drafter, seeds, lengths), {}
     for round_ in decode(session, toy, drafter):
-        law = round_.draft.law
+        distribution = round_.draft.q
         for b, row in enumerate(session.rows):
-            seen.setdefault(row.seed, []).append((round_.draft.tokens[b].tolist(), law and law.logits[b]))
+            seen.setdefault(row.seed, []).append(
+                (round_.draft.tokens[b].tolist(), distribution and distribution.logits[b])
+            )
     return seen
 
 
-@pytest.mark.parametrize("mode", ["law", "seed"])
+@pytest.mark.parametrize("mode", ["distribution", "seed"])
 @pytest.mark.parametrize(
     "options", [{"coupling": c} for c in ("none", "maximal", "gumbel")] + [{"proactive": (2, 3)}], ids=str
 )
@@ -490,7 +496,7 @@ def test_a_row_alone_is_drafted_as_in_a_batch(mode: str, options: Any) -> None:
             assert (a is None and b is None) or torch.allclose(a[1:].softmax(-1), b[1:].softmax(-1), atol=1e-6)
 
 
-@pytest.mark.parametrize("mode", ["law", "seed"])
+@pytest.mark.parametrize("mode", ["distribution", "seed"])
 @pytest.mark.parametrize("proactive", [None, (2, 3)])
 def test_rows_that_join_under_way_are_drawn_as_alone(mode: str, proactive: Any) -> None:
     toy = Toy(vocab=7, grid=(5, 4), reach=2, mode=mode)
@@ -517,7 +523,7 @@ def test_nothing_is_drafted_past_the_end(proactive: Any) -> None:
     for round_ in decode(session, toy, drafter):
         for b, row in enumerate(session.rows):
             index = row.generated - len(round_.new[b]) - 1 + round_.draft.tree.depth[b]
-            assert ((round_.draft.tokens[b] == HOLE) | (index < row.limit - row.start)).all()
+            assert ((round_.draft.tokens[b] == NO_TOKEN) | (index < row.limit - row.start)).all()
         assert (round_.draft.tokens[:, 1:] < 5).all()
 
 

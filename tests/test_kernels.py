@@ -269,12 +269,12 @@ def test_verification_is_the_walk(noise: str, shape: str):
         N = given["tokens"].shape[1]
         tree = chain(N, DEVICE).expand(6) if shape == "chain" else from_parents(given["parents"], N)
         u = torch.rand(6, N, dtype=torch.float64, device=DEVICE)
-        law = Categorical(given["logits"])
+        distribution = Categorical(given["logits"])
         if noise == "inverse":
             u = given["noise"]
         else:
-            law = Categorical(ids=ops.draw(given["logits"], given["noise"]))
-        wanted = accept.walk(Draft(given["tokens"], tree), law, rules.exact, u)
+            distribution = Categorical(ids=ops.draw(given["logits"], given["noise"]))
+        wanted = accept.walk(Draft(given["tokens"], tree), distribution, rules.exact, u)
         found = ops.verify_point_mass(**given)
         for name in ("stands", "count", "last", "token"):
             assert torch.equal(getattr(found, name), getattr(wanted, name)), name
@@ -290,7 +290,7 @@ def test_equal_logits_go_to_the_first_token(many_parts: None):
 
 
 @needs_triton
-@pytest.mark.parametrize("left", ["all of p", "refused", "all refused", "some rows", "equal laws", "hashed"])
+@pytest.mark.parametrize("left", ["all of p", "refused", "all refused", "some rows", "equal distributions", "hashed"])
 def test_residual_equals_its_definition(left: str, many_parts: None):
     given = made("residual_sample", B=4, V=200)
     if left in ("all of p", "refused", "all refused"):
@@ -302,7 +302,7 @@ def test_residual_equals_its_definition(left: str, many_parts: None):
         given["refused"] = torch.tensor([[1, 0, 1]] * 4, device=DEVICE)
     if left == "some rows":
         given["rows"] = torch.tensor([True, False, True, False], device=DEVICE)
-    if left == "equal laws":
+    if left == "equal distributions":
         given["q"] = given["p"].clone()
     if left == "hashed":
         given["u"] = (torch.arange(4, device=DEVICE), torch.arange(7, 11, device=DEVICE))
@@ -329,8 +329,10 @@ def test_borrowed_mass_stays_within_its_bound(bound: dict[str, Any]):
 
 
 def _trial(p: tuple[Tensor, ...], q: tuple[Tensor, ...], x: Tensor) -> Trial:
-    laws = [torch.gather(t[0].double().softmax(-1), 1, t[2][..., None].expand(-1, -1, t[0].shape[-1])) for t in (p, q)]
-    return Trial(x, torch.ones_like(x), *(Masses.of(w) for w in laws))
+    distributions = [
+        torch.gather(t[0].double().softmax(-1), 1, t[2][..., None].expand(-1, -1, t[0].shape[-1])) for t in (p, q)
+    ]
+    return Trial(x, torch.ones_like(x), *(Masses.of(w) for w in distributions))
 
 
 @pytest.mark.parametrize("bound", [{"delta": 0.2}, {"lam": 3.0}])
@@ -338,9 +340,9 @@ def test_lantern_accept_is_the_rule(bound: dict[str, float]):
     codebook = torch.randn(60, 4, device=DEVICE)
     given = made("lantern_accept", V=60, k=9) | {"near": ops.nearest(codebook, 9), "delta": None} | bound
     given["x"] = given["x"].clamp(min=0)
-    law = (given["logits"], given["log_z"], given["nodes"])
+    distribution = (given["logits"], given["log_z"], given["nodes"])
     other = (given["logits"].flip(-1), given["log_z"], given["nodes"])
-    trial = _trial(law, other, given["x"])
+    trial = _trial(distribution, other, given["x"])
     given["q_x"] = trial.q_x
     for found, wanted in zip(
         ops.lantern_accept(**given), accept.chances(rules.lantern(codebook, k=9, **bound), trial), strict=True
@@ -538,7 +540,7 @@ def test_transformers_models_verify_trees_by_it(window: int | None, monkeypatch:
     """A stock model, its own forward: prefill by sdpa, a ragged tree by the kernel, with the logits that sdpa gives."""
     from transformers import DynamicCache, MistralConfig, MistralForCausalLM
 
-    from mmspec.pipelines import attention
+    from mmspec.pipelines.targets import tree_attention as attention
 
     config = MistralConfig(
         vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
@@ -633,7 +635,7 @@ def test_the_bench_times_on_copies_what_works_in_place(monkeypatch: pytest.Monke
 
 
 def test_the_bench_refuses_to_time_what_is_wrong(monkeypatch: pytest.MonkeyPatch):
-    wrong = kernels_ways.Way(lambda: lambda: torch.zeros(2, dtype=torch.long))
+    wrong = kernels_ways.KernelMethod(lambda: lambda: torch.zeros(2, dtype=torch.long))
     monkeypatch.setattr(kernels_ways, "_sdpa", lambda given: {"": wrong})
     record = next(r for r in bench("--only", "tree_attention") if r["method"] == "sdpa")
     assert record["ms"] is None and record["n"] == 0 and record["checks"] == "refused"

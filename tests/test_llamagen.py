@@ -19,14 +19,15 @@ import mmspec
 from mmspec import registry, zoo
 from mmspec.kernels import reference as ops
 from mmspec.models.llamagen import rotate
-from mmspec.pipelines import captions, llamagen
-from mmspec.pipelines.cache import SlotCache
-from mmspec.pipelines.guided import Guidance
-from mmspec.pipelines.sampling import Request, Sampler, TorchNoise
-from mmspec.pipelines.swap import swap
+from mmspec.pipelines.llamagen import captions
+from mmspec.pipelines.llamagen import pipeline as llamagen
+from mmspec.pipelines.sampling.guidance import Guidance
+from mmspec.pipelines.sampling.request import Request, Sampler, TorchNoise
+from mmspec.pipelines.targets.cache import RaggedCache
+from mmspec.pipelines.targets.hooks import swap
 from mmspec.session import Row, Session
 from mmspec.tree import chain
-from mmspec.types import HOLE, Draft
+from mmspec.types import NO_TOKEN, Draft
 from mmspec.zoo import pictures
 
 PROMPTS = ["a small red circle", "a large blue striped square left of a circle on the", "square"]
@@ -157,7 +158,7 @@ def test_every_trap_of_the_rotation_would_show(wrong):
 def test_queries_and_keys_of_the_prefix_are_zero():
     pipe = tiny.pipeline()
     c, _, valid = streams(pipe, "text", 0)
-    cache = SlotCache(1, c.device, 0)
+    cache = RaggedCache(1, c.device, 0)
     forward(pipe.transformer, c, valid, [5, 6], cache)
     for layer in cache.slots:
         assert (layer.keys[:, :, : len(c)] == 0).all() and (layer.keys[:, :, len(c) :] != 0).any()
@@ -186,7 +187,7 @@ def test_prefill_and_steps_are_the_full_forward(kind):
     pipe = tiny.pipeline(kind)
     c, _, valid = streams(pipe, kind, 1)
     ids = torch.randint(64, (6,)).tolist()
-    whole, cache, P = forward(pipe.transformer, c, valid, ids), SlotCache(1, c.device, 0), len(c)
+    whole, cache, P = forward(pipe.transformer, c, valid, ids), RaggedCache(1, c.device, 0), len(c)
     got = [forward(pipe.transformer, c, valid, [], cache)]
     cache.advance(P)
     for n, token in enumerate(ids):
@@ -473,11 +474,11 @@ def test_torch_noise_is_multinomial_s(ahead):
     while session.rows:
         size = ahead
         tree = chain(size, logits.device).expand(len(session.rows))
-        draft = Draft(torch.full((len(session.rows), size), HOLE), tree)
+        draft = Draft(torch.full((len(session.rows), size), NO_TOKEN), tree)
         at = (session.emitted[:, None] + tree.depth).clamp(max=steps - 1)
         index = torch.tensor([row.index for row in session.rows])
         raw = logits[index[:, None], at]
-        ids = request.scores(raw, raw, session, draft, None).law.ids
+        ids = request.scores(raw, raw, session, draft, None).p.ids
         counts = torch.randint(1, size + 1, (len(session.rows),), generator=moves)
         for b, row in enumerate(session.rows):
             row.take(ids[b, : int(counts[b])].tolist())

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import mmspec
 from mmspec.app import cli
-from mmspec.pipelines import llamagen_files as files
+from mmspec.pipelines.llamagen import files
 
 HEADS = 4
 

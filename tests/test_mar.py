@@ -12,14 +12,15 @@ import torch
 from diffusers import DDPMScheduler
 
 import mmspec
-from mmspec import paths
-from mmspec.capture import Captured
+from mmspec.continuous import denoising as paths
 from mmspec.models import mar_head
 from mmspec.models.mar import SHAPES, mar
 from mmspec.models.mar_head import PlainHead
 from mmspec.models.mar_scheduler import MARScheduler, alpha_bar
-from mmspec.pipelines import mar_compiled, mar_loop
-from mmspec.pipelines.mar import MARPipeline
+from mmspec.piecewise.capture import PiecewiseFunction
+from mmspec.pipelines.mar import compiled as mar_compiled
+from mmspec.pipelines.mar import loop as mar_loop
+from mmspec.pipelines.mar.pipeline import MARPipeline
 from mmspec.pipelines.patch import UnsupportedError
 
 L, C = 16, tiny.SIZES["channels"]
@@ -170,25 +171,25 @@ def test_chains_are_their_formulas(net, guided, final, skip):
 @pytest.mark.parametrize("iterations", [1, 5, 16])
 @pytest.mark.parametrize("schedule", mar_loop.GUIDANCE)
 def test_the_law_is_the_authors_loop(iterations, schedule):
-    law = mar_loop.law(L, iterations, 3.0, schedule, 10, "linear", 1.0)
+    distribution = mar_loop.distribution(L, iterations, 3.0, schedule, 10, "linear", 1.0)
     unknown = L
-    for s, (first, last) in enumerate(law.turns):
+    for s, (first, last) in enumerate(distribution.turns):
         left = max(1, min(unknown - 1, math.floor(L * math.cos(math.pi / 2 * (s + 1) / iterations))))
         weight = 1 + 2.0 * (L - left) / L if schedule == "linear" else 3.0
-        assert first == L - unknown and law.guidance[first] == pytest.approx(weight)
+        assert first == L - unknown and distribution.guidance[first] == pytest.approx(weight)
         unknown = 0 if s == iterations - 1 else left
         assert last == L - unknown
     if iterations == L:
-        assert law.turns == tuple((i, i + 1) for i in range(L))
+        assert distribution.turns == tuple((i, i + 1) for i in range(L))
     if schedule == "linear" and iterations == L:
-        assert law.guidance == pytest.approx([1 + 2.0 * min(i + 1, L - 1) / L for i in range(L)])
+        assert distribution.guidance == pytest.approx([1 + 2.0 * min(i + 1, L - 1) / L for i in range(L)])
 
 
 @pytest.mark.parametrize(
     ("kind", "first", "middle", "last"), [("linear", 50, 27, 5), ("cosine", 50, 36, 5), ("two-stage", 50, 5, 5)]
 )
 def test_steps_are_annealed(kind, first, middle, last):
-    steps = mar_loop.law(64, 64, 1.0, "constant", (50, 5), kind, 1.0).steps
+    steps = mar_loop.distribution(64, 64, 1.0, "constant", (50, 5), kind, 1.0).steps
     assert (steps[0], steps[32], steps[-1]) == (first, middle, last) and sorted(steps, reverse=True) == list(steps)
 
 
@@ -204,19 +205,21 @@ def test_pictures_are_the_formulas(settings):
     seed = torch.randint(2**62, (1,), generator=tiny.seeded(5)[0])
     n, scale = settings["num_inference_steps"], settings["guidance_scale"]
     schedule, steps = settings.get("guidance_schedule", "linear"), settings.get("num_diffusion_steps", 9)
-    law = mar_loop.law(L, n, scale, schedule, steps, "linear", 1.0)
+    distribution = mar_loop.distribution(L, n, scale, schedule, steps, "linear", 1.0)
     order = mar_loop.canvas(pipe.transformer, torch.tensor([1]), seed.tolist()).order[0].tolist()
     tokens = torch.zeros(L, C, dtype=torch.float64)
-    for first, last in law.turns:
+    for first, last in distribution.turns:
         known = order[:first]
         cond = tiny.literal_trunk(pipe.transformer, tokens, known, 1)
         null = tiny.literal_trunk(pipe.transformer, tokens, known, None) if scale != 1 else None
         for turn in range(first, last):
-            T, place = law.steps[turn], order[turn]
+            T, place = distribution.steps[turn], order[turn]
             noise = mar_loop.normal(seed, mar_loop.PATHS, L, torch.tensor([turn]), 0, T - 1, C)[0]
             z = (cond[place], None if null is None else null[place])
             tau = settings.get("temperature", 1.0)
-            tokens[place] = tiny.literal_chain(pipe.transformer, z, law.guidance[turn], noise, T, tau, True, True)
+            tokens[place] = tiny.literal_chain(
+                pipe.transformer, z, distribution.guidance[turn], noise, T, tau, True, True
+            )
     torch.testing.assert_close(out.tokens[0].double(), tokens, atol=5e-3, rtol=1e-3)
 
 
@@ -327,7 +330,9 @@ def test_bfloat16_ends_in_float32():
 
 def test_compiled_steps_draw_the_same(monkeypatch):
     """Here captured graphs run as they are; what is filled up, bound and put back is the same as with a compiler."""
-    monkeypatch.setattr(mar_compiled, "Captured", partial(Captured, compile=lambda piece, examples: piece))
+    monkeypatch.setattr(
+        mar_compiled, "PiecewiseFunction", partial(PiecewiseFunction, compile=lambda piece, examples: piece)
+    )
     pipe, more = tiny.pipeline(), {"output_type": "latent", "guidance_scale": 1.5}
     for ahead, labels in ((None, [1]), (3, [1]), (3, [0, 2, 1])):  # 3 tokens side by side are filled up to 4
         pipe.disable_speculation()
@@ -358,7 +363,7 @@ def test_what_cannot_be_compiled_runs_as_it_is(broken, monkeypatch):
             raise RuntimeError("no g++")
         return lambda *given: [t * 1.01 for t in piece(*given)]
 
-    monkeypatch.setattr(mar_compiled, "Captured", partial(Captured, compile=compile))
+    monkeypatch.setattr(mar_compiled, "PiecewiseFunction", partial(PiecewiseFunction, compile=compile))
     pipe = tiny.pipeline()
     want = pipe([1], generator=tiny.seeded(3), output_type="latent").tokens
     with pytest.warns(UserWarning, match="uncompiled: " + {"wrong": "its outputs"}.get(broken, "RuntimeError: no g")):

@@ -17,7 +17,7 @@ from mmspec.app.demo import command as demo
 from mmspec.app.demo import mar_tab
 from mmspec.app.demo.answer import DONE, STOPPED, TIMED_OUT
 from mmspec.app.demo.desk import Desk, RefusedError
-from mmspec.app.demo.sketch import ITSELF, SMALLER, Studio, Wish
+from mmspec.app.demo.sketch import ITSELF, SMALLER, ClassWish, Studio
 
 VISIT: Any = SimpleNamespace(session_hash="me")
 
@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def studio() -> Studio:
-    return Studio(mar.Mar(tiny.pipeline(), tiny.transformer(2)))
+    return Studio(mar.MarSubject(tiny.pipeline(), tiny.transformer(2)))
 
 
 def run(folder: Path, *words: object) -> int:
@@ -68,13 +68,13 @@ def test_what_is_drawn_instead_of_the_published_sampler_is_told(tmp_path, capsys
     for words, notes, out in (
         (["--drafter", "none"], [], "4.0 passes a batch"),
         ([], [singly, noise], "head evaluations"),
-        (bent, [singly], "not lossless: cspd(width=42) bends the law"),
+        (bent, [singly], "not lossless: cspd(width=42) bends the distribution"),
     ):
         assert run(tmp_path / "model", "1", *words, "-o", tmp_path / "one.png") == 0
         said = capsys.readouterr()
         assert [note for note in (singly, noise) if note in said.err] == notes and out in said.out
     assert run(tmp_path / "model", "1", "2", *bent, "--compare", "--grid", "-o", tmp_path / "two.png") == 0
-    assert "same law" not in capsys.readouterr().out
+    assert "same distribution" not in capsys.readouterr().out
     with Image.open(tmp_path / "two.png") as sheet:
         assert sheet.size[1] > 4 * 16  # plain rows below
 
@@ -99,7 +99,7 @@ def test_bad_input_says_why(folder, words, why, tmp_path, capsys):
 
 @pytest.mark.parametrize("mode", [ITSELF, SMALLER])
 def test_two_pictures_side_by_side(studio, mode):
-    *_, two = studio.run(Wish("blue star", mode, 3, 5, 1.5), threading.Event())
+    *_, two = studio.run(ClassWish("blue star", mode, 3, 5, 1.5), threading.Event())
     assert two.over and two.plain.state == two.fast.state == DONE and two.speed_up > 0
     assert two.plain.passes == 16 and two.fast.passes < 17 and all(two.fast.known) and two.fast.image is not None
     assert two.plain.told == {} and two.fast.told["tested"] > 0
@@ -110,19 +110,23 @@ def test_two_pictures_side_by_side(studio, mode):
 
 def test_a_run_can_be_stopped(studio):
     stop = threading.Event()
-    looks = studio.run(Wish("0"), stop)
+    looks = studio.run(ClassWish("0"), stop)
     next(looks)
     stop.set()
     *_, two = looks
     assert two.plain.state == two.fast.state == STOPPED and "nothing to compare" in mar_tab.summary(two)
-    *_, late = Studio(studio.model, time_limit=0.0).run(Wish("0"), threading.Event())
+    *_, late = Studio(studio.model, time_limit=0.0).run(ClassWish("0"), threading.Event())
     assert late.plain.state == TIMED_OUT
 
 
-@pytest.mark.parametrize(("wish", "why"), [
-    (Wish("teapot"), "'teapot' is none"), (Wish("0", "magic"), "choose from its own drafts, drafts of a smaller MAR"),
-    (Wish("0", ahead=99), "between 1 and 16"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("wish", "why"),
+    [
+        (ClassWish("teapot"), "'teapot' is none"),
+        (ClassWish("0", "magic"), "choose from its own drafts, drafts of a smaller MAR"),
+        (ClassWish("0", ahead=99), "between 1 and 16"),
+    ],
+)
 def test_a_wish_that_is_not_drawn_says_why(studio, wish, why):
     with pytest.raises(RefusedError, match=why):
         list(studio.run(wish, threading.Event()))
@@ -132,7 +136,7 @@ def test_the_tabs_events(studio):
     tab = mar_tab.Classes(studio, Desk())
     assert len(tab.begin(VISIT)) == 5
     *_, last = tab.run(VISIT, "red circle", ITSELF, 4, 7, 2.0)
-    assert "another picture of the same law" in last[0] and 'src="data:image/png;base64,' in last[2]
+    assert "another picture of the same distribution" in last[0] and 'src="data:image/png;base64,' in last[2]
     (refused,) = tab.run(VISIT, "red circle", "magic", 4, 7, 2.0)
     assert 'role="alert"' in refused[0]
 

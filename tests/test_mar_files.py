@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mmspec.app import cli
-from mmspec.pipelines import mar_files as files
-from mmspec.pipelines.mar import MARPipeline
+from mmspec.pipelines.mar import files
+from mmspec.pipelines.mar.pipeline import MARPipeline
 
 HEADS = tiny.SIZES["heads"]
 GROUPS = 8

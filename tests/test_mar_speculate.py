@@ -1,4 +1,5 @@
-"""Speculation on MAR: pictures have the law of plain drawing, each goes its own way, and planted errors are seen."""
+"""Speculation on MAR: pictures have the distribution of plain drawing, each goes its own way, and planted errors are
+seen."""
 
 from __future__ import annotations
 
@@ -13,15 +14,19 @@ from test_paths import energy_distance, p_value
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from mmspec import cspd, paths
-from mmspec.pipelines import mar_loop, mar_plan, mar_speculate
+from mmspec.continuous import cspd
+from mmspec.continuous import denoising as paths
+from mmspec.pipelines.mar import loop as mar_loop
+from mmspec.pipelines.mar import plan as mar_plan
+from mmspec.pipelines.mar import speculate as mar_speculate
 
 N, L, C = 3000, 4, 4
 
 
 @dataclass
 class Toy:
-    """A "MAR" of known law: a token is Gaussian around `pull` times the mean of the tokens known, plus `shift`.
+    """A "MAR" of known distribution: a token is Gaussian around `pull` times the mean of the tokens known, plus
+    `shift`.
 
     Without the class it is pulled half as much. It has what the loops ask of a model.
     """
@@ -80,10 +85,10 @@ def pictures(how: mar_plan.Speculation | None, seed: int, scale: float = 1.5) ->
     """Tokens [N, L, C] of N pictures of one class, in the order in which they were drawn; and what happened."""
     torch.manual_seed(seed)
     model, scheduler = Toy(), tiny.scheduler()
-    law = mar_loop.law(L, L, scale, "linear", 12, "linear", 1.0)
-    brush, told = mar_loop.Brush(model, scheduler, law), mar_plan.tally(L)
+    distribution = mar_loop.distribution(L, L, scale, "linear", 12, "linear", 1.0)
+    brush, told = mar_loop.MarRunner(model, scheduler, distribution), mar_plan.tally(L)
     drawn = mar_loop.canvas(model, torch.ones(N, dtype=torch.long), torch.randint(2**62, (N,)).tolist())
-    scout = brush if how is None or how.draft is None else mar_loop.Brush(how.draft, scheduler, law)
+    scout = brush if how is None or how.draft is None else mar_loop.MarRunner(how.draft, scheduler, distribution)
     for _ in mar_loop.plain(brush, drawn) if how is None else mar_speculate.draw(brush, drawn, how, scout, told):
         pass
     return drawn.tokens.gather(1, drawn.order[..., None].expand(-1, -1, C)), told
@@ -141,17 +146,17 @@ def test_keeping_what_follows_a_refusal_is_seen(monkeypatch, plain):
 
 def test_a_wrong_prefix_is_seen(monkeypatch, plain):
     """Drafts are tested as if no more than one token were known."""
-    read = mar_loop.Brush.read
+    read = mar_loop.MarRunner.read
 
     def blind(self: Any, tokens: Tensor, order: Tensor, counts: list[int], labels: Tensor) -> Tensor:
         return read(self, tokens, order, [min(n, 1) for n in counts], labels)
 
-    monkeypatch.setattr(mar_loop.Brush, "read", blind)
+    monkeypatch.setattr(mar_loop.MarRunner, "read", blind)
     assert joint(pictures(mar_plan.Speculation(**MODES["self"]), 60)[0], plain) < 1e-3
 
 
 def test_drawing_anew_from_the_whole_law_is_seen(monkeypatch, plain):
-    """Refused tokens come from the model's law, not from what is left over of it."""
+    """Refused tokens come from the model's distribution, not from what is left over of it."""
     monkeypatch.setattr(paths, "leftover_chance", lambda ratio, eta: torch.ones_like(ratio, dtype=torch.float64))
     assert joint(pictures(mar_plan.Speculation(Toy(0.9, 0.3), 3), 60)[0], plain) < 1e-3
 
@@ -187,7 +192,7 @@ def test_a_picture_does_not_depend_on_its_neighbours(mode):
 def test_rows_accept_for_themselves():
     pipe, counts = tiny.pipeline(), []
     pipe.enable_speculation(ahead=3)
-    canvas = mar_loop.Canvas
+    canvas = mar_loop.MarState
     original = canvas.put
 
     def put(self: Any, *args: Any) -> None:

@@ -17,7 +17,7 @@ from mmspec import media
 from mmspec.app.caption.decoder import Decoder
 from mmspec.app.caption.items import FileSource, Item
 from mmspec.app.caption.video import FramePolicy
-from mmspec.media import Limits, Media, MediaError
+from mmspec.media import Media, MediaError, MediaLimits
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
@@ -99,7 +99,7 @@ def test_the_pixel_limit_can_be_lowered():
 @pytest.mark.parametrize("most", [media.MAX_PIXELS, 100_000_000])
 def test_the_pixel_limit_can_be_raised_above_that_of_pillow(most: int, tmp_path: Path):
     Image.new("1", (9500, 9500)).save(tmp_path / "large.png")
-    with Decoder(1, Limits(max_pixels=most), FramePolicy(), max_side=64) as decoder:
+    with Decoder(1, MediaLimits(max_pixels=most), FramePolicy(), max_side=64) as decoder:
         decoder.submit("large", Item("large", "image", FileSource(tmp_path / "large.png")))
         [(_, found)] = decoder.ready(None)
     assert isinstance(found, Media) if most > 9500**2 else "raise --max-pixels" in str(found)

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 import mmspec
 from mmspec.app.bench.image_methods import Hostile
 from mmspec.modes import each_in, mode_of
-from mmspec.pipelines import generate, vlm
+from mmspec.pipelines.patching import generate
+from mmspec.pipelines.targets import vlm
 from mmspec.tree import chain
 from mmspec.types import TargetInfo
 
@@ -61,7 +62,7 @@ def test_the_mode_that_rounds_run_in(change: Any, mode: Any) -> None:
         change(model)
     assert mode_of(model) is mode_of(nn.Linear(1, 1), model) is mode
     modes: list[bool] = []
-    told = generate.watching.set(lambda round_: modes.append(round_.scores.law.ids.is_inference()))
+    told = generate.watching.set(lambda round_: modes.append(round_.scores.p.ids.is_inference()))
     try:
         with mmspec.enable(model, drafter=Scripted(_random)):
             assert torch.equal(targets.generate(model, inputs), stock)

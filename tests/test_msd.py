@@ -14,7 +14,7 @@ from mmspec.drafters.eagle import EagleDrafter
 from mmspec.drafters.msd import MsdConfig, MsdDrafter
 
 
-def walk(drafter: Any, e: Tensor, h: Tensor, seen: list[int]) -> tuple[list[Row], literal.More]:
+def verify_tree(drafter: Any, e: Tensor, h: Tensor, seen: list[int]) -> tuple[list[Row], literal.More]:
     w, c = weights(drafter), drafter.config
 
     def text(x: Tensor, feature: Tensor) -> Tensor:
@@ -28,17 +28,17 @@ def walk(drafter: Any, e: Tensor, h: Tensor, seen: list[int]) -> tuple[list[Row]
 
 @pytest.mark.parametrize("switches", literal.SWITCHES)
 def test_drafts_are_those_of_the_published_rows(switches: str) -> None:
-    literal.drafts_as_written(lively(MsdDrafter, **literal.SWITCHES[switches]), literal.texts(), walk)
+    literal.drafts_as_written(lively(MsdDrafter, **literal.SWITCHES[switches]), literal.texts(), verify_tree)
 
 
 def test_memories_join() -> None:
-    literal.drafts_as_written(lively(MsdDrafter), literal.texts(1), walk, apart=True)
+    literal.drafts_as_written(lively(MsdDrafter), literal.texts(1), verify_tree, apart=True)
 
 
 @pytest.mark.parametrize("switches", literal.SWITCHES)
 def test_training_unroll_is_decoding(switches: str) -> None:
     made = lively(MsdDrafter, **literal.SWITCHES[switches])
-    assert literal.unrolls_as_written(made, literal.texts(2), walk, compressed=False) == 9
+    assert literal.unrolls_as_written(made, literal.texts(2), verify_tree, compressed=False) == 9
 
 
 def test_text_alone_is_eagle_and_images_are_not() -> None:

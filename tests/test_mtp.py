@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers.generation.candidate_generator import MTPCandidateGenerator
 
 import mmspec
-from mmspec.pipelines.batching import Flow
+from mmspec.pipelines.serving.continuous import Flow
 
 NAME = "qwen3_5"
 OPTIONS: dict[str, dict[str, Any]] = {

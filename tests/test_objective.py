@@ -18,7 +18,7 @@ B, T, H, V = 3, 11, 6, 13
 
 
 @pytest.fixture
-def laws() -> tuple[Tensor, Tensor]:
+def distributions() -> tuple[Tensor, Tensor]:
     """Logits of q and probabilities of p, [7, V], some of them sharp."""
     g = torch.Generator().manual_seed(3)
     p = (torch.randn(7, V, generator=g) * torch.tensor([0.3, 1, 3, 9, 1, 1, 1])[:, None]).softmax(-1)
@@ -30,16 +30,16 @@ def _softmax(row: list[float]) -> list[float]:
     return [math.exp(s) / whole for s in row]
 
 
-def test_cross_entropy_is_the_formula(laws: tuple[Tensor, Tensor]) -> None:
-    logits, p = laws
+def test_cross_entropy_is_the_formula(distributions: tuple[Tensor, Tensor]) -> None:
+    logits, p = distributions
     for row, (s, target) in enumerate(zip(logits.tolist(), p.tolist(), strict=True)):
         q = _softmax(s)
         wanted = -sum(target[v] * math.log(q[v]) for v in range(V))
         assert cross_entropy(logits, p)[row].item() == pytest.approx(wanted, rel=1e-5)
 
 
-def test_law_distance_is_the_formula(laws: tuple[Tensor, Tensor]) -> None:
-    logits, p = laws
+def test_law_distance_is_the_formula(distributions: tuple[Tensor, Tensor]) -> None:
+    logits, p = distributions
     for row, (s, target) in enumerate(zip(logits.tolist(), p.tolist(), strict=True)):
         q = _softmax(s)
         wanted = sum(abs(q[v] - target[v]) for v in range(V))
@@ -47,8 +47,8 @@ def test_law_distance_is_the_formula(laws: tuple[Tensor, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("ranked", [1, 4, 10, 99])
-def test_list_mle_is_the_formula(laws: tuple[Tensor, Tensor], ranked: int) -> None:
-    logits, p = laws
+def test_list_mle_is_the_formula(distributions: tuple[Tensor, Tensor], ranked: int) -> None:
+    logits, p = distributions
     for row, (s, target) in enumerate(zip(logits.tolist(), p.tolist(), strict=True)):
         order = sorted(range(V), key=lambda v: -target[v])[:ranked]
         wanted = 0.0

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import mmspec
 from mmspec.drafters.ngram import NgramDrafter
-from mmspec.pipelines.handle import Patch
+from mmspec.pipelines.patching.handle import Patch
 
 
 def fresh(name: str = "llava") -> Any:

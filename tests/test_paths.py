@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmspec import cspd, paths
+from mmspec.continuous import cspd
+from mmspec.continuous import denoising as paths
+from mmspec.continuous.denoising import Chain, Path
 from mmspec.models.mar_scheduler import MARScheduler
-from mmspec.paths import Chain, Path
 
 N, C = 8000, 4
 
@@ -136,7 +137,9 @@ def test_the_targets_law_comes_out(case, T):
     assert 0.02 < kept.float().mean() < 0.99  # both branches had their part
     assert p_value(x, want) > 1e-3
     assert energy_distance(x, want) < 4e-3
-    assert p_value(direct(draft(steps), settings.get("tau", 1.0)), want) < 1e-3  # the draft's own law is told apart
+    assert (
+        p_value(direct(draft(steps), settings.get("tau", 1.0)), want) < 1e-3
+    )  # the draft's own distribution is told apart
 
 
 def always(path: Path, net: Known, steps: Chain, tau: float) -> Tensor:
@@ -187,7 +190,7 @@ def test_another_eta_after_a_refusal_is_seen():
 
 @pytest.mark.parametrize("share", [1.0, 0.6])
 def test_cspd_is_seen_to_be_approximate(share):
-    """The published rule on the same two laws: it keeps what it should not."""
+    """The published rule on the same two distributions: it keeps what it should not."""
     steps = chain(25, final_noise=False)
     p, q = gaussian(steps, share=share), gaussian(steps, 0.1)
     shared = noise(1, steps)
@@ -234,7 +237,7 @@ def test_cspd_is_its_published_formula():
 
 @pytest.mark.parametrize("shift", [0.05, 0.2])
 def test_acceptance_is_the_best_there_is(shift):
-    """1 − TV of the tokens' own laws: per-step tests would keep far less."""
+    """1 − TV of the tokens' own distributions: per-step tests would keep far less."""
     steps = chain(100)
     draft = paths.draw(gaussian(steps, shift), steps, noise(1, steps))
     kept = paths.chance(paths.log_ratio(draft, gaussian(steps), steps)).mean()

@@ -30,8 +30,8 @@ from transformers.generation.streamers import BaseStreamer
 
 import mmspec
 from mmspec.kernels import dispatch
-from mmspec.pipelines import generate
-from mmspec.pipelines.handle import Patch
+from mmspec.pipelines.patching import generate
+from mmspec.pipelines.patching.handle import Patch
 from mmspec.types import Draft, Tree
 
 pytest.importorskip("triton")

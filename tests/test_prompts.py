@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mmspec.app.caption.items import IMAGE, FileSource, Item
-from mmspec.app.caption.prompts import Asked, PromptError, Prompts
+from mmspec.app.caption.prompts import PromptChoice, PromptError, Prompts
 
 
 def item(name: str = "birds/red/1.jpg", **more) -> Item:
@@ -20,7 +20,7 @@ def test_variables_are_filled_in_everywhere():
     shared = dict.fromkeys(("system", "start", "prepend", "append"), every)
     asked = Prompts.read(every, **shared).of(item(existing="a {name} bird", tags=("red", "small")))
     filled = "1|birds/red|red, small|a {name} bird|{x}"
-    assert asked == Asked(filled, filled, filled, filled, filled)
+    assert asked == PromptChoice(filled, filled, filled, filled, filled)
     assert Prompts.read(every).of(item("1.jpg")).text == "1||||{x}"
 
 
@@ -109,4 +109,4 @@ def test_a_missing_file_and_two_sources_are_refused(tmp_path: Path):
     ],
 )
 def test_a_caption_begins_with_its_start_once(answer: str, caption: str):
-    assert Asked("?", start="A photo of ", prepend="<", append=">").caption(answer) == caption
+    assert PromptChoice("?", start="A photo of ", prepend="<", append=">").caption(answer) == caption

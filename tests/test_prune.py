@@ -13,7 +13,7 @@ from torch import Tensor
 
 import mmspec
 from mmspec.drafters.prune import MASS, kept
-from mmspec.pipelines import attended
+from mmspec.pipelines.targets import attention_record as attended
 from mmspec.types import ATTENTION, FINAL
 
 METHODS = ("eagle", "vispec", "msd", "flash", "specvlm")

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import mmspec
 from mmspec.kernels import reference_recurrent as ops
-from mmspec.pipelines import recurrent
+from mmspec.pipelines.targets import recurrent
 from mmspec.tree import from_parents
 
 B, H, K, V = 3, 2, 8, 6

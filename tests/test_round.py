@@ -26,17 +26,19 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import mmspec
-from mmspec import capture
 from mmspec.app.bench import command as bench
 from mmspec.app.bench import round as bench_round
-from mmspec.capture import Captured, Uncapturable
 from mmspec.drafters.eagle import EagleConfig, EagleDrafter
 from mmspec.drafters.ngram import NgramDrafter
 from mmspec.drafters.plain import Plain
-from mmspec.pipelines import compiled, drafting, trusted
-from mmspec.pipelines.attention import NAME
-from mmspec.pipelines.batching import Flow
-from mmspec.pipelines.trusted import Trusted
+from mmspec.piecewise import capture
+from mmspec.piecewise.capture import PiecewiseFunction, Uncapturable
+from mmspec.pipelines.patching import drafting
+from mmspec.pipelines.serving.continuous import ContinuousBatcher
+from mmspec.pipelines.targets import compiled
+from mmspec.pipelines.targets import compiled_cache as trusted
+from mmspec.pipelines.targets.compiled_cache import CompiledCache
+from mmspec.pipelines.targets.tree_attention import NAME
 from mmspec.rules import typical
 from mmspec.session import Session
 from mmspec.statistics import Stats
@@ -88,7 +90,7 @@ def attention(layer: int, scale: float, q: Tensor, k: Tensor, v: Tensor) -> Tens
 @pytest.mark.parametrize("compile", [as_it_is, pytest.param(capture.inductor, marks=FULL)])
 def test_a_captured_function_gives_what_it_gave_before_from_few_pieces(compile: Any):
     layers = Layers()
-    captured = Captured(layers, [torch.randn(2, 3, 16)], layers.parameters(), compile)
+    captured = PiecewiseFunction(layers, [torch.randn(2, 3, 16)], layers.parameters(), compile)
     x = torch.randn(2, 3, 16)
     torch.testing.assert_close(captured(attention, x), layers(x, attention), rtol=1e-5, atol=1e-6)
     assert captured.pieces == 3, "the first, those in the middle, whatever their literals, and the last"
@@ -105,13 +107,15 @@ def test_a_captured_function_gives_what_it_gave_before_from_few_pieces(compile: 
 )
 def test_what_may_change_from_call_to_call_is_not_captured(function: Any, why: str):
     with pytest.raises(Uncapturable, match=why):
-        Captured(function, [torch.ones(3)], [], as_it_is)
+        PiecewiseFunction(function, [torch.ones(3)], [], as_it_is)
 
 
 def test_what_depends_on_the_variant_is_not_captured():
     with pytest.raises(Uncapturable, match="how much was read before"):
-        Captured(lambda past, x: [x * past], [torch.ones(3)], [], as_it_is, variants=(3, 4))
-    captured = Captured(lambda past, x: [x * 2, (x * past)[:0]][:1], [torch.ones(3)], [], as_it_is, variants=(3, 4))
+        PiecewiseFunction(lambda past, x: [x * past], [torch.ones(3)], [], as_it_is, variants=(3, 4))
+    captured = PiecewiseFunction(
+        lambda past, x: [x * 2, (x * past)[:0]][:1], [torch.ones(3)], [], as_it_is, variants=(3, 4)
+    )
     assert captured(attention, torch.full((3,), 2.0))[0].tolist() == [4.0] * 3
 
 
@@ -171,7 +175,7 @@ def test_a_drafter_in_use_forgets_other_weights(quick: None):
 
 
 def test_other_buffers_and_another_attention_are_captured_anew(quick: None):
-    held, layer = Trusted("a layer"), nn.BatchNorm1d(2)
+    held, layer = CompiledCache("a layer"), nn.BatchNorm1d(2)
     held.check(layer)
     held._held["shape"] = None
     held.check(layer)
@@ -193,7 +197,7 @@ def test_other_buffers_and_another_attention_are_captured_anew(quick: None):
 
 
 def test_a_shape_is_captured_once_by_all_threads():
-    held, made = Trusted("a layer"), []
+    held, made = CompiledCache("a layer"), []
 
     def capture() -> Any:
         made.append(time.sleep(0.1))
@@ -483,7 +487,8 @@ def test_auto_reads_nothing_more(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("off", [4, 10**6])
 def test_rows_that_come_are_not_booked_as_rounds(off: int, monkeypatch: pytest.MonkeyPatch):
-    """What reading their prompts took, and the token that it gave, are of no round; Flow hands stats out in between."""
+    """What reading their prompts took, and the token that it gave, are of no round; ContinuousBatcher hands stats out
+    in between."""
     model, rounds = targets.model("llava"), []
     asked = [targets.prompt("llava", kind, seed) for seed, kind in enumerate(("image first", "text only") * 3)]
     settings = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": list(range(5, 30))}
@@ -502,7 +507,7 @@ def test_rows_that_come_are_not_booked_as_rounds(off: int, monkeypatch: pytest.M
     monkeypatch.setattr(Session, "count", counted)
     with mmspec.enable(model, eagle(model, depth=3, width=3, size=9), auto=True) as handle:
         known = handle.proposer.known = Told((False, True), off)
-        flow, found = Flow(model, None, 2, **settings), {}
+        flow, found = ContinuousBatcher(model, None, 2, **settings), {}
         while asked or flow.busy:
             while asked and flow.free:
                 flow.add(6 - len(asked), asked.pop(0), 0)

@@ -1,4 +1,5 @@
-"""Rules: what each one does to the law of the output, in closed form, through the geometries and over whole texts."""
+"""Rules: what each one does to the distribution of the output, in closed form, through the geometries and over whole
+texts."""
 
 from __future__ import annotations
 
@@ -11,14 +12,14 @@ import torch
 from image_toys import CPU, Drawn, Holes, TableModel, distance, excess, run
 from torch import Tensor
 
-from mmspec.accept import advance, along_path, chances, descend, walk
+from mmspec.accept import along_path, chances, verify_chain, verify_point_mass, verify_tree
 from mmspec.kernels import reference as ops
 from mmspec.registry import RULES, resolve_rule
 from mmspec.rules import Masses, Rule, Trial, exact
 from mmspec.session import Row, Session
 from mmspec.statistics import Stats
 from mmspec.tree import chain, from_parents
-from mmspec.types import HOLE, Categorical, Draft
+from mmspec.types import NO_TOKEN, Categorical, Draft
 
 V = 7
 CODES = torch.randn(V, 3, generator=torch.Generator().manual_seed(3))
@@ -41,7 +42,7 @@ def rule_of(spec: str, budget: float | None = None, vocab: int = V) -> Rule:
     return resolve_rule(spec, codes, budget)
 
 
-def laws(seed: int, vocab: int = V) -> tuple[Tensor, Tensor]:
+def distributions(seed: int, vocab: int = V) -> tuple[Tensor, Tensor]:
     """p and q; every third p has tokens that it excludes, as top-k leaves it."""
     g = torch.Generator().manual_seed(seed)
     p, q = (1.5 * torch.randn(2, vocab, generator=g, dtype=torch.float64)).unbind()
@@ -50,7 +51,7 @@ def laws(seed: int, vocab: int = V) -> tuple[Tensor, Tensor]:
     return p.softmax(-1), q.softmax(-1)
 
 
-PAIRS = [laws(seed) for seed in range(30)]
+PAIRS = [distributions(seed) for seed in range(30)]
 
 
 def tv(a: Tensor, b: Tensor) -> float:
@@ -66,7 +67,7 @@ def weighed(rule: Rule, p: Tensor, q: Tensor, depth: int = 1) -> tuple[Tensor, T
 
 
 def outcome(rule: Rule, p: Tensor, q: Tensor, depth: int = 1) -> Tensor:
-    """The law of the output, Σ_x q(x)[f(x)·1_x + (1 − f(x))·residual]."""
+    """The distribution of the output, Σ_x q(x)[f(x)·1_x + (1 − f(x))·residual]."""
     f = weighed(rule, p, q, depth)[1]
     rest = rule.residual(p[None], q[None])[0]
     return q * f + (q * (1 - f)).sum() * rest / rest.sum()
@@ -100,16 +101,16 @@ def test_grouped_keeps_the_law_of_cells(spec: str) -> None:
     assert 1 < int(cell.max()) + 1 < V
     apart = []
     for p, q in PAIRS:
-        law, charge = outcome(rule, p, q), weighed(rule, p, q)[2]
-        assert (ops.cell_sums(law, cell) - ops.cell_sums(p, cell)).abs().max() < 1e-14
+        distribution, charge = outcome(rule, p, q), weighed(rule, p, q)[2]
+        assert (ops.cell_sums(distribution, cell) - ops.cell_sums(p, cell)).abs().max() < 1e-14
         inside = 0.0
         for c in range(int(cell.max()) + 1):
             member = (cell == c) & (p > 0)
             P, Q = p[member].sum(), q[member].sum()
             if P > 0:
                 inside += float(torch.minimum(P, Q)) * tv(p[member] / P, q[member] / Q)
-        assert abs(tv(law, p) - inside) < 1e-14 and abs(float((q * charge).sum()) - inside) < 1e-14
-        apart.append(tv(law, p))
+        assert abs(tv(distribution, p) - inside) < 1e-14 and abs(float((q * charge).sum()) - inside) < 1e-14
+        apart.append(tv(distribution, p))
     assert max(apart) > 0.05
 
 
@@ -181,7 +182,7 @@ def test_lam_bounds_every_draft(lam: float) -> None:
 
 
 def test_scaled_relaxes_early_drafts_more_and_never_refuses_more_than_exact() -> None:
-    p, q = laws(1)
+    p, q = distributions(1)
     gains = [tv(outcome(rule_of("scaled(omega=2.0, nu=0.3)"), p, q, depth), p) for depth in (1, 2, 3, 4, 9)]
     assert gains == sorted(gains, reverse=True) and gains[0] > gains[1] > 0
     assert gains[-1] < 1e-15, "ω would be below 1"
@@ -221,22 +222,24 @@ def siblings_of(p: Tensor, q: Tensor | None, tokens: tuple[int, ...], rule: Rule
         stated = q.log().expand(n + 1, -1).clone()
         for rank in range(1, n):
             stated[rank + 1, list(tokens[:rank])] = -math.inf
-        draft = replace(draft, law=Categorical(stated.expand(GRID, -1, -1)))
+        draft = replace(draft, q=Categorical(stated.expand(GRID, -1, -1)))
     u = ((torch.arange(GRID, dtype=torch.float64) + 0.5) / GRID)[:, None].expand(-1, n + 1)
-    verdict = along_path(draft, Categorical(p.log().expand(GRID, n + 1, -1)), rule, u)
-    first = torch.where(verdict.count > 1, draft.tokens.gather(1, verdict.last[:, None])[:, 0], verdict.token)
-    charge = torch.zeros(()) if verdict.spent is None else verdict.spent.mean()
+    acceptance = along_path(draft, Categorical(p.log().expand(GRID, n + 1, -1)), rule, u)
+    first = torch.where(
+        acceptance.count > 1, draft.tokens.gather(1, acceptance.last[:, None])[:, 0], acceptance.next_token
+    )
+    charge = torch.zeros(()) if acceptance.tv_cost is None else acceptance.tv_cost.mean()
     return torch.bincount(first, minlength=len(p)) / GRID, charge
 
 
 @pytest.mark.parametrize("spec", ALL)
 def test_a_chain_does_what_the_closed_form_says(spec: str) -> None:
-    p, q = laws(4, 5)
-    rule, law, charge = rule_of(spec, vocab=5), torch.zeros(5, dtype=torch.float64), 0.0
+    p, q = distributions(4, 5)
+    rule, distribution, charge = rule_of(spec, vocab=5), torch.zeros(5, dtype=torch.float64), 0.0
     for x in range(5):
         each, cost = siblings_of(p, q, (x,), rule)
-        law, charge = law + q[x] * each, charge + float(q[x] * cost)
-    assert tv(law, outcome(rule, p, q)) < 5 / GRID
+        distribution, charge = distribution + q[x] * each, charge + float(q[x] * cost)
+    assert tv(distribution, outcome(rule, p, q)) < 5 / GRID
     want = float((q * weighed(rule, p, q)[2]).sum())
     assert abs(charge - want) < 1e-9 and (spec in GSD or abs(want - tv(outcome(rule, p, q), p)) < 1e-9)
 
@@ -245,15 +248,15 @@ def test_a_chain_does_what_the_closed_form_says(spec: str) -> None:
 @pytest.mark.parametrize("drawn", [True, False])
 def test_charges_bound_the_distance_among_siblings(spec: str, drawn: bool) -> None:
     """Three siblings, drawn without replacement, or certain: mean charge ≥ distance from p, both 0 for `exact`."""
-    p, q = laws(5, 4)
-    rule, law, charge = rule_of(spec, vocab=4), torch.zeros(4, dtype=torch.float64), 0.0
+    p, q = distributions(5, 4)
+    rule, distribution, charge = rule_of(spec, vocab=4), torch.zeros(4, dtype=torch.float64), 0.0
     for tokens in itertools.permutations(range(4), 3) if drawn else [(2, 0, 1)]:
         weight, left = 1.0, 1.0
         for x in tokens if drawn else ():
             weight, left = weight * float(q[x]) / left, left - float(q[x])
         each, cost = siblings_of(p, q if drawn else None, tokens, rule)
-        law, charge = law + weight * each, charge + weight * float(cost)
-    away = tv(law, p)
+        distribution, charge = distribution + weight * each, charge + weight * float(cost)
+    away = tv(distribution, p)
     assert away <= charge + 4 / GRID
     assert (away < 4 / GRID and charge == 0) if rule.lossless else charge > 0
 
@@ -262,7 +265,7 @@ def random_chains(seed: int, dense: bool) -> tuple[Draft, Categorical, Tensor, T
     g = torch.Generator().manual_seed(seed)
     B, N = 200, 1 + seed % 7
     tokens = torch.randint(0, V, (B, N), generator=g)
-    tokens[:, 1:][torch.rand(B, N - 1, generator=g) < 0.1] = HOLE
+    tokens[:, 1:][torch.rand(B, N - 1, generator=g) < 0.1] = NO_TOKEN
     p = 2 * torch.randn(B, N, V, generator=g, dtype=torch.float64)
     q = (p.roll(1, 1) + torch.randn(B, N, V, generator=g, dtype=torch.float64)) if dense else None
     if seed % 2:
@@ -279,15 +282,15 @@ def test_advance_is_walk_on_the_same_noise(spec: str, budget: float | None) -> N
         pytest.skip("grouped takes no budget")
     rule, length = rule_of(spec, budget), 0
     for seed, dense in itertools.product(range(1, 21), (True, False)):
-        draft, law, u, spent = random_chains(seed, dense)
+        draft, distribution, u, spent = random_chains(seed, dense)
         spent = torch.zeros_like(spent) if budget is None else spent
-        fast, slow = advance(draft, law, rule, u, spent), walk(draft, law, rule, u, spent)
-        for name in ("stands", "count", "last", "token"):
+        fast, slow = verify_chain(draft, distribution, rule, u, spent), verify_tree(draft, distribution, rule, u, spent)
+        for name in ("accepted", "count", "last", "token"):
             assert torch.equal(getattr(fast, name), getattr(slow, name)), name
         assert (fast.spent is None) == (slow.spent is None) == rule.lossless
         assert fast.spent is None or torch.allclose(fast.spent, slow.spent, rtol=0, atol=1e-14)
         if rule is exact and not dense:
-            assert torch.equal(fast.token, descend(draft, law, u).token)
+            assert torch.equal(fast.token, verify_point_mass(draft, distribution, u).token)
         length = max(length, int(fast.count.max()))
     assert length > 3
 
@@ -299,18 +302,20 @@ def test_a_row_is_never_charged_more_than_its_budget(spec: str, tree: bool) -> N
     rule, none = rule_of(spec, 0.15), rule_of(spec, 0.0)
     spent = torch.zeros(200, dtype=torch.float64)
     for seed in range(20):
-        draft, law, u, _ = random_chains(6 + 7 * seed, dense=True)
+        draft, distribution, u, _ = random_chains(6 + 7 * seed, dense=True)
         if tree:
             shape = from_parents(torch.tensor([[0, 0, 0, 0, 1, 1, 2]]), 3).expand(200)
             draft = replace(draft, tree=shape)
-        before, verdict = spent, along_path(draft, law, rule, u, spent)
-        strict = along_path(draft, law, exact, u)
-        spent = spent + verdict.spent
-        assert (verdict.spent >= 0).all() and float(spent.max()) <= 0.15 + 1e-12
+        before, acceptance = spent, along_path(draft, distribution, rule, u, spent)
+        strict = along_path(draft, distribution, exact, u)
+        spent = spent + acceptance.tv_cost
+        assert (acceptance.tv_cost >= 0).all() and float(spent.max()) <= 0.15 + 1e-12
         broke = before >= 0.15
-        frugal = along_path(draft, law, none, u)
+        frugal = along_path(draft, distribution, none, u)
         assert (frugal.spent == 0).all() and torch.equal(frugal.stands, strict.stands)
-        assert torch.equal(frugal.token, strict.token) and torch.equal(verdict.token[broke], strict.token[broke])
+        assert torch.equal(frugal.token, strict.token) and torch.equal(
+            acceptance.next_token[broke], strict.token[broke]
+        )
     assert (spent >= 0.15 - 1e-12).any() and broke.any()
 
 
@@ -318,23 +323,23 @@ def test_a_point_mass_leaves_nothing_to_relax() -> None:
     """Greedy targets and seed-exact ones: every rule keeps exactly what p is, on chains and trees, by every path."""
     for spec in ALL:
         for seed in (3, 4):
-            draft, law, u, _ = random_chains(seed, dense=True)
+            draft, distribution, u, _ = random_chains(seed, dense=True)
             draft = replace(
-                draft, tokens=draft.tokens.where(torch.rand(draft.tokens.shape) < 0.3, law.logits.argmax(-1))
+                draft, tokens=draft.tokens.where(torch.rand(draft.tokens.shape) < 0.3, distribution.logits.argmax(-1))
             )
-            point = Categorical(ids=law.logits.argmax(-1))
-            fast, slow = along_path(draft, point, rule_of(spec), u), walk(draft, point, rule_of(spec), u)
+            point = Categorical(ids=distribution.logits.argmax(-1))
+            fast, slow = along_path(draft, point, rule_of(spec), u), verify_tree(draft, point, rule_of(spec), u)
             assert torch.equal(fast.stands, slow.stands) and torch.equal(fast.token, slow.token)
 
 
 def test_broken_laws_beyond_the_path_change_nothing() -> None:
-    draft, law, u, _ = random_chains(6, dense=True)
+    draft, distribution, u, _ = random_chains(6, dense=True)
     for spec in ALL:
-        sound = along_path(draft, law, rule_of(spec), u)
+        sound = along_path(draft, distribution, rule_of(spec), u)
         beyond = torch.arange(7) > sound.count[:, None]  # the first refused node still needs its q, and its parent's p
-        p = law.logits.masked_fill((beyond | (torch.arange(7) == sound.count[:, None]))[..., None], math.nan)
-        q = draft.law.logits.masked_fill(beyond[..., None], math.nan)
-        broken = along_path(replace(draft, law=Categorical(q)), Categorical(p), rule_of(spec), u)
+        p = distribution.logits.masked_fill((beyond | (torch.arange(7) == sound.count[:, None]))[..., None], math.nan)
+        q = draft.q.logits.masked_fill(beyond[..., None], math.nan)
+        broken = along_path(replace(draft, q=Categorical(q)), Categorical(p), rule_of(spec), u)
         assert torch.equal(sound.token, broken.token) and torch.equal(sound.stands, broken.stands)
         assert sound.spent is None or torch.equal(sound.spent, broken.spent)
 
@@ -482,7 +487,7 @@ def test_budgets() -> None:
 
 
 def test_gumbel_noise_draws_from_the_law_and_depends_on_seed_and_position_alone() -> None:
-    p, _ = laws(1)
+    p, _ = distributions(1)
     seeds, position = torch.arange(300), torch.arange(100).expand(300, -1)
     noise = ops.gumbel(seeds, position, V)
     drawn = (p.log() + noise).argmax(-1).flatten()

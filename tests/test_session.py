@@ -11,10 +11,11 @@ from drafters import DRAFTERS, Oracle, Scripted, _right, eagle
 
 import mmspec
 from mmspec.loop import decode, start
-from mmspec.pipelines import decoder_only, families
-from mmspec.pipelines.call import Call
-from mmspec.pipelines.generate import row_seeds
-from mmspec.pipelines.sampling import Request, Sampler
+from mmspec.pipelines.families import decoder_only
+from mmspec.pipelines.families import table as families
+from mmspec.pipelines.patching.generate import row_seeds
+from mmspec.pipelines.sampling.request import Request, Sampler
+from mmspec.pipelines.targets.call import Call
 from mmspec.session import Row, Session
 from mmspec.statistics import Stats
 from mmspec.types import Target

@@ -191,7 +191,7 @@ def test_the_target_itself_drafts_without_a_miss(name: str, kind: str) -> None:
 
 
 def test_a_draft_model_in_flow() -> None:
-    from mmspec.pipelines.batching import Flow
+    from mmspec.pipelines.serving.continuous import Flow
 
     model, draft = targets.model("llava"), small("llava")
     asked = [targets.prompt("llava", "image first", seed=i) for i in range(5)]

@@ -24,7 +24,7 @@ import mmspec
 from mmspec.kernels import reference as ops
 from mmspec.kernels import reference_noise
 from mmspec.models import mar_scheduler
-from mmspec.pipelines.mar_plan import Speculation
+from mmspec.pipelines.mar.plan import Speculation
 from mmspec.tree import from_parents
 
 ANY_DEVICE = ("MPS", "CompositeExplicitAutograd", "CompositeImplicitAutograd")

@@ -22,10 +22,10 @@ from mmspec.drafters.eagle import EagleDrafter
 from mmspec.drafters.feature import FeatureDrafter
 from mmspec.pipelines.prompts import chat_inputs
 from mmspec.pipelines.teacher import Teacher
+from mmspec.ragged_cache import Lengths, RaggedBuffer
 from mmspec.registry import DRAFTERS
-from mmspec.slots import Lengths, Slots
 from mmspec.train import data, gate
-from mmspec.train.data import Sample
+from mmspec.train.data import TrainingSample
 from mmspec.train.distil import Distillation, expected_tokens, losses
 from mmspec.train.recipes import MSD, RECIPES, VISPEC, Recipe
 from mmspec.train.trace import Trace
@@ -89,7 +89,9 @@ def test_the_trace_is_what_generation_saw(questions: Path) -> None:
         answers = teacher.answers(samples, 8, 0.0)
         trace = teacher.trace(samples, answers)
         greedy = teacher.head(trace.final).argmax(-1)
-    assert type(model.get_decoder()).__name__ == "LlamaModel" and "Tap" not in str(type(model.get_decoder()).__mro__)
+    assert type(model.get_decoder()).__name__ == "LlamaModel" and "FeatureHook" not in str(
+        type(model.get_decoder()).__mro__
+    )
     for b, answer in enumerate(answers):
         places = trace.answered[b].nonzero()[:, 0]
         assert trace.ids[b, places].tolist() == answer
@@ -108,11 +110,11 @@ def test_training_unroll_equals_decoding(questions: Path) -> None:
     steps, j = 3, 6
     with torch.no_grad():
         trained = drafter(embeds, features, trace.visual[:, 1:], trace.valid[:, :-1], steps)
-        from mmspec.drafters.blocks import Memory
+        from mmspec.drafters.blocks import FeatureMemory
 
         valid = torch.ones(1, 0, dtype=torch.bool)
         zero = Lengths.of([0], torch.device("cpu"))
-        memory = Memory(Slots(), zero, torch.zeros(1, dtype=torch.long), valid, False)
+        memory = FeatureMemory(RaggedBuffer(), zero, torch.zeros(1, dtype=torch.long), valid, False)
         seen = torch.ones(j + 1, j + 1, dtype=torch.bool).tril()[None]
         f = drafter._read(memory, embeds[:, : j + 1], features[:, : j + 1], zero, 0, seen)[:, -1:]
         memory.lengths = Lengths.of([j + 1], torch.device("cpu"))
@@ -396,8 +398,8 @@ def test_heads_and_unrolled_steps_must_agree(questions: Path, tmp_path: Path) ->
 # -- stages ----------------------------------------------------------------------------------------------------------
 
 
-def _texts() -> list[Sample]:
-    return [Sample(list, f"w{40 + i} w11", 0) for i in range(6)]
+def _texts() -> list[TrainingSample]:
+    return [TrainingSample(list, f"w{40 + i} w11", 0) for i in range(6)]
 
 
 def test_msd_reads_text_first_and_pictures_at_last(questions: Path, tmp_path: Path) -> None:

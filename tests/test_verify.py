@@ -15,8 +15,8 @@ from PIL import Image
 
 import mmspec
 from mmspec.app import cli
-from mmspec.pipelines.decoder_only import DecoderOnly
-from mmspec.pipelines.verify import _first_difference
+from mmspec.pipelines.families.decoder_only import DecoderOnly
+from mmspec.pipelines.serving.verify import _first_difference
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def test_a_picture_that_is_lost_is_a_difference() -> None:
     with mmspec.enable(model):
 
         def generate(pixel_values: Any = None, **given: Any) -> Any:
-            seen = inputs["pixel_values"] if hasattr(type(model), "_mmspec_handle") else pixel_values
+            seen = inputs["pixel_values"] if hasattr(type(model), "_mmspec_patch") else pixel_values
             return type(model).generate(model, pixel_values=seen, **given)
 
         model.generate = generate

@@ -15,7 +15,7 @@ from PIL import Image
 
 from mmspec.app.caption import video
 from mmspec.app.caption.video import FramePolicy
-from mmspec.media import Limits, MediaError
+from mmspec.media import MediaError, MediaLimits
 
 KINDS = {  # what is tested of what PyAV's wheels can write
     "mpeg4": ".mp4",
@@ -28,7 +28,7 @@ KINDS = {  # what is tested of what PyAV's wheels can write
 
 
 def frames_of(data: bytes, policy: str = "uniform:8", max_frames: int = 64, **limits: float) -> list[Image.Image]:
-    frames, _ = video.decode(data, "x.mp4", FramePolicy.parse(policy, max_frames), Limits(**limits))
+    frames, _ = video.decode(data, "x.mp4", FramePolicy.parse(policy, max_frames), MediaLimits(**limits))
     return list(frames)
 
 
@@ -103,7 +103,7 @@ def test_rotation_is_applied(rotation: int, top_left: tuple[int, int, int], tmp_
     frame = frames_of(path.read_bytes(), "uniform:1")[0]
     assert frame.size == ((40, 80) if rotation % 180 else (80, 40))
     assert np.abs(np.subtract(frame.getpixel((2, 2)), top_left)).max() < 12
-    frame = video.decode(path.read_bytes(), path, FramePolicy(), Limits(), max_side=40)[0][0]
+    frame = video.decode(path.read_bytes(), path, FramePolicy(), MediaLimits(), max_side=40)[0][0]
     assert frame.size == ((20, 40) if rotation % 180 else (40, 20))
 
 
@@ -178,7 +178,7 @@ def test_an_animated_picture_taken_as_a_video(kind: str):
     assert levels("uniform:5") == [1, 3, 5, 7, 9]
     assert levels("fps:1") == [0, 4, 8]
     assert levels("keyframes") == list(range(10))
-    assert video.decode(out.getvalue(), "x", FramePolicy(), Limits())[1] == pytest.approx(2.5)
+    assert video.decode(out.getvalue(), "x", FramePolicy(), MediaLimits())[1] == pytest.approx(2.5)
     with pytest.raises(MediaError, match="lasts"):
         frames_of(out.getvalue(), max_duration=1)
 

@@ -16,7 +16,7 @@ import mmspec
 from mmspec.drafters.vispec import ViSpecConfig, ViSpecDrafter
 
 
-def walk(drafter: Any, e: Tensor, h: Tensor, seen: list[int]) -> tuple[list[Row], literal.More]:
+def verify_tree(drafter: Any, e: Tensor, h: Tensor, seen: list[int]) -> tuple[list[Row], literal.More]:
     """Rows from left to right: text with the g so far; of an image its queries' answers, of which the last is g."""
     w, c = weights(drafter), drafter.config
     D = H // c.heads
@@ -66,17 +66,17 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize(("switches", "options"), CASES)
 def test_drafts_are_those_of_the_published_walk(switches: str, options: dict[str, Any]) -> None:
     made = lively(ViSpecDrafter, **literal.SWITCHES[switches], **options)
-    literal.drafts_as_written(made, literal.texts(), walk)
+    literal.drafts_as_written(made, literal.texts(), verify_tree)
 
 
 def test_memories_that_join_keep_their_own_images() -> None:
-    literal.drafts_as_written(lively(ViSpecDrafter, num_q=3), literal.texts(1), walk, apart=True)
+    literal.drafts_as_written(lively(ViSpecDrafter, num_q=3), literal.texts(1), verify_tree, apart=True)
 
 
 @pytest.mark.parametrize(("switches", "options"), CASES[:3])
 def test_training_unroll_is_decoding(switches: str, options: dict[str, Any]) -> None:
     made = lively(ViSpecDrafter, **literal.SWITCHES[switches], **options)
-    assert literal.unrolls_as_written(made, literal.texts(2), walk, compressed=True) == 9
+    assert literal.unrolls_as_written(made, literal.texts(2), verify_tree, compressed=True) == 9
 
 
 def test_gradients_reach_every_weight_through_an_image() -> None:

@@ -17,7 +17,7 @@ from test_generate import letters
 from torch import Tensor
 
 import mmspec
-from mmspec.pipelines.stream import stream
+from mmspec.pipelines.serving.stream import stream
 
 CUDA = torch.device("cuda", 0)
 

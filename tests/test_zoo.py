@@ -19,20 +19,26 @@ from mmspec.zoo import clips, language, scenes
 from mmspec.zoo.recipes import (
     SCENES_VIDEO,
     SCENES_VLM,
+    DialogueTurn,
     Language,
     Mix,
     Schedule,
-    Stage,
-    Turn,
     Vision,
     VlmRecipe,
     Watching,
+    ZooStage,
 )
 
 TINY = VlmRecipe(
     "tiny",
     tuple(
-        Stage(name, 3 + place, Schedule(4, 2, 1e-3), Mix(), (Turn("picture", 1, 256), Turn("pair", 2, 192)))
+        ZooStage(
+            name,
+            3 + place,
+            Schedule(4, 2, 1e-3),
+            Mix(),
+            (DialogueTurn("picture", 1, 256), DialogueTurn("pair", 2, 192)),
+        )
         for place, name in enumerate(("decoder", "polish", "settle"))
     ),
     vision=Vision(32, 2, 2, 64),
@@ -40,9 +46,9 @@ TINY = VlmRecipe(
     tower=Schedule(4, 2, 1e-3),
     tokenizer_scenes=40,
 )
-_TURNS = (Turn("clip", 3, 128), Turn("picture", 1, 256))
+_TURNS = (DialogueTurn("clip", 3, 128), DialogueTurn("picture", 1, 256))
 TINY_VIDEO = replace(
-    TINY, start="tiny", stages=(Stage("clips", 7, Schedule(4, 2, 1e-3), SCENES_VIDEO.stages[0].mix, _TURNS),)
+    TINY, start="tiny", stages=(ZooStage("clips", 7, Schedule(4, 2, 1e-3), SCENES_VIDEO.stages[0].mix, _TURNS),)
 )
 
 

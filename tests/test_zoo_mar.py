@@ -12,7 +12,7 @@ import torch
 from mmspec.app.zoo import mar as zoo_mar
 from mmspec.models.mar import MARTransformer2DModel
 from mmspec.models.mar_scheduler import MARScheduler
-from mmspec.pipelines.mar import MARPipeline
+from mmspec.pipelines.mar.pipeline import MARPipeline
 from mmspec.zoo import classes
 from mmspec.zoo.recipes import SCENES_MAR, MarRecipe
 

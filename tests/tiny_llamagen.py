@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast, T5Config, T5EncoderModel
 
 from mmspec.models.llamagen import LlamaGenTransformer
 from mmspec.models.llamagen_vq import LlamaGenVQ
-from mmspec.pipelines.llamagen import LlamaGenPipeline
+from mmspec.pipelines.llamagen.pipeline import LlamaGenPipeline
 
 TEXT = "a small large red blue striped plain circle square left right of on the grainy background"
 SIZES = {"dim": 32, "num_layers": 2, "heads": 4, "kv_heads": 4, "vocab": 64, "grid": 4, "multiple_of": 16}

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from mmspec.models.mar import MARTransformer2DModel
 from mmspec.models.mar_scheduler import MARScheduler
-from mmspec.pipelines.mar import MARPipeline
-from mmspec.pipelines.mar_files import build_vae
+from mmspec.pipelines.mar.files import build_vae
+from mmspec.pipelines.mar.pipeline import MARPipeline
 
 CLASSES = 5
 SIZES = {"dim": 24, "layers": 2, "heads": 3, "head_layers": 2, "head_width": 20, "grid": 4, "channels": 4, "buffer": 3}

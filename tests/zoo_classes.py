@@ -49,14 +49,23 @@ VISION: dict[str, Any] = {
     "num_patches": 16, "dropout_rate": 0.0,
 }  # fmt: skip
 TOKENS: dict[str, Any] = {
-    "image_token_id": IMAGE, "image_token_index": IMAGE, "video_token_id": VIDEO, "video_token_index": VIDEO,
-    "audio_token_id": AUDIO, "audio_token_index": AUDIO, "projector_hidden_size": 48, "projection_dim": HIDDEN,
-    **{f"{name}_{end}": OPEN for name in ("vision_start", "image_start", "boi") for end in ("token_id",
-    "token_index")},
-    **{f"{name}_{end}": CLOSE for name in ("vision_end", "image_end", "eoi") for end in ("token_id",
-    "token_index")},
-    "video_start_token_id": 125, "video_end_token_id": 126, "tie_word_embeddings": False, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+    "image_token_id": IMAGE,
+    "image_token_index": IMAGE,
+    "video_token_id": VIDEO,
+    "video_token_index": VIDEO,
+    "audio_token_id": AUDIO,
+    "audio_token_index": AUDIO,
+    "projector_hidden_size": 48,
+    "projection_dim": HIDDEN,
+    **{f"{name}_{end}": OPEN for name in ("vision_start", "image_start", "boi") for end in ("token_id", "token_index")},
+    **{f"{name}_{end}": CLOSE for name in ("vision_end", "image_end", "eoi") for end in ("token_id", "token_index")},
+    "video_start_token_id": 125,
+    "video_end_token_id": 126,
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 
 
 # -- configs ----------------------------------------------------------------------------------------------------------
@@ -178,7 +187,25 @@ SAM = {"output_channels": 8, "window_size": 2, "global_attn_indexes": [1], "mlp_
        "patch_size": 4, "num_pos_feats": 16}  # fmt: skip
 OCR = {**SAM, "downsample_channels": [16, WIDTH], "hidden_size": WIDTH}
 TIMM = {"architecture": "resnet10t", "hidden_size": 512, "do_pooling": False}
-GEMMA4 = {**{k: v for k, v in VISION.items() if k in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "patch_size")}, "model_type": "gemma4_vision", "pooling_kernel_size": 2, "position_embedding_size": 64}
+GEMMA4 = {
+    **{
+        k: v
+        for k, v in VISION.items()
+        if k
+        in (
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "patch_size",
+        )
+    },
+    "model_type": "gemma4_vision",
+    "pooling_kernel_size": 2,
+    "position_embedding_size": 64,
+}
 OPENED = {"vision_start_token_id": OPEN, "vision_end_token_id": CLOSE}
 
 
@@ -196,7 +223,10 @@ def vision(**more: Any) -> dict[str, Any]:
 
 CASES: dict[str, Case] = {
     # one square picture
-    **{name: case(SQUARE) for name in ("aya_vision", "cohere2_vision", "deepseek_vl", "ovis2", "step3p7", "video_llava")},
+    **{
+        name: case(SQUARE)
+        for name in ("aya_vision", "cohere2_vision", "deepseek_vl", "ovis2", "step3p7", "video_llava")
+    },
     "aria": case(SQUARE, projector_patch_to_query_dict={4: 4}, max_value_projector_patch_to_query_dict=4),
     "vipllava": case(SQUARE, vision_feature_layer=[-2, -1]),
     "qianfan_ocr": case(SQUARE, **vision(image_size=[28, 28], patch_size=[7, 7])),
@@ -204,29 +234,78 @@ CASES: dict[str, Case] = {
     "pp_chart2table": case(shown(1, 3, 64, 64), **vision(**SAM)),
     "llama4": case(
         shown(1, 3, 28, 28, count=4),
-        **vision(patch_size=7, intermediate_size=128, vision_output_dim=32, projector_input_dim=32, projector_output_dim=32),
+        **vision(
+            patch_size=7, intermediate_size=128, vision_output_dim=32, projector_input_dim=32, projector_output_dim=32
+        ),
         **text(attention_chunk_size=16, intermediate_size_mlp=96, moe_layers=[0, 1, 2], no_rope_layers=[1, 0, 1]),
     ),
     **{name: case(SIZED, **vision(patch_size=7)) for name in ("mistral3", "lighton_ocr")},
-    "mistral_large4": case(SIZED, **vision(patch_size=7), **text(**EQUAL, index_topk=8, index_head_dim=16, index_n_heads=16)),
+    "mistral_large4": case(
+        SIZED, **vision(patch_size=7), **text(**EQUAL, index_topk=8, index_head_dim=16, index_n_heads=16)
+    ),
     "deepseek_vl_hybrid": case(
         shown(1, 3, 28, 28, high_res_pixel_values=(1, 3, 64, 64)),
         high_res_vision_config={**SAM, "hidden_size": WIDTH, "scale": 4},
     ),
-    "deepseek_ocr2": case(shown(1, 3, 64, 64), **text(mlp_layer_types=["dense", "sparse", "sparse"]), **vision(sam_config=OCR, encoder_config={**TEXT, "hidden_size": WIDTH, "num_hidden_layers": 2})),
+    "deepseek_ocr2": case(
+        shown(1, 3, 64, 64),
+        **text(mlp_layer_types=["dense", "sparse", "sparse"]),
+        **vision(sam_config=OCR, encoder_config={**TEXT, "hidden_size": WIDTH, "num_hidden_layers": 2}),
+    ),
     "unlimited_ocr": case(shown(1, 3, 64, 64), **vision(sam_config=OCR, encoder_config={"image_size": 28})),
     "fast_vlm": case(SQUARE, **vision(**TIMM)),
-    "perception_lm": case(shown(1, 1, 3, 32, 32), **vision(architecture="vit_tiny_patch16_224", model_args={"embed_dim": 192, "img_size": [32, 32], "global_pool": ""}, do_pooling=False)),
-    "gemma3n": case(shown(1, 3, 64, 64), vision_soft_tokens_per_image=4, **vision(**TIMM), **text(num_hidden_layers=4, num_kv_shared_layers=2, layer_types=["sliding_attention", "full_attention"] * 2, intermediate_size=[96] * 4, activation_sparsity_pattern=[0.5, 0.0, 0.0, 0.0], vocab_size_per_layer_input=VOCAB, hidden_size_per_layer_input=16, laurel_rank=8)),
+    "perception_lm": case(
+        shown(1, 1, 3, 32, 32),
+        **vision(
+            architecture="vit_tiny_patch16_224",
+            model_args={"embed_dim": 192, "img_size": [32, 32], "global_pool": ""},
+            do_pooling=False,
+        ),
+    ),
+    "gemma3n": case(
+        shown(1, 3, 64, 64),
+        vision_soft_tokens_per_image=4,
+        **vision(**TIMM),
+        **text(
+            num_hidden_layers=4,
+            num_kv_shared_layers=2,
+            layer_types=["sliding_attention", "full_attention"] * 2,
+            intermediate_size=[96] * 4,
+            activation_sparsity_pattern=[0.5, 0.0, 0.0, 0.0],
+            vocab_size_per_layer_input=VOCAB,
+            hidden_size_per_layer_input=16,
+            laurel_rank=8,
+        ),
+    ),
     # tiles, and pictures by row
     **{name: case(TILES, **PINPOINTS) for name in ("llava_next_video", "llava_onevision")},
-    "granite4_vision": case(shown(1, 3, 3, 56, 56, image_sizes=[[56, 112]]), image_grid_pinpoints=[[56, 112], [112, 56]], downsample_rate="1/2", deepstack_layer_map=[[-1, 0]], spatial_target_layers=[1, 2], **vision(hidden_size=64, image_size=56), qformer_config={"hidden_size": 64, "encoder_hidden_size": 64}),
+    "granite4_vision": case(
+        shown(1, 3, 3, 56, 56, image_sizes=[[56, 112]]),
+        image_grid_pinpoints=[[56, 112], [112, 56]],
+        downsample_rate="1/2",
+        deepstack_layer_map=[[-1, 0]],
+        spatial_target_layers=[1, 2],
+        **vision(hidden_size=64, image_size=56),
+        qformer_config={"hidden_size": 64, "encoder_hidden_size": 64},
+    ),
     "idefics2": case(SHEET),
-    "granite_docling": case(shown(1, 1, 3, 32, 32, pixel_attention_mask=[[True]]), **vision(image_size=32, patch_size=8, scale_factor=2)),
+    "granite_docling": case(
+        shown(1, 1, 3, 32, 32, pixel_attention_mask=[[True]]), **vision(image_size=32, patch_size=8, scale_factor=2)
+    ),
     # patches
-    "gemma4": case(shown(1, 16, 3 * 14 * 14, image_position_ids=[[[i % 4, i // 4] for i in range(16)]]), **vision(**GEMMA4), **text(vocab_size_per_layer_input=VOCAB, hidden_size_per_layer_input=16)),
-    "gemma4_unified": case(shown(1, 16, 3 * 28 * 28, image_position_ids=[[[i % 4, i // 4] for i in range(16)]]), **vision(**{**GEMMA4, "model_type": "gemma4_unified_vision"})),
-    **{name: case(STRIP, axis=-1, **vision(insert_layer_id=0), insert_layer_id=0, **text(rope_parameters=PARTIAL)) for name in ("minicpmv4_6", "minicpmv4_7", "minicpm_ocr")},
+    "gemma4": case(
+        shown(1, 16, 3 * 14 * 14, image_position_ids=[[[i % 4, i // 4] for i in range(16)]]),
+        **vision(**GEMMA4),
+        **text(vocab_size_per_layer_input=VOCAB, hidden_size_per_layer_input=16),
+    ),
+    "gemma4_unified": case(
+        shown(1, 16, 3 * 28 * 28, image_position_ids=[[[i % 4, i // 4] for i in range(16)]]),
+        **vision(**{**GEMMA4, "model_type": "gemma4_unified_vision"}),
+    ),
+    **{
+        name: case(STRIP, axis=-1, **vision(insert_layer_id=0), insert_layer_id=0, **text(rope_parameters=PARTIAL))
+        for name in ("minicpmv4_6", "minicpmv4_7", "minicpm_ocr")
+    },
     # patches in a grid
     **{name: case(FLAT, **text(rope_parameters=MROPE)) for name in ("glm4v", "glm46v", "glmga", "glm_ocr")},
     "glm4v_moe": case(FLAT, **text(rope_parameters=PARTIAL)),
@@ -235,21 +314,65 @@ CASES: dict[str, Case] = {
     "hyperclovax_vision_v2": case(FLAT),
     "cohere_compass": case(
         FLAT,
-        **text(layer_types=["sliding_attention", "full_attention", "sliding_attention"], rope_parameters={"sliding_attention": AXES, "full_attention": None}),
+        **text(
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+            rope_parameters={"sliding_attention": AXES, "full_attention": None},
+        ),
     ),
     "cosmos3_edge": case(FRAME, **text(rope_parameters=MROPE)),
     **{name: case(FLAT, **text(rope_parameters=AXES)) for name in ("cosmos3_omni", "qwen3_vl_moe")},
     "qwen3_omni_moe_thinker": case(FLAT, **text(rope_parameters=AXES), **OPENED),
     "qwen3_5_moe": case(FLAT, **text(rope_parameters=PARTIAL)),
-    "qwen4_exp": case(FLAT, **text(rope_parameters=MROPE, indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=16, indexer_budget=8, indexer_compress_ratio=2, hc_lowrank=8)),
-    "dots3_note": case(FRAME, **text(**EQUAL, index_topk=8, index_head_dim=16, index_n_heads=16), **vision(adapter_in_dim=WIDTH, adapter_out_dim=HIDDEN), audio_config={"adapter_input_size": WIDTH, "adapter_out_dim": HIDDEN}),
-    "ernie4_5_vl_moe": case(FRAME, **text(moe_intermediate_size=[32, 32], rope_parameters={**BASE, "mrope_section": [3, 3, 2]})),
-    "glm5_next": case(FLAT, **text(**EQUAL, qk_rope_head_dim=0, head_dim=0, index_topk=8, index_kpool=4, index_head_dim=16, index_n_heads=16, linear_head_dim=8, linear_num_heads=4)),
+    "qwen4_exp": case(
+        FLAT,
+        **text(
+            rope_parameters=MROPE,
+            indexer_n_heads=2,
+            indexer_kv_heads=1,
+            indexer_head_dim=16,
+            indexer_budget=8,
+            indexer_compress_ratio=2,
+            hc_lowrank=8,
+        ),
+    ),
+    "dots3_note": case(
+        FRAME,
+        **text(**EQUAL, index_topk=8, index_head_dim=16, index_n_heads=16),
+        **vision(adapter_in_dim=WIDTH, adapter_out_dim=HIDDEN),
+        audio_config={"adapter_input_size": WIDTH, "adapter_out_dim": HIDDEN},
+    ),
+    "ernie4_5_vl_moe": case(
+        FRAME, **text(moe_intermediate_size=[32, 32], rope_parameters={**BASE, "mrope_section": [3, 3, 2]})
+    ),
+    "glm5_next": case(
+        FLAT,
+        **text(
+            **EQUAL,
+            qk_rope_head_dim=0,
+            head_dim=0,
+            index_topk=8,
+            index_kpool=4,
+            index_head_dim=16,
+            index_n_heads=16,
+            linear_head_dim=8,
+            linear_num_heads=4,
+        ),
+    ),
     "kimi_k25": case(SQUARES, **text(**EQUAL, head_dim=8), projection_hidden_size=WIDTH),
     "paddleocr_vl": case(SQUARES, **text(rope_parameters=MROPE)),
     "hunyuan_vl": case(FRAME, **text(rope_parameters=MROPE)),
     "lfm3_vl": case(FLAT, **text(conv_L_cache=3)),
-    "minimax_m3_vl": case(FLAT, **text(layer_types=["minimax_m3_sparse", "full_attention", "minimax_m3_sparse"], rotary_dim=16, index_n_heads=16, index_head_dim=16, index_block_size=4, index_topk_blocks=2)),
+    "minimax_m3_vl": case(
+        FLAT,
+        **text(
+            layer_types=["minimax_m3_sparse", "full_attention", "minimax_m3_sparse"],
+            rotary_dim=16,
+            index_n_heads=16,
+            index_head_dim=16,
+            index_block_size=4,
+            index_topk_blocks=2,
+        ),
+    ),
     "muse_glimmer": case(FLAT, out_hidden_size=128, **text(layer_rope_theta=[1e4, 0, 1e4])),
     "muse_spark": case(
         FLAT,
@@ -260,27 +383,56 @@ CASES: dict[str, Case] = {
     "video_llama_3": case(grid(3 * 14 * 14, image_merge_sizes=[2])),
     "inkling2": case(grid(28, 28, 3)),
     "inkling_mm_model": case(shown(4, 2, 8, 8, 3), **vision(patch_size=8, num_hidden_layers=5)),
-    "nemotron_h_omni": case(shown(16, 3 * 14 * 14, image_grid_hw=[[4, 4]]), vision_hidden_size=WIDTH, **vision(video_temporal_patch_size=2), **text(sliding_window=None, mamba_num_heads=4, mamba_head_dim=32, n_groups=2, ssm_state_size=16)),
+    "nemotron_h_omni": case(
+        shown(16, 3 * 14 * 14, image_grid_hw=[[4, 4]]),
+        vision_hidden_size=WIDTH,
+        **vision(video_temporal_patch_size=2),
+        **text(sliding_window=None, mamba_num_heads=4, mamba_head_dim=32, n_groups=2, ssm_state_size=16),
+    ),
     "molmo2": case(
         shown(1, 4, 3 * 14 * 14, image_token_pooling=[[0, 1], [2, 3]], image_grids=[[2, 1, 0, 0]], image_num_crops=[1]),
-        **vision(image_size=[28, 28], num_position_embeddings=4), adapter_config={"text_hidden_size": HIDDEN, "vision_feature_layer": [1, 0]}, image_patch_id=IMAGE,
+        **vision(image_size=[28, 28], num_position_embeddings=4),
+        adapter_config={"text_hidden_size": HIDDEN, "vision_feature_layer": [1, 0]},
+        image_patch_id=IMAGE,
     ),
     # wrappers with an inner model, cross-attention, and doors of their own
     "blip-2": case(shown(1, 3, 28, 28, count=4), num_query_tokens=4),
     "instructblip": case(shown(1, 3, 28, 28, count=4, qformer_input_ids=[[1, 5, 6]]), num_query_tokens=4),
-    "instructblipvideo": case(shown(1, 1, 3, 28, 28, count=4, qformer_input_ids=[[1, 5, 6]]), num_query_tokens=4, video_token_index=IMAGE),
+    "instructblipvideo": case(
+        shown(1, 1, 3, 28, 28, count=4, qformer_input_ids=[[1, 5, 6]]), num_query_tokens=4, video_token_index=IMAGE
+    ),
     "git": case(shown(1, 3, 28, 28, count=0)),
     "kosmos-2": case(None),
     "kosmos-2.5": case(None),
     "fuyu": case(None),
     "idefics": case(shown(1, 1, 3, 28, 28, count=1, image_attention_mask=[[[1]]]), **vision(embed_dim=WIDTH)),
-    "mllama": case(None, **vision(num_global_layers=1, vision_output_dim=64, intermediate_layers_indices=[0], max_num_tiles=2, supported_aspect_ratios=[[1, 1], [1, 2], [2, 1]]), **text(cross_attention_layers=[1])),
+    "mllama": case(
+        None,
+        **vision(
+            num_global_layers=1,
+            vision_output_dim=64,
+            intermediate_layers_indices=[0],
+            max_num_tiles=2,
+            supported_aspect_ratios=[[1, 1], [1, 2], [2, 1]],
+        ),
+        **text(cross_attention_layers=[1]),
+    ),
     "evolla": case(None),
     "blip": case(None),
-    "chameleon": case(None), "emu3": case(None), "janus": case(None),
-    "diffusion_gemma": case(None), "pi0": case(None), "florence2": case(None), "pix2struct": case(None), "pp_formulanet": case(None), "t5gemma2": case(None), "udop": case(None), "vision-encoder-decoder": case(None),
+    "chameleon": case(None),
+    "emu3": case(None),
+    "janus": case(None),
+    "diffusion_gemma": case(None),
+    "pi0": case(None),
+    "florence2": case(None),
+    "pix2struct": case(None),
+    "pp_formulanet": case(None),
+    "t5gemma2": case(None),
+    "udop": case(None),
+    "vision-encoder-decoder": case(None),
     "phi4_multimodal": case(None, cls="Phi4MultimodalForCausalLM"),
-    "qwen2_5_omni": case(None, cls="Qwen2_5OmniForConditionalGeneration"), "qwen3_omni_moe": case(None, cls="Qwen3OmniMoeForConditionalGeneration"),
+    "qwen2_5_omni": case(None, cls="Qwen2_5OmniForConditionalGeneration"),
+    "qwen3_omni_moe": case(None, cls="Qwen3OmniMoeForConditionalGeneration"),
     # text alone, as the mapping has it
     "mistral4": case(None, **EQUAL),
 }

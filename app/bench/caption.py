@@ -25,9 +25,9 @@ from mmspec.app.engine import STOCK, load, wait
 from mmspec.app.options import where
 from mmspec.app.provenance import provenance
 from mmspec.drafters.plain import Plain
-from mmspec.pipelines.batching import Flow
-from mmspec.pipelines.intake import Finished, Intake, Static
 from mmspec.pipelines.prompts import chat_inputs
+from mmspec.pipelines.serving.batcher import Batcher, FinishedPrompt, StaticBatcher
+from mmspec.pipelines.serving.continuous import ContinuousBatcher
 from mmspec.statistics import Stats
 from mmspec.zoo import language, scenes
 
@@ -64,23 +64,23 @@ COLUMNS: report.Columns = (
     ("length", lambda r: "{}-{:.0f}-{}".format(*r["length"]) if r["length"] else "-"),
     ("n", lambda r: str(r["n"])),
 )
-report.LAYOUTS["caption"] = report.Layout(
+report.LAYOUTS["caption"] = report.TableLayout(
     lambda r: f"{r['captions']} captions, {r['rows']} row{'s' * (r['rows'] > 1)} at once", COLUMNS, MEANING
 )
 
 
 @dataclass(frozen=True)
-class Method:
+class CaptionMethod:
     """A way to batch, with a drafter or without."""
 
     name: str
-    batches: type[Intake]
+    batches: type[Batcher]
     drafter: Any = None  # None: stock generate for static batches, plain decoding for continuous ones
     twin: str = BASE  # the static method with the same drafter
 
 
 @dataclass(frozen=True)
-class Made:
+class CaptionRun:
     """One run over all captions."""
 
     seconds: float
@@ -94,7 +94,7 @@ class Made:
 
 
 @dataclass(frozen=True)
-class Bench:
+class CaptionBench:
     """What stays the same over a whole run."""
 
     model: Any
@@ -102,7 +102,7 @@ class Bench:
     asked: list[Any]  # inputs, one prompt each
     settings: dict[str, Any]
 
-    def run(self, method: Method, rows: int, count: int | None = None) -> Made:
+    def run(self, method: CaptionMethod, rows: int, count: int | None = None) -> CaptionRun:
         """The first `count` captions, all by default; garbage is collected and the drafter enabled before the clock."""
         asked = self.asked[:count]
         with self._ready(method) as handle:
@@ -112,19 +112,19 @@ class Bench:
             began = time.perf_counter()
             for number, inputs in enumerate(asked):
                 batches.add(number, inputs)
-            ends: dict[Any, Finished] = {}
+            ends: dict[Any, FinishedPrompt] = {}
             while batches.busy:
                 ends |= {end.ticket: end for end in batches.step()}
             wait(self.model.device)
             seconds = time.perf_counter() - began
         error = next((end.error for end in ends.values() if end.error is not None), None)
         answers = tuple(tuple(ends[number].tokens) for number in range(len(asked)))
-        return Made(seconds, answers, None if handle is None else handle.stats, error)
+        return CaptionRun(seconds, answers, None if handle is None else handle.stats, error)
 
     @contextlib.contextmanager
-    def _ready(self, method: Method) -> Iterator[Any]:
+    def _ready(self, method: CaptionMethod) -> Iterator[Any]:
         mmspec.disable(self.model)
-        if method.drafter is None and method.batches is Static:
+        if method.drafter is None and method.batches is StaticBatcher:
             yield None
         else:
             with mmspec.enable(self.model, drafter=method.drafter or Plain()) as handle:
@@ -154,7 +154,7 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
     asked = [
         chat_inputs(engine.processor, [q.prompt], [q.images]).to(model.device, model.dtype) for q in questions(args)
     ]
-    bench = Bench(model, engine.processor, asked, engine.settings)
+    bench = CaptionBench(model, engine.processor, asked, engine.settings)
     outcome.provenance = provenance(model.device, model.dtype) | {"model": args.model}
     chosen = methods(args)
     for rows in args.rows:
@@ -174,18 +174,18 @@ def questions(args: argparse.Namespace) -> list[Question]:
     return [q if q.prompt else Question(q.images, PROMPTS[i % len(PROMPTS)]) for i, q in enumerate(held)]
 
 
-def methods(args: argparse.Namespace) -> list[Method]:
-    """Static and continuous, without a drafter and with each."""
-    found = [Method(BASE, Static), Method("continuous", Flow)]
+def methods(args: argparse.Namespace) -> list[CaptionMethod]:
+    """StaticBatcher and continuous, without a drafter and with each."""
+    found = [CaptionMethod(BASE, StaticBatcher), CaptionMethod("continuous", ContinuousBatcher)]
     named = drafters.read(args) or {"ngram": registry.drafter_class("ngram")()}
     for title, drafter in named.items():
         title = f"{BASE} + {title}"
-        found.append(Method(title, Static, drafter, title))
-        found.append(Method(title.replace(BASE, "continuous", 1), Flow, drafter, title))
+        found.append(CaptionMethod(title, StaticBatcher, drafter, title))
+        found.append(CaptionMethod(title.replace(BASE, "continuous", 1), ContinuousBatcher, drafter, title))
     return found
 
 
-def measure_rows(bench: Bench, rows: int, chosen: list[Method], turns: int) -> list[report.Record]:
+def measure_rows(bench: CaptionBench, rows: int, chosen: list[CaptionMethod], turns: int) -> list[report.Record]:
     """Warm each method up, measure its memory, then time all of them in turn."""
     notes: dict[str, str] = {}
     peaks: dict[str, float | None] = {}
@@ -200,7 +200,7 @@ def measure_rows(bench: Bench, rows: int, chosen: list[Method], turns: int) -> l
         else:
             peaks[method.name] = peak_mb(bench.model.device, partial(bench.run, method, rows, few))
     able = [m for m in chosen if m.name in peaks]
-    runs: dict[str, list[Made]] = {m.name: [] for m in able}
+    runs: dict[str, list[CaptionRun]] = {m.name: [] for m in able}
     for turn in range(turns):
         for place in in_turn(len(able), turn):
             runs[able[place].name].append(bench.run(able[place], rows))
@@ -212,7 +212,7 @@ def measure_rows(bench: Bench, rows: int, chosen: list[Method], turns: int) -> l
     ]
 
 
-def figures(method: Method, runs: dict[str, list[Made]], rows: int) -> report.Record:
+def figures(method: CaptionMethod, runs: dict[str, list[CaptionRun]], rows: int) -> report.Record:
     """What is read off the timed runs of one method; None where there is nothing to read."""
     made = runs.get(method.name, [])
     total = Stats()

@@ -23,8 +23,8 @@ from torch.overrides import TorchFunctionMode
 from mmspec.app.bench import report
 from mmspec.app.engine import EngineError
 from mmspec.app.provenance import load_average
-from mmspec.capture import Captured
 from mmspec.media import MediaError
+from mmspec.piecewise.capture import PiecewiseFunction
 from mmspec.statistics import Stats
 
 T = TypeVar("T")
@@ -57,7 +57,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Call:
+class TimedCall:
     """What one generate call took and gave."""
 
     seconds: float
@@ -205,7 +205,7 @@ def in_turn(count: int, turn: int) -> list[int]:
 def compiled_graphs() -> int:
     """How many graphs torch.compile and mmspec have made; a change during a call means that the call compiled."""
     dynamo = sys.modules.get("torch._dynamo.utils")  # absent as long as nothing was compiled
-    return Captured.made + (dynamo.counters["stats"]["unique_graphs"] if dynamo else 0)
+    return PiecewiseFunction.made + (dynamo.counters["stats"]["unique_graphs"] if dynamo else 0)
 
 
 def settle(call: Callable[[], Any]) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image
 
 from mmspec.app import embedded
-from mmspec.app.caption.prompts import Asked
+from mmspec.app.caption.prompts import PromptChoice
 from mmspec.app.zoo import score
 from mmspec.app.zoo.score import Stated
 from mmspec.zoo import pictures, scenes
@@ -51,7 +51,7 @@ class Reader:
         self.engine: Any = load(embedded.MODEL, STOCK, device, "float32", 96, 0)
 
     def describe(self, shown: Sequence[Image.Image]) -> list[str]:
-        flow, asked = self.engine.flow(BATCH), Asked(embedded.prompt())
+        flow, asked = self.engine.flow(BATCH), PromptChoice(embedded.prompt())
         for number, picture in enumerate(shown):
             flow.add(number, [on_canvas(picture)], asked)
         texts: dict[int, str] = {}

@@ -12,7 +12,7 @@ from typing import Any
 
 from PIL import Image
 
-from mmspec.app.painter import Painter, Painting
+from mmspec.app.painter import ImageResult, ImageSubject
 
 
 class GalleryError(Exception):
@@ -29,7 +29,7 @@ class Gallery:
     row_rounds: int = 0
     tokens: int = 0  # of one picture
 
-    def add(self, painting: Painting) -> None:
+    def add(self, painting: ImageResult) -> None:
         self.images += painting.images
         self.spent += painting.spent
         self.seconds += painting.seconds
@@ -52,7 +52,12 @@ def slug(name: str, run: int) -> str:
 
 
 def fill(
-    painter: Painter, asked: Sequence[Any], seeds: Sequence[int], batch: int, folder: Path | None, told: dict[str, Any]
+    painter: ImageSubject,
+    asked: Sequence[Any],
+    seeds: Sequence[int],
+    batch: int,
+    folder: Path | None,
+    told: dict[str, Any],
 ) -> Gallery:
     """Draw what is not in the folder yet, `batch` at a time; whole batches are written before the next one begins.
 

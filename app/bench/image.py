@@ -27,15 +27,15 @@ from mmspec.app.bench.command import (
     seeds_of,
     settle,
 )
-from mmspec.app.bench.image_bench import Asked, Bench
-from mmspec.app.bench.image_methods import Method, lossless, relaxed, swept
+from mmspec.app.bench.image_bench import ImageBench, ImagePrompts
+from mmspec.app.bench.image_methods import ImageMethod, lossless, relaxed, swept
 from mmspec.app.bench.judge import Judge
 from mmspec.app.bench.report import Record
 from mmspec.app.caption.inputs import images
 from mmspec.app.engine import EngineError, first_line
 from mmspec.app.mar import draws
 from mmspec.app.options import where
-from mmspec.app.painter import Painter, load, sheet
+from mmspec.app.painter import ImageSubject, load, sheet
 from mmspec.app.provenance import provenance
 from mmspec.media import load_image
 from mmspec.zoo import pictures
@@ -89,7 +89,7 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
     if (args.images, args.quality_images) == (0, 0) and args.grid is None:
         raise BenchError("nothing is asked for; give --images, --quality-images or --grid")
     settings = {"guidance_scale": args.guidance, "top_k": args.top_k, "temperature": args.temperature}
-    bench = Bench(load(args.model, args.device, args.dtype, **settings), args.seed)
+    bench = ImageBench(load(args.model, args.device, args.dtype, **settings), args.seed)
     facts = {"model": args.model, "settings": bench.painter.settings, "seed": args.seed, "budget": args.budget}
     outcome.provenance = provenance(bench.painter.device, bench.painter.dtype) | facts
     if args.resume:
@@ -101,7 +101,7 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
         gc.unfreeze()
 
 
-def _stages(bench: Bench, args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
+def _stages(bench: ImageBench, args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
     chosen, judged = methods(bench.painter, args)
     asked = ask(bench.painter, args)
     for batch in args.batch if args.images else ():
@@ -122,7 +122,7 @@ def _stages(bench: Bench, args: argparse.Namespace, outcome: Outcome) -> Iterato
             yield
 
 
-def methods(painter: Painter, args: argparse.Namespace) -> tuple[list[Method], list[Method]]:
+def methods(painter: ImageSubject, args: argparse.Namespace) -> tuple[list[ImageMethod], list[ImageMethod]]:
     """What is timed, and what is judged."""
     codes = painter.pipe.transformer.config.vocab
     trained = list(drafters.read(args, trained=True).items())
@@ -133,7 +133,7 @@ def methods(painter: Painter, args: argparse.Namespace) -> tuple[list[Method], l
     return matching(known, args.methods, args.without), judged
 
 
-def ask(painter: Painter, args: argparse.Namespace) -> Asked:
+def ask(painter: ImageSubject, args: argparse.Namespace) -> ImagePrompts:
     """Prompts for all that is measured: the user's, or classes, or held-out scenes with their real pictures."""
     count = max(args.images, args.quality_images, GRID if args.grid else 0)
     if args.prompts is not None:
@@ -148,8 +148,8 @@ def ask(painter: Painter, args: argparse.Namespace) -> Asked:
     else:
         drawn = pictures.held_out(count, HELD_OUT + args.seed)
         scenes = [scene for scene, _ in drawn]
-        return Asked([caption for _, caption in drawn], scenes, [pictures.render(scene) for scene in scenes])
-    return Asked(prompts, real=[load_image(path) for path in images(args.real)] if args.real else ())
+        return ImagePrompts([caption for _, caption in drawn], scenes, [pictures.render(scene) for scene in scenes])
+    return ImagePrompts(prompts, real=[load_image(path) for path in images(args.real)] if args.real else ())
 
 
 def _text(path: Path) -> str:
@@ -180,7 +180,9 @@ def _there(records: list[Record], **facts: Any) -> bool:
     return any(all(record.get(name) == value for name, value in facts.items()) for record in records)
 
 
-def timed(bench: Bench, chosen: list[Method], prompts: Sequence[Any], batch: int, before: list[Record]) -> list[Record]:
+def timed(
+    bench: ImageBench, chosen: list[ImageMethod], prompts: Sequence[Any], batch: int, before: list[Record]
+) -> list[Record]:
     """Warm each method up, then time all of them in turn on each batch; nothing if all are measured already."""
     if all(_there(before, suite=report_image.SPEED, batch=batch, method=m.name) for m in chosen):
         return []
@@ -220,7 +222,7 @@ def timed(bench: Bench, chosen: list[Method], prompts: Sequence[Any], batch: int
     ]
 
 
-def draw_sheet(bench: Bench, chosen: list[Method], prompts: Sequence[Any], path: Path) -> None:
+def draw_sheet(bench: ImageBench, chosen: list[ImageMethod], prompts: Sequence[Any], path: Path) -> None:
     """A row a method, the same prompt and seed in each column."""
     group = list(zip(prompts, seeds_of(1, len(prompts), bench.seed), strict=True))
     rows = []

@@ -1,4 +1,5 @@
-"""The methods that `mmspec bench image` compares, as a table: plain paths, drafters, and rules that bend the law."""
+"""The methods that `mmspec bench image` compares, as a table: plain paths, drafters, and rules that bend the
+distribution."""
 
 from __future__ import annotations
 
@@ -9,9 +10,9 @@ from typing import Any
 import torch
 
 from mmspec.app.bench.command import BenchError
-from mmspec.app.painter import PLAIN, Way
+from mmspec.app.painter import PLAIN, DrawingMethod
 from mmspec.drafters.jacobi import JacobiDrafter
-from mmspec.types import HOLE, Draft, Target
+from mmspec.types import NO_TOKEN, Draft, Target
 
 WINDOWS = (8, 16, 32)
 COUPLINGS = ("none", "maximal", "gumbel")
@@ -22,7 +23,7 @@ PUBLISHED_CODES = 16384  # that lantern's published k is a share of
 
 
 @dataclass(frozen=True)
-class Method:
+class ImageMethod:
     """One way to draw, under the name that the tables show.
 
     Attributes:
@@ -31,7 +32,7 @@ class Method:
     """
 
     name: str
-    way: Way = field(default_factory=Way)
+    way: DrawingMethod = field(default_factory=DrawingMethod)
     plain: str = ""
     curve: tuple[str, float] | None = None
 
@@ -57,27 +58,27 @@ class Method:
 
 
 class Hostile(JacobiDrafter):
-    """Windows of guesses that hardly ever are right, for targets whose law is a point mass."""
+    """Windows of guesses that hardly ever are right, for targets whose distribution is a point mass."""
 
     def propose(self, session: Any, target: Target) -> Draft:
         draft = super().propose(session, target)
         if draft.tree.size == 1:
             return draft
-        assert draft.law is None, "other tokens than were drawn would break the law"
-        others = torch.where(draft.tokens == HOLE, HOLE, (draft.tokens + self.vocab // 2) % self.vocab)
+        assert draft.q is None, "other tokens than were drawn would break the distribution"
+        others = torch.where(draft.tokens == NO_TOKEN, NO_TOKEN, (draft.tokens + self.vocab // 2) % self.vocab)
         return replace(draft, tokens=torch.cat([draft.tokens[:, :1], others[:, 1:]], 1))
 
 
-def lossless(drafters: Sequence[tuple[str, Any]]) -> list[Method]:
-    """The methods that keep the target's law; `drafters` are (name, folder or drafter) of feature drafters."""
+def lossless(drafters: Sequence[tuple[str, Any]]) -> list[ImageMethod]:
+    """The methods that keep the target's distribution; `drafters` are (name, folder or drafter) of feature drafters."""
 
-    def jacobi(name: str, **options: Any) -> Method:
-        return Method(f"jacobi-{name}", Way("jacobi", options))
+    def jacobi(name: str, **options: Any) -> ImageMethod:
+        return ImageMethod(f"jacobi-{name}", DrawingMethod("jacobi", options))
 
     return [
-        Method("ar"),
-        Method("ar-static", plain="static"),
-        Method("ar-compiled", plain="compiled"),
+        ImageMethod("ar"),
+        ImageMethod("ar-static", plain="static"),
+        ImageMethod("ar-compiled", plain="compiled"),
         *(jacobi(f"{coupling}-{w}", window=w, coupling=coupling) for coupling in COUPLINGS for w in WINDOWS),
         *(jacobi(f"{init}-16", **BASE, init=init) for init in INITS),
         jacobi("exact-seed-16", window=16, reproducible=True),
@@ -94,12 +95,15 @@ def lossless(drafters: Sequence[tuple[str, Any]]) -> list[Method]:
         jacobi("maximal-32-auto", window=32, coupling="maximal", auto=True),
         jacobi("exact-seed-32-auto", window=32, reproducible=True, auto=True),
         *(
-            Method(f"hostile-16{name}", Way(Hostile(), {"window": 16, "reproducible": True, **options}))
+            ImageMethod(f"hostile-16{name}", DrawingMethod(Hostile(), {"window": 16, "reproducible": True, **options}))
             for name, options in (("", {}), ("-auto", {"auto": True}))
         ),
         jacobi("pac", window=32, coupling="maximal", proactive=(3, 3)),
-        *(Method(name, way) for name, way in _feature(drafters)),
-        *(Method(f"{name}-exact-seed", Way(drafter, {"reproducible": True})) for name, drafter in drafters),
+        *(ImageMethod(name, way) for name, way in _feature(drafters)),
+        *(
+            ImageMethod(f"{name}-exact-seed", DrawingMethod(drafter, {"reproducible": True}))
+            for name, drafter in drafters
+        ),
     ]
 
 
@@ -146,20 +150,22 @@ def published_k(codes: int) -> int:
     return max(1, min(codes - 1, round(1000 * codes / PUBLISHED_CODES)))
 
 
-def _feature(drafters: Sequence[tuple[str, Any]]) -> list[tuple[str, Way]]:
+def _feature(drafters: Sequence[tuple[str, Any]]) -> list[tuple[str, DrawingMethod]]:
     """Each feature drafter with its own tree and with a static one."""
-    return [(f"{name}{kind}", Way(drafter, options)) for name, drafter in drafters
+    return [(f"{name}{kind}", DrawingMethod(drafter, options)) for name, drafter in drafters
             for kind, options in (("", {}), ("-static", STATIC))]  # fmt: skip
 
 
-def relaxed(codes: int, drafters: Sequence[tuple[str, Any]], own: Sequence[str], budget: float | None) -> list[Method]:
+def relaxed(
+    codes: int, drafters: Sequence[tuple[str, Any]], own: Sequence[str], budget: float | None
+) -> list[ImageMethod]:
     """Every rule on the Jacobi drafter and on each feature drafter; `own` are further rules, by their specification."""
     rules = {**published(codes), **ours(codes), **{spec: spec for spec in own}}
-    bases = [("jacobi", Way("jacobi", dict(BASE))), *_feature(drafters)]
+    bases = [("jacobi", DrawingMethod("jacobi", dict(BASE))), *_feature(drafters)]
     return [_with_rule(f"{base}+{name}", way, spec, budget) for base, way in bases for name, spec in rules.items()]
 
 
-def swept(codes: int, budget: float | None, families: Sequence[str] = ()) -> list[Method]:
+def swept(codes: int, budget: float | None, families: Sequence[str] = ()) -> list[ImageMethod]:
     """The points of the curves of these families (none named: of all), on the Jacobi drafter.
 
     Raises:
@@ -169,7 +175,7 @@ def swept(codes: int, budget: float | None, families: Sequence[str] = ()) -> lis
     unknown = [family for family in families if family not in curves]
     if unknown:
         raise BenchError(f"there is no family of rules {unknown[0]!r} to sweep; choose from {', '.join(curves)}")
-    base = Way("jacobi", dict(BASE))
+    base = DrawingMethod("jacobi", dict(BASE))
     return [
         _with_rule(f"{family} {value:g}", base, spec, budget, (family, value))
         for family, points in curves.items()
@@ -178,6 +184,8 @@ def swept(codes: int, budget: float | None, families: Sequence[str] = ()) -> lis
     ]
 
 
-def _with_rule(name: str, way: Way, spec: str, budget: float | None, curve: tuple[str, float] | None = None) -> Method:
+def _with_rule(
+    name: str, way: DrawingMethod, spec: str, budget: float | None, curve: tuple[str, float] | None = None
+) -> ImageMethod:
     limit = {} if budget is None else {"budget": budget}
-    return Method(name, Way(way.drafter, {**way.options, "rule": spec, **limit}), curve=curve)
+    return ImageMethod(name, DrawingMethod(way.drafter, {**way.options, "rule": spec, **limit}), curve=curve)

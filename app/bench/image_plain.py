@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from mmspec.models.llamagen import PREFIX, visible
-from mmspec.pipelines.guided import Guidance
-from mmspec.pipelines.llamagen_target import Condition, LlamaGenTarget
-from mmspec.pipelines.sampling import CounterNoise, Request, Sampler, warpers
-from mmspec.pipelines.state import each_stream
-from mmspec.pipelines.swap import restore, swap
+from mmspec.pipelines.sampling.guidance import Guidance
+from mmspec.pipelines.sampling.request import CounterNoise, Request, Sampler, warpers
+from mmspec.pipelines.targets.hooks import restore, swap
+from mmspec.pipelines.targets.llamagen import Condition, LlamaGenTarget
+from mmspec.pipelines.targets.state import each_stream
 from mmspec.session import Row, Session
 from mmspec.tree import lone
 
@@ -36,7 +36,7 @@ class StaticPast:
         return keys, values
 
 
-class Static:
+class StaticLoop:
     """Mixin of a LlamaGenPipeline: the call and its pictures stay, the loop is plain, its shapes are fixed."""
 
     transformer: Any
@@ -62,7 +62,7 @@ class Static:
         past.at = torch.arange(P, device=device)
         hidden = model(embeds, torch.full((S * B, P), PREFIX, device=device), visible(open_slots, P), past)
         logits = target.guided(model.head(hidden[:, -1:]), torch.zeros(B, 1, dtype=torch.long, device=device))
-        drawn: list[Any] = [request.scores(logits, logits, session, root, None).law.ids]
+        drawn: list[Any] = [request.scores(logits, logits, session, root, None).p.ids]
         session.stats.seconds["prefill"] = time.perf_counter() - began
         began = time.perf_counter()
         for n in range(1, count):
@@ -71,7 +71,7 @@ class Static:
             place = torch.full((B, 1), n - 1, device=device)
             logits = self._mmspec_step(model, guidance, past, drawn[-1], place, open_slots[:, None])
             session.emitted = session.emitted + 1
-            drawn.append(request.scores(logits, logits, session, root, None).law.ids)
+            drawn.append(request.scores(logits, logits, session, root, None).p.ids)
         for row, line in zip(rows, torch.cat(drawn, 1).tolist(), strict=True):
             row.take(line)
         stats = session.stats
@@ -95,10 +95,10 @@ def begin(pipe: Any, compiled: bool) -> None:
     if compiled:
         mode = "reduce-overhead" if pipe.transformer.device.type == "cuda" else None
         step = torch.compile(_step, dynamic=False, fullgraph=True, mode=mode)
-    swap(pipe, Static, _mmspec_static={}, _mmspec_step=staticmethod(step))
+    swap(pipe, StaticLoop, _mmspec_static={}, _mmspec_step=staticmethod(step))
 
 
 def end(pipe: Any) -> None:
     """Nothing happens where `begin` was not called."""
-    if isinstance(pipe, Static):
+    if isinstance(pipe, StaticLoop):
         restore(pipe)

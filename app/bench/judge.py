@@ -9,8 +9,8 @@ from typing import Any
 from mmspec.app.bench import gallery, quality, report_image
 from mmspec.app.bench.command import BenchError, say, seeds_of
 from mmspec.app.bench.gallery import Gallery
-from mmspec.app.bench.image_bench import Asked, Bench
-from mmspec.app.bench.image_methods import Method
+from mmspec.app.bench.image_bench import ImageBench, ImagePrompts
+from mmspec.app.bench.image_methods import ImageMethod
 from mmspec.app.bench.quality import QualityError
 from mmspec.app.bench.report import Record
 from mmspec.app.engine import EngineError
@@ -22,7 +22,7 @@ _UNKNOWN = ("fd_ar", "fd_over_noise", "fd_real", "precision", "recall", "faithfu
 class Judge:
     """Draws the same prompts by each method: run 0 of ar is the reference, what is judged has run 1's seeds."""
 
-    def __init__(self, bench: Bench, asked: Asked, args: Any) -> None:
+    def __init__(self, bench: ImageBench, asked: ImagePrompts, args: Any) -> None:
         self.bench, self.asked, self.args = bench, asked, args
         try:
             self.features = quality.backbone(args.backbone, bench.painter.device)
@@ -40,13 +40,13 @@ class Judge:
             from mmspec.app.bench.faithful import Reader
 
             self.reader = Reader(str(bench.painter.device))
-        plain = Method("ar")
+        plain = ImageMethod("ar")
         self.runs = [self.draw(plain, run) for run in range(1 + max(1, args.noise_runs))]
         seen = [self.features(run.images) for run in self.runs]
         self.reference, self.real = seen[0], self.features(asked.real) if asked.real else None
         self.noise = [quality.frechet(a, b) for a, b in combinations(seen, 2)]
 
-    def draw(self, method: Method, run: int) -> Gallery:
+    def draw(self, method: ImageMethod, run: int) -> Gallery:
         count = len(self.asked.prompts)
         self.bench.go(method)
         seeds, size = seeds_of(run, count, self.bench.seed), self.args.quality_batch
@@ -57,7 +57,7 @@ class Judge:
         except gallery.GalleryError as error:
             raise BenchError(str(error)) from error
 
-    def record(self, method: Method) -> Record:
+    def record(self, method: ImageMethod) -> Record:
         """The quality record of one method; one that fails says why."""
         facts: Record = {"suite": report_image.QUALITY, "backbone": self.args.backbone, "n": len(self.asked.prompts)}
         facts |= {**method.facts, "noise": self.noise, **dict.fromkeys(_UNKNOWN), "note": ""}

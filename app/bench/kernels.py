@@ -14,7 +14,7 @@ import torch
 
 from mmspec.app.bench import report
 from mmspec.app.bench.command import BenchError, Outcome, say
-from mmspec.app.bench.kernels_ways import Way, contenders
+from mmspec.app.bench.kernels_ways import KernelMethod, contenders
 from mmspec.app.engine import find_device, wait
 from mmspec.app.provenance import provenance
 from mmspec.kernels import cases, reference
@@ -22,7 +22,7 @@ from mmspec.kernels import cases, reference
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 COPIED = 2**30  # bytes of the copy that measures the bandwidth
 NO_GPU = "unmeasured: needs a GPU"
-Judged = tuple[list[float], report.Record]  # seconds of each timed call; `checks`, the verdict, and a `note`
+Judged = tuple[list[float], report.Record]  # seconds of each timed call; `checks`, the acceptance, and a `note`
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -105,10 +105,10 @@ def best(found: dict[str, Judged]) -> Judged:
 
 
 def judged(
-    name: str, dtype: torch.dtype, contender: str, way: Way, wanted: Any, device: torch.device, repeats: int
+    name: str, dtype: torch.dtype, contender: str, way: KernelMethod, wanted: Any, device: torch.device, repeats: int
 ) -> Judged:
     """One way: nothing is timed whose result is not the definition's, and nothing that goes wrong ends the run."""
-    verdict = "failed"
+    acceptance = "failed"
     try:
         if contender == "triton" and not _runnable(device):
             return [], {"checks": "not run", "note": f"{NO_GPU}; TRITON_INTERPRET=1 checks its arithmetic here"}
@@ -118,10 +118,10 @@ def judged(
             return [], {"checks": "refused", "note": f"refused: {wrong}"}
         if contender == "triton" and device.type != "cuda":
             return [], {"checks": "passed in the interpreter", "note": NO_GPU}
-        verdict = "passed"
-        return timed(run, device, repeats), {"checks": verdict}
+        acceptance = "passed"
+        return timed(run, device, repeats), {"checks": acceptance}
     except Exception as error:  # a compiler, a launch or the memory may fail in any way, and the others go on
-        return [], {"checks": verdict, "note": failure(error)}
+        return [], {"checks": acceptance, "note": failure(error)}
 
 
 def failure(error: Exception) -> str:
@@ -185,7 +185,7 @@ def _measured(name: str, form: str) -> Callable[[report.Record], str]:
     return lambda record: "unmeasured" if record[name] is None else form.format(record[name])
 
 
-LAYOUT = report.Layout(
+LAYOUT = report.TableLayout(
     _title,
     (
         ("way", lambda r: r["method"] + (f" ({r['way']})" if "way" in r else "")),

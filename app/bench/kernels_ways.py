@@ -15,7 +15,7 @@ Call = Callable[[], Any]
 
 
 @dataclass(frozen=True)
-class Way:
+class KernelMethod:
     """One way to compute an operation.
 
     Attributes:
@@ -27,13 +27,13 @@ class Way:
     shown: Callable[[Any], Any] = lambda result: result
 
 
-def contenders(name: str, given: cases.Arguments, compiled: bool) -> Iterator[tuple[str, dict[str, Way]]]:
+def contenders(name: str, given: cases.Arguments, compiled: bool) -> Iterator[tuple[str, dict[str, KernelMethod]]]:
     """Who competes for an operation, and in which ways, by name; each with arguments of its own to change."""
     definition = getattr(reference, name)
-    yield "triton", {"": Way(lambda: cases.bound(name, dispatch.chosen(name, "cuda", "triton"), given))}
-    yield "definition", {"": Way(lambda: cases.bound(name, definition, given))}
+    yield "triton", {"": KernelMethod(lambda: cases.bound(name, dispatch.chosen(name, "cuda", "triton"), given))}
+    yield "definition", {"": KernelMethod(lambda: cases.bound(name, definition, given))}
     if compiled:
-        yield "compiled", {"": Way(lambda: cases.bound(name, torch.compile(definition, dynamic=False), given))}
+        yield "compiled", {"": KernelMethod(lambda: cases.bound(name, torch.compile(definition, dynamic=False), given))}
     if name == "tree_attention":
         yield "sdpa", _sdpa(given)
         if given["q"].is_cuda:
@@ -66,7 +66,7 @@ def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return numbers[..., : mask.shape[-1]].masked_fill_(~mask, -torch.inf)
 
 
-def _sdpa(given: cases.Arguments) -> dict[str, Way]:
+def _sdpa(given: cases.Arguments) -> dict[str, KernelMethod]:
     """Keys and values repeated, a group's queries below each other, or torch's own grouping; either kind of mask."""
     groups, n = given["keys"].shape[1], given["q"].shape[2]
     share = given["q"].shape[1] // groups
@@ -85,13 +85,13 @@ def _sdpa(given: cases.Arguments) -> dict[str, Way]:
         return out.unflatten(2, (-1, n)).flatten(1, 2)
 
     return {
-        f"{grouping}, {kind} mask": Way(lambda g=grouping, a=kind == "added": prepare(g, a), unpacked)  # type: ignore[misc]
+        f"{grouping}, {kind} mask": KernelMethod(lambda g=grouping, a=kind == "added": prepare(g, a), unpacked)  # type: ignore[misc]
         for grouping in ("K and V repeated", "queries packed", "enable_gqa")
         for kind in ("bool", "added")
     }
 
 
-def _flex(given: cases.Arguments) -> dict[str, Way]:
+def _flex(given: cases.Arguments) -> dict[str, KernelMethod]:
     """A block mask made beforehand; inside a block, from the bits of the tree or from a mask in memory."""
 
     def prepare(dense: bool) -> Call:
@@ -106,4 +106,4 @@ def _flex(given: cases.Arguments) -> dict[str, Way]:
         attend = torch.compile(flex_attention, dynamic=False)
         return lambda: attend(q, k, v, block_mask=mask, enable_gqa=True)
 
-    return {"tree bits": Way(lambda: prepare(False)), "mask in memory": Way(lambda: prepare(True))}
+    return {"tree bits": KernelMethod(lambda: prepare(False)), "mask in memory": KernelMethod(lambda: prepare(True))}

@@ -13,45 +13,45 @@ from PIL import Image
 from mmspec.app.bench import quality
 from mmspec.app.bench.command import BenchError, Outcome, Reads, batches, in_turn, matching, say, seeds_of
 from mmspec.app.bench.quality import QualityError
-from mmspec.app.bench.report import LAYOUTS, Layout, Record, figure, ratio, spread
+from mmspec.app.bench.report import LAYOUTS, Record, TableLayout, figure, ratio, spread
 from mmspec.app.engine import EngineError
-from mmspec.app.mar import OWN, Made, Mar, load
+from mmspec.app.mar import OWN, MarImages, MarSubject, load
 from mmspec.app.provenance import provenance
 from mmspec.zoo import classes
 
 SPEED, QUALITY = "mar", "mar-quality"  # the suites of the two kinds of record
-KEPT, OTHER, BENT = "kept", "another", "bent"  # what becomes of the law of one token an iteration
+KEPT, OTHER, BENT = "kept", "another", "bent"  # what becomes of the distribution of one token an iteration
 
 
 @dataclass(frozen=True)
-class Way:
+class MarMethod:
     """One way to draw: arguments of the call, and of `enable_speculation` if there is any."""
 
     name: str
-    law: str
+    distribution: str
     call: dict[str, Any] = field(default_factory=dict)
     speculation: dict[str, Any] | None = None
 
 
-def ways(tokens: int, steps: int, draft: Any) -> list[Way]:
+def ways(tokens: int, steps: int, draft: Any) -> list[MarMethod]:
     """Plain drawing by the head as it is defined, with all iterations and with a quarter of them; then all else."""
     some, fewer = [tokens // 4, tokens // 8, tokens // 16], max(4, steps // 5)
     found = [
-        Way("all, plain head", KEPT, {"num_inference_steps": tokens, "fast_head": False}),
-        Way("quarter, plain head", OTHER, {"num_inference_steps": some[0], "fast_head": False}),
-        Way("all", KEPT, {"num_inference_steps": tokens}),
-        *(Way(f"n={n}", OTHER, {"num_inference_steps": n}) for n in (tokens // 2, *some) if n >= 1),
-        Way(f"disa {steps}-{fewer}", OTHER, {"num_diffusion_steps": (steps, fewer)}),
-        Way(
+        MarMethod("all, plain head", KEPT, {"num_inference_steps": tokens, "fast_head": False}),
+        MarMethod("quarter, plain head", OTHER, {"num_inference_steps": some[0], "fast_head": False}),
+        MarMethod("all", KEPT, {"num_inference_steps": tokens}),
+        *(MarMethod(f"n={n}", OTHER, {"num_inference_steps": n}) for n in (tokens // 2, *some) if n >= 1),
+        MarMethod(f"disa {steps}-{fewer}", OTHER, {"num_diffusion_steps": (steps, fewer)}),
+        MarMethod(
             f"n={some[0]} disa", OTHER,
             {"num_inference_steps": some[0], "num_diffusion_steps": (steps, fewer)},
         ),
-        *(Way(f"self-{K}", KEPT, speculation={"ahead": K}) for K in (2, 4, 8)),
+        *(MarMethod(f"self-{K}", KEPT, speculation={"ahead": K}) for K in (2, 4, 8)),
     ]  # fmt: skip
     if draft is not None:
-        found += [Way(f"draft-{K}", KEPT, speculation={"draft": draft, "ahead": K}) for K in (2, 4, 8)]
+        found += [MarMethod(f"draft-{K}", KEPT, speculation={"draft": draft, "ahead": K}) for K in (2, 4, 8)]
         cspd = {"draft": draft, "rule": "cspd", "prefill": 0.15}
-        found += [Way(f"cspd-{K}", BENT, speculation={**cspd, "ahead": K}) for K in (4, 8)]
+        found += [MarMethod(f"cspd-{K}", BENT, speculation={**cspd, "ahead": K}) for K in (4, 8)]
     compiled = {"all", f"n={some[0]}", "self-4", "self-8", "draft-4"}
     return found + [
         replace(way, name=f"{way.name}, compiled", call={**way.call, "compile": True})
@@ -60,7 +60,7 @@ def ways(tokens: int, steps: int, draft: Any) -> list[Way]:
     ]
 
 
-def call(model: Mar, way: Way, labels: Sequence[int], seeds: Sequence[int]) -> Made:
+def call(model: MarSubject, way: MarMethod, labels: Sequence[int], seeds: Sequence[int]) -> MarImages:
     return model.draw(labels, seeds, way.speculation, **way.call)
 
 
@@ -88,7 +88,7 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
         yield from judged(bench, chosen, labels, real, samples, args, outcome)
 
 
-def timed(bench: Mar, chosen: list[Way], labels: list[int], batch: int, seed: int) -> list[Record]:
+def timed(bench: MarSubject, chosen: list[MarMethod], labels: list[int], batch: int, seed: int) -> list[Record]:
     """Each way once to warm up and once to be watched, then all in turn on each batch of classes and seeds."""
     groups = batches(list(zip(labels, seeds_of(1, len(labels), seed), strict=True)), batch)
     made: dict[str, list[Any]] = {way.name: [None] * len(groups) for way in chosen}
@@ -105,7 +105,7 @@ def timed(bench: Mar, chosen: list[Way], labels: list[int], batch: int, seed: in
     return [_speed(way, made, batch) | {"reads": asked[way.name]} for way in chosen]
 
 
-def _speed(way: Way, made: dict[str, list[Made]], batch: int) -> Record:
+def _speed(way: MarMethod, made: dict[str, list[MarImages]], batch: int) -> Record:
     mine, pictures = made[way.name], sum(len(call.images) for call in made[way.name])
 
     def over(base: str) -> list[float | None]:
@@ -119,7 +119,7 @@ def _speed(way: Way, made: dict[str, list[Made]], batch: int) -> Record:
         return sum(c.told[name] * c.told["tested"] for c in mine) / tested if tested else None
 
     return {
-        "suite": SPEED, "method": way.name, "law": way.law, "batch": batch,
+        "suite": SPEED, "method": way.name, "distribution": way.distribution, "batch": batch,
         "stock_path": way.name.endswith("plain head"),
         **spread("speedup_e2e", over("all, plain head")), **spread("speedup_all", over("all")),
         **spread("speedup_quarter", over("quarter, plain head")),
@@ -129,9 +129,14 @@ def _speed(way: Way, made: dict[str, list[Made]], batch: int) -> Record:
 
 
 def judged(
-    bench: Mar, chosen: list[Way], labels: list[int], real: list[Image.Image], samples: list[classes.Sample],
-    args: argparse.Namespace, outcome: Outcome,
-) -> Iterator[None]:  # fmt: skip
+    bench: MarSubject,
+    chosen: list[MarMethod],
+    labels: list[int],
+    real: list[Image.Image],
+    samples: list[classes.Sample],
+    args: argparse.Namespace,
+    outcome: Outcome,
+) -> Iterator[None]:
     """Quality of every way but those that draw the same pictures as another: by the plain head, or compiled."""
     try:
         features = quality.backbone(args.backbone, bench.pipe.transformer.device)
@@ -142,10 +147,10 @@ def judged(
         from mmspec.app.bench.faithful import Reader
 
         reader = Reader(str(bench.pipe.transformer.device))
-    count, base = args.quality_images, Way("all", KEPT)
+    count, base = args.quality_images, MarMethod("all", KEPT)
     wanted = [sample.picture for sample in samples[:count]]
 
-    def draw(way: Way, run: int) -> list[Image.Image]:
+    def draw(way: MarMethod, run: int) -> list[Image.Image]:
         asked, size = list(zip(labels[:count], seeds_of(run, count, args.seed), strict=True)), args.quality_batch
         groups = [asked[first : first + size] for first in range(0, count, size)]
         return [image for group in groups for image in call(bench, way, *zip(*group, strict=True)).images]
@@ -157,8 +162,16 @@ def judged(
             continue
         images = draw(way, 1)
         seen = features(images)
-        facts: Record = {"suite": QUALITY, "method": way.name, "law": way.law, "n": count, "backbone": args.backbone,
-                         "noise": noise, "fd_all": quality.frechet(reference, seen), "note": ""}  # fmt: skip
+        facts: Record = {
+            "suite": QUALITY,
+            "method": way.name,
+            "distribution": way.distribution,
+            "n": count,
+            "backbone": args.backbone,
+            "noise": noise,
+            "fd_all": quality.frechet(reference, seen),
+            "note": "",
+        }
         facts["fd_real"] = None if of_real is None else quality.frechet(of_real, seen)
         facts |= {name: _share(reader.score(images, wanted)["facts"][name]) if reader else None
                   for name in ("colour", "shape")}  # fmt: skip
@@ -176,11 +189,19 @@ def draw_curves(panel: Any, records: Sequence[Record]) -> None:
     """Fréchet distance over seconds a picture at the smallest batch, a mark for each way; the line is a run's noise."""
     speeds = sorted((r for r in records if r["suite"] == SPEED), key=lambda r: -r["batch"])
     seconds = {r["method"]: r["seconds_per_image"] for r in speeds}
-    for law, mark in ((KEPT, "^"), (OTHER, "o-"), (BENT, "x")):
-        some = [r for r in records if r["suite"] == QUALITY and r["law"] == law and r["method"] in seconds]
+    for distribution, mark in ((KEPT, "^"), (OTHER, "o-"), (BENT, "x")):
+        some = [
+            r for r in records if r["suite"] == QUALITY and r["distribution"] == distribution and r["method"] in seconds
+        ]
         some.sort(key=lambda r: seconds[r["method"]])
-        panel.plot([seconds[r["method"]] for r in some], [r["fd_all"] for r in some], mark, label=f"law: {law}",
-                   markersize=4, linewidth=0.8)  # fmt: skip
+        panel.plot(
+            [seconds[r["method"]] for r in some],
+            [r["fd_all"] for r in some],
+            mark,
+            label=f"drawn: {distribution}",
+            markersize=4,
+            linewidth=0.8,
+        )
         for r in some:
             panel.annotate(r["method"], (seconds[r["method"]], r["fd_all"]), fontsize=6)
     noise = next((r["noise"] for r in records if r["suite"] == QUALITY), None)
@@ -191,11 +212,11 @@ def draw_curves(panel: Any, records: Sequence[Record]) -> None:
     panel.legend(fontsize=7)
 
 
-LAYOUTS[SPEED] = Layout(
+LAYOUTS[SPEED] = TableLayout(
     lambda r: f"MAR, batch {r['batch']}",
     (
         ("method", lambda r: r["method"]),
-        ("law", lambda r: r["law"]),
+        ("distribution", lambda r: r["distribution"]),
         ("over all, plain head", ratio("speedup_e2e")),
         ("over all", ratio("speedup_all")),
         ("over quarter, plain head", ratio("speedup_quarter")),
@@ -210,8 +231,8 @@ LAYOUTS[SPEED] = Layout(
         ("n", lambda r: str(r["n"])),
     ),
     {
-        "law": "kept: that of plain drawing one token an iteration; another: a law of its own (fewer iterations, fewer "
-        "denoising steps); bent: approximate",
+        "distribution": "kept: that of plain drawing one token an iteration; another: its own (fewer iterations, "
+        "fewer denoising steps); bent: approximate",
         "speedup_e2e": "wall time per picture of plain drawing with one token an iteration and the head as it is "
         "defined, over that of the method; median over calls side by side, same classes and seeds, with quartiles",
         "speedup_all": "the same over plain drawing with one token an iteration and the fast head",
@@ -222,11 +243,11 @@ LAYOUTS[SPEED] = Layout(
         "acceptance": "mean chance of tested drafts to be kept; divergence (J): their mean log Q/P over whole paths",
     },
 )
-LAYOUTS[QUALITY] = Layout(
+LAYOUTS[QUALITY] = TableLayout(
     lambda r: f"MAR, quality of {r['n']} pictures, {r['backbone']}",
     (
         ("method", lambda r: r["method"]),
-        ("law", lambda r: r["law"]),
+        ("distribution", lambda r: r["distribution"]),
         ("FD to all", figure("fd_all", "{:.3g}")),
         ("noise", figure("noise", "{:.3g}")),
         ("FD to real", figure("fd_real", "{:.3g}")),

@@ -101,7 +101,7 @@ class ReportError(Exception):
 
 
 @dataclass(frozen=True)
-class Layout:
+class TableLayout:
     """How the records of one suite are shown: under which title, in which columns, and what these mean."""
 
     title: Callable[[Record], str]
@@ -114,7 +114,9 @@ def _cell(record: Record) -> str:
     return record["cell"] + (f", {record['category']}" if record["category"] != "all" else "")
 
 
-LAYOUTS: dict[str, Layout] = {"vlm": Layout(_cell, COLUMNS, MEANING)}  # by a record's suite; a suite adds its own
+LAYOUTS: dict[str, TableLayout] = {
+    "vlm": TableLayout(_cell, COLUMNS, MEANING)
+}  # by a record's suite; a suite adds its own
 
 
 def spread(name: str, values: Sequence[float | None]) -> Record:

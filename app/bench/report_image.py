@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from mmspec.app.bench.report import LAYOUTS, Layout, Record, figure, ratio, spread
+from mmspec.app.bench.report import LAYOUTS, Record, TableLayout, figure, ratio, spread
 from mmspec.statistics import Stats
 
 PLAIN = ("ar", "ar-static", "ar-compiled")
@@ -24,7 +24,7 @@ SPEED_MEANING = {
     "shares": "of the rounds: drafting, verifying (the target's forward), accepting and committing (host clock)",
     "seconds_per_image": "of the whole call, over its pictures",
     "identical_rate": "share of pictures with the very tokens that ar draws from the same seed",
-    "spent": "mean and largest charge of a relaxed rule on one picture: a bound on the distance of its law from the "
+    "spent": "mean and largest cost of a relaxed rule on one picture: a bound on its distribution's distance from the "
     "target's, in total variation, in expectation; above 1 it says nothing about the picture as a whole",
     "spent_per_token": "the same per token: what one position is off by, on average",
     "limit": "compression over c: the speed-up of the rounds that these two leave",
@@ -126,14 +126,16 @@ def curves(records: Sequence[Record]) -> dict[str, list[Record]]:
     found: dict[str, list[Record]] = {}
     for record in records:
         if record["suite"] == QUALITY and record["fd_ar"] is not None:
-            found.setdefault(record["family"] or ("law kept" if record["lossless"] else "law bent"), []).append(record)
+            found.setdefault(
+                record["family"] or ("distribution kept" if record["lossless"] else "distribution bent"), []
+            ).append(record)
     return {name: sorted(some, key=lambda r: r["compression"]) for name, some in found.items()}
 
 
 def draw_curves(panel: Any, records: Sequence[Record]) -> None:
     """Fréchet distance over tokens per forward, a line for each swept rule; the band is the noise of ar itself."""
     for name, some in curves(records).items():
-        style = "o-" if some[0]["family"] else "^" if name == "law kept" else "x"
+        style = "o-" if some[0]["family"] else "^" if name == "distribution kept" else "x"
         panel.plot([r["compression"] for r in some], [r["fd_ar"] for r in some], style, label=name, markersize=4)
     noise = next((r["noise"] for r in records if r["suite"] == QUALITY and r["noise"]), None)
     if noise:
@@ -143,11 +145,11 @@ def draw_curves(panel: Any, records: Sequence[Record]) -> None:
     panel.legend(fontsize=7)
 
 
-LAYOUTS[SPEED] = Layout(
+LAYOUTS[SPEED] = TableLayout(
     lambda r: f"batch {r['batch']}",
     (
         ("method", lambda r: r["method"]),
-        ("law", lambda r: "kept" if r["lossless"] else "bent"),
+        ("distribution", lambda r: "kept" if r["lossless"] else "bent"),
         ("speedup (quartiles)", ratio("speedup_e2e")),
         ("rounds only", ratio("speedup_decode")),
         ("vs best plain", figure("speedup_vs_best_plain", "{:.2f}x")),
@@ -164,11 +166,11 @@ LAYOUTS[SPEED] = Layout(
     ),
     SPEED_MEANING,
 )
-LAYOUTS[QUALITY] = Layout(
+LAYOUTS[QUALITY] = TableLayout(
     lambda r: f"quality of {r['n']} pictures, {r['backbone']}",
     (
         ("method", lambda r: r["method"]),
-        ("law", lambda r: "kept" if r["lossless"] else "bent"),
+        ("distribution", lambda r: "kept" if r["lossless"] else "bent"),
         ("tokens/forward", figure("compression", "{:.2f}")),
         ("FD to ar", figure("fd_ar", "{:.3g}")),
         ("over noise", figure("fd_over_noise", "{:.2f}")),

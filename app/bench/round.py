@@ -13,7 +13,7 @@ import torch
 
 from mmspec.app.bench import report, vlm, vlm_methods, vlm_shown
 from mmspec.app.bench.command import Outcome, Reads, batches, matching
-from mmspec.app.bench.vlm_methods import Method
+from mmspec.app.bench.vlm_methods import VlmMethod
 from mmspec.app.engine import STOCK, load
 from mmspec.app.provenance import provenance
 from mmspec.drafters.plain import Plain
@@ -38,7 +38,7 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
     """All cells, one after the other; yields whenever the outcome has grown."""
     report.LAYOUTS["round"] = LAYOUT
     engine = load(args.model, STOCK, args.device, args.dtype, args.max_new_tokens, 0)
-    bench = vlm.Bench(engine.model, engine.processor, args.max_new_tokens, args.seed)
+    bench = vlm.VlmBench(engine.model, engine.processor, args.max_new_tokens, args.seed)
     weights = sum(p.numel() * p.element_size() for p in bench.model.parameters()) / 2**20
     facts = {"model": args.model, "weights_mb": round(weights, 1)}
     outcome.provenance = provenance(bench.model.device, bench.model.dtype) | facts
@@ -46,7 +46,7 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
     chosen, (asked, _) = matching(list(methods(bench.model, args)), args.methods), vlm_shown.questions(args)
     for batch, heat in [(batch, heat) for batch in args.batch for heat in args.temperature]:
         for shown, some in asked.items():
-            cell, first = vlm.Cell(batch, heat, shown), bench.inputs(batches(some, batch)[0])
+            cell, first = vlm.VlmCell(batch, heat, shown), bench.inputs(batches(some, batch)[0])
             begun = {m.name: bench.call(m, cell, first, bench.seed).seconds for m in chosen}
             found = {r["method"]: r for r in vlm.measure_cell(bench, cell, chosen, some) if r["category"] == "all"}
             for method in chosen:
@@ -57,7 +57,7 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
             yield
 
 
-def methods(model: Any, args: argparse.Namespace) -> Iterator[Method]:
+def methods(model: Any, args: argparse.Namespace) -> Iterator[VlmMethod]:
     """Stock steps, then the loop without a drafter and with each, as they are, compiled, and left to themselves."""
     ways: dict[str, dict[str, Any]] = {"": {}}
     ways |= {" compiled": {"compile": True}} if args.compile else {}
@@ -65,13 +65,13 @@ def methods(model: Any, args: argparse.Namespace) -> Iterator[Method]:
     stock, *drafted = vlm_methods.methods(model, args)
     yield stock
     drafted += [hostile(method, args.seed) for method in drafted if args.auto and method.drafter is not None]
-    for method in (Method("plain", drafter=Plain()), *drafted):
+    for method in (VlmMethod("plain", drafter=Plain()), *drafted):
         for name, options in ways.items() if method.drafter is not None else ((("", {})),):
             if not (method.name == "plain" and "auto" in options):
                 yield replace(method, name=method.name + name, options=method.options | options)
 
 
-def hostile(method: Method, seed: int) -> Method:
+def hostile(method: VlmMethod, seed: int) -> VlmMethod:
     """The same with a drafter of the same architecture and random weights: as costly, and hardly ever right."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -79,7 +79,7 @@ def hostile(method: Method, seed: int) -> Method:
     return replace(method, name=f"hostile {method.name}", drafter=drafter)
 
 
-def watched(bench: vlm.Bench, method: Method, cell: vlm.Cell, inputs: Any, profile: bool) -> report.Record:
+def watched(bench: vlm.VlmBench, method: VlmMethod, cell: vlm.VlmCell, inputs: Any, profile: bool) -> report.Record:
     """What one round asks of the host and of torch: a long call less a short one, over the rounds between them."""
     short, long = (replace(bench, max_new_tokens=n) for n in (max(2, bench.max_new_tokens // 4), bench.max_new_tokens))
     found: list[tuple[int, int, Counter[str], Counter[str]]] = []
@@ -120,7 +120,7 @@ def _top(record: report.Record) -> str:
     return ", ".join(f"{one['op']} {one['ms']:.2f} ms ({one['calls']:.0f})" for one in record["top"][:4])
 
 
-LAYOUT = report.Layout(
+LAYOUT = report.TableLayout(
     report.LAYOUTS["vlm"].title,
     (
         ("method", lambda r: r["method"]),

@@ -16,7 +16,7 @@ from mmspec.app.bench.command import BenchError, Outcome, compiled_graphs, in_tu
 from mmspec.app.bench.kernels import NO_GPU
 from mmspec.app.bench.round import PARTS, part
 from mmspec.app.bench.shapes_models import MODELS, REAL, TOY, Chat, on_paper
-from mmspec.app.bench.shapes_ways import STOCK, Cost, Way
+from mmspec.app.bench.shapes_ways import STOCK, Cost, ShapeMethod
 from mmspec.app.engine import EngineError, find_device, first_line, free_memory
 from mmspec.app.options import DTYPES
 from mmspec.app.provenance import provenance
@@ -29,7 +29,7 @@ UNTAUGHT = "weights are random: what a round costs counts, what it gains does no
 
 
 @dataclass(frozen=True)
-class Cell:
+class ShapeCell:
     """One condition under which all ways are compared."""
 
     model: str
@@ -88,13 +88,13 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
     }  # fmt: skip
     for name in args.models:
         contexts = args.contexts if args.contexts and isinstance(MODELS[name], Chat) else MODELS[name].contexts[sizes]
-        cells = [Cell(name, sizes, c, b) for c in contexts for b in args.batch or BATCHES[sizes]]
+        cells = [ShapeCell(name, sizes, c, b) for c in contexts for b in args.batch or BATCHES[sizes]]
         yield from _model(cells, counts[name], device, dtype, tokens, args, outcome)
         _clear(device)  # the model went with its last cell
 
 
 def _model(
-    cells: list[Cell], counts: dict[str, int], device: torch.device, dtype: torch.dtype, tokens: int,
+    cells: list[ShapeCell], counts: dict[str, int], device: torch.device, dtype: torch.dtype, tokens: int,
     args: argparse.Namespace, outcome: Outcome,
 ) -> Iterator[None]:  # fmt: skip
     """The cells of one model, which is built once, and only if one of them can be measured."""
@@ -120,7 +120,7 @@ def _model(
         yield
 
 
-def refusal(cell: Cell, parameters: int, dtype: torch.dtype, free: int | None) -> str:
+def refusal(cell: ShapeCell, parameters: int, dtype: torch.dtype, free: int | None) -> str:
     """Why a cell cannot be measured; empty: it may be tried."""
     shape = MODELS[cell.model]
     beyond = shape.beyond(cell.sizes, cell.context)
@@ -131,7 +131,7 @@ def refusal(cell: Cell, parameters: int, dtype: torch.dtype, free: int | None) -
 
 
 def measure_cell(
-    cell: Cell, ways: list[Way], repeats: int, device: torch.device, notes: dict[tuple[str, int], str]
+    cell: ShapeCell, ways: list[ShapeMethod], repeats: int, device: torch.device, notes: dict[tuple[str, int], str]
 ) -> list[report.Record]:
     """Warm each way up, measure its memory, then time all of them in turn.
 
@@ -172,7 +172,7 @@ def _clear(device: torch.device) -> None:
 
 
 def _figures(
-    cell: Cell, way: Way, made: dict[str, list[Cost]], best: str, peaks: dict[str, float | None], note: str
+    cell: ShapeCell, way: ShapeMethod, made: dict[str, list[Cost]], best: str, peaks: dict[str, float | None], note: str
 ) -> report.Record:
     mine, stock = made.get(way.name, []), made.get(STOCK, [])
     held, of_stock = peaks.get(way.name), peaks.get(STOCK)
@@ -191,7 +191,7 @@ def _figures(
     }
 
 
-def _record(cell: Cell, method: str, setting: str = "", note: str = "") -> report.Record:
+def _record(cell: ShapeCell, method: str, setting: str = "", note: str = "") -> report.Record:
     """A record in which nothing was measured."""
     nothing = {key: None for name in ("step_ms", "c", "c_best") for key in report.spread(name, [])}
     return {
@@ -206,7 +206,7 @@ def _c(record: report.Record) -> str:
     return "-" if record["c"] is None else "{c:.2f} ({c_p25:.2f}-{c_p75:.2f})".format_map(record)
 
 
-LAYOUT = report.Layout(
+LAYOUT = report.TableLayout(
     lambda r: r["cell"],
     (
         ("method", lambda r: r["method"]),
@@ -228,7 +228,7 @@ LAYOUT = report.Layout(
         "even with that",
         "tokens_per_target_call": f"what a row gained in a round here; {UNTAUGHT}. Random feature drafters are "
         "hardly ever right (about 1); where more stands, a tree moves as many entries of the cache, and the drafter "
-        "reads as many rows at the start of its next draft. The other laws are nearly flat and keep much; a token of "
+        "reads as many rows at the start of its next draft. The other ones are nearly flat and keep much; a token of "
         "MAR that is refused is drawn anew, which a model with weights does more often",
         "parts_ms": "of a round, by the host's clock",
         "peak_mb": "MiB that a call holds at its peak above what was held before, prefill included; above_stock_mb: "

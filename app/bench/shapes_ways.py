@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 
 from mmspec.app import painter
-from mmspec.app.bench import image, image_methods, vlm, vlm_methods
+from mmspec.app.bench import image_bench, image_methods, vlm, vlm_methods
 from mmspec.app.bench.command import seeds_of
 from mmspec.app.bench.shapes_models import Chat, Codes, Latents, Shape
 from mmspec.app.engine import wait
 from mmspec.models.llamagen_vq import LlamaGenVQ
 from mmspec.models.mar_scheduler import MARScheduler
-from mmspec.pipelines.attention import NAME as TREE
-from mmspec.pipelines.llamagen import LlamaGenPipeline
-from mmspec.pipelines.mar_loop import Brush, Canvas, canvas, law, plain
-from mmspec.pipelines.mar_plan import Speculation, tally
-from mmspec.pipelines.mar_speculate import draw
+from mmspec.pipelines.llamagen.pipeline import LlamaGenPipeline
+from mmspec.pipelines.mar.loop import MarRunner, MarState, canvas, distribution, plain
+from mmspec.pipelines.mar.plan import Speculation, tally
+from mmspec.pipelines.mar.speculate import draw
+from mmspec.pipelines.targets.tree_attention import NAME as TREE
 from mmspec.statistics import Stats
 
 STOCK, COMPILED = "stock", "stock compiled"
@@ -55,7 +55,7 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class Way:
+class ShapeMethod:
     """One way to generate; a call of it has a prefill and some rounds. Plain: nothing is drafted."""
 
     name: str
@@ -71,9 +71,9 @@ class ChatWays:
         model = parts.pop("target")
         model.generation_config.pad_token_id = 0
         self.shape, self.sizes, self.drafters = shape, sizes, parts
-        self.bench = vlm.Bench(model, None, tokens, seed)
+        self.bench = vlm.VlmBench(model, None, tokens, seed)
 
-    def ways(self, context: int, batch: int, compile: bool) -> Iterator[Way]:
+    def ways(self, context: int, batch: int, compile: bool) -> Iterator[ShapeMethod]:
         inputs = self.shape.prompt(self.bench.model, self.sizes, context - self.bench.max_new_tokens, batch)
         plain, static = vlm_methods.stock(self.bench.model.device)
         found = [(plain, SDPA), *([(replace(static, name=COMPILED), SDPA)] if compile else [])]
@@ -84,12 +84,12 @@ class ChatWays:
         for (name, drafter), attend, (how, more) in product(self.drafters.items(), (SDPA, TREE), hows.items()):
             c, title = drafter.config, f"{name}{' tree attention' if attend == TREE else ''}{how}"
             options = {"depth": c.depth, "width": c.width, "size": c.size, **more}
-            found.append((vlm_methods.Method(title, drafter=drafter, options=options), attend))
+            found.append((vlm_methods.VlmMethod(title, drafter=drafter, options=options), attend))
         for method, attend in found:
-            call = partial(self._call, method, attend, vlm.Cell(batch, 0.0), inputs)
-            yield Way(method.name, call, method.setting, plain=method.drafter is None)
+            call = partial(self._call, method, attend, vlm.VlmCell(batch, 0.0), inputs)
+            yield ShapeMethod(method.name, call, method.setting, plain=method.drafter is None)
 
-    def _call(self, method: vlm_methods.Method, attend: str, cell: vlm.Cell, inputs: dict[str, Tensor]) -> Cost:
+    def _call(self, method: vlm_methods.VlmMethod, attend: str, cell: vlm.VlmCell, inputs: dict[str, Tensor]) -> Cost:
         self.bench.model.set_attn_implementation(attend)
         call = self.bench.call(method, cell, inputs, self.bench.seed)
         if call.per_step is None:
@@ -112,22 +112,27 @@ class CodesWays:
     def __init__(self, shape: Codes, sizes: str, parts: dict[str, Any], tokens: int, seed: int) -> None:
         model, self.shape = parts["target"], shape
         small = LlamaGenVQ(base=32, multipliers=(1, 1), latent=32, codes=model.config.vocab, blocks=1)  # is not asked
-        self.bench = image.Bench(painter.Painter(Featured(model, small.to(model.device)), output_type="latent"), seed)
+        self.bench = image_bench.ImageBench(
+            painter.ImageSubject(Featured(model, small.to(model.device)), output_type="latent"), seed
+        )
 
-    def ways(self, context: int, batch: int, compile: bool) -> Iterator[Way]:
+    def ways(self, context: int, batch: int, compile: bool) -> Iterator[ShapeMethod]:
         options = {"window": self.shape.window, "coupling": "maximal"}
         name = f"jacobi {self.shape.window}"
-        found = [image_methods.Method(STOCK), image_methods.Method(name, painter.Way("jacobi", options))]
+        found = [
+            image_methods.ImageMethod(STOCK),
+            image_methods.ImageMethod(name, painter.DrawingMethod("jacobi", options)),
+        ]
         if compile:
-            found.insert(1, image_methods.Method(COMPILED, plain="compiled"))
-            compiled = painter.Way("jacobi", {**options, "compile": True})
-            found.append(image_methods.Method(f"{name} compiled", compiled))
+            found.insert(1, image_methods.ImageMethod(COMPILED, plain="compiled"))
+            compiled = painter.DrawingMethod("jacobi", {**options, "compile": True})
+            found.append(image_methods.ImageMethod(f"{name} compiled", compiled))
         group = [("a picture", seed) for seed in seeds_of(1, batch, self.bench.seed)]
         for method in found:
             plain = method.way.drafter == painter.PLAIN
-            yield Way(method.name, partial(self._call, method, group), method.setting, plain)
+            yield ShapeMethod(method.name, partial(self._call, method, group), method.setting, plain)
 
-    def _call(self, method: image_methods.Method, group: list[tuple[str, int]]) -> Cost:
+    def _call(self, method: image_methods.ImageMethod, group: list[tuple[str, int]]) -> Cost:
         painting = self.bench.call(method, group)
         return Cost.of(painting.round_seconds, painting.stats)
 
@@ -141,26 +146,26 @@ class LatentsWays:
         self.passes, self.seed = min(tokens, PASSES), seed
         self.scheduler = MARScheduler(final_noise=True, skip_terminal=True)
 
-    def ways(self, context: int, batch: int, compile: bool) -> Iterator[Way]:
+    def ways(self, context: int, batch: int, compile: bool) -> Iterator[ShapeMethod]:
         ahead = self.shape.ahead
         drafts = {f"self {ahead}": Speculation(ahead=ahead), f"draft {ahead}": Speculation(self.draft, ahead)}
-        yield Way(STOCK, partial(self._call, batch, None, fast=False), plain=True)
-        yield Way("fast head", partial(self._call, batch, None), plain=True)
+        yield ShapeMethod(STOCK, partial(self._call, batch, None, fast=False), plain=True)
+        yield ShapeMethod("fast head", partial(self._call, batch, None), plain=True)
         if compile:
-            yield Way("fast head compiled", partial(self._call, batch, None, compile=True), plain=True)
+            yield ShapeMethod("fast head compiled", partial(self._call, batch, None, compile=True), plain=True)
         for name, how in drafts.items():
             call, setting = partial(self._call, batch, how), f"ahead {ahead}, fast head"
-            yield Way(name, call, setting)
+            yield ShapeMethod(name, call, setting)
             if compile:
-                yield Way(f"{name} compiled", partial(call, compile=True), setting)
+                yield ShapeMethod(f"{name} compiled", partial(call, compile=True), setting)
 
     @torch.no_grad()
     def _call(self, batch: int, how: Speculation | None, fast: bool = True, compile: bool = False) -> Cost:
         L, model = self.model.tokens, self.model
-        one = law(L, L, 3.0, "linear", self.steps, "linear", 1.0)
+        one = distribution(L, L, 3.0, "linear", self.steps, "linear", 1.0)
         left = one if how is not None else replace(one, turns=one.turns[L // 2 :])
-        brush, drawn, told = Brush(model, self.scheduler, left, fast, compile), self._half(batch), tally(L)
-        rounds: Iterator[Canvas] = plain(brush, drawn)
+        brush, drawn, told = MarRunner(model, self.scheduler, left, fast, compile), self._half(batch), tally(L)
+        rounds: Iterator[MarState] = plain(brush, drawn)
         if how is not None:
             rounds = draw(brush, drawn, how, brush if how.draft is None else replace(brush, model=how.draft), told)
         next(rounds)  # the first drafts, or the first step, are no part of it
@@ -170,7 +175,7 @@ class LatentsWays:
         wait(model.device)
         return Cost((time.perf_counter() - began) / count, (sum(drawn.counts) - before) / count / batch)
 
-    def _half(self, batch: int) -> Canvas:
+    def _half(self, batch: int) -> MarState:
         """Pictures that know half of their tokens."""
         model, seeds = self.model, seeds_of(1, batch, self.seed)
         drawn = canvas(model, torch.arange(batch, device=model.device) % model.config.classes, seeds)

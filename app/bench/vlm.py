@@ -17,22 +17,22 @@ import torch
 import mmspec
 from mmspec.app import embedded
 from mmspec.app.bench import report, vlm_curves, vlm_methods, vlm_shown
-from mmspec.app.bench.command import Call, Clock, Outcome, batches, compiled_graphs, in_turn, peak_mb, say, settle
+from mmspec.app.bench.command import Clock, Outcome, TimedCall, batches, compiled_graphs, in_turn, peak_mb, say, settle
 from mmspec.app.bench.questions import Question
-from mmspec.app.bench.vlm_methods import GRIDS, Method, methods
+from mmspec.app.bench.vlm_methods import GRIDS, VlmMethod, methods
 from mmspec.app.bench.vlm_shown import Asked, Shown, questions
 from mmspec.app.engine import STOCK, load, wait
 from mmspec.app.options import where
 from mmspec.app.provenance import provenance
-from mmspec.pipelines.intake import answer_length
 from mmspec.pipelines.prompts import chat_inputs
-from mmspec.pipelines.visual import placeholders
+from mmspec.pipelines.serving.batcher import answer_length
+from mmspec.pipelines.targets.image_tokens import placeholders
 
 SWITCHED = "; what stands after a comma has the same weights, with a switch thrown when it drafts"
 
 
 @dataclass(frozen=True)
-class Cell:
+class VlmCell:
     """One condition under which all methods are compared."""
 
     batch: int
@@ -45,7 +45,7 @@ class Cell:
 
 
 @dataclass
-class Bench:
+class VlmBench:
     """What stays the same over a whole run."""
 
     model: Any
@@ -59,7 +59,7 @@ class Bench:
         prompts = [q.prompt.replace(marker, "").strip() if marker else q.prompt for q in asked]
         return chat_inputs(self.processor, prompts, [q.images for q in asked]).to(self.model.device, self.model.dtype)
 
-    def call(self, method: Method, cell: Cell, inputs: Any, seed: int) -> Call:
+    def call(self, method: VlmMethod, cell: VlmCell, inputs: Any, seed: int) -> TimedCall:
         """One timed call; garbage is collected and the drafter enabled before the clock starts."""
         warmth = {"do_sample": True, "temperature": cell.temperature, "top_k": 0, "top_p": 1.0}
         arguments = (warmth if cell.temperature > 0 else {"do_sample": False}) | method.arguments
@@ -80,9 +80,9 @@ class Bench:
         stats = handle.stats if handle is not None else None
         steps = stats.rounds if stats is not None else clock.puts - 1
         later = sum(map(len, answers)) - clock.first_tokens
-        return Call(seconds, clock.first_at - began, answers, steps, later, stats)
+        return TimedCall(seconds, clock.first_at - began, answers, steps, later, stats)
 
-    def takes(self, method: Method) -> bool:
+    def takes(self, method: VlmMethod) -> bool:
         """Whether the method's drafter can draft as it is told to."""
         try:
             with self._ready(method):
@@ -96,7 +96,7 @@ class Bench:
         return sum(int((ids == token).sum()) for token in placeholders(self.model.config)) / len(ids)
 
     @contextlib.contextmanager
-    def _ready(self, method: Method) -> Iterator[Any]:
+    def _ready(self, method: VlmMethod) -> Iterator[Any]:
         mmspec.disable(self.model)
         if method.drafter is None:
             yield None
@@ -130,19 +130,19 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
     if args.curves:
         report.check_plot(args.curves)
     engine = load(args.model, STOCK, args.device, args.dtype, args.max_new_tokens, 0)
-    bench = Bench(engine.model, engine.processor, args.max_new_tokens, args.seed)
+    bench = VlmBench(engine.model, engine.processor, args.max_new_tokens, args.seed)
     chosen = methods(bench.model, args)
     outcome.provenance = provenance(bench.model.device, bench.model.dtype) | {"model": args.model}
     asked, others = questions(args)
     best: dict[str, Any] = {}
     for batch, heat in [(batch, heat) for batch in args.batch for heat in args.temperature]:
         if args.tune:
-            best = tune(bench, chosen, Cell(batch, heat), others)
-            outcome.tuned[str(Cell(batch, heat))] = best
+            best = tune(bench, chosen, VlmCell(batch, heat), others)
+            outcome.tuned[str(VlmCell(batch, heat))] = best
             yield
         ready = [m.tuned(best[m.name]["chosen"]) if m.name in best else m for m in chosen]
         for shown, some in asked.items():
-            cell = Cell(batch, heat, shown)
+            cell = VlmCell(batch, heat, shown)
             found = measure_cell(bench, cell, ready, some)
             outcome.records += found
             told = [f"{r['method']} {r['speedup_e2e']:.2f}x" for r in found if r["n"] and r["category"] == "all"]
@@ -152,11 +152,11 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
         vlm_curves.draw(outcome.records, args.curves, f"{args.model} on {outcome.provenance['device']}")
 
 
-def tune(bench: Bench, chosen: list[Method], cell: Cell, asked: Asked) -> dict[str, Any]:
+def tune(bench: VlmBench, chosen: list[VlmMethod], cell: VlmCell, asked: Asked) -> dict[str, Any]:
     """For each method with a grid, the setting with the least time per token, and all that was tried."""
     tried = [(m.name, setting, m.tuned(setting)) for m in chosen for setting in GRIDS.get(m.grid, ())
              if (cell.batch == 1 or not m.single) and bench.takes(m.tuned(setting))]  # fmt: skip
-    calls: list[list[Call]] = [[] for _ in tried]
+    calls: list[list[TimedCall]] = [[] for _ in tried]
     groups = [group for some in asked.values() for group in batches(some, cell.batch)]
     for turn, group in enumerate([groups[0], *groups]):
         inputs = bench.inputs(group)
@@ -173,7 +173,7 @@ def tune(bench: Bench, chosen: list[Method], cell: Cell, asked: Asked) -> dict[s
     return found
 
 
-def measure_cell(bench: Bench, cell: Cell, chosen: list[Method], some: list[Question]) -> list[report.Record]:
+def measure_cell(bench: VlmBench, cell: VlmCell, chosen: list[VlmMethod], some: list[Question]) -> list[report.Record]:
     """Warm each method up, measure its memory, then time all of them in turn on each batch."""
     groups = batches(some, cell.batch)
     torch.compiler.reset()  # what was compiled for other lengths counts against the limit of recompilations
@@ -193,7 +193,7 @@ def measure_cell(bench: Bench, cell: Cell, chosen: list[Method], some: list[Ques
             reason = " ".join(str(error).split())[:200]
             notes[method.name] = f"failed: {type(error).__name__}: {reason}"
     able, seen = [m for m in chosen if m.name in peaks], 0.0
-    calls: dict[str, list[Call]] = {m.name: [None] * len(groups) for m in able}  # type: ignore[list-item]
+    calls: dict[str, list[TimedCall]] = {m.name: [None] * len(groups) for m in able}  # type: ignore[list-item]
     for turn, group in enumerate(groups):
         inputs = bench.inputs(group)
         seen += bench.visual_tokens(inputs) / len(groups)
@@ -206,13 +206,13 @@ def measure_cell(bench: Bench, cell: Cell, chosen: list[Method], some: list[Ques
     return [record | {"visual_tokens": seen} for record in found]
 
 
-def warm_up(bench: Bench, method: Method, cell: Cell, inputs: Any) -> None:
+def warm_up(bench: VlmBench, method: VlmMethod, cell: VlmCell, inputs: Any) -> None:
     """As many calls as it takes until nothing is compiled any more."""
     settle(lambda: bench.call(method, cell, inputs, bench.seed))
 
 
 def _records(
-    cell: Cell, chosen: list[Method], groups: list[list[Question]], calls: dict[str, list[Call]],
+    cell: VlmCell, chosen: list[VlmMethod], groups: list[list[Question]], calls: dict[str, list[TimedCall]],
     peaks: dict[str, float | None], notes: dict[str, str],
 ) -> list[report.Record]:  # fmt: skip
     """One record a method, and at batch 1 one more for each category of the questions."""

@@ -30,7 +30,7 @@ GRIDS: dict[str, tuple[dict[str, int], ...]] = {  # what --tune tries
 
 
 @dataclass(frozen=True)
-class Method:
+class VlmMethod:
     """One way to generate: arguments of `generate`, and the drafter to enable, if any."""
 
     name: str
@@ -42,7 +42,7 @@ class Method:
     of: str = ""  # the method of which it is a variant
     told: str = ""  # the switch, for the table
 
-    def tuned(self, setting: dict[str, int]) -> Method:
+    def tuned(self, setting: dict[str, int]) -> VlmMethod:
         if self.drafter is None:
             return replace(self, arguments=self.arguments | setting)
         return replace(self, options=self.options | setting)
@@ -111,33 +111,33 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--without", nargs="+", default=[], metavar="PATTERN", help="leave these out, such as stock-static 'eagle*'")
 
 
-def stock(device: torch.device) -> list[Method]:
+def stock(device: torch.device) -> list[VlmMethod]:
     """Stock generate as it is, and compiled on a static cache."""
     compiling: Any = CompileConfig(dynamic=False, mode="reduce-overhead" if device.type == "cuda" else "default")
     compiling._compile_all_devices = True  # transformers compiles by itself on some devices only
     return [
-        Method("stock"),
-        Method("stock-static", {"cache_implementation": "static", "compile_config": compiling}),
+        VlmMethod("stock"),
+        VlmMethod("stock-static", {"cache_implementation": "static", "compile_config": compiling}),
     ]
 
 
-def methods(model: Any, args: argparse.Namespace) -> list[Method]:
+def methods(model: Any, args: argparse.Namespace) -> list[VlmMethod]:
     """The stock paths, prompt lookup as transformers has it, and mmspec with each drafter."""
     found = [
         *stock(model.device),
-        Method("hf-prompt-lookup", {"prompt_lookup_num_tokens": 10}, grid="lookup", single=True),
-        Method("ngram", drafter=registry.drafter_class("ngram")(), grid="text drafter"),
+        VlmMethod("hf-prompt-lookup", {"prompt_lookup_num_tokens": 10}, grid="lookup", single=True),
+        VlmMethod("ngram", drafter=registry.drafter_class("ngram")(), grid="text drafter"),
     ]
     flags = {k: v for k in ("depth", "width", "size", "draft_vocab") if (v := getattr(args, k)) is not None}
     for title, drafter in drafters.read(args).items():
         if title == "ngram":
             continue  # it is there already
-        whole = Method(title, drafter=drafter, options=flags, grid="feature drafter")
+        whole = VlmMethod(title, drafter=drafter, options=flags, grid="feature drafter")
         found += [whole, *(variants(whole) if args.ablate else ())]
     return matching(found, None, args.without)
 
 
-def variants(whole: Method) -> Iterator[Method]:
+def variants(whole: VlmMethod) -> Iterator[VlmMethod]:
     """A drafter's method with each of its switches thrown; those that its config does not allow are left out."""
     for variant in ABLATIONS.get(whole.drafter.method, ()):
         try:

@@ -25,7 +25,7 @@ from mmspec.app.caption.model import FatalError
 from mmspec.app.caption.outputs import Outputs
 from mmspec.app.caption.plan import Plan, Planner, frame_policy
 from mmspec.app.caption.prompts import PromptError, Prompts
-from mmspec.app.caption.report import Tally, TooManyErrorsError, plain
+from mmspec.app.caption.report import RunTally, TooManyErrorsError, plain
 from mmspec.app.caption.run import Job
 from mmspec.app.caption.settings import BESIDE, SettingsError
 from mmspec.app.caption.workers import Alone, Processes, dispatch, places
@@ -128,11 +128,11 @@ def _work(job: Job, slots: str, inputs: Inputs, outputs: Outputs, todo: Plan) ->
     failed_before = todo.failed_before + len(todo.unwritable)
     if not todo.pending:
         _finish(options, inputs, outputs)
-        _report(options, todo, Tally(0, shown=False), [], None)
+        _report(options, todo, RunTally(0, shown=False), [], None)
         print(f"nothing to do; what there is lies in {outputs.folder}")
         return SOME_FAILED if failed_before else OK
     write_whole(outputs.state / "run.yaml", settings.dumped(options), outputs.state / f"{slots}run.partial")
-    tally = Tally(len(todo.pending), options.quiet, todo.unit, options.max_errors)
+    tally = RunTally(len(todo.pending), options.quiet, todo.unit, options.max_errors)
     comparison = None
     try:
         with contextlib.closing(tally), _crew(job, slots, todo) as crew:
@@ -161,13 +161,13 @@ def _work(job: Job, slots: str, inputs: Inputs, outputs: Outputs, todo: Plan) ->
     return SOME_FAILED if tally.failed or failed_before else OK
 
 
-def _start(crew: Any, tally: Tally) -> None:
+def _start(crew: Any, tally: RunTally) -> None:
     for note in crew.notes:
         print(f"note: {plain(note)}", file=sys.stderr)
     tally.start()
 
 
-def _report(options: argparse.Namespace, todo: Plan, tally: Tally, workers: list, comparison: Any) -> None:
+def _report(options: argparse.Namespace, todo: Plan, tally: RunTally, workers: list, comparison: Any) -> None:
     if options.report:
         report.write(options.report, options, todo, tally, workers, comparison)
 
@@ -208,7 +208,7 @@ def _dry_run(job: Job, todo: Plan) -> int:
             wanted = max(2 * rows, 4)
             sample = todo.pending[:: max(1, len(todo.pending) // wanted)][:wanted]
             first, second = sample[:rows], sample[rows:] or sample  # few items: the same again, warm
-            warm_up, measured = (Tally(len(part), quiet=True, shown=False) for part in (first, second))
+            warm_up, measured = (RunTally(len(part), quiet=True, shown=False) for part in (first, second))
             dispatch(first, crew, trial, warm_up.add)
             measured.start()
             dispatch(second, crew, trial, measured.add)
@@ -226,7 +226,7 @@ def _finish(options: argparse.Namespace, inputs: Inputs, outputs: Outputs) -> li
     return outputs.finish(kinds, options.on_existing != "skip", sources, options.max_bytes)
 
 
-def _wind_up(options: argparse.Namespace, inputs: Inputs, outputs: Outputs, todo: Plan, tally: Tally) -> None:
+def _wind_up(options: argparse.Namespace, inputs: Inputs, outputs: Outputs, todo: Plan, tally: RunTally) -> None:
     """Final files and report of a run that ends early; what goes wrong here must not hide why it ends."""
     for step in (lambda: _finish(options, inputs, outputs), lambda: _report(options, todo, tally, [], None)):
         try:

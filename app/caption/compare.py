@@ -8,13 +8,13 @@ from typing import Any
 
 from PIL import Image
 
-from mmspec.app.caption.prompts import Asked
+from mmspec.app.caption.prompts import PromptChoice
 from mmspec.app.engine import Captioner, Engine, first_line
-from mmspec.pipelines.intake import Static
+from mmspec.pipelines.serving.batcher import StaticBatcher
 
 SAMPLE = 6  # items
 WARM_UP = 8  # new tokens
-Shown = tuple[Sequence[Image.Image], Asked]
+Shown = tuple[Sequence[Image.Image], PromptChoice]
 
 
 class Comparison:
@@ -30,7 +30,7 @@ class Comparison:
         self.sampling = False
         self.trouble = ""
 
-    def show(self, frames: Sequence[Image.Image], asked: Asked) -> None:
+    def show(self, frames: Sequence[Image.Image], asked: PromptChoice) -> None:
         """What the model is being asked; the first from each due number on is kept."""
         if self._due and self._seen >= self._due[0]:
             del self._due[0]
@@ -74,7 +74,7 @@ class Comparison:
     @staticmethod
     def _stock(engine: Engine, rows: int, shown: list[Shown], more: dict[str, int]) -> tuple[list[str], float]:
         with engine.stock():
-            batches = Static(engine.model, engine.processor, rows, **(engine.settings | more))
+            batches = StaticBatcher(engine.model, engine.processor, rows, **(engine.settings | more))
             return _timed(Captioner(engine, batches), shown)
 
     def __str__(self) -> str:
@@ -83,13 +83,13 @@ class Comparison:
         if not self.own_seconds:
             return "no comparison with stock generate"
         ratio = self.stock_seconds / self.own_seconds
-        verdict = f"{ratio:.1f}x faster" if ratio >= 1.05 else f"no gain here ({ratio:.2f}x)"
+        acceptance = f"{ratio:.1f}x faster" if ratio >= 1.05 else f"no gain here ({ratio:.2f}x)"
         same = f"identical text on {self.identical} of {len(self.kept)}"
         if self.sampling:
             same = "texts are drawn by chance (temperature) and not compared"
         return (
             f"on {len(self.kept)} of them stock generate took {self.stock_seconds:.1f} s, "
-            f"mmspec {self.own_seconds:.1f} s: {verdict}, {same}"
+            f"mmspec {self.own_seconds:.1f} s: {acceptance}, {same}"
         )
 
 

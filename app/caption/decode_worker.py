@@ -19,7 +19,7 @@ from PIL import Image
 from mmspec import media
 from mmspec.app.caption import video
 from mmspec.app.caption.video import FramePolicy
-from mmspec.media import Limits, Media, MediaError
+from mmspec.media import Media, MediaError, MediaLimits
 
 if TYPE_CHECKING:
     from mmspec.app.caption.items import Item
@@ -28,16 +28,16 @@ LENGTH = struct.Struct("<Q")
 
 
 @dataclass(frozen=True)
-class Order:
+class DecodeOrder:
     """What every worker process is told once."""
 
-    limits: Limits
+    limits: MediaLimits
     frames: FramePolicy
     phash: bool
     max_side: int | None
 
 
-def serve(line: socket.socket, order: Order) -> None:
+def serve(line: socket.socket, order: DecodeOrder) -> None:
     """What a worker process does: read an item off the line, answer with its frames, until the line breaks."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent decides what ends
     for library in ("OMP", "OPENBLAS", "MKL"):  # numpy is loaded for few pictures, and needs no threads for them
@@ -54,7 +54,7 @@ def serve(line: socket.socket, order: Order) -> None:
             send(line, json.dumps(answer).encode(), *frames)
 
 
-def _answer(packed: bytearray, order: Order) -> tuple[dict[str, Any], list[bytes]]:
+def _answer(packed: bytearray, order: DecodeOrder) -> tuple[dict[str, Any], list[bytes]]:
     """What goes back for an item: facts or an error as plain data, never as a pickle; and the frames."""
     name = "item"
     try:
@@ -73,7 +73,7 @@ def _answer(packed: bytearray, order: Order) -> tuple[dict[str, Any], list[bytes
     return {"error": [str(refusal.path), refusal.reason, refusal.what_to_do]}, []
 
 
-def _decode(item: Item, order: Order) -> Media:
+def _decode(item: Item, order: DecodeOrder) -> Media:
     limits, name = order.limits, label(item)
     data = item.source.read(limits.max_bytes)
     media.check_bytes(len(data), name, limits.max_bytes)

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from PIL import Image
 
-from mmspec.app.caption.decode_worker import Order, label, read, receive, send, serve
+from mmspec.app.caption.decode_worker import DecodeOrder, label, read, receive, send, serve
 from mmspec.app.caption.video import FramePolicy
-from mmspec.media import Limits, Media, MediaError, raising
+from mmspec.media import Media, MediaError, MediaLimits, raising
 
 if TYPE_CHECKING:
     from mmspec.app.caption.items import Item
@@ -36,7 +36,7 @@ class DecoderError(Exception):
     """No item can be decoded at all."""
 
 
-class Job(NamedTuple):
+class DecodeJob(NamedTuple):
     """An item on its way."""
 
     ticket: Hashable
@@ -46,14 +46,14 @@ class Job(NamedTuple):
 
 
 @dataclass(eq=False)
-class Worker:
+class DecodeWorker:
     """A process, our end of the line to it, and what it has to finish by when."""
 
     process: Any
     line: socket.socket
     deadline: float
     started: bool = False
-    job: Job | None = None
+    job: DecodeJob | None = None
 
 
 class Decoder:
@@ -68,18 +68,18 @@ class Decoder:
     """
 
     def __init__(
-        self, workers: int, limits: Limits, frames: FramePolicy, phash: bool = False, max_side: int | None = None
+        self, workers: int, limits: MediaLimits, frames: FramePolicy, phash: bool = False, max_side: int | None = None
     ):
-        self._order = Order(limits, frames, phash, max_side)
+        self._order = DecodeOrder(limits, frames, phash, max_side)
         self._count = max(1, workers)
         self._change = threading.Condition()
-        self._waiting: deque[Job] = deque()
+        self._waiting: deque[DecodeJob] = deque()
         self._done: deque[tuple[Hashable, Media | MediaError]] = deque()
         self._inside = 0  # items submitted and not yet handed back
         self._held = 0  # bytes of finished frames
         self._starts_failed = 0
         self._trouble: BaseException | None = DecoderError("a Decoder works inside its `with` only")
-        self._workers: list[Worker] = []
+        self._workers: list[DecodeWorker] = []
         self._closing = False
         self._bell, self._rope = socket.socketpair()  # pulling the rope wakes the thread
         self._thread = threading.Thread(target=self._keep_going, name="mmspec-decoder", daemon=True)
@@ -120,7 +120,7 @@ class Decoder:
 
     def submit(self, ticket: Hashable, item: Item) -> None:
         """Have an item decoded; `ready` hands it back under this ticket."""
-        job = Job(ticket, label(item), pickle.dumps(item))
+        job = DecodeJob(ticket, label(item), pickle.dumps(item))
         with self._change:
             self._waiting.append(job)
             self._inside += 1
@@ -149,7 +149,7 @@ class Decoder:
             while not self._closing:
                 self._hand_out()
                 deadline = min(worker.deadline for worker in self._workers)
-                lines: dict[Any, Worker] = {worker.line: worker for worker in self._workers}
+                lines: dict[Any, DecodeWorker] = {worker.line: worker for worker in self._workers}
                 left = None if deadline == float("inf") else max(0.0, deadline - time.monotonic())
                 for line in wait([*lines, self._bell], left):
                     if line is self._bell:
@@ -179,7 +179,7 @@ class Decoder:
                 worker.job = None
                 self._replace(worker)
 
-    def _listen(self, worker: Worker) -> None:
+    def _listen(self, worker: DecodeWorker) -> None:
         try:
             answer = json.loads(receive(worker.line))
             sizes = answer.pop("frames", ())
@@ -194,14 +194,14 @@ class Decoder:
             return
         self._finish(job, MediaError(*answer["error"]) if "error" in answer else Media(pictures, **answer))
 
-    def _finish(self, job: Job, outcome: Media | MediaError) -> None:
+    def _finish(self, job: DecodeJob, outcome: Media | MediaError) -> None:
         with self._change:
             self._done.append((job.ticket, outcome))
             if isinstance(outcome, Media):
                 self._held += sum(3 * frame.width * frame.height for frame in outcome.frames)
             self._change.notify_all()
 
-    def _replace(self, worker: Worker, timed_out: bool = False) -> None:
+    def _replace(self, worker: DecodeWorker, timed_out: bool = False) -> None:
         """Put a new process in the place of one that died or takes too long, and settle what it was at."""
         if not timed_out:
             worker.process.join(1)  # its line is broken, so it is ending; how, is worth knowing
@@ -227,7 +227,7 @@ class Decoder:
             reason = f"crashes the decoder ({_end(code)})"
             self._finish(job, MediaError(job.label, reason, "save it again in another format, or leave it out"))
 
-    def _hire(self) -> Worker:
+    def _hire(self) -> DecodeWorker:
         ours, theirs = socket.socketpair()
         process = multiprocessing.get_context("spawn").Process(
             target=serve, args=(theirs, self._order), name="mmspec-decoder", daemon=True
@@ -236,10 +236,10 @@ class Decoder:
             process.start()
         finally:
             theirs.close()  # so that the line breaks when the process ends
-        return Worker(process, ours, time.monotonic() + START_SECONDS)
+        return DecodeWorker(process, ours, time.monotonic() + START_SECONDS)
 
 
-def _dismiss(worker: Worker) -> int | None:
+def _dismiss(worker: DecodeWorker) -> int | None:
     """End a process and leave nothing of it; its exit code."""
     worker.line.close()
     worker.process.kill()

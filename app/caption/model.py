@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from PIL import Image
 
-from mmspec.app.caption.prompts import Asked
+from mmspec.app.caption.prompts import PromptChoice
 from mmspec.app.caption.settings import AUTO
 
 TOKENS = 1280  # visual tokens of a picture, where the model makes as many as there are pixels
@@ -28,7 +28,7 @@ class Answers(Protocol):
     free: int
     busy: bool
 
-    def add(self, ticket: Hashable, frames: Sequence[Image.Image], asked: Asked, seed: int = 0) -> None: ...
+    def add(self, ticket: Hashable, frames: Sequence[Image.Image], asked: PromptChoice, seed: int = 0) -> None: ...
 
     def step(self) -> Sequence[Any]: ...  # each with ticket, text, tokens, seconds, error (None, or why no text)
 

@@ -12,7 +12,7 @@ from mmspec.app.caption.inputs import Inputs
 from mmspec.app.caption.items import VIDEO, Item
 from mmspec.app.caption.journal import Record, digest
 from mmspec.app.caption.outputs import OutputError, Outputs, Sidecars, UnwritableTextError
-from mmspec.app.caption.prompts import Asked, Prompts
+from mmspec.app.caption.prompts import PromptChoice, Prompts
 from mmspec.app.caption.settings import Settings
 from mmspec.media import MediaError
 
@@ -22,7 +22,7 @@ class Task:
     """One item to caption and all that is decided about it before it is opened; travels to worker processes."""
 
     item: Item
-    asked: Asked
+    asked: PromptChoice
     ask: str  # name of all that shapes the answer but the content
     stamp: str | None  # size and time of its file
     existing: str | None = None  # the caption that was there before any of ours
@@ -136,7 +136,7 @@ class Planner:
         todo.anew += same
         todo.pending.append(Task(item, asked, ask, stamp, existing, sidecar, stale))
 
-    def _asked(self, item: Item, existing: str | None) -> tuple[Asked, str]:
+    def _asked(self, item: Item, existing: str | None) -> tuple[PromptChoice, str]:
         """What is asked about the item, and the name of all that shapes the answer but its content."""
         asked = self.prompts.of(replace(item, existing=existing), self.options.seed)
         more: Record = {}

@@ -24,7 +24,7 @@ class PromptError(Exception):
 
 
 @dataclass(frozen=True)
-class Asked:
+class PromptChoice:
     """What the model is asked about one item, with all variables filled in."""
 
     text: str
@@ -71,13 +71,13 @@ class Prompts:
         choices = [(prompt, 1.0)] if prompt is not None else _read(Path(str(file)))
         return cls(tuple(choices), **{what: text for what, text in shared.items() if text is not None})
 
-    def of(self, item: Item, seed: int = 0) -> Asked:
+    def of(self, item: Item, seed: int = 0) -> PromptChoice:
         """What to ask about an item: chosen by its name and the seed, so that the same run asks the same again."""
         place = PurePosixPath(item.name)
         folder = "" if place.parent == PurePosixPath() else place.parent.as_posix()
         values = {"name": place.stem, "dir": folder, "tags": ", ".join(item.tags), "existing": item.existing or ""}
         texts = (self._chosen(item.name, seed), self.system, self.start, self.prepend, self.append)
-        return Asked(*(text.format_map(values) for text in texts))
+        return PromptChoice(*(text.format_map(values) for text in texts))
 
     def _chosen(self, name: str, seed: int) -> str:
         if len(self.choices) == 1:

@@ -15,7 +15,7 @@ from mmspec.app.caption.model import FatalError
 from mmspec.app.caption.plan import Task
 from mmspec.app.caption.run import Job, Result, Worker
 from mmspec.app.caption.settings import AUTO
-from mmspec.app.caption.workers import Ended
+from mmspec.app.caption.workers import WorkerEnded
 from mmspec.app.extras import installing
 
 SPELL = 1.0  # seconds after which an actor hands over, even if nothing is finished
@@ -97,7 +97,7 @@ class Actors:
             actor = kind.remote(job, place, slot)
             self.members.append(Remote(actor, slot, actor.load.remote()))
 
-    def hear(self) -> list[tuple[Any, list[Result] | Ended]]:
+    def hear(self) -> list[tuple[Any, list[Result] | WorkerEnded]]:
         for member in self.members:
             if member.call is None and (member.next or member.in_hand):
                 member.in_hand += len(member.next)
@@ -118,7 +118,7 @@ class Actors:
         if self._ours:
             self.ray.shutdown()
 
-    def _news(self, member: Remote, call: Any) -> list[tuple[Any, list[Result] | Ended]]:
+    def _news(self, member: Remote, call: Any) -> list[tuple[Any, list[Result] | WorkerEnded]]:
         member.call = None
         try:
             kind, said = self.ray.get(call)
@@ -134,12 +134,12 @@ class Actors:
         member.in_hand -= len(said)
         return [(member, said)]
 
-    def _bury(self, member: Remote, trouble: str, killed: bool) -> Ended:
+    def _bury(self, member: Remote, trouble: str, killed: bool) -> WorkerEnded:
         self.members.remove(member)
         self.ray.kill(member.actor)
         self.troubles.append(trouble)
         print(f"{trouble}; {'the others go on' if self.members else 'nobody is left'}", file=sys.stderr)
-        return Ended(killed)
+        return WorkerEnded(killed)
 
     def _places(self, devices: str) -> list[str]:
         """One name per worker: `auto` is a GPU each of the whole cluster, or one on the CPU.

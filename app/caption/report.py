@@ -34,7 +34,7 @@ class TooManyErrorsError(Exception):
 
 
 @dataclass
-class Tally:
+class RunTally:
     """Counts of one run, and the bar that shows them."""
 
     total: int
@@ -112,7 +112,7 @@ def write(
     path: Path,
     options: argparse.Namespace,
     todo: Plan,
-    tally: Tally,
+    tally: RunTally,
     workers: Sequence[dict[str, Any]],
     comparison: Comparison | None,
 ) -> None:
@@ -167,7 +167,7 @@ def replaceable(path: Path) -> bool:
     return not data or (parse(data) or {}).keys() >= {"counts", "workers", "provenance"}
 
 
-def estimate(todo: Plan, tally: Tally, workers: int, summary: dict[str, Any]) -> str:
+def estimate(todo: Plan, tally: RunTally, workers: int, summary: dict[str, Any]) -> str:
     """What a whole run will take, from the few items of a dry run."""
     if not tally.captions:
         return "no estimate: nothing could be captioned"

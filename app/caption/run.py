@@ -19,7 +19,7 @@ from mmspec.app.caption.plan import Task, frame_policy
 from mmspec.app.caption.settings import Settings
 from mmspec.app.caption.twins import Twins
 from mmspec.app.caption.video import FramePolicy
-from mmspec.media import Limits, Media
+from mmspec.media import Media, MediaLimits
 
 PATIENCE = 5  # items on which a model that has never answered may fail before the run is given up
 LOST = "AcceleratorError"  # of torch: after most of these the device fails on everything, fast
@@ -77,7 +77,7 @@ class Worker:
             self._writer = Writer(job.folder, slot)
             stack.callback(self._writer.close)
             policy = FramePolicy.parse(frame_policy(options), options.max_frames)
-            limits = Limits(
+            limits = MediaLimits(
                 max_pixels=options.max_pixels, max_bytes=options.max_bytes, seconds=options.timeout,
                 memory=options.max_memory, max_duration=options.max_duration,
                 max_aspect=options.max_aspect, max_area=self._area,

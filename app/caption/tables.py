@@ -70,7 +70,7 @@ class Columns:
 
 
 @dataclass(frozen=True)
-class Rows:
+class TableRows:
     """A text file whose lines name files: a list of paths, JSONL or CSV. Relative paths start at its own folder."""
 
     path: Path

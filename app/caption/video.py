@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from PIL import Image
 
 from mmspec import media
-from mmspec.media import COPY_AGAIN, Limits, MediaError
+from mmspec.media import COPY_AGAIN, MediaError, MediaLimits
 
 if TYPE_CHECKING:  # a run of images only never loads FFmpeg
     from av.container import InputContainer
@@ -78,7 +78,7 @@ class Packet(NamedTuple):
 
 
 def decode(
-    data: bytes, path: Path | str, policy: FramePolicy, limits: Limits, max_side: int | None = None
+    data: bytes, path: Path | str, policy: FramePolicy, limits: MediaLimits, max_side: int | None = None
 ) -> tuple[tuple[Image.Image, ...], float]:
     """The chosen frames and the length in seconds; fewer frames where the video has fewer, or where its tail is broken.
 
@@ -93,7 +93,7 @@ def decode(
 
 
 def _film(
-    data: bytes, path: Path | str, policy: FramePolicy, limits: Limits, max_side: int | None
+    data: bytes, path: Path | str, policy: FramePolicy, limits: MediaLimits, max_side: int | None
 ) -> tuple[tuple[Image.Image, ...], float]:
     """Two walks through the file: the first reads all times and decodes nothing, the second decodes what is needed."""
     with _opened(data, path, limits) as (container, stream):
@@ -122,7 +122,7 @@ def _film(
 
 
 @contextlib.contextmanager
-def _opened(data: bytes, path: Path | str, limits: Limits) -> Iterator[tuple[InputContainer, VideoStream]]:
+def _opened(data: bytes, path: Path | str, limits: MediaLimits) -> Iterator[tuple[InputContainer, VideoStream]]:
     """A container and its video stream, with nothing decoded; whatever FFmpeg raises inside becomes a MediaError."""
     import av
 
@@ -231,7 +231,7 @@ def _is_cover(stream: VideoStream) -> bool:
 
 
 def _animation(
-    data: bytes, path: Path | str, policy: FramePolicy, limits: Limits, max_side: int | None
+    data: bytes, path: Path | str, policy: FramePolicy, limits: MediaLimits, max_side: int | None
 ) -> tuple[tuple[Image.Image, ...], float]:
     with media.opened(data, path, limits.max_pixels, limits.max_aspect) as image:
         times, seconds = [], 0.0
@@ -258,7 +258,7 @@ def _stills(image: Image.Image, places: Sequence[int]) -> Iterator[int]:
         yield place
 
 
-def _check_length(seconds: float, size: tuple[int, int], path: Path | str, limits: Limits) -> None:
+def _check_length(seconds: float, size: tuple[int, int], path: Path | str, limits: MediaLimits) -> None:
     allowed = limits.max_duration / max(1.0, size[0] * size[1] / FULL_HD)
     if seconds > allowed:
         reason = f"lasts {seconds:.0f} s at {size[0]} x {size[1]} pixels, where {allowed:.0f} s are allowed"

@@ -36,7 +36,7 @@ class Member(Protocol):
 
 
 @dataclass(frozen=True)
-class Ended:
+class WorkerEnded:
     """A member that works no more."""
 
     killed: bool  # or it said itself that it, or its device, cannot go on
@@ -50,7 +50,7 @@ class Crew(Protocol):
     notes: list[str]
     troubles: list[str]  # why members have ended
 
-    def hear(self) -> list[tuple[Any, list[Result] | Ended]]:
+    def hear(self) -> list[tuple[Any, list[Result] | WorkerEnded]]:
         """Wait for news: what a member has finished, or that it has ended. New members may have come meanwhile."""
 
     def stop(self) -> None:
@@ -76,7 +76,7 @@ class Alone:
     def give(self, tasks: Sequence[Task]) -> None:
         self.worker.give(tasks)
 
-    def hear(self) -> list[tuple[Any, list[Result] | Ended]]:
+    def hear(self) -> list[tuple[Any, list[Result] | WorkerEnded]]:
         return [(self, self.worker.step())]
 
     def stop(self) -> None:
@@ -116,9 +116,9 @@ class Processes:
         for number, place in enumerate(places):
             self._hire(f"{slots}worker-{number}", place)
 
-    def hear(self) -> list[tuple[Any, list[Result] | Ended]]:
+    def hear(self) -> list[tuple[Any, list[Result] | WorkerEnded]]:
         pipes: dict[Any, Hand] = {hand.pipe: hand for hand in self.members}
-        news: list[tuple[Any, list[Result] | Ended]] = []
+        news: list[tuple[Any, list[Result] | WorkerEnded]] = []
         for pipe in wait(list(pipes)):
             hand = pipes[pipe]
             try:
@@ -127,7 +127,7 @@ class Processes:
                 kind, said = "killed", ""
             if kind in ("fatal", "killed"):
                 self._bury(hand, said)
-                news.append((hand, Ended(kind == "killed")))
+                news.append((hand, WorkerEnded(kind == "killed")))
             elif kind == "ready":
                 hand.window, notes = said
                 self.notes += [note for note in notes if note not in self.notes]
@@ -241,7 +241,7 @@ def dispatch(
                 held |= {task.item.name: task for task in lot}
                 member.give(lot)
         for member, news in crew.hear():
-            if isinstance(news, Ended):
+            if isinstance(news, WorkerEnded):
                 left = hands.pop(member, {})
                 for result in _recorded(job, member.slot, left, begun):
                     del left[result.name]

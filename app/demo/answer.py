@@ -8,7 +8,7 @@ from typing import Any
 
 from mmspec.app.demo.desk import MAX_SEED, RefusedError, within
 from mmspec.pipelines.prompts import Turns
-from mmspec.pipelines.stream import Step
+from mmspec.pipelines.serving.stream import Step
 
 MAX_PROMPT = 2000  # characters
 MAX_NEW_TOKENS = 512
@@ -99,7 +99,7 @@ class Token:
 
 
 @dataclass
-class Answer:
+class ShownAnswer:
     """One of the two answers while it is written; times in seconds since its `generate` began."""
 
     accelerated: bool
@@ -157,11 +157,11 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Turn:
+class ChatTurn:
     """What there is to see at one moment of a run."""
 
-    plain: Answer
-    fast: Answer
+    plain: ShownAnswer
+    fast: ShownAnswer
     ask: Ask
     prepared: float  # seconds to turn media and prompt into model inputs, once for both
     frames: tuple[Any, ...] = ()  # PIL pictures: what the model looks at, where that is a video

@@ -16,10 +16,10 @@ from PIL import Image
 from mmspec.app import embedded
 from mmspec.app.demo.answer import DONE, STOPPED, TIMED_OUT, WAITING
 from mmspec.app.demo.desk import RefusedError
-from mmspec.app.demo.wish import FEATURE, LOSSLESS, METHODS, Wish
+from mmspec.app.demo.wish import FEATURE, LOSSLESS, METHODS, PromptWish
 from mmspec.app.engine import EngineError
-from mmspec.app.painter import Painter, Painting, Way
-from mmspec.pipelines.llamagen import CLASS, TEXT
+from mmspec.app.painter import DrawingMethod, ImageResult, ImageSubject
+from mmspec.pipelines.llamagen.pipeline import CLASS, TEXT
 
 DRAWING = "drawing"
 REFRESH = 0.25  # seconds between two looks at a picture under way
@@ -50,7 +50,7 @@ class Canvas:
         self.depths += [*range(1, new), 0]
         self.tokens = tokens
 
-    def finish(self, painting: Painting, seconds: float) -> None:
+    def finish(self, painting: ImageResult, seconds: float) -> None:
         if painting.stats.accepted > self.accepted:  # the last round ended among its drafted tokens
             self.depths[-1] = self.depths[-2] + 1
         self.image, self.spent, self.seconds, self.state = painting.images[0], painting.spent[0], seconds, DONE
@@ -83,7 +83,7 @@ class Pair(Raced):
 
     plain: Canvas
     fast: Canvas
-    wish: Wish
+    wish: PromptWish
     rule: str  # as it was enabled
     over: bool = False
 
@@ -96,7 +96,7 @@ class Pair(Raced):
 class Easel:
     """Both ways to draw of one loaded pipeline; one run at a time."""
 
-    def __init__(self, painter: Painter, drafter: Any = None, time_limit: float = 120.0) -> None:
+    def __init__(self, painter: ImageSubject, drafter: Any = None, time_limit: float = 120.0) -> None:
         self.painter, self.drafter, self.time_limit = painter, drafter, time_limit
         self.grid = painter.pipe.transformer.config.grid
         self.codes = painter.pipe.transformer.config.vocab
@@ -104,16 +104,16 @@ class Easel:
         self.guidance, self.temperature = given["guidance_scale"], given["temperature"]
         self.methods = METHODS if drafter is None else {**METHODS, **FEATURE}
 
-    def way(self, wish: Wish) -> Way:
+    def way(self, wish: PromptWish) -> DrawingMethod:
         """How to decode for a wish."""
         options = dict(self.methods[wish.method])
         if wish.rule != LOSSLESS:
             options |= {"rule": wish.spec(self.codes)} | ({"budget": wish.budget} if wish.budget else {})
         if wish.method in FEATURE:
-            return Way(self.drafter, options)
-        return Way("jacobi", {"window": wish.window, **options})
+            return DrawingMethod(self.drafter, options)
+        return DrawingMethod("jacobi", {"window": wish.window, **options})
 
-    def run(self, wish: Wish, stop: threading.Event) -> Iterator[Pair]:
+    def run(self, wish: PromptWish, stop: threading.Event) -> Iterator[Pair]:
         """Looks at a run while it goes on; the last one is of its end.
 
         Raises:
@@ -125,11 +125,11 @@ class Easel:
         limits = Limits(stop, time.monotonic() + self.time_limit)
         settings = {"guidance_scale": wish.guidance, "temperature": wish.temperature}
 
-        def paint(seen: Any) -> Painting:
+        def paint(seen: Any) -> ImageResult:
             return self.painter.paint([asked], [wish.seed], callback_on_step_end=seen, **settings)
 
         try:
-            for canvas, way in ((pair.plain, Way()), (pair.fast, self.way(wish))):
+            for canvas, way in ((pair.plain, DrawingMethod()), (pair.fast, self.way(wish))):
                 handle = None if limits.over else self.painter.go(way)
                 if wish.method in FEATURE and handle is not None:
                     self.drafter = handle.drafter  # read from its file once
@@ -138,11 +138,11 @@ class Easel:
         except EngineError as error:
             raise RefusedError(str(error)) from error
         finally:
-            self.painter.go(Way())
+            self.painter.go(DrawingMethod())
 
     def warm_up(self, prompt: str) -> None:
         """Pay for what only the first run of a process costs."""
-        for _ in self.run(Wish(prompt, guidance=self.guidance), threading.Event()):
+        for _ in self.run(PromptWish(prompt, guidance=self.guidance), threading.Event()):
             pass
 
     def _asked(self, prompt: str) -> Any:

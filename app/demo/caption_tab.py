@@ -22,8 +22,8 @@ from mmspec.app.demo.answer import (
     MAX_WIDTH,
     PICTURE,
     VIDEO,
-    Answer,
     Ask,
+    ShownAnswer,
     Turns,
 )
 from mmspec.app.demo.desk import Desk, visitor
@@ -56,7 +56,7 @@ class Caption(Tab):
         self.duo = duo
 
     def empty(self) -> tuple[str, str]:
-        return _panes(Answer(False), Answer(True), self.duo.name)
+        return _panes(ShownAnswer(False), ShownAnswer(True), self.duo.name)
 
     def run(self, request: gr.Request, *values: Any) -> Iterator[tuple[Any, ...]]:
         """A first question; `values` are Ask's fields, in order. Gives talk, summary, both panes, the conversation."""
@@ -89,7 +89,7 @@ class Caption(Tab):
         return None, None, "", "", "", view.START, *self.empty(), []
 
 
-def _panes(plain: Answer, fast: Answer, drafter: str) -> tuple[str, str]:
+def _panes(plain: ShownAnswer, fast: ShownAnswer, drafter: str) -> tuple[str, str]:
     about = f"{drafter} drafts ahead; one call checks the whole draft"
     return view.pane(plain, *PLAIN), view.pane(fast, "mmspec", about)
 

@@ -14,12 +14,23 @@ from PIL import Image
 
 import mmspec
 from mmspec.app.caption.decoder import Decoder
-from mmspec.app.demo.answer import DONE, PICTURE, READING, STOPPED, TIMED_OUT, VIDEO, Answer, Ask, Transcript, Turn
+from mmspec.app.demo.answer import (
+    DONE,
+    PICTURE,
+    READING,
+    STOPPED,
+    TIMED_OUT,
+    VIDEO,
+    Ask,
+    ChatTurn,
+    ShownAnswer,
+    Transcript,
+)
 from mmspec.app.demo.desk import RefusedError
 from mmspec.app.demo.sight import look_at
 from mmspec.app.engine import Engine, wait
 from mmspec.pipelines.prompts import chat_inputs
-from mmspec.pipelines.stream import stream
+from mmspec.pipelines.serving.stream import stream
 
 TIME_LIMIT = 120.0  # seconds for both answers together
 REFRESH = 0.12  # seconds between two looks at an answer under way
@@ -38,7 +49,7 @@ class Duo:
         self.tree = (wish.depth or 5, wish.width or 1, wish.size or 6)
         mmspec.disable(self.model)
 
-    def run(self, ask: Ask, stop: threading.Event) -> Iterator[Turn]:
+    def run(self, ask: Ask, stop: threading.Event) -> Iterator[ChatTurn]:
         """Looks at a run while it goes on; the last one is of its end.
 
         Raises:
@@ -51,7 +62,7 @@ class Duo:
         frames = look_at(ask, self.eyes, stop)
         inputs = self._inputs(ask, frames)
         shown = frames if ask.kind == VIDEO else ()
-        turn = Turn(Answer(False), Answer(True), ask, time.perf_counter() - began, shown)
+        turn = ChatTurn(ShownAnswer(False), ShownAnswer(True), ask, time.perf_counter() - began, shown)
         try:
             deadline = time.monotonic() + self.time_limit
             for answer in (turn.plain, turn.fast):
@@ -80,7 +91,9 @@ class Duo:
             )
         return inputs.to(self.model.device, self.model.dtype)
 
-    def _answer(self, answer: Answer, ask: Ask, inputs: Any, stop: threading.Event, deadline: float) -> Iterator[None]:
+    def _answer(
+        self, answer: ShownAnswer, ask: Ask, inputs: Any, stop: threading.Event, deadline: float
+    ) -> Iterator[None]:
         """Write one answer; yields when there is something new to see."""
         left = deadline - time.monotonic()
         if stop.is_set() or left <= 0:
@@ -107,7 +120,7 @@ class Duo:
     def _decode(self, ids: list[int]) -> str:
         return self.processor.decode(ids, skip_special_tokens=True)
 
-    def _difference(self, turn: Turn, inputs: Any) -> tuple[int, float | None] | None:
+    def _difference(self, turn: ChatTurn, inputs: Any) -> tuple[int, float | None] | None:
         """The first token that differs, with the gap of the two best stock logits there; None if there is none."""
         mmspec.disable(self.model)
         plain, fast, n = turn.plain.ids, turn.fast.ids, turn.compared
@@ -123,7 +136,7 @@ class Duo:
 
 
 @contextlib.contextmanager
-def _vision_timed(model: Any, answer: Answer) -> Iterator[None]:
+def _vision_timed(model: Any, answer: ShownAnswer) -> Iterator[None]:
     """Inside, the time that the model's vision tower takes is booked on the answer, where there is a tower."""
     tower = model.get_encoder(modality="image")
     if tower is model:

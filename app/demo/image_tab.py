@@ -21,7 +21,7 @@ from mmspec.app.demo.wish import (
     MAX_WINDOW,
     SEED_EXACT,
     STEPS,
-    Wish,
+    PromptWish,
     seed_exact,
 )
 from mmspec.app.painter import unknown_words
@@ -40,10 +40,10 @@ class Image(Tab):
         self.own = own  # whether it is the embedded model, which knows few words
 
     def run(self, request: gr.Request, *values: Any) -> Iterator[tuple[Any, ...]]:
-        """Summary and both panes, again and again; `values` are Wish's fields, in order."""
+        """Summary and both panes, again and again; `values` are PromptWish's fields, in order."""
 
         def looks(stop: threading.Event) -> Iterator[tuple[Any, ...]]:
-            wish, shown = Wish(*values), ("", "")
+            wish, shown = PromptWish(*values), ("", "")
             note = self._unknown(wish.prompt)
             for pair in self.easel.run(wish, stop):
                 now = self._panes(pair.plain, pair.fast, wish.method)
@@ -105,12 +105,12 @@ def build(easel: Easel, desk: Desk, prompts: Sequence[str], own: bool, page: gr.
 
 
 def _method(easel: Easel) -> list[Any]:
-    """How to draft, and the knob that bends the law: method, window, rule, boldness, budget."""
+    """How to draft, and the knob that bends the distribution: method, window, rule, boldness, budget."""
     method = gr.Dropdown(list(easel.methods), value=SEED_EXACT, label="Method", elem_id="mm-method")
     window = gr.Slider(2, MAX_WINDOW, 16, step=1, label="Window", info="tokens that one forward looks at")
     with gr.Accordion("Relaxation (lossy)", open=False, elem_id="mm-lossy"):
-        gr.HTML('<p class="mm-small">A relaxed rule keeps more drafted tokens and bends the law for it. What it is '
-                "charged bounds how far, and is shown with the picture.</p>")  # fmt: skip
+        gr.HTML('<p class="mm-small">A relaxed rule keeps more drafted tokens, which changes the distribution. What it '
+                "is charged bounds how far, and is shown with the picture.</p>")  # fmt: skip
         rule = gr.Dropdown([LOSSLESS, *FAMILIES], value=LOSSLESS, label="Lossy rule", interactive=False)
         boldness = gr.Slider(1, STEPS, 2, step=1, label="Boldness", info="lossy: from mild to bold", interactive=False)
         budget = gr.Number(0, label="Budget", minimum=0, info="most total variation to spend; 0: no limit")

@@ -62,10 +62,10 @@ def summary(pair: Pair, *notes: str) -> str:
         )
     bars = look.times([(name, [("prefill", c.prefill), ("decode", max(0.0, c.seconds - c.prefill))])
                        for name, c in (("plain", plain), ("mmspec", fast))])  # fmt: skip
-    return look.summary(big, about, bars, look.badge(*verdict(pair), pair.over), *notes)
+    return look.summary(big, about, bars, look.badge(*acceptance(pair), pair.over), *notes)
 
 
-def verdict(pair: Pair) -> tuple[str, str]:
+def acceptance(pair: Pair) -> tuple[str, str]:
     """(same, different, chance, lossy or open; the words of the badge)."""
     wish, fast, total = pair.wish, pair.fast, pair.fast.grid**2
     if wish.rule != LOSSLESS and wish.temperature > 0:
@@ -76,15 +76,18 @@ def verdict(pair: Pair) -> tuple[str, str]:
         return "same", f"✓ the same picture: {total} of {total} tokens"
     if wish.same:
         return "different", f"another picture: {pair.same} of {total} tokens agree, where all should"
-    return "chance", "another picture of the same law: lossless, but with noise of its own; seed-exact gives the same"
+    return (
+        "chance",
+        "another picture of the same distribution: lossless, but with noise of its own; seed-exact gives the same",
+    )
 
 
 def _distortion(pair: Pair) -> str:
-    """What a relaxed rule did to the law, as far as it is known."""
+    """What a relaxed rule did to the distribution, as far as it is known."""
     wish, fast = pair.wish, pair.fast
     limit = f" of a budget of {wish.budget:g}" if wish.budget else ""
     if fast.state != DONE:
-        return f"{pair.rule} bends the law{limit.replace('of', 'within')}; by how much is told at the end"
+        return f"{pair.rule} bends the distribution{limit.replace('of', 'within')}; by how much is told at the end"
     count = len(fast.tokens)
     over = "; above 1 it bounds nothing for the picture as a whole" if fast.spent > 1 else ""
     return f"{pair.rule} was charged {fast.spent:.2f}{limit} in total variation, {fast.spent / count:.3f} a token{over}"

@@ -13,13 +13,13 @@ from mmspec.app.demo import look
 from mmspec.app.demo.answer import DONE
 from mmspec.app.demo.desk import Desk
 from mmspec.app.demo.look import duration
-from mmspec.app.demo.sketch import MAX_AHEAD, MAX_GUIDANCE, Sketch, Studio, Two, Wish
+from mmspec.app.demo.sketch import MAX_AHEAD, MAX_GUIDANCE, ClassWish, Sketch, Studio, Two
 from mmspec.app.demo.tab import IN_TURN, QUICK, Tab, buttons
 
 PLAIN = ("Plain", "one token an iteration: a pass of the model for each")
 START = look.hint(
     "Choose a class and press <b>Draw</b>. The picture is drawn twice from the same seed, one after the other: token "
-    "by token, then with drafts that keep the model's law."
+    "by token, then with drafts that keep the model's distribution."
 )
 
 
@@ -31,20 +31,20 @@ class Classes(Tab):
         self.studio = studio
 
     def run(self, request: gr.Request, *values: Any) -> Iterator[tuple[Any, ...]]:
-        """Summary and both panes, again and again; `values` are Wish's fields, in order."""
+        """Summary and both panes, again and again; `values` are ClassWish's fields, in order."""
 
         def looks(stop: threading.Event) -> Iterator[tuple[Any, ...]]:
-            wish = Wish(*values)
+            wish = ClassWish(*values)
             for two in self.studio.run(wish, stop):
                 yield summary(two), pane(two.plain, *PLAIN), pane(two.fast, "mmspec", _about(wish))
 
         yield from self.serve(request, looks)
 
     def empty(self) -> tuple[str, str]:
-        return pane(self.studio.blank(), *PLAIN), pane(self.studio.blank(), "mmspec", _about(Wish("")))
+        return pane(self.studio.blank(), *PLAIN), pane(self.studio.blank(), "mmspec", _about(ClassWish("")))
 
 
-def _about(wish: Wish) -> str:
+def _about(wish: ClassWish) -> str:
     return f"{wish.mode}: one pass looks at many tokens"
 
 
@@ -75,7 +75,7 @@ def summary(two: Two) -> str:
     if two.speed_up is not None:
         big, about = f"{two.speed_up:.2f}×", f"as fast; passes of the model: {two.plain.passes} → {two.fast.passes}"
     bars = look.times([(name, [("decode", s.seconds)]) for name, s in (("plain", two.plain), ("mmspec", two.fast))])
-    badge = ("chance", "another picture of the same law: lossless, but with noise of its own")
+    badge = ("chance", "another picture of the same distribution: lossless, but with noise of its own")
     if two.speed_up is None:
         badge = ("open", "nothing to compare" if two.over else "not compared yet")
     return look.summary(big, about, bars, look.badge(*badge, two.over))
@@ -92,7 +92,7 @@ def build(studio: Studio, desk: Desk) -> Classes:
                 draw = gr.Button("Draw", variant="primary", min_width=80)
                 stop = gr.Button("Stop", variant="stop", interactive=False, min_width=80)
             mode = gr.Dropdown(studio.modes, value=studio.modes[0], label="Exact speculation with")
-            ahead = gr.Slider(1, MAX_AHEAD, Wish.ahead, step=1, label="Ahead", info="tokens drafted in a round")
+            ahead = gr.Slider(1, MAX_AHEAD, ClassWish.ahead, step=1, label="Ahead", info="tokens drafted in a round")
             with gr.Accordion("Sampling", open=False):
                 seed = gr.Number(0, label="Seed", precision=0, minimum=0, info="of both pictures")
                 guidance = gr.Slider(1, MAX_GUIDANCE, studio.guidance, step=0.5, label="Guidance",

@@ -15,7 +15,7 @@ from mmspec.app.demo.plots import MEASURES
 from mmspec.app.demo.tab import QUICK
 
 ALL = "all"
-FILTERS = ("batch", "temperature", "prompt", "law")
+FILTERS = ("batch", "temperature", "prompt", "distribution")
 BARS, SCATTER, DEPTHS, TABLE = VIEWS = ("bars", "two measures", "acceptance by depth", "table")
 NONE = (
     '<p class="mm-hint">No measurements yet: there is no record in <code>{}</code>. <code>mmspec bench</code> writes '
@@ -36,7 +36,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Bench:
+class ResultFolder:
     """All records of a folder, and what the files say about themselves."""
 
     folder: Path
@@ -74,13 +74,13 @@ class Bench:
 
 
 def _field(record: dict[str, Any], name: str) -> Any:
-    if name == "law":
+    if name == "distribution":
         lossless = record.get("lossless")
         return None if lossless is None else "lossless" if lossless else "lossy"
     return record.get(name)
 
 
-def read(folder: Path) -> Bench:
+def read(folder: Path) -> ResultFolder:
     """The records of every *.json of a folder; a file that is none of the bench's is named, never fatal."""
     records: list[dict[str, Any]] = []
     provenance: dict[str, dict[str, Any]] = {}
@@ -96,10 +96,10 @@ def read(folder: Path) -> Bench:
             trouble.append(f"{path.name}: {type(error).__name__}: {error}")
             continue
         records += rows
-    return Bench(folder, records, provenance, meaning, trouble)
+    return ResultFolder(folder, records, provenance, meaning, trouble)
 
 
-def draw(bench: Bench, choice: Choice) -> str:
+def draw(bench: ResultFolder, choice: Choice) -> str:
     """The records of a choice as plot or table, and their origin."""
     trouble = "".join(f'<p class="mm-badge mm-different">left out {escape(t)}</p>' for t in bench.trouble)
     if not bench.records:
@@ -117,14 +117,14 @@ def draw(bench: Bench, choice: Choice) -> str:
     return trouble + shown + told + origins(bench, {r["file"] for r in records})
 
 
-def _meaning(bench: Bench, choice: Choice) -> str:
+def _meaning(bench: ResultFolder, choice: Choice) -> str:
     """What the chosen measures are, in the words of the bench."""
     names = [choice.measure, *([choice.across] if choice.view == SCATTER else [])]
     said = [f"<b>{escape(MEASURES[n][0])}</b>: {escape(bench.meaning[n])}" for n in names if n in bench.meaning]
     return "".join(f'<p class="mm-small">{line}</p>' for line in said)
 
 
-def origins(bench: Bench, files: set[str]) -> str:
+def origins(bench: ResultFolder, files: set[str]) -> str:
     """Commit, device, versions, whatever the files say of how they were made."""
     parts = []
     for name in sorted(files):
@@ -138,7 +138,7 @@ def origins(bench: Bench, files: set[str]) -> str:
     return "".join(parts)
 
 
-def build(bench: Bench) -> None:
+def build(bench: ResultFolder) -> None:
     """Lay the tab out in the page under construction."""
     if not bench.records:
         gr.HTML(draw(bench, Choice("")), elem_id="mm-bench")
@@ -164,7 +164,7 @@ def build(bench: Bench) -> None:
     view.change(lambda v: gr.update(interactive=v == SCATTER), view, across, **QUICK)
 
 
-def _controls(bench: Bench, suite: str) -> list[gr.Dropdown]:
+def _controls(bench: ResultFolder, suite: str) -> list[gr.Dropdown]:
     labels = ("Measure", "Against", "Methods (none: all)", *(name.capitalize() for name in FILTERS))
     made = []
     for label, offered in zip(labels, _offered(bench, suite), strict=True):
@@ -175,7 +175,7 @@ def _controls(bench: Bench, suite: str) -> list[gr.Dropdown]:
     return made
 
 
-def _offered(bench: Bench, suite: str) -> list[dict[str, Any]]:
+def _offered(bench: ResultFolder, suite: str) -> list[dict[str, Any]]:
     """Choices and values of the controls after the suite and the view, in their order."""
     names = bench.measures(suite)
     measures = [(MEASURES[name][0], name) for name in names]

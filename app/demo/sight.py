@@ -13,9 +13,9 @@ from mmspec.app.caption.items import FileSource, Item
 from mmspec.app.caption.video import FramePolicy
 from mmspec.app.demo.answer import MAX_FRAMES, Ask
 from mmspec.app.demo.desk import RefusedError
-from mmspec.media import Limits, MediaError
+from mmspec.media import MediaError, MediaLimits
 
-LIMITS = Limits(max_pixels=16_000_000, max_bytes=64 * 2**20, seconds=20.0, max_duration=120.0)
+LIMITS = MediaLimits(max_pixels=16_000_000, max_bytes=64 * 2**20, seconds=20.0, max_duration=120.0)
 LONGEST = 1024  # pixels of a side that are handed on
 PATIENCE = 0.2  # seconds between two looks whether the visitor has given up
 

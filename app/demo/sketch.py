@@ -17,7 +17,7 @@ from mmspec.app.demo.answer import DONE, WAITING
 from mmspec.app.demo.canvas import Limits, Raced, painted
 from mmspec.app.demo.desk import MAX_SEED, RefusedError, within
 from mmspec.app.engine import EngineError
-from mmspec.app.mar import Made, Mar
+from mmspec.app.mar import MarImages, MarSubject
 
 MAX_AHEAD = 16
 MAX_GUIDANCE = 20
@@ -25,7 +25,7 @@ ITSELF, SMALLER = "its own drafts", "drafts of a smaller MAR"
 
 
 @dataclass(frozen=True)
-class Wish:
+class ClassWish:
     """A class to draw and how, as it came from the page."""
 
     label: str
@@ -59,7 +59,7 @@ class Sketch:
         self.passes, self.seconds = step + 1, seconds
         self.known = [was or (step + 1) * now for was, now in zip(self.known, tokens.any(1).tolist(), strict=True)]
 
-    def finish(self, made: Made, seconds: float) -> None:
+    def finish(self, made: MarImages, seconds: float) -> None:
         self.image, self.work, self.told = made.images[0], made.work, made.told
         self.passes, self.seconds, self.state = made.work["passes"], seconds, DONE
 
@@ -76,14 +76,14 @@ class Two(Raced):
 class Studio:
     """Both ways to draw of one loaded MAR; one run at a time."""
 
-    def __init__(self, model: Mar, time_limit: float = 120.0) -> None:
+    def __init__(self, model: MarSubject, time_limit: float = 120.0) -> None:
         self.model, self.time_limit = model, time_limit
         self.note = model.singly()  # for both alike
         self.grid = model.pipe.transformer.config.grid
         self.guidance = model.settings.get("guidance_scale", model.pipe.config.defaults.get("guidance_scale", 3.0))
         self.modes = [ITSELF] + [SMALLER] * (model.draft is not None)
 
-    def run(self, wish: Wish, stop: threading.Event) -> Iterator[Two]:
+    def run(self, wish: ClassWish, stop: threading.Event) -> Iterator[Two]:
         """Looks at a run while it goes on; the last one is of its end.
 
         Raises:
@@ -96,7 +96,7 @@ class Studio:
         two = Two(self.blank(), self.blank())
         limits = Limits(stop, time.monotonic() + self.time_limit)
 
-        def paint(speculation: dict[str, Any] | None, seen: Any) -> Made:
+        def paint(speculation: dict[str, Any] | None, seen: Any) -> MarImages:
             settings = {"guidance_scale": wish.guidance, "callback_on_step_end": seen}
             return self.model.draw([label], [wish.seed], speculation, **settings)
 
@@ -113,7 +113,7 @@ class Studio:
 
     def warm_up(self) -> None:
         """Pay for what only the first run of a process costs."""
-        for _ in self.run(Wish("0", guidance=self.guidance), threading.Event()):
+        for _ in self.run(ClassWish("0", guidance=self.guidance), threading.Event()):
             pass
 
     @torch.no_grad()

@@ -8,7 +8,7 @@ from html import escape
 from PIL import Image
 
 from mmspec.app.demo import look
-from mmspec.app.demo.answer import CORRECTED, DONE, DRAFTED, OWN, PLAIN, Answer, Token, Turn, Turns
+from mmspec.app.demo.answer import CORRECTED, DONE, DRAFTED, OWN, PLAIN, ChatTurn, ShownAnswer, Token, Turns
 from mmspec.app.demo.look import duration, number
 
 THUMB = 96  # pixels of the longer side of a frame
@@ -42,7 +42,7 @@ def token(one: Token) -> str:
     return f'{blanks}<span class="mm-t {shade}{silent}" title="{about}">{escape(seen)}</span>'
 
 
-def pane(answer: Answer, title: str, about: str) -> str:
+def pane(answer: ShownAnswer, title: str, about: str) -> str:
     """One answer with its numbers."""
     body = "".join(map(token, answer.tokens)) if answer.tokens else EMPTY
     return look.section(title, answer.state, (
@@ -52,7 +52,7 @@ def pane(answer: Answer, title: str, about: str) -> str:
     ))  # fmt: skip
 
 
-def _numbers(answer: Answer) -> str:
+def _numbers(answer: ShownAnswer) -> str:
     rounds, known, count = len(answer.gains), bool(answer.at), len(answer.tokens)
     read = f"{duration(answer.prefill - answer.vision)} prefill" + " incl. vision" * (not answer.vision)
     seen = f"{duration(answer.vision)} vision + " if answer.vision else ""
@@ -78,7 +78,7 @@ def calls(gains: Sequence[int], name: str) -> str:
     return f'<figure class="mm-calls"><div aria-hidden="true">{columns}</div><figcaption>{label}</figcaption></figure>'
 
 
-def summary(turn: Turn) -> str:
+def summary(turn: ChatTurn) -> str:
     """The speed-up, where the time went, and whether the output is the same."""
     total, decode = turn.speed_up(), turn.speed_up(after=1)
     if total is None:
@@ -89,22 +89,22 @@ def summary(turn: Turn) -> str:
         about += f"; {decode:.2f}× without the wait for the first" if decode else ""
     ready = f"Preparing {turn.ask.noun} and prompt, once for both, took {duration(turn.prepared)} more."
     bars = look.times([("plain", _parts(turn.plain)), ("mmspec", _parts(turn.fast))])
-    return look.summary(big, about, bars, look.badge(*verdict(turn), turn.over), ready)
+    return look.summary(big, about, bars, look.badge(*acceptance(turn), turn.over), ready)
 
 
-def _parts(answer: Answer) -> list[tuple[str, float]]:
+def _parts(answer: ShownAnswer) -> list[tuple[str, float]]:
     """Where the time of an answer went so far."""
     read = answer.prefill - answer.vision if answer.prefill else 0.0
     return [("vision", answer.vision), ("prefill", read), ("decode", max(0.0, answer.seconds - answer.prefill))]
 
 
-def verdict(turn: Turn) -> tuple[str, str]:
+def acceptance(turn: ChatTurn) -> tuple[str, str]:
     """(same, different, chance, partial or open; the words of the badge)."""
     n = turn.compared
     if not turn.ask.comparable:
         return "chance", (
-            "Drawn at random: both answers follow the same law, but with noise of their own. Tick “same draws” or set "
-            "the temperature to 0 to compare them token by token."
+            "Drawn at random: both answers follow one distribution, but with noise of their own. Tick “same draws” or "
+            "set the temperature to 0 to compare them token by token."
         )
     if turn.difference is not None:
         where, gap = turn.difference

@@ -1,4 +1,4 @@
-"""A picture that is wished for, as the page asks it: the prompt, the method, the knob that bends the law."""
+"""A picture that is wished for, as the page asks it: the prompt, the method, the knob that bends the distribution."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mmspec.app.demo.desk import MAX_SEED, RefusedError, within
 MAX_WINDOW = 64
 MAX_GUIDANCE = 20
 LOSSLESS = "off"
-FAMILIES = tuple(sweeps(1024))  # of rules that bend the law, each with settings from mild to bold
+FAMILIES = tuple(sweeps(1024))  # of rules that bend the distribution, each with settings from mild to bold
 STEPS = 5  # of boldness
 SEED_EXACT = "jacobi, seed-exact"
 METHODS: dict[str, dict[str, Any]] = {  # options of the Jacobi drafter; the window comes from the page
@@ -31,7 +31,7 @@ def seed_exact(method: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Wish:
+class PromptWish:
     """A picture to draw and how, as it came from the page."""
 
     prompt: str

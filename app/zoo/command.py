@@ -21,7 +21,7 @@ from mmspec.app.zoo import vlm as zoo_vlm
 from mmspec.app.zoo import watch as zoo_watch
 from mmspec.app.zoo.drafter_card import drafter_card
 from mmspec.checkpoints.save import save_drafter
-from mmspec.pipelines.llamagen import LlamaGenPipeline
+from mmspec.pipelines.llamagen.pipeline import LlamaGenPipeline
 from mmspec.train.recipes import RECIPES as HOW
 from mmspec.zoo.recipes import DRAFTERS, IMAGES, MARS, RECIPES, DrafterRecipe, ImageRecipe, VlmRecipe
 

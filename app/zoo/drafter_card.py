@@ -56,7 +56,7 @@ _MIXED = (
 )
 _DRAWN = (
     "of the scene generator; the\n  pictures are the target's own, drawn at its own guidance scale, and its two "
-    "streams are learnt with the\n  guided law that is verified"
+    "streams are learnt with the\n  guided distribution that is verified"
 )
 
 

@@ -21,7 +21,7 @@ from mmspec.app.zoo import sheets, squares
 from mmspec.app.zoo.fit import fit
 from mmspec.models.llamagen import PREFIX, LlamaGenTransformer, visible
 from mmspec.models.llamagen_vq import LlamaGenVQ
-from mmspec.pipelines.llamagen import LlamaGenPipeline
+from mmspec.pipelines.llamagen.pipeline import LlamaGenPipeline
 from mmspec.zoo import pictures
 from mmspec.zoo.recipes import ImageRecipe
 from mmspec.zoo.recipes import Tokenizer as VqRecipe

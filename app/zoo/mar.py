@@ -17,12 +17,12 @@ from torch.nn import functional as F
 from mmspec.app.bench.faithful import Reader
 from mmspec.app.zoo import mar_card, sheets, squares
 from mmspec.app.zoo.fit import fit
+from mmspec.continuous.denoising import Chain
 from mmspec.models.mar import MARTransformer2DModel
 from mmspec.models.mar_head import MARHead
 from mmspec.models.mar_scheduler import MARScheduler
-from mmspec.paths import Chain
-from mmspec.pipelines.mar import MARPipeline
-from mmspec.pipelines.mar_files import build_vae
+from mmspec.pipelines.mar.files import build_vae
+from mmspec.pipelines.mar.pipeline import MARPipeline
 from mmspec.zoo import classes
 from mmspec.zoo.recipes import MarRecipe, Trunk
 

@@ -67,7 +67,7 @@ tags: [mar, speculative-decoding, mmspec]
 
 A smaller MAR ({transformer:.1f} M parameters, {shape.layers} layers x {shape.dim}, a head of {shape.head_layers} layers
 x {shape.head_width}) on the autoencoder of `{name}`, trained on the same pictures ({plan.steps} steps of {plan.batch}).
-It only drafts: what is drawn has the law of `{name}`.
+It only drafts: what is drawn has the distribution of `{name}`.
 
 ```python
 pipe.enable_speculation(draft=zoo.path("{draft}"))

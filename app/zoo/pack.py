@@ -8,7 +8,7 @@ import torch
 
 from mmspec.zoo import clips, language, scenes
 from mmspec.zoo.language import Exchange
-from mmspec.zoo.recipes import Mix, Turn, VlmRecipe
+from mmspec.zoo.recipes import DialogueTurn, Mix, VlmRecipe
 from mmspec.zoo.scenes import Scene
 
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<image>", "<user>", "<assistant>")  # their ids are 0, 1, 2, ...
@@ -70,7 +70,7 @@ def pack(rows: list[list[tuple[list[int], list[bool]]]], images: int, tokens_per
 
 
 def draw_batch(
-    recipe: VlmRecipe, mix: Mix, turn: Turn, rows: int, encode: Encode, seed: list[int]
+    recipe: VlmRecipe, mix: Mix, turn: DialogueTurn, rows: int, encode: Encode, seed: list[int]
 ) -> tuple[list[Scene], Packed]:
     """The batch of one step: its scenes (the pictures of a row stand together) and its packed texts."""
     rng = np.random.default_rng(seed)
@@ -107,24 +107,24 @@ def _row(
 Shown = tuple[list[Scene], list[Exchange], Callable[[], Exchange]]  # pictures, texts that come first, a question
 
 
-def _picture(rng: np.random.Generator, turn: Turn, mix: Mix) -> Shown:
+def _picture(rng: np.random.Generator, turn: DialogueTurn, mix: Mix) -> Shown:
     scene = scenes.draw(rng)
     first = [language.long(rng, scene, mix)] if rng.random() < mix.long_share else []
     return [scene], [*first, language.short(rng, scene, mix)], lambda: language.any_question(rng, scene, mix)
 
 
-def _pair(rng: np.random.Generator, turn: Turn, mix: Mix) -> Shown:
+def _pair(rng: np.random.Generator, turn: DialogueTurn, mix: Mix) -> Shown:
     pair = (scenes.draw(rng), scenes.draw(rng))
     return list(pair), [], lambda: language.pair_question(rng, pair, mix)
 
 
-def _clip(rng: np.random.Generator, turn: Turn, mix: Mix) -> Shown:
+def _clip(rng: np.random.Generator, turn: DialogueTurn, mix: Mix) -> Shown:
     clip = clips.draw(rng)
     frames = [clips.at(clip, time) for time in clips.moments(turn.pictures, rng)]
     return frames, [clips.describe(rng, clip)], lambda: clips.question(rng, clip)
 
 
-SHOWN: dict[str, Callable[[np.random.Generator, Turn, Mix], Shown]] = {
+SHOWN: dict[str, Callable[[np.random.Generator, DialogueTurn, Mix], Shown]] = {
     "picture": _picture,
     "pair": _pair,
     "clip": _clip,

@@ -21,7 +21,7 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 from mmspec.app.zoo import fit as zoo_fit
 from mmspec.app.zoo import pack, sheets, tower
 from mmspec.zoo import language, lexicon, scenes
-from mmspec.zoo.recipes import Mix, Stage, VlmRecipe
+from mmspec.zoo.recipes import Mix, VlmRecipe, ZooStage
 
 # streams of random numbers: [recipe.seed, stream, step]
 TOWER, TEXTS = 1, 2
@@ -242,7 +242,7 @@ def train_decoder(
     for stage in recipe.stages:
         weights = emphasis(tokenizer, stage.mix)
 
-        def loss_of(step: int, stage: Stage = stage, weights: torch.Tensor = weights) -> tuple[torch.Tensor, int]:
+        def loss_of(step: int, stage: ZooStage = stage, weights: torch.Tensor = weights) -> tuple[torch.Tensor, int]:
             turn, seed = stage.turns[step % len(stage.turns)], [recipe.seed, stage.stream, step]
             shown, batch = pack.draw_batch(recipe, stage.mix, turn, stage.plan.batch, encode, seed)
             return packed_loss(model, batch, tower.pixels(shown), weights), batch.ids.numel()

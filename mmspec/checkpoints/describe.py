@@ -9,7 +9,8 @@ from functools import partial
 from typing import Any
 
 from mmspec import __version__
-from mmspec.checkpoints import blocks, rotary
+from mmspec.checkpoints import dflash as blocks
+from mmspec.checkpoints import rotary
 from mmspec.checkpoints.layouts import layout_named
 from mmspec.checkpoints.settings import NOTED
 from mmspec.drafters.eagle import EagleConfig
@@ -143,7 +144,10 @@ def _nemo(architecture: str, c: EagleConfig) -> dict[str, Any]:
 
 
 _WRITERS: dict[str, Callable[[Any], dict[str, Any]]] = {
-    **{name: partial(blocks.describe, name) for name in ("speculators-block", "muse-glimmer", "hunyuan-dflash", "dflash")},
+    **{
+        name: partial(blocks.describe, name)
+        for name in ("speculators-block", "muse-glimmer", "hunyuan-dflash", "dflash")
+    },
     "speculators": _speculators,
     "vispec": _eagle,
     "nemo-vispec": partial(_nemo, "VispecDraftModel"),

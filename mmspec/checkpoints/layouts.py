@@ -220,9 +220,18 @@ LAYOUTS = {  # the first that is seen is it
         keys=_MUSE,
         dropped=(),
         fixed={
-            "rope_first": False, "bare_embeds": True, "bias": False, "markov_rank": 0, "confidence": False, "taps": 0,
-            "selector_rank": 0, "target_hidden": 0, "anchored": False, "from_anchor": False, "rope_kind": "default",
-        },  # fmt: skip
+            "rope_first": False,
+            "bare_embeds": True,
+            "bias": False,
+            "markov_rank": 0,
+            "confidence": False,
+            "taps": 0,
+            "selector_rank": 0,
+            "target_hidden": 0,
+            "anchored": False,
+            "from_anchor": False,
+            "rope_kind": "default",
+        },
         one_axis=True,
     ),
     "hunyuan-dflash": Layout(

@@ -9,9 +9,10 @@ from functools import partial
 from reprlib import repr as briefly
 from typing import Any, TypeGuard
 
-from mmspec.checkpoints import blocks, rotary
+from mmspec.checkpoints import dflash as blocks
+from mmspec.checkpoints import rotary
 from mmspec.checkpoints.layouts import Layout, layout_named
-from mmspec.drafters.block_drafter import BlockConfig
+from mmspec.drafters.dflash import BlockConfig
 from mmspec.drafters.eagle import EagleConfig
 from mmspec.drafters.rope import KINDS
 from mmspec.registry import DRAFTERS
@@ -56,6 +57,7 @@ _QWEN_KEYS = {  # which block drafters have
     "o_proj.bias": "a bias of the attention's output projection",
 }
 
+
 def read(
     name: str, config: Mapping[str, Any], shapes: Mapping[str, Shape], target: Callable[[str], int | None],
     kind: type[Any],
@@ -76,7 +78,9 @@ def read(
     if name == "mmspec":
         return _own(config, kind)
     layout, flat = layout_named(name), _flat(config)
-    found = _block(name, flat, shapes, target) if layout.method == "block" else _eagle(layout, config, shapes, target, kind)
+    found = (
+        _block(name, flat, shapes, target) if layout.method == "block" else _eagle(layout, config, shapes, target, kind)
+    )
     verifier = _part(_part(config, "speculators_config"), "verifier").get("name_or_path")
     noted = {"target": verifier, **_part(config, "mmspec")}
     said = {key: noted[key] for key in NOTED if noted.get(key) is not None and hasattr(found, key)}
@@ -122,7 +126,9 @@ def layers(config: Mapping[str, Any]) -> int:
     """
     told = _flat(config).get("num_hidden_layers")
     if told is not None and not (_is_count(told) and told <= MANY):
-        raise ValueError(f"num_hidden_layers in config.json must be a whole number from 1 to {MANY}; it is {briefly(told)}")
+        raise ValueError(
+            f"num_hidden_layers in config.json must be a whole number from 1 to {MANY}; it is {briefly(told)}"
+        )
     return told or 1
 
 
@@ -187,7 +193,11 @@ def _check_kinds(made: type[EagleConfig], values: Mapping[str, Any]) -> None:
 
 def _is_allowed(name: str, value: Any, usual: Any) -> bool:
     if isinstance(usual, tuple):
-        return isinstance(value, list | tuple) and len(value) <= MANY and all(_like(one, usual[0] if usual else 0) for one in value)
+        return (
+            isinstance(value, list | tuple)
+            and len(value) <= MANY
+            and all(_like(one, usual[0] if usual else 0) for one in value)
+        )
     if type(usual) is int:
         return _like(value, usual) and 0 <= value <= MOST.get(name, LARGEST)
     return _like(value, usual)
@@ -210,7 +220,10 @@ def refuse(name: str, config: Mapping[str, Any], shapes: Mapping[str, Shape]) ->
     """Raise a ValueError with every reason for which our network cannot be that of a drafter in a layout."""
     flat, layout = _flat(config), layout_named(name)
     denoises = layout.method == "block"
-    kind, fine = config.get("speculators_model_type"), ("dflash", "dspark", "dflash2") if denoises else ("eagle3", "peagle")
+    kind, fine = (
+        config.get("speculators_model_type"),
+        ("dflash", "dspark", "dflash2") if denoises else ("eagle3", "peagle"),
+    )
     needs = [] if kind in (None, *fine) else [f"the method {kind!r} of speculators (this layout has {', '.join(fine)})"]
     later = not denoises and not layout.own_head
     wanted = {**_NEEDS, **(_LATER if later else {})}
@@ -238,9 +251,7 @@ def refuse(name: str, config: Mapping[str, Any], shapes: Mapping[str, Shape]) ->
         )
 
 
-def _layer(
-    flat: Mapping[str, Any], shapes: Mapping[str, Shape], layer: str, fc: str = "fc.weight"
-) -> dict[str, Any]:
+def _layer(flat: Mapping[str, Any], shapes: Mapping[str, Shape], layer: str, fc: str = "fc.weight") -> dict[str, Any]:
     """The fields that a Llama-like config.json and the decoder layer's tensors give."""
     matrices = [fc, *(f"{layer}.{x}_proj.weight" for x in ("self_attn.q", "self_attn.k", "mlp.gate"))]
     wrong = [f"{key} has the shape {list(shapes[key])}" for key in matrices if len(shapes[key]) != 2]

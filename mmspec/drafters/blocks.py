@@ -13,9 +13,9 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from mmspec.attention import sdpa
+from mmspec.batch import gather_rows
 from mmspec.drafters.rope import Rope, rotate
-from mmspec.rows import gather_rows
-from mmspec.slots import Lengths, Slots, visibility
+from mmspec.ragged_cache import Lengths, RaggedBuffer, visibility
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v [B, heads, n, D] → [B, heads, n, D]
 
@@ -154,19 +154,19 @@ def shares(length: Tensor, count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @dataclass
-class Memory:
+class FeatureMemory:
     """A feature drafter's state: keys and values of the rows it has read, per sequence; streams are further heads."""
 
-    slots: Slots
+    slots: RaggedBuffer
     lengths: Lengths  # rows read, per sequence
     positions: Tensor  # [B], of the next row
     open_slots: Tensor  # bool [B, L], false at padding
     padded: bool  # whether any slot is closed, as the host knows it
     context: Tensor | None = None  # [B, 1, C], what else `inputs` wants at the rows to come
     told: dict[str, float] = field(default_factory=dict)  # for `Stats.drafter`, right after the prompt was read
-    more: tuple[Slots, ...] = ()  # of the layers after the first
+    more: tuple[RaggedBuffer, ...] = ()  # of the layers after the first
 
-    def select(self, rows: Tensor) -> Memory:
+    def select(self, rows: Tensor) -> FeatureMemory:
         for slots in (self.slots, *self.more):
             slots.select(rows)
         return replace(
@@ -177,7 +177,7 @@ class Memory:
             context=None if self.context is None else self.context[rows],
         )
 
-    def join(self, other: Memory) -> Memory:
+    def join(self, other: FeatureMemory) -> FeatureMemory:
         for mine, others in zip((self.slots, *self.more), (other.slots, *other.more), strict=True):
             mine.join(others, self.lengths.longest)
         longest = max(self.open_slots.shape[1], other.open_slots.shape[1])
@@ -188,7 +188,7 @@ class Memory:
         held: dict[str, Any] = {"lengths": lengths, "positions": positions, "padded": padded}
         return replace(self, **held, open_slots=torch.cat(open_slots), context=both)
 
-    def attend(self, at: Lengths, ancestors: Tensor | None, slots: Slots | None = None) -> Attend:
+    def attend(self, at: Lengths, ancestors: Tensor | None, slots: RaggedBuffer | None = None) -> Attend:
         """Attention over the rows read and the ones since; the last M columns of `ancestors` [B, n, ≥ M] say it of the
         M rows after the first `self.lengths`, of which the last n are being appended at `at`; None: all is visible."""
 
@@ -217,8 +217,8 @@ def path_after(session: Any) -> tuple[Tensor, Tensor, Tensor]:
     last = session.last
     if last.scores.hidden is None:
         raise ValueError("the target handed over no features; the drafter must name them in `features`")
-    kept, count = last.kept, last.verdict.count
+    kept, count = last.kept, last.acceptance.count
     tokens = gather_rows(last.draft.tokens, kept).clamp(min=0)
-    follow = torch.cat([tokens[:, 1:], last.verdict.token[:, None]], 1)
-    follow = follow.scatter(1, (count - 1)[:, None], last.verdict.token[:, None])
+    follow = torch.cat([tokens[:, 1:], last.acceptance.next_token[:, None]], 1)
+    follow = follow.scatter(1, (count - 1)[:, None], last.acceptance.next_token[:, None])
     return gather_rows(last.scores.hidden, kept), follow, count

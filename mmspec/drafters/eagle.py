@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmspec.drafters import shapes
+from mmspec.drafters import static_trees as shapes
 from mmspec.drafters.blocks import Attend, Block, RMSNorm
+from mmspec.drafters.draft_vocab import DraftVocab
 from mmspec.drafters.feature import FeatureDrafter
 from mmspec.drafters.options import ALL, TreeOptions, grown
 from mmspec.drafters.rope import Rope
-from mmspec.drafters.vocab import DraftVocab
 from mmspec.tree import Expand, chain, marginal
 from mmspec.types import FINAL, Target, TargetInfo, Tree
 
@@ -81,7 +81,9 @@ class EagleConfig(Rope):
         self.check(self.head_dim or self.hidden // self.heads)
         later = self.layers > 1 or self.parallel or self.fc_norm or self.norm_before_fc or self.norm_output
         if later and not (self.parallel_norm and self.draft_vocab):
-            raise ValueError("several layers, norms of features and mask rows need EAGLE-3's layer and a head of its own")
+            raise ValueError(
+                "several layers, norms of features and mask rows need EAGLE-3's layer and a head of its own"
+            )
 
     def only_final(self, method: str) -> None:
         """Refuse what a method that is built on EAGLE-1/2's layer has no place for.
@@ -247,9 +249,7 @@ class Deeper(nn.Module):
     def __init__(self, c: EagleConfig) -> None:
         super().__init__()
         self.input_norm = RMSNorm(c.hidden, c.norm_eps)
-        self.block = Block(
-            c.hidden, c.intermediate, c.heads, c.kv_heads, c, c.norm_eps, head_dim=c.head_dim or None
-        )
+        self.block = Block(c.hidden, c.intermediate, c.heads, c.kv_heads, c, c.norm_eps, head_dim=c.head_dim or None)
 
     def forward(self, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         return self.block(self.input_norm(x), x, positions, attend)  # type: ignore[no-any-return]

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from mmspec.drafters import prune
-from mmspec.drafters.blocks import Memory, beside, path_after
+from mmspec.drafters.blocks import FeatureMemory, beside, path_after
 from mmspec.drafters.growth import Growth
 from mmspec.drafters.layer import FeatureLayer
-from mmspec.drafters.vocab import DraftVocab
-from mmspec.rows import fold, gather_rows, unfold
-from mmspec.slots import Lengths, Slots
+from mmspec.drafters.draft_vocab import DraftVocab
+from mmspec.batch import fold, gather_rows, unfold
+from mmspec.ragged_cache import Lengths, RaggedBuffer
 from mmspec.tree import chain
 from mmspec.types import ATTENTION, Draft, Prompt, Target
 
@@ -31,13 +31,13 @@ class FeatureDrafter(Growth, FeatureLayer):
 
     @property
     def capturable(self) -> bool:
-        """Whether what it does is a function of tensors and of one layer's attention in `Memory.attend` alone."""
+        """Whether what it does is a function of tensors and of one layer's attention in `FeatureMemory.attend` alone."""
         return self.nodes > 1 and not self.more
 
     # -- drafting ----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def start(self, session: Any, target: Target, prompt: Prompt) -> Memory:
+    def start(self, session: Any, target: Target, prompt: Prompt) -> FeatureMemory:
         """Read the prompt: row j pairs the features at j with the embedding at j + 1; the last waits for its token.
 
         Raises:
@@ -57,8 +57,8 @@ class FeatureDrafter(Growth, FeatureLayer):
         looked = None if prompt.attention is None else prompt.attention[:, 1:].repeat_interleave(S, 0)
         e = self.enter(*prune.pruned(self.options, looked, (embeds, features, visual, valid, positions)))
         n, open_slots = e.x.shape[1], e.valid[::S]
-        memory = Memory(Slots(n + 257), zero, onward, open_slots, not bool(open_slots.all()), e.onward)
-        memory.more = tuple(Slots(n + 257) for _ in self.more)
+        memory = FeatureMemory(RaggedBuffer(n + 257), zero, onward, open_slots, not bool(open_slots.all()), e.onward)
+        memory.more = tuple(RaggedBuffer(n + 257) for _ in self.more)
         if self.more:
             visible = chain(n, device).ancestors & e.valid[:, None] | torch.eye(n, dtype=torch.bool, device=device)
             self._through(memory, e.x, e.residual, e.positions, zero, visible, 1)
@@ -71,7 +71,7 @@ class FeatureDrafter(Growth, FeatureLayer):
         return memory
 
     def _read(
-        self, memory: Memory, embeds: Tensor, features: Tensor, at: Lengths, ahead: Tensor | int, seen: Tensor | None,
+        self, memory: FeatureMemory, embeds: Tensor, features: Tensor, at: Lengths, ahead: Tensor | int, seen: Tensor | None,
         level: int = 0,
     ) -> Tensor:  # fmt: skip
         """Run n rows [B, n] through the layer; returns features.
@@ -81,7 +81,7 @@ class FeatureDrafter(Growth, FeatureLayer):
             features: [B, n, F], the target's, or at a level above 0 what `_read` gave for the rows' parents.
             at: where the rows are appended.
             ahead: their positions, counted from the memory's next one.
-            seen: as `Memory.attend` takes it.
+            seen: as `FeatureMemory.attend` takes it.
             level: 0 for what the target has read, else how deep below the root these nodes stand.
         """
         S = embeds.shape[-1] // self.config.hidden
@@ -92,7 +92,14 @@ class FeatureDrafter(Growth, FeatureLayer):
         return unfold(self.carry(self._through(memory, x, residual, positions, at, seen, S)), S)
 
     def _through(
-        self, memory: Memory, x: Tensor, residual: Tensor, positions: Tensor, at: Lengths, seen: Tensor | None, S: int
+        self,
+        memory: FeatureMemory,
+        x: Tensor,
+        residual: Tensor,
+        positions: Tensor,
+        at: Lengths,
+        seen: Tensor | None,
+        S: int,
     ) -> Tensor:
         """The output of the layers, whose keys and values are appended at `at`."""
         z = self.block(x, residual, positions, beside(memory.attend(at, seen), S))
@@ -107,7 +114,7 @@ class FeatureDrafter(Growth, FeatureLayer):
         counted = torch.arange(1 - prompt.ids.shape[1], 1, device=prompt.ids.device)[None]
         return counted[:, -1].expand(len(prompt.ids)), counted
 
-    def settle(self, memory: Memory, f: Tensor) -> None:
+    def settle(self, memory: FeatureMemory, f: Tensor) -> None:
         """Told the features [B, 1, F] of the last row that the target has read, after each catching up."""
 
     @torch.no_grad()
@@ -124,7 +131,7 @@ class FeatureDrafter(Growth, FeatureLayer):
             hidden, follow, count: as `path_after` gives them.
             draws: see `drawing`.
         """
-        memory: Memory = session.memory
+        memory: FeatureMemory = session.memory
         W = follow.shape[1]
         seen = None if W == 1 else chain(W, follow.device).ancestors.expand(len(follow), W, W)
         out = self._read(memory, _embed(target, follow), hidden, memory.lengths, 0, seen)
@@ -138,7 +145,7 @@ class FeatureDrafter(Growth, FeatureLayer):
         self, session: Any, target: Target, tokens: Tensor, f: Tensor, appended: int, ahead: Tensor,
         seen: Tensor | None, level: int,
     ) -> Tensor:  # fmt: skip
-        memory: Memory = session.memory
+        memory: FeatureMemory = session.memory
         at = memory.lengths.further(appended)
         return self._read(memory, _embed(target, tokens), f, at, ahead, seen, level)
 

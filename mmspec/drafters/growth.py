@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmspec.drafters import shapes
+from mmspec.drafters import static_trees as shapes
 from mmspec.drafters.options import TreeOptions
 from mmspec.kernels import reference as ops
-from mmspec.rows import gather_rows
+from mmspec.batch import gather_rows
 from mmspec.tree import Expand, chain, grow
 from mmspec.types import Categorical, Draft, Target, Tree
 
@@ -72,18 +72,18 @@ class Growth:
 
     def drawing(self, session: Any) -> bool:
         """Whether the next draft is drawn: a point mass is not met by drawing."""
-        return self.options.draws and not session.last.scores.law.is_point
+        return self.options.draws and not session.last.scores.p.is_point
 
     def grown(self, session: Any, target: Target, f: Tensor, draws: bool) -> Draft:
         """What the options ask for, from the feature f [B, 1, F] of the root."""
-        o, law = self.options, None
+        o, q = self.options, None
         if o.tree == shapes.DYNAMIC:
             below, tree = self._tree(session, target, f)
         elif o.tree == "chain" and not draws:
             below, tree = self._chain(session, target, f)
         else:
-            below, tree, law = self._static(session, target, f, draws)
-        return Draft(torch.cat([session.pending[:, None], below], 1), tree, law)
+            below, tree, q = self._static(session, target, f, draws)
+        return Draft(torch.cat([session.pending[:, None], below], 1), tree, q)
 
     def _weighed(self, session: Any, target: Target, f: Tensor, level: int | Tensor) -> Tensor:
         """Logits [B, n, V] of the tokens at `level` below the root's children, weighed as the target weighs its own."""
@@ -109,7 +109,7 @@ class Growth:
         return self.to_target(below), tree
 
     def _static(self, session: Any, target: Target, f: Tensor, draws: bool) -> tuple[Tensor, Tree, Categorical | None]:
-        """A static tree, and the law of what was drawn."""
+        """A static tree, and the distribution of what was drawn."""
 
         def noise(level: int) -> Tensor:
             return ops.gumbel(seeds, session.emitted[:, None] + level, first.shape[-1])
@@ -117,8 +117,8 @@ class Growth:
         plan = shapes.plan(self.options.tree, self.options.depth, f.device)
         seeds = ops.stream(session.seeds, ops.FRESH)
         first, expand = self._growth(session, target, f)
-        below, law = shapes.fill(first, expand, plan, noise if draws else None)
-        return self.to_target(below), plan.tree.expand(len(f)), None if law is None else Categorical(law)
+        below, q = shapes.fill(first, expand, plan, noise if draws else None)
+        return self.to_target(below), plan.tree.expand(len(f)), None if q is None else Categorical(q)
 
     def _growth(self, session: Any, target: Target, f: Tensor) -> tuple[Tensor, Expand]:
         """Log-probabilities [B, V] after the root, and the way to those after a frontier."""

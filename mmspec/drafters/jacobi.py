@@ -1,4 +1,4 @@
-"""Jacobi: a window of guesses, redrawn each round from the laws that the target gave them. No weights."""
+"""Jacobi: a window of guesses, redrawn each round from the distributions that the target gave them. No weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mmspec.config import chosen, is_whole, one_of, whole
 from mmspec.kernels import reference as ops
 from mmspec.modes import lasting
 from mmspec.tree import chain, from_paths, in_order, lone
-from mmspec.types import HOLE, Categorical, Draft, Prompt, Round, Target, TargetInfo, Tree
+from mmspec.types import NO_TOKEN, Categorical, Draft, Prompt, Round, Target, TargetInfo, Tree
 
 _SHARES = {
     "uniform": (0.0, 0.0),
@@ -63,36 +63,41 @@ class WindowOptions:
 
 
 @dataclass
-class Memory:
+class WindowMemory:
     """What rows carry to their next round beside the round itself; C = window − 1 positions are guessed in each."""
 
-    decided: Tensor  # [B, G], the tokens decided last, HOLE where there are fewer; G: width of the grid
+    decided: Tensor  # [B, G], the tokens decided last, NO_TOKEN where there are fewer; G: width of the grid
     ends: Tensor  # [B], tokens after the prompt at which the row ends
     init: str
-    law: Tensor | None = None  # [B, C, V], log q of the guesses on the main line; None: none were drawn from a law
+    q: Tensor | None = (
+        None  # [B, C, V], log q of the guesses on the main line; None: none were drawn from a distribution
+    )
 
     def append(self, last: Round) -> None:
         """Take in what a round decided: the accepted tokens, then the drawn one."""
-        token, count = last.verdict.token[:, None], last.verdict.count[:, None]
+        token, count = last.acceptance.next_token[:, None], last.acceptance.count[:, None]
         path = torch.cat([last.draft.tokens.gather(1, last.kept)[:, 1:], token], 1).scatter(1, count - 1, token)
         here = count + torch.arange(self.decided.shape[1], device=path.device)
         self.decided = torch.cat([self.decided, path], 1).gather(1, here)
 
-    def select(self, rows: Tensor) -> Memory:
-        law = None if self.law is None else self.law[rows]
-        return replace(self, decided=self.decided[rows], ends=self.ends[rows], law=law)
+    def select(self, rows: Tensor) -> WindowMemory:
+        distribution = None if self.q is None else self.q[rows]
+        return replace(self, decided=self.decided[rows], ends=self.ends[rows], q=distribution)
 
-    def join(self, other: Memory) -> Memory:
-        law = self.law if self.law is not None else other.law
-        if law is not None:  # where there are no guesses, what fills their place is never read
-            laws = [law.new_zeros(len(m.ends), *law.shape[1:]) if m.law is None else m.law for m in (self, other)]
-            law = torch.cat(laws)
+    def join(self, other: WindowMemory) -> WindowMemory:
+        distribution = self.q if self.q is not None else other.q
+        if distribution is not None:  # where there are no guesses, what fills their place is never read
+            distributions = [
+                distribution.new_zeros(len(m.ends), *distribution.shape[1:]) if m.q is None else m.q
+                for m in (self, other)
+            ]
+            distribution = torch.cat(distributions)
         decided, ends = torch.cat([self.decided, other.decided]), torch.cat([self.ends, other.ends])
-        return replace(self, decided=decided, ends=ends, law=law)
+        return replace(self, decided=decided, ends=ends, q=distribution)
 
 
 @dataclass(frozen=True)
-class Layout:
+class WindowLayout:
     """The nodes of all drafts of a session: `levels` levels of a tree with `ranks` branches per node, then a chain."""
 
     tree: Tree  # [1, N]
@@ -104,11 +109,11 @@ class Layout:
 
 @lru_cache(maxsize=16)
 @lasting()
-def layout(window: int, proactive: tuple[int, int], device: torch.device) -> Layout:
+def layout(window: int, proactive: tuple[int, int], device: torch.device) -> WindowLayout:
     """A chain; with proactive = (K, D) its first D − 1 levels have all K branches of every node."""
     nodes = torch.arange(window, device=device)
     if proactive == ALONE:
-        return Layout(chain(window, device), nodes.expand(window, window), nodes)
+        return WindowLayout(chain(window, device), nodes.expand(window, window), nodes)
     K, levels = proactive[0], proactive[1] - 1
     paths = [*product(range(K), repeat=levels), (0,) * (window - 1)]
     place = {path: n for n, path in enumerate(in_order(paths))}
@@ -119,18 +124,20 @@ def layout(window: int, proactive: tuple[int, int], device: torch.device) -> Lay
         lines.append([*main[: d + 1], *below, *main[d + 1 + len(below) :]])
         entry.append((d - 1) * K + path[-1] + 1 if 0 < d <= levels else (levels * (K - 1) + d) * (d > 0))
     line, at = (torch.tensor(table, device=device) for table in (lines, entry))
-    return Layout(from_paths(paths, device)[0], line, at, K, levels)
+    return WindowLayout(from_paths(paths, device)[0], line, at, K, levels)
 
 
 @dataclass(frozen=True)
 class JacobiDrafter:
     """Speculative Jacobi decoding, lossless with every init and every coupling (Teng et al. 2024, SJD, §3).
 
-    Why: let F be all that was drawn at earlier positions, in all rounds. Given F, a guess has exactly the law q that
+    Why: let F be all that was drawn at earlier positions, in all rounds. Given F, a guess has exactly the distribution
+        q that
     its draft states: a first guess by its init, a later one because the coupling makes it a draw from p with noise of
-    its own position, so that q := p also where the guess stayed as it was. When it is tested, p is the true law and
-    the coin is new: what comes out has the law p. So only what F determines may say which law goes to which position:
-    how many guesses stood before may. So may a clock: a draft that is never tested leaves no trace.
+    its own position, so that q := p also where the guess stayed as it was. When it is tested, p is the true
+        distribution and
+    the coin is new: what comes out has the distribution p. So only what F determines may say which distribution goes to
+    which position: how many guesses stood before may. So may a clock: a draft that is never tested leaves no trace.
 
     Attributes:
         vocab: tokens of the target's head; the uniform part of a first guess spreads over all of them.
@@ -156,7 +163,7 @@ class JacobiDrafter:
         """
         return replace(self, vocab=target.vocab, options=chosen(WindowOptions(), given, "the jacobi drafter"))
 
-    def start(self, session: Any, target: Target, prompt: Prompt) -> Memory:
+    def start(self, session: Any, target: Target, prompt: Prompt) -> WindowMemory:
         """What these rows carry.
 
         Raises:
@@ -171,8 +178,8 @@ class JacobiDrafter:
             )
         device, B = session.pending.device, len(session.rows)
         ends = torch.tensor([row.limit - row.start for row in session.rows], device=device)
-        decided = torch.full((B, grid[1] if grid else 1), HOLE, device=device)
-        return Memory(decided, ends, init)
+        decided = torch.full((B, grid[1] if grid else 1), NO_TOKEN, device=device)
+        return WindowMemory(decided, ends, init)
 
     def propose(self, session: Any, target: Target) -> Draft:
         if self.options.window == 1:
@@ -182,12 +189,12 @@ class JacobiDrafter:
 
     @torch.no_grad()
     def _guess(self, session: Any) -> Draft:
-        memory, law, pending = session.memory, session.last.scores.law, session.pending
+        memory, distribution, pending = session.memory, session.last.scores.p, session.pending
         shape = layout(self.options.window, self.options.proactive, pending.device)
         tree = shape.tree.expand(len(pending))
         column = torch.arange(self.options.window - 1, device=pending.device)
         position = session.emitted[:, None] + column  # [B, C], after the prompt
-        vocab = self.vocab if law.is_point else law.logits.shape[-1]
+        vocab = self.vocab if distribution.is_point else distribution.logits.shape[-1]
 
         def noise(columns: int) -> Tensor:  # [B, columns, V], the same in every round
             return ops.gumbel(session.seeds, position[:, :columns], vocab)
@@ -198,42 +205,43 @@ class JacobiDrafter:
         known, token, log_p = self._carried(session, coins, noise)
         first, prior = self._first(session, known, token, coins, vocab)
         token = torch.where(known, token, first)
-        token = torch.where(position < memory.ends[:, None], token, HOLE)
-        if law.is_point and not shape.levels:
+        token = torch.where(position < memory.ends[:, None], token, NO_TOKEN)
+        if distribution.is_point and not shape.levels:
             return Draft(torch.cat([pending[:, None], token], 1), tree)
         log_q = prior() if log_p is None else torch.where(known[..., None], log_p, prior())
-        memory.law = None if law.is_point else log_q
+        memory.q = None if distribution.is_point else log_q
         logits = log_q
         if shape.levels:
             token, logits = _branched(token, log_q, noise(shape.levels), shape)
         tokens = torch.cat([pending[:, None], token], 1)[:, shape.entry]
-        if law.is_point:
+        if distribution.is_point:
             return Draft(tokens, tree)
         logits = torch.cat([logits[:, :1], logits], 1)  # the root's entry is not read
         return Draft(tokens, tree, Categorical(logits if tree.is_chain else logits[:, shape.entry]))
 
     def _carried(self, session: Any, coins: Tensor, noise: Noise) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The positions that the last round gave a law to, a prefix of each row: which, the new guesses, log p."""
-        last, law = session.last, session.last.scores.law
+        """The positions that the last round gave a distribution to, a prefix of each row: which, the new guesses, log
+        p."""
+        last, distribution = session.last, session.last.scores.p
         B, C = coins.shape
         if last.draft.tree.size == 1:  # the round of the prefill, or one without a draft
-            return torch.zeros_like(coins, dtype=torch.bool), torch.full_like(coins, HOLE, dtype=torch.long), None
+            return torch.zeros_like(coins, dtype=torch.bool), torch.full_like(coins, NO_TOKEN, dtype=torch.long), None
         column = torch.arange(C, device=coins.device)
-        level = last.verdict.count[:, None] + column  # where in the last draft its law is
-        line = layout(C + 1, self.options.proactive, coins.device).line[last.verdict.last]
+        level = last.acceptance.count[:, None] + column  # where in the last draft its distribution is
+        line = layout(C + 1, self.options.proactive, coins.device).line[last.acceptance.last]
         nodes = line.gather(1, level.clamp(max=C))
-        known = (level <= C) & (last.draft.tokens.gather(1, nodes) != HOLE)
-        if law.is_point:
-            return known, law.ids.gather(1, nodes), None
+        known = (level <= C) & (last.draft.tokens.gather(1, nodes) != NO_TOKEN)
+        if distribution.is_point:
+            return known, distribution.ids.gather(1, nodes), None
         rows = torch.arange(B, device=coins.device)[:, None]
-        log_p = law.logits[rows, nodes].float().log_softmax(-1)
+        log_p = distribution.logits[rows, nodes].float().log_softmax(-1)
         if self.options.coupling == "gumbel":
             return known, (log_p + noise(C)).argmax(-1), log_p
         if self.options.coupling == "none":
             return known, ops.categorical(log_p.exp(), coins).clamp(min=0), log_p
         x = last.draft.tokens.gather(1, line.gather(1, (level + 1).clamp(max=C)))
-        x = torch.where(known & (level < C), x, HOLE)
-        q = session.memory.law[rows, level.clamp(max=C - 1)].exp() * (x != HOLE)[..., None]
+        x = torch.where(known & (level < C), x, NO_TOKEN)
+        q = session.memory.q[rows, level.clamp(max=C - 1)].exp() * (x != NO_TOKEN)[..., None]
         return known, _keep_or_redraw(log_p.exp(), q, x, coins), log_p
 
     def _first(
@@ -242,13 +250,14 @@ class JacobiDrafter:
         """First guesses [B, C], and log q [B, C, V] when asked for: with chance `copy` a neighbour's token, or uniform.
 
         The neighbours are the last token to the left that is decided or carried, and the decided one straight above; in
-        the first row both are the left one. Where the target's law is a point mass nothing is left to the uniform part.
+        the first row both are the left one. Where the target's distribution is a point mass nothing is left to the
+        uniform part.
         """
         memory, C = session.memory, coins.shape[1]
         left = torch.cat([session.pending[:, None], token], 1).gather(1, known.sum(1, keepdim=True)).expand(-1, C)
         above = memory.decided[:, torch.arange(C, device=coins.device) % memory.decided.shape[1]]
-        near = torch.stack([left, torch.where(above == HOLE, left, above)], -1)
-        share = coins.new_tensor(_SHARES[memory.init]) * (1.0 if session.last.scores.law.is_point else self.copy)
+        near = torch.stack([left, torch.where(above == NO_TOKEN, left, above)], -1)
+        share = coins.new_tensor(_SHARES[memory.init]) * (1.0 if session.last.scores.p.is_point else self.copy)
         copied = share.sum()
         flat = ((coins - copied) / (1 - copied) * vocab).nan_to_num().clamp(0, vocab - 1).long()
         token = torch.where(coins < share[0], near[..., 0], near[..., 1])
@@ -268,27 +277,30 @@ def _keep_or_redraw(p: Tensor, q: Tensor, x: Tensor, u: Tensor) -> Tensor:
 
     Args:
         p, q: probabilities [B, C, V]; q = 0 where there is no guess.
-        x: guesses [B, C], HOLE where there is none.
+        x: guesses [B, C], NO_TOKEN where there is none.
         u: uniform noise [B, C].
     """
     at = x.clamp(min=0)[..., None]
-    f = ops.exact_ratio(p.gather(-1, at), q.gather(-1, at))[..., 0].to(u.dtype) * (x != HOLE)
+    f = ops.exact_ratio(p.gather(-1, at), q.gather(-1, at))[..., 0].to(u.dtype) * (x != NO_TOKEN)
     other = ops.categorical(ops.positive_residual(p, q), ops.remaining(u, f)).clamp(min=0)
     return torch.where(u < f, x, other)
 
 
-def _branched(token: Tensor, log_q: Tensor, noise: Tensor, shape: Layout) -> tuple[Tensor, Tensor]:
+def _branched(token: Tensor, log_q: Tensor, noise: Tensor, shape: WindowLayout) -> tuple[Tensor, Tensor]:
     """Guesses [B, C] with further ones on the tree's levels, drawn without replacement: K·R + C − R tokens, log q.
 
-    Each one's law has the earlier ones taken out. The noise [B, R, V] is the positions' own: it is used for no other
-    draw but the one it would repeat, so the first guess may come from anywhere. HOLE where the law has no more tokens.
+    Each one's distribution has the earlier ones taken out. The noise [B, R, V] is the positions' own: it is used for no
+    other draw but the one it would repeat, so the first guess may come from anywhere. NO_TOKEN where the distribution
+    has no more tokens.
     """
     R, K, V = shape.levels, shape.ranks, log_q.shape[-1]
-    first, law = token[:, :R, None], log_q[:, :R]
-    best, tokens = (law + noise).scatter(2, first.clamp(min=0), math.inf).topk(min(K, V), -1)
-    tokens = pad(torch.where((best == -math.inf) | (first == HOLE), HOLE, tokens), (0, K - min(K, V)), value=HOLE)
-    laws = [law]
+    first, distribution = token[:, :R, None], log_q[:, :R]
+    best, tokens = (distribution + noise).scatter(2, first.clamp(min=0), math.inf).topk(min(K, V), -1)
+    tokens = pad(
+        torch.where((best == -math.inf) | (first == NO_TOKEN), NO_TOKEN, tokens), (0, K - min(K, V)), value=NO_TOKEN
+    )
+    distributions = [distribution]
     for rank in range(K - 1):
-        laws.append(laws[-1].scatter(2, tokens[..., rank, None].clamp(min=0), -math.inf))
-    logits = torch.where(tokens[..., None] == HOLE, 0.0, torch.stack(laws, 2))
+        distributions.append(distributions[-1].scatter(2, tokens[..., rank, None].clamp(min=0), -math.inf))
+    logits = torch.where(tokens[..., None] == NO_TOKEN, 0.0, torch.stack(distributions, 2))
     return torch.cat([tokens.flatten(1), token[:, R:]], 1), torch.cat([logits.flatten(1, 2), log_q[:, R:]], 1)

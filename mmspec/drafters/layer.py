@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mmspec.batch import fold, gather_rows, unfold
 from mmspec.drafters.blocks import Block, attention
-from mmspec.rows import fold, gather_rows, unfold
 from mmspec.types import Target
 
 
 @dataclass(frozen=True)
-class Entering:
+class EncodedPrompt:
     """What enters the layer in the place of some rows of the target: a prompt, or in training a whole text.
 
     Rows keep their order; padding may stand on either side.
@@ -38,8 +38,8 @@ class FeatureLayer(nn.Module):
     one row each through `inputs`, or, where a method compresses or bypasses, something else at the visual ones.
 
     Under guidance a target has S > 1 streams: they share the tokens, each has features and memory of its own, and the
-    target's head makes one law of them. Outside, streams stand side by side on the feature axis; the layer reads them
-    as rows of a batch.
+    target's head makes one distribution of them. Outside, streams stand side by side on the feature axis; the layer
+    reads them as rows of a batch.
     """
 
     config: Any
@@ -50,11 +50,13 @@ class FeatureLayer(nn.Module):
         """(what attention reads, the residual) of embeddings [B, n, H] and features: the target's [B, n, F] or own.
 
         Args:
-            context: [B, n or 1, C], of an Entering or of the memory; None: there is none.
+            context: [B, n or 1, C], of an EncodedPrompt or of the memory; None: there is none.
         """
         raise NotImplementedError
 
-    def enter(self, embeds: Tensor, features: Tensor, visual: Tensor, valid: Tensor, positions: Tensor) -> Entering:
+    def enter(
+        self, embeds: Tensor, features: Tensor, visual: Tensor, valid: Tensor, positions: Tensor
+    ) -> EncodedPrompt:
         """What enters the layer for L rows of the target, already paired: h_j with e_{j+1}.
 
         Args:
@@ -65,7 +67,7 @@ class FeatureLayer(nn.Module):
         """
         x, residual = self.inputs(embeds, features)
         source = torch.arange(embeds.shape[1], device=embeds.device).expand(len(embeds), -1)
-        return Entering(x, residual, positions, valid, source)
+        return EncodedPrompt(x, residual, positions, valid, source)
 
     def logits(self, hidden: Tensor, target: Target) -> Tensor:
         """Logits [..., V_d] over the draft vocabulary from carried features [..., S·H]."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mmspec.drafters.eagle import EagleConfig, EagleDrafter
-from mmspec.drafters.layer import Entering
+from mmspec.drafters.layer import EncodedPrompt
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,9 @@ class MsdDrafter(EagleDrafter):
     Config = MsdConfig
     sees = True
 
-    def enter(self, embeds: Tensor, features: Tensor, visual: Tensor, valid: Tensor, positions: Tensor) -> Entering:
+    def enter(
+        self, embeds: Tensor, features: Tensor, visual: Tensor, valid: Tensor, positions: Tensor
+    ) -> EncodedPrompt:
         whole = super().enter(embeds, features, visual, valid, positions)
         residual = torch.where((visual > 0)[..., None], self.embed_norm(embeds), whole.residual)
-        return Entering(self.input_norm(residual), residual, positions, valid, whole.source)
+        return EncodedPrompt(self.input_norm(residual), residual, positions, valid, whole.source)

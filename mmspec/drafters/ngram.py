@@ -12,7 +12,7 @@ from torch import Tensor
 from mmspec.config import chosen
 from mmspec.drafters.options import ChainOptions, sized
 from mmspec.tree import chain
-from mmspec.types import HOLE, Draft, Prompt, Target, TargetInfo
+from mmspec.types import NO_TOKEN, Draft, Prompt, Target, TargetInfo
 
 _USUAL = ChainOptions()
 
@@ -65,7 +65,9 @@ class NgramDrafter:
     def propose(self, session: Any, target: Target) -> Draft:
         found = [self._continuation(session.memory, b, row.tokens) for b, row in enumerate(session.rows)]
         depth = max(map(len, found))
-        chains = [[row.tokens[-1], *f, *[HOLE] * (depth - len(f))] for row, f in zip(session.rows, found, strict=True)]
+        chains = [
+            [row.tokens[-1], *f, *[NO_TOKEN] * (depth - len(f))] for row, f in zip(session.rows, found, strict=True)
+        ]
         tokens = torch.tensor(chains, device=session.pending.device)
         return Draft(tokens, chain(depth + 1, tokens.device).expand(len(chains)))
 

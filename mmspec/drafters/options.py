@@ -8,7 +8,7 @@ from reprlib import repr as briefly
 from typing import Any, Literal, Protocol, TypeVar
 
 from mmspec.config import chosen, is_whole, one_of, whole
-from mmspec.drafters.shapes import DYNAMIC, SHAPES, nodes, shape_named
+from mmspec.drafters.static_trees import DYNAMIC, SHAPES, nodes, shape_named
 
 ALL: Literal["all"] = "all"
 PRUNE_BY = ("attention", "uniform")
@@ -57,7 +57,7 @@ class TreeOptions(ChainOptions):
         depth: longest drafted path, in tokens (≥ 1).
         width: branches per node and size of the frontier; 1 drafts a chain.
         size: nodes sent to the target in a round, the root included.
-        tree: "dynamic" (grown by likelihood), or the name of a static shape of mmspec/drafters/shapes.py.
+        tree: "dynamic" (grown by likelihood), or the name of a static shape of mmspec/drafters/static_trees.py.
         draws: fill a static tree by drawing without replacement from the drafter's distribution, not by rank.
         draft_vocab: tokens that a drafter on the target's head proposes from; it reads their rows of the head and no
             others. "all"; or N: the first N tokens, which a BPE vocabulary learned first, and those that end an
@@ -88,7 +88,7 @@ class TreeOptions(ChainOptions):
         return max(SHAPES[self.tree].values()) if self.tree in SHAPES else self.width
 
 
-O = TypeVar("O", bound=TreeOptions)
+Options = TypeVar("Options", bound=TreeOptions)
 
 
 def sized(advice: Any, given: Mapping[str, Any]) -> dict[str, int]:
@@ -110,8 +110,9 @@ def sized(advice: Any, given: Mapping[str, Any]) -> dict[str, int]:
     return {"depth": depth, "width": 1, "size": depth + 1}
 
 
-def grown(advice: Recommended, given: Mapping[str, Any], drafter: str, defaults: O) -> O:
-    """The options of a tree, of the class of `defaults`: what was given, elsewhere what is recommended, and sizes that agree with each other.
+def grown(advice: Recommended, given: Mapping[str, Any], drafter: str, defaults: Options) -> Options:
+    """The options of a tree, of the class of `defaults`: what was given, elsewhere what is recommended, and sizes that
+    agree with each other.
 
     Raises:
         ValueError: an option that such drafters do not have, a wrong value, an unknown tree, sizes for a shape that has

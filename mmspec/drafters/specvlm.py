@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mmspec.batch import gather_rows
 from mmspec.drafters.blocks import RMSNorm, Span, runs, shares, spans_of, splice, spliced
 from mmspec.drafters.eagle import EagleConfig, EagleDrafter
-from mmspec.drafters.layer import Entering
-from mmspec.rows import gather_rows
+from mmspec.drafters.layer import EncodedPrompt
 
 BRANCHES = ("prune", "pool", "conv", "resampler", "text")
 SELECT = "select"
@@ -174,7 +174,9 @@ class SpecVlmDrafter(EagleDrafter):
         number = 0 if c.gate == SELECT else c.branches.index(c.gate)
         return torch.full((len(features),), number, device=features.device)
 
-    def enter(self, embeds: Tensor, features: Tensor, visual: Tensor, valid: Tensor, positions: Tensor) -> Entering:
+    def enter(
+        self, embeds: Tensor, features: Tensor, visual: Tensor, valid: Tensor, positions: Tensor
+    ) -> EncodedPrompt:
         spans = runs(visual * valid)
         if not self.config.branches or not spans:
             return super().enter(embeds, features, visual, valid, positions)
@@ -183,7 +185,7 @@ class SpecVlmDrafter(EagleDrafter):
 
     def compressed(
         self, spans: list[Span], choice: Tensor, embeds: Tensor, features: Tensor, valid: Tensor, positions: Tensor
-    ) -> Entering:
+    ) -> EncodedPrompt:
         """What enters when the spans of each prompt go through its branch, `choice` [B]."""
         device, names = embeds.device, self.config.branches
         length = torch.tensor([stop - start for _, start, stop in spans], device=device)
@@ -207,7 +209,9 @@ class SpecVlmDrafter(EagleDrafter):
         residual = residual.masked_scatter((real & (source < 0))[..., None], made.to(residual))
         chosen = choice[sorted({b for b, _, _ in spans})]
         told = {f"branch {name}": float((chosen == number).sum()) for number, name in enumerate(names)}
-        return Entering(self.input_norm(residual), residual, spliced(positions, place, index), real, source, told=told)
+        return EncodedPrompt(
+            self.input_norm(residual), residual, spliced(positions, place, index), real, source, told=told
+        )
 
     def _brief(self, name: str, e: Tensor, f: Tensor, there: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
         """What a branch makes of R spans [R, n, …], `count` [R] rows of each: [R, C, H], and their places [R, C]."""

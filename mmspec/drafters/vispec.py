@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mmspec.batch import gather_rows
 from mmspec.drafters.blocks import attention, runs, spans_of, splice, spliced
 from mmspec.drafters.eagle import EagleConfig, EagleDrafter
-from mmspec.drafters.layer import Entering
-from mmspec.rows import gather_rows
+from mmspec.drafters.layer import EncodedPrompt
 
 MEDIA = ("merge", "split")
 
@@ -88,7 +88,9 @@ class ViSpecDrafter(EagleDrafter):
         added = self.img_fc.bias if context is None else context
         return super().inputs(embeds, F.linear(features, self.img_fc.weight[:, : self.config.hidden]) + added)
 
-    def enter(self, embeds: Tensor, features: Tensor, visual: Tensor, valid: Tensor, positions: Tensor) -> Entering:
+    def enter(
+        self, embeds: Tensor, features: Tensor, visual: Tensor, valid: Tensor, positions: Tensor
+    ) -> EncodedPrompt:
         c, (B, L, H) = self.config, embeds.shape
         spans = runs(visual * valid, merge=c.media == "merge")
         count = c.num_q - 1 if c.summaries else 0
@@ -105,7 +107,9 @@ class ViSpecDrafter(EagleDrafter):
         ends = positions[[b for b, *_ in spans], [stop - 1 for *_, stop in spans]]
         ends = ends[:, None] + torch.arange(1 - count, 1, device=ends.device)  # [R, num_q − 1]
         places = spliced(positions, ends.flatten(), index)
-        return Entering(self.input_norm(residual), residual, places, real, source, context, contexts[latest[:, L:]])
+        return EncodedPrompt(
+            self.input_norm(residual), residual, places, real, source, context, contexts[latest[:, L:]]
+        )
 
     def _added(self, seen: Tensor) -> Tensor:
         """What img_fc adds to a feature: before the first image, then after each of R, from g [R, H]; [1 + R, H]."""

@@ -31,7 +31,7 @@ class _Norm(nn.Module):
         return F.rms_norm(x.float(), x.shape[-1:], eps=self.eps).type_as(x) * self.weight
 
 
-class _Attention(nn.Module):
+class _TokenAttention(nn.Module):
     def __init__(self, dim: int, heads: int, kv_heads: int) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.width = heads, kv_heads, dim // heads
@@ -65,7 +65,7 @@ class _FeedForward(nn.Module):
 class _Layer(nn.Module):
     def __init__(self, dim: int, heads: int, kv_heads: int, multiple_of: int, eps: float) -> None:
         super().__init__()
-        self.attention = _Attention(dim, heads, kv_heads)
+        self.attention = _TokenAttention(dim, heads, kv_heads)
         self.feed_forward = _FeedForward(dim, multiple_of)
         self.attention_norm, self.ffn_norm = _Norm(dim, eps), _Norm(dim, eps)
 

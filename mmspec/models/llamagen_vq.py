@@ -28,7 +28,7 @@ class _Residual(nn.Module):
         return h + (self.nin_shortcut(x) if hasattr(self, "nin_shortcut") else x)
 
 
-class _Attention(nn.Module):
+class _PixelAttention(nn.Module):
     """One head over all latent pixels."""
 
     def __init__(self, width: int, groups: int) -> None:
@@ -67,7 +67,7 @@ class _Level(nn.Module):
     def __init__(self, inside: int, width: int, blocks: int, attend: bool, groups: int) -> None:
         super().__init__()
         self.res = nn.ModuleList(_Residual(inside if i == 0 else width, width, groups) for i in range(blocks))
-        self.attn = nn.ModuleList(_Attention(width, groups) for _ in range(blocks if attend else 0))
+        self.attn = nn.ModuleList(_PixelAttention(width, groups) for _ in range(blocks if attend else 0))
 
     def forward(self, x: Tensor) -> Tensor:
         for i, block in enumerate(self.res):
@@ -79,7 +79,9 @@ class _Level(nn.Module):
 
 
 def _middle(width: int, groups: int) -> nn.ModuleList:
-    return nn.ModuleList([_Residual(width, width, groups), _Attention(width, groups), _Residual(width, width, groups)])
+    return nn.ModuleList(
+        [_Residual(width, width, groups), _PixelAttention(width, groups), _Residual(width, width, groups)]
+    )
 
 
 class _Encoder(nn.Module):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mmspec.paths import Chain, Output
+from mmspec.continuous.denoising import Chain, Output
 
 EPS = 1e-6  # of every layer norm
 CLOCK = 256  # width of the sinusoids that tell the time
@@ -29,7 +29,7 @@ class _Clock(nn.Module):
         return self.mlp(torch.cat([angle.cos(), angle.sin()], -1).to(next(self.parameters()).dtype))
 
 
-class _Block(nn.Module):
+class _HeadBlock(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.in_ln = nn.LayerNorm(width, eps=EPS)
@@ -58,7 +58,7 @@ class _Network(nn.Module):
         super().__init__()
         self.time_embed, self.cond_embed = _Clock(width), nn.Linear(dim, width)
         self.input_proj = nn.Linear(channels, width)
-        self.res_blocks = nn.ModuleList(_Block(width) for _ in range(layers))
+        self.res_blocks = nn.ModuleList(_HeadBlock(width) for _ in range(layers))
         self.final_layer = _Last(width, 2 * channels)
 
 

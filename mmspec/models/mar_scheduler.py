@@ -12,8 +12,8 @@ from diffusers.configuration_utils import register_to_config
 from diffusers.schedulers.scheduling_ddpm import DDPMSchedulerOutput
 from torch import Tensor
 
-from mmspec import paths
-from mmspec.paths import Chain
+from mmspec.continuous import denoising as paths
+from mmspec.continuous.denoising import Chain
 
 
 class MARScheduler(SchedulerMixin, ConfigMixin):

@@ -25,7 +25,7 @@ class UnreadableError(ValueError):
 
 
 @dataclass(frozen=True)
-class Sample:
+class TrainingSample:
     """One prompt, about some images or for one; the target itself writes or draws the answer."""
 
     load: Callable[[], list[Image.Image]]  # upright RGB; may raise UnreadableError
@@ -33,7 +33,7 @@ class Sample:
     images: int = 1  # how many `load` gives
 
 
-def read(source: str, limit: int | None = None, seed: int = 0) -> Sequence[Sample]:
+def read(source: str, limit: int | None = None, seed: int = 0) -> Sequence[TrainingSample]:
     """Samples of a source.
 
     Args:
@@ -54,9 +54,11 @@ def read(source: str, limit: int | None = None, seed: int = 0) -> Sequence[Sampl
     """
     kind, _, rest = source.partition(":")
     if kind in _DRAWN and rest.isdecimal():
-        samples: Sequence[Sample] = [_DRAWN[kind](index, seed) for index in range(int(rest))]
+        samples: Sequence[TrainingSample] = [_DRAWN[kind](index, seed) for index in range(int(rest))]
     elif kind == "prompts" and Path(rest).is_file():
-        samples = [Sample(list, line.strip(), 0) for line in Path(rest).read_text().splitlines() if line.strip()]
+        samples = [
+            TrainingSample(list, line.strip(), 0) for line in Path(rest).read_text().splitlines() if line.strip()
+        ]
     elif kind == "hf":
         samples = _dataset(rest)
     elif Path(source).is_dir():
@@ -91,12 +93,12 @@ def _open_cells(cells: Sequence[Any], folders: list[Path], where: str) -> Callab
     return lambda: [_shown(partial(media.cell, cell, folders, name), name) for cell, name in named]
 
 
-def _folder(folder: Path) -> list[Sample]:
+def _folder(folder: Path) -> list[TrainingSample]:
     paths = sorted(p for p in folder.rglob("*") if p.suffix.lower() in _SUFFIXES)
-    return [Sample(_open(path), _PROMPTS[i % len(_PROMPTS)]) for i, path in enumerate(paths)]
+    return [TrainingSample(_open(path), _PROMPTS[i % len(_PROMPTS)]) for i, path in enumerate(paths)]
 
 
-def _lines(path: Path) -> Iterator[Sample]:
+def _lines(path: Path) -> Iterator[TrainingSample]:
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         if not line.strip():
             continue
@@ -111,10 +113,10 @@ def _lines(path: Path) -> Iterator[Sample]:
                 f"{path}, line {number}: a sample needs 'prompt' or 'question', and 'image' or 'images' unless it is "
                 f"text alone; {error!r}"
             ) from error
-        yield Sample(_open_cells(images, [path.parent], f"{path}, line {number}"), prompt, len(images))
+        yield TrainingSample(_open_cells(images, [path.parent], f"{path}, line {number}"), prompt, len(images))
 
 
-def _dataset(name: str) -> list[Sample]:
+def _dataset(name: str) -> list[TrainingSample]:
     try:
         from datasets import load_dataset
     except ImportError as error:
@@ -133,10 +135,10 @@ def _dataset(name: str) -> list[Sample]:
         found = bare[index][column][0].as_py()
         return _open_cells(found if isinstance(found, list) else [found], folders, f"hf:{name}, row {index}")()
 
-    def sample(index: int) -> Sample:
+    def sample(index: int) -> TrainingSample:
         prompt = _asked(texts[index]) if texts is not None else ""
         count = 0 if pictures is None else len(bare[index][pictures][0]) if pictures == "images" else 1
-        return Sample(
+        return TrainingSample(
             partial(load, index, pictures) if count and pictures else list,
             prompt or _PROMPTS[index % len(_PROMPTS)],
             count,
@@ -155,17 +157,17 @@ def _asked(words: Any) -> str:
     return str(words or "").replace("<image>", "").strip()
 
 
-def _scene(index: int, seed: int) -> Sample:
+def _scene(index: int, seed: int) -> TrainingSample:
     from mmspec.zoo import language, scenes
 
     def draw() -> list[Image.Image]:
         return [scenes.render(scenes.draw(np.random.default_rng([seed, 77, index])))]
 
     prompts = tuple(language.PROMPTS.values())
-    return Sample(draw, prompts[index % len(prompts)])
+    return TrainingSample(draw, prompts[index % len(prompts)])
 
 
-def _pair(index: int, seed: int) -> Sample:
+def _pair(index: int, seed: int) -> TrainingSample:
     """Two pictures, one of which is to be told."""
     from mmspec.zoo import language, scenes
     from mmspec.zoo.recipes import Mix
@@ -175,34 +177,34 @@ def _pair(index: int, seed: int) -> Sample:
     told = language.pair_question(rng, pair, Mix())
     while told.kind not in ("pair-short", "pair-names"):
         told = language.pair_question(rng, pair, Mix())
-    return Sample(lambda: [scenes.render(scene) for scene in pair], told.prompt, 2)
+    return TrainingSample(lambda: [scenes.render(scene) for scene in pair], told.prompt, 2)
 
 
-def _clip(index: int, seed: int, frames: int = 8) -> Sample:
+def _clip(index: int, seed: int, frames: int = 8) -> TrainingSample:
     """The frames of a clip, in which something moves."""
     from mmspec.zoo import clips
 
     rng = np.random.default_rng([seed, 80, index])
     clip = clips.draw(rng)
-    return Sample(lambda: clips.frames(clip, frames), clips.describe(rng, clip).prompt, frames)
+    return TrainingSample(lambda: clips.frames(clip, frames), clips.describe(rng, clip).prompt, frames)
 
 
-def _mixed(index: int, seed: int) -> Sample:
+def _mixed(index: int, seed: int) -> TrainingSample:
     turn = ("picture", "clip", "pair", "clip", "picture", "clip")[index % 6]
     if turn == "clip":
         return _clip(index, seed, int(np.random.default_rng([seed, 81, index]).integers(4, 9)))
     return _pair(index, seed) if turn == "pair" else _scene(index // 2, seed)  # so that all its prompts come
 
 
-def _picture(index: int, seed: int) -> Sample:
+def _picture(index: int, seed: int) -> TrainingSample:
     """A prompt of the picture generator."""
     from mmspec.zoo import pictures
 
     rng = np.random.default_rng([seed, 78, index])
-    return Sample(list, pictures.caption(pictures.draw(rng), rng), 0)
+    return TrainingSample(list, pictures.caption(pictures.draw(rng), rng), 0)
 
 
-_DRAWN: dict[str, Callable[[int, int], Sample]] = {
+_DRAWN: dict[str, Callable[[int, int], TrainingSample]] = {
     "scenes": _scene, "clips": _clip, "zoo": _mixed, "pictures": _picture,
 }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Online distillation: the drafter learns the frozen target's features and law along the target's own text."""
+"""Online distillation: the drafter learns the frozen target's features and distribution along the target's own text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from mmspec.train import gate
-from mmspec.train.data import Sample, UnreadableError, batches, lengths_sorted
+from mmspec.train.data import TrainingSample, UnreadableError, batches, lengths_sorted
 from mmspec.train.muon import Muon
 from mmspec.train.objective import expected_tokens, losses
 from mmspec.train.recipes import Recipe
@@ -45,7 +45,7 @@ def quiet(wanted: bool) -> bool | None:
     return None if wanted else True
 
 
-def _opened(samples: dict[int, Sample], broken: dict[int, str]) -> dict[int, Sample]:
+def _opened(samples: dict[int, TrainingSample], broken: dict[int, str]) -> dict[int, TrainingSample]:
     """The samples with their pictures in memory; what is wrong with those that cannot be read goes into `broken`."""
     found = {}
     for place, sample in samples.items():
@@ -86,8 +86,8 @@ class Distillation:
     """
 
     def __init__(
-        self, drafter: Any, teacher: Teaches, samples: Sequence[Sample], recipe: Recipe, out: Path,
-        texts: Sequence[Sample] = (), answers: Path | None = None, about: str = "", room: int = 0,
+        self, drafter: Any, teacher: Teaches, samples: Sequence[TrainingSample], recipe: Recipe, out: Path,
+        texts: Sequence[TrainingSample] = (), answers: Path | None = None, about: str = "", room: int = 0,
     ) -> None:  # fmt: skip
         from accelerate import Accelerator
 
@@ -111,7 +111,7 @@ class Distillation:
 
     # -- answers -----------------------------------------------------------------------------------------------------
 
-    def answers(self, samples: list[Sample], name: str) -> list[list[int]]:
+    def answers(self, samples: list[TrainingSample], name: str) -> list[list[int]]:
         """The target's answers to all samples; kept as token ids in a file, so that they are written only once.
 
         A sample whose pictures cannot be read has none, and a warning says so.
@@ -158,13 +158,13 @@ class Distillation:
             warnings.warn(f"left out: {told}", stacklevel=2)
         return [done.get(i, []) for i in range(len(samples))]
 
-    def _way(self, samples: list[Sample]) -> str:
+    def _way(self, samples: list[TrainingSample]) -> str:
         """A short name for all that the answers depend on."""
         r = self.recipe
         how = [self.about, r.seed, r.temperature, r.sampled, r.max_new_tokens, r.writing, [s.prompt for s in samples]]
         return hashlib.sha256(json.dumps(how).encode()).hexdigest()[:10]
 
-    def lesson(self, samples: list[Sample], name: str) -> Lesson:
+    def lesson(self, samples: list[TrainingSample], name: str) -> Lesson:
         """Samples with answers of the target that are long enough, and as many of their traces as there is room for."""
         answers = self.answers(samples, name)
         usable = [(s, a) for s, a in zip(samples, answers, strict=True) if len(a) > self.recipe.unroll + 1]

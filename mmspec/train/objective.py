@@ -104,7 +104,7 @@ def _compared(
 
 
 def _weighted(logits: Tensor, p: Tensor, recipe: Recipe) -> Tensor:
-    """The losses on laws [rows]."""
+    """The losses on distributions [rows]."""
     each = logits.new_zeros(len(logits))
     if recipe.token_weight:
         each = each + recipe.token_weight * cross_entropy(logits, p)

@@ -45,7 +45,7 @@ class Recipe:
     clip_by: str = "norm"  # of the gradient, or "value"; ours (EAGLE: value)
     muon: bool = False  # ours: Muon on matrices instead of AdamW; faster for small drafters
     feature_weight: float = 1.0  # SmoothL1 on the target's features, EAGLE
-    token_weight: float = 0.1  # soft cross-entropy with the target's law, EAGLE
+    token_weight: float = 0.1  # soft cross-entropy with the target's distribution, EAGLE
     law_weight: float = 0.0  # Σ |q − p|, ViSpec
     rank_weight: float = 0.0  # ListMLE of the target's likeliest tokens, ViSpec
     ranked: int = 10  # how many these are, ViSpec
@@ -139,10 +139,10 @@ EAGLE = Recipe()
 
 # ViSpec (Kang et al. 2025, arXiv 2509.15235, and its code): AdamW at 3e-6 with one of twenty epochs of warm-up in
 # either stage; first plain EAGLE on text, with the order of ten tokens as a further loss, then the adaptor on pictures:
-# ten times the distance of the laws plus the order, no features, and a second pass on its own predictions, which keeps
-# it from leaning on the target's features (one pass more, `mtp-steps 1`). The target's answers are greedy, and long
-# because they are asked to be. Ours: the batch (there one per GPU, of an unknown number), steps, noise in the second
-# stage as in the first, self-written answers in the first stage too (there ShareGPT's own).
+# ten times the distance of the distributions plus the order, no features, and a second pass on its own predictions,
+# which keeps it from leaning on the target's features (one pass more, `mtp-steps 1`). The target's answers are greedy,
+# and long because they are asked to be. Ours: the batch (there one per GPU, of an unknown number), steps, noise in the
+# second stage as in the first, self-written answers in the first stage too (there ShareGPT's own).
 VISPEC = Recipe(
     lr=3e-6, warmup=0.05, clip=0.5, clip_by="value", noise=0.1, unroll=1, sampled=0.0, max_new_tokens=1024,
     suffix="Please answer with at least 1000 words.",
@@ -200,9 +200,9 @@ SCENES_VIDEO = {
 }
 
 # Pictures. LANTERN's recipe (Jang et al. 2024, arXiv 2410.03355, and its code) is SmoothL1 + 0.1 · cross-entropy with
-# the unguided law on one step, AdamW (0.9, 0.95), lr 1e-4, batch 4, noise 0.1 · 512/length. Ours differs in that the
-# target draws the pictures itself, at its own guidance scale and settings, that both streams are learnt with the guided
-# law that is verified, and that the drafter also sees its own outputs, as above.
+# the unguided distribution on one step, AdamW (0.9, 0.95), lr 1e-4, batch 4, noise 0.1 · 512/length. Ours differs in
+# that the target draws the pictures itself, at its own guidance scale and settings, that both streams are learnt with
+# the guided distribution that is verified, and that the drafter also sees its own outputs, as above.
 IMAGE_EAGLE = Recipe(lr=1e-4, batch=4, noise=0.1, unroll=4, sampled=1.0, overlap=True)
 SCENES_IMAGE_EAGLE = Recipe(
     steps=220, batch=8, lr=3e-3, clip=1.0, muon=True, feature_weight=0.5, token_weight=1.0, unroll=3,

@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from mmspec.train.data import Sample, lengths_sorted
+from mmspec.train.data import TrainingSample, lengths_sorted
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,11 @@ _TENSORS = tuple(f.name for f in fields(Trace) if f.name != "start")
 
 
 class Teaches(Protocol):
-    def answers(self, samples: Sequence[Sample], max_new_tokens: int, temperature: float) -> list[list[int]]: ...
+    def answers(
+        self, samples: Sequence[TrainingSample], max_new_tokens: int, temperature: float
+    ) -> list[list[int]]: ...
 
-    def trace(self, samples: Sequence[Sample], answers: Sequence[Sequence[int]]) -> Trace: ...
+    def trace(self, samples: Sequence[TrainingSample], answers: Sequence[Sequence[int]]) -> Trace: ...
 
     def head(self, hidden: Tensor) -> Tensor: ...
 
@@ -64,7 +66,7 @@ class Lesson:
     """Samples of one kind with the target's answers; traces read ahead come from memory, others from the teacher."""
 
     teacher: Teaches
-    samples: Sequence[Sample]
+    samples: Sequence[TrainingSample]
     answers: Sequence[list[int]]
     held: dict[int, Trace] = field(default_factory=dict)  # by the sample's place
 

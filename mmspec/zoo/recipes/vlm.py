@@ -73,7 +73,7 @@ _DOES = ("moves", "stays", "appears", "vanishes", "up", "down")
 
 
 @dataclass(frozen=True)
-class Turn:
+class DialogueTurn:
     """What every row of a step shows: a "picture", a "pair" of them or a "clip"; how many pictures that is; and how
     many tokens of texts about it follow."""
 
@@ -82,12 +82,12 @@ class Turn:
     slots: int
 
 
-_PICTURE, _PAIR = Turn("picture", 1, 256), Turn("pair", 2, 192)
-_BRIEF, _CLIP, _LONG = Turn("clip", 2, 192), Turn("clip", 4, 192), Turn("clip", 8, 128)
+_PICTURE, _PAIR = DialogueTurn("picture", 1, 256), DialogueTurn("pair", 2, 192)
+_BRIEF, _CLIP, _LONG = DialogueTurn("clip", 2, 192), DialogueTurn("clip", 4, 192), DialogueTurn("clip", 8, 128)
 
 
 @dataclass(frozen=True)
-class Stage:
+class ZooStage:
     """One stage of a decoder's training; `name` is that of its checkpoint, `stream` that of its random numbers.
 
     One batch row is one image prefix and texts about it: the short caption, the long description for some of the
@@ -98,7 +98,7 @@ class Stage:
     stream: int
     plan: Schedule
     mix: Mix
-    turns: tuple[Turn, ...]
+    turns: tuple[DialogueTurn, ...]
 
 
 _MIXED = (*[_PICTURE] * 9, _PAIR)
@@ -128,7 +128,7 @@ class VlmRecipe:
     """
 
     name: str
-    stages: tuple[Stage, ...]
+    stages: tuple[ZooStage, ...]
     start: str | None = None
     watching: Watching | None = None
     seed: int = 0
@@ -143,12 +143,12 @@ class VlmRecipe:
 SCENES_VLM = VlmRecipe(
     "scenes-vlm",
     (
-        Stage("decoder", 3, Schedule(steps=1900, batch=12, lr=3e-3, warmup=69 / 1900, stop=1603), Mix(), _MIXED),
-        Stage(
+        ZooStage("decoder", 3, Schedule(steps=1900, batch=12, lr=3e-3, warmup=69 / 1900, stop=1603), Mix(), _MIXED),
+        ZooStage(
             "polish", 5, Schedule(steps=600, batch=12, lr=2.5e-3, decay=0.95, stop=349),
             Mix(0.2, 4.0, True, _FACTS), _MIXED,
         ),
-        Stage(
+        ZooStage(
             "settle", 6, Schedule(steps=240, batch=12, lr=1.2e-3, decay=0.95),
             Mix(0.3, 2.0, False, _SETTLED), _MIXED,
         ),
@@ -157,7 +157,7 @@ SCENES_VLM = VlmRecipe(
 SCENES_VIDEO = VlmRecipe(
     "scenes-video",
     (
-        Stage(
+        ZooStage(
             "clips", 7, Schedule(steps=750, batch=4, lr=1.2e-3, decay=0.9, newton_schulz=3),
             Mix(0.3, 3.0, False, _SETTLED, _DOES), _CLIPS,
         ),

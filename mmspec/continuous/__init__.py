@@ -1,0 +1,1 @@
+"""Continuous tokens: what MAR's own loop in pipelines/mar draws, weighs and redraws."""

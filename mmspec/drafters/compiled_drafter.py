@@ -1,0 +1,178 @@
+"""A feature drafter's drafts, captured and compiled: catching up and all levels are one function of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from mmspec.drafters import static_trees as shapes
+from mmspec.drafters.blocks import Attend, FeatureMemory, path_after
+from mmspec.drafters.feature import FeatureDrafter
+from mmspec.kernels import reference as ops
+from mmspec.modes import lasting
+from mmspec.piecewise import capture
+from mmspec.piecewise.capture import PiecewiseFunction, Uncapturable
+from mmspec.ragged_cache import Lengths
+from mmspec.tree import bounds, chain, from_parents
+from mmspec.types import NO_TOKEN, Categorical, Draft, Prompt, Target, Tree
+
+_TIE = 1e-3  # how much less likely a token may be than the one drawn: rounding, of log-probabilities and noise
+
+
+class Held(Protocol):
+    """What was captured of some weights, by key."""
+
+    def check(self, module: Any) -> None:
+        """Let go what was captured of other weights than the module's."""
+
+    def get(self, key: Any, make: Callable[[], PiecewiseFunction]) -> PiecewiseFunction | None:
+        """What is held for a key, at its first call made; None where `make` raised, which is warned of."""
+
+
+class CapturedDraft:
+    """Proposes what its drafter proposes; the drafter itself does where the target weighs its logits.
+
+    Args:
+        drafter: fitted to the target.
+        weights: of the target, whose embedding and head the drafter uses.
+        vocab: rows of that head.
+        held: what was captured with this drafter's layer and these weights. A capture is used once its draft was one
+            that keeps the distribution: see `check`.
+    """
+
+    def __init__(
+        self, drafter: FeatureDrafter, weights: Callable[[], Iterable[Tensor]], vocab: int, held: Held
+    ) -> None:
+        self.drafter, self.weights, self.vocab, self.held = drafter, weights, vocab, held
+        self.features, self.nodes = drafter.features, drafter.nodes
+        self.rows = 1 + drafter.options.depth  # that a round can hand over, if the one before drafted
+
+    def start(self, session: Any, target: Target, prompt: Prompt) -> Any:
+        self.held.check(self.drafter)
+        if self.drafter.vocab is not None:  # the head's rows are cut out, or renewed, as it is asked; not by a replay
+            assert prompt.embeds is not None
+            self.drafter.logits(prompt.embeds[:1, :1], target)
+        return self.drafter.start(session, target, prompt)
+
+    @torch.no_grad()
+    def propose(self, session: Any, target: Target) -> Draft:
+        weighed = target.weighs and not self.drafter.own_head
+        if weighed or session.last.kept.shape[1] > self.rows:
+            return self.drafter.propose(session, target)
+        memory: FeatureMemory = session.memory
+        hidden, follow, count = path_after(session)
+        missing = self.rows - follow.shape[1]  # rows past `count` mean nothing, and are written over
+        inputs = [pad(hidden, (0, 0, 0, missing)), pad(follow, (0, missing)), count]
+        inputs += [session.pending, session.emitted, session.seeds, memory.positions]
+        inputs += [] if memory.context is None else [memory.context]
+        after = memory.lengths.plus(session.last.counts, count)
+        attend = self._attending(memory, replace(memory, lengths=after))
+        o, draws = self.drafter.options, self.drafter.drawing(session)
+        key = (o.tree, o.depth, o.width, o.size, self.drafter.vocab, draws, target.guidance, *(t.shape for t in inputs))
+
+        def made() -> PiecewiseFunction:
+            captured = self._capture(target, draws, inputs)
+            check(self._draft(captured(attend, *inputs)), session, self.vocab)
+            return captured
+
+        captured = self.held.get(key, made)
+        if captured is None:
+            return self.drafter.propose(session, target)
+        draft = self._draft(captured(attend, *inputs))
+        memory.lengths, memory.positions = after, memory.positions + count
+        return draft
+
+    def _draft(self, found: list[Tensor]) -> Draft:
+        tokens, parents, depth, ancestors, *distribution = found
+        o = self.drafter.options
+        if o.tree == shapes.DYNAMIC:
+            families: tuple[int, ...] | None = bounds(parents.shape[1], o.width, o.depth)
+        else:
+            assert o.tree is not None
+            families = shapes.plan(o.tree, self.rows - 1, parents.device).tree.families
+        tree = Tree(parents, depth, ancestors, o.tree == "chain", families)
+        return Draft(tokens, tree, Categorical(*distribution) if distribution else None)
+
+    def _attending(self, before: FeatureMemory, after: FeatureMemory) -> capture.Attend:
+        """What stands for the attentions: of catching up on the memory as it was, then of the levels on all it read."""
+
+        def attend(at: int, scale: float, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> Tensor:
+            memory, n = (before, at) if at < self.rows else (after, at - self.rows)
+            return memory.attend(memory.lengths.further(n), seen)(q, k, v)
+
+        return attend
+
+    def _capture(self, target: Target, draws: bool, inputs: list[Tensor]) -> PiecewiseFunction:
+        drafter, o, device = self.drafter, self.drafter.options, inputs[0].device
+        static = o.tree != shapes.DYNAMIC
+        fixed = [chain(self.rows, device), shapes.plan(o.tree, self.rows - 1, device) if static else None]
+
+        def run(hidden: Tensor, follow: Tensor, count: Tensor, *state: Tensor) -> list[Tensor]:
+            pending, emitted, seeds, *rest = state
+            last = SimpleNamespace(counts=(self.rows,) * len(count))
+            session = SimpleNamespace(
+                pending=pending, emitted=emitted, seeds=seeds, memory=_PassThroughMemory(*rest), last=last
+            )
+            draft = drafter.draft(session, target, hidden, follow, count, draws)
+            tree = draft.tree
+            return [draft.tokens, tree.parents, tree.depth, tree.ancestors, *_tensors(draft.q and draft.q.logits)]
+
+        own = [*drafter.parameters(), *drafter.buffers(), *self.weights(), *_tensors(fixed)]
+        own += [] if drafter.vocab is None else drafter.vocab.tensors
+        with lasting():
+            return PiecewiseFunction(run, [t.clone() for t in inputs], own)
+
+
+def check(draft: Draft, session: Any, vocab: int) -> None:
+    """Refuse a draft that would not keep the distribution, or not fit the target; any other costs time at most.
+
+    So tokens by rank may be any, and are not compared with the drafter's own, from which rounding parts them. Those
+    that are drawn have to be what the session's noise draws from the very distribution that comes with them.
+
+    Raises:
+        Uncapturable: it is no tree of tokens under the pending one, or not drawn from its distribution.
+    """
+    tokens, tree, distribution = draft.tokens, draft.tree, draft.q
+    chained = chain(tree.size, tokens.device)
+    known = (tokens >= NO_TOKEN) & (tokens < vocab) & (tokens[:, :1] == session.pending[:, None])
+    above = (tree.parents <= chained.parents) & (tree.parents >= (chained.parents if tree.is_chain else 0))
+    if not ((known & above).all() and _same(tree, from_parents(tree.parents, tree.size))):
+        raise Uncapturable("its draft would be no tree of tokens under the pending one")
+    if distribution is None or distribution.logits is None:
+        return
+    places = session.emitted[:, None] + tree.depth[:, 1:] - 1
+    score = distribution.logits[:, 1:] + ops.gumbel(
+        ops.stream(session.seeds, ops.FRESH), places, distribution.logits.shape[-1]
+    )
+    drawn = score.gather(2, tokens[:, 1:, None].clamp(min=0))[..., 0]
+    if not ((drawn >= score.amax(-1) - _TIE) | (tokens[:, 1:] == NO_TOKEN)).all():  # NaN is no draw
+        raise Uncapturable("its draft would not be drawn from its distribution")
+
+
+def _same(a: Tree, b: Tree) -> bool:
+    return torch.equal(a.depth, b.depth) and torch.equal(a.ancestors, b.ancestors)
+
+
+class _PassThroughMemory:
+    """A memory that began empty, whose attentions are cuts, numbered by how far in they append."""
+
+    def __init__(self, positions: Tensor, context: Tensor | None = None) -> None:
+        self.positions, self.context = positions, context
+        self.lengths = Lengths.of([0] * len(positions), positions.device)
+
+    def attend(self, at: Lengths, seen: Tensor | None) -> Attend:
+        return lambda q, k, v: capture.cut(at.longest, q.shape[-1] ** -0.5, q, k, v, seen)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """All tensors inside frozen values."""
+    if isinstance(value, Tensor):
+        return [value]
+    parts = value if isinstance(value, list | tuple) else getattr(value, "__dict__", {}).values()
+    return [t for part in parts for t in _tensors(part)]

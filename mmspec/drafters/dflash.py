@@ -1,0 +1,512 @@
+"""Drafting a block in one pass: DFlash, with DSpark's heads, and DFlash2's convolution and selector."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmspec.batch import gather_rows
+from mmspec.drafters import static_trees as shapes
+from mmspec.drafters.blocks import Attend, FeatureMemory, RMSNorm, attention, path_after
+from mmspec.drafters.dflash_layer import MARKOV, BlockLayer, ConfidenceHead, MarkovHead, Selector
+from mmspec.drafters.draft_vocab import DraftVocab
+from mmspec.drafters.eagle import check_fit, placed
+from mmspec.drafters.layer import at_source, going
+from mmspec.drafters.options import ALL, TreeOptions, grown
+from mmspec.drafters.rope import Rope
+from mmspec.kernels import reference as ops
+from mmspec.ragged_cache import Lengths, RaggedBuffer, visibility
+from mmspec.tree import Expand, chain, grow
+from mmspec.types import NO_TOKEN, Categorical, Draft, Prompt, Target, TargetInfo
+
+NO_CAP = 1e9  # as `softcap`: logits stay as they are
+
+
+@dataclass(frozen=True)
+class BlockConfig(Rope):
+    """Shapes and switches of one block drafter; rotary positions are said by what it is besides, a Rope.
+
+    Attributes:
+        hidden, intermediate, heads, kv_heads, head_dim, vocab, norm_eps: as in Qwen3.
+        features: the decoder layers of the target whose inputs are read (published files count outputs: one less).
+        block: rows of a block, the anchor's included; it drafts no deeper.
+        mask_token: the id whose embedding stands where a token is to be drafted.
+        layers: how many.
+        windows: of each layer, how far it sees; 0: everything. One number holds for all.
+        causal: of each layer, 1 where a row of the block sees no later ones. One number holds for all.
+        from_anchor: all rows of a block see the same features, those within the window before the anchor.
+        anchored: the anchor's own row drafts, too: row k gives token k + 1. Else row k gives token k.
+        bias: of the attention's projections.
+        qk_norm, rope_first: norms of queries and keys; whether positions turn before them (HunyuanOCR).
+        bare_embeds: the target's embeddings are read without the norm that belongs to its table (Muse-Glimmer).
+        logit_scale, softcap: logits are scaled, then capped by tanh.
+        markov_rank, markov: rank and kind of DSpark's Markov head; 0: none.
+        confidence, confidence_markov: a confidence head; it reads the Markov head's embedding, too.
+        taps, group: of DFlash2's convolutions, rows that one mixes and channels that share a weight; 0: none.
+        selector_rank, selector_top: of DFlash2's selector; 0: none.
+        target_hidden: width of the target's features, where it is not `hidden`.
+        draft_vocab: rows of the drafter's own head; 0: the target's head is used.
+        target, target_revision: what it was trained for.
+        depth, width, size, tree, draws: how it recommends to draft (see TreeOptions).
+    """
+
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    vocab: int
+    features: tuple[int, ...] = (2, 3)
+    block: int = 16
+    mask_token: int = 0
+    layers: int = 1
+    head_dim: int = 0
+    norm_eps: float = 1e-6
+    windows: tuple[int, ...] = (0,)
+    causal: tuple[int, ...] = (0,)
+    from_anchor: bool = False
+    anchored: bool = False
+    bias: bool = False
+    qk_norm: bool = True
+    rope_first: bool = False
+    bare_embeds: bool = False
+    logit_scale: float = 1.0
+    softcap: float = NO_CAP
+    markov_rank: int = 0
+    markov: str = MARKOV[0]
+    confidence: bool = False
+    confidence_markov: bool = False
+    taps: int = 0
+    group: int = 1
+    selector_rank: int = 0
+    selector_top: int = 16
+    target_hidden: int = 0
+    draft_vocab: int = 0
+    target: str = ""
+    target_revision: str = ""
+    depth: int = 0
+    width: int = 1
+    size: int = 0
+    tree: str = "chain"
+    draws: bool = True
+
+    def __post_init__(self) -> None:
+        self.check(self.head_dim or self.hidden // self.heads)
+        most = self.block - (not self.anchored)
+        wrong = [] if most >= 1 and self.layers >= 1 and self.features else ["it needs a layer, features, and a block"]
+        if self.markov not in MARKOV:
+            wrong.append(f"markov must be one of {', '.join(MARKOV)}; got {self.markov!r}")
+        if self.confidence_markov and not (self.confidence and self.markov_rank):
+            wrong.append("confidence_markov needs a confidence and a Markov head")
+        if self.taps and (self.taps > self.block or self.group < 1 or self.hidden % self.group):
+            wrong.append(f"taps {self.taps} of a block of {self.block}, or groups of {self.group}, cannot be")
+        if self.selector_rank and self.draft_vocab:
+            wrong.append("a selector chooses from the target's head")
+        if self.selector_rank and self.selector_top < 1:
+            wrong.append("selector_top must be at least 1")
+        for name in ("windows", "causal"):
+            if len(getattr(self, name)) not in (1, self.layers):
+                wrong.append(f"{name} needs one number, or one for each of {self.layers} layers")
+        if wrong:
+            raise ValueError(f"a block drafter cannot be so: {'; '.join(wrong)}")
+        for name, usual in (("depth", most), ("size", 1 + (self.depth or most))):
+            object.__setattr__(self, name, getattr(self, name) or usual)
+
+    @property
+    def most(self) -> int:
+        """The longest path that a block drafts."""
+        return self.block - (not self.anchored)
+
+    @property
+    def sequential(self) -> bool:
+        """Whether what is drafted at a row depends on the token drafted before it."""
+        return self.markov_rank > 0 or self.selector_rank > 0
+
+    @classmethod
+    def of(cls, values: dict[str, Any]) -> BlockConfig:
+        known = {f.name for f in fields(cls)}
+        unknown = sorted(set(values) - known)
+        if unknown:
+            raise ValueError(f"config.json has unknown fields {', '.join(unknown)}; a block config has {sorted(known)}")
+        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class BlockOptions(TreeOptions):
+    """How a block drafter drafts: a chain, or with width ≥ 2 a tree; what prunes a prompt is of no use to it.
+
+    Attributes:
+        confidence: with a confidence head, a chain ends where it holds that the draft stands to there with less than
+            this probability; 0: never.
+    """
+
+    width: int = 1
+    confidence: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.confidence < 1:
+            raise ValueError(f"confidence must be a probability from 0 to below 1; got {self.confidence!r}")
+
+
+class BlockDrafter(nn.Module):
+    """A block of the pending token and mask tokens, denoised in one pass (DFlash, 2026, z-lab; DSpark; DFlash2).
+
+    The target's features at `config.features`, normed and mixed by `fc`, give every layer keys and values, kept as its
+    memory; the rows of the block attend to these and to each other. Their hidden states go into the target's head.
+
+    Rows are independent of each other's tokens, so that a tree grows from their marginal distributions; a Markov head
+    or a selector makes each depend on the token before it, and then the same tree reads from them. A chain under
+    sampling is drawn, row after row, and every distribution is recorded as it was.
+    """
+
+    method = "block"
+    Config = BlockConfig
+    options = BlockOptions()
+    vocab: DraftVocab | None = None
+    masked = True  # its training wants the embedding of the mask token
+    draft_ids: Tensor
+
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__()
+        self.config = c = config
+        self.options = self.chosen({})
+        width, reads = c.head_dim or c.hidden // c.heads, len(c.features) * (c.target_hidden or c.hidden)
+        self.fc = nn.Linear(reads, c.hidden, bias=False)
+        self.hidden_norm = RMSNorm(c.hidden, c.norm_eps)
+        self.layers = nn.ModuleList(
+            BlockLayer(
+                c.hidden, c.intermediate, c.heads, c.kv_heads, width, c, c.norm_eps, bias=c.bias, qk_norm=c.qk_norm,
+                rope_first=c.rope_first, taps=c.taps, group=c.group,
+            )
+            for _ in range(c.layers)
+        )  # fmt: skip
+        self.out_norm = RMSNorm(c.hidden, c.norm_eps)
+        rows = c.draft_vocab or c.vocab
+        self.markov = MarkovHead(c.vocab, rows, c.hidden, c.markov_rank, c.markov) if c.markov_rank else None
+        read = c.hidden + c.markov_rank * c.confidence_markov
+        self.confidence = ConfidenceHead(read) if c.confidence else None
+        self.selector = Selector(c.vocab, c.hidden, c.selector_rank, c.selector_top) if c.selector_rank else None
+        self.lm_head: nn.Linear | None = None
+        if c.draft_vocab:
+            self.lm_head = nn.Linear(c.hidden, c.draft_vocab, bias=False)
+            self.register_buffer("draft_ids", torch.arange(c.draft_vocab))
+
+    # -- what `enable` asks ------------------------------------------------------------------------------------------
+
+    @property
+    def features(self) -> tuple[int, ...]:
+        return self.config.features
+
+    @property
+    def nodes(self) -> int:
+        return self.options.size
+
+    @property
+    def block(self) -> nn.Module:
+        """What stands for these weights, however often they are fitted."""
+        return self.layers[0]
+
+    @property
+    def own_head(self) -> bool:
+        return self.lm_head is not None
+
+    def chosen(self, given: Mapping[str, Any]) -> BlockOptions:
+        """What the user gave, elsewhere what its config recommends.
+
+        Raises:
+            ValueError: an option that it does not have, or values that do not go together or not with its heads.
+        """
+        c = self.config
+        useless = sorted({"prune", "prune_by"} & given.keys())
+        if useless:
+            raise ValueError(f"a block drafter has no use for {', '.join(useless)}: it holds no embeddings of images")
+        options = grown(c, given, self.method, BlockOptions())
+        if options.depth > c.most:
+            raise ValueError(
+                f"a block of {c.block} drafts {c.most} tokens, so depth is at most that; got {options.depth}"
+            )
+        if options.draft_vocab != ALL and (c.draft_vocab or c.sequential):
+            raise ValueError("draft_vocab is for drafters on the target's head alone; leave it out with this one")
+        if options.confidence and not (c.confidence and options.tree == "chain"):
+            raise ValueError("confidence needs a drafter with a confidence head, and a chain (width=1)")
+        if c.selector_rank and options.branches > c.selector_top:
+            raise ValueError(f"the selector knows {c.selector_top} tokens for a row; lower width")
+        return options
+
+    def fit(self, target: TargetInfo, given: Mapping[str, Any]) -> BlockDrafter:
+        """The same weights with the user's options, on the target's device.
+
+        Raises:
+            ValueError: the drafter was made for another target, or has no use for an option; the message says why.
+        """
+        options = self.chosen(given)
+        check_fit(self.config, target)
+        if self.config.mask_token >= target.vocab:
+            raise ValueError(f"its mask token {self.config.mask_token} is none of the {target.vocab} of {target.name}")
+        fitted: BlockDrafter = placed(self, target)
+        fitted.options = options
+        fitted.vocab = None if options.draft_vocab == ALL else DraftVocab.of(options.draft_vocab, target)
+        if fitted.vocab is not None and len(fitted.vocab.ids) < options.branches:
+            raise ValueError("a tree needs a draft_vocab of as many tokens as a node has branches; lower width")
+        return fitted
+
+    # -- drafting ----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def start(self, session: Any, target: Target, prompt: Prompt) -> FeatureMemory:
+        """Read the prompt's features but the last one's, as far as the layers see.
+
+        Raises:
+            ValueError: the call is guided.
+        """
+        assert prompt.hidden is not None
+        if getattr(target, "streams", 1) > 1:
+            raise ValueError("a block drafter knows no guidance; use an EAGLE drafter without a head, or 'jacobi'")
+        B, L = prompt.ids.shape
+        device, windows = prompt.ids.device, self._each(self.config.windows)
+        first = max(0, L - 1 - max(windows)) if all(windows) else 0
+        valid = prompt.valid[:, first:-1]
+        onward, positions = prompt.places(bool(self.config.mrope))
+        x = self.hidden_norm(self.fc(prompt.hidden[:, first:-1].to(self.fc.weight.dtype)))
+        slots, zero = [RaggedBuffer(x.shape[1] + 257) for _ in self.layers], Lengths.of([0] * B, device)
+        for layer, held in zip(self.layers, slots, strict=True):
+            held.append(
+                *layer.keys_values(x, positions[:, first:-1].expand(B, *x.shape[1:2], *positions.shape[2:])), zero
+            )
+        memory = FeatureMemory(slots[0], Lengths.of([x.shape[1]] * B, device), onward, valid, not bool(valid.all()))
+        memory.more = tuple(slots[1:])
+        held_bytes = 2 * self.layers[0].kv_heads * self.layers[0].head_dim * x.element_size() * len(slots)
+        rows = int(valid.sum())
+        memory.told = {"prompts": B, "rows": rows, "memory bytes": rows * held_bytes}
+        return memory
+
+    @torch.no_grad()
+    def propose(self, session: Any, target: Target) -> Draft:
+        hidden, _, count = path_after(session)
+        o, memory, at = self.options, session.memory, session.memory.lengths
+        context = self.hidden_norm(self.fc(hidden.to(self.fc.weight.dtype)))
+        ahead = torch.arange(max(context.shape[1], self.config.block), device=context.device)
+        read = memory.positions[:, None] + ahead[: context.shape[1]]
+        memory.lengths, memory.positions = at.plus(session.last.counts, count), memory.positions + count
+        n = o.depth + (not self.config.anchored)
+        x = self._masked(target, session.pending, n)
+        places = memory.positions[:, None] + ahead[:n]
+        for i, layer in enumerate(self.layers):
+            slots = (memory.slots, *memory.more)[i]
+            slots.append(*layer.keys_values(context, read), at)
+            x = layer(x, places, self._attending(memory, slots, i))
+        rows = self.out_norm(x)[:, n - o.depth :]
+        return self._drafted(session, rows, self.logits(rows, target))
+
+    def _masked(self, target: Any, anchors: Tensor, n: int) -> Tensor:
+        """Embeddings [B, n, H] of the anchors [B] with masks behind them."""
+        ids = torch.full((len(anchors), n), self.config.mask_token, device=anchors.device)
+        ids[:, 0] = anchors
+        embed = target.bare_embed if self.config.bare_embeds else target.embed
+        return embed(ids).to(self.fc.weight.dtype)  # type: ignore[no-any-return]
+
+    def _each(self, told: tuple[int, ...]) -> tuple[int, ...]:
+        return told if len(told) == self.config.layers else told * self.config.layers
+
+    def _attending(self, memory: FeatureMemory, slots: RaggedBuffer, i: int) -> Attend:
+        """Attention of a block's rows over what layer i remembers and themselves, within its window."""
+        c, at = self.config, memory.lengths
+        window, causal = self._each(c.windows)[i], self._each(c.causal)[i]
+
+        def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            keys, values = slots.append(k, v, at)
+            n, mask = q.shape[2], None
+            if causal or memory.padded or not at.even or (window and at.longest + n > window):
+                seen = q.new_ones(n, n, dtype=torch.bool)
+                mask = visibility(at, memory.open_slots, (seen.tril() if causal else seen).expand(len(q), n, n))
+            if window and mask is not None:
+                slot, row = torch.arange(keys.shape[2], device=q.device), torch.arange(n, device=q.device)
+                mask = mask & within(window, slot - at.device[:, None, None], row[:, None], c.from_anchor)
+                first = max(0, min(at.host) - window)
+                keys, values, mask = keys[:, :, first:], values[:, :, first:], mask[..., first:]
+            return attention(q, keys, values, mask)
+
+        return run
+
+    def logits(self, hidden: Tensor, target: Any) -> Tensor:
+        """Logits [..., V_d] of every row by itself."""
+        c = self.config
+        if self.lm_head is not None:
+            found = self.lm_head(hidden)
+        else:
+            found = target.head(hidden) if self.vocab is None else target.head(hidden, self.vocab)
+        found = found.float() * c.logit_scale
+        return found if c.softcap >= NO_CAP else (found / c.softcap).tanh() * c.softcap
+
+    def after(
+        self, logits: Tensor, hidden: Tensor, before: Tensor, state: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logits [B, k, V_d] of a row after each of the target's tokens `before` [B, k], and what the next row wants.
+
+        Args:
+            logits, hidden: [B, 1 or k, …] of the row.
+        """
+        hidden = hidden.expand(-1, before.shape[1], -1)
+        logits = logits.expand(-1, before.shape[1], -1)
+        if self.markov is not None:
+            added, state = self.markov(before, hidden, state)
+            logits = logits + added.float()
+        return logits if self.selector is None else self.selector(logits, before, hidden), state
+
+    def to_target(self, ids: Tensor) -> Tensor:
+        if self.lm_head is not None:
+            return self.draft_ids[ids]
+        return ids if self.vocab is None else self.vocab.ids[ids]
+
+    def to_draft(self, logits: Tensor) -> Tensor:
+        """The target's logits [..., V] at the drafter's own vocabulary."""
+        return logits if self.lm_head is None else logits[..., self.draft_ids]
+
+    # -- from rows to a draft ----------------------------------------------------------------------------------------
+
+    def _drafted(self, session: Any, hidden: Tensor, logits: Tensor) -> Draft:
+        o, pending, draws = self.options, session.pending[:, None], self.options.draws
+        noise = self._noise(session, logits.shape[-1]) if draws and not session.last.scores.p.is_point else None
+        if o.tree == "chain":
+            below, distributions, depth = self._chain(pending, hidden, logits, noise)
+            tree, distributions = chain(depth + 1, below.device).expand(len(below)), distributions if noise else None
+        elif o.tree == shapes.DYNAMIC:
+            first, expand = self._growth(pending, hidden, logits)
+            size = min(o.size, 1 + o.width + (o.depth - 1) * o.width**2)
+            below, tree = grow(first, expand, o.width, o.depth, size)
+            below, distributions = self.to_target(below), None
+        else:
+            plan = shapes.plan(o.tree, o.depth, hidden.device)
+            first, expand = self._growth(pending, hidden, logits)
+            below, distributions = shapes.fill(first, expand, plan, noise)
+            below, tree = (
+                torch.where(below == NO_TOKEN, NO_TOKEN, self.to_target(below.clamp(min=0))),
+                plan.tree.expand(len(below)),
+            )
+        distribution = None if distributions is None else Categorical(self._spread(distributions, session))
+        return Draft(torch.cat([pending, below], 1), tree, distribution)
+
+    def _noise(self, session: Any, vocab: int) -> Callable[[int], Tensor]:
+        seeds = ops.stream(session.seeds, ops.FRESH)
+        return lambda level: ops.gumbel(seeds, session.emitted[:, None] + level, vocab)
+
+    def _chain(
+        self, pending: Tensor, hidden: Tensor, logits: Tensor, noise: Callable[[int], Tensor] | None
+    ) -> tuple[Tensor, Tensor, int]:
+        """Tokens [B, depth] below the root, log-distributions [B, 1 + depth, V_d] (the root's means nothing), and the
+        depth."""
+        depth = logits.shape[1]
+        before, state, stay = pending, None, torch.ones_like(pending, dtype=torch.float)
+        tokens, distributions = [], []
+        for level in range(depth):
+            distribution, row = logits[:, level : level + 1], hidden[:, level : level + 1]
+            stay = stay * self._stands(row, before)
+            if self.config.sequential:
+                distribution, state = self.after(distribution, row, before, state)
+            distribution = distribution.log_softmax(-1)
+            before = self.to_target((distribution if noise is None else distribution + noise(level)).argmax(-1))
+            tokens.append(torch.where(stay >= self.options.confidence, before, NO_TOKEN))
+            distributions.append(distribution)
+        below = torch.cat(tokens, 1)
+        if self.options.confidence:  # at least one token, so that there is a draft
+            depth = max(1, int((below != NO_TOKEN).sum(1).max()))
+        return below[:, :depth], torch.cat([distributions[0], *distributions[:depth]], 1), depth
+
+    def _stands(self, hidden: Tensor, before: Tensor) -> Tensor | float:
+        """How likely the token at a row [B, 1, H] is to stand, before it is known; 1 where nobody asks."""
+        if self.confidence is None or not self.options.confidence:
+            return 1.0
+        told = self.markov.w1(before) if self.config.confidence_markov and self.markov is not None else None
+        return self.confidence(hidden, told)  # type: ignore[no-any-return]
+
+    def _growth(self, pending: Tensor, hidden: Tensor, logits: Tensor) -> tuple[Tensor, Expand]:
+        """Log-probabilities [B, V_d] after the root, and the way to those after a frontier."""
+        levels = iter(range(1, logits.shape[1]))
+        states: list[Tensor | None] = [None]
+
+        def at(level: int, before: Tensor) -> Tensor:
+            distribution = logits[:, level : level + 1]
+            if self.config.sequential:
+                distribution, states[0] = self.after(distribution, hidden[:, level : level + 1], before, states[0])
+            return distribution.log_softmax(-1).expand(-1, before.shape[1], -1)
+
+        def expand(tokens: Tensor, came_from: Tensor) -> Tensor:
+            if states[0] is not None:
+                states[0] = gather_rows(states[0], came_from)
+            return at(next(levels), self.to_target(tokens))
+
+        return at(0, pending)[:, 0], expand
+
+    def _spread(self, distributions: Tensor, session: Any) -> Tensor:
+        """Laws [B, N, V_d] over the draft vocabulary as distributions over the target's."""
+        ids = self.draft_ids if self.lm_head is not None else None if self.vocab is None else self.vocab.ids
+        if ids is None:
+            return distributions
+        whole = distributions.new_full((*distributions.shape[:2], session.last.scores.p.logits.shape[-1]), -torch.inf)
+        return whole.index_copy(2, ids, distributions)
+
+    # -- training ----------------------------------------------------------------------------------------------------
+
+    def forward(
+        self, embeds: Tensor, features: Tensor, visual: Tensor, valid: Tensor, steps: int, start: int = 0,
+        rows: Tensor | None = None, mask: Tensor | None = None,
+    ) -> list[Tensor]:  # fmt: skip
+        """What blocks at many anchors would predict; arguments and results as those of `FeatureLayer.forward`.
+
+        Row j of `embeds` is the anchor at j + 1, whose block sees the features up to j; entry i predicts what the
+        target's final feature is i + 1 rows later.
+
+        Args:
+            mask: [H], embedding of the mask token.
+
+        Raises:
+            ValueError: more steps than a block drafts, or no mask.
+        """
+        c, (B, T, _) = self.config, embeds.shape
+        if mask is None or steps > c.most:
+            raise ValueError(f"a block of {c.block} learns {c.most} steps, with the mask's embedding; got {steps}")
+        place = torch.arange(T, device=embeds.device)
+        go, source = going(torch.where(valid, place, -1), rows)
+        m, n = go.shape[1], steps + (not c.anchored)
+        x = torch.cat([gather_rows(embeds, go)[:, :, None], mask.expand(B, m, n - 1, -1)], 2).flatten(1, 2)
+        row = torch.arange(n, device=embeds.device)
+        positions = (start + 1 + go[:, :, None] + row).flatten(1)
+        context, whole = self.hidden_norm(self.fc(features)), (start + place).expand(B, T)
+        for i, layer in enumerate(self.layers):
+            x = layer(x, positions, self._among(layer.keys_values(context, whole), go, valid, n, i), m)
+        found = self.out_norm(x).unflatten(1, (m, n))[:, :, n - steps :]
+        return [at_source(z, source, T) for z in found.unbind(2)]
+
+    def _among(self, held: tuple[Tensor, Tensor], go: Tensor, valid: Tensor, n: int, i: int) -> Attend:
+        """Attention of blocks side by side, each over the features up to its anchor's row and over itself."""
+        c, (B, m), T = self.config, go.shape, valid.shape[1]
+        window, causal = self._each(c.windows)[i], self._each(c.causal)[i]
+        row = torch.arange(n, device=go.device)
+        there = (torch.arange(T, device=go.device) - go[:, :, None] - 1)[:, :, None]  # [B, m, 1, T], from the anchor
+        past = (
+            (there < 0)
+            & valid[:, None, None]
+            & (within(window, there, row[:, None], c.from_anchor) if window else True)
+        )
+        inside = torch.ones(n, n, dtype=torch.bool, device=go.device)
+        inside = inside.tril() if causal else inside
+        own = torch.block_diag(*[inside] * m).expand(B, m * n, m * n)
+        mask = torch.cat([past.expand(B, m, n, T).flatten(1, 2), own], 2)
+
+        def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return attention(q, torch.cat([held[0], k], 2), torch.cat([held[1], v], 2), mask)
+
+        return run
+
+
+def within(window: int, there: Tensor, row: Tensor, from_anchor: bool) -> Tensor:
+    """Whether keys at `there` (0 at the anchor, below 0 before it) are near enough to a block's rows."""
+    near = (there >= -window) if from_anchor else ((row - there).abs() < window)
+    return near | (there >= 0) if from_anchor else near

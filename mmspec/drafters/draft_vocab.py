@@ -1,0 +1,87 @@
+"""A part of the target's vocabulary to draft from, and the rows of the target's head that score it, cut out once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mmspec.modes import lasting
+from mmspec.types import TargetInfo
+
+_MADE: WeakValueDictionary[tuple[tuple[int, ...], torch.device], DraftVocab] = WeakValueDictionary()
+
+
+class DraftVocab:
+    """The tokens that a drafter on the target's head proposes from (FR-Spec, Zhao et al. 2025, arXiv 2502.14856, §3).
+
+    The target verifies with its whole head, so a token that is missing here costs acceptance and changes no
+    distribution.
+
+    Attributes:
+        ids: int64 [V_d], ascending, of the target's tokens.
+    """
+
+    def __init__(self, ids: Tensor) -> None:
+        self.ids = ids
+        self._cut: WeakKeyDictionary[nn.Module, tuple[Any, list[Tensor]]] = WeakKeyDictionary()
+
+    @classmethod
+    def of(cls, wanted: int | Sequence[int], target: TargetInfo) -> DraftVocab:
+        """The first `wanted` tokens and those that end an answer, or those of the ids, which ascend.
+
+        Asked for the same again, it is the same object, so that all that a model drafts shares one cut.
+
+        Raises:
+            ValueError: more than the target has, or a target whose tokens are no text.
+        """
+        if target.ends is None:
+            raise ValueError(f"draft_vocab is for text, and {target.name} draws pictures; leave it out")
+        most = wanted if isinstance(wanted, int) else wanted[-1] + 1
+        if most > target.vocab:
+            told = f"{wanted} tokens" if isinstance(wanted, int) else f"the id {wanted[-1]}"
+            raise ValueError(f"draft_vocab asks for {told}; {target.name} has {target.vocab}, from 0 on")
+        ends = [i for i in target.ends if i < target.vocab]
+        ids = tuple(sorted({*range(wanted), *ends})) if isinstance(wanted, int) else tuple(wanted)
+        key = (ids, target.device)
+        made = _MADE.get(key)
+        if made is None:
+            with lasting():
+                made = _MADE[key] = cls(torch.tensor(ids, device=target.device))
+        return made
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The ids and all that was cut out so far."""
+        return [self.ids, *(t for _, cut in self._cut.values() for t in cut)]
+
+    def logits(self, head: nn.Module, hidden: Tensor) -> Tensor:
+        """Logits [..., V_d] of features [..., H] by a head of V rows; what is no plain Linear computes all V."""
+        if not _plain(head):
+            logits = head(hidden)
+            return logits[..., self.ids.to(logits.device)]
+        return F.linear(hidden, *self._rows(head))
+
+    def _rows(self, head: nn.Module) -> list[Tensor]:
+        """Its rows of weight and bias; where the head was written to since, renewed in their place."""
+        own = [t for t in (head.weight, head.bias) if isinstance(t, Tensor)]
+        state = [(t.data_ptr(), 0 if t.is_inference() else t._version, t.dtype, t.device) for t in own]
+        before, rows = self._cut.get(head, (None, []))
+        if before != state:
+            with lasting():
+                fresh = [t[self.ids.to(t.device)] for t in own]
+                if [(t.shape, t.dtype, t.device) for t in fresh] == [(t.shape, t.dtype, t.device) for t in rows]:
+                    fresh = [old.copy_(new) for old, new in zip(rows, fresh, strict=True)]  # captures go on reading it
+            rows = fresh
+            self._cut[head] = (state, rows)
+        return rows
+
+
+def _plain(head: nn.Module) -> bool:
+    """Whether it is a Linear and no more: not quantized, without hooks or adapters."""
+    own, hooks = vars(head), (head._forward_hooks, head._forward_pre_hooks)
+    return type(head) is nn.Linear and type(head.weight) is nn.Parameter and "forward" not in own and not any(hooks)

@@ -1,0 +1,190 @@
+"""FLASH: visual rows drafted from a few latents, and several tokens predicted in one pass of the drafter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mmspec.drafters.blocks import RMSNorm, runs, shares, spans_of, splice, spliced
+from mmspec.drafters.eagle import EagleConfig, EagleDrafter
+from mmspec.drafters.layer import EncodedPrompt
+from mmspec.drafters.options import TreeOptions
+from mmspec.tree import Expand, chain, marginal
+from mmspec.types import Target, Tree
+
+
+@dataclass(frozen=True)
+class FlashConfig(EagleConfig):
+    """An EAGLE drafter's shapes, and the two things that FLASH adds.
+
+    Attributes:
+        tokens: predicted in one pass, K; 1: no further heads, it drafts token by token as EAGLE does.
+        head_width: of what the K heads share; 0: half of `hidden`.
+        latents: the most that stand for one image or frame; 0: its rows stay as they are.
+        least: the fewest of them.
+        ratio: visual rows for each latent, between these bounds (published: 576 rows to 64 latents).
+    """
+
+    input_norm: bool = True
+    tree: str = "mc_sim_7b_63"
+    tokens: int = 5
+    head_width: int = 0
+    latents: int = 64
+    least: int = 4
+    ratio: float = 9.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tokens < 1:
+            raise ValueError(f"tokens must be ≥ 1; got {self.tokens!r}")
+        if self.latents < 0 or (self.latents and not 1 <= self.least <= self.latents) or self.ratio < 1:
+            raise ValueError(
+                "latents is 0, or 1 ≤ least ≤ latents with a ratio ≥ 1; got "
+                f"latents={self.latents!r}, least={self.least!r}, ratio={self.ratio!r}"
+            )
+
+
+class LatentCompressor(nn.Module):
+    """Learned queries A that read an image's features F: softmax(s · A norm(F)ᵀ) F (FLASH, arXiv 2505.12728, §3).
+
+    The paper's formula has neither norm nor scale. With the products of thousands of channels the softmax is then all
+    but a choice of one row; so here F is normed and s is learned, from the usual 1/√width on. A longer run is read by
+    more of the queries, at even strides. Each query also has an embedding, which takes the place of the next token's.
+    """
+
+    def __init__(self, config: FlashConfig, width: int) -> None:
+        super().__init__()
+        self.least, self.ratio = config.least, config.ratio
+        self.queries = nn.Parameter(torch.randn(config.latents, width))
+        self.embed = nn.Parameter(0.02 * torch.randn(config.latents, config.hidden))
+        self.norm = RMSNorm(width, config.norm_eps)
+        self.scale = nn.Parameter(torch.tensor(width**-0.5))
+
+    def count(self, length: Tensor) -> Tensor:
+        """Latents [R] for runs of `length` rows, never more than these."""
+        wanted = (length / self.ratio).round().long().clamp(self.least, len(self.queries))
+        return wanted.minimum(length)
+
+    def forward(self, features: Tensor, there: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+        """Embeddings [R, C, H] and latents [R, C, F] of features [R, n, F], of which those `there` [R, n] count."""
+        number = torch.arange(int(count.max()), device=count.device) * len(self.queries) // count[:, None]
+        number = number.clamp(max=len(self.queries) - 1)  # past a run's own count
+        scores = self.scale * self.queries[number] @ self.norm(features).transpose(1, 2)
+        weights = scores.float().masked_fill(~there[:, None], -torch.inf).softmax(-1)
+        return self.embed[number], weights.to(features.dtype) @ features
+
+
+class SarHeads(nn.Module):
+    """K features from one: h itself, then for each further one h + W_i SiLU(W h), W common to all, W_i zero at first.
+
+    Ours: the published head is one wide network without norm or residual, whose code does not run. This one begins as
+    the plain layer, has a fraction of its weights, and its first feature means what EAGLE's output means.
+    """
+
+    def __init__(self, hidden: int, width: int, count: int) -> None:
+        super().__init__()
+        self.down = nn.Linear(hidden, width, bias=False)
+        self.up = nn.Linear(width, (count - 1) * hidden, bias=False)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, h: Tensor) -> Tensor:
+        """[…, K, H] of h […, H]."""
+        more = self.up(F.silu(self.down(h))).unflatten(-1, (-1, h.shape[-1]))
+        return torch.cat([h[..., None, :], h[..., None, :] + more], -2)
+
+
+class FlashDrafter(EagleDrafter):
+    """Latent-aware compression and semi-autoregressive drafting (FLASH, arXiv 2505.12728).
+
+    Row j's layer output gives the target's features at j + 1 … j + K at once, so a whole draft costs one pass: level i
+    of its tree is filled from head i, whatever stands above. Latents stand at even steps of their image.
+    """
+
+    method = "flash"
+    Config = FlashConfig
+    config: FlashConfig
+    sees = True
+
+    def __init__(self, config: FlashConfig) -> None:
+        super().__init__(config)
+        c, reads = config, len(config.features) * (config.target_hidden or config.hidden)
+        if c.latents:
+            self.latent = LatentCompressor(c, reads)
+        if c.tokens > 1:
+            self.heads = SarHeads(c.hidden, c.head_width or c.hidden // 2, c.tokens)
+
+    def chosen(self, given: Mapping[str, Any]) -> TreeOptions:
+        options = super().chosen(given)
+        if self.config.tokens > 1 and options.depth > self.config.tokens:
+            raise ValueError(
+                f"this drafter predicts {self.config.tokens} tokens a pass, so depth and tree can be no deeper; "
+                f"got depth {options.depth}"
+            )
+        return options
+
+    # -- what enters -------------------------------------------------------------------------------------------------
+
+    def enter(
+        self, embeds: Tensor, features: Tensor, visual: Tensor, valid: Tensor, positions: Tensor
+    ) -> EncodedPrompt:
+        spans = runs(visual * valid)
+        if not self.config.latents or not spans:
+            return super().enter(embeds, features, visual, valid, positions)
+        rows, there = spans_of(features, spans)
+        length = there.sum(1)
+        count = self.latent.count(length)
+        e, f = self.latent(rows, there, count)
+        _, last, ok = shares(length, count)
+        index, real, source = splice(valid, spans, count.tolist())
+        x, residual = self.inputs(spliced(embeds, e[ok], index), spliced(features, f[ok], index))
+        places = spliced(positions, spans_of(positions, spans)[0].gather(1, last)[ok], index)
+        return EncodedPrompt(x, residual, places, real, source)
+
+    # -- what comes out ----------------------------------------------------------------------------------------------
+
+    def carry(self, z: Tensor) -> Tensor:
+        """The layer's output itself, which the heads read; without heads as EAGLE's."""
+        return z if self.config.tokens > 1 else super().carry(z)
+
+    def ahead(self, h: Tensor) -> Tensor:
+        """The features [B, n, K, H] of the K next rows, from the layer's output [B, n, H]."""
+        return super().carry(self.heads(h))
+
+    def _levels(self, session: Any, target: Target, f: Tensor) -> Tensor:
+        """Logits [B, depth, V] of the tokens at the levels below the root, from the last row's output f [B, 1, H]."""
+        depth = self.options.depth
+        return self._weighed(session, target, self.ahead(f)[:, 0, :depth], torch.arange(depth, device=f.device))
+
+    def _chain(self, session: Any, target: Target, f: Tensor) -> tuple[Tensor, Tree]:
+        if self.config.tokens == 1:
+            return super()._chain(session, target, f)
+        tokens = self.to_target(self._levels(session, target, f).argmax(-1))
+        return tokens, chain(tokens.shape[1] + 1, f.device).expand(len(f))
+
+    def _growth(self, session: Any, target: Target, f: Tensor) -> tuple[Tensor, Expand]:
+        if self.config.tokens == 1:
+            return super()._growth(session, target, f)
+        return marginal(self._levels(session, target, f).float().log_softmax(-1))
+
+    # -- training ----------------------------------------------------------------------------------------------------
+
+    def forward(
+        self, embeds: Tensor, features: Tensor, visual: Tensor, valid: Tensor, steps: int, start: int = 0,
+        rows: Tensor | None = None,
+    ) -> list[Tensor]:  # fmt: skip
+        """What the first `steps` ≤ K heads predict, from many positions at once; as `FeatureDrafter.forward` says.
+
+        Raises:
+            ValueError: more steps than heads.
+        """
+        if self.config.tokens == 1:
+            return super().forward(embeds, features, visual, valid, steps, start, rows)
+        if steps > self.config.tokens:
+            raise ValueError(f"this drafter predicts {self.config.tokens} tokens a pass; {steps} steps were asked for")
+        [h] = super().forward(embeds, features, visual, valid, 1, start, rows)
+        return list(self.ahead(h)[:, :, :steps].unbind(2))

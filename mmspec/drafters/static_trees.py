@@ -1,0 +1,146 @@
+"""Static trees: the published shapes as data, and how a drafter fills one, by rank or by drawing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from mmspec.modes import lasting
+from mmspec.tree import Expand, chain, from_paths
+from mmspec.types import NO_TOKEN, Tree
+
+DYNAMIC = "dynamic"  # no static shape: EAGLE-2's growth
+Shape = dict[str, int]  # path of the parent, one digit per rank: number of its children
+
+# EAGLE-1 (Li et al. 2024) and LANTERN++ (Park et al. 2025, arXiv 2502.06352), as their code lists them.
+SHAPES: dict[str, Shape] = {
+    "chain": {"": 1, "0": 1, "00": 1, "000": 1, "0000": 1},
+    "mc_sim_7b_63": {
+        "": 4, "0": 3, "1": 2, "2": 2, "3": 1,
+        "00": 3, "01": 2, "02": 2, "10": 1, "000": 3, "0000": 2,
+    },
+    "mc_sim_7b_63_balanced": {
+        "": 3, "0": 3, "1": 3, "2": 2,
+        "00": 3, "01": 2, "10": 2, "11": 2, "000": 3, "0000": 2,
+    },
+    "reverse_balanced_25": {
+        "": 3, "0": 2, "1": 1, "2": 1,
+        "00": 3, "01": 2, "10": 1, "000": 3, "001": 2, "0000": 4, "0001": 3,
+    },
+    "naive_extend_57": {
+        "": 5, "0": 4, "1": 3, "2": 3, "3": 2, "4": 1,
+        "00": 4, "01": 3, "02": 3, "03": 2, "10": 2, "11": 1, "20": 1,
+        "000": 4, "001": 3, "002": 2, "003": 1, "010": 2, "011": 1, "020": 1,
+        "0000": 3, "0001": 2, "0010": 2, "0011": 1, "0020": 1,
+    },
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Level:
+    """The nodes of one depth: where each comes from, and which of them have children."""
+
+    parents: Tensor  # [m], place among the nodes that were expanded before
+    ranks: Tensor  # [m]
+    branches: int  # the most children that a parent has
+    inner: Tensor  # [k], places in this level of the nodes with children
+
+
+@dataclass(frozen=True)
+class TreePlan:
+    """A shape on a device."""
+
+    tree: Tree  # [1, N]
+    levels: tuple[Level, ...]
+
+    @property
+    def depth(self) -> int:
+        return len(self.levels)
+
+
+def shape_named(name: str) -> Shape:
+    """The shape registered under a name.
+
+    Raises:
+        ValueError: an unknown name; the message lists the known ones.
+    """
+    if name not in SHAPES:
+        raise ValueError(f"unknown tree {name!r}; choose from {', '.join([DYNAMIC, *SHAPES])}")
+    return SHAPES[name]
+
+
+def nodes(shape: Shape) -> list[tuple[int, ...]]:
+    """Paths of child ranks of all nodes below the root."""
+    return [(*map(int, parent), rank) for parent, count in shape.items() for rank in range(count)]
+
+
+@lru_cache(maxsize=32)
+@lasting()
+def plan(name: str, depth: int, device: torch.device) -> TreePlan:
+    """The shape of a name, ready to be filled; a chain is as deep as asked for, the others as they are published."""
+    paths = [(0,) * depth] if name == "chain" else nodes(shape_named(name))
+    tree, ranks = from_paths(paths, device)
+    if name == "chain":
+        tree = chain(depth + 1, device)
+    parent, at = tree.parents[0].tolist(), tree.depth[0].tolist()
+    levels, expanded = [], [0]
+    for level in range(1, max(at) + 1):
+        here = [n for n in range(len(at)) if at[n] == level]
+        inner = [n for n in here if n in parent[1:]]
+        rank = ranks[0, here]
+        levels.append(
+            Level(
+                torch.tensor([expanded.index(parent[n]) for n in here], device=device),
+                rank,
+                int(rank.max()) + 1,
+                torch.tensor([here.index(n) for n in inner], dtype=torch.long, device=device),
+            )
+        )
+        expanded = inner
+    return TreePlan(tree, tuple(levels))
+
+
+def fill(
+    first: Tensor, expand: Expand, shape: TreePlan, noise: Callable[[int], Tensor] | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Tokens of a static tree: of each node's distribution the likeliest, by rank, or as many drawn without
+    replacement.
+
+    A level is drawn by one Gumbel noise for all its nodes. Only one of their parents can stand, so the draft that is
+    tested is drawn from its distribution all the same; and drafts of a position that are never tested leave no trace.
+
+    Args:
+        first: log-probabilities [B, V] after the root.
+        expand: see `tree.grow`; here the frontier are the nodes of a level that have children.
+        shape: of the tree.
+        noise: gives [B, 1, V] for the tokens of level i ≥ 0 (their depth is i + 1); None: by rank.
+
+    Returns:
+        Tokens [B, N − 1] below the root, and, if they were drawn, the logits [B, N, V] of the distribution that each
+        was drawn
+        from: its earlier siblings cannot be drawn again. What the distribution excludes is a hole.
+    """
+    log_p, tokens, distributions = first[:, None], [], [first[:, None]]  # the root's own entry means nothing
+    for depth, level in enumerate(shape.levels):
+        score = log_p if noise is None else log_p + noise(depth)
+        best, ids = score.topk(level.branches, -1)
+        found = torch.where(best > -torch.inf, ids, NO_TOKEN)[:, level.parents, level.ranks]  # [B, m]
+        tokens.append(found)
+        if noise is not None:
+            distributions.append(_remaining(log_p, ids, level, found == NO_TOKEN))
+        if depth + 1 < shape.depth:
+            log_p = expand(found[:, level.inner].clamp(min=0), level.parents[level.inner].expand(len(found), -1))
+    return torch.cat(tokens, 1), torch.cat(distributions, 1) if noise is not None else None
+
+
+def _remaining(log_p: Tensor, ids: Tensor, level: Level, hole: Tensor) -> Tensor:
+    """[B, m, V]: the parent's distribution without the earlier siblings; flat where nothing was left to draw."""
+    distribution = log_p[:, level.parents]
+    earlier = torch.arange(ids.shape[-1], device=ids.device) < level.ranks[:, None]  # [m, branches]
+    drawn = torch.where(earlier, ids[:, level.parents], ids[:, level.parents, level.ranks][..., None])
+    gone = torch.zeros_like(distribution, dtype=torch.bool).scatter_(2, drawn, earlier.expand_as(drawn))
+    return distribution.masked_fill(gone, -torch.inf).masked_fill(hole[..., None], 0.0)

@@ -1,0 +1,217 @@
+"""A function of tensors, captured once for its shapes, cut at its attentions, and compiled piece by piece."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.passes.split_module import split_module
+
+from mmspec.modes import computed_in, uncast
+from mmspec.piecewise import graphs
+
+# Layer, scale, q, k, v of the new rows and, where that is computed, which rows these see → like q.
+Attend = Callable[..., Tensor]
+Compile = Callable[[fx.GraphModule, list[Tensor]], Callable[..., Any]]  # a graph and example inputs → a function
+Place = Callable[[fx.GraphModule, Callable[..., Any]], Callable[..., Any]]  # a piece and its function → what runs there
+
+
+class Uncapturable(Exception):
+    """A function that cannot be replayed; the message says why."""
+
+
+@torch.library.custom_op("mmspec::attend", mutates_args=())
+def attend(layer: int, scale: float, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> Tensor:
+    """Stands for an attention while a function is captured: q [B, heads, n, D], k and v [B, kv_heads, n, D].
+
+    What the function itself computes of a mask is handed on as `seen`; without it the attention is asked with five
+    arguments. What it gives lies in memory as [B, n, heads, D]; so must what `PiecewiseFunction` is handed in its
+    place.
+    """
+    B, heads, n, _ = q.shape
+    return q.new_zeros(B, n, heads, v.shape[3]).transpose(1, 2)
+
+
+@attend.register_fake
+def _(layer: int, scale: float, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> Tensor:
+    B, heads, n, _ = q.shape
+    return q.new_empty(B, n, heads, v.shape[3]).transpose(1, 2)
+
+
+def cut(layer: int, scale: float, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> Tensor:
+    """`attend` in the dtype in which attentions are computed here: autocast would say nothing of it."""
+    return attend(layer, scale, q.to(computed_in(q.dtype, q.device)), k, v, seen)
+
+
+class PiecewiseFunction:
+    """Calls `function` again with other tensors of the same shapes, without the Python that it is written in.
+
+    Between two attentions nothing depends on how long the cached prefix is, so the pieces have fixed shapes and are
+    compiled once; pieces with the same code, such as those between two layers of a model, share one compiled function.
+    What the attentions do is said at every call. On CUDA each piece but the last is a graph wherever it stands
+    (`mmspec/piecewise/graphs.py`), and an attention must not keep what it is handed.
+
+    Args:
+        function: of tensors, giving a list of tensors; its attentions are `attend`.
+        inputs: as it is going to be called with.
+        own: all tensors that it may use besides, such as weights; their contents may change, their shapes may not.
+        compile: `inductor` if not said otherwise.
+        variants: values of a further first argument of `function` that must make no difference.
+
+    Raises:
+        Uncapturable: it asks a tensor for its value, or uses a tensor that is neither an input nor its own: what it
+            does then might change from call to call.
+    """
+
+    made: ClassVar[int] = 0  # so far, by anybody
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        inputs: Sequence[Tensor],
+        own: Iterable[Tensor],
+        compile: Compile | None = None,
+        variants: Sequence[Any] = (),
+    ) -> None:
+        given, self._device = list(own), inputs[0].device
+        kind = self._device.type
+        self._cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        graph, self._weights = _traced(partial(function, variants[0]) if variants else function, inputs, given)
+        for other in variants[1:]:
+            if _traced(partial(function, other), inputs, given)[0].code != graph.code:
+                raise Uncapturable("what it computes depends on how much was read before")
+        self._graphs = graphs.Graphs(inputs, attend) if graphs.wanted([*inputs, *self._weights]) else None
+        place = None if self._graphs is None else self._graphs.place
+        with uncast(self._device):
+            self._run, self.pieces = _cut(graph, compile or inductor, place)
+        if self._graphs is not None:
+            self(attend, *inputs)  # records them, so that the first call in earnest, which may be checked, is a replay
+        PiecewiseFunction.made += 1
+
+    def __call__(self, attend: Attend, *inputs: Tensor) -> list[Tensor]:
+        if self._cast is None:
+            return self._replay(attend, *inputs)
+        with uncast(self._device):  # what autocast casts is written in the pieces, and so is what it leaves alone
+            return self._replay(partial(_cast, attend, self._device.type, self._cast), *inputs)
+
+    def _replay(self, attend: Attend, *inputs: Tensor) -> list[Tensor]:
+        if self._graphs is not None:
+            return self._graphs.run(self._run, inputs, self._weights, attend)
+        return self._run(*inputs, *self._weights, attend)
+
+
+def _cast(attend: Attend, kind: str, dtype: torch.dtype, *told: Any) -> Tensor:
+    with torch.autocast(kind, dtype):
+        return attend(*told)
+
+
+def inductor(piece: fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
+    """torch.compile's back end for a graph that needs no guards, since its shapes never change."""
+    import torch._inductor as backend
+
+    return backend.compile(piece, list(examples), {"triton.cudagraphs": False})  # these are recorded by us
+
+
+@contextmanager
+def _own_casts() -> Iterator[None]:
+    """Weights that autocast has cast before are none of the function's own: it casts each anew."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
+def _traced(
+    function: Callable[..., Any], inputs: Sequence[Tensor], own: Iterable[Tensor]
+) -> tuple[fx.GraphModule, list[Tensor]]:
+    """The graph of `function` with the weights that it uses as further inputs, and those weights."""
+    try:
+        with _own_casts():
+            graph = make_fx(function)(*inputs)
+    except RuntimeError as error:  # a branch on the value of a tensor, an operation that cannot be recorded
+        raise Uncapturable(str(error).strip().splitlines()[0]) from error
+    graph.graph.eliminate_dead_code()
+    mine = {id(t): t for t in own}
+    weights: dict[int, tuple[Tensor, fx.Node]] = {}
+    *_, last = (n for n in graph.graph.nodes if n.op == "placeholder")
+    for node in [n for n in graph.graph.nodes if n.op == "get_attr"]:
+        tensor = getattr(graph, node.target)
+        if id(tensor) not in mine:
+            if all(user.target is torch.ops.aten.lift_fresh_copy.default for user in node.users):
+                continue  # a literal
+            raise Uncapturable(f"it uses a tensor {list(tensor.shape)} that is neither an input nor a weight")
+        if id(tensor) not in weights:
+            with graph.graph.inserting_after(last):
+                last = graph.graph.placeholder(f"weight_{len(weights)}")
+            last.meta["val"] = tensor
+            weights[id(tensor)] = (tensor, last)
+        node.replace_all_uses_with(weights[id(tensor)][1])
+        graph.graph.erase_node(node)
+    graph.graph.set_codegen(fx.graph.CodeGen())  # plain arguments, plain results
+    graph.recompile()
+    return graph, [tensor for tensor, _ in weights.values()]
+
+
+def _cut(graph: fx.GraphModule, compile: Compile, place: Place | None) -> tuple[Callable[..., Any], int]:
+    """A function that runs the pieces one after the other and asks its last argument to attend; how many differ.
+
+    `place` says what stands for a piece, of which a compiled function is given, at this one of its places. It is not
+    asked about the last of several, whose outputs are large, such as logits, and leave: no graph is to keep them.
+    """
+    part, parts = 0, {}
+    for node in graph.graph.nodes:
+        alone = node.target is torch.ops.mmspec.attend.default
+        part += alone
+        parts[node] = part
+        part += alone
+    whole = split_module(graph, torch.nn.Module(), parts.__getitem__, keep_original_order=True, tuple_return=True)
+    *_, last = whole.graph.find_nodes(op="placeholder")
+    with whole.graph.inserting_after(last):
+        attention = whole.graph.placeholder("attention")
+    ready: dict[str, Callable[..., Any]] = {}
+    nodes = whole.graph.find_nodes(op="call_module")
+    for node in nodes:
+        piece = getattr(whole, node.target)
+        cut = next((n for n in piece.graph.nodes if n.target is torch.ops.mmspec.attend.default), None)
+        if cut is None:
+            function = _ready(piece, ready, compile)
+            leaves = node is nodes[-1] and part > 0
+            delattr(whole, node.target)
+            setattr(whole, node.target, function if place is None or leaves else place(piece, function))
+            continue
+        given = dict(zip(piece.graph.find_nodes(op="placeholder"), node.args, strict=True))
+        with whole.graph.inserting_before(node):
+            new = whole.graph.call_function(_attended, (attention, *(given.get(a, a) for a in cut.args)))
+        for user in list(node.users):  # of a tuple of one
+            user.replace_all_uses_with(new)
+            whole.graph.erase_node(user)
+        whole.graph.erase_node(node)
+    whole.recompile()
+    return whole.forward, len(ready)
+
+
+def _attended(attention: Attend, *told: Any) -> Tensor:
+    return attention(*told)
+
+
+def _ready(piece: fx.GraphModule, ready: dict[str, Callable[..., Any]], compile: Compile) -> Callable[..., Any]:
+    """The compiled function of a piece, or that of an earlier piece with the same code and shapes."""
+    for number, node in enumerate(piece.graph.nodes):
+        node.name = f"n{number}"
+        if node.op == "placeholder":
+            node.target = node.name
+    piece.recompile()
+    values = [node.meta["val"] for node in piece.graph.find_nodes(op="placeholder")]
+    literals = [getattr(piece, node.target).tolist() for node in piece.graph.find_nodes(op="get_attr")]
+    key = piece.code + str([literals, *((tuple(t.shape), t.stride(), t.dtype, t.device) for t in values)])
+    if key not in ready:
+        examples = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).zero_() for t in values]
+        ready[key] = compile(piece, examples)
+    return ready[key]

@@ -1,0 +1,132 @@
+"""Slot storage for keys and values: each row appends at its own length, so that a chain commits without a copy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from mmspec.modes import lasting
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """How many slots each row holds, known to the host and to the device at once."""
+
+    host: tuple[int, ...]
+    device: Tensor  # int64 [B]
+    _copies: dict[torch.device, Tensor] = field(default_factory=dict, repr=False, compare=False)
+
+    @classmethod
+    def of(cls, host: list[int] | tuple[int, ...], device: torch.device) -> Lengths:
+        return cls(tuple(host), torch.tensor(host, device=device))
+
+    def on(self, device: torch.device) -> Tensor:
+        """`device` [B], copied once to where other layers of a model that is split over devices lie."""
+        if device == self.device.device:
+            return self.device
+        if device not in self._copies:
+            self._copies[device] = self.device.to(device)
+        return self._copies[device]
+
+    @cached_property
+    def longest(self) -> int:
+        return max(self.host, default=0)
+
+    @cached_property
+    def even(self) -> bool:
+        return len(set(self.host)) <= 1
+
+    def plus(self, counts: tuple[int, ...], device_counts: Tensor) -> Lengths:
+        return Lengths(tuple(n + c for n, c in zip(self.host, counts, strict=True)), self.device + device_counts)
+
+    def further(self, n: int) -> Lengths:
+        return Lengths(tuple(length + n for length in self.host), self.device + n)
+
+    def select(self, rows: Tensor) -> Lengths:
+        return Lengths(tuple(self.host[i] for i in rows.tolist()), self.device[rows])
+
+    def join(self, other: Lengths) -> Lengths:
+        return Lengths(self.host + other.host, torch.cat([self.device, other.device]))
+
+
+class RaggedBuffer:
+    """Keys and values of one attention layer, [B, heads, capacity, width], written in place."""
+
+    def __init__(self, reserve: int = 0) -> None:
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+        self.reserve = reserve  # capacity to take at the first write
+
+    def append(self, keys: Tensor, values: Tensor, at: Lengths) -> tuple[Tensor, Tensor]:
+        """Write [B, heads, n, width] after each row's own length; returns views of all slots up to the last one."""
+        n = keys.shape[2]
+        end = at.longest + n
+        self.keys, self.values = self._room(self.keys, keys, end), self._room(self.values, values, end)
+        if at.even:
+            self.keys[:, :, end - n : end] = keys
+            self.values[:, :, end - n : end] = values
+        else:
+            rows = torch.arange(keys.shape[0], device=keys.device)[:, None]
+            slots = at.on(keys.device)[:, None] + torch.arange(n, device=keys.device)
+            self.keys[rows, :, slots] = keys.transpose(1, 2)
+            self.values[rows, :, slots] = values.transpose(1, 2)
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+    def _room(self, buffer: Tensor | None, like: Tensor, end: int) -> Tensor:
+        """A buffer with at least `end` slots; grows by a quarter, so that the copying is paid only now and then."""
+        held = 0 if buffer is None else buffer.shape[2]
+        if buffer is not None and end <= held:
+            return buffer
+        capacity = max(end, held + held // 4 if held else self.reserve)
+        with lasting():
+            grown = like.new_zeros(like.shape[0], like.shape[1], capacity, like.shape[3])
+        if buffer is not None:
+            grown[:, :, :held] = buffer
+        return grown
+
+    def select(self, rows: Tensor) -> None:
+        if self.keys is not None and self.values is not None:
+            rows = rows.to(self.keys.device)
+            self.keys, self.values = self.keys[rows], self.values[rows]
+
+    def join(self, other: RaggedBuffer, end: int) -> None:
+        """Take the other's rows below these; of the own slots those from `end` on are not in use and are let go."""
+        if self.keys is None and other.keys is None:  # of a layer without attention
+            return
+        if self.keys is None or self.values is None or other.keys is None or other.values is None:
+            raise ValueError("both caches must hold a prompt before their rows can be joined")
+        self.keys = _stack(self.keys[:, :, :end], other.keys)
+        self.values = _stack(self.values[:, :, :end], other.values)
+
+
+def _stack(a: Tensor, b: Tensor) -> Tensor:
+    """Rows of b under rows of a, the shorter one filled up with empty slots."""
+    out = a.new_zeros(len(a) + len(b), a.shape[1], max(a.shape[2], b.shape[2]), a.shape[3])
+    out[: len(a), :, : a.shape[2]], out[len(a) :, :, : b.shape[2]] = a, b
+    return out
+
+
+def visibility(at: Lengths, open_slots: Tensor, ancestors: Tensor) -> Tensor:
+    """What each node may attend to: the row's own cached slots and the node's ancestors.
+
+    Args:
+        at: lengths before the nodes were appended.
+        open_slots: bool [B, L], false at cached slots that hold padding; slots past L are all real.
+        ancestors: bool [B, n, N], which of the N appended nodes each of n queries sees.
+
+    Returns:
+        bool [B, n, longest + N], true where visible.
+    """
+    B, n, N = ancestors.shape
+    past = pad(open_slots, (0, max(0, at.longest - open_slots.shape[1])), value=True)[:, None, : at.longest]
+    if at.even:
+        return torch.cat([past.expand(B, n, at.longest), ancestors], 2)
+    slot = torch.arange(at.longest + N, device=ancestors.device)
+    offset = slot - at.device[:, None]  # [B, T]: 0 at the row's root
+    tree = ancestors.gather(2, offset.clamp(0, N - 1)[:, None].expand(B, n, -1))
+    past = pad(past, (0, N))
+    return torch.where((offset < 0)[:, None], past, tree & (offset < N)[:, None])

@@ -1,0 +1,145 @@
+"""Chameleon and Anole: stock masks picture tokens out of every forward; here a call can ask for a picture instead."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmspec.pipelines.families.codebook import by_token
+from mmspec.pipelines.families.decoder_only import DecoderOnly, DecoderOnlyPatch
+from mmspec.pipelines.patching.obstacles import Obstacle, UnsupportedError
+from mmspec.pipelines.sampling.guidance import Guidance
+from mmspec.pipelines.sampling.request import Request
+from mmspec.pipelines.targets.hooks import final_hidden, stock
+from mmspec.pipelines.targets.vlm import VlmTarget
+from mmspec.rules import Rule, exact
+
+MODES = ("text-only", "image-only")
+_BEGIN, _END = "<racm3:break>", "<eoss>"  # what the family calls the marks around a picture
+
+
+@dataclass(frozen=True)
+class PictureTokens:
+    """What a picture looks like as tokens: its beginning where the prompt does not end with one, the codes, its end.
+
+    Attributes:
+        head: tokens before the first code, 0 or 1.
+        side: rows, and columns.
+        begin, end: ids of the marks.
+        codes: ids of the picture tokens, [K].
+    """
+
+    head: int
+    side: int
+    begin: int
+    end: int
+    codes: Tensor
+
+    @classmethod
+    def of(cls, model: Any, ids: Tensor) -> PictureTokens:
+        """For prompts [B, L].
+
+        Raises:
+            ValueError: some prompts end with the beginning of a picture and some do not, or the marks have no id.
+        """
+        names, vq = model.config.vocabulary_map, model.config.vq_config
+        missing = [name for name in (_BEGIN, _END) if name not in names]
+        if missing:
+            raise ValueError(f"a picture stands between {_BEGIN} and {_END}; config.vocabulary_map lacks {missing}")
+        begun = {int(token) == names[_BEGIN] for token in ids[:, -1]}
+        if len(begun) > 1:
+            raise ValueError(f"either all prompts end with {_BEGIN} or none; these differ, generate them in two calls")
+        side = vq.resolution // 2 ** (len(vq.channel_multiplier) - 1)
+        codes = torch.tensor(model.model.vocabulary_mapping.image_tokens, device=ids.device)
+        return cls(int(not begun.pop()), side, names[_BEGIN], names[_END], codes)
+
+    @property
+    def length(self) -> int:
+        return self.head + self.side**2 + 1
+
+    def allowed(self, logits: Tensor, index: Tensor) -> Tensor:
+        """Logits [B, N, V] with all but the possible tokens at −inf; `index` [B, N] counts from the first new one."""
+        out = torch.full_like(logits, -torch.inf)
+        out[..., self.codes] = logits[..., self.codes]
+        for mark, here in ((self.begin, index < self.head), (self.end, index >= self.length - 1)):
+            only = torch.full_like(logits[0, 0], -torch.inf)
+            only[mark] = 0.0
+            out = torch.where(here[..., None], only, out)
+        return out
+
+
+_picture: ContextVar[PictureTokens | None] = ContextVar("mmspec_chameleon", default=None)
+
+
+class ChameleonTarget(VlmTarget):
+    """The model with its head read directly."""
+
+    def _logits(self, out: Any, heard: dict[str, Any]) -> Tensor:
+        return self.model.get_output_embeddings()(final_hidden(heard["decoder"])).to(self.device)
+
+    def _grid(self, heard: dict[str, Any]) -> tuple[int, int] | None:
+        picture = _picture.get()
+        return None if picture is None else (picture.side, picture.side)
+
+
+class ChameleonPatch(DecoderOnlyPatch):
+    """Adds to `generate` the argument `multimodal_generation_mode`, which the Anole port of transformers had.
+
+    "text-only", the default, is stock. "image-only" draws one picture per row: the mark of its beginning unless the
+    prompt ends with it, its codes, the mark of its end. It is guided where `guidance_scale` is given, by
+    `negative_prompt_ids` as in stock; without them the null prompt is the prompt's last token. There is no such call in
+    stock, so none can fall back to it.
+    """
+
+    def generate(self, inputs: Any = None, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        mode = kwargs.pop("multimodal_generation_mode", "text-only")
+        if mode not in MODES:
+            raise ValueError(f"multimodal_generation_mode must be one of {', '.join(MODES)}; got {mode!r}")
+        if mode == "text-only":
+            return stock(self).generate(self, inputs, *args, **kwargs)
+        ids = kwargs.get("input_ids") if inputs is None else inputs
+        if ids is None:
+            raise ValueError("a picture needs a prompt of token ids; pass input_ids")
+        picture = PictureTokens.of(self, ids)
+        asked = kwargs.get("max_new_tokens")
+        kwargs["max_new_tokens"] = picture.length if asked is None else min(asked, picture.length)
+        token = _picture.set(picture)
+        try:
+            return stock(self).generate(self, inputs, *args, **kwargs)
+        finally:
+            _picture.reset(token)
+
+
+class Chameleon(DecoderOnly):
+    """A call draws a picture, or is one of text."""
+
+    mixin = ChameleonPatch
+    guided = True
+
+    def target(self, model: Any, features: tuple[int, ...], guidance: Guidance | None) -> VlmTarget:
+        return (VlmTarget if _picture.get() is None else ChameleonTarget)(model, features, guidance)
+
+    def request(self, request: Request) -> Request:
+        """Only what a picture may hold."""
+        picture = _picture.get()
+        return request if picture is None else replace(request, allowed=picture.allowed)
+
+    def rule(self, asked: Rule, call: Any) -> Rule:
+        """A relaxed rule is for pictures: text stays exact."""
+        return exact if _picture.get() is None else asked
+
+    def decline(self, patch: Any, why: Obstacle) -> None:
+        if _picture.get() is not None:
+            raise UnsupportedError(
+                f"stock has no image mode that this call could run on, and mmspec cannot: {why.reason}"
+            )
+        super().decline(patch, why)
+
+    def codebook(self, model: Any) -> Tensor:
+        """The codes of the picture tokens, on their places in the vocabulary."""
+        mapping = model.model.vocabulary_mapping
+        return by_token(model.model.vqmodel.quantize.embedding.weight, mapping.img2bpe, model.config.vocab_size)

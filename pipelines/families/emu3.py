@@ -1,0 +1,29 @@
+"""Emu3: its pictures are ordinary `generate` calls, guided by a negative prompt and kept on a grid by a grammar."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
+
+from mmspec.pipelines.families.codebook import by_token
+from mmspec.pipelines.families.decoder_only import DecoderOnly, head_shape
+from mmspec.pipelines.targets.call import Call
+from mmspec.rules import Rule, exact
+
+
+class Emu3(DecoderOnly):
+    """Both prompts in one batch: one forward per round where stock makes two per token."""
+
+    guided = True
+
+    def rule(self, asked: Rule, call: Call) -> Rule:
+        """A relaxed rule is for pictures, which a grammar keeps on their grid: text stays exact."""
+        drawing = any(type(p) is PrefixConstrainedLogitsProcessor for p in call.logits_processor)
+        return asked if drawing else exact
+
+    def codebook(self, model: Any) -> Tensor:
+        """The codes of the visual tokens, on their places in the vocabulary."""
+        codes = model.model.vqmodel.quantize.embedding.weight
+        return by_token(codes, model.vocabulary_mapping.img2bpe, head_shape(model)[0])

@@ -1,0 +1,63 @@
+"""GLM-Image: two grids of picture tokens one after the other, at positions that the prefill lists beforehand."""
+
+from __future__ import annotations
+
+import math
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmspec.pipelines.families.codebook import by_token
+from mmspec.pipelines.families.decoder_only import DecoderOnly, head_shape
+from mmspec.pipelines.sampling.guidance import Guidance
+from mmspec.pipelines.targets.hooks import hold, note, release, stock
+from mmspec.pipelines.targets.state import Listed, Onward, Places
+from mmspec.pipelines.targets.vlm import VlmTarget
+
+_one_at_a_time = threading.Lock()
+
+
+class _Told:
+    """Mixin of the inner model, which keeps the list on itself: each call hears its own, whatever other threads do."""
+
+    def get_rope_index(self, *args: Any, **kwargs: Any) -> Any:
+        with _one_at_a_time:
+            told = stock(self).get_rope_index(self, *args, **kwargs)
+            note("positions", self._cached_decode_position_ids)  # type: ignore[attr-defined]
+            note("grids", kwargs.get("image_grid_thw"))
+        return told
+
+
+class GlmTarget(VlmTarget):
+    def _places(self, positions: Tensor | None, heard: dict[str, Any], length: int) -> Places:
+        listed = heard.get("positions")
+        if listed is not None:
+            return Listed(listed)
+        embeds = heard["decoder"][1]["inputs_embeds"]  # without grids stock counts the slots of the cache
+        return Onward(torch.full((3, len(embeds), 1), length, device=embeds.device))
+
+    def _grid(self, heard: dict[str, Any]) -> tuple[int, int] | None:
+        grids = [] if heard.get("positions") is None else heard["grids"].tolist()
+        return max((tuple(grid[1:]) for grid in grids), key=math.prod, default=None)
+
+
+class GlmImage(DecoderOnly):
+    drafter = "jacobi"
+
+    def target(self, model: Any, features: tuple[int, ...], guidance: Guidance | None) -> GlmTarget:
+        return GlmTarget(model, features, guidance)
+
+    def tap(self, model: Any, features: tuple[int, ...]) -> None:
+        super().tap(model, features)
+        hold(model.model, _Told)
+
+    def untap(self, model: Any, features: tuple[int, ...]) -> None:
+        super().untap(model, features)
+        release(model.model)
+
+    def codebook(self, model: Any) -> Tensor:
+        """The codes of the head's first tokens; behind them stand the marks of a picture's beginning and end."""
+        codes = torch.nn.functional.normalize(model.model.vqmodel.quantize.embedding.weight, dim=-1)
+        return by_token(codes, {i: i for i in range(len(codes))}, head_shape(model)[0])

@@ -1,0 +1,70 @@
+"""LlamaGenPipeline as `mmspec.enable` knows it: its calls stay, the drafter and the rule come from the patch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+from torch import Tensor
+
+from mmspec.pipelines.llamagen.pipeline import DecodingPlan
+from mmspec.pipelines.patching.family import Family
+from mmspec.pipelines.patching.handle import Patch
+from mmspec.pipelines.targets import devices
+from mmspec.pipelines.targets.hooks import FeatureHook, hold, release, stock
+from mmspec.session import Session
+from mmspec.types import ATTENTION, FINAL, TargetInfo
+
+
+class LlamaGenPatch:
+    """Mixin of an enabled pipeline."""
+
+    _mmspec_patch: Patch
+
+    def _plan(self) -> DecodingPlan:
+        patch = Patch.of(self)
+        if patch is None:  # disabled since this call began
+            return stock(self)._plan(self)
+        return DecodingPlan(
+            patch.fitting(self), patch.rule, patch.config.reproducible, patch.config.compile, patch.book
+        )
+
+    def _rounds(self, *args: Any) -> Iterator[Session]:
+        patch = Patch.of(self)
+        with nullcontext() if patch is None else patch.running(self):
+            yield from stock(self)._rounds(self, *args)
+
+
+class LlamaGen(Family):
+    """`compile` captures the forward alone."""
+
+    mixin = LlamaGenPatch
+    drafter = "jacobi"
+    captures_drafts = False
+
+    def describe(self, model: Any) -> TargetInfo:
+        transformer = model.transformer
+        c = transformer.config
+        name = str(getattr(model.config, "_name_or_path", None) or type(model).__name__)
+        where = devices.execution(transformer)
+        return TargetInfo(name, c.vocab, c.dim, c.dim, c.num_layers, where, transformer.dtype)
+
+    def codebook(self, model: Any) -> Tensor:
+        """[V, c], the vectors that the tokens stand for."""
+        return model.vqvae.codebook()  # type: ignore[no-any-return]
+
+    def tap(self, model: Any, features: tuple[int, ...]) -> None:
+        if ATTENTION in features:
+            raise ValueError("prune leaves out visual tokens of a prompt, and a prompt for a picture has none")
+        for i, layer in _layers(model, features).items():
+            hold(layer, FeatureHook, _mmspec_name=f"layer {i}")
+
+    def untap(self, model: Any, features: tuple[int, ...]) -> None:
+        for layer in _layers(model, features).values():
+            release(layer)
+
+
+def _layers(pipe: Any, features: tuple[int, ...]) -> dict[int, Any]:
+    """The layers whose input a drafter reads, by number."""
+    return {i: pipe.transformer.layers[i] for i in features if i != FINAL}

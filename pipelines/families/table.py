@@ -1,0 +1,123 @@
+"""Which models can be accelerated, and by which module; the tables say what is proved identical by tests."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from mmspec.pipelines.patching.family import Family
+from mmspec.registry import RULES, drafters
+
+# model_type → what the tests prove token-identical
+PROVED: dict[str, str] = {
+    "llava": "LLaVA-1.5: images",
+    "llava_next": "LLaVA-NeXT: images, anyres tiles",
+    "qwen2_vl": "Qwen2-VL: images, videos, M-RoPE",
+    "qwen2_5_vl": "Qwen2.5-VL: images, videos, M-RoPE",
+    "qwen3_vl": "Qwen3-VL: images, videos, interleaved M-RoPE",
+    "qwen3_5": "Qwen3.5, Qwen3.6: images, videos, gated delta layers, interleaved M-RoPE",
+    "lfm2_vl": "LFM2-VL: images, short convolutions",
+    "smolvlm": "SmolVLM: images",
+    "idefics3": "Idefics3: images",
+    "internvl": "InternVL: images",
+    "paligemma": "PaliGemma: images",
+    "gemma3": "Gemma3: images, sliding windows",
+}
+
+# model_type, or diffusers pipeline → how it makes pictures, token-identical likewise
+PICTURES: dict[str, str] = {
+    "janus": 'Janus, Janus-Pro: generate(generation_mode="image"), guided',
+    "emu3": "Emu3: generate with prefix_allowed_tokens_fn (marked mmspec_pure), negative_prompt_ids and guidance_scale",
+    "glm_image": "GLM-Image: generate, and GlmImagePipeline unchanged",
+    "chameleon": 'Chameleon, Anole: generate(multimodal_generation_mode="image-only"), guided or not; ours, as below',
+    "llamagen": "LlamaGenPipeline: class- and text-conditional, guided; ours, as below",
+}
+
+# class of a model or pipeline → its family, as module:class; all others are DecoderOnly
+FAMILIES: dict[str, str] = {
+    "JanusForConditionalGeneration": "families.janus:Janus",
+    "Emu3ForConditionalGeneration": "families.emu3:Emu3",
+    "GlmImageForConditionalGeneration": "families.glm_image:GlmImage",
+    "ChameleonForConditionalGeneration": "families.chameleon:Chameleon",
+    "LlamaGenPipeline": "families.llamagen:LlamaGen",
+    "MARPipeline": "mar.pipeline:Mar",
+}
+_USUAL = "families.decoder_only:DecoderOnly"
+
+# diffusers pipeline, or a model whose `generate` hands the writing on → the component that generates its tokens
+COMPONENTS: dict[str, str] = {
+    "GlmImagePipeline": "vision_language_encoder",
+    "Blip2ForConditionalGeneration": "language_model",
+    "InstructBlipForConditionalGeneration": "language_model",
+    "InstructBlipVideoForConditionalGeneration": "language_model",
+    "Qwen2_5OmniForConditionalGeneration": "thinker",
+    "Qwen3OmniMoeForConditionalGeneration": "thinker",
+}
+
+
+def _entry(thing: Any, table: dict[str, str]) -> str | None:
+    """What a table says of the class of `thing`, or of the nearest class above it."""
+    return next((table[cls.__name__] for cls in type(thing).__mro__ if cls.__name__ in table), None)
+
+
+def of(model: Any) -> Family:
+    """The family of a model or pipeline; modules are loaded when they are needed."""
+    module, _, name = (_entry(model, FAMILIES) or _USUAL).partition(":")
+    return getattr(importlib.import_module(f"mmspec.pipelines.{module}"), name)()  # type: ignore[no-any-return]
+
+
+def unwrap(model_or_pipe: Any) -> Any:
+    """What is patched of it: the model inside a pipeline or a wrapper, or a diffusers pipeline of ours itself.
+
+    Raises:
+        TypeError: nothing in there generates.
+    """
+    return opened(model_or_pipe)[-1]
+
+
+def opened(model_or_pipe: Any) -> list[Any]:
+    """What was given, what is inside of it, and so on; what is patched comes last.
+
+    Raises:
+        TypeError: nothing in there generates.
+    """
+    found = [model_or_pipe]
+    while (inner := _inside(found[-1])) is not None:
+        found.append(inner)
+    if not hasattr(found[-1], "generate") and _entry(found[-1], FAMILIES) is None:
+        raise TypeError(
+            f"mmspec needs a transformers model or a pipeline that generates tokens; got "
+            f"{type(model_or_pipe).__name__}. mmspec.supported() lists what works"
+        )
+    return found
+
+
+def _inside(wrapper: Any) -> Any:
+    """What a wrapper or a pipeline is around; None: it is neither."""
+    component = _entry(wrapper, COMPONENTS)
+    if component is not None:
+        return getattr(wrapper, component)
+    if _entry(wrapper, FAMILIES) is not None:
+        return None
+    if hasattr(wrapper, "_orig_mod"):  # torch.compile; it hands `generate` on to the model, whose class decides
+        return wrapper._orig_mod
+    if hasattr(wrapper, "get_base_model"):  # PEFT
+        return wrapper.get_base_model()
+    return None if hasattr(wrapper, "generate") else getattr(wrapper, "model", None)  # transformers.pipeline
+
+
+def supported() -> str:
+    """Print, and return, the model families that are proved identical, the drafters and the rules, one a line."""
+    lines = ["Proved token-identical to stock generate (greedy, fp32, sdpa and eager, batch 1 and ragged 4):"]
+    lines += [f"  {kind:12s} {what}" for kind, what in PROVED.items()]
+    lines += ["Pictures, token-identical likewise (greedy, and sampling with reproducible=True; fp32):"]
+    lines += [f"  {kind:12s} {what}" for kind, what in PICTURES.items()]
+    lines += ["  (ours: stock has no such call; identical to decoding one token after the other)"]
+    lines += ["Pictures of continuous tokens, in distribution (by pipe.enable_speculation(), not by mmspec.enable):"]
+    lines += ["  mar          MARPipeline: class-conditional, guided; ours"]
+    lines += ["Any other decoder-only model with full or sliding attention is judged when it is enabled.", "Drafters:"]
+    lines += [f"  {name:12s} {what}" for name, what in drafters().items()]
+    lines += ["Rules:", *(f"  {name}" for name in RULES)]
+    text = "\n".join(lines)
+    print(text)
+    return text

@@ -1,0 +1,247 @@
+"""LlamaGen as a diffusers pipeline: a prompt or a class to a picture, one token after the other, or drafted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from diffusers import DiffusionPipeline
+from diffusers.image_processor import VaeImageProcessor
+from diffusers.pipelines.pipeline_loading_utils import LOADABLE_CLASSES
+from diffusers.utils import BaseOutput
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast, T5EncoderModel
+
+from mmspec.drafters.plain import Plain
+from mmspec.loop import decode, start
+from mmspec.models.llamagen import LlamaGenTransformer
+from mmspec.models.llamagen_vq import LlamaGenVQ
+from mmspec.pipelines.drawing.outputs import OUTPUTS, seeds, wake
+from mmspec.pipelines.llamagen import captions
+from mmspec.pipelines.sampling.guidance import Guidance
+from mmspec.pipelines.sampling.request import CounterNoise, Request, Sampler, warpers
+from mmspec.pipelines.targets import compiled, devices
+from mmspec.pipelines.targets.llamagen import Condition, LlamaGenTarget
+from mmspec.rules import Rule, exact
+from mmspec.session import Row, Session
+from mmspec.statistics import Stats
+
+# What the authors sample with, by kind of condition; a pipeline's own `defaults` come before these.
+TEXT = {"guidance_scale": 7.5, "top_k": 1000, "top_p": 1.0, "temperature": 1.0, "clean_caption": True}
+CLASS = {"guidance_scale": 4.0, "top_k": 2000, "top_p": 1.0, "temperature": 1.0, "clean_caption": True}
+for module in (LlamaGenTransformer.__module__, LlamaGenVQ.__module__):  # diffusers then loads them from the hub, too
+    LOADABLE_CLASSES.setdefault(module, {})
+
+
+@dataclass
+class LlamaGenOutput(BaseOutput):
+    """What a call returns.
+
+    Attributes:
+        images: PIL pictures, or an array or tensor of them, or the token ids for `output_type="latent"`.
+        tokens: the token ids [B, grid, grid] behind them.
+        stats: what happened in this call.
+        spent: per picture, what a relaxed rule was charged, 0 without one. Its mean over many pictures bounds how far
+            their distribution is from the model's own, in total variation.
+    """
+
+    images: Any
+    tokens: Tensor | None = None
+    stats: Stats | None = None
+    spent: list[float] | None = None
+
+
+@dataclass(frozen=True)
+class DecodingPlan:
+    """How a call decodes; the stock pipeline's is plain decoding with the noise fixed by the rows' seeds."""
+
+    drafter: Any
+    rule: Rule
+    reproducible: bool
+    compile: bool = False
+    book: Callable[[Stats], None] = lambda stats: None
+
+
+class LlamaGenPipeline(DiffusionPipeline):
+    """Pictures from LlamaGen (Sun et al. 2024, arXiv 2406.06525), text- or class-conditional.
+
+    Args:
+        transformer: the model.
+        vqvae: the tokenizer whose codes it draws.
+        text_encoder: T5, for a text-conditional model.
+        tokenizer: that of the text encoder.
+        defaults: of the sampling arguments of a call, where they are not the authors': any of TEXT.
+    """
+
+    model_cpu_offload_seq = "text_encoder->transformer->vqvae"
+    _optional_components = ["text_encoder", "tokenizer"]
+
+    def __init__(
+        self,
+        transformer: LlamaGenTransformer,
+        vqvae: LlamaGenVQ,
+        text_encoder: T5EncoderModel | None = None,
+        tokenizer: PreTrainedTokenizerFast | None = None,
+        defaults: dict | None = None,
+    ) -> None:
+        super().__init__()
+        _check(transformer, vqvae, text_encoder, defaults)
+        self.register_modules(transformer=transformer, vqvae=vqvae, text_encoder=text_encoder, tokenizer=tokenizer)
+        self.register_to_config(defaults=dict(defaults or {}))
+        self.image_processor = VaeImageProcessor(vae_scale_factor=vqvae.downsample)
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        prompt: str | Sequence[str] | None = None,
+        class_labels: int | Sequence[int] | Tensor | None = None,
+        guidance_scale: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        temperature: float | None = None,
+        num_images_per_prompt: int = 1,
+        generator: torch.Generator | Sequence[torch.Generator] | None = None,
+        guidance_interval: int = -1,
+        clean_caption: bool | None = None,
+        output_type: str = "pil",
+        return_dict: bool = True,
+        callback_on_step_end: Callable[[Any, int, int, dict[str, Any]], Any] | None = None,
+    ) -> LlamaGenOutput | tuple[Any]:
+        """Draw pictures.
+
+        Args:
+            prompt: one or several texts, or
+            class_labels: one or several class numbers.
+            guidance_scale: 7.5 for text and 4.0 for classes unless given; 1 or less leaves the unconditional half out.
+            top_k: 1000 for text and 2000 for classes unless given; 0 keeps every token. Ties at the k-th are kept.
+            top_p: 1.0 unless given, which keeps every token.
+            temperature: 1.0 unless given; 0 takes the likeliest token.
+            num_images_per_prompt: pictures of each prompt or class.
+            generator: one, or one per picture, which then does not depend on what else is drawn in the call.
+            guidance_interval: k ≥ 0 guides the first k + 2 tokens only; −1 all of them.
+            clean_caption: clean prompts as in training, which needs `ftfy` and `beautifulsoup4`.
+            output_type: "pil", "pt" ([B, 3, h, w]) or "np" ([B, h, w, 3]), pixels in [0, 1], or "latent": token ids.
+            return_dict: give a LlamaGenOutput rather than a tuple.
+            callback_on_step_end: called after each round with this pipeline, the round's number, how many tokens every
+                picture has, and {"tokens": [list of token ids per picture]}.
+
+        Returns:
+            LlamaGenOutput, or (images,) with `return_dict=False`.
+
+        Raises:
+            ValueError: an argument that makes no sense, with what is allowed.
+        """
+        given = {"guidance_scale": guidance_scale, "top_k": top_k, "top_p": top_p, "temperature": temperature}
+        how = self._settings({**given, "clean_caption": clean_caption}, output_type, num_images_per_prompt)
+        condition, valid = self._condition(prompt, class_labels, how["clean_caption"])
+        condition, valid = (t.repeat_interleave(num_images_per_prompt, 0) for t in (condition, valid))
+        rows = [
+            Row([], 0, self.transformer.config.grid**2, s, index=b) for b, s in enumerate(seeds(generator, len(valid)))
+        ]
+        first = None if guidance_interval < 0 else guidance_interval + 2
+        guidance = Guidance(how["guidance_scale"], tokens=first) if how["guidance_scale"] > 1 else None
+        with self.progress_bar(total=rows[0].limit) as bar:
+            for step, session in enumerate(self._rounds(rows, Condition(condition, valid), guidance, how)):
+                stats, done = session.stats, min(row.generated for row in rows)
+                bar.update(done - bar.n)
+                if callback_on_step_end is not None:
+                    callback_on_step_end(self, step, done, {"tokens": [list(row.tokens) for row in rows]})
+        grid = self.transformer.config.grid
+        tokens = torch.tensor([row.tokens for row in rows], device=valid.device).view(-1, grid, grid)
+        images = tokens if output_type == "latent" else self._picture(tokens, output_type)
+        self.maybe_free_model_hooks()
+        return LlamaGenOutput(images, tokens, stats, [row.spent for row in rows]) if return_dict else (images,)
+
+    def _rounds(
+        self, rows: list[Row], condition: Condition, guidance: Guidance | None, how: dict[str, Any]
+    ) -> Iterator[Session]:
+        """The session after each round, the prefill's first; it still holds the rows that ended in that round."""
+        plan, home = self._plan(), devices.execution(self.transformer)
+        wake(self.transformer)
+        condition = Condition(condition.what.to(home), condition.valid.to(home))
+        noise = CounterNoise() if plan.reproducible else None
+        request = Request(Sampler(warpers(how), how["temperature"] > 0, noise))
+        for row in rows:
+            row.rule, row.request = plan.rule, request
+        held = compiled.of(self.transformer) if plan.compile else None
+        target = LlamaGenTarget(self.transformer, plan.drafter.features, guidance, held, len(rows))
+        session, _ = start(target, plan.drafter, list(rows), condition)
+        yield session
+        for _ in decode(session, target, plan.drafter):
+            yield session
+        plan.book(session.stats)
+
+    def _plan(self) -> DecodingPlan:
+        return DecodingPlan(Plain(), exact, True)
+
+    def _settings(self, given: dict[str, Any], output_type: str, pictures: int) -> dict[str, Any]:
+        """The sampling arguments, with the pipeline's defaults and then the authors' where nothing was given."""
+        how = {**(CLASS if self.transformer.config.classes else TEXT), **self.config.defaults}
+        how |= {name: value for name, value in given.items() if value is not None}
+        if output_type not in OUTPUTS:
+            raise ValueError(f"output_type must be one of {', '.join(OUTPUTS)}; got {output_type!r}")
+        for name, fine, allowed in (
+            ("top_k", how["top_k"] >= 0, "a whole number ≥ 0 (0: off)"),
+            ("top_p", 0 < how["top_p"] <= 1, "in (0, 1]"),
+            ("temperature", how["temperature"] >= 0, "≥ 0 (0: the likeliest token)"),
+        ):
+            if not fine:
+                raise ValueError(f"{name} must be {allowed}; got {how[name]!r}")
+        if pictures < 1:
+            raise ValueError(f"num_images_per_prompt must be ≥ 1; got {pictures!r}")
+        return how
+
+    # -- the condition ------------------------------------------------------------------------------------------------
+
+    def _condition(self, prompt: Any, class_labels: Any, clean_caption: bool) -> tuple[Tensor, Tensor]:
+        """Class ids [B] or text features [B, P, width], and which places of the prefix are real, bool [B, P]."""
+        classes = self.transformer.config.classes
+        kind = f"class_labels (0 to {classes - 1})" if classes else "a prompt"
+        if (prompt is None) == (class_labels is None) or (class_labels is None) == bool(classes):
+            came = [name for name, value in (("prompt", prompt), ("class_labels", class_labels)) if value is not None]
+            raise ValueError(f"this model draws from {kind}, and from nothing else; got {' and '.join(came) or 'none'}")
+        if not classes:
+            return self.encode_prompt([prompt] if isinstance(prompt, str) else list(prompt), clean_caption)
+        device = self._execution_device
+        labels = torch.as_tensor(class_labels, device=device).reshape(-1)
+        unknown = sorted({int(n) for n in labels.tolist() if not 0 <= n < classes or n != int(n)})
+        if unknown or not len(labels):
+            raise ValueError(f"class_labels are numbers from 0 to {classes - 1}; got {unknown or 'none'}")
+        valid = torch.ones(len(labels), self.transformer.config.prefix, dtype=torch.bool, device=device)
+        return labels.long(), valid
+
+    def encode_prompt(self, prompts: list[str], clean_caption: bool = True) -> tuple[Tensor, Tensor]:
+        """T5 features [B, P, width] of texts, moved to the end of the prefix, zero elsewhere; and where they stand."""
+        if self.text_encoder is None or self.tokenizer is None:
+            raise ValueError("a prompt needs the components text_encoder and tokenizer; load the pipeline with them")
+        if not prompts or not all(isinstance(text, str) and text.strip() for text in prompts):
+            raise ValueError(f"a prompt is a text that is not empty, or a list of them; got {prompts!r}")
+        texts = captions.cleaned(prompts) if clean_caption else captions.lowered(prompts)
+        P, device = self.transformer.config.prefix, self._execution_device
+        features, valid = captions.read(texts, self.tokenizer, self.text_encoder, P, device)
+        return features.to(self.transformer.dtype), valid
+
+    def _picture(self, tokens: Tensor, output_type: str) -> Any:
+        wake(self.vqvae)
+        tokens = tokens.to(devices.execution(self.vqvae))
+        return self.image_processor.postprocess(self.vqvae.decode(tokens).float(), output_type)
+
+
+def _check(transformer: Any, vqvae: Any, text_encoder: Any, defaults: dict[str, Any] | None) -> None:
+    """Refuse components that do not belong together."""
+    vocab, codes = transformer.config.vocab, vqvae.config.codes
+    if vocab != codes:
+        raise ValueError(
+            f"the transformer draws from {vocab} tokens, but this VQ tokenizer has {codes} codes; load the tokenizer "
+            "that the model was trained with"
+        )
+    if text_encoder is not None and text_encoder.config.d_model != transformer.config.caption_width:
+        raise ValueError(
+            f"the transformer reads text features of width {transformer.config.caption_width}, but this text encoder "
+            f"gives {text_encoder.config.d_model}; load the one that the model was trained with"
+        )
+    unknown = sorted(set(defaults or {}) - set(TEXT))
+    if unknown:
+        raise ValueError(f"unknown default {unknown[0]!r}; choose from {', '.join(TEXT)}")

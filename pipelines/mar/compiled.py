@@ -1,0 +1,81 @@
+"""The head's denoising step as one compiled function, for every number of tokens that comes up (`compile=True`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmspec.continuous import denoising as paths
+from mmspec.models.mar_head import Denoiser
+from mmspec.modes import computed_in, lasting
+from mmspec.piecewise.capture import PiecewiseFunction
+from mmspec.pipelines.targets.compiled_cache import CompiledCache, compare, weights
+
+
+class Steps(CompiledCache):
+    """Compiled steps of one head, by shape."""
+
+    def draw(self, net: Any, chain: paths.Chain, noise: Tensor, temperature: float = 1.0) -> paths.Path:
+        """As `paths.draw`; the tokens are filled up to a power of two, so that few shapes come up."""
+        if not isinstance(net, Denoiser):
+            return paths.draw(net, chain, noise, temperature)
+        R = len(noise)
+        full = 1 << (R - 1).bit_length()
+        if full > R:
+            rows = torch.arange(full, device=noise.device).clamp(max=R - 1)
+            net, noise = net.take(rows), noise[rows]
+        path = self._draw(net, chain, noise, temperature)
+        return path if full == R else path.take(slice(R))
+
+    def _draw(self, net: Denoiser, chain: paths.Chain, noise: Tensor, temperature: float) -> paths.Path:
+        start, shaken = noise[:, 0].contiguous(), chain.shaken(noise[:, 1:], temperature).transpose(0, 1).contiguous()
+        step = self._step(net, chain, start, shaken[0])
+        if step is None:
+            return paths.draw(net, chain, noise, temperature)
+        x, states, spread = start, [start], []
+        for k in range(len(chain)):
+            x, log_std = step(_unattended, *_inputs(net, chain, x, shaken[k], k))
+            states.append(x)
+            spread.append(log_std)
+        return paths.Path(torch.stack(states, 1), noise[:, 1:], torch.stack(spread, 1))
+
+    def _step(self, net: Denoiser, chain: paths.Chain, x: Tensor, noise: Tensor) -> PiecewiseFunction | None:
+        key = (x.shape, net.guidance is None, x.device, net.cond.dtype)
+        given = _inputs(net, chain, x, noise, 0)
+
+        def made() -> PiecewiseFunction:
+            with lasting():
+                captured = PiecewiseFunction(_function(net), [t.clone() for t in given], weights(net.bound.head))
+            mine = captured(None, *given)  # type: ignore[arg-type]  # there is no attention
+            compare(
+                mine,
+                paths.step(x, net.at(x, 0), net.guidance, noise, chain.steps[0]),
+                computed_in(net.cond.dtype, x.device),
+            )
+            return captured
+
+        return self.get(key, made)
+
+
+of = Steps.of
+
+
+def _inputs(net: Denoiser, chain: paths.Chain, x: Tensor, noise: Tensor, k: int) -> list[Tensor]:
+    inputs = [x, noise, chain.numbers[k], net.modulation(k)]
+    return inputs if net.guidance is None else [*inputs, net.guidance]
+
+
+def _function(net: Denoiser) -> Callable[..., list[Tensor]]:
+    """A step as a function of tensors, for as many tokens as `net` has."""
+
+    def step(x: Tensor, noise: Tensor, numbers: Tensor, table: Tensor, *guidance: Tensor) -> list[Tensor]:
+        return list(paths.step(x, net.out(x, table), guidance[0] if guidance else None, noise, numbers.unbind(0)))
+
+    return step
+
+
+def _unattended(*_: Any) -> Tensor:
+    raise AssertionError("the head of a MAR has no attention")

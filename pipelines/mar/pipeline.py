@@ -1,0 +1,251 @@
+"""MAR as a diffusers pipeline: a class to a picture, its continuous tokens drawn in a random order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKL, DiffusionPipeline
+from diffusers.image_processor import VaeImageProcessor
+from diffusers.pipelines.pipeline_loading_utils import LOADABLE_CLASSES
+from diffusers.utils import BaseOutput
+from torch import Tensor
+
+from mmspec.models.mar import MARTransformer2DModel
+from mmspec.models.mar_scheduler import MARScheduler
+from mmspec.modes import Mode, each_in, mode_of
+from mmspec.pipelines.drawing.outputs import OUTPUTS, seeds, wake
+from mmspec.pipelines.mar.loop import GUIDANCE, STEPS, MarRunner, MarState, canvas, distribution, plain
+from mmspec.pipelines.mar.plan import MarStats, Speculation, tally
+from mmspec.pipelines.mar.speculate import draw
+from mmspec.pipelines.patching.family import Family
+
+# What the authors sample with for speed; a pipeline's own `defaults` come before these.
+DEFAULTS = {
+    "guidance_scale": 3.0, "guidance_schedule": "linear", "num_inference_steps": 64, "num_diffusion_steps": 100,
+    "annealing": "linear", "temperature": 1.0,
+}  # fmt: skip
+for module in (MARTransformer2DModel.__module__, MARScheduler.__module__):  # diffusers then loads them, too
+    LOADABLE_CLASSES.setdefault(module, {"MARScheduler": ["save_pretrained", "from_pretrained"]})
+
+
+@dataclass
+class MAROutput(BaseOutput):
+    """What a call returns.
+
+    Attributes:
+        images: PIL pictures, or an array or tensor of them, or the tokens for `output_type="latent"`.
+        tokens: fp32 [B, grid², channels], in reading order.
+        work: forwards of the trunk, rows in them, and evaluations of the head; `draft_` ones are those of a draft.
+        told: what happened to drafted tokens, by turn; None without speculation.
+    """
+
+    images: Any
+    tokens: Tensor | None = None
+    work: dict[str, int] | None = None
+    told: MarStats | None = None
+
+
+class MARPipeline(DiffusionPipeline):
+    """Pictures from MAR (Li et al. 2024, arXiv 2406.11838), class-conditional.
+
+    Args:
+        transformer: the model with its diffusion head.
+        scheduler: the head's sampler.
+        vae: decodes the tokens.
+        defaults: of the sampling arguments of a call, where they are not the authors': any of DEFAULTS.
+        id2label: names of the classes.
+    """
+
+    model_cpu_offload_seq = "transformer->vae"
+
+    def __init__(
+        self,
+        transformer: MARTransformer2DModel,
+        scheduler: MARScheduler,
+        vae: AutoencoderKL,
+        defaults: dict | None = None,
+        id2label: dict | None = None,
+    ) -> None:
+        super().__init__()
+        channels, latent = transformer.config.channels, vae.config.latent_channels
+        if channels != latent:
+            raise ValueError(
+                f"the transformer draws tokens of {channels} channels, but this VAE has {latent}; load the VAE "
+                "that the model was trained with"
+            )
+        unknown = sorted(set(defaults or {}) - set(DEFAULTS))
+        if unknown:
+            raise ValueError(f"unknown default {unknown[0]!r}; choose from {', '.join(DEFAULTS)}")
+        self.register_modules(transformer=transformer, scheduler=scheduler, vae=vae)
+        self.register_to_config(defaults=dict(defaults or {}), id2label=dict(id2label or {}))
+        self._speculation: Speculation | None = None
+        self.image_processor = VaeImageProcessor(vae_scale_factor=2 ** (len(vae.config.block_out_channels) - 1))
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        class_labels: int | str | Sequence[int | str] | Tensor,
+        guidance_scale: float | None = None,
+        guidance_schedule: str | None = None,
+        num_inference_steps: int | None = None,
+        num_diffusion_steps: int | tuple[int, int] | None = None,
+        annealing: str | None = None,
+        temperature: float | None = None,
+        generator: torch.Generator | Sequence[torch.Generator] | None = None,
+        fast_head: bool = True,
+        compile: bool = False,
+        output_type: str = "pil",
+        return_dict: bool = True,
+        callback_on_step_end: Callable[[Any, int, int, dict[str, Any]], Any] | None = None,
+    ) -> MAROutput | tuple[Any]:
+        """Draw a picture of each class.
+
+        Args:
+            class_labels: one or several class numbers, or names that the pipeline's `id2label` has.
+            guidance_scale: 3.0 unless given; 1 leaves the unconditional half out.
+            guidance_schedule: "linear" grows the guidance from 1 with the share of tokens drawn, "constant" does not.
+            num_inference_steps: iterations, 64 unless given; as many as there are tokens draws them one by one.
+            num_diffusion_steps: denoising steps of a token, 100 unless given; two numbers: from the first to the last
+                token (DiSA), which is another distribution than that of the larger number.
+            annealing: "linear", "cosine" or "two-stage", between two numbers of denoising steps.
+            temperature: of the noise of the steps, 1.0 unless given.
+            generator: one, or one per picture, which then does not depend on what else is drawn in the call.
+            fast_head: compute once what the head's steps share; false asks the head as it is defined.
+            compile: the fast head's steps, anew for 1, 2, 4, 8 … tokens at a time, which takes seconds each; checked
+                against the uncompiled ones.
+            output_type: "pil", "pt" ([B, 3, h, w]) or "np" ([B, h, w, 3]), pixels in [0, 1], or "latent": tokens.
+            return_dict: give a MAROutput rather than a tuple.
+            callback_on_step_end: called after each iteration with this pipeline, its number, how many tokens every
+                picture has, and {"tokens": [B, grid², channels]}.
+
+        Raises:
+            ValueError: an argument that makes no sense, with what is allowed.
+        """
+        given = {
+            "guidance_scale": guidance_scale, "guidance_schedule": guidance_schedule, "temperature": temperature,
+            "num_inference_steps": num_inference_steps, "num_diffusion_steps": num_diffusion_steps,
+            "annealing": annealing,
+        }  # fmt: skip
+        how = self._settings(given, output_type)
+        labels = self._labels(class_labels)
+        wake(self.transformer)
+        brush, speculation, told = self._brush(how, fast_head, compile), self._speculation, None
+        scout = brush
+        if speculation is not None:
+            told = tally(self.transformer.tokens)
+            if speculation.draft is not None:
+                scout = replace(brush, model=speculation.draft)
+        drawn = canvas(self.transformer, labels, seeds(generator, len(labels)))
+        if speculation is None or told is None:
+            rounds = plain(brush, drawn)
+        else:
+            rounds = draw(brush, drawn, speculation, scout, told)
+        self._follow(mode_of(brush.model, scout.model), rounds, callback_on_step_end)
+        images = drawn.tokens if output_type == "latent" else self.picture(drawn.tokens, output_type)
+        self.maybe_free_model_hooks()
+        work = brush.work() | ({f"draft_{name}": n for name, n in scout.work().items()} if scout is not brush else {})
+        return MAROutput(images, drawn.tokens, work, told) if return_dict else (images,)
+
+    def _follow(self, mode: Mode, rounds: Iterator[MarState], callback: Callable[..., Any] | None) -> None:
+        """Draw to the end, with a bar and the caller's callback, which is outside of the mode."""
+        with self.progress_bar(total=self.transformer.tokens) as bar:
+            for step, state in enumerate(each_in(mode, rounds)):
+                done = min(state.counts)
+                bar.update(done - bar.n)
+                if callback is not None:
+                    callback(self, step, done, {"tokens": state.tokens})
+
+    def enable_speculation(self, draft: Any = None, **settings: Any) -> None:
+        """Draft tokens and test them in every call from now on, by the distribution of one token an iteration.
+
+        Args:
+            draft: a smaller MAR on the same VAE: a transformer, a pipeline with one, or a folder or hub name of
+                weights; None: the model drafts for itself.
+            settings: `ahead`, `rule`, `eta`, `prefill` and `width`, see `mmspec.pipelines.mar.plan.Speculation`.
+
+        Raises:
+            ValueError: settings out of range, a draft that does not fit, or a scheduler without `final_noise` where
+                the exact rule needs it.
+        """
+        if isinstance(draft, (str, Path)):
+            draft = MARTransformer2DModel.from_pretrained(draft).to(self.transformer.device, self.transformer.dtype)
+        draft = getattr(draft, "transformer", draft)
+        wish = Speculation(draft, **settings)
+        if draft is not None:
+            for name in ("channels", "grid", "classes"):
+                own, its = getattr(self.transformer.config, name), getattr(draft.config, name)
+                if own != its:
+                    raise ValueError(f"a draft must have the model's {name}, {own}; this one has {its}")
+        if wish.rule == "gaussian_path" and not self.scheduler.config.final_noise:
+            raise ValueError(
+                "the exact rule needs noise at every step: pipe.scheduler = "
+                "MARScheduler.from_config(pipe.scheduler.config, final_noise=True, skip_terminal=True)"
+            )
+        self._speculation = wish
+
+    def disable_speculation(self) -> None:
+        """Draw plainly again."""
+        self._speculation = None
+
+    def _brush(self, how: dict[str, Any], fast: bool, compile: bool) -> MarRunner:
+        if compile and not fast:
+            raise ValueError("compile=True compiles the fast head; leave fast_head=False out")
+        steps = how["num_diffusion_steps"]
+        steps = steps if isinstance(steps, int) else (int(steps[0]), int(steps[1]))
+        definition = distribution(
+            self.transformer.tokens, how["num_inference_steps"], how["guidance_scale"], how["guidance_schedule"],
+            steps, how["annealing"], how["temperature"],
+        )  # fmt: skip
+        return MarRunner(self.transformer, self.scheduler, definition, fast, compile)
+
+    def _settings(self, given: dict[str, Any], output_type: str) -> dict[str, Any]:
+        """The sampling arguments, with the pipeline's defaults and then the authors' where nothing was given."""
+        how = {**DEFAULTS, **self.config.defaults, **{name: v for name, v in given.items() if v is not None}}
+        L = self.transformer.tokens
+        if given["num_inference_steps"] is None:
+            how["num_inference_steps"] = min(how["num_inference_steps"], L)
+        for name, fine, allowed in (
+            ("output_type", output_type in OUTPUTS, f"one of {', '.join(OUTPUTS)}"),
+            ("guidance_schedule", how["guidance_schedule"] in GUIDANCE, f"one of {', '.join(GUIDANCE)}"),
+            ("annealing", how["annealing"] in STEPS, f"one of {', '.join(STEPS)}"),
+            ("num_inference_steps", 1 <= how["num_inference_steps"] <= L, f"from 1 to the picture's {L} tokens"),
+            ("temperature", how["temperature"] >= 0, "≥ 0 (0: no noise in the steps)"),
+        ):
+            if not fine:
+                raise ValueError(f"{name} must be {allowed}; got {({**how, 'output_type': output_type})[name]!r}")
+        return how
+
+    def _labels(self, given: Any) -> Tensor:
+        """Class ids [B] of numbers or names."""
+        classes, device = self.transformer.config.classes, self._execution_device
+        names = {str(name): int(i) for i, name in self.config.id2label.items()}
+        given = [given] if isinstance(given, (int, str)) else given
+        ids = [names.get(label, label) if isinstance(label, str) else int(label) for label in given]
+        wrong = [label for label in ids if not isinstance(label, int) or not 0 <= label < classes]
+        if wrong or not ids:
+            raise ValueError(
+                f"class_labels are names in id2label or numbers from 0 to {classes - 1}; got {wrong or 'none'}"
+            )
+        return torch.tensor(ids, device=device)
+
+    def picture(self, tokens: Tensor, output_type: str = "pil") -> Any:
+        """Pictures of tokens [B, grid², channels], as the call returns them; zero where nothing is drawn yet."""
+        wake(self.vae)
+        grid = self.transformer.config.grid
+        latents = tokens.transpose(1, 2).unflatten(2, (grid, grid)) / self.vae.config.scaling_factor
+        pixels = self.vae.decode(latents.to(self.vae.dtype)).sample.clamp(-1, 1)
+        return self.image_processor.postprocess(pixels.float(), output_type)
+
+
+class Mar(Family):
+    """Continuous tokens have drafts of their own: `pipe.enable_speculation()`."""
+
+    def unsupported(self, model: Any) -> str:
+        return (
+            "its tokens are continuous, which drafters of ids and their rules do not fit; call "
+            "pipe.enable_speculation(), or with draft=… a smaller MAR"
+        )

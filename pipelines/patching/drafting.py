@@ -1,0 +1,129 @@
+"""From what the user names to what the loop asks for drafts: a fitted drafter, captured, with a switch before it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import transformers
+from transformers import PreTrainedModel
+
+from mmspec.checkpoints.load import load_drafter
+from mmspec.config import SpecConfig, option_names
+from mmspec.drafters.compiled_drafter import CapturedDraft
+from mmspec.drafters.feature import FeatureDrafter
+from mmspec.pipelines.targets import compiled, devices, hooks
+from mmspec.pipelines.targets import compiled_cache as trusted
+from mmspec.pipelines.targets.compiled_cache import CompiledCache
+from mmspec.registry import DRAFTERS, drafter_class
+from mmspec.switch import Known, Switch
+from mmspec.types import TargetInfo
+
+# By model and by the drafter's layer, or its class where it has none: what is known outlives `disable`.
+_KNOWN: WeakKeyDictionary[Any, WeakKeyDictionary[Any, dict[Any, Known]]] = WeakKeyDictionary()
+
+
+def stock_model(architectures: Iterable[str]) -> bool:
+    """Whether one of these is a model of transformers that generates."""
+    return any(
+        hasattr(getattr(transformers, name, None), "generate") for name in architectures if isinstance(name, str)
+    )
+
+
+def named(drafter: Any, given: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """A drafter, where a model of transformers drafts, and the options that are left to say to it.
+
+    Raises:
+        ValueError: drafter="model" without the model, or something that cannot draft.
+    """
+    rest = dict(given)
+    if drafter in ("model", "assistant"):
+        if "draft" not in rest:
+            raise ValueError(f"drafter={drafter!r} needs draft=…: a loaded model of transformers, or its folder")
+        drafter = rest.pop("draft")
+    elif not isinstance(drafter, PreTrainedModel):
+        return drafter, rest
+    from mmspec.pipelines import assistant, draft_model
+
+    made = draft_model.ModelDrafter.of(drafter)
+    kind = hooks.stock(made.model).__name__
+    return (assistant.AssistantDrafter(made.model) if kind in assistant.CLASSES else made), rest
+
+
+def resolve(drafter: Any, given: Mapping[str, Any], target: TargetInfo, model: Any = None) -> Any:
+    """A drafter fitted to the target: from None, a registered name, a folder, a hub name or an instance.
+
+    Args:
+        model: the target, for drafters that are made of it.
+        given: the options that the user gave it, by name.
+
+    Raises:
+        ValueError: an unknown name, a name that needs weights, a drafter made for another target, or an option that
+            it has no use for.
+        TypeError: an option that no drafter has.
+    """
+    made = _made("ngram" if drafter is None else drafter, target, model)
+    if not hasattr(made, "fit"):
+        raise ValueError(f"a drafter has start, propose and fit; {type(made).__name__} has not")
+    own = option_names(getattr(made, "options", None))
+    others = [name for name in given if name not in own]
+    if others and (unknown := set(others) - {name for one in DRAFTERS for name in _names(one)}):
+        shared = option_names(SpecConfig)
+        raise TypeError(f"unknown option {min(unknown)!r}; choose from {', '.join([*own, *shared])}")
+    return made.fit(target, given)
+
+
+def _made(drafter: Any, target: TargetInfo, model: Any) -> Any:
+    """The drafter that is named; an instance names itself."""
+    if not isinstance(drafter, (str, Path)):
+        return drafter
+    if isinstance(drafter, str) and drafter in DRAFTERS:
+        if DRAFTERS[drafter].trained:
+            raise ValueError(
+                f"the drafter {drafter!r} needs weights; pass its folder or hub name, or train one with "
+                f"`mmspec train --method {drafter} --target {target.name}`"
+            )
+        return drafter_class(drafter).of_model(model) if DRAFTERS[drafter].from_model else drafter_class(drafter)()
+    if isinstance(drafter, str) and "/" not in drafter and not Path(drafter).exists():
+        raise ValueError(
+            f"unknown drafter {drafter!r}; choose from {', '.join(DRAFTERS)}, or pass a folder or owner/name on the hub"
+        )
+    return load_drafter(drafter, target=target)
+
+
+def _names(name: str) -> list[str]:
+    return option_names(getattr(drafter_class(name), "options", None))
+
+
+def proposer(model: Any, drafter: Any, config: SpecConfig, target: TargetInfo, drafts: bool = True) -> Any:
+    """The drafter, what it drafts captured with `compile`, and with `auto` behind a switch.
+
+    Args:
+        drafts: whether `compile` captures what the drafter does, too.
+
+    Raises:
+        ValueError: `auto` where several processes share a model.
+    """
+    if config.auto and devices.shared(model):
+        raise ValueError(
+            "auto times its rounds in each process by itself, and those that share this model's weights have to draft "
+            "alike; leave auto out, and choose depth, width and size"
+        )
+    ready = drafter
+    if config.compile and drafts and isinstance(drafter, FeatureDrafter) and drafter.capturable:
+        held = compiled.of(model).drafts.setdefault(drafter.block, CompiledCache(type(drafter).__name__))
+        alive = weakref.ref(model)  # what drafts for a model does not keep it
+        ready = CapturedDraft(drafter, lambda: trusted.weights(alive()), target.vocab, held)
+    return Switch(ready, _known(model, drafter, config, target)) if config.auto and drafter.nodes > 1 else ready
+
+
+def _known(model: Any, drafter: Any, config: SpecConfig, target: TargetInfo) -> Known:
+    """Of this drafter with these options on this model; of a rule only its name tells how much it keeps."""
+    layer = getattr(drafter, "block", None)
+    how = repr(drafter) if layer is None else drafter.options  # of a drafter without weights all that it is made of
+    key = (target, how, getattr(config.rule, "name", config.rule), config.reproducible, config.compile)
+    ours = _KNOWN.setdefault(model, WeakKeyDictionary()).setdefault(type(drafter) if layer is None else layer, {})
+    return ours.setdefault(key, Known())

@@ -1,0 +1,70 @@
+"""What is asked of a kind of model, so that it can be enabled: one class, with what most kinds have in common."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from mmspec.pipelines.patching.obstacles import Obstacle
+from mmspec.pipelines.sampling.guidance import Guidance
+from mmspec.pipelines.sampling.request import Request
+from mmspec.rules import Rule
+from mmspec.types import Target, TargetInfo
+
+
+class Family:
+    """How models of one kind are patched; the table in families.py says which class of models has which.
+
+    Attributes:
+        mixin: goes in front of the model's class.
+        drafter: what drafts unless `enable` is told otherwise; None: what the model ships with (see shipped.py).
+        captures_drafts: whether `compile` captures what drafters do.
+        guided: whether the forward of a negative prompt (`guidance_scale`) may share a batch with the prompt's.
+    """
+
+    mixin: type
+    drafter: str | None = None
+    captures_drafts = True
+    guided = False
+
+    def unsupported(self, model: Any) -> str | None:
+        """Why this model cannot be accelerated; None: it can."""
+        return None
+
+    def describe(self, model: Any) -> TargetInfo:
+        """What a drafter has to fit."""
+        raise NotImplementedError
+
+    def codebook(self, model: Any) -> Tensor | None:
+        """The code of each token of the head, [V, c], for rules that know which tokens look alike; text has none."""
+        return None
+
+    def tap(self, model: Any, features: tuple[int, ...]) -> None:
+        """Overhear what a drafter reads of the model.
+
+        Raises:
+            ValueError: it has no such features.
+        """
+        raise NotImplementedError
+
+    def untap(self, model: Any, features: tuple[int, ...]) -> None:
+        raise NotImplementedError
+
+    # -- of one call ---------------------------------------------------------------------------------------------------
+
+    def target(self, model: Any, features: tuple[int, ...], guidance: Guidance | None) -> Target:
+        """What stands for the model in a session."""
+        raise NotImplementedError
+
+    def request(self, request: Request) -> Request:
+        """What this kind of model adds to what a call asks of its logits."""
+        return request
+
+    def rule(self, asked: Rule, call: Any) -> Rule:
+        """What is kept of a draft in this call; `asked` by `enable`."""
+        return asked
+
+    def decline(self, patch: Any, why: Obstacle) -> None:
+        """Let a call run on the stock path, or raise."""
+        patch.decline(why)

@@ -1,0 +1,247 @@
+"""What `model.generate` runs on an enabled model: one session from the stock arguments to the stock return value."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from functools import cached_property
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import QuantizedCache
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from mmspec.loop import decode, start
+from mmspec.modes import each_module
+from mmspec.pipelines.patching import obstacles
+from mmspec.pipelines.patching.obstacles import Obstacle
+from mmspec.pipelines.sampling import guidance as guided
+from mmspec.pipelines.sampling.processors import unsafe
+from mmspec.pipelines.sampling.request import Request, Sampler, TorchNoise
+from mmspec.pipelines.sampling.stopping import Endings, unheard
+from mmspec.pipelines.targets import devices, reach
+from mmspec.pipelines.targets.cache import RaggedCache
+from mmspec.pipelines.targets.call import Call, Custom, custom_call
+from mmspec.pipelines.targets.decoder import decoder
+from mmspec.pipelines.targets.state import State
+from mmspec.session import Row, Session
+from mmspec.statistics import Stats
+from mmspec.types import Round, Target
+
+watching: ContextVar[Callable[[Round], None] | None] = ContextVar("mmspec_watching", default=None)  # see stream.py
+
+
+def _stateful(model: Any, call: Call, guided_too: bool) -> Obstacle | None:
+    """A processor that may not be asked about drafts: it is never skipped, never guessed."""
+    processors = list(call.logits_processor)
+    if guided_too and processors and guided.stands_for(processors[0], model):
+        processors = processors[1:]
+    why = unsafe(processors) or unheard(call.stopping_criteria, len(call.input_ids), call.scored)
+    return Obstacle(why, always_falls_back=True) if why else None
+
+
+# Why a call cannot be accelerated: (condition, reason). The first that holds is reported.
+_OBSTACLES: tuple[tuple[Callable[[Call], Any], str], ...] = (
+    (lambda c: c.input_ids.shape[1] == 0, "a prompt of inputs_embeds alone has no token ids to draft from"),
+    (lambda c: not c.arguments.get("use_cache", True), "use_cache=False re-reads the whole prefix for every token"),
+    (lambda c: c.synced_gpus, "synced_gpus needs every process to run the same number of forwards"),
+    (lambda c: c.generation_config.output_attentions, "attention maps of a tree are not those of single steps"),
+    (lambda c: c.generation_config.output_hidden_states, "output_hidden_states is not collected over tree steps"),
+    (
+        lambda c: isinstance(c.cache, QuantizedCache),
+        "a quantized cache rounds the keys, and so changes the distribution",
+    ),
+    (lambda c: getattr(c.cache, "offloading", False), "an offloading cache saves memory that a draft needs at once"),
+    (lambda c: c.filled and len(c.input_ids) > 1, "continuing a filled cache works for one row only"),
+    (lambda c: c.owned and len(c.input_ids) > 1, "a cache of the caller's own is filled for one row only"),
+    (lambda c: c.filled and not RaggedCache.can_adopt(c.cache), "a filled cache with sliding windows has lost keys"),
+)
+
+
+def obstacle(model: Any, call: Call, patch: Any) -> Obstacle | None:
+    """Why this call on an enabled model has to run the stock path, or None."""
+    found = next((Obstacle(why) for holds, why in _OBSTACLES if holds(call)), None)
+    here = obstacles.now(model, call.generation_config, len(call.input_ids))
+    found = here or found or _turning(model, call) or _elsewhere(model, patch, call) or _cacheless(model)
+    return found or _stateful(model, call, patch.family.guided)
+
+
+def _turning(model: Any, call: Call) -> Obstacle | None:
+    """Of a model whose rotary frequencies change with the length: whether they may do so in this call."""
+    turn = reach.turn(decoder(model))
+    if turn is None:
+        return None
+    L, told = call.input_ids.shape[1], call.arguments.get("position_ids")
+    read = L if told is None else max(L, int(told.max()) + 1)
+    longest = read + call.endings.limit - L - 1  # the last token is not read any more
+    if longest <= turn:
+        return None
+    return Obstacle(
+        f"its rotary frequencies (dynamic, longrope) or scales change past {turn} positions, and this call may reach "
+        f"{longest}; a prompt and max_new_tokens of {turn + 1} together do not"
+    )
+
+
+def _elsewhere(model: Any, patch: Any, call: Call) -> Obstacle | None:
+    """Noise on another device than the distribution is not what stock would draw there."""
+    fixed = patch.config.reproducible and call.generation_config.do_sample
+    if fixed and call.for_model(model).input_ids.device != call.input_ids.device:
+        why = "reproducible=True draws on the model's device, stock on that of input_ids; move them to the model's"
+        return Obstacle(why)
+    return None
+
+
+def _cacheless(model: Any) -> Obstacle | None:
+    """A training loop that generates in between."""
+    held = (vars(module) for module in each_module(model.get_decoder()))
+    if any(own.get("gradient_checkpointing") and own.get("training", True) for own in held):
+        why = "gradient checkpointing in training mode takes the cache away from the layers; call model.eval() first"
+        return Obstacle(why, always_falls_back=True)
+    return None
+
+
+def generate(model: Any, handle: Any, call: Call) -> tuple[Any, Stats]:
+    """Run one call to its end: the stock return value, and what happened."""
+    config, drafter = call.generation_config, handle.fitting(model)
+    for what in _left_out(call):
+        handle.say(what)
+    ours = call.for_model(model)
+    noise = TorchNoise() if handle.config.reproducible and config.do_sample else None
+    keep = bool(config.return_dict_in_generate and (config.output_scores or config.output_logits))
+    request = handle.family.request(Request(Sampler(ours.processors, bool(config.do_sample), noise), keep))
+    seeds = row_seeds(model, len(ours.input_ids), config.do_sample and noise is None)
+    ends, rule = call.endings, handle.family.rule(handle.rule, call)
+    rows = [
+        Row(tokens, len(tokens), ends.limit, seed, ends.eos, ends.of(b), b, rule, request)
+        for b, (tokens, seed) in enumerate(zip(ours.input_ids.tolist(), seeds, strict=True))
+    ]
+    target = handle.family.target(model, drafter.features, ours.guidance)
+    collected = _Collected(call, ends, keep)
+    state, watch = None, watching.get()
+    with torch.no_grad():
+        for session, round_ in rounds(target, drafter, rows, ours, watch):
+            collected.take(session, round_)
+            state = session.cache
+    if noise is not None:
+        noise.close(collected.length())
+    return collected.result(state), collected.stats
+
+
+def rounds(
+    target: Target, drafter: Any, rows: list[Row], inputs: Any, watch: Callable[[Round], None] | None
+) -> Iterator[tuple[Session, Round]]:
+    """The prefill's round and all that follow; `watch` is told of each."""
+    session, first = start(target, drafter, rows, inputs)
+    session.watched = watch is not None
+    for round_ in chain([first], decode(session, target, drafter)):
+        if watch is not None:
+            watch(round_)
+        yield session, round_
+
+
+def overheard(custom: Callable[..., Any], handle: Any) -> Callable[..., Any]:
+    """The same `custom_generate`; a warning says so where it makes no call that mmspec could accelerate."""
+
+    @functools.wraps(custom)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        token = custom_call.set(seen := Custom(kwargs.get("past_key_values")))
+        try:
+            found = custom(*args, **kwargs)
+        finally:
+            custom_call.reset(token)
+        if not seen.asked:
+            handle.say("mmspec does not accelerate this custom_generate: its loop is its own")
+        return found
+
+    return run
+
+
+def _left_out(call: Call) -> Iterator[str]:
+    """What stock would have done besides, where the tokens do not depend on it."""
+    config = call.generation_config
+    if config.prefill_chunk_size is not None:
+        yield "mmspec reads a prompt in one piece; prefill_chunk_size has no effect"
+    if config.return_dict_in_generate and len(call.input_ids) > 1:
+        yield "mmspec returns past_key_values for one row only: rows that ended at different times share no cache"
+
+
+def row_seeds(model: Any, count: int, drawing: bool) -> list[int]:
+    """Seeds of the rows' noise, from torch's global generator; it is left alone where nothing is drawn by them."""
+    return devices.agreed(model, torch.randint(2**62, (count,)).tolist() if drawing else [0] * count)
+
+
+class _Collected:
+    """Gathers rounds into what the caller asked for: tokens, scores, logits, streamed columns."""
+
+    def __init__(self, call: Call, ends: Endings, keep: bool) -> None:
+        self.call, self.ends = call, ends
+        self.keep = keep
+        self.rows: list[Row] = []
+        self.read = 0  # slots that the prompt takes
+        self.kept: dict[int, list[tuple[Tensor, Tensor]]] = {}  # row id → (processed, raw) of each generated token
+        self.streamed = 0
+        self.stats = Stats()
+
+    def take(self, session: Session, round_: Round) -> None:
+        if not self.rows:
+            self.rows, self.read = list(session.rows), session.cache.cache.lengths.host[0]
+        self.stats = session.stats
+        if self.keep:
+            for b, row in enumerate(session.rows):
+                nodes = round_.kept[b, : len(round_.new[b])]
+                assert round_.scores.processed is not None and round_.scores.raw is not None
+                pairs = zip(round_.scores.processed[b, nodes], round_.scores.raw[b, nodes], strict=True)
+                self.kept.setdefault(id(row), []).extend(pairs)
+        self._stream()
+
+    @cached_property
+    def _pad(self) -> int:  # read from the device once, not for every column
+        pad = self.call.generation_config._pad_token_tensor
+        return int(pad) if pad is not None else 0
+
+    def length(self) -> int:
+        longest, cut = max(len(row.tokens) for row in self.rows), self.ends.cut
+        return (longest if cut is None else min(longest, cut)) - self.rows[0].start
+
+    def _column(self, index: int) -> list[int]:
+        return [row.tokens[row.start + index] if index < row.generated else self._pad for row in self.rows]
+
+    def _stream(self) -> None:
+        """Put each column once no row can change it any more, as stock decoding would."""
+        if self.call.streamer is None:
+            return
+        ready = min((row.generated for row in self.rows if not row.done), default=self.length())
+        for index in range(self.streamed, ready):
+            self.call.streamer.put(torch.tensor(self._column(index)))
+        self.streamed = max(self.streamed, ready)
+
+    def result(self, state: State | None) -> Any:
+        if self.call.streamer is not None:
+            self.call.streamer.end()
+        ids, config = self.call.input_ids, self.call.generation_config
+        length = self.length()
+        columns = [self._column(index) for index in range(length)]
+        new = torch.tensor(columns, dtype=torch.long, device=ids.device)
+        sequences = torch.cat([ids, new.view(length, -1).T], 1)  # int64, whatever integers came
+        mine = None
+        if self.call.returns_cache and state is not None and len(ids) == 1:  # ragged rows have no common cache
+            first = state.open_slots.new_zeros(1, dtype=torch.long)
+            slots = state.cache if state.streams == 1 else state.cache.select(first)
+            mine = slots.hand_back(self.call.cache, self.read + length - 1)
+        if not config.return_dict_in_generate:
+            return sequences
+        return GenerateDecoderOnlyOutput(
+            sequences=sequences,  # type: ignore[arg-type]
+            scores=self._steps(0, length) if config.output_scores else None,  # type: ignore[arg-type]
+            logits=self._steps(1, length) if config.output_logits else None,  # type: ignore[arg-type]
+            past_key_values=mine,
+        )
+
+    def _steps(self, which: int, length: int) -> tuple[Tensor, ...]:
+        """One [B, V] a step; rows that had ended before repeat their last one."""
+        device = self.call.input_ids.device
+        rows = [[pair[which].to(device) for pair in self.kept[id(row)]] for row in self.rows]
+        return tuple(torch.stack([steps[min(t, len(steps) - 1)] for steps in rows]) for t in range(length))

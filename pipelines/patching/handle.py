@@ -1,0 +1,203 @@
+"""What stands behind an enabled model: what its calls share, and the handle that users hold."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from mmspec.config import SpecConfig
+from mmspec.pipelines.patching import drafting
+from mmspec.pipelines.patching.family import Family
+from mmspec.pipelines.patching.obstacles import Obstacle, UnsupportedError
+from mmspec.pipelines.targets import devices
+from mmspec.pipelines.targets.hooks import restore, swap
+from mmspec.rules import Rule, exact
+from mmspec.statistics import Stats
+from mmspec.types import TargetInfo
+
+_switching = threading.RLock()  # enable and disable may come from any thread
+
+
+class Patch:
+    """What all calls on an enabled model share. It lies on the model's class, and holds no model.
+
+    Attributes:
+        family: what is to be known of this kind of model.
+        drafter: the one in use, fitted to the model; None where the model was left as it is.
+        config: the options that every drafter shares.
+        given: those of the drafter, as they were given.
+        rule: what is kept of a draft.
+        proposer: what the loop asks for drafts: the drafter, or what `compile` and `auto` make of it.
+        target: what the drafter was fitted to; None where the model was left as it is.
+        fitted: proposers for what a model draws beside its text, by what they have to fit.
+        stats: what all calls did so far.
+        asked: patches for calls that ask for another drafter, by what they ask for (see assisted.py).
+        keeps: what such a patch was asked for, kept alive.
+        before: the one that this one has replaced for the length of a `with`.
+        open: whether such a `with` has begun, and has not ended; None before it begins.
+        handle: what the user holds of it; None once that is gone.
+    """
+
+    def __init__(
+        self, family: Family, drafter: Any, config: SpecConfig, rule: Rule = exact, proposer: Any = None,
+        given: Mapping[str, Any] | None = None, target: TargetInfo | None = None,
+    ) -> None:  # fmt: skip
+        self.family = family
+        self.drafter = drafter
+        self.config = config
+        self.given = dict(given or {})
+        self.rule = rule
+        self.proposer = drafter if proposer is None else proposer
+        self.target = target
+        self.fitted: dict[TargetInfo, Any] = {}
+        self.stats = Stats()
+        self.asked: dict[Any, Patch] = {}
+        self.keeps: Any = None
+        self.before: Patch | None = None
+        self.open: bool | None = None
+        self.handle: Callable[[], Handle | None] = lambda: None
+        self._lock = threading.Lock()
+        self._warned: set[str] = set()
+
+    @classmethod
+    def of(cls, model: Any) -> Patch | None:
+        """That of a model; None: it is not enabled, or not any more."""
+        return getattr(type(model), "_mmspec_patch", None)
+
+    @contextmanager
+    def running(self, model: Any) -> Iterator[None]:
+        """A call: what it hears of the model's modules stays there to its end, whoever disables the model meanwhile."""
+        self.family.tap(model, self.drafter.features)
+        try:
+            yield
+        finally:
+            self.family.untap(model, self.drafter.features)
+
+    def fitting(self, model: Any) -> Any:
+        """What a call asks for drafts: `proposer`, fitted anew where the model was moved or cast since."""
+        now = self.family.describe(model)
+        with self._lock:
+            if self.target is not None and devices.moved(self.target, now):
+                self.drafter, self.target = self.drafter.fit(now, self.given), now
+                self.proposer = drafting.proposer(model, self.drafter, self.config, now, self.family.captures_drafts)
+                self.fitted = {}
+            return self.proposer
+
+    def book(self, stats: Stats) -> None:
+        with self._lock:
+            self.stats.add(stats)
+
+    def decline(self, why: Obstacle) -> None:
+        """Raise, or say once that the stock path runs; the distribution of what is generated is the same either way."""
+        if self.config.on_unsupported == "error" and not why.always_falls_back:
+            raise UnsupportedError(
+                f"mmspec cannot accelerate this call: {why.reason}. Change it, call mmspec.disable(model), or enable "
+                f"with on_unsupported='fallback' to run such calls on the stock path"
+            )
+        self.say(f"mmspec runs the stock path: {why.reason}")
+
+    def say(self, what: str) -> None:
+        """Warn, once for each enabled model."""
+        if what not in self._warned:
+            self._warned.add(what)
+            warnings.warn(what, stacklevel=5)
+
+
+def put_on(model: Any, patch: Patch | None) -> Patch | None:
+    """Put a patch on a model, in place of the one that is there, which is returned; None: give its own class back.
+
+    Raises:
+        Exception: features that this model has not; what was there before stays.
+    """
+    with _switching:
+        before = Patch.of(model)
+        if patch is None:
+            restore(model)
+        else:
+            patch.family.tap(model, patch.drafter.features)
+            swap(model, patch.family.mixin, _mmspec_patch=patch)
+        if before is not None:
+            before.family.untap(model, before.drafter.features)
+            if (handle := before.handle()) is not None and handle is not (patch and patch.handle()):
+                handle.let_go()
+    return before
+
+
+class Handle:
+    """An enabled model, as `enable` returns it.
+
+    As a context manager it leaves the model as it was before `enable`: with what was enabled then, or stock. It keeps
+    the model alive no longer than it is in force.
+
+    Attributes:
+        drafter: the one in use, fitted to the model; None where the model was left as it is.
+        config: the options that every drafter shares.
+        given: those of the drafter, as they were given.
+        rule: what is kept of a draft.
+        proposer: what the loop asks for drafts: the drafter, or what `compile` and `auto` make of it.
+        stats: what all calls did so far.
+    """
+
+    def __init__(self, model: Any, patch: Patch, before: Patch | None) -> None:
+        self._model = weakref.ref(model)
+        self._patch, self._before, self._held = patch, before, model
+        patch.handle = weakref.ref(self)
+        self.config, self.given, self.rule, self.stats = patch.config, patch.given, patch.rule, patch.stats
+
+    @property
+    def drafter(self) -> Any:
+        return self._patch.drafter
+
+    @property
+    def proposer(self) -> Any:
+        return self._patch.proposer
+
+    @property
+    def model(self) -> Any:
+        """What was patched: the model inside a pipeline or a wrapper, or the pipeline itself.
+
+        Raises:
+            ReferenceError: it is gone; the handle keeps it no longer than it is in force.
+        """
+        model = self._model()
+        if model is None:
+            raise ReferenceError("the model of this handle is gone; keep the model itself where it is still needed")
+        return model
+
+    def disable(self) -> None:
+        """As `mmspec.disable(model)`."""
+        model = self._model()
+        if model is not None:
+            put_on(model, None)
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Keep the model no longer, unless a `with` goes on."""
+        if not self._patch.open:
+            self._held = None
+
+    def __enter__(self) -> Handle:
+        self._held = self.model
+        self._patch.before, self._patch.open = self._before, True
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        model, self._held = self._held, None
+        with _switching:
+            self._patch.open = False
+            now = Patch.of(model)
+            if now is None or (now is not self._patch and now.open):  # disabled inside, or a `with` that goes on longer
+                return
+            before = self._patch.before
+            while before is not None and before.open is False:
+                before = before.before
+            put_on(model, before)
+
+    def __repr__(self) -> str:
+        model = self._model()
+        name = "a model that is gone" if model is None else type(model).__name__
+        return f"<mmspec on {name}: {type(self.drafter).__name__}, {self.given}, {self.config}>"

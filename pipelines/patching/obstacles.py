@@ -1,0 +1,84 @@
+"""What keeps a model or a call from being accelerated, as far as it lies in the model's state of the moment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from mmspec.pipelines.targets import tree_attention as attention
+from mmspec.pipelines.targets.decoder import decoder
+
+_ATTENTION = {"sdpa", "eager", attention.NAME}
+
+
+class UnsupportedError(ValueError):
+    """A model or a call that mmspec cannot accelerate; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Obstacle:
+    """Why a call has to run the stock path.
+
+    Attributes:
+        reason: what stands in the way, for an error or a warning.
+        always_falls_back: take the stock path whatever `on_unsupported` says, since the user could not have known.
+    """
+
+    reason: str
+    always_falls_back: bool = False
+
+
+def now(model: Any, config: Any, rows: int) -> Obstacle | None:
+    """What has come over an enabled model since: another attention, adapters, a call as another model's assistant.
+
+    Args:
+        model: an enabled model of transformers.
+        config: the call's generation config.
+        rows: of the call.
+    """
+    if getattr(config, "is_assistant", False):
+        return Obstacle("it drafts for another model here, a few tokens at a time", always_falls_back=True)
+    why = unfit_attention(decoder(model).config) or soft_prompt(_preparing(model))
+    if why is not None:
+        return Obstacle(why)
+    if rows > 1 and _adapters_by_row(model):
+        why = "adapter_names counts on rows that stay to the end, and here rows leave as they end"
+        return Obstacle(why, always_falls_back=True)
+    return None
+
+
+def unfit_attention(config: Any) -> str | None:
+    """Why the attention that a decoder's config names cannot read a tree, or None."""
+    asked = config._attn_implementation
+    if asked in _ATTENTION:
+        return None
+    return (
+        f"its attention is {asked!r}, which takes no tree mask; load it with attn_implementation='sdpa', or call "
+        f"model.set_attn_implementation('sdpa') (allowed: {', '.join(sorted(_ATTENTION))})"
+    )
+
+
+def soft_prompt(wrapper: Any) -> str | None:
+    """Why a PEFT wrapper's active adapter cannot be followed, or None, also for what is no such wrapper."""
+    adapter: Any = getattr(wrapper, "active_peft_config", None)
+    if not getattr(adapter, "is_prompt_learning", False):
+        return None
+    kind = getattr(adapter.peft_type, "value", adapter.peft_type)
+    return (
+        f"its active PEFT adapter is {kind}, which puts virtual tokens before the prompt that drafts and positions do "
+        "not know; adapters in the weights, such as LoRA, are supported"
+    )
+
+
+def _preparing(model: Any) -> Any:
+    """The PEFT wrapper whose `generate` runs now: it lends the model its own `prepare_inputs_for_generation`."""
+    return getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)
+
+
+def _adapters_by_row(model: Any) -> bool:
+    """Whether PEFT gives each row of this call its own adapter, as its hooks tell."""
+    return hasattr(model, "peft_config") and any(
+        "adapter_names" in getattr(hook, "keywords", ())
+        for module in model.modules()
+        for hook in module._forward_pre_hooks.values()
+    )

@@ -1,0 +1,76 @@
+"""Logits processors of transformers, applied to every node of a tree as stock decoding would."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+from transformers.generation import logits_process
+from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
+
+from mmspec.pipelines.sampling import history
+from mmspec.session import Group
+from mmspec.types import Draft
+
+PURE = "mmspec_pure"  # a user's function that has this attribute, true, answers by its arguments alone
+
+
+def _known(names: str) -> frozenset[type]:
+    return frozenset(getattr(logits_process, name) for name in names.split() if hasattr(logits_process, name))
+
+
+# Functions of one position's scores alone.
+POINTWISE = _known("""
+    TemperatureLogitsWarper TopKLogitsWarper TopPLogitsWarper MinPLogitsWarper TopHLogitsWarper TypicalLogitsWarper
+    EpsilonLogitsWarper EtaLogitsWarper SuppressTokensLogitsProcessor InfNanRemoveLogitsProcessor LogitNormalization
+""")
+# Functions of the scores and of the tokens before them, with no state of their own; and what does the same for a tree.
+HISTORY: dict[type, history.Definition] = {
+    logits_process.RepetitionPenaltyLogitsProcessor: history.repetition_penalty,
+    logits_process.NoRepeatNGramLogitsProcessor: history.no_repeat_ngram,
+    logits_process.SequenceBiasLogitsProcessor: history.sequence_bias,
+    logits_process.NoBadWordsLogitsProcessor: history.sequence_bias,
+    logits_process.MinLengthLogitsProcessor: history.min_length,
+    logits_process.MinNewTokensLengthLogitsProcessor: history.min_new_tokens,
+    logits_process.ForcedBOSTokenLogitsProcessor: history.forced_bos,
+    logits_process.ForcedEOSTokenLogitsProcessor: history.forced_eos,
+    logits_process.SuppressTokensAtBeginLogitsProcessor: history.suppressed_at_begin,
+    logits_process.ExponentialDecayLengthPenalty: history.exponential_decay,
+    PrefixConstrainedLogitsProcessor: history.grammar,
+}
+
+
+def unsafe(processors: Iterable[Any]) -> str | None:
+    """Why rejected nodes might disturb one of these processors, or None."""
+    for p in processors:
+        name = f"the logits processor {type(p).__name__}"
+        if type(p) is PrefixConstrainedLogitsProcessor and not getattr(p._prefix_allowed_tokens_fn, PURE, False):
+            return (
+                f"{name} asks a prefix_allowed_tokens_fn that may keep state, which rejected drafts would disturb; if "
+                f"its answer depends on its arguments alone, say so: prefix_allowed_tokens_fn.{PURE} = True"
+            )
+        if type(p) not in POINTWISE and type(p) not in HISTORY:
+            return f"{name} may keep state that rejected drafts would disturb"
+    return None
+
+
+class Processors:
+    """A LogitsProcessorList over trees: each node is processed with exactly its own prefix."""
+
+    def __init__(self, processors: logits_process.LogitsProcessorList) -> None:
+        self.processors = processors
+        self.need_history = any(type(p) in HISTORY for p in processors)
+        self._texts = history.Texts()
+
+    def __call__(self, logits: Tensor, session: Group, draft: Draft) -> Tensor:
+        """Process float logits [B, N, V]; the tokens before node n are the row's own and n's line of ancestors."""
+        no_tokens = draft.tokens.reshape(-1, 1)  # a pointwise warper does not look at them
+        before = history.Prefixes.of(self._texts, session, draft) if self.need_history else None
+        for p in self.processors:
+            if type(p) in POINTWISE:
+                logits = p(no_tokens, logits.flatten(0, 1)).view_as(logits)
+            else:
+                assert before is not None
+                logits = HISTORY[type(p)](p, logits, before)
+        return logits

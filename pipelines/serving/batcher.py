@@ -1,0 +1,239 @@
+"""Prompts that wait for an answer: what batches of any kind share, and StaticBatcher, one stock batch after the
+other."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from mmspec.pipelines.families import table as families
+from mmspec.pipelines.targets.vlm import TYPES
+from mmspec.statistics import Stats
+
+TOGETHER = 8192  # tokens of prompts that are read at once at most, padding included
+_TEXT = ("input_ids", "attention_mask", *TYPES)  # inputs with one column a token; all others are pictures, stacked
+
+
+@dataclass(frozen=True)
+class FinishedPrompt:
+    """What became of one prompt.
+
+    Attributes:
+        tokens: what was generated, the end-of-sequence token included.
+        seconds: since the prompt was first read; rows that run at once share the time.
+        error: why there is no answer; None: there is one.
+    """
+
+    ticket: Hashable
+    tokens: list[int] = field(default_factory=list)
+    seconds: float = 0.0
+    error: Exception | None = None
+
+
+@dataclass(eq=False)
+class QueuedPrompt:
+    """A prompt, kept until its answer is there, so that it can be asked again."""
+
+    ticket: Hashable
+    inputs: dict[str, Any]
+    seed: int
+    begun: float = 0.0  # when it was first read
+    apart: bool = False  # to run with no other beside it: it, or a neighbour, broke a round
+    rows: int = 0  # how many ran at once when memory first did not suffice
+
+    @property
+    def length(self) -> int:
+        return int(self.inputs["input_ids"].shape[1])
+
+    @property
+    def shape(self) -> Any:
+        """Prompts of the same shape can be read in one batch; None: by itself only."""
+        others = {name: value for name, value in self.inputs.items() if name not in _TEXT}
+        if self.apart or not all(isinstance(value, Tensor) and value.dim() for value in others.values()):
+            return None
+        texts = frozenset(self.inputs.keys() - others.keys())
+        return texts, tuple(sorted((name, tuple(value.shape[1:])) for name, value in others.items()))
+
+
+class Batcher:
+    """Takes prompts one by one and lets some of them run at once; a subclass says how, in `step`.
+
+    Attributes:
+        rows: how many may run at once; halved when memory runs out.
+        stats: what happened so far, where mmspec took part.
+    """
+
+    def __init__(self, model: Any, processor: Any, rows: int, **generation: Any) -> None:
+        """
+        Args:
+            model: a transformers model, or what wraps one.
+            processor: its processor; it tells what to pad with and reads `stop_strings`.
+            rows: ≥ 1.
+            **generation: as for `model.generate`.
+
+        Raises:
+            ValueError: no row at all.
+        """
+        if rows < 1:
+            raise ValueError(f"rows must be at least 1; got {rows}")
+        self.model, self.rows, self.stats = families.unwrap(model), rows, Stats()
+        self.generation = generation
+        self._tokenizer = getattr(processor, "tokenizer", processor)
+        self._waiting: list[QueuedPrompt] = []
+        self._finished: list[FinishedPrompt] = []
+
+    @property
+    def running(self) -> list[QueuedPrompt]:
+        """The prompts under way."""
+        return []
+
+    @property
+    def free(self) -> int:
+        """How many prompts can be added that will not have to wait."""
+        return max(0, self.rows - len(self.running) - len(self._waiting))
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything that has not been handed back yet."""
+        return bool(self._waiting or self.running or self._finished)
+
+    def add(self, ticket: Hashable, inputs: Any, seed: int = 0) -> None:
+        """One prompt; it is read once a row is free.
+
+        Args:
+            ticket: comes back with the answer.
+            inputs: what a processor returned for one prompt, unpadded; on any device.
+            seed: of its noise, ≥ 0; without effect where nothing is drawn.
+
+        Raises:
+            ValueError: not one prompt.
+        """
+        if len(inputs["input_ids"]) != 1:
+            raise ValueError(f"add takes one prompt at a time; got {len(inputs['input_ids'])}")
+        self._waiting.append(QueuedPrompt(ticket, dict(inputs), seed))
+
+    def step(self) -> list[FinishedPrompt]:
+        """A part of the work; returns what has finished."""
+        raise NotImplementedError
+
+    def _hand_out(self) -> list[FinishedPrompt]:
+        found, self._finished = self._finished, []
+        return found
+
+    def _take(self, together: bool) -> list[QueuedPrompt]:
+        """The prompts to read next, in one batch: the one that has waited longest, and others of its shape."""
+        running = self.running
+        room = self.rows - len(running)
+        if room < 1 or not self._waiting:
+            return []
+        first = self._waiting[0]
+        if running and (first.apart or running[0].apart):
+            return []
+        group = [first]
+        if together and first.shape is not None:
+            group = [one for one in self._waiting if one.shape == first.shape][:room]
+            group = group[: max(1, TOGETHER // max(one.length for one in group))]
+        self._waiting = [one for one in self._waiting if one not in group]
+        for one in group:
+            one.begun = one.begun or time.perf_counter()
+        return group
+
+    def _generate(self, group: list[QueuedPrompt], **how: Any) -> Any:
+        own = self.model.generation_config.pad_token_id
+        pads = [x for x in (own, getattr(self._tokenizer, "pad_token_id", None)) if x is not None]
+        inputs = _padded([one.inputs for one in group], pads[0] if pads else 0)
+        inputs = {k: v.to(self.model.device) if isinstance(v, Tensor) else v for k, v in inputs.items()}
+        tokenizer = {"tokenizer": self._tokenizer} if "stop_strings" in self.generation else {}
+        return self.model.generate(**inputs, **tokenizer, **self.generation, **how)
+
+    def _answer(self, group: list[QueuedPrompt]) -> None:
+        """One call of `generate` from beginning to end."""
+        with seeded(group[0].seed, self.model):
+            out = self._generate(group)
+        if not self.model.config.is_encoder_decoder:
+            out = out[:, max(one.length for one in group) :]
+        now = time.perf_counter()
+        for one, row in zip(group, out.tolist(), strict=True):
+            tokens = row[: answer_length(row, self.model.generation_config.eos_token_id)]
+            self._finished.append(FinishedPrompt(one.ticket, tokens, now - one.begun))
+
+    def _again(self, group: list[QueuedPrompt], error: Exception) -> None:
+        """Prompts once more, with fewer rows, or each apart; one that was by itself already has failed."""
+        if len(group) == 1 and not self.running:
+            self.rows = max(self.rows, group[0].rows)  # it alone was too large
+            self._fail(group[0], error)
+            return
+        if out_of_memory(error):
+            for one in group:
+                one.rows = one.rows or self.rows
+            self.rows = max(1, self.rows // 2)
+            if self.model.device.type != "cpu":
+                torch.accelerator.empty_cache()
+        else:
+            for one in group:
+                one.apart = True
+        self._waiting = [*group, *self._waiting]
+
+    def _fail(self, asked: QueuedPrompt, error: Exception) -> None:
+        error.__traceback__ = None  # its frames hold the tensors of the broken call
+        self._finished.append(FinishedPrompt(asked.ticket, [], time.perf_counter() - asked.begun, error))
+
+
+class StaticBatcher(Batcher):
+    """One batch after the other: `generate` as it stands, and every batch waits for its longest answer.
+
+    When sampling, the rows of a batch share its noise: what one draws depends on its neighbours.
+    """
+
+    def step(self) -> list[FinishedPrompt]:
+        """A whole batch."""
+        if group := self._take(together=True):
+            try:
+                self._answer(group)
+            except Exception as error:  # out of memory, a picture that the model refuses: the others go on
+                self._again(group, error)
+        return self._hand_out()
+
+
+@contextlib.contextmanager
+def seeded(seed: int, model: torch.nn.Module) -> Iterator[None]:
+    """Inside, torch draws from this seed; afterwards, on the CPU and the model's devices, as if nothing was drawn."""
+    devices = {p.device for p in model.parameters() if p.device.type == model.device.type != "cpu"}
+    kind = {"device_type": model.device.type} if devices else {}
+    with torch.random.fork_rng(sorted(devices, key=str), **kind):
+        torch.manual_seed(seed)
+        yield
+
+
+def answer_length(row: list[int], eos: int | list[int] | None) -> int:
+    """Tokens of a row up to and with its end-of-sequence token; what follows is padding."""
+    ends = {eos} if isinstance(eos, int) else set(eos or ())
+    return next((place + 1 for place, token in enumerate(row) if token in ends), len(row))
+
+
+def _padded(prompts: list[dict[str, Any]], fill: int) -> dict[str, Any]:
+    """Prompts of the same shape as one batch, padded on the left."""
+    if len(prompts) == 1:
+        return prompts[0]
+    longest = max(prompt["input_ids"].shape[1] for prompt in prompts)
+
+    def one(name: str) -> Tensor:
+        found = [prompt[name] for prompt in prompts]
+        if name in _TEXT:
+            found = [pad(t, (longest - t.shape[1], 0), value=fill if name == "input_ids" else 0) for t in found]
+        return torch.cat(found)
+
+    return {name: one(name) for name in prompts[0]}
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Of a device, or of the machine; its allocator and that of MPS raise a plain RuntimeError."""
+    told = "allocate memory" in str(error) or "out of memory" in str(error)
+    return told or isinstance(error, (torch.OutOfMemoryError, MemoryError))

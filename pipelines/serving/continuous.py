@@ -1,0 +1,164 @@
+"""ContinuousBatcher: prompts come and go while one session runs; a row that ends makes room for the next prompt at
+once."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmspec.loop import decode, start
+from mmspec.pipelines.patching.generate import obstacle
+from mmspec.pipelines.patching.handle import Patch
+from mmspec.pipelines.sampling.processors import Processors
+from mmspec.pipelines.sampling.request import Request, Sampler
+from mmspec.pipelines.sampling.stopping import Endings
+from mmspec.pipelines.serving.batcher import Batcher, FinishedPrompt, QueuedPrompt, out_of_memory
+from mmspec.pipelines.targets.call import Call
+from mmspec.session import Row, Session
+from mmspec.statistics import Stats
+
+__all__ = ["ContinuousBatcher", "FinishedPrompt"]
+
+
+@dataclass
+class _PromptRow(Row):
+    """A row that knows what it answers, until it has."""
+
+    asked: QueuedPrompt | None = None
+
+
+class ContinuousBatcher(Batcher):
+    """Continuous batching: `add` prompts, call `step` while it is `busy`, take what each step has finished.
+
+    A row does not depend on its neighbours: its tokens are those of the prompt alone, when sampling those of its seed.
+    What fails, fails alone: a round that breaks is done again, every row by itself. Calls that cannot be accelerated
+    run as `model.generate` runs them, one by one.
+    """
+
+    def __init__(self, model: Any, processor: Any, rows: int, **generation: Any) -> None:
+        """As Batcher, on an enabled model.
+
+        Raises:
+            ValueError: a model that is not enabled, or one that draws torch's own noise.
+        """
+        super().__init__(model, processor, rows, **generation)
+        self._handle: Any = Patch.of(self.model)
+        if self._handle is None:
+            raise ValueError(f"{type(self.model).__name__} is not enabled; call mmspec.enable(model) first")
+        if self._handle.config.reproducible:
+            raise ValueError("reproducible=True draws torch's own noise, call by call; here each row has its seed")
+        self.stats.lossless = self._handle.rule.lossless
+        self._together = False  # whether several prompts may share one prefill; the first one tells
+        self._restart()
+
+    def _restart(self) -> None:
+        self._target: Any = None
+        self._request: Request | None = None  # which all rows share that process logits alike
+        self._session = Session([], self.model.device)
+
+    @property
+    def running(self) -> list[QueuedPrompt]:
+        return [row.asked for row in self._session.rows if row.asked is not None]  # type: ignore[attr-defined]
+
+    def step(self) -> list[FinishedPrompt]:
+        """Read waiting prompts into free rows, then one round of all rows; returns what has finished."""
+        with torch.no_grad(), self._handle.running(self.model):
+            if self._waiting:
+                self._session.retire()
+            while (group := self._take(self._together)) and self._admit(group):
+                pass
+            self._collect()  # an answer may end with its first token
+            if self._session.rows:
+                self._round()
+                self._collect()
+        return self._hand_out()
+
+    def _round(self) -> None:
+        assert self._target is not None
+        try:
+            next(decode(self._session, self._target, self._handle.proposer))
+        except Exception as error:  # half of the state may have been written
+            self._interrupted([], error)
+
+    def _collect(self) -> None:
+        """Hand out the rows that have ended; they are let go before the next round."""
+        now, session = time.perf_counter(), self._session
+        for row in session.rows:
+            if row.done and (asked := row.asked) is not None:  # type: ignore[attr-defined]
+                row.asked = None  # type: ignore[attr-defined]
+                self._finished.append(FinishedPrompt(asked.ticket, row.tokens[row.start :], now - asked.begun))
+        if not self.running:
+            session.retire()
+        self.stats.add(session.stats)
+        self._handle.book(session.stats)
+        session.stats = Stats(lossless=self._handle.rule.lossless)
+
+    def _admit(self, group: list[QueuedPrompt]) -> bool:
+        """Read prompts and let their rows join; false where rows have to end before any other can come."""
+        try:
+            guest = self._open(group)
+        except Exception as error:  # whatever a picture may do to a model: it is that prompt's failure, not the run's
+            if out_of_memory(error):
+                self._again(group, error)
+                return False
+            if len(group) == 1:
+                self._fail(group[0], error)
+                return True
+            found = [self._admit([one]) for one in group]
+            return all(found)
+        try:
+            if guest is not None:
+                self._session.admit(guest)
+        except Exception as error:  # half of the state may have been joined
+            self._interrupted(group, error)
+            return False
+        return True
+
+    def _interrupted(self, group: list[QueuedPrompt], error: Exception) -> None:
+        """Rows are left half written: all of them start again from their prompts, and so does the group."""
+        everyone = list(dict.fromkeys([*self.running, *group]))
+        self._restart()
+        self._again(everyone, error)
+
+    def _open(self, group: list[QueuedPrompt]) -> Session | None:
+        """A session of these prompts after their prefill; None where the stock path has answered."""
+        model, patch = self.model, self._handle
+        drafter = patch.proposer if self._session.rows else patch.fitting(model)
+        call: Call = self._generate(group, custom_generate=_as_call)
+        if obstacle(model, call, patch) is not None:
+            self._answer(group)
+            return None
+        call = call.for_model(model)
+        processors, config, ends = (
+            Processors(call.processors),
+            call.generation_config,
+            Endings(call.stopping_criteria, 1, call.input_ids.device),
+        )
+        self._together = not (processors.need_history or call.guidance) and config.max_new_tokens is not None
+        request = patch.family.request(Request(Sampler(processors, bool(config.do_sample))))
+        if not processors.need_history:  # nothing of it belongs to this prompt alone
+            request = self._request = self._request or request
+        most, rule = ends.limit - call.input_ids.shape[1], patch.family.rule(patch.rule, call)
+        rows: list[Row] = []
+        for one in group:  # a row's tokens are its own, without padding
+            tokens = one.inputs["input_ids"][0].tolist()
+            limit, stop = len(tokens) + most, ends.of(0)
+            row = _PromptRow(
+                tokens, len(tokens), limit, one.seed, ends.eos, stop, rule=rule, request=request, asked=one
+            )
+            rows.append(row)
+        self._target = patch.family.target(model, drafter.features, call.guidance)  # hooks may have come since
+        guest, _ = start(self._target, drafter, rows, call)
+        return guest
+
+
+def _as_call(
+    model: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any,
+    tokenizer: Any = None, **arguments: Any,
+) -> Call:  # fmt: skip
+    """Stands in for `_sample` at the end of `generate`; that it asks for `tokenizer` keeps `stop_strings` working."""
+    return Call(input_ids, logits_processor, stopping_criteria, generation_config, arguments=arguments)

@@ -1,0 +1,144 @@
+"""verify: on the user's own model and inputs, the same greedy tokens as the stock path, and an image that matters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.nn.functional import pad
+
+from mmspec.pipelines.families import table as families
+from mmspec.pipelines.patching.handle import Patch, put_on
+from mmspec.pipelines.patching.obstacles import UnsupportedError
+
+_PICTURES = ("pixel_values", "pixel_values_videos")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What verify found.
+
+    Attributes:
+        identical: every row has the stock path's tokens; with the other picture, too, where that changed nothing.
+        rows: rows compared.
+        tokens: generated tokens compared, of the longest row.
+        first_difference: (row, generated token index) of the first difference, or None.
+        gap: difference of the two best stock logits there; a gap near zero is a tie that low precision may break.
+        image_matters: another picture changed the output; None where the inputs hold no picture. A short answer, such
+            as yes or no, may well be the same.
+        tokens_per_target_call: τ, bonus token included.
+    """
+
+    identical: bool
+    rows: int
+    tokens: int
+    first_difference: tuple[int, int] | None
+    gap: float | None
+    image_matters: bool | None
+    tokens_per_target_call: float
+
+    @property
+    def ok(self) -> bool:
+        """Identical. A picture that changed nothing is no fault: it changes nothing on the stock path either."""
+        return self.identical
+
+    def __str__(self) -> str:
+        if self.identical:
+            same = f"identical to stock generate on {self.rows} of {self.rows} rows"
+        else:
+            assert self.first_difference is not None
+            row, index = self.first_difference
+            same = f"DIFFERS from stock generate, first at row {row}, token {index} (logit gap {self.gap:.2e})"
+        these = f"these {self.tokens} tokens" if self.tokens > 1 else "this token"
+        seen = {
+            None: "no picture in these inputs",
+            True: "the picture matters",
+            False: f"the picture made no difference to {these}; ask for more"
+            if self.identical
+            else "ANOTHER PICTURE CHANGED NOTHING",
+        }
+        return f"{same}; {seen[self.image_matters]}; {self.tokens_per_target_call:.2f} tokens per target call"
+
+
+def verify(model_or_pipe: Any, inputs: Any, max_new_tokens: int = 64) -> Report:
+    """Generate greedily with mmspec and on the stock path, and again with another picture.
+
+    Where the other picture changes nothing, the stock path reads it, too: a picture that got lost shows there.
+
+    Args:
+        model_or_pipe: an enabled model, or the pipeline that holds it; it writes tokens from a prompt.
+        inputs: what a processor returned, as for `model.generate(**inputs)`; on the model's device, of its dtype.
+        max_new_tokens: how far to compare.
+
+    Returns:
+        A Report; it prints as one line, and `ok` says whether all is well. Its calls count in `stats`.
+
+    Raises:
+        UnsupportedError: the model is not enabled, or cannot be accelerated in this call.
+        TypeError: what only draws pictures, or generates nothing.
+    """
+    model = families.unwrap(model_or_pipe)
+    mine = type(model)
+    if not hasattr(model, "generate"):
+        raise TypeError(
+            f"verify compares answers in words, and {mine.__name__} draws; `mmspec generate PROMPT --model FOLDER "
+            "--compare --reproducible` compares the pictures of a LlamaGen"
+        )
+    handle = Patch.of(model)
+    if handle is None:
+        raise UnsupportedError(f"{mine.__name__} is not enabled; call mmspec.enable(model) first")
+    settings = {"max_new_tokens": max_new_tokens, "do_sample": False, "num_beams": 1}
+    before = (handle.stats.gained, handle.stats.row_rounds)
+    fast = model.generate(**inputs, **settings)
+    gained, rounds = handle.stats.gained - before[0], handle.stats.row_rounds - before[1]
+    stock, prompt, fill = _stock(model, inputs, settings), inputs["input_ids"].shape[1], _fill(model)
+    where = _first_difference(fast, stock.sequences, prompt, fill)
+    other = _other_picture(inputs)
+    changed = None
+    if other is not None:
+        again = model.generate(**other, **settings)
+        changed = _first_difference(fast, again, prompt, fill) is not None
+        if where is None and not changed:
+            stock = _stock(model, other, settings)
+            where = _first_difference(again, stock.sequences, prompt, fill)
+    gap = None
+    if where is not None:
+        best = stock.scores[min(where[1], len(stock.scores) - 1)][where[0]].topk(2).values
+        gap = float(best[0] - best[1])
+    tau = gained / rounds if rounds else 1.0
+    return Report(where is None, len(fast), fast.shape[1] - prompt, where, gap, changed, tau)
+
+
+def _stock(model: Any, inputs: Any, settings: dict[str, Any]) -> Any:
+    """One call on the stock path; the patch comes back whatever happens."""
+    patch = put_on(model, None)
+    try:
+        return model.generate(**inputs, **settings, return_dict_in_generate=True, output_scores=True)
+    finally:
+        put_on(model, patch)
+
+
+def _other_picture(inputs: Any) -> dict[str, Any] | None:
+    """The same inputs with every picture turned into its negative; None where there is no picture."""
+    found = {name: -inputs[name] for name in _PICTURES if inputs.get(name) is not None}
+    return {**inputs, **found} if found else None
+
+
+def _fill(model: Any) -> int:
+    """What `generate` puts behind the rows that have ended."""
+    config = model.generation_config
+    ends = config.eos_token_id
+    found = ends if config.pad_token_id is None else config.pad_token_id
+    return next(iter(found), -1) if isinstance(found, list) else -1 if found is None else found
+
+
+def _first_difference(fast: Tensor, stock: Tensor, prompt: int, fill: int) -> tuple[int, int] | None:
+    """(row, generated token index) where two batches [B, ·] first differ; the shorter one is filled up."""
+    longest = max(fast.shape[1], stock.shape[1])
+    a, b = (pad(tokens, (0, longest - tokens.shape[1]), value=fill) for tokens in (fast, stock))
+    differs = (a != b).nonzero().tolist()
+    if not differs:
+        return None
+    row, column = min(differs, key=lambda at: at[1])
+    return row, column - prompt

@@ -1,0 +1,182 @@
+"""The target's cache as transformers sees it; the only file that touches `transformers.Cache`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticLayer
+
+from mmspec.kernels import dispatch
+from mmspec.pipelines.targets.recurrent import RecurrentLayer, reading
+from mmspec.ragged_cache import Lengths, RaggedBuffer
+
+
+class RaggedCache(Cache):
+    """Rows of unequal length in one cache. A forward appends its tokens to every row; `commit` says what stays.
+
+    Sliding-window layers are held in full: a window by slots would drop what a shorter row still needs, so the window
+    is left to the mask.
+    """
+
+    is_compileable = False
+
+    def __init__(self, batch: int, device: torch.device, reserve: int) -> None:
+        super().__init__(layers=[])
+        self.slots: list[RaggedBuffer] = []
+        self.indexed: dict[int, RaggedBuffer] = {}  # keys by which a layer's indexer chooses what its attention sees
+        self.recurrent: dict[int, RecurrentLayer] = {}  # by layer, of those that keep a state of another kind
+        self.lengths = Lengths.of([0] * batch, device)
+        self.reserve = reserve
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
+        while len(self.slots) <= layer_idx:
+            self.slots.append(RaggedBuffer(self.reserve))
+        return self.slots[layer_idx].append(key_states, value_states, self.lengths)
+
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
+        """As stock: new keys [B, n, D] of a layer's indexer behind those that are kept, all of them [B, T, D]."""
+        new = indexer_key_states[:, None]
+        return self.indexed.setdefault(layer_idx, RaggedBuffer(self.reserve)).append(new, new[..., :0], self.lengths)[
+            0
+        ][:, 0]
+
+    # -- layers with a recurrent or convolutional state, as stock calls them -------------------------------------------
+
+    def _recurrent(self, layer_idx: int) -> RecurrentLayer:
+        """A layer's state; a draft that is being read is read by this layer from now on."""
+        layer, draft = self.recurrent.setdefault(layer_idx, RecurrentLayer()), reading.get()
+        if draft is not None:
+            draft.layer = layer
+        return layer
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self._recurrent(layer_idx).conv.get(state_idx)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self._recurrent(layer_idx).state.get(state_idx)
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
+    ) -> Tensor:
+        layer, draft = self._recurrent(layer_idx), reading.get()
+        if draft is None:
+            return layer.extend(conv_states, state_idx, conv_kernel_size)
+        draft.index = state_idx
+        layer.inputs[state_idx] = conv_states
+        return conv_states
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
+        if reading.get() is None:  # what a draft writes waits for `commit`
+            self._recurrent(layer_idx).state[state_idx] = recurrent_states
+        return recurrent_states
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        layers = self.recurrent.values() if layer_idx is None else [self.recurrent.get(layer_idx, RecurrentLayer())]
+        return any(layer.conv or layer.state for layer in layers)
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return reading.get() is not None
+
+    def get_seq_length(self, layer_idx: int = 0, *_: Any) -> int:
+        return self.lengths.longest
+
+    def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
+        n = query_length if isinstance(query_length, int) else int(query_length.shape[0])
+        return self.lengths.longest + n, 0
+
+    def get_max_length(self, *_: Any) -> int:
+        return -1
+
+    get_max_cache_shape = get_max_length  # the older name
+
+    def _attending(self) -> list[RaggedBuffer]:
+        return [*self.slots, *self.indexed.values()]
+
+    @property
+    def is_initialized(self) -> bool:
+        return bool(self.slots)
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        return [False] * max(1, len(self.slots))
+
+    def advance(self, count: int) -> None:
+        """All `count` tokens of the last forward stay, in every row."""
+        self.lengths = Lengths(tuple(n + count for n in self.lengths.host), self.lengths.device + count)
+
+    def commit(self, kept: Tensor, counts: tuple[int, ...], device_counts: Tensor, in_place: bool) -> None:
+        """Of the nodes appended last, keep `kept[b, : counts[b]]` in row b; `in_place` says they lie there already."""
+        for state in self.recurrent.values():
+            state.commit(kept, device_counts)
+        if not in_place:
+            alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}  # autocast may leave keys in float32 alone
+            held = (t for layer in self._attending() for t in (layer.keys, layer.values))
+            for buffer in (t for t in held if t is not None and t.shape[-1]):
+                alike.setdefault((buffer.device, buffer.dtype), []).append(buffer)
+            for (home, _), buffers in alike.items():
+                start = self.lengths.on(home)
+                dispatch.compact_rows(buffers, start[:, None] + kept.to(home), start)
+        self.lengths = self.lengths.plus(counts, device_counts)
+
+    def keep(self, order: Tensor) -> None:
+        """Of the slots that all rows have filled, those at `order` [B, n], and no others."""
+        for layer in self.slots:
+            for name in ("keys", "values"):
+                held = getattr(layer, name)
+                if held is not None:
+                    home = order.to(held.device)
+                    fewer = held.transpose(1, 2)[torch.arange(len(home), device=home.device)[:, None], home]
+                    setattr(layer, name, fewer.transpose(1, 2).contiguous())
+        self.lengths = Lengths.of([order.shape[1]] * len(order), self.lengths.device.device)
+
+    def select(self, rows: Tensor) -> RaggedCache:
+        for layer in self._attending():
+            layer.select(rows)
+        for state in self.recurrent.values():
+            state.select(rows)
+        self.lengths = self.lengths.select(rows)
+        return self
+
+    def join(self, other: RaggedCache) -> RaggedCache:
+        for mine, theirs in zip(self._attending(), other._attending(), strict=True):
+            mine.join(theirs, self.lengths.longest)
+        for index, state in self.recurrent.items():
+            state.join(other.recurrent[index])
+        self.lengths = self.lengths.join(other.lengths)
+        return self
+
+    @staticmethod
+    def can_adopt(cache: Cache) -> bool:
+        """Whether every layer still holds all its keys: no sliding windows, no recurrent states."""
+        return all(type(layer) in (DynamicLayer, StaticLayer) for layer in cache.layers)
+
+    @classmethod
+    def adopt(cls, cache: Cache | None, batch: int, device: torch.device, reserve: int) -> RaggedCache:
+        """An empty cache, or a copy of what a user's cache already holds (see `can_adopt`)."""
+        mine = cls(batch, device, reserve)
+        past = int(cache.get_seq_length()) if cache is not None else 0
+        if cache is not None and past:
+            layers: Any = cache.layers
+            for index, layer in enumerate(layers):
+                mine.update(layer.keys[:, :, :past], layer.values[:, :, :past], index)
+            mine.advance(past)
+        return mine
+
+    def hand_back(self, cache: Cache | None, length: int) -> Cache:
+        """Put the first `length` slots into the caller's cache (batch 1), or into a new DynamicCache."""
+        cache = DynamicCache() if cache is None else cache
+        for index, layer in enumerate(self.slots):
+            if layer.keys is None or layer.values is None:  # a layer without attention
+                continue
+            keys, values = layer.keys[:, :, :length], layer.values[:, :, :length]
+            theirs = cache.layers[index] if index < len(cache.layers) else None
+            if theirs is not None:
+                theirs.reset()
+            if type(theirs) is DynamicLayer:  # a view will do: it never writes in place
+                theirs.lazy_initialization(keys, values)
+                theirs.keys, theirs.values = keys, values
+            else:
+                cache.update(keys, values, index)
+        return cache

@@ -1,0 +1,125 @@
+"""The arguments of one call of `generate`, as stock hands them to its loop."""
+
+from __future__ import annotations
+
+import copy
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+from transformers.cache_utils import DynamicCache
+from transformers.generation.logits_process import LogitsProcessorList
+from transformers.generation.utils import GenerationMixin
+
+from mmspec.pipelines.sampling import guidance as guided
+from mmspec.pipelines.sampling.guidance import Guidance, NegativePrompt
+from mmspec.pipelines.sampling.stopping import Endings
+
+_CACHES_ARE_MARKED = "_is_user_defined" in GenerationMixin._prepare_cache_for_generation.__code__.co_names
+
+
+@dataclass
+class Custom:
+    """A `custom_generate` under way."""
+
+    cache: Any  # that it was given: it may look at it once a call has filled it
+    asked: bool = False  # whether it has made any call
+
+
+asking: ContextVar[dict[str, Any]] = ContextVar("mmspec_asking", default={})  # noqa: B039 nobody writes into it
+custom_call: ContextVar[Custom | None] = ContextVar("mmspec_custom", default=None)
+
+
+@dataclass
+class Call:
+    """The arguments that `generate` hands to `_sample`."""
+
+    input_ids: Tensor
+    logits_processor: Any
+    stopping_criteria: Any
+    generation_config: Any
+    synced_gpus: bool = False
+    streamer: Any = None
+    arguments: dict[str, Any] = field(default_factory=dict)
+    given: dict[str, Any] = field(default_factory=asking.get)  # what the user gave `generate`, by name
+
+    def __post_init__(self) -> None:
+        if (custom := custom_call.get()) is not None:
+            custom.asked = True
+
+    @cached_property
+    def _split(self) -> tuple[Guidance | None, NegativePrompt | None, LogitsProcessorList]:
+        return guided.split(self.logits_processor, self.input_ids)
+
+    @property
+    def guidance(self) -> Guidance | None:
+        """What makes one distribution of two streams; None: there is one stream."""
+        return self._split[0]
+
+    @property
+    def negative(self) -> NegativePrompt | None:
+        """What the second stream reads in the place of the prompt."""
+        return self._split[1]
+
+    @property
+    def processors(self) -> LogitsProcessorList:
+        """What the call does to logits, guidance left out."""
+        return self._split[2]
+
+    @cached_property
+    def endings(self) -> Endings:
+        return Endings(self.stopping_criteria, len(self.input_ids), self.input_ids.device)
+
+    @property
+    def cache(self) -> Any:
+        """The cache that came with the call: the caller's own, or an empty one that `generate` made."""
+        return self.arguments.get("past_key_values")
+
+    @property
+    def filled(self) -> bool:
+        """Whether it already holds something, as in a second turn of a conversation."""
+        return self.cache is not None and int(self.cache.get_seq_length()) > 0
+
+    @property
+    def scored(self) -> bool:
+        """Whether the processed scores of each step are collected."""
+        return bool(self.generation_config.return_dict_in_generate and self.generation_config.output_scores)
+
+    @property
+    def owned(self) -> bool | None:
+        """Whether it is the caller's own, or seen by a `custom_generate`; None: older transformers do not say whose."""
+        custom = custom_call.get()
+        if custom is not None and custom.cache is self.cache:
+            return True
+        unknown = type(self.cache) is DynamicCache and not _CACHES_ARE_MARKED
+        return getattr(self.cache, "_is_user_defined", None if unknown else False)
+
+    @property
+    def returns_cache(self) -> bool:
+        """Whether anybody may look at it afterwards."""
+        return bool(self.generation_config.return_dict_in_generate or self.filled or self.owned in (True, None))
+
+    def for_model(self, model: Any) -> Call:
+        """The same call with int64 ids, and with all that a forward reads on the model's device, where stock moves it.
+
+        A model that lies on the CPU may be one that moves at its forward, so it draws nothing there.
+        """
+        ids, device = self.input_ids.long(), model.device
+        if device.type in ("cpu", "meta") or device == ids.device:
+            return replace(self, input_ids=ids)
+
+        def moved(thing: Any) -> Any:
+            return tree_map_only(Tensor, lambda t: t.to(device), thing)
+
+        processors = [copy.copy(processor) for processor in self.logits_processor]
+        for processor in processors:
+            vars(processor).update(moved(vars(processor)))
+        cache = {} if self.cache is None else {"past_key_values": self.cache}
+        others = {name: value for name, value in self.arguments.items() if name not in cache}
+        arguments = {**moved(others), **cache}
+        return replace(
+            self, input_ids=ids.to(device), logits_processor=LogitsProcessorList(processors), arguments=arguments
+        )

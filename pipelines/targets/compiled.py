@@ -1,0 +1,148 @@
+"""The target's forward, captured and compiled for each shape that comes up (`enable(..., compile=True)`)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from mmspec.attention import sdpa
+from mmspec.modes import computed_in, lasting
+from mmspec.piecewise import capture
+from mmspec.piecewise.capture import PiecewiseFunction, Uncapturable
+from mmspec.pipelines.targets import tree_attention as attention
+from mmspec.pipelines.targets.cache import RaggedCache
+from mmspec.pipelines.targets.compiled_cache import CompiledCache, compare, weights
+from mmspec.pipelines.targets.decoder import decoder
+from mmspec.pipelines.targets.fingerprint import PLAIN, fingerprint
+from mmspec.pipelines.targets.state import State
+
+
+class Compiled(CompiledCache):
+    """PiecewiseFunction functions of one model: its forwards by shape, and the drafts of drafters that use its
+    weights."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.drafts: WeakKeyDictionary[Any, CompiledCache] = WeakKeyDictionary()  # by the drafter's layer
+
+    def forget(self) -> None:
+        super().forget()
+        for held in self.drafts.values():  # drafters in use have these very ones
+            held.forget()
+
+    def check(self, module: Any) -> None:
+        super().check(module)
+        for held in list(self.drafts.values()):  # a draft uses the embedding and the head
+            held.within = self._states[0][0]
+
+    def read(self, target: Any, state: State, tokens: Tensor, places: Tensor, mask: Any) -> tuple[Tensor, ...]:
+        """As `target.read`: raw logits [S·B, N, V], and the features [S·B, N, F] where the drafter asked for some."""
+        shapes = tokens.shape, places.shape
+        told = tuple((name, v) for name, v in state.arguments.items() if type(v) in PLAIN)
+        key = (type(target), target.eager, *shapes, target.features, tuple(state.types), tokens.device, told)
+        attend, inputs = _attending(target, state, mask), _inputs(state, tokens, places)
+        stock = partial(target.read, state, tokens, places, mask)
+
+        def made() -> PiecewiseFunction:
+            before = fingerprint(target.model, kept=True)
+            wanted = stock()
+            if fingerprint(target.model, kept=True) != before:
+                raise Uncapturable("its forward changes what its modules hold")
+            captured = _capture(target, state, tokens, places)
+            compare(
+                captured(attend, *inputs), wanted, computed_in(next(target.model.parameters()).dtype, tokens.device)
+            )
+            return captured
+
+        captured = self.get(key, made)
+        return stock() if captured is None else tuple(captured(attend, *inputs))
+
+
+of = Compiled.of
+
+
+def _inputs(state: State, tokens: Tensor, places: Tensor) -> list[Tensor]:
+    return [tokens.contiguous(), places.contiguous(), *state.types.values()]
+
+
+def _capture(target: Any, state: State, tokens: Tensor, places: Tensor) -> PiecewiseFunction:
+    """The forward over nodes of this shape, which must not depend on how much is cached."""
+    if target.eager:
+        raise Uncapturable("its attention is 'eager'; load it with attn_implementation='sdpa'")
+    if any(hasattr(module, "base_layer") for module in target.model.modules()):
+        raise Uncapturable("it has adapters, which may be switched at any time; merge them first")
+    own = weights(target.model)
+
+    def read(past: int, tokens: Tensor, places: Tensor, *types: Tensor) -> list[Tensor]:
+        cache = _PassThroughCache(past)
+        seen = torch.ones(len(tokens), 1, tokens.shape[1], past + tokens.shape[1], dtype=torch.bool)
+        mask = dict.fromkeys(attention.KINDS, seen) if target.mixed else seen
+        with _Cut(cache):
+            return list(target.read(replace(state, cache=cache, types=dict(zip(state.types, types, strict=True))),
+                                    tokens, places, mask))  # fmt: skip
+
+    with lasting():
+        inputs = [t.clone() for t in _inputs(state, tokens, places)]
+        return PiecewiseFunction(read, inputs, own, variants=(37, 53))
+
+
+class _PassThroughCache(RaggedCache):
+    """Hands the new keys and values on as if nothing were cached, and knows whose they are."""
+
+    is_initialized = True
+
+    def __init__(self, past: int) -> None:
+        super().__init__(1, torch.device("cpu"), 0)
+        self.advance(past)
+        self.fresh: tuple[int, Tensor, Tensor] | None = None
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
+        self.fresh = (layer_idx, key_states, value_states)
+        return key_states, value_states
+
+
+class _Cut(TorchFunctionMode):
+    """While it is on, attention on a _PassThroughCache cache is `capture.attend`."""
+
+    def __init__(self, cache: _PassThroughCache) -> None:
+        self.cache = cache
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention and self.cache.fresh is not None:
+            return self._attend(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+    ) -> Tensor:  # fmt: skip
+        assert self.cache.fresh is not None
+        (layer, k, v), self.cache.fresh = self.cache.fresh, None
+        if attn_mask is None or dropout_p or is_causal:
+            raise Uncapturable(f"the attention of layer {layer} does not take the mask as it is given")
+        query = query.reshape(len(query), -1, k.shape[2], query.shape[3])  # of one node, transformers packs the groups
+        return capture.cut(layer, query.shape[-1] ** -0.5 if scale is None else scale, query, k, v)
+
+
+def _attending(target: Any, state: State, mask: Any) -> capture.Attend:
+    """What stands for the attentions in one forward: the new keys and values go into the cache, the mask as it is."""
+    cache, tree = state.cache, target.tree
+    kinds = decoder(target.model).config.layer_types if isinstance(mask, dict) else None
+    masks = mask if isinstance(mask, dict) else {None: mask}
+
+    def attend(layer: int, scale: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        keys, values = cache.update(k, v, layer)
+        seen = masks[None if kinds is None else kinds[layer]]
+        if tree:
+            out, _ = attention.attend(None, q, keys, values, seen, scaling=scale)  # type: ignore[arg-type]
+            return out.transpose(1, 2)
+        return sdpa(q, keys, values, seen, scale)
+
+    return attend

@@ -1,0 +1,124 @@
+"""PiecewiseFunction functions of one module, each trusted once it has given what the module itself gives."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from mmspec.modes import ambient
+from mmspec.piecewise import graphs
+from mmspec.piecewise.capture import PiecewiseFunction, Uncapturable
+from mmspec.pipelines.targets.fingerprint import fingerprint
+
+_STATES = 4  # that captures are held of at a time
+_LOST = 8  # captured states that may be let go before no more is captured
+# Largest distance from the module itself, as a share of its largest number: another order of summation, no more.
+_NEAR = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+
+
+class CompiledCache:
+    """What was captured, by shape and surroundings; None for what cannot be, which runs as it is, with a warning.
+
+    Other parameters or buffers than then, and all is captured anew; those that only moved are seen by its graphs. All
+    else that a forward may read is its state: captures of a few states are held, so that what is switched there and
+    back is captured once. Where anything runs with the module that a capture would leave out, such as a hook, nothing
+    is captured or replayed.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.within = 0  # in the key: the state of a module around this one
+        self._held: dict[Any, PiecewiseFunction | None] = {}  # of the last call's state
+        self._weights: Any = None
+        self._states: list[tuple[int, Any, dict[Any, PiecewiseFunction | None]]] = []  # the last call's first
+        self._seen = self._lost = 0
+        self._why: str | None = None
+        self._told = ""
+        self._lock, self._choosing = threading.Lock(), threading.RLock()
+
+    @classmethod
+    def of(cls, module: Any) -> Self:
+        """What is captured of a module; it outlives every call, and goes with the module."""
+        found = _OF.setdefault(module, cls(type(module).__name__))
+        found.check(module)
+        return found
+
+    def check(self, module: Any) -> None:
+        """At the start of a call: let go what was captured of other weights, find what was captured of this state."""
+        weights, state, why = fingerprint(module)
+        weights = [graphs.wish(), *weights]
+        with self._choosing:
+            if weights != self._weights:
+                self.forget()
+                self._weights = weights
+            self._choose(state)
+            if why is None and self._lost >= _LOST:
+                why = "what its modules hold changes from call to call"
+            self._why = why
+
+    def _choose(self, state: Any) -> None:
+        found = next((one for one in self._states if one[1] == state), None)
+        if found is None:
+            self._seen += 1
+            found = (self._seen, state, {})
+        self._states = [found, *(one for one in self._states if one is not found)]
+        for _, _, held in self._states[_STATES:]:
+            self._lost += any(held.values())
+        del self._states[_STATES:]
+        self._held = found[2]
+
+    def forget(self) -> None:
+        """Let go all that was captured."""
+        self._states, self._held, self._lost = [], {}, 0
+
+    def get(self, key: Any, make: Callable[[], PiecewiseFunction]) -> PiecewiseFunction | None:
+        """What is held for a key; at its first call what `make` gives, which raises where that is not to be trusted."""
+        if self._why is not None:
+            self._say(self._why)
+            return None
+        held, key = self._held, (key, self.within, ambient())  # another thread may put a new one in its place
+        if key not in held:
+            with self._lock:
+                if key not in held:
+                    held[key] = self._made(make)
+        return held[key]
+
+    def _say(self, why: str) -> None:
+        """Once, until it changes."""
+        if why != self._told:
+            self._told = why
+            warnings.warn(f"mmspec runs {self.name} uncompiled: {why}", stacklevel=3)
+
+    def _made(self, make: Callable[[], PiecewiseFunction]) -> PiecewiseFunction | None:
+        try:
+            return make()
+        except Exception as error:  # no compiler, an unknown operation, a branch: all leave the module as it is
+            name = "" if isinstance(error, Uncapturable) else f"{type(error).__name__}: "
+            why = name + str(error).strip().partition("\n")[0]
+        warnings.warn(f"mmspec runs {self.name} uncompiled: {why}", stacklevel=2)
+        return None
+
+
+_OF: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+
+
+def compare(mine: Sequence[Tensor], stock: Sequence[Tensor], dtype: torch.dtype) -> None:
+    """Refuse outputs that are not those of the module itself, as near as this dtype allows.
+
+    Raises:
+        Uncapturable: they are further away.
+    """
+    apart = [float((a - b).abs().max() / a.abs().max()) for a, b in zip(stock, mine, strict=True)]
+    if not all(share <= _NEAR.get(dtype, 1e-4) for share in apart):  # NaN is not near
+        raise Uncapturable(f"its outputs would be {max(apart):.1e} away from the uncompiled ones")
+
+
+def weights(module: Any) -> list[Tensor]:
+    """All tensors that a captured function may use besides its inputs."""
+    return [*module.parameters(), *module.buffers()]

@@ -1,0 +1,124 @@
+"""The one way mmspec touches a model: the instance's class is swapped for a subclass, and swapped back."""
+
+from __future__ import annotations
+
+import copyreg
+import threading
+import weakref
+from contextvars import ContextVar
+from typing import Any
+
+from torch import Tensor
+
+_LOCK = threading.RLock()  # enable and disable may come from any thread
+
+
+def stock(instance: Any) -> Any:
+    """The instance's own class. Mixins call it in place of `super()`, which breaks once another thread has swapped."""
+    return getattr(type(instance), "_mmspec_stock", None) or type(instance)
+
+
+def swap(instance: Any, mixin: type, **attributes: Any) -> None:
+    """Put `mixin` in front of the instance's class, in place of what swap put there before.
+
+    Names are kept, so transformers' registries still find the class. `attributes` live on the new class, not in
+    `vars(instance)`, which stays as it was; they go when the mixin goes, or the instance.
+    """
+    base = stock(instance)
+    names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+    made: Any = type(base.__name__, (mixin, _Swapped, base), {**names, **attributes, "_mmspec_stock": base})
+    made._mmspec_named = tuple(attributes)
+    made._mmspec_instance = weakref.ref(instance, lambda _: _emptied(made))
+    with _LOCK:
+        before, instance.__class__ = type(instance), made
+        _emptied(before)
+
+
+def restore(instance: Any) -> None:
+    """Give the instance its own class back; nothing happens where it was never swapped."""
+    with _LOCK:
+        before, instance.__class__ = type(instance), stock(instance)
+        _emptied(before)
+
+
+def _emptied(kind: Any) -> None:
+    """Take off a class what it was given: a class refers to itself, so it stays until the garbage collector runs."""
+    for name in kind.__dict__.get("_mmspec_named", ()):
+        delattr(kind, name)
+    if "_mmspec_named" in kind.__dict__:
+        kind._mmspec_named = ()
+
+
+def hold(instance: Any, mixin: type, **attributes: Any) -> None:
+    """As `swap`, for something that several hold at once: only the first swaps. Each has to `release` it."""
+    with _LOCK:
+        if (count := getattr(type(instance), "_mmspec_count", 0)) == 0:
+            swap(instance, mixin, **attributes)
+        type(instance)._mmspec_count = count + 1
+
+
+def release(instance: Any) -> None:
+    """Undo one `hold`; the last one gives the class back."""
+    with _LOCK:
+        count = getattr(type(instance), "_mmspec_count", 0)
+        if count > 1:
+            type(instance)._mmspec_count = count - 1
+        elif count == 1:
+            restore(instance)
+
+
+class _Swapped:
+    """Pickles and copies as the stock class, so that a saved model knows nothing of mmspec."""
+
+    _mmspec_stock: type
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _, _, *rest = tuple(super().__reduce_ex__(max(2, int(protocol))))
+        return (copyreg._reconstructor, (self._mmspec_stock, object, None), *rest)  # type: ignore[attr-defined]
+
+
+class FeatureHook:
+    """Mixin for a module whose call is overheard by the generation that runs in this context, and by no other."""
+
+    _mmspec_name: str
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        output = stock(self).__call__(self, *args, **kwargs)
+        heard = _listening.get()
+        if heard is not None:
+            heard[self._mmspec_name] = (args, kwargs, output)
+        return output
+
+
+_listening: ContextVar[dict[str, Any] | None] = ContextVar("mmspec_listening", default=None)
+
+
+def note(name: str, value: Any) -> None:
+    """Tell the generation that runs in this context something that no call of a tapped module says."""
+    heard = _listening.get()
+    if heard is not None:
+        heard[name] = value
+
+
+class record_features:
+    """Context manager: a dictionary of what the tapped modules were given and returned, by tap name."""
+
+    def __enter__(self) -> dict[str, Any]:
+        heard: dict[str, Any] = {}
+        self._token = _listening.set(heard)
+        return heard
+
+    def __exit__(self, *_: Any) -> None:
+        _listening.reset(self._token)
+
+
+def final_hidden(call: tuple[Any, Any, Any]) -> Tensor:
+    """The decoder's output features [B, N, H] from an overheard call."""
+    output = call[2]
+    return output.last_hidden_state if hasattr(output, "last_hidden_state") else output[0]
+
+
+def layer_input(call: tuple[Any, Any, Any]) -> Tensor:
+    """The features [B, N, H] that entered a layer, from an overheard call."""
+    args, kwargs, _ = call
+    return args[0] if args else kwargs["hidden_states"]

@@ -1,0 +1,116 @@
+"""LlamaGen's transformer as a target: positions by grid, a prefix in the place of a prompt."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmspec.batch import unfold
+from mmspec.models.llamagen import PREFIX, visible
+from mmspec.modes import mode_of
+from mmspec.pipelines.sampling.guidance import Guidance
+from mmspec.pipelines.targets import tree_attention as attention
+from mmspec.pipelines.targets.cache import RaggedCache
+from mmspec.pipelines.targets.compiled import Compiled
+from mmspec.pipelines.targets.hooks import layer_input, record_features
+from mmspec.pipelines.targets.model import ModelTarget
+from mmspec.pipelines.targets.state import Onward, State, each_stream
+from mmspec.ragged_cache import visibility
+from mmspec.session import Session
+from mmspec.tree import lone
+from mmspec.types import FINAL, Prompt, Scores
+
+
+@dataclass(frozen=True)
+class Condition:
+    """What pictures are drawn from: class ids [B] or text features [B, P, width], and which of the P places are real.
+
+    The unconditional stream has the same mask.
+    """
+
+    what: Tensor
+    valid: Tensor  # bool [B, P], false at the prompt's padding
+
+
+class LlamaGenTarget(ModelTarget):
+    """A view of a LlamaGenTransformer.
+
+    Args:
+        features: what the drafter asked for.
+        guidance: None: one stream.
+        captured: captures and compiles the forward over drafts; None: it runs as it is.
+        rows: how many the call began with, by which `captures` tells those that are left over; 0: not known.
+    """
+
+    weighs = True
+    last: int
+
+    def __init__(
+        self,
+        transformer: Any,
+        features: tuple[int, ...],
+        guidance: Guidance | None = None,
+        captured: Compiled | None = None,
+        rows: int = 0,
+    ) -> None:
+        super().__init__(guidance)
+        self.model, self.features, self.captured, self.rows = transformer, features, captured, rows
+        self.device = transformer.device
+        self.inference = mode_of(transformer)
+        self.grid = (transformer.config.grid, transformer.config.grid)
+        self.last = transformer.config.grid**2 - 1
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """[B, n, H]; both streams read the same tokens."""
+        return self.model.tok_embeddings(ids)
+
+    def logits(self, hidden: Tensor, vocab: Any = None) -> Tensor:
+        return self.model.head(hidden)
+
+    def weigh(self, logits: Tensor, session: Any, position: Tensor) -> Tensor:
+        return session.rows[0].request.sampler.weighed(logits, session, position)
+
+    def prefix(self, what: Tensor) -> Tensor:
+        """Embeddings [B·S, P, H] of what pictures are drawn from, a row's streams one below the other."""
+        embeds = self.model.prefix(what, guided=self.streams == 2)  # the streams' rows one below the other
+        return embeds if self.streams == 1 else embeds.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)
+
+    def prefill(self, session: Session, inputs: Condition, nodes: int) -> tuple[Prompt, Scores]:
+        (B, P), S = inputs.valid.shape, self.streams
+        valid = each_stream(inputs.valid, S)
+        embeds = self.prefix(inputs.what)
+        cache = RaggedCache(S * B, valid.device, P + self.last + 1 + nodes)
+        first = Onward(torch.zeros_like(cache.lengths.device)[:, None])
+        session.cache = State(cache, first, valid, {}, {}, S)
+        before = torch.full((S * B, P), PREFIX, device=valid.device)
+        hidden, *features = self._forward(embeds, before, visible(valid, P), cache)
+        cache.advance(P)
+        ids = torch.zeros(B, P, dtype=torch.long, device=valid.device)
+        seen = unfold(features[0], S) if features else None
+        prompt = Prompt(ids, unfold(embeds, S), seen, torch.zeros_like(ids), inputs.valid, self.grid)
+        end = None if seen is None else seen[:, -1:]
+        return prompt, self.scores(self.model.head(hidden[:, -1:]), session, lone(ids[:, -1:]), end)
+
+    def mask(self, state: State, ancestors: Tensor, depth: Tensor) -> Tensor:
+        seen = visibility(state.cache.lengths, state.open_slots, ancestors)[:, None]
+        dtype = self.model.tok_embeddings.weight.dtype  # diffusers' `dtype` looks through all modules
+        return attention.additive(seen, dtype) if seen.device.type == "cpu" else seen
+
+    def captures(self, session: Session) -> bool:
+        """So few rows that are left of a batch are not worth it: some soon end as well."""
+        rows = len(session.rows)
+        return not (rows < self.rows and rows.bit_count() > 1)
+
+    def read(self, state: State, tokens: Tensor, places: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
+        hidden, *features = self._forward(self.embed(tokens), places, mask[:, 0], state.cache)
+        return self.model.head(hidden), *features
+
+    def _forward(self, embeds: Tensor, place: Tensor, seen: Tensor, cache: RaggedCache) -> tuple[Tensor, ...]:
+        """Final hidden states [B·S, n, H], and the features [B·S, n, F] where the drafter asked for some."""
+        with record_features() as heard:
+            hidden = self.model(embeds, place, seen, cache)
+        found = [hidden if i == FINAL else layer_input(heard[f"layer {i}"]) for i in self.features]
+        return (hidden, torch.cat(found, -1)) if found else (hidden,)

@@ -1,0 +1,119 @@
+"""What every target of ours does: drafts into one forward of the model, its logits into the distribution of each
+node."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial, reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmspec.batch import fold, unfold
+from mmspec.modes import Mode
+from mmspec.pipelines.sampling.guidance import Guidance
+from mmspec.pipelines.targets import recurrent
+from mmspec.pipelines.targets.state import State, each_stream
+from mmspec.session import Group, Session
+from mmspec.types import Draft, Round, Scores
+
+
+class ModelTarget:
+    """A view of a model, under the guidance of its calls; what changes lies in the session.
+
+    A subclass says how the model reads (`prefill`, `read`), what it sees (`mask`), how it embeds and where its head is.
+
+    Attributes:
+        model: what computes.
+        device, inference, features, streams, guidance, weighs: see `mmspec.types.Target`.
+        captured: captures and compiles `read`; None: it runs as it is.
+        last: the last position that any node may have; None: there is no last one.
+        eager, tree, mixed, window: how its decoder attends, as far as masks and captures depend on it.
+    """
+
+    model: Any
+    device: torch.device
+    inference: Mode
+    features: tuple[int, ...]
+    captured: Any = None
+    last: int | None = None
+    weighs = eager = tree = mixed = False
+    window: int | None = None
+
+    def __init__(self, guidance: Guidance | None = None) -> None:
+        self.guidance = guidance
+        self.streams = 1 if guidance is None else 2
+
+    # -- what the loop asks for ----------------------------------------------------------------------------------------
+
+    def score(self, session: Session, draft: Draft) -> Scores:
+        state: State = session.cache
+        tokens, depth, ancestors, parents, index = (
+            each_stream(t, self.streams)
+            for t in (
+                draft.tokens.clamp(min=0), draft.tree.depth, draft.tree.ancestors, draft.tree.parents,
+                (session.emitted - 1)[:, None],
+            )
+        )  # fmt: skip
+        places = state.places.at(index + depth)
+        places = places if self.last is None else places.clamp(max=self.last)  # past it lies what no row will keep
+        read = partial(self.captured.read, self) if self.captured is not None and self.captures(session) else self.read
+        with recurrent.reads(parents, depth, ancestors):
+            raw, *hidden = read(state, tokens, places, self.mask(state, ancestors, depth))
+        return self.scores(raw, session, draft, unfold(hidden[0], self.streams) if hidden else None)
+
+    def commit(self, session: Session, round_: Round) -> None:
+        session.cache.commit(round_)
+
+    def head(self, hidden: Tensor, vocab: Any = None) -> Tensor:
+        """Logits [B, n, V], guided where there are two streams, of features [B, n, S·H]; of `vocab` alone if given."""
+        raw = self.logits(fold(hidden, self.streams), vocab)
+        return self.guided(raw, hidden.new_zeros(1, 1, dtype=torch.long)).to(hidden.device)
+
+    def weigh(self, logits: Tensor, session: Any, position: Tensor) -> Tensor:
+        """A drafter's logits [B, n, V] of the tokens at `position` [B, n], weighed as this target weighs its own."""
+        return logits
+
+    # -- what a subclass may say ---------------------------------------------------------------------------------------
+
+    def read(self, state: State, tokens: Tensor, places: Tensor, mask: Any) -> tuple[Tensor, ...]:
+        """Raw logits [B·S, N, V] of one forward, and the features [B·S, N, F] where the drafter asked for some."""
+        raise NotImplementedError
+
+    def mask(self, state: State, ancestors: Tensor, depth: Tensor) -> Any:
+        """What the nodes see, as the model takes it."""
+        raise NotImplementedError
+
+    def logits(self, hidden: Tensor, vocab: Any = None) -> Tensor:
+        """Raw logits [B·S, n, V] of final features [B·S, n, H]."""
+        raise NotImplementedError
+
+    def captures(self, session: Session) -> bool:
+        """Whether a round of these rows is worth a capture."""
+        return True
+
+    # -- from logits to the distribution
+    # ----------------------------------------------------------------------------------------
+
+    def guided(self, raw: Tensor, position: Tensor) -> Tensor:
+        """[B, n, V] of raw logits [B·S, n, V] of the new tokens number `position` [B, n]."""
+        return raw if self.guidance is None else self.guidance(raw, position)
+
+    def scores(self, raw: Tensor, session: Session, draft: Draft, hidden: Tensor | None) -> Scores:
+        """The distribution of each node: what the request of its row makes of the logits."""
+        logits = self.guided(raw, session.emitted[:, None] + draft.tree.depth)
+        cond = raw if self.streams == 1 else raw[:: self.streams]
+        groups: dict[int, list[int]] = {}
+        for b, row in enumerate(session.rows):
+            groups.setdefault(id(row.request), []).append(b)
+        if len(groups) == 1:
+            return session.rows[0].request.scores(logits, cond, session, draft, hidden)
+        index = [torch.tensor(rows, device=raw.device) for rows in groups.values()]
+        parts = (self._part(rows, logits, cond, session, draft) for rows in index)
+        return replace(reduce(Scores.join, parts).select(torch.cat(index).argsort()), hidden=hidden)
+
+    def _part(self, index: Tensor, logits: Tensor, cond: Tensor, session: Session, draft: Draft) -> Scores:
+        """The distribution of some rows, which have one request."""
+        group: Group = session.group(index)
+        return group.rows[0].request.scores(logits[index], cond[index], group, draft.select(index), None)

@@ -1,0 +1,136 @@
+"""What a target of transformers keeps per row between two forwards: cache, positions, padding, token types."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from mmspec.pipelines.targets.cache import RaggedCache
+from mmspec.types import Round
+
+
+def each_stream(t: Tensor, streams: int) -> Tensor:
+    """The same for every stream of a row: [B, …] to [B·S, …], a row's streams one below the other."""
+    return t if streams == 1 else t.repeat_interleave(streams, 0)
+
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+class Places(Protocol):
+    """Positions of the tokens to come."""
+
+    def at(self, index: Tensor) -> Tensor:
+        """Position ids, [..., B, N], of generated tokens number `index` [B, N] (from 0)."""
+
+    def select(self, rows: Tensor) -> Any: ...
+
+    def join(self, other: Any) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Onward:
+    """Positions that go up by one."""
+
+    first: Tensor  # [..., B, 1], of the first generated token; Qwen's M-RoPE has leading axes
+
+    def at(self, index: Tensor) -> Tensor:
+        return self.first + index
+
+    def select(self, rows: Tensor) -> Onward:
+        return Onward(self.first[..., rows, :])
+
+    def join(self, other: Onward) -> Onward:
+        return Onward(torch.cat([self.first, other.first], -2))
+
+
+@dataclass(frozen=True)
+class Listed:
+    """Positions listed beforehand, as for a picture that is written row by row."""
+
+    table: Tensor  # [B, axes, steps]
+
+    def at(self, index: Tensor) -> Tensor:
+        steps = index.clamp(max=self.table.shape[2] - 1)  # past the end lies what no row will keep
+        return self.table.gather(2, steps[:, None].expand(-1, self.table.shape[1], -1)).permute(1, 0, 2)
+
+    def select(self, rows: Tensor) -> Listed:
+        return Listed(self.table[rows])
+
+    def join(self, other: Listed) -> Listed:
+        longest = max(self.table.shape[2], other.table.shape[2])
+        tables = [pad(t, (0, longest - t.shape[2]), mode="replicate") for t in (self.table, other.table)]
+        return Listed(torch.cat(tables))
+
+
+def positions_read(told: Tensor | None, places: Places, begin: Tensor, read: int) -> Tensor:
+    """Position ids [B, A, L + 1] of the prompt that the decoder has read, on A axes, and of the token after it.
+
+    Args:
+        told: what the decoder was given, [A, B or 1, L] or [B or 1, L]; None: it counted by itself.
+        places: of the tokens to come.
+        begin: zeros [B, 1].
+        read: L.
+    """
+    onward = places.at(begin)
+    onward = onward[None] if onward.dim() == 2 else onward
+    if told is None:
+        told = onward[:1] + torch.arange(-read, 0, device=onward.device)
+    told = told[None] if told.dim() == 2 else told
+    onward = onward if len(onward) == len(told) else onward[-1:].expand(len(told), -1, -1)
+    return torch.cat([told.to(onward.device).expand(-1, len(begin), -1), onward], -1).transpose(0, 1)
+
+
+@dataclass
+class State:
+    """What the target keeps for B rows in S streams: B·S rows, a row's streams one below the other."""
+
+    cache: RaggedCache
+    places: Places
+    open_slots: Tensor  # bool [B·S, L], false at the prompt's padding
+    types: dict[str, Tensor]  # token types of generated text, [B·S, 1] each
+    arguments: dict[str, Any] = field(default_factory=dict)  # what else a forward is called with
+    streams: int = 1
+    padded: bool = True  # whether any slot may be closed, as the host knows it
+
+    def commit(self, round_: Round) -> None:
+        """Keep what stands, in every stream; on a chain it lies in its place already."""
+        kept, count = (each_stream(t, self.streams) for t in (round_.kept, round_.acceptance.count))
+        counts = tuple(n for n in round_.counts for _ in range(self.streams))
+        self.cache.commit(kept, counts, count, round_.draft.tree.is_chain)
+
+    def select(self, rows: Tensor) -> State:
+        S, whole = self.streams, len(self.open_slots)
+        rows = rows if S == 1 else (S * rows[:, None] + torch.arange(S, device=rows.device)).flatten()
+        types = {name: t[rows] for name, t in self.types.items()}
+        arguments = {name: selected(value, rows, whole) for name, value in self.arguments.items()}
+        places, open_slots = self.places.select(rows), self.open_slots[rows]
+        return State(self.cache.select(rows), places, open_slots, types, arguments, S, self.padded)
+
+    def join(self, other: State) -> State:
+        """These rows, then the other's. Of the arguments those stay that are plain values, the same for both."""
+        longest = max(self.open_slots.shape[1], other.open_slots.shape[1])
+        open_slots = [pad(t, (0, longest - t.shape[1]), value=True) for t in (self.open_slots, other.open_slots)]
+        types = {name: torch.cat([t, other.types[name]]) for name, t in self.types.items()}
+        arguments = {name: value for name, value in self.arguments.items() if isinstance(value, _PLAIN)}
+        cache, places = self.cache.join(other.cache), self.places.join(other.places)
+        padded = self.padded or other.padded
+        return State(cache, places, torch.cat(open_slots), types, arguments, self.streams, padded)
+
+
+def selected(value: Any, rows: Tensor, whole: int) -> Any:
+    """Of a tensor with an entry for each of `whole` rows those of some; all else as it is."""
+    return value[rows.to(value.device)] if isinstance(value, Tensor) and value.dim() and len(value) == whole else value
+
+
+def interleaved(cond: State, uncond: State) -> State:
+    """The states of two streams of the same rows as one."""
+    B, both = len(cond.open_slots), cond.join(uncond)
+    order = torch.arange(2 * B, device=both.open_slots.device).view(2, B).T.flatten()
+    made = both.select(order)
+    made.streams, made.arguments = 2, cond.arguments
+    return made

@@ -1,0 +1,315 @@
+"""Vision-language (and language) models of transformers as a Target: stock forwards, explicit masks and positions."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.functional import pad
+
+from mmspec.drafters.draft_vocab import DraftVocab
+from mmspec.modes import mode_of
+from mmspec.pipelines.sampling.guidance import Guidance, NegativePrompt
+from mmspec.pipelines.targets import attention_record as attended
+from mmspec.pipelines.targets import compiled, devices, reach, recurrent
+from mmspec.pipelines.targets import tree_attention as attention
+from mmspec.pipelines.targets.cache import RaggedCache
+from mmspec.pipelines.targets.call import Call
+from mmspec.pipelines.targets.decoder import decoder, head
+from mmspec.pipelines.targets.hooks import FeatureHook, final_hidden, hold, layer_input, record_features, release
+from mmspec.pipelines.targets.image_tokens import media
+from mmspec.pipelines.targets.model import ModelTarget
+from mmspec.pipelines.targets.state import Onward, Places, State, interleaved, positions_read
+from mmspec.ragged_cache import visibility
+from mmspec.session import Session
+from mmspec.tree import lone
+from mmspec.types import ATTENTION, FINAL, Prompt, Scores
+
+_RESERVE = 1024  # slots to reserve at once at most, beyond the prompt
+TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
+
+
+def taps(model: Any, features: tuple[int, ...]) -> dict[str, Any]:
+    """The modules to overhear: the decoder, the layers whose input the drafter asked for, and where it wants to know
+    what is attended to, some layers' attention."""
+    own = decoder(model)
+    heard = attended.layers(own) if ATTENTION in features else {}
+    return {"decoder": own, **{f"layer {i}": own.layers[i] for i in features if i >= 0}, **heard}
+
+
+def tap(model: Any, features: tuple[int, ...]) -> None:
+    for module in recurrent.modules(decoder(model)):
+        hold(module, recurrent.reader(type(module)))
+    for name, module in taps(model, features).items():
+        hold(module, attended.Attentive if name.startswith("attention") else FeatureHook, _mmspec_name=name)
+
+
+def untap(model: Any, features: tuple[int, ...]) -> None:
+    for module in recurrent.modules(decoder(model)):
+        release(module)
+    for module in taps(model, features).values():
+        release(module)
+
+
+class VlmTarget(ModelTarget):
+    """A view of a model that `enable` has tapped.
+
+    Args:
+        model: an enabled model.
+        features: what the drafter asked for.
+        guidance: of the call.
+    """
+
+    def __init__(self, model: Any, features: tuple[int, ...], guidance: Guidance | None = None) -> None:
+        super().__init__(guidance)
+        self.model = model
+        self.device = devices.execution(model.get_input_embeddings())
+        self.inference = mode_of(model)
+        self.features = tuple(i for i in features if i != ATTENTION)
+        self.attends = ATTENTION in features
+        patch = getattr(model, "_mmspec_patch", None)
+        self.captured = compiled.of(model) if patch is not None and patch.config.compile else None
+        config = decoder(model).config
+        self.table, turn = reach.table(decoder(model)), reach.turn(decoder(model))
+        self.last = min((n - 1 for n in (self.table, turn) if n is not None), default=None)  # no node stands past it
+        self.eager = config._attn_implementation == "eager"
+        self.tree = config._attn_implementation == attention.NAME
+        self.shares = bool(getattr(config, "num_kv_shared_layers", 0))
+        kinds = getattr(config, "layer_types", None)
+        sliding = "sliding_attention" in kinds if kinds else getattr(config, "use_sliding_window", True)
+        self.window = getattr(config, "sliding_window", None) if sliding else None
+        self.chunk = config.attention_chunk_size if kinds and "chunked_attention" in kinds else None
+        self.indexed = bool(kinds) and "indexed_attention" in kinds
+        narrow = self.window is not None or self.chunk is not None
+        self.mixed = bool(kinds) and narrow  # a mask per layer type; without types, every layer has the same window
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return self.model.get_input_embeddings()(ids).to(ids.device)
+
+    def logits(self, hidden: Tensor, vocab: DraftVocab | None = None) -> Tensor:
+        last = head(self.model)
+        return last(hidden) if vocab is None else vocab.logits(last, hidden)
+
+    def bare_embed(self, ids: Tensor) -> Tensor:
+        """Input embeddings [..., H] before the norm that belongs to a table (Muse-Glimmer's); else as `embed`."""
+        table = self.model.get_input_embeddings()
+        return F.embedding(ids, table.weight).to(ids.device) if hasattr(table, "embed_norm") else self.embed(ids)
+
+    def prefill(self, session: Session, inputs: Call, nodes: int) -> tuple[Prompt, Scores]:
+        """The model's own prefill on a RaggedCache, and that of the negative prompt where the call is guided.
+
+        The call's ids [B, L] are the whole text or, on a filled cache, its new tokens; fewer than `inputs_embeds` where
+        soft prompts stand before them.
+        """
+        ids = inputs.input_ids
+        reserve = ids.shape[1] + min(max(0, *(row.limit - row.start for row in session.rows)), _RESERVE) + nodes
+        state, prompt, raw = self.first(inputs, reserve)
+        if inputs.negative is not None:
+            state, prompt, raw = self._second(inputs.negative, state, prompt, raw, reserve)
+        session.cache = state
+        if self.table is not None:
+            _bound(session, self.table)
+        hidden = None if prompt.hidden is None else prompt.hidden[:, -1:]
+        return prompt, self.scores(raw, session, lone(prompt.ids[:, -1:]), hidden)
+
+    def first(self, call: Call, reserve: int) -> tuple[State, Prompt, Tensor]:
+        """Read the prompt of a call, with room for `reserve` slots in all.
+
+        Returns:
+            The state, what a drafter may know of the prompt, and the raw logits [B, 1, V] after it.
+        """
+        ids, config, arguments = call.input_ids, call.generation_config, call.arguments
+        slots = RaggedCache.adopt(call.cache, ids.shape[0], ids.device, reserve)
+        past = slots.lengths.longest
+        read = _read(ids, config, arguments, past)
+        new = pad(ids, (max(0, read - ids.shape[1]), 0))[:, -read:]  # soft prompts have no ids
+        mask = arguments.get("attention_mask")
+        valid = ids.new_ones(len(ids), past + read, dtype=torch.bool) if mask is None else mask.bool()
+        arguments = {**arguments, "past_key_values": slots}
+        if self.shares and "logits_to_keep" in arguments:  # a number would make the decoder drop all other features
+            arguments["logits_to_keep"] = ids.new_full((1,), -1)
+        visual = media(new, self.model.config, arguments)
+        asked = attended.attending(visual, valid) if self.attends else nullcontext()
+        config.prefill_chunk_size, chunk = None, config.prefill_chunk_size  # a RaggedCache takes a prompt in one piece
+        try:
+            with record_features() as heard, asked as looked:
+                out = self.model._prefill(ids, config, arguments, is_first_iteration=True)
+        finally:
+            config.prefill_chunk_size = chunk
+        arguments = self.model._update_model_kwargs_for_generation(out, arguments)
+        _check(slots, final_hidden(heard["decoder"]).shape[1], read)
+        slots.advance(read)
+        positions = self._positions(ids, arguments)
+        types = {name: arguments.pop(name)[:, -1:] for name in TYPES if arguments.get(name) is not None}
+        places = self._places(positions, heard, past + read)
+        arguments = {name: value for name, value in arguments.items() if name != "past_key_values"}
+        arguments |= {"attention_mask": None}
+        state = State(slots, places, valid, types, arguments, padded=not bool(valid.all()))
+        prompt = Prompt(
+            ids=new,
+            embeds=self._embeds(heard, new),
+            hidden=self._features(heard),
+            visual=visual,
+            valid=valid[:, past:],
+            grid=self._grid(heard),
+            attention=None if looked is None else looked.mean,
+            positions=positions_read(heard["decoder"][1].get("position_ids"), places, ids.new_zeros(len(ids), 1), read),
+            given=call.given,
+        )
+        return state, prompt, self._logits(out, heard)[:, -1:]
+
+    def _second(
+        self, negative: NegativePrompt, state: State, prompt: Prompt, raw: Tensor, reserve: int
+    ) -> tuple[State, Prompt, Tensor]:
+        """The same with the negative prompt beside: for a drafter the streams end together, on the feature axis."""
+        ids, mask = negative.ids, negative.mask
+        slots = RaggedCache(len(ids), ids.device, reserve)
+        with record_features() as heard:
+            out = self.model(ids, attention_mask=mask, use_cache=True, past_key_values=slots, return_dict=True)
+        slots.advance(ids.shape[1])
+        first = torch.full_like(prompt.ids[:, :1], slots.lengths.longest)
+        both = interleaved(state, State(slots, Onward(first), mask.bool(), state.types))
+        assert prompt.embeds is not None
+        prompt = replace(
+            prompt,
+            embeds=_beside(prompt.embeds, self._embeds(heard, ids)),
+            hidden=None if prompt.hidden is None else _beside(prompt.hidden, self._features(heard)),
+        )
+        return both, prompt, torch.stack([raw, self._logits(out, heard)[:, -1:]], 1).flatten(0, 1)
+
+    def _grid(self, heard: dict[str, Any]) -> tuple[int, int] | None:
+        """Rows and columns of the picture that is to come, where there is one."""
+        return None
+
+    def _positions(self, ids: Tensor, arguments: dict[str, Any]) -> Tensor | None:
+        """The call's position ids with the next one at their end; None where the model's decoding step drops them."""
+        step = self.model.prepare_inputs_for_generation(ids[:, -1:], next_sequence_length=1, **arguments)
+        positions = arguments.pop("position_ids", None)
+        return None if step.get("position_ids") is None else positions
+
+    def _places(self, positions: Tensor | None, heard: dict[str, Any], length: int) -> Places:
+        """Where the tokens to come stand: from the call's position ids, else from those that the decoder was given.
+
+        Without either, the decoder counts the slots of the cache, padding included: `length` of them.
+        """
+        if positions is not None:
+            return Onward(positions[..., -1:])
+        told, rows = heard["decoder"][1].get("position_ids"), len(final_hidden(heard["decoder"]))
+        first = torch.tensor([[length]], device=self.model.device) if told is None else told[..., -1:] + 1
+        return Onward(first.expand(*first.shape[:-2], rows, 1))
+
+    def _embeds(self, heard: dict[str, Any], ids: Tensor) -> Tensor:
+        embeds = heard["decoder"][1].get("inputs_embeds")
+        return self.embed(ids) if embeds is None else embeds.to(self.device)
+
+    def _features(self, heard: dict[str, Any]) -> Any:
+        """[B·S, N, F] of one forward, or None where the drafter wants none."""
+        if not self.features:
+            return None
+        found = [
+            final_hidden(heard["decoder"]) if i == FINAL else layer_input(heard[f"layer {i}"]) for i in self.features
+        ]
+        return torch.cat([t.to(self.device) for t in found], -1) if found[1:] else found[0].to(self.device)
+
+    def _logits(self, out: Any, heard: dict[str, Any]) -> Tensor:
+        """Raw logits [B·S, N, V] of one forward."""
+        return out.logits.to(self.device)
+
+    def read(self, state: State, tokens: Tensor, places: Tensor, mask: Any) -> tuple[Tensor, ...]:
+        """Raw logits [B·S, N, V] of one forward, and the features [B·S, N, F] where the drafter asked for some."""
+        with record_features() as heard:
+            out = self._forward(state, tokens, places, mask)
+        hidden, raw = self._features(heard), self._logits(out, heard)
+        return (raw,) if hidden is None else (raw, hidden)
+
+    def _forward(self, state: State, ids: Tensor, places: Tensor, mask: Any) -> Any:
+        """The model's own decoding step, over nodes [B·S, N]."""
+        arguments = {
+            **state.arguments,
+            "past_key_values": state.cache,
+            "position_ids": places,
+            **{name: t.expand_as(ids) for name, t in state.types.items()},
+        }
+        inputs = self.model.prepare_inputs_for_generation(ids, next_sequence_length=ids.shape[1], **arguments)
+        inputs["attention_mask"] = mask
+        if inputs.get("position_ids") is None:  # GLM-Image drops them, and would take a draft for a prompt
+            inputs["position_ids"] = places
+        if "logits_to_keep" in inputs:
+            inputs["logits_to_keep"] = 0
+        return self.model(**inputs, return_dict=True)
+
+    def mask(self, state: State, ancestors: Tensor, depth: Tensor) -> Any:
+        """bool or additive [B, 1, N, T]; one per layer type where the model has sliding windows; None: all is seen."""
+        at = state.cache.lengths
+        alike = at.even and not state.padded and self.captured is None
+        if depth.shape[1] == 1 and alike and not (self.window or self.chunk or self.indexed):
+            return None
+        full = visibility(at, state.open_slots, ancestors)
+
+        def wanted(visible: Tensor, window: int | None = None) -> Tensor:
+            mask = self._as_wanted(visible)
+            return attention.marked(mask, at.device, state.open_slots, ancestors, depth, window) if self.tree else mask
+
+        if not (self.window or self.chunk):
+            return wanted(full)
+        slot = torch.arange(full.shape[2], device=full.device)
+        behind = slot - at.device[:, None]  # [B, T] relative to the root: negative in the cache, then node numbers
+        place = torch.where(behind < 0, behind, depth.gather(1, behind.clamp(0, depth.shape[1] - 1)))
+        masks = {**dict.fromkeys(recurrent.KINDS), **dict.fromkeys(attention.KINDS, wanted(full))}
+        if self.window:
+            near = wanted(full & (depth[:, :, None] - place[:, None, :] < self.window), self.window)
+            if not self.mixed:
+                return near
+            masks["sliding_attention"] = near
+        if self.chunk:
+            first = at.device - (state.open_slots.cumsum(1) == 0).sum(1)  # the root's place, padding left out
+            chunk = (first[:, None] + place) // self.chunk
+            same = (first[:, None] + depth)[:, :, None] // self.chunk == chunk[:, None]
+            masks["chunked_attention"] = self._as_wanted(full & same)
+        return masks
+
+    def _as_wanted(self, visible: Tensor) -> Tensor:
+        visible = visible[:, None]
+        additive = self.eager or (
+            visible.device.type == "cpu" and not self.tree and not torch.is_autocast_enabled("cpu")
+        )
+        return attention.additive(visible, self.model.dtype) if additive else visible
+
+
+def _read(ids: Tensor, generation_config: Any, arguments: dict[str, Any], past: int) -> int:
+    """How many tokens stock's `_prefill` reads, where `past` are cached already."""
+    embeds, mask = arguments.get("inputs_embeds"), arguments.get("attention_mask")
+    if embeds is not None:
+        return embeds.shape[1] - past
+    whole = getattr(generation_config, "_mask_length", -1) if mask is None else mask.shape[1]
+    L = ids.shape[1]
+    return len(range(L)[-(L - past) :]) if whole == L else L  # a mask that is longer tells that only new ids came
+
+
+def _check(slots: RaggedCache, appended: int, read: int) -> None:
+    """Raises: RuntimeError, before a wrong count could write over what is cached."""
+    if appended != read or not slots.slots:
+        raise RuntimeError(
+            f"the prefill was to append {read} tokens to the cache; the decoder read {appended}, into "
+            f"{'this' if slots.slots else 'another'} cache. Call mmspec.disable(model) for this call"
+        )
+
+
+def _bound(session: Session, table: int) -> None:
+    """Let rows fail where they go on past the model's learned positions, and not where a draft would."""
+    begin = torch.zeros(len(session.cache.open_slots), 1, dtype=torch.long, device=session.pending.device)
+    furthest = (
+        session.cache.places.at(begin).reshape(-1, len(session.rows), session.cache.streams).amax((0, 2)).tolist()
+    )
+    for row, place in zip(session.rows, furthest, strict=True):
+        row.stop = reach.within(row.stop, row.start + table - place + 1, table)
+
+
+def _beside(cond: Tensor, uncond: Tensor) -> Tensor:
+    """[B, L, 2·H] of [B, L, H] and [B, L', H], ends aligned; where the second is shorter, zeros stand before it."""
+    missing = cond.shape[1] - uncond.shape[1]
+    return torch.cat([cond, pad(uncond, (0, 0, missing, 0))], -1)
