@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmspec.batch import gather_rows
 from mmspec.drafters.blocks import path_after
 from mmspec.drafters.growth import Growth
 from mmspec.drafters.options import ALL, TreeOptions, grown
 from mmspec.pipelines.targets import tree_attention as attention
 from mmspec.pipelines.targets.decoder import decoder
-from mmspec.pipelines.targets.state import State
 from mmspec.pipelines.targets.hooks import stock
-from mmspec.batch import gather_rows
+from mmspec.pipelines.targets.state import State
 from mmspec.types import FINAL, Draft, Prompt, Target, TargetInfo
 
 CLASSES = ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM")
@@ -92,7 +92,7 @@ class AssistantDrafter(Growth):
         return self._read(session, target, tokens, f[..., : self.model.config.backbone_hidden_size])
 
     def _read(self, session: Any, target: Any, tokens: Tensor, hidden: Tensor) -> Tensor:
-        """Features [B, n, H + H_a] of tokens [B, n] after features [B, n, H]: the next one's, and what its head reads."""
+        """Features [B, n, H + H_a] of tokens [B, n] after features [B, n, H]: the next one's, and what the head reads."""
         model, state, n = self.model, session.cache, tokens.shape[1]
         home, dtype = model.pre_projection.weight.device, model.pre_projection.weight.dtype
         x = torch.cat([target.embed(tokens), hidden.to(target.embed(tokens).dtype)], -1).to(home, dtype)

@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmspec.batch import gather_rows
 from mmspec.drafters import prune
 from mmspec.drafters.growth import Growth
 from mmspec.drafters.options import ALL, TreeOptions, grown
 from mmspec.pipelines.targets import recurrent
 from mmspec.pipelines.targets.call import Call
-from mmspec.pipelines.targets.state import State
 from mmspec.pipelines.targets.hooks import stock
+from mmspec.pipelines.targets.state import State
 from mmspec.pipelines.targets.vlm import VlmTarget, tap, untap
-from mmspec.batch import gather_rows
 from mmspec.tree import chain
 from mmspec.types import ATTENTION, Draft, Prompt, Target, TargetInfo
 

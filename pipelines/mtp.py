@@ -12,10 +12,10 @@ from torch import Tensor
 
 from mmspec.drafters import prune
 from mmspec.drafters.blocks import FeatureMemory
+from mmspec.drafters.draft_vocab import DraftVocab
 from mmspec.drafters.eagle import placed
 from mmspec.drafters.feature import FeatureDrafter, told
 from mmspec.drafters.options import ALL, TreeOptions, grown
-from mmspec.drafters.draft_vocab import DraftVocab
 from mmspec.pipelines import mtp_files
 from mmspec.pipelines.targets import tree_attention as attention
 from mmspec.pipelines.targets.decoder import head
@@ -55,7 +55,7 @@ class HeadMemory(FeatureMemory):
     prompt's last token, `context` [B, 1, (K − 1)·H] is what the heads made of the last row read, but for the last.
     """
 
-    stood: RaggedBuffer = field(kw_only=True)  # of every slot the row that it holds, [B, 1, T, 1], where a mask asks for it
+    stood: RaggedBuffer = field(kw_only=True)  # of every slot the row it holds, [B, 1, T, 1], where a mask asks for it
     places: Tensor = field(kw_only=True)  # [B, A, 2], position ids of rows 0 and 1
     first: Tensor = field(kw_only=True)  # [B], the first row of the text
 

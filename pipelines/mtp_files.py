@@ -17,9 +17,9 @@ from transformers.modeling_utils import LoadStateDictConfig, PreTrainedModel
 from transformers.utils import logging
 
 from mmspec.pipelines import own_files
+from mmspec.pipelines.drawing.weight_files import listed
 from mmspec.pipelines.targets.decoder import decoder
 from mmspec.pipelines.targets.hooks import stock
-from mmspec.pipelines.drawing.weight_files import listed
 
 # How the parts of a head are called, in each layout, by us: what stands before the block, and what after it. Of the
 # first, one of each is shared by all heads.

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmspec.batch import fold, gather_rows, unfold
 from mmspec.drafters import prune
 from mmspec.drafters.blocks import FeatureMemory, beside, path_after
+from mmspec.drafters.draft_vocab import DraftVocab
 from mmspec.drafters.growth import Growth
 from mmspec.drafters.layer import FeatureLayer
-from mmspec.drafters.draft_vocab import DraftVocab
-from mmspec.batch import fold, gather_rows, unfold
 from mmspec.ragged_cache import Lengths, RaggedBuffer
 from mmspec.tree import chain
 from mmspec.types import ATTENTION, Draft, Prompt, Target
@@ -31,7 +31,7 @@ class FeatureDrafter(Growth, FeatureLayer):
 
     @property
     def capturable(self) -> bool:
-        """Whether what it does is a function of tensors and of one layer's attention in `FeatureMemory.attend` alone."""
+        """Whether drafting is a function of tensors and of one layer's attention, `FeatureMemory.attend`, alone."""
         return self.nodes > 1 and not self.more
 
     # -- drafting ----------------------------------------------------------------------------------------------------
@@ -71,8 +71,8 @@ class FeatureDrafter(Growth, FeatureLayer):
         return memory
 
     def _read(
-        self, memory: FeatureMemory, embeds: Tensor, features: Tensor, at: Lengths, ahead: Tensor | int, seen: Tensor | None,
-        level: int = 0,
+        self, memory: FeatureMemory, embeds: Tensor, features: Tensor, at: Lengths, ahead: Tensor | int,
+        seen: Tensor | None, level: int = 0,
     ) -> Tensor:  # fmt: skip
         """Run n rows [B, n] through the layer; returns features.
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmspec.batch import gather_rows
 from mmspec.drafters import static_trees as shapes
 from mmspec.drafters.options import TreeOptions
 from mmspec.kernels import reference as ops
-from mmspec.batch import gather_rows
 from mmspec.tree import Expand, chain, grow
 from mmspec.types import Categorical, Draft, Target, Tree
 
