@@ -58,7 +58,8 @@ class AssistantDrafter(Growth):
         """
         options, config = grown(_Advice(), given, "the assistant"), self.model.config
         if options.draft_vocab != ALL or options.prune:
-            raise ValueError("an assistant has a head of its own and reads the target's cache; leave draft_vocab and prune out")
+            what = "an assistant has a head of its own and reads the target's cache"
+            raise ValueError(f"{what}; leave draft_vocab and prune out")
         mine = {"width": config.backbone_hidden_size, "vocabulary": config.get_text_config().vocab_size}
         theirs = {"width": target.hidden, "vocabulary": target.vocab}
         wrong = [f"{name} {mine[name]} (target: {theirs[name]})" for name in mine if mine[name] != theirs[name]]
@@ -89,16 +90,20 @@ class AssistantDrafter(Growth):
         return self._read(session, target, tokens, f[..., : self.model.config.backbone_hidden_size])
 
     def _read(self, session: Any, target: Any, tokens: Tensor, hidden: Tensor) -> Tensor:
-        """Features [B, n, H + H_a] of tokens [B, n] after features [B, n, H]: the next one's, and what its head reads."""
+        """Features [B, n, H + H_a] of tokens [B, n] after features [B, n, H]: the next one's, and its head's."""
         model, state, n = self.model, session.cache, tokens.shape[1]
         home, dtype = model.pre_projection.weight.device, model.pre_projection.weight.dtype
         x = torch.cat([target.embed(tokens), hidden.to(target.embed(tokens).dtype)], -1).to(home, dtype)
         held = {kind: state.cache.slots[i] for kind, i in _shared(target).items()}
         longest = state.cache.lengths.longest
-        shared = {kind: (s.keys[:, :, :longest].to(home), s.values[:, :, :longest].to(home)) for kind, s in held.items()}
+        shared = {
+            kind: (s.keys[:, :, :longest].to(home), s.values[:, :, :longest].to(home)) for kind, s in held.items()
+        }
         places = state.places.at((session.emitted - 1)[:, None]).expand(-1, n).to(home)
         known = inspect.signature(model.model.forward).parameters
-        every = {"logits_to_keep": torch.arange(n, device=home)} if "logits_to_keep" in known else {}  # and not the last
+        every = (
+            {"logits_to_keep": torch.arange(n, device=home)} if "logits_to_keep" in known else {}
+        )  # and not the last
         out = model.model(
             inputs_embeds=model.pre_projection(x),
             attention_mask=self._masks(state, n, home),
@@ -113,7 +118,9 @@ class AssistantDrafter(Growth):
         """What nodes see of each row's cache, [B, 1, n, T] for each kind of layers: all, or the last of it."""
         at, config = state.cache.lengths, self.model.config.get_text_config()
         slot = torch.arange(at.longest, device=at.device.device)
-        past = torch.nn.functional.pad(state.open_slots, (0, max(0, at.longest - state.open_slots.shape[1])), value=True)
+        past = torch.nn.functional.pad(
+            state.open_slots, (0, max(0, at.longest - state.open_slots.shape[1])), value=True
+        )
         every = past[:, : at.longest] & (slot < at.device[:, None])
         near = every & (slot >= at.device[:, None] - 1 - config.sliding_window)
         both = {"full_attention": every, "sliding_attention": near}
