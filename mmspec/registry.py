@@ -21,8 +21,7 @@ class Entry:
 
     Attributes:
         trained: it needs weights, which `mmspec train` makes.
-        from_model: it is made of a model: of the target, by the class method `of_model(model)`, or of one that is
-            named.
+        from_model: it is made of a model: of one that is named, or of the target, by its class method `of_model`.
     """
 
     module: str

@@ -59,9 +59,8 @@ class AssistantDrafter(Growth):
         """
         options, config = grown(_Advice(), given, "the assistant", TreeOptions()), self.model.config
         if options.draft_vocab != ALL or options.prune:
-            raise ValueError(
-                "an assistant has a head of its own and reads the target's cache; leave draft_vocab and prune out"
-            )
+            what = "an assistant has a head of its own and reads the target's cache"
+            raise ValueError(f"{what}; leave draft_vocab and prune out")
         mine = {"width": config.backbone_hidden_size, "vocabulary": config.get_text_config().vocab_size}
         theirs = {"width": target.hidden, "vocabulary": target.vocab}
         wrong = [f"{name} {mine[name]} (target: {theirs[name]})" for name in mine if mine[name] != theirs[name]]
@@ -92,7 +91,7 @@ class AssistantDrafter(Growth):
         return self._read(session, target, tokens, f[..., : self.model.config.backbone_hidden_size])
 
     def _read(self, session: Any, target: Any, tokens: Tensor, hidden: Tensor) -> Tensor:
-        """Features [B, n, H + H_a] of tokens [B, n] after features [B, n, H]: the next one's, and what the head reads."""
+        """Features [B, n, H + H_a] of tokens [B, n] after features [B, n, H]: the next one's, and its head's."""
         model, state, n = self.model, session.cache, tokens.shape[1]
         home, dtype = model.pre_projection.weight.device, model.pre_projection.weight.dtype
         x = torch.cat([target.embed(tokens), hidden.to(target.embed(tokens).dtype)], -1).to(home, dtype)

@@ -1,4 +1,4 @@
-"""A smaller model of transformers that drafts for a larger one with the same tokens: own cache, own pictures."""
+"""A smaller model of transformers that drafts for a larger one with the same tokens, on a cache of its own."""
 
 from __future__ import annotations
 
@@ -229,13 +229,9 @@ def _call(model: Any, given: Mapping[str, Any], prompt: Prompt) -> Call:
 
 
 def _as_call(
-    model: Any,
-    input_ids: Tensor,
-    logits_processor: Any,
-    stopping_criteria: Any,
-    generation_config: Any,
+    model: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any,
     **arguments: Any,
-) -> Call:
+) -> Call:  # fmt: skip
     """Stands in for `_sample` at the end of `generate`."""
     return Call(input_ids, logits_processor, stopping_criteria, generation_config, arguments=arguments)
 

@@ -54,9 +54,9 @@ def _folders(model: Any, where: Path | None) -> list[Path]:
     told = getattr(model.config, "drafter", None)
     names = [told] if isinstance(told, str) else []
     inside = [
-        where / name for name in [*names, *FOLDERS] if not Path(name).is_absolute() and ".." not in Path(name).parts
+        Path(name) for name in (*names, *FOLDERS) if not Path(name).is_absolute() and ".." not in Path(name).parts
     ]
-    return [folder for folder in inside if (folder / CONFIG).is_file()]
+    return [where / name for name in inside if (where / name / CONFIG).is_file()]
 
 
 def _in_folder(folder: Path, target: TargetInfo) -> Any:
@@ -88,6 +88,6 @@ def _fell_back(name: str) -> None:
         _log.info("mmspec drafts for %s with 'ngram': it ships with no drafter, and none is known here", name)
     else:
         _log.warning(
-            "mmspec drafts for %s with 'ngram'; a drafter trained for it is published: enable(model, drafter=%r)",
+            "mmspec drafts for %s with 'ngram'; a drafter for it is published: mmspec.enable(model, drafter=%r)",
             name, known,
         )  # fmt: skip

@@ -18,8 +18,8 @@ from mmspec.pipelines.assistant import AssistantDrafter
 
 LAYERS = ["sliding_attention", "full_attention"] * 2
 TEXT = {
-    **targets.TEXT, "num_hidden_layers": 4, "layer_types": LAYERS, "sliding_window": 6, "hidden_size_per_layer_input": 0,
-    "vocab_size_per_layer_input": 0, "global_head_dim": 16,
+    **targets.TEXT, "num_hidden_layers": 4, "layer_types": LAYERS, "sliding_window": 6, "global_head_dim": 16,
+    "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0,
 }  # fmt: skip
 SHARING = {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": targets.VOCAB}
 

@@ -179,8 +179,8 @@ def test_a_draft_model(name: str, options: str) -> None:
     assert type(draft) is type(fresh(name)) and type(draft.get_decoder()).__mro__[1].__module__ != "mmspec"
 
 
-@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl", NAME])
-@pytest.mark.parametrize("kind", ["several images", "ragged", "image last"])
+@pytest.mark.parametrize("name", targets.FAMILIES)
+@pytest.mark.parametrize("kind", ["ragged", "image last"])
 def test_the_target_itself_drafts_without_a_miss(name: str, kind: str) -> None:
     """It sees the same pictures at the same positions, and nothing that was refused."""
     model, inputs = targets.model(name), targets.prompt(name, kind)

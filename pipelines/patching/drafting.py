@@ -28,9 +28,7 @@ _KNOWN: WeakKeyDictionary[Any, WeakKeyDictionary[Any, dict[Any, Known]]] = WeakK
 
 def stock_model(architectures: Iterable[str]) -> bool:
     """Whether one of these is a model of transformers that generates."""
-    return any(
-        hasattr(getattr(transformers, name, None), "generate") for name in architectures if isinstance(name, str)
-    )
+    return any(hasattr(getattr(transformers, str(name), None), "generate") for name in architectures)
 
 
 def named(drafter: Any, given: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
