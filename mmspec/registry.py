@@ -45,9 +45,13 @@ DRAFTERS: dict[str, Entry] = {
     "msd": Entry("mmspec.drafters.msd", "MsdDrafter", True, "images enter as their embeddings"),
     "flash": Entry("mmspec.drafters.flash_vlm", "FlashDrafter", True, "images as latents, several tokens a pass"),
     "specvlm": Entry("mmspec.drafters.specvlm", "SpecVlmDrafter", True, "images compressed, each input as it bears"),
-    "model": Entry("mmspec.pipelines.draft_model", "ModelDrafter", False, "a smaller model: draft=…", True),
-    "assistant": Entry("mmspec.pipelines.assistant", "AssistantDrafter", False, "Gemma-4's assistants: draft=…", True),
-    "mtp": Entry("mmspec.pipelines.mtp", "MtpDrafter", False, "the heads in the target's own checkpoint", True),
+    "model": Entry("mmspec.pipelines.drafters.draft_model", "ModelDrafter", False, "a smaller model: draft=…", True),
+    "assistant": Entry(
+        "mmspec.pipelines.drafters.assistant", "AssistantDrafter", False, "Gemma-4's assistants: draft=…", True
+    ),
+    "mtp": Entry(
+        "mmspec.pipelines.drafters.mtp", "MtpDrafter", False, "the heads in the target's own checkpoint", True
+    ),
 }
 
 

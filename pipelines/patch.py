@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 from mmspec.config import SpecConfig
-from mmspec.pipelines import shipped
 from mmspec.pipelines.families import table as families
-from mmspec.pipelines.patching import drafting
+from mmspec.pipelines.patching import drafting, shipped
 from mmspec.pipelines.patching.handle import Handle, Patch, put_on
 from mmspec.pipelines.patching.obstacles import UnsupportedError, soft_prompt
 from mmspec.registry import resolve_rule

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.generation.candidate_generator import SinglePositionMultiTokenCandidateGenerator as Stock
 
 import mmspec
-from mmspec.pipelines.assistant import AssistantDrafter
+from mmspec.pipelines.drafters.assistant import AssistantDrafter
 
 LAYERS = ["sliding_attention", "full_attention"] * 2
 TEXT = {

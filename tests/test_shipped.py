@@ -19,9 +19,9 @@ from torch import Tensor
 import mmspec
 from mmspec.drafters.eagle import EagleDrafter
 from mmspec.drafters.ngram import NgramDrafter
-from mmspec.pipelines import shipped
-from mmspec.pipelines.draft_model import ModelDrafter
-from mmspec.pipelines.mtp import MtpDrafter
+from mmspec.pipelines.drafters.draft_model import ModelDrafter
+from mmspec.pipelines.drafters.mtp import MtpDrafter
+from mmspec.pipelines.patching import shipped
 
 NAME = "qwen3_5"
 

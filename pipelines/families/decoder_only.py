@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import GenerationMixin
 
-from mmspec.pipelines import assisted
+from mmspec.pipelines.patching import assisted
 from mmspec.pipelines.patching.family import Family
 from mmspec.pipelines.patching.generate import generate, obstacle, overheard
 from mmspec.pipelines.patching.handle import Patch

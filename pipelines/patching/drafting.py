@@ -44,7 +44,7 @@ def named(drafter: Any, given: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
         drafter = rest.pop("draft")
     elif not isinstance(drafter, PreTrainedModel):
         return drafter, rest
-    from mmspec.pipelines import assistant, draft_model
+    from mmspec.pipelines.drafters import assistant, draft_model
 
     made = draft_model.ModelDrafter.of(drafter)
     kind = hooks.stock(made.model).__name__

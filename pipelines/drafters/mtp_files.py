@@ -16,7 +16,7 @@ from transformers.modeling_layers import MtpLayer, MtpModel
 from transformers.modeling_utils import LoadStateDictConfig, PreTrainedModel
 from transformers.utils import logging
 
-from mmspec.pipelines import own_files
+from mmspec.pipelines.drafters import own_files
 from mmspec.pipelines.drawing.weight_files import listed
 from mmspec.pipelines.targets.decoder import decoder
 from mmspec.pipelines.targets.hooks import stock

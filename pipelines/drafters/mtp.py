@@ -16,7 +16,7 @@ from mmspec.drafters.draft_vocab import DraftVocab
 from mmspec.drafters.eagle import placed
 from mmspec.drafters.feature import FeatureDrafter, told
 from mmspec.drafters.options import ALL, TreeOptions, grown
-from mmspec.pipelines import mtp_files
+from mmspec.pipelines.drafters import mtp_files
 from mmspec.pipelines.targets import tree_attention as attention
 from mmspec.pipelines.targets.decoder import head
 from mmspec.ragged_cache import Lengths, RaggedBuffer

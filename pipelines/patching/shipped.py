@@ -10,7 +10,7 @@ from typing import Any
 
 from mmspec.checkpoints.files import CONFIG
 from mmspec.checkpoints.load import load_drafter
-from mmspec.pipelines import own_files
+from mmspec.pipelines.drafters import own_files
 from mmspec.pipelines.patching import drafting
 from mmspec.registry import PUBLISHED
 from mmspec.types import TargetInfo
@@ -74,7 +74,7 @@ def _in_folder(folder: Path, target: TargetInfo) -> Any:
 
 def _heads(model: Any) -> Any:
     """The model's multi-token-prediction heads, or None."""
-    from mmspec.pipelines import mtp, mtp_files
+    from mmspec.pipelines.drafters import mtp, mtp_files
 
     return mtp.MtpDrafter.of_model(model) if mtp_files.found(model) else None
 
