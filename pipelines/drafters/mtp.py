@@ -138,7 +138,7 @@ class MtpDrafter(FeatureDrafter):
         return cls(heads, head(model).weight.shape[0], heads.config.hidden_size)
 
     @property
-    def block(self) -> Any:
+    def block(self) -> Any:  # type: ignore[override]
         return self.heads
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +58,12 @@ def tensors(found: dict[str, Path]) -> dict[str, Tensor]:
         names = [key for key, at in found.items() if at == path]
         if not path.is_file():
             raise FileNotFoundError(f"{INDEX} lists {path.name}, which {path.parent} does not hold; fetch it")
-        out.update(_opened(path, lambda file, names=names: {key: file.get_tensor(key) for key in names}))
+        out.update(_opened(path, partial(_some, names)))
     return out
+
+
+def _some(names: list[str], file: Any) -> dict[str, Tensor]:
+    return {key: file.get_tensor(key) for key in names}
 
 
 def _opened(path: Path, read: Callable[[Any], Any]) -> Any:

@@ -69,7 +69,8 @@ def _in_folder(folder: Path, target: TargetInfo) -> Any:
     kinds = config.get("architectures") if isinstance(config, dict) else None
     if drafting.stock_model(kinds or []):
         return drafting.named("model", {"draft": folder})[0].fit(target, {})
-    return load_drafter(folder, target=target).fit(target, {})
+    made: Any = load_drafter(folder, target=target)
+    return made.fit(target, {})
 
 
 def _heads(model: Any) -> Any:
