@@ -272,3 +272,40 @@ def test_the_files_are_as_published(tmp_path: Path) -> None:
     save_file(held, tmp_path / "model.safetensors")  # without metadata, as some tools write it
     with mmspec.enable(model, "mtp") as handle:
         assert handle.drafter.config.heads == 1
+
+
+def _deepseek() -> Any:
+    return T.DeepseekV3ForCausalLM(
+        T.DeepseekV3Config(
+            **{**targets.PLAIN, "num_key_value_heads": 4}, n_routed_experts=4, num_experts_per_tok=2,
+            moe_intermediate_size=32, n_shared_experts=1,
+            n_group=1, topk_group=1, first_k_dense_replace=1, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8,
+            qk_nope_head_dim=8, v_head_dim=16,
+        )
+    )  # fmt: skip
+
+
+def _step() -> Any:
+    """Heads of other kinds of layers than the target's, as its config lists them."""
+    kinds = ["full_attention", "sliding_attention"] * 3
+    text = {**targets.TEXT, "num_nextn_predict_layers": 3, "layer_types": kinds, "sliding_window": 6}
+    return T.Step3p7ForConditionalGeneration(T.Step3p7Config(text_config=text))
+
+
+@pytest.mark.parametrize(("build", "heads", "prefix"), [(_deepseek, 1, "model."), (_step, 3, "model.language_model.")])
+def test_other_families(build: Any, heads: int, prefix: str, tmp_path: Path) -> None:
+    """DeepSeek-V3's latent attention; Step-3.7's windows."""
+    torch.manual_seed(0)
+    model = own_drafters.drawn(build())
+    extra = own_drafters.glm_heads(model, heads, prefix)
+    own_drafters.agreeing(model, extra)
+    own_drafters.shipped(model, tmp_path, extra)
+    ids = torch.randint(5, 100, (2, 12), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    full = targets.generate(model, inputs)
+    for options in ({}, {"depth": 4, "width": 2, "size": 8}):
+        with mmspec.enable(model, "mtp", **options) as handle:
+            assert torch.equal(targets.generate(model, inputs), full)
+            assert handle.stats.tokens_per_target_call > 1.2
