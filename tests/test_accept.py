@@ -122,7 +122,9 @@ def test_a_tree_is_walked_as_one_child_after_the_other(spec: str, budget: float 
             assert torch.equal(getattr(mine, name), getattr(wanted, name)), (name, seed)
         assert (mine.tv_cost is None) == rule.lossless
         if mine.tv_cost is not None:
-            assert torch.equal(mine.tv_cost, wanted.tv_cost) or (budget and torch.allclose(mine.tv_cost, wanted.tv_cost))
+            assert torch.equal(mine.tv_cost, wanted.tv_cost) or (
+                budget and torch.allclose(mine.tv_cost, wanted.tv_cost)
+            )
         deepest = max(deepest, int(mine.count.max()))
     assert deepest > 3
 

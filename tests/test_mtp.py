@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers.generation.candidate_generator import MTPCandidateGenerator
 
 import mmspec
-from mmspec.pipelines.serving.continuous import Flow
+from mmspec.pipelines.serving.continuous import ContinuousBatcher
 
 NAME = "qwen3_5"
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -84,7 +84,7 @@ def test_prompts_come_and_go(qwen: Any) -> None:
     asked = [{**p, "input_ids": p["input_ids"][:, : p["input_ids"].shape[1]]} for p in asked]
     with mmspec.enable(qwen, "mtp", depth=3, width=2, size=6):
         alone = [targets.generate(qwen, p)[0, p["input_ids"].shape[1] :].tolist() for p in asked]
-        flow = Flow(qwen, None, 2, max_new_tokens=24, do_sample=False)
+        flow = ContinuousBatcher(qwen, None, 2, max_new_tokens=24, do_sample=False)
         for i, p in enumerate(asked):
             flow.add(i, {k: v for k, v in p.items() if "pixel" not in k and "grid" not in k} if i == 3 else p)
         done: dict[Any, Any] = {}

@@ -191,13 +191,13 @@ def test_the_target_itself_drafts_without_a_miss(name: str, kind: str) -> None:
 
 
 def test_a_draft_model_in_flow() -> None:
-    from mmspec.pipelines.serving.continuous import Flow
+    from mmspec.pipelines.serving.continuous import ContinuousBatcher
 
     model, draft = targets.model("llava"), small("llava")
     asked = [targets.prompt("llava", "image first", seed=i) for i in range(5)]
     with mmspec.enable(model, draft):
         alone = [targets.generate(model, p)[0, p["input_ids"].shape[1] :].tolist() for p in asked]
-        flow = Flow(model, None, 2, max_new_tokens=24, do_sample=False)
+        flow = ContinuousBatcher(model, None, 2, max_new_tokens=24, do_sample=False)
         for i, p in enumerate(asked):
             flow.add(i, p)
         done: dict[Any, Any] = {}
