@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import inspect
+from contextvars import ContextVar
 from typing import Any
 
 from transformers import GenerationMixin
 
+from mmspec.pipelines.patching import assisted
 from mmspec.pipelines.patching.family import Family
 from mmspec.pipelines.patching.generate import generate, obstacle, overheard
 from mmspec.pipelines.patching.handle import Patch
@@ -15,13 +17,14 @@ from mmspec.pipelines.patching.obstacles import Obstacle, unfit_attention
 from mmspec.pipelines.sampling.guidance import Guidance
 from mmspec.pipelines.targets import devices, recurrent
 from mmspec.pipelines.targets import tree_attention as attention
-from mmspec.pipelines.targets.call import Call
+from mmspec.pipelines.targets.call import Call, asking
 from mmspec.pipelines.targets.decoder import decoder, head
 from mmspec.pipelines.targets.hooks import stock
 from mmspec.pipelines.targets.vlm import VlmTarget, tap, untap
 from mmspec.types import TargetInfo
 
 _LAYERS = set(attention.KINDS)
+_instead: ContextVar[Patch | None] = ContextVar("mmspec_instead", default=None)  # of a call that names its drafter
 _BLOCKS = ("index_kpool", "indexer_compress_ratio", "index_block_size")  # of an indexer that chooses blocks, not keys
 # class → why it cannot be accelerated, where nothing but its forward tells
 _STRANGE = {
@@ -47,7 +50,15 @@ class DecoderOnlyPatch:
         custom = kwargs.get("custom_generate")
         if callable(custom) and not str(getattr(custom, "__module__", "")).startswith("mmspec."):
             kwargs["custom_generate"] = overheard(custom, type(self)._mmspec_patch)
-        return super().generate(*args, **kwargs)  # type: ignore[misc]
+        patch, drafts = Patch.of(self), assisted.asked(self, kwargs)
+        if patch is not None and drafts is not None:
+            patch, kwargs = assisted.patch_for(self, patch, drafts[0]), drafts[1]
+        tokens = asking.set({**dict(zip(("inputs",), args, strict=False)), **kwargs}), _instead.set(patch)
+        try:
+            return super().generate(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            asking.reset(tokens[0])
+            _instead.reset(tokens[1])
 
     def _sample(
         self,
@@ -60,6 +71,8 @@ class DecoderOnlyPatch:
         **model_kwargs: Any,
     ) -> Any:
         patch = Patch.of(self)
+        if patch is not None and (drafts := _instead.get()) in patch.asked.values():
+            patch = drafts
         call = Call(
             input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, model_kwargs
         )
@@ -87,7 +100,7 @@ class DecoderOnlyPatch:
         return stock(self)._beam_search(self, *args, **kwargs)
 
     def _assisted_decoding(self, *args: Any, **kwargs: Any) -> Any:
-        _decline(self, "assisted decoding (assistant_model, prompt_lookup_num_tokens) drafts by itself")
+        _decline(self, "this kind of assisted decoding (early exit, other tokens, speculation_type) drafts by itself")
         return stock(self)._assisted_decoding(self, *args, **kwargs)
 
 

@@ -120,6 +120,17 @@ class RaggedCache(Cache):
                 dispatch.compact_rows(buffers, start[:, None] + kept.to(home), start)
         self.lengths = self.lengths.plus(counts, device_counts)
 
+    def keep(self, order: Tensor) -> None:
+        """Of the slots that all rows have filled, those at `order` [B, n], and no others."""
+        for layer in self.slots:
+            for name in ("keys", "values"):
+                held = getattr(layer, name)
+                if held is not None:
+                    home = order.to(held.device)
+                    fewer = held.transpose(1, 2)[torch.arange(len(home), device=home.device)[:, None], home]
+                    setattr(layer, name, fewer.transpose(1, 2).contiguous())
+        self.lengths = Lengths.of([order.shape[1]] * len(order), self.lengths.device.device)
+
     def select(self, rows: Tensor) -> RaggedCache:
         for layer in self._attending():
             layer.select(rows)
