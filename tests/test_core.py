@@ -258,7 +258,7 @@ def test_a_chain_is_a_tree() -> None:
         verify_point_mass(Draft(tokens, tree), distribution, u),
         verify_point_mass(Draft(tokens, replace(tree, is_chain=False)), distribution, u),
     )
-    assert torch.equal(a.stands, b.stands) and torch.equal(a.token, b.token)
+    assert torch.equal(a.accepted, b.accepted) and torch.equal(a.token, b.token)
 
 
 @pytest.mark.parametrize("parents", [[0, 0, 1, 2], [0, 0, 0, 2]])
@@ -275,8 +275,8 @@ def test_a_broken_law_at_a_node_that_is_not_reached_changes_nothing(parents: lis
             lambda distribution, noise=noise: verify_tree(draft, distribution, exact, noise),
         ):
             sound, other = verify(Categorical(logits)), verify(Categorical(broken))
-            if not sound.stands[0, 2]:
-                assert torch.equal(sound.stands, other.stands) and torch.equal(sound.token, other.token)
+            if not sound.accepted[0, 2]:
+                assert torch.equal(sound.accepted, other.accepted) and torch.equal(sound.token, other.token)
 
 
 def test_children_that_cover_the_law_leave_nothing_impossible_to_draw() -> None:
@@ -368,7 +368,7 @@ def test_a_planted_error_is_seen(rule: Rule) -> None:
 
 @pytest.mark.parametrize("rule", [exact, *BIASED])
 def test_the_closed_form_says_the_same(rule: Rule) -> None:
-    """Σ_x q(x)[f(x)·1_x + (1−f(x))·residual_x], the identity that every rule stands on."""
+    """Σ_x q(x)[f(x)·1_x + (1−f(x))·residual_x], the identity that every rule rests on."""
     p, q = distributions(0, 5)
     f = rule.ratio(p, q)
     rest = rule.residual(p[None], q[None])[0]

@@ -312,7 +312,7 @@ def test_a_row_is_never_charged_more_than_its_budget(spec: str, tree: bool) -> N
         assert (acceptance.tv_cost >= 0).all() and float(spent.max()) <= 0.15 + 1e-12
         broke = before >= 0.15
         frugal = along_path(draft, distribution, none, u)
-        assert (frugal.spent == 0).all() and torch.equal(frugal.stands, strict.stands)
+        assert (frugal.spent == 0).all() and torch.equal(frugal.accepted, strict.accepted)
         assert torch.equal(frugal.token, strict.token) and torch.equal(
             acceptance.next_token[broke], strict.token[broke]
         )
@@ -329,7 +329,7 @@ def test_a_point_mass_leaves_nothing_to_relax() -> None:
             )
             point = Categorical(ids=distribution.logits.argmax(-1))
             fast, slow = along_path(draft, point, rule_of(spec), u), verify_tree(draft, point, rule_of(spec), u)
-            assert torch.equal(fast.stands, slow.stands) and torch.equal(fast.token, slow.token)
+            assert torch.equal(fast.accepted, slow.accepted) and torch.equal(fast.token, slow.token)
 
 
 def test_broken_laws_beyond_the_path_change_nothing() -> None:
@@ -340,7 +340,7 @@ def test_broken_laws_beyond_the_path_change_nothing() -> None:
         p = distribution.logits.masked_fill((beyond | (torch.arange(7) == sound.count[:, None]))[..., None], math.nan)
         q = draft.q.logits.masked_fill(beyond[..., None], math.nan)
         broken = along_path(replace(draft, q=Categorical(q)), Categorical(p), rule_of(spec), u)
-        assert torch.equal(sound.token, broken.token) and torch.equal(sound.stands, broken.stands)
+        assert torch.equal(sound.token, broken.token) and torch.equal(sound.accepted, broken.accepted)
         assert sound.spent is None or torch.equal(sound.spent, broken.spent)
 
 

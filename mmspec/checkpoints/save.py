@@ -33,7 +33,8 @@ def save_drafter(drafter: Any, folder: str | Path, layout: str = "mmspec") -> No
         TypeError: a drafter without weights.
     """
     table = layout_named(layout)
-    if not isinstance(drafter, nn.Module):
+    has_weights = isinstance(drafter, nn.Module)
+    if not has_weights:
         raise TypeError(f"only a drafter with weights can be saved; a {type(drafter).__name__} has none")
     config = json.dumps(describe(layout, drafter.method, drafter.config), indent=2) + "\n"
     tensors = weights.split(table.over(getattr(drafter.config, "layers", 1)), drafter)

@@ -131,7 +131,8 @@ class BlockConfig(Rope):
         unknown = sorted(set(values) - known)
         if unknown:
             raise ValueError(f"config.json has unknown fields {', '.join(unknown)}; a block config has {sorted(known)}")
-        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+        plain: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+        return cls(**plain)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -180,7 +181,7 @@ class BlockDrafter(nn.Module):
         width, reads = c.head_dim or c.hidden // c.heads, len(c.features) * (c.target_hidden or c.hidden)
         self.fc = nn.Linear(reads, c.hidden, bias=False)
         self.hidden_norm = RMSNorm(c.hidden, c.norm_eps)
-        self.layers = nn.ModuleList(
+        self.layers: Any = nn.ModuleList(  # of BlockLayers, which torch's type does not say
             BlockLayer(
                 c.hidden, c.intermediate, c.heads, c.kv_heads, width, c, c.norm_eps, bias=c.bias, qk_norm=c.qk_norm,
                 rope_first=c.rope_first, taps=c.taps, group=c.group,
@@ -277,14 +278,14 @@ class BlockDrafter(nn.Module):
         x = self.hidden_norm(self.fc(prompt.hidden[:, first:-1].to(self.fc.weight.dtype)))
         slots, zero = [RaggedBuffer(x.shape[1] + 257) for _ in self.layers], Lengths.of([0] * B, device)
         for layer, held in zip(self.layers, slots, strict=True):
-            held.append(
-                *layer.keys_values(x, positions[:, first:-1].expand(B, *x.shape[1:2], *positions.shape[2:])), zero
-            )
+            places = positions[:, first:-1].expand(B, *x.shape[1:2], *positions.shape[2:])
+            keys, values = layer.keys_values(x, places)
+            held.append(keys, values, zero)
         memory = FeatureMemory(slots[0], Lengths.of([x.shape[1]] * B, device), onward, valid, not bool(valid.all()))
         memory.more = tuple(slots[1:])
         held_bytes = 2 * self.layers[0].kv_heads * self.layers[0].head_dim * x.element_size() * len(slots)
         rows = int(valid.sum())
-        memory.told = {"prompts": B, "rows": rows, "memory bytes": rows * held_bytes}
+        memory.stats = {"prompts": B, "rows": rows, "memory bytes": rows * held_bytes}
         return memory
 
     @torch.no_grad()
@@ -312,8 +313,8 @@ class BlockDrafter(nn.Module):
         embed = target.bare_embed if self.config.bare_embeds else target.embed
         return embed(ids).to(self.fc.weight.dtype)  # type: ignore[no-any-return]
 
-    def _each(self, told: tuple[int, ...]) -> tuple[int, ...]:
-        return told if len(told) == self.config.layers else told * self.config.layers
+    def _each(self, values: tuple[int, ...]) -> tuple[int, ...]:
+        return values if len(values) == self.config.layers else values * self.config.layers
 
     def _attending(self, memory: FeatureMemory, slots: RaggedBuffer, i: int) -> Attend:
         """Attention of a block's rows over what layer i remembers and themselves, within its window."""
@@ -375,8 +376,8 @@ class BlockDrafter(nn.Module):
         o, pending, draws = self.options, session.pending[:, None], self.options.draws
         noise = self._noise(session, logits.shape[-1]) if draws and not session.last.scores.p.is_point else None
         if o.tree == "chain":
-            below, distributions, depth = self._chain(pending, hidden, logits, noise)
-            tree, distributions = chain(depth + 1, below.device).expand(len(below)), distributions if noise else None
+            below, read, depth = self._chain(pending, hidden, logits, noise)
+            tree, distributions = chain(depth + 1, below.device).expand(len(below)), read if noise else None
         elif o.tree == shapes.DYNAMIC:
             first, expand = self._growth(pending, hidden, logits)
             size = min(o.size, 1 + o.width + (o.depth - 1) * o.width**2)
@@ -423,8 +424,8 @@ class BlockDrafter(nn.Module):
         """How likely the token at a row [B, 1, H] is to stand, before it is known; 1 where nobody asks."""
         if self.confidence is None or not self.options.confidence:
             return 1.0
-        told = self.markov.w1(before) if self.config.confidence_markov and self.markov is not None else None
-        return self.confidence(hidden, told)  # type: ignore[no-any-return]
+        embedded = self.markov.w1(before) if self.config.confidence_markov and self.markov is not None else None
+        return self.confidence(hidden, embedded)  # type: ignore[no-any-return]
 
     def _growth(self, pending: Tensor, hidden: Tensor, logits: Tensor) -> tuple[Tensor, Expand]:
         """Log-probabilities [B, V_d] after the root, and the way to those after a frontier."""
@@ -445,7 +446,7 @@ class BlockDrafter(nn.Module):
         return at(0, pending)[:, 0], expand
 
     def _spread(self, distributions: Tensor, session: Any) -> Tensor:
-        """Laws [B, N, V_d] over the draft vocabulary as distributions over the target's."""
+        """Distributions [B, N, V_d] over the draft vocabulary as distributions over the target's."""
         ids = self.draft_ids if self.lm_head is not None else None if self.vocab is None else self.vocab.ids
         if ids is None:
             return distributions

@@ -69,7 +69,7 @@ class FeatureDrafter(FeatureLayer):
         visual, valid = (t.repeat_interleave(S, 0) for t in (prompt.visual[:, 1:], prompt.valid[:, :-1]))
         positions = places[:, :-1].expand(B, L - 1, *places.shape[2:]).repeat_interleave(S, 0)
         looked = None if prompt.attention is None else prompt.attention[:, 1:].repeat_interleave(S, 0)
-        e = self.enter(*prune.pruned(self.options, looked, (embeds, features, visual, valid, positions)))
+        e = self.encode_prompt(*prune.pruned(self.options, looked, (embeds, features, visual, valid, positions)))
         n, open_slots = e.x.shape[1], e.valid[::S]
         memory = FeatureMemory(RaggedBuffer(n + 257), zero, onward, open_slots, not bool(open_slots.all()), e.onward)
         memory.more = tuple(RaggedBuffer(n + 257) for _ in self.more)
@@ -80,7 +80,10 @@ class FeatureDrafter(FeatureLayer):
             k, v = (t.unflatten(0, (B, S)).flatten(1, 2) for t in self.block.keys_values(e.x, e.positions))
             memory.slots.append(k, v, zero)
         memory.lengths = Lengths.of([n] * B, device)
-        memory.told = {**_told(self.block, visual[::S], valid[::S], open_slots, embeds.element_size() * S), **e.told}
+        memory.stats = {
+            **_prompt_stats(self.block, visual[::S], valid[::S], open_slots, embeds.element_size() * S),
+            **e.stats,
+        }
         return memory
 
     def _read(
@@ -217,7 +220,7 @@ class FeatureDrafter(FeatureLayer):
         return self._weighed(session, target, f, 0)[:, 0].float().log_softmax(-1), expand
 
 
-def _told(block: Block, visual: Tensor, valid: Tensor, kept: Tensor, size: int) -> dict[str, float]:
+def _prompt_stats(block: Block, visual: Tensor, valid: Tensor, kept: Tensor, size: int) -> dict[str, float]:
     """What reading the prompts came to; `size` are the bytes of a number, of all streams."""
     before = torch.stack([((visual > 0) & valid).sum(), valid.sum(), kept.sum()])
     seen, rows, after = before.tolist()
