@@ -25,12 +25,12 @@ _FACE = {
     "Stats": "mmspec.statistics",
     "Step": "mmspec.pipelines.serving.stream",
     "UnsupportedError": "mmspec.pipelines.patching.obstacles",
-    "supported": "mmspec.pipelines.families.table.table",
+    "supported": "mmspec.pipelines.families.table",
     "load_drafter": "mmspec.checkpoints.load",
     "save_drafter": "mmspec.checkpoints.save",
     "push_drafter": "mmspec.checkpoints.save",
-    "LlamaGenPipeline": "mmspec.pipelines.llamagen.pipeline.pipeline",
-    "MARPipeline": "mmspec.pipelines.mar.pipeline.pipeline",
+    "LlamaGenPipeline": "mmspec.pipelines.llamagen.pipeline",
+    "MARPipeline": "mmspec.pipelines.mar.pipeline",
 }
 
 __all__ = ["__version__", *_FACE]
