@@ -91,7 +91,7 @@ def tree_attention(
 class Verified(NamedTuple):
     """The path that point-mass drafts leave standing, and what comes after it."""
 
-    stands: Tensor  # [B, N] bool
+    accepted: Tensor  # [B, N] bool
     count: Tensor  # type: ignore[assignment]  # [B], nodes that stand; hides tuple.count
     last: Tensor  # [B], the deepest of them
     token: Tensor  # [B], the next token
@@ -136,13 +136,13 @@ def verify_point_mass(
     match = (low <= u) & (u < low + mass)
     if ancestors is not None:  # of siblings whose slices overlap by a rounding the first stands
         match &= ~(siblings & match[:, None]).any(-1)
-    stands, count, last = standing(match, ancestors)
+    accepted, count, last = standing(match, ancestors)
     refused = torch.where(parents == last[:, None], tokens, -1)
     refused[:, 0] = -1
     taken = torch.where(refused >= 0, mass, 0.0).sum(-1)
     rest = remaining(noise.gather(1, last[:, None])[:, 0], taken)
     token = residual_sample(logits[torch.arange(len(last), device=last.device), last], rest, refused=refused)
-    return Verified(stands, count, last, token, log_z)
+    return Verified(accepted, count, last, token, log_z)
 
 
 def follow(
@@ -159,18 +159,18 @@ def follow(
     match = drawn.gather(1, parents) == tokens
     if ancestors is not None:
         match &= ~_family(tokens, parents)[1]
-    stands, count, last = standing(match, ancestors)
-    return stands, count, last, drawn.gather(1, last[:, None])[:, 0]
+    accepted, count, last = standing(match, ancestors)
+    return accepted, count, last, drawn.gather(1, last[:, None])[:, 0]
 
 
 def standing(match: Tensor, ancestors: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Nodes whose whole line of ancestors matched, one path since the root always does; how many, and the deepest."""
     match[:, 0] = True
-    stands = match.cumprod(1).bool() if ancestors is None else (match[:, None, :] | ~ancestors).all(-1)
-    count = stands.sum(-1)
+    accepted = match.cumprod(1).bool() if ancestors is None else (match[:, None, :] | ~ancestors).all(-1)
+    count = accepted.sum(-1)
     if ancestors is None:
-        return stands, count, count - 1
-    return stands, count, (stands * torch.arange(match.shape[1], device=match.device)).amax(-1)
+        return accepted, count, count - 1
+    return accepted, count, (accepted * torch.arange(match.shape[1], device=match.device)).amax(-1)
 
 
 def _family(tokens: Tensor, parents: Tensor) -> tuple[Tensor, Tensor]:

@@ -119,7 +119,7 @@ def _siblings(
 @triton.jit
 def _path(
     X, TOKENS, PARENTS, ANCESTORS, U, M, L, BEST, TOKEN,
-    STANDS, COUNT, LAST, NEXT, LOG_Z, REFUSED, REST,
+    ACCEPTED, COUNT, LAST, NEXT, LOG_Z, REFUSED, REST,
     N, parts, x_b, x_n, tokens_b, parents_b, ancestors_b, ancestors_n, u_b,
     INVERSE: tl.constexpr, CHAIN: tl.constexpr,
     NODES: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr,
@@ -147,9 +147,9 @@ def _path(
         match = (_drawn(BEST, TOKEN, b * N + parent, inside, parts, PARTS) == token) & (repeated == 0)
     match = (match | (k == 0)) & inside
     if CHAIN:
-        stands = (tl.cumsum(1 - match.to(tl.int32), 0) == 0) & inside
-        tl.store(STANDS + b * N + k, stands.to(tl.int8), mask=inside)
-        count = tl.sum(stands.to(tl.int64), 0)
+        accepted = (tl.cumsum(1 - match.to(tl.int32), 0) == 0) & inside
+        tl.store(ACCEPTED + b * N + k, accepted.to(tl.int8), mask=inside)
+        count = tl.sum(accepted.to(tl.int64), 0)
         last = count - 1
     else:
         count, last = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
@@ -157,10 +157,10 @@ def _path(
             j = start + tl.arange(0, ROWS).to(tl.int64)
             above = ANCESTORS + b * ancestors_b + j[:, None] * ancestors_n + k[None, :]
             above = tl.load(above, mask=(j < N)[:, None] & inside[None, :], other=0) != 0
-            stands = (tl.min((match[None, :] | (above == 0)).to(tl.int32), 1) != 0) & (j < N)
-            tl.store(STANDS + b * N + j, stands.to(tl.int8), mask=j < N)
-            count += tl.sum(stands.to(tl.int64), 0)
-            last = tl.maximum(last, tl.max(tl.where(stands, j, 0), 0))
+            accepted = (tl.min((match[None, :] | (above == 0)).to(tl.int32), 1) != 0) & (j < N)
+            tl.store(ACCEPTED + b * N + j, accepted.to(tl.int8), mask=j < N)
+            count += tl.sum(accepted.to(tl.int64), 0)
+            last = tl.maximum(last, tl.max(tl.where(accepted, j, 0), 0))
     tl.store(COUNT + b, count)
     tl.store(LAST + b, last)
     if INVERSE:
@@ -251,7 +251,7 @@ def verify_point_mass(
         )
     found = _Scanned(logits, pair, NOTHING if u is not None else LIKELIEST if pair is None else GUMBEL)
     home = logits.device
-    stands = torch.empty(B, N, dtype=torch.bool, device=home)
+    accepted = torch.empty(B, N, dtype=torch.bool, device=home)
     count, last, token = (torch.empty(B, dtype=torch.long, device=home) for _ in range(3))
     log_z = torch.empty(B, N, dtype=torch.float32, device=home)
     refused = torch.empty(B, N, dtype=torch.long, device=home) if u is not None else tokens
@@ -260,11 +260,11 @@ def verify_point_mass(
     with at_home(logits):
         _path[(B,)](
             logits, tokens, parents, above, rest if u is None else u, found.m, found.z, found.best, found.token,
-            stands.view(torch.uint8), count, last, token, log_z, refused, rest,
+            accepted.view(torch.uint8), count, last, token, log_z, refused, rest,
             N, found.parts, *logits.stride()[:2], tokens.stride(0), parents.stride(0), *above.stride()[:2],
             0 if u is None else u.stride(0), INVERSE=u is not None, CHAIN=ancestors is None,
             NODES=max(16, triton.next_power_of_2(N)), PARTS=triton.next_power_of_2(found.parts), ROWS=16,
         )  # fmt: skip
     if u is not None:
         token = pick(logits, last, (found.m, found.z), refused, rest)
-    return Verified(stands, count, last, token, log_z)
+    return Verified(accepted, count, last, token, log_z)

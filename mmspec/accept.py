@@ -49,7 +49,7 @@ def verify_point_mass(draft: Draft, distribution: Categorical, u: Tensor | None)
     if distribution.ids is not None:  # greedy: every distribution is a point mass and u does not matter
         return Acceptance(*ops.follow(distribution.ids, tokens, tree.parents, above))
     found = dispatch.verify_point_mass(distribution.logits, tokens, tree.parents, above, u)
-    return Acceptance(found.stands, found.count, found.last, found.token)
+    return Acceptance(found.accepted, found.count, found.last, found.token)
 
 
 def verify_chain(
@@ -70,16 +70,16 @@ def verify_chain(
         charge = _charge(rule, trial, strict, f)
     match = torch.ones_like(tokens, dtype=torch.bool)
     match[:, 1:] = (u[:, :-1] < f) & (x != NO_TOKEN)
-    stands, count, last = ops.standing(match, None)
+    accepted, count, last = ops.standing(match, None)
     after = count.clamp(max=N - 1)
     refused = (count < N) & (tokens.gather(1, after[:, None])[:, 0] != NO_TOKEN)
     charged = None
     if rule.relaxed is not None:
-        tested = stands[:, 1:] | (refused[:, None] & (nodes[:, 1:] == after[:, None]))
+        tested = accepted[:, 1:] | (refused[:, None] & (nodes[:, 1:] == after[:, None]))
         charged = torch.where(tested, charge, 0.0).sum(1)
     noise, chance = u.gather(1, last[:, None])[:, 0], pad(f, (1, 0)).gather(1, after[:, None])[:, 0]
     noise = torch.where(refused, ops.remaining(noise, chance), noise)
-    return Acceptance(stands, count, last, _drawn(rule, distribution, last, q, after, refused, noise, vocab), charged)
+    return Acceptance(accepted, count, last, _drawn(rule, distribution, last, q, after, refused, noise, vocab), charged)
 
 
 def _drawn(
@@ -149,16 +149,16 @@ def _verify_tree(
         kept[..., rank] = noise < chance
         noise = ops.remaining(noise, chance)
     tested = real & (kept.cumsum(2) - kept.long() == 0)
-    stands, count, last = ops.standing(_by_node(tree, child, kept & tested), tree.ancestors)
+    accepted, count, last = ops.standing(_by_node(tree, child, kept & tested), tree.ancestors)
     charged = None
     if rule.relaxed is not None:
-        charge = torch.where(tested & stands.gather(1, nodes)[..., None], charge, 0.0)
+        charge = torch.where(tested & accepted.gather(1, nodes)[..., None], charge, 0.0)
         charged = _by_node(tree, child, charge).cumsum(1)[:, -1]
     found = nodes == last[:, None]  # a leaf has no place among them
     inner, at = found.any(1), found.to(torch.uint8).argmax(1, keepdim=True)
     noise = torch.where(inner, noise.gather(1, at)[:, 0], u.gather(1, last[:, None])[:, 0])
     p = torch.where(inner[:, None], gather_rows(p, at)[:, 0], distribution.weights(last, vocab))
-    return Acceptance(stands, count, last, ops.categorical(p, noise), charged)
+    return Acceptance(accepted, count, last, ops.categorical(p, noise), charged)
 
 
 def _refused(

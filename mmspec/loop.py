@@ -8,7 +8,7 @@ from typing import Any
 from mmspec.accept import along_path
 from mmspec.session import Row, Session
 from mmspec.tree import lone
-from mmspec.types import Drafter, Round, Target, told
+from mmspec.types import Drafter, Round, Target, reported
 
 
 def start(target: Target, drafter: Drafter, rows: list[Row], inputs: Any) -> tuple[Session, Round]:
@@ -24,7 +24,7 @@ def start(target: Target, drafter: Drafter, rows: list[Row], inputs: Any) -> tup
     round_ = session.commit(root, scores, along_path(root, scores.p, session.rule, session.noise(root, scores.p)))
     with session.timed("draft"):
         session.memory = drafter.start(session, target, prompt)
-    session.stats.drafter = told(session.memory)
+    session.stats.drafter = reported(session.memory)
     return session, round_
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mmspec.statistics import Stats
 from mmspec.tree import lone
-from mmspec.types import Draft, Drafter, Prompt, Target, told
+from mmspec.types import Draft, Drafter, Prompt, Target, reported
 
 LOOK, PLAIN = 8, 3  # rounds with a draft, and before them without one, until a batch size is judged
 KEPT = 32  # drafted rounds that a judgement looks at, the latest
@@ -73,12 +73,14 @@ class Known:
 
 @dataclass
 class _Memory:
-    """The drafter's memory of some rows, while it drafts for them, and what was noted when their last round began."""
+    """The drafter's memory of some rows, while it drafts for them, and the counts from before their last round."""
 
     inner: Any
     on: bool
-    told: dict[str, float]
-    noted: tuple[Stats, tuple[float, ...], int, bool] | None = None  # stats, their sums, batch size, drafted or not
+    stats: dict[str, float]
+    before_round: tuple[Stats, tuple[float, ...], int, bool] | None = (
+        None  # stats, their sums, batch size, drafted or not
+    )
 
     def select(self, rows: Tensor) -> _Memory:
         return replace(self, inner=None if self.inner is None else self.inner.select(rows))
@@ -107,7 +109,7 @@ class Switch:
         began, doubtful = time.perf_counter(), self.known.pays(_size(session)) is not True
         inner = self.drafter.start(session, target, prompt)
         self.known.lost += doubtful * (time.perf_counter() - began)
-        return _Memory(inner, True, told(inner))
+        return _Memory(inner, True, reported(inner))
 
     def propose(self, session: Any, target: Target) -> Draft:
         memory, known, batch = session.memory, self.known, _size(session)
@@ -118,7 +120,7 @@ class Switch:
         draft = self._drafted(session, target) if memory.on else None
         if draft is not None and leave:
             draft.tokens.tolist()  # waits for a GPU, so that this round's other parts take what they always take
-        memory.noted = session.stats, _sums(session.stats), batch, not leave
+        memory.before_round = session.stats, _sums(session.stats), batch, not leave
         return lone(session.pending[:, None]) if draft is None or leave else draft
 
     def _drafted(self, session: Any, target: Target) -> Draft:
@@ -132,9 +134,9 @@ class Switch:
 
     def _book(self, memory: _Memory) -> None:
         """Book the last round, if nothing but it was summed up meanwhile: rows that come bring sums of their own."""
-        if memory.noted is None:
+        if memory.before_round is None:
             return
-        stats, before, batch, drafted = memory.noted
+        stats, before, batch, drafted = memory.before_round
         seconds, drafting, rounds, rows, gained, tokens = (
             now - then for now, then in zip(_sums(stats), before, strict=True)
         )

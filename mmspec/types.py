@@ -225,15 +225,15 @@ class Rows(Protocol):
 
 
 @runtime_checkable
-class Telling(Protocol):
-    """A drafter's memory that has something to tell of the prompts that were read: sums, by name."""
+class Reporting(Protocol):
+    """A drafter's memory that reports on the prompts that it read: sums, by name."""
 
-    told: dict[str, float]
+    stats: dict[str, float]
 
 
-def told(memory: Any) -> dict[str, float]:
-    """What goes into `Stats.drafter`: nothing, unless the memory is `Telling`."""
-    return dict(memory.told) if isinstance(memory, Telling) else {}
+def reported(memory: Any) -> dict[str, float]:
+    """What goes into `Stats.drafter`: nothing, unless the memory is `Reporting`."""
+    return dict(memory.stats) if isinstance(memory, Reporting) else {}
 
 
 class Target(Protocol):
@@ -241,7 +241,7 @@ class Target(Protocol):
 
     Attributes:
         device: where sessions and drafters are, however the model's layers are spread.
-        features: what is overheard for the drafter, in the drafter's order: layers i ≥ 0 by what enters them, FINAL.
+        features: what is recorded for the drafter, in the drafter's order: layers i ≥ 0 by what enters them, FINAL.
         inference: the mode that rounds run in, torch.inference_mode or torch.no_grad.
         streams: S, how many forwards of the same tokens make one distribution: 2 under classifier-free guidance, else
             1.
@@ -317,7 +317,7 @@ class Drafter(Protocol):
         """Memory for these rows, filled from the prompt; the loop keeps it as `session.memory`.
 
         Returns:
-            Rows (it can `select` and `join`, since rows end and enter), which may be `Telling`, or None for a drafter
+            Rows (it can `select` and `join`, since rows end and enter), which may be `Reporting`, or None for a drafter
             that remembers nothing.
         """
 

@@ -70,9 +70,9 @@ class ImageTeacher:
         T = embeds.shape[1]
         place = torch.arange(-P, T - P, device=ids.device).clamp(min=-1)
         valid = torch.cat([valid, torch.ones_like(ids, dtype=torch.bool)], 1)
-        with record_features() as heard:
+        with record_features() as recorded:
             hidden = self.model(embeds, place.expand(S * B, T), each_stream(visible(valid, T), S))
-        found = [hidden if i == FINAL else layer_input(heard[f"layer {i}"]) for i in self.features]
+        found = [hidden if i == FINAL else layer_input(recorded[f"layer {i}"]) for i in self.features]
         answered = (torch.arange(T, device=ids.device) >= P).expand(B, T)
         ids = torch.cat([ids.new_zeros(B, P), ids], 1)
         features, visual = unfold(torch.cat(found, -1), S), torch.zeros_like(ids)

@@ -77,13 +77,13 @@ class Teacher:
             for name, t in types.items():
                 t[b, :n] = inputs[name][b, mask[b]]
                 t[b, n:] = inputs[name][b, -1]
-        with record_features() as heard:
+        with record_features() as recorded:
             self.model(
                 input_ids=ids, attention_mask=valid.long(), use_cache=False, logits_to_keep=1, **arguments, **types
             )
-        decoder = heard["decoder"]
+        decoder = recorded["decoder"]
         final = final_hidden(decoder)
-        found = [final if i == FINAL else layer_input(heard[f"layer {i}"]) for i in self.features]
+        found = [final if i == FINAL else layer_input(recorded[f"layer {i}"]) for i in self.features]
         embeds = decoder[1].get("inputs_embeds")
         embeds = self.embed(ids) if embeds is None else embeds
         visual = media(ids, self.model.config, inputs)

@@ -368,7 +368,7 @@ def test_a_planted_error_is_seen(rule: Rule) -> None:
 
 @pytest.mark.parametrize("rule", [exact, *BIASED])
 def test_the_closed_form_says_the_same(rule: Rule) -> None:
-    """Σ_x q(x)[f(x)·1_x + (1−f(x))·residual_x], the identity that every rule stands on."""
+    """Σ_x q(x)[f(x)·1_x + (1−f(x))·residual_x], the identity that every rule rests on."""
     p, q = distributions(0, 5)
     f = rule.ratio(p, q)
     rest = rule.residual(p[None], q[None])[0]

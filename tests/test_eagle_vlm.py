@@ -199,7 +199,7 @@ def test_positions_are_the_targets_own(monkeypatch):
     """The rows of an image turn with its height and width, and the next row goes on where the target does."""
     model, seen = targets.model("qwen2_5_vl"), []
     inputs, drafter = targets.prompt("qwen2_5_vl", "several images"), made(mrope=(2, 3, 3))
-    own, start = EagleDrafter.enter, EagleDrafter.start
+    own, start = EagleDrafter.encode_prompt, EagleDrafter.start
     monkeypatch.setattr(EagleDrafter, "enter", lambda self, *a: seen.append(a[4]) or own(self, *a))
 
     def began(self, *a):

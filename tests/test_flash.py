@@ -36,7 +36,7 @@ LAYOUTS: dict[str, list[list[int]]] = {
 
 
 def rows(layout: str, width: int = H, seed: int = 3) -> dict[str, Tensor]:
-    """Random rows of a layout, as `enter` takes them."""
+    """Random rows of a layout, as `encode_prompt` takes them."""
     kinds = torch.tensor(LAYOUTS[layout])
     g = torch.Generator().manual_seed(seed)
     B, L = kinds.shape
@@ -102,12 +102,12 @@ def literal(drafter: FlashDrafter, given: dict[str, Tensor], b: int) -> list[tup
 def test_what_enters_is_the_formula(layout: str) -> None:
     drafter, given = flash(), rows(layout)
     with torch.no_grad():
-        entered = drafter.enter(**given)
-        for b in range(len(entered.x)):
-            wanted, real = literal(drafter, given, b), entered.valid[b]
+        encoded = drafter.encode_prompt(**given)
+        for b in range(len(encoded.x)):
+            wanted, real = literal(drafter, given, b), encoded.valid[b]
             assert int(real.sum()) == len(wanted)
             for name, values in zip(("x", "residual", "positions", "source"), zip(*wanted, strict=True), strict=True):
-                found = getattr(entered, name)[b][real]
+                found = getattr(encoded, name)[b][real]
                 torch.testing.assert_close(
                     found, torch.stack([torch.as_tensor(v) for v in values]), rtol=1e-4, atol=1e-5
                 )
@@ -137,8 +137,8 @@ def test_shares_cover_every_row_once(length: int, count: int) -> None:
 
 def test_without_latents_it_is_eagle() -> None:
     drafter, given = flash(latents=0), rows("ragged")
-    entered, plain = drafter.enter(**given), super(FlashDrafter, drafter).enter(**given)
-    assert torch.equal(entered.x, plain.x) and torch.equal(entered.source, plain.source)
+    encoded, plain = drafter.encode_prompt(**given), super(FlashDrafter, drafter).encode_prompt(**given)
+    assert torch.equal(encoded.x, plain.x) and torch.equal(encoded.source, plain.source)
 
 
 def test_heads_begin_as_the_layer_itself_and_then_differ() -> None:
@@ -167,7 +167,7 @@ def test_every_head_of_every_row_is_what_drafting_from_there_computes(layout: st
         steps = drafter(e, f, visual, valid, 3)
         text = (visual[0] == 0).nonzero()[:, 0].tolist()
         for j in [j for j in text if j and valid[0, j]]:
-            before = drafter.enter(e[:1, :j], f[:1, :j], visual[:1, :j], valid[:1, :j], torch.arange(j)[None])
+            before = drafter.encode_prompt(e[:1, :j], f[:1, :j], visual[:1, :j], valid[:1, :j], torch.arange(j)[None])
             n, device = before.x.shape[1], torch.device("cpu")
             memory = Memory(RaggedBuffer(), Lengths.of([n], device), torch.tensor([j]), before.valid, False)
             memory.slots.append(*drafter.block.keys_values(before.x, before.positions), Lengths.of([0], device))

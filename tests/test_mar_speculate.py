@@ -88,8 +88,8 @@ def pictures(how: mar_plan.Speculation | None, seed: int, scale: float = 1.5) ->
     distribution = mar_loop.distribution(L, L, scale, "linear", 12, "linear", 1.0)
     brush, told = mar_loop.MarRunner(model, scheduler, distribution), mar_plan.tally(L)
     drawn = mar_loop.canvas(model, torch.ones(N, dtype=torch.long), torch.randint(2**62, (N,)).tolist())
-    scout = brush if how is None or how.draft is None else mar_loop.MarRunner(how.draft, scheduler, distribution)
-    for _ in mar_loop.plain(brush, drawn) if how is None else mar_speculate.draw(brush, drawn, how, scout, told):
+    draft_runner = brush if how is None or how.draft is None else mar_loop.MarRunner(how.draft, scheduler, distribution)
+    for _ in mar_loop.plain(brush, drawn) if how is None else mar_speculate.draw(brush, drawn, how, draft_runner, told):
         pass
     return drawn.tokens.gather(1, drawn.order[..., None].expand(-1, -1, C)), told
 

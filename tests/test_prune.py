@@ -122,13 +122,13 @@ def test_what_is_told_is_the_attention_of_the_text_behind_the_last_image(name: s
 def test_without_pictures_nothing_is_asked_and_of_a_long_text_only_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scores of all rows would be heads · L² numbers in each of the layers that are listened to."""
     asked: list[tuple[int, int]] = []
-    hear = attended.Attended.hear
+    hear = attended.Attended.record
 
     def counted(self: attended.Attended, query: Tensor, key: Tensor, scaling: float) -> None:
         asked.append((query.shape[2], self.asks.shape[1]))
         hear(self, query, key, scaling)
 
-    monkeypatch.setattr(attended.Attended, "hear", counted)
+    monkeypatch.setattr(attended.Attended, "record", counted)
     monkeypatch.setattr(attended, "ASKING", 3)
     model = targets.model("llava")
     for kind in ("text only", "image first"):

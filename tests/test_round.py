@@ -277,7 +277,7 @@ class World:
         session.memory = switch.start(session, None, None)
         for _ in range(rounds):
             switch.propose(session, None)
-            *_, drafted = session.memory.noted
+            *_, drafted = session.memory.before_round
             gained = sum(self.noise.choice(gains) for _ in range(rows)) if drafted else rows
             stats.seconds["draft"] += (self.drafted - self.plain) * session.memory.on
             stats.seconds["verify"] += self.plain

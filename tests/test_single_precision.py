@@ -141,7 +141,7 @@ def test_of_siblings_no_more_than_one_stands() -> None:
     assert overlap.any(1).float().mean() > 0.5
     u = ends.gather(1, 1 + overlap.argmax(1, keepdim=True)).expand(-1, V + 1)
     found = ops.verify_point_mass(logits, tokens, parents, tree.ancestors, u)
-    assert found.count.max() == 2 and torch.equal(found.count, found.stands.sum(1))
+    assert found.count.max() == 2 and torch.equal(found.count, found.accepted.sum(1))
 
 
 # -- texts -----------------------------------------------------------------------------------------------------------

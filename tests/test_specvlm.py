@@ -73,11 +73,11 @@ def literal(drafter: SpecVlmDrafter, name: str, given: dict[str, Tensor], b: int
     return out
 
 
-def same_rows(entered: Any, b: int, wanted: list[tuple[Tensor, ...]]) -> None:
-    real = entered.valid[b]
+def same_rows(encoded: Any, b: int, wanted: list[tuple[Tensor, ...]]) -> None:
+    real = encoded.valid[b]
     assert int(real.sum()) == len(wanted)
     for name, values in zip(("x", "residual", "positions", "source"), zip(*wanted, strict=True), strict=True):
-        torch.testing.assert_close(getattr(entered, name)[b][real], torch.stack(values), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(getattr(encoded, name)[b][real], torch.stack(values), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -85,9 +85,9 @@ def same_rows(entered: Any, b: int, wanted: list[tuple[Tensor, ...]]) -> None:
 def test_what_enters_is_the_formula(name: str, layout: str) -> None:
     drafter, given = specvlm(gate=name), rows(layout)
     with torch.no_grad():
-        entered = drafter.enter(**given)
-        for b in range(len(entered.x)):
-            same_rows(entered, b, literal(drafter, name, given, b))
+        encoded = drafter.encode_prompt(**given)
+        for b in range(len(encoded.x)):
+            same_rows(encoded, b, literal(drafter, name, given, b))
 
 
 def test_the_rows_of_a_batch_go_through_branches_of_their_own() -> None:
@@ -95,10 +95,10 @@ def test_the_rows_of_a_batch_go_through_branches_of_their_own() -> None:
     given = {k: v.repeat(5, *[1] * (v.dim() - 1)) for k, v in rows("several").items()}
     drafter.choose = lambda *_: torch.tensor([3, 1, 4, 0, 2])  # type: ignore[method-assign]
     with torch.no_grad():
-        entered = drafter.enter(**given)
+        encoded = drafter.encode_prompt(**given)
         for b, number in enumerate((3, 1, 4, 0, 2)):
-            same_rows(entered, b, literal(drafter, BRANCHES[number], given, b))
-    assert entered.told == {f"branch {name}": 1.0 for name in BRANCHES}
+            same_rows(encoded, b, literal(drafter, BRANCHES[number], given, b))
+    assert encoded.stats == {f"branch {name}": 1.0 for name in BRANCHES}
 
 
 def test_pool_and_convolution_are_torchs_own() -> None:
@@ -168,10 +168,10 @@ def test_while_it_learns_every_branch_is_drawn_and_pruning_is_random() -> None:
     drawn = torch.cat([drafter.choose(given["features"], given["visual"], given["valid"]) for _ in range(200)])
     assert min(torch.bincount(drawn, minlength=5).tolist()) > 20
     drafter.config = replace(drafter.config, gate="prune")
-    places = {tuple(drafter.enter(**given).positions[0].tolist()) for _ in range(40)}
+    places = {tuple(drafter.encode_prompt(**given).positions[0].tolist()) for _ in range(40)}
     assert len(places) > 10 and all(len(set(p)) == 7 and list(p) == sorted(p) for p in places)
     drafter.eval()
-    assert len({tuple(drafter.enter(**given).positions[0].tolist()) for _ in range(4)}) == 1
+    assert len({tuple(drafter.encode_prompt(**given).positions[0].tolist()) for _ in range(4)}) == 1
 
 
 CASES = [("llava", "ragged", gate) for gate in (SELECT, *BRANCHES, "none")] + [("qwen2_5_vl", "ragged video", SELECT)]

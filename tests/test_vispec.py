@@ -92,7 +92,7 @@ def test_positions_jump_over_what_was_compressed() -> None:
     made = lively(ViSpecDrafter, num_q=2)
     seen = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 0, 0, 0]])
     x = torch.randn(1, 10, H).double()
-    e = made.enter(x, x, seen, seen >= 0, torch.arange(10)[None])
+    e = made.encode_prompt(x, x, seen, seen >= 0, torch.arange(10)[None])
     assert e.positions.tolist() == [[0, 1, 2, 6, 7, 8, 9]] and e.source.tolist() == [[0, 1, 2, -1, 7, 8, 9]]
     text = literal.Text(torch.cat([x[0, :1], x[0]]), torch.cat([x[0], x[0, :1]]), [0, *seen[0].tolist()])
     memory = made.start(None, literal.Target(), literal.prompt([text]))

@@ -1,5 +1,4 @@
-"""The methods that `mmspec bench image` compares, as a table: plain paths, drafters, and rules that bend the
-distribution."""
+"""The methods that `mmspec bench image` compares: plain paths, drafters, and relaxed rules."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from mmspec import __version__
 from mmspec.checkpoints import dflash as blocks
 from mmspec.checkpoints import rotary
 from mmspec.checkpoints.layouts import layout_named
-from mmspec.checkpoints.settings import NOTED
+from mmspec.checkpoints.settings import RECORDED
 from mmspec.drafters.eagle import EagleConfig
 from mmspec.drafters.vispec import ViSpecConfig
 
@@ -65,7 +65,7 @@ def describe(name: str, method: str, config: EagleConfig) -> dict[str, Any]:
         raise ValueError(
             f"the layout {name!r} ({layout.about}) cannot hold this drafter: {'; '.join(wrong)}. Use layout 'mmspec'"
         )
-    marker |= {key: values[key] for key in NOTED if key in values}
+    marker |= {key: values[key] for key in RECORDED if key in values}
     return {**_WRITERS[name](config), "mmspec": marker}
 
 
@@ -165,7 +165,7 @@ def card(name: str, method: str, c: EagleConfig) -> str:
     return _CARD.format(
         base=f"base_model: {json.dumps(c.target)}\n" if on_hub else "",
         method=method,
-        target=c.target or "a target that was not noted",
+        target=c.target or "a target that was not recorded",
         revision=f" (revision {c.target_revision})" if c.target_revision else "",
         layout=f"{name} ({layout_named(name).about})",
         shapes=f"Hidden size {c.hidden}, vocabulary {c.vocab}, {c.draft_vocab or 'no'} rows of an own output head.",

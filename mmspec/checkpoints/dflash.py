@@ -31,8 +31,8 @@ def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 def needs(flat: Mapping[str, Any]) -> list[str]:
     """Every reason for which our network cannot be that of such a drafter."""
-    told = nested(flat)
-    return [f"{why} ({k} = {told[k]!r})" for k, (fine, why) in _NEEDS.items() if told.get(k) not in fine]
+    said = nested(flat)
+    return [f"{why} ({k} = {said[k]!r})" for k, (fine, why) in _NEEDS.items() if said.get(k) not in fine]
 
 
 def settings(name: str, flat: Mapping[str, Any], shapes: Mapping[str, Shape], found: dict[str, Any]) -> dict[str, Any]:
@@ -47,9 +47,9 @@ def settings(name: str, flat: Mapping[str, Any], shapes: Mapping[str, Shape], fo
     Raises:
         ValueError: a setting that is missing or makes no sense.
     """
-    told, H = nested(flat), found["hidden"]
+    said, H = nested(flat), found["hidden"]
     layers = _whole(flat, "num_hidden_layers")
-    features = _features(name, told)
+    features = _features(name, said)
     wide = shapes["encoder.fc.weight" if name == "muse-glimmer" else "fc.weight"][1]
     if wide % len(features):
         raise ValueError(f"fc.weight reads {wide} columns, which are no {len(features)} features of one width")
@@ -58,64 +58,64 @@ def settings(name: str, flat: Mapping[str, Any], shapes: Mapping[str, Shape], fo
         "layers": layers,
         "features": features,
         "target_hidden": 0 if wide == len(features) * H else wide // len(features),
-        "block": _whole(told, "block_size", 16),
-        "mask_token": _whole(told, "mask_token_id", least=0),
+        "block": _whole(said, "block_size", 16),
+        "mask_token": _whole(said, "mask_token_id", least=0),
         "bias": "layers.0.self_attn.q_proj.bias" in shapes,
         "rope_first": name == "hunyuan-dflash",
         "bare_embeds": name == "muse-glimmer",
-        "logit_scale": told.get("output_multiplier") or 1.0,
-        "softcap": told.get("final_logit_softcapping") or NO_CAP,
+        "logit_scale": said.get("output_multiplier") or 1.0,
+        "softcap": said.get("final_logit_softcapping") or NO_CAP,
         "draft_vocab": shapes["lm_head.weight"][0] if name == "speculators-block" and "lm_head.weight" in shapes else 0,
-        **_heads(told, shapes, H),
-        **_windows(name, told, layers),
+        **_heads(said, shapes, H),
+        **_windows(name, said, layers),
         **rotary.read(flat, False),
     }
-    kind = told.get("speculators_model_type") or ("dspark" if made["markov_rank"] else "dflash")
-    anchored = told.get("sample_from_anchor")
+    kind = said.get("speculators_model_type") or ("dspark" if made["markov_rank"] else "dflash")
+    anchored = said.get("sample_from_anchor")
     made["anchored"] = kind == "dspark" if anchored is None else bool(anchored)
     return made
 
 
-def _whole(told: Mapping[str, Any], key: str, usual: int | None = None, least: int = 1) -> int:
-    value = told.get(key, usual)
+def _whole(said: Mapping[str, Any], key: str, usual: int | None = None, least: int = 1) -> int:
+    value = said.get(key, usual)
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= 2**24:
         raise ValueError(f"config.json must give {key}, a whole number from {least} on; it gives {briefly(value)}")
     return value
 
 
-def _features(name: str, told: Mapping[str, Any]) -> tuple[int, ...]:
+def _features(name: str, said: Mapping[str, Any]) -> tuple[int, ...]:
     """Layers whose input is read. speculators counts these; the others count the layers whose output is."""
     key, ahead = ("aux_hidden_state_layer_ids", 0) if name == "speculators-block" else ("target_layer_ids", 1)
-    listed: Any = told.get(key)
+    listed: Any = said.get(key)
     fine = isinstance(listed, list) and 0 < len(listed) <= 64
     if not fine or not all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i < 2**24 for i in listed):
         raise ValueError(f"{key} in config.json must list up to 64 whole numbers ≥ 0; it is {briefly(listed)}")
     return tuple(i + ahead for i in listed)
 
 
-def _heads(told: Mapping[str, Any], shapes: Mapping[str, Shape], hidden: int) -> dict[str, Any]:
+def _heads(said: Mapping[str, Any], shapes: Mapping[str, Shape], hidden: int) -> dict[str, Any]:
     """Of the heads and the convolution; where a file lacks their tensors config.json says what is missing."""
     conf, kernel = shapes.get("confidence_head.proj.weight"), shapes.get("layers.0.attention_conv.base_kernel")
-    rank = shapes[_W1][-1] if _W1 in shapes else told.get("markov_rank") or 0
-    taps = kernel[1] if kernel is not None and len(kernel) == 3 else told.get("conv_kernel_size") or 0
+    rank = shapes[_W1][-1] if _W1 in shapes else said.get("markov_rank") or 0
+    taps = kernel[1] if kernel is not None and len(kernel) == 3 else said.get("conv_kernel_size") or 0
     projection = shapes.get("layers.0.attention_conv.kernel_projection.weight", (0,))[0]
-    group = hidden * 2 * taps // projection if projection else told.get("conv_group_size") or 1
+    group = hidden * 2 * taps // projection if projection else said.get("conv_group_size") or 1
     return {
         "markov_rank": rank,
-        "markov": told.get("markov_head_type") or "vanilla",
-        "confidence": conf is not None or bool(told.get("enable_confidence_head") and "markov_rank" in told),
-        "confidence_markov": conf[-1] > hidden if conf is not None else bool(told.get("confidence_head_with_markov")),
+        "markov": said.get("markov_head_type") or "vanilla",
+        "confidence": conf is not None or bool(said.get("enable_confidence_head") and "markov_rank" in said),
+        "confidence_markov": conf[-1] > hidden if conf is not None else bool(said.get("confidence_head_with_markov")),
         "taps": taps,
         "group": group,
-        "selector_rank": shapes[_CODEBOOK][-1] if _CODEBOOK in shapes else told.get("selector_rank") or 0,
-        "selector_top": told.get("selector_top_k") or 16,
+        "selector_rank": shapes[_CODEBOOK][-1] if _CODEBOOK in shapes else said.get("selector_rank") or 0,
+        "selector_top": said.get("selector_top_k") or 16,
     }
 
 
-def _windows(name: str, told: Mapping[str, Any], layers: int) -> dict[str, Any]:
+def _windows(name: str, said: Mapping[str, Any], layers: int) -> dict[str, Any]:
     """How far each layer sees, and whether rows of a block see those after them."""
-    kinds: Any = told.get("layer_types")
-    window: Any = told.get("sliding_window")
+    kinds: Any = said.get("layer_types")
+    window: Any = said.get("sliding_window")
     sliding = [kind == SLIDING for kind in kinds] if isinstance(kinds, list) else [False] * layers
     if any(sliding) and (len(sliding) != layers or not isinstance(window, int) or window < 1):
         raise ValueError(
@@ -123,16 +123,16 @@ def _windows(name: str, told: Mapping[str, Any], layers: int) -> dict[str, Any]:
             f"expected one for each of {layers}, and a window of at least 1"
         )
     if not any(sliding):
-        causal = [told.get("is_causal") is True and name == "dflash"]
+        causal = [said.get("is_causal") is True and name == "dflash"]
         return {"windows": (0,), "causal": tuple(map(int, causal))}
     extra = name == "muse-glimmer"  # its distances may be as long as the window
     if name == "speculators-block":
-        causal = [one and not told.get("sliding_window_non_causal", False) for one in sliding]
+        causal = [one and not said.get("sliding_window_non_causal", False) for one in sliding]
     elif extra:
         causal = [False] * layers
     else:
-        said = told.get("is_causal")
-        causal = sliding if said is None else [bool(said)] * layers
+        whole = said.get("is_causal")
+        causal = sliding if whole is None else [bool(whole)] * layers
     windows = tuple((window + extra) * one for one in sliding)
     return {"windows": windows, "causal": tuple(map(int, causal)), "from_anchor": name == "speculators-block"}
 
@@ -185,8 +185,8 @@ def describe(name: str, c: BlockConfig) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _per_layer(told: tuple[int, ...], layers: int) -> tuple[int, ...]:
-    return told if len(told) == layers else told * layers
+def _per_layer(said: tuple[int, ...], layers: int) -> tuple[int, ...]:
+    return said if len(said) == layers else said * layers
 
 
 def _speculators(c: BlockConfig, llama: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:

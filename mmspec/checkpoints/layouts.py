@@ -114,7 +114,7 @@ class Layout:
         fixed: settings that the layout can be written with no other value of.
         usual: settings that no file tells, as the authors' code has them.
         sizes: settings that the shape of a tensor tells: (their tensor, axis).
-        told: settings that config.json tells under another name.
+        renamed: settings that config.json has under another name.
         own_head: whether it brings an output head; None: either.
         one_axis: positions are counted in one dimension, even where config.json asks for M-RoPE.
     """
@@ -129,7 +129,7 @@ class Layout:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     usual: Mapping[str, Any] = field(default_factory=dict)
     sizes: Mapping[str, tuple[str, int]] = field(default_factory=dict)
-    told: Mapping[str, str] = field(default_factory=dict)
+    renamed: Mapping[str, str] = field(default_factory=dict)
     own_head: bool | None = False
     one_axis: bool = False
 
@@ -156,7 +156,7 @@ class Layout:
 
 
 def _marked(config: Mapping[str, Any]) -> str | None:
-    """The layout that our own writer noted in config.json."""
+    """The layout that our own writer recorded in config.json."""
     marker = config.get("mmspec")
     if not isinstance(marker, Mapping):
         return None
@@ -262,7 +262,7 @@ LAYOUTS = {  # the first that is seen is it
         dropped=("embed_tokens.weight", "t2d", "verifier_norm.weight", "verifier_lm_head.weight"),
         fixed={**_THREE, "qkv_bias": False},
         sizes={"draft_vocab": ("lm_head.weight", 0)},
-        told={"norm_residual": "norm_before_residual"},
+        renamed={"norm_residual": "norm_before_residual"},
         own_head=True,
     ),
     "vispec": Layout(
@@ -312,7 +312,7 @@ LAYOUTS = {  # the first that is seen is it
         dropped=("embed_tokens.weight", "t2d"),
         fixed={**_THREE, "norm_residual": False},
         sizes={"draft_vocab": ("lm_head.weight", 0)},
-        told={"norm_residual": "norm_before_residual"},
+        renamed={"norm_residual": "norm_before_residual"},
         own_head=True,
     ),
     "msd": Layout(

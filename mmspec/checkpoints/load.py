@@ -27,7 +27,7 @@ def load_drafter(
     Args:
         name_or_path: a folder, a file with config.json beside it, or owner/name on the hub.
         target: what it drafts for: a model, its TargetInfo, or its name or folder. Needed where the file does not say
-            which layers it reads (EAGLE-3 as published). A name also replaces the one noted in the file.
+            which layers it reads (EAGLE-3 as published). A name also replaces the one recorded in the file.
         revision: branch, tag or commit on the hub.
         allow_pickle: run the code that a .bin file asks for; only for files whose author you trust.
         layout: one of `layouts.LAYOUTS`; None: what config.json and the tensors' names show. An MSD drafter whose
@@ -60,9 +60,9 @@ def load_drafter(
         raise ValueError(f"{name_or_path}: {error}") from error
     except (TypeError, ArithmeticError, AttributeError, LookupError, RuntimeError, MemoryError) as error:
         # what a setting or a tensor that nobody thought of does to the arithmetic of shapes
-        told = f"{type(error).__name__}: {error}".partition("\n")[0]
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise ValueError(
-            f"{name_or_path}: config.json and the tensors make no drafter ({told}); fetch them again"
+            f"{name_or_path}: config.json and the tensors make no drafter ({reason}); fetch them again"
         ) from error
     return drafter.eval().requires_grad_(False)
 

@@ -65,9 +65,9 @@ def read(flat: Mapping[str, Any], axes: bool) -> dict[str, Any]:
 
 def _gain(said: Mapping[str, Any]) -> Any:
     """YaRN's factor of cosine and sine, as transformers makes it where the file says none."""
-    factor, told = said.get("factor", 1.0), said.get("attention_factor")
-    if told is not None or not isinstance(factor, int | float):
-        return told or 1.0
+    factor, given = said.get("factor", 1.0), said.get("attention_factor")
+    if given is not None or not isinstance(factor, int | float):
+        return given or 1.0
     scales = [said.get(name) for name in ("mscale", "mscale_all_dim")]
 
     def gain(scale: float) -> float:

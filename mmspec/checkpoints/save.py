@@ -32,7 +32,8 @@ def save_drafter(drafter: Any, folder: str | Path, layout: str = "mmspec") -> No
         TypeError: a drafter without weights.
     """
     table = layout_named(layout)
-    if not hasattr(drafter, "state_dict"):
+    has_weights = isinstance(drafter, nn.Module)
+    if not has_weights:
         raise TypeError(f"only a drafter with weights can be saved; a {type(drafter).__name__} has none")
     said = describe(layout, drafter.method, drafter.config)
     config = json.dumps(said, indent=2) + "\n"

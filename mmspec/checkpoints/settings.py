@@ -26,7 +26,7 @@ MOST = {
     "tokens": 128,
 }  # of what is done one after the other, or kept for each
 # What no published layout has a place for: our own writer notes it beside.
-NOTED = ("target", "target_revision", "depth", "width", "size", "tree", "draws", "media")
+RECORDED = ("target", "target_revision", "depth", "width", "size", "tree", "draws", "media")
 _SWITCHES = {  # setting: the tensor whose presence says it, in the layouts that may lack that one
     "fc_bias": "fc.bias",
     "qkv_bias": "block.qkv.bias",
@@ -82,8 +82,8 @@ def read(
         _block(name, flat, shapes, target) if layout.method == "block" else _eagle(layout, config, shapes, target, kind)
     )
     verifier = _part(_part(config, "speculators_config"), "verifier").get("name_or_path")
-    noted = {"target": verifier, **_part(config, "mmspec")}
-    said = {key: noted[key] for key in NOTED if noted.get(key) is not None and hasattr(found, key)}
+    recorded = {"target": verifier, **_part(config, "mmspec")}
+    said = {key: recorded[key] for key in RECORDED if recorded.get(key) is not None and hasattr(found, key)}
     _check_kinds(type(found), said)
     return replace(found, **said)
 
@@ -124,12 +124,12 @@ def layers(config: Mapping[str, Any]) -> int:
     Raises:
         ValueError: a number that no drafter has.
     """
-    told = _flat(config).get("num_hidden_layers")
-    if told is not None and not (_is_count(told) and told <= MANY):
+    count = _flat(config).get("num_hidden_layers")
+    if count is not None and not (_is_count(count) and count <= MANY):
         raise ValueError(
-            f"num_hidden_layers in config.json must be a whole number from 1 to {MANY}; it is {briefly(told)}"
+            f"num_hidden_layers in config.json must be a whole number from 1 to {MANY}; it is {briefly(count)}"
         )
-    return told or 1
+    return count or 1
 
 
 def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -301,11 +301,11 @@ def _vocab(flat: Mapping[str, Any], shapes: Mapping[str, Shape]) -> int:
 
 def _switches(layout: Layout, flat: Mapping[str, Any], shapes: Mapping[str, Shape]) -> dict[str, Any]:
     """What the layout fixes, what config.json says in other words, and what the presence and shapes of tensors say."""
-    told = {ours: bool(flat.get(theirs)) for ours, theirs in layout.told.items()}
+    renamed = {ours: bool(flat.get(theirs)) for ours, theirs in layout.renamed.items()}
     there = {key: any(name in shapes for name in layout.theirs(tensor)) for key, tensor in _SWITCHES.items()}
     may = {key: there[key] for key, tensor in _SWITCHES.items() if tensor in layout.optional}
     sizes = {ours: (*shapes[key], 0)[axis] for ours, (key, axis) in layout.sizes.items()}
-    return {**layout.usual, **layout.fixed, **told, **may, **sizes}
+    return {**layout.usual, **layout.fixed, **renamed, **may, **sizes}
 
 
 def _features(

@@ -163,7 +163,7 @@ class FeatureMemory:
     open_slots: Tensor  # bool [B, L], false at padding
     padded: bool  # whether any slot is closed, as the host knows it
     context: Tensor | None = None  # [B, 1, C], what else `inputs` wants at the rows to come
-    told: dict[str, float] = field(default_factory=dict)  # for `Stats.drafter`, right after the prompt was read
+    stats: dict[str, float] = field(default_factory=dict)  # for `Stats.drafter`, right after the prompt was read
     more: tuple[RaggedBuffer, ...] = ()  # of the layers after the first
 
     def select(self, rows: Tensor) -> FeatureMemory:

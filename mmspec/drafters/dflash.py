@@ -49,7 +49,7 @@ class BlockDrafter(nn.Module):
         width, reads = c.head_dim or c.hidden // c.heads, len(c.features) * (c.target_hidden or c.hidden)
         self.fc = nn.Linear(reads, c.hidden, bias=False)
         self.hidden_norm = RMSNorm(c.hidden, c.norm_eps)
-        self.layers = nn.ModuleList(
+        self.layers: Any = nn.ModuleList(  # of BlockLayers, which torch's type does not say
             BlockLayer(
                 c.hidden, c.intermediate, c.heads, c.kv_heads, width, c, c.norm_eps, bias=c.bias, qk_norm=c.qk_norm,
                 rope_first=c.rope_first, taps=c.taps, group=c.group,
@@ -153,7 +153,7 @@ class BlockDrafter(nn.Module):
         memory.more = tuple(slots[1:])
         held_bytes = 2 * self.layers[0].kv_heads * self.layers[0].head_dim * x.element_size() * len(slots)
         rows = int(valid.sum())
-        memory.told = {"prompts": B, "rows": rows, "memory bytes": rows * held_bytes}
+        memory.stats = {"prompts": B, "rows": rows, "memory bytes": rows * held_bytes}
         return memory
 
     @torch.no_grad()
@@ -182,8 +182,8 @@ class BlockDrafter(nn.Module):
         embed = target.bare_embed if self.config.bare_embeds else target.embed
         return embed(ids).to(self.fc.weight.dtype)  # type: ignore[no-any-return]
 
-    def _each(self, told: tuple[int, ...]) -> tuple[int, ...]:
-        return told if len(told) == self.config.layers else told * self.config.layers
+    def _each(self, values: tuple[int, ...]) -> tuple[int, ...]:
+        return values if len(values) == self.config.layers else values * self.config.layers
 
     def _attending(self, memory: FeatureMemory, slots: RaggedBuffer, i: int) -> Attend:
         """Attention of a block's rows over what layer i remembers and themselves, within its window."""
@@ -326,7 +326,7 @@ class BlockDrafter(nn.Module):
         return at(0, pending)[:, 0], expand
 
     def _spread(self, distributions: Tensor, session: Any) -> Tensor:
-        """Laws [B, N, V_d] over the draft vocabulary as distributions over the target's."""
+        """Distributions [B, N, V_d] over the draft vocabulary as distributions over the target's."""
         ids = self.draft_ids if self.lm_head is not None else None if self.vocab is None else self.vocab.ids
         if ids is None:
             return distributions

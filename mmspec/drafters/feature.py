@@ -55,7 +55,7 @@ class FeatureDrafter(Growth, FeatureLayer):
         visual, valid = (t.repeat_interleave(S, 0) for t in (prompt.visual[:, 1:], prompt.valid[:, :-1]))
         positions = places[:, :-1].expand(B, L - 1, *places.shape[2:]).repeat_interleave(S, 0)
         looked = None if prompt.attention is None else prompt.attention[:, 1:].repeat_interleave(S, 0)
-        e = self.enter(*prune.pruned(self.options, looked, (embeds, features, visual, valid, positions)))
+        e = self.encode_prompt(*prune.pruned(self.options, looked, (embeds, features, visual, valid, positions)))
         n, open_slots = e.x.shape[1], e.valid[::S]
         memory = FeatureMemory(RaggedBuffer(n + 257), zero, onward, open_slots, not bool(open_slots.all()), e.onward)
         memory.more = tuple(RaggedBuffer(n + 257) for _ in self.more)
@@ -67,7 +67,7 @@ class FeatureDrafter(Growth, FeatureLayer):
             memory.slots.append(k, v, zero)
         memory.lengths = Lengths.of([n] * B, device)
         size = 2 * self.block.kv_heads * self.block.head_dim * embeds.element_size() * S
-        memory.told = {**told(visual[::S], valid[::S], open_slots, size), **e.told}
+        memory.stats = {**prompt_stats(visual[::S], valid[::S], open_slots, size), **e.stats}
         return memory
 
     def _read(
@@ -150,7 +150,7 @@ class FeatureDrafter(Growth, FeatureLayer):
         return self._read(memory, _embed(target, tokens), f, at, ahead, seen, level)
 
 
-def told(visual: Tensor, valid: Tensor, kept: Tensor, size: int) -> dict[str, float]:
+def prompt_stats(visual: Tensor, valid: Tensor, kept: Tensor, size: int) -> dict[str, float]:
     """What reading the prompts came to; `size` are the bytes that a row takes in the memory."""
     before = torch.stack([((visual > 0) & valid).sum(), valid.sum(), kept.sum()])
     seen, rows, after = before.tolist()

@@ -129,12 +129,12 @@ class FlashDrafter(EagleDrafter):
 
     # -- what enters -------------------------------------------------------------------------------------------------
 
-    def enter(
+    def encode_prompt(
         self, embeds: Tensor, features: Tensor, visual: Tensor, valid: Tensor, positions: Tensor
     ) -> EncodedPrompt:
         spans = runs(visual * valid)
         if not self.config.latents or not spans:
-            return super().enter(embeds, features, visual, valid, positions)
+            return super().encode_prompt(embeds, features, visual, valid, positions)
         rows, there = spans_of(features, spans)
         length = there.sum(1)
         count = self.latent.count(length)

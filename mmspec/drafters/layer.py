@@ -28,13 +28,13 @@ class EncodedPrompt:
     source: Tensor  # int64 [B, n], the row that it stands for, whose prediction it makes; −1: a summary, or padding
     context: Tensor | None = None  # [B, n, C], what else `inputs` wants when these rows go on by themselves
     onward: Tensor | None = None  # [B, 1, C], the same for the rows to come
-    told: dict[str, float] = field(default_factory=dict)  # more for `Stats.drafter`, summed over the batch
+    stats: dict[str, float] = field(default_factory=dict)  # more for `Stats.drafter`, summed over the batch
 
 
 class FeatureLayer(nn.Module):
     """One layer that continues the target's features. A method says what goes in (`inputs`) and what comes out.
 
-    Row j pairs the target's features at j with the embedding at j + 1. What a prompt's rows become is said by `enter`:
+    Row j pairs the target's features at j with the embedding at j + 1. `encode_prompt` turns a prompt into rows:
     one row each through `inputs`, or, where a method compresses or bypasses, something else at the visual ones.
 
     Under guidance a target has S > 1 streams: they share the tokens, each has features and memory of its own, and the
@@ -54,7 +54,7 @@ class FeatureLayer(nn.Module):
         """
         raise NotImplementedError
 
-    def enter(
+    def encode_prompt(
         self, embeds: Tensor, features: Tensor, visual: Tensor, valid: Tensor, positions: Tensor
     ) -> EncodedPrompt:
         """What enters the layer for L rows of the target, already paired: h_j with e_{j+1}.
@@ -98,7 +98,7 @@ class FeatureLayer(nn.Module):
         Args:
             embeds: [B, T, S·H], embedding of the token after each row.
             features: [B, T, S·F], the target's features at each row.
-            visual: int64 [B, T], of the token after each row, as `enter` takes it.
+            visual: int64 [B, T], of the token after each row, as `encode_prompt` takes it.
             valid: bool [B, T], false on padding.
             steps: ≥ 1.
             start: rotary position of row 0; behind a prompt of P tokens, with rope "2d", 1 − P.
@@ -118,7 +118,7 @@ class FeatureLayer(nn.Module):
         visual, valid = (t.repeat_interleave(S, 0) for t in (visual, valid))
         B, T, _ = embeds.shape
         positions = (start + torch.arange(T, device=embeds.device)).expand(B, T)
-        e = self.enter(embeds, features, visual, valid, positions)
+        e = self.encode_prompt(embeds, features, visual, valid, positions)
         go, source = going(e.source, None if rows is None else rows.repeat_interleave(S, 0))
         x, residual, positions = (gather_rows(t, go) for t in (e.x, e.residual, e.positions))
         context = None if e.context is None else gather_rows(e.context, go)

@@ -31,9 +31,9 @@ class MsdDrafter(EagleDrafter):
     Config = MsdConfig
     sees = True
 
-    def enter(
+    def encode_prompt(
         self, embeds: Tensor, features: Tensor, visual: Tensor, valid: Tensor, positions: Tensor
     ) -> EncodedPrompt:
-        whole = super().enter(embeds, features, visual, valid, positions)
+        whole = super().encode_prompt(embeds, features, visual, valid, positions)
         residual = torch.where((visual > 0)[..., None], self.embed_norm(embeds), whole.residual)
         return EncodedPrompt(self.input_norm(residual), residual, positions, valid, whole.source)

@@ -117,7 +117,7 @@ def grown(advice: Recommended, given: Mapping[str, Any], drafter: str, defaults:
         ValueError: an option that such drafters do not have, a wrong value, an unknown tree, sizes for a shape that has
             its own, draws in a tree that grows by likelihood, or prune_by without prune.
     """
-    told = chosen(defaults, given, drafter)
+    options = chosen(defaults, given, drafter)
     sizes = [name for name in SIZES if name in given]
     tree = given.get("tree", DYNAMIC if sizes else advice.tree)
     draws = given.get("draws", advice.draws and tree != DYNAMIC)
@@ -135,8 +135,8 @@ def grown(advice: Recommended, given: Mapping[str, Any], drafter: str, defaults:
             f"{', '.join(SHAPES)}"
         )
     if "prune_by" in given and "prune" not in given:
-        raise ValueError(f"prune_by={told.prune_by!r} says which tokens stay, and prune how many; give both")
-    return replace(told, depth=held["depth"], width=held["width"], size=held["size"], tree=tree, draws=draws)
+        raise ValueError(f"prune_by={options.prune_by!r} says which tokens stay, and prune how many; give both")
+    return replace(options, depth=held["depth"], width=held["width"], size=held["size"], tree=tree, draws=draws)
 
 
 def _vocabulary(given: Any) -> int | tuple[int, ...] | Literal["all"]:

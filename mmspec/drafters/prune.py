@@ -18,7 +18,7 @@ def by_attention(options: TreeOptions) -> bool:
 
 
 def pruned(options: TreeOptions, attention: Tensor | None, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """What a drafter's `enter` is given, without the visual rows that the options leave out; positions stay.
+    """What a drafter's `encode_prompt` is given, without the visual rows that the options leave out; positions stay.
 
     Args:
         attention: [B, L], what the target told of it.

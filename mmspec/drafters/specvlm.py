@@ -174,12 +174,12 @@ class SpecVlmDrafter(EagleDrafter):
         number = 0 if c.gate == SELECT else c.branches.index(c.gate)
         return torch.full((len(features),), number, device=features.device)
 
-    def enter(
+    def encode_prompt(
         self, embeds: Tensor, features: Tensor, visual: Tensor, valid: Tensor, positions: Tensor
     ) -> EncodedPrompt:
         spans = runs(visual * valid)
         if not self.config.branches or not spans:
-            return super().enter(embeds, features, visual, valid, positions)
+            return super().encode_prompt(embeds, features, visual, valid, positions)
         choice = self.choose(features, visual, valid)
         return self.compressed(spans, choice, embeds, features, valid, positions)
 
@@ -208,9 +208,9 @@ class SpecVlmDrafter(EagleDrafter):
         _, residual = self.inputs(gather_rows(embeds, own), gather_rows(features, own))
         residual = residual.masked_scatter((real & (source < 0))[..., None], made.to(residual))
         chosen = choice[sorted({b for b, _, _ in spans})]
-        told = {f"branch {name}": float((chosen == number).sum()) for number, name in enumerate(names)}
+        stats = {f"branch {name}": float((chosen == number).sum()) for number, name in enumerate(names)}
         return EncodedPrompt(
-            self.input_norm(residual), residual, spliced(positions, place, index), real, source, told=told
+            self.input_norm(residual), residual, spliced(positions, place, index), real, source, stats=stats
         )
 
     def _brief(self, name: str, e: Tensor, f: Tensor, there: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:

@@ -88,7 +88,7 @@ class ViSpecDrafter(EagleDrafter):
         added = self.img_fc.bias if context is None else context
         return super().inputs(embeds, F.linear(features, self.img_fc.weight[:, : self.config.hidden]) + added)
 
-    def enter(
+    def encode_prompt(
         self, embeds: Tensor, features: Tensor, visual: Tensor, valid: Tensor, positions: Tensor
     ) -> EncodedPrompt:
         c, (B, L, H) = self.config, embeds.shape

@@ -105,9 +105,9 @@ class PiecewiseFunction:
         return self._run(*inputs, *self._weights, attend)
 
 
-def _cast(attend: Attend, kind: str, dtype: torch.dtype, *told: Any) -> Tensor:
+def _cast(attend: Attend, kind: str, dtype: torch.dtype, *args: Any) -> Tensor:
     with torch.autocast(kind, dtype):
-        return attend(*told)
+        return attend(*args)
 
 
 def inductor(piece: fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
@@ -197,8 +197,8 @@ def _cut(graph: fx.GraphModule, compile: Compile, place: Place | None) -> tuple[
     return whole.forward, len(ready)
 
 
-def _attended(attention: Attend, *told: Any) -> Tensor:
-    return attention(*told)
+def _attended(attention: Attend, *args: Any) -> Tensor:
+    return attention(*args)
 
 
 def _ready(piece: fx.GraphModule, ready: dict[str, Callable[..., Any]], compile: Compile) -> Callable[..., Any]:

@@ -59,7 +59,7 @@ def _cost(fixed: Any, teacher: Teaches, trace: Trace, recipe: Recipe) -> Tensor:
     loss = losses(fixed, fixed, teacher, trace, recipe)[0]
     seen, valid = trace.visual[:, 1:], trace.valid[:, :-1]
     positions = torch.arange(seen.shape[1], device=seen.device)[None]
-    entering = fixed.enter(trace.embeds[:, 1:], trace.features[:, :-1], seen, valid, positions)
+    entering = fixed.encode_prompt(trace.embeds[:, 1:], trace.features[:, :-1], seen, valid, positions)
     visual = ((seen > 0) & valid).sum().clamp(min=1)
     left = entering.valid.sum() - (valid & (seen == 0)).sum()
     return loss + recipe.gate_cost * left / visual

@@ -46,7 +46,7 @@ class DraftState:
     state: State
     fresh: Tensor  # bool [B], rows whose prompt alone has been read
     tree: tuple[Tensor, Tensor, Tensor] | None = None  # tokens, depth and ancestors of the nodes so far, root included
-    told: dict[str, float] = field(default_factory=dict)
+    stats: dict[str, float] = field(default_factory=dict)
 
     def select(self, rows: Tensor) -> DraftState:
         return replace(self, state=self.state.select(rows), fresh=self.fresh[rows], tree=None)

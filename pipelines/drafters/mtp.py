@@ -14,7 +14,7 @@ from mmspec.drafters import prune
 from mmspec.drafters.blocks import FeatureMemory
 from mmspec.drafters.draft_vocab import DraftVocab
 from mmspec.drafters.eagle import placed
-from mmspec.drafters.feature import FeatureDrafter, told
+from mmspec.drafters.feature import FeatureDrafter, prompt_stats
 from mmspec.drafters.options import ALL, TreeOptions, grown
 from mmspec.pipelines.drafters import mtp_files
 from mmspec.pipelines.targets import tree_attention as attention
@@ -210,7 +210,7 @@ class MtpDrafter(FeatureDrafter):
             self.settle(memory, out[:, -1:])
         memory.lengths, memory.open_slots = Lengths.of([n] * B, device), valid
         memory.padded = not bool(valid.all())
-        memory.told = told(prompt.visual[:, 1:], prompt.valid[:, :-1], valid, memory.size)
+        memory.stats = prompt_stats(prompt.visual[:, 1:], prompt.valid[:, :-1], valid, memory.size)
         return memory
 
     def _read(

@@ -78,10 +78,10 @@ _picture: ContextVar[PictureTokens | None] = ContextVar("mmspec_chameleon", defa
 class ChameleonTarget(VlmTarget):
     """The model with its head read directly."""
 
-    def _logits(self, out: Any, heard: dict[str, Any]) -> Tensor:
-        return self.model.get_output_embeddings()(final_hidden(heard["decoder"])).to(self.device)
+    def _logits(self, out: Any, recorded: dict[str, Any]) -> Tensor:
+        return self.model.get_output_embeddings()(final_hidden(recorded["decoder"])).to(self.device)
 
-    def _grid(self, heard: dict[str, Any]) -> tuple[int, int] | None:
+    def _grid(self, recorded: dict[str, Any]) -> tuple[int, int] | None:
         picture = _picture.get()
         return None if picture is None else (picture.side, picture.side)
 

@@ -11,7 +11,7 @@ from transformers import GenerationMixin
 
 from mmspec.pipelines.patching import assisted
 from mmspec.pipelines.patching.family import Family
-from mmspec.pipelines.patching.generate import generate, obstacle, overheard
+from mmspec.pipelines.patching.generate import generate, obstacle, watched
 from mmspec.pipelines.patching.handle import Patch
 from mmspec.pipelines.patching.obstacles import Obstacle, unfit_attention
 from mmspec.pipelines.sampling.guidance import Guidance
@@ -49,7 +49,7 @@ class DecoderOnlyPatch:
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         custom = kwargs.get("custom_generate")
         if callable(custom) and not str(getattr(custom, "__module__", "")).startswith("mmspec."):
-            kwargs["custom_generate"] = overheard(custom, type(self)._mmspec_patch)
+            kwargs["custom_generate"] = watched(custom, type(self)._mmspec_patch)
         patch, drafts = Patch.of(self), assisted.asked(self, kwargs)
         if patch is not None and drafts is not None:
             patch, kwargs = assisted.patch_for(self, patch, drafts[0]), drafts[1]

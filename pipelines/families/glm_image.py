@@ -20,26 +20,26 @@ _one_at_a_time = threading.Lock()
 
 
 class _Told:
-    """Mixin of the inner model, which keeps the list on itself: each call hears its own, whatever other threads do."""
+    """Mixin of the inner model, which keeps the list on itself: each call records its own, in any thread."""
 
     def get_rope_index(self, *args: Any, **kwargs: Any) -> Any:
         with _one_at_a_time:
-            told = stock(self).get_rope_index(self, *args, **kwargs)
+            index = stock(self).get_rope_index(self, *args, **kwargs)
             note("positions", self._cached_decode_position_ids)  # type: ignore[attr-defined]
             note("grids", kwargs.get("image_grid_thw"))
-        return told
+        return index
 
 
 class GlmTarget(VlmTarget):
-    def _places(self, positions: Tensor | None, heard: dict[str, Any], length: int) -> Places:
-        listed = heard.get("positions")
+    def _places(self, positions: Tensor | None, recorded: dict[str, Any], length: int) -> Places:
+        listed = recorded.get("positions")
         if listed is not None:
             return Listed(listed)
-        embeds = heard["decoder"][1]["inputs_embeds"]  # without grids stock counts the slots of the cache
+        embeds = recorded["decoder"][1]["inputs_embeds"]  # without grids stock counts the slots of the cache
         return Onward(torch.full((3, len(embeds), 1), length, device=embeds.device))
 
-    def _grid(self, heard: dict[str, Any]) -> tuple[int, int] | None:
-        grids = [] if heard.get("positions") is None else heard["grids"].tolist()
+    def _grid(self, recorded: dict[str, Any]) -> tuple[int, int] | None:
+        grids = [] if recorded.get("positions") is None else recorded["grids"].tolist()
         return max((tuple(grid[1:]) for grid in grids), key=math.prod, default=None)
 
 

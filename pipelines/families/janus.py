@@ -137,14 +137,14 @@ class JanusTarget(VlmTarget):
         slots = RaggedCache(rows, inputs.ids.device, L + session.rows[0].limit + nodes)
         arguments |= {"past_key_values": slots}
         given = self.model.prepare_inputs_for_generation(input_ids=inputs.ids[order], inputs_embeds=embeds, **arguments)
-        with record_features() as heard:
+        with record_features() as recorded:
             out = self.model.model.language_model(**given)
         slots.advance(L)
-        told = heard["decoder"][1].get("position_ids")  # without any, stock counts the slots of the cache
-        first = inputs.ids.new_full((rows, 1), L) if told is None else told[:, -1:] + 1
+        given = recorded["decoder"][1].get("position_ids")  # without any, stock counts the slots of the cache
+        first = inputs.ids.new_full((rows, 1), L) if given is None else given[:, -1:] + 1
         valid, ids = arguments["attention_mask"].bool(), inputs.ids[: rows // 2]
         session.cache = State(slots, Onward(first), valid, {}, {}, 2)
-        hidden = self._features(heard)
+        hidden = self._features(recorded)
         hidden = None if hidden is None else unfold(hidden, 2)
         prompt = Prompt(
             ids=torch.zeros_like(ids),  # words have no id among the codes
@@ -155,7 +155,7 @@ class JanusTarget(VlmTarget):
             grid=tuple(self.model.model.vqmodel.quantize.quant_state_dims),
         )
         end, root = None if hidden is None else hidden[:, -1:], lone(prompt.ids[:, -1:])
-        return prompt, self.scores(self._logits(out, heard)[:, -1:], session, root, end)
+        return prompt, self.scores(self._logits(out, recorded)[:, -1:], session, root, end)
 
     def _forward(self, state: State, ids: Tensor, places: Tensor, mask: Any) -> Any:
         return self.model.model.language_model(
@@ -166,7 +166,7 @@ class JanusTarget(VlmTarget):
             use_cache=True,
         )
 
-    def _logits(self, out: Any, heard: dict[str, Any]) -> Tensor:
+    def _logits(self, out: Any, recorded: dict[str, Any]) -> Tensor:
         return self.model.model.generation_head(out.last_hidden_state).to(self.device)
 
 

@@ -14,8 +14,8 @@ from mmspec.pipelines.mar.loop import DRAFTS, PATHS, MarRunner, MarState, coins,
 from mmspec.pipelines.mar.plan import MarStats, Speculation
 
 
-def aligned(
-    brush: MarRunner, drawn: MarState, how: Speculation, scout: MarRunner, told: MarStats
+def cspd_rounds(
+    runner: MarRunner, drawn: MarState, how: Speculation, draft_runner: MarRunner, stats: MarStats
 ) -> Iterator[MarState]:
     """CSpD (Wang et al. 2024, arXiv 2411.11925) as its authors' code draws; approximate, see `mmspec.continuous.cspd`.
 
@@ -29,57 +29,59 @@ def aligned(
     L, begin = drawn.order.shape[1], drawn.counts[0]
     while begin < L:
         end, before = min(L, begin + how.ahead), drawn.tokens.clone()
-        drafted = [_next(scout, drawn, turn) for turn in range(begin, end)]
-        z = brush.read(before, drawn.order, [begin] * len(before), drawn.labels)
-        told.rounds += 1
-        for _, some in groupby(range(begin, end), lambda turn: brush.distribution.steps[turn]):
+        drafted = [_next(draft_runner, drawn, turn) for turn in range(begin, end)]
+        z = runner.read(before, drawn.order, [begin] * len(before), drawn.labels)
+        stats.rounds += 1
+        for _, some in groupby(range(begin, end), lambda turn: runner.distribution.steps[turn]):
             turns = list(some)
-            _judge(brush, drawn, z, turns, end - 1, [drafted[turn - begin] for turn in turns], how, told)
+            _judge(runner, drawn, z, turns, end - 1, [drafted[turn - begin] for turn in turns], how, stats)
         drawn.counts, begin = [end] * len(before), end
         yield drawn
 
 
-def _next(scout: MarRunner, drawn: MarState, turn: int) -> paths.Path:
+def _next(draft_runner: MarRunner, drawn: MarState, turn: int) -> paths.Path:
     """The draft's own token of every picture, written there."""
     B, device = len(drawn.order), drawn.order.device
     rows, at = torch.arange(B, device=device), torch.full((B,), turn, device=device)
-    z = scout.read(drawn.tokens, drawn.order, [turn] * B, drawn.labels)
-    path = fresh(scout, z[:, rows, drawn.order[:, turn]], drawn, rows, at, scout.distribution.steps[turn], DRAFTS)
+    z = draft_runner.read(drawn.tokens, drawn.order, [turn] * B, drawn.labels)
+    path = fresh(
+        draft_runner, z[:, rows, drawn.order[:, turn]], drawn, rows, at, draft_runner.distribution.steps[turn], DRAFTS
+    )
     drawn.put(rows, at, path.x)
     return path
 
 
 def _judge(
-    brush: MarRunner,
+    runner: MarRunner,
     drawn: MarState,
     z: Tensor,
     turns: list[int],
     last: int,
     drafted: list[paths.Path],
     how: Speculation,
-    told: MarStats,
+    stats: MarStats,
 ) -> None:
     """Keep or replace each of the tokens at `turns`; the guidance is that of the turn `last`, as published."""
     B, L, device = *drawn.order.shape, drawn.order.device
     rows = torch.arange(B, device=device).repeat(len(turns))
     at = torch.tensor(turns, device=device).repeat_interleave(B)
     chain, tau, seeds = (
-        brush.chain(brush.distribution.steps[turns[0]]),
-        brush.distribution.temperature,
+        runner.chain(runner.distribution.steps[turns[0]]),
+        runner.distribution.temperature,
         drawn.seeds[rows],
     )
     C = drawn.tokens.shape[2]
     chosen, guided = z[:, rows, drawn.order[rows, at]], torch.full_like(at, last)
-    own = fresh(brush, chosen, drawn, rows, at, brush.distribution.steps[turns[0]], DRAFTS, guided)
+    own = fresh(runner, chosen, drawn, rows, at, runner.distribution.steps[turns[0]], DRAFTS, guided)
     theirs = paths.joined(drafted)
     p, q = cspd.end(own, chain, tau), cspd.end(theirs, chain, tau)
     chance = cspd.log_chance(theirs.x, p, q, how.width)
     wrong = (~(coins(seeds, L, at, 0).log() < chance)).nonzero()[:, 0]  # a NaN keeps nothing
     for turn, likely in zip((turn for turn in turns for _ in range(B)), chance.exp().tolist(), strict=True):
-        told.note(turn, likely, 0.0)
+        stats.note(turn, likely, 0.0)
     if len(wrong):
         noise = normal(seeds[wrong], PATHS, L, at[wrong], 0, cspd.ROUNDS - 1, C).transpose(0, 1)
         trial = torch.arange(1, cspd.ROUNDS + 1, device=device)[:, None]
         u = coins(seeds[wrong], L, at[wrong], trial)
         drawn.put(rows[wrong], at[wrong], cspd.leftover(p.take(wrong), q.take(wrong), noise, u))
-        told.refused += len(wrong)
+        stats.refused += len(wrong)

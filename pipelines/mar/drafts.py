@@ -64,7 +64,7 @@ def places(drafts: Sequence[MarDraft], device: Any) -> Cells:
     return cells([draft.row for draft in drafts], [draft.turn for draft in drafts], device)
 
 
-class Own:
+class SelfDrafter:
     """Drafts of the model itself: all from what it knew at its last pass, side by side in one chain.
 
     That pass may lack the last token, which was refused in it and is drawn anew in the same chain. A draft's
@@ -73,13 +73,13 @@ class Own:
     decided: a draft that came after a refused one was never tested. So it may even be drawn again from the same noise.
     """
 
-    def __init__(self, brush: MarRunner, ahead: int) -> None:
-        self.brush, self.ahead = brush, ahead
+    def __init__(self, runner: MarRunner, ahead: int) -> None:
+        self.runner, self.ahead = runner, ahead
         self.z = torch.empty(0)  # [streams, B, L, D]
         self.current: list[bool] = []  # whether z knows all tokens that are decided
 
     def start(self, drawn: MarState) -> None:
-        self.z = self.brush.read(drawn.tokens, drawn.order, drawn.counts, drawn.labels)
+        self.z = self.runner.read(drawn.tokens, drawn.order, drawn.counts, drawn.labels)
         self.current = [True] * len(drawn.counts)
 
     def wanted(self, drawn: MarState) -> list[MarDraft]:
@@ -108,11 +108,11 @@ class Own:
             self.current[b] = b in current
 
 
-class Other:
+class ModelDrafter:
     """Drafts of a smaller model, one token after the other."""
 
-    def __init__(self, brush: MarRunner, ahead: int) -> None:
-        self.brush, self.ahead = brush, ahead
+    def __init__(self, runner: MarRunner, ahead: int) -> None:
+        self.runner, self.ahead = runner, ahead
 
     def start(self, drawn: MarState) -> None:
         """It reads the pictures anew in every round."""
@@ -129,13 +129,13 @@ class Other:
             if not now:
                 break
             turns = [here.turns[i] for i in now]
-            alike = by_steps(self.brush, turns)
+            alike = by_steps(self.runner, turns)
             these, *several = indices(here.of.device, now, *(some for _, some in alike))
             b, at = here.of[these], here.at[these]
-            read = self.brush.read(seen.tokens[b], drawn.order[b], turns, drawn.labels[b])
+            read = self.runner.read(seen.tokens[b], drawn.order[b], turns, drawn.labels[b])
             z = read[:, torch.arange(len(now), device=b.device), drawn.order[b, at]]
             for (steps, some), index in zip(alike, several, strict=True):
-                path = fresh(self.brush, z[:, index], drawn, b[index], at[index], steps, DRAFTS)
+                path = fresh(self.runner, z[:, index], drawn, b[index], at[index], steps, DRAFTS)
                 seen.put(b[index], at[index], path.x)
                 for k, i in enumerate(some):
                     found[now[i]] = MarDraft(here.rows[now[i]], turns[i], z[:, i], path=path.take(slice(k, k + 1)))
@@ -149,9 +149,9 @@ def _ahead(drawn: MarState, most: int) -> Cells:
     return cells([b for b, _ in found], [turn for _, turn in found], drawn.order.device)
 
 
-def by_steps(brush: MarRunner, turns: Sequence[int]) -> list[tuple[int, list[int]]]:
+def by_steps(runner: MarRunner, turns: Sequence[int]) -> list[tuple[int, list[int]]]:
     """Each number of denoising steps, and which tokens have it."""
     alike: dict[int, list[int]] = {}
     for i, turn in enumerate(turns):
-        alike.setdefault(brush.distribution.steps[turn], []).append(i)
+        alike.setdefault(runner.distribution.steps[turn], []).append(i)
     return list(alike.items())

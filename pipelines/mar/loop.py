@@ -181,33 +181,33 @@ class MarRunner:
         return PlainHead(self.model.diffloss, self.chain(steps), z[0], null, strength)
 
 
-def plain(brush: MarRunner, drawn: MarState, upto: int | None = None) -> Iterator[MarState]:
+def plain(runner: MarRunner, drawn: MarState, upto: int | None = None) -> Iterator[MarState]:
     """Draw all pictures in step, an iteration of the distribution at a time, until they have `upto` tokens; None:
     all."""
     B, device = len(drawn.order), drawn.order.device
     rows = torch.arange(B, device=device)
-    for first, last in brush.distribution.turns:
+    for first, last in runner.distribution.turns:
         if upto is not None and first >= upto:
             return
-        z = brush.read(drawn.tokens, drawn.order, drawn.counts, drawn.labels)
+        z = runner.read(drawn.tokens, drawn.order, drawn.counts, drawn.labels)
         turns, of = torch.arange(first, last, device=device).repeat(B), rows.repeat_interleave(last - first)
         chosen = z[:, of, drawn.order[of, turns]]
-        drawn.put(of, turns, fresh(brush, chosen, drawn, of, turns, brush.distribution.steps[first], PATHS).x)
+        drawn.put(of, turns, fresh(runner, chosen, drawn, of, turns, runner.distribution.steps[first], PATHS).x)
         drawn.counts = [last] * B
         yield drawn
 
 
 def fresh(
-    brush: MarRunner, z: Tensor, drawn: MarState, rows: Tensor, turns: Tensor, steps: int, kind: int,
+    runner: MarRunner, z: Tensor, drawn: MarState, rows: Tensor, turns: Tensor, steps: int, kind: int,
     guided: Tensor | None = None,
 ) -> paths.Path:  # fmt: skip
     """Paths of tokens at `turns` [R] of pictures `rows` [R], all of as many steps; z [streams, R, D].
 
     `guided` [R] are the turns whose guidance counts; None: their own.
     """
-    chain, L = brush.chain(steps), drawn.order.shape[1]
+    chain, L = runner.chain(steps), drawn.order.shape[1]
     noise = normal(drawn.seeds[rows], kind, L, turns, 0, len(chain), drawn.tokens.shape[2])
-    brush.evaluations += len(rows) * len(chain) * (1 + brush.distribution.guided)
-    return brush.draw(
-        brush.net(z, turns if guided is None else guided, steps), chain, noise, brush.distribution.temperature
+    runner.evaluations += len(rows) * len(chain) * (1 + runner.distribution.guided)
+    return runner.draw(
+        runner.net(z, turns if guided is None else guided, steps), chain, noise, runner.distribution.temperature
     )

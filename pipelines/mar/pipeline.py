@@ -133,21 +133,23 @@ class MARPipeline(DiffusionPipeline):
         how = self._settings(given, output_type)
         labels = self._labels(class_labels)
         wake(self.transformer)
-        brush, speculation, told = self._brush(how, fast_head, compile), self._speculation, None
-        scout = brush
+        runner, speculation, told = self._runner(how, fast_head, compile), self._speculation, None
+        draft_runner = runner
         if speculation is not None:
             told = tally(self.transformer.tokens)
             if speculation.draft is not None:
-                scout = replace(brush, model=speculation.draft)
+                draft_runner = replace(runner, model=speculation.draft)
         drawn = canvas(self.transformer, labels, seeds(generator, len(labels)))
         if speculation is None or told is None:
-            rounds = plain(brush, drawn)
+            rounds = plain(runner, drawn)
         else:
-            rounds = draw(brush, drawn, speculation, scout, told)
-        self._follow(mode_of(brush.model, scout.model), rounds, callback_on_step_end)
+            rounds = draw(runner, drawn, speculation, draft_runner, told)
+        self._follow(mode_of(runner.model, draft_runner.model), rounds, callback_on_step_end)
         images = drawn.tokens if output_type == "latent" else self.picture(drawn.tokens, output_type)
         self.maybe_free_model_hooks()
-        work = brush.work() | ({f"draft_{name}": n for name, n in scout.work().items()} if scout is not brush else {})
+        work = runner.work()
+        if draft_runner is not runner:
+            work |= {f"draft_{name}": n for name, n in draft_runner.work().items()}
         return MAROutput(images, drawn.tokens, work, told) if return_dict else (images,)
 
     def _follow(self, mode: Mode, rounds: Iterator[MarState], callback: Callable[..., Any] | None) -> None:
@@ -191,7 +193,7 @@ class MARPipeline(DiffusionPipeline):
         """Draw plainly again."""
         self._speculation = None
 
-    def _brush(self, how: dict[str, Any], fast: bool, compile: bool) -> MarRunner:
+    def _runner(self, how: dict[str, Any], fast: bool, compile: bool) -> MarRunner:
         if compile and not fast:
             raise ValueError("compile=True compiles the fast head; leave fast_head=False out")
         steps = how["num_diffusion_steps"]

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from mmspec.continuous import denoising as paths
-from mmspec.pipelines.mar.cspd import aligned
-from mmspec.pipelines.mar.drafts import Cells, MarDraft, Other, Own, by_steps, indices, places
+from mmspec.pipelines.mar.cspd import cspd_rounds
+from mmspec.pipelines.mar.drafts import Cells, MarDraft, ModelDrafter, SelfDrafter, by_steps, indices, places
 from mmspec.pipelines.mar.loop import DRAFTS, PATHS, MarRunner, MarState, coins, normal, plain
 from mmspec.pipelines.mar.plan import MarStats, Speculation
 
@@ -20,29 +20,31 @@ AT_ONCE = 4  # trials of a refused token that run side by side
 Refused = tuple[MarDraft, Tensor]  # and what the model knew before it, z [streams, D]
 
 
-def draw(brush: MarRunner, drawn: MarState, how: Speculation, scout: MarRunner, told: MarStats) -> Iterator[MarState]:
-    """Draw all pictures; `scout` is the brush of the draft, or `brush` itself.
+def draw(
+    runner: MarRunner, drawn: MarState, how: Speculation, draft_runner: MarRunner, stats: MarStats
+) -> Iterator[MarState]:
+    """Draw all pictures; `draft_runner` is the runner of the draft, or `runner` itself.
 
     Raises:
         ValueError: the distribution draws several tokens in an iteration.
     """
     L = drawn.order.shape[1]
-    if len(brush.distribution.turns) != L:
+    if len(runner.distribution.turns) != L:
         raise ValueError(
             f"speculation keeps the distribution of one token an iteration; pass num_inference_steps={L} (got "
-            f"{len(brush.distribution.turns)}), or disable_speculation()"
+            f"{len(runner.distribution.turns)}), or disable_speculation()"
         )
     if how.prefill:
-        yield from plain(brush, drawn, min(L, math.floor(L * how.prefill) + 1))
+        yield from plain(runner, drawn, min(L, math.floor(L * how.prefill) + 1))
     if how.rule == "cspd":
-        yield from aligned(brush, drawn, how, scout, told)
+        yield from cspd_rounds(runner, drawn, how, draft_runner, stats)
     else:
-        kind = Own if scout is brush else Other
-        yield from exact(brush, drawn, how, kind(scout, how.ahead), told)
+        kind = SelfDrafter if draft_runner is runner else ModelDrafter
+        yield from exact(runner, drawn, how, kind(draft_runner, how.ahead), stats)
 
 
 def exact(
-    brush: MarRunner, drawn: MarState, how: Speculation, scout: Own | Other, told: MarStats
+    runner: MarRunner, drawn: MarState, how: Speculation, drafter: SelfDrafter | ModelDrafter, stats: MarStats
 ) -> Iterator[MarState]:
     """Draw all pictures by the distribution of `plain` with one token an iteration; every picture goes its own way.
 
@@ -51,34 +53,39 @@ def exact(
     ones are drawn anew from what the model has left over, and beside them the model's next drafts.
     """
     L, refused = drawn.order.shape[1], list[Refused]()
-    scout.start(drawn)
-    drafts = scout.wanted(drawn)
+    drafter.start(drawn)
+    drafts = drafter.wanted(drawn)
     while True:
-        _chains(brush, drawn, refused, drafts, how.eta, scout, told)
-        if told.rounds:
+        _chains(runner, drawn, refused, drafts, how.eta, drafter, stats)
+        if stats.rounds:
             yield drawn
         if min(drawn.counts) == L:
             return
-        drafts = scout.propose(drawn, drafts)
+        drafts = drafter.propose(drawn, drafts)
         here, x = places(drafts, drawn.order.device), torch.cat([draft.drawn.x for draft in drafts])
-        z, source, at = _verify(brush, drawn, drafts, here, x, scout)
-        ratio = _ratios(brush, drafts, here, z)
+        z, source, at = _verify(runner, drawn, drafts, here, x, drafter)
+        ratio = _ratios(runner, drafts, here, z)
         eta = torch.tensor([1.0 if draft.certain else how.eta for draft in drafts], device=z.device)
         chance = paths.chance(ratio, eta)
         kept = coins(drawn.seeds[here.of], L, here.at, 0) < chance
-        told.rounds += 1
+        stats.rounds += 1
         facts = torch.stack([kept, chance, -ratio], 1).tolist()
-        stand, first, found, whole = _stand(drawn, drafts, facts, at, told)
+        stand, first, found, whole = _stand(drawn, drafts, facts, at, stats)
         (stood,) = indices(x.device, stand)
         drawn.put(here.of[stood], here.at[stood], x[stood])
-        if isinstance(scout, Own):
-            scout.learn(source, found, whole)
+        if isinstance(drafter, SelfDrafter):
+            drafter.learn(source, found, whole)
         refused = [(drafts[i], z[:, i]) for i in first]
-        drafts = scout.wanted(drawn)
+        drafts = drafter.wanted(drawn)
 
 
 def _verify(
-    brush: MarRunner, drawn: MarState, drafts: list[MarDraft], here: Cells, x: Tensor, scout: Own | Other
+    runner: MarRunner,
+    drawn: MarState,
+    drafts: list[MarDraft],
+    here: Cells,
+    x: Tensor,
+    drafter: SelfDrafter | ModelDrafter,
 ) -> tuple[Tensor, Tensor, dict[tuple[int, int], int]]:
     """The model's conditioning [streams, R, D] of every drafted token, knowing those before it.
 
@@ -87,16 +94,16 @@ def _verify(
     """
     L, drafted = drawn.order.shape[1], list(zip(here.rows, here.turns, strict=True))
     asked = [cell for cell, draft in zip(drafted, drafts, strict=True) if not draft.certain]
-    if isinstance(scout, Own):  # one more, to draft the next tokens from
+    if isinstance(drafter, SelfDrafter):  # one more, to draft the next tokens from
         asked += [(b, n) for b, n in {b: turn + 1 for b, turn in drafted}.items() if n < L]
     at, parts = {cell: i for i, cell in enumerate(asked)}, []
     if asked:
         seen = replace(drawn, tokens=drawn.tokens.clone())
         seen.put(here.of, here.at, x)
         (b,) = indices(here.of.device, [b for b, _ in asked])
-        parts.append(brush.read(seen.tokens[b], drawn.order[b], [n for _, n in asked], drawn.labels[b]))
-    if isinstance(scout, Own):
-        known, current = scout.known()
+        parts.append(runner.read(seen.tokens[b], drawn.order[b], [n for _, n in asked], drawn.labels[b]))
+    if isinstance(drafter, SelfDrafter):
+        known, current = drafter.known()
         at |= {(b, drawn.counts[b]): len(asked) + b for b in current}
         parts.append(known)
     source = torch.cat(parts, 1)
@@ -104,21 +111,21 @@ def _verify(
     return source[:, known_by, drawn.order[here.of, here.at]], source, at
 
 
-def _ratios(brush: MarRunner, drafts: list[MarDraft], here: Cells, z: Tensor) -> Tensor:
+def _ratios(runner: MarRunner, drafts: list[MarDraft], here: Cells, z: Tensor) -> Tensor:
     """log P/Q [R] of the drafted paths; 0 where nothing is to be tested."""
     ratio, tested = torch.zeros(len(drafts), device=z.device), [i for i, d in enumerate(drafts) if not d.certain]
-    alike = [(steps, [tested[i] for i in index]) for steps, index in by_steps(brush, [here.turns[i] for i in tested])]
+    alike = [(steps, [tested[i] for i in index]) for steps, index in by_steps(runner, [here.turns[i] for i in tested])]
     for (steps, some), these in zip(alike, indices(z.device, *(some for _, some in alike)), strict=True):
-        chain, drawn = brush.chain(steps), paths.joined([drafts[i].drawn for i in some])
-        brush.evaluations += len(some) * len(chain) * (1 + brush.distribution.guided)
+        chain, drawn = runner.chain(steps), paths.joined([drafts[i].drawn for i in some])
+        runner.evaluations += len(some) * len(chain) * (1 + runner.distribution.guided)
         ratio[these] = paths.log_ratio(
-            drawn, brush.net(z[:, these], here.at[these], steps), chain, brush.distribution.temperature
+            drawn, runner.net(z[:, these], here.at[these], steps), chain, runner.distribution.temperature
         )
     return ratio
 
 
 def _stand(
-    drawn: MarState, drafts: list[MarDraft], facts: list[list[float]], at: dict[tuple[int, int], int], told: MarStats
+    drawn: MarState, drafts: list[MarDraft], facts: list[list[float]], at: dict[tuple[int, int], int], stats: MarStats
 ) -> tuple[list[int], list[int], dict[int, int], list[int]]:
     """Which drafts stand, and which were the first of their picture to be refused; both are counted.
 
@@ -137,7 +144,7 @@ def _stand(
         stand += range(begin, first)
         for i in range(begin, min(first + 1, end)):
             if not drafts[i].certain:
-                told.note(drafts[i].turn, *facts[i][1:])
+                stats.note(drafts[i].turn, *facts[i][1:])
         n = drawn.counts[b] + first - begin
         if (b, n) in at:
             found[b] = at[b, n]
@@ -150,8 +157,8 @@ def _stand(
 
 
 def _chains(
-    brush: MarRunner, drawn: MarState, refused: list[Refused], drafts: list[MarDraft], eta: float, scout: Own | Other,
-    told: MarStats,
+    runner: MarRunner, drawn: MarState, refused: list[Refused], drafts: list[MarDraft], eta: float,
+    drafter: SelfDrafter | ModelDrafter, stats: MarStats,
 ) -> None:  # fmt: skip
     """Draw refused tokens anew, from what the model's distribution has left over, and the paths of drafts that have
     none yet.
@@ -160,8 +167,8 @@ def _chains(
     """
     L, C, device = drawn.order.shape[1], drawn.tokens.shape[2], drawn.order.device
     every = [*((draft, z) for draft, z in refused), *((draft, draft.z) for draft in drafts)]
-    for steps, index in by_steps(brush, [draft.turn for draft, _ in every]):
-        some, chain, R = [every[i] for i in index], brush.chain(steps), sum(i < len(refused) for i in index)
+    for steps, index in by_steps(runner, [draft.turn for draft, _ in every]):
+        some, chain, R = [every[i] for i in index], runner.chain(steps), sum(i < len(refused) for i in index)
         here = places([draft for draft, _ in some], device)
         seeds = drawn.seeds[here.of]
 
@@ -171,19 +178,19 @@ def _chains(
             noise = normal(seeds[rows], PATHS, L, at[rows], trial, len(chain), C)
             return noise, coins(seeds[rows], L, at[rows], trial + 1)
 
-        p, tau = brush.net(torch.stack([z for _, z in some], 1), here.at, steps), brush.distribution.temperature
+        p, tau = runner.net(torch.stack([z for _, z in some], 1), here.at, steps), runner.distribution.temperature
         trials: list[int] = []
         beside = normal(seeds[R:], DRAFTS, L, here.at[R:], 0, len(chain), C)
         if R:
-            q = scout.brush.net(torch.stack([draft.z for draft, _ in some[:R]], 1), here.at[:R], steps)
+            q = drafter.runner.net(torch.stack([draft.z for draft, _ in some[:R]], 1), here.at[:R], steps)
             by = torch.full((R,), eta, device=device)
-            x, trials, others = paths.leftover(p, q, chain, again, by, tau, AT_ONCE, brush.draw, beside)
+            x, trials, others = paths.leftover(p, q, chain, again, by, tau, AT_ONCE, runner.draw, beside)
             drawn.put(here.of[:R], here.at[:R], x)
         else:
-            others = brush.draw(p, chain, beside, tau)
+            others = runner.draw(p, chain, beside, tau)
         for i, (draft, _) in enumerate(some[R:]):
             draft.path = others.take(slice(i, i + 1))
-        told.refused, told.trials = told.refused + R, told.trials + sum(trials)
+        stats.refused, stats.trials = stats.refused + R, stats.trials + sum(trials)
         tried = sum(-(-n // AT_ONCE) for n in trials) * AT_ONCE
-        brush.evaluations += (tried + len(some) - R) * len(chain) * (1 + brush.distribution.guided)
-        scout.brush.evaluations += tried * len(chain) * (1 + brush.distribution.guided)
+        runner.evaluations += (tried + len(some) - R) * len(chain) * (1 + runner.distribution.guided)
+        drafter.runner.evaluations += tried * len(chain) * (1 + runner.distribution.guided)

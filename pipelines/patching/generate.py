@@ -81,8 +81,8 @@ def _turning(model: Any, call: Call) -> Obstacle | None:
     turn = reach.turn(decoder(model))
     if turn is None:
         return None
-    L, told = call.input_ids.shape[1], call.arguments.get("position_ids")
-    read = L if told is None else max(L, int(told.max()) + 1)
+    L, given = call.input_ids.shape[1], call.arguments.get("position_ids")
+    read = L if given is None else max(L, int(given.max()) + 1)
     longest = read + call.endings.limit - L - 1  # the last token is not read any more
     if longest <= turn:
         return None
@@ -140,7 +140,7 @@ def generate(model: Any, handle: Any, call: Call) -> tuple[Any, Stats]:
 def rounds(
     target: Target, drafter: Any, rows: list[Row], inputs: Any, watch: Callable[[Round], None] | None
 ) -> Iterator[tuple[Session, Round]]:
-    """The prefill's round and all that follow; `watch` is told of each."""
+    """The prefill's round and all that follow; `watch` gets each of them."""
     session, first = start(target, drafter, rows, inputs)
     session.watched = watch is not None
     for round_ in chain([first], decode(session, target, drafter)):
@@ -149,7 +149,7 @@ def rounds(
         yield session, round_
 
 
-def overheard(custom: Callable[..., Any], handle: Any) -> Callable[..., Any]:
+def watched(custom: Callable[..., Any], handle: Any) -> Callable[..., Any]:
     """The same `custom_generate`; a warning says so where it makes no call that mmspec could accelerate."""
 
     @functools.wraps(custom)

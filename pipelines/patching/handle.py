@@ -70,7 +70,7 @@ class Patch:
 
     @contextmanager
     def running(self, model: Any) -> Iterator[None]:
-        """A call: what it hears of the model's modules stays there to its end, whoever disables the model meanwhile."""
+        """A call: its feature hooks stay to its end, whoever disables the model meanwhile."""
         self.family.tap(model, self.drafter.features)
         try:
             yield

@@ -57,9 +57,10 @@ class NegativePrompt:
     @classmethod
     def of(cls, processor: UnbatchedClassifierFreeGuidanceLogitsProcessor, prompt: Tensor) -> NegativePrompt:
         """From the stock processor; without a negative prompt it takes the prompt's last token."""
-        told: dict[str, Any] = processor.unconditional_context
-        ids = prompt[:, -1:] if told["input_ids"] is None else told["input_ids"].to(prompt.device)
-        mask = torch.ones_like(ids) if told["attention_mask"] is None else told["attention_mask"].to(prompt.device)
+        context: dict[str, Any] = processor.unconditional_context
+        ids = prompt[:, -1:] if context["input_ids"] is None else context["input_ids"].to(prompt.device)
+        mask = context["attention_mask"]
+        mask = torch.ones_like(ids) if mask is None else mask.to(prompt.device)
         copies = len(prompt) // len(ids)  # num_return_sequences expands the prompt alone
         return cls(ids.repeat_interleave(copies, 0), mask.repeat_interleave(copies, 0))
 

@@ -37,8 +37,8 @@ class Texts:
         most, end = max(map(len, new)), max(map(len, lists)) + room
         ids = self._ids = self._with(end + most, device)
         rest = [[_BEYOND] * (most - len(tokens)) for tokens in new]
-        told = [[n, len(t), *x, *r] for n, t, x, r in zip(self._held, lists, new, rest, strict=True)]
-        copied = torch.tensor(told, device=device)
+        counts = [[n, len(t), *x, *r] for n, t, x, r in zip(self._held, lists, new, rest, strict=True)]
+        copied = torch.tensor(counts, device=device)
         ids.scatter_(1, copied[:, :1] + torch.arange(most, device=device), copied[:, 2:])
         self._held = [len(tokens) for tokens in lists]
         return ids[:, :end], copied[:, 1]
@@ -199,8 +199,8 @@ def grammar(processor: Any, scores: Tensor, before: Prefixes) -> Tensor:
 
         def asked(line: list[int], text: Tensor = text, place: int = row.index) -> list[int]:
             with lasting():
-                told = allow(place, torch.cat([text, text.new_tensor(line)]))
-            return told.tolist() if isinstance(told, Tensor) else list(told)
+                answer = allow(place, torch.cat([text, text.new_tensor(line)]))
+            return answer.tolist() if isinstance(answer, Tensor) else list(answer)
 
         lines: list[list[int] | None] = [[]]
         allowed = [asked([])]

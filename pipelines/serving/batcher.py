@@ -235,5 +235,5 @@ def _padded(prompts: list[dict[str, Any]], fill: int) -> dict[str, Any]:
 
 def out_of_memory(error: Exception) -> bool:
     """Of a device, or of the machine; its allocator and that of MPS raise a plain RuntimeError."""
-    told = "allocate memory" in str(error) or "out of memory" in str(error)
-    return told or isinstance(error, (torch.OutOfMemoryError, MemoryError))
+    named = "allocate memory" in str(error) or "out of memory" in str(error)
+    return named or isinstance(error, (torch.OutOfMemoryError, MemoryError))

@@ -1,4 +1,4 @@
-"""How much a prompt's text attends to each of its tokens, heard in a few layers of its prefill."""
+"""How much a prompt's text attends to each of its tokens, recorded in a few layers of its prefill."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Attended:
 
     visual: Tensor  # [B, L], above 0 at visual tokens
     valid: Tensor  # bool [B, T], of the cached tokens and of these
-    told: list[Tensor] = field(default_factory=list)
+    shares: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         L = self.visual.shape[1]
@@ -48,12 +48,12 @@ class Attended:
 
     @property
     def mean(self) -> Tensor | None:
-        """[B, L]; None where nothing was heard although there are images."""
+        """[B, L]; None where nothing was recorded although there are images."""
         if not self.wanted:
             return torch.zeros(self.visual.shape, device=self.visual.device)
-        return torch.stack(self.told).mean(0) if self.told else None
+        return torch.stack(self.shares).mean(0) if self.shares else None
 
-    def hear(self, query: Tensor, key: Tensor, scaling: float) -> None:
+    def record(self, query: Tensor, key: Tensor, scaling: float) -> None:
         """Take in one layer: queries [B, heads, L, D] and keys [B, kv_heads, T, D], rotated as they meet."""
         L, T = query.shape[2], key.shape[2]
         at, asks, k = torch.arange(self.first, L, device=query.device), self.asks.to(query.device), key.float()
@@ -63,14 +63,14 @@ class Attended:
         scores = (q @ k.transpose(2, 3) * scaling).unflatten(2, (-1, L - self.first)).flatten(1, 2)
         scores = scores.masked_fill(~seen[:, None], torch.finfo(torch.float32).min)
         share = (scores.softmax(-1).mean(1) * asks[..., None]).sum(1) / asks.sum(1, keepdim=True)
-        self.told.append(share[:, -L:].to(self.visual.device))
+        self.shares.append(share[:, -L:].to(self.visual.device))
 
 
 _asking: ContextVar[Attended | None] = ContextVar("mmspec_attended", default=None)
 
 
 class attending:
-    """Context manager: the prefill that runs in it is heard, as an Attended tells, if there are images in it."""
+    """Context manager: the prefill that runs in it is recorded by an Attended, if there are images in it."""
 
     def __init__(self, visual: Tensor, valid: Tensor) -> None:
         self.attended = Attended(visual, valid)
@@ -84,7 +84,7 @@ class attending:
 
 
 class Attentive:
-    """Mixin of an attention module: while a prefill is heard, its config names `overheard` as the implementation."""
+    """Mixin of an attention module: while a prefill is recorded, its config names `recording` as the implementation."""
 
     @property
     def config(self) -> Any:
@@ -104,17 +104,17 @@ class _Named:
         return getattr(self._stock, name)
 
 
-def overheard(
+def recording(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> Any:
     """What the module's own implementation gives; who attends to what is noted on the way."""
     attended = _asking.get()
     if attended is not None:
         scaling = kwargs.get("scaling")
-        attended.hear(query, key, query.shape[-1] ** -0.5 if scaling is None else scaling)
+        attended.record(query, key, query.shape[-1] ** -0.5 if scaling is None else scaling)
     name = module.__dict__["config"]._attn_implementation
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", sdpa_attention_forward)
     return AttentionInterface().get_interface(name, eager)(module, query, key, value, attention_mask, **kwargs)
 
 
-AttentionInterface.register(NAME, overheard)
+AttentionInterface.register(NAME, recording)

@@ -45,8 +45,8 @@ class Compiled(CompiledCache):
     def read(self, target: Any, state: State, tokens: Tensor, places: Tensor, mask: Any) -> tuple[Tensor, ...]:
         """As `target.read`: raw logits [S·B, N, V], and the features [S·B, N, F] where the drafter asked for some."""
         shapes = tokens.shape, places.shape
-        told = tuple((name, v) for name, v in state.arguments.items() if type(v) in PLAIN)
-        key = (type(target), target.eager, *shapes, target.features, tuple(state.types), tokens.device, told)
+        constants = tuple((name, v) for name, v in state.arguments.items() if type(v) in PLAIN)
+        key = (type(target), target.eager, *shapes, target.features, tuple(state.types), tokens.device, constants)
         attend, inputs = _attending(target, state, mask), _inputs(state, tokens, places)
         stock = partial(target.read, state, tokens, places, mask)
 

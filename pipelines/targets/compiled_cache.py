@@ -39,7 +39,7 @@ class CompiledCache:
         self._states: list[tuple[int, Any, dict[Any, PiecewiseFunction | None]]] = []  # the last call's first
         self._seen = self._lost = 0
         self._why: str | None = None
-        self._told = ""
+        self._warned = ""
         self._lock, self._choosing = threading.Lock(), threading.RLock()
 
     @classmethod
@@ -91,8 +91,8 @@ class CompiledCache:
 
     def _say(self, why: str) -> None:
         """Once, until it changes."""
-        if why != self._told:
-            self._told = why
+        if why != self._warned:
+            self._warned = why
             warnings.warn(f"mmspec runs {self.name} uncompiled: {why}", stacklevel=3)
 
     def _made(self, make: Callable[[], PiecewiseFunction]) -> PiecewiseFunction | None:

@@ -16,7 +16,7 @@ def decoder(model: Any) -> Any:
 def head(model: Any) -> Any:
     """What gives logits, of the model or of the language model inside of it; None: nothing does."""
     found = model.get_output_embeddings()
-    inner = getattr(model, "language_model", None)
+    inner: Any = getattr(model, "language_model", None)
     return inner.get_output_embeddings() if found is None and hasattr(inner, "get_output_embeddings") else found
 
 

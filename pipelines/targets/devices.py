@@ -40,6 +40,6 @@ def agreed(model: Any, numbers: list[int]) -> list[int]:
     if mesh is None or not shared(model):
         return numbers
     mesh = mesh["tp"] if "tp" in (mesh.mesh_dim_names or ()) else mesh
-    told = torch.tensor(numbers, device=mesh.device_type)
-    distributed.broadcast(told, group=mesh.get_group(), group_src=0)
-    return told.tolist()
+    common = torch.tensor(numbers, device=mesh.device_type)
+    distributed.broadcast(common, group=mesh.get_group(), group_src=0)
+    return common.tolist()

@@ -78,15 +78,15 @@ class _Swapped:
 
 
 class FeatureHook:
-    """Mixin for a module whose call is overheard by the generation that runs in this context, and by no other."""
+    """Mixin for a module whose call is recorded for the generation that runs in this context, and by no other."""
 
     _mmspec_name: str
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         output = stock(self).__call__(self, *args, **kwargs)
-        heard = _listening.get()
-        if heard is not None:
-            heard[self._mmspec_name] = (args, kwargs, output)
+        recorded = _listening.get()
+        if recorded is not None:
+            recorded[self._mmspec_name] = (args, kwargs, output)
         return output
 
 
@@ -95,30 +95,30 @@ _listening: ContextVar[dict[str, Any] | None] = ContextVar("mmspec_listening", d
 
 def note(name: str, value: Any) -> None:
     """Tell the generation that runs in this context something that no call of a tapped module says."""
-    heard = _listening.get()
-    if heard is not None:
-        heard[name] = value
+    recorded = _listening.get()
+    if recorded is not None:
+        recorded[name] = value
 
 
 class record_features:
     """Context manager: a dictionary of what the tapped modules were given and returned, by tap name."""
 
     def __enter__(self) -> dict[str, Any]:
-        heard: dict[str, Any] = {}
-        self._token = _listening.set(heard)
-        return heard
+        recorded: dict[str, Any] = {}
+        self._token = _listening.set(recorded)
+        return recorded
 
     def __exit__(self, *_: Any) -> None:
         _listening.reset(self._token)
 
 
 def final_hidden(call: tuple[Any, Any, Any]) -> Tensor:
-    """The decoder's output features [B, N, H] from an overheard call."""
+    """The decoder's output features [B, N, H] from a recorded call."""
     output = call[2]
     return output.last_hidden_state if hasattr(output, "last_hidden_state") else output[0]
 
 
 def layer_input(call: tuple[Any, Any, Any]) -> Tensor:
-    """The features [B, N, H] that entered a layer, from an overheard call."""
+    """The features [B, N, H] that entered a layer, from a recorded call."""
     args, kwargs, _ = call
     return args[0] if args else kwargs["hidden_states"]

@@ -110,7 +110,7 @@ class LlamaGenTarget(ModelTarget):
 
     def _forward(self, embeds: Tensor, place: Tensor, seen: Tensor, cache: RaggedCache) -> tuple[Tensor, ...]:
         """Final hidden states [B·S, n, H], and the features [B·S, n, F] where the drafter asked for some."""
-        with record_features() as heard:
+        with record_features() as recorded:
             hidden = self.model(embeds, place, seen, cache)
-        found = [hidden if i == FINAL else layer_input(heard[f"layer {i}"]) for i in self.features]
+        found = [hidden if i == FINAL else layer_input(recorded[f"layer {i}"]) for i in self.features]
         return (hidden, torch.cat(found, -1)) if found else (hidden,)

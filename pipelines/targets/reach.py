@@ -33,8 +33,8 @@ def turn(decoder: Any) -> int | None:
         kinds = getattr(module, "rope_type", None)  # one, or one for each type of layers
         for layer, kind in (kinds if isinstance(kinds, dict) else {None: kinds}).items():
             if kind == "longrope":
-                told = module.config.rope_parameters
-                found.append((told if layer is None else told[layer])["original_max_position_embeddings"])
+                parameters = module.config.rope_parameters
+                found.append((parameters if layer is None else parameters[layer])["original_max_position_embeddings"])
             elif "dynamic" in (kind or ""):
                 found.append(module.original_max_seq_len)
         if getattr(module, "attn_temperature_tuning", False):  # Llama-4 counts slots of the cache

@@ -34,11 +34,11 @@ TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 
 
 def taps(model: Any, features: tuple[int, ...]) -> dict[str, Any]:
-    """The modules to overhear: the decoder, the layers whose input the drafter asked for, and where it wants to know
+    """The modules to record: the decoder, the layers whose input the drafter asked for, and where it wants to know
     what is attended to, some layers' attention."""
     own = decoder(model)
-    heard = attended.layers(own) if ATTENTION in features else {}
-    return {"decoder": own, **{f"layer {i}": own.layers[i] for i in features if i >= 0}, **heard}
+    more = attended.layers(own) if ATTENTION in features else {}
+    return {"decoder": own, **{f"layer {i}": own.layers[i] for i in features if i >= 0}, **more}
 
 
 def tap(model: Any, features: tuple[int, ...]) -> None:
@@ -79,7 +79,7 @@ class VlmTarget(ModelTarget):
         self.eager = config._attn_implementation == "eager"
         self.tree = config._attn_implementation == attention.NAME
         self.shares = bool(getattr(config, "num_kv_shared_layers", 0))
-        kinds = getattr(config, "layer_types", None)
+        kinds: Any = getattr(config, "layer_types", None)
         sliding = "sliding_attention" in kinds if kinds else getattr(config, "use_sliding_window", True)
         self.window = getattr(config, "sliding_window", None) if sliding else None
         self.chunk = config.attention_chunk_size if kinds and "chunked_attention" in kinds else None
@@ -136,31 +136,33 @@ class VlmTarget(ModelTarget):
         asked = attended.attending(visual, valid) if self.attends else nullcontext()
         config.prefill_chunk_size, chunk = None, config.prefill_chunk_size  # a RaggedCache takes a prompt in one piece
         try:
-            with record_features() as heard, asked as looked:
+            with record_features() as recorded, asked as looked:
                 out = self.model._prefill(ids, config, arguments, is_first_iteration=True)
         finally:
             config.prefill_chunk_size = chunk
         arguments = self.model._update_model_kwargs_for_generation(out, arguments)
-        _check(slots, final_hidden(heard["decoder"]).shape[1], read)
+        _check(slots, final_hidden(recorded["decoder"]).shape[1], read)
         slots.advance(read)
         positions = self._positions(ids, arguments)
         types = {name: arguments.pop(name)[:, -1:] for name in TYPES if arguments.get(name) is not None}
-        places = self._places(positions, heard, past + read)
+        places = self._places(positions, recorded, past + read)
         arguments = {name: value for name, value in arguments.items() if name != "past_key_values"}
         arguments |= {"attention_mask": None}
         state = State(slots, places, valid, types, arguments, padded=not bool(valid.all()))
         prompt = Prompt(
             ids=new,
-            embeds=self._embeds(heard, new),
-            hidden=self._features(heard),
+            embeds=self._embeds(recorded, new),
+            hidden=self._features(recorded),
             visual=visual,
             valid=valid[:, past:],
-            grid=self._grid(heard),
+            grid=self._grid(recorded),
             attention=None if looked is None else looked.mean,
-            positions=positions_read(heard["decoder"][1].get("position_ids"), places, ids.new_zeros(len(ids), 1), read),
+            positions=positions_read(
+                recorded["decoder"][1].get("position_ids"), places, ids.new_zeros(len(ids), 1), read
+            ),
             given=call.given,
         )
-        return state, prompt, self._logits(out, heard)[:, -1:]
+        return state, prompt, self._logits(out, recorded)[:, -1:]
 
     def _second(
         self, negative: NegativePrompt, state: State, prompt: Prompt, raw: Tensor, reserve: int
@@ -168,7 +170,7 @@ class VlmTarget(ModelTarget):
         """The same with the negative prompt beside: for a drafter the streams end together, on the feature axis."""
         ids, mask = negative.ids, negative.mask
         slots = RaggedCache(len(ids), ids.device, reserve)
-        with record_features() as heard:
+        with record_features() as recorded:
             out = self.model(ids, attention_mask=mask, use_cache=True, past_key_values=slots, return_dict=True)
         slots.advance(ids.shape[1])
         first = torch.full_like(prompt.ids[:, :1], slots.lengths.longest)
@@ -176,12 +178,12 @@ class VlmTarget(ModelTarget):
         assert prompt.embeds is not None
         prompt = replace(
             prompt,
-            embeds=_beside(prompt.embeds, self._embeds(heard, ids)),
-            hidden=None if prompt.hidden is None else _beside(prompt.hidden, self._features(heard)),
+            embeds=_beside(prompt.embeds, self._embeds(recorded, ids)),
+            hidden=None if prompt.hidden is None else _beside(prompt.hidden, self._features(recorded)),
         )
-        return both, prompt, torch.stack([raw, self._logits(out, heard)[:, -1:]], 1).flatten(0, 1)
+        return both, prompt, torch.stack([raw, self._logits(out, recorded)[:, -1:]], 1).flatten(0, 1)
 
-    def _grid(self, heard: dict[str, Any]) -> tuple[int, int] | None:
+    def _grid(self, recorded: dict[str, Any]) -> tuple[int, int] | None:
         """Rows and columns of the picture that is to come, where there is one."""
         return None
 
@@ -191,39 +193,40 @@ class VlmTarget(ModelTarget):
         positions = arguments.pop("position_ids", None)
         return None if step.get("position_ids") is None else positions
 
-    def _places(self, positions: Tensor | None, heard: dict[str, Any], length: int) -> Places:
+    def _places(self, positions: Tensor | None, recorded: dict[str, Any], length: int) -> Places:
         """Where the tokens to come stand: from the call's position ids, else from those that the decoder was given.
 
         Without either, the decoder counts the slots of the cache, padding included: `length` of them.
         """
         if positions is not None:
             return Onward(positions[..., -1:])
-        told, rows = heard["decoder"][1].get("position_ids"), len(final_hidden(heard["decoder"]))
-        first = torch.tensor([[length]], device=self.model.device) if told is None else told[..., -1:] + 1
+        given, rows = recorded["decoder"][1].get("position_ids"), len(final_hidden(recorded["decoder"]))
+        first = torch.tensor([[length]], device=self.model.device) if given is None else given[..., -1:] + 1
         return Onward(first.expand(*first.shape[:-2], rows, 1))
 
-    def _embeds(self, heard: dict[str, Any], ids: Tensor) -> Tensor:
-        embeds = heard["decoder"][1].get("inputs_embeds")
+    def _embeds(self, recorded: dict[str, Any], ids: Tensor) -> Tensor:
+        embeds = recorded["decoder"][1].get("inputs_embeds")
         return self.embed(ids) if embeds is None else embeds.to(self.device)
 
-    def _features(self, heard: dict[str, Any]) -> Any:
+    def _features(self, recorded: dict[str, Any]) -> Any:
         """[B·S, N, F] of one forward, or None where the drafter wants none."""
         if not self.features:
             return None
         found = [
-            final_hidden(heard["decoder"]) if i == FINAL else layer_input(heard[f"layer {i}"]) for i in self.features
+            final_hidden(recorded["decoder"]) if i == FINAL else layer_input(recorded[f"layer {i}"])
+            for i in self.features
         ]
         return torch.cat([t.to(self.device) for t in found], -1) if found[1:] else found[0].to(self.device)
 
-    def _logits(self, out: Any, heard: dict[str, Any]) -> Tensor:
+    def _logits(self, out: Any, recorded: dict[str, Any]) -> Tensor:
         """Raw logits [B·S, N, V] of one forward."""
         return out.logits.to(self.device)
 
     def read(self, state: State, tokens: Tensor, places: Tensor, mask: Any) -> tuple[Tensor, ...]:
         """Raw logits [B·S, N, V] of one forward, and the features [B·S, N, F] where the drafter asked for some."""
-        with record_features() as heard:
+        with record_features() as recorded:
             out = self._forward(state, tokens, places, mask)
-        hidden, raw = self._features(heard), self._logits(out, heard)
+        hidden, raw = self._features(recorded), self._logits(out, recorded)
         return (raw,) if hidden is None else (raw, hidden)
 
     def _forward(self, state: State, ids: Tensor, places: Tensor, mask: Any) -> Any:
