@@ -270,11 +270,11 @@ def rounds(drafter, features, counts, target):
     at -= 1
     for count in counts:
         kept = torch.arange(count)[None]
-        acceptance = Some(count=torch.tensor([count]), token=torch.tensor([7]))
+        acceptance = Some(count=torch.tensor([count]), next_token=torch.tensor([7]))
         distribution = Categorical(ids=kept)
         session.last = Some(
             kept=kept, acceptance=acceptance, counts=(count,), draft=Some(tokens=kept),
-            scores=Some(hidden=features[:, at : at + count], distribution=distribution),
+            scores=Some(hidden=features[:, at : at + count], p=distribution),
         )  # fmt: skip
         drafter.propose(session, target)
         at += count
@@ -417,7 +417,7 @@ def test_drawn_drafts_come_from_their_laws(tmp_path, name, tree):
     hidden, logits = torch.randn(1, depth, H), 2 * torch.randn(1, depth, drafter.config.draft_vocab or V)
     session = Some(
         pending=torch.full((rows,), 9), emitted=torch.ones(rows, dtype=torch.long), seeds=torch.arange(rows),
-        last=Some(scores=Some(distribution=Some(is_point=False, logits=torch.zeros(1, 1, V)))),
+        last=Some(scores=Some(p=Some(is_point=False, logits=torch.zeros(1, 1, V)))),
     )  # fmt: skip
     with torch.no_grad():
         draft = drafter._drafted(session, hidden.expand(rows, -1, -1), logits.expand(rows, -1, -1))

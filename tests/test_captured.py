@@ -238,7 +238,7 @@ def test_a_captured_draft_is_used_if_it_keeps_the_law(
         warnings.simplefilter("always", UserWarning)
         with mmspec.enable(model, eagle(model), compile=True, **options):
             targets.generate(model, inputs, max_new_tokens=6, **how)
-    assert [why is None] == [one is not None for one in held(model)]
+            assert [why is None] == [one is not None for one in held(model)]
     assert why is None or any(why in str(one.message) for one in told)
 
 
@@ -260,7 +260,7 @@ def test_guided_drafts_follow_the_scale(monkeypatch: pytest.MonkeyPatch):
     with mmspec.enable(model, eagle(model), compile=True, **TREE):
         for scale in (2.0, 5.0):
             image_targets.draw(model, {**call, "guidance_scale": scale})
-    assert len(held(model)) == 2 and all(held(model))
+        assert len(held(model)) == 2 and all(held(model))
 
 
 def test_nothing_is_captured_where_nothing_is_drafted():
