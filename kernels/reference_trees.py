@@ -116,7 +116,7 @@ def verify_point_mass(
     ancestors: Tensor | None = None,
     noise: Tensor | Noise | None = None,
 ) -> Verified:
-    """Draw a token after every node and verify_point_mass while it is a child; the path and the next token have the
+    """Draw a token after every node and descend while it is a child; the path and the next token have the
     distribution p.
 
     Args:

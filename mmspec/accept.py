@@ -42,7 +42,7 @@ def along_path(
 
 
 def verify_point_mass(draft: Draft, distribution: Categorical, u: Tensor | None) -> Acceptance:
-    """Point-mass drafts under `exact`, all nodes at once: draw one token at every node, verify_point_mass while it is a
+    """Point-mass drafts under `exact`, all nodes at once: draw one token at every node, descend while it is a
     child."""
     tokens, tree = draft.tokens, draft.tree
     above = None if tree.is_chain else tree.ancestors
