@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-from mmspec.app import embedded
+from mmspec.app import embedded, train_block
 from mmspec.app.engine import EngineError, find_device, first_line
+from mmspec.app.train_block import BLOCKS
 from mmspec.checkpoints.save import save_drafter
 from mmspec.registry import DRAFTERS, drafter_class
 from mmspec.train.data import read
@@ -28,7 +29,9 @@ KINDS = {bool: "true or false", int: "a whole number", float: "a number", tuple:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     trained = [name for name, entry in DRAFTERS.items() if entry.trained]
-    parser.add_argument("--method", choices=trained, default="eagle")
+    parser.add_argument(
+        "--method", choices=[*trained, *(name for name in BLOCKS if name not in trained)], default="eagle"
+    )
     parser.add_argument("--target", required=True, help="folder or hub name of the model to draft for")
     parser.add_argument(
         "--data",
@@ -166,8 +169,10 @@ def train(
     from mmspec.pipelines.teacher import Teacher
 
     torch.manual_seed(recipe.seed)
-    shaped = build if processor else build_for_pictures
+    shaped = build_for_pictures if processor is None else train_block.build if method in BLOCKS else build
     drafter = drafter or shaped(method, model, intermediate, **(shape or {}))
+    if drafter.method == "block":
+        train_block.check(drafter, recipe)
     heads = getattr(drafter.config, "tokens", 1)
     if heads not in (1, recipe.unroll):
         raise ValueError(f"a drafter of {heads} tokens a pass learns so many steps: set unroll={heads}, or tokens")
@@ -223,7 +228,7 @@ def _opened(target: str, pictures: bool, dtype: torch.dtype) -> tuple[Any, Any]:
 
 
 def run(args: argparse.Namespace) -> int:
-    config = drafter_class(args.method).Config
+    config = drafter_class("block" if args.method in BLOCKS else args.method).Config
     try:
         recipe = _recipe(args)
         shape = _values("--shape", args.shape, {f.name: f.default for f in fields(config) if f.default is not MISSING})

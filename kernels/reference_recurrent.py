@@ -84,11 +84,12 @@ def recurrent_fold(k: Tensor, u: Tensor, G: Tensor, state: Tensor, kept: Tensor,
         G: as `path_decay` gives it.
         state: [B, H, K, V], before the root.
         kept: [B, m], the path's nodes in order; entries from `count` on mean nothing.
-        count: int64 [B], at least 1.
+        count: int64 [B]; where it is 0, the state stays.
     """
     rows, place = torch.arange(len(kept), device=kept.device)[:, None], torch.arange(kept.shape[1], device=kept.device)
     k, u, G = (t.transpose(1, 2)[rows, kept].transpose(1, 2) for t in (k, u, G))  # of the path alone
-    end = G.transpose(1, 2)[rows, count[:, None] - 1].transpose(1, 2)  # [B, H, 1, …]
+    end = G.transpose(1, 2)[rows, count[:, None].clamp(min=1) - 1].transpose(1, 2)  # [B, H, 1, …]
+    end = end.masked_fill((count == 0).view(-1, *[1] * (G.dim() - 1)), 0.0)
     there = (place < count[:, None])[:, None]
     weight = (end - G).masked_fill(~(there if G.dim() == 3 else there[..., None]), -torch.inf).exp()
     faded = end[..., None] if G.dim() == 3 else end.transpose(2, 3)

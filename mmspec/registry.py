@@ -17,12 +17,18 @@ from mmspec.rules import Rule
 
 @dataclass(frozen=True)
 class Entry:
-    """Where a drafter lives and what it is."""
+    """Where a drafter lives and what it is.
+
+    Attributes:
+        trained: it needs weights, which `mmspec train` makes.
+        from_model: it is made of a model: of one that is named, or of the target, by its class method `of_model`.
+    """
 
     module: str
     cls: str
     trained: bool
     about: str
+    from_model: bool = False
 
 
 DRAFTERS: dict[str, Entry] = {
@@ -39,6 +45,25 @@ DRAFTERS: dict[str, Entry] = {
     "msd": Entry("mmspec.drafters.msd", "MsdDrafter", True, "images enter as their embeddings"),
     "flash": Entry("mmspec.drafters.flash_vlm", "FlashDrafter", True, "images as latents, several tokens a pass"),
     "specvlm": Entry("mmspec.drafters.specvlm", "SpecVlmDrafter", True, "images compressed, each input as it bears"),
+    "model": Entry("mmspec.pipelines.drafters.draft_model", "ModelDrafter", False, "a smaller model: draft=…", True),
+    "assistant": Entry(
+        "mmspec.pipelines.drafters.assistant", "AssistantDrafter", False, "Gemma-4's assistants: draft=…", True
+    ),
+    "mtp": Entry(
+        "mmspec.pipelines.drafters.mtp", "MtpDrafter", False, "the heads in the target's own checkpoint", True
+    ),
+}
+
+
+# Name of a model, in small letters and without its owner → a drafter published for it, on the hub. It is suggested
+# where nothing else is there to draft; nothing is fetched unasked.
+PUBLISHED: dict[str, str] = {
+    "qwen2.5-vl-7b-instruct": "JLKang/ViSpec-Qwen2.5-VL-7B-Instruct",
+    "llava-v1.6-vicuna-7b-hf": "JLKang/ViSpec-llava-v1.6-vicuna-7b-hf",
+    "llava-1.5-7b-hf": "lucylyn/MSD-LLaVA1.5-7B",
+    "llava-1.5-13b-hf": "lucylyn/MSD-LLaVA1.5-13B",
+    "qwen2-vl-7b-instruct": "lucylyn/MSD-Qwen2VL-7B-Instruct",
+    "qwen3-vl-235b-a22b-instruct": "RedHatAI/Qwen3-VL-235B-A22B-Instruct-speculator.eagle3",
 }
 
 

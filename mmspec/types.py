@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
@@ -175,7 +175,8 @@ class Prompt:
     valid: Tensor  # [B, L] bool, false on padding
     grid: tuple[int, int] | None = None  # rows and columns, where the tokens to come are known to be one picture's
     attention: Tensor | None = None  # [B, L], share of the attention of the text behind the last image; see ATTENTION
-    positions: Tensor | None = None  # [3, B, L], the target's own position ids, where it counts on three axes
+    positions: Tensor | None = None  # int64 [B, A, L + 1], the decoder's position ids on A axes, the next token's last
+    given: Mapping[str, Any] = field(default_factory=dict)  # what the user gave `generate`, by name
 
     def places(self, three: bool) -> tuple[Tensor, Tensor]:
         """Rotary positions for a drafter: of its next row, [B], and of all rows of the prompt.
@@ -185,8 +186,8 @@ class Prompt:
                 Else they are counted, [1, L].
         """
         B, L = self.ids.shape
-        if three and self.positions is not None:
-            places = self.positions.permute(1, 2, 0)
+        if three and self.positions is not None and self.positions.shape[1] >= 3:
+            places = self.positions[:, -3:, :-1].transpose(1, 2)  # Qwen's have a fourth before them, of text alone
             return places[:, -1].amax(-1), places
         counted = torch.arange(L, device=self.ids.device)[None]
         return counted[:, -1].expand(B), counted

@@ -42,6 +42,9 @@ class ImageTeacher:
         """Guided logits [..., V], which are what is verified, of both streams' final features [..., S·H]."""
         return self.target.head(hidden.flatten(0, -2)[None]).view(*hidden.shape[:-1], -1)
 
+    def embed(self, ids: Tensor) -> Tensor:
+        return self.target.embed(ids)
+
     def _asked(self, samples: Sequence[TrainingSample]) -> dict[str, Any]:
         prompts = [sample.prompt for sample in samples]
         return {"class_labels": [int(p) for p in prompts]} if self.model.config.classes else {"prompt": prompts}

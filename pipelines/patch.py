@@ -9,7 +9,7 @@ import torch
 
 from mmspec.config import SpecConfig
 from mmspec.pipelines.families import table as families
-from mmspec.pipelines.patching import drafting
+from mmspec.pipelines.patching import drafting, shipped
 from mmspec.pipelines.patching.handle import Handle, Patch, put_on
 from mmspec.pipelines.patching.obstacles import UnsupportedError, soft_prompt
 from mmspec.registry import resolve_rule
@@ -26,8 +26,10 @@ def enable(model_or_pipe: Any, drafter: Any = None, **options: Any) -> Handle:
     Args:
         model_or_pipe: a transformers model with `generate`, a `transformers.pipeline`, a model wrapped by PEFT or by
             `torch.compile`, or a diffusers pipeline that generates tokens. The model inside is what is patched.
-        drafter: "ngram" (no weights; the default), "jacobi" (no weights; the default of models that only draw
-            pictures), a drafter's name on the hub, a folder, or a Drafter.
+        drafter: "ngram" (no weights), "jacobi" (no weights; the default of models that only draw pictures), "mtp" (the
+            heads in the model's own files), "model" with `draft=` a smaller model or its folder, a drafter's name on
+            the hub, a folder, a Drafter, or a model that drafts. None: what the model ships with, a drafter in its
+            folder or heads among its tensors, else "ngram"; the log says which, and why.
         options: fields of SpecConfig: rule, budget, reproducible, auto, compile, on_unsupported; and of the drafter's
             own options, where None stands for what it recommends: of TreeOptions (a trained drafter: depth, width,
             size, tree, draws, draft_vocab, prune, prune_by), ChainOptions ("ngram": depth, width, size) or
@@ -55,10 +57,12 @@ def enable(model_or_pipe: Any, drafter: Any = None, **options: Any) -> Handle:
         warnings.warn(f"mmspec leaves {type(model).__name__} as it is: {why}", stacklevel=2)
         return Handle(model, Patch(family, None, config), Patch.of(model))
     drafter = family.drafter if drafter is None else drafter
+    drafter, given = drafting.named(drafter, given)
     target = family.describe(model)
+    drafter = shipped.drafter(model, target) if drafter is None else drafter
     if target.device.type == "mps" and torch.__version__ < MPS:
         warnings.warn(f"torch {torch.__version__} may attend wrongly on MPS; use torch {MPS} or newer", stacklevel=2)
-    ready = drafting.resolve(drafter, given, target)  # may fail: what was enabled before stays
+    ready = drafting.resolve(drafter, given, target, model)  # may fail: what was enabled before stays
     codes = None if config.rule == "exact" else family.codebook(model)
     rule = resolve_rule(config.rule, codes, config.budget)
     proposer = drafting.proposer(model, ready, config, target, family.captures_drafts)

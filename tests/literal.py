@@ -156,7 +156,7 @@ def drafts_as_written(drafter: Any, many: list[Text], enter: Enter, apart: bool 
     read: list[list[tuple[int, Tensor]]] = [[] for _ in many]  # (token, feature before it) since the prompt
     for counts in ((1,) * B, tuple(1 + b % 4 for b in range(B))):
         kept = torch.arange(max(counts)).expand(B, -1)
-        acceptance = SimpleNamespace(count=torch.tensor(counts), token=root)
+        acceptance = SimpleNamespace(count=torch.tensor(counts), next_token=root)
         scores = SimpleNamespace(hidden=hidden, p=Categorical(ids=tokens))
         session.pending = root
         session.last = SimpleNamespace(

@@ -118,11 +118,13 @@ def test_a_tree_is_walked_as_one_child_after_the_other(spec: str, budget: float 
         draft, distribution, u, spent = random_draft(seed, drawn)
         spent = None if budget is None else spent
         mine, wanted = verify_tree(draft, distribution, rule, u, spent), one_by_one(draft, distribution, rule, u, spent)
-        for name in ("accepted", "count", "last", "token"):
+        for name in ("accepted", "count", "last", "next_token"):
             assert torch.equal(getattr(mine, name), getattr(wanted, name)), (name, seed)
-        assert (mine.spent is None) == rule.lossless
-        if mine.spent is not None:
-            assert torch.equal(mine.spent, wanted.spent) or (budget and torch.allclose(mine.spent, wanted.spent))
+        assert (mine.tv_cost is None) == rule.lossless
+        if mine.tv_cost is not None:
+            assert torch.equal(mine.tv_cost, wanted.tv_cost) or (
+                budget and torch.allclose(mine.tv_cost, wanted.tv_cost)
+            )
         deepest = max(deepest, int(mine.count.max()))
     assert deepest > 3
 
@@ -134,7 +136,7 @@ def test_rows_that_do_not_fit_at_once_are_walked_in_parts(monkeypatch: pytest.Mo
         monkeypatch.setattr(accept, "ROOM", 5 * 8 * V * max(1, *(draft.tree.families or (draft.tree.size,)), 0))
         parts = verify_tree(draft, distribution, rule_of(spec), u, spent)
         monkeypatch.undo()
-        for name in ("accepted", "count", "last", "token", "spent"):
+        for name in ("accepted", "count", "last", "next_token", "tv_cost"):
             a, b = getattr(whole, name), getattr(parts, name)
             assert a is b is None or torch.equal(a, b), name
 

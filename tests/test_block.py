@@ -1,6 +1,7 @@
 """Block drafters: DFlash, DSpark and DFlash2 in every published layout, computed as published; outputs stay stock's."""
 
 import json
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -13,7 +14,9 @@ from torch.nn import functional as F
 from transformers.cache_utils import DFlashCache
 
 import mmspec
-from mmspec.drafters.dflash import BlockConfig, BlockDrafter
+from mmspec.app import cli
+from mmspec.drafters.block_config import BlockConfig
+from mmspec.drafters.dflash import BlockDrafter
 from mmspec.types import TargetInfo
 
 V, H = targets.VOCAB, targets.HIDDEN
@@ -158,6 +161,23 @@ def test_written_as_published(tmp_path, name):
     again = load(tmp_path / "c")
     assert again.config == first.config and first.config.features == (1, 2)
     assert all(torch.equal(a, b) for a, b in zip(first.state_dict().values(), again.state_dict().values(), strict=True))
+
+
+@pytest.mark.parametrize("name", ["dspark", "dflash2", "sliding"])
+def test_convert(tmp_path, name):
+    """From z-lab's names to those of speculators and back, by the command; Muse-Glimmer's have no place for heads."""
+    source, layouts = put(tmp_path / "a", *MADE[name][1]()), ("speculators-block", "dflash")
+    said = ["--target", "me/other"]
+    assert cli.main(["convert", str(source), str(tmp_path / "m"), *said, "--layout", "muse-glimmer"]) == 1
+    if name == "sliding":
+        layouts = ("dflash", "mmspec")  # speculators counts its windows from the anchor
+        assert cli.main(["convert", str(source), str(tmp_path / "s"), *said, "--layout", "speculators-block"]) == 1
+    for i, layout in enumerate(layouts):
+        assert cli.main(["convert", str(source), str(tmp_path / f"{i}"), *said, "--layout", layout]) == 0
+        source = tmp_path / f"{i}"
+    first, last = load(tmp_path / "a"), load(source)
+    assert replace(first.config, target="me/other") == last.config
+    assert all(torch.equal(a, b) for a, b in zip(first.state_dict().values(), last.state_dict().values(), strict=True))
 
 
 @pytest.mark.parametrize(

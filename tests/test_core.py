@@ -243,9 +243,9 @@ def test_descend_is_walk_on_the_same_noise(greedy: bool, holes: bool) -> None:
         distribution = Categorical(ids=logits.argmax(-1)) if greedy else Categorical(logits.double())
         u = torch.rand(100, size, dtype=torch.float64)
         fast, slow = verify_point_mass(draft, distribution, u), verify_tree(draft, distribution, exact, u)
-        for name in ("accepted", "count", "last", "token"):
+        for name in ("accepted", "count", "last", "next_token"):
             assert torch.equal(getattr(fast, name), getattr(slow, name)), name
-        assert (fast.token >= 0).all() and (fast.token < vocab).all()
+        assert (fast.next_token >= 0).all() and (fast.next_token < vocab).all()
 
 
 def test_a_chain_is_a_tree() -> None:
@@ -258,7 +258,7 @@ def test_a_chain_is_a_tree() -> None:
         verify_point_mass(Draft(tokens, tree), distribution, u),
         verify_point_mass(Draft(tokens, replace(tree, is_chain=False)), distribution, u),
     )
-    assert torch.equal(a.accepted, b.accepted) and torch.equal(a.token, b.token)
+    assert torch.equal(a.accepted, b.accepted) and torch.equal(a.next_token, b.next_token)
 
 
 @pytest.mark.parametrize("parents", [[0, 0, 1, 2], [0, 0, 0, 2]])
@@ -276,7 +276,7 @@ def test_a_broken_law_at_a_node_that_is_not_reached_changes_nothing(parents: lis
         ):
             sound, other = verify(Categorical(logits)), verify(Categorical(broken))
             if not sound.accepted[0, 2]:
-                assert torch.equal(sound.accepted, other.accepted) and torch.equal(sound.token, other.token)
+                assert torch.equal(sound.accepted, other.accepted) and torch.equal(sound.next_token, other.next_token)
 
 
 def test_children_that_cover_the_law_leave_nothing_impossible_to_draw() -> None:

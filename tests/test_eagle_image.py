@@ -224,7 +224,7 @@ def test_two_streams_are_two_drafters_run_apart(options: dict[str, Any], padded:
         session.memory = made.start(session, target, Prompt(ids, side(embeds), side(hidden), ids > 0, valid))  # type: ignore
         for counts in ((1, 1, 1), (3, 1, 4)):
             tokens = torch.arange(4).expand(B, 4) + 7
-            acceptance = SimpleNamespace(count=torch.tensor(counts), token=session.pending)
+            acceptance = SimpleNamespace(count=torch.tensor(counts), next_token=session.pending)
             scores = SimpleNamespace(hidden=side(after), p=Categorical(ids=tokens))
             kept = torch.arange(max(counts)).expand(B, -1)
             session.last = SimpleNamespace(
@@ -505,7 +505,7 @@ def test_training_unroll_equals_decoding(tmp_path: Path) -> None:
     session.last = SimpleNamespace(
         draft=SimpleNamespace(tokens=ids[:, :1]), kept=torch.zeros(2, 1, dtype=torch.long), counts=(1, 1),
         scores=SimpleNamespace(hidden=trace.features[:, P - 1 : P], p=Categorical(ids=ids[:, :1])),
-        acceptance=SimpleNamespace(count=one, token=ids[:, 0]),
+        acceptance=SimpleNamespace(count=one, next_token=ids[:, 0]),
     )  # fmt: skip
     made.propose(session, fed)  # type: ignore[arg-type]
     for step in range(depth):

@@ -708,7 +708,6 @@ def test_peft(order: str, drafter: str) -> None:
 CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "beam search": ({"num_beams": 3}, "beam search"),
     "beam sampling": ({"num_beams": 2, "do_sample": True}, "beam search"),
-    "prompt lookup": ({"prompt_lookup_num_tokens": 3}, "assisted decoding"),
     "no cache": ({"use_cache": False}, "use_cache"),
     "attention maps": ({"return_dict_in_generate": True, "output_attentions": True}, "attention maps"),
     "hidden states": ({"return_dict_in_generate": True, "output_hidden_states": True}, "output_hidden_states"),
@@ -738,12 +737,12 @@ def test_a_call_that_cannot_be_accelerated(what: str) -> None:
     assert len([w for w in said if "stock path" in str(w.message)]) == 1
 
 
-def test_an_assistant_model() -> None:
-    model, assistant = targets.model("llava"), tiny_text(T.LlamaConfig, T.LlamaForCausalLM)
-    stock = targets.generate(model, prompt("text only"), assistant_model=assistant)
-    with mmspec.enable(model), pytest.raises(UnsupportedError, match="assisted decoding"):
+def test_an_assistant_of_other_tokens() -> None:
+    model, assistant = targets.model("llava"), tiny_text(T.LlamaConfig, T.LlamaForCausalLM, vocab_size=40)
+    with mmspec.enable(model), pytest.raises(UnsupportedError, match="has 40 tokens"):
         targets.generate(model, prompt("text only"), assistant_model=assistant)
-    with mmspec.enable(model, on_unsupported="fallback"), pytest.warns(UserWarning, match="assisted decoding"):
+    stock = targets.generate(model, prompt("text only"))
+    with mmspec.enable(model, on_unsupported="fallback"), pytest.warns(UserWarning, match="has 40 tokens"):
         assert torch.equal(targets.generate(model, prompt("text only"), assistant_model=assistant), stock)
 
 

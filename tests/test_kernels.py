@@ -262,7 +262,7 @@ def test_nothing_is_drawn_from_what_is_no_law(broken: str, run: Any, many_parts:
 @pytest.mark.parametrize("shape", ["tree", "chain"])
 @pytest.mark.parametrize("noise", NOISES)
 def test_verification_is_the_walk(noise: str, shape: str):
-    """`accept.walk`, one child after the other, is what the fast path must agree with, number for number."""
+    """`accept.verify_tree`, one child after the other, is what the fast path must agree with, number for number."""
     kept = 0
     for _ in range(10):
         given = verifiable(noise, shape)
@@ -274,10 +274,10 @@ def test_verification_is_the_walk(noise: str, shape: str):
             u = given["noise"]
         else:
             distribution = Categorical(ids=ops.draw(given["logits"], given["noise"]))
-        wanted = accept.walk(Draft(given["tokens"], tree), distribution, rules.exact, u)
+        wanted = accept.verify_tree(Draft(given["tokens"], tree), distribution, rules.exact, u)
         found = ops.verify_point_mass(**given)
-        for name in ("stands", "count", "last", "token"):
-            assert torch.equal(getattr(found, name), getattr(wanted, name)), name
+        for mine, name in {"stands": "accepted", "count": "count", "last": "last", "token": "next_token"}.items():
+            assert torch.equal(getattr(found, mine), getattr(wanted, name)), name
         kept += int(found.count.sum()) - len(found.count)
     assert kept > 0, "nothing was ever kept, so nothing was tested"
 

@@ -285,12 +285,12 @@ def test_advance_is_walk_on_the_same_noise(spec: str, budget: float | None) -> N
         draft, distribution, u, spent = random_chains(seed, dense)
         spent = torch.zeros_like(spent) if budget is None else spent
         fast, slow = verify_chain(draft, distribution, rule, u, spent), verify_tree(draft, distribution, rule, u, spent)
-        for name in ("accepted", "count", "last", "token"):
+        for name in ("accepted", "count", "last", "next_token"):
             assert torch.equal(getattr(fast, name), getattr(slow, name)), name
-        assert (fast.spent is None) == (slow.spent is None) == rule.lossless
-        assert fast.spent is None or torch.allclose(fast.spent, slow.spent, rtol=0, atol=1e-14)
+        assert (fast.tv_cost is None) == (slow.tv_cost is None) == rule.lossless
+        assert fast.tv_cost is None or torch.allclose(fast.tv_cost, slow.tv_cost, rtol=0, atol=1e-14)
         if rule is exact and not dense:
-            assert torch.equal(fast.token, verify_point_mass(draft, distribution, u).token)
+            assert torch.equal(fast.next_token, verify_point_mass(draft, distribution, u).token)
         length = max(length, int(fast.count.max()))
     assert length > 3
 
@@ -312,9 +312,9 @@ def test_a_row_is_never_charged_more_than_its_budget(spec: str, tree: bool) -> N
         assert (acceptance.tv_cost >= 0).all() and float(spent.max()) <= 0.15 + 1e-12
         broke = before >= 0.15
         frugal = along_path(draft, distribution, none, u)
-        assert (frugal.spent == 0).all() and torch.equal(frugal.accepted, strict.accepted)
-        assert torch.equal(frugal.token, strict.token) and torch.equal(
-            acceptance.next_token[broke], strict.token[broke]
+        assert (frugal.tv_cost == 0).all() and torch.equal(frugal.accepted, strict.accepted)
+        assert torch.equal(frugal.next_token, strict.next_token) and torch.equal(
+            acceptance.next_token[broke], strict.next_token[broke]
         )
     assert (spent >= 0.15 - 1e-12).any() and broke.any()
 
@@ -329,7 +329,7 @@ def test_a_point_mass_leaves_nothing_to_relax() -> None:
             )
             point = Categorical(ids=distribution.logits.argmax(-1))
             fast, slow = along_path(draft, point, rule_of(spec), u), verify_tree(draft, point, rule_of(spec), u)
-            assert torch.equal(fast.accepted, slow.accepted) and torch.equal(fast.token, slow.token)
+            assert torch.equal(fast.accepted, slow.accepted) and torch.equal(fast.next_token, slow.next_token)
 
 
 def test_broken_laws_beyond_the_path_change_nothing() -> None:
@@ -340,8 +340,8 @@ def test_broken_laws_beyond_the_path_change_nothing() -> None:
         p = distribution.logits.masked_fill((beyond | (torch.arange(7) == sound.count[:, None]))[..., None], math.nan)
         q = draft.q.logits.masked_fill(beyond[..., None], math.nan)
         broken = along_path(replace(draft, q=Categorical(q)), Categorical(p), rule_of(spec), u)
-        assert torch.equal(sound.token, broken.token) and torch.equal(sound.accepted, broken.accepted)
-        assert sound.spent is None or torch.equal(sound.spent, broken.spent)
+        assert torch.equal(sound.next_token, broken.next_token) and torch.equal(sound.accepted, broken.accepted)
+        assert sound.tv_cost is None or torch.equal(sound.tv_cost, broken.tv_cost)
 
 
 # -- over whole texts ------------------------------------------------------------------------------------------------
@@ -387,7 +387,7 @@ def test_a_rows_charge_goes_where_the_row_goes() -> None:
     def session(first: int, n: int) -> Session:
         rule = rule_of("scaled(omega=2.0)")
         made = Session([Row([0], 1, 9, seed=first + b, rule=rule) for b in range(n)], CPU)
-        made.spent = torch.arange(first, first + n, dtype=torch.float64)
+        made.tv_cost = torch.arange(first, first + n, dtype=torch.float64)
         made.cache = made.memory = Holder()
         return made
 

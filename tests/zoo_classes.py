@@ -48,24 +48,14 @@ VISION: dict[str, Any] = {
     "vocab_size": VOCAB, "encoder_hidden_size": WIDTH, "text_hidden_size": HIDDEN, "projection_hidden_dim": 48,
     "num_patches": 16, "dropout_rate": 0.0,
 }  # fmt: skip
+_START = ("vision_start_token_id", "image_start_token_id", "boi_token_id", "boi_token_index")
+_END = ("vision_end_token_id", "image_end_token_id", "eoi_token_id", "eoi_token_index")
 TOKENS: dict[str, Any] = {
-    "image_token_id": IMAGE,
-    "image_token_index": IMAGE,
-    "video_token_id": VIDEO,
-    "video_token_index": VIDEO,
-    "audio_token_id": AUDIO,
-    "audio_token_index": AUDIO,
-    "projector_hidden_size": 48,
-    "projection_dim": HIDDEN,
-    **{f"{name}_{end}": OPEN for name in ("vision_start", "image_start", "boi") for end in ("token_id", "token_index")},
-    **{f"{name}_{end}": CLOSE for name in ("vision_end", "image_end", "eoi") for end in ("token_id", "token_index")},
-    "video_start_token_id": 125,
-    "video_end_token_id": 126,
-    "tie_word_embeddings": False,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+    "image_token_id": IMAGE, "image_token_index": IMAGE, "video_token_id": VIDEO, "video_token_index": VIDEO,
+    "audio_token_id": AUDIO, "audio_token_index": AUDIO, **dict.fromkeys(_START, OPEN), **dict.fromkeys(_END, CLOSE),
+    "video_start_token_id": 125, "video_end_token_id": 126, "projector_hidden_size": 48, "projection_dim": HIDDEN,
+    "tie_word_embeddings": False, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
 
 
 # -- configs ----------------------------------------------------------------------------------------------------------
@@ -131,14 +121,14 @@ def shown(*pixels: int, around: bool = False, count: int | None = None, **beside
     """Pictures of one shape.
 
     Args:
-        pixels: the shape of `pixel_values` for one picture.
+        pixels: the shape of `pixel_values` for one picture; none: it is in `beside`.
         around: whether tokens stand before and after it.
         count: its tokens; None: as many as the model's vision tower says.
         beside: other tensors: the shape of noise, a tuple, or what the tensor holds, a list.
     """
 
     def make(model: Any, g: torch.Generator) -> Seen:
-        tensors = {"pixel_values": torch.randn(pixels, generator=g)}
+        tensors = {"pixel_values": torch.randn(pixels, generator=g)} if pixels else {}
         for name, what in beside.items():
             tensors[name] = torch.randn(what, generator=g) if isinstance(what, tuple) else torch.tensor(what)
         tokens = [IMAGE] * (counted(model, tensors) if count is None else count)
@@ -160,11 +150,10 @@ class Case:
     """How one class is made.
 
     Attributes:
-        picture: makes its pictures; None: it is refused before it reads any.
+        picture: makes its pictures; None: it is refused, or its prompts are text alone.
         more: what its config has that the tables have not, the configs inside under their names.
-        types: the name of the token types that its forward wants, 1 at a picture's placeholders.
         cls: the class, where the mapping does not name it.
-        config: the name of its config in the library, likewise.
+        axis: along which `pixel_values` of several pictures are put together.
     """
 
     picture: Picture | None = None
@@ -280,7 +269,7 @@ CASES: dict[str, Case] = {
     # tiles, and pictures by row
     **{name: case(TILES, **PINPOINTS) for name in ("llava_next_video", "llava_onevision")},
     "granite4_vision": case(
-        shown(1, 3, 3, 56, 56, image_sizes=[[56, 112]]),
+        shown(1, 3, 3, 56, 56, image_sizes=[[56, 112]], count=14),
         image_grid_pinpoints=[[56, 112], [112, 56]],
         downsample_rate="1/2",
         deepstack_layer_map=[[-1, 0]],
@@ -402,12 +391,9 @@ CASES: dict[str, Case] = {
         shown(1, 1, 3, 28, 28, count=4, qformer_input_ids=[[1, 5, 6]]), num_query_tokens=4, video_token_index=IMAGE
     ),
     "git": case(shown(1, 3, 28, 28, count=0)),
-    "kosmos-2": case(None),
-    "kosmos-2.5": case(None),
-    "fuyu": case(None),
+    **{name: case() for name in ("kosmos-2", "kosmos-2.5", "evolla", "blip")},
     "idefics": case(shown(1, 1, 3, 28, 28, count=1, image_attention_mask=[[[1]]]), **vision(embed_dim=WIDTH)),
     "mllama": case(
-        None,
         **vision(
             num_global_layers=1,
             vision_output_dim=64,
@@ -417,24 +403,53 @@ CASES: dict[str, Case] = {
         ),
         **text(cross_attention_layers=[1]),
     ),
-    "evolla": case(None),
-    "blip": case(None),
-    "chameleon": case(None),
-    "emu3": case(None),
-    "janus": case(None),
-    "diffusion_gemma": case(None),
-    "pi0": case(None),
-    "florence2": case(None),
-    "pix2struct": case(None),
-    "pp_formulanet": case(None),
-    "t5gemma2": case(None),
-    "udop": case(None),
-    "vision-encoder-decoder": case(None),
-    "phi4_multimodal": case(None, cls="Phi4MultimodalForCausalLM"),
-    "qwen2_5_omni": case(None, cls="Qwen2_5OmniForConditionalGeneration"),
-    "qwen3_omni_moe": case(None, cls="Qwen3OmniMoeForConditionalGeneration"),
-    # text alone, as the mapping has it
-    "mistral4": case(None, **EQUAL),
+    "janus": case(SQUARE, vq_config={"base_channels": 32, "channel_multiplier": [1, 1], "num_res_blocks": 1}),
+    "chameleon": case(
+        shown(1, 3, 8, 8, count=16),
+        vocabulary_map={"<image>": IMAGE, **{f"IMGIMG{chr(65 + i // 8)}{chr(65 + i % 8)}Z": 40 + i for i in range(64)}},
+        vq_config={
+            "base_channels": 32,
+            "channel_multiplier": [1, 1],
+            "num_res_blocks": 1,
+            "embed_dim": 8,
+            "num_embeddings": 64,
+            "latent_channels": 32,
+            "resolution": 8,
+            "attn_resolutions": [],
+        },
+    ),
+    "emu3": case(
+        None,
+        vocabulary_map={
+            "<image>": IMAGE,
+            "<|extra_200|>": 119,
+            **{f"<|visual token {i:06d}|>": 40 + i for i in range(64)},
+        },
+        vq_config={
+            "base_channels": 32,
+            "channel_multiplier": [1, 1],
+            "num_res_blocks": 1,
+            "codebook_size": 64,
+            "attn_resolutions": [],
+            "hidden_size": 32,
+        },
+    ),
+    **{
+        name: case()
+        for name in (
+            "diffusion_gemma",
+            "florence2",
+            "pix2struct",
+            "pp_formulanet",
+            "t5gemma2",
+            "udop",
+            "vision-encoder-decoder",
+        )
+    },
+    "phi4_multimodal": case(cls="Phi4MultimodalForCausalLM"),
+    # text alone
+    "fuyu": case(),
+    "mistral4": case(**EQUAL),
 }
 
 
@@ -462,7 +477,6 @@ def model(name: str) -> Any:
     return made
 
 
-KINDS = CASES
 ROWS: dict[str, list[list[int]]] = {"one": [[2, 7]], "ragged": [[1, 9], [3, 1], [2, 5]]}
 
 

@@ -55,6 +55,8 @@ def read(args: argparse.Namespace, trained: bool = False) -> dict[str, Any]:
 def _loaded(names: list[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in names:
+        if name in DRAFTERS and DRAFTERS[name].from_model:
+            raise ValueError(f"{name} comes from a model; it is measured where that model is named")
         bare = name in DRAFTERS and not DRAFTERS[name].trained
         drafter = drafter_class(name)() if bare else mmspec.load_drafter(embedded.resolve(name))
         title = name if bare else getattr(drafter, "method", type(drafter).__name__)

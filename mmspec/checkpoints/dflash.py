@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from reprlib import repr as briefly
 from typing import Any
 
 from mmspec.checkpoints import rotary
-from mmspec.drafters.dflash import NO_CAP, BlockConfig
+from mmspec.drafters.block_config import NO_CAP, BlockConfig
 
 Shape = tuple[int, ...]
 SLIDING = "sliding_attention"
@@ -114,7 +114,7 @@ def _heads(said: Mapping[str, Any], shapes: Mapping[str, Shape], hidden: int) ->
 
 def _windows(name: str, said: Mapping[str, Any], layers: int) -> dict[str, Any]:
     """How far each layer sees, and whether rows of a block see those after them."""
-    kinds = said.get("layer_types")
+    kinds: Any = said.get("layer_types")
     window: Any = said.get("sliding_window")
     sliding = [kind == SLIDING for kind in kinds] if isinstance(kinds, list) else [False] * layers
     if any(sliding) and (len(sliding) != layers or not isinstance(window, int) or window < 1):
@@ -210,6 +210,3 @@ def _speculators(c: BlockConfig, llama: dict[str, Any], own: dict[str, Any]) -> 
         "sliding_window_non_causal": not any(c.causal),
         **own,
     }
-
-
-Layers = Callable[[], int | None]

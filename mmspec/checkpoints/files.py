@@ -102,14 +102,23 @@ def _safe(path: Path) -> dict[str, Tensor]:
         raise ValueError(f"{path.name} is damaged or cut short ({error}); fetch or write it again") from error
 
 
-def _shards(folder: Path) -> dict[str, Tensor]:
+def index_of(folder: Path) -> dict[str, str]:
+    """The file of each tensor, as the index of a folder lists them.
+
+    Raises:
+        ValueError: damaged, or it names files elsewhere.
+    """
     listed = _json(folder / INDEX).get("weight_map")
     named = list(listed.values()) if isinstance(listed, dict) else []
     strange = [file for file in named if not isinstance(file, str) or Path(file).name != file or "\0" in file]
     if not named or strange:
         shown = briefly(strange or listed)
         raise ValueError(f"weight_map in {INDEX} must name files of the same folder, as texts; it has {shown}")
-    files = sorted(set(named))
+    return dict(zip(listed, named, strict=True)) if isinstance(listed, dict) else {}
+
+
+def _shards(folder: Path) -> dict[str, Tensor]:
+    files = sorted(set(index_of(folder).values()))
     absent = [file for file in files if not (folder / file).is_file()]
     if absent:
         raise FileNotFoundError(f"{INDEX} lists {', '.join(absent)}, which {folder} does not hold")

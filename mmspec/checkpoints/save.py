@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
-from torch import nn
 
-from mmspec.checkpoints import weights
+from mmspec.checkpoints import settings, weights
 from mmspec.checkpoints.describe import card, describe
 from mmspec.checkpoints.files import CONFIG, WEIGHTS
 from mmspec.checkpoints.layouts import layout_named
@@ -36,8 +35,11 @@ def save_drafter(drafter: Any, folder: str | Path, layout: str = "mmspec") -> No
     has_weights = isinstance(drafter, nn.Module)
     if not has_weights:
         raise TypeError(f"only a drafter with weights can be saved; a {type(drafter).__name__} has none")
-    config = json.dumps(describe(layout, drafter.method, drafter.config), indent=2) + "\n"
+    said = describe(layout, drafter.method, drafter.config)
+    config = json.dumps(said, indent=2) + "\n"
     tensors = weights.split(table.over(getattr(drafter.config, "layers", 1)), drafter)
+    if table.keys:
+        _check(layout, said, {key: tuple(tensor.shape) for key, tensor in tensors.items()}, drafter.config)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     _replace(folder / WEIGHTS, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
@@ -91,6 +93,29 @@ def push_drafter(
             ignore_patterns=[CARD] if has_card else None,
         )
     return str(address)
+
+
+def _check(name: str, said: dict[str, Any], shapes: dict[str, tuple[int, ...]], config: Any) -> None:
+    """Refuse a layout that would lose a setting: what it writes has to be read as it was.
+
+    Raises:
+        ValueError: with what would be lost.
+    """
+    known = {"vocab": config.vocab}
+    try:
+        found = settings.read(name, said, shapes, known.get, type(config))
+    except ValueError as error:
+        raise ValueError(f"the layout {name!r} cannot hold this drafter: {error}. Use layout 'mmspec'") from error
+    plain = {"head_dim": (0, config.hidden // config.heads), "target_hidden": (0, config.hidden)}  # 0: this very one
+    lost = []
+    for key, value in config.to_dict().items():
+        read = getattr(found, key)
+        alike = key in plain and {read, value} <= {*plain[key]}
+        several = isinstance(read, tuple) and isinstance(value, tuple) and {*read} == {*value} and len({*read}) == 1
+        if read != value and not alike and not several:
+            lost.append(f"{key} is {value!r}, and would be read as {read!r}")
+    if lost:
+        raise ValueError(f"the layout {name!r} cannot hold this drafter: {'; '.join(lost)}. Use layout 'mmspec'")
 
 
 def _replace(path: Path, write: Callable[[Path], Any]) -> None:

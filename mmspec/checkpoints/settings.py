@@ -12,7 +12,7 @@ from typing import Any, TypeGuard
 from mmspec.checkpoints import dflash as blocks
 from mmspec.checkpoints import rotary
 from mmspec.checkpoints.layouts import Layout, layout_named
-from mmspec.drafters.dflash import BlockConfig
+from mmspec.drafters.block_config import BlockConfig
 from mmspec.drafters.eagle import EagleConfig
 from mmspec.drafters.rope import KINDS
 from mmspec.registry import DRAFTERS

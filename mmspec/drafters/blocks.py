@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -169,11 +169,13 @@ class FeatureMemory:
     def select(self, rows: Tensor) -> FeatureMemory:
         for slots in (self.slots, *self.more):
             slots.select(rows)
-        context = None if self.context is None else self.context[rows]
-        return FeatureMemory(
-            self.slots, self.lengths.select(rows), self.positions[rows], self.open_slots[rows], self.padded, context,
-            more=self.more,
-        )  # fmt: skip
+        return replace(
+            self,
+            lengths=self.lengths.select(rows),
+            positions=self.positions[rows],
+            open_slots=self.open_slots[rows],
+            context=None if self.context is None else self.context[rows],
+        )
 
     def join(self, other: FeatureMemory) -> FeatureMemory:
         for mine, others in zip((self.slots, *self.more), (other.slots, *other.more), strict=True):
@@ -182,9 +184,9 @@ class FeatureMemory:
         open_slots = [F.pad(m.open_slots, (0, longest - m.open_slots.shape[1]), value=True) for m in (self, other)]
         positions = torch.cat([self.positions, other.positions])
         both = None if self.context is None or other.context is None else torch.cat([self.context, other.context])
-        padded = self.padded or other.padded
-        lengths = self.lengths.join(other.lengths)
-        return FeatureMemory(self.slots, lengths, positions, torch.cat(open_slots), padded, both, more=self.more)
+        lengths, padded = self.lengths.join(other.lengths), self.padded or other.padded
+        held: dict[str, Any] = {"lengths": lengths, "positions": positions, "padded": padded}
+        return replace(self, **held, open_slots=torch.cat(open_slots), context=both)
 
     def attend(self, at: Lengths, ancestors: Tensor | None, slots: RaggedBuffer | None = None) -> Attend:
         """Attention over the rows read and the ones since; the last M columns of `ancestors` [B, n, ≥ M] say it of the
@@ -192,14 +194,17 @@ class FeatureMemory:
 
         def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             keys, values = (slots or self.slots).append(k, v, at)
-            mask = None
-            if ancestors is not None or self.padded or not at.even:
-                M = keys.shape[2] - self.lengths.longest
-                seen = q.new_ones(len(q), q.shape[2], M, dtype=torch.bool) if ancestors is None else ancestors[..., -M:]
-                mask = visibility(self.lengths, self.open_slots, seen)
-            return attention(q, keys, values, mask)
+            return attention(q, keys, values, self.visible(at, q.shape[2], ancestors))
 
         return run
+
+    def visible(self, at: Lengths, n: int, ancestors: Tensor | None) -> Tensor | None:
+        """The mask, bool [B, n, T], of n rows that are appended at `at`, as `attend` says; None: all is visible."""
+        if ancestors is None and not self.padded and at.even:
+            return None
+        M = at.longest + n - self.lengths.longest
+        some = torch.ones(len(at.device), n, M, dtype=torch.bool, device=at.device.device)
+        return visibility(self.lengths, self.open_slots, some if ancestors is None else ancestors[..., -M:])
 
 
 def path_after(session: Any) -> tuple[Tensor, Tensor, Tensor]:

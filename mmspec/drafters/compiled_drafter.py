@@ -162,6 +162,8 @@ def _same(a: Tree, b: Tree) -> bool:
 class _PassThroughMemory:
     """A memory that began empty, whose attentions are cuts, numbered by how far in they append."""
 
+    more = ()  # only drafters of one layer are captured
+
     def __init__(self, positions: Tensor, context: Tensor | None = None) -> None:
         self.positions, self.context = positions, context
         self.lengths = Lengths.of([0] * len(positions), positions.device)

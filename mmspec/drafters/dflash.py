@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
@@ -11,149 +10,17 @@ from torch import Tensor, nn
 
 from mmspec.batch import gather_rows
 from mmspec.drafters import static_trees as shapes
+from mmspec.drafters.block_config import NO_CAP, BlockConfig, BlockOptions
 from mmspec.drafters.blocks import Attend, FeatureMemory, RMSNorm, attention, path_after
-from mmspec.drafters.dflash_layer import MARKOV, BlockLayer, ConfidenceHead, MarkovHead, Selector
+from mmspec.drafters.dflash_layer import BlockLayer, ConfidenceHead, MarkovHead, Selector
 from mmspec.drafters.draft_vocab import DraftVocab
 from mmspec.drafters.eagle import check_fit, placed
 from mmspec.drafters.layer import at_source, going
-from mmspec.drafters.options import ALL, TreeOptions, grown
-from mmspec.drafters.rope import Rope
+from mmspec.drafters.options import ALL, grown
 from mmspec.kernels import reference as ops
 from mmspec.ragged_cache import Lengths, RaggedBuffer, visibility
 from mmspec.tree import Expand, chain, grow
 from mmspec.types import NO_TOKEN, Categorical, Draft, Prompt, Target, TargetInfo
-
-NO_CAP = 1e9  # as `softcap`: logits stay as they are
-
-
-@dataclass(frozen=True)
-class BlockConfig(Rope):
-    """Shapes and switches of one block drafter; rotary positions are said by what it is besides, a Rope.
-
-    Attributes:
-        hidden, intermediate, heads, kv_heads, head_dim, vocab, norm_eps: as in Qwen3.
-        features: the decoder layers of the target whose inputs are read (published files count outputs: one less).
-        block: rows of a block, the anchor's included; it drafts no deeper.
-        mask_token: the id whose embedding stands where a token is to be drafted.
-        layers: how many.
-        windows: of each layer, how far it sees; 0: everything. One number holds for all.
-        causal: of each layer, 1 where a row of the block sees no later ones. One number holds for all.
-        from_anchor: all rows of a block see the same features, those within the window before the anchor.
-        anchored: the anchor's own row drafts, too: row k gives token k + 1. Else row k gives token k.
-        bias: of the attention's projections.
-        qk_norm, rope_first: norms of queries and keys; whether positions turn before them (HunyuanOCR).
-        bare_embeds: the target's embeddings are read without the norm that belongs to its table (Muse-Glimmer).
-        logit_scale, softcap: logits are scaled, then capped by tanh.
-        markov_rank, markov: rank and kind of DSpark's Markov head; 0: none.
-        confidence, confidence_markov: a confidence head; it reads the Markov head's embedding, too.
-        taps, group: of DFlash2's convolutions, rows that one mixes and channels that share a weight; 0: none.
-        selector_rank, selector_top: of DFlash2's selector; 0: none.
-        target_hidden: width of the target's features, where it is not `hidden`.
-        draft_vocab: rows of the drafter's own head; 0: the target's head is used.
-        target, target_revision: what it was trained for.
-        depth, width, size, tree, draws: how it recommends to draft (see TreeOptions).
-    """
-
-    hidden: int
-    intermediate: int
-    heads: int
-    kv_heads: int
-    vocab: int
-    features: tuple[int, ...] = (2, 3)
-    block: int = 16
-    mask_token: int = 0
-    layers: int = 1
-    head_dim: int = 0
-    norm_eps: float = 1e-6
-    windows: tuple[int, ...] = (0,)
-    causal: tuple[int, ...] = (0,)
-    from_anchor: bool = False
-    anchored: bool = False
-    bias: bool = False
-    qk_norm: bool = True
-    rope_first: bool = False
-    bare_embeds: bool = False
-    logit_scale: float = 1.0
-    softcap: float = NO_CAP
-    markov_rank: int = 0
-    markov: str = MARKOV[0]
-    confidence: bool = False
-    confidence_markov: bool = False
-    taps: int = 0
-    group: int = 1
-    selector_rank: int = 0
-    selector_top: int = 16
-    target_hidden: int = 0
-    draft_vocab: int = 0
-    target: str = ""
-    target_revision: str = ""
-    depth: int = 0
-    width: int = 1
-    size: int = 0
-    tree: str = "chain"
-    draws: bool = True
-
-    def __post_init__(self) -> None:
-        self.check(self.head_dim or self.hidden // self.heads)
-        most = self.block - (not self.anchored)
-        wrong = [] if most >= 1 and self.layers >= 1 and self.features else ["it needs a layer, features, and a block"]
-        if self.markov not in MARKOV:
-            wrong.append(f"markov must be one of {', '.join(MARKOV)}; got {self.markov!r}")
-        if self.confidence_markov and not (self.confidence and self.markov_rank):
-            wrong.append("confidence_markov needs a confidence and a Markov head")
-        if self.taps and (self.taps > self.block or self.group < 1 or self.hidden % self.group):
-            wrong.append(f"taps {self.taps} of a block of {self.block}, or groups of {self.group}, cannot be")
-        if self.selector_rank and self.draft_vocab:
-            wrong.append("a selector chooses from the target's head")
-        if self.selector_rank and self.selector_top < 1:
-            wrong.append("selector_top must be at least 1")
-        for name in ("windows", "causal"):
-            if len(getattr(self, name)) not in (1, self.layers):
-                wrong.append(f"{name} needs one number, or one for each of {self.layers} layers")
-        if wrong:
-            raise ValueError(f"a block drafter cannot be so: {'; '.join(wrong)}")
-        for name, usual in (("depth", most), ("size", 1 + (self.depth or most))):
-            object.__setattr__(self, name, getattr(self, name) or usual)
-
-    @property
-    def most(self) -> int:
-        """The longest path that a block drafts."""
-        return self.block - (not self.anchored)
-
-    @property
-    def sequential(self) -> bool:
-        """Whether what is drafted at a row depends on the token drafted before it."""
-        return self.markov_rank > 0 or self.selector_rank > 0
-
-    @classmethod
-    def of(cls, values: dict[str, Any]) -> BlockConfig:
-        known = {f.name for f in fields(cls)}
-        unknown = sorted(set(values) - known)
-        if unknown:
-            raise ValueError(f"config.json has unknown fields {', '.join(unknown)}; a block config has {sorted(known)}")
-        plain: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
-        return cls(**plain)
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-@dataclass(frozen=True)
-class BlockOptions(TreeOptions):
-    """How a block drafter drafts: a chain, or with width ≥ 2 a tree; what prunes a prompt is of no use to it.
-
-    Attributes:
-        confidence: with a confidence head, a chain ends where it holds that the draft stands to there with less than
-            this probability; 0: never.
-    """
-
-    width: int = 1
-    confidence: float = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.confidence < 1:
-            raise ValueError(f"confidence must be a probability from 0 to below 1; got {self.confidence!r}")
 
 
 class BlockDrafter(nn.Module):
@@ -173,6 +40,7 @@ class BlockDrafter(nn.Module):
     vocab: DraftVocab | None = None
     masked = True  # its training wants the embedding of the mask token
     draft_ids: Tensor
+    layers: Any  # of BlockLayer
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__()
@@ -212,7 +80,7 @@ class BlockDrafter(nn.Module):
     @property
     def block(self) -> nn.Module:
         """What stands for these weights, however often they are fitted."""
-        return self.layers[0]
+        return self.layers[0]  # type: ignore[no-any-return]
 
     @property
     def own_head(self) -> bool:
@@ -276,11 +144,11 @@ class BlockDrafter(nn.Module):
         valid = prompt.valid[:, first:-1]
         onward, positions = prompt.places(bool(self.config.mrope))
         x = self.hidden_norm(self.fc(prompt.hidden[:, first:-1].to(self.fc.weight.dtype)))
+        places = positions[:, first:-1].expand(B, *x.shape[1:2], *positions.shape[2:])
         slots, zero = [RaggedBuffer(x.shape[1] + 257) for _ in self.layers], Lengths.of([0] * B, device)
         for layer, held in zip(self.layers, slots, strict=True):
-            places = positions[:, first:-1].expand(B, *x.shape[1:2], *positions.shape[2:])
-            keys, values = layer.keys_values(x, places)
-            held.append(keys, values, zero)
+            k, v = layer.keys_values(x, places)
+            held.append(k, v, zero)
         memory = FeatureMemory(slots[0], Lengths.of([x.shape[1]] * B, device), onward, valid, not bool(valid.all()))
         memory.more = tuple(slots[1:])
         held_bytes = 2 * self.layers[0].kv_heads * self.layers[0].head_dim * x.element_size() * len(slots)
@@ -301,7 +169,8 @@ class BlockDrafter(nn.Module):
         places = memory.positions[:, None] + ahead[:n]
         for i, layer in enumerate(self.layers):
             slots = (memory.slots, *memory.more)[i]
-            slots.append(*layer.keys_values(context, read), at)
+            k, v = layer.keys_values(context, read)
+            slots.append(k, v, at)
             x = layer(x, places, self._attending(memory, slots, i))
         rows = self.out_norm(x)[:, n - o.depth :]
         return self._drafted(session, rows, self.logits(rows, target))
@@ -375,14 +244,15 @@ class BlockDrafter(nn.Module):
     def _drafted(self, session: Any, hidden: Tensor, logits: Tensor) -> Draft:
         o, pending, draws = self.options, session.pending[:, None], self.options.draws
         noise = self._noise(session, logits.shape[-1]) if draws and not session.last.scores.p.is_point else None
+        distributions: Tensor | None = None
         if o.tree == "chain":
-            below, read, depth = self._chain(pending, hidden, logits, noise)
-            tree, distributions = chain(depth + 1, below.device).expand(len(below)), read if noise else None
+            below, drawn, depth = self._chain(pending, hidden, logits, noise)
+            tree, distributions = chain(depth + 1, below.device).expand(len(below)), drawn if noise else None
         elif o.tree == shapes.DYNAMIC:
             first, expand = self._growth(pending, hidden, logits)
             size = min(o.size, 1 + o.width + (o.depth - 1) * o.width**2)
             below, tree = grow(first, expand, o.width, o.depth, size)
-            below, distributions = self.to_target(below), None
+            below = self.to_target(below)
         else:
             plan = shapes.plan(o.tree, o.depth, hidden.device)
             first, expand = self._growth(pending, hidden, logits)
@@ -424,8 +294,18 @@ class BlockDrafter(nn.Module):
         """How likely the token at a row [B, 1, H] is to stand, before it is known; 1 where nobody asks."""
         if self.confidence is None or not self.options.confidence:
             return 1.0
-        embedded = self.markov.w1(before) if self.config.confidence_markov and self.markov is not None else None
-        return self.confidence(hidden, embedded)  # type: ignore[no-any-return]
+        return self.trust(hidden, before)
+
+    def trust(self, hidden: Tensor, before: Tensor) -> Tensor:
+        """How likely the token at rows [..., H] is to stand after tokens [...].
+
+        Raises:
+            ValueError: it has no confidence head.
+        """
+        if self.confidence is None:
+            raise ValueError("this drafter has no confidence head")
+        told = self.markov.w1(before) if self.config.confidence_markov and self.markov is not None else None
+        return self.confidence(hidden, told)  # type: ignore[no-any-return]
 
     def _growth(self, pending: Tensor, hidden: Tensor, logits: Tensor) -> tuple[Tensor, Expand]:
         """Log-probabilities [B, V_d] after the root, and the way to those after a frontier."""

@@ -120,6 +120,7 @@ class MarkovHead(nn.Module):
         self.kind, self.rank = kind, rank
         self.w1 = nn.Embedding(vocab, rank)
         self.w2 = nn.Linear(rank, draft_vocab, bias=False)
+        nn.init.zeros_(self.w2.weight)  # at first nothing is added
         self.gate_proj = nn.Linear(hidden + rank, rank) if kind == "gated" else None
         self.joint_proj = nn.Linear(2 * rank + hidden, 3 * rank) if kind == "rnn" else None
 

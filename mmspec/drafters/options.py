@@ -88,7 +88,7 @@ class TreeOptions(ChainOptions):
         return max(SHAPES[self.tree].values()) if self.tree in SHAPES else self.width
 
 
-Options = TypeVar("Options", bound=TreeOptions)
+Grown = TypeVar("Grown", bound=TreeOptions)
 
 
 def sized(advice: Any, given: Mapping[str, Any]) -> dict[str, int]:
@@ -110,9 +110,8 @@ def sized(advice: Any, given: Mapping[str, Any]) -> dict[str, int]:
     return {"depth": depth, "width": 1, "size": depth + 1}
 
 
-def grown(advice: Recommended, given: Mapping[str, Any], drafter: str, defaults: Options) -> Options:
-    """The options of a tree, of the class of `defaults`: what was given, elsewhere what is recommended, and sizes that
-    agree with each other.
+def grown(advice: Recommended, given: Mapping[str, Any], drafter: str, defaults: Grown) -> Grown:
+    """The options of a tree: what was given, elsewhere what is recommended, and sizes that agree with each other.
 
     Raises:
         ValueError: an option that such drafters do not have, a wrong value, an unknown tree, sizes for a shape that has
@@ -123,7 +122,7 @@ def grown(advice: Recommended, given: Mapping[str, Any], drafter: str, defaults:
     tree = given.get("tree", DYNAMIC if sizes else advice.tree)
     draws = given.get("draws", advice.draws and tree != DYNAMIC)
     if tree in (DYNAMIC, "chain"):
-        held = sized(advice, {**given, "width": 1} if tree == "chain" else given)
+        held: dict[str, Any] = sized(advice, {**given, "width": 1} if tree == "chain" else given)
         tree = "chain" if held["width"] == 1 else tree
     else:
         paths = nodes(shape_named(tree))

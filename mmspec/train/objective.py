@@ -49,18 +49,29 @@ def losses(drafter: Any, network: Any, teacher: Teaches, trace: Trace, recipe: R
         half = recipe.noise * 512 / trace.valid.sum(1)[:, None, None]
         features = features + (torch.rand_like(features) * 2 - 1) * half
 
+    # A rollout reads what was predicted everywhere; without one, only some rows need to be.
+    rows = None if recipe.rollouts else F.pad(trace.answered[:, 2:], (0, 1))
+    rows = rows if rows is None or not recipe.anchors else _anchors(rows, recipe.anchors, network.training)
+    masks = getattr(drafter, "masked", False)
+    more = {"mask": teacher.embed(trace.ids.new_tensor([drafter.config.mask_token]))[0]} if masks else {}
+
     def run(features: Tensor) -> list[Tensor]:
         read = trace.embeds[:, 1:], features, trace.visual[:, 1:], trace.valid[:, :-1]
-        # A rollout reads what was predicted everywhere; without one, only some rows need to be.
-        rows = None if recipe.rollouts else F.pad(trace.answered[:, 2:], (0, 1))
-        return network(*read, recipe.unroll, trace.start, rows)
+        return network(*read, recipe.unroll, trace.start, rows, **more)
 
     outputs = run(features)
-    total, agree = _compared(drafter, teacher, trace, outputs, recipe)
+    total, agree = _compared(drafter, teacher, trace, outputs, recipe, rows)
     for _ in range(recipe.rollouts):
         outputs = run(_own(features, outputs[0]))
         total = total + _compared(drafter, teacher, trace, outputs, recipe)[0]
     return total, agree
+
+
+def _anchors(rows: Tensor, count: int, drawn: bool) -> Tensor:
+    """At most `count` of the rows, bool [B, T], of each text: drawn, or else spread by the golden ratio."""
+    spread = torch.arange(rows.shape[1], device=rows.device) * 0.618034 % 1
+    score = torch.where(rows, torch.rand(rows.shape, device=rows.device) if drawn else spread, -1.0)
+    return rows & (score >= score.topk(min(count, rows.shape[1]), -1).values[:, -1:])
 
 
 def _own(features: Tensor, predicted: Tensor) -> Tensor:
@@ -72,12 +83,12 @@ def _own(features: Tensor, predicted: Tensor) -> Tensor:
 
 
 def _compared(
-    drafter: Any, teacher: Teaches, trace: Trace, outputs: list[Tensor], recipe: Recipe
+    drafter: Any, teacher: Teaches, trace: Trace, outputs: list[Tensor], recipe: Recipe, asked: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Loss and agreement of the predictions of one pass."""
+    """Loss and agreement of the predictions of one pass, at the rows that were asked for."""
     wanted = trace.final[:, 1:]
     token_after = F.pad(trace.answered[:, 2:], (0, 1))
-    counts = [token_after]
+    counts = [token_after if asked is None else asked]
     for i in range(1, len(outputs)):
         counts.append(counts[-1] & F.pad(token_after[:, i:], (0, i)))
     total, agree = wanted.new_zeros(()), []
@@ -88,19 +99,36 @@ def _compared(
             full = teacher.head(h).float()
             target = drafter.to_draft(full)
             p = target.softmax(-1)
-        logits = drafter.logits(z, teacher).float()
+        before = trace.ids[:, 1:].roll(-step, 1)[rows]  # the token before the one that is foretold
+        logits = _foretold(drafter, teacher, z, before)
         drafted = drafter.to_target(logits.argmax(-1))
         # A draft vocabulary cannot say the target's token everywhere; there it learns nothing (EAGLE-3's code).
         sayable = (drafter.to_target(target.argmax(-1)) == full.argmax(-1)).float()
         each = _weighted(logits, p, recipe)
         if recipe.feature_weight and z.shape == h.shape:
             each = each + recipe.feature_weight * F.smooth_l1_loss(z, h, reduction="none").mean(-1)
+        if recipe.confidence_weight:
+            each = each + recipe.confidence_weight * _doubt(drafter, z, before, p, logits)
         total = total + recipe.step_decay**step * (each * sayable).sum() / sayable.sum().clamp(min=1)
         same = drafted == full.argmax(-1)
         if recipe.overlap:
             same = torch.minimum(drafter.to_draft(full.softmax(-1)), logits.detach().softmax(-1)).sum(-1)
         agree.append(same[counts[-1][rows]])
     return total, torch.stack(agree)
+
+
+def _foretold(drafter: Any, teacher: Teaches, z: Tensor, before: Tensor) -> Tensor:
+    """Logits [rows, V_d]; of a drafter whose rows depend on the token before, behind the target's own."""
+    logits = drafter.logits(z, teacher).float()
+    if not getattr(getattr(drafter, "config", None), "sequential", False):
+        return logits
+    return drafter.after(logits[:, None], z[:, None], before[:, None])[0][:, 0]  # type: ignore[no-any-return]
+
+
+def _doubt(drafter: Any, z: Tensor, before: Tensor, p: Tensor, logits: Tensor) -> Tensor:
+    """Cross-entropy [rows] of the confidence head with how likely a draft is to stand, Σ min(p, q) (DSpark)."""
+    stands = torch.minimum(p, logits.detach().softmax(-1)).sum(-1).clamp(0, 1)
+    return F.binary_cross_entropy(drafter.trust(z, before).float(), stands, reduction="none")
 
 
 def _weighted(logits: Tensor, p: Tensor, recipe: Recipe) -> Tensor:

@@ -51,6 +51,8 @@ class Recipe:
     ranked: int = 10  # how many these are, ViSpec
     unroll: int = 3  # ours, after EAGLE-3's training-time test (there 7); of a drafter with K heads, so many of them
     step_decay: float = 0.8  # weight of step i is step_decay^i, EAGLE-3
+    anchors: int = 0  # positions of a text that are learnt from in a step, drawn anew in each, DFlash; 0: all
+    confidence_weight: float = 0.0  # how likely a draft is to stand, foretold by a confidence head, DSpark
     rollouts: int = 0  # further passes on the drafter's own predictions in the place of the target's features, ViSpec
     noise: float = 0.0  # half-width of uniform noise on the features, times 512 / length; EAGLE: 0.1
     temperature: float = 1.0  # of the sampled share of the self-generated answers
@@ -181,6 +183,18 @@ FLASH = Recipe(
 # target's own answers (there the data sets').
 SPECVLM = Recipe(batch=128, lr=8e-5, warmup=0.0, floor=0.1, weight_decay=0.0, unroll=1)
 
+# DFlash (2026, arXiv 2602.06036, and z-lab's code): tokens alone, weighed exp(−(k − 1)/γ) at row k of a block of 16,
+# γ = 7; AdamW at 6e-4, warm-up 0.04, clip 1.0, 512 anchors a text. Ours: the cross-entropy is with the target's
+# distribution (there with the tokens of its answers), and the decay is linear (there a cosine).
+DFLASH = Recipe(
+    lr=6e-4, warmup=0.04, floor=0.0, clip=1.0, feature_weight=0.0, token_weight=1.0, unroll=15, anchors=512,
+    step_decay=0.8669,
+)  # fmt: skip
+
+# DSpark, as speculators trains it: the same with γ = 4 on a block of 8 that drafts at the anchor, too, and a confidence
+# head that learns Σ min(p, q), weighed alike.
+DSPARK = DFLASH.with_(unroll=8, step_decay=0.7788, confidence_weight=1.0)
+
 # Of the embedded drafters: small enough for Muon and a high rate; the token loss leads because speed is what counts.
 SCENES_EAGLE = Recipe(
     steps=1000, batch=12, lr=3e-3, clip=1.0, muon=True, feature_weight=0.5, token_weight=1.0, unroll=5,
@@ -197,6 +211,7 @@ SCENES_VIDEO = {
     "scenes-video-vispec": _VIDEO_EAGLE,
     "scenes-video-flash": _VIDEO_EAGLE.with_(steps=430, unroll=6),
     "scenes-video-specvlm": _VIDEO_EAGLE,
+    "scenes-video-block": _VIDEO_EAGLE.with_(feature_weight=0.0, unroll=7, step_decay=0.7788, anchors=64),
 }
 
 # Pictures. LANTERN's recipe (Jang et al. 2024, arXiv 2410.03355, and its code) is SmoothL1 + 0.1 · cross-entropy with
@@ -215,6 +230,9 @@ RECIPES = {
     "msd": MSD,
     "flash": FLASH,
     "specvlm": SPECVLM,
+    "block": DFLASH,
+    "dflash": DFLASH,
+    "dspark": DSPARK,
     "scenes-eagle": SCENES_EAGLE,
     **SCENES_VIDEO,
     "eagle-image": IMAGE_EAGLE,

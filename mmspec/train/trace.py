@@ -60,6 +60,8 @@ class Teaches(Protocol):
 
     def head(self, hidden: Tensor) -> Tensor: ...
 
+    def embed(self, ids: Tensor) -> Tensor: ...
+
 
 @dataclass
 class Lesson:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import inspect
+from contextvars import ContextVar
 from typing import Any
 
 from transformers import GenerationMixin
 
+from mmspec.pipelines.patching import assisted
 from mmspec.pipelines.patching.family import Family
 from mmspec.pipelines.patching.generate import generate, obstacle, watched
 from mmspec.pipelines.patching.handle import Patch
@@ -15,17 +17,21 @@ from mmspec.pipelines.patching.obstacles import Obstacle, unfit_attention
 from mmspec.pipelines.sampling.guidance import Guidance
 from mmspec.pipelines.targets import devices, recurrent
 from mmspec.pipelines.targets import tree_attention as attention
-from mmspec.pipelines.targets.call import Call
+from mmspec.pipelines.targets.call import Call, asking
 from mmspec.pipelines.targets.decoder import decoder, head
 from mmspec.pipelines.targets.hooks import stock
 from mmspec.pipelines.targets.vlm import VlmTarget, tap, untap
 from mmspec.types import TargetInfo
 
 _LAYERS = set(attention.KINDS)
+_instead: ContextVar[Patch | None] = ContextVar("mmspec_instead", default=None)  # of a call that names its drafter
 _BLOCKS = ("index_kpool", "indexer_compress_ratio", "index_block_size")  # of an indexer that chooses blocks, not keys
 # class → why it cannot be accelerated, where nothing but its forward tells
 _STRANGE = {
     "IdeficsForVisionText2Text": "each of its layers looks at the pictures through a mask made for one token at a time",
+    "Kosmos2ForConditionalGeneration": "its generate hands the writing on to a model that counts the cache's slots",
+    "Kosmos2_5ForConditionalGeneration": "its generate hands the writing on to a model that counts the cache's slots",
+    "Phi4MultimodalForCausalLM": "its forward takes a placeholder in a draft for a picture to read",
     "EvollaForProteinText2Text": "its layers look at the protein through a mask made for one token at a time",
 }
 
@@ -44,7 +50,15 @@ class DecoderOnlyPatch:
         custom = kwargs.get("custom_generate")
         if callable(custom) and not str(getattr(custom, "__module__", "")).startswith("mmspec."):
             kwargs["custom_generate"] = watched(custom, type(self)._mmspec_patch)
-        return super().generate(*args, **kwargs)  # type: ignore[misc]
+        patch, drafts = Patch.of(self), assisted.asked(self, kwargs)
+        if patch is not None and drafts is not None:
+            patch, kwargs = assisted.patch_for(self, patch, drafts[0]), drafts[1]
+        tokens = asking.set({**dict(zip(("inputs",), args, strict=False)), **kwargs}), _instead.set(patch)
+        try:
+            return super().generate(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            asking.reset(tokens[0])
+            _instead.reset(tokens[1])
 
     def _sample(
         self,
@@ -57,6 +71,8 @@ class DecoderOnlyPatch:
         **model_kwargs: Any,
     ) -> Any:
         patch = Patch.of(self)
+        if patch is not None and (drafts := _instead.get()) in patch.asked.values():
+            patch = drafts
         call = Call(
             input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, model_kwargs
         )
@@ -84,7 +100,7 @@ class DecoderOnlyPatch:
         return stock(self)._beam_search(self, *args, **kwargs)
 
     def _assisted_decoding(self, *args: Any, **kwargs: Any) -> Any:
-        _decline(self, "assisted decoding (assistant_model, prompt_lookup_num_tokens) drafts by itself")
+        _decline(self, "this kind of assisted decoding (early exit, other tokens, speculation_type) drafts by itself")
         return stock(self)._assisted_decoding(self, *args, **kwargs)
 
 
@@ -132,6 +148,8 @@ def unsupported(model: Any) -> str | None:
     config = model.config
     if getattr(config, "is_encoder_decoder", False):
         return "it is an encoder-decoder model; only decoder-only models are supported"
+    if stock(model).__name__ in _STRANGE:
+        return _STRANGE[stock(model).__name__]
     text = decoder(model) if hasattr(model, "get_decoder") else None
     if text is None or text is model or not hasattr(text, "layers"):
         return "get_decoder() does not give a text decoder with layers"
@@ -145,8 +163,6 @@ def unsupported(model: Any) -> str | None:
     kept = any(recurrent.modules(text))
     if getattr(model, "_is_stateful", False) and not kept:
         return "it keeps a recurrent state, which cannot be rolled back after a rejected draft"
-    if type(model).__name__ in _STRANGE or stock(model).__name__ in _STRANGE:
-        return _STRANGE[stock(model).__name__]
     if any("get_query_offset" in recurrent.names(type(module)) for module in text.modules()):
         return "its attention measures distances by slots of the cache, where the nodes of a tree lie side by side"
     indexed = "indexed_attention" in (getattr(text.config, "layer_types", None) or ())

@@ -5,6 +5,10 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+from mmspec.pipelines.families.surveyed import FOUND, VERSION
 from mmspec.pipelines.patching.family import Family
 from mmspec.registry import RULES, drafters
 
@@ -106,6 +110,11 @@ def _inside(wrapper: Any) -> Any:
     return None if hasattr(wrapper, "generate") else getattr(wrapper, "model", None)  # transformers.pipeline
 
 
+def untested() -> list[str]:
+    """The image-text-to-text classes of the installed transformers that the survey did not try."""
+    return sorted(set(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()) - FOUND.keys())
+
+
 def supported() -> str:
     """Print, and return, the model families that are proved identical, the drafters and the rules, one a line."""
     lines = ["Proved token-identical to stock generate (greedy, fp32, sdpa and eager, batch 1 and ragged 4):"]
@@ -115,6 +124,11 @@ def supported() -> str:
     lines += ["  (ours: stock has no such call; identical to decoding one token after the other)"]
     lines += ["Pictures of continuous tokens, in distribution (by pipe.enable_speculation(), not by mmspec.enable):"]
     lines += ["  mar          MARPipeline: class-conditional, guided; ours"]
+    refused, unknown = [name for name, why in FOUND.items() if why is not None], untested()
+    same = len(FOUND) - len(refused)
+    lines += [f"Of {len(FOUND)} image-text-to-text classes of transformers {VERSION}, {same} are token-identical:"]
+    lines += [f"  docs/models.md lists them. Refused: {', '.join(refused)}"]
+    lines += [f"  Untested, of transformers {transformers.__version__}: {', '.join(unknown)}"] if unknown else []
     lines += ["Any other decoder-only model with full or sliding attention is judged when it is enabled.", "Drafters:"]
     lines += [f"  {name:12s} {what}" for name, what in drafters().items()]
     lines += ["Rules:", *(f"  {name}" for name in RULES)]

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
+
+import transformers
+from transformers import PreTrainedModel
 
 from mmspec.checkpoints.load import load_drafter
 from mmspec.config import SpecConfig, option_names
 from mmspec.drafters.compiled_drafter import CapturedDraft
 from mmspec.drafters.feature import FeatureDrafter
-from mmspec.pipelines.targets import compiled, devices
+from mmspec.pipelines.targets import compiled, devices, hooks
 from mmspec.pipelines.targets import compiled_cache as trusted
 from mmspec.pipelines.targets.compiled_cache import CompiledCache
 from mmspec.registry import DRAFTERS, drafter_class
@@ -23,10 +26,36 @@ from mmspec.types import TargetInfo
 _KNOWN: WeakKeyDictionary[Any, WeakKeyDictionary[Any, dict[Any, Known]]] = WeakKeyDictionary()
 
 
-def resolve(drafter: Any, given: Mapping[str, Any], target: TargetInfo) -> Any:
+def stock_model(architectures: Iterable[str]) -> bool:
+    """Whether one of these is a model of transformers that generates."""
+    return any(hasattr(getattr(transformers, str(name), None), "generate") for name in architectures)
+
+
+def named(drafter: Any, given: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """A drafter, where a model of transformers drafts, and the options that are left to say to it.
+
+    Raises:
+        ValueError: drafter="model" without the model, or something that cannot draft.
+    """
+    rest = dict(given)
+    if drafter in ("model", "assistant"):
+        if "draft" not in rest:
+            raise ValueError(f"drafter={drafter!r} needs draft=…: a loaded model of transformers, or its folder")
+        drafter = rest.pop("draft")
+    elif not isinstance(drafter, PreTrainedModel):
+        return drafter, rest
+    from mmspec.pipelines.drafters import assistant, draft_model
+
+    made = draft_model.ModelDrafter.of(drafter)
+    kind = hooks.stock(made.model).__name__
+    return (assistant.AssistantDrafter(made.model) if kind in assistant.CLASSES else made), rest
+
+
+def resolve(drafter: Any, given: Mapping[str, Any], target: TargetInfo, model: Any = None) -> Any:
     """A drafter fitted to the target: from None, a registered name, a folder, a hub name or an instance.
 
     Args:
+        model: the target, for drafters that are made of it.
         given: the options that the user gave it, by name.
 
     Raises:
@@ -34,7 +63,7 @@ def resolve(drafter: Any, given: Mapping[str, Any], target: TargetInfo) -> Any:
             it has no use for.
         TypeError: an option that no drafter has.
     """
-    made = _made("ngram" if drafter is None else drafter, target)
+    made = _made("ngram" if drafter is None else drafter, target, model)
     if not hasattr(made, "fit"):
         raise ValueError(f"a drafter has start, propose and fit; {type(made).__name__} has not")
     own = option_names(getattr(made, "options", None))
@@ -45,7 +74,7 @@ def resolve(drafter: Any, given: Mapping[str, Any], target: TargetInfo) -> Any:
     return made.fit(target, given)
 
 
-def _made(drafter: Any, target: TargetInfo) -> Any:
+def _made(drafter: Any, target: TargetInfo, model: Any) -> Any:
     """The drafter that is named; an instance names itself."""
     if not isinstance(drafter, (str, Path)):
         return drafter
@@ -55,7 +84,7 @@ def _made(drafter: Any, target: TargetInfo) -> Any:
                 f"the drafter {drafter!r} needs weights; pass its folder or hub name, or train one with "
                 f"`mmspec train --method {drafter} --target {target.name}`"
             )
-        return drafter_class(drafter)()
+        return drafter_class(drafter).of_model(model) if DRAFTERS[drafter].from_model else drafter_class(drafter)()
     if isinstance(drafter, str) and "/" not in drafter and not Path(drafter).exists():
         raise ValueError(
             f"unknown drafter {drafter!r}; choose from {', '.join(DRAFTERS)}, or pass a folder or owner/name on the hub"
@@ -82,7 +111,7 @@ def proposer(model: Any, drafter: Any, config: SpecConfig, target: TargetInfo, d
             "alike; leave auto out, and choose depth, width and size"
         )
     ready = drafter
-    if config.compile and drafts and isinstance(drafter, FeatureDrafter) and drafter.nodes > 1 and not drafter.more:
+    if config.compile and drafts and isinstance(drafter, FeatureDrafter) and drafter.capturable:
         held = compiled.of(model).drafts.setdefault(drafter.block, CompiledCache(type(drafter).__name__))
         alive = weakref.ref(model)  # what drafts for a model does not keep it
         ready = CapturedDraft(drafter, lambda: trusted.weights(alive()), target.vocab, held)

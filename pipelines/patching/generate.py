@@ -25,7 +25,7 @@ from mmspec.pipelines.sampling.stopping import Endings, unheard
 from mmspec.pipelines.targets import devices, reach
 from mmspec.pipelines.targets.cache import RaggedCache
 from mmspec.pipelines.targets.call import Call, Custom, custom_call
-from mmspec.pipelines.targets.decoder import decoder
+from mmspec.pipelines.targets.decoder import decoder, more_than_keys
 from mmspec.pipelines.targets.state import State
 from mmspec.session import Row, Session
 from mmspec.statistics import Stats
@@ -65,8 +65,15 @@ def obstacle(model: Any, call: Call, patch: Any) -> Obstacle | None:
     """Why this call on an enabled model has to run the stock path, or None."""
     found = next((Obstacle(why) for holds, why in _OBSTACLES if holds(call)), None)
     here = obstacles.now(model, call.generation_config, len(call.input_ids))
-    found = here or found or _turning(model, call) or _elsewhere(model, patch, call) or _cacheless(model)
-    return found or _stateful(model, call, patch.family.guided)
+    found = here or found or _kept(model, call) or _turning(model, call) or _elsewhere(model, patch, call)
+    return found or _cacheless(model) or _stateful(model, call, patch.family.guided)
+
+
+def _kept(model: Any, call: Call) -> Obstacle | None:
+    """A cache that the caller wants to see again, of layers that keep more than keys and values."""
+    if call.owned and more_than_keys(decoder(model)):
+        return Obstacle("a cache of the caller's own is filled with keys and values only, and its layers keep more")
+    return None
 
 
 def _turning(model: Any, call: Call) -> Obstacle | None:
@@ -106,7 +113,7 @@ def _cacheless(model: Any) -> Obstacle | None:
 def generate(model: Any, handle: Any, call: Call) -> tuple[Any, Stats]:
     """Run one call to its end: the stock return value, and what happened."""
     config, drafter = call.generation_config, handle.fitting(model)
-    for what in _left_out(call):
+    for what in _left_out(model, call):
         handle.say(what)
     ours = call.for_model(model)
     noise = TorchNoise() if handle.config.reproducible and config.do_sample else None
@@ -159,13 +166,15 @@ def watched(custom: Callable[..., Any], handle: Any) -> Callable[..., Any]:
     return run
 
 
-def _left_out(call: Call) -> Iterator[str]:
+def _left_out(model: Any, call: Call) -> Iterator[str]:
     """What stock would have done besides, where the tokens do not depend on it."""
     config = call.generation_config
     if config.prefill_chunk_size is not None:
         yield "mmspec reads a prompt in one piece; prefill_chunk_size has no effect"
     if config.return_dict_in_generate and len(call.input_ids) > 1:
         yield "mmspec returns past_key_values for one row only: rows that ended at different times share no cache"
+    elif config.return_dict_in_generate and more_than_keys(decoder(model)):
+        yield "mmspec returns no past_key_values of layers that keep more than keys and values"
 
 
 def row_seeds(model: Any, count: int, drawing: bool) -> list[int]:
@@ -227,7 +236,9 @@ class _Collected:
         new = torch.tensor(columns, dtype=torch.long, device=ids.device)
         sequences = torch.cat([ids, new.view(length, -1).T], 1)  # int64, whatever integers came
         mine = None
-        if self.call.returns_cache and state is not None and len(ids) == 1:  # ragged rows have no common cache
+        if (
+            self.call.returns_cache and state is not None and len(ids) == 1 and state.cache.only_keys
+        ):  # ragged rows have no common cache
             first = state.open_slots.new_zeros(1, dtype=torch.long)
             slots = state.cache if state.streams == 1 else state.cache.select(first)
             mine = slots.hand_back(self.call.cache, self.read + length - 1)

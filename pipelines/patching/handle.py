@@ -35,6 +35,8 @@ class Patch:
         target: what the drafter was fitted to; None where the model was left as it is.
         fitted: proposers for what a model draws beside its text, by what they have to fit.
         stats: what all calls did so far.
+        asked: patches for calls that ask for another drafter, by what they ask for (see assisted.py).
+        keeps: what such a patch was asked for, kept alive.
         before: the one that this one has replaced for the length of a `with`.
         open: whether such a `with` has begun, and has not ended; None before it begins.
         handle: what the user holds of it; None once that is gone.
@@ -53,6 +55,8 @@ class Patch:
         self.target = target
         self.fitted: dict[TargetInfo, Any] = {}
         self.stats = Stats()
+        self.asked: dict[Any, Patch] = {}
+        self.keeps: Any = None
         self.before: Patch | None = None
         self.open: bool | None = None
         self.handle: Callable[[], Handle | None] = lambda: None

@@ -19,7 +19,8 @@ _SHARES = (4, 5, 6, 7)  # eighths of the depth: middle and late layers, where te
 
 def layers(decoder: Any) -> dict[str, Any]:
     """The attention modules to listen to, by tap name."""
-    chosen = sorted({len(decoder.layers) * share // 8 for share in _SHARES})
+    attending = [i for i, layer in enumerate(decoder.layers) if hasattr(layer, "self_attn")]
+    chosen = sorted({attending[len(attending) * share // 8] for share in _SHARES})
     return {f"attention {i}": decoder.layers[i].self_attn for i in chosen}
 
 

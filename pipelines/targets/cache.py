@@ -120,6 +120,17 @@ class RaggedCache(Cache):
                 dispatch.compact_rows(buffers, start[:, None] + kept.to(home), start)
         self.lengths = self.lengths.plus(counts, device_counts)
 
+    def keep(self, order: Tensor) -> None:
+        """Of the slots that all rows have filled, those at `order` [B, n], and no others."""
+        for layer in self.slots:
+            for name in ("keys", "values"):
+                held = getattr(layer, name)
+                if held is not None:
+                    home = order.to(held.device)
+                    fewer = held.transpose(1, 2)[torch.arange(len(home), device=home.device)[:, None], home]
+                    setattr(layer, name, fewer.transpose(1, 2).contiguous())
+        self.lengths = Lengths.of([order.shape[1]] * len(order), self.lengths.device.device)
+
     def select(self, rows: Tensor) -> RaggedCache:
         for layer in self._attending():
             layer.select(rows)
@@ -135,6 +146,11 @@ class RaggedCache(Cache):
             state.join(other.recurrent[index])
         self.lengths = self.lengths.join(other.lengths)
         return self
+
+    @property
+    def only_keys(self) -> bool:
+        """Whether keys and values are all it holds: only then can the caller be handed a cache."""
+        return not (self.recurrent or self.indexed)
 
     @staticmethod
     def can_adopt(cache: Cache) -> bool:

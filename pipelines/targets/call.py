@@ -29,6 +29,7 @@ class Custom:
     asked: bool = False  # whether it has made any call
 
 
+asking: ContextVar[dict[str, Any]] = ContextVar("mmspec_asking", default={})  # noqa: B039 nobody writes into it
 custom_call: ContextVar[Custom | None] = ContextVar("mmspec_custom", default=None)
 
 
@@ -43,6 +44,7 @@ class Call:
     synced_gpus: bool = False
     streamer: Any = None
     arguments: dict[str, Any] = field(default_factory=dict)
+    given: dict[str, Any] = field(default_factory=asking.get)  # what the user gave `generate`, by name
 
     def __post_init__(self) -> None:
         if (custom := custom_call.get()) is not None:

@@ -24,8 +24,7 @@ def table(decoder: Any) -> int | None:
 
 
 def turn(decoder: Any) -> int | None:
-    """Length past which its rotary frequencies, or the scale of its queries, follow the longest position in the batch.
-
+    """Length past which rotary frequencies or scales go by the longest position in the batch; None: they never do.
 
     A draft reaches further than the text, so that it would turn them for tokens that stock decoding reads before.
     """

@@ -67,6 +67,24 @@ class Listed:
         return Listed(torch.cat(tables))
 
 
+def positions_read(told: Tensor | None, places: Places, begin: Tensor, read: int) -> Tensor:
+    """Position ids [B, A, L + 1] of the prompt that the decoder has read, on A axes, and of the token after it.
+
+    Args:
+        told: what the decoder was given, [A, B or 1, L] or [B or 1, L]; None: it counted by itself.
+        places: of the tokens to come.
+        begin: zeros [B, 1].
+        read: L.
+    """
+    onward = places.at(begin)
+    onward = onward[None] if onward.dim() == 2 else onward
+    if told is None:
+        told = onward[:1] + torch.arange(-read, 0, device=onward.device)
+    told = told[None] if told.dim() == 2 else told
+    onward = onward if len(onward) == len(told) else onward[-1:].expand(len(told), -1, -1)
+    return torch.cat([told.to(onward.device).expand(-1, len(begin), -1), onward], -1).transpose(0, 1)
+
+
 @dataclass
 class State:
     """What the target keeps for B rows in S streams: B·S rows, a row's streams one below the other."""

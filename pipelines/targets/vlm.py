@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.functional import pad
-from transformers.cache_utils import Cache
 
 from mmspec.drafters.draft_vocab import DraftVocab
 from mmspec.modes import mode_of
@@ -24,7 +23,7 @@ from mmspec.pipelines.targets.decoder import decoder, head
 from mmspec.pipelines.targets.hooks import FeatureHook, final_hidden, hold, layer_input, record_features, release
 from mmspec.pipelines.targets.image_tokens import media
 from mmspec.pipelines.targets.model import ModelTarget
-from mmspec.pipelines.targets.state import Onward, Places, State, interleaved
+from mmspec.pipelines.targets.state import Onward, Places, State, interleaved, positions_read
 from mmspec.ragged_cache import visibility
 from mmspec.session import Session
 from mmspec.tree import lone
@@ -79,6 +78,7 @@ class VlmTarget(ModelTarget):
         self.last = min((n - 1 for n in (self.table, turn) if n is not None), default=None)  # no node stands past it
         self.eager = config._attn_implementation == "eager"
         self.tree = config._attn_implementation == attention.NAME
+        self.shares = bool(getattr(config, "num_kv_shared_layers", 0))
         kinds: Any = getattr(config, "layer_types", None)
         sliding = "sliding_attention" in kinds if kinds else getattr(config, "use_sliding_window", True)
         self.window = getattr(config, "sliding_window", None) if sliding else None
@@ -105,13 +105,9 @@ class VlmTarget(ModelTarget):
         The call's ids [B, L] are the whole text or, on a filled cache, its new tokens; fewer than `inputs_embeds` where
         soft prompts stand before them.
         """
-        ids, config = inputs.input_ids, inputs.generation_config
+        ids = inputs.input_ids
         reserve = ids.shape[1] + min(max(0, *(row.limit - row.start for row in session.rows)), _RESERVE) + nodes
-        config.prefill_chunk_size, chunk = None, config.prefill_chunk_size  # a RaggedCache takes a prompt in one piece
-        try:
-            state, prompt, raw = self._first(ids, config, inputs.arguments, inputs.cache, reserve)
-        finally:
-            config.prefill_chunk_size = chunk
+        state, prompt, raw = self.first(inputs, reserve)
         if inputs.negative is not None:
             state, prompt, raw = self._second(inputs.negative, state, prompt, raw, reserve)
         session.cache = state
@@ -120,21 +116,30 @@ class VlmTarget(ModelTarget):
         hidden = None if prompt.hidden is None else prompt.hidden[:, -1:]
         return prompt, self.scores(raw, session, lone(prompt.ids[:, -1:]), hidden)
 
-    def _first(
-        self, ids: Tensor, generation_config: Any, arguments: dict[str, Any], cache: Cache | None, reserve: int
-    ) -> tuple[State, Prompt, Tensor]:
-        """The state, what a drafter may know of the prompt, and the raw logits [B, 1, V] after it."""
-        slots = RaggedCache.adopt(cache, ids.shape[0], ids.device, reserve)
+    def first(self, call: Call, reserve: int) -> tuple[State, Prompt, Tensor]:
+        """Read the prompt of a call, with room for `reserve` slots in all.
+
+        Returns:
+            The state, what a drafter may know of the prompt, and the raw logits [B, 1, V] after it.
+        """
+        ids, config, arguments = call.input_ids, call.generation_config, call.arguments
+        slots = RaggedCache.adopt(call.cache, ids.shape[0], ids.device, reserve)
         past = slots.lengths.longest
-        read = _read(ids, generation_config, arguments, past)
+        read = _read(ids, config, arguments, past)
         new = pad(ids, (max(0, read - ids.shape[1]), 0))[:, -read:]  # soft prompts have no ids
         mask = arguments.get("attention_mask")
         valid = ids.new_ones(len(ids), past + read, dtype=torch.bool) if mask is None else mask.bool()
         arguments = {**arguments, "past_key_values": slots}
+        if self.shares and "logits_to_keep" in arguments:  # a number would make the decoder drop all other features
+            arguments["logits_to_keep"] = ids.new_full((1,), -1)
         visual = media(new, self.model.config, arguments)
         asked = attended.attending(visual, valid) if self.attends else nullcontext()
-        with record_features() as recorded, asked as looked:
-            out = self.model._prefill(ids, generation_config, arguments, is_first_iteration=True)
+        config.prefill_chunk_size, chunk = None, config.prefill_chunk_size  # a RaggedCache takes a prompt in one piece
+        try:
+            with record_features() as recorded, asked as looked:
+                out = self.model._prefill(ids, config, arguments, is_first_iteration=True)
+        finally:
+            config.prefill_chunk_size = chunk
         arguments = self.model._update_model_kwargs_for_generation(out, arguments)
         _check(slots, final_hidden(recorded["decoder"]).shape[1], read)
         slots.advance(read)
@@ -152,7 +157,10 @@ class VlmTarget(ModelTarget):
             valid=valid[:, past:],
             grid=self._grid(recorded),
             attention=None if looked is None else looked.mean,
-            positions=_three(recorded["decoder"][1].get("position_ids"), self.device),
+            positions=positions_read(
+                recorded["decoder"][1].get("position_ids"), places, ids.new_zeros(len(ids), 1), read
+            ),
+            given=call.given,
         )
         return state, prompt, self._logits(out, recorded)[:, -1:]
 
@@ -283,12 +291,6 @@ def _read(ids: Tensor, generation_config: Any, arguments: dict[str, Any], past: 
     whole = getattr(generation_config, "_mask_length", -1) if mask is None else mask.shape[1]
     L = ids.shape[1]
     return len(range(L)[-(L - past) :]) if whole == L else L  # a mask that is longer tells that only new ids came
-
-
-def _three(given: Any, device: torch.device) -> Tensor | None:
-    """The three rows of M-RoPE [3, B, L] among position ids; Qwen's have a fourth before them, of text alone."""
-    three = isinstance(given, Tensor) and given.dim() == 3 and given.shape[0] in (3, 4)
-    return given[-3:].to(device) if three else None
 
 
 def _check(slots: RaggedCache, appended: int, read: int) -> None:

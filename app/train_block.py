@@ -1,0 +1,68 @@
+"""Untrained block drafters in the shape of a target's own layers, for `mmspec train --method dflash` and `dspark`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mmspec.drafters.block_config import BlockConfig
+from mmspec.drafters.dflash import BlockDrafter
+from mmspec.train.recipes import Recipe
+
+BLOCKS: dict[str, dict[str, Any]] = {  # method: what its published drafters have beside DFlash's layers
+    "block": {},
+    "dflash": {},
+    "dspark": {"markov_rank": 256, "confidence": True, "confidence_markov": True, "anchored": True, "block": 8},
+}
+
+
+def layers_read(layers: int, count: int) -> tuple[int, ...]:
+    """The decoder layers whose inputs are read: the outputs of `count` layers, evenly to L − 3 (z-lab's code)."""
+    last = max(1, layers - 3)
+    ids = {round(1 + i * (last - 1) / max(1, count - 1)) if count > 1 else layers // 2 for i in range(count)}
+    return tuple(sorted({min(i + 1, layers - 1) for i in ids}))
+
+
+def build(method: str, model: Any, intermediate: int | None, **shape: Any) -> BlockDrafter:
+    """An untrained drafter of five layers that read five of the target's.
+
+    The embedding of the target's padding token stands for a mask; `mask_token` names another.
+
+    Args:
+        shape: other values of the drafter's config.
+
+    Raises:
+        ValueError: a value that its config does not have, or does not allow.
+    """
+    from mmspec.pipelines.families.table import home
+
+    c, info = model.get_decoder().config, home(model).describe(model)
+    theta = (getattr(c, "rope_parameters", None) or {}).get("rope_theta", 10000.0)
+    pad = getattr(c, "pad_token_id", None)
+    layers = shape.get("layers", 5)
+    usual = {
+        "hidden": info.hidden, "vocab": info.vocab, "target": info.name, "rope_theta": float(theta),
+        "intermediate": intermediate or c.intermediate_size, "heads": c.num_attention_heads,
+        "kv_heads": getattr(c, "num_key_value_heads", None) or c.num_attention_heads,
+        "head_dim": getattr(c, "head_dim", None) or info.hidden // c.num_attention_heads,
+        "norm_eps": float(getattr(c, "rms_norm_eps", 1e-6)), "layers": layers,
+        "features": layers_read(info.layers, layers), "mask_token": info.vocab - 1 if pad is None else pad,
+        "target_revision": getattr(model.config, "_commit_hash", None) or "",
+    }  # fmt: skip
+    return BlockDrafter(BlockConfig.of({**usual, **BLOCKS[method], **shape}))
+
+
+def check(drafter: Any, recipe: Recipe) -> None:
+    """Refuse a block drafter and a recipe that do not go together.
+
+    Raises:
+        ValueError: what cannot be learnt here, or more steps than a block drafts.
+    """
+    c = drafter.config
+    if c.selector_rank or c.markov == "rnn":
+        raise ValueError("a selector, or a recurrent Markov head, cannot be trained here; leave them out")
+    if recipe.unroll > c.most:
+        raise ValueError(
+            f"a block of {c.block} learns at most {c.most} steps: --set unroll={c.most}, or a larger block"
+        )
+    if recipe.rollouts:
+        raise ValueError("a block drafter has no rollouts: it does not read what it predicts; --set rollouts=0")

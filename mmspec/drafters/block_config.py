@@ -1,0 +1,142 @@
+"""What a block drafter is told: the shapes and switches of its file, and the user's options."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from mmspec.drafters.dflash_layer import MARKOV
+from mmspec.drafters.options import TreeOptions
+from mmspec.drafters.rope import Rope
+
+NO_CAP = 1e9  # as `softcap`: logits stay as they are
+
+
+@dataclass(frozen=True)
+class BlockConfig(Rope):
+    """Shapes and switches of one block drafter; rotary positions are said by what it is besides, a Rope.
+
+    Attributes:
+        hidden, intermediate, heads, kv_heads, head_dim, vocab, norm_eps: as in Qwen3.
+        features: the decoder layers of the target whose inputs are read (published files count outputs: one less).
+        block: rows of a block, the anchor's included; it drafts no deeper.
+        mask_token: the id whose embedding stands where a token is to be drafted.
+        layers: how many.
+        windows: of each layer, how far it sees; 0: everything. One number holds for all.
+        causal: of each layer, 1 where a row of the block sees no later ones. One number holds for all.
+        from_anchor: all rows of a block see the same features, those within the window before the anchor.
+        anchored: the anchor's own row drafts, too: row k gives token k + 1. Else row k gives token k.
+        bias: of the attention's projections.
+        qk_norm, rope_first: norms of queries and keys; whether positions turn before them (HunyuanOCR).
+        bare_embeds: the target's embeddings are read without the norm that belongs to its table (Muse-Glimmer).
+        logit_scale, softcap: logits are scaled, then capped by tanh.
+        markov_rank, markov: rank and kind of DSpark's Markov head; 0: none.
+        confidence, confidence_markov: a confidence head; it reads the Markov head's embedding, too.
+        taps, group: of DFlash2's convolutions, rows that one mixes and channels that share a weight; 0: none.
+        selector_rank, selector_top: of DFlash2's selector; 0: none.
+        target_hidden: width of the target's features, where it is not `hidden`.
+        draft_vocab: rows of the drafter's own head; 0: the target's head is used.
+        target, target_revision: what it was trained for.
+        depth, width, size, tree, draws: how it recommends to draft (see TreeOptions).
+    """
+
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    vocab: int
+    features: tuple[int, ...] = (2, 3)
+    block: int = 16
+    mask_token: int = 0
+    layers: int = 1
+    head_dim: int = 0
+    norm_eps: float = 1e-6
+    windows: tuple[int, ...] = (0,)
+    causal: tuple[int, ...] = (0,)
+    from_anchor: bool = False
+    anchored: bool = False
+    bias: bool = False
+    qk_norm: bool = True
+    rope_first: bool = False
+    bare_embeds: bool = False
+    logit_scale: float = 1.0
+    softcap: float = NO_CAP
+    markov_rank: int = 0
+    markov: str = MARKOV[0]
+    confidence: bool = False
+    confidence_markov: bool = False
+    taps: int = 0
+    group: int = 1
+    selector_rank: int = 0
+    selector_top: int = 16
+    target_hidden: int = 0
+    draft_vocab: int = 0
+    target: str = ""
+    target_revision: str = ""
+    depth: int = 0
+    width: int = 1
+    size: int = 0
+    tree: str = "chain"
+    draws: bool = True
+
+    def __post_init__(self) -> None:
+        self.check(self.head_dim or self.hidden // self.heads)
+        most = self.block - (not self.anchored)
+        wrong = [] if most >= 1 and self.layers >= 1 and self.features else ["it needs a layer, features, and a block"]
+        if self.markov not in MARKOV:
+            wrong.append(f"markov must be one of {', '.join(MARKOV)}; got {self.markov!r}")
+        if self.confidence_markov and not (self.confidence and self.markov_rank):
+            wrong.append("confidence_markov needs a confidence and a Markov head")
+        if self.taps and (self.taps > self.block or self.group < 1 or self.hidden % self.group):
+            wrong.append(f"taps {self.taps} of a block of {self.block}, or groups of {self.group}, cannot be")
+        if self.selector_rank and self.draft_vocab:
+            wrong.append("a selector chooses from the target's head")
+        if self.selector_rank and self.selector_top < 1:
+            wrong.append("selector_top must be at least 1")
+        for name in ("windows", "causal"):
+            if len(getattr(self, name)) not in (1, self.layers):
+                wrong.append(f"{name} needs one number, or one for each of {self.layers} layers")
+        if wrong:
+            raise ValueError(f"a block drafter cannot be so: {'; '.join(wrong)}")
+        for name, usual in (("depth", most), ("size", 1 + (self.depth or most))):
+            object.__setattr__(self, name, getattr(self, name) or usual)
+
+    @property
+    def most(self) -> int:
+        """The longest path that a block drafts."""
+        return self.block - (not self.anchored)
+
+    @property
+    def sequential(self) -> bool:
+        """Whether what is drafted at a row depends on the token drafted before it."""
+        return self.markov_rank > 0 or self.selector_rank > 0
+
+    @classmethod
+    def of(cls, values: dict[str, Any]) -> BlockConfig:
+        known = {f.name for f in fields(cls)}
+        unknown = sorted(set(values) - known)
+        if unknown:
+            raise ValueError(f"config.json has unknown fields {', '.join(unknown)}; a block config has {sorted(known)}")
+        frozen: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+        return cls(**frozen)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class BlockOptions(TreeOptions):
+    """How a block drafter drafts: a chain, or with width ≥ 2 a tree; what prunes a prompt is of no use to it.
+
+    Attributes:
+        confidence: with a confidence head, a chain ends where it holds that the draft stands to there with less than
+            this probability; 0: never.
+    """
+
+    width: int = 1
+    confidence: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.confidence < 1:
+            raise ValueError(f"confidence must be a probability from 0 to below 1; got {self.confidence!r}")

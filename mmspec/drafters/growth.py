@@ -1,0 +1,140 @@
+"""Growing a chain or a tree, level by level, from what a drafter makes of each node: by rank, or by drawing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmspec.batch import gather_rows
+from mmspec.drafters import static_trees as shapes
+from mmspec.drafters.options import TreeOptions
+from mmspec.kernels import reference as ops
+from mmspec.tree import Expand, chain, grow
+from mmspec.types import Categorical, Draft, Target, Tree
+
+
+@dataclass
+class _Frontier:
+    """Growth under way: the last level's features, and who is whose ancestor since the root."""
+
+    hidden: Tensor  # [B, k, F]
+    seen: Tensor  # bool [B, k, M], in its last columns what was appended
+    appended: int = 0
+    level: int = 0
+
+
+class Growth:
+    """A drafter that makes a feature of every node it proposes; it says how (`step`) and what follows it (`logits`)."""
+
+    options = TreeOptions()  # of an instance: its own
+
+    @property
+    def nodes(self) -> int:
+        """Nodes of a draft at most, the root included."""
+        return self.options.size
+
+    def step(
+        self, session: Any, target: Target, tokens: Tensor, f: Tensor, appended: int, ahead: Tensor,
+        seen: Tensor | None, level: int,
+    ) -> Tensor:  # fmt: skip
+        """Features [B, n, F] of nodes of one level.
+
+        Args:
+            tokens: [B, n], the target's ids.
+            f: [B, n, F], of their parents.
+            appended: how many nodes below the root came before them.
+            ahead: [1], `level` − 1, as a tensor.
+            seen: bool [B, n, ≥ appended + n], in its last columns which of all these nodes each counts among its
+                ancestors, itself included; None: all of them.
+            level: how deep below the root they stand, from 1.
+        """
+        raise NotImplementedError
+
+    def logits(self, hidden: Tensor, target: Target) -> Tensor:
+        """Logits [..., V_d] over the draft vocabulary from features [..., F]."""
+        raise NotImplementedError
+
+    def to_target(self, ids: Tensor) -> Tensor:
+        """Ids of the draft vocabulary as the target's."""
+        return ids
+
+    @property
+    def own_head(self) -> bool:
+        """Whether its logits come from a head and a vocabulary of its own."""
+        return False
+
+    def at_level(self, f: Tensor, level: int | Tensor) -> Tensor:
+        """Of what `step` gave for nodes of a level, the feature that stands before the head."""
+        return f
+
+    def drawing(self, session: Any) -> bool:
+        """Whether the next draft is drawn: a point mass is not met by drawing."""
+        return self.options.draws and not session.last.scores.p.is_point
+
+    def grown(self, session: Any, target: Target, f: Tensor, draws: bool) -> Draft:
+        """What the options ask for, from the feature f [B, 1, F] of the root."""
+        o, q = self.options, None
+        if o.tree == shapes.DYNAMIC:
+            below, tree = self._tree(session, target, f)
+        elif o.tree == "chain" and not draws:
+            below, tree = self._chain(session, target, f)
+        else:
+            below, tree, q = self._static(session, target, f, draws)
+        return Draft(torch.cat([session.pending[:, None], below], 1), tree, q)
+
+    def _weighed(self, session: Any, target: Target, f: Tensor, level: int | Tensor) -> Tensor:
+        """Logits [B, n, V] of the tokens at `level` below the root's children, weighed as the target weighs its own."""
+        logits = self.logits(self.at_level(f, level), target)
+        if not target.weighs or self.own_head:
+            return logits
+        return target.weigh(logits, session, session.emitted[:, None] + level)
+
+    def _chain(self, session: Any, target: Target, f: Tensor) -> tuple[Tensor, Tree]:
+        depth, tokens = self.options.depth, []
+        ahead = torch.arange(depth, device=f.device).split(1)
+        for level in range(depth):
+            tokens.append(self.to_target(self._weighed(session, target, f, level).argmax(-1)))  # [B, 1]
+            if level + 1 < depth:
+                f = self.step(session, target, tokens[-1], f, level, ahead[level], None, level + 1)
+        return torch.cat(tokens, 1), chain(depth + 1, f.device).expand(len(f))
+
+    def _tree(self, session: Any, target: Target, f: Tensor) -> tuple[Tensor, Tree]:
+        o = self.options
+        size = min(o.size, 1 + o.width + (o.depth - 1) * o.width**2)
+        first, expand = self._growth(session, target, f)
+        below, tree = grow(first, expand, o.width, o.depth, size)
+        return self.to_target(below), tree
+
+    def _static(self, session: Any, target: Target, f: Tensor, draws: bool) -> tuple[Tensor, Tree, Categorical | None]:
+        """A static tree, and the distribution of what was drawn."""
+
+        def noise(level: int) -> Tensor:
+            return ops.gumbel(seeds, session.emitted[:, None] + level, first.shape[-1])
+
+        plan = shapes.plan(self.options.tree, self.options.depth, f.device)
+        seeds = ops.stream(session.seeds, ops.FRESH)
+        first, expand = self._growth(session, target, f)
+        below, q = shapes.fill(first, expand, plan, noise if draws else None)
+        return self.to_target(below), plan.tree.expand(len(f)), None if q is None else Categorical(q)
+
+    def _growth(self, session: Any, target: Target, f: Tensor) -> tuple[Tensor, Expand]:
+        """Log-probabilities [B, V] after the root, and the way to those after a frontier."""
+        o, depth = self.options, self.options.depth
+        room = (depth - 1) * o.width if o.tree == shapes.DYNAMIC else self.nodes
+        ahead = torch.arange(depth, device=f.device).split(1)
+        state = _Frontier(f, torch.zeros(len(f), 1, room, dtype=torch.bool, device=f.device))
+
+        def expand(tokens: Tensor, came_from: Tensor) -> Tensor:
+            k, n = tokens.shape[1], state.appended
+            before, seen = gather_rows(state.hidden, came_from), gather_rows(state.seen, came_from)
+            own = torch.eye(k, dtype=torch.bool, device=f.device).expand(len(f), k, k)
+            state.seen = torch.cat([seen[:, :, k:], own], 2)
+            ids, here = self.to_target(tokens), ahead[state.level]
+            state.hidden = self.step(session, target, ids, before, n, here, state.seen, state.level + 1)
+            state.appended, state.level = n + k, state.level + 1
+            return self._weighed(session, target, state.hidden, state.level).float().log_softmax(-1)
+
+        return self._weighed(session, target, f, 0)[:, 0].float().log_softmax(-1), expand

@@ -1,0 +1,157 @@
+"""Gemma-4's assistants: a few layers of queries on the target's own keys and values, drafting from one position."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmspec.batch import gather_rows
+from mmspec.drafters.blocks import path_after
+from mmspec.drafters.growth import Growth
+from mmspec.drafters.options import ALL, TreeOptions, grown
+from mmspec.pipelines.targets import tree_attention as attention
+from mmspec.pipelines.targets.decoder import decoder
+from mmspec.pipelines.targets.hooks import stock
+from mmspec.pipelines.targets.state import State
+from mmspec.types import FINAL, Draft, Prompt, Target, TargetInfo
+
+CLASSES = ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM")
+
+
+@dataclass(frozen=True)
+class _Advice:
+    depth: int = 4
+    width: int = 1
+    size: int = 5
+    tree: str = "chain"
+    draws: bool = False
+
+
+class AssistantDrafter(Growth):
+    """Drafts with transformers' own assistant, which reads the target's cache and keeps nothing.
+
+    Each node is the embedding of its token beside the feature of its parent; all stand at the position of the pending
+    token, see what the target has cached, and not each other. So trees cost what chains do.
+
+    Args:
+        model: of one of CLASSES; it is used as it is, where it lies.
+    """
+
+    method = "assistant"
+    features = (FINAL,)
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.options = model, grown(_Advice(), {}, "the assistant", TreeOptions())
+
+    def __repr__(self) -> str:
+        return f"AssistantDrafter({stock(self.model).__name__}, {self.options})"
+
+    def fit(self, target: TargetInfo, given: Mapping[str, Any]) -> AssistantDrafter:
+        """The same assistant with the user's options.
+
+        Raises:
+            ValueError: made for another target, or an option that it has no use for.
+        """
+        options, config = grown(_Advice(), given, "the assistant", TreeOptions()), self.model.config
+        if options.draft_vocab != ALL or options.prune:
+            what = "an assistant has a head of its own and reads the target's cache"
+            raise ValueError(f"{what}; leave draft_vocab and prune out")
+        mine = {"width": config.backbone_hidden_size, "vocabulary": config.get_text_config().vocab_size}
+        theirs = {"width": target.hidden, "vocabulary": target.vocab}
+        wrong = [f"{name} {mine[name]} (target: {theirs[name]})" for name in mine if mine[name] != theirs[name]]
+        if wrong:
+            raise ValueError(f"this assistant does not fit {target.name}: {', '.join(wrong)}. Take the one made for it")
+        made = AssistantDrafter(self.model)
+        made.options = options
+        return made
+
+    def start(self, session: Any, target: Any, prompt: Prompt) -> None:
+        """It reads what the target has cached.
+
+        Raises:
+            ValueError: a target that shares no keys and values.
+        """
+        _shared(target)
+
+    @torch.no_grad()
+    def propose(self, session: Any, target: Any) -> Draft:
+        hidden, _, count = path_after(session)
+        f = self._read(session, target, session.pending[:, None], gather_rows(hidden, count[:, None] - 1))
+        return self.grown(session, target, f, self.drawing(session))
+
+    def step(
+        self, session: Any, target: Target, tokens: Tensor, f: Tensor, appended: int, ahead: Tensor,
+        seen: Tensor | None, level: int,
+    ) -> Tensor:  # fmt: skip
+        return self._read(session, target, tokens, f[..., : self.model.config.backbone_hidden_size])
+
+    def _read(self, session: Any, target: Any, tokens: Tensor, hidden: Tensor) -> Tensor:
+        """Features [B, n, H + H_a] of tokens [B, n] after features [B, n, H]: the next one's, and its head's."""
+        model, state, n = self.model, session.cache, tokens.shape[1]
+        home, dtype = model.pre_projection.weight.device, model.pre_projection.weight.dtype
+        x = torch.cat([target.embed(tokens), hidden.to(target.embed(tokens).dtype)], -1).to(home, dtype)
+        held = {kind: state.cache.slots[i] for kind, i in _shared(target).items()}
+        longest = state.cache.lengths.longest
+        shared = {
+            kind: (s.keys[:, :, :longest].to(home), s.values[:, :, :longest].to(home)) for kind, s in held.items()
+        }
+        places = state.places.at((session.emitted - 1)[:, None]).expand(-1, n).to(home)
+        known = inspect.signature(model.model.forward).parameters
+        every = (
+            {"logits_to_keep": torch.arange(n, device=home)} if "logits_to_keep" in known else {}
+        )  # and not the last
+        out = model.model(
+            inputs_embeds=model.pre_projection(x),
+            attention_mask=self._masks(state, n, home),
+            position_ids=places,
+            shared_kv_states=shared,
+            use_cache=False,
+            **every,
+        ).last_hidden_state
+        return torch.cat([model.post_projection(out), out], -1).to(tokens.device)
+
+    def _masks(self, state: State, n: int, home: torch.device) -> dict[str, Tensor]:
+        """What nodes see of each row's cache, [B, 1, n, T] for each kind of layers: all, or the last of it."""
+        at, config = state.cache.lengths, self.model.config.get_text_config()
+        slot = torch.arange(at.longest, device=at.device.device)
+        past = torch.nn.functional.pad(
+            state.open_slots, (0, max(0, at.longest - state.open_slots.shape[1])), value=True
+        )
+        every = past[:, : at.longest] & (slot < at.device[:, None])
+        near = every & (slot >= at.device[:, None] - 1 - config.sliding_window)
+        both = {"full_attention": every, "sliding_attention": near}
+        masks = {kind: seen[:, None, None].expand(-1, 1, n, -1).to(home) for kind, seen in both.items()}
+        if config._attn_implementation == "eager":
+            return {kind: attention.additive(mask, self.model.dtype) for kind, mask in masks.items()}
+        return masks
+
+    def logits(self, hidden: Tensor, target: Any) -> Tensor:
+        model = self.model
+        own = hidden[..., model.config.backbone_hidden_size :].to(model.lm_head.weight.device)
+        if model.config.use_ordered_embeddings:
+            return model.masked_embedding(own, model.lm_head.weight).to(hidden.device)
+        return model.lm_head(own).to(hidden.device)
+
+    @property
+    def own_head(self) -> bool:
+        return True
+
+
+def _shared(target: Any) -> dict[str, int]:
+    """Of each kind of layers the one whose keys and values an assistant reads: the last that has its own.
+
+    Raises:
+        ValueError: the target is of another architecture.
+    """
+    layers = [layer.self_attn for layer in decoder(target.model).layers if hasattr(layer, "self_attn")]
+    own = [each for each in layers if not getattr(each, "is_kv_shared_layer", True)]
+    found = {each.layer_type: each.layer_idx for each in own}
+    if not found or target.streams > 1:
+        name = stock(target.model).__name__
+        raise ValueError(f"{name} shares no keys and values with an assistant; Gemma-4 does, without guidance_scale")
+    return found

@@ -1,0 +1,261 @@
+"""A smaller model of transformers that drafts for a larger one with the same tokens, on a cache of its own."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmspec.batch import gather_rows
+from mmspec.drafters import prune
+from mmspec.drafters.growth import Growth
+from mmspec.drafters.options import ALL, TreeOptions, grown
+from mmspec.pipelines.targets import recurrent
+from mmspec.pipelines.targets.call import Call
+from mmspec.pipelines.targets.hooks import stock
+from mmspec.pipelines.targets.state import State
+from mmspec.pipelines.targets.vlm import VlmTarget, tap, untap
+from mmspec.tree import chain
+from mmspec.types import ATTENTION, Draft, Prompt, Target, TargetInfo
+
+_PADDED = 1.1  # models of one family and tokenizer have a few more rows here and there: Qwen2.5 151936 and 152064
+
+
+@dataclass(frozen=True)
+class _Advice:
+    """How it recommends to draft: a chain, as long as stock's assistants begin with."""
+
+    depth: int = 5
+    width: int = 1
+    size: int = 6
+    tree: str = "chain"
+    draws: bool = False
+
+
+@dataclass
+class DraftState:
+    """What a draft model keeps of some rows: its view of them, and the tree that it is about to read."""
+
+    view: VlmTarget
+    state: State
+    fresh: Tensor  # bool [B], rows whose prompt alone has been read
+    tree: tuple[Tensor, Tensor, Tensor] | None = None  # tokens, depth and ancestors of the nodes so far, root included
+    stats: dict[str, float] = field(default_factory=dict)
+
+    def select(self, rows: Tensor) -> DraftState:
+        return replace(self, state=self.state.select(rows), fresh=self.fresh[rows], tree=None)
+
+    def join(self, other: DraftState) -> DraftState:
+        both = torch.cat([self.fresh, other.fresh])
+        return replace(self, state=self.state.join(other.state), fresh=both, tree=None)
+
+
+class ModelDrafter(Growth):
+    """Drafts with a model that has the target's tokens (Leviathan et al. 2023; Chen et al. 2023).
+
+    Its cache holds what stands before the pending token. Every level reads the pending token and all nodes so far, so
+    that layers with a state need nothing taken back: what the target kept is committed in the next round.
+
+    Args:
+        model: with `generate`; it is used as it is, where it lies, and keeps its class between two rounds.
+    """
+
+    method = "model"
+    features: tuple[int, ...] = ()
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.options = model, grown(_Advice(), {}, "the model drafter", TreeOptions())
+        self.own: TargetInfo | None = None
+
+    def __repr__(self) -> str:
+        return f"ModelDrafter({stock(self.model).__name__}, {self.options})"
+
+    @classmethod
+    def of(cls, draft: Any) -> ModelDrafter:
+        """From a loaded model, or from a folder; a hub name is taken from the cache alone.
+
+        Raises:
+            ValueError: no such folder, or nothing that can draft.
+        """
+        if isinstance(draft, str | Path):
+            draft = _loaded(draft)
+        if not hasattr(draft, "generate") or not hasattr(draft, "config"):
+            raise ValueError(f"a draft model is a model of transformers, or its folder; got {type(draft).__name__}")
+        return cls(draft)
+
+    def fit(self, target: TargetInfo, given: Mapping[str, Any]) -> ModelDrafter:
+        """The same model with the user's options.
+
+        Raises:
+            ValueError: another vocabulary, a model that cannot read drafts, or an option that it has no use for.
+        """
+        from mmspec.pipelines.families import decoder_only
+
+        options = grown(_Advice(), given, "the model drafter", TreeOptions())
+        if options.draft_vocab != ALL:
+            raise ValueError("a draft model has a head of its own; leave draft_vocab out")
+        name = stock(self.model).__name__
+        why = decoder_only.unsupported(self.model)
+        if why is not None:
+            raise ValueError(f"{name} cannot draft: {why}")
+        vocab = decoder_only.head_shape(self.model)[0]
+        if not target.vocab <= _PADDED * vocab or not vocab <= _PADDED * target.vocab:
+            raise ValueError(
+                f"{name} has {vocab} tokens and {target.name} {target.vocab}; a draft model has the target's "
+                "tokenizer. Take a smaller model of the same family"
+            )
+        made = ModelDrafter(self.model)
+        made.options, made.own = options, target
+        made.features = (ATTENTION,) if prune.by_attention(options) else ()
+        return made
+
+    # -- reading -----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def start(self, session: Any, target: Target, prompt: Prompt) -> DraftState:
+        """Read the prompt, pictures included where the draft model knows what the call brought."""
+        with _tapped(self.model):
+            call = _call(self.model, prompt.given, prompt).for_model(self.model)
+            view = VlmTarget(self.model, ())
+            state, read, raw = view.first(call, call.input_ids.shape[1] + self.nodes + 256)
+        held = DraftState(view, state, torch.ones(len(raw), dtype=torch.bool, device=session.pending.device))
+        if self.options.prune and prompt.visual.shape == read.ids.shape:
+            stay = prune.kept(prompt.visual * prompt.valid, self.options.prune, prompt.attention)
+            _leave_out(state, stay.to(state.open_slots.device))
+        return held
+
+    @torch.no_grad()
+    def propose(self, session: Any, target: Target) -> Draft:
+        draws = self.options.draws and not session.last.scores.p.is_point
+        with _tapped(self.model):
+            return self.grown(session, target, self._catch_up(session), draws)
+
+    def _catch_up(self, session: Any) -> Tensor:
+        """Read what the last round kept and the pending token, commit the former; logits [B, 1, V] after the latter.
+
+        Of fresh rows the kept token is the prompt's last, which has been read.
+        """
+        memory: DraftState = session.memory
+        last = session.last
+        c = torch.where(memory.fresh, 0, last.acceptance.count)  # [B], tokens to commit
+        W = 1 + max(0 if fresh else n for fresh, n in zip(memory.fresh.tolist(), last.counts, strict=True))
+        kept = gather_rows(last.draft.tokens, last.kept).clamp(min=0)
+        place = torch.arange(W, device=c.device).expand(len(c), W)
+        tokens = kept.gather(1, place.clamp(max=kept.shape[1] - 1))
+        tokens = torch.where(place == c[:, None], session.pending[:, None], tokens)
+        line = chain(W, c.device).expand(len(c))
+        raw = self._logits(memory, tokens, line.depth, line.ancestors, (session.emitted - 1 - c)[:, None])
+        counts = tuple(0 if fresh else n for fresh, n in zip(memory.fresh.tolist(), last.counts, strict=True))
+        memory.state.cache.commit(place, counts, c, True)
+        memory.fresh = torch.zeros_like(memory.fresh)
+        root = torch.zeros_like(session.pending)[:, None]
+        memory.tree = (session.pending[:, None], root, torch.ones_like(root, dtype=torch.bool)[..., None])
+        return gather_rows(raw, c[:, None])
+
+    def _logits(self, memory: DraftState, tokens: Tensor, depth: Tensor, ancestors: Tensor, first: Tensor) -> Tensor:
+        """[B, n, V], of the draft model, after nodes [B, n] on what it has committed; `first` [B, 1] numbers the root
+        among the generated tokens."""
+        view, state, home = memory.view, memory.state, memory.view.device
+        tokens, depth, ancestors, first = (t.to(home) for t in (tokens, depth, ancestors, first))
+        places = state.places.at(first + depth)
+        places = places if view.last is None else places.clamp(max=view.last)
+        parents = _parents(depth, ancestors)
+        with recurrent.reads(parents, depth, ancestors):
+            raw, *_ = view.read(state, tokens, places, view.mask(state, ancestors, depth))
+        return raw.to(memory.fresh.device)
+
+    def step(
+        self, session: Any, target: Target, tokens: Tensor, f: Tensor, appended: int, ahead: Tensor,
+        seen: Tensor | None, level: int,
+    ) -> Tensor:  # fmt: skip
+        memory: DraftState = session.memory
+        assert memory.tree is not None
+        (B, n), N = tokens.shape, appended + tokens.shape[1]
+        below = tokens.new_ones(B, n, N, dtype=torch.bool) if seen is None else seen[..., -N:]
+        held, depth, ancestors = memory.tree
+        above = torch.cat([ancestors, ancestors.new_zeros(B, 1 + appended, n)], 2)
+        mine = torch.cat([below.new_ones(B, n, 1), below], 2)
+        depth = torch.cat([depth, depth.new_full((B, n), level)], 1)
+        memory.tree = torch.cat([held, tokens], 1), depth, torch.cat([above, mine], 1)
+        return self._logits(memory, *memory.tree, (session.emitted - 1)[:, None])[:, -n:]
+
+    def logits(self, hidden: Tensor, target: Any) -> Tensor:
+        """Its logits at the target's tokens: rows that only one of them has are padding of a vocabulary."""
+        assert self.own is not None
+        more = self.own.vocab - hidden.shape[-1]
+        return torch.nn.functional.pad(hidden, (0, more), value=-torch.inf)  # cuts where it is negative
+
+    @property
+    def own_head(self) -> bool:
+        return True
+
+
+def _parents(depth: Tensor, ancestors: Tensor) -> Tensor:
+    """Parents [B, n] of nodes: the deepest of a node's ancestors but itself; the root is its own."""
+    others = ancestors & ~torch.eye(ancestors.shape[1], dtype=torch.bool, device=depth.device)
+    return torch.where(others, depth[:, None], -1).argmax(-1)
+
+
+@contextmanager
+def _tapped(model: Any) -> Iterator[None]:
+    tap(model, ())
+    try:
+        yield
+    finally:
+        untap(model, ())
+
+
+def _call(model: Any, given: Mapping[str, Any], prompt: Prompt) -> Call:
+    """The draft model's own preparations for the prompt of a call, up to its prefill."""
+    known = inspect.signature(model.forward).parameters
+    ids = given.get("input_ids", given.get("inputs"))
+    inputs = {name: value for name, value in given.items() if name in known and isinstance(value, Tensor)}
+    inputs = {name: value.to(model.device) for name, value in inputs.items() if name not in ("input_ids", "labels")}
+    if ids is None or ids.shape[1] < prompt.ids.shape[1]:
+        ids, inputs = prompt.ids, {"attention_mask": prompt.valid.long()}
+    B = len(prompt.ids)
+    if len(ids) != B and B % len(ids) == 0:  # several answers to one prompt
+        ids, inputs = model._expand_inputs_for_generation(expand_size=B // len(ids), input_ids=ids, **inputs)
+    found: Call = model.generate(
+        input_ids=ids.to(model.device), **inputs, max_new_tokens=1, do_sample=False, custom_generate=_as_call
+    )
+    return found
+
+
+def _as_call(
+    model: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any,
+    **arguments: Any,
+) -> Call:  # fmt: skip
+    """Stands in for `_sample` at the end of `generate`."""
+    return Call(input_ids, logits_processor, stopping_criteria, generation_config, arguments=arguments)
+
+
+def _leave_out(state: State, stay: Tensor) -> None:
+    """Of the slots that the prompt takes, keep those of bool [B, L] and padding as it was, closed."""
+    stay = stay & state.open_slots
+    most = int(stay.sum(1).max())
+    order = stay.to(torch.uint8).argsort(dim=1, stable=True)[:, stay.shape[1] - most :]
+    state.cache.keep(order)
+    state.open_slots, state.padded = gather_rows(stay, order), True
+
+
+def _loaded(name: str | Path) -> Any:
+    """A model from a folder, or from the hub's cache; nothing is fetched."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    try:
+        config = AutoConfig.from_pretrained(name, local_files_only=True)
+        pictures = type(config) in AutoModelForImageTextToText._model_mapping
+        auto = AutoModelForImageTextToText if pictures else AutoModelForCausalLM
+        return auto.from_pretrained(name, local_files_only=True, dtype="auto").eval()
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"draft={str(name)!r} is no model on this machine ({str(error).splitlines()[0]}); nothing is downloaded "
+            "unasked: load it with from_pretrained, and pass the model"
+        ) from error

@@ -1,0 +1,282 @@
+"""MTP: the multi-token-prediction heads in the target's own checkpoint draft for it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmspec.drafters import prune
+from mmspec.drafters.blocks import FeatureMemory
+from mmspec.drafters.draft_vocab import DraftVocab
+from mmspec.drafters.eagle import placed
+from mmspec.drafters.feature import FeatureDrafter, prompt_stats
+from mmspec.drafters.options import ALL, TreeOptions, grown
+from mmspec.pipelines.drafters import mtp_files
+from mmspec.pipelines.targets import tree_attention as attention
+from mmspec.pipelines.targets.decoder import head
+from mmspec.ragged_cache import Lengths, RaggedBuffer
+from mmspec.types import FINAL, Prompt, Target, TargetInfo
+
+
+@dataclass(frozen=True)
+class MtpConfig:
+    """What the drafting around the heads has to know of them.
+
+    Attributes:
+        hidden, vocab: of the target.
+        heads: K, how many tokens ahead they were trained for.
+        depth, width, size, tree, draws: how it recommends to draft (see TreeOptions).
+    """
+
+    hidden: int
+    vocab: int
+    heads: int
+    depth: int
+    width: int = 1
+    size: int = 0
+    tree: str = "chain"
+    draws: bool = False
+    features: tuple[int, ...] = (FINAL,)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size", self.depth + 1)
+
+
+@dataclass
+class HeadMemory(FeatureMemory):
+    """A FeatureMemory of K heads, whose rows stand where the target says.
+
+    Row r pairs the target's feature at token r with the embedding of token r + 1. `positions` counts rows from the
+    prompt's last token, `context` [B, 1, (K − 1)·H] is what the heads made of the last row read, but for the last.
+    """
+
+    stood: RaggedBuffer = field(kw_only=True)  # of every slot the row it holds, [B, 1, T, 1], where a mask asks for it
+    places: Tensor = field(kw_only=True)  # [B, A, 2], position ids of rows 0 and 1
+    first: Tensor = field(kw_only=True)  # [B], the first row of the text
+
+    @property
+    def layers(self) -> tuple[RaggedBuffer, ...]:
+        return (self.slots, *self.more)
+
+    @property
+    def size(self) -> int:
+        """Bytes of a row."""
+        held = [t for slots in (*self.layers, self.stood) for t in (slots.keys, slots.values) if t is not None]
+        return sum(t.shape[1] * t.shape[3] * t.element_size() for t in held)
+
+    def select(self, rows: Tensor) -> HeadMemory:
+        self.stood.select(rows)
+        kept: Any = super().select(rows)
+        return replace(kept, places=self.places[rows], first=self.first[rows])
+
+    def join(self, other: Any) -> HeadMemory:
+        self.stood.join(other.stood, self.lengths.longest)
+        both: Any = super().join(other)
+        places, first = torch.cat([self.places, other.places]), torch.cat([self.first, other.first])
+        return replace(both, places=places, first=first)
+
+    def ids(self, rows: Tensor) -> Tensor:
+        """Position ids [B, A, n] of rows [B, n]."""
+        at = rows[:, None]
+        return torch.where(at <= 0, self.places[..., :1] + at, self.places[..., 1:] + at - 1)
+
+
+@dataclass
+class _Room:
+    """What stands for a cache where a stock layer wants one: it appends to a memory's slots."""
+
+    layers: tuple[RaggedBuffer, ...]
+    at: Lengths
+
+    def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        return self.layers[layer].append(keys, values, self.at)
+
+
+class MtpDrafter(FeatureDrafter):
+    """Multi-token prediction (Gloeckle et al. 2024; DeepSeek-V3, 2024, §2.2), drafting with the target's own heads.
+
+    Head k reads the token k + 1 places ahead of a row and what head k − 1 made of the row before, head 0 the target's
+    final feature. So a node at depth d passes heads d and on; below the last one, that is read again with what it made
+    of the node's parent. Everything the heads share with the target (embedding, head, rotary positions, position ids)
+    is the target's.
+    """
+
+    method = "mtp"
+    options = TreeOptions(depth=4, width=1, size=5, tree="chain")
+
+    def __init__(self, heads: mtp_files.MtpHeads, vocab: int, hidden: int) -> None:
+        super().__init__()
+        self.heads, K = heads, len(heads.layers)
+        self.config = MtpConfig(hidden, vocab, K, depth=K if K > 1 else 4)
+        self.options = grown(self.config, {}, "the mtp drafter", TreeOptions())
+        self.eager = heads.config._attn_implementation == "eager"
+        kinds = getattr(heads.config, "layer_types", None) or ["full_attention"] * K
+        self.kinds = list(kinds)
+        self.windows = [heads.config.sliding_window if kind == "sliding_attention" else None for kind in kinds]
+        self.plain = K == 1 and self.windows == [None]  # masks need not know which row a slot holds
+        self.by_kind = "layer_type" in inspect.signature(heads.rotary.forward).parameters if heads.rotary else False
+
+    @classmethod
+    def of_model(cls, model: Any) -> MtpDrafter:
+        """The heads in the files that a model was loaded from.
+
+        Raises:
+            ValueError: there are none, or they are incomplete, damaged or of a kind that is not known.
+        """
+        heads = mtp_files.heads(model)
+        strange = sorted(set(getattr(heads.config, "layer_types", None) or []) - set(attention.KINDS))
+        if strange:
+            raise ValueError(
+                f"the heads of {type(model).__name__} have {', '.join(strange)} layers, which keep a state beside keys "
+                "and values; drafter='mtp' knows full and sliding attention. Use drafter='ngram'"
+            )
+        return cls(heads, head(model).weight.shape[0], heads.config.hidden_size)
+
+    @property
+    def block(self) -> Any:  # type: ignore[override]
+        return self.heads
+
+    @property
+    def capturable(self) -> bool:
+        return False
+
+    def fit(self, target: TargetInfo, given: Mapping[str, Any]) -> MtpDrafter:
+        """The same heads with the user's options, on the target's device.
+
+        Raises:
+            ValueError: an option that it has no use for, or another target's width.
+        """
+        options = grown(self.config, given, "the mtp drafter", TreeOptions())
+        if self.config.hidden != target.hidden:
+            raise ValueError(
+                f"these heads are of a model of width {self.config.hidden}; {target.name} has {target.hidden}. Use "
+                "the ones in its own files"
+            )
+        if options.draws and options.draft_vocab != ALL:
+            raise ValueError("draws=True needs all of the target's head; leave draft_vocab out, or give draws=False")
+        fitted: MtpDrafter = placed(self, target)
+        fitted.options = options
+        fitted.vocab = None if options.draft_vocab == ALL else DraftVocab.of(options.draft_vocab, target)
+        return fitted
+
+    def logits(self, hidden: Tensor, target: Target) -> Tensor:
+        return target.head(hidden) if self.vocab is None else target.head(hidden, self.vocab)
+
+    def to_target(self, ids: Tensor) -> Tensor:
+        return ids if self.vocab is None else self.vocab.ids[ids]
+
+    def at_level(self, f: Tensor, level: Any) -> Tensor:
+        return f.unflatten(-1, (self.config.heads, -1))[..., min(level, self.config.heads - 1), :]
+
+    def settle(self, memory: FeatureMemory, f: Tensor) -> None:
+        memory.context = f[..., : -self.config.hidden]
+
+    @torch.no_grad()
+    def start(self, session: Any, target: Target, prompt: Prompt) -> HeadMemory:
+        """Read the prompt: row j pairs the target's feature at j with the embedding at j + 1.
+
+        Raises:
+            ValueError: the call is guided, or it prunes by an attention that this target does not tell.
+        """
+        if target.streams > 1:
+            raise ValueError("the mtp drafter knows no guidance; leave guidance_scale out, or use drafter='jacobi'")
+        assert prompt.embeds is not None and prompt.hidden is not None and prompt.positions is not None
+        (B, L), device = prompt.ids.shape, prompt.ids.device
+        looked = None if prompt.attention is None else prompt.attention[:, 1:]
+        rows = torch.arange(1 - L, 0, device=device).expand(B, -1)
+        features, ids = prompt.hidden[:, :-1].to(prompt.embeds.dtype), prompt.positions
+        given = (prompt.embeds[:, 1:], features, prompt.visual[:, 1:], prompt.valid[:, :-1], rows)
+        embeds, features, _, valid, rows = prune.pruned(self.options, looked, given)
+        n, zero = embeds.shape[1], Lengths.of([0] * B, device)
+        nothing = valid.new_zeros(B, 0)
+        slots, stood, *more = (RaggedBuffer(n + 257) for _ in range(self.config.heads + 1))
+        first = 1 - L + (~prompt.valid).sum(1)
+        memory = HeadMemory(
+            slots, zero, zero.device, nothing, False, more=tuple(more), stood=stood, places=ids[..., -2:], first=first
+        )
+        memory.context = embeds.new_zeros(B, 1, (self.config.heads - 1) * self.config.hidden)
+        if n:
+            every = bool(valid.all())
+            seen = torch.ones(n, n, dtype=torch.bool, device=device).tril() & valid[:, None]
+            seen = seen | torch.eye(n, dtype=torch.bool, device=device)
+            at = ids.gather(2, (rows + L - 1)[:, None].expand(-1, ids.shape[1], -1))
+            plain = every and not self.eager
+            out = self._pass(memory, embeds, features, zero, rows, at, None if plain else seen, 0)
+            self.settle(memory, out[:, -1:])
+        memory.lengths, memory.open_slots = Lengths.of([n] * B, device), valid
+        memory.padded = not bool(valid.all())
+        memory.stats = prompt_stats(prompt.visual[:, 1:], prompt.valid[:, :-1], valid, memory.size)
+        return memory
+
+    def _read(
+        self, memory: Any, embeds: Tensor, features: Tensor, at: Lengths, ahead: Tensor | int, seen: Tensor | None,
+        level: int = 0,
+    ) -> Tensor:  # fmt: skip
+        n = embeds.shape[1]
+        steps = torch.arange(n, device=embeds.device) if isinstance(ahead, int) else ahead
+        rows = (memory.positions[:, None] + steps).expand(len(embeds), n)
+        visible = memory.visible(at, n, seen)
+        if self.eager and visible is None:
+            visible = torch.ones(len(embeds), n, at.longest + n, dtype=torch.bool, device=embeds.device)
+        return self._pass(memory, embeds, features.to(embeds.dtype), at, rows, memory.ids(rows), visible, level)
+
+    def _pass(
+        self, memory: Any, embeds: Tensor, features: Tensor, at: Lengths, rows: Tensor, ids: Tensor,
+        visible: Tensor | None, level: int,
+    ) -> Tensor:  # fmt: skip
+        """What the heads make of rows [B, n], side by side, [B, n, K·H].
+
+        Args:
+            features: [B, n, H], the target's; at a level above 0 what this gave for the rows' parents.
+            rows: which rows they are, as in HeadMemory.
+            ids: [B, A, n], position ids.
+            visible: bool [B or 1, n, T]; None: what stands before a row.
+        """
+        K, H = self.config.heads, self.config.hidden
+        positions = ids.transpose(0, 1) if ids.shape[1] > 1 else ids[:, 0]
+        stood = None
+        if not self.plain:
+            stood = memory.stood.append(rows[:, None, :, None], rows[:, None, :, None], at)[0][:, 0, :, 0]
+        above = list(features.split(H, -1)) if level else [features] * K
+        made = list(above)
+        for k in range(min(level, K - 1), K):
+            before = above[k if level >= K else max(k - 1, 0)]
+            if k and not level:  # of the row before; of the first of them what was kept
+                kept = memory.context[..., (k - 1) * H : k * H].to(features.dtype)
+                before = torch.cat([kept, made[k - 1][:, :-1]], 1)
+            mask = self._mask(visible, rows, stood, memory.first, k)
+            made[k] = self._head(k, embeds, before, positions, mask, _Room(memory.layers, at))
+        return torch.cat(made, -1)
+
+    def _head(self, k: int, embeds: Tensor, before: Tensor, positions: Tensor, mask: Any, room: _Room) -> Tensor:
+        rotary, kind = self.heads.rotary, {"layer_type": self.kinds[k]} if self.by_kind else {}
+        turned = positions[1:] if positions.dim() == 3 and len(positions) == 4 else positions  # Qwen counts tokens, too
+        return self.heads.layers[k](
+            embeds,
+            before,
+            position_embeddings=None if rotary is None else rotary(embeds, turned, **kind),
+            attention_mask=mask,
+            position_ids=positions if positions.dim() == 2 else positions[0],
+            past_key_values=room,
+        )
+
+    def _mask(self, visible: Tensor | None, rows: Tensor, stood: Tensor | None, first: Tensor, k: int) -> Tensor | None:
+        """[B, 1, n, T] for head k, whose first k rows of a text have nothing to read, and whose window may be short."""
+        if stood is not None:
+            if visible is None:
+                visible = torch.ones(rows.shape[1], stood.shape[1], dtype=torch.bool, device=rows.device)
+                visible = visible.tril(stood.shape[1] - rows.shape[1])[None]
+            read = stood[:, None] >= first[:, None, None] + k
+            window = self.windows[k]
+            if window is not None:
+                read = read & (rows[:, :, None] - stood[:, None] < window)
+            visible = visible & (read | (rows[:, :, None] == stood[:, None]))
+        if visible is None:
+            return None
+        mask = visible.expand(len(rows), -1, -1)[:, None]
+        return attention.additive(mask, self.heads.dtype) if self.eager else mask

@@ -1,0 +1,175 @@
+"""Multi-token-prediction heads in a model's own checkpoint: which layouts there are, and the layers built from them."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.core_model_loading import PrefixChange, convert_and_load_state_dict_in_model
+from transformers.modeling_layers import MtpLayer, MtpModel
+from transformers.modeling_utils import LoadStateDictConfig, PreTrainedModel
+from transformers.utils import logging
+
+from mmspec.pipelines.drafters import own_files
+from mmspec.pipelines.drawing.weight_files import listed
+from mmspec.pipelines.targets.decoder import decoder
+from mmspec.pipelines.targets.hooks import stock
+
+# How the parts of a head are called, in each layout, by us: what stands before the block, and what after it. Of the
+# first, one of each is shared by all heads.
+_SHARED = {
+    "fc": "eh_proj",
+    "pre_fc_norm_embedding": "enorm",
+    "pre_fc_norm_hidden": "hnorm",
+    "norm": "post_norm",
+}  # `mtp.*`: Qwen3-Next, Qwen3.5, Qwen3.6, Mellum
+_EACH = {
+    "enorm": "enorm",
+    "hnorm": "hnorm",
+    "eh_proj": "eh_proj",
+    "shared_head.norm": "post_norm",
+}  # `layers.{N}.*`: DeepSeek-V3, GLM-4.5, GLM-4.5V, GLM-OCR, Step-3.7
+_OF_TARGET = ("shared_head.head", "shared_head.output", "embed_tokens")  # copies of the target's head and embedding
+_PREFIX = re.compile(r"^(?:model\.|language_model\.)*")
+
+
+class MtpHeads(MtpModel):
+    """`count` further layers of a model's own classes, each behind its two norms and a projection; their rotary."""
+
+    def __init__(self, model: Any, count: int) -> None:
+        config, text = _config(model, count), decoder(model)
+        PreTrainedModel.__init__(self, config)  # MtpModel's own would take the target in, and wants a config that tells
+        block, norm = block_class(text), stock(text.norm)
+        self.layers = nn.ModuleList(MtpLayer(config, block, norm, k) for k in range(count))
+        self.rotary = copy.deepcopy(getattr(text, "rotary_emb", None))
+        self.post_init()
+
+
+def found(model: Any) -> dict[str, Path]:
+    """The tensors of such heads in the model's own files, by name; empty where there are none, or no files.
+
+    Raises:
+        ValueError: a damaged file or index.
+    """
+    where = own_files.folder(model)
+    if where is None:
+        return {}
+    layers = len(decoder(model).layers)
+    return {key: path for key, path in own_files.keys(where).items() if _place(key, layers) is not None}
+
+
+def _place(key: str, layers: int) -> str | None:
+    """A key without prefixes and counted from 0, as `mtp.…` or `layers.k.…`; None: it is no head's."""
+    bare = _PREFIX.sub("", key)
+    if bare.startswith("mtp."):
+        return bare
+    number = re.match(r"layers\.(\d+)\.", bare)
+    if number is None or int(number[1]) < layers:
+        return None
+    return f"layers.{int(number[1]) - layers}.{bare[number.end() :]}"
+
+
+def heads(model: Any) -> MtpHeads:
+    """The heads that come with a model, filled from its files, on the CPU.
+
+    Raises:
+        ValueError: there are none, they are incomplete, damaged, of another model, or of a kind that is not known.
+    """
+    names = found(model)
+    if not names:
+        where = own_files.folder(model)
+        told = f"the files in {where} have none" if where else "its own files are not on this machine"
+        raise ValueError(
+            f"drafter='mtp' needs the multi-token-prediction heads of {type(model).__name__}, and {told}; they are "
+            "tensors called mtp.… or layers.N.eh_proj… beside the model's. Load the model from its whole checkpoint"
+        )
+    layers, source = len(decoder(model).layers), own_files.tensors(names)
+    try:
+        ours = renamed({str(_place(key, layers)): tensor for key, tensor in source.items()})
+        return _filled(model, ours)
+    except ValueError as error:
+        raise ValueError(f"the multi-token-prediction heads in {own_files.folder(model)}: {error}") from error
+
+
+def renamed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of either layout under one table of names: layers.k.{enorm, hnorm, eh_proj, post_norm, mtp_block.…}."""
+    bare = {key.removeprefix("mtp."): tensor for key, tensor in tensors.items()}
+    numbers = sorted({int(key.split(".")[1]) for key in bare if re.match(r"layers\.\d+\.", key)})
+    if numbers != list(range(len(numbers))) or not numbers:
+        raise ValueError(f"their layers are numbered {numbers or 'not at all'}; they should count up from the first")
+    out: dict[str, Tensor] = {}
+    for key, tensor in bare.items():
+        name, _, kind = key.rpartition(".")
+        if name in _SHARED:
+            out.update({f"layers.{k}.{_SHARED[name]}.{kind}": tensor for k in numbers})
+            continue
+        _, number, *rest = key.split(".")
+        part = ".".join(rest)
+        if part.startswith(_OF_TARGET):
+            continue
+        mine = next((f"{ours}{part[len(theirs) :]}" for theirs, ours in _EACH.items() if part.startswith(theirs)), None)
+        out[f"layers.{number}.{mine or f'mtp_block.{part}'}"] = tensor
+    return out
+
+
+def _filled(model: Any, tensors: dict[str, Tensor]) -> MtpHeads:
+    """Heads of the target's own classes holding exactly these tensors, which transformers converts as the target's."""
+    count = len({key.split(".")[1] for key in tensors})
+    made = MtpHeads(model, count)
+    load = LoadStateDictConfig(weight_mapping=_conversions(model), device_map={"": "cpu"}, dtype=model.dtype)
+    with _quiet():
+        info, _ = convert_and_load_state_dict_in_model(model=made, state_dict=dict(tensors), load_config=load)
+    wrong = [f"{name} is {list(mine)}, expected {list(theirs)}" for name, mine, theirs in info.mismatched_keys]
+    lack, more = sorted(info.missing_keys), sorted(info.unexpected_keys)
+    if lack or more or wrong:
+        raise ValueError(
+            f"missing: {listed(lack)}; unexpected: {listed(more)}; wrong shapes: {listed(sorted(wrong))}. Is the "
+            "checkpoint complete, of this model, and not quantized?"
+        )
+    return made.eval()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bar for a few tensors."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _conversions(model: Any) -> list[Any]:
+    """What transformers makes of the target's own layers when it loads them, such as one tensor of single experts."""
+    kinds = dict.fromkeys((decoder(model).config.model_type, model.config.model_type))
+    each = [get_checkpoint_conversion_mapping(kind) or [] for kind in kinds]
+    return [one for some in each for one in some if not isinstance(one, PrefixChange)]
+
+
+def block_class(text: Any) -> type:
+    """The class of the target's layers, one with attention where they are of several classes."""
+    own: Iterable[Any] = reversed(list(text.layers))
+    return next((stock(layer) for layer in own if hasattr(layer, "self_attn")), stock(text.layers[-1]))
+
+
+def _config(model: Any, count: int) -> Any:
+    """The text config, for `count` further layers whose attention sees everything unless the config says otherwise."""
+    config = copy.deepcopy(decoder(model).config)
+    for name, own in (("layer_types", "mtp_layer_types"), ("mlp_layer_types", "mtp_mlp_layer_types")):
+        kinds = getattr(config, name, None)
+        if kinds is not None:
+            usual = "full_attention" if name == "layer_types" else kinds[-1]
+            setattr(config, name, list(getattr(config, own, None) or [usual] * count)[:count])
+    config.num_hidden_layers = count
+    if hasattr(config, "first_k_dense_replace"):  # of the target's layers; heads have experts
+        config.first_k_dense_replace = 0
+    config._attn_implementation = "eager" if config._attn_implementation == "eager" else "sdpa"
+    return config

@@ -1,0 +1,74 @@
+"""What lies beside a model's weights on this machine: its folder, and the tensors that transformers leaves out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from mmspec.checkpoints.files import CONFIG, INDEX, WEIGHTS, index_of
+
+
+def folder(model: Any) -> Path | None:
+    """The folder that a model was loaded from, also where it lies in the hub's cache; None: it is not on this machine.
+
+    Nothing is downloaded.
+    """
+    name = getattr(model.config, "_name_or_path", "") or ""
+    if not name or Path(name).is_dir():
+        return Path(name) if name else None
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        revision = getattr(model.config, "_commit_hash", None)
+        found = try_to_load_from_cache(name, CONFIG, revision=revision)
+    except HFValidationError:  # no name of the hub
+        return None
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def keys(where: Path) -> dict[str, Path]:
+    """Every tensor of a folder, by name, with the file that holds it; no tensor is read.
+
+    Raises:
+        ValueError: a damaged file or index.
+    """
+    if (where / INDEX).is_file():
+        return {key: where / file for key, file in index_of(where).items()}
+    alone = where / WEIGHTS
+    if not alone.is_file():
+        return {}
+    return dict.fromkeys(_opened(alone, lambda file: list(file.keys())), alone)
+
+
+def tensors(found: dict[str, Path]) -> dict[str, Tensor]:
+    """The tensors of these names, each from its file.
+
+    Raises:
+        FileNotFoundError: a file that the index lists is not there.
+        ValueError: a damaged file, or one that has not what the index says.
+    """
+    out: dict[str, Tensor] = {}
+    for path in sorted(set(found.values())):
+        names = [key for key, at in found.items() if at == path]
+        if not path.is_file():
+            raise FileNotFoundError(f"{INDEX} lists {path.name}, which {path.parent} does not hold; fetch it")
+        out.update(_opened(path, partial(_some, names)))
+    return out
+
+
+def _some(names: list[str], file: Any) -> dict[str, Tensor]:
+    return {key: file.get_tensor(key) for key in names}
+
+
+def _opened(path: Path, read: Callable[[Any], Any]) -> Any:
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            return read(file)
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path.name} is damaged or cut short ({error}); fetch it again") from error

@@ -1,0 +1,94 @@
+"""What a model ships with to draft for it: heads among its own tensors, or a drafter in a folder beside them."""
+
+from __future__ import annotations
+
+import json
+import logging
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from mmspec.checkpoints.files import CONFIG
+from mmspec.checkpoints.load import load_drafter
+from mmspec.pipelines.drafters import own_files
+from mmspec.pipelines.patching import drafting
+from mmspec.registry import PUBLISHED
+from mmspec.types import TargetInfo
+
+FOLDERS = ("drafter", "mtp", "dflash", "eagle", "eagle3", "assistant", "speculator")  # beside a model's own files
+_log = logging.getLogger("mmspec")
+
+
+def drafter(model: Any, target: TargetInfo) -> Any:
+    """What `enable` drafts with where nobody says: what the model ships with, else "ngram".
+
+    One line of the log says what, and why; where a drafter is published for this model, by which name. Nothing is
+    downloaded.
+    """
+    where, name = own_files.folder(model), target.name
+    for folder in _folders(model, where):
+        try:
+            found = _in_folder(folder, target)
+        except (ValueError, OSError) as error:
+            _log.warning("mmspec leaves the drafter in %s alone: %s", folder, error)
+            continue
+        _log.info("mmspec drafts for %s with the drafter in %s", name, folder)
+        return found
+    if where is not None:
+        try:
+            found = _heads(model)
+        except (ValueError, OSError) as error:
+            _log.warning("mmspec leaves the multi-token-prediction heads of %s alone: %s", name, error)
+            found = None
+        if found is not None:
+            _log.info("mmspec drafts for %s with the multi-token-prediction heads in its own files", name)
+            return found
+    _fell_back(name)
+    return "ngram"
+
+
+def _folders(model: Any, where: Path | None) -> list[Path]:
+    """Folders that may hold a drafter: the one that the model's config names, then those of usual names."""
+    if where is None:
+        return []
+    told = getattr(model.config, "drafter", None)
+    names = [told] if isinstance(told, str) else []
+    inside = [
+        Path(name) for name in (*names, *FOLDERS) if not Path(name).is_absolute() and ".." not in Path(name).parts
+    ]
+    return [where / name for name in inside if (where / name / CONFIG).is_file()]
+
+
+def _in_folder(folder: Path, target: TargetInfo) -> Any:
+    """A drafter that mmspec reads, or a model of transformers that drafts.
+
+    Raises:
+        ValueError, OSError: it is neither.
+    """
+    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    kinds = config.get("architectures") if isinstance(config, dict) else None
+    if drafting.stock_model(kinds or []):
+        return drafting.named("model", {"draft": folder})[0].fit(target, {})
+    made: Any = load_drafter(folder, target=target)
+    return made.fit(target, {})
+
+
+def _heads(model: Any) -> Any:
+    """The model's multi-token-prediction heads, or None."""
+    from mmspec.pipelines.drafters import mtp, mtp_files
+
+    return mtp.MtpDrafter.of_model(model) if mtp_files.found(model) else None
+
+
+@lru_cache(maxsize=256)
+def _fell_back(name: str) -> None:
+    """Once for each model."""
+    base = name.rstrip("/").rpartition("/")[2].lower()
+    known = PUBLISHED.get(base)
+    if known is None:
+        _log.info("mmspec drafts for %s with 'ngram': it ships with no drafter, and none is known here", name)
+    else:
+        _log.warning(
+            "mmspec drafts for %s with 'ngram'; a drafter for it is published: mmspec.enable(model, drafter=%r)",
+            name, known,
+        )  # fmt: skip

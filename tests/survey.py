@@ -1,0 +1,118 @@
+"""What becomes of every image-text-to-text class of transformers; `python tests/survey.py` writes the table anew.
+
+It goes to `pipelines/families/surveyed.py`, which `mmspec.supported()` prints, and to `docs/models.md`.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import targets
+import torch
+import transformers
+import zoo_classes as zoo
+from drafters import DRAFTERS, Oracle
+
+import mmspec
+
+ROOT = Path(__file__).parents[1]
+FOUND = ROOT / "pipelines" / "families" / "surveyed.py"
+PAGE = ROOT / "docs" / "models.md"
+SAME = "identical"
+
+
+def name_of(case: str) -> str:
+    return zoo.class_of(case).__name__
+
+
+def acceptance(case: str) -> str:
+    """SAME, why the class is refused, or what went wrong: greedy, float32, batch 1 and ragged 3, n-grams and trees."""
+    model = zoo.model(case)
+    try:
+        mmspec.enable(model, drafter="ngram").disable()
+    except mmspec.UnsupportedError as refused:
+        return str(refused).split(": ", 1)[1]
+    prompts = [zoo.prompt(case, rows) for rows in zoo.ROWS]
+    stock = [zoo.generate(model, inputs) for inputs in prompts]
+    for drafter in ("ngram", "random tree", "right within"):
+        for inputs, full in zip(prompts, stock, strict=True):
+            made = DRAFTERS[drafter](model, Oracle.of(inputs["input_ids"], full))
+            with mmspec.enable(model, drafter=made) as handle:
+                if not torch.equal(zoo.generate(model, inputs), full):
+                    return f"wrong with {drafter} and {len(full)} rows"
+                if handle.stats.rounds == 0:
+                    return f"the stock path ran with {drafter} and {len(full)} rows"
+    return SAME
+
+
+def families() -> list[str]:
+    """The classes that `test_families.py` proves more closely."""
+    return [type(targets.model(name)).__name__ for name in targets.FAMILIES]
+
+
+def survey() -> dict[str, str]:
+    found = dict.fromkeys(families(), SAME)
+    for case in zoo.CASES:
+        found[name_of(case)] = acceptance(case)
+        print(f"{name_of(case)}: {found[name_of(case)]}", file=sys.stderr)
+    return dict(sorted(found.items()))
+
+
+def table(found: dict[str, str], version: str) -> str:
+    lines = [
+        '"""What `python tests/survey.py` found of image-text-to-text classes; written by it, so do not edit."""',
+        "",
+        f'VERSION = "{version}"  # of transformers',
+        "",
+        "# class -> why `enable` refuses it, or None: token-identical to stock `generate`",
+        "FOUND: dict[str, str | None] = {",
+    ]
+    for name, what in found.items():
+        entry = "None" if what == SAME else f'"{what}"'
+        line = f'    "{name}": {entry},'
+        lines += [line if len(line) <= 120 else f'    "{name}": (\n        {entry}\n    ),']
+    return "\n".join([*lines, "}", ""])
+
+
+def page(found: dict[str, str | None], version: str) -> str:
+    same = [name for name, why in found.items() if why is None]
+    refused = {name: why for name, why in found.items() if why is not None}
+    lines = [
+        "# Models",
+        "",
+        f"Every image-text-to-text class of transformers {version}, tried with a tiny random model of that very class:",
+        "greedy, float32, one row with a picture and three rows of unequal length, drafts of n-grams and random trees.",
+        "The tests keep this page true; `mmspec.supported()` prints the same, and names as untested what a newer",
+        "transformers brings. A class that is not listed is judged when it is enabled.",
+        "",
+        f"## Token-identical to stock `generate` ({len(same)})",
+        "",
+        *(f"- `{name}`" for name in same),
+        "",
+        f"## Refused by `enable`, with this reason ({len(refused)})",
+        "",
+        "| class | why |",
+        "|---|---|",
+        *(f"| `{name}` | {why} |" for name, why in refused.items()),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def main(argv: list[str]) -> Any:
+    warnings.simplefilter("ignore")
+    found = survey()
+    bad = {name: what for name, what in found.items() if what.startswith(("wrong", "the stock path"))}
+    if bad:
+        return f"not written: {bad}"
+    FOUND.write_text(table(found, transformers.__version__))
+    listed = {name: None if what == SAME else what for name, what in found.items()}
+    PAGE.write_text(page(listed, transformers.__version__))
+    return None
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

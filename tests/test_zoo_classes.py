@@ -1,0 +1,99 @@
+"""Every image-text-to-text class of transformers: token-identical to stock `generate`, or refused with its reason."""
+
+from __future__ import annotations
+
+import pytest
+import survey
+import torch
+import transformers
+import zoo_classes as zoo
+
+import mmspec
+from mmspec.pipelines.families import table as families
+from mmspec.pipelines.families.surveyed import FOUND, VERSION
+
+TALKING = [case for case, one in zoo.CASES.items() if one.picture is not None and FOUND[survey.name_of(case)] is None]
+same_version = pytest.mark.skipif(transformers.__version__ != VERSION, reason=f"surveyed with transformers {VERSION}")
+
+
+@same_version
+@pytest.mark.parametrize("case", zoo.CASES)
+def test_identical_or_refused_as_the_table_says(case: str) -> None:
+    assert survey.acceptance(case) == (FOUND[survey.name_of(case)] or survey.SAME)
+
+
+@pytest.mark.parametrize("case", TALKING)
+def test_another_picture_changes_the_text(case: str) -> None:
+    """A model that ignores its pictures would prove little."""
+    model = zoo.model(case)
+    first, second = (zoo.generate(model, zoo.prompt(case, picture=seed)) for seed in (1, 9))
+    assert not torch.equal(first, second)
+
+
+@same_version
+def test_no_class_is_left_out() -> None:
+    assert families.untested() == ["PI0ForConditionalGeneration"]  # it acts, and does not generate
+
+
+def test_the_page_says_what_the_table_says() -> None:
+    assert survey.PAGE.read_text() == survey.page(FOUND, VERSION)
+    tried = {survey.name_of(case) for case in zoo.CASES} | set(survey.families())
+    assert tried == FOUND.keys()
+
+
+def test_a_class_that_is_new_is_called_untested(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {**families.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, "tomorrow": "TomorrowForConditionalGeneration"}
+    monkeypatch.setattr(families, "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES", names)
+    assert "TomorrowForConditionalGeneration" in mmspec.supported()
+
+
+# -- beyond greedy decoding ------------------------------------------------------------------------------------------
+
+LAYERS = {
+    "gated delta": "qwen3_5_moe",
+    "convolutions and windows": "lfm3_vl",
+    "state space duality": "nemotron_h_omni",
+    "chunks": "llama4",
+    "an indexer": "mistral_large4",
+}
+
+
+@pytest.mark.parametrize("case", LAYERS.values(), ids=LAYERS)
+def test_a_seed_gives_what_it_gives_stock(case: str) -> None:
+    model, inputs = zoo.model(case), zoo.prompt(case, "ragged")
+
+    def drawn(seed: int) -> torch.Tensor:
+        torch.manual_seed(seed)
+        return zoo.generate(model, inputs, do_sample=True, temperature=0.8, top_k=40)
+
+    stock = [drawn(seed) for seed in range(3)]
+    with mmspec.enable(model, reproducible=True) as handle:
+        assert all(torch.equal(drawn(seed), full) for seed, full in enumerate(stock))
+    assert handle.stats.rounds
+
+
+@pytest.mark.parametrize("case", ["qwen3_5_moe", "mistral_large4"])
+def test_a_cache_that_keys_alone_would_not_fill_is_left_to_stock(case: str) -> None:
+    model, inputs = zoo.model(case), zoo.prompt(case)
+    full = zoo.generate(model, inputs)
+    with mmspec.enable(model):
+        with pytest.warns(UserWarning, match="no past_key_values"):
+            told = zoo.generate(model, inputs, return_dict_in_generate=True)
+        assert torch.equal(told.sequences, full) and told.past_key_values is None
+        own = transformers.DynamicCache(config=model.config.get_text_config())
+        with pytest.raises(mmspec.UnsupportedError, match="its layers keep more"):
+            zoo.generate(model, inputs, past_key_values=own)
+
+
+def test_queries_that_are_scaled_by_the_slots_of_the_cache() -> None:
+    model, inputs = zoo.model("llama4"), zoo.prompt("llama4")
+    with mmspec.enable(model), pytest.raises(mmspec.UnsupportedError, match="scales change past 8064"):
+        zoo.generate(model, inputs, max_new_tokens=8100)
+
+
+@pytest.mark.parametrize("case", LAYERS.values(), ids=LAYERS)
+def test_compiled_or_left_uncompiled_the_text_is_the_same(case: str) -> None:
+    model, inputs = zoo.model(case), zoo.prompt(case, "ragged")
+    full = zoo.generate(model, inputs)
+    with mmspec.enable(model, compile=True), pytest.warns(UserWarning, match="uncompiled"):
+        assert torch.equal(zoo.generate(model, inputs), full)
