@@ -32,8 +32,13 @@ class Entry:
 
 
 DRAFTERS: dict[str, Entry] = {
-    "ngram": Entry("mmspec.drafters.ngram", "NgramDrafter", False, "prompt lookup, no weights; the default"),
-    "plain": Entry("mmspec.drafters.plain", "Plain", False, "drafts nothing; for compile=True by itself"),
+    "ngram": Entry(
+        "mmspec.drafters.ngram",
+        "NgramDrafter",
+        False,
+        "prompt lookup, no weights; the default where a model ships with nothing",
+    ),
+    "plain": Entry("mmspec.drafters.plain", "Plain", False, "drafts nothing; for compile=True alone"),
     "jacobi": Entry("mmspec.drafters.jacobi", "JacobiDrafter", False, "Jacobi window, no weights; for images"),
     "eagle": Entry(
         "mmspec.drafters.eagle", "EagleDrafter", True, "EAGLE-2-style feature drafter; reads EAGLE, EAGLE-3"
