@@ -17,7 +17,7 @@ COMMANDS = {  # verb: (module with configure(parser) and run(args) -> exit code,
     "caption": ("mmspec.app.caption.command", "caption images and videos: folders, lists, tables, tars, data sets"),
     "generate": ("mmspec.app.generate", "draw pictures from prompts with an autoregressive image model"),
     "demo": ("mmspec.app.demo.command", "see it at work in the browser"),
-    "verify": ("mmspec.app.verify", "prove on your own model and picture that nothing changes but the time"),
+    "verify": ("mmspec.app.verify", "check that output is unchanged on your model and image"),
     "bench": (
         "mmspec.app.bench.command",
         "measure speed beside plain decoding, and the quality of pictures",

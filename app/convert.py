@@ -33,7 +33,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="run the code in a .bin file; only if you trust its author (llamagen: none is run, see there)",
     )
-    add("--overwrite", action="store_true", help="replace what stands in the folder to write")
+    add("--overwrite", action="store_true", help="replace what is in the folder to write")
     group = parser.add_argument_group(
         LLAMAGEN,
         "Read the authors' .pt files, or a folder with the Llama-like names of LANTERN's repositories, and write a "

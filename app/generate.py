@@ -59,9 +59,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     fast.add_argument("--proactive", type=count, nargs=2, metavar=("K", "D"), help="a tree of K guesses, D - 1 deep")
     fast.add_argument("--reproducible", action="store_true", help="the very picture of plain decoding, in float32")
     fast.add_argument(
-        "--rule", metavar="SPEC", help="bend the distribution for speed, such as 'typical(epsilon=0.3, delta=0.05)'"
+        "--rule", metavar="SPEC", help="change the distribution for speed, such as 'typical(epsilon=0.3, delta=0.05)'"
     )
-    fast.add_argument("--budget", type=float, help="the most a rule may bend it per picture, in total variation")
+    fast.add_argument("--budget", type=float, help="the most a rule may cost per picture, in total variation")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -49,7 +49,7 @@ class ImageResult:
     tokens: Tensor  # [B, grid, grid]
     seconds: float  # of the whole call: text encoder, prefill, rounds, picture decoder
     stats: Stats
-    spent: list[float]  # what a relaxed rule was charged; see LlamaGenOutput
+    spent: list[float]  # what a relaxed rule cost in total variation; see LlamaGenOutput
 
     @property
     def forwards(self) -> int:

@@ -33,9 +33,9 @@ def build(method: str, model: Any, intermediate: int | None, **shape: Any) -> Bl
     Raises:
         ValueError: a value that its config does not have, or does not allow.
     """
-    from mmspec.pipelines.families import table
+    from mmspec.pipelines.families import table as families
 
-    c, info = model.get_decoder().config, table.of(model).describe(model)
+    c, info = model.get_decoder().config, families.of(model).describe(model)
     theta = (getattr(c, "rope_parameters", None) or {}).get("rope_theta", 10000.0)
     pad = getattr(c, "pad_token_id", None)
     layers = shape.get("layers", 5)

@@ -1,5 +1,5 @@
-"""A rule of your own in one file: keep what the model finds likely enough. It bends the distribution, so it is charged
-for it.
+"""A rule of your own in one file: keep what the model finds likely enough. It changes the distribution, at a cost in
+total variation.
 
 python examples/own_rule.py
 """
@@ -17,7 +17,7 @@ from mmspec.rules import Rule, Trial
 
 
 def likely(*, least: float) -> Rule:
-    """A drafted token x stands wherever the model gives it p(x) ≥ least; else with the exact chance min(1, p/q)."""
+    """A drafted token x is accepted where the model gives it p(x) ≥ least; else with the exact chance min(1, p/q)."""
     if not 0 < least <= 1:
         raise ValueError(f"least must be a probability above 0; got {least!r}")
 

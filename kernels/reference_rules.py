@@ -1,5 +1,4 @@
-"""Definitions: the chance to keep a draft, strictly and relaxed, and the distribution that is left once it was
-refused."""
+"""Definitions: the chance to accept a draft, strictly and relaxed, and the residual distribution."""
 
 from __future__ import annotations
 

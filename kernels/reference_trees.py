@@ -13,7 +13,7 @@ from mmspec.kernels.reference_rules import positive_residual, token_mass
 
 
 def compact_rows(buffers: Sequence[Tensor], source: Tensor, start: Tensor, count: Tensor | None = None) -> None:
-    """Move kept cache entries down, in place: slot start + j of a row takes what stood in slot source[:, j].
+    """Move kept cache entries down, in place: slot start + j of a row takes what was in slot source[:, j].
 
     Args:
         buffers: each [B, heads, slots, width], changed in place.
@@ -116,7 +116,7 @@ def verify_point_mass(
     ancestors: Tensor | None = None,
     noise: Tensor | Noise | None = None,
 ) -> Verified:
-    """Draw a token after every node and verify_point_mass while it is a child; the path and the next token have the
+    """Draw a token after every node and descend while it is a child; the path and the next token have the
     distribution p.
 
     Args:
@@ -134,7 +134,7 @@ def verify_point_mass(
     mass = token_mass(logits, log_z, parents, tokens) * ~repeated
     low, u = sibling_mass(mass, siblings), noise.gather(1, parents)
     match = (low <= u) & (u < low + mass)
-    if ancestors is not None:  # of siblings whose slices overlap by a rounding the first stands
+    if ancestors is not None:  # of siblings whose slices overlap by a rounding the first is accepted
         match &= ~(siblings & match[:, None]).any(-1)
     accepted, count, last = standing(match, ancestors)
     refused = torch.where(parents == last[:, None], tokens, -1)
@@ -153,7 +153,7 @@ def follow(
     Returns:
         Which nodes stand, how many, the deepest of them, and the token drawn there.
     """
-    if tokens.shape[1] == 1:  # plain decoding: the root stands, and nothing is to be looked at
+    if tokens.shape[1] == 1:  # plain decoding: the root is accepted, and nothing is to be looked at
         one = torch.ones_like(drawn[:, 0])
         return one[:, None].bool(), one, one - 1, drawn[:, 0]
     match = drawn.gather(1, parents) == tokens

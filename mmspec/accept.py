@@ -29,7 +29,7 @@ def along_path(
         rule: what to keep. With `exact` the path and the next token together have the distribution p (to rounding).
         u: float64 (float32 on MPS) [B, N], uniform noise; the decision at a node uses the number of that node and no
             other. None where p is a point mass.
-        spent: [B], like u, what the rows were charged before; counts against the rule's budget.
+        spent: [B], like u, what the rows have cost before; counts against the rule's budget.
 
     Returns:
         Acceptance; `token` is drawn from the distribution after the last kept node, or from what the refused ones left
@@ -42,7 +42,7 @@ def along_path(
 
 
 def verify_point_mass(draft: Draft, distribution: Categorical, u: Tensor | None) -> Acceptance:
-    """Point-mass drafts under `exact`, all nodes at once: draw one token at every node, verify_point_mass while it is a
+    """Point-mass drafts under `exact`, all nodes at once: draw one token at every node, descend while it is a
     child."""
     tokens, tree = draft.tokens, draft.tree
     above = None if tree.is_chain else tree.ancestors
@@ -165,7 +165,7 @@ def _refused(
     draft: Draft, distribution: Categorical, rule: Rule, nodes: Tensor, child: Tensor, real: Tensor, vocab: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What is left of the distribution [B, P, V] of each node once all its children were refused, and of every child
-    [B, P, K] the chance to be kept when it is tested, strictly and by the rule, and what the rule is charged for the
+    [B, P, K] the chance to be kept when it is tested, strictly and by the rule, and what the rule costs for the
     test."""
     q_law, p, x = _drawn_from(draft), distribution.weights(nodes, vocab), _of(draft.tokens, child).clamp(min=0)
     depth = _of(draft.tree.depth, child)

@@ -32,8 +32,13 @@ class Entry:
 
 
 DRAFTERS: dict[str, Entry] = {
-    "ngram": Entry("mmspec.drafters.ngram", "NgramDrafter", False, "prompt lookup, no weights; the default"),
-    "plain": Entry("mmspec.drafters.plain", "Plain", False, "drafts nothing; for compile=True by itself"),
+    "ngram": Entry(
+        "mmspec.drafters.ngram",
+        "NgramDrafter",
+        False,
+        "prompt lookup, no weights; the default where a model ships with nothing",
+    ),
+    "plain": Entry("mmspec.drafters.plain", "Plain", False, "drafts nothing; for compile=True alone"),
     "jacobi": Entry("mmspec.drafters.jacobi", "JacobiDrafter", False, "Jacobi window, no weights; for images"),
     "eagle": Entry(
         "mmspec.drafters.eagle", "EagleDrafter", True, "EAGLE-2-style feature drafter; reads EAGLE, EAGLE-3"
@@ -44,7 +49,7 @@ DRAFTERS: dict[str, Entry] = {
     "vispec": Entry("mmspec.drafters.vispec", "ViSpecDrafter", True, "summaries of images, and a global image vector"),
     "msd": Entry("mmspec.drafters.msd", "MsdDrafter", True, "images enter as their embeddings"),
     "flash": Entry("mmspec.drafters.flash_vlm", "FlashDrafter", True, "images as latents, several tokens a pass"),
-    "specvlm": Entry("mmspec.drafters.specvlm", "SpecVlmDrafter", True, "images compressed, each input as it bears"),
+    "specvlm": Entry("mmspec.drafters.specvlm", "SpecVlmDrafter", True, "image tokens compressed by what a gate picks"),
     "model": Entry("mmspec.pipelines.drafters.draft_model", "ModelDrafter", False, "a smaller model: draft=…", True),
     "assistant": Entry(
         "mmspec.pipelines.drafters.assistant", "AssistantDrafter", False, "Gemma-4's assistants: draft=…", True
@@ -99,7 +104,7 @@ def resolve_rule(spec: str | Rule, codebook: Tensor | None = None, budget: float
     Args:
         spec: parameters are given by name, as numbers.
         codebook: [V, c], the target's codes; on the device where the rule will work.
-        budget: the most that a row may be charged, in total variation; None: no limit.
+        budget: the most that a row may cost in total variation; None: no limit.
 
     Raises:
         ValueError: an unknown rule or parameter, a value out of range, no codebook where one is needed.

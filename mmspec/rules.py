@@ -64,7 +64,7 @@ class Rule:
     `ops.widest`.
 
     `ratio(p_x, q_x)`, of probabilities [...], is the chance to keep x and `residual(p, q)`, of distributions [..., V],
-    gives weights over V. A relaxed rule keeps x with the chance `relaxed(trial)` [...] instead and is charged
+    gives weights over V. A relaxed rule keeps x with the chance `relaxed(trial)` [...] instead and costs
     |relaxed − ratio| for every test; it keeps nothing that p excludes. Where p is a point mass, nothing can be relaxed.
 
     Charges: with the ordinary residual (p − q)+ and relaxed ≥ ratio = min(1, p/q), the distribution of a token is, in
@@ -75,7 +75,7 @@ class Rule:
     Attributes:
         name: with all parameters, in a form that `resolve_rule` reads.
         lossless: the output distribution is p itself, whatever q is.
-        budget: the most that a row is charged; with what is left of it relaxing is cut short, and stops.
+        budget: the most that a row may cost; with what is left of it relaxing is cut short, and stops.
     """
 
     name: str
@@ -123,7 +123,7 @@ def lantern(codebook: Tensor, *, k: int, delta: float | None = None, lam: float 
     The authors' code differs in three ways. It finds neighbours among the raw codes, here they are among the
     normalised ones, which are all that most tokenizers see; with the same neighbours the chances are the same. After a
     refusal it takes the neighbours out of p (dynamic trees) or out of q (static ones), too; here the ordinary (p − q)+
-    is left, so that the charge is what the distribution of a token loses. And it relaxes greedy decoding; here nothing
+    is left, so that the cost is what the distribution of a token loses. And it relaxes greedy decoding; here nothing
     is relaxed at temperature 0, where every rule is `exact`.
     """
     most = len(codebook) - 1
@@ -165,10 +165,10 @@ def scaled(*, omega: float, nu: float = 0.0) -> Rule:
 
 
 def typical(*, epsilon: float, delta: float) -> Rule:
-    """x stands wherever it is typical of p, p(x) > min(ε, δ·exp(−H(p))), and by min(1, p/q) elsewhere.
+    """x is accepted wherever it is typical of p, p(x) > min(ε, δ·exp(−H(p))), and by min(1, p/q) elsewhere.
 
     Medusa's acceptance (Cai et al. 2024, §3.4) keeps nothing else; here what is not typical still has its own chance,
-    and a refused draft gives way to (p − q)+, so that the charge is what the distribution loses. Needs no codebook: a
+    and a refused draft gives way to (p − q)+, so that the cost is what the distribution loses. Needs no codebook: a
     distribution that cannot make up its mind, as over the grain of a background, has many typical tokens, a sharp one
     has one.
     """
@@ -226,7 +226,7 @@ def grouped(codebook: Tensor, *, radius: float | None = None, cells: int | None 
     """Exact for cells of near codes: min(1, p(C)/q(C)); a refused one gives way to a cell by (p(C) − q(C))+, then p.
 
     The distribution of the token's cell is the target's own; inside a cell a token is by q instead of by p, so that
-    output and target can be coupled never further apart than 2·`radius`. What is charged is the distance inside the
+    output and target can be coupled never further apart than 2·`radius`. The cost is the distance inside the
     cell.
     """
     cell, name = _cells(codebook, "grouped", radius, cells)
@@ -244,7 +244,7 @@ def grouped(codebook: Tensor, *, radius: float | None = None, cells: int | None 
 
 
 def pooled(codebook: Tensor, *, radius: float | None = None, cells: int | None = None) -> Rule:
-    """x stands by itself or with its cell of near codes: max(p/q, p(C)/q(C)), at most 1, and the ordinary residual."""
+    """x is accepted by itself or with its cell of near codes: max(p/q, p(C)/q(C)), at most 1; ordinary residual."""
     cell, name = _cells(codebook, "pooled", radius, cells)
 
     def relaxed(trial: Trial) -> Tensor:

@@ -36,9 +36,7 @@ class Row:
     rule: Rule = exact  # what is kept of a draft
     request: Any = None  # what its call asked of the target: how logits become a distribution, arguments of forwards
     done: bool = False
-    spent: float = (
-        0.0  # distance from the target's distribution that a relaxed rule was charged; set when the row is let go
-    )
+    spent: float = 0.0  # distance from the target's distribution that a relaxed rule cost; set when the row is let go
 
     def take(self, tokens: Sequence[int]) -> list[int]:
         """Append decided tokens, up to the one that ends the row; returns those that were appended.
@@ -86,7 +84,7 @@ class Session:
         self.watched = False  # somebody wants to know which drafts were refused
         self.pending = torch.zeros(len(rows), dtype=torch.long, device=device)  # [B] decided, not yet in the cache
         self.emitted = torch.zeros(len(rows), dtype=torch.long, device=device)  # [B] tokens decided after the prompt
-        self.spent = torch.zeros(len(rows), dtype=ops.widest(device), device=device)  # [B] charged by a rule so far
+        self.spent = torch.zeros(len(rows), dtype=ops.widest(device), device=device)  # [B] cost of a rule so far
         self.seeds = torch.tensor([row.seed for row in rows], device=device)
         self.stats = Stats(lossless=self.rule.lossless)
 
@@ -112,8 +110,8 @@ class Session:
         )
 
     def commit(self, draft: Draft, scores: Scores, acceptance: Acceptance) -> Round:
-        """Take what stands: the one read of a round by the host, the rows' new tokens, the next pending token."""
-        order, N, more = draft.tree.depth, draft.tree.size, []  # what stands, in path order, comes first
+        """Take what was accepted: the one read of a round by the host, the rows' new tokens, the next pending token."""
+        order, N, more = draft.tree.depth, draft.tree.size, []  # the accepted nodes, in path order, come first
         if not draft.tree.is_chain:
             order = (~acceptance.accepted).to(torch.uint8).argsort(dim=1, stable=True)
             more = [order]
@@ -123,7 +121,7 @@ class Session:
         read = [acceptance.count[:, None], acceptance.next_token[:, None], draft.tokens.gather(1, order), *more]
         lines = torch.cat(read, 1).tolist()
         path = tuple(range(line[0]) if draft.tree.is_chain else line[2 + N :][: line[0]] for line in lines)
-        decided = ([*line[3 : 2 + line[0]], line[1]] for line in lines)  # what stands below the root, and the drawn one
+        decided = ([*line[3 : 2 + line[0]], line[1]] for line in lines)  # accepted below the root, and the drawn one
         new = tuple(tuple(row.take(tokens)) for row, tokens in zip(self.rows, decided, strict=True))
         proposed = tuple(sum(token != NO_TOKEN for token in line[3 : 2 + N]) for line in lines)
         refused = tuple(bool(self.watched and line[-1]) for line in lines)

@@ -22,7 +22,7 @@ class Stats:
         accepted: of the gained ones, those that were drafted.
         accepted_by_depth: depth → rows that accepted at least so many tokens in a round.
         lossless: whether every row has the target's own distribution.
-        spent: distance in total variation that relaxed rules were charged, over all rows that have ended.
+        spent: distance in total variation that relaxed rules cost, over all rows that have ended.
         charges: the same for each row of the last call, by its place.
         seconds: wall time by part: draft, verify, accept, commit, prefill. On a GPU work is launched without waiting
             for it, so that a part's time may show in the next one.

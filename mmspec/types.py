@@ -90,7 +90,7 @@ class Tree:
 
 @dataclass(frozen=True)
 class Draft:
-    """Proposed tokens on a tree; node 0 is the pending token: decided, not yet in the cache."""
+    """Proposed tokens on a tree; node 0 is the pending token: decided, not yet in the KV cache."""
 
     tokens: Tensor  # [B, N], NO_TOKEN where nothing is proposed
     tree: Tree
@@ -120,13 +120,15 @@ class Scores:
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Which nodes stand, and what comes next."""
+    """Which drafted tokens were accepted, and the next token."""
 
     accepted: Tensor  # [B, N] bool, true on one path that starts at the root
-    count: Tensor  # [B], nodes that stand, the root included
+    count: Tensor  # [B], accepted nodes, the root included
     last: Tensor  # [B], the deepest of them
     next_token: Tensor  # [B], drawn from the distribution after `last`: the next pending token
-    tv_cost: Tensor | None = None  # [B], as `ops.widest`: what a relaxed rule charged for the drafts that were tested
+    tv_cost: Tensor | None = (
+        None  # [B], as `ops.widest`: total-variation cost of the tested drafts under a relaxed rule
+    )
 
 
 @dataclass(frozen=True)
@@ -136,11 +138,11 @@ class Round:
     draft: Draft
     scores: Scores
     acceptance: Acceptance
-    kept: Tensor  # [B, K], the nodes that stand, in path order; entries past a row's count mean nothing
-    path: tuple[Sequence[int], ...]  # the nodes that stand in each row, ascending, as the host read them
+    kept: Tensor  # [B, K], the accepted nodes, in path order; entries past a row's count mean nothing
+    path: tuple[Sequence[int], ...]  # the accepted nodes of each row, ascending, as the host read them
     new: tuple[tuple[int, ...], ...]  # tokens decided in this round, per row: the accepted ones, then the drawn one
-    proposed: tuple[int, ...]  # drafted tokens per row, holes left out
-    refused: tuple[bool, ...]  # per row: the draft went on after what stands; false where nobody watches the session
+    proposed: tuple[int, ...]  # drafted tokens per row, NO_TOKEN left out
+    refused: tuple[bool, ...]  # per row: a drafted token was rejected; false where nobody watches the session
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -271,7 +273,7 @@ class Target(Protocol):
         """One forward over every node of the draft [B, N], each seeing the row's cache and its own ancestors."""
 
     def commit(self, session: Any, round_: Round) -> None:
-        """Keep the cache entries of the nodes that stand, drop the rest."""
+        """Keep the KV cache entries of the accepted nodes, drop the rest."""
 
     def embed(self, ids: Tensor) -> Tensor:
         """Input embeddings [..., H] of token ids; all streams read the same tokens."""

@@ -33,7 +33,7 @@ def enable(model_or_pipe: Any, drafter: Any = None, **options: Any) -> Handle:
         options: fields of SpecConfig: rule, budget, reproducible, auto, compile, on_unsupported; and of the drafter's
             own options, where None stands for what it recommends: of TreeOptions (a trained drafter: depth, width,
             size, tree, draws, draft_vocab, prune, prune_by), ChainOptions ("ngram": depth, width, size) or
-            WindowOptions ("jacobi": window, init, coupling, proactive). A `rule` other than "exact" bends the
+            WindowOptions ("jacobi": window, init, coupling, proactive). A `rule` other than "exact" changes the
             distribution, by what `budget` allows; of models that both write and draw only that of pictures.
 
     Returns:

@@ -97,8 +97,8 @@ def _outputs(flags: Flags) -> None:
     add("--format", type=_formats, metavar="LIST", help=f"any of {','.join(OUTPUTS)}; default: metadata, and txt for "
         "items that are files of their own")  # fmt: skip
     add("--extension", type=_extension, default=".txt", metavar=".EXT", help="of caption files")
-    add("--on-existing", choices=ON_EXISTING, default="skip", help="captions by another hand: keep, replace, or add "
-        "ours after or before them")  # fmt: skip
+    add("--on-existing", choices=ON_EXISTING, default="skip", help="existing captions not written by mmspec: "
+        "keep, overwrite, append ours or prepend ours")  # fmt: skip
 
 
 def _running(flags: Flags) -> None:

@@ -69,17 +69,17 @@ class Folder:
 
     @cached_property
     def count(self) -> int:
-        return sum(1 for _ in self._verify_tree())
+        return sum(1 for _ in self._walk())
 
     def check(self) -> None:
         """MediaError if the folder cannot be listed or has nothing to caption."""
-        if next(self._verify_tree(), None) is None:
+        if next(self._walk(), None) is None:
             known = f"known extensions are {' '.join(sorted(media.EXTENSIONS | VIDEO_EXTENSIONS))}"
             advice = known if self.recursive else f"add --recursive for subfolders; {known}"
             raise MediaError(self.root, "no images or videos found", advice)
 
     def items(self, name_of: Callable[[Path], str]) -> Iterator[Item]:
-        for found in self._verify_tree():
+        for found in self._walk():
             if isinstance(found, MediaError):
                 yield broken(name_of(found.path), found.path, found.reason, found.what_to_do)
             else:
@@ -89,7 +89,7 @@ class Folder:
         """Folders in it that are not looked into, by name."""
         return [] if self.recursive else [entry.name for entry in self._entries(self.root) if _leads_in(entry) is True]
 
-    def _verify_tree(self) -> Iterator[Path | MediaError]:
+    def _walk(self) -> Iterator[Path | MediaError]:
         """Media files, and what is wrong with folders, or links to some, that cannot be looked into."""
         stack = [iter(self._entries(self.root))]
         while stack:

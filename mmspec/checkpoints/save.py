@@ -33,8 +33,7 @@ def save_drafter(drafter: Any, folder: str | Path, layout: str = "mmspec") -> No
         TypeError: a drafter without weights.
     """
     table = layout_named(layout)
-    has_weights = isinstance(drafter, nn.Module)
-    if not has_weights:
+    if not hasattr(drafter, "state_dict"):
         raise TypeError(f"only a drafter with weights can be saved; a {type(drafter).__name__} has none")
     said = describe(layout, drafter.method, drafter.config)
     config = json.dumps(said, indent=2) + "\n"
@@ -60,7 +59,7 @@ def push_drafter(
     token: str | None = None,
     message: str = "Upload drafter",
 ) -> str:
-    """Upload a drafter to the hub; a card that stands there is left alone.
+    """Upload a drafter to the hub; an existing card is left alone.
 
     Args:
         drafter: one with weights.

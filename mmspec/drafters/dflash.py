@@ -291,13 +291,13 @@ class BlockDrafter(nn.Module):
         return below[:, :depth], torch.cat([distributions[0], *distributions[:depth]], 1), depth
 
     def _stands(self, hidden: Tensor, before: Tensor) -> Tensor | float:
-        """How likely the token at a row [B, 1, H] is to stand, before it is known; 1 where nobody asks."""
+        """How likely the token at a row [B, 1, H] is to be accepted, before it is known; 1 where nobody asks."""
         if self.confidence is None or not self.options.confidence:
             return 1.0
         return self.trust(hidden, before)
 
     def trust(self, hidden: Tensor, before: Tensor) -> Tensor:
-        """How likely the token at rows [..., H] is to stand after tokens [...].
+        """How likely the token at rows [..., H] is to be accepted after tokens [...].
 
         Raises:
             ValueError: it has no confidence head.

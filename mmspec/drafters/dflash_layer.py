@@ -76,7 +76,7 @@ class BlockLayer(nn.Module):
         return x + self._after(self.mlp_conv, self.down(F.silu(gate) * up), mixed, blocks)
 
     def keys_values(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, kv_heads, n, D] of features x [B, n, H], which enter without a norm of this layer."""
+        """Keys and values [B, kv_heads, n, D] of features x [B, n, H], which are read without a norm of this layer."""
         first = self.heads * self.head_dim
         bias = None if self.qkv.bias is None else self.qkv.bias[first:]
         k, v = self._split(F.linear(x, self.qkv.weight[first:], bias), (self.kv_heads, self.kv_heads))
@@ -156,7 +156,7 @@ class Selector(nn.Module):
 
 
 class ConfidenceHead(nn.Module):
-    """How likely a row's token is to stand, from its hidden state and, maybe, the token before (DSpark's code)."""
+    """How likely a row's token is to be accepted, from its hidden state and maybe the token before (DSpark's code)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

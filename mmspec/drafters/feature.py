@@ -1,4 +1,4 @@
-"""Drafting on features: read the prompt, catch up with what stands, grow a chain or a tree from the last feature."""
+"""Drafting on features: read the prompt, catch up on accepted tokens, grow a chain or a tree from the last feature."""
 
 from __future__ import annotations
 

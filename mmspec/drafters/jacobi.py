@@ -137,7 +137,7 @@ class JacobiDrafter:
     its own position, so that q := p also where the guess stayed as it was. When it is tested, p is the true
         distribution and
     the coin is new: what comes out has the distribution p. So only what F determines may say which distribution goes to
-    which position: how many guesses stood before may. So may a clock: a draft that is never tested leaves no trace.
+    which position: how many guesses were accepted before may. So may a clock: an untested draft leaves no trace.
 
     Attributes:
         vocab: tokens of the target's head; the uniform part of a first guess spreads over all of them.

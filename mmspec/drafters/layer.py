@@ -16,7 +16,7 @@ from mmspec.types import Target
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """What enters the layer in the place of some rows of the target: a prompt, or in training a whole text.
+    """What the layer reads in the place of some rows of the target: a prompt, or in training a whole text.
 
     Rows keep their order; padding may stand on either side.
     """
@@ -57,7 +57,7 @@ class FeatureLayer(nn.Module):
     def encode_prompt(
         self, embeds: Tensor, features: Tensor, visual: Tensor, valid: Tensor, positions: Tensor
     ) -> EncodedPrompt:
-        """What enters the layer for L rows of the target, already paired: h_j with e_{j+1}.
+        """What the layer reads for L rows of the target, already paired: h_j with e_{j+1}.
 
         Args:
             embeds, features: [B, L, H] and [B, L, F].

@@ -1,4 +1,4 @@
-"""MSD: text enters the layer as in EAGLE, and images as nothing but their embeddings."""
+"""MSD: the layer reads text as in EAGLE, and images as their bare embeddings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompt lookup: propose what followed the last few tokens when they stood in the text before. No weights."""
+"""Prompt lookup: propose what followed the last few tokens when they occurred in the text before. No weights."""
 
 from __future__ import annotations
 

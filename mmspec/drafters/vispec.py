@@ -1,4 +1,4 @@
-"""ViSpec: each image enters the layer as a few learned summaries, and one more vector of it joins all text after it."""
+"""ViSpec: the layer reads each image as a few learned summaries, and one more vector of it joins all text after it."""
 
 from __future__ import annotations
 

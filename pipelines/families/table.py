@@ -129,7 +129,7 @@ def supported() -> str:
     lines += [f"Of {len(FOUND)} image-text-to-text classes of transformers {VERSION}, {same} are token-identical:"]
     lines += [f"  docs/models.md lists them. Refused: {', '.join(refused)}"]
     lines += [f"  Untested, of transformers {transformers.__version__}: {', '.join(unknown)}"] if unknown else []
-    lines += ["Any other decoder-only model with full or sliding attention is judged when it is enabled.", "Drafters:"]
+    lines += ["Any other decoder-only model with full or sliding attention is checked when it is enabled.", "Drafters:"]
     lines += [f"  {name:12s} {what}" for name, what in drafters().items()]
     lines += ["Rules:", *(f"  {name}" for name in RULES)]
     text = "\n".join(lines)

@@ -43,8 +43,8 @@ class LlamaGenOutput(BaseOutput):
         images: PIL pictures, or an array or tensor of them, or the token ids for `output_type="latent"`.
         tokens: the token ids [B, grid, grid] behind them.
         stats: what happened in this call.
-        spent: per picture, what a relaxed rule was charged, 0 without one. Its mean over many pictures bounds how far
-            their distribution is from the model's own, in total variation.
+        spent: per picture, what a relaxed rule cost in total variation, 0 without one. Its mean over many
+            pictures bounds how far their distribution is from the model's own, in total variation.
     """
 
     images: Any

@@ -1,5 +1,4 @@
-"""How MAR draws: the distribution of every token, the canvas that fills up, and plain decoding, iteration by
-iteration."""
+"""How MAR draws: the distribution of every token, the canvas that fills up, and plain decoding."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""From logits to the distribution of a token: processors, then the likeliest, a draw, or noise fixed beforehand
-(seed-exact)."""
+"""From logits to the distribution of a token: processors, then argmax, a draw, or noise fixed beforehand."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Prompts that wait for an answer: what batches of any kind share, and StaticBatcher, one stock batch after the
-other."""
+"""Prompts that wait for an answer: what all batchers share, and StaticBatcher, one stock batch after the other."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""ContinuousBatcher: prompts come and go while one session runs; a row that ends makes room for the next prompt at
-once."""
+"""ContinuousBatcher: a row that ends makes room for the next prompt at once, in one session."""
 
 from __future__ import annotations
 

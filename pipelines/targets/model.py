@@ -1,5 +1,4 @@
-"""What every target of ours does: drafts into one forward of the model, its logits into the distribution of each
-node."""
+"""The base of our targets: one forward for a draft, and its logits as the distribution of each node."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ class State:
     padded: bool = True  # whether any slot may be closed, as the host knows it
 
     def commit(self, round_: Round) -> None:
-        """Keep what stands, in every stream; on a chain it lies in its place already."""
+        """Keep what was accepted, in every stream; on a chain it lies in its place already."""
         kept, count = (each_stream(t, self.streams) for t in (round_.kept, round_.acceptance.count))
         counts = tuple(n for n in round_.counts for _ in range(self.streams))
         self.cache.commit(kept, counts, count, round_.draft.tree.is_chain)
