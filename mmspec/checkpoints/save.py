@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
-from torch import nn
 
 from mmspec.checkpoints import settings, weights
 from mmspec.checkpoints.describe import card, describe

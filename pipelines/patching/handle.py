@@ -157,6 +157,11 @@ class Handle:
         return self._patch.proposer
 
     @property
+    def target(self) -> TargetInfo | None:
+        """What the drafter is fitted to; None where the model was left as it is."""
+        return self._patch.target
+
+    @property
     def model(self) -> Any:
         """What was patched: the model inside a pipeline or a wrapper, or the pipeline itself.
 
