@@ -143,7 +143,7 @@ def test_mask_rows_draft_in_one_pass(tmp_path):
     session.memory = drafter.start(session, target, prompt)
     root = torch.zeros(1, 1, dtype=torch.long)
     session.last = Some(
-        kept=root, counts=(1,), acceptance=Some(count=torch.tensor([1]), token=session.pending),
+        kept=root, counts=(1,), acceptance=Some(count=torch.tensor([1]), next_token=session.pending),
         draft=Some(tokens=ids[:, -1:]), scores=Some(hidden=h[:, -1:], distribution=Categorical(ids=root)),
     )  # fmt: skip
     got = drafter.propose(session, target).tokens[0, 1:]
