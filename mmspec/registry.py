@@ -36,7 +36,7 @@ DRAFTERS: dict[str, Entry] = {
         "mmspec.drafters.ngram",
         "NgramDrafter",
         False,
-        "prompt lookup, no weights; the default where a model ships with nothing",
+        "prompt lookup, no weights; where a model ships with nothing",
     ),
     "plain": Entry("mmspec.drafters.plain", "Plain", False, "drafts nothing; for compile=True alone"),
     "jacobi": Entry("mmspec.drafters.jacobi", "JacobiDrafter", False, "Jacobi window, no weights; for images"),

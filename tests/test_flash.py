@@ -159,7 +159,7 @@ def test_heads_begin_as_the_layer_itself_and_then_differ() -> None:
 @pytest.mark.parametrize("layout", ["several", "training", "text"])
 def test_every_head_of_every_row_is_what_drafting_from_there_computes(layout: str) -> None:
     """Packed training against a prompt that ends at the row, read into a memory and drafted from."""
-    from mmspec.drafters.blocks import Memory
+    from mmspec.drafters.blocks import FeatureMemory
 
     drafter, given = flash(), rows(layout)
     e, f, visual, valid = (given[k] for k in ("embeds", "features", "visual", "valid"))
@@ -169,7 +169,7 @@ def test_every_head_of_every_row_is_what_drafting_from_there_computes(layout: st
         for j in [j for j in text if j and valid[0, j]]:
             before = drafter.encode_prompt(e[:1, :j], f[:1, :j], visual[:1, :j], valid[:1, :j], torch.arange(j)[None])
             n, device = before.x.shape[1], torch.device("cpu")
-            memory = Memory(RaggedBuffer(), Lengths.of([n], device), torch.tensor([j]), before.valid, False)
+            memory = FeatureMemory(RaggedBuffer(), Lengths.of([n], device), torch.tensor([j]), before.valid, False)
             memory.slots.append(*drafter.block.keys_values(before.x, before.positions), Lengths.of([0], device))
             z = drafter._read(memory, e[:1, j : j + 1], f[:1, j : j + 1], memory.lengths, 0, None)
             for i, found in enumerate(drafter.ahead(z)[0, 0]):
