@@ -387,7 +387,7 @@ def test_a_rows_charge_goes_where_the_row_goes() -> None:
     def session(first: int, n: int) -> Session:
         rule = rule_of("scaled(omega=2.0)")
         made = Session([Row([0], 1, 9, seed=first + b, rule=rule) for b in range(n)], CPU)
-        made.tv_cost = torch.arange(first, first + n, dtype=torch.float64)
+        made.spent = torch.arange(first, first + n, dtype=torch.float64)
         made.cache = made.memory = Holder()
         return made
 

@@ -16,7 +16,7 @@ from mmspec.batch import gather_rows
 from mmspec.drafters import prune
 from mmspec.drafters.growth import Growth
 from mmspec.drafters.options import ALL, TreeOptions, grown
-from mmspec.pipelines.targets import recurrent
+from mmspec.pipelines.targets import recurrent, tree_readers
 from mmspec.pipelines.targets.call import Call
 from mmspec.pipelines.targets.hooks import stock
 from mmspec.pipelines.targets.state import State
@@ -95,16 +95,14 @@ class ModelDrafter(Growth):
         Raises:
             ValueError: another vocabulary, a model that cannot read drafts, or an option that it has no use for.
         """
-        from mmspec.pipelines.families import decoder_only
-
         options = grown(_Advice(), given, "the model drafter", TreeOptions())
         if options.draft_vocab != ALL:
             raise ValueError("a draft model has a head of its own; leave draft_vocab out")
         name = stock(self.model).__name__
-        why = decoder_only.unsupported(self.model)
+        why = tree_readers.unsupported(self.model)
         if why is not None:
             raise ValueError(f"{name} cannot draft: {why}")
-        vocab = decoder_only.head_shape(self.model)[0]
+        vocab = tree_readers.head_shape(self.model)[0]
         if not target.vocab <= _PADDED * vocab or not vocab <= _PADDED * target.vocab:
             raise ValueError(
                 f"{name} has {vocab} tokens and {target.name} {target.vocab}; a draft model has the target's "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from contextvars import ContextVar
 from typing import Any
 
@@ -13,27 +12,17 @@ from mmspec.pipelines.patching import assisted
 from mmspec.pipelines.patching.family import Family
 from mmspec.pipelines.patching.generate import generate, obstacle, watched
 from mmspec.pipelines.patching.handle import Patch
-from mmspec.pipelines.patching.obstacles import Obstacle, unfit_attention
+from mmspec.pipelines.patching.obstacles import Obstacle
 from mmspec.pipelines.sampling.guidance import Guidance
-from mmspec.pipelines.targets import devices, recurrent
-from mmspec.pipelines.targets import tree_attention as attention
+from mmspec.pipelines.targets import devices
 from mmspec.pipelines.targets.call import Call, asking
-from mmspec.pipelines.targets.decoder import decoder, head
+from mmspec.pipelines.targets.decoder import decoder
 from mmspec.pipelines.targets.hooks import stock
+from mmspec.pipelines.targets.tree_readers import head_shape, unsupported
 from mmspec.pipelines.targets.vlm import VlmTarget, tap, untap
 from mmspec.types import TargetInfo
 
-_LAYERS = set(attention.KINDS)
 _instead: ContextVar[Patch | None] = ContextVar("mmspec_instead", default=None)  # of a call that names its drafter
-_BLOCKS = ("index_kpool", "indexer_compress_ratio", "index_block_size")  # of an indexer that chooses blocks, not keys
-# class → why it cannot be accelerated, where nothing but its forward tells
-_STRANGE = {
-    "IdeficsForVisionText2Text": "each of its layers looks at the pictures through a mask made for one token at a time",
-    "Kosmos2ForConditionalGeneration": "its generate hands the writing on to a model that counts the cache's slots",
-    "Kosmos2_5ForConditionalGeneration": "its generate hands the writing on to a model that counts the cache's slots",
-    "Phi4MultimodalForCausalLM": "its forward takes a placeholder in a draft for a picture to read",
-    "EvollaForProteinText2Text": "its layers look at the protein through a mask made for one token at a time",
-}
 
 
 class DecoderOnlyPatch:
@@ -141,45 +130,3 @@ class DecoderOnly(Family):
             dtype=model.dtype,
             ends=() if ends is None else tuple(ends) if isinstance(ends, list) else (ends,),
         )
-
-
-def unsupported(model: Any) -> str | None:
-    """Why this model cannot be accelerated, or None."""
-    config = model.config
-    if getattr(config, "is_encoder_decoder", False):
-        return "it is an encoder-decoder model; only decoder-only models are supported"
-    if stock(model).__name__ in _STRANGE:
-        return _STRANGE[stock(model).__name__]
-    text = decoder(model) if hasattr(model, "get_decoder") else None
-    if text is None or text is model or not hasattr(text, "layers"):
-        return "get_decoder() does not give a text decoder with layers"
-    if head(model) is None:
-        return "get_output_embeddings() gives no head"
-    if "position_ids" not in inspect.signature(text.forward).parameters:
-        return "its decoder takes no position_ids, which the nodes of a tree need"
-    strange = recurrent.unknown(text)
-    if strange is not None:
-        return f"{strange} keeps a state that cannot be rolled back after a rejected draft"
-    kept = any(recurrent.modules(text))
-    if getattr(model, "_is_stateful", False) and not kept:
-        return "it keeps a recurrent state, which cannot be rolled back after a rejected draft"
-    if any("get_query_offset" in recurrent.names(type(module)) for module in text.modules()):
-        return "its attention measures distances by slots of the cache, where the nodes of a tree lie side by side"
-    indexed = "indexed_attention" in (getattr(text.config, "layer_types", None) or ())
-    if indexed and any(getattr(text.config, name, None) for name in _BLOCKS):
-        return "its indexer chooses blocks of the cache, which the nodes of a tree would shift"
-    if getattr(text.config, "cross_attention_layers", None):
-        return "its decoder has cross-attention layers, which keep the picture's keys in the cache beside the text's"
-    layers = set(getattr(text.config, "layer_types", None) or ["full_attention"])
-    layers -= recurrent.KINDS if kept else set()
-    if layers - _LAYERS:
-        return f"it has {', '.join(sorted(layers - _LAYERS))} layers, whose state cannot be rolled back to a tree node"
-    return unfit_attention(text.config)
-
-
-def head_shape(model: Any) -> tuple[int, int]:
-    """Rows and width of its head; where that is quantized, `weight` may be a function, or packed."""
-    last = head(model)
-    if hasattr(last, "out_features"):
-        return last.out_features, last.in_features
-    return last.weight.shape[0], last.weight.shape[1]

@@ -8,8 +8,9 @@ from torch import Tensor
 from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
 
 from mmspec.pipelines.families.codebook import by_token
-from mmspec.pipelines.families.decoder_only import DecoderOnly, head_shape
+from mmspec.pipelines.families.decoder_only import DecoderOnly
 from mmspec.pipelines.targets.call import Call
+from mmspec.pipelines.targets.tree_readers import head_shape
 from mmspec.rules import Rule, exact
 
 

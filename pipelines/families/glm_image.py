@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from mmspec.pipelines.families.codebook import by_token
-from mmspec.pipelines.families.decoder_only import DecoderOnly, head_shape
+from mmspec.pipelines.families.decoder_only import DecoderOnly
 from mmspec.pipelines.sampling.guidance import Guidance
 from mmspec.pipelines.targets.hooks import hold, note, release, stock
 from mmspec.pipelines.targets.state import Listed, Onward, Places
+from mmspec.pipelines.targets.tree_readers import head_shape
 from mmspec.pipelines.targets.vlm import VlmTarget
 
 _one_at_a_time = threading.Lock()

@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from mmspec.pipelines.targets import tree_attention as attention
 from mmspec.pipelines.targets.decoder import decoder
-
-_ATTENTION = {"sdpa", "eager", attention.NAME}
+from mmspec.pipelines.targets.tree_readers import unfit_attention
 
 
 class UnsupportedError(ValueError):
@@ -45,17 +43,6 @@ def now(model: Any, config: Any, rows: int) -> Obstacle | None:
         why = "adapter_names counts on rows that stay to the end, and here rows leave as they end"
         return Obstacle(why, always_falls_back=True)
     return None
-
-
-def unfit_attention(config: Any) -> str | None:
-    """Why the attention that a decoder's config names cannot read a tree, or None."""
-    asked = config._attn_implementation
-    if asked in _ATTENTION:
-        return None
-    return (
-        f"its attention is {asked!r}, which takes no tree mask; load it with attn_implementation='sdpa', or call "
-        f"model.set_attn_implementation('sdpa') (allowed: {', '.join(sorted(_ATTENTION))})"
-    )
 
 
 def soft_prompt(wrapper: Any) -> str | None:

@@ -1,0 +1,76 @@
+"""Which models can read a draft's tree: what their decoder, its layers, its attention and their head have to be."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from mmspec.pipelines.targets import recurrent
+from mmspec.pipelines.targets import tree_attention as attention
+from mmspec.pipelines.targets.decoder import decoder, head
+from mmspec.pipelines.targets.hooks import stock
+
+_ATTENTION = {"sdpa", "eager", attention.NAME}
+_LAYERS = set(attention.KINDS)
+_BLOCKS = ("index_kpool", "indexer_compress_ratio", "index_block_size")  # of an indexer that chooses blocks, not keys
+# class → why it cannot be accelerated, where nothing but its forward tells
+_STRANGE = {
+    "IdeficsForVisionText2Text": "each of its layers looks at the pictures through a mask made for one token at a time",
+    "Kosmos2ForConditionalGeneration": "its generate hands the writing on to a model that counts the cache's slots",
+    "Kosmos2_5ForConditionalGeneration": "its generate hands the writing on to a model that counts the cache's slots",
+    "Phi4MultimodalForCausalLM": "its forward takes a placeholder in a draft for a picture to read",
+    "EvollaForProteinText2Text": "its layers look at the protein through a mask made for one token at a time",
+}
+
+
+def unsupported(model: Any) -> str | None:
+    """Why this model cannot be accelerated, or None."""
+    config = model.config
+    if getattr(config, "is_encoder_decoder", False):
+        return "it is an encoder-decoder model; only decoder-only models are supported"
+    if stock(model).__name__ in _STRANGE:
+        return _STRANGE[stock(model).__name__]
+    text = decoder(model) if hasattr(model, "get_decoder") else None
+    if text is None or text is model or not hasattr(text, "layers"):
+        return "get_decoder() does not give a text decoder with layers"
+    if head(model) is None:
+        return "get_output_embeddings() gives no head"
+    if "position_ids" not in inspect.signature(text.forward).parameters:
+        return "its decoder takes no position_ids, which the nodes of a tree need"
+    strange = recurrent.unknown(text)
+    if strange is not None:
+        return f"{strange} keeps a state that cannot be rolled back after a rejected draft"
+    kept = any(recurrent.modules(text))
+    if getattr(model, "_is_stateful", False) and not kept:
+        return "it keeps a recurrent state, which cannot be rolled back after a rejected draft"
+    if any("get_query_offset" in recurrent.names(type(module)) for module in text.modules()):
+        return "its attention measures distances by slots of the cache, where the nodes of a tree lie side by side"
+    indexed = "indexed_attention" in (getattr(text.config, "layer_types", None) or ())
+    if indexed and any(getattr(text.config, name, None) for name in _BLOCKS):
+        return "its indexer chooses blocks of the cache, which the nodes of a tree would shift"
+    if getattr(text.config, "cross_attention_layers", None):
+        return "its decoder has cross-attention layers, which keep the picture's keys in the cache beside the text's"
+    layers = set(getattr(text.config, "layer_types", None) or ["full_attention"])
+    layers -= recurrent.KINDS if kept else set()
+    if layers - _LAYERS:
+        return f"it has {', '.join(sorted(layers - _LAYERS))} layers, whose state cannot be rolled back to a tree node"
+    return unfit_attention(text.config)
+
+
+def head_shape(model: Any) -> tuple[int, int]:
+    """Rows and width of its head; where that is quantized, `weight` may be a function, or packed."""
+    last = head(model)
+    if hasattr(last, "out_features"):
+        return last.out_features, last.in_features
+    return last.weight.shape[0], last.weight.shape[1]
+
+
+def unfit_attention(config: Any) -> str | None:
+    """Why the attention that a decoder's config names cannot read a tree, or None."""
+    asked = config._attn_implementation
+    if asked in _ATTENTION:
+        return None
+    return (
+        f"its attention is {asked!r}, which takes no tree mask; load it with attn_implementation='sdpa', or call "
+        f"model.set_attn_implementation('sdpa') (allowed: {', '.join(sorted(_ATTENTION))})"
+    )
