@@ -9,7 +9,7 @@ import math
 import pickle
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -841,11 +841,22 @@ def flex() -> Any:
 
 REFUSED = {
     "encoder-decoder": (t5, "encoder-decoder"),
-    "recurrent": (mamba, "recurrent state|layers"),
-    "linear attention": (qwen3_next, "linear_attention|recurrent"),
-    "convolution": (lfm2, "conv|recurrent"),
+    "no positions": (mamba, "position_ids"),
     "flex attention": (flex, "flex_attention.*sdpa"),
 }
+
+
+@pytest.mark.parametrize("build", [qwen3_next, lfm2], ids=["gated delta rule", "convolution"])
+def test_layers_that_keep_a_state_read_trees(build: Callable[[], Any]) -> None:
+    torch.manual_seed(0)
+    model = build().eval()
+    inputs = {"input_ids": torch.randint(5, 60, (2, 9)), "attention_mask": torch.ones(2, 9, dtype=torch.long)}
+    inputs["attention_mask"][0, :3] = 0
+    plain = targets.generate(model, inputs)
+    for drafter in ("random tree", "right within"):
+        guess = DRAFTERS[drafter](model, Oracle.of(inputs["input_ids"], plain))
+        with mmspec.enable(model, guess):
+            assert torch.equal(targets.generate(model, inputs), plain)
 
 
 @pytest.mark.parametrize("what", REFUSED)
