@@ -200,7 +200,7 @@ def test_positions_are_the_targets_own(monkeypatch):
     model, seen = targets.model("qwen2_5_vl"), []
     inputs, drafter = targets.prompt("qwen2_5_vl", "several images"), made(mrope=(2, 3, 3))
     own, start = EagleDrafter.encode_prompt, EagleDrafter.start
-    monkeypatch.setattr(EagleDrafter, "enter", lambda self, *a: seen.append(a[4]) or own(self, *a))
+    monkeypatch.setattr(EagleDrafter, "encode_prompt", lambda self, *a: seen.append(a[4]) or own(self, *a))
 
     def began(self, *a):
         memory = start(self, *a)

@@ -799,7 +799,7 @@ def mamba() -> Any:
 def qwen3_next() -> Any:
     return T.Qwen3NextForCausalLM(
         T.Qwen3NextConfig(
-            vocab_size=64,
+            vocab_size=targets.VOCAB,
             hidden_size=16,
             intermediate_size=16,
             num_hidden_layers=2,
@@ -822,7 +822,7 @@ def qwen3_next() -> Any:
 def lfm2() -> Any:
     return T.Lfm2ForCausalLM(
         T.Lfm2Config(
-            vocab_size=64,
+            vocab_size=targets.VOCAB,
             hidden_size=16,
             intermediate_size=16,
             num_hidden_layers=2,
