@@ -19,7 +19,7 @@ from mmspec.piecewise.capture import PiecewiseFunction, Uncapturable
 from mmspec.pipelines.targets import tree_attention as attention
 from mmspec.pipelines.targets.cache import RaggedCache
 from mmspec.pipelines.targets.compiled_cache import CompiledCache, compare, weights
-from mmspec.pipelines.targets.decoder import decoder, more_than_keys
+from mmspec.pipelines.targets.decoder import decoder
 from mmspec.pipelines.targets.fingerprint import PLAIN, fingerprint
 from mmspec.pipelines.targets.state import State
 
@@ -76,7 +76,7 @@ def _capture(target: Any, state: State, tokens: Tensor, places: Tensor) -> Piece
     """The forward over nodes of this shape, which must not depend on how much is cached."""
     if target.eager:
         raise Uncapturable("its attention is 'eager'; load it with attn_implementation='sdpa'")
-    if more_than_keys(decoder(target.model)):
+    if target.stateful:
         raise Uncapturable("its layers keep more than keys and values")
     if any(hasattr(module, "base_layer") for module in target.model.modules()):
         raise Uncapturable("it has adapters, which may be switched at any time; merge them first")

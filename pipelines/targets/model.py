@@ -28,6 +28,7 @@ class ModelTarget:
         device, inference, features, streams, guidance, weighs: see `mmspec.types.Target`.
         captured: captures and compiles `read`; None: it runs as it is.
         last: the last position that any node may have; None: there is no last one.
+        stateful: whether layers keep more than keys and values, which is not captured.
         eager, tree, mixed, window: how its decoder attends, as far as masks and captures depend on it.
     """
 
@@ -37,7 +38,7 @@ class ModelTarget:
     features: tuple[int, ...]
     captured: Any = None
     last: int | None = None
-    weighs = eager = tree = mixed = False
+    weighs = stateful = eager = tree = mixed = False
     window: int | None = None
 
     def __init__(self, guidance: Guidance | None = None) -> None:
