@@ -366,7 +366,7 @@ def test_first_guesses_copy_the_left_and_the_upper_neighbour(init: str) -> None:
     drafter = jacobi(toy, window=9, init=init)
     session = opened(toy, drafter, [3], [16])
     session.memory.decided = torch.tensor([[NO_TOKEN, 10, 11, 12]])
-    session.last = replace(session.last, acceptance=replace(session.last.acceptance, token=torch.tensor([13])))
+    session.last = replace(session.last, acceptance=replace(session.last.acceptance, next_token=torch.tensor([13])))
     session.pending = torch.tensor([13])
     tokens = drafter.propose(session, toy).tokens[0]
     left, above = [13] * 8, [10, 11, 12, 13] * 2
