@@ -198,7 +198,7 @@ def draw_curves(panel: Any, records: Sequence[Record]) -> None:
             [seconds[r["method"]] for r in some],
             [r["fd_all"] for r in some],
             mark,
-            label=f"drawn: {distribution}",
+            label=f"distribution: {distribution}",
             markersize=4,
             linewidth=0.8,
         )
