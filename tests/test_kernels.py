@@ -276,7 +276,7 @@ def test_verification_is_the_walk(noise: str, shape: str):
             distribution = Categorical(ids=ops.draw(given["logits"], given["noise"]))
         wanted = accept.verify_tree(Draft(given["tokens"], tree), distribution, rules.exact, u)
         found = ops.verify_point_mass(**given)
-        for mine, name in {"stands": "accepted", "count": "count", "last": "last", "token": "next_token"}.items():
+        for mine, name in {"accepted": "accepted", "count": "count", "last": "last", "token": "next_token"}.items():
             assert torch.equal(getattr(found, mine), getattr(wanted, name)), name
         kept += int(found.count.sum()) - len(found.count)
     assert kept > 0, "nothing was ever kept, so nothing was tested"

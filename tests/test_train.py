@@ -325,7 +325,7 @@ def test_pictures_are_turned_as_they_were_taken(tmp_path: Path) -> None:
         (["--shape", "depth=deep"], "--shape: depth is a whole number, such as 5; got 'depth=deep'"),
         (["--set", "steps=1e3"], "--set: steps is a whole number, such as 20000; got 'steps=1e3'"),
         (["--set", "muon"], "--set: muon is true or false, such as False; got 'muon'"),
-        (["--set", "speed=2"], "--set: there is no 'speed'; choose from batch, betas"),
+        (["--set", "speed=2"], "--set: there is no 'speed'; choose from anchors, batch, betas"),
         (["--data", "nowhere"], "unknown data source 'nowhere'"),
     ],
 )
