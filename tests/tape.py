@@ -101,6 +101,9 @@ class Tape:
     def follow(self) -> None:
         """All is computed at once here."""
 
+    def rest(self) -> None:
+        """Nothing is under way."""
+
     def __call__(self, function: Callable[..., Any], inputs: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
         assert self.whole, "what a recording that broke off left behind must not be used"
         assert not Tape.busy, "two cannot record at a time"
@@ -111,10 +114,15 @@ class Tape:
         finally:
             Tape.busy = False
         self.whole = True
-        for place in (place for *_, places in tape.calls for place in places if place is not None):
-            place.fill_(torch.nan if place.is_floating_point() else -(1 << 20) if place.dtype == torch.long else 1)
+        blank(tape.calls)
         Tape.made += 1
         return outputs, partial(_play, tape.calls, tape.lent, self.pool)
+
+
+def blank(calls: list[Any]) -> None:
+    """What was recorded has not been computed."""
+    for place in (place for *_, places in calls for place in places if place is not None):
+        place.fill_(torch.nan if place.is_floating_point() else -(1 << 20) if place.dtype == torch.long else 1)
 
 
 def _play(calls: list[Any], lent: list[StorageWeakRef], pool: Pool) -> None:

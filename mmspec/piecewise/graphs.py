@@ -1,17 +1,23 @@
 """CUDA graphs: the pieces of a captured function, each recorded where it stands and replayed by every call.
 
-There are none where torch keeps a work space of cuBLAS per stream: one graph that is let go frees that of all others of
-its stream (pytorch #193402). So does every torch before 2.15, ROCm's, and any with TORCH_CUBLAS_WORKSPACE_CACHE=1.
+torch keeps a work space of cuBLAS for each stream (and, in some releases, thread), to which a graph holds the address;
+it frees the space when any graph of that stream is let go (pytorch #193402) or the thread ends. So the graphs of one
+function are recorded on a stream that nobody else ever has, and on which nothing ran before. Its work space is then
+allocated within a recording, in these graphs' own pool of memory, which stays as long as one of them, whoever keeps
+books of it. They run one after the other, so that they may share it. `proved` tries this on the device itself.
 """
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import lru_cache, partial
 from itertools import count
 from typing import Any
 
@@ -41,11 +47,13 @@ def wish() -> str:
 
 
 def wanted(tensors: Iterable[Tensor]) -> bool:
-    """Whether a function of these tensors is to be recorded: they lie on one CUDA device, and nobody says no."""
+    """Whether a function of these tensors is to be recorded: they lie on one CUDA device on which graphs are proved,
+    and nobody says no."""
     homes = {t.device for t in tensors}  # what is computed on the host would be recorded as it was then
-    shared = bool(torch.version.hip) or os.environ.get("TORCH_CUBLAS_WORKSPACE_CACHE") == "1"
-    sound = torch.__version__ >= "2.15" and not shared  # compared as versions
-    return wish() == "auto" and sound and len(homes) == 1 and homes.pop().type == "cuda"
+    if wish() != "auto" or len(homes) != 1 or torch.version.hip:
+        return False
+    (home,) = homes
+    return home.type == "cuda" and proved(home)
 
 
 class Graphs:
@@ -69,6 +77,7 @@ class Graphs:
         self._numbers = count()
         self._at: list[int] | None = None  # addresses of the weights at the recording
         self._held: dict[int, Function | None] = {}  # by number; None: it cannot be recorded
+        self._recorder: Recorder | None = None
 
     def place(self, piece: fx.GraphModule, function: Function) -> Function:
         """What stands for `function`, which computes `piece`, where it is called: other places have other weights.
@@ -95,6 +104,8 @@ class Graphs:
     def _record(self, whole: Function, weights: Sequence[Tensor]) -> None:
         """Call `whole` once, by which every piece is recorded, on the inputs of the last call."""
         with _RECORDING, lasting():
+            if self._recorder is not None:
+                self._recorder.rest()
             self._recorder = Recorder(self._places[0].device)
             self._held, self._stay = {}, {_base(t) for t in (*self._places, *weights)}
             whole(*self._places, *weights, self._still)
@@ -131,13 +142,14 @@ def _base(t: Tensor) -> int:
 
 
 class Recorder:
-    """All that touches CUDA: records graphs that share memory, each allocating where no earlier one's outputs lie."""
+    """All that touches CUDA: records graphs that share memory, each allocating where no earlier one's outputs lie.
+
+    Nothing here waits for the device, empties the allocator or collects garbage, so other threads are not held up.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        gc.collect()  # an old graph that is let go while one is recorded would spoil it
-        torch.cuda.synchronize(device)  # and one that runs must not be let go
-        self.device = device
-        self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
+        self.device, self.pool = device, torch.cuda.graph_pool_handle()
+        self.stream: torch.cuda.Stream | None = None
         self.last = torch.cuda.current_stream(device)
 
     def __call__(self, function: Function, inputs: Sequence[Tensor]) -> tuple[list[Tensor], Callable[[], None]]:
@@ -148,13 +160,20 @@ class Recorder:
         """
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(self.device):
-            self.stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self.stream):
+            here, warm = torch.cuda.current_stream(), torch.cuda.Stream()
+            warm.wait_stream(here)
+            with torch.cuda.stream(warm):
                 for _ in range(WARM_UPS):
                     function(*inputs)
-            # Waits for the device first; other threads may go on using it.
-            with torch.cuda.graph(graph, self.pool, self.stream, capture_error_mode="thread_local"):
-                outputs = list(function(*inputs))
+            here.wait_stream(warm)
+            if self.stream is None:
+                self.stream = unshared(self.device)
+            with torch.cuda.stream(self.stream), _uncollected():
+                graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")  # others may go on using CUDA
+                try:
+                    outputs = list(function(*inputs))
+                finally:
+                    graph.capture_end()
         return outputs, graph.replay
 
     def follow(self) -> None:
@@ -163,3 +182,97 @@ class Recorder:
         if stream != self.last:
             stream.wait_stream(self.last)
             self.last = stream
+
+    def rest(self) -> None:
+        """Wait until the last call is through: its graphs are let go after that."""
+        self.last.synchronize()
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """No garbage is collected: a graph that is let go while this thread records would spoil the recording."""
+    on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if on:
+            gc.enable()
+
+
+def unshared(device: torch.device) -> torch.cuda.Stream:
+    """A stream that nobody else has, in a thread that has used the device before.
+
+    torch hands out its own 32 streams over and over. This one is of the driver's, and is never destroyed: another
+    stream at its address would find its work space.
+
+    Raises:
+        RuntimeError: the driver has none to give.
+    """
+    driver, made = ctypes.CDLL("nvcuda" if os.name == "nt" else "libcuda.so.1"), ctypes.c_void_p()
+    error = driver.cuStreamCreate(ctypes.byref(made), 1)  # CU_STREAM_NON_BLOCKING: the default stream does not wait
+    if error or not made.value:
+        raise RuntimeError(f"the CUDA driver gave no stream (error {error})")
+    return torch.cuda.ExternalStream(made.value, device=device)
+
+
+# -- does it hold here? -------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=64)
+def proved(device: torch.device) -> bool:
+    """Whether graphs give on this device what they were recorded of, once others have come and gone.
+
+    Some are recorded by a thread that ends, some let go, the memory of both is written over; those that are left are
+    then played side by side on two streams. Where any of it goes wrong, a warning says so, and nothing is recorded.
+    """
+    try:
+        with _RECORDING, torch.cuda.device(device), torch.no_grad(), lasting():
+            wrong = _wrong(device, Recorder)
+    except Exception as error:  # whatever a driver may say
+        wrong = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    if wrong:
+        warnings.warn(f"mmspec records no CUDA graphs on {device}: {wrong}", stacklevel=3)
+    return not wrong
+
+
+def _wrong(device: torch.device, recorder: Callable[[torch.device], Any]) -> str:
+    """What is wrong with the graphs of such recorders; empty: nothing."""
+    weight = torch.randn(4096, 256, device=device, dtype=torch.bfloat16)  # long sums of few rows: cuBLAS splits them
+
+    def function(x: Tensor) -> list[Tensor]:
+        return [x @ weight, (x @ weight).relu()]
+
+    def recorded() -> Callable[[Tensor], list[Tensor]]:
+        own, place = recorder(device), torch.zeros(8, 4096, device=device, dtype=torch.bfloat16)
+        outputs, replay = own(function, [place])
+
+        def play(x: Tensor) -> list[Tensor]:
+            own.follow()
+            place.copy_(x)
+            replay()
+            return [t.clone() for t in outputs]
+
+        return play
+
+    with ThreadPoolExecutor(1) as thread:
+        elsewhere = thread.submit(recorded).result()
+    passes, stays = recorded(), recorded()
+    x = torch.randn(8, 4096, device=device, dtype=torch.bfloat16)
+    wanted, _ = function(x), passes(x)
+    torch.cuda.synchronize(device)
+    del passes
+    overwritten = [torch.full((2**22,), torch.nan, device=device) for _ in range(8)]
+    found, streams = [], [torch.cuda.Stream(device) for _ in range(2)]
+    for _ in range(4):
+        for stream, play in zip(streams, (stays, elsewhere), strict=True):
+            stream.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(stream):
+                found.append(play(x))
+    torch.cuda.synchronize(device)
+    del overwritten
+    for one in found:
+        for got, want in zip(one, wanted, strict=True):
+            if not torch.allclose(got.float(), want.float(), rtol=2e-2, atol=1.0):  # sums of 4096 terms in bfloat16
+                return "what they compute changes once other graphs are let go"
+    return ""
