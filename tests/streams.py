@@ -52,7 +52,7 @@ class Stream:
 class Cuda:
     """Stands in the place of `torch.cuda`, for what `mmspec.piecewise.graphs` asks of it."""
 
-    device = stream = staticmethod(lambda *_: nullcontext())
+    device = staticmethod(lambda *_: nullcontext())
 
     def __init__(self, rule: str) -> None:
         self.rule, self.books = rule, dict[tuple[int, int], Space]()
@@ -69,7 +69,7 @@ class Cuda:
         return getattr(self.local, "stream", None) or Stream(-1)
 
     @contextmanager
-    def stream(self, stream: Stream) -> Iterator[None]:  # type: ignore[no-redef]
+    def stream(self, stream: Stream) -> Iterator[None]:
         before, self.local.stream = self.current_stream(), stream
         try:
             yield

@@ -485,7 +485,7 @@ def test_a_device_that_is_not_proved_is_told_of_once(books: streams.Cuda, monkey
 
 
 def test_a_piece_is_recorded_without_holding_others_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Warm, on a stream of its own, into the one pool, with no barrier: nobody waits for the device, nothing is freed."""
+    """Warm, on a stream of its own, into the one pool; nobody waits for the device, and nothing is freed."""
     told: list[Any] = []
 
     class On:

@@ -77,7 +77,7 @@ class Graphs:
         self._numbers = count()
         self._at: list[int] | None = None  # addresses of the weights at the recording
         self._held: dict[int, Function | None] = {}  # by number; None: it cannot be recorded
-        self._recorder: Recorder | None = None
+        self._recorder: Any = None
 
     def place(self, piece: fx.GraphModule, function: Function) -> Function:
         """What stands for `function`, which computes `piece`, where it is called: other places have other weights.
@@ -216,7 +216,7 @@ def unshared(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.ExternalStream(made.value, device=device)
 
 
-# -- does it hold here? -------------------------------------------------------------------------------------------------
+# -- does it hold here? ------------------------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=64)
