@@ -1,5 +1,6 @@
 """Settings of all tests: offline, few threads, one seed, and the combinations that only `--full` runs."""
 
+import gc
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -23,6 +24,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("full"):
             item.add_marker(pytest.mark.skip(reason="runs with --full (make test-all)"))
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def spare_the_collector() -> None:
+    """What is there before a file's tests stays: a `gc.collect()` in them need not walk torch and transformers anew."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
