@@ -9,6 +9,7 @@ import json
 import re
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from html import unescape
 from pathlib import Path
@@ -22,11 +23,14 @@ import tiny_llamagen
 import tiny_llava
 import torch
 from gradio import networking
+from gradio.state_holder import SessionState
 from PIL import Image
 
 import mmspec
+from mmspec.app import embedded
+from mmspec.app.bench.faithful import Reader
 from mmspec.app.caption.decoder import Decoder
-from mmspec.app.demo import caption_tab, guard, image_tab, image_view, plots, records, sight, view
+from mmspec.app.demo import caption_tab, guard, image_tab, image_view, look, plots, records, sight, view
 from mmspec.app.demo import command as demo
 from mmspec.app.demo.answer import (
     CORRECTED,
@@ -48,6 +52,7 @@ from mmspec.app.demo.duo import Duo
 from mmspec.app.demo.wish import METHODS, SEED_EXACT, PromptWish
 from mmspec.app.engine import Engine
 from mmspec.app.painter import ImageSubject
+from mmspec.app.painter import load as load_painter
 from mmspec.pipelines.prompts import chat_inputs
 from mmspec.pipelines.serving.stream import Step, stream
 
@@ -190,6 +195,44 @@ def test_depths_follow_each_other() -> None:
     kinds = [(OWN, 0), (DRAFTED, 1), (DRAFTED, 2), (CORRECTED, 0), (DRAFTED, 1)]
     assert [(t.kind, t.depth) for t in answer.tokens] == kinds
     assert (answer.gains, answer.accepted, answer.accepted_draft_tokens_per_call) == ([3, 1], 5, 2.5)
+
+
+def test_the_first_prefill_does_not_inflate_the_headline(duo: Duo, picture: str) -> None:
+    cold = []
+
+    def slow(*_: Any) -> None:
+        if not cold:
+            cold.append(time.sleep(2))
+
+    hook = duo.model.register_forward_pre_hook(slow)
+    try:
+        turn = last(duo.run(about(picture, max_new_tokens=8), threading.Event()))
+    finally:
+        hook.remove()
+    assert cold and turn.plain.seconds < 2
+
+
+def test_an_answer_that_was_cut_off_says_so(duo: Duo, picture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    turn = last(duo.run(about(picture, max_new_tokens=8), threading.Event()))
+    assert turn.plain.cut and turn.fast.cut
+    assert "Cut off at 8 tokens" in view.summary(turn) and "8 tokens, cut off" in view.pane(turn.fast, "mmspec", "")
+    monkeypatch.setattr(duo.model.generation_config, "eos_token_id", turn.plain.ids[3])
+    turn = last(duo.run(about(picture, max_new_tokens=8), threading.Event()))
+    assert len(turn.plain.tokens) <= 4 and not turn.plain.cut and "Cut off" not in view.summary(turn)
+
+
+def test_only_a_gain_is_green() -> None:
+    assert "mm-gain" in look.summary(1.2, "", "", "") and "1.20×" in look.summary(1.2, "", "", "")
+    assert "mm-gain" not in look.summary(0.9, "", "", "") and "mm-gain" not in look.summary(None, "", "", "")
+    style = demo.STYLE.read_text()
+    assert not re.search(r"\.mm-speed[^}]*color", style) and re.search(r"\.mm-gain[^}]*color", style)
+
+
+def test_photos_of_phones_are_made_smaller(eyes: Decoder, tmp_path: Path) -> None:
+    path = tmp_path / "phone.jpg"
+    Image.new("RGB", (8160, 6120), "red").save(path)  # 50 million pixels
+    [shown] = sight.look_at(about(str(path)), eyes, threading.Event())
+    assert max(shown.size) == sight.LONGEST and shown.getpixel((0, 0))[0] > 200
 
 
 def test_a_difference_is_found_with_its_gap(duo: Duo, picture: str) -> None:
@@ -470,6 +513,17 @@ def test_text_from_the_model_is_escaped() -> None:
 # ------------------------------------------------------------------------------------------------ the bench's records
 
 
+def test_few_bars_of_one_model_and_setting_come_first(bench: records.ResultFolder) -> None:
+    """Every bar is named with its model; of more than twelve the best are shown."""
+    assert bench.usual("vlm") == ("scenes", "1", "0.0", "all", "all")
+    offered = records._offered(bench, "vlm")
+    assert [made["value"] for made in offered[:5]] == list(bench.usual("vlm"))
+    many = [{**RECORD, "model": f"m{n % 2}", "method": f"eagle-{n}", "speedup_e2e": 1 + n / 10} for n in range(30)]
+    bars = plots.bars(many, "speedup_e2e")
+    assert bars.count("<li class=") == plots.BARS <= 12 and "the best 12 of 30" in bars
+    assert "eagle-29 · m1" in bars and "eagle-17" not in bars
+
+
 def test_no_measurements_is_said_clearly(tmp_path: Path) -> None:
     assert "No measurements yet" in records.draw(records.read(tmp_path / "nowhere"), records.Choice(""))
 
@@ -489,7 +543,11 @@ def bench(tmp_path: Path) -> records.ResultFolder:
         {"suite": "image", "method": "jacobi+scaled", "lossless": False, "spent": 3.5, "compression": 4.0},
         {"suite": "image", "method": "ar", "lossless": True, "spent": 0.0, "compression": 1.0},
     ]
-    content = {"provenance": {"commit": "c0ffee"}, "records": made, "meaning": {"speedup_e2e": "wall time"}}
+    content = {
+        "provenance": {"commit": "c0ffee", "model": "scenes"},
+        "records": made,
+        "meaning": {"speedup_e2e": "wall time"},
+    }
     (tmp_path / "a.json").write_text(json.dumps(content))
     (tmp_path / "b.json").write_text("{broken")
     return records.read(tmp_path)
@@ -501,21 +559,23 @@ def test_records_are_filtered_and_escaped(bench: records.ResultFolder) -> None:
     everything = records.draw(bench, records.Choice("vlm", records.TABLE))
     assert "<i>" not in everything and "&lt;i&gt;" in everything and everything.count("<tr>") == 4
     assert "c0ffee" in everything and "b.json" in everything and "wall time" in everything
-    four = records.Choice("vlm", filters=("4", "all", "all", "all"))
+    four = records.Choice("vlm", filters=("all", "4", "all", "all", "all"))
     assert "eagle" not in records.draw(bench, four)
     assert "No record passes" in records.draw(bench, records.Choice("vlm", methods=("eagle",), filters=four.filters))
-    bent = records.draw(bench, records.Choice("image", records.TABLE, filters=("all", "all", "all", "lossy")))
+    bent = records.draw(bench, records.Choice("image", records.TABLE, filters=("all", "all", "all", "all", "lossy")))
     assert "jacobi+scaled" in bent and ">ar" not in bent
 
 
 def test_records_are_plotted(bench: records.ResultFolder) -> None:
     bars = records.draw(bench, records.Choice("vlm"))
     assert re.findall(r'<li class="(mm-\w+)"><span class="mm-who">(\w+)', bars) == [
-        ("mm-lossless", "eagle"), ("mm-base", "stock")
-    ]  # fmt: skip
+        ("mm-lossless", "eagle"),
+        ("mm-base", "stock"),
+    ]
+    assert re.findall(r'mm-who">([^<]+)<', bars) == ["eagle · scenes", "stock · scenes"]  # fmt: skip
     assert bars.count("mm-span") == 2 and "--w:80.00%" in bars  # of the upper quartile
     dots = records.draw(bench, records.Choice("image", records.SCATTER, "compression", "spent"))
-    assert dots.count('class="mm-dot') == 2 and "jacobi+scaled: 3.5, 4" in dots
+    assert dots.count('class="mm-dot') == 2 and "jacobi+scaled · scenes: 3.5, 4" in dots
     lines = records.draw(bench, records.Choice("vlm", records.DEPTHS))
     assert lines.count("<polyline") == 3 and 'points="0.00,10.00 100.00,50.00"' in lines
     assert "say nothing" in records.draw(bench, records.Choice("image", records.DEPTHS))
@@ -548,7 +608,7 @@ def test_another_host_needs_a_password() -> None:
 
 @pytest.fixture(scope="module")
 def served(duo: Duo, easel: Easel, picture: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    offer = caption_tab.Offer([Path(picture)], [PROMPT])
+    offer = caption_tab.Offer([Path(picture)], [PROMPT], note="knows drawn scenes only")
     page = demo.build(duo, offer, tmp_path_factory.mktemp("none"), easel)
     with pytest.MonkeyPatch.context() as patch:  # gradio gives up when its first page takes three seconds
         patch.setattr(networking, "url_ok", lambda url: httpx.head(url, trust_env=False, timeout=PATIENCE).is_success)
@@ -573,7 +633,7 @@ def test_the_page_loads_nothing_from_elsewhere(served: Any) -> None:
 def test_the_server_gives_no_files_and_fetches_none(served: Any) -> None:
     assert served.client.get("/gradio_api/file=/etc/passwd").status_code == 403
     assert served.client.get(f"/gradio_api/file={Path(demo.__file__).resolve()}").status_code == 403
-    big = served.client.post("/gradio_api/upload", files={"files": ("big.png", b"0" * (21 * 2**20))})
+    big = served.client.post("/gradio_api/upload", files={"files": ("big.png", b"0" * (41 * 2**20))})
     assert big.status_code == 413
     address = {"path": "http://127.0.0.1:9/x.png", "meta": {"_type": "gradio.FileData"}}
     runs = [f for f in served.page.fns.values() if f.concurrency_id == QUEUE]
@@ -585,7 +645,51 @@ def test_the_server_gives_no_files_and_fetches_none(served: Any) -> None:
         with pytest.raises(Exception, match="fetches nothing"):
             asyncio.run(served.page.preprocess_data(runs[0], ["image", *media, *VALUES], None))
     assert served.page.share is False and served.page.allowed_paths == []
-    assert served.page.max_file_size == 20 * 2**20 and served.page._queue.max_size == demo.MAX_QUEUE
+    assert served.page.max_file_size == 40 * 2**20 and served.page._queue.max_size == demo.MAX_QUEUE
+
+
+def parts(page: Any) -> dict[str, Any]:
+    """The page's components by their id in the document, in the order of the page."""
+    return {block.elem_id: block for block in page.blocks.values() if getattr(block, "elem_id", None)}
+
+
+def test_an_example_is_chosen_and_the_note_stands_where_one_uploads(served: Any, picture: str) -> None:
+    named = parts(served.page)
+    assert Path(named["mm-image"].value["path"]).read_bytes() == Path(picture).read_bytes()
+    order = list(named)
+    assert order.index("mm-image") < order.index("mm-note") < order.index("mm-prompt") < order.index("mm-summary")
+    assert "drawn scenes only" in named["mm-note"].value
+
+
+HOSTILE = {"pdf": b"%PDF-1.4", "html": b"<html>", "heic": b"\0\0\0\x18ftypheic", "nothing": b""}
+
+
+@pytest.mark.parametrize("content", HOSTILE.values(), ids=HOSTILE)
+def test_uploads_are_not_opened_by_the_server_even_after_an_example(
+    content: bytes, served: Any, duo: Duo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An example makes gradio build the component anew, by its class: what guards it has to be the class's own."""
+    page, image = served.page, parts(served.page)["mm-image"]
+    upload = served.client.post("/gradio_api/upload", files={"files": ("photo.jpg", content)}).json()[0]
+    state = SessionState(page)
+    [load] = [f for f in page.fns.values() if f.outputs == [image] and f.name == "load_example"]
+    asyncio.run(page.process_api(load, [0], state=state))
+    assert state[image._id] is not image, "it was built anew"
+    monkeypatch.setattr(Image, "open", lambda *_, **__: pytest.fail("the server opened an upload"))
+    run = next(f for f in page.fns.values() if f.concurrency_id == QUEUE)
+    file = {"path": upload, "meta": {"_type": "gradio.FileData"}}
+    kind, path, *_ = asyncio.run(page.preprocess_data(run, ["image", file, None, *VALUES], state))
+    with pytest.raises(RefusedError, match=r"^This picture .*\.$") as refused:
+        last(duo.run(Ask(kind, path, None, PROMPT), threading.Event()))
+    assert "--" not in str(refused.value) and "pip install" not in str(refused.value)
+
+
+def test_a_run_that_cannot_be_read_is_answered(served: Any) -> None:
+    """What fails before our functions are called, too; else the page would wait for ever."""
+    fns = served.page.fns
+    for run in (f for f in fns.values() if f.concurrency_id == QUEUE):
+        [answers] = [f for f in fns.values() if f.trigger_after == run._id and f.trigger_only_on_failure]
+        assert answers.outputs and look.FAILED in answers.fn()
 
 
 def test_a_port_that_is_taken_is_told_before_anything_is_loaded(monkeypatch, capsys) -> None:
@@ -596,3 +700,11 @@ def test_a_port_that_is_taken_is_told_before_anything_is_loaded(monkeypatch, cap
         demo.configure(parser)
         assert demo.run(parser.parse_args(["--port", str(port)])) == 1
     assert f"cannot listen at 127.0.0.1:{port} (" in capsys.readouterr().err
+
+
+def test_the_first_prompt_is_drawn_right() -> None:
+    """As the embedded model of pictures draws it on the page, told by the embedded model of words."""
+    easel = Easel(load_painter(embedded.IMAGE_MODEL, "cpu", "float32"))
+    [image] = easel.painter.paint([demo.WISHES[0]], [0], guidance_scale=easel.guidance).images
+    [said] = Reader().describe([image])
+    assert "one object on a white background: a large plain green ring" in said

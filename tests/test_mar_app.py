@@ -105,7 +105,9 @@ def test_two_pictures_side_by_side(studio, mode):
     assert two.plain.told == {} and two.fast.told["tested"] > 0
     shown = mar_tab.pane(two.fast, "mmspec", "about")
     assert "16 of 16 tokens drawn" in shown and f"{two.fast.work['evaluations']}" in shown
-    assert f"16 → {two.fast.passes}" in mar_tab.summary(two)
+    said = mar_tab.summary(two)
+    assert f"16 → {two.fast.passes}" in said and ("mm-gain" in said) == (two.speed_up >= 1)
+    assert two.fewer[0] == 4 and "Plain drawing in 4 passes" in said  # what such models are drawn with otherwise
 
 
 def test_a_run_can_be_stopped(studio):

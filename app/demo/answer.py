@@ -111,6 +111,7 @@ class ShownAnswer:
     vision: float = 0.0  # of the prefill: seconds in the vision tower, 0 where that is not known
     prefill: float = 0.0
     seconds: float = 0.0
+    cut: bool = False  # off at the most tokens allowed, without an end of its own
 
     def take(self, step: Step) -> list[Token]:
         """Book a step; its tokens, whose texts are still empty."""

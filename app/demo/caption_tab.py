@@ -117,8 +117,6 @@ def build(duo: Duo, desk: Desk, offer: Offer, page: gr.Blocks) -> Caption:
                 plain = gr.HTML(first, elem_id="mm-plain-pane", min_width=300)
                 fast = gr.HTML(second, elem_id="mm-fast-pane", min_width=300)
             further, send = _further(offer)
-            if offer.note:
-                gr.HTML(f'<p class="mm-small">{escape(offer.note)}</p>')
     shown, doors = [talk, summary, plain, fast, said], [run, stop, further, send]
 
     for triggers, work, given in (
@@ -127,6 +125,7 @@ def build(duo: Duo, desk: Desk, offer: Offer, page: gr.Blocks) -> Caption:
     ):
         started = gr.on(triggers, caption.begin, None, [summary, plain, fast, run, stop], **QUICK)
         ended = started.then(work, given, shown, **IN_TURN)
+        ended.failure(lambda: look.refusal(look.FAILED), None, summary, **QUICK)
         ended.then(lambda turns: (*buttons(running=False), *_may_ask(bool(turns))), said, doors, **QUICK)
         gr.on(triggers, None, js=SHOW.format("mm-summary"), **QUICK)
     another = [c.change for c in inputs[:3]]  # thing to talk about
@@ -144,7 +143,8 @@ def _question(offer: Offer) -> list[Any]:
         [("Picture", PICTURE), ("Video", VIDEO)], value=PICTURE, show_label=False, container=False, elem_id="mm-kind"
     )
     with gr.Column(min_width=200) as still:
-        image = guard.picture(label="Picture", height=200, elem_id="mm-image", buttons=[])
+        first = str(offer.pictures[0]) if offer.pictures else None  # one click shows the effect
+        image = guard.picture(value=first, label="Picture", height=200, elem_id="mm-image", buttons=[])
     with gr.Column(min_width=200, visible=False) as moving:
         video = guard.video(label="Video", height=200, elem_id="mm-video", buttons=[])
     for paths, where, name in ((offer.pictures, image, "mm-examples"), (offer.clips, video, "mm-clips")):
@@ -153,6 +153,8 @@ def _question(offer: Offer) -> list[Any]:
             with group:
                 ready = [[str(path)] for path in paths]
                 gr.Examples(ready, [where], label="Examples", elem_id=name, api_visibility="private")
+    if offer.note:
+        gr.HTML(f'<p class="mm-small">{escape(offer.note)}</p>', elem_id="mm-note")
     kind.change(lambda k: (gr.update(visible=k == PICTURE), gr.update(visible=k == VIDEO)), kind, [still, moving],
                 **QUICK)  # fmt: skip
     prompt = gr.Textbox(

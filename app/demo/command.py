@@ -22,13 +22,13 @@ RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 STYLE = Path(__file__).with_name("demo.css")
 PROMPTS = ("Describe this image in two or three sentences.", "What is in this image?")  # for other models
 FURTHER = "Tell me more about what you see."
-WISHES = (  # for the embedded image model
-    "a small red striped circle left of a large blue square on a grey background",
+WISHES = (  # for the embedded image model; the first is one that it draws right
     "a large green ring on a white background",
+    "a small red striped circle left of a large blue square on a grey background",
     "a large yellow star above a small purple triangle on a grainy background",
     "a small cyan dotted diamond right of a large orange cross on a black background",
 )
-MAX_UPLOAD = "20mb"
+MAX_UPLOAD = "40mb"
 MAX_QUEUE = 16
 EXAMPLES = 8
 NONE = "none"

@@ -30,10 +30,12 @@ from mmspec.app.demo.desk import RefusedError
 from mmspec.app.demo.sight import look_at
 from mmspec.app.engine import Engine, wait
 from mmspec.pipelines.prompts import chat_inputs
+from mmspec.pipelines.serving.batcher import answer_length
 from mmspec.pipelines.serving.stream import stream
 
 TIME_LIMIT = 120.0  # seconds for both answers together
 REFRESH = 0.12  # seconds between two looks at an answer under way
+WARM_UP = 2  # new tokens that are thrown away first, of either answer
 
 
 class Duo:
@@ -65,6 +67,12 @@ class Duo:
         turn = ChatTurn(ShownAnswer(False), ShownAnswer(True), ask, time.perf_counter() - began, shown)
         try:
             deadline = time.monotonic() + self.time_limit
+            turn.plain.state = READING
+            yield turn
+            for cold in (ShownAnswer(True), ShownAnswer(False)):  # what only a first prefill of this shape costs
+                for _ in self._answer(cold, dataclasses.replace(ask, max_new_tokens=WARM_UP), inputs, stop, deadline):
+                    pass
+                mmspec.disable(self.model)
             for answer in (turn.plain, turn.fast):
                 for _ in self._answer(answer, ask, inputs, stop, deadline):
                     yield turn
@@ -115,6 +123,9 @@ class Duo:
                     shown = time.monotonic()
         transcript.close()
         answer.state = STOPPED if stop.is_set() else TIMED_OUT if time.monotonic() >= deadline else DONE
+        ends = self.model.generation_config.eos_token_id
+        full = len(answer.tokens) >= ask.max_new_tokens
+        answer.cut = full and answer_length([*answer.ids, -1], ends) > len(answer.tokens)
         yield
 
     def _decode(self, ids: list[int]) -> str:

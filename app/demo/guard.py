@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+from abc import ABCMeta
 from typing import Any
 
 import gradio as gr
@@ -15,21 +16,27 @@ class DoorError(ValueError):
     """A way of opening the demo to others that is not allowed; the message says what to do."""
 
 
-def picture(**options: Any) -> gr.Image:
-    """An image input that hands over the path of the upload unopened: app/caption is the one place that decodes.
+def _unopened(kind: type) -> Any:
+    """The component, but handing over the path of an upload unopened: app/caption is the one place that decodes.
 
-    A subclass would say it better, but for each of those gradio writes a .pyi file beside the module.
+    A class, since gradio builds a component anew by its class when an example or a button changes it. It is made
+    around gradio's metaclass, which would write a .pyi file beside this module.
     """
-    made = gr.Image(type="filepath", image_mode=None, sources=["upload"], **options)
-    made.preprocess = _path  # type: ignore[method-assign]
-    return made
+    own = {"preprocess": lambda _, payload: _path(payload), "is_template": True, "__module__": kind.__module__}
+    return ABCMeta.__new__(type(kind), kind.__name__, (kind,), own)  # type: ignore[call-overload]
+
+
+_Image, _Video = _unopened(gr.Image), _unopened(gr.Video)
+
+
+def picture(**options: Any) -> gr.Image:
+    """An image input; gradio's own would open the upload with Pillow in the server's process."""
+    return _Image(type="filepath", image_mode=None, sources=["upload"], **options)
 
 
 def video(**options: Any) -> gr.Video:
-    """A video input that does the same; gradio's own would start ffmpeg on the upload."""
-    made = gr.Video(format=None, sources=["upload"], include_audio=True, **options)
-    made.preprocess = _path  # type: ignore[method-assign]
-    return made
+    """A video input; gradio's own would start ffmpeg on the upload."""
+    return _Video(format=None, sources=["upload"], include_audio=True, **options)
 
 
 def _path(payload: Any) -> str | None:

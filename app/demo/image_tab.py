@@ -9,7 +9,7 @@ from typing import Any
 
 import gradio as gr
 
-from mmspec.app.demo import image_view
+from mmspec.app.demo import image_view, look
 from mmspec.app.demo.answer import MAX_PROMPT
 from mmspec.app.demo.canvas import Canvas, Easel
 from mmspec.app.demo.desk import Desk
@@ -97,6 +97,7 @@ def build(easel: Easel, desk: Desk, prompts: Sequence[str], own: bool, page: gr.
 
     started = gr.on([draw.click, prompt.submit], image.begin, None, [summary, plain, fast, draw, stop], **QUICK)
     ended = started.then(image.run, inputs, [summary, plain, fast], **IN_TURN)
+    ended.failure(lambda: look.refusal(look.FAILED), None, summary, **QUICK)
     ended.then(lambda: buttons(running=False), None, [draw, stop], **QUICK)
     gr.on([draw.click, prompt.submit], None, js=SHOW.format("mm-paint-summary"), **QUICK)
     stop.click(image.stop, None, None, **QUICK)

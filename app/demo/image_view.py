@@ -54,15 +54,14 @@ def summary(pair: Pair, *notes: str) -> str:
     """The speed-up, where the time went, and what the picture has to do with the plain one."""
     plain, fast = pair.plain, pair.fast
     if pair.speed_up is None:
-        big, about = "–", "the accelerated picture comes after the plain one"
+        about = "the accelerated picture comes after the plain one"
     else:
-        big = f"{pair.speed_up:.2f}×"
         about = (
             f"as fast, with {plain.forwards / fast.forwards:.2f}× fewer forwards: {plain.forwards} → {fast.forwards}"
         )
     bars = look.times([(name, [("prefill", c.prefill), ("decode", max(0.0, c.seconds - c.prefill))])
                        for name, c in (("plain", plain), ("mmspec", fast))])  # fmt: skip
-    return look.summary(big, about, bars, look.badge(*acceptance(pair), pair.over), *notes)
+    return look.summary(pair.speed_up, about, bars, look.badge(*acceptance(pair), pair.over), *notes)
 
 
 def acceptance(pair: Pair) -> tuple[str, str]:

@@ -74,11 +74,14 @@ def times(rows: Sequence[tuple[str, Sequence[tuple[str, float]]]]) -> str:
     return f'<div class="mm-times"><ol>{"".join(lines)}</ol><p aria-hidden="true">{keys}</p></div>'
 
 
-def summary(big: str, about: str, bars: str, badge: str, *small: str) -> str:
+def summary(speed_up: float | None, about: str, bars: str, badge: str, *small: str) -> str:
+    """The headline, green only where it is a gain; with what it says, bars, a badge and notes."""
+    big = "–" if speed_up is None else f"{speed_up:.2f}×"
+    gain = " mm-gain" * (speed_up is not None and speed_up >= 1)
     notes = "".join(f'<p class="mm-small">{note}</p>' for note in small if note)
     return (
-        f'<div class="mm-summary"><div class="mm-left"><p class="mm-speed"><strong>{big}</strong> <span>{about}</span>'
-        f'</p>{badge}{notes}</div><div class="mm-right">{bars}</div></div>'
+        f'<div class="mm-summary"><div class="mm-left"><p class="mm-speed{gain}"><strong>{big}</strong> '
+        f'<span>{about}</span></p>{badge}{notes}</div><div class="mm-right">{bars}</div></div>'
     )
 
 
@@ -90,6 +93,9 @@ def badge(kind: str, words: str, final: bool) -> str:
 def hint(words: str, role: str = "") -> str:
     spoken = f' role="{role}"' * bool(role)
     return f'<div class="mm-summary"><p class="mm-hint"{spoken}>{words}</p></div>'
+
+
+FAILED = "This could not be run: the page sent what the demo does not take. Reload the page and try again."
 
 
 def waiting() -> str:

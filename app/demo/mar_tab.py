@@ -71,14 +71,21 @@ def pane(sketch: Sketch, title: str, about: str) -> str:
 
 def summary(two: Two) -> str:
     """The speed-up, where there is one, and what the second picture has to do with the first."""
-    big, about = "–", "the accelerated picture comes after the plain one"
+    about, fewer = "the accelerated picture comes after the plain one", ""
     if two.speed_up is not None:
-        big, about = f"{two.speed_up:.2f}×", f"as fast; passes of the model: {two.plain.passes} → {two.fast.passes}"
+        how = "as fast" if two.speed_up >= 1 else "the speed"
+        about = f"{how}; passes of the model: {two.plain.passes} → {two.fast.passes}"
+    if two.fewer is not None:
+        passes, seconds = two.fewer
+        fewer = (
+            f"Plain drawing in {passes} passes, many tokens in each, took {duration(seconds)}. That is another "
+            "distribution; where it is good enough, it is the way to beat."
+        )
     bars = look.times([(name, [("decode", s.seconds)]) for name, s in (("plain", two.plain), ("mmspec", two.fast))])
     badge = ("chance", "another picture of the same distribution: lossless, but with noise of its own")
     if two.speed_up is None:
         badge = ("open", "nothing to compare" if two.over else "not compared yet")
-    return look.summary(big, about, bars, look.badge(*badge, two.over))
+    return look.summary(two.speed_up, about, bars, look.badge(*badge, two.over), fewer)
 
 
 def build(studio: Studio, desk: Desk) -> Classes:
@@ -103,6 +110,7 @@ def build(studio: Studio, desk: Desk) -> Classes:
                 plain, fast = (gr.HTML(empty, min_width=300) for empty in tab.empty())
     started = draw.click(tab.begin, None, [told, plain, fast, draw, stop], **QUICK)
     ended = started.then(tab.run, [label, mode, ahead, seed, guidance], [told, plain, fast], **IN_TURN)
+    ended.failure(lambda: look.refusal(look.FAILED), None, told, **QUICK)
     ended.then(lambda: buttons(running=False), None, [draw, stop], **QUICK)
     stop.click(tab.stop, None, None, **QUICK)
     return tab

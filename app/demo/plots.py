@@ -12,8 +12,8 @@ MEASURES = {  # what records may hold: (label, unit)
     "speedup_decode": ("speed-up, decoding only", "×"),
     "speedup_vs_best_stock": ("speed-up over the best stock path", "×"),
     "speedup_vs_best_plain": ("speed-up over the best plain path", "×"),
-    "tokens_per_target_call": ("tokens_per_target_call", ""),
-    "accepted_per_call": ("accepted_draft_tokens_per_call", ""),
+    "tokens_per_target_call": ("tokens per model call", ""),
+    "accepted_per_call": ("drafted tokens accepted per call", ""),
     "compression": ("tokens per forward", ""),
     "forwards": ("forwards a picture", ""),
     "c": ("c: time of a round, in plain steps", ""),
@@ -30,8 +30,9 @@ MEASURES = {  # what records may hold: (label, unit)
     "spent": ("distortion charged a picture", ""),
     "spent_per_token": ("distortion charged a token", ""),
 }
-SETTINGS = ("batch", "temperature", "prompt")  # what tells records of one method apart
-MOST = 400  # records drawn at once
+SETTINGS = ("model", "batch", "temperature", "prompt")  # what tells records of one method apart
+MOST = 400  # records of a table, or dots
+BARS = 12
 _SIDES = ("right", "left")  # of a dot, where its words stand: by whether it is in the right half
 LINES = 8  # of acceptance by depth
 Records = Sequence[dict[str, Any]]
@@ -43,16 +44,19 @@ def bars(records: Records, measure: str) -> str:
     known = [r for r in records if _value(r, measure) is not None]
     if not known:
         return _silent(measure)
+    names = named(known)
+    best = sorted(zip(names, known, strict=True), key=lambda pair: -pair[1][measure])[:BARS]
+    known = [r for _, r in best]
     most = max(max(r.get(f"{measure}_p75") or 0.0, r[measure]) for r in known) or 1e-9
     one = f' style="--one:{100 / most:.2f}%"' if unit == "×" and most >= 1 else ""
-    names = named(known)
     lines = "".join(
         f'<li class="mm-{sort(r)}"><span class="mm-who">{escape(name)}</span><span class="mm-track"{one}>'
         f'<i style="--w:{max(100 * r[measure] / most, 0):.2f}%"></i>{_quartiles(r, measure, most)}</span>'
         f"<b>{figure(r[measure])}{unit}</b></li>"
-        for name, r in sorted(zip(names, known, strict=True), key=lambda pair: -pair[1][measure])
+        for name, r in best
     )
     said = f"{label}; the fine line spans the quartiles" if "mm-span" in lines else label
+    said += f"; the best {BARS} of {len(names)}" * (len(names) > BARS)
     return f'<figure class="mm-bars"><figcaption>{escape(said)}</figcaption>{_key(known)}<ol>{lines}</ol></figure>'
 
 
@@ -160,8 +164,8 @@ def _cell(record: dict[str, Any], name: str) -> str:
 
 def named(records: Records) -> list[str]:
     """The records' methods, with whatever else tells them apart."""
-    telling = [name for name in SETTINGS if len({str(r.get(name)) for r in records}) > 1]
-    words = {"batch": "batch {}", "temperature": "T {}", "prompt": "{}"}
+    telling = [name for name in SETTINGS if name == "model" or len({str(r.get(name)) for r in records}) > 1]
+    words = {"model": "{}", "batch": "batch {}", "temperature": "T {}", "prompt": "{}"}
     return [
         " · ".join(
             [str(r.get("method", "?")), *(words[t].format(figure(r[t])) for t in telling if r.get(t) is not None)]

@@ -15,7 +15,7 @@ from mmspec.app.demo.plots import MEASURES
 from mmspec.app.demo.tab import QUICK
 
 ALL = "all"
-FILTERS = ("batch", "temperature", "prompt", "distribution")
+FILTERS = ("model", "batch", "temperature", "prompt", "distribution")
 BARS, SCATTER, DEPTHS, TABLE = VIEWS = ("bars", "two measures", "acceptance by depth", "table")
 NONE = (
     '<p class="mm-hint">No measurements yet: there is no record in <code>{}</code>. <code>mmspec bench</code> writes '
@@ -63,6 +63,12 @@ class ResultFolder:
         found = {_field(record, name) for record in self.of(suite)} - {None}
         return [ALL, *map(str, sorted(found, key=lambda v: (isinstance(v, str), v)))]
 
+    def usual(self, suite: str) -> tuple[str, ...]:
+        """What the filters are set to at first: one model and one setting, those of the suite's first record."""
+        first = self.of(suite)[0]
+        known = ((name, _field(first, name)) for name in FILTERS)
+        return tuple(ALL if name == "distribution" or value is None else str(value) for name, value in known)
+
     def chosen(self, choice: Choice) -> list[dict[str, Any]]:
         wanted = [(n, v) for n, v in zip(FILTERS, choice.filters, strict=True) if v and v != ALL]
         return [
@@ -89,8 +95,9 @@ def read(folder: Path) -> ResultFolder:
     for path in sorted(folder.glob("*.json")):
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-            rows = [dict(row, file=path.name) for row in content["records"]]
-            provenance[path.name] = dict(content["provenance"])
+            provenance[path.name] = told = dict(content["provenance"])
+            model = {"model": told["model"]} if told.get("model") else {}
+            rows = [{**model, **row, "file": path.name} for row in content["records"]]
             meaning |= {str(k): str(v) for k, v in dict(content.get("meaning", {})).items()}
         except (OSError, ValueError, KeyError, TypeError) as error:
             trouble.append(f"{path.name}: {type(error).__name__}: {error}")
@@ -143,29 +150,31 @@ def build(bench: ResultFolder) -> None:
     if not bench.records:
         gr.HTML(draw(bench, Choice("")), elem_id="mm-bench")
         return
-    first = Choice(bench.suites[0])
+    first = Choice(bench.suites[0], filters=bench.usual(bench.suites[0]))
     with gr.Row(elem_id="mm-filters"):
         suite = gr.Dropdown(bench.suites, value=first.suite, label="Suite", min_width=140)
-        measure, across, methods, *filters = _controls(bench, first.suite)
+        controls = _controls(bench, first.suite)
     view = gr.Radio(list(VIEWS), value=BARS, show_label=False, container=False, elem_id="mm-show")
     shown = gr.HTML(draw(bench, first), elem_id="mm-bench")
-    chosen: list[Any] = [suite, view, measure, across, methods, *filters]
+    chosen: list[Any] = [suite, view, *controls]
 
-    def redraw(suite: str, view: str, measure: str, across: str, methods: list[str], *values: str) -> str:
+    def redraw(suite: str, view: str, *values: Any) -> str:
+        *filters, measure, across, methods = values
         known = bench.measures(suite)
         measure, across = (m if m in known else known[0] for m in (measure, across))
-        return draw(bench, Choice(suite, view, measure, across, tuple(methods or ()), values))
+        return draw(bench, Choice(suite, view, measure, across, tuple(methods or ()), tuple(filters)))
 
     def other(suite: str) -> list[Any]:
         return [gr.update(**made) for made in _offered(bench, suite)]
 
     gr.on([c.change for c in chosen[1:]], redraw, chosen, shown, **QUICK)
-    suite.change(other, suite, chosen[2:], **QUICK).then(redraw, chosen, shown, **QUICK)
-    view.change(lambda v: gr.update(interactive=v == SCATTER), view, across, **QUICK)
+    suite.change(other, suite, controls, **QUICK).then(redraw, chosen, shown, **QUICK)
+    view.change(lambda v: gr.update(interactive=v == SCATTER), view, controls[-2], **QUICK)
 
 
 def _controls(bench: ResultFolder, suite: str) -> list[gr.Dropdown]:
-    labels = ("Measure", "Against", "Methods (none: all)", *(name.capitalize() for name in FILTERS))
+    """Model and setting first, then what is shown of them."""
+    labels = (*(name.capitalize() for name in FILTERS), "Measure", "Against", "Methods (none: all)")
     made = []
     for label, offered in zip(labels, _offered(bench, suite), strict=True):
         width = {"Measure": 220, "Against": 220}.get(label, 110)
@@ -177,15 +186,16 @@ def _controls(bench: ResultFolder, suite: str) -> list[gr.Dropdown]:
 
 def _offered(bench: ResultFolder, suite: str) -> list[dict[str, Any]]:
     """Choices and values of the controls after the suite and the view, in their order."""
+    offered: list[dict[str, Any]] = []
+    for name, usual in zip(FILTERS, bench.usual(suite), strict=True):
+        found = bench.choices(suite, name)
+        offered.append({"choices": found, "value": usual, "visible": len(found) > 2})
     names = bench.measures(suite)
     measures = [(MEASURES[name][0], name) for name in names]
     second = next((n for n in ("tokens_per_target_call", "spent", "compression") if n in names), names[0])
-    offered: list[dict[str, Any]] = [
+    return [
+        *offered,
         {"choices": measures, "value": names[0]},
         {"choices": measures, "value": second},
         {"choices": bench.choices(suite, "method")[1:], "value": []},
     ]
-    for name in FILTERS:
-        found = bench.choices(suite, name)
-        offered.append({"choices": found, "value": ALL, "visible": len(found) > 2})
-    return offered

@@ -11,11 +11,12 @@ from PIL import Image
 from mmspec.app.caption.decoder import Decoder
 from mmspec.app.caption.items import FileSource, Item
 from mmspec.app.caption.video import FramePolicy
-from mmspec.app.demo.answer import MAX_FRAMES, Ask
+from mmspec.app.demo.answer import MAX_FRAMES, PICTURE, Ask
 from mmspec.app.demo.desk import RefusedError
 from mmspec.media import MediaError, MediaLimits
 
-LIMITS = MediaLimits(max_pixels=16_000_000, max_bytes=64 * 2**20, seconds=20.0, max_duration=120.0)
+# What a phone takes is let in, and made smaller before it leaves the process that decodes it.
+LIMITS = MediaLimits(max_pixels=64_000_000, max_bytes=64 * 2**20, seconds=20.0, max_duration=120.0)
 LONGEST = 1024  # pixels of a side that are handed on
 PATIENCE = 0.2  # seconds between two looks whether the visitor has given up
 
@@ -39,9 +40,17 @@ def look_at(ask: Ask, eyes: Decoder, stop: threading.Event) -> tuple[Image.Image
             if whose is not ticket:  # of a run that was given up
                 continue
             if isinstance(found, MediaError):
-                raise RefusedError(f"This {ask.noun} {found.reason}; {found.what_to_do}.")
+                raise RefusedError(f"This {ask.noun} {found.reason}; {_advice(ask, found)}.")
             return _spread(found.frames, ask.frames)
     raise RefusedError(f"The {ask.noun} was not read to its end.")
+
+
+def _advice(ask: Ask, error: MediaError) -> str:
+    """What a visitor can do, who has no command line: of the error's alternatives, those without one."""
+    if ask.kind == PICTURE and "is a video" in error.reason:
+        return "choose Video above and upload it there"
+    ways = error.what_to_do.split(", or ")
+    return ", or ".join(way for way in ways if "--" not in way and "install" not in way) or "choose another"
 
 
 def _spread(frames: tuple[Image.Image, ...], most: int) -> tuple[Image.Image, ...]:

@@ -48,7 +48,7 @@ def pane(answer: ShownAnswer, title: str, about: str) -> str:
     return look.section(title, answer.state, (
         f"{look.header(title, about, answer.state)}{_numbers(answer)}"
         f'<div class="mm-text" tabindex="0" role="region" aria-label="{escape(title)}: text">{body}</div>'
-        f"{calls(answer.gains, 'target calls') if answer.accelerated else ''}"
+        f"{calls(answer.gains, 'model calls') if answer.accelerated else ''}"
     ))  # fmt: skip
 
 
@@ -60,11 +60,11 @@ def _numbers(answer: ShownAnswer) -> str:
     drafted = f"{answer.accepted} accepted" if answer.accelerated else "nothing is drafted"
     return look.figures([
         ("tokens/s", number(answer.tokens_per_second), known, "prefill included"),
-        ("all tokens", duration(answer.seconds), known, f"{count} token{'s' * (count != 1)}"),
+        ("all tokens", duration(answer.seconds), known, f"{count} token{'s' * (count != 1)}{', cut off' * answer.cut}"),
         ("time to first token", duration(answer.first), known, first),
-        ("tokens_per_target_call", f"{answer.tokens_per_target_call:.2f}", rounds, "own token included"),
-        ("accepted_draft_tokens_per_call", f"{answer.accepted_draft_tokens_per_call:.2f}", rounds, drafted),
-        ("target calls", str(rounds), rounds, "after the prefill"),
+        ("tokens per model call", f"{answer.tokens_per_target_call:.2f}", rounds, "own token included"),
+        ("drafted tokens accepted per call", f"{answer.accepted_draft_tokens_per_call:.2f}", rounds, drafted),
+        ("model calls", str(rounds), rounds, "after the prefill"),
     ])  # fmt: skip
 
 
@@ -82,14 +82,15 @@ def summary(turn: ChatTurn) -> str:
     """The speed-up, where the time went, and whether the output is the same."""
     total, decode = turn.speed_up(), turn.speed_up(after=1)
     if total is None:
-        big, about = "–", "the accelerated answer comes after the plain one"
+        about = "the accelerated answer comes after the plain one"
     else:
-        big, n = f"{total:.2f}×", turn.compared
+        n = turn.compared
         about = f"{'as fast' if total >= 1 else 'the speed'} to token {n}"
         about += f"; {decode:.2f}× without the wait for the first" if decode else ""
     ready = f"Preparing {turn.ask.noun} and prompt, once for both, took {duration(turn.prepared)} more."
+    cut = f"Cut off at {turn.ask.max_new_tokens} tokens; New tokens in the options allows more."
     bars = look.times([("plain", _parts(turn.plain)), ("mmspec", _parts(turn.fast))])
-    return look.summary(big, about, bars, look.badge(*acceptance(turn), turn.over), ready)
+    return look.summary(total, about, bars, look.badge(*acceptance(turn), turn.over), cut * turn.plain.cut, ready)
 
 
 def _parts(answer: ShownAnswer) -> list[tuple[str, float]]:

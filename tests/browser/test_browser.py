@@ -94,6 +94,8 @@ def test_stop_ends_a_run_and_the_next_one_works(visitor: shoot.Visitor) -> None:
 
 
 def test_mistakes_are_explained(visitor: shoot.Visitor, tmp_path: Path) -> None:
+    visitor.press("clear")  # the page opens with an example
+    visitor.page.wait_for_selector("#mm-image img", state="detached")
     visitor.press("run")
     assert "no picture" in visitor.wait_for("#mm-summary [role=alert]")
     visitor.wait_idle()
@@ -110,6 +112,25 @@ def test_mistakes_are_explained(visitor: shoot.Visitor, tmp_path: Path) -> None:
     visitor.ask("w5")
     visitor.press("run")
     assert "pixels" in visitor.wait_for("#mm-summary [role=alert]:text('picture')")
+
+
+def test_an_example_then_a_file_that_is_no_picture(visitor: shoot.Visitor, tmp_path: Path) -> None:
+    """What an example leaves behind in the server must not open the next upload there."""
+    visitor.choose()
+    visitor.press("clear")
+    visitor.page.wait_for_selector("#mm-image img", state="detached")
+    pretender = tmp_path / "page.jpg"
+    pretender.write_text("<html><body>no picture</body></html>")
+    visitor.upload(pretender)
+    visitor.ask("w5")
+    visitor.press("run")
+    assert "This picture" in visitor.wait_for("#mm-summary [role=alert]")
+    visitor.wait_idle()
+
+
+def test_one_click_shows_the_effect(visitor: shoot.Visitor) -> None:
+    visitor.press("run")
+    visitor.wait_for("#mm-summary .mm-same")
 
 
 def test_the_keyboard_is_enough(visitor: shoot.Visitor) -> None:
