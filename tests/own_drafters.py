@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import targets
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -65,16 +64,6 @@ def glm_heads(model: Any, heads: int = 1, prefix: str = "model.language_model.")
 
 
 _ADDS = ("o_proj", "down_proj", "out_proj", "post_self_attn_layernorm", "post_mlp_layernorm")  # to what stands already
-
-
-def drawn(model: Any) -> Any:
-    """The model with weights so large that its prompts steer it."""
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.dim() > 1:
-                weight.normal_(std=targets.GAIN / weight[0].numel() ** 0.5)
-    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
-    return model.eval()
 
 
 def agreeing(model: Any, heads: dict[str, Tensor], much: float = 0.05) -> None:

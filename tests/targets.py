@@ -265,14 +265,26 @@ KINDS: dict[str, list[list[Any]]] = {
 def model(name: str, attn: str = "sdpa") -> Any:
     """The family's random model, with weights so large that prompts and pictures steer it and it repeats little."""
     torch.manual_seed(0)
-    made = FAMILIES[name].build().eval().float()
+    made = FAMILIES[name].build().float()
     made.set_attn_implementation(attn)
+    return enlarged(made)
+
+
+def enlarged(model: Any) -> Any:
+    """The model with weights so large that its prompts steer it, and without an end."""
     with torch.no_grad():
-        for weight in made.parameters():
+        for weight in model.parameters():
             if weight.dim() > 1:
                 weight.normal_(std=GAIN / weight[0].numel() ** 0.5)
-    made.generation_config.eos_token_id, made.generation_config.pad_token_id = None, 0
-    return made
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
+    return model.eval()
+
+
+def text(name: str = "Llama", **more: Any) -> Any:
+    """A tiny language model without eyes, of a class of transformers; `None` leaves an argument out."""
+    torch.manual_seed(0)
+    config = getattr(T, f"{name}Config")(**{k: v for k, v in {**TEXT, **more}.items() if v is not None})
+    return enlarged(getattr(T, f"{name}ForCausalLM")(config))
 
 
 def has_kind(name: str, kind: str) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import own_drafters
 import pytest
 import targets
 import torch
@@ -39,13 +38,13 @@ def built(monkeypatch: pytest.MonkeyPatch) -> None:
 def pair(attn: str = "sdpa", centroids: bool = False) -> tuple[Any, Any]:
     """A tiny Gemma-4 whose last layers share keys and values, and an assistant on them."""
     torch.manual_seed(0)
-    model = own_drafters.drawn(T.Gemma4ForCausalLM(T.Gemma4TextConfig(**{**TEXT, **SHARING})))
+    model = targets.enlarged(T.Gemma4ForCausalLM(T.Gemma4TextConfig(**{**TEXT, **SHARING})))
     small = {**TEXT, "num_hidden_layers": 2, "layer_types": LAYERS[:2], "hidden_size": 32, "num_kv_shared_layers": 2}
     config = T.Gemma4AssistantConfig(
         text_config=T.Gemma4TextConfig(**small), backbone_hidden_size=64, use_ordered_embeddings=centroids,
         num_centroids=8, centroid_intermediate_top_k=3,
     )  # fmt: skip
-    assistant = own_drafters.drawn(T.Gemma4AssistantForCausalLM(config))
+    assistant = targets.enlarged(T.Gemma4AssistantForCausalLM(config))
     if centroids:
         assistant.masked_embedding.token_ordering.copy_(torch.randperm(targets.VOCAB))
     model.set_attn_implementation(attn)

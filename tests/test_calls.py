@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import image_targets
@@ -25,23 +24,6 @@ PLAIN = {"do_sample": False, "max_new_tokens": 16}
 def llava() -> Any:
     """A tiny LLaVA of this test alone."""
     return copy.deepcopy(targets.model("llava"))
-
-
-def enlarged(build: Callable[[], Any]) -> Any:
-    """A tiny model with weights so large that it repeats little."""
-    torch.manual_seed(0)
-    made = build().eval()
-    with torch.no_grad():
-        for weight in made.parameters():
-            if weight.dim() > 1:
-                weight.normal_(std=targets.GAIN / weight[0].numel() ** 0.5)
-    made.generation_config.eos_token_id, made.generation_config.pad_token_id = None, 0
-    return made
-
-
-def text(config: Any, kind: Any, **more: Any) -> Any:
-    """One without eyes; `None` leaves an argument out."""
-    return enlarged(lambda: kind(config(**{k: v for k, v in {**targets.TEXT, **more}.items() if v is not None})))
 
 
 def words(count: int, seed: int = 3, rows: int = 1) -> Tensor:
@@ -101,7 +83,7 @@ def test_turns_that_send_the_new_ids_alone(llava: Any, drafter: str, padded: boo
 @pytest.mark.parametrize("drafter", ["random tree", "eagle tree"])
 def test_a_prompt_longer_than_a_model_keeps_its_cache_for(drafter: str) -> None:
     """Phi-3 makes its cache anew where the text passes the original length, whatever its rotary embedding."""
-    model = text(T.Phi3Config, T.Phi3ForCausalLM, head_dim=None, original_max_position_embeddings=16)
+    model = targets.text("Phi3", head_dim=None, original_max_position_embeddings=16)
     for count in (10, 20):
         ids = words(count)
         stock = model.generate(ids, **PLAIN)
@@ -137,7 +119,7 @@ def test_ids_of_32_bits(llava: Any, do_sample: bool) -> None:
 def test_ids_on_the_cpu_and_the_model_on_a_gpu(options: dict[str, Any], rows: int) -> None:
     """Stock moves what the forward reads; ids and scores stay where they came from."""
     pretend = pytest.importorskip("pretend_cuda")
-    model, ids = text(T.LlamaConfig, T.LlamaForCausalLM), words(9, rows=rows)
+    model, ids = targets.text(), words(9, rows=rows)
     call = {"input_ids": ids, **PLAIN, **options, "eos_token_id": 7, "return_dict_in_generate": True}
     call |= {"output_scores": True, "attention_mask": torch.ones_like(ids)}
     stock = model.generate(**call)
@@ -193,10 +175,8 @@ def test_the_cache_of_a_guided_call_is_that_of_the_prompt_alone() -> None:
 
 OPT = {"ffn_dim": 96, "word_embed_proj_dim": 64, "intermediate_size": None, "num_key_value_heads": None}
 LEARNED = {
-    "OPT": lambda: text(T.OPTConfig, T.OPTForCausalLM, **OPT, head_dim=None, max_position_embeddings=32),
-    "BioGPT": lambda: text(
-        T.BioGptConfig, T.BioGptForCausalLM, head_dim=None, num_key_value_heads=None, max_position_embeddings=32
-    ),
+    "OPT": lambda: targets.text("OPT", **OPT, head_dim=None, max_position_embeddings=32),
+    "BioGPT": lambda: targets.text("BioGpt", head_dim=None, num_key_value_heads=None, max_position_embeddings=32),
 }
 
 
@@ -238,10 +218,9 @@ def dynamic() -> dict[str, Any]:
 
 
 GROWING = {
-    "dynamic": lambda: text(T.LlamaConfig, T.LlamaForCausalLM, max_position_embeddings=32, rope_parameters=dynamic()),
-    "longrope": lambda: text(
-        T.Phi3Config,
-        T.Phi3ForCausalLM,
+    "dynamic": lambda: targets.text("Llama", max_position_embeddings=32, rope_parameters=dynamic()),
+    "longrope": lambda: targets.text(
+        "Phi3",
         head_dim=None,
         rope_parameters=longrope(),
         original_max_position_embeddings=32,
@@ -297,7 +276,8 @@ def dropping(name: str) -> Any:
     config, kind, words, eyes = DROPPED[name]()
     shape = {"depth": 2, "out_hidden_size": targets.HIDDEN, "window_size": 56, "fullatt_block_indexes": [1]}
     vision = {**targets.QWEN_VISION, **shape, **eyes}
-    return enlarged(lambda: kind(config(text_config={**targets.PLAIN, **words}, vision_config=vision)))
+    torch.manual_seed(0)
+    return targets.enlarged(kind(config(text_config={**targets.PLAIN, **words}, vision_config=vision)))
 
 
 @pytest.mark.parametrize("drafter", ["random tree", "eagle tree"])
@@ -355,7 +335,7 @@ def test_cross_attention_layers_are_refused_by_name() -> None:
 
 
 def test_a_model_that_is_its_own_assistant() -> None:
-    model, ids = text(T.LlamaConfig, T.LlamaForCausalLM), words(9)
+    model, ids = targets.text(), words(9)
     stock = model.generate(ids, assistant_early_exit=1, **PLAIN)
     with mmspec.enable(model), pytest.raises(UnsupportedError, match="assisted decoding"):
         model.generate(ids, assistant_early_exit=1, **PLAIN)
@@ -364,8 +344,8 @@ def test_a_model_that_is_its_own_assistant() -> None:
 
 
 def test_an_enabled_model_as_the_assistant_of_another() -> None:
-    model, ids = text(T.LlamaConfig, T.LlamaForCausalLM), words(9)
-    large = text(T.LlamaConfig, T.LlamaForCausalLM, num_hidden_layers=4)
+    model, ids = targets.text(), words(9)
+    large = targets.text("Llama", num_hidden_layers=4)
     stock = large.generate(ids, assistant_model=model, **PLAIN)
     with mmspec.enable(model), pytest.warns(UserWarning, match="stock path: it drafts for another model"):
         assert torch.equal(large.generate(ids, assistant_model=model, **PLAIN), stock)

@@ -738,7 +738,7 @@ def test_a_call_that_cannot_be_accelerated(what: str) -> None:
 
 
 def test_an_assistant_of_other_tokens() -> None:
-    model, assistant = targets.model("llava"), tiny_text(T.LlamaConfig, T.LlamaForCausalLM, vocab_size=40)
+    model, assistant = targets.model("llava"), targets.text(vocab_size=40)
     with mmspec.enable(model), pytest.raises(UnsupportedError, match="has 40 tokens"):
         targets.generate(model, prompt("text only"), assistant_model=assistant)
     stock = targets.generate(model, prompt("text only"))
@@ -746,36 +746,19 @@ def test_an_assistant_of_other_tokens() -> None:
         assert torch.equal(targets.generate(model, prompt("text only"), assistant_model=assistant), stock)
 
 
-def tiny_text(config: Any, kind: Any, **more: Any) -> Any:
-    """A tiny language model without eyes, weights as large as the others'."""
-    torch.manual_seed(0)
-    made = kind(config(**{k: v for k, v in {**targets.TEXT, **more}.items() if v is not None})).eval()
-    with torch.no_grad():
-        for weight in made.parameters():
-            if weight.dim() > 1:
-                weight.normal_(std=targets.GAIN / weight[0].numel() ** 0.5)
-    made.generation_config.eos_token_id, made.generation_config.pad_token_id = None, 0
-    return made
-
-
-WINDOWED = {
-    "Mistral": (T.MistralConfig, T.MistralForCausalLM, {}),
-    "Phi3": (T.Phi3Config, T.Phi3ForCausalLM, {"head_dim": None}),
-    "Starcoder2": (T.Starcoder2Config, T.Starcoder2ForCausalLM, {"head_dim": None}),
-    "Gemma2": (T.Gemma2Config, T.Gemma2ForCausalLM, {}),
-    "Qwen2": (
-        T.Qwen2Config,
-        T.Qwen2ForCausalLM,
-        {"head_dim": None, "use_sliding_window": True, "max_window_layers": 1},
-    ),
+WINDOWED: dict[str, dict[str, Any]] = {
+    "Mistral": {},
+    "Phi3": {"head_dim": None},
+    "Starcoder2": {"head_dim": None},
+    "Gemma2": {},
+    "Qwen2": {"head_dim": None, "use_sliding_window": True, "max_window_layers": 1},
 }
 
 
 @pytest.mark.parametrize("name", WINDOWED)
 def test_sliding_windows_however_they_are_declared(name: str) -> None:
     """Identical or refused: some models have a window on every layer and say so with `sliding_window` alone."""
-    config, kind, more = WINDOWED[name]
-    model = tiny_text(config, kind, sliding_window=8, **more)
+    model = targets.text(name, sliding_window=8, **WINDOWED[name])
     ids = torch.randint(5, 100, (1, 12))
     stock = model.generate(ids, max_new_tokens=24, do_sample=False)
     try:

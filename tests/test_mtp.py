@@ -142,7 +142,7 @@ def glm_moe(heads: int) -> Any:
         **targets.TEXT, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, n_shared_experts=1,
         n_group=1, topk_group=1, first_k_dense_replace=1, num_nextn_predict_layers=heads, partial_rotary_factor=0.5,
     )  # fmt: skip
-    model = own_drafters.drawn(T.Glm4MoeForCausalLM(config))
+    model = targets.enlarged(T.Glm4MoeForCausalLM(config))
     model._keys_to_ignore_on_load_unexpected = {r"model\.layers\.[3-9]\."}
     return model
 
@@ -189,7 +189,7 @@ def test_glm_ocr_with_its_17th_layer(tmp_path: Path) -> None:
     torch.manual_seed(0)
     vision = {**targets.QWEN_VISION, "depth": 2, "out_hidden_size": 64}
     text = dict(**targets.TEXT, rope_parameters=targets.rope(mrope_section=[2, 3, 3]))
-    model = own_drafters.drawn(T.GlmOcrForConditionalGeneration(T.GlmOcrConfig(text_config=text, vision_config=vision)))
+    model = targets.enlarged(T.GlmOcrForConditionalGeneration(T.GlmOcrConfig(text_config=text, vision_config=vision)))
     heads = own_drafters.glm_heads(model)
     own_drafters.agreeing(model, heads)
     own_drafters.shipped(model, tmp_path, heads)
@@ -296,7 +296,7 @@ def _step() -> Any:
 def test_other_families(build: Any, heads: int, prefix: str, tmp_path: Path) -> None:
     """DeepSeek-V3's latent attention; Step-3.7's windows."""
     torch.manual_seed(0)
-    model = own_drafters.drawn(build())
+    model = targets.enlarged(build())
     extra = own_drafters.glm_heads(model, heads, prefix)
     own_drafters.agreeing(model, extra)
     own_drafters.shipped(model, tmp_path, extra)

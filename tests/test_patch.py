@@ -31,19 +31,6 @@ def prompt(kind: str = "image first", **more: Any) -> dict[str, Tensor]:
     return targets.prompt("llava", kind, **more)
 
 
-def text(name: str = "Llama", **more: Any) -> Any:
-    """A tiny language model without eyes."""
-    torch.manual_seed(0)
-    config = {**targets.TEXT, **more}
-    made = getattr(T, f"{name}ForCausalLM")(getattr(T, f"{name}Config")(**config)).eval()
-    with torch.no_grad():
-        for weight in made.parameters():
-            if weight.dim() > 1:
-                weight.normal_(std=targets.GAIN / weight[0].numel() ** 0.5)
-    made.generation_config.eos_token_id, made.generation_config.pad_token_id = None, 0
-    return made
-
-
 @pytest.fixture
 def no_collector() -> Iterator[None]:
     gc.collect()
@@ -218,7 +205,7 @@ def test_a_shallow_copy_is_a_stock_model_of_its_own(drafter: str) -> None:
 def test_a_compiled_model(whole: bool) -> None:
     """`torch.compile(model)` hands `generate` on; its own forward still gives the model's logits."""
     torch.compiler.reset()
-    model, ids = text(), torch.randint(5, 90, (1, 9))
+    model, ids = targets.text(), torch.randint(5, 90, (1, 9))
     options = {"max_new_tokens": 24, "do_sample": False}
     want = model.generate(ids, **options)
     with torch.no_grad():
@@ -254,14 +241,14 @@ def prompted(model: Any, kind: str) -> Any:
 def test_adapters_that_put_tokens_before_the_prompt(kind: str) -> None:
     """Refused with the reason, at `enable` where it is seen, at the call where it came later; else stock."""
     ids, options = torch.randint(5, 90, (2, 9)), {"max_new_tokens": 12, "do_sample": False}
-    wrapped = prompted(text(), kind)
+    wrapped = prompted(targets.text(), kind)
     stock = wrapped.generate(input_ids=ids, **options)
     with pytest.raises(mmspec.UnsupportedError, match=r"virtual tokens.*LoRA"):
         mmspec.enable(wrapped)
     with pytest.warns(UserWarning, match="virtual tokens"):
         mmspec.enable(wrapped, on_unsupported="fallback")
     assert torch.equal(wrapped.generate(input_ids=ids, **options), stock)
-    model = text()
+    model = targets.text()
     plain = model.generate(input_ids=ids, **options)
     handle = mmspec.enable(model)
     wrapped = prompted(model, kind)
@@ -279,7 +266,9 @@ def test_adapters_that_put_tokens_before_the_prompt(kind: str) -> None:
 def test_an_adapter_for_each_row() -> None:
     """Rows leave as they end, which PEFT's list of names does not see: such calls run as stock does, with a warning."""
     peft = pytest.importorskip("peft")
-    model = peft.get_peft_model(text(), peft.LoraConfig(r=4, init_lora_weights=False, task_type="CAUSAL_LM"), "one")
+    model = peft.get_peft_model(
+        targets.text(), peft.LoraConfig(r=4, init_lora_weights=False, task_type="CAUSAL_LM"), "one"
+    )
     torch.manual_seed(6)
     model.add_adapter("two", peft.LoraConfig(r=4, init_lora_weights=False, task_type="CAUSAL_LM"))
     model.eval()
@@ -316,7 +305,7 @@ def test_another_attention_after_enable(asked: str) -> None:
 
 
 def test_an_enabled_model_as_another_ones_assistant() -> None:
-    model, assistant = text(), text(num_hidden_layers=1)
+    model, assistant = targets.text(), targets.text(num_hidden_layers=1)
     ids = torch.randint(5, 90, (1, 9))
     options = {"max_new_tokens": 20, "do_sample": False}
     stock = model.generate(input_ids=ids, assistant_model=assistant, **options)
@@ -328,7 +317,7 @@ def test_an_enabled_model_as_another_ones_assistant() -> None:
 
 
 def test_early_exit_of_the_model_itself() -> None:
-    model, ids = text(num_hidden_layers=3), torch.randint(5, 90, (1, 9))
+    model, ids = targets.text(num_hidden_layers=3), torch.randint(5, 90, (1, 9))
     options = {"max_new_tokens": 20, "do_sample": False, "assistant_early_exit": 1}
     stock = model.generate(input_ids=ids, **options)
     with mmspec.enable(model), pytest.raises(mmspec.UnsupportedError, match="assisted decoding"):

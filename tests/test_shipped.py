@@ -209,7 +209,7 @@ def test_a_draft_model_in_flow() -> None:
 
 def test_a_text_model_drafts_for_one_that_sees(tmp_path: Path) -> None:
     model, inputs = targets.model("llava"), targets.prompt("llava", "ragged")
-    text = own_drafters.drawn(T.LlamaForCausalLM(T.LlamaConfig(**targets.TEXT)))
+    text = targets.text()
     text.save_pretrained(tmp_path)
     full = targets.generate(model, inputs)
     with mmspec.enable(model, "model", draft=tmp_path):

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+from typing import ClassVar
 
 from mmspec.drafters.dflash_layer import MARKOV
 from mmspec.drafters.options import TreeOptions
-from mmspec.drafters.rope import Rope
+from mmspec.drafters.trained import TrainedConfig
 
 NO_CAP = 1e9  # as `softcap`: logits stay as they are
 
 
 @dataclass(frozen=True)
-class BlockConfig(Rope):
-    """Shapes and switches of one block drafter; rotary positions are said by what it is besides, a Rope.
+class BlockConfig(TrainedConfig):
+    """Shapes and switches of one block drafter, besides a TrainedConfig's.
 
     Attributes:
-        hidden, intermediate, heads, kv_heads, head_dim, vocab, norm_eps: as in Qwen3.
         features: the decoder layers of the target whose inputs are read (published files count outputs: one less).
         block: rows of a block, the anchor's included; it drafts no deeper.
         mask_token: the id whose embedding stands where a token is to be drafted.
-        layers: how many.
         windows: of each layer, how far it sees; 0: everything. One number holds for all.
         causal: of each layer, 1 where a row of the block sees no later ones. One number holds for all.
         from_anchor: all rows of a block see the same features, those within the window before the anchor.
@@ -34,23 +32,13 @@ class BlockConfig(Rope):
         confidence, confidence_markov: a confidence head; it reads the Markov head's embedding, too.
         taps, group: of DFlash2's convolutions, rows that one mixes and channels that share a weight; 0: none.
         selector_rank, selector_top: of DFlash2's selector; 0: none.
-        target_hidden: width of the target's features, where it is not `hidden`.
-        draft_vocab: rows of the drafter's own head; 0: the target's head is used.
-        target, target_revision: what it was trained for.
-        depth, width, size, tree, draws: how it recommends to draft (see TreeOptions).
     """
 
-    hidden: int
-    intermediate: int
-    heads: int
-    kv_heads: int
-    vocab: int
+    named: ClassVar[str] = "a block config"
+
     features: tuple[int, ...] = (2, 3)
     block: int = 16
     mask_token: int = 0
-    layers: int = 1
-    head_dim: int = 0
-    norm_eps: float = 1e-6
     windows: tuple[int, ...] = (0,)
     causal: tuple[int, ...] = (0,)
     from_anchor: bool = False
@@ -69,18 +57,10 @@ class BlockConfig(Rope):
     group: int = 1
     selector_rank: int = 0
     selector_top: int = 16
-    target_hidden: int = 0
-    draft_vocab: int = 0
-    target: str = ""
-    target_revision: str = ""
-    depth: int = 0
-    width: int = 1
-    size: int = 0
-    tree: str = "chain"
     draws: bool = True
 
     def __post_init__(self) -> None:
-        self.check(self.head_dim or self.hidden // self.heads)
+        super().__post_init__()
         most = self.block - (not self.anchored)
         wrong = [] if most >= 1 and self.layers >= 1 and self.features else ["it needs a layer, features, and a block"]
         if self.markov not in MARKOV:
@@ -110,18 +90,6 @@ class BlockConfig(Rope):
     def sequential(self) -> bool:
         """Whether what is drafted at a row depends on the token drafted before it."""
         return self.markov_rank > 0 or self.selector_rank > 0
-
-    @classmethod
-    def of(cls, values: dict[str, Any]) -> BlockConfig:
-        known = {f.name for f in fields(cls)}
-        unknown = sorted(set(values) - known)
-        if unknown:
-            raise ValueError(f"config.json has unknown fields {', '.join(unknown)}; a block config has {sorted(known)}")
-        frozen: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
-        return cls(**frozen)
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(frozen=True)

@@ -13,17 +13,17 @@ from mmspec.drafters import static_trees as shapes
 from mmspec.drafters.block_config import NO_CAP, BlockConfig, BlockOptions
 from mmspec.drafters.blocks import Attend, FeatureMemory, RMSNorm, attention, path_after
 from mmspec.drafters.dflash_layer import BlockLayer, ConfidenceHead, MarkovHead, Selector
-from mmspec.drafters.draft_vocab import DraftVocab
-from mmspec.drafters.eagle import check_fit, placed
+from mmspec.drafters.draft_vocab import DraftHead
 from mmspec.drafters.layer import at_source, going
 from mmspec.drafters.options import ALL, grown
+from mmspec.drafters.trained import check_fit, placed
 from mmspec.kernels import reference as ops
 from mmspec.ragged_cache import Lengths, RaggedBuffer, visibility
 from mmspec.tree import Expand, chain, grow
 from mmspec.types import NO_TOKEN, Categorical, Draft, Prompt, Target, TargetInfo
 
 
-class BlockDrafter(nn.Module):
+class BlockDrafter(DraftHead, nn.Module):
     """A block of the pending token and mask tokens, denoised in one pass (DFlash, 2026, z-lab; DSpark; DFlash2).
 
     The target's features at `config.features`, normed and mixed by `fc`, give every layer keys and values, kept as its
@@ -37,9 +37,7 @@ class BlockDrafter(nn.Module):
     method = "block"
     Config = BlockConfig
     options = BlockOptions()
-    vocab: DraftVocab | None = None
     masked = True  # its training wants the embedding of the mask token
-    draft_ids: Tensor
     layers: Any  # of BlockLayer
 
     def __init__(self, config: BlockConfig) -> None:
@@ -62,10 +60,7 @@ class BlockDrafter(nn.Module):
         read = c.hidden + c.markov_rank * c.confidence_markov
         self.confidence = ConfidenceHead(read) if c.confidence else None
         self.selector = Selector(c.vocab, c.hidden, c.selector_rank, c.selector_top) if c.selector_rank else None
-        self.lm_head: nn.Linear | None = None
-        if c.draft_vocab:
-            self.lm_head = nn.Linear(c.hidden, c.draft_vocab, bias=False)
-            self.register_buffer("draft_ids", torch.arange(c.draft_vocab))
+        self.add_head(c.hidden, c.draft_vocab)
 
     # -- what `enable` asks ------------------------------------------------------------------------------------------
 
@@ -81,10 +76,6 @@ class BlockDrafter(nn.Module):
     def block(self) -> nn.Module:
         """What stands for these weights, however often they are fitted."""
         return self.layers[0]  # type: ignore[no-any-return]
-
-    @property
-    def own_head(self) -> bool:
-        return self.lm_head is not None
 
     def chosen(self, given: Mapping[str, Any]) -> BlockOptions:
         """What the user gave, elsewhere what its config recommends.
@@ -119,11 +110,7 @@ class BlockDrafter(nn.Module):
         check_fit(self.config, target)
         if self.config.mask_token >= target.vocab:
             raise ValueError(f"its mask token {self.config.mask_token} is none of the {target.vocab} of {target.name}")
-        fitted: BlockDrafter = placed(self, target)
-        fitted.options = options
-        fitted.vocab = None if options.draft_vocab == ALL else DraftVocab.of(options.draft_vocab, target)
-        if fitted.vocab is not None and len(fitted.vocab.ids) < options.branches:
-            raise ValueError("a tree needs a draft_vocab of as many tokens as a node has branches; lower width")
+        fitted: BlockDrafter = placed(self, target, options)
         return fitted
 
     # -- drafting ----------------------------------------------------------------------------------------------------
@@ -208,10 +195,7 @@ class BlockDrafter(nn.Module):
     def logits(self, hidden: Tensor, target: Any) -> Tensor:
         """Logits [..., V_d] of every row by itself."""
         c = self.config
-        if self.lm_head is not None:
-            found = self.lm_head(hidden)
-        else:
-            found = target.head(hidden) if self.vocab is None else target.head(hidden, self.vocab)
+        found = self.by_target(hidden, target) if self.lm_head is None else self.lm_head(hidden)
         found = found.float() * c.logit_scale
         return found if c.softcap >= NO_CAP else (found / c.softcap).tanh() * c.softcap
 
@@ -229,15 +213,6 @@ class BlockDrafter(nn.Module):
             added, state = self.markov(before, hidden, state)
             logits = logits + added.float()
         return logits if self.selector is None else self.selector(logits, before, hidden), state
-
-    def to_target(self, ids: Tensor) -> Tensor:
-        if self.lm_head is not None:
-            return self.draft_ids[ids]
-        return ids if self.vocab is None else self.vocab.ids[ids]
-
-    def to_draft(self, logits: Tensor) -> Tensor:
-        """The target's logits [..., V] at the drafter's own vocabulary."""
-        return logits if self.lm_head is None else logits[..., self.draft_ids]
 
     # -- from rows to a draft ----------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""A part of the target's vocabulary to draft from, and the rows of the target's head that score it, cut out once."""
+"""The vocabulary that a drafter proposes from, and its head: one of its own, or the target's, whole or cut out once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mmspec.modes import lasting
-from mmspec.types import TargetInfo
+from mmspec.types import Target, TargetInfo
 
 _MADE: WeakValueDictionary[tuple[tuple[int, ...], torch.device], DraftVocab] = WeakValueDictionary()
 
@@ -79,6 +79,39 @@ class DraftVocab:
             rows = fresh
             self._cut[head] = (state, rows)
         return rows
+
+
+class DraftHead:
+    """What scores a trained drafter's features: a head of its own over a vocabulary of its own, or the target's."""
+
+    vocab: DraftVocab | None = None  # part of the target's that it drafts from; None: all, or one of its own
+    lm_head: nn.Linear | None
+    draft_ids: Tensor  # the target's id of each row of its own head
+
+    def add_head(self: Any, hidden: int, rows: int) -> None:
+        """A head of its own with so many rows; 0: none."""
+        self.lm_head = nn.Linear(hidden, rows, bias=False) if rows else None
+        if rows:
+            self.register_buffer("draft_ids", torch.arange(rows))
+
+    @property
+    def own_head(self) -> bool:
+        """Whether its logits come from a head and a vocabulary of its own."""
+        return self.lm_head is not None
+
+    def by_target(self, hidden: Tensor, target: Target) -> Tensor:
+        """Logits [..., V_d] by the target's head."""
+        return target.head(hidden) if self.vocab is None else target.head(hidden, self.vocab)
+
+    def to_target(self, ids: Tensor) -> Tensor:
+        """Ids of the draft vocabulary as the target's."""
+        if self.lm_head is not None:
+            return self.draft_ids[ids]
+        return ids if self.vocab is None else self.vocab.ids[ids]
+
+    def to_draft(self, logits: Tensor) -> Tensor:
+        """The target's logits [..., V] at the drafter's own vocabulary."""
+        return logits if self.lm_head is None else logits[..., self.draft_ids]
 
 
 def _plain(head: nn.Module) -> bool:

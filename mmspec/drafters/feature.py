@@ -10,7 +10,7 @@ from torch import Tensor
 from mmspec.batch import fold, gather_rows, unfold
 from mmspec.drafters import prune
 from mmspec.drafters.blocks import FeatureMemory, beside, path_after
-from mmspec.drafters.draft_vocab import DraftVocab
+from mmspec.drafters.draft_vocab import DraftHead
 from mmspec.drafters.growth import Growth
 from mmspec.drafters.layer import FeatureLayer
 from mmspec.ragged_cache import Lengths, RaggedBuffer
@@ -18,11 +18,10 @@ from mmspec.tree import chain
 from mmspec.types import ATTENTION, Draft, Prompt, Target
 
 
-class FeatureDrafter(Growth, FeatureLayer):
+class FeatureDrafter(DraftHead, Growth, FeatureLayer):
     """Drafts with one such layer, whose keys and values of the rows read so far are its memory."""
 
     method: str
-    vocab: DraftVocab | None = None  # part of the target's that it drafts from; None: all, or one of its own
     sees = False  # whether it treats visual rows in a way of its own
 
     @property

@@ -11,7 +11,6 @@ from torch.nn import functional as F
 
 from mmspec.batch import fold, gather_rows, unfold
 from mmspec.drafters.blocks import Block, attention
-from mmspec.types import Target
 
 
 @dataclass(frozen=True)
@@ -69,22 +68,9 @@ class FeatureLayer(nn.Module):
         source = torch.arange(embeds.shape[1], device=embeds.device).expand(len(embeds), -1)
         return EncodedPrompt(x, residual, positions, valid, source)
 
-    def logits(self, hidden: Tensor, target: Target) -> Tensor:
-        """Logits [..., V_d] over the draft vocabulary from carried features [..., S·H]."""
-        raise NotImplementedError
-
     def carry(self, z: Tensor) -> Tensor:
         """The layer's output as the feature it stands for."""
         return z
-
-    def to_target(self, ids: Tensor) -> Tensor:
-        """Ids of the draft vocabulary as the target's."""
-        return ids
-
-    @property
-    def own_head(self) -> bool:
-        """Whether its logits come from a head and a vocabulary of its own."""
-        return False
 
     def forward(
         self, embeds: Tensor, features: Tensor, visual: Tensor, valid: Tensor, steps: int, start: int = 0,

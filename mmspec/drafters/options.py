@@ -78,7 +78,7 @@ class TreeOptions(ChainOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.prune <= 1:
-            raise ValueError(f"prune must be a share between 0 and 1, or None; got {self.prune!r}")
+            raise ValueError(f"prune must be a share from 0 to 1; got {self.prune!r}")
         one_of("prune_by", self.prune_by, PRUNE_BY)
         object.__setattr__(self, "draft_vocab", _vocabulary(self.draft_vocab))
 

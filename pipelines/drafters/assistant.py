@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,15 +20,7 @@ from mmspec.pipelines.targets.state import State
 from mmspec.types import FINAL, Draft, Prompt, Target, TargetInfo
 
 CLASSES = ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM")
-
-
-@dataclass(frozen=True)
-class _Advice:
-    depth: int = 4
-    width: int = 1
-    size: int = 5
-    tree: str = "chain"
-    draws: bool = False
+_USUAL = TreeOptions(depth=4, width=1, size=5, tree="chain")  # how it recommends to draft
 
 
 class AssistantDrafter(Growth):
@@ -46,7 +37,7 @@ class AssistantDrafter(Growth):
     features = (FINAL,)
 
     def __init__(self, model: Any) -> None:
-        self.model, self.options = model, grown(_Advice(), {}, "the assistant", TreeOptions())
+        self.model, self.options = model, grown(_USUAL, {}, "the assistant", TreeOptions())
 
     def __repr__(self) -> str:
         return f"AssistantDrafter({stock(self.model).__name__}, {self.options})"
@@ -57,7 +48,7 @@ class AssistantDrafter(Growth):
         Raises:
             ValueError: made for another target, or an option that it has no use for.
         """
-        options, config = grown(_Advice(), given, "the assistant", TreeOptions()), self.model.config
+        options, config = grown(_USUAL, given, "the assistant", TreeOptions()), self.model.config
         if options.draft_vocab != ALL or options.prune:
             what = "an assistant has a head of its own and reads the target's cache"
             raise ValueError(f"{what}; leave draft_vocab and prune out")

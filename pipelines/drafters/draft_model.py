@@ -25,17 +25,7 @@ from mmspec.tree import chain
 from mmspec.types import ATTENTION, Draft, Prompt, Target, TargetInfo
 
 _PADDED = 1.1  # models of one family and tokenizer have a few more rows here and there: Qwen2.5 151936 and 152064
-
-
-@dataclass(frozen=True)
-class _Advice:
-    """How it recommends to draft: a chain, as long as stock's assistants begin with."""
-
-    depth: int = 5
-    width: int = 1
-    size: int = 6
-    tree: str = "chain"
-    draws: bool = False
+_USUAL = TreeOptions(depth=5, width=1, size=6, tree="chain")  # a chain, as long as stock's assistants begin with
 
 
 @dataclass
@@ -70,7 +60,7 @@ class ModelDrafter(Growth):
     features: tuple[int, ...] = ()
 
     def __init__(self, model: Any) -> None:
-        self.model, self.options = model, grown(_Advice(), {}, "the model drafter", TreeOptions())
+        self.model, self.options = model, grown(_USUAL, {}, "the model drafter", TreeOptions())
         self.own: TargetInfo | None = None
 
     def __repr__(self) -> str:
@@ -95,7 +85,7 @@ class ModelDrafter(Growth):
         Raises:
             ValueError: another vocabulary, a model that cannot read drafts, or an option that it has no use for.
         """
-        options = grown(_Advice(), given, "the model drafter", TreeOptions())
+        options = grown(_USUAL, given, "the model drafter", TreeOptions())
         if options.draft_vocab != ALL:
             raise ValueError("a draft model has a head of its own; leave draft_vocab out")
         name = stock(self.model).__name__

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from mmspec.drafters import prune
 from mmspec.drafters.blocks import FeatureMemory
-from mmspec.drafters.draft_vocab import DraftVocab
-from mmspec.drafters.eagle import placed
 from mmspec.drafters.feature import FeatureDrafter, prompt_stats
 from mmspec.drafters.options import ALL, TreeOptions, grown
+from mmspec.drafters.trained import placed
 from mmspec.pipelines.drafters import mtp_files
 from mmspec.pipelines.targets import tree_attention as attention
 from mmspec.pipelines.targets.decoder import head
@@ -111,6 +110,7 @@ class MtpDrafter(FeatureDrafter):
 
     def __init__(self, heads: mtp_files.MtpHeads, vocab: int, hidden: int) -> None:
         super().__init__()
+        self.add_head(hidden, 0)
         self.heads, K = heads, len(heads.layers)
         self.config = MtpConfig(hidden, vocab, K, depth=K if K > 1 else 4)
         self.options = grown(self.config, {}, "the mtp drafter", TreeOptions())
@@ -159,16 +159,11 @@ class MtpDrafter(FeatureDrafter):
             )
         if options.draws and options.draft_vocab != ALL:
             raise ValueError("draws=True needs all of the target's head; leave draft_vocab out, or give draws=False")
-        fitted: MtpDrafter = placed(self, target)
-        fitted.options = options
-        fitted.vocab = None if options.draft_vocab == ALL else DraftVocab.of(options.draft_vocab, target)
+        fitted: MtpDrafter = placed(self, target, options)
         return fitted
 
     def logits(self, hidden: Tensor, target: Target) -> Tensor:
-        return target.head(hidden) if self.vocab is None else target.head(hidden, self.vocab)
-
-    def to_target(self, ids: Tensor) -> Tensor:
-        return ids if self.vocab is None else self.vocab.ids[ids]
+        return self.by_target(hidden, target)
 
     def at_level(self, f: Tensor, level: Any) -> Tensor:
         return f.unflatten(-1, (self.config.heads, -1))[..., min(level, self.config.heads - 1), :]

@@ -108,7 +108,7 @@ class SelfDrafter:
             self.current[b] = b in current
 
 
-class ModelDrafter:
+class SmallerDrafter:
     """Drafts of a smaller model, one token after the other."""
 
     def __init__(self, runner: MarRunner, ahead: int) -> None:

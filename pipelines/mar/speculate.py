@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mmspec.continuous import denoising as paths
 from mmspec.pipelines.mar.cspd import cspd_rounds
-from mmspec.pipelines.mar.drafts import Cells, MarDraft, ModelDrafter, SelfDrafter, by_steps, indices, places
+from mmspec.pipelines.mar.drafts import Cells, MarDraft, SelfDrafter, SmallerDrafter, by_steps, indices, places
 from mmspec.pipelines.mar.loop import DRAFTS, PATHS, MarRunner, MarState, coins, normal, plain
 from mmspec.pipelines.mar.plan import MarStats, Speculation
 
@@ -39,12 +39,12 @@ def draw(
     if how.rule == "cspd":
         yield from cspd_rounds(runner, drawn, how, draft_runner, stats)
     else:
-        kind = SelfDrafter if draft_runner is runner else ModelDrafter
+        kind = SelfDrafter if draft_runner is runner else SmallerDrafter
         yield from exact(runner, drawn, how, kind(draft_runner, how.ahead), stats)
 
 
 def exact(
-    runner: MarRunner, drawn: MarState, how: Speculation, drafter: SelfDrafter | ModelDrafter, stats: MarStats
+    runner: MarRunner, drawn: MarState, how: Speculation, drafter: SelfDrafter | SmallerDrafter, stats: MarStats
 ) -> Iterator[MarState]:
     """Draw all pictures by the distribution of `plain` with one token an iteration; every picture goes its own way.
 
@@ -85,7 +85,7 @@ def _verify(
     drafts: list[MarDraft],
     here: Cells,
     x: Tensor,
-    drafter: SelfDrafter | ModelDrafter,
+    drafter: SelfDrafter | SmallerDrafter,
 ) -> tuple[Tensor, Tensor, dict[tuple[int, int], int]]:
     """The model's conditioning [streams, R, D] of every drafted token, knowing those before it.
 
@@ -158,7 +158,7 @@ def _stand(
 
 def _chains(
     runner: MarRunner, drawn: MarState, refused: list[Refused], drafts: list[MarDraft], eta: float,
-    drafter: SelfDrafter | ModelDrafter, stats: MarStats,
+    drafter: SelfDrafter | SmallerDrafter, stats: MarStats,
 ) -> None:  # fmt: skip
     """Draw refused tokens anew, from what the model's distribution has left over, and the paths of drafts that have
     none yet.

@@ -1,0 +1,127 @@
+"""What trained drafters share: what their config says, whether they fit a target, and their place beside it."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import asdict, dataclass, fields
+from typing import Any, ClassVar, Self
+
+from torch import nn
+
+from mmspec.drafters.draft_vocab import DraftVocab
+from mmspec.drafters.options import ALL, TreeOptions
+from mmspec.drafters.rope import Rope
+from mmspec.types import FINAL, TargetInfo
+
+_PADDED = 1.01  # some targets have a few more embeddings than others: LLaVA 32000 by its authors, 32064 in transformers
+
+
+@dataclass(frozen=True)
+class TrainedConfig(Rope):
+    """What every trained drafter is told; rotary positions are said by what it is besides, a Rope.
+
+    Attributes:
+        hidden, intermediate, heads, kv_heads, head_dim, vocab, norm_eps: as in Llama and Qwen3.
+        features: what it reads of the target (see Drafter).
+        target_hidden: width of the target's features, where it is not `hidden`.
+        layers: how many.
+        draft_vocab: rows of the drafter's own head; 0: the target's head is used.
+        target, target_revision: what it was trained for.
+        depth, width, size, tree, draws: how it recommends to draft (see TreeOptions).
+    """
+
+    named: ClassVar[str]  # in messages
+
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    vocab: int
+    head_dim: int = 0
+    norm_eps: float = 1e-6
+    features: tuple[int, ...] = (FINAL,)
+    target_hidden: int = 0
+    layers: int = 1
+    draft_vocab: int = 0
+    target: str = ""
+    target_revision: str = ""
+    depth: int = 0
+    width: int = 1
+    size: int = 0
+    tree: str = "chain"
+    draws: bool = False
+
+    def __post_init__(self) -> None:
+        self.check(self.head_dim or self.hidden // self.heads)
+
+    @classmethod
+    def of(cls, values: dict[str, Any]) -> Self:
+        """From what `to_dict` gave, or JSON made of it.
+
+        Raises:
+            ValueError: fields that it does not have, or values that cannot be.
+        """
+        known = {f.name for f in fields(cls)}
+        unknown = sorted(set(values) - known)
+        if unknown:
+            raise ValueError(f"config.json has unknown fields {', '.join(unknown)}; {cls.named} has {sorted(known)}")
+        frozen: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+        return cls(**frozen)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def check_fit(c: Any, target: TargetInfo) -> None:
+    """Refuse a target that a drafter with this config was not made for.
+
+    Raises:
+        ValueError: the message says what differs.
+    """
+    wanted = {
+        "hidden size": (c.target_hidden or c.hidden, target.hidden),
+        "embedding width": (c.hidden, target.embedding),
+    }
+    if not c.vocab <= target.vocab <= _PADDED * c.vocab:
+        wanted["vocabulary"] = (c.vocab, target.vocab)
+    if not c.draft_vocab:
+        wanted["head width"] = (c.hidden, target.hidden)
+    wrong = [f"{name} {mine} (target: {theirs})" for name, (mine, theirs) in wanted.items() if mine != theirs]
+    wrong += [f"layer {i} (target: {target.layers} layers)" for i in c.features if i >= target.layers]
+    if wrong:
+        raise ValueError(
+            f"this drafter was made for {c.target or 'another target'} and does not fit {target.name}: "
+            f"{', '.join(wrong)}. Use a drafter trained for this target, or drafter='ngram', which fits any"
+        )
+
+
+def placed(drafter: Any, target: TargetInfo, options: TreeOptions) -> Any:
+    """A drafter for itself with these options, on the target's device and in its dtype; the given one stays as it is.
+
+    Where nothing moves, both have the same layers; else those of the new one are copies.
+
+    Raises:
+        ValueError: a draft vocabulary that the target has not, or fewer tokens than a node has branches.
+    """
+    fitted = _beside(drafter, target)
+    fitted.options = options
+    fitted.vocab = None if options.draft_vocab == ALL else DraftVocab.of(options.draft_vocab, target)
+    if fitted.vocab is not None and len(fitted.vocab.ids) < options.branches:
+        raise ValueError(
+            f"a tree with {options.branches} branches per node needs a draft_vocab of as many tokens; lower width"
+        )
+    return fitted
+
+
+def _beside(drafter: Any, target: TargetInfo) -> Any:
+    own = [*drafter.parameters(), *drafter.buffers()]
+    stays = all(t.device == target.device and (t.dtype == target.dtype or not t.is_floating_point()) for t in own)
+    if stays:
+        same = copy.copy(drafter)
+        same.training = False
+        return same
+    memo: dict[int, Any] = {id(drafter.vocab): None}
+    for t in own:  # aliases, whose data can go elsewhere
+        alias = t.detach()
+        memo[id(t)] = nn.Parameter(alias, t.requires_grad) if isinstance(t, nn.Parameter) else alias
+    return copy.deepcopy(drafter, memo).to(device=target.device, dtype=target.dtype).eval()
