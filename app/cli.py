@@ -60,7 +60,12 @@ def _parser(words: list[str]) -> argparse.ArgumentParser:
     for name, (module, help_line) in COMMANDS.items():
         verb = verbs.add_parser(name, help=help_line)
         if name == called:
-            chosen = importlib.import_module(module)
+            try:
+                chosen = importlib.import_module(module)
+            except ModuleNotFoundError as error:
+                if not module.startswith(str(error.name)):
+                    raise
+                parser.error(f"{name} is for developers and not installed: run `make {name}` in a clone of mmspec")
             chosen.configure(verb)
             verb.set_defaults(run=chosen.run)
     return parser

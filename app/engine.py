@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from PIL import Image
@@ -21,9 +21,6 @@ from mmspec.pipelines.serving.batcher import TOGETHER, Batcher, FinishedPrompt, 
 from mmspec.pipelines.serving.continuous import ContinuousBatcher
 from mmspec.statistics import Stats
 
-if TYPE_CHECKING:
-    from mmspec.app.caption.prompts import PromptChoice
-
 STOCK = "none"  # the drafter that is none
 PICTURE = (1024, 768)  # what `suggest_rows` takes for an ordinary picture
 ROWS = {"cpu": 16, "cuda": 64}  # answers written at once at most, if nobody says otherwise
@@ -32,6 +29,19 @@ NODES = {"cpu": 64, "cuda": 512}  # nodes of one forward at most; beyond that it
 
 class EngineError(Exception):
     """The model or the drafter cannot be used at all."""
+
+
+class Asked(Protocol):
+    """What the model is asked about one thing, and how its answer is made to begin."""
+
+    @property
+    def text(self) -> str: ...
+
+    @property
+    def system(self) -> str: ...
+
+    @property
+    def start(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -162,7 +172,7 @@ class Captioner:
         """What happened so far, where mmspec took part."""
         return self._batches.stats
 
-    def add(self, ticket: Hashable, frames: Sequence[Image.Image], asked: PromptChoice, seed: int = 0) -> None:
+    def add(self, ticket: Hashable, frames: Sequence[Image.Image], asked: Asked, seed: int = 0) -> None:
         """One picture, or the frames of one clip, and what is asked about it; `seed` fixes what is drawn."""
         try:
             inputs = chat_inputs(self.engine.processor, [asked.text], [frames], asked.system, asked.start, clips=True)

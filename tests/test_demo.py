@@ -29,7 +29,6 @@ from PIL import Image
 import mmspec
 from mmspec.app import embedded
 from mmspec.app.bench.faithful import Reader
-from mmspec.app.caption.decoder import Decoder
 from mmspec.app.demo import caption_tab, guard, image_tab, image_view, look, plots, records, sight, view
 from mmspec.app.demo import command as demo
 from mmspec.app.demo.answer import (
@@ -51,6 +50,7 @@ from mmspec.app.demo.desk import QUEUE, Desk, RefusedError
 from mmspec.app.demo.duo import Duo
 from mmspec.app.demo.wish import METHODS, SEED_EXACT, PromptWish
 from mmspec.app.engine import Engine
+from mmspec.app.media.decoder import Decoder
 from mmspec.app.painter import ImageSubject
 from mmspec.app.painter import load as load_painter
 from mmspec.pipelines.prompts import chat_inputs

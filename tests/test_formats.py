@@ -15,8 +15,8 @@ from PIL import Image
 
 from mmspec.app.caption import formats
 from mmspec.app.caption.formats import FORMATS, replacing
-from mmspec.app.caption.inputs import open_inputs
-from mmspec.app.caption.items import FileSource
+from mmspec.app.media.inputs import open_inputs
+from mmspec.app.media.items import FileSource
 
 TEXTS = {"a.png": "a red\nbird", "b/2.jpg": 'ein "Fisch" 🐟', "b/c.webp": "", "d.png": "d"}
 

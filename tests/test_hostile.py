@@ -21,11 +21,11 @@ import sources
 from PIL import Image
 
 from mmspec import media
-from mmspec.app.caption import decoder as decoding
-from mmspec.app.caption import video
-from mmspec.app.caption.decoder import Decoder, DecoderError
-from mmspec.app.caption.items import FileSource, Item
-from mmspec.app.caption.video import FramePolicy
+from mmspec.app.media import decoder as decoding
+from mmspec.app.media import video
+from mmspec.app.media.decoder import Decoder, DecoderError
+from mmspec.app.media.items import FileSource, Item
+from mmspec.app.media.video import FramePolicy
 from mmspec.media import Media, MediaError, MediaLimits
 
 MEMORY = 2**29
@@ -282,12 +282,12 @@ def test_nothing_is_left_behind(ending: str, tmp_path: Path):
         import os, signal, sys, time
         signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever started the tests may ignore it
         sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
-        from mmspec.app.caption.decoder import Decoder
+        from mmspec.app.media.decoder import Decoder
         from mmspec.media import MediaLimits
-        from mmspec.app.caption.video import FramePolicy
+        from mmspec.app.media.video import FramePolicy
         if __name__ == "__main__":
             import sources
-            from mmspec.app.caption.items import Item
+            from mmspec.app.media.items import Item
             with Decoder(2, MediaLimits(seconds=3), FramePolicy()) as decoder:
                 decoder.submit(0, Item("x", "image", sources.Memory(b"")))
                 assert len(decoder.ready({PATIENCE})) == 1

@@ -19,8 +19,8 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from mmspec.app.caption.inputs import open_inputs
-from mmspec.app.caption.items import Item, TarSource, sniff
+from mmspec.app.media.inputs import open_inputs
+from mmspec.app.media.items import Item, TarSource, sniff
 from mmspec.media import EXTENSIONS, FORMATS, MediaError
 
 MP4 = b"\0\0\0\x18ftypmp42" + b"\0" * 16
@@ -535,7 +535,7 @@ def test_nothing_is_read_that_is_not_asked_for(tmp_path: Path, saved: Path):
     put(tmp_path, "pictures/1.png")
     code = f"""
 import sys
-from mmspec.app.caption.inputs import open_inputs
+from mmspec.app.media.inputs import open_inputs
 from mmspec import media
 media.decode = media.read = None
 found = list(open_inputs([{str(tmp_path / "pictures")!r}, {str(tmp_path / "big.parquet")!r},
@@ -557,7 +557,7 @@ def test_a_plain_folder_needs_no_library_of_the_extra(tmp_path: Path):
 import sys
 for name in ("pyarrow", "datasets", "webdataset", "braceexpand", "pandas"):
     sys.modules[name] = None
-from mmspec.app.caption.inputs import open_inputs
+from mmspec.app.media.inputs import open_inputs
 print([item.source.read()[:4] for item in open_inputs([{str(tmp_path)!r}]).items()])
 for where in ("{tmp_path}/{{1,2}}.png", "hf:a/b", {str(write(tmp_path / "t.parquet", {"image": "x"}))!r}):
     try:

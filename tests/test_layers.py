@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import mmspec
+from mmspec.app import cli
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("app", "pipelines", "mmspec", "kernels")  # each imports only itself and what stands to its right
@@ -175,7 +176,19 @@ def test_four_folders_are_no_packages_of_their_own():
 def test_the_wheel_holds_every_folder():
     declared = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
     holding = {dotted(source).rsplit(".", 1)[0] for source in SOURCES if not source.endswith("__init__.py")}
-    assert holding <= declared, f"missing in pyproject.toml: {sorted(holding - declared)}"
+    assert holding - declared == {"mmspec.app.zoo"}, "all but the trainers of the embedded models, for developers"
+
+
+@pytest.mark.parametrize("source", [source for source in SOURCES if not source.startswith(("app/zoo/", "app/cli"))])
+def test_nothing_needs_the_trainers_of_the_embedded_models(source: str):
+    assert "mmspec.app.zoo" not in (ROOT / source).read_text(encoding="utf-8")
+
+
+def test_a_verb_that_is_not_installed_says_how_to_get_it(monkeypatch, capsys):
+    monkeypatch.setitem(cli.COMMANDS, "zoo", ("mmspec.app.absent.command", "train"))
+    with pytest.raises(SystemExit):
+        cli.main(["zoo"])
+    assert "run `make zoo` in a clone of mmspec" in capsys.readouterr().err
 
 
 def test_importing_the_face_is_light():

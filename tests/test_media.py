@@ -14,9 +14,9 @@ from hostile import GREEN, RED, bomb, encoded, noise, rotated
 from PIL import Image, ImageFile
 
 from mmspec import media
-from mmspec.app.caption.decoder import Decoder
-from mmspec.app.caption.items import FileSource, Item
-from mmspec.app.caption.video import FramePolicy
+from mmspec.app.media.decoder import Decoder
+from mmspec.app.media.items import FileSource, Item
+from mmspec.app.media.video import FramePolicy
 from mmspec.media import Media, MediaError, MediaLimits
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mmspec.app.caption.items import IMAGE, FileSource, Item
 from mmspec.app.caption.prompts import PromptChoice, PromptError, Prompts
+from mmspec.app.media.items import IMAGE, FileSource, Item
 
 
 def item(name: str = "birds/red/1.jpg", **more) -> Item:

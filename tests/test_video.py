@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mmspec.app.caption import video
-from mmspec.app.caption.video import FramePolicy
+from mmspec.app.media import video
+from mmspec.app.media.video import FramePolicy
 from mmspec.media import MediaError, MediaLimits
 
 KINDS = {  # what is tested of what PyAV's wheels can write

@@ -13,10 +13,9 @@ from PIL import Image
 
 from mmspec.app import embedded
 from mmspec.app.caption.prompts import PromptChoice
-from mmspec.app.zoo import score
-from mmspec.app.zoo.score import Stated
-from mmspec.zoo import pictures, scenes
+from mmspec.zoo import pictures, scenes, score
 from mmspec.zoo.pictures import Picture
+from mmspec.zoo.score import Stated
 
 BATCH = 16
 ATTRIBUTES = ("size", "texture", "colour", "shape")

@@ -31,9 +31,9 @@ from mmspec.app.bench.image_bench import ImageBench, ImagePrompts
 from mmspec.app.bench.image_methods import ImageMethod, lossless, relaxed, swept
 from mmspec.app.bench.judge import Judge
 from mmspec.app.bench.report import Record
-from mmspec.app.caption.inputs import images
 from mmspec.app.engine import EngineError, first_line
 from mmspec.app.mar import draws
+from mmspec.app.media.inputs import images
 from mmspec.app.options import where
 from mmspec.app.painter import ImageSubject, load, sheet
 from mmspec.app.provenance import provenance

@@ -11,7 +11,7 @@ from typing import Any
 from PIL import Image
 
 from mmspec.app.bench.command import BenchError
-from mmspec.app.caption.inputs import images
+from mmspec.app.media.inputs import images
 from mmspec.media import decode, load_image
 
 FIELDS = {  # what a question list may call its fields, the first one that is filled counts

@@ -18,8 +18,6 @@ from mmspec import zoo
 from mmspec.app import embedded
 from mmspec.app.caption import flags, report, settings
 from mmspec.app.caption.finals import FAILURES, OutputError
-from mmspec.app.caption.inputs import Inputs, open_inputs
-from mmspec.app.caption.items import VIDEO
 from mmspec.app.caption.journal import write_whole
 from mmspec.app.caption.model import FatalError
 from mmspec.app.caption.outputs import Outputs
@@ -29,6 +27,8 @@ from mmspec.app.caption.report import RunTally, TooManyErrorsError, plain
 from mmspec.app.caption.run import Job
 from mmspec.app.caption.settings import BESIDE, SettingsError
 from mmspec.app.caption.workers import Alone, Processes, dispatch, places
+from mmspec.app.media.inputs import Inputs, open_inputs
+from mmspec.app.media.items import VIDEO
 from mmspec.media import MediaError
 
 OK, FATAL, SENSELESS, SOME_FAILED, INTERRUPTED, TERMINATED = 0, 1, 2, 3, 130, 143

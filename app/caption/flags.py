@@ -10,10 +10,10 @@ from typing import Any
 
 from mmspec import media
 from mmspec.app import embedded
-from mmspec.app.caption import video
-from mmspec.app.caption.items import kind_of
 from mmspec.app.caption.settings import AUTO, ENGINE, Flags
 from mmspec.app.extras import installing
+from mmspec.app.media import video
+from mmspec.app.media.items import kind_of
 from mmspec.app.options import DTYPES, count
 
 ON_EXISTING = ("skip", "overwrite", "append", "prepend")

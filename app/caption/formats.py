@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from mmspec.app.caption.items import HEAD, VIDEO, FileSource, Source, kind_of, need, sniff
 from mmspec.app.caption.journal import Record, line_of
+from mmspec.app.media.items import HEAD, VIDEO, FileSource, Source, kind_of, need, sniff
 from mmspec.media import MAX_BYTES, MediaError
 
 OURS = "ask"  # only records of our own have it; what others wrote into metadata.jsonl is kept as it is

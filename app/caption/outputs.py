@@ -14,8 +14,8 @@ from typing import Any
 
 from mmspec.app.caption import formats
 from mmspec.app.caption.finals import FAILURES, MERGED, Finals, OutputError
-from mmspec.app.caption.items import Source
 from mmspec.app.caption.journal import FAILED, Journal, Ledger, Record, digest, hold, line_of, parse, write_whole
+from mmspec.app.media.items import Source
 
 STATE = ".mmspec"  # folder in the output folder: journals, locks, the resolved options
 LONGEST = 2**20  # bytes of a caption file that are looked at; a longer one is not ours

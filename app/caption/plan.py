@@ -8,12 +8,12 @@ import hashlib
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from mmspec.app.caption.inputs import Inputs
-from mmspec.app.caption.items import VIDEO, Item
 from mmspec.app.caption.journal import Record, digest
 from mmspec.app.caption.outputs import OutputError, Outputs, Sidecars, UnwritableTextError
 from mmspec.app.caption.prompts import PromptChoice, Prompts
 from mmspec.app.caption.settings import Settings
+from mmspec.app.media.inputs import Inputs
+from mmspec.app.media.items import VIDEO, Item
 from mmspec.media import MediaError
 
 

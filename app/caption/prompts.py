@@ -12,7 +12,7 @@ from itertools import accumulate
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from mmspec.app.caption.items import Item
+from mmspec.app.media.items import Item
 
 VARIABLES = ("name", "dir", "tags", "existing")
 FORM = 'a text file has one prompt a line, or "2.5<TAB>prompt" with its weight; JSON is a list of "prompt" or '

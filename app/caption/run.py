@@ -11,14 +11,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mmspec.app.caption.decoder import AHEAD, Decoder, DecoderError
 from mmspec.app.caption.journal import Record, digest, key
 from mmspec.app.caption.model import FatalError, area_for, dtype_of, load, peak_memory, rows_for
 from mmspec.app.caption.outputs import UnwritableTextError, Writer, combined, facts_of
 from mmspec.app.caption.plan import Task, frame_policy
 from mmspec.app.caption.settings import Settings
 from mmspec.app.caption.twins import Twins
-from mmspec.app.caption.video import FramePolicy
+from mmspec.app.media.decoder import AHEAD, Decoder, DecoderError
+from mmspec.app.media.video import FramePolicy
 from mmspec.media import Media, MediaLimits
 
 PATIENCE = 5  # items on which a model that has never answered may fail before the run is given up

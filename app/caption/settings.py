@@ -12,8 +12,8 @@ from typing import Any
 import yaml
 
 from mmspec.app import embedded
-from mmspec.app.caption import video
 from mmspec.app.caption.journal import key
+from mmspec.app.media import video
 
 BESIDE, AUTO = "beside", "auto"
 PROMPT = "Describe this image in two or three sentences."  # for models other than the embedded one

@@ -12,7 +12,7 @@ from typing import Any
 
 from mmspec import media, zoo
 from mmspec.app import embedded
-from mmspec.app.caption import inputs, items
+from mmspec.app.media import inputs, items
 from mmspec.app.options import where
 
 ABOUT = (

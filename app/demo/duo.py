@@ -13,7 +13,6 @@ import torch
 from PIL import Image
 
 import mmspec
-from mmspec.app.caption.decoder import Decoder
 from mmspec.app.demo.answer import (
     DONE,
     PICTURE,
@@ -29,6 +28,7 @@ from mmspec.app.demo.answer import (
 from mmspec.app.demo.desk import RefusedError
 from mmspec.app.demo.sight import look_at
 from mmspec.app.engine import Engine, wait
+from mmspec.app.media.decoder import Decoder
 from mmspec.pipelines.prompts import chat_inputs
 from mmspec.pipelines.serving.batcher import answer_length
 from mmspec.pipelines.serving.stream import stream

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from PIL import Image
 
-from mmspec.app.caption.decoder import Decoder
-from mmspec.app.caption.items import FileSource, Item
-from mmspec.app.caption.video import FramePolicy
 from mmspec.app.demo.answer import MAX_FRAMES, PICTURE, Ask
 from mmspec.app.demo.desk import RefusedError
+from mmspec.app.media.decoder import Decoder
+from mmspec.app.media.items import FileSource, Item
+from mmspec.app.media.video import FramePolicy
 from mmspec.media import MediaError, MediaLimits
 
 # What a phone takes is let in, and made smaller before it leaves the process that decodes it.

@@ -14,8 +14,8 @@ from PIL import Image
 from transformers import LlavaForConditionalGeneration, LlavaProcessor
 
 from mmspec import zoo
-from mmspec.app.zoo import card, score
-from mmspec.zoo import clips, language, scenes
+from mmspec.app.zoo import card
+from mmspec.zoo import clips, language, scenes, score
 from mmspec.zoo.recipes import VlmRecipe
 from mmspec.zoo.scenes import Scene
 

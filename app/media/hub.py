@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from mmspec import media
-from mmspec.app.caption.items import VIDEO, DatasetSource, Item, need
-from mmspec.app.caption.tables import CHUNK, Columns, kind_by_name
+from mmspec.app.media.items import VIDEO, DatasetSource, Item, need
+from mmspec.app.media.tables import CHUNK, Columns, kind_by_name
 from mmspec.media import MediaError
 
 

@@ -11,8 +11,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, ClassVar
 
-from mmspec.app.caption.items import Item, TarSource, broken, kind_of
-from mmspec.app.caption.tables import Columns, tags_of, text_of
+from mmspec.app.media.items import Item, TarSource, broken, kind_of
+from mmspec.app.media.tables import Columns, tags_of, text_of
 from mmspec.media import MediaError
 
 EXTENSIONS = {".tar"}

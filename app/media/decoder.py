@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from PIL import Image
 
-from mmspec.app.caption.decode_worker import DecodeOrder, label, read, receive, send, serve
-from mmspec.app.caption.video import FramePolicy
+from mmspec.app.media.decode_worker import DecodeOrder, label, read, receive, send, serve
+from mmspec.app.media.video import FramePolicy
 from mmspec.media import Media, MediaError, MediaLimits, raising
 
 if TYPE_CHECKING:
-    from mmspec.app.caption.items import Item
+    from mmspec.app.media.items import Item
 
 AHEAD = 4  # items in hand per worker process, whether waiting, running or finished
 HELD_BYTES = 512 * 2**20  # of finished frames nobody has taken yet; above, nothing new is begun

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 from PIL import Image
 
 from mmspec import media
-from mmspec.app.caption import video
-from mmspec.app.caption.video import FramePolicy
+from mmspec.app.media import video
+from mmspec.app.media.video import FramePolicy
 from mmspec.media import Media, MediaError, MediaLimits
 
 if TYPE_CHECKING:
-    from mmspec.app.caption.items import Item
+    from mmspec.app.media.items import Item
 
 LENGTH = struct.Struct("<Q")
 

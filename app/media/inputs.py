@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Protocol
 
 from mmspec import media
-from mmspec.app.caption import hub, tables, tars
-from mmspec.app.caption.items import HEAD, IMAGE, VIDEO_EXTENSIONS, Item, broken, file_item, kind_of, need, sniff
-from mmspec.app.caption.tables import Columns
+from mmspec.app.media import hub, tables, tars
+from mmspec.app.media.items import HEAD, IMAGE, VIDEO_EXTENSIONS, Item, broken, file_item, kind_of, need, sniff
+from mmspec.app.media.tables import Columns
 from mmspec.media import MediaError
 
 KNOWN = (

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from mmspec import media
-from mmspec.app.caption.items import IMAGE, VIDEO, Item, ParquetSource, broken, file_item, kind_of, need
+from mmspec.app.media.items import IMAGE, VIDEO, Item, ParquetSource, broken, file_item, kind_of, need
 from mmspec.media import COPY_AGAIN, MediaError
 
 LISTS, LINES, SHEETS, PARQUETS = {".txt", ".lst"}, {".jsonl", ".ndjson"}, {".csv", ".tsv"}, {".parquet"}
