@@ -1,5 +1,6 @@
 # Every verb sets up what it needs by itself: a virtual environment in .venv, filled once per change of pyproject.toml.
 #   make test                     make caption IN=photos ARGS="--model llava-hf/llava-1.5-7b-hf"
+# JOBS=... says how many processes share the tests, 0 being none (for --pdb and -s).
 # PYTHON=... names the interpreter, VENV=... another environment (one that has torch already spares the download).
 
 VENV ?= .venv
@@ -7,7 +8,9 @@ RUN := $(VENV)/bin
 IN ?=
 PROMPT ?= a small red striped circle left of a large blue square on a grey background
 ARGS ?=
+JOBS ?= 2
 OFFLINE := HF_HUB_OFFLINE=1
+TESTS = $(OFFLINE) $(RUN)/python -m pytest -n $(JOBS) --dist loadfile
 
 .PHONY: help check types test test-all bench demo caption generate zoo docs
 .DELETE_ON_ERROR:
@@ -26,10 +29,10 @@ types: $(VENV)/.mmspec-dev
 	$(RUN)/mypy
 
 test: $(VENV)/.mmspec-dev
-	$(OFFLINE) $(RUN)/python -m pytest $(ARGS)
+	$(TESTS) $(ARGS)
 
 test-all: $(VENV)/.mmspec-dev
-	$(OFFLINE) $(RUN)/python -m pytest --full $(ARGS)
+	$(TESTS) --full $(ARGS)
 
 bench: $(VENV)/.mmspec-dev
 	$(OFFLINE) $(RUN)/python -m mmspec.app.cli bench vlm --json benchmarks/results/vlm.json $(ARGS)

@@ -1,9 +1,11 @@
-"""Settings of all tests: offline, few threads, one seed, and the combinations that only `--full` runs."""
+"""Settings of all tests: offline, one thread, one seed, what they may cost, and what only `--full` runs."""
 
 import gc
 import os
+from collections.abc import Generator
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["OMP_NUM_THREADS"] = "1"  # tiny models leave a second thread nothing to do; for started processes, too
 
 import pytest
 import torch
@@ -11,7 +13,10 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton, as transformers does
 
-torch.set_num_threads(min(2, torch.get_num_threads()))
+torch.set_num_threads(1)
+
+BUDGET = 18 * 60  # seconds of processor time for all tests without `--full`; above it the dearest are named
+BEGAN = pytest.StashKey[float]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -24,6 +29,36 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("full"):
             item.add_marker(pytest.mark.skip(reason="runs with --full (make test-all)"))
+
+
+def spent() -> float:
+    """Seconds of processor time so far, those of started processes that have ended included."""
+    return sum(os.times()[:4])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    item.stash[BEGAN] = spent()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if call.when == "teardown":
+        report.cost = spent() - item.stash[BEGAN]
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    costs = {r.nodeid: r.cost for some in terminalreporter.stats.values() for r in some if hasattr(r, "cost")}
+    whole = sum(costs.values())
+    terminalreporter.write_line(f"{whole:.0f} s of processor time in tests; at most {BUDGET} are to be needed")
+    if whole > BUDGET and not config.getoption("--full"):
+        for name in sorted(costs, key=costs.__getitem__, reverse=True)[:20]:
+            terminalreporter.write_line(f"{costs[name]:6.1f} s  {name}")
 
 
 def pytest_sessionfinish() -> None:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from io import StringIO
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -11,10 +15,10 @@ import pytest
 import torch
 
 from mmspec.app import cli
-from mmspec.app.bench import shapes
+from mmspec.app.bench import command, shapes
 from mmspec.app.bench.shapes import ShapeCell
 from mmspec.app.bench.shapes_models import MODELS, REAL, TOY, Chat, Latents, on_paper
-from mmspec.app.bench.shapes_ways import Cost, ShapeMethod, load
+from mmspec.app.bench.shapes_ways import ChatWays, CodesWays, Cost, LatentsWays, ShapeMethod, load
 from mmspec.kernels import dispatch
 from mmspec.piecewise import capture
 from mmspec.pipelines.targets import compiled_cache as trusted
@@ -34,14 +38,57 @@ DRAFTED = {
     "llamagen-xl": ["jacobi 32"],
     "mar-h": ["self 8", "draft 8"],
 }
+WHERE = {ChatWays: "bench.model", CodesWays: "bench.painter.pipe.transformer", LatentsWays: "model"}
+COMPILED = ["llamagen-xl", "llava-1.5-7b", "mar-h"]  # by default the first
 PLAIN = {name: ["stock", "fast head"] if name == "mar-h" else ["stock"] for name in MODELS}
 
 
-def run(out: Path, *words: str) -> list[dict[str, Any]]:
-    """The records of a run with the least there is to do."""
+@dataclass(frozen=True)
+class Measured:
+    """A run over some models: its file, what it printed, and at each model built and at the end whether those before
+    were gone."""
+
+    written: dict[str, Any]
+    said: str
+    gone: list[bool]
+
+    def of(self, model: str) -> list[dict[str, Any]]:
+        return [r for r in self.written["records"] if r["model"] == model]
+
+
+def run(out: Path, *words: str) -> Measured:
+    """With the least there is to do; what compilers make of it is left out: pieces and graphs run as they are."""
     given = ["--contexts", "64", "--batch", "2", "--tokens", "3", "--repeats", "1", "--device", "cpu", *words]
-    assert cli.main(["bench", "shapes", "--sizes", TOY, "--json", str(out), *given]) == 0
-    return json.loads(out.read_text())["records"]
+    compiler, build, held, gone = torch.compile, shapes.shapes_ways.load, list[Any](), list[bool]()
+
+    def left() -> bool:
+        return all(one() is None for one in held)
+
+    def loaded(*given: Any) -> Any:
+        gone.append(left())
+        subject = build(*given)
+        held.append(ref(attrgetter(WHERE[type(subject)])(subject)))
+        return subject
+
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as said:
+        patch.setattr(command, "PEAKS", 1)
+        patch.setattr(torch, "compile", lambda f, **_: compiler(f, backend="eager", dynamic=False))
+        patch.setattr(capture, "inductor", lambda piece, examples: piece)
+        patch.setattr(trusted, "_OF", WeakKeyDictionary())
+        patch.setattr(shapes.shapes_ways, "load", loaded)
+        assert cli.main(["bench", "shapes", "--sizes", TOY, "--json", str(out), *given]) == 0
+    return Measured(json.loads(out.read_text()), said.getvalue(), [*gone, left()])
+
+
+@pytest.fixture(scope="module")
+def eager(tmp_path_factory: pytest.TempPathFactory) -> Measured:
+    return run(tmp_path_factory.mktemp("eager") / "out.json", "--no-compile")
+
+
+@pytest.fixture(scope="module")
+def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Measured:
+    names = COMPILED[: None if request.config.getoption("--full") else 1]
+    return run(tmp_path_factory.mktemp("compiled") / "out.json", "--models", *names, "--compile")
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -65,27 +112,21 @@ def test_drafters_draft_the_published_trees(sizes):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_cell_has_c_of_every_way(name, tmp_path, capsys):
-    records = run(tmp_path / "out.json", "--models", name, "--no-compile")
+def test_a_cell_has_c_of_every_way(name, eager):
+    records = eager.of(name)
     assert [r["method"] for r in records] == [*PLAIN[name], *DRAFTED[name]]
     assert [r["method"] for r in records if r["stock_path"]] == PLAIN[name]
     for r in records:
         assert r["c"] == pytest.approx(r["step_ms"] / records[0]["step_ms"]) and r["c"] > 0 and not r["note"]
         assert r["tokens_per_target_call"] >= 1 and r["n"] == 1
     assert records[0]["c"] == 1 and all(r["parts_ms"] for r in records[1:] if "mar" not in name)
-    out = json.loads((tmp_path / "out.json").read_text())
-    assert out["provenance"]["real sizes"] == "unmeasured: needs a GPU" and out["provenance"]["sizes"] == TOY
-    assert f"toy of {name}" in capsys.readouterr().out
+    assert eager.written["provenance"]["real sizes"] == "unmeasured: needs a GPU"
+    assert eager.written["provenance"]["sizes"] == TOY and f"toy of {name}" in eager.said
 
 
-@pytest.mark.parametrize("name", ["llamagen-xl", *(pytest.param(n, marks=FULL) for n in ("llava-1.5-7b", "mar-h"))])
-def test_compiled_ways_stand_beside_the_eager_ones(name, tmp_path, monkeypatch):
-    """What the compilers make of it is left out: pieces and graphs run as they are."""
-    compiler = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f, **_: compiler(f, backend="eager", dynamic=False))
-    monkeypatch.setattr(capture, "inductor", lambda piece, examples: piece)
-    monkeypatch.setattr(trusted, "_OF", WeakKeyDictionary())
-    records = {r["method"]: r for r in run(tmp_path / "out.json", "--models", name, "--compile")}
+@pytest.mark.parametrize("name", [COMPILED[0], *(pytest.param(n, marks=FULL) for n in COMPILED[1:])])
+def test_compiled_ways_stand_beside_the_eager_ones(name, compiled):
+    records = {r["method"]: r for r in compiled.of(name)}
     known = {f"{m}{how}" for m in (*PLAIN[name], *DRAFTED[name]) for how in ("", " compiled")}
     assert set(records) == known - ({"stock compiled"} if name == "mar-h" else set())
     assert all(r["c"] > 0 and not r["note"] for r in records.values())
@@ -133,25 +174,10 @@ def test_the_figures_of_a_cell():
     assert msd["c"] is None and msd["note"] == "failed: RuntimeError: no room"
 
 
-@pytest.mark.parametrize("how", ["--no-compile", pytest.param("--compile", marks=FULL)])
-def test_a_model_goes_before_the_next_is_built(how, tmp_path, monkeypatch):
-    compiler, held, build = torch.compile, list[Any](), shapes.shapes_ways.load
-    monkeypatch.setattr(torch, "compile", lambda f, **_: compiler(f, backend="eager", dynamic=False))
-    monkeypatch.setattr(capture, "inductor", lambda piece, examples: piece)
-
-    def gone() -> bool:
-        return all(one() is None for one in held)
-
-    def loaded(shape: Any, *given: Any) -> Any:
-        assert gone(), "the model before is still there"
-        subject = build(shape, *given)
-        model = subject.bench.model if isinstance(shape, Chat) else subject.bench.painter.pipe.transformer
-        held.append(ref(model))
-        return subject
-
-    monkeypatch.setattr(shapes.shapes_ways, "load", loaded)
-    run(tmp_path / "out.json", "--models", "llamagen-xl", "llava-1.5-7b", how)
-    assert len(held) == 2 and gone()
+@pytest.mark.parametrize(("how", "count"), [("eager", 4), pytest.param("compiled", 3, marks=FULL)])
+def test_a_model_goes_before_the_next_is_built(how, count, request):
+    measured = request.getfixturevalue(how)
+    assert measured.gone == [True] * (count + 1), "the model before is still there"
 
 
 def test_contexts_end_where_a_model_does():
@@ -160,10 +186,11 @@ def test_contexts_end_where_a_model_does():
 
 
 def test_what_is_too_long_or_too_large_is_told_and_not_built(tmp_path, monkeypatch):
-    monkeypatch.setattr(shapes.shapes_ways, "load", lambda *given: pytest.fail("nothing is to be built"))
     words = ("--models", "llava-1.5-7b", "--contexts", "64", "256")
     monkeypatch.setattr(shapes, "free_memory", lambda device: 10**6)
-    small, long = run(tmp_path / "out.json", *words)
+    told = run(tmp_path / "out.json", *words)
+    (small, long), built = told.written["records"], told.gone[:-1]
+    assert not built
     assert small["note"].startswith("not measured: needs 0.0 GiB for weights and caches alone") and small["c"] is None
     assert long["note"] == "not measured: beyond 128 positions"
     needs = shapes.refusal(ShapeCell("qwen2.5-vl-7b", REAL, 16384, 16), 9_000_000_000, torch.bfloat16, 40 * 2**30)
