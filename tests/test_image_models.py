@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import cache
 from typing import Any
 
 import image_targets
@@ -58,12 +59,18 @@ def drafter(name: str, how: str, call: dict[str, Any], answer: Tensor) -> Any:
 # -- greedy ----------------------------------------------------------------------------------------------------------
 
 
+@cache
+def greedy(name: str, rows: int) -> tuple[dict[str, Any], Tensor]:
+    """A call and what plain decoding makes of it."""
+    call = PAINTERS[name].call(rows)
+    return call, plain(name, call)
+
+
 @pytest.mark.parametrize(("name", "how"), cases(PAINTERS, ["jacobi", *HOSTILE, *KNOWING]))
 def test_greedy_is_token_identical(name: str, how: str) -> None:
     model = image_targets.model(name)
     for rows in (1, 3):
-        call = PAINTERS[name].call(rows)
-        expected = plain(name, call)
+        call, expected = greedy(name, rows)
         with mmspec.enable(model, drafter=drafter(name, how, call, expected)) as handle:
             assert torch.equal(draw(model, call), expected)
         tau = handle.stats.tokens_per_target_call
@@ -101,17 +108,32 @@ def seeded(model: Any, call: dict[str, Any], **options: Any) -> tuple[Tensor, Te
     return tokens, torch.get_rng_state()
 
 
+@cache
+def sampled(name: str, rows: int, how: str) -> tuple[dict[str, Any], Tensor, Tensor]:
+    """A call, and what stock sampling makes of it and of torch's generator."""
+    model, call = image_targets.model(name), PAINTERS[name].call(rows)
+    expected, state = seeded(model, call, **SAMPLING[how])
+    assert not torch.equal(expected, greedy(name, rows)[1])
+    return call, expected, state
+
+
 @pytest.mark.parametrize(("name", "how"), cases(STOCK, ["jacobi", "ngram", "random tree", "drawn", "eagle chain"]))
 def test_the_same_seed_gives_the_stock_picture(name: str, how: str) -> None:
     model = image_targets.model(name)
-    for rows, options in zip((1, 3), SAMPLING.values(), strict=True):
-        call = PAINTERS[name].call(rows)
-        expected, state = seeded(model, call, **options)
+    for rows, (sampling, options) in zip((1, 3), SAMPLING.items(), strict=True):
+        call, expected, state = sampled(name, rows, sampling)
         with mmspec.enable(model, drafter=drafter(name, how, call, expected), reproducible=True):
             tokens, after = seeded(model, call, **options)
         assert torch.equal(tokens, expected)
         assert torch.equal(after, state), "torch's generator is not where stock leaves it"
-        assert not torch.equal(expected, draw(model, call, do_sample=False))
+
+
+@cache
+def sampled_text(name: str, kind: str) -> tuple[dict[str, Any], int, Tensor, Tensor]:
+    """A call, a token at which a row ends early, and what stock sampling makes of the two."""
+    model, call = targets.model(name), targets.prompt(name, kind)
+    eos = int(seeded(model, call, max_new_tokens=24)[0][0, -15])
+    return call, eos, *seeded(model, call, max_new_tokens=24, eos_token_id=eos)
 
 
 @pytest.mark.parametrize(
@@ -121,9 +143,7 @@ def test_the_same_seed_gives_the_stock_text(name: str, how: str) -> None:
     """Also for text about pictures, and for rows that end before the others."""
     model = targets.model(name)
     for kind in ("image first", "ragged"):
-        call = targets.prompt(name, kind)
-        eos = int(seeded(model, call, max_new_tokens=24)[0][0, -15])
-        expected, state = seeded(model, call, max_new_tokens=24, eos_token_id=eos)
+        call, eos, expected, state = sampled_text(name, kind)
         made = how if how == "jacobi" else DRAFTERS[how](model, Oracle({}))
         with mmspec.enable(model, drafter=made, reproducible=True):
             tokens, after = seeded(model, call, max_new_tokens=24, eos_token_id=eos)
