@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from transformers import LlavaForConditionalGeneration, LlavaProcessor
 
 from mmspec import zoo
 from mmspec.app.train import train
@@ -60,13 +59,12 @@ def train_vlm(recipe: VlmRecipe, out_dir: Path, resume: bool = True, work: Path 
         forget(work)
     say = journal(work / "log.txt")
     if recipe.start is not None:
-        processor = LlavaProcessor.from_pretrained(zoo.path(recipe.start))
-        model = LlavaForConditionalGeneration.from_pretrained(zoo.path(recipe.start), dtype=torch.float32)
+        processor, model = evaluate.load(zoo.path(recipe.start))
     else:
         processor = zoo_vlm.build_processor(recipe, zoo_vlm.build_tokenizer(recipe))
         tower = zoo_vlm.train_tower(recipe, work, say)
         model = zoo_vlm.build_model(recipe)
-        model.model.vision_tower.load_state_dict(tower.state_dict())
+        zoo_vlm.kind(recipe).tower_of(model).load_state_dict(tower.state_dict())
 
     if recipe.watching is not None:
         zoo_watch.train(recipe, model, work, say)
@@ -113,9 +111,8 @@ def train_drafter(recipe: DrafterRecipe, out_dir: Path, work: Path) -> None:
         model, processor = LlamaGenPipeline.from_pretrained(target, torch_dtype=torch.float32), None
         model.set_progress_bar_config(disable=True)
     else:
-        model = LlavaForConditionalGeneration.from_pretrained(target, dtype=torch.float32)
+        processor, model = evaluate.load(target)
         model.config._name_or_path = recipe.target
-        processor = LlavaProcessor.from_pretrained(target)
     drafter = train(
         model, processor, recipe.method, recipe.data, work, how, intermediate=recipe.intermediate, shape=recipe.shape,
         answers=work.parent / f"{recipe.target}-answers", keep=0.0 if draws else TRACES,

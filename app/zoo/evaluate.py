@@ -11,7 +11,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from PIL import Image
-from transformers import LlavaForConditionalGeneration, LlavaProcessor
+from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from mmspec import zoo
 from mmspec.app.zoo import card
@@ -30,10 +30,16 @@ def held_out(recipe: VlmRecipe, count: int, stream: int = 0) -> list[Scene]:
     return [scenes.draw(np.random.default_rng([recipe.seed, HELD_OUT, stream, i])) for i in range(count)]
 
 
+def load(folder: Path) -> tuple[Any, Any]:
+    """The processor and, in float32, the model of a folder."""
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    return AutoProcessor.from_pretrained(folder), model
+
+
 @torch.no_grad()
 def answer(
-    model: LlavaForConditionalGeneration,
-    processor: LlavaProcessor,
+    model: Any,
+    processor: Any,
     asked: list[tuple[list[Scene], str]],
     batch: int = 30,
 ) -> tuple[list[str], float]:
@@ -67,7 +73,7 @@ def answer(
 
 
 def score_style(
-    model: LlavaForConditionalGeneration, processor: LlavaProcessor, shown: list[Scene], style: str
+    model: Any, processor: Any, shown: list[Scene], style: str
 ) -> dict:
     """Shares of right facts (with how many there were) in the captions of one style, and examples."""
     texts, tokens = answer(model, processor, [([scene], language.PROMPTS[style]) for scene in shown])
@@ -83,7 +89,7 @@ def score_style(
 
 
 def score_questions(
-    model: LlavaForConditionalGeneration, processor: LlavaProcessor, recipe: VlmRecipe, shown: list[Scene], pairs: bool
+    model: Any, processor: Any, recipe: VlmRecipe, shown: list[Scene], pairs: bool
 ) -> dict[str, tuple[int, int]]:
     """Exactly right answers by kind of question."""
     rng = np.random.default_rng([recipe.seed, HELD_OUT, 9, int(pairs)])
@@ -105,7 +111,7 @@ def score_questions(
     return dict(sorted(scores.items()))
 
 
-def score_clips(model: LlavaForConditionalGeneration, processor: LlavaProcessor, count: int, frames: int) -> dict:
+def score_clips(model: Any, processor: Any, count: int, frames: int) -> dict:
     """Shares of right facts in the captions of held-out clips of so many frames, and examples."""
     held = clips.held_out(count)
     asked = [([clips.at(clip, time) for time in clips.moments(frames)], clips.PROMPTS[0]) for clip in held]
@@ -125,7 +131,7 @@ def sees_clips(recipe: VlmRecipe) -> bool:
     return any(turn.kind == "clip" for stage in recipe.stages for turn in stage.turns)
 
 
-def glance(recipe: VlmRecipe, model: LlavaForConditionalGeneration, processor: LlavaProcessor, count: int = 30) -> str:
+def glance(recipe: VlmRecipe, model: Any, processor: Any, count: int = 30) -> str:
     """One line on a few held-out scenes, for the log of a running training."""
     was_training = model.training
     model.eval()
@@ -141,8 +147,7 @@ def glance(recipe: VlmRecipe, model: LlavaForConditionalGeneration, processor: L
 
 def evaluate(recipe: VlmRecipe, folder: Path, work: Path, count: int) -> dict:
     """Score the exported model in float32 on `count` held-out scenes; write results.json, README.md and the samples."""
-    model = LlavaForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
-    processor = LlavaProcessor.from_pretrained(folder)
+    processor, model = load(folder)
     shown, begun = held_out(recipe, count), time.monotonic()
     results = {
         "short": score_style(model, processor, shown, "short"),

@@ -20,6 +20,29 @@ Encode = Callable[[str], list[int]]
 
 
 @dataclass(frozen=True)
+class Frame:
+    """The tokens around each picture of a prompt, and the special tokens that a model has beside SPECIAL."""
+
+    before: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+    special: tuple[str, ...] = ()
+
+
+def chat_template(image: str) -> str:
+    """Jinja of a conversation whose pictures are written as `image`."""
+    return (
+        "{{ '<bos>' }}{% for message in messages %}"
+        "{% if message.role == 'assistant' %}{{ '<assistant>' }}{% else %}{{ '<user>' }}{% endif %}"
+        "{% if message.content is string %}{{ message.content | trim }}{% else %}"
+        "{% for part in message.content %}{% if part.type == 'image' %}" + image + "{% endif %}{% endfor %}"
+        "{% for part in message.content %}{% if part.type == 'text' %}{{ part.text | trim }}{% endif %}{% endfor %}"
+        "{% endif %}"
+        "{% if message.role == 'assistant' %}{{ '<eos>' }}{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+    )
+
+
+@dataclass(frozen=True)
 class Packed:
     """One batch; S = prefix and slots. `labels` holds the token to be predicted *after* each position, or IGNORED."""
 
@@ -28,12 +51,16 @@ class Packed:
     positions: torch.Tensor  # [B, S], restarting behind the prefix in every branch
     branches: torch.Tensor  # [B, S]
 
-    def mask(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Additive mask, 0 where a query may look: [B, 1, S, S]."""
+    def seen(self) -> torch.Tensor:
+        """Where a position may look, bool [B, S, S]: at the prefix, and at what stands before it in its branch."""
         length = self.ids.shape[1]
         causal = torch.ones(length, length, dtype=torch.bool).tril()
         own = self.branches[:, :, None] == self.branches[:, None]
-        seen = causal & (own | (self.branches == 0)[:, None])
+        return causal & (own | (self.branches == 0)[:, None])
+
+    def mask(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Additive mask, 0 where a query may look: [B, 1, S, S]."""
+        seen = self.seen()
         return torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, -1e9)[:, None]
 
 
@@ -49,9 +76,11 @@ def branch(exchanges: list[Exchange], encode: Encode) -> tuple[list[int], list[b
     return ids, said
 
 
-def pack(rows: list[list[tuple[list[int], list[bool]]]], images: int, tokens_per_image: int, slots: int) -> Packed:
+def pack(
+    rows: list[list[tuple[list[int], list[bool]]]], images: int, tokens_per_image: int, slots: int, frame: Frame
+) -> Packed:
     """Rows of branches as tensors; branches that do not fit into `slots` any more are left out."""
-    prefix = [BOS, USER] + [IMAGE] * (images * tokens_per_image)
+    prefix = [BOS, USER] + [*frame.before, *[IMAGE] * tokens_per_image, *frame.after] * images
     start, shape = len(prefix), (len(rows), len(prefix) + slots)
     ids, labels = np.full(shape, PAD), np.full(shape, IGNORED)
     branches, positions = np.full(shape, PADDING), np.zeros(shape, np.int64)
@@ -70,7 +99,7 @@ def pack(rows: list[list[tuple[list[int], list[bool]]]], images: int, tokens_per
 
 
 def draw_batch(
-    recipe: VlmRecipe, mix: Mix, turn: DialogueTurn, rows: int, encode: Encode, seed: list[int]
+    recipe: VlmRecipe, mix: Mix, turn: DialogueTurn, rows: int, encode: Encode, seed: list[int], frame: Frame
 ) -> tuple[list[Scene], Packed]:
     """The batch of one step: its scenes (the pictures of a row stand together) and its packed texts."""
     rng = np.random.default_rng(seed)
@@ -81,7 +110,7 @@ def draw_batch(
         shown += here
         parts.append(_row(rng, first, ask, turn.slots, encode))
     tokens_per_image = (scenes.SIDE // recipe.vision.patch) ** 2
-    return shown, pack(parts, turn.pictures, tokens_per_image, turn.slots)
+    return shown, pack(parts, turn.pictures, tokens_per_image, turn.slots, frame)
 
 
 def _row(

@@ -1,14 +1,14 @@
 """First stage of a zoo VLM: the vision tower alone learns what stands in every cell of the grid, by auxiliary heads."""
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import CLIPVisionModel
 
 from mmspec.app.zoo import fit, sheets
 from mmspec.zoo import scenes
-from mmspec.zoo.recipes import VlmRecipe
 from mmspec.zoo.scenes import Scene
 
 FIELDS = {
@@ -48,18 +48,18 @@ class CellReader(nn.Module):
 
     cells: torch.Tensor  # of each patch
 
-    def __init__(self, tower: CLIPVisionModel, recipe: VlmRecipe):
+    def __init__(self, tower: nn.Module, see: Callable[[nn.Module, torch.Tensor], torch.Tensor], width: int, patch: int):
         super().__init__()
-        self.tower = tower
+        self.tower, self.see = tower, see
         self.classes = [len(values) for values in FIELDS.values()] + [len(scenes.BACKGROUNDS)]
-        self.norm = nn.LayerNorm(recipe.vision.width)
-        self.heads = nn.Linear(recipe.vision.width, sum(self.classes))
-        self.register_buffer("cells", cell_of_patch(recipe.vision.patch), persistent=False)
+        self.norm = nn.LayerNorm(width)
+        self.heads = nn.Linear(width, sum(self.classes))
+        self.register_buffer("cells", cell_of_patch(patch), persistent=False)
 
     def forward(self, pixel_values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Logits [B, patches, classes], one tensor per field."""
         with fit.autocast():
-            seen = self.tower(pixel_values).last_hidden_state[:, 1:]
+            seen = self.see(self.tower, pixel_values)
         return self.heads(self.norm(seen.float())).split(self.classes, -1)
 
     def loss(self, shown: list[Scene]) -> tuple[torch.Tensor, list[float]]:

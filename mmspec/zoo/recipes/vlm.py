@@ -55,6 +55,20 @@ class Language:
     vocabulary: int = 2048
 
 
+@dataclass(frozen=True)
+class Hybrid(Language):
+    """Shape of a Qwen3.5 decoder: three layers with the gated delta rule, then one with attention, and so on."""
+
+    width: int = 128
+    layers: int = 16
+    heads: int = 2
+    feed_forward: int = 256
+    head: int = 64  # width of an attention head
+    kv_heads: int = 1
+    delta_heads: int = 4
+    delta_head: int = 32
+
+
 _FACTS = (
     ("total", 0.3),
     ("count", 3.0),
@@ -165,4 +179,14 @@ SCENES_VIDEO = VlmRecipe(
     start="scenes-vlm",
     watching=Watching(),
 )  # fmt: skip
-RECIPES = {recipe.name: recipe for recipe in (SCENES_VLM, SCENES_VIDEO)}
+# A hybrid, small enough to stand beside the others.
+SCENES_HYBRID = VlmRecipe(
+    "scenes-hybrid",
+    (
+        ZooStage("decoder", 9, Schedule(steps=1500, batch=12, lr=4e-3, decay=0.7, newton_schulz=3), Mix(0.4, 2.0, False, _SETTLED), _MIXED),
+    ),
+    vision=Vision(width=96, layers=4, heads=3, feed_forward=192),
+    language=Hybrid(),
+    tower=Schedule(steps=700, batch=32, lr=3e-3, decay=0.5),
+)  # fmt: skip
+RECIPES = {recipe.name: recipe for recipe in (SCENES_VLM, SCENES_VIDEO, SCENES_HYBRID)}
