@@ -146,8 +146,8 @@ def train_decoder(
     Compiled layer by layer and with the plain attention the step is faster on a CPU; both are undone
     afterwards. `stop` breaks off the first of the stages after that many steps.
     """
-    of_kind.tower_of(model).requires_grad_(False)
     of_kind, decoder = kind(model), model.model.language_model
+    of_kind.tower_of(model).requires_grad_(False)
     of_kind.branching(model, True)
     decoder.set_attn_implementation("eager")
     for layer in decoder.layers if compiled else ():
