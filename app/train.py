@@ -29,9 +29,8 @@ KINDS = {bool: "true or false", int: "a whole number", float: "a number", tuple:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     trained = [name for name, entry in DRAFTERS.items() if entry.trained]
-    parser.add_argument(
-        "--method", choices=[*trained, *(name for name in BLOCKS if name not in trained)], default="eagle"
-    )
+    others = [name for name in BLOCKS if name not in trained]
+    parser.add_argument("--method", choices=[*trained, *others, "mtp"], default="eagle")
     parser.add_argument("--target", required=True, help="folder or hub name of the model to draft for")
     parser.add_argument(
         "--data",
@@ -133,6 +132,19 @@ def build(method: str, model: Any, intermediate: int | None, **shape: Any) -> An
     )  # fmt: skip
 
 
+def _heads(method: str, model: Any, intermediate: int | None, **shape: Any) -> Any:
+    """A multi-token-prediction head to be trained: the target's own, or a new one of its classes.
+
+    Raises:
+        ValueError: a shape; the target's classes have theirs.
+    """
+    from mmspec.pipelines.drafters.mtp import MtpDrafter
+
+    if shape or intermediate is not None:
+        raise ValueError("'mtp' trains a layer of the target's own classes, in its shape; leave --shape out")
+    return MtpDrafter.untrained(model)
+
+
 def build_for_pictures(method: str, pipe: Any, intermediate: int | None, **shape: Any) -> Any:
     """An untrained drafter in the shape of a LlamaGen's own layer, rows and columns as its positions.
 
@@ -169,7 +181,10 @@ def train(
     from mmspec.pipelines.teacher import Teacher
 
     torch.manual_seed(recipe.seed)
-    shaped = build_for_pictures if processor is None else train_block.build if method in BLOCKS else build
+    if processor is None:
+        shaped: Any = build_for_pictures
+    else:
+        shaped = _heads if method == "mtp" else train_block.build if method in BLOCKS else build
     drafter = drafter or shaped(method, model, intermediate, **(shape or {}))
     if drafter.method == "block":
         train_block.check(drafter, recipe)
@@ -179,13 +194,14 @@ def train(
     samples = read(data, limit, recipe.seed)
     texts = read(text, limit, recipe.seed) if text and recipe.texts else ()
     began = time.monotonic()
-    features, about = drafter.features, f"{drafter.config.target} {data}"
+    features, of = drafter.features, getattr(drafter.config, "target", "") or model.config._name_or_path
+    about = f"{of} {data}"
     with Teacher(model, processor, features) if processor else ImageTeacher(model, features) as teacher:
         drafter.to(model.device)
         run = Distillation(drafter, teacher, samples, recipe, out, texts, answers, about, int(keep * 2**30))
         tau = run.run()
     if run.accelerator.is_main_process:
-        save_drafter(drafter.eval(), out / "drafter")
+        write(drafter.eval(), model, out / "drafter")
         report = {
             "held_out_tau": tau,
             "minutes": (time.monotonic() - began) / 60,
@@ -201,6 +217,15 @@ def train(
         kind = "drawn chain" if recipe.overlap else "chain"
         print(f"held-out tau {tau:.2f} ({kind} of {recipe.unroll}, bonus token included); drafter in {out / 'drafter'}")
     return drafter
+
+
+def write(drafter: Any, model: Any, folder: Path) -> None:
+    """A trained drafter as files that `enable` reads; heads of the model's own classes as its checkpoint holds them."""
+    if drafter.method != "mtp":
+        return save_drafter(drafter, folder)
+    from mmspec.pipelines.drafters import mtp_files
+
+    mtp_files.save(model, drafter.heads, folder)
 
 
 def _opened(target: str, pictures: bool, dtype: torch.dtype) -> tuple[Any, Any]:
@@ -228,10 +253,11 @@ def _opened(target: str, pictures: bool, dtype: torch.dtype) -> tuple[Any, Any]:
 
 
 def run(args: argparse.Namespace) -> int:
-    config = drafter_class("block" if args.method in BLOCKS else args.method).Config
+    config = getattr(drafter_class("block" if args.method in BLOCKS else args.method), "Config", None)
+    known = {f.name: f.default for f in fields(config) if f.default is not MISSING} if config else {}
     try:
         recipe = _recipe(args)
-        shape = _values("--shape", args.shape, {f.name: f.default for f in fields(config) if f.default is not MISSING})
+        shape = _values("--shape", args.shape, known)
         device = find_device(args.device)
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         model, processor = _opened(args.target, draws(args.target, args.data), dtype)

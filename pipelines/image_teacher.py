@@ -76,4 +76,5 @@ class ImageTeacher:
         answered = (torch.arange(T, device=ids.device) >= P).expand(B, T)
         ids = torch.cat([ids.new_zeros(B, P), ids], 1)
         features, visual = unfold(torch.cat(found, -1), S), torch.zeros_like(ids)
-        return Trace(ids, unfold(embeds, S), features, unfold(hidden, S), valid, answered, visual, 1 - P)
+        positions = place.expand(B, T)[..., None]
+        return Trace(ids, unfold(embeds, S), features, unfold(hidden, S), valid, answered, visual, positions, 1 - P)

@@ -87,7 +87,10 @@ class Teacher:
         embeds = decoder[1].get("inputs_embeds")
         embeds = self.embed(ids) if embeds is None else embeds
         visual = media(ids, self.model.config, inputs)
-        return Trace(ids, embeds, torch.cat(found, -1), final, valid, answered, visual)
+        told = decoder[1].get("position_ids")
+        told = torch.arange(longest, device=device).expand_as(ids) if told is None else told
+        positions = told.movedim(0, -1) if told.dim() == 3 else told[..., None]
+        return Trace(ids, embeds, torch.cat(found, -1), final, valid, answered, visual, positions.expand(*ids.shape, -1))
 
 
 def _cut(row: list[int], ends: set[int], never: set[int]) -> list[int]:

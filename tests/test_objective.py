@@ -96,6 +96,7 @@ def trace() -> Trace:
     return Trace(
         torch.randint(V, (B, T), generator=g), torch.randn(B, T, H, generator=g), final, final, place < lengths,
         (place >= lengths - answers) & (place < lengths), torch.zeros(B, T, dtype=torch.long),
+        place.expand(B, T)[..., None],
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from mmspec.train.muon import Muon
 from mmspec.zoo.recipes import Schedule
 
 CHECKPOINT_SECONDS = 300.0
-HIDDEN = (".layers.", "_blocks.")  # in the names of a hidden layer's weights
+HIDDEN = (".layers.", "_blocks.", ".tower.blocks.")  # in the names of a hidden layer's weights
 Loss = Callable[[int], tuple[torch.Tensor, int]]  # step -> the loss and the number of tokens it cost
 
 

@@ -54,6 +54,8 @@ def losses(drafter: Any, network: Any, teacher: Teaches, trace: Trace, recipe: R
     rows = rows if rows is None or not recipe.anchors else _anchors(rows, recipe.anchors, network.training)
     masks = getattr(drafter, "masked", False)
     more = {"mask": teacher.embed(trace.ids.new_tensor([drafter.config.mask_token]))[0]} if masks else {}
+    if getattr(drafter, "positioned", False):
+        more["positions"] = trace.positions[:, :-1]
 
     def run(features: Tensor) -> list[Tensor]:
         read = trace.embeds[:, 1:], features, trace.visual[:, 1:], trace.valid[:, :-1]

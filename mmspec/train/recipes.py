@@ -195,11 +195,18 @@ DFLASH = Recipe(
 # head that learns Σ min(p, q), weighed alike.
 DSPARK = DFLASH.with_(unroll=8, step_decay=0.7788, confidence_weight=1.0)
 
+# Multi-token prediction: the losses of DeepSeek-V3 (2024, arXiv 2412.19437, §2.2) and of those who train such heads on
+# after the model: tokens alone. Ours: the distribution of the target in the place of the text's tokens, one head
+# unrolled over as many steps as it drafts, AdamW at 1e-4.
+MTP = Recipe(lr=1e-4, batch=8, clip=1.0, feature_weight=0.0, token_weight=1.0, unroll=4)
+
 # Of the embedded drafters: small enough for Muon and a high rate; the token loss leads because speed is what counts.
 SCENES_EAGLE = Recipe(
     steps=1000, batch=12, lr=3e-3, clip=1.0, muon=True, feature_weight=0.5, token_weight=1.0, unroll=5,
     sampled=0.25, max_new_tokens=256, held_out=48,
 )  # fmt: skip
+
+SCENES_MTP = SCENES_EAGLE.with_(feature_weight=0.2, unroll=6)
 
 # Of the drafters of `scenes-video`, which see the same prompts and the target's same answers. The steps are what one
 # CPU core does in the same time: a method that compresses has fewer rows to read. Losses, unroll and rates are EAGLE's
@@ -233,7 +240,9 @@ RECIPES = {
     "block": DFLASH,
     "dflash": DFLASH,
     "dspark": DSPARK,
+    "mtp": MTP,
     "scenes-eagle": SCENES_EAGLE,
+    "scenes-mtp": SCENES_MTP,
     **SCENES_VIDEO,
     "eagle-image": IMAGE_EAGLE,
     "scenes-image-eagle": SCENES_IMAGE_EAGLE,

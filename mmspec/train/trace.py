@@ -23,6 +23,7 @@ class Trace:
     valid: Tensor  # bool [B, T]
     answered: Tensor  # bool [B, T], the target's own tokens
     visual: Tensor  # int64 [B, T], k ≥ 1 at the tokens of the row's k-th image or video frame, 0 at all others
+    positions: Tensor  # [B, T, A], the target's own position ids, on A axes
     start: int = 0  # the drafter's rotary position of row 0; on a grid, behind P rows of prompt, 1 − P
 
     def rows(self) -> list[Trace]:

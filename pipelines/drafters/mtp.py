@@ -5,10 +5,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from mmspec.drafters import prune
 from mmspec.drafters.blocks import FeatureMemory
@@ -17,7 +19,7 @@ from mmspec.drafters.options import ALL, TreeOptions, grown
 from mmspec.drafters.trained import placed
 from mmspec.pipelines.drafters import mtp_files
 from mmspec.pipelines.targets import tree_attention as attention
-from mmspec.pipelines.targets.decoder import head
+from mmspec.pipelines.targets.decoder import decoder, head
 from mmspec.ragged_cache import Lengths, RaggedBuffer
 from mmspec.types import FINAL, Prompt, Target, TargetInfo
 
@@ -96,6 +98,18 @@ class _Room:
         return self.layers[layer].append(keys, values, self.at)
 
 
+class _Grown:
+    """What stands for a cache while heads are trained: keys and values of all steps, side by side."""
+
+    def __init__(self) -> None:
+        self.held: list[tuple[Tensor, Tensor]] = []
+
+    def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        self.held.append((keys, values))
+        both = [torch.cat(each, 2) for each in zip(*self.held, strict=True)]
+        return both[0], both[1]
+
+
 class MtpDrafter(FeatureDrafter):
     """Multi-token prediction (Gloeckle et al. 2024; DeepSeek-V3, 2024, §2.2), drafting with the target's own heads.
 
@@ -106,6 +120,7 @@ class MtpDrafter(FeatureDrafter):
     """
 
     method = "mtp"
+    positioned = True  # trained with the target's own position ids
     options = TreeOptions(depth=4, width=1, size=5, tree="chain")
 
     def __init__(self, heads: mtp_files.MtpHeads, vocab: int, hidden: int) -> None:
@@ -122,13 +137,13 @@ class MtpDrafter(FeatureDrafter):
         self.by_kind = "layer_type" in inspect.signature(heads.rotary.forward).parameters if heads.rotary else False
 
     @classmethod
-    def of_model(cls, model: Any) -> MtpDrafter:
-        """The heads in the files that a model was loaded from.
+    def of_model(cls, model: Any, where: Path | None = None) -> MtpDrafter:
+        """The heads in the files that a model was loaded from, or those in the folder `where`.
 
         Raises:
             ValueError: there are none, or they are incomplete, damaged or of a kind that is not known.
         """
-        heads = mtp_files.heads(model)
+        heads = mtp_files.heads(model, where)
         strange = sorted(set(getattr(heads.config, "layer_types", None) or []) - set(attention.KINDS))
         if strange:
             raise ValueError(
@@ -136,6 +151,13 @@ class MtpDrafter(FeatureDrafter):
                 "and values; drafter='mtp' knows full and sliding attention. Use drafter='ngram'"
             )
         return cls(heads, head(model).weight.shape[0], heads.config.hidden_size)
+
+    @classmethod
+    def untrained(cls, model: Any) -> MtpDrafter:
+        """A head to be trained for a model: the one that it ships with, or else a new one."""
+        if mtp_files.found(model):
+            return cls.of_model(model)
+        return cls(mtp_files.MtpHeads(model, 1), head(model).weight.shape[0], decoder(model).config.hidden_size)
 
     @property
     def block(self) -> Any:  # type: ignore[override]
@@ -164,6 +186,38 @@ class MtpDrafter(FeatureDrafter):
 
     def logits(self, hidden: Tensor, target: Target) -> Tensor:
         return self.by_target(hidden, target)
+
+    def to_draft(self, logits: Tensor) -> Tensor:
+        return logits
+
+    def forward(
+        self, embeds: Tensor, features: Tensor, visual: Tensor, valid: Tensor, steps: int, start: int = 0,
+        rows: Tensor | None = None, *, positions: Tensor,
+    ) -> list[Tensor]:  # fmt: skip
+        """What the head would predict `steps` tokens ahead, from all rows at once, as in drafting; see
+        `FeatureLayer.forward`, which reads and gives the same.
+
+        Args:
+            positions: [B, T, A], the target's position ids of the rows.
+
+        Raises:
+            ValueError: several heads, or one whose attention has a window.
+        """
+        if not self.plain:
+            raise ValueError("one head that sees all of the text can be trained here; these are several, or see less")
+        B, T, _ = embeds.shape
+        place = torch.arange(T, device=embeds.device)
+        own = torch.eye(T, dtype=torch.bool, device=embeds.device).expand(B, T, T)
+        masks, seen, outputs = [(place <= place[:, None]) & valid[:, None] | own], _Grown(), []
+        ahead, ids = F.pad(embeds, (0, 0, 0, steps)), positions.permute(2, 0, 1)
+        for step in range(steps):
+            mask = torch.cat(masks, 2)[:, None]
+            mask = attention.additive(mask, embeds.dtype) if self.eager else mask
+            at = ids + step
+            features = self._head(0, ahead[:, step : step + T], features, at if len(at) > 1 else at[0], mask, seen)
+            outputs.append(features)
+            masks.append(own)
+        return outputs
 
     def at_level(self, f: Tensor, level: Any) -> Tensor:
         return f.unflatten(-1, (self.config.heads, -1))[..., min(level, self.config.heads - 1), :]
@@ -248,7 +302,7 @@ class MtpDrafter(FeatureDrafter):
             made[k] = self._head(k, embeds, before, positions, mask, _Room(memory.layers, at))
         return torch.cat(made, -1)
 
-    def _head(self, k: int, embeds: Tensor, before: Tensor, positions: Tensor, mask: Any, room: _Room) -> Tensor:
+    def _head(self, k: int, embeds: Tensor, before: Tensor, positions: Tensor, mask: Any, room: _Room | _Grown) -> Tensor:
         rotary, kind = self.heads.rotary, {"layer_type": self.kinds[k]} if self.by_kind else {}
         turned = positions[1:] if positions.dim() == 3 and len(positions) == 4 else positions  # Qwen counts tokens, too
         return self.heads.layers[k](

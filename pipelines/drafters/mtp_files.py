@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import PrefixChange, convert_and_load_state_dict_in_model
@@ -16,6 +19,8 @@ from transformers.modeling_layers import MtpLayer, MtpModel
 from transformers.modeling_utils import LoadStateDictConfig, PreTrainedModel
 from transformers.utils import logging
 
+from mmspec import __version__
+from mmspec.checkpoints.files import CONFIG, WEIGHTS
 from mmspec.pipelines.drafters import own_files
 from mmspec.pipelines.drawing.weight_files import listed
 from mmspec.pipelines.targets.decoder import decoder
@@ -51,13 +56,16 @@ class MtpHeads(MtpModel):
         self.post_init()
 
 
-def found(model: Any) -> dict[str, Path]:
+def found(model: Any, where: Path | None = None) -> dict[str, Path]:
     """The tensors of such heads in the model's own files, by name; empty where there are none, or no files.
+
+    Args:
+        where: the folder that holds them, where it is not the model's own.
 
     Raises:
         ValueError: a damaged file or index.
     """
-    where = own_files.folder(model)
+    where = where or own_files.folder(model)
     if where is None:
         return {}
     layers = len(decoder(model).layers)
@@ -75,15 +83,15 @@ def _place(key: str, layers: int) -> str | None:
     return f"layers.{int(number[1]) - layers}.{bare[number.end() :]}"
 
 
-def heads(model: Any) -> MtpHeads:
-    """The heads that come with a model, filled from its files, on the CPU.
+def heads(model: Any, where: Path | None = None) -> MtpHeads:
+    """The heads that come with a model, filled from its files (or those in the folder `where`), on the CPU.
 
     Raises:
         ValueError: there are none, they are incomplete, damaged, of another model, or of a kind that is not known.
     """
-    names = found(model)
+    where = where or own_files.folder(model)
+    names = found(model, where)
     if not names:
-        where = own_files.folder(model)
         told = f"the files in {where} have none" if where else "its own files are not on this machine"
         raise ValueError(
             f"drafter='mtp' needs the multi-token-prediction heads of {type(model).__name__}, and {told}; they are "
@@ -94,7 +102,7 @@ def heads(model: Any) -> MtpHeads:
         ours = renamed({str(_place(key, layers)): tensor for key, tensor in source.items()})
         return _filled(model, ours)
     except ValueError as error:
-        raise ValueError(f"the multi-token-prediction heads in {own_files.folder(model)}: {error}") from error
+        raise ValueError(f"the multi-token-prediction heads in {where}: {error}") from error
 
 
 def renamed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -116,6 +124,45 @@ def renamed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         mine = next((f"{ours}{part[len(theirs) :]}" for theirs, ours in _EACH.items() if part.startswith(theirs)), None)
         out[f"layers.{number}.{mine or f'mtp_block.{part}'}"] = tensor
     return out
+
+
+def published(heads: MtpHeads) -> dict[str, Tensor]:
+    """The tensors of one head as a checkpoint of its model holds them, `mtp.…`."""
+    back = {ours: theirs for theirs, ours in _SHARED.items()}
+    out: dict[str, Tensor] = {}
+    for key, tensor in heads.state_dict().items():
+        if not key.startswith("layers."):
+            continue
+        _, number, part, *rest = key.split(".")
+        name = f"layers.{number}.{'.'.join(rest)}" if part == "mtp_block" else ".".join([back[part], *rest])
+        out[f"mtp.{name}"] = tensor.detach().contiguous()
+    return out
+
+
+def save(model: Any, heads: MtpHeads, folder: Path) -> None:
+    """Write model.safetensors, which holds one head as the model's own checkpoint would, and config.json.
+
+    Raises:
+        ValueError: heads that would not come back as they are.
+    """
+    tensors = published(heads)
+    again = _filled(model, renamed(tensors)).state_dict()
+    if len(heads.layers) != 1 or any(not torch.equal(again[k], t.to(again[k])) for k, t in heads.state_dict().items()):
+        raise ValueError("only a single head, of a model whose checkpoint holds its tensors as they are, can be saved")
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    marker = {"layout": "mtp", "method": "mtp", "version": __version__}
+    about = {"mmspec": marker, "target": getattr(model.config, "_name_or_path", "")}
+    (folder / CONFIG).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+
+
+def saved(folder: Path) -> bool:
+    """Whether a folder is one that `save` wrote."""
+    if not (folder / CONFIG).is_file():
+        return False
+    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    marker = config.get("mmspec") if isinstance(config, dict) else None
+    return isinstance(marker, dict) and marker.get("method") == "mtp"
 
 
 def _filled(model: Any, tensors: dict[str, Tensor]) -> MtpHeads:

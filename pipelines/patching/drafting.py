@@ -89,7 +89,20 @@ def _made(drafter: Any, target: TargetInfo, model: Any) -> Any:
         raise ValueError(
             f"unknown drafter {drafter!r}; choose from {', '.join(DRAFTERS)}, or pass a folder or owner/name on the hub"
         )
-    return load_drafter(drafter, target=target)
+    return opened(Path(drafter), target, model) if Path(drafter).is_dir() else load_drafter(drafter, target=target)
+
+
+def opened(folder: Path, target: TargetInfo, model: Any) -> Any:
+    """The drafter in a folder: heads of the model's own classes, or a network of ours.
+
+    Raises:
+        FileNotFoundError, ValueError: it is neither; see `load_drafter`.
+    """
+    from mmspec.pipelines.drafters import mtp, mtp_files
+
+    if mtp_files.saved(folder):
+        return mtp.MtpDrafter.of_model(model, folder)
+    return load_drafter(folder, target=target)
 
 
 def _names(name: str) -> list[str]:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from mmspec.checkpoints.files import CONFIG
-from mmspec.checkpoints.load import load_drafter
 from mmspec.pipelines.drafters import own_files
 from mmspec.pipelines.patching import drafting
 from mmspec.registry import PUBLISHED
@@ -28,7 +27,7 @@ def drafter(model: Any, target: TargetInfo) -> Any:
     where, name = own_files.folder(model), target.name
     for folder in _folders(model, where):
         try:
-            found = _in_folder(folder, target)
+            found = _in_folder(folder, target, model)
         except (ValueError, OSError) as error:
             _log.warning("mmspec leaves the drafter in %s alone: %s", folder, error)
             continue
@@ -59,7 +58,7 @@ def _folders(model: Any, where: Path | None) -> list[Path]:
     return [where / name for name in inside if (where / name / CONFIG).is_file()]
 
 
-def _in_folder(folder: Path, target: TargetInfo) -> Any:
+def _in_folder(folder: Path, target: TargetInfo, model: Any) -> Any:
     """A drafter that mmspec reads, or a model of transformers that drafts.
 
     Raises:
@@ -69,8 +68,7 @@ def _in_folder(folder: Path, target: TargetInfo) -> Any:
     kinds = config.get("architectures") if isinstance(config, dict) else None
     if drafting.stock_model(kinds or []):
         return drafting.named("model", {"draft": folder})[0].fit(target, {})
-    made: Any = load_drafter(folder, target=target)
-    return made.fit(target, {})
+    return drafting.opened(folder, target, model).fit(target, {})
 
 
 def _heads(model: Any) -> Any:
