@@ -90,7 +90,8 @@ class Teacher:
         told = decoder[1].get("position_ids")
         told = torch.arange(longest, device=device).expand_as(ids) if told is None else told
         positions = told.movedim(0, -1) if told.dim() == 3 else told[..., None]
-        return Trace(ids, embeds, torch.cat(found, -1), final, valid, answered, visual, positions.expand(*ids.shape, -1))
+        positions = positions.expand(*ids.shape, -1)
+        return Trace(ids, embeds, torch.cat(found, -1), final, valid, answered, visual, positions)
 
 
 def _cut(row: list[int], ends: set[int], never: set[int]) -> list[int]:

@@ -150,7 +150,7 @@ def test_a_packed_branch_has_the_logits_of_the_chat(tokenizer, pair):
     branches = [pack.branch(talk, lambda text: tokenizer.encode(text, add_special_tokens=False)) for talk in talks]
     batch = pack.pack([branches], len(shown), 64, 320)
     with torch.no_grad():
-        packed = model.lm_head(zoo_vlm.packed_hidden(model, batch, tower.pixels(shown)))[0]
+        packed = model.lm_head(llava.packed_hidden(model, batch, tower.pixels(shown)))[0]
     for number, talk in enumerate(talks, 1):
         chat = []
         for turn, exchange in enumerate(talk):

@@ -72,9 +72,7 @@ def answer(
     return texts, tokens / max(1, len(asked))
 
 
-def score_style(
-    model: Any, processor: Any, shown: list[Scene], style: str
-) -> dict:
+def score_style(model: Any, processor: Any, shown: list[Scene], style: str) -> dict:
     """Shares of right facts (with how many there were) in the captions of one style, and examples."""
     texts, tokens = answer(model, processor, [([scene], language.PROMPTS[style]) for scene in shown])
     tally = sum((score.score_caption(text, scene) for text, scene in zip(texts, shown, strict=True)), Counter())

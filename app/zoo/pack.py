@@ -77,7 +77,11 @@ def branch(exchanges: list[Exchange], encode: Encode) -> tuple[list[int], list[b
 
 
 def pack(
-    rows: list[list[tuple[list[int], list[bool]]]], images: int, tokens_per_image: int, slots: int, frame: Frame
+    rows: list[list[tuple[list[int], list[bool]]]],
+    images: int,
+    tokens_per_image: int,
+    slots: int,
+    frame: Frame = Frame(),
 ) -> Packed:
     """Rows of branches as tensors; branches that do not fit into `slots` any more are left out."""
     prefix = [BOS, USER] + [*frame.before, *[IMAGE] * tokens_per_image, *frame.after] * images
@@ -99,7 +103,7 @@ def pack(
 
 
 def draw_batch(
-    recipe: VlmRecipe, mix: Mix, turn: DialogueTurn, rows: int, encode: Encode, seed: list[int], frame: Frame
+    recipe: VlmRecipe, mix: Mix, turn: DialogueTurn, rows: int, encode: Encode, seed: list[int], frame: Frame = Frame()
 ) -> tuple[list[Scene], Packed]:
     """The batch of one step: its scenes (the pictures of a row stand together) and its packed texts."""
     rng = np.random.default_rng(seed)

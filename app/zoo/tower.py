@@ -18,6 +18,7 @@ FIELDS = {
     "size": tuple(scenes.SIZES),
 }
 IGNORED = -100
+See = Callable[[nn.Module, torch.Tensor], torch.Tensor]  # a tower and pictures [N, 3, S, S] to [N, tokens, width]
 
 
 def pixels(shown: list[Scene]) -> torch.Tensor:
@@ -48,7 +49,7 @@ class CellReader(nn.Module):
 
     cells: torch.Tensor  # of each patch
 
-    def __init__(self, tower: nn.Module, see: Callable[[nn.Module, torch.Tensor], torch.Tensor], width: int, patch: int):
+    def __init__(self, tower: nn.Module, see: See, width: int, patch: int):
         super().__init__()
         self.tower, self.see = tower, see
         self.classes = [len(values) for values in FIELDS.values()] + [len(scenes.BACKGROUNDS)]

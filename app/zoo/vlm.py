@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import nn
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from mmspec.app.zoo import fit as zoo_fit
@@ -80,9 +80,7 @@ def build_model(recipe: VlmRecipe) -> Any:
     return model
 
 
-def train_tower(
-    recipe: VlmRecipe, folder: Path, say: Callable[[str], None], stop: int | None = None
-) -> nn.Module:
+def train_tower(recipe: VlmRecipe, folder: Path, say: Callable[[str], None], stop: int | None = None) -> nn.Module:
     """First stage; ends with the share of right cells by field in the log."""
     torch.manual_seed(recipe.seed)
     untrained, width = kind(recipe).build_tower(recipe)

@@ -302,7 +302,9 @@ class MtpDrafter(FeatureDrafter):
             made[k] = self._head(k, embeds, before, positions, mask, _Room(memory.layers, at))
         return torch.cat(made, -1)
 
-    def _head(self, k: int, embeds: Tensor, before: Tensor, positions: Tensor, mask: Any, room: _Room | _Grown) -> Tensor:
+    def _head(
+        self, k: int, embeds: Tensor, before: Tensor, positions: Tensor, mask: Any, room: _Room | _Grown
+    ) -> Tensor:
         rotary, kind = self.heads.rotary, {"layer_type": self.kinds[k]} if self.by_kind else {}
         turned = positions[1:] if positions.dim() == 3 and len(positions) == 4 else positions  # Qwen counts tokens, too
         return self.heads.layers[k](

@@ -34,7 +34,7 @@ class Mix:
 
 @dataclass(frozen=True)
 class Vision:
-    """Shape of the CLIP vision tower; one visual token per patch."""
+    """Shape of the vision tower; one visual token for `patch` x `patch` pixels."""
 
     width: int = 192
     layers: int = 5
@@ -183,10 +183,13 @@ SCENES_VIDEO = VlmRecipe(
 SCENES_HYBRID = VlmRecipe(
     "scenes-hybrid",
     (
-        ZooStage("decoder", 9, Schedule(steps=1500, batch=12, lr=4e-3, decay=0.7, newton_schulz=3), Mix(0.4, 2.0, False, _SETTLED), _MIXED),
+        ZooStage(
+            "decoder", 9, Schedule(steps=1500, batch=12, lr=4e-3, decay=0.7, newton_schulz=3),
+            Mix(0.4, 2.0, False, _SETTLED), _MIXED,
+        ),
     ),
-    vision=Vision(width=96, layers=4, heads=3, feed_forward=192),
+    vision=Vision(width=96, layers=5, heads=3, feed_forward=288, patch=16),
     language=Hybrid(),
-    tower=Schedule(steps=700, batch=32, lr=3e-3, decay=0.5),
+    tower=Schedule(steps=900, batch=48, lr=2e-3, decay=0.5),
 )  # fmt: skip
 RECIPES = {recipe.name: recipe for recipe in (SCENES_VLM, SCENES_VIDEO, SCENES_HYBRID)}
