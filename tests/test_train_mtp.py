@@ -34,7 +34,7 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A tiny Qwen3.5 in a folder of its own, as loaded from there, with its processor."""
     folder = tmp_path_factory.mktemp("hybrid")
     processor = vlm.build_processor(TINY, vlm.build_tokenizer(TINY))
-    vlm.export(own_drafters.drawn(vlm.build_model(TINY)), processor, folder)
+    vlm.export(targets.enlarged(vlm.build_model(TINY)), processor, folder)
     model = type(vlm.build_model(TINY)).from_pretrained(folder, dtype=torch.float32)
     return model, processor
 

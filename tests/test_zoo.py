@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from mmspec import zoo
-from mmspec.app.zoo import evaluate, pack, tower, watch
+from mmspec.app.zoo import evaluate, llava, pack, tower, watch
 from mmspec.app.zoo import fit as zoo_fit
 from mmspec.app.zoo import vlm as zoo_vlm
 from mmspec.zoo import clips, language, scenes, score

@@ -65,8 +65,8 @@ class Hybrid(Language):
     feed_forward: int = 256
     head: int = 64  # width of an attention head
     kv_heads: int = 1
-    delta_heads: int = 4
-    delta_head: int = 32
+    delta_heads: int = 2
+    delta_head: int = 64
 
 
 _FACTS = (
@@ -184,8 +184,8 @@ SCENES_HYBRID = VlmRecipe(
     "scenes-hybrid",
     (
         ZooStage(
-            "decoder", 9, Schedule(steps=1500, batch=12, lr=4e-3, decay=0.7, newton_schulz=3),
-            Mix(0.4, 2.0, False, _SETTLED), _MIXED,
+            "decoder", 9, Schedule(steps=1000, batch=12, lr=4e-3, decay=0.8, newton_schulz=3),
+            Mix(0.4, 2.0, False, _SETTLED), (*[DialogueTurn("picture", 1, 224)] * 9, _PAIR),
         ),
     ),
     vision=Vision(width=96, layers=5, heads=3, feed_forward=288, patch=16),
