@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from mmspec import zoo
-from mmspec.app.zoo import evaluate, llava, pack, tower, watch
+from mmspec.app.zoo import evaluate, pack, qwen, tower, watch
 from mmspec.app.zoo import fit as zoo_fit
 from mmspec.app.zoo import vlm as zoo_vlm
 from mmspec.zoo import clips, language, scenes, score
@@ -20,6 +20,7 @@ from mmspec.zoo.recipes import (
     SCENES_VIDEO,
     SCENES_VLM,
     DialogueTurn,
+    Hybrid,
     Language,
     Mix,
     Schedule,
@@ -46,6 +47,10 @@ TINY = VlmRecipe(
     tower=Schedule(4, 2, 1e-3),
     tokenizer_scenes=40,
 )
+TINY_HYBRID = replace(
+    TINY, vision=Vision(32, 2, 2, 64, 16),
+    language=Hybrid(32, 4, 2, 64, 1024, 1024, head=16, kv_heads=1, delta_heads=2, delta_head=8),
+)  # fmt: skip
 _TURNS = (DialogueTurn("clip", 3, 128), DialogueTurn("picture", 1, 256))
 TINY_VIDEO = replace(
     TINY, start="tiny", stages=(ZooStage("clips", 7, Schedule(4, 2, 1e-3), SCENES_VIDEO.stages[0].mix, _TURNS),)
@@ -141,16 +146,28 @@ def test_every_question_has_an_answer():
         assert language.pair_question(rng, (scene, drawn(1)[0]), TINY.texts).answer
 
 
+def test_patches_are_those_of_the_image_processor():
+    processor = zoo_vlm.build_processor(TINY_HYBRID, zoo_vlm.build_tokenizer(TINY_HYBRID))
+    shown = drawn(2)
+    theirs = processor.image_processor([scenes.render(scene) for scene in shown], return_tensors="pt")
+    assert theirs["image_grid_thw"].tolist() == [[1, 12, 12]] * 2
+    assert torch.equal(theirs["pixel_values"], qwen.patches(tower.pixels(shown), 8))
+
+
+@pytest.mark.parametrize("recipe", [TINY, TINY_HYBRID], ids=["llava", "qwen"])
 @pytest.mark.parametrize("pair", [False, True])
-def test_a_packed_branch_has_the_logits_of_the_chat(tokenizer, pair):
-    processor, model = zoo_vlm.build_processor(TINY, tokenizer), zoo_vlm.build_model(TINY).eval()
+def test_a_packed_branch_has_the_logits_of_the_chat(recipe, pair):
+    tokenizer, kind = zoo_vlm.build_tokenizer(recipe), zoo_vlm.kind(recipe)
+    processor, model = zoo_vlm.build_processor(recipe, tokenizer), zoo_vlm.build_model(recipe).eval()
     rng, shown = np.random.default_rng(2), drawn(1 + pair)
     talks = [[language.any_question(rng, shown[0], TINY.texts) for _ in range(turns)] for turns in (1, 2)]
     talks.append([language.short(rng, shown[0], TINY.texts)])
     branches = [pack.branch(talk, lambda text: tokenizer.encode(text, add_special_tokens=False)) for talk in talks]
-    batch = pack.pack([branches], len(shown), 64, 320)
+    batch = pack.pack([branches], len(shown), (scenes.SIDE // recipe.vision.patch) ** 2, 320, kind.FRAME)
+    kind.branching(model, True)
     with torch.no_grad():
-        packed = model.lm_head(llava.packed_hidden(model, batch, tower.pixels(shown)))[0]
+        packed = model.lm_head(kind.packed_hidden(model, batch, tower.pixels(shown)))[0]
+    kind.branching(model, False)
     for number, talk in enumerate(talks, 1):
         chat = []
         for turn, exchange in enumerate(talk):
@@ -267,17 +284,18 @@ def test_clips_are_trained_on_from_any_weights(tokenizer, tmp_path: Path):
     assert all(torch.equal(weight, after[name]) for name, weight in halves.state_dict().items())
 
 
-def test_training_resumes_bit_exactly(tokenizer, tmp_path: Path):
-    ends = []
+@pytest.mark.parametrize("recipe", [TINY, TINY_HYBRID], ids=["llava", "qwen"])
+def test_training_resumes_bit_exactly(recipe, tmp_path: Path):
+    ends, tokenizer, kind = [], zoo_vlm.build_tokenizer(recipe), zoo_vlm.kind(recipe)
     for folder, stops in ((tmp_path / "whole", (None,)), (tmp_path / "halves", (2, None))):
         for stop in stops:
-            tower = zoo_vlm.train_tower(TINY, folder, lambda line: None, stop)
-            model = zoo_vlm.build_model(TINY)
-            model.model.vision_tower.load_state_dict(tower.state_dict())
+            tower = zoo_vlm.train_tower(recipe, folder, lambda line: None, stop)
+            model = zoo_vlm.build_model(recipe)
+            kind.tower_of(model).load_state_dict(tower.state_dict())
         for stop in stops:
-            zoo_vlm.train_decoder(TINY, model, tokenizer, folder, lambda line: None, stop=stop, compiled=False)
+            zoo_vlm.train_decoder(recipe, model, tokenizer, folder, lambda line: None, stop=stop, compiled=False)
             ends.append(model.state_dict())
-            model = zoo_vlm.build_model(TINY)
+            model = zoo_vlm.build_model(recipe)
         assert zoo_fit.seconds(folder / "decoder.pt") > 0
     assert all(torch.equal(ends[0][name], ends[-1][name]) for name in ends[0])
     assert any(not torch.equal(ends[0][name], weight) for name, weight in model.state_dict().items())

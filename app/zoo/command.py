@@ -10,15 +10,18 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from mmspec import zoo
 from mmspec.app.train import train
 from mmspec.app.zoo import card, evaluate
 from mmspec.app.zoo import image as zoo_image
 from mmspec.app.zoo import mar as zoo_mar
+from mmspec.app.zoo import sheets
 from mmspec.app.zoo import vlm as zoo_vlm
 from mmspec.app.zoo import watch as zoo_watch
 from mmspec.app.zoo.drafter_card import drafter_card
+from mmspec.checkpoints.files import WEIGHTS
 from mmspec.checkpoints.save import save_drafter
 from mmspec.pipelines.llamagen.pipeline import LlamaGenPipeline
 from mmspec.train.recipes import RECIPES as HOW
@@ -76,7 +79,24 @@ def train_vlm(recipe: VlmRecipe, out_dir: Path, resume: bool = True, work: Path 
 
     zoo_vlm.train_decoder(recipe, model, processor.tokenizer, work, say, watch)
     zoo_vlm.export(model, processor, out_dir)
+    if recipe.head is not None:
+        train_head(recipe, out_dir, work)
     say(f"exported to {out_dir}")
+
+
+def train_head(recipe: VlmRecipe, folder: Path, work: Path) -> None:
+    """Distil the multi-token-prediction head of an exported model, and put it among the model's own tensors."""
+    processor, model = evaluate.load(folder)
+    model.config._name_or_path = recipe.name
+    told = work / "head"
+    train(
+        model, processor, "mtp", recipe.head_data, told, HOW[recipe.head], answers=work / "answers", keep=TRACES
+    )  # fmt: skip
+    tensors = load_file(folder / WEIGHTS) | {
+        name: weight.to(torch.bfloat16) for name, weight in load_file(told / "drafter" / WEIGHTS).items()
+    }
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    sheets.readable(folder)
 
 
 def train_image(recipe: ImageRecipe, out_dir: Path, resume: bool = True, work: Path | None = None) -> None:

@@ -137,13 +137,15 @@ class Watching:
 class VlmRecipe:
     """Everything that decides the weights of a vision-language model of the zoo.
 
-    Its tower is trained first, then the decoder in `stages`; with `start`, the name of an embedded model, only the
-    decoder, on from that model's weights.
+    Its tower is trained first, then the decoder in `stages`, then the `head` that drafts for it; with `start`, the
+    name of an embedded model, only the decoder, on from that model's weights.
     """
 
     name: str
     stages: tuple[ZooStage, ...]
     start: str | None = None
+    head: str | None = None  # how its multi-token-prediction head is distilled, in mmspec.train.recipes
+    head_data: str = "scenes:1200"
     watching: Watching | None = None
     seed: int = 0
     vision: Vision = field(default_factory=Vision)
@@ -190,6 +192,7 @@ SCENES_HYBRID = VlmRecipe(
     ),
     vision=Vision(width=96, layers=5, heads=3, feed_forward=288, patch=16),
     language=Hybrid(),
+    head="scenes-mtp",
     tower=Schedule(steps=900, batch=48, lr=2e-3, decay=0.5),
 )  # fmt: skip
 RECIPES = {recipe.name: recipe for recipe in (SCENES_VLM, SCENES_VIDEO, SCENES_HYBRID)}
