@@ -7,15 +7,14 @@ from pathlib import Path
 from mmspec import zoo
 from mmspec.zoo import recipes
 
-MODEL, DRAFTER = "scenes-vlm", "scenes-vlm-eagle"
-VIDEO_MODEL, VIDEO_DRAFTER = "scenes-video", "scenes-video-eagle"
+MODEL, DRAFTER = "scenes-video", "scenes-video-eagle"
+HYBRID, HEAD = "scenes-hybrid", "mtp"  # Qwen3.5's classes; its head is in its own file
 IMAGE_MODEL, IMAGE_DRAFTER = "scenes-llamagen", "scenes-llamagen-eagle"
-DRAFTERS = {MODEL: DRAFTER, VIDEO_MODEL: VIDEO_DRAFTER, IMAGE_MODEL: IMAGE_DRAFTER}  # what fits each
+DRAFTERS = {MODEL: DRAFTER, HYBRID: HEAD, IMAGE_MODEL: IMAGE_DRAFTER}  # what fits each
 NOTE = (
     "note: {}, the model that comes with mmspec, knows only drawn scenes of coloured shapes; its captions of "
     "anything else mean nothing. Name a real model: --model llava-hf/llava-1.5-7b-hf --drafter ngram"
 )
-CLIPS = f"note: {MODEL} knows single pictures and pairs; --model {VIDEO_MODEL} tells what moves in a clip"
 
 
 def resolve(name: str) -> str:
@@ -38,7 +37,7 @@ def drafters(model: str) -> list[str]:
 
 def speaks(model: str) -> bool:
     """Whether it is an embedded model that answers in words."""
-    return model in (MODEL, VIDEO_MODEL)
+    return model in (MODEL, HYBRID)
 
 
 def prompt() -> str:

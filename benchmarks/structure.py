@@ -129,7 +129,7 @@ def round_files() -> None:
     import mmspec
     from mmspec import loop, zoo
 
-    folder = zoo.path("scenes-vlm")
+    folder = zoo.path("scenes-video")
     model, processor = AutoModelForImageTextToText.from_pretrained(folder), AutoProcessor.from_pretrained(folder)
     picture = Image.open(ROOT / "mmspec/zoo/samples/scene-01.png")
     pieces = [{"type": "image", "image": picture}, {"type": "text", "text": "Describe it."}]
@@ -140,7 +140,7 @@ def round_files() -> None:
         return_dict=True,
         return_tensors="pt",
     )
-    mmspec.enable(model, zoo.path("scenes-vlm-eagle"))
+    mmspec.enable(model, zoo.path("scenes-video-eagle"))
     crossed: Counter[str] = Counter()
     stock = loop.decode
 

@@ -18,9 +18,9 @@ from mmspec.pipelines.serving.continuous import ContinuousBatcher
 folder = Path(sys.argv[1]) if len(sys.argv) > 1 else zoo.samples()
 out = Path(sys.argv[2] if len(sys.argv) > 2 else "captions.jsonl")
 
-processor = AutoProcessor.from_pretrained(zoo.path("scenes-vlm"))
-model = AutoModelForImageTextToText.from_pretrained(zoo.path("scenes-vlm"), dtype="float32")
-mmspec.enable(model, drafter=zoo.path("scenes-vlm-eagle"))
+processor = AutoProcessor.from_pretrained(zoo.path("scenes-video"))
+model = AutoModelForImageTextToText.from_pretrained(zoo.path("scenes-video"), dtype="float32")
+mmspec.enable(model, drafter=zoo.path("scenes-video-eagle"))
 
 
 def asked(path: Path):

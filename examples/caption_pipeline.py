@@ -12,8 +12,8 @@ from mmspec import zoo
 
 pictures = sys.argv[1:] or [str(zoo.samples() / "scene-01.png"), str(zoo.samples() / "scene-02.png")]
 
-pipe = pipeline("image-text-to-text", model=str(zoo.path("scenes-vlm")), device="cpu")
-mmspec.enable(pipe, drafter=zoo.path("scenes-vlm-eagle"))  # the one line; no drafter for your model? leave it out
+pipe = pipeline("image-text-to-text", model=str(zoo.path("scenes-video")), device="cpu")
+mmspec.enable(pipe, drafter=zoo.path("scenes-video-eagle"))  # the one line; no drafter for your model? leave it out
 
 for picture in pictures:
     content = [{"type": "image", "path": picture}, {"type": "text", "text": "Describe this image."}]

@@ -21,9 +21,9 @@ from mmspec.pipelines.targets.vlm import VlmTarget
 from mmspec.session import Row
 
 ROUNDS = 4
-processor = AutoProcessor.from_pretrained(zoo.path("scenes-vlm"))
-model = AutoModelForImageTextToText.from_pretrained(zoo.path("scenes-vlm"), dtype="float32")
-handle = mmspec.enable(model, drafter=zoo.path("scenes-vlm-eagle"))  # taps the layers that the drafter reads
+processor = AutoProcessor.from_pretrained(zoo.path("scenes-video"))
+model = AutoModelForImageTextToText.from_pretrained(zoo.path("scenes-video"), dtype="float32")
+handle = mmspec.enable(model, drafter=zoo.path("scenes-video-eagle"))  # taps the layers that the drafter reads
 
 
 @torch.no_grad()

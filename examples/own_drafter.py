@@ -74,8 +74,8 @@ class PhraseDrafter:
 
 
 if __name__ == "__main__":
-    processor = AutoProcessor.from_pretrained(zoo.path("scenes-vlm"))
-    model = AutoModelForImageTextToText.from_pretrained(zoo.path("scenes-vlm"), dtype="float32")
+    processor = AutoProcessor.from_pretrained(zoo.path("scenes-video"))
+    model = AutoModelForImageTextToText.from_pretrained(zoo.path("scenes-video"), dtype="float32")
     texts = [language.short_caption(scenes.draw(np.random.default_rng(i))) for i in range(500)]
 
     picture = Image.open(zoo.samples() / "scene-01.png")

@@ -30,8 +30,8 @@ def likely(*, least: float) -> Rule:
 registry.RULES["likely"] = likely  # from here on it has a name, wherever rules are named
 
 if __name__ == "__main__":
-    processor = AutoProcessor.from_pretrained(zoo.path("scenes-vlm"))
-    model = AutoModelForImageTextToText.from_pretrained(zoo.path("scenes-vlm"), dtype="float32")
+    processor = AutoProcessor.from_pretrained(zoo.path("scenes-video"))
+    model = AutoModelForImageTextToText.from_pretrained(zoo.path("scenes-video"), dtype="float32")
     content = [
         {"type": "image", "image": Image.open(zoo.samples() / "scene-01.png")},
         {"type": "text", "text": "Describe this image in detail."},
@@ -42,7 +42,7 @@ if __name__ == "__main__":
     )  # fmt: skip
 
     for options in ({"rule": "exact"}, {"rule": "likely(least=0.1)"}, {"rule": "likely(least=0.1)", "budget": 0.5}):
-        with mmspec.enable(model, drafter=zoo.path("scenes-vlm-eagle"), **options) as handle:
+        with mmspec.enable(model, drafter=zoo.path("scenes-video-eagle"), **options) as handle:
             torch.manual_seed(0)
             model.generate(**inputs, max_new_tokens=48, do_sample=True, num_return_sequences=4)
         pace, charged = handle.stats.tokens_per_target_call, handle.stats.spent / 4

@@ -17,9 +17,9 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 import mmspec
 from mmspec import zoo
 
-processor = AutoProcessor.from_pretrained(zoo.path("scenes-vlm"))
-model = AutoModelForImageTextToText.from_pretrained(zoo.path("scenes-vlm"), dtype="float32")
-mmspec.enable(model, drafter=zoo.path("scenes-vlm-eagle"))
+processor = AutoProcessor.from_pretrained(zoo.path("scenes-video"))
+model = AutoModelForImageTextToText.from_pretrained(zoo.path("scenes-video"), dtype="float32")
+mmspec.enable(model, drafter=zoo.path("scenes-video-eagle"))
 app = FastAPI()
 
 

@@ -23,8 +23,8 @@ parser.add_argument("--batch", type=int, default=8)
 parser.add_argument("--max-new-tokens", type=int, default=96, help="longest answer")
 args = parser.parse_args()
 
-processor = AutoProcessor.from_pretrained(zoo.path("scenes-vlm"))
-model = AutoModelForImageTextToText.from_pretrained(zoo.path("scenes-vlm"), dtype="float32")
+processor = AutoProcessor.from_pretrained(zoo.path("scenes-video"))
+model = AutoModelForImageTextToText.from_pretrained(zoo.path("scenes-video"), dtype="float32")
 
 recipe = RECIPES["scenes-eagle"].with_(
     steps=args.steps,

@@ -102,7 +102,6 @@ def test_every_cell_has_a_title_of_its_own() -> None:
 
 
 def test_all_are_those_made_for_the_model() -> None:
-    assert embedded.drafters("scenes-vlm") == ["scenes-vlm-eagle"]
     assert set(embedded.drafters("scenes-video")) == {
         name
         for name in embedded.recipes.DRAFTERS

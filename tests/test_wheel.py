@@ -58,7 +58,7 @@ def test_the_installed_wheel_captions_a_sample(installed: Path, tmp_path: Path):
     assert len((tmp_path / "captions" / "metadata.jsonl").read_text().splitlines()) == 1
     (line,) = (tmp_path / "captions" / ".mmspec" / "worker-0.jsonl").read_text().splitlines()
     record = json.loads(line)
-    assert record["text"] and record["model"] == embedded.VIDEO_MODEL and record["drafter"] == embedded.VIDEO_DRAFTER
+    assert record["text"] and record["model"] == embedded.MODEL and record["drafter"] == embedded.DRAFTER
     assert "identical text on 1 of 1" in said.splitlines()[-1]
 
 

@@ -321,13 +321,13 @@ def test_sample_pictures_are_small_and_held_out():
 
 
 @pytest.mark.skipif(
-    not (zoo.weights() / "scenes-vlm" / "config.json").is_file(),
-    reason="the weights of scenes-vlm are not here; train them with `mmspec zoo scenes-vlm`",
+    not (zoo.weights() / "scenes-video" / "config.json").is_file(),
+    reason="the weights of scenes-video are not here; train them with `mmspec zoo scenes-video`",
 )
 def test_the_embedded_model_captions_held_out_scenes():
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
-    folder = zoo.path("scenes-vlm")
+    folder = zoo.path("scenes-video")
     processor = AutoProcessor.from_pretrained(folder)
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
     shown = evaluate.held_out(SCENES_VLM, 4, stream=2)

@@ -134,7 +134,7 @@ class CaptionBench:
 def configure(parser: argparse.ArgumentParser) -> None:
     """What is captioned, by whom, and how many at once."""
     add = parser.add_argument
-    add("--model", default=embedded.MODEL, help="folder, name on the Hub, or scenes-vlm, the embedded one (default)")
+    add("--model", default=embedded.MODEL, help="folder, name on the Hub, or the embedded one (%(default)s)")
     drafters.configure(parser, ", or ngram")
     add("--data", type=Path, metavar="PATH", help="questions of your own, as for `bench vlm`")
     add("--images", type=int, default=24, help="captions of one run (default: %(default)s)")

@@ -115,8 +115,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def conditions(parser: argparse.ArgumentParser, batch: list[int], temperature: list[float], tokens: int) -> None:
     """Of which model, with which drafters, what is asked, and how; the last three are what is usual."""
     add = parser.add_argument
-    add("--model", default=embedded.MODEL, help="folder, name on the Hub, or an embedded one: scenes-vlm (default), "
-        "scenes-video")  # fmt: skip
+    add("--model", default=embedded.MODEL, help="folder, name on the Hub, or an embedded one: %(default)s, "
+        "scenes-hybrid")  # fmt: skip
     vlm_methods.configure(parser)
     vlm_shown.configure(parser)
     add("--batch", type=int, nargs="+", default=batch)

@@ -87,7 +87,7 @@ def _caption(options: argparse.Namespace) -> int:
         options.inputs or [zoo.samples()], recursive=options.recursive, column_image=options.column_image,
         column_text=options.column_text, column_tags=options.column_tags, split=options.split,
     )  # fmt: skip
-    options = settings.fitted(options, lambda: any(item.kind == VIDEO for item in inputs.items()))
+    options = settings.fitted(options)
     prompts = Prompts.read(
         options.prompt, options.prompt_file, system=options.system,
         start=options.start_with, prepend=options.prepend, append=options.append,
@@ -250,5 +250,3 @@ def _say_plan(options: argparse.Namespace, inputs: Inputs, outputs: Outputs, tod
     own = embedded.speaks(options.model)
     if todo.pending and own and (inputs.root is None or inputs.root.resolve() != samples):
         print(embedded.NOTE.format(options.model))
-    if options.model == embedded.MODEL and any(task.item.kind == VIDEO for task in todo.pending):
-        print(embedded.CLIPS)

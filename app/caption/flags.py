@@ -58,7 +58,7 @@ def _answers(flags: Flags) -> None:
     add = flags.add
     flags.section("the model")
     add("--model", metavar="NAME", help="name on the Hugging Face Hub, or a folder; default: the embedded one, "
-        f"{embedded.MODEL}, or {embedded.VIDEO_MODEL} if there are videos among the inputs")  # fmt: skip
+        f"{embedded.MODEL}")  # fmt: skip
     add("--drafter", metavar="NAME", help="name, folder, 'ngram' (needs no weights) or 'none' (plain decoding); "
         "default: what fits")  # fmt: skip
     add("--max-new-tokens", type=count, default=128, metavar="N", help="longest caption, in tokens")

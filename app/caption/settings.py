@@ -114,12 +114,9 @@ def resolve(args: argparse.Namespace) -> argparse.Namespace:
     return options
 
 
-def fitted(options: argparse.Namespace, videos: Callable[[], bool]) -> argparse.Namespace:
-    """The options with a model, and the prompt and drafter that fit it, where nobody named one.
-
-    `videos` says whether there are any among the inputs; it is asked only where that decides.
-    """
-    options.model = options.model or (embedded.VIDEO_MODEL if videos() else embedded.MODEL)
+def fitted(options: argparse.Namespace) -> argparse.Namespace:
+    """The options with a model, and the prompt and drafter that fit it, where nobody named one."""
+    options.model = options.model or embedded.MODEL
     if options.prompt is None and options.prompt_file is None:
         options.prompt = embedded.prompt() if embedded.speaks(options.model) else PROMPT
     options.drafter = options.drafter or embedded.drafter(options.model)

@@ -62,7 +62,7 @@ def train_vlm(recipe: VlmRecipe, out_dir: Path, resume: bool = True, work: Path 
         forget(work)
     say = journal(work / "log.txt")
     if recipe.start is not None:
-        processor, model = evaluate.load(zoo.path(recipe.start))
+        processor, model = evaluate.load(_begun(recipe.start, work.parent))
     else:
         processor = zoo_vlm.build_processor(recipe, zoo_vlm.build_tokenizer(recipe))
         tower = zoo_vlm.train_tower(recipe, work, say)
@@ -82,6 +82,14 @@ def train_vlm(recipe: VlmRecipe, out_dir: Path, resume: bool = True, work: Path 
     if recipe.head is not None:
         train_head(recipe, out_dir, work)
     say(f"exported to {out_dir}")
+
+
+def _begun(name: str, work: Path) -> Path:
+    """Folder of the model that another one starts from, trained first if it is not there yet."""
+    folder = work / name / "model"
+    if not (folder / "config.json").is_file():
+        train_vlm(RECIPES[name], folder, work=work / name)
+    return folder
 
 
 def train_head(recipe: VlmRecipe, folder: Path, work: Path) -> None:
@@ -166,7 +174,7 @@ def run(args: argparse.Namespace) -> int:
     """Train and score each of the named models."""
     torch.set_num_threads(args.threads)
     known = [*RECIPES, *IMAGES, *DRAFTERS, *MARS]
-    names = args.names or known
+    names = args.names or [name for name in known if name not in RECIPES or RECIPES[name].embedded]
     unknown = [name for name in names if name not in known]
     if unknown:
         print(f"mmspec zoo: unknown model {unknown[0]!r}; choose from {', '.join(known)}", file=sys.stderr)

@@ -23,7 +23,6 @@ class DrafterRecipe:
     recipe: str = "scenes-eagle"  # in mmspec.train.recipes
 
 
-SCENES_VLM_EAGLE = DrafterRecipe("scenes-vlm-eagle", target="scenes-vlm", data="scenes:1800")
 SCENES_LLAMAGEN_EAGLE = DrafterRecipe(
     "scenes-llamagen-eagle", target="scenes-llamagen", data="pictures:424", depth=4, size=5, recipe="scenes-image-eagle"
 )
@@ -41,4 +40,4 @@ SCENES_VIDEO_DRAFTERS = tuple(
     )
     for method, shape in _VIDEO.items()
 )  # fmt: skip
-DRAFTERS = {r.name: r for r in (SCENES_VLM_EAGLE, SCENES_LLAMAGEN_EAGLE, *SCENES_VIDEO_DRAFTERS)}
+DRAFTERS = {r.name: r for r in (SCENES_LLAMAGEN_EAGLE, *SCENES_VIDEO_DRAFTERS)}

@@ -138,11 +138,12 @@ class VlmRecipe:
     """Everything that decides the weights of a vision-language model of the zoo.
 
     Its tower is trained first, then the decoder in `stages`, then the `head` that drafts for it; with `start`, the
-    name of an embedded model, only the decoder, on from that model's weights.
+    name of another recipe, only the decoder, on from that one's weights.
     """
 
     name: str
     stages: tuple[ZooStage, ...]
+    embedded: bool = True  # its weights come with the package
     start: str | None = None
     head: str | None = None  # how its multi-token-prediction head is distilled, in mmspec.train.recipes
     head_data: str = "scenes:1200"
@@ -155,7 +156,7 @@ class VlmRecipe:
     tokenizer_scenes: int = 3000
 
 
-# All texts; more questions about facts; no counts by shape, which so small a model states wrongly too often.
+# Where `scenes-video` begins. All texts; more questions about facts; no counts by shape, which so small a model states wrongly too often.
 SCENES_VLM = VlmRecipe(
     "scenes-vlm",
     (
@@ -169,6 +170,7 @@ SCENES_VLM = VlmRecipe(
             Mix(0.3, 2.0, False, _SETTLED), _MIXED,
         ),
     ),
+    embedded=False,
 )  # fmt: skip
 SCENES_VIDEO = VlmRecipe(
     "scenes-video",
