@@ -28,7 +28,6 @@ from mmspec.app.caption.run import Job
 from mmspec.app.caption.settings import BESIDE, SettingsError
 from mmspec.app.caption.workers import Alone, Processes, dispatch, places
 from mmspec.app.media.inputs import Inputs, open_inputs
-from mmspec.app.media.items import VIDEO
 from mmspec.media import MediaError
 
 OK, FATAL, SENSELESS, SOME_FAILED, INTERRUPTED, TERMINATED = 0, 1, 2, 3, 130, 143

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

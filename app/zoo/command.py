@@ -14,10 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from mmspec import zoo
 from mmspec.app.train import train
-from mmspec.app.zoo import card, evaluate
+from mmspec.app.zoo import card, evaluate, sheets
 from mmspec.app.zoo import image as zoo_image
 from mmspec.app.zoo import mar as zoo_mar
-from mmspec.app.zoo import sheets
 from mmspec.app.zoo import vlm as zoo_vlm
 from mmspec.app.zoo import watch as zoo_watch
 from mmspec.app.zoo.drafter_card import drafter_card
@@ -25,6 +24,7 @@ from mmspec.checkpoints.files import WEIGHTS
 from mmspec.checkpoints.save import save_drafter
 from mmspec.pipelines.llamagen.pipeline import LlamaGenPipeline
 from mmspec.train.recipes import RECIPES as HOW
+from mmspec.train.recipes import Recipe
 from mmspec.zoo.recipes import DRAFTERS, IMAGES, MARS, RECIPES, DrafterRecipe, ImageRecipe, VlmRecipe
 
 WORK = Path("runs/zoo")  # where checkpoints and logs go
@@ -80,7 +80,7 @@ def train_vlm(recipe: VlmRecipe, out_dir: Path, resume: bool = True, work: Path 
     zoo_vlm.train_decoder(recipe, model, processor.tokenizer, work, say, watch)
     zoo_vlm.export(model, processor, out_dir)
     if recipe.head is not None:
-        train_head(recipe, out_dir, work)
+        train_head(recipe, HOW[recipe.head], out_dir, work)
     say(f"exported to {out_dir}")
 
 
@@ -92,14 +92,12 @@ def _begun(name: str, work: Path) -> Path:
     return folder
 
 
-def train_head(recipe: VlmRecipe, folder: Path, work: Path) -> None:
+def train_head(recipe: VlmRecipe, how: Recipe, folder: Path, work: Path) -> None:
     """Distil the multi-token-prediction head of an exported model, and put it among the model's own tensors."""
     processor, model = evaluate.load(folder)
     model.config._name_or_path = recipe.name
     told = work / "head"
-    train(
-        model, processor, "mtp", recipe.head_data, told, HOW[recipe.head], answers=work / "answers", keep=TRACES
-    )  # fmt: skip
+    train(model, processor, "mtp", recipe.head_data, told, how, answers=work / "answers", keep=TRACES)
     tensors = load_file(folder / WEIGHTS) | {
         name: weight.to(torch.bfloat16) for name, weight in load_file(told / "drafter" / WEIGHTS).items()
     }

@@ -138,7 +138,7 @@ def _positions(model: Qwen3_5ForConditionalGeneration, batch: pack.Packed) -> Te
     """Position ids [3, B, S]: by the model's own rule in the prefix, counted on from there in every branch."""
     length = int((batch.branches[0] == 0).sum())
     prefix = batch.ids[:1, :length]
-    side = int((model.config.vision_config.num_position_embeddings) ** 0.5)
+    side = model.model.visual.num_grid_per_side
     shapes = torch.tensor([[1, side, side]] * int((prefix == START).sum()))
     at, _ = model.model.get_rope_index(prefix, (prefix == pack.IMAGE).int(), image_grid_thw=shapes)
     positions = (batch.positions - length + int(at.max()) + 1).expand(3, -1, -1).clone()

@@ -192,13 +192,13 @@ class MtpDrafter(FeatureDrafter):
 
     def forward(
         self, embeds: Tensor, features: Tensor, visual: Tensor, valid: Tensor, steps: int, start: int = 0,
-        rows: Tensor | None = None, *, positions: Tensor,
+        rows: Tensor | None = None, positions: Tensor | None = None,
     ) -> list[Tensor]:  # fmt: skip
         """What the head would predict `steps` tokens ahead, from all rows at once, as in drafting; see
         `FeatureLayer.forward`, which reads and gives the same.
 
         Args:
-            positions: [B, T, A], the target's position ids of the rows.
+            positions: [B, T, A], the target's position ids of the rows; None: 0, 1, 2, …
 
         Raises:
             ValueError: several heads, or one whose attention has a window.
@@ -209,6 +209,7 @@ class MtpDrafter(FeatureDrafter):
         place = torch.arange(T, device=embeds.device)
         own = torch.eye(T, dtype=torch.bool, device=embeds.device).expand(B, T, T)
         masks, seen, outputs = [(place <= place[:, None]) & valid[:, None] | own], _Grown(), []
+        positions = place.expand(B, T)[..., None] if positions is None else positions
         ahead, ids = F.pad(embeds, (0, 0, 0, steps)), positions.permute(2, 0, 1)
         for step in range(steps):
             mask = torch.cat(masks, 2)[:, None]

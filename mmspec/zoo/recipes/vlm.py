@@ -156,7 +156,8 @@ class VlmRecipe:
     tokenizer_scenes: int = 3000
 
 
-# Where `scenes-video` begins. All texts; more questions about facts; no counts by shape, which so small a model states wrongly too often.
+# Where `scenes-video` begins. All texts; more questions about facts; no counts by shape, which so small a model states
+# wrongly too often.
 SCENES_VLM = VlmRecipe(
     "scenes-vlm",
     (
