@@ -7,21 +7,33 @@ import math
 import re
 import statistics
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mmspec.app import embedded
 from mmspec.app.options import count, where
-from mmspec.app.orders import DrawingOrder, write, write_sheet
 
 if TYPE_CHECKING:
-    from mmspec.app.painter import DrawingMethod, ImageResult, ImageSubject
+    from mmspec.app.mar import MarImages, MarSubject
+    from mmspec.app.painter import DrawingMethod, ImageResult
 
-OK, FATAL, INTERRUPTED = 0, 1, 130
+OK, FATAL = 0, 1
+OWN, PLAIN = "mmspec", "plain"  # the two sides of --compare
+STOCK, SELF = "none", "self"  # drafters: none at all; a MAR's own drafts
+FOREIGN = ("top_k", "coupling", "init", "proactive", "reproducible", "budget")  # what a MAR does not have
 OPTIONS = ("window", "init", "coupling", "proactive", "rule", "budget")  # of `enable`, each a flag of its own
 ENDINGS = (".png", ".jpg", ".jpeg", ".webp")
+
+
+@dataclass(frozen=True)
+class DrawingOrder:
+    """One picture to draw."""
+
+    asked: Any  # prompt or class
+    seed: int
+    path: Path
 
 
 class GenerateError(Exception):
@@ -66,30 +78,27 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Draw as the options say; the exit code."""
-    from mmspec.app import generate_mar
+    from mmspec.app import mar, painter
     from mmspec.app.engine import EngineError
-    from mmspec.app.mar import draws
-    from mmspec.app.painter import load
 
     try:
-        prompts = _prompts(args)
-        if draws(args.model):
-            generate_mar.draw(args, _orders(args, prompts))
-            return OK
-        way = _way(args)
+        prompts, continuous = _prompts(args), mar.draws(args.model)
+        way: Any = _check_mar(args) if continuous else _way(args)
         orders = _orders(args, prompts)
         settings = {"guidance_scale": args.guidance, "top_k": args.top_k, "temperature": args.temperature}
-        painter = load(args.model, args.device, args.dtype, **settings)
-        tokens = painter.tokens
-        if args.window is not None and args.window > tokens:
-            raise GenerateError(
-                f"--window {args.window} is more than the {tokens} tokens of a picture; 8 to 64 is usual"
-            )
-        if painter.classes:
-            orders = [replace(order, asked=_class(order.asked, painter.classes)) for order in orders]
-        elif args.model == embedded.IMAGE_MODEL:
+        subject = (mar if continuous else painter).load(args.model, args.device, args.dtype, **settings)
+        if isinstance(subject, mar.MarSubject):
+            way = _speculation(args, subject)
+        else:
+            if args.window is not None and args.window > subject.tokens:
+                raise GenerateError(
+                    f"--window {args.window} is more than the {subject.tokens} tokens of a picture; 8 to 64 is usual"
+                )
+        orders = [replace(order, asked=subject.label(order.asked)) for order in orders]
+        if args.model == embedded.IMAGE_MODEL:
             _say_unknown(prompts)
-        Run(painter, way, args).draw(orders)
+        told: Any = _told_mar if continuous else _told
+        print("\n".join(told(*_draw(subject, way, orders, args), args)))
     except (GenerateError, EngineError) as error:
         print(f"mmspec generate: {' '.join(str(error).split())}", file=sys.stderr)
         return FATAL
@@ -97,6 +106,27 @@ def run(args: argparse.Namespace) -> int:
         print(f"mmspec generate: {error}; what was written before is safe", file=sys.stderr)
         return FATAL
     return OK
+
+
+def _draw(subject: Any, way: Any, orders: Sequence[DrawingOrder], args: argparse.Namespace) -> tuple[Any, Any]:
+    """Draw in batches, and write each at once; what the calls gave, and those of plain decoding beside them."""
+    from mmspec.app.compare import Comparison, Side
+
+    sides = [Side(OWN, way), Side(PLAIN, subject.plain)][: 1 + args.compare]
+    comparison: Comparison[Side, Sequence[DrawingOrder], Any] = Comparison(
+        sides, lambda side, some: subject.draw([o.asked for o in some], [o.seed for o in some], side.how)
+    )
+    batches = [orders[start : start + args.batch_size] for start in range(0, len(orders), args.batch_size)]
+    if args.compare:
+        comparison.warm_up(batches[0], [OWN, PLAIN])
+    for batch, drawn in zip(batches, comparison.turns(batches), strict=True):
+        if not args.grid:
+            write(batch, drawn[OWN].images)
+    made, base = (comparison.made.get(name, []) for name in (OWN, PLAIN))
+    if args.grid:
+        fast, plain = ([image for each in some for image in each.images] for some in (made, base))
+        write_sheet(orders, fast, plain, args.images)
+    return made, base
 
 
 def _prompts(args: argparse.Namespace) -> list[str]:
@@ -167,12 +197,6 @@ def _slug(prompt: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", prompt.lower()).strip("-")[:60] or "picture"
 
 
-def _class(prompt: str, classes: int) -> int:
-    if not prompt.isdecimal() or int(prompt) >= classes:
-        raise GenerateError(f"this model draws classes, by their numbers from 0 to {classes - 1}; {prompt!r} is none")
-    return int(prompt)
-
-
 def _say_unknown(prompts: Sequence[str]) -> None:
     from mmspec.app.painter import NOTE, unknown_words
 
@@ -181,66 +205,50 @@ def _say_unknown(prompts: Sequence[str]) -> None:
         print(NOTE.format(", ".join(unknown[:8])), file=sys.stderr)
 
 
-class Run:
-    """Draws orders in batches, writes each batch at once, and sums up what it took."""
+def write(orders: Sequence[DrawingOrder], pictures: Sequence[Any]) -> None:
+    """Each picture into its own file."""
+    for order, picture in zip(orders, pictures, strict=True):
+        order.path.parent.mkdir(parents=True, exist_ok=True)
+        picture.save(order.path)
+        print(order.path)
 
-    def __init__(self, painter: ImageSubject, way: DrawingMethod, args: argparse.Namespace) -> None:
-        from mmspec.app.painter import DrawingMethod
 
-        self.painter, self.way, self.args = painter, way, args
-        self.plain = DrawingMethod()
-        painter.go(way)  # a bad option is told before anything is drawn
-        self.made: list[ImageResult] = []
-        self.base: list[ImageResult] = []
+def write_sheet(orders: Sequence[DrawingOrder], pictures: Sequence[Any], plain: Sequence[Any], across: int) -> None:
+    """All on one sheet, a row a prompt, and below each row that of plain decoding, if there is one."""
+    from mmspec.app.painter import sheet
 
-    def draw(self, orders: Sequence[DrawingOrder]) -> None:
-        size = self.args.batch_size
-        for start in range(0, len(orders), size):
-            batch = orders[start : start + size]
-            painting = self._paint(self.way, batch, start == 0)
-            self.made.append(painting)
-            if not self.args.grid:
-                write(batch, painting.images)
-            if self.args.compare:
-                self.base.append(self._paint(self.plain, batch, start == 0))
-        if self.args.grid:
-            made, base = ([image for each in some for image in each.images] for some in (self.made, self.base))
-            write_sheet(orders, made, base, self.args.images)
-        self._say()
+    rows = []
+    for i in range(0, len(pictures), across):
+        rows.append((str(orders[i].asked), pictures[i : i + across]))
+        rows += [("plain decoding", plain[i : i + across])] if plain else []
+    write(orders[:1], [sheet(rows)])
 
-    def _paint(self, way: DrawingMethod, batch: Sequence[DrawingOrder], first: bool) -> ImageResult:
-        asked, seeds = [order.asked for order in batch], [order.seed for order in batch]
-        if self.args.compare:
-            self.painter.go(way)
-            if first:
-                self.painter.paint(asked, seeds)  # warms up: the two are to be compared
-        return self.painter.paint(asked, seeds)
 
-    def _say(self) -> None:
-        count = sum(len(painting.images) for painting in self.made)
-        seconds = sum(painting.seconds for painting in self.made)
-        forwards, pace = _rate(self.made)
-        print(f"{count} picture{'s' * (count != 1)} in {seconds:.1f} s; {forwards:.1f} forwards of the model each, "
-              f"{pace:.2f} tokens per forward")  # fmt: skip
-        rule = self.way.options.get("rule", "exact")
-        if rule != "exact":
-            spent = [charge for painting in self.made for charge in painting.spent]
-            print(f"not lossless: {rule} bent the distribution; distance in total variation charged per picture: mean "
-                  f"{statistics.fmean(spent):.2f}, most {max(spent):.2f} (summed over its tokens)")  # fmt: skip
-        if self.base:
-            self._say_comparison(seconds)
-
-    def _say_comparison(self, seconds: float) -> None:
-        plain, (forwards, _), (own, _) = sum(p.seconds for p in self.base), _rate(self.base), _rate(self.made)
-        same = [bool((a == b).all()) for m, p in zip(self.made, self.base, strict=True)
+def _told(made: Sequence[ImageResult], base: Sequence[ImageResult], args: argparse.Namespace) -> Iterator[str]:
+    """What it took, what a rule cost, and what plain decoding took."""
+    count, seconds = sum(len(each.images) for each in made), sum(each.seconds for each in made)
+    own, pace = _rate(made)
+    yield (
+        f"{count} picture{'s' * (count != 1)} in {seconds:.1f} s; {own:.1f} forwards of the model each, {pace:.2f} "
+        "tokens per forward"
+    )
+    if args.rule not in (None, "exact"):
+        spent = [charge for each in made for charge in each.spent]
+        yield (
+            f"not lossless: {args.rule} bent the distribution; distance in total variation charged per picture: mean "
+            f"{statistics.fmean(spent):.2f}, most {max(spent):.2f} (summed over its tokens)"
+        )
+    if base:
+        plain, (forwards, _) = sum(each.seconds for each in base), _rate(base)
+        same = [bool((a == b).all()) for m, p in zip(made, base, strict=True)
                 for a, b in zip(m.tokens, p.tokens, strict=True)]  # fmt: skip
         identical = f"identical pictures: {sum(same)} of {len(same)}"
-        if not self.args.reproducible and self.args.drafter != "none":
-            identical += (
-                " (others drawn from " + ("a bent" if self.way.options.get("rule") else "the same") + " distribution)"
-            )
-        print(f"plain decoding took {plain:.1f} s, {plain / seconds:.2f} times as long, and {forwards:.1f} forwards, "
-              f"{forwards / own:.2f} times as many; {identical}")  # fmt: skip
+        if not args.reproducible and args.drafter != "none":
+            identical += f" (others drawn from {'the same' if args.rule in (None, 'exact') else 'a bent'} distribution)"
+        yield (
+            f"plain decoding took {plain:.1f} s, {plain / seconds:.2f} times as long, and {forwards:.1f} forwards, "
+            f"{forwards / own:.2f} times as many; {identical}"
+        )
 
 
 def _rate(paintings: Sequence[ImageResult]) -> tuple[float, float]:
@@ -248,3 +256,48 @@ def _rate(paintings: Sequence[ImageResult]) -> tuple[float, float]:
     count = sum(len(painting.images) for painting in paintings)
     forwards = sum(painting.stats.row_rounds for painting in paintings) / count + 1
     return forwards, paintings[0].tokens[0].numel() / forwards
+
+
+def _check_mar(args: argparse.Namespace) -> None:
+    strange = next((name for name in FOREIGN if not any(getattr(args, name) is unset for unset in (None, False))), None)
+    if strange:
+        raise GenerateError(f"--{strange.replace('_', '-')} is for models that draw ids; this one is a MAR")
+    if args.drafter == STOCK and (args.window or args.rule):
+        raise GenerateError(f"--window and --rule need a drafter; {STOCK!r} draws without")
+
+
+def _speculation(args: argparse.Namespace, model: MarSubject) -> dict[str, Any] | None:
+    """How a MAR drafts; `jacobi`, the default of this command, means the model's own drafts."""
+    how: dict[str, Any] | None = None
+    if args.drafter != STOCK:
+        given = {"ahead": args.window, "rule": None if args.rule == "exact" else args.rule}
+        how = {name: value for name, value in given.items() if value is not None}
+        if args.drafter not in ("jacobi", SELF):
+            how["draft"] = model.small(args.drafter)
+    note = ""
+    if args.compare or how is not None:
+        note = model.singly(args.compare or args.rule != "cspd")
+    if note:
+        print(f"note: {note}", file=sys.stderr)
+    return how
+
+
+def _told_mar(made: Sequence[MarImages], base: Sequence[MarImages], args: argparse.Namespace) -> Iterator[str]:
+    """The same of a MAR."""
+    from mmspec.continuous import cspd
+
+    def sums(some: Sequence[MarImages], what: str) -> str:
+        count, seconds = sum(len(each.images) for each in some), sum(each.seconds for each in some)
+        rows, evaluations = (sum(each.work[name] for each in some) / count for name in ("rows", "evaluations"))
+        passes = sum(each.work["passes"] for each in some) / len(some)
+        return (
+            f"{count} {what} in {seconds:.1f} s; {passes:.1f} passes a batch; a picture has {rows:.0f} rows in them "
+            f"and {evaluations:.0f} head evaluations"
+        )
+
+    bent = args.rule == "cspd"
+    yield sums(made, f"picture{'s' * (sum(len(each.images) for each in made) > 1)}")
+    if base:
+        yield "plainly: " + sums(base, f"of the {'unbent' if bent else 'same'} distribution")
+    if bent:
+        yield f"not lossless: cspd(width={cspd.WIDTH:g}) bends the distribution; by how much is not measured"

@@ -40,6 +40,8 @@ class MarImages:
 class MarSubject:
     """A MARPipeline, the embedded model's draft, and arguments of the calls."""
 
+    plain = None  # how it draws without speculation
+
     def __init__(self, pipe: Any, draft: Any = None, **settings: Any) -> None:
         self.pipe, self.draft = pipe, draft
         self.settings = {name: value for name, value in settings.items() if value is not None}

@@ -75,6 +75,8 @@ class ImageResult:
 class ImageSubject:
     """A LlamaGenPipeline and the arguments of its calls."""
 
+    plain = DrawingMethod()
+
     def __init__(self, pipe: Any, **settings: Any) -> None:
         self.pipe = pipe
         self.settings = {name: value for name, value in settings.items() if value is not None}
@@ -142,6 +144,29 @@ class ImageSubject:
         except (ValueError, TypeError) as error:
             raise EngineError(_told(error)) from error
         return ImageResult(out.images, out.tokens.cpu(), time.perf_counter() - began, out.stats, out.spent)
+
+    def draw(self, asked: Sequence[Any], seeds: Sequence[int], way: DrawingMethod, **settings: Any) -> ImageResult:
+        """The same, decoded in this way.
+
+        Raises:
+            EngineError: the drafter or an option does not fit, or the pipeline refuses the prompts or its settings.
+        """
+        self.go(way)
+        return self.paint(asked, seeds, **settings)
+
+    def label(self, said: str) -> Any:
+        """What a prompt is to the model: the prompt, or the number of a class.
+
+        Raises:
+            EngineError: the model draws classes, and this is none.
+        """
+        if not self.classes:
+            return said
+        if not said.strip().isdecimal() or int(said) >= self.classes:
+            raise EngineError(
+                f"this model draws classes, by their numbers from 0 to {self.classes - 1}; {said!r} is none"
+            )
+        return int(said)
 
     def in_batches(self, asked: Sequence[Any], seeds: Sequence[int], size: int) -> Iterator[ImageResult]:
         """All of them, `size` at a time."""

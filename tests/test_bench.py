@@ -6,17 +6,20 @@ import argparse
 import json
 import platform
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny_llava
 import torch
 from PIL import Image
 
-from mmspec.app import cli
+import mmspec
+from mmspec.app import cli, compare
 from mmspec.app.bench import command as bench
 from mmspec.app.bench import report
 from mmspec.app.bench import vlm as bench_vlm
-from mmspec.app.bench.command import BenchError, Clock, TimedCall
+from mmspec.app.bench.answers import Clock, TimedCall, VlmBench
+from mmspec.app.bench.command import BenchError
 from mmspec.app.bench.questions import Question, read_questions
 from mmspec.app.provenance import provenance
 from mmspec.drafters.eagle import EagleConfig, EagleDrafter
@@ -87,7 +90,7 @@ def test_spread() -> None:
 
 
 def test_every_method_starts_as_often_and_follows_different_ones() -> None:
-    orders = [bench.in_turn(4, turn) for turn in range(8)]
+    orders = [compare.in_turn(4, turn) for turn in range(8)]
     assert all(sorted(order) == [0, 1, 2, 3] for order in orders)
     assert sorted(order[0] for order in orders) == [0, 0, 1, 1, 2, 2, 3, 3]
     assert len({order[order.index(2) - 1] for order in orders if order[0] != 2}) > 1
@@ -109,7 +112,7 @@ def test_clock_notes_the_first_tokens_only() -> None:
 
 
 def test_peak_memory_sees_what_a_call_holds() -> None:
-    found = bench.peak_mb(torch.device("cpu"), lambda: torch.ones(40 * 2**18).sum())  # 40 MiB
+    found = compare.peak_mb(torch.device("cpu"), lambda: torch.ones(40 * 2**18).sum())  # 40 MiB
     assert found is None or 30 < found < 80
 
 
@@ -205,17 +208,17 @@ def test_tunes_a_feature_drafter_and_survives_a_failing_path(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drafter = EagleDrafter(EagleConfig(hidden=64, intermediate=96, heads=4, kv_heads=2, vocab=128))
-    monkeypatch.setattr(bench_vlm.mmspec, "load_drafter", lambda path: drafter, raising=False)
+    monkeypatch.setattr(mmspec, "load_drafter", lambda path: drafter, raising=False)
     grids = {"feature drafter": ({"depth": 2, "width": 1}, {"depth": 2, "width": 2, "size": 4})}
     monkeypatch.setattr(bench_vlm, "GRIDS", grids)
-    warm_up = bench_vlm.warm_up
+    whole = VlmBench.call
 
-    def broken(bench_: object, method: bench_vlm.Method, *rest: object) -> None:
+    def broken(bench_: VlmBench, method: Any, *rest: Any) -> TimedCall:
         if method.name == "stock-static":
             raise RuntimeError("no compiler here")
-        warm_up(bench_, method, *rest)
+        return whole(bench_, method, *rest)
 
-    monkeypatch.setattr(bench_vlm, "warm_up", broken)
+    monkeypatch.setattr(VlmBench, "call", broken)
     words = ["--drafter", "somewhere", "--batch", 1, "--temperature", 0, "--tune", "--tune-images", 1]
     assert run("--model", model, *QUICK, *words, "--json", tmp_path / "out.json") == 0
     found = json.loads((tmp_path / "out.json").read_text())

@@ -19,6 +19,7 @@ from mmspec.app import embedded
 from mmspec.app.bench import command as bench
 from mmspec.app.bench import drafters as named
 from mmspec.app.bench import report, vlm_curves, vlm_methods, vlm_shown
+from mmspec.app.bench.answers import TimedCall
 from mmspec.app.bench.command import BenchError
 from mmspec.app.train import build
 from mmspec.statistics import Stats
@@ -220,8 +221,8 @@ def test_tuning_leaves_out_what_a_drafter_cannot_do(
 def test_tau_by_depth_ends_at_tau() -> None:
     stats = Stats(rounds=4, row_rounds=4, gained=10, drafter={"prompts": 2, "memory bytes": 600, "visual rows": 8})
     stats.accepted_by_depth.update({1: 3, 2: 2, 3: 1})
-    made = {"stock": [bench.TimedCall(1.0, 0.1, ((1,) * 11,), 10, 10, None)],
-            "eagle": [bench.TimedCall(1.0, 0.1, ((1,) * 11,), 4, 10, stats)]}  # fmt: skip
+    made = {"stock": [TimedCall(1.0, 0.1, ((1,) * 11,), 10, 10, None)],
+            "eagle": [TimedCall(1.0, 0.1, ((1,) * 11,), 4, 10, stats)]}  # fmt: skip
     found = report.figures("eagle", made, "stock", greedy=True, assisted=False)
     assert found["tau_by_depth"] == [1.75, 2.25, 2.5] and found["tokens_per_target_call"] == 2.5
     assert found["drafter_kv_bytes"] == 300 and found["drafter_visual_rows"] == 4

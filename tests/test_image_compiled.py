@@ -15,7 +15,7 @@ from image_targets import PAINTERS
 from torch import Tensor
 
 import mmspec
-from mmspec.app.bench.command import Reads
+from mmspec.app.compare import Reads
 from mmspec.drafters.eagle import EagleConfig, EagleDrafter
 from mmspec.piecewise import capture
 from mmspec.pipelines.patching import drafting

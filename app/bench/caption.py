@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
 import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-import mmspec
 from mmspec import registry
 from mmspec.app import embedded
 from mmspec.app.bench import drafters, report
-from mmspec.app.bench.command import BenchError, Outcome, in_turn, peak_mb, say
+from mmspec.app.bench.answers import enabled
+from mmspec.app.bench.command import BenchError, Outcome, say
 from mmspec.app.bench.questions import Question, read_questions
+from mmspec.app.compare import Comparison, over
 from mmspec.app.engine import STOCK, load, wait
 from mmspec.app.options import where
 from mmspec.app.provenance import provenance
@@ -75,7 +74,7 @@ class CaptionMethod:
 
     name: str
     batches: type[Batcher]
-    drafter: Any = None  # None: stock generate for static batches, plain decoding for continuous ones
+    drafter: Any = None  # None: stock generate
     twin: str = BASE  # the static method with the same drafter
 
 
@@ -86,7 +85,10 @@ class CaptionRun:
     seconds: float
     answers: tuple[tuple[int, ...], ...]
     stats: Stats | None  # of mmspec's rounds
-    error: Exception | None = None
+
+    @property
+    def pace(self) -> float:
+        return len(self.answers) / self.seconds
 
     @property
     def tokens(self) -> int:
@@ -105,7 +107,7 @@ class CaptionBench:
     def run(self, method: CaptionMethod, rows: int, count: int | None = None) -> CaptionRun:
         """The first `count` captions, all by default; garbage is collected and the drafter enabled before the clock."""
         asked = self.asked[:count]
-        with self._ready(method) as handle:
+        with enabled(self.model, method.drafter) as handle:
             batches = method.batches(self.model, self.processor, rows, **self.settings)
             gc.collect()
             wait(self.model.device)
@@ -117,18 +119,11 @@ class CaptionBench:
                 ends |= {end.ticket: end for end in batches.step()}
             wait(self.model.device)
             seconds = time.perf_counter() - began
-        error = next((end.error for end in ends.values() if end.error is not None), None)
+        for end in ends.values():
+            if end.error is not None:
+                raise end.error
         answers = tuple(tuple(ends[number].tokens) for number in range(len(asked)))
-        return CaptionRun(seconds, answers, None if handle is None else handle.stats, error)
-
-    @contextlib.contextmanager
-    def _ready(self, method: CaptionMethod) -> Iterator[Any]:
-        mmspec.disable(self.model)
-        if method.drafter is None and method.batches is StaticBatcher:
-            yield None
-        else:
-            with mmspec.enable(self.model, drafter=method.drafter or Plain()) as handle:
-                yield handle
+        return CaptionRun(seconds, answers, None if handle is None else handle.stats)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -176,7 +171,7 @@ def questions(args: argparse.Namespace) -> list[Question]:
 
 def methods(args: argparse.Namespace) -> list[CaptionMethod]:
     """StaticBatcher and continuous, without a drafter and with each."""
-    found = [CaptionMethod(BASE, StaticBatcher), CaptionMethod("continuous", ContinuousBatcher)]
+    found = [CaptionMethod(BASE, StaticBatcher), CaptionMethod("continuous", ContinuousBatcher, Plain())]
     named = drafters.read(args) or {"ngram": registry.drafter_class("ngram")()}
     for title, drafter in named.items():
         title = f"{BASE} + {title}"
@@ -187,27 +182,13 @@ def methods(args: argparse.Namespace) -> list[CaptionMethod]:
 
 def measure_rows(bench: CaptionBench, rows: int, chosen: list[CaptionMethod], turns: int) -> list[report.Record]:
     """Warm each method up, measure its memory, then time all of them in turn."""
-    notes: dict[str, str] = {}
-    peaks: dict[str, float | None] = {}
-    few = rows + 2  # more than one batch, and rows that are entered twice
-    for method in chosen:
-        made = bench.run(method, rows, few)
-        if made.error is not None:
-            if method.name == BASE:
-                raise made.error
-            reason = " ".join(str(made.error).split())[:200]
-            notes[method.name] = f"failed: {type(made.error).__name__}: {reason}"
-        else:
-            peaks[method.name] = peak_mb(bench.model.device, partial(bench.run, method, rows, few))
-    able = [m for m in chosen if m.name in peaks]
-    runs: dict[str, list[CaptionRun]] = {m.name: [] for m in able}
-    for turn in range(turns):
-        for place in in_turn(len(able), turn):
-            runs[able[place].name].append(bench.run(able[place], rows))
+    comparison = Comparison(chosen, lambda method, count: bench.run(method, rows, count))
+    comparison.warm_up(rows + 2, [BASE], bench.model.device)  # more than one batch, and rows that are entered twice
+    runs = comparison.measure([None] * turns)
     return [
         {"suite": "caption", "method": m.name, "rows": rows, "captions": len(bench.asked)}
         | figures(m, runs, rows)
-        | {"peak_mb": peaks.get(m.name), "note": notes.get(m.name, "")}
+        | {"peak_mb": comparison.peaks.get(m.name), "note": comparison.notes.get(m.name, "")}
         for m in chosen
     ]
 
@@ -222,22 +203,15 @@ def figures(method: CaptionMethod, runs: dict[str, list[CaptionRun]], rows: int)
     lengths = [len(answer) for run in made[:1] for answer in run.answers]
     same = [a == b for run, base in zip(made, runs[BASE], strict=False)
             for a, b in zip(run.answers, base.answers, strict=True)]  # fmt: skip
-
-    def against(name: str) -> list[float | None]:
-        return [base.seconds / run.seconds for base, run in zip(runs.get(name, []), made, strict=False)]
-
     stock = method.name == BASE
+    rounds = total.row_rounds / total.rounds if total.rounds else None
     return {
         "stock_path": stock,
-        **report.spread("speedup_e2e", against(BASE)),
-        **report.spread("gain", against(method.twin)),
-        **report.spread("captions_per_s", [len(run.answers) / run.seconds for run in made]),
+        **report.spread("speedup_e2e", over(runs[BASE], made)),
+        **report.spread("gain", over(runs.get(method.twin, []), made)),
+        **report.spread("captions_per_s", [run.pace for run in made]),
         **report.spread("tokens_per_s", [run.tokens / run.seconds for run in made]),
-        "rows_per_round": _useful(lengths, rows)
-        if stock
-        else total.row_rounds / total.rounds
-        if total.rounds
-        else None,
+        "rows_per_round": _useful(lengths, rows) if stock else rounds,
         "tokens_per_target_call": 1.0 if stock else total.tokens_per_target_call if made else None,
         "prefill_share": total.seconds.get("prefill", 0.0) / spent if spent else None,
         "identical_rate": statistics.fmean(same) if same else None,

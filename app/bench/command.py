@@ -3,33 +3,24 @@
 from __future__ import annotations
 
 import argparse
-import ctypes
-import gc
 import importlib
 import json
 import os
-import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
-
-import torch
-from torch.overrides import TorchFunctionMode
+from typing import Any, TypeVar
 
 from mmspec.app.bench import report
+from mmspec.app.compare import Named
 from mmspec.app.engine import EngineError
 from mmspec.app.provenance import load_average
 from mmspec.media import MediaError
-from mmspec.piecewise.capture import PiecewiseFunction
-from mmspec.statistics import Stats
 
 T = TypeVar("T")
-WARM_UPS = 6  # calls at most until a compiled path stops compiling
-PEAKS = 3  # calls whose memory is watched
 SUITES = {  # name: (module with configure(parser) and measure(args, outcome), one line of help)
     "vlm": ("mmspec.app.bench.vlm", "answers of a vision-language model, stock paths and drafters side by side"),
     "mmspec": ("mmspec.app.bench.published", "the same on the MMSpec benchmark, from its published folders"),
@@ -54,65 +45,6 @@ class Outcome:
     tuned: dict[str, Any] = field(default_factory=dict)  # cell → method → {chosen, tried}
     records: list[report.Record] = field(default_factory=list)
     meaning: dict[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class TimedCall:
-    """What one generate call took and gave."""
-
-    seconds: float
-    first: float  # seconds to the first token
-    answers: tuple[tuple[int, ...], ...]  # token ids of each row, its end-of-sequence token included
-    steps: int  # forwards of the target after the prefill
-    later: int  # tokens that came of these
-    stats: Stats | None  # of mmspec's calls
-
-    @property
-    def tokens(self) -> int:
-        return sum(map(len, self.answers))
-
-    @property
-    def per_token(self) -> float:
-        return self.seconds / self.tokens
-
-    @property
-    def decode_per_token(self) -> float | None:
-        return (self.seconds - self.first) / self.later if self.later > 0 else None
-
-    @property
-    def per_step(self) -> float | None:
-        return (self.seconds - self.first) / self.steps if self.steps > 0 else None
-
-
-class Reads(TorchFunctionMode):
-    """Counts how often Python asks a tensor for its values; on a GPU each of these waits for it."""
-
-    ASKING = {"item", "tolist", "__bool__", "__int__", "__index__", "__float__", "cpu", "numpy", "nonzero"}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += getattr(func, "__name__", "") in self.ASKING
-        return func(*args, **(kwargs or {}))
-
-
-class Clock:
-    """A streamer that only notes when the first generated tokens come, how many, and how often something comes."""
-
-    def __init__(self) -> None:
-        self.puts = -1  # the prompt is put first
-        self.first_at = 0.0
-        self.first_tokens = 0
-
-    def put(self, tokens: torch.Tensor) -> None:
-        self.puts += 1
-        if self.puts == 1:
-            self.first_at, self.first_tokens = time.perf_counter(), tokens.numel()
-
-    def end(self) -> None:
-        """Nothing is left to do."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -160,11 +92,6 @@ def _save(path: Path, text: str) -> None:
     os.replace(half, path)
 
 
-class Named(Protocol):
-    @property
-    def name(self) -> str: ...
-
-
 N = TypeVar("N", bound=Named)
 
 
@@ -196,58 +123,6 @@ def seeds_of(run: int, count: int, seed: int) -> list[int]:
     return [BLOCK * (1 + run) + seed * 10**5 + i for i in range(count)]
 
 
-def in_turn(count: int, turn: int) -> list[int]:
-    """A new starter each turn, and every other turn backwards, so that no method always follows the same one."""
-    places = [(turn // 2 + i) % count for i in range(count)]
-    return places[::-1] if turn % 2 else places
-
-
-def compiled_graphs() -> int:
-    """How many graphs torch.compile and mmspec have made; a change during a call means that the call compiled."""
-    dynamo = sys.modules.get("torch._dynamo.utils")  # absent as long as nothing was compiled
-    return PiecewiseFunction.made + (dynamo.counters["stats"]["unique_graphs"] if dynamo else 0)
-
-
-def settle(call: Callable[[], Any]) -> None:
-    """One call, and as many more as it takes until nothing is compiled any more."""
-    for _ in range(WARM_UPS):
-        graphs = compiled_graphs()
-        call()
-        if compiled_graphs() == graphs:
-            return
-    raise RuntimeError(f"still compiling after {WARM_UPS} calls")
-
-
 def say(line: str) -> None:
     """Progress, to the screen beside the results."""
     print(line, file=sys.stderr, flush=True)
-
-
-def peak_mb(device: torch.device, call: Callable[[], Any]) -> float | None:
-    """MiB that a call holds at its peak above what was held before it, the median of several; None: it is not told."""
-    found = [_peak_mb(device, call) for _ in range(PEAKS)]
-    told = [peak for peak in found if peak is not None]
-    return statistics.median(told) if told else None
-
-
-def _peak_mb(device: torch.device, call: Callable[[], Any]) -> float | None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        call()
-        return (torch.cuda.max_memory_allocated(device) - before) / 2**20
-    try:
-        ctypes.CDLL(None).malloc_trim(0)  # give back what earlier calls freed, so that this one has to ask for it
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
-        before = _resident("VmRSS")
-    except (OSError, AttributeError, TypeError):
-        call()
-        return None
-    call()
-    return (_resident("VmHWM") - before) / 1024
-
-
-def _resident(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(name))  # KiB

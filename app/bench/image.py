@@ -6,7 +6,6 @@ import argparse
 import gc
 import json
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +14,12 @@ import torch
 
 from mmspec.app import embedded
 from mmspec.app.bench import drafters, mar, quality, report_image
-from mmspec.app.bench.command import (
-    BenchError,
-    Outcome,
-    Reads,
-    batches,
-    compiled_graphs,
-    in_turn,
-    matching,
-    say,
-    seeds_of,
-    settle,
-)
+from mmspec.app.bench.command import BenchError, Outcome, batches, matching, say, seeds_of
 from mmspec.app.bench.image_bench import ImageBench, ImagePrompts
 from mmspec.app.bench.image_methods import ImageMethod, lossless, relaxed, swept
 from mmspec.app.bench.judge import Judge
 from mmspec.app.bench.report import Record
+from mmspec.app.compare import Comparison
 from mmspec.app.engine import EngineError, first_line
 from mmspec.app.mar import draws
 from mmspec.app.media.inputs import images
@@ -189,35 +178,17 @@ def timed(
     torch.compiler.reset()  # what was compiled for other lengths counts against the limit of recompilations
     before[:] = [r for r in before if (r["suite"], r.get("batch")) != (report_image.SPEED, batch)]
     groups = batches(list(zip(prompts, seeds_of(1, len(prompts), bench.seed), strict=True)), batch)
-    notes: dict[str, str] = {}
-    able, asked = [], dict[str, int]()
-    for method in chosen:
-        try:
-            settle(partial(bench.call, method, groups[0]))
-            if not method.plain:  # these may be compiled, which cannot be watched
-                with Reads() as reads:
-                    bench.call(method, groups[0])
-                asked[method.name] = reads.count
-            able.append(method)
-        except Exception as error:  # a method that fails is a result, and the others still count
-            if method.name == "ar":
-                raise
-            notes[method.name] = f"failed: {first_line(error)[:200]}"
-    made: dict[str, list[Any]] = {m.name: [None] * len(groups) for m in able}
-    for turn, group in enumerate(groups):
-        for method in (able[place] for place in in_turn(len(able), turn)):
-            graphs = compiled_graphs()
-            made[method.name][turn] = bench.call(method, group)
-            if compiled_graphs() != graphs:
-                notes[method.name] = "compiled during a timed call: its time is overstated"
+    comparison = Comparison(chosen, bench.call)
+    comparison.warm_up(groups[0], ["ar"], read=lambda method: not method.plain)  # what is compiled cannot be watched
+    made = comparison.measure(groups)
     best = report_image.fastest(made)
     slower = {name: f"slower than {best} here" for name in report_image.PLAIN if name in made and name != best}
     facts = {"suite": report_image.SPEED, "batch": batch}
     return [
         facts
         | m.facts
-        | report_image.figures(m.name, made, best, asked.get(m.name))
-        | {"note": notes.get(m.name, slower.get(m.name, ""))}
+        | report_image.figures(m.name, made, best, comparison.reads.get(m.name))
+        | {"note": comparison.notes.get(m.name, slower.get(m.name, ""))}
         for m in chosen
     ]
 

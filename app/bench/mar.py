@@ -11,9 +11,10 @@ from typing import Any
 from PIL import Image
 
 from mmspec.app.bench import quality
-from mmspec.app.bench.command import BenchError, Outcome, Reads, batches, in_turn, matching, say, seeds_of
+from mmspec.app.bench.command import BenchError, Outcome, batches, matching, say, seeds_of
 from mmspec.app.bench.quality import QualityError
 from mmspec.app.bench.report import LAYOUTS, Record, TableLayout, figure, ratio, spread
+from mmspec.app.compare import Comparison, over
 from mmspec.app.engine import EngineError
 from mmspec.app.mar import OWN, MarImages, MarSubject, load
 from mmspec.app.provenance import provenance
@@ -89,29 +90,22 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
 
 
 def timed(bench: MarSubject, chosen: list[MarMethod], labels: list[int], batch: int, seed: int) -> list[Record]:
-    """Each way once to warm up and once to be watched, then all in turn on each batch of classes and seeds."""
+    """Each way warmed up and watched, then all in turn on each batch of classes and seeds."""
     groups = batches(list(zip(labels, seeds_of(1, len(labels), seed), strict=True)), batch)
-    made: dict[str, list[Any]] = {way.name: [None] * len(groups) for way in chosen}
-    asked: dict[str, int] = {}
-    for way in chosen:
-        call(bench, way, *zip(*groups[0], strict=True))
-        with Reads() as reads:
-            call(bench, way, *zip(*groups[0], strict=True))
-        asked[way.name] = reads.count
-    for turn, group in enumerate(groups):
-        for way in (chosen[place] for place in in_turn(len(chosen), turn)):
-            made[way.name][turn] = call(bench, way, *zip(*group, strict=True))
+    comparison = Comparison(chosen, lambda way, group: call(bench, way, *zip(*group, strict=True)))
+    comparison.warm_up(groups[0], [chosen[0].name], read=lambda way: True)
+    made = comparison.measure(groups)
     say(f"batch {batch}: " + ", ".join(f"{n} {statistics.median(c.seconds for c in m):.2f} s" for n, m in made.items()))
-    return [_speed(way, made, batch) | {"reads": asked[way.name]} for way in chosen]
+    return [
+        _speed(way, made, batch) | {"reads": comparison.reads.get(way.name), "note": comparison.notes.get(way.name, "")}
+        for way in chosen
+    ]
 
 
 def _speed(way: MarMethod, made: dict[str, list[MarImages]], batch: int) -> Record:
-    mine, pictures = made[way.name], sum(len(call.images) for call in made[way.name])
-
-    def over(base: str) -> list[float | None]:
-        return [b.seconds / m.seconds for b, m in zip(made.get(base, []), mine, strict=False)]
-
-    work = {name: sum(call.work.get(name, 0) for call in mine) / pictures for name in
+    mine = made.get(way.name, [])
+    pictures = sum(len(call.images) for call in mine)
+    work = {name: sum(call.work.get(name, 0) for call in mine) / pictures if pictures else None for name in
             ("passes", "rows", "evaluations", "draft_rows", "draft_evaluations")}  # fmt: skip
     tested = sum(call.told.get("tested", 0) for call in mine)
 
@@ -121,10 +115,11 @@ def _speed(way: MarMethod, made: dict[str, list[MarImages]], batch: int) -> Reco
     return {
         "suite": SPEED, "method": way.name, "distribution": way.distribution, "batch": batch,
         "stock_path": way.name.endswith("plain head"),
-        **spread("speedup_e2e", over("all, plain head")), **spread("speedup_all", over("all")),
-        **spread("speedup_quarter", over("quarter, plain head")),
+        **spread("speedup_e2e", over(made["all, plain head"], mine)),
+        **spread("speedup_all", over(made.get("all", []), mine)),
+        **spread("speedup_quarter", over(made.get("quarter, plain head", []), mine)),
         **spread("seconds_per_image", [call.seconds / len(call.images) for call in mine]), **work,
-        "acceptance": mean("acceptance"), "divergence": mean("divergence"), "n": len(mine), "note": "",
+        "acceptance": mean("acceptance"), "divergence": mean("divergence"), "n": len(mine),
     }  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from mmspec.app.compare import over
 from mmspec.app.extras import installing
 from mmspec.statistics import Stats
 
@@ -143,11 +144,6 @@ def figures(name: str, calls: dict[str, list[Any]], best: str, greedy: bool, ass
         assisted: the method is transformers' own speculation, at batch 1.
     """
     made, stock = calls.get(name, []), calls["stock"]
-
-    def ratios(base: list[Any], what: str) -> list[float | None]:
-        pairs = [(getattr(b, what), getattr(m, what)) for b, m in zip(base, made, strict=False)]
-        return [b / m if b and m else None for b, m in pairs]
-
     total = Stats()
     for call in made:
         total.add(call.stats or Stats())
@@ -162,10 +158,10 @@ def figures(name: str, calls: dict[str, list[Any]], best: str, greedy: bool, ass
     return {
         "best_stock": best,
         "stock_path": name in STOCK_PATHS,
-        **spread("speedup_e2e", ratios(stock, "per_token")),
-        **spread("speedup_decode", ratios(stock, "decode_per_token")),
-        **spread("speedup_vs_best_stock", ratios(calls[best], "per_token")),
-        **spread("c", [1 / r if r else None for r in ratios(stock, "per_step")]),
+        **spread("speedup_e2e", over(stock, made, "per_token")),
+        **spread("speedup_decode", over(stock, made, "decode_per_token")),
+        **spread("speedup_vs_best_stock", over(calls[best], made, "per_token")),
+        **spread("c", over(made, stock, "per_step")),
         **spread("ttft_ms", [1e3 * first for first in ends]),
         **spread("tokens_per_s", [1 / c.per_token for c in made]),
         **spread("step_ms", [1e3 * c.per_step if c.per_step else None for c in made]),

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mmspec.app.bench.report import LAYOUTS, Record, TableLayout, figure, ratio, spread
+from mmspec.app.compare import over
 from mmspec.statistics import Stats
 
 PLAIN = ("ar", "ar-static", "ar-compiled")
@@ -55,10 +56,6 @@ def figures(name: str, calls: dict[str, list[Any]], best: str, reads: int | None
     """
     made, plain = calls.get(name, []), calls["ar"]
 
-    def ratios(base: Sequence[Any], what: str) -> list[float | None]:
-        return [getattr(b, what) / getattr(m, what) if getattr(m, what) else None
-                for b, m in zip(base, made, strict=False)]  # fmt: skip
-
     total = Stats()
     for call in made:
         total.add(call.stats)
@@ -68,13 +65,13 @@ def figures(name: str, calls: dict[str, list[Any]], best: str, reads: int | None
     same = [bool((a == b).all()) for m, p in zip(made, plain, strict=False)
             for a, b in zip(m.tokens, p.tokens, strict=True)]  # fmt: skip
     compression = sum(c.tokens.numel() for c in made) / (total.row_rounds + pictures) if made else None
-    cost = spread("c", [1 / r if r else None for r in ratios(plain, "round_seconds")])
+    cost = spread("c", over(made, plain, "round_seconds"))
     return {
         "best_plain": best,
         "stock_path": name in PLAIN,
-        **spread("speedup_e2e", ratios(plain, "seconds")),
-        **spread("speedup_decode", ratios(plain, "decode_seconds")),
-        **spread("speedup_vs_best_plain", ratios(calls[best], "seconds")),
+        **spread("speedup_e2e", over(plain, made)),
+        **spread("speedup_decode", over(plain, made, "decode_seconds")),
+        **spread("speedup_vs_best_plain", over(calls[best], made)),
         **cost,
         **spread("seconds_per_image", [c.seconds / len(c.images) for c in made]),
         "forwards": (total.row_rounds + pictures) / pictures if pictures else None,

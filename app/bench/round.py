@@ -12,8 +12,10 @@ from typing import Any
 import torch
 
 from mmspec.app.bench import report, vlm, vlm_methods, vlm_shown
-from mmspec.app.bench.command import Outcome, Reads, batches, matching
+from mmspec.app.bench.answers import VlmBench
+from mmspec.app.bench.command import Outcome, batches, matching
 from mmspec.app.bench.vlm_methods import VlmMethod
+from mmspec.app.compare import Reads
 from mmspec.app.engine import STOCK, load
 from mmspec.app.provenance import provenance
 from mmspec.drafters.plain import Plain
@@ -38,7 +40,7 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
     """All cells, one after the other; yields whenever the outcome has grown."""
     report.LAYOUTS["round"] = LAYOUT
     engine = load(args.model, STOCK, args.device, args.dtype, args.max_new_tokens, 0)
-    bench = vlm.VlmBench(engine.model, engine.processor, args.max_new_tokens, args.seed)
+    bench = VlmBench(engine.model, engine.processor, args.max_new_tokens, args.seed)
     weights = sum(p.numel() * p.element_size() for p in bench.model.parameters()) / 2**20
     facts = {"model": args.model, "weights_mb": round(weights, 1)}
     outcome.provenance = provenance(bench.model.device, bench.model.dtype) | facts
@@ -47,13 +49,13 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
     for batch, heat in [(batch, heat) for batch in args.batch for heat in args.temperature]:
         for shown, some in asked.items():
             cell, first = vlm.VlmCell(batch, heat, shown), bench.inputs(batches(some, batch)[0])
-            begun = {m.name: bench.call(m, cell, first, bench.seed).seconds for m in chosen}
+            begun = {m.name: bench.call(m, heat, first, bench.seed).seconds for m in chosen}
             found = {r["method"]: r for r in vlm.measure_cell(bench, cell, chosen, some) if r["category"] == "all"}
             for method in chosen:
                 record = found[method.name] | {"suite": "round", "first_call_s": begun[method.name]}
                 held, stock = record["peak_mb"], found["stock"]["peak_mb"]
                 record["above_stock"] = None if held is None else (held - stock) / (weights + stock)
-                outcome.records.append(record | watched(bench, method, cell, first, args.profile))
+                outcome.records.append(record | watched(bench, method, heat, first, args.profile))
             yield
 
 
@@ -79,14 +81,14 @@ def hostile(method: VlmMethod, seed: int) -> VlmMethod:
     return replace(method, name=f"hostile {method.name}", drafter=drafter)
 
 
-def watched(bench: vlm.VlmBench, method: VlmMethod, cell: vlm.VlmCell, inputs: Any, profile: bool) -> report.Record:
+def watched(bench: VlmBench, method: VlmMethod, heat: float, inputs: Any, profile: bool) -> report.Record:
     """What one round asks of the host and of torch: a long call less a short one, over the rounds between them."""
     short, long = (replace(bench, max_new_tokens=n) for n in (max(2, bench.max_new_tokens // 4), bench.max_new_tokens))
     found: list[tuple[int, int, Counter[str], Counter[str]]] = []
     for one in (short, long):
         with Reads() as reads:
-            call = one.call(method, cell, inputs, bench.seed)
-        took, many = _profiled(partial(one.call, method, cell, inputs, bench.seed)) if profile else ({}, {})
+            call = one.call(method, heat, inputs, bench.seed)
+        took, many = _profiled(partial(one.call, method, heat, inputs, bench.seed)) if profile else ({}, {})
         found.append((call.steps, reads.count, Counter(took), Counter(many)))
     (steps, asked, times, counts), (all_steps, all_asked, all_times, all_counts) = found
     rounds = all_steps - steps

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import statistics
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
 from mmspec.app.bench import report, shapes_ways
-from mmspec.app.bench.command import BenchError, Outcome, compiled_graphs, in_turn, peak_mb, say, settle
+from mmspec.app.bench.command import BenchError, Outcome, say
 from mmspec.app.bench.kernels import NO_GPU
 from mmspec.app.bench.round import PARTS, part
 from mmspec.app.bench.shapes_models import MODELS, REAL, TOY, Chat, on_paper
 from mmspec.app.bench.shapes_ways import STOCK, Cost, ShapeMethod
-from mmspec.app.engine import EngineError, find_device, first_line, free_memory
+from mmspec.app.compare import OWN, Comparison, free, over
+from mmspec.app.engine import EngineError, find_device, free_memory
 from mmspec.app.options import DTYPES
 from mmspec.app.provenance import provenance
 
@@ -90,7 +89,7 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
         contexts = args.contexts if args.contexts and isinstance(MODELS[name], Chat) else MODELS[name].contexts[sizes]
         cells = [ShapeCell(name, sizes, c, b) for c in contexts for b in args.batch or BATCHES[sizes]]
         yield from _model(cells, counts[name], device, dtype, tokens, args, outcome)
-        _clear(device)  # the model went with its last cell
+        free()  # the model went with its last cell
 
 
 def _model(
@@ -138,37 +137,14 @@ def measure_cell(
     Args:
         notes: by way and batch, what was warned of: a shape that cannot be compiled is told of once.
     """
-    peaks: dict[str, float | None] = {}
-    failed: dict[str, str] = {}
-    for way in ways:
-        try:
-            with warnings.catch_warnings(record=True) as said:
-                warnings.simplefilter("always")
-                settle(way.call)
-            for one in (str(w.message) for w in said if str(w.message).startswith("mmspec runs")):
-                notes[way.name, cell.batch] = one
-            peaks[way.name] = peak_mb(device, way.call)
-        except Exception as error:  # a way that fails is a result, and the others still count
-            failed[way.name] = f"failed: {first_line(error)[:200]}"
-            _clear(device)
-    able = [way for way in ways if way.name in peaks]
-    made: dict[str, list[Cost]] = {way.name: [] for way in able}
-    for turn in range(repeats):
-        for way in (able[place] for place in in_turn(len(able), turn)):
-            graphs = compiled_graphs()
-            made[way.name].append(way.call())
-            if compiled_graphs() != graphs:
-                failed[way.name] = "compiled during a timed call: its time is overstated"
-    told = {way.name: failed.get(way.name, notes.get((way.name, cell.batch), "")) for way in ways}
-    plain = {way.name: statistics.median(cost.seconds for cost in made[way.name]) for way in able if way.plain}
+    comparison = Comparison(ways, lambda way, _: way.call())
+    comparison.warm_up(None, device=device)
+    notes |= {(name, cell.batch): note for name, note in comparison.notes.items() if note.startswith(OWN)}
+    made = comparison.measure([None] * repeats)
+    plain = {way.name: statistics.median(c.seconds for c in made[way.name]) for way in comparison.able if way.plain}
     best = min(plain, key=plain.__getitem__, default=STOCK)
-    return [_figures(cell, way, made, best, peaks, told[way.name]) for way in ways]
-
-
-def _clear(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    told = {way.name: comparison.notes.get(way.name, notes.get((way.name, cell.batch), "")) for way in ways}
+    return [_figures(cell, way, made, best, comparison.peaks, told[way.name]) for way in ways]
 
 
 def _figures(
@@ -179,8 +155,8 @@ def _figures(
     parts = {name: sum(r.parts.get(name, 0.0) for r in mine) / len(mine) for name in PARTS} if mine else {}
     return _record(cell, way.name, setting=way.setting, note=note) | {
         **report.spread("step_ms", [1e3 * r.seconds for r in mine]),
-        **report.spread("c", [m.seconds / s.seconds for m, s in zip(mine, stock, strict=False)]),
-        **report.spread("c_best", [m.seconds / s.seconds for m, s in zip(mine, made.get(best, []), strict=False)]),
+        **report.spread("c", over(mine, stock)),
+        **report.spread("c_best", over(mine, made.get(best, []))),
         "stock_path": way.plain,
         "best_stock": best,
         "tokens_per_target_call": report.spread("t", [r.tokens for r in mine])["t"],

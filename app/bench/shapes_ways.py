@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from mmspec.app import painter
-from mmspec.app.bench import image_bench, image_methods, vlm, vlm_methods
+from mmspec.app.bench import image_bench, image_methods, vlm_methods
+from mmspec.app.bench.answers import VlmBench
 from mmspec.app.bench.command import seeds_of
 from mmspec.app.bench.shapes_models import Chat, Codes, Latents, Shape
 from mmspec.app.engine import wait
@@ -71,7 +72,7 @@ class ChatWays:
         model = parts.pop("target")
         model.generation_config.pad_token_id = 0
         self.shape, self.sizes, self.drafters = shape, sizes, parts
-        self.bench = vlm.VlmBench(model, None, tokens, seed)
+        self.bench = VlmBench(model, None, tokens, seed)
 
     def ways(self, context: int, batch: int, compile: bool) -> Iterator[ShapeMethod]:
         inputs = self.shape.prompt(self.bench.model, self.sizes, context - self.bench.max_new_tokens, batch)
@@ -86,12 +87,12 @@ class ChatWays:
             options = {"depth": c.depth, "width": c.width, "size": c.size, **more}
             found.append((vlm_methods.VlmMethod(title, drafter=drafter, options=options), attend))
         for method, attend in found:
-            call = partial(self._call, method, attend, vlm.VlmCell(batch, 0.0), inputs)
+            call = partial(self._call, method, attend, inputs)
             yield ShapeMethod(method.name, call, method.setting, plain=method.drafter is None)
 
-    def _call(self, method: vlm_methods.VlmMethod, attend: str, cell: vlm.VlmCell, inputs: dict[str, Tensor]) -> Cost:
+    def _call(self, method: vlm_methods.VlmMethod, attend: str, inputs: dict[str, Tensor]) -> Cost:
         self.bench.model.set_attn_implementation(attend)
-        call = self.bench.call(method, cell, inputs, self.bench.seed)
+        call = self.bench.call(method, 0.0, inputs, self.bench.seed)
         if call.per_step is None:
             raise RuntimeError("the call ended with its first token")
         return Cost.of(call.per_step, call.stats)

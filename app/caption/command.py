@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import copy
 import signal
 import sys
 import tempfile
@@ -21,11 +20,11 @@ from mmspec.app.caption.finals import FAILURES, OutputError
 from mmspec.app.caption.journal import write_whole
 from mmspec.app.caption.model import FatalError
 from mmspec.app.caption.outputs import Outputs
-from mmspec.app.caption.plan import Plan, Planner, frame_policy
+from mmspec.app.caption.plan import Plan, Planner
 from mmspec.app.caption.prompts import PromptError, Prompts
 from mmspec.app.caption.report import RunTally, TooManyErrorsError, plain
 from mmspec.app.caption.run import Job
-from mmspec.app.caption.settings import BESIDE, SettingsError
+from mmspec.app.caption.settings import BESIDE, Options, SettingsError
 from mmspec.app.caption.workers import Alone, Processes, dispatch, places
 from mmspec.app.media.inputs import Inputs, open_inputs
 from mmspec.media import MediaError
@@ -81,7 +80,7 @@ def _terminable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _caption(options: argparse.Namespace) -> int:
+def _caption(options: Options) -> int:
     inputs = open_inputs(
         options.inputs or [zoo.samples()], recursive=options.recursive, column_image=options.column_image,
         column_text=options.column_text, column_tags=options.column_tags, split=options.split,
@@ -101,18 +100,18 @@ def _caption(options: argparse.Namespace) -> int:
         if options.report and not report.replaceable(options.report):
             raise OutputError(f"--report {options.report} would replace a file that is no report; name another")
         names = (item.name for item in inputs.items())
-        outputs.finals.claim(_kinds(options), names, read, options.report, outputs.ledger)
+        outputs.finals.claim(options.kinds, names, read, options.report, outputs.ledger)
         todo = Planner(options, shaping, prompts, outputs).plan(inputs)
         todo.pending = todo.pending[: options.limit]
         _say_plan(options, inputs, outputs, todo)
-        frames = todo.frames(frame_policy(options), options.max_frames)
+        frames = todo.frames(options.policy, options.max_frames)
         job = Job(options, shaping, folder, outputs.origin, frames=frames)
         if options.dry_run:
             return _dry_run(job, todo)
         return _work(job, slots, inputs, outputs, todo)
 
 
-def _folders(options: argparse.Namespace, inputs: Inputs) -> tuple[Path, str]:
+def _folders(options: Options, inputs: Inputs) -> tuple[Path, str]:
     """The output folder, and the name of where the items come from."""
     origin = str(inputs.root.resolve()) if inputs.root is not None else " ".join(map(str, options.inputs))
     if options.out != BESIDE:
@@ -166,7 +165,7 @@ def _start(crew: Any, tally: RunTally) -> None:
     tally.start()
 
 
-def _report(options: argparse.Namespace, todo: Plan, tally: RunTally, workers: list, comparison: Any) -> None:
+def _report(options: Options, todo: Plan, tally: RunTally, workers: list, comparison: Any) -> None:
     if options.report:
         report.write(options.report, options, todo, tally, workers, comparison)
 
@@ -199,9 +198,9 @@ def _dry_run(job: Job, todo: Plan) -> int:
             print(f"{what}: {plain(text)}")
     workers = places(job.options.devices)
     with tempfile.TemporaryDirectory() as folder:
-        options = copy.copy(job.options)
-        options.devices, options.ray, options.compare = workers[0], False, False
-        trial = replace(job, folder=Path(folder), options=options)
+        trial = replace(
+            job, folder=Path(folder), options=replace(job.options, devices=workers[0], ray=False, compare=False)
+        )
         with _crew(trial, "", Plan(todo.pending[:1])) as crew:
             rows = crew.worker.rows  # as many at once as in the run
             wanted = max(2 * rows, 4)
@@ -215,17 +214,13 @@ def _dry_run(job: Job, todo: Plan) -> int:
     return OK
 
 
-def _kinds(options: argparse.Namespace) -> list[str]:
-    return (options.format or "metadata").split(",")
-
-
-def _finish(options: argparse.Namespace, inputs: Inputs, outputs: Outputs) -> list[Path]:
-    kinds = _kinds(options)
+def _finish(options: Options, inputs: Inputs, outputs: Outputs) -> list[Path]:
+    kinds = options.kinds
     sources = {item.name: item.source for item in inputs.items()} if "webdataset" in kinds else {}
     return outputs.finish(kinds, options.on_existing != "skip", sources, options.max_bytes)
 
 
-def _wind_up(options: argparse.Namespace, inputs: Inputs, outputs: Outputs, todo: Plan, tally: RunTally) -> None:
+def _wind_up(options: Options, inputs: Inputs, outputs: Outputs, todo: Plan, tally: RunTally) -> None:
     """Final files and report of a run that ends early; what goes wrong here must not hide why it ends."""
     for step in (lambda: _finish(options, inputs, outputs), lambda: _report(options, todo, tally, [], None)):
         try:
@@ -234,7 +229,7 @@ def _wind_up(options: argparse.Namespace, inputs: Inputs, outputs: Outputs, todo
             print(f"mmspec caption: {plain(str(error))}", file=sys.stderr)
 
 
-def _say_plan(options: argparse.Namespace, inputs: Inputs, outputs: Outputs, todo: Plan) -> None:
+def _say_plan(options: Options, inputs: Inputs, outputs: Outputs, todo: Plan) -> None:
     print(f"{todo.items} {todo.unit}{'s' * (todo.items != 1)}: {todo}")
     if skipped := inputs.skipped():
         names = ", ".join(map(plain, skipped[:5])) + ", ..." * (len(skipped) > 5)

@@ -9,6 +9,7 @@ from typing import Any
 from PIL import Image
 
 from mmspec.app.caption.prompts import PromptChoice
+from mmspec.app.compare import Comparison, Side
 from mmspec.app.engine import Captioner, Engine, first_line
 from mmspec.pipelines.serving.batcher import StaticBatcher
 
@@ -17,7 +18,10 @@ WARM_UP = 8  # new tokens
 Shown = tuple[Sequence[Image.Image], PromptChoice]
 
 
-class Comparison:
+OWN, STOCK = Side("mmspec", False), Side("stock", True)
+
+
+class Sampled:
     """Keeps some of what the model is asked, and times both paths on it in alternating order, after a warm-up."""
 
     def __init__(self, items: int):
@@ -40,10 +44,24 @@ class Comparison:
     def measure(self, engine: Engine, rows: int) -> None:
         """Caption what was kept on both paths, `rows` at once; in stock generate a batch waits for its longest row."""
         self.sampling = engine.sampling
+
+        def run(side: Side, asked: tuple[list[Shown], dict[str, int]]) -> tuple[list[str], float]:
+            shown, more = asked
+            if not side.how:
+                return _timed(engine.flow(rows), shown)
+            with engine.stock():
+                batches = StaticBatcher(engine.model, engine.processor, rows, **(engine.settings | more))
+                return _timed(Captioner(engine, batches), shown)
+
+        both = Comparison([OWN, STOCK], run)
+        groups = [self.kept[first : first + rows] for first in range(0, len(self.kept), rows)]
         try:
-            self._both(engine, rows, self.kept[:1], warm=True)
-            for first in range(0, len(self.kept), rows):
-                self._both(engine, rows, self.kept[first : first + rows], stock_first=(first // rows) % 2 == 1)
+            both.warm_up((self.kept[:1], {"max_new_tokens": WARM_UP}), [OWN.name, STOCK.name])
+            for made in both.turns((group, {}) for group in groups):
+                (texts, seconds), (others, of_stock) = made[OWN.name], made[STOCK.name]
+                self.own_seconds += seconds
+                self.stock_seconds += of_stock
+                self.identical += sum(one == other for one, other in zip(texts, others, strict=True))
         except Exception as error:  # the captions are safe; only the measurement is not to be had
             self.trouble = first_line(error)
 
@@ -58,24 +76,6 @@ class Comparison:
             "speedup": round(self.stock_seconds / self.own_seconds, 4),
             "identical": self.identical,
         }
-
-    def _both(
-        self, engine: Engine, rows: int, shown: list[Shown], warm: bool = False, stock_first: bool = False
-    ) -> None:
-        more = {"max_new_tokens": WARM_UP} if warm else {}
-        stock = self._stock(engine, rows, shown, more) if stock_first else None
-        own = _timed(engine.flow(rows), shown)
-        stock = stock or self._stock(engine, rows, shown, more)
-        if not warm:
-            self.own_seconds += own[1]
-            self.stock_seconds += stock[1]
-            self.identical += sum(one == other for one, other in zip(own[0], stock[0], strict=True))
-
-    @staticmethod
-    def _stock(engine: Engine, rows: int, shown: list[Shown], more: dict[str, int]) -> tuple[list[str], float]:
-        with engine.stock():
-            batches = StaticBatcher(engine.model, engine.processor, rows, **(engine.settings | more))
-            return _timed(Captioner(engine, batches), shown)
 
     def __str__(self) -> str:
         if self.trouble:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import sys
 from collections.abc import Hashable, Sequence
@@ -11,7 +10,7 @@ from typing import Any, Protocol
 from PIL import Image
 
 from mmspec.app.caption.prompts import PromptChoice
-from mmspec.app.caption.settings import AUTO
+from mmspec.app.caption.settings import AUTO, Options
 
 TOKENS = 1280  # visual tokens of a picture, where the model makes as many as there are pixels
 AUTO_ROWS = 4  # --batch-size auto of an engine that suggests nothing
@@ -42,7 +41,7 @@ class Model(Protocol):
     def flow(self, rows: int) -> Answers: ...
 
 
-def load(options: argparse.Namespace, place: str) -> Model:
+def load(options: Options, place: str) -> Model:
     """The model behind the captions; FatalError if there is none."""
     module, _, function = options.engine.partition(":")
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import functools
 import hashlib
 from dataclasses import dataclass, field, replace
@@ -11,7 +10,7 @@ from pathlib import Path
 from mmspec.app.caption.journal import Record, digest
 from mmspec.app.caption.outputs import OutputError, Outputs, Sidecars, UnwritableTextError
 from mmspec.app.caption.prompts import PromptChoice, Prompts
-from mmspec.app.caption.settings import Settings
+from mmspec.app.caption.settings import Options, Settings
 from mmspec.app.media.inputs import Inputs
 from mmspec.app.media.items import VIDEO, Item
 from mmspec.media import MediaError
@@ -46,7 +45,7 @@ class Plan:
     unwritable: list[str] = field(default_factory=list)
 
     def frames(self, policy: str, most: int) -> int:
-        """Pictures of an item at most; `policy` as `frame_policy` has it."""
+        """Pictures of an item at most; `policy` as `Options.policy` has it."""
         if all(task.item.kind != VIDEO for task in self.pending):
             return 1
         kind, _, count = policy.partition(":")
@@ -74,9 +73,9 @@ class Plan:
 class Planner:
     """Decides about one item after the other; only changed ones of which there is a record are read for it."""
 
-    def __init__(self, options: argparse.Namespace, settings: Settings, prompts: Prompts, outputs: Outputs):
+    def __init__(self, options: Options, settings: Settings, prompts: Prompts, outputs: Outputs):
         self.options, self.settings, self.prompts, self.outputs = options, settings, prompts, outputs
-        self.frames = frame_policy(options)
+        self.frames = options.policy
         self.reads_existing = any("{existing}" in text for text, _ in prompts.choices)
 
     def plan(self, inputs: Inputs) -> Plan:
@@ -170,13 +169,6 @@ class Planner:
             return True
         shard, shards = map(int, self.options.shard.split("/"))
         return int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()[:8]) % shards == shard
-
-
-def frame_policy(options: argparse.Namespace) -> str:
-    """How the frames of a video are chosen, as FramePolicy.parse reads it."""
-    if options.keyframes:
-        return "keyframes"
-    return f"fps:{options.fps:g}" if options.fps else f"uniform:{min(options.frames or 8, options.max_frames)}"
 
 
 def has_sidecar(item: Item, chosen: str | None) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -18,11 +17,11 @@ from tqdm import tqdm
 from mmspec.app.caption.journal import parse, write_whole
 from mmspec.app.caption.plan import Plan
 from mmspec.app.caption.run import Result
-from mmspec.app.caption.settings import AUTO
+from mmspec.app.caption.settings import AUTO, Options
 from mmspec.app.caption.workers import places
 
 if TYPE_CHECKING:  # torch is imported only once it is clear that there is something to caption
-    from mmspec.app.caption.compare import Comparison
+    from mmspec.app.caption.compare import Sampled
 
 MEGA = 2**20
 EVERY = 30.0  # seconds between lines of progress in a log
@@ -110,11 +109,11 @@ class RunTally:
 
 def write(
     path: Path,
-    options: argparse.Namespace,
+    options: Options,
     todo: Plan,
     tally: RunTally,
     workers: Sequence[dict[str, Any]],
-    comparison: Comparison | None,
+    comparison: Sampled | None,
 ) -> None:
     """The report as JSON: counts, speeds, acceptance, and where the numbers come from."""
     import torch

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 from collections import deque
@@ -14,8 +13,8 @@ from typing import Any
 from mmspec.app.caption.journal import Record, digest, key
 from mmspec.app.caption.model import FatalError, area_for, dtype_of, load, peak_memory, rows_for
 from mmspec.app.caption.outputs import UnwritableTextError, Writer, combined, facts_of
-from mmspec.app.caption.plan import Task, frame_policy
-from mmspec.app.caption.settings import Settings
+from mmspec.app.caption.plan import Task
+from mmspec.app.caption.settings import Options, Settings
 from mmspec.app.caption.twins import Twins
 from mmspec.app.media.decoder import AHEAD, Decoder, DecoderError
 from mmspec.app.media.video import FramePolicy
@@ -29,7 +28,7 @@ LOST = "AcceleratorError"  # of torch: after most of these the device fails on e
 class Job:
     """What every worker of a run is told once; travels to other processes and machines."""
 
-    options: argparse.Namespace
+    options: Options
     settings: Settings
     folder: Path
     origin: str
@@ -76,7 +75,7 @@ class Worker:
         with contextlib.ExitStack() as stack:
             self._writer = Writer(job.folder, slot)
             stack.callback(self._writer.close)
-            policy = FramePolicy.parse(frame_policy(options), options.max_frames)
+            policy = FramePolicy.parse(options.policy, options.max_frames)
             limits = MediaLimits(
                 max_pixels=options.max_pixels, max_bytes=options.max_bytes, seconds=options.timeout,
                 memory=options.max_memory, max_duration=options.max_duration,

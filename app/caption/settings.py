@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,73 @@ RIVALS = (("prompt", "prompt_file"), ("frames", "fps", "keyframes"))
 
 class SettingsError(Exception):
     """The options, or the file that holds them, make no sense."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a run was told: a field for each flag, whose default stands in the table of flags (`flags.py`)."""
+
+    inputs: list[str]
+    recursive: bool
+    column_image: str | None
+    column_text: str | None
+    column_tags: str | None
+    split: str
+    prompt: str | None
+    prompt_file: Path | None
+    system: str | None
+    start_with: str | None
+    prepend: str
+    append: str
+    model: str
+    drafter: str
+    max_new_tokens: int
+    temperature: float
+    max_pixels_per_image: int | str
+    seed: int
+    dtype: str
+    engine: str
+    frames: int | None
+    fps: float | None
+    keyframes: bool
+    max_frames: int
+    max_pixels: int
+    max_aspect: float
+    max_duration: float
+    timeout: float
+    max_bytes: int
+    max_memory: int
+    decoders: int | None
+    out: str
+    format: str | None
+    extension: str
+    on_existing: str
+    config: Path | None
+    resume: bool
+    retry_failed: bool
+    limit: int | None
+    dry_run: bool
+    shard: str | None
+    devices: str
+    batch_size: int | str
+    dedup: str | None
+    max_errors: int | None
+    ray: bool
+    report: Path | None
+    compare: bool
+    quiet: bool
+
+    @property
+    def kinds(self) -> list[str]:
+        """Of final files."""
+        return (self.format or "metadata").split(",")
+
+    @property
+    def policy(self) -> str:
+        """How the frames of a video are chosen, as FramePolicy.parse reads it."""
+        if self.keyframes:
+            return "keyframes"
+        return f"fps:{self.fps:g}" if self.fps else f"uniform:{min(self.frames or 8, self.max_frames)}"
 
 
 @dataclass(frozen=True)
@@ -97,7 +164,7 @@ class Flags:
         return [*words, "--", *([inputs] if isinstance(inputs, str) else map(str, inputs))]
 
 
-def resolve(args: argparse.Namespace) -> argparse.Namespace:
+def resolve(args: argparse.Namespace) -> Options:
     """All options: the defaults, over them the config file, over it what the command line says."""
     flags: Flags = args.flags
     said = {name: value for name, value in vars(args).items() if name in flags.defaults}
@@ -107,22 +174,22 @@ def resolve(args: argparse.Namespace) -> argparse.Namespace:
     for rivals in RIVALS:
         if any(said.get(name, False) is not False for name in rivals):
             held = {name: value for name, value in held.items() if name not in rivals}
-    options = argparse.Namespace(**(flags.defaults | held | said))
+    options = Options(**(flags.defaults | held | said))
     if sum(map(bool, (options.frames, options.fps, options.keyframes))) > 1:
         raise SettingsError("--frames, --fps and --keyframes are three ways to choose frames; give one of them")
     return options
 
 
-def fitted(options: argparse.Namespace) -> argparse.Namespace:
+def fitted(options: Options) -> Options:
     """The options with a model, and the prompt and drafter that fit it, where nobody named one."""
-    options.model = options.model or embedded.MODEL
-    if options.prompt is None and options.prompt_file is None:
-        options.prompt = embedded.prompt() if embedded.speaks(options.model) else PROMPT
-    options.drafter = options.drafter or embedded.drafter(options.model)
-    return options
+    model = options.model or embedded.MODEL
+    prompt = options.prompt
+    if prompt is None and options.prompt_file is None:
+        prompt = embedded.prompt() if embedded.speaks(model) else PROMPT
+    return replace(options, model=model, prompt=prompt, drafter=options.drafter or embedded.drafter(model))
 
 
-def dumped(options: argparse.Namespace) -> bytes:
+def dumped(options: Options) -> bytes:
     """The options as a config file that gives the same run again."""
     plain = {
         name.replace("_", "-"): str(value) if isinstance(value, Path) else value
@@ -132,7 +199,7 @@ def dumped(options: argparse.Namespace) -> bytes:
     return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True).encode()
 
 
-def settings(options: argparse.Namespace) -> Settings:
+def settings(options: Options) -> Settings:
     """What shapes the answers."""
     names = ("model", "drafter", "max_new_tokens", "temperature", "dtype", "engine", "max_pixels_per_image")
     return Settings(seed=options.seed if options.temperature > 0 else None, **{n: getattr(options, n) for n in names})

@@ -68,9 +68,9 @@ class Alone:
         self.comparison = None
         engine = self.worker.engine
         if job.options.compare and engine.drafter is not None and hasattr(engine, "stock"):
-            from mmspec.app.caption.compare import Comparison
+            from mmspec.app.caption.compare import Sampled
 
-            self.comparison = Comparison(items)
+            self.comparison = Sampled(items)
             self.worker.sampler = self.comparison.show
 
     def give(self, tasks: Sequence[Task]) -> None:

@@ -1,0 +1,129 @@
+"""A vision-language model whose calls of `generate` are timed: plain ones, stock speculation, and drafters."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import mmspec
+from mmspec.app.bench.questions import Question
+from mmspec.app.bench.vlm_methods import VlmMethod
+from mmspec.app.engine import wait
+from mmspec.pipelines.prompts import chat_inputs
+from mmspec.pipelines.serving.batcher import answer_length
+from mmspec.pipelines.targets.image_tokens import placeholders
+from mmspec.statistics import Stats
+
+
+@dataclass(frozen=True)
+class TimedCall:
+    """What one generate call took and gave."""
+
+    seconds: float
+    first: float  # seconds to the first token
+    answers: tuple[tuple[int, ...], ...]  # token ids of each row, its end-of-sequence token included
+    steps: int  # forwards of the target after the prefill
+    later: int  # tokens that came of these
+    stats: Stats | None  # of mmspec's calls
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self.answers))
+
+    @property
+    def per_token(self) -> float:
+        return self.seconds / self.tokens
+
+    @property
+    def decode_per_token(self) -> float | None:
+        return (self.seconds - self.first) / self.later if self.later > 0 else None
+
+    @property
+    def per_step(self) -> float | None:
+        return (self.seconds - self.first) / self.steps if self.steps > 0 else None
+
+
+class Clock:
+    """A streamer that only notes when the first generated tokens come, how many, and how often something comes."""
+
+    def __init__(self) -> None:
+        self.puts = -1  # the prompt is put first
+        self.first_at = 0.0
+        self.first_tokens = 0
+
+    def put(self, tokens: torch.Tensor) -> None:
+        self.puts += 1
+        if self.puts == 1:
+            self.first_at, self.first_tokens = time.perf_counter(), tokens.numel()
+
+    def end(self) -> None:
+        """Nothing is left to do."""
+
+
+@contextlib.contextmanager
+def enabled(model: Any, drafter: Any, **options: Any) -> Iterator[Any]:
+    """Inside, the model generates with this drafter, whose handle it gives; or as transformers made it, without one."""
+    mmspec.disable(model)
+    if drafter is None:
+        yield None
+    else:
+        with mmspec.enable(model, drafter=drafter, **options) as handle:
+            yield handle
+
+
+@dataclass
+class VlmBench:
+    """What stays the same over a whole run."""
+
+    model: Any
+    processor: Any
+    max_new_tokens: int
+    seed: int
+
+    def inputs(self, asked: Sequence[Question]) -> Any:
+        """Model inputs, one question a row, on the model's device."""
+        marker = str(getattr(self.processor, "image_token", "") or "")
+        prompts = [q.prompt.replace(marker, "").strip() if marker else q.prompt for q in asked]
+        return chat_inputs(self.processor, prompts, [q.images for q in asked]).to(self.model.device, self.model.dtype)
+
+    def call(self, method: VlmMethod, temperature: float, inputs: Any, seed: int) -> TimedCall:
+        """One timed call; garbage is collected and the drafter enabled before the clock starts."""
+        warmth = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+        arguments = (warmth if temperature > 0 else {"do_sample": False}) | method.arguments
+        clock = Clock()
+        with enabled(self.model, method.drafter, **method.options) as handle:
+            torch.manual_seed(seed)
+            gc.collect()
+            wait(self.model.device)
+            began = time.perf_counter()
+            out = self.model.generate(
+                **inputs, num_beams=1, max_new_tokens=self.max_new_tokens, streamer=clock, **arguments
+            )
+            wait(self.model.device)
+            seconds = time.perf_counter() - began
+        end = self.model.generation_config.eos_token_id
+        rows = out[:, inputs["input_ids"].shape[1] :].tolist()
+        answers = tuple(tuple(row[: answer_length(row, end)]) for row in rows)
+        stats = handle.stats if handle is not None else None
+        steps = stats.rounds if stats is not None else clock.puts - 1
+        later = sum(map(len, answers)) - clock.first_tokens
+        return TimedCall(seconds, clock.first_at - began, answers, steps, later, stats)
+
+    def takes(self, method: VlmMethod) -> bool:
+        """Whether the method's drafter can draft as it is told to."""
+        try:
+            with enabled(self.model, method.drafter, **method.options):
+                return True
+        except ValueError:
+            return False
+
+    def visual_tokens(self, inputs: Any) -> float:
+        """Tokens of pictures in a prompt, on average."""
+        ids = inputs["input_ids"]
+        return sum(int((ids == token).sum()) for token in placeholders(self.model.config)) / len(ids)
