@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import statistics
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,12 @@ import numpy as np
 import torch
 
 from mmspec.app import embedded
-from mmspec.app.bench import drafters, mar, quality, report_image
+from mmspec.app.bench import drafters, gallery, mar, quality, report_image
 from mmspec.app.bench.command import BenchError, Outcome, batches, matching, say, seeds_of
-from mmspec.app.bench.image_bench import ImageBench, ImagePrompts
+from mmspec.app.bench.gallery import Gallery
 from mmspec.app.bench.image_methods import ImageMethod, lossless, relaxed, swept
-from mmspec.app.bench.judge import Judge
+from mmspec.app.bench.image_plain import ImageBench
+from mmspec.app.bench.judge import ImagePrompts, Judge
 from mmspec.app.bench.report import Record
 from mmspec.app.compare import Comparison
 from mmspec.app.engine import EngineError, first_line
@@ -31,6 +34,8 @@ from mmspec.zoo import pictures
 
 HELD_OUT = 2**31  # first seed of prompts that no training draws
 GRID = 8  # pictures of a method on the sheet
+UNKNOWN = ("fd_ar", "fd_over_noise", "fd_real", "precision", "recall", "faithfulness", "all_right", "compression",
+           "spent", "spent_max")  # fmt: skip
 DEFAULT_QUALITY = ("ar", "jacobi-*-16", "jacobi-pac", "eagle*", "*+*")
 
 
@@ -105,9 +110,8 @@ def _stages(bench: ImageBench, args: argparse.Namespace, outcome: Outcome) -> It
     known = {"suite": report_image.QUALITY, "n": args.quality_images, "backbone": args.backbone}
     left = [m for m in judged if not _there(outcome.records, method=m.name, setting=m.setting, **known)]
     if args.quality_images and left:
-        judge = Judge(bench, asked.first(args.quality_images), args)
-        for method in left:
-            outcome.records.append(judge.record(method))
+        for record in judged(bench, left, asked.first(args.quality_images), args):
+            outcome.records.append(record)
             yield
 
 
@@ -209,3 +213,54 @@ def draw_sheet(bench: ImageBench, chosen: list[ImageMethod], prompts: Sequence[A
     path.parent.mkdir(parents=True, exist_ok=True)
     sheet(rows).save(path)
     say(f"sheet: {path}")
+
+
+def judged(
+    bench: ImageBench, left: list[ImageMethod], asked: ImagePrompts, args: argparse.Namespace
+) -> Iterator[Record]:
+    """The quality of each method, of run 1's seeds; one that fails says why."""
+    count = len(asked.prompts)
+    if count <= quality.NEIGHBOURS:
+        raise BenchError(f"--quality-images must be more than {quality.NEIGHBOURS}; got {count}")
+    if asked.real and len(asked.real) < count:
+        raise BenchError(
+            f"{len(asked.real)} real pictures for {count} drawn ones; only sets of equal size can be compared. Lower "
+            "--quality-images or give more"
+        )
+
+    def draw(method: ImageMethod, run: int) -> Gallery:
+        bench.go(method)
+        keep = None if args.pictures is None else args.pictures / gallery.slug(method.name, run)
+        told = {"setting": method.setting, "settings": bench.painter.settings, "model": args.model}
+        seeds = seeds_of(run, count, bench.seed)
+        try:
+            return gallery.fill(bench.painter, asked.prompts, seeds, args.quality_batch, keep, told)
+        except gallery.GalleryError as error:
+            raise BenchError(str(error)) from error
+
+    runs = range(1 + max(1, args.noise_runs))
+    judge = Judge(partial(draw, ImageMethod("ar")), runs, asked, args.backbone, bench.painter.device)
+    noise = statistics.fmean(judge.noise)
+    for method in left:
+        facts: Record = {"suite": report_image.QUALITY, "backbone": args.backbone, "n": count, **method.facts,
+                         "noise": judge.noise, **dict.fromkeys(UNKNOWN), "note": ""}  # fmt: skip
+        try:
+            drawn = judge.runs[1] if method.name == "ar" else draw(method, 1)
+        except EngineError as error:
+            yield facts | {"note": f"failed: {str(error)[:200]}"}
+            continue
+        seen, distance, real, read = judge.look(drawn.images)
+        inside = quality.precision_recall(judge.reference if judge.real is None else judge.real, seen)
+        facts |= {
+            "fd_ar": distance,
+            "fd_over_noise": distance / noise if noise else None,
+            "fd_real": real,
+            "compression": drawn.compression,
+            "forwards": drawn.forwards,
+            "seconds_per_image": drawn.seconds / count,
+            **report_image.charges(drawn.spent, drawn.tokens),
+            **dict(zip(("precision", "recall"), inside, strict=True)),
+            **{name: value for name, value in read.items() if name != "n"},
+        }
+        say(f"{method.name}: {drawn.compression:.2f} tokens per forward, FD {distance:.4g} to ar (noise {noise:.4g})")
+        yield facts

@@ -1,14 +1,19 @@
-"""The fastest plain decoding that we know: a pipeline's own parts with fixed shapes, compiled if wanted."""
+"""The painter that is timed, and the fastest plain decoding that we know: fixed shapes, compiled if wanted."""
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mmspec.app.bench.image_methods import ImageMethod
+from mmspec.app.engine import wait
+from mmspec.app.painter import ImageResult, ImageSubject
 from mmspec.models.llamagen import PREFIX, visible
 from mmspec.pipelines.sampling.guidance import Guidance
 from mmspec.pipelines.sampling.request import CounterNoise, Request, Sampler, warpers
@@ -102,3 +107,25 @@ def end(pipe: Any) -> None:
     """Nothing happens where `begin` was not called."""
     if isinstance(pipe, StaticLoop):
         restore(pipe)
+
+
+@dataclass
+class ImageBench:
+    """What stays the same over a whole run."""
+
+    painter: ImageSubject
+    seed: int
+
+    def go(self, method: ImageMethod) -> None:
+        """Decode by this method from now on."""
+        end(self.painter.pipe)
+        self.painter.go(method.way)
+        if method.plain:
+            begin(self.painter.pipe, compiled=method.plain == "compiled")
+
+    def call(self, method: ImageMethod, group: Sequence[tuple[Any, int]]) -> ImageResult:
+        """One timed call over (prompt, seed) pairs."""
+        self.go(method)
+        gc.collect()
+        wait(self.painter.device)
+        return self.painter.paint([prompt for prompt, _ in group], [seed for _, seed in group])

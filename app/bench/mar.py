@@ -6,13 +6,14 @@ import argparse
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from PIL import Image
 
-from mmspec.app.bench import quality
 from mmspec.app.bench.command import BenchError, Outcome, batches, matching, say, seeds_of
-from mmspec.app.bench.quality import QualityError
+from mmspec.app.bench.gallery import Gallery
+from mmspec.app.bench.judge import ImagePrompts, Judge
 from mmspec.app.bench.report import LAYOUTS, Record, TableLayout, figure, ratio, spread
 from mmspec.app.compare import Comparison, over
 from mmspec.app.engine import EngineError
@@ -133,45 +134,27 @@ def judged(
     outcome: Outcome,
 ) -> Iterator[None]:
     """Quality of every way but those that draw the same pictures as another: by the plain head, or compiled."""
-    try:
-        features = quality.backbone(args.backbone, bench.pipe.transformer.device)
-    except QualityError as error:
-        raise BenchError(str(error)) from error
-    reader = None
-    if real:
-        from mmspec.app.bench.faithful import Reader
+    count, size = args.quality_images, args.quality_batch
+    scenes = [sample.picture for sample in samples[:count]] if real else []
 
-        reader = Reader(str(bench.pipe.transformer.device))
-    count, base = args.quality_images, MarMethod("all", KEPT)
-    wanted = [sample.picture for sample in samples[:count]]
-
-    def draw(way: MarMethod, run: int) -> list[Image.Image]:
-        asked, size = list(zip(labels[:count], seeds_of(run, count, args.seed), strict=True)), args.quality_batch
+    def draw(way: MarMethod, run: int) -> Gallery:
+        asked = list(zip(labels[:count], seeds_of(run, count, args.seed), strict=True))
         groups = [asked[first : first + size] for first in range(0, count, size)]
-        return [image for group in groups for image in call(bench, way, *zip(*group, strict=True)).images]
+        return Gallery([image for group in groups for image in call(bench, way, *zip(*group, strict=True)).images])
 
-    reference, of_real = features(draw(base, 0)), features(real[:count]) if real else None
-    noise = quality.frechet(reference, features(draw(base, 2)))
+    asked, device = ImagePrompts(labels[:count], scenes, real[:count]), bench.pipe.transformer.device
+    judge = Judge(partial(draw, MarMethod("all", KEPT)), (0, 2), asked, args.backbone, device)
+    (noise,) = judge.noise
     for way in chosen:
         if way.name.endswith(("plain head", "compiled")):
             continue
-        images = draw(way, 1)
-        seen = features(images)
-        facts: Record = {
-            "suite": QUALITY,
-            "method": way.name,
-            "distribution": way.distribution,
-            "n": count,
-            "backbone": args.backbone,
-            "noise": noise,
-            "fd_all": quality.frechet(reference, seen),
-            "note": "",
-        }
-        facts["fd_real"] = None if of_real is None else quality.frechet(of_real, seen)
-        facts |= {name: _share(reader.score(images, wanted)["facts"][name]) if reader else None
-                  for name in ("colour", "shape")}  # fmt: skip
-        outcome.records.append(facts)
-        say(f"{way.name}: FD {facts['fd_all']:.4g} to all (noise {noise:.4g}), {facts['fd_real'] or 0:.4g} to real")
+        _, distance, of_real, read = judge.look(draw(way, 1).images)
+        shares = {name: _share(read["facts"][name]) if read else None for name in ("colour", "shape")}
+        outcome.records.append({
+            "suite": QUALITY, "method": way.name, "distribution": way.distribution, "n": count,
+            "backbone": args.backbone, "noise": noise, "fd_all": distance, "note": "", "fd_real": of_real, **shares,
+        })  # fmt: skip
+        say(f"{way.name}: FD {distance:.4g} to all (noise {noise:.4g}), {of_real or 0:.4g} to real")
         yield
 
 

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from mmspec.app import painter
-from mmspec.app.bench import image_bench, image_methods, vlm_methods
+from mmspec.app.bench import image_methods, vlm_methods
 from mmspec.app.bench.answers import VlmBench
 from mmspec.app.bench.command import seeds_of
+from mmspec.app.bench.image_plain import ImageBench
 from mmspec.app.bench.shapes_models import Chat, Codes, Latents, Shape
 from mmspec.app.engine import wait
 from mmspec.models.llamagen_vq import LlamaGenVQ
@@ -113,7 +114,7 @@ class CodesWays:
     def __init__(self, shape: Codes, sizes: str, parts: dict[str, Any], tokens: int, seed: int) -> None:
         model, self.shape = parts["target"], shape
         small = LlamaGenVQ(base=32, multipliers=(1, 1), latent=32, codes=model.config.vocab, blocks=1)  # is not asked
-        self.bench = image_bench.ImageBench(
+        self.bench = ImageBench(
             painter.ImageSubject(Featured(model, small.to(model.device)), output_type="latent"), seed
         )
 

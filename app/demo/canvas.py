@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
-import time
-from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass, field
-from queue import SimpleQueue
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from PIL import Image
 
 from mmspec.app import embedded
-from mmspec.app.demo.answer import DONE, STOPPED, TIMED_OUT, WAITING
-from mmspec.app.demo.desk import RefusedError
+from mmspec.app.demo.answer import DONE, WAITING
+from mmspec.app.demo.race import DRAWING, TIME_LIMIT, Limits, Race, Raced, painted
 from mmspec.app.demo.wish import FEATURE, LOSSLESS, METHODS, PromptWish
-from mmspec.app.engine import EngineError
 from mmspec.app.painter import DrawingMethod, ImageResult, ImageSubject
 from mmspec.pipelines.llamagen.pipeline import CLASS, TEXT
-
-DRAWING = "drawing"
-REFRESH = 0.25  # seconds between two looks at a picture under way
 
 
 @dataclass
@@ -65,18 +58,6 @@ class Canvas:
         return len(self.gains) + bool(self.tokens)
 
 
-class Raced:
-    """Two pictures, drawn one after the other."""
-
-    plain: Any
-    fast: Any
-
-    @property
-    def speed_up(self) -> float | None:
-        done = self.plain.state == self.fast.state == DONE
-        return self.plain.seconds / self.fast.seconds if done else None
-
-
 @dataclass(frozen=True)
 class Pair(Raced):
     """What there is to see at one moment of a run."""
@@ -93,10 +74,10 @@ class Pair(Raced):
         return sum(a == b for a, b in zip(self.plain.tokens, self.fast.tokens, strict=False))
 
 
-class Easel:
+class Easel(Race):
     """Both ways to draw of one loaded pipeline; one run at a time."""
 
-    def __init__(self, painter: ImageSubject, drafter: Any = None, time_limit: float = 120.0) -> None:
+    def __init__(self, painter: ImageSubject, drafter: Any = None, time_limit: float = TIME_LIMIT) -> None:
         self.painter, self.drafter, self.time_limit = painter, drafter, time_limit
         self.grid = painter.pipe.transformer.config.grid
         self.codes = painter.pipe.transformer.config.vocab
@@ -113,44 +94,32 @@ class Easel:
             return DrawingMethod(self.drafter, options)
         return DrawingMethod("jacobi", {"window": wish.window, **options})
 
-    def run(self, wish: PromptWish, stop: threading.Event) -> Iterator[Pair]:
-        """Looks at a run while it goes on; the last one is of its end.
-
-        Raises:
-            RefusedError: the wish is not run.
-        """
+    def begin(self, wish: PromptWish, stop: threading.Event) -> tuple[Pair, Any]:
         wish.check(self.methods)
-        asked = self._asked(wish.prompt)
         pair = Pair(Canvas(False, self.grid), Canvas(True, self.grid), wish, wish.spec(self.codes))
-        limits = Limits(stop, time.monotonic() + self.time_limit)
+        return pair, self.painter.label(wish.prompt.strip())
+
+    def side(self, both: Pair, one: Canvas, asked: Any, limits: Limits) -> Iterator[None]:
+        wish = both.wish
+        handle = self.painter.go(self.way(wish) if one.accelerated else self.painter.plain)
+        if wish.method in FEATURE and handle is not None:
+            self.drafter = handle.drafter  # read from its file once
         settings = {"guidance_scale": wish.guidance, "temperature": wish.temperature}
 
         def paint(seen: Any) -> ImageResult:
             return self.painter.paint([asked], [wish.seed], callback_on_step_end=seen, **settings)
 
-        try:
-            for canvas, way in ((pair.plain, DrawingMethod()), (pair.fast, self.way(wish))):
-                handle = None if limits.over else self.painter.go(way)
-                if wish.method in FEATURE and handle is not None:
-                    self.drafter = handle.drafter  # read from its file once
-                yield from painted(pair, canvas, paint, self._look, limits)
-            yield Pair(pair.plain, pair.fast, wish, pair.rule, over=True)
-        except EngineError as error:
-            raise RefusedError(str(error)) from error
-        finally:
-            self.painter.go(DrawingMethod())
+        return painted(one, paint, self._look, limits)
+
+    def end(self, both: Pair, asked: Any, limits: Limits) -> Pair:
+        return replace(both, over=True)
+
+    def rest(self) -> None:
+        self.painter.go(self.painter.plain)
 
     def warm_up(self, prompt: str) -> None:
         """Pay for what only the first run of a process costs."""
-        for _ in self.run(PromptWish(prompt, guidance=self.guidance), threading.Event()):
-            pass
-
-    def _asked(self, prompt: str) -> Any:
-        if not self.painter.classes:
-            return prompt.strip()
-        if not prompt.strip().isdecimal() or int(prompt) >= self.painter.classes:
-            raise RefusedError(f"This model draws classes: write a number from 0 to {self.painter.classes - 1}.")
-        return int(prompt)
+        self.whole(PromptWish(prompt, guidance=self.guidance))
 
     @torch.no_grad()
     def _look(self, tokens: list[int]) -> Image.Image:
@@ -159,95 +128,6 @@ class Easel:
         ids = torch.tensor([*tokens, *tokens[-1:] * (size - len(tokens))], device=self.painter.device)
         pixels = pipe.vqvae.decode(ids.view(1, self.grid, self.grid)).float()
         return pipe.image_processor.postprocess(pixels, "pil")[0]
-
-
-class Ended(Exception):
-    """Thrown into a call of a pipeline to end it, and put into the queue when it has ended."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """When a run has to end."""
-
-    stop: threading.Event
-    deadline: float  # of time.monotonic
-
-    @property
-    def over(self) -> bool:
-        return self.stop.is_set() or time.monotonic() >= self.deadline
-
-
-def painted(
-    both: Any, canvas: Any, paint: Callable[[Any], Any], look: Callable[[Any], Image.Image], limits: Limits
-) -> Iterator[Any]:
-    """Draw one of two pictures in a thread of its own; yields `both` when there is something new to see.
-
-    Args:
-        canvas: takes what there is after each step, and finishes with what `paint` gives.
-        paint: a call of a pipeline, which tells the callback it is given of each step.
-        look: the picture so far, of its tokens.
-    """
-
-    def work(show: Callable[[], None]) -> None:
-        began = shown = time.perf_counter()
-        spent = 0.0  # on looking, which is not the model's time
-
-        def seen(_: Any, step: int, __: int, state: dict[str, Any]) -> None:
-            nonlocal shown, spent
-            now = time.perf_counter()
-            if limits.over:
-                raise Ended
-            canvas.take(step, state["tokens"][0], now - began - spent)
-            if now - shown >= REFRESH:
-                canvas.image = look(state["tokens"][0])
-                show()
-                shown = time.perf_counter()
-                spent += shown - now
-
-        made = paint(seen)
-        canvas.finish(made, made.seconds - spent)
-
-    if not limits.over:
-        canvas.state = DRAWING
-        with contextlib.closing(watched(work)) as looks:
-            for _ in looks:
-                yield both
-    if canvas.state != DONE:
-        canvas.state = STOPPED if limits.stop.is_set() else TIMED_OUT
-
-
-def watched(work: Callable[[Callable[[], None]], None]) -> Generator[None, None, None]:
-    """Run `work` in a thread of its own; yields when it begins, ends, or calls what it is given.
-
-    What it calls raises Ended once nobody looks any more.
-    """
-    looks: SimpleQueue[BaseException | None] = SimpleQueue()
-    closed = threading.Event()
-
-    def show() -> None:
-        if closed.is_set():
-            raise Ended
-        looks.put(None)
-
-    def whole() -> None:
-        try:
-            work(show)
-            looks.put(Ended())
-        except BaseException as error:  # it belongs to whoever iterates
-            looks.put(error)
-
-    thread = threading.Thread(target=whole, daemon=True)
-    thread.start()
-    try:
-        yield
-        while not isinstance(look := looks.get(), Ended):
-            if isinstance(look, BaseException):
-                raise look
-            yield
-        yield
-    finally:
-        closed.set()
-        thread.join()
 
 
 def load(model: str, drafter: str | None, device: str, dtype: str, time_limit: float) -> Easel:

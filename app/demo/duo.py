@@ -17,8 +17,6 @@ from mmspec.app.demo.answer import (
     DONE,
     PICTURE,
     READING,
-    STOPPED,
-    TIMED_OUT,
     VIDEO,
     Ask,
     ChatTurn,
@@ -26,6 +24,7 @@ from mmspec.app.demo.answer import (
     Transcript,
 )
 from mmspec.app.demo.desk import RefusedError
+from mmspec.app.demo.race import TIME_LIMIT, Limits, Race
 from mmspec.app.demo.sight import look_at
 from mmspec.app.engine import Engine, wait
 from mmspec.app.media.decoder import Decoder
@@ -33,12 +32,11 @@ from mmspec.pipelines.prompts import chat_inputs
 from mmspec.pipelines.serving.batcher import answer_length
 from mmspec.pipelines.serving.stream import stream
 
-TIME_LIMIT = 120.0  # seconds for both answers together
 REFRESH = 0.12  # seconds between two looks at an answer under way
 WARM_UP = 2  # new tokens that are thrown away first, of either answer
 
 
-class Duo:
+class Duo(Race):
     """Both paths of one loaded model; one run at a time."""
 
     def __init__(self, engine: Engine, eyes: Decoder, time_limit: float = TIME_LIMIT) -> None:
@@ -51,12 +49,7 @@ class Duo:
         self.tree = (wish.depth or 5, wish.width or 1, wish.size or 6)
         mmspec.disable(self.model)
 
-    def run(self, ask: Ask, stop: threading.Event) -> Iterator[ChatTurn]:
-        """Looks at a run while it goes on; the last one is of its end.
-
-        Raises:
-            RefusedError: the question is not run.
-        """
+    def begin(self, ask: Ask, stop: threading.Event) -> tuple[ChatTurn, Any]:
         ask.check()
         if ask.drafter not in self.drafters:
             raise RefusedError(f"No drafter {ask.drafter!r} here; choose from {', '.join(self.drafters)}.")
@@ -64,29 +57,29 @@ class Duo:
         frames = look_at(ask, self.eyes, stop)
         inputs = self._inputs(ask, frames)
         shown = frames if ask.kind == VIDEO else ()
-        turn = ChatTurn(ShownAnswer(False), ShownAnswer(True), ask, time.perf_counter() - began, shown)
-        try:
-            deadline = time.monotonic() + self.time_limit
-            turn.plain.state = READING
-            yield turn
+        return ChatTurn(ShownAnswer(False), ShownAnswer(True), ask, time.perf_counter() - began, shown), inputs
+
+    def side(self, both: ChatTurn, one: ShownAnswer, asked: Any, limits: Limits) -> Iterator[None]:
+        if one is both.plain:
+            one.state = READING
+            yield
             for cold in (ShownAnswer(True), ShownAnswer(False)):  # what only a first prefill of this shape costs
-                for _ in self._answer(cold, dataclasses.replace(ask, max_new_tokens=WARM_UP), inputs, stop, deadline):
+                for _ in self._answer(cold, dataclasses.replace(both.ask, max_new_tokens=WARM_UP), asked, limits):
                     pass
                 mmspec.disable(self.model)
-            for answer in (turn.plain, turn.fast):
-                for _ in self._answer(answer, ask, inputs, stop, deadline):
-                    yield turn
-            yield dataclasses.replace(turn, over=True, difference=self._difference(turn, inputs))
-        finally:
-            mmspec.disable(self.model)
+        yield from self._answer(one, both.ask, asked, limits)
+
+    def end(self, both: ChatTurn, asked: Any, limits: Limits) -> ChatTurn:
+        return dataclasses.replace(both, over=True, difference=self._difference(both, asked))
+
+    def rest(self) -> None:
+        mmspec.disable(self.model)
 
     def warm_up(self, image: str, prompt: str) -> None:
         """Pay for what only the first run of a process costs."""
         depth, width, size = self.tree
         for drafter in self.drafters:
-            ask = Ask(PICTURE, image, None, prompt, drafter, depth, width, size, max_new_tokens=8)
-            for _ in self.run(ask, threading.Event()):
-                pass
+            self.whole(Ask(PICTURE, image, None, prompt, drafter, depth, width, size, max_new_tokens=8))
 
     def _inputs(self, ask: Ask, frames: tuple[Image.Image, ...]) -> Any:
         inputs = chat_inputs(self.processor, [ask.prompt.strip()], [frames], clips=True, before=ask.before)
@@ -99,13 +92,9 @@ class Duo:
             )
         return inputs.to(self.model.device, self.model.dtype)
 
-    def _answer(
-        self, answer: ShownAnswer, ask: Ask, inputs: Any, stop: threading.Event, deadline: float
-    ) -> Iterator[None]:
+    def _answer(self, answer: ShownAnswer, ask: Ask, inputs: Any, limits: Limits) -> Iterator[None]:
         """Write one answer; yields when there is something new to see."""
-        left = deadline - time.monotonic()
-        if stop.is_set() or left <= 0:
-            answer.state = STOPPED if stop.is_set() else TIMED_OUT
+        if limits.over:
             return
         answer.state = READING
         yield
@@ -113,7 +102,7 @@ class Duo:
             mmspec.enable(self.model, drafter=self.drafters[ask.drafter], **ask.options)
         torch.manual_seed(ask.seed)
         transcript, shown = Transcript(self._decode), time.monotonic()
-        steps = stream(self.model, inputs, stop, max_time=left, **ask.settings)
+        steps = stream(self.model, inputs, limits.stop, max_time=limits.left, **ask.settings)
         with _vision_timed(self.model, answer), contextlib.closing(steps):
             for step in steps:
                 for token in answer.take(step):
@@ -122,7 +111,7 @@ class Duo:
                     yield
                     shown = time.monotonic()
         transcript.close()
-        answer.state = STOPPED if stop.is_set() else TIMED_OUT if time.monotonic() >= deadline else DONE
+        answer.state = limits.state if limits.over else DONE
         ends = self.model.generation_config.eos_token_id
         full = len(answer.tokens) >= ask.max_new_tokens
         answer.cut = full and answer_length([*answer.ids, -1], ends) > len(answer.tokens)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,9 +12,8 @@ from PIL import Image
 from torch import Tensor
 
 from mmspec.app.demo.answer import DONE, WAITING
-from mmspec.app.demo.canvas import Limits, Raced, painted
 from mmspec.app.demo.desk import MAX_SEED, RefusedError, within
-from mmspec.app.engine import EngineError
+from mmspec.app.demo.race import TIME_LIMIT, Limits, Race, Raced, painted
 from mmspec.app.mar import MarImages, MarSubject
 
 MAX_AHEAD = 16
@@ -71,56 +68,53 @@ class Two(Raced):
 
     plain: Sketch
     fast: Sketch
+    wish: ClassWish
     over: bool = False
     fewer: tuple[int, float] | None = None  # passes and seconds of plain drawing with many tokens in each
 
 
-class Studio:
+class Studio(Race):
     """Both ways to draw of one loaded MAR; one run at a time."""
 
-    def __init__(self, model: MarSubject, time_limit: float = 120.0) -> None:
+    def __init__(self, model: MarSubject, time_limit: float = TIME_LIMIT) -> None:
         self.model, self.time_limit = model, time_limit
         self.note = model.singly()  # for both alike
         self.grid = model.pipe.transformer.config.grid
         self.guidance = model.settings.get("guidance_scale", model.pipe.config.defaults.get("guidance_scale", 3.0))
         self.modes = [ITSELF] + [SMALLER] * (model.draft is not None)
 
-    def run(self, wish: ClassWish, stop: threading.Event) -> Iterator[Two]:
-        """Looks at a run while it goes on; the last one is of its end.
-
-        Raises:
-            RefusedError: the wish is not run.
-        """
+    def begin(self, wish: ClassWish, stop: threading.Event) -> tuple[Two, int]:
         within(wish, {"ahead": (1, MAX_AHEAD), "seed": (0, MAX_SEED), "guidance": (1, MAX_GUIDANCE)})
         if wish.mode not in self.modes:
             raise RefusedError(f"No mode {wish.mode!r} here; choose from {', '.join(self.modes)}.")
+        return Two(self.blank(), self.blank(), wish), self.model.label(wish.label)
+
+    def side(self, both: Two, one: Sketch, asked: int, limits: Limits) -> Iterator[None]:
+        wish = both.wish
         how: dict[str, Any] = {"ahead": wish.ahead} | ({"draft": self.model.draft} if wish.mode == SMALLER else {})
-        two = Two(self.blank(), self.blank())
-        limits = Limits(stop, time.monotonic() + self.time_limit)
+        settings = {"guidance_scale": wish.guidance}
 
-        def paint(speculation: dict[str, Any] | None, seen: Any, **settings: Any) -> MarImages:
-            settings |= {"guidance_scale": wish.guidance, "callback_on_step_end": seen}
-            return self.model.draw([label], [wish.seed], speculation, **settings)
+        def paint(seen: Any) -> MarImages:
+            way = how if one is both.fast else self.model.plain
+            return self.model.draw([asked], [wish.seed], way, callback_on_step_end=seen, **settings)
 
-        try:
-            label = self.model.label(wish.label)
-            for sketch, speculation in ((two.plain, None), (two.fast, how)):
-                yield from painted(two, sketch, partial(paint, speculation), self._look, limits)
-            fewer = None
-            if two.speed_up is not None and not limits.over:
-                made = paint(None, None, num_inference_steps=max(1, self.model.tokens // FEWER))
-                fewer = made.work["passes"], made.seconds
-            yield Two(two.plain, two.fast, over=True, fewer=fewer)
-        except EngineError as error:
-            raise RefusedError(str(error)) from error
+        return painted(one, paint, self._look, limits)
+
+    def end(self, both: Two, asked: int, limits: Limits) -> Two:
+        """With plain drawing in fewer passes beside them."""
+        fewer = None
+        if both.speed_up is not None and not limits.over:
+            settings = {"guidance_scale": both.wish.guidance, "num_inference_steps": max(1, self.model.tokens // FEWER)}
+            made = self.model.draw([asked], [both.wish.seed], **settings)
+            fewer = made.work["passes"], made.seconds
+        return replace(both, over=True, fewer=fewer)
 
     def blank(self) -> Sketch:
         return Sketch(self.grid, [0] * self.model.tokens)
 
     def warm_up(self) -> None:
         """Pay for what only the first run of a process costs."""
-        for _ in self.run(ClassWish("0", guidance=self.guidance), threading.Event()):
-            pass
+        self.whole(ClassWish("0", guidance=self.guidance))
 
     @torch.no_grad()
     def _look(self, tokens: Tensor) -> Image.Image:
