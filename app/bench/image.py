@@ -110,7 +110,7 @@ def _stages(bench: ImageBench, args: argparse.Namespace, outcome: Outcome) -> It
     known = {"suite": report_image.QUALITY, "n": args.quality_images, "backbone": args.backbone}
     left = [m for m in judged if not _there(outcome.records, method=m.name, setting=m.setting, **known)]
     if args.quality_images and left:
-        for record in judged(bench, left, asked.first(args.quality_images), args):
+        for record in judge_all(bench, left, asked.first(args.quality_images), args):
             outcome.records.append(record)
             yield
 
@@ -215,7 +215,7 @@ def draw_sheet(bench: ImageBench, chosen: list[ImageMethod], prompts: Sequence[A
     say(f"sheet: {path}")
 
 
-def judged(
+def judge_all(
     bench: ImageBench, left: list[ImageMethod], asked: ImagePrompts, args: argparse.Namespace
 ) -> Iterator[Record]:
     """The quality of each method, of run 1's seeds; one that fails says why."""

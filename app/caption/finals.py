@@ -99,7 +99,7 @@ class Finals:
         return place.relative_to(folder).as_posix() if place.is_relative_to(folder) else ""
 
     def _noted(self) -> list[Record]:
-        return [line for line in map(parse, _lines_of(self._log)) if line is not None]
+        return [line for line in map(parse, lines_of(self._log)) if line is not None]
 
 
 def _names(kinds: Iterable[str]) -> list[str]:
@@ -119,7 +119,8 @@ def _line(path: Path) -> Record:
     return {"file": path.name, "sha256": sha256}
 
 
-def _lines_of(path: Path) -> Iterator[bytes]:
+def lines_of(path: Path) -> Iterator[bytes]:
+    """Of a file, which need not be there."""
     if path.is_file():
         with open(path, "rb") as file:
-            yield from (line.rstrip(b"\n") for line in file)
+            yield from file

@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from mmspec.app.caption import formats
-from mmspec.app.caption.finals import FAILURES, MERGED, Finals, OutputError
+from mmspec.app.caption.finals import FAILURES, MERGED, Finals, OutputError, lines_of
 from mmspec.app.caption.journal import FAILED, Journal, Ledger, Record, digest, hold, line_of, parse, write_whole
 from mmspec.app.media.items import Source
 
@@ -229,7 +229,7 @@ class Outputs:
         path = self.folder / MERGED
         if path.is_symlink():  # it could lead to any file of the user's
             raise OSError(errno.EINVAL, f"{path.name} there is a link or no file at all")
-        for line in _lines_of(path):
+        for line in lines_of(path):
             record = parse(line)
             if record is None:
                 continue
@@ -269,12 +269,6 @@ def write_text(folder: Path, sidecar: str, text: str, partial: Path) -> None:
     except OSError as error:
         reason = f"cannot write {path}: {error.strerror or error}"
         raise UnwritableTextError(f"{reason}; the caption itself is in {folder / STATE}") from error
-
-
-def _lines_of(path: Path) -> Iterator[bytes]:
-    if path.is_file():
-        with open(path, "rb") as file:
-            yield from file
 
 
 def combined(existing: str | None, text: str, mode: str) -> str:

@@ -52,7 +52,7 @@ class Caption(Tab):
     """The tab's events."""
 
     def __init__(self, duo: Duo, desk: Desk) -> None:
-        super().__init__(desk)
+        super().__init__(duo, desk)
         self.duo = duo
 
     def empty(self) -> tuple[str, str]:

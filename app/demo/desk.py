@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-import torch
-
+from mmspec.app.compare import free
 from mmspec.app.engine import first_line
 
 T = TypeVar("T")
@@ -55,9 +53,9 @@ class Desk:
     ) -> Iterator[T]:
         """What there is to see of a run, again and again; of one that fails or is refused, the reason."""
         asked = self._ends.setdefault(visitor, threading.Event())
-        free = self._lock.acquire(timeout=BUSY)
+        mine = self._lock.acquire(timeout=BUSY)
         try:
-            if not free:
+            if not mine:
                 raise RefusedError("The model is still busy with another run. Try again in a moment.")
             with contextlib.closing(run(asked)) as looks:  # type: ignore[type-var]
                 yield from looks
@@ -67,8 +65,8 @@ class Desk:
             traceback.print_exc(file=sys.stderr)
             yield refuse(f"The model failed: {first_line(error)}")
         finally:
-            if free:
-                _free_memory()
+            if mine:
+                free()
                 self._lock.release()
             if self._ends.get(visitor) is asked:
                 del self._ends[visitor]
@@ -76,10 +74,3 @@ class Desk:
 
 def visitor(request: Any) -> str:
     return str(request.session_hash)
-
-
-def _free_memory() -> None:
-    """Give back what an ended run held, caches of the device included."""
-    gc.collect()
-    if torch.accelerator.is_available():
-        torch.accelerator.memory.empty_cache()

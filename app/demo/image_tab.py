@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from html import escape
 from typing import Any
 
@@ -11,7 +10,7 @@ import gradio as gr
 
 from mmspec.app.demo import image_view, look
 from mmspec.app.demo.answer import MAX_PROMPT
-from mmspec.app.demo.canvas import Canvas, Easel
+from mmspec.app.demo.canvas import Canvas, Easel, Pair
 from mmspec.app.demo.desk import Desk
 from mmspec.app.demo.tab import IN_TURN, QUICK, SHOW, Tab, buttons
 from mmspec.app.demo.wish import (
@@ -34,28 +33,19 @@ TURN = "(view) => { document.getElementById('mm-paint').dataset.view = view; }"
 class Image(Tab):
     """The tab's events."""
 
+    wish = PromptWish
+
     def __init__(self, easel: Easel, desk: Desk, own: bool) -> None:
-        super().__init__(desk)
-        self.easel = easel
+        super().__init__(easel, desk)
+        self.grid = easel.grid
         self.own = own  # whether it is the embedded model, which knows few words
 
-    def run(self, request: gr.Request, *values: Any) -> Iterator[tuple[Any, ...]]:
-        """Summary and both panes, again and again; `values` are PromptWish's fields, in order."""
-
-        def looks(stop: threading.Event) -> Iterator[tuple[Any, ...]]:
-            wish, shown = PromptWish(*values), ("", "")
-            note = self._unknown(wish.prompt)
-            for pair in self.easel.run(wish, stop):
-                now = self._panes(pair.plain, pair.fast, wish.method)
-                changed = (new if new != old else gr.skip() for new, old in zip(now, shown, strict=True))
-                yield image_view.summary(pair, note), *changed
-                shown = now
-
-        yield from self.serve(request, looks)
-
     def empty(self) -> tuple[str, str]:
-        grid = self.easel.grid
-        return self._panes(Canvas(False, grid), Canvas(True, grid), SEED_EXACT)
+        return self._panes(Canvas(False, self.grid), Canvas(True, self.grid), SEED_EXACT)
+
+    def look(self, both: Pair) -> tuple[str, str, str]:
+        summary = image_view.summary(both, self._unknown(both.wish.prompt))
+        return summary, *self._panes(both.plain, both.fast, both.wish.method)
 
     @staticmethod
     def _panes(plain: Canvas, fast: Canvas, method: str) -> tuple[str, str]:

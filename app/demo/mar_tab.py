@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import html
-import threading
-from collections.abc import Iterator
-from typing import Any
 
 import gradio as gr
 
@@ -26,22 +23,17 @@ START = look.hint(
 class Classes(Tab):
     """The page's events."""
 
+    wish = ClassWish
+
     def __init__(self, studio: Studio, desk: Desk) -> None:
-        super().__init__(desk)
-        self.studio = studio
-
-    def run(self, request: gr.Request, *values: Any) -> Iterator[tuple[Any, ...]]:
-        """Summary and both panes, again and again; `values` are ClassWish's fields, in order."""
-
-        def looks(stop: threading.Event) -> Iterator[tuple[Any, ...]]:
-            wish = ClassWish(*values)
-            for two in self.studio.run(wish, stop):
-                yield summary(two), pane(two.plain, *PLAIN), pane(two.fast, "mmspec", _about(wish))
-
-        yield from self.serve(request, looks)
+        super().__init__(studio, desk)
+        self.blank = studio.blank
 
     def empty(self) -> tuple[str, str]:
-        return pane(self.studio.blank(), *PLAIN), pane(self.studio.blank(), "mmspec", _about(ClassWish("")))
+        return pane(self.blank(), *PLAIN), pane(self.blank(), "mmspec", _about(ClassWish("")))
+
+    def look(self, both: Two) -> tuple[str, str, str]:
+        return summary(both), pane(both.plain, *PLAIN), pane(both.fast, "mmspec", _about(both.wish))
 
 
 def _about(wish: ClassWish) -> str:

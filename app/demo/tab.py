@@ -10,6 +10,7 @@ import gradio as gr
 
 from mmspec.app.demo import look
 from mmspec.app.demo.desk import QUEUE, Desk, visitor
+from mmspec.app.demo.race import Race
 
 # A phone shows the answers below the question: go there when a run starts.
 SHOW = "() => {{ if (innerWidth < 640) document.getElementById('{}').scrollIntoView({{behavior: 'smooth'}}) }}"
@@ -19,25 +20,40 @@ IN_TURN: dict[str, Any] = {"concurrency_id": QUEUE, "concurrency_limit": 1, **QU
 
 
 class Tab:
-    """Events of a tab that shows a summary and two panes."""
+    """Events of a tab that shows a summary and two panes of a race."""
 
-    def __init__(self, desk: Desk) -> None:
-        self.desk = desk
+    wish: Callable[..., Any]  # what is asked, from the fields of the page in their order
+
+    def __init__(self, race: Race, desk: Desk) -> None:
+        self.race, self.desk = race, desk
 
     def empty(self) -> tuple[str, str]:
         """Both panes before a run."""
         raise NotImplementedError
 
+    def look(self, both: Any) -> tuple[str, str, str]:
+        """Summary and both panes at one moment of a run."""
+        raise NotImplementedError
+
+    def run(self, request: gr.Request, *values: Any) -> Iterator[tuple[Any, ...]]:
+        """Summary and both panes, again and again; what is as it was is left alone."""
+
+        def looks(stop: threading.Event) -> Iterator[tuple[Any, ...]]:
+            shown = ("", "", "")
+            for both in self.race.run(self.wish(*values), stop):
+                now = self.look(both)
+                yield tuple(new if new != old else gr.skip() for new, old in zip(now, shown, strict=True))
+                shown = now
+
+        def refuse(message: str) -> tuple[Any, ...]:
+            return look.refusal(message), gr.skip(), gr.skip()
+
+        return self.desk.serve(visitor(request), looks, refuse)
+
     def begin(self, request: gr.Request) -> tuple[Any, ...]:
         """Before the queue: end an earlier run of this visitor and clear the panes."""
         self.desk.begin(visitor(request))
         return look.waiting(), *self.empty(), *buttons(running=True)
-
-    def serve(
-        self, request: gr.Request, looks: Callable[[threading.Event], Iterator[tuple[Any, ...]]]
-    ) -> Iterator[tuple[Any, ...]]:
-        """What `looks` gives once it is this visitor's turn; a refusal stands in the summary's place."""
-        return self.desk.serve(visitor(request), looks, lambda message: (look.refusal(message), gr.skip(), gr.skip()))
 
     def stop(self, request: gr.Request) -> None:
         self.desk.stop(visitor(request))
