@@ -35,7 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def one_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "PEAKS", 1)  # a median of several is of no use here
+    monkeypatch.setattr(compare, "PEAKS", 1)  # a median of several is of no use here
 
 
 def run(*words: object) -> int:

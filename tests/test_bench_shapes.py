@@ -14,8 +14,8 @@ from weakref import WeakKeyDictionary, ref
 import pytest
 import torch
 
-from mmspec.app import cli
-from mmspec.app.bench import command, shapes
+from mmspec.app import cli, compare
+from mmspec.app.bench import shapes
 from mmspec.app.bench.shapes import ShapeCell
 from mmspec.app.bench.shapes_models import MODELS, REAL, TOY, Chat, Latents, on_paper
 from mmspec.app.bench.shapes_ways import ChatWays, CodesWays, Cost, LatentsWays, ShapeMethod, load
@@ -71,7 +71,7 @@ def run(out: Path, *words: str) -> Measured:
         return subject
 
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as said:
-        patch.setattr(command, "PEAKS", 1)
+        patch.setattr(compare, "PEAKS", 1)
         patch.setattr(torch, "compile", lambda f, **_: compiler(f, backend="eager", dynamic=False))
         patch.setattr(capture, "inductor", lambda piece, examples: piece)
         patch.setattr(trusted, "_OF", WeakKeyDictionary())

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import mmspec
+from mmspec.app import compare
 from mmspec.app.bench import command as bench
 from mmspec.app.bench import round as bench_round
 from mmspec.drafters.eagle import EagleConfig, EagleDrafter
@@ -565,7 +566,7 @@ def test_the_bench_sets_a_drafter_of_random_weights_beside_each(tmp_path: Path):
 
 
 def test_the_bench_says_where_a_round_goes(tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(bench, "PEAKS", 1)
+    monkeypatch.setattr(compare, "PEAKS", 1)
     folder = tiny_llava.save(tmp_path / "model")
     mmspec.save_drafter(EagleDrafter(EagleConfig(64, 32, 2, 2, 128, depth=3, width=1, size=4)), tmp_path / "drafter")
     parser = argparse.ArgumentParser()
