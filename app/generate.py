@@ -17,7 +17,7 @@ from mmspec.app.options import count, where
 
 if TYPE_CHECKING:
     from mmspec.app.mar import MarImages, MarSubject
-    from mmspec.app.painter import DrawingMethod, ImageResult
+    from mmspec.app.painter import DrawingMethod, ImageResult, Subject
 
 OK, FATAL = 0, 1
 OWN, PLAIN = "mmspec", "plain"  # the two sides of --compare
@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
     return OK
 
 
-def _draw(subject: Any, way: Any, orders: Sequence[DrawingOrder], args: argparse.Namespace) -> tuple[Any, Any]:
+def _draw(subject: Subject, way: Any, orders: Sequence[DrawingOrder], args: argparse.Namespace) -> tuple[Any, Any]:
     """Draw in batches, and write each at once; what the calls gave, and those of plain decoding beside them."""
     from mmspec.app.compare import Comparison, Side
 

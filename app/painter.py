@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from PIL import Image
@@ -16,7 +16,7 @@ from torch import Tensor
 import mmspec
 from mmspec.app import embedded
 from mmspec.app.engine import STOCK, EngineError, find_device, first_line
-from mmspec.registry import resolve_rule
+from mmspec.registry import DRAFTERS, resolve_rule
 from mmspec.rules import Rule
 from mmspec.statistics import Stats
 from mmspec.zoo import pictures
@@ -72,6 +72,18 @@ class ImageResult:
         return self.decode_seconds / max(1, self.stats.rounds)
 
 
+class Subject(Protocol):
+    """What draws pictures, in its own ways: a LlamaGenPipeline (below), or a MARPipeline (`mar.py`)."""
+
+    plain: Any  # the way of plain decoding
+
+    def label(self, said: str, /) -> Any:
+        """What a prompt is to the model: the prompt, or the number of a class."""
+
+    def draw(self, asked: Sequence[Any], seeds: Sequence[int], way: Any, /, **settings: Any) -> Any:
+        """One picture of each, in one batch, with the `seconds` it took and the `images`."""
+
+
 class ImageSubject:
     """A LlamaGenPipeline and the arguments of its calls."""
 
@@ -80,6 +92,7 @@ class ImageSubject:
     def __init__(self, pipe: Any, **settings: Any) -> None:
         self.pipe = pipe
         self.settings = {name: value for name, value in settings.items() if value is not None}
+        self._loaded: dict[str, Any] = {}  # trained drafters, read from their files once
         self._rules: dict[tuple[str, float | None], Rule] = {}  # neighbours and cells of a codebook take a while
         pipe.set_progress_bar_config(disable=True)
 
@@ -114,8 +127,12 @@ class ImageSubject:
             options = dict(way.options)
             if isinstance(options.get("rule"), str):
                 options["rule"] = self._rule(options["rule"], options.get("budget"))
-            drafter = embedded.resolve(way.drafter) if isinstance(way.drafter, str) else way.drafter
-            return mmspec.enable(self.pipe, drafter=drafter, **options)
+            name = way.drafter if isinstance(way.drafter, str) else ""
+            drafter = self._loaded.get(name) or (embedded.resolve(name) if name else way.drafter)
+            handle = mmspec.enable(self.pipe, drafter=drafter, **options)
+            if name and name not in DRAFTERS:
+                self._loaded[name] = handle.drafter
+            return handle
         except Exception as error:  # a bad option, a missing folder, a drafter of another model: all end the call
             raise EngineError(f"cannot draw with {way}: {_told(error)}") from error
 

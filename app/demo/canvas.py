@@ -101,9 +101,7 @@ class Easel(Race):
 
     def side(self, both: Pair, one: Canvas, asked: Any, limits: Limits) -> Iterator[None]:
         wish = both.wish
-        handle = self.painter.go(self.way(wish) if one.accelerated else self.painter.plain)
-        if wish.method in FEATURE and handle is not None:
-            self.drafter = handle.drafter  # read from its file once
+        self.painter.go(self.way(wish) if one.accelerated else self.painter.plain)
         settings = {"guidance_scale": wish.guidance, "temperature": wish.temperature}
 
         def paint(seen: Any) -> ImageResult:
