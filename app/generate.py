@@ -83,7 +83,11 @@ def run(args: argparse.Namespace) -> int:
 
     try:
         prompts, continuous = _prompts(args), mar.draws(args.model)
-        way: Any = _check_mar(args) if continuous else _way(args)
+        way: Any = None
+        if continuous:
+            _check_mar(args)
+        else:
+            way = _way(args)
         orders = _orders(args, prompts)
         settings = {"guidance_scale": args.guidance, "top_k": args.top_k, "temperature": args.temperature}
         subject = (mar if continuous else painter).load(args.model, args.device, args.dtype, **settings)

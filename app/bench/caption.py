@@ -182,7 +182,9 @@ def methods(args: argparse.Namespace) -> list[CaptionMethod]:
 
 def measure_rows(bench: CaptionBench, rows: int, chosen: list[CaptionMethod], turns: int) -> list[report.Record]:
     """Warm each method up, measure its memory, then time all of them in turn."""
-    comparison = Comparison(chosen, lambda method, count: bench.run(method, rows, count))
+    comparison: Comparison[CaptionMethod, int | None, CaptionRun] = Comparison(
+        chosen, lambda method, count: bench.run(method, rows, count)
+    )
     comparison.warm_up(rows + 2, [BASE], bench.model.device)  # more than one batch, and rows that are entered twice
     runs = comparison.measure([None] * turns)
     return [

@@ -93,7 +93,9 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
 def timed(bench: MarSubject, chosen: list[MarMethod], labels: list[int], batch: int, seed: int) -> list[Record]:
     """Each way warmed up and watched, then all in turn on each batch of classes and seeds."""
     groups = batches(list(zip(labels, seeds_of(1, len(labels), seed), strict=True)), batch)
-    comparison = Comparison(chosen, lambda way, group: call(bench, way, *zip(*group, strict=True)))
+    comparison: Comparison[MarMethod, list[tuple[int, int]], MarImages] = Comparison(
+        chosen, lambda way, group: call(bench, way, *zip(*group, strict=True))
+    )
     comparison.warm_up(groups[0], [chosen[0].name], read=lambda way: True)
     made = comparison.measure(groups)
     say(f"batch {batch}: " + ", ".join(f"{n} {statistics.median(c.seconds for c in m):.2f} s" for n, m in made.items()))

@@ -137,7 +137,7 @@ def measure_cell(
     Args:
         notes: by way and batch, what was warned of: a shape that cannot be compiled is told of once.
     """
-    comparison = Comparison(ways, lambda way, _: way.call())
+    comparison: Comparison[ShapeMethod, None, Cost] = Comparison(ways, lambda way, _: way.call())
     comparison.warm_up(None, device=device)
     notes |= {(name, cell.batch): note for name, note in comparison.notes.items() if note.startswith(OWN)}
     made = comparison.measure([None] * repeats)

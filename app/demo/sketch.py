@@ -105,7 +105,7 @@ class Studio(Race):
         fewer = None
         if both.speed_up is not None and not limits.over:
             settings = {"guidance_scale": both.wish.guidance, "num_inference_steps": max(1, self.model.tokens // FEWER)}
-            made = self.model.draw([asked], [both.wish.seed], **settings)
+            made = self.model.draw([asked], [both.wish.seed], None, **settings)
             fewer = made.work["passes"], made.seconds
         return replace(both, over=True, fewer=fewer)
 
