@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import math
 import re
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmspec.app import embedded
-from mmspec.app.options import count, where
+from mmspec.app.options import count, from_zero, where
 
 if TYPE_CHECKING:
     from mmspec.app.mar import MarImages, MarSubject
@@ -58,9 +57,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("the model")
     model.add_argument("--model", default=embedded.IMAGE_MODEL, help="a LlamaGen, a MAR, or mar (%(default)s)")
     where(model)
-    model.add_argument(
-        "--guidance", type=_bounded("a number from 0 on", 0), help="how closely to follow the prompt; 1 is not guided"
-    )
+    model.add_argument("--guidance", type=from_zero, help="how closely to follow the prompt; 1 is not guided")
     model.add_argument("--top-k", type=int, help="draw from the k likeliest tokens, 0 from all (the model's own)")
     model.add_argument("--temperature", type=float, help="0 takes the likeliest token (the model's own)")
     fast = parser.add_argument_group("how it is made fast")
@@ -143,21 +140,6 @@ def _prompts(args: argparse.Namespace) -> list[str]:
     if not prompts or not all(prompt.strip() for prompt in prompts):
         raise GenerateError("no prompt; write one in quotes, or name a file of them with --prompts, one a line")
     return prompts
-
-
-def _bounded(allowed: str, least: float) -> Callable[[str], float]:
-    """A number from `least` on, for argparse."""
-
-    def read(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not least <= value < math.inf:
-            raise argparse.ArgumentTypeError(f"{text!r} is not {allowed}")
-        return value
-
-    return read
 
 
 def _way(args: argparse.Namespace) -> DrawingMethod:

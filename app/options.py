@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from typing import Any
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -13,6 +14,26 @@ def count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
     return int(text)
+
+
+def from_zero(text: str) -> float:
+    """A number from 0 on."""
+    return _number(text, "from 0 on", open_end=False)
+
+
+def above_zero(text: str) -> float:
+    """A number above 0."""
+    return _number(text, "above 0", open_end=True)
+
+
+def _number(text: str, allowed: str, open_end: bool) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (0 < value < math.inf or (value == 0 and not open_end)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number {allowed}")
+    return value
 
 
 def where(parser: Any) -> None:

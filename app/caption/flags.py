@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import re
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from mmspec.app.caption.settings import AUTO, ENGINE, Flags
 from mmspec.app.extras import installing
 from mmspec.app.media import video
 from mmspec.app.media.items import kind_of
-from mmspec.app.options import DTYPES, count
+from mmspec.app.options import DTYPES, above_zero, count, from_zero
 
 ON_EXISTING = ("skip", "overwrite", "append", "prepend")
 OUTPUTS = ("txt", "metadata", "parquet", "webdataset", "pairs")
@@ -62,7 +61,7 @@ def _answers(flags: Flags) -> None:
     add("--drafter", metavar="NAME", help="name, folder, 'ngram' (needs no weights) or 'none' (plain decoding); "
         "default: what fits")  # fmt: skip
     add("--max-new-tokens", type=count, default=128, metavar="N", help="longest caption, in tokens")
-    add("--temperature", type=_from_zero, default=0.0, metavar="T", help="0 takes the likeliest token")
+    add("--temperature", type=from_zero, default=0.0, metavar="T", help="0 takes the likeliest token")
     add("--max-pixels-per-image", type=_area, default=AUTO, metavar="N", help="larger pictures are made smaller before "
         "the model reads them; auto: as suits the model, none: never")  # fmt: skip
     add("--seed", type=int, default=0, metavar="N", help="of weighted prompts, and of draws at a temperature above 0")
@@ -79,9 +78,9 @@ def _limits(flags: Flags) -> None:
     flags.switch("--keyframes", False, "take the key frames of a video")
     add("--max-frames", type=count, default=video.MAX_FRAMES, metavar="N", help="at most, however they are chosen")
     add("--max-pixels", type=count, default=media.MAX_PIXELS, metavar="N", help="largest picture or frame")
-    add("--max-aspect", type=_above_zero, default=media.MAX_ASPECT, metavar="N", help="longest picture, in widths")
-    add("--max-duration", type=_above_zero, default=3600.0, metavar="S", help="longest video")
-    add("--timeout", type=_above_zero, default=60.0, metavar="S", help="longest time to decode one file")
+    add("--max-aspect", type=above_zero, default=media.MAX_ASPECT, metavar="N", help="longest picture, in widths")
+    add("--max-duration", type=above_zero, default=3600.0, metavar="S", help="longest video")
+    add("--timeout", type=above_zero, default=60.0, metavar="S", help="longest time to decode one file")
     sizes: dict[str, Any] = {"type": _size, "metavar": "SIZE"}
     add("--max-bytes", **sizes, default=media.MAX_BYTES, shown=_shown(media.MAX_BYTES), help="largest file; it is read "
         "into memory whole")  # fmt: skip
@@ -123,26 +122,8 @@ def _running(flags: Flags) -> None:
     flags.switch("--quiet", False, "do not print the captions")
 
 
-def _number(text: str, allowed: str, least: float, open_end: bool) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not (least < value < math.inf or (value == least and not open_end)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number {allowed}")
-    return value
-
-
-def _from_zero(text: str) -> float:
-    return _number(text, "from 0 on", 0, open_end=False)
-
-
-def _above_zero(text: str) -> float:
-    return _number(text, "above 0", 0, open_end=True)
-
-
 def _fps(text: str) -> float:
-    value = _above_zero(text)
+    value = above_zero(text)
     if value > video.MAX_RATE:
         raise argparse.ArgumentTypeError(f"{text!r} is more than {video.MAX_RATE} frames a second")
     return value
