@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mmspec import zoo
+from mmspec.registry import USUAL
 from mmspec.zoo import recipes
 
 MODEL, DRAFTER = "scenes-video", "scenes-video-eagle"
@@ -13,7 +14,7 @@ IMAGE_MODEL, IMAGE_DRAFTER = "scenes-llamagen", "scenes-llamagen-eagle"
 DRAFTERS = {MODEL: DRAFTER, HYBRID: HEAD, IMAGE_MODEL: IMAGE_DRAFTER}  # what fits each
 NOTE = (
     "note: {}, the model that comes with mmspec, knows only drawn scenes of coloured shapes; its captions of "
-    "anything else mean nothing. Name a real model: --model llava-hf/llava-1.5-7b-hf --drafter ngram"
+    "anything else mean nothing. Name a real model: --model llava-hf/llava-1.5-7b-hf"
 )
 
 
@@ -26,7 +27,7 @@ def resolve(name: str) -> str:
 
 def drafter(model: str) -> str:
     """What fits a model if nobody says otherwise."""
-    return DRAFTERS.get(model, "ngram")
+    return DRAFTERS.get(model, USUAL)
 
 
 def drafters(model: str) -> list[str]:

@@ -36,7 +36,13 @@ DRAFTERS: dict[str, Entry] = {
         "mmspec.drafters.ngram",
         "NgramDrafter",
         False,
-        "prompt lookup, no weights; where a model ships with nothing",
+        "prompt lookup, no weights",
+    ),
+    "suffix": Entry(
+        "mmspec.drafters.suffix",
+        "SuffixDrafter",
+        False,
+        "what followed the same words in this run, no weights; where a model ships with nothing",
     ),
     "plain": Entry("mmspec.drafters.plain", "Plain", False, "drafts nothing; for compile=True alone"),
     "jacobi": Entry("mmspec.drafters.jacobi", "JacobiDrafter", False, "Jacobi window, no weights; for images"),
@@ -59,6 +65,7 @@ DRAFTERS: dict[str, Entry] = {
     ),
 }
 
+USUAL = "suffix"  # what drafts for text where nobody says, and the model ships with nothing
 
 # Name of a model, in small letters and without its owner → a drafter published for it, on the hub. It is suggested
 # where nothing else is there to draft; nothing is fetched unasked.

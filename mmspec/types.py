@@ -300,6 +300,8 @@ class Drafter(Protocol):
         nodes: the most nodes N of its drafts, the root included; room in the cache is made for so many.
 
     One that can be told how to draft has `options` besides, a frozen dataclass of its own, whose names `enable` takes.
+    One whose drafts follow from what other rows and calls wrote has `shares = True`: what a row draws is then fixed by
+    its seed beforehand, and does not depend on them.
     """
 
     @property

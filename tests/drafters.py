@@ -183,6 +183,7 @@ def eagle(target: Any, nan: bool = False, **options: Any) -> EagleDrafter:
 # name → drafter for (target, oracle)
 DRAFTERS: dict[str, Callable[[Any, Oracle], Any]] = {
     "ngram": lambda target, oracle: "ngram",
+    "suffix": lambda target, oracle: "suffix",
     "random tree": lambda target, oracle: Scripted(_random),
     "specials": lambda target, oracle: Scripted(_specials),
     "always wrong": lambda target, oracle: Scripted(_wrong(oracle)),

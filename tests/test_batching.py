@@ -34,6 +34,7 @@ KINDS = ("image first", "image first", "text only", "several images", "image las
 GUESTS: dict[str, Callable[[Any], Any]] = {
     "plain": lambda model: Plain(),
     "ngram": lambda model: "ngram",
+    "suffix": lambda model: "suffix",
     "eagle chain": lambda model: eagle(model, depth=3, width=1, size=4),
     "eagle tree": lambda model: eagle(model, depth=3, width=3, size=9),
     "vispec": lambda model: feature_drafter("vispec", model, depth=3, width=3, size=9),

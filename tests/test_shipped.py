@@ -18,7 +18,7 @@ from torch import Tensor
 
 import mmspec
 from mmspec.drafters.eagle import EagleDrafter
-from mmspec.drafters.ngram import NgramDrafter
+from mmspec.drafters.suffix import SuffixDrafter
 from mmspec.pipelines.drafters.draft_model import ModelDrafter
 from mmspec.pipelines.drafters.mtp import MtpDrafter
 from mmspec.pipelines.patching import shipped
@@ -69,7 +69,7 @@ def test_the_folder_that_the_config_names(tmp_path: Path, said: Any) -> None:
         assert isinstance(handle.drafter, ModelDrafter)
     model.config.drafter = "../elsewhere"
     with mmspec.enable(model) as handle:
-        assert isinstance(handle.drafter, NgramDrafter)
+        assert isinstance(handle.drafter, SuffixDrafter)
 
 
 def test_what_is_broken_is_left_alone_and_told(tmp_path: Path, said: Any) -> None:
@@ -80,7 +80,7 @@ def test_what_is_broken_is_left_alone_and_told(tmp_path: Path, said: Any) -> Non
     (tmp_path / "dflash").mkdir()
     (tmp_path / "dflash" / "config.json").write_text(json.dumps({"architectures": ["NobodyKnows"]}))
     with mmspec.enable(model) as handle:
-        assert isinstance(handle.drafter, NgramDrafter)
+        assert isinstance(handle.drafter, SuffixDrafter)
     warned = [r.message for r in said.records if r.levelname == "WARNING" and r.name == "mmspec"]
     assert len(warned) == 2 and "dflash" in warned[0] and "missing: layers.0.eh_proj.weight" in warned[1]
 
@@ -90,7 +90,7 @@ def test_a_published_drafter_is_suggested_once_and_not_fetched(said: Any, monkey
     model.config._name_or_path = "llava-hf/llava-1.5-7b-hf"
     for _ in range(2):
         with mmspec.enable(model) as handle:
-            assert isinstance(handle.drafter, NgramDrafter)
+            assert isinstance(handle.drafter, SuffixDrafter)
     warned = [r.message for r in said.records if r.levelname == "WARNING" and r.name == "mmspec"]
     assert len(warned) == 1 and "drafter='lucylyn/MSD-LLaVA1.5-7B'" in warned[0]
 

@@ -18,7 +18,7 @@ from mmspec.drafters.feature import FeatureDrafter
 from mmspec.pipelines.targets import compiled, devices, hooks
 from mmspec.pipelines.targets import compiled_cache as trusted
 from mmspec.pipelines.targets.compiled_cache import CompiledCache
-from mmspec.registry import DRAFTERS, drafter_class
+from mmspec.registry import DRAFTERS, USUAL, drafter_class
 from mmspec.switch import Known, Switch
 from mmspec.types import TargetInfo
 
@@ -63,7 +63,7 @@ def resolve(drafter: Any, given: Mapping[str, Any], target: TargetInfo, model: A
             it has no use for.
         TypeError: an option that no drafter has.
     """
-    made = _made("ngram" if drafter is None else drafter, target, model)
+    made = _made(USUAL if drafter is None else drafter, target, model)
     if not hasattr(made, "fit"):
         raise ValueError(f"a drafter has start, propose and fit; {type(made).__name__} has not")
     own = option_names(getattr(made, "options", None))

@@ -20,7 +20,7 @@ from mmspec.pipelines.patching import obstacles
 from mmspec.pipelines.patching.obstacles import Obstacle
 from mmspec.pipelines.sampling import guidance as guided
 from mmspec.pipelines.sampling.processors import unsafe
-from mmspec.pipelines.sampling.request import Request, Sampler, TorchNoise
+from mmspec.pipelines.sampling.request import CounterNoise, Noise, Request, Sampler, TorchNoise
 from mmspec.pipelines.sampling.stopping import Endings, unheard
 from mmspec.pipelines.targets import devices, reach
 from mmspec.pipelines.targets.cache import RaggedCache
@@ -116,10 +116,11 @@ def generate(model: Any, handle: Any, call: Call) -> tuple[Any, Stats]:
     for what in _left_out(model, call):
         handle.say(what)
     ours = call.for_model(model)
-    noise = TorchNoise() if handle.config.reproducible and config.do_sample else None
+    noise = fixed_noise(handle, bool(config.do_sample))
     keep = bool(config.return_dict_in_generate and (config.output_scores or config.output_logits))
     request = handle.family.request(Request(Sampler(ours.processors, bool(config.do_sample), noise), keep))
-    seeds = row_seeds(model, len(ours.input_ids), config.do_sample and noise is None)
+    stocks = isinstance(noise, TorchNoise)
+    seeds = row_seeds(model, len(ours.input_ids), config.do_sample and not stocks)
     ends, rule = call.endings, handle.family.rule(handle.rule, call)
     rows = [
         Row(tokens, len(tokens), ends.limit, seed, ends.eos, ends.of(b), b, rule, request)
@@ -132,9 +133,17 @@ def generate(model: Any, handle: Any, call: Call) -> tuple[Any, Stats]:
         for session, round_ in rounds(target, drafter, rows, ours, watch):
             collected.take(session, round_)
             state = session.cache
-    if noise is not None:
+    if isinstance(noise, TorchNoise):
         noise.close(collected.length())
     return collected.result(state), collected.stats
+
+
+def fixed_noise(patch: Any, sample: bool) -> Noise | None:
+    """What the draws of a call are fixed by before anything is drafted: stock's noise with `reproducible`; where drafts
+    follow from what other rows wrote, that of the row's own seed, so that what it draws does not; else None."""
+    if not sample or patch.config.reproducible:
+        return TorchNoise() if sample else None
+    return CounterNoise() if getattr(patch.drafter, "shares", False) and patch.rule.lossless else None
 
 
 def rounds(

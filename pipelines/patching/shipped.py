@@ -11,7 +11,7 @@ from typing import Any
 from mmspec.checkpoints.files import CONFIG
 from mmspec.pipelines.drafters import own_files
 from mmspec.pipelines.patching import drafting
-from mmspec.registry import PUBLISHED
+from mmspec.registry import PUBLISHED, USUAL
 from mmspec.types import TargetInfo
 
 FOLDERS = ("drafter", "mtp", "dflash", "eagle", "eagle3", "assistant", "speculator")  # beside a model's own files
@@ -19,7 +19,7 @@ _log = logging.getLogger("mmspec")
 
 
 def drafter(model: Any, target: TargetInfo) -> Any:
-    """What `enable` drafts with where nobody says: what the model ships with, else "ngram".
+    """What `enable` drafts with where nobody says: what the model ships with, else registry's USUAL.
 
     One line of the log says what, and why; where a drafter is published for this model, by which name. Nothing is
     downloaded.
@@ -43,7 +43,7 @@ def drafter(model: Any, target: TargetInfo) -> Any:
             _log.info("mmspec drafts for %s with the multi-token-prediction heads in its own files", name)
             return found
     _fell_back(name)
-    return "ngram"
+    return USUAL
 
 
 def _folders(model: Any, where: Path | None) -> list[Path]:
@@ -84,9 +84,9 @@ def _fell_back(name: str) -> None:
     base = name.rstrip("/").rpartition("/")[2].lower()
     known = PUBLISHED.get(base)
     if known is None:
-        _log.info("mmspec drafts for %s with 'ngram': it ships with no drafter, and none is known here", name)
+        _log.info("mmspec drafts for %s with %r: it ships with no drafter, and none is known here", name, USUAL)
     else:
         _log.warning(
-            "mmspec drafts for %s with 'ngram'; a drafter for it is published: mmspec.enable(model, drafter=%r)",
-            name, known,
+            "mmspec drafts for %s with %r; a drafter for it is published: mmspec.enable(model, drafter=%r)",
+            name, USUAL, known,
         )  # fmt: skip

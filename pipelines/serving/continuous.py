@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mmspec.loop import decode, start
-from mmspec.pipelines.patching.generate import obstacle
+from mmspec.pipelines.patching.generate import fixed_noise, obstacle
 from mmspec.pipelines.patching.handle import Patch
 from mmspec.pipelines.sampling.processors import Processors
 from mmspec.pipelines.sampling.request import Request, Sampler
@@ -138,7 +138,8 @@ class ContinuousBatcher(Batcher):
             Endings(call.stopping_criteria, 1, call.input_ids.device),
         )
         self._together = not (processors.need_history or call.guidance) and config.max_new_tokens is not None
-        request = patch.family.request(Request(Sampler(processors, bool(config.do_sample))))
+        sample = bool(config.do_sample)
+        request = patch.family.request(Request(Sampler(processors, sample, fixed_noise(patch, sample))))
         if not processors.need_history:  # nothing of it belongs to this prompt alone
             request = self._request = self._request or request
         most, rule = ends.limit - call.input_ids.shape[1], patch.family.rule(patch.rule, call)

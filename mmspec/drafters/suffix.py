@@ -1,0 +1,285 @@
+"""Suffix decoding: what followed the longest match of the text in the prompts and answers of this run. No weights."""
+
+from __future__ import annotations
+
+import heapq
+import threading
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mmspec.config import chosen, whole
+from mmspec.drafters.automaton import SuffixAutomaton
+from mmspec.drafters.options import ChainOptions, sized
+from mmspec.tree import chain, from_parents, lone
+from mmspec.types import NO_TOKEN, Draft, Prompt, Target, TargetInfo
+
+_SUFFIXES = 3  # a match and its longest suffixes that also stood elsewhere: where predictions come from
+_WORTH = 0.04  # how likely a node has to be, for one row; every row more makes nodes dearer by an eighth of it
+_GAIN = 0.25  # tokens that a draft has to promise, or none is made
+_DOUBT = 2.0  # tests that the counts of a text are worth before any prediction was tested
+_LATEST = 400  # tests after which a rate forgets half of them
+_FILLED = 8  # trees are filled up to a multiple of so many nodes, so that few shapes come up
+
+
+@dataclass(frozen=True)
+class SuffixOptions(ChainOptions):
+    """How far a draft goes, and how much is remembered.
+
+    Attributes:
+        depth: longest drafted path, in tokens (≥ 1).
+        width: branches per node; 1 drafts a chain.
+        size: nodes sent to the target in a round at most, the root included.
+        memory: tokens of prompts and answers that are remembered at most, the latest; 131072 take at most 40 MB.
+    """
+
+    depth: int = 16
+    width: int = 4
+    size: int = 32
+    memory: int = 131072
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        whole("memory", self.memory)
+
+
+_USUAL = SuffixOptions()
+
+
+class _Guess(NamedTuple):
+    """A token that may follow, by one of the suffixes of a match."""
+
+    token: int
+    state: int  # after it
+    length: int  # of the match with it
+    cell: tuple[int, ...]  # whose rate says how likely it is
+    share: float  # how likely it is by the counts alone
+
+
+@dataclass
+class _Match:
+    """The longest suffix of a row's text that was read before, in one automaton."""
+
+    automaton: SuffixAutomaton
+    state: int = 0
+    length: int = 0
+    last: int = 0  # the state of the row's whole text
+
+
+class Rates:
+    """How often guesses of each kind came true: every token that comes tests them, drafted or not."""
+
+    def __init__(self) -> None:
+        self._cells: defaultdict[tuple[int, ...], list[float]] = defaultdict(lambda: [0.0, 0.0])
+
+    def of(self, guess: _Guess) -> float:
+        true, tests = self._cells[guess.cell]
+        return (true + _DOUBT * guess.share) / (tests + _DOUBT)
+
+    def test(self, guess: _Guess, token: int) -> None:
+        cell = self._cells[guess.cell]
+        cell[0] += guess.token == token
+        cell[1] += 1
+        if cell[1] >= _LATEST:
+            cell[:] = [half / 2 for half in cell]
+
+
+class Phrases:
+    """What this run has read and written, for all rows and calls; calls of several threads take turns.
+
+    Two automata hold the texts. When the younger is full, the older is forgotten and a new one begins.
+
+    Args:
+        memory: as in SuffixOptions.
+    """
+
+    def __init__(self, memory: int = _USUAL.memory) -> None:
+        self.memory, self.lock = memory, threading.Lock()
+        self.automata = [SuffixAutomaton()]  # the younger first
+        self.rates = Rates()
+
+    def opened(self, texts: Sequence[Sequence[int]]) -> list[_Match]:
+        """Read a prompt, in the pieces that pictures leave of it; where its last one has come to."""
+        matches: list[_Match] = []
+        for text in texts or [[]]:
+            matches = []
+            for token in text:
+                matches = self._turned(matches)
+                self._read(matches, token)
+        return self._turned(matches)
+
+    def read(self, matches: list[_Match], tokens: Sequence[int]) -> list[_Match]:
+        """Read what a row has gained, and test by it what would have been guessed."""
+        for token in tokens:
+            matches = self._turned(matches)
+            for guess in self._guesses(*_longest(matches)):
+                self.rates.test(guess, token)
+            self._read(matches, token)
+        return matches
+
+    def _turned(self, matches: list[_Match]) -> list[_Match]:
+        """A row's matches in the automata that there are now."""
+        if self.automata[0].states > self.memory // 2:  # a new word makes a state at least
+            self.automata = [SuffixAutomaton(), self.automata[0]]
+        if [match.automaton for match in matches] == self.automata:
+            return matches
+        known = {id(match.automaton): match for match in matches}
+        return [known.get(id(each)) or _Match(each) for each in self.automata]
+
+    def _read(self, matches: list[_Match], token: int) -> None:
+        for match in matches:
+            match.state, match.length = match.automaton.follow(match.state, match.length, token)
+        matches[0].last = matches[0].automaton.extend(matches[0].last, token)
+
+    def _guesses(self, automaton: SuffixAutomaton, state: int, length: int, most: int = _USUAL.width) -> list[_Guess]:
+        """What may follow a match, each token once: by the match, then by its suffixes."""
+        found: dict[int, _Guess] = {}
+        state = automaton.place(state, length)
+        for suffix in range(_SUFFIXES):
+            if state <= 0:
+                break
+            n = automaton.count[state] or 1
+            reach = min(length, 6) if length < 9 else 7 + (length >= 14)
+            for rank, (count, token, there) in enumerate(automaton.after(state, most)):
+                if token not in found:
+                    sure = 0 if n == 1 else 1 if count == n else 2 if 2 * count >= n else 3
+                    cell = (suffix, reach, sure, rank)
+                    found[token] = _Guess(token, there, length + 1, cell, count / (n + 1))
+            state = automaton.link[state]
+            length = automaton.length[state]
+        return list(found.values())
+
+    def drafted(self, matches: list[_Match], options: SuffixOptions, worth: float) -> list[tuple[int, int]]:
+        """Tokens of the likeliest continuations and the nodes above them, the root being 0; nothing if it is not worth
+        a draft."""
+        automaton, state, length = _longest(matches)
+        nodes: list[tuple[int, int]] = []
+        heap = [(-1.0, 0, 0, 0, NO_TOKEN, state, length)]  # likelihood, order, depth, node above, token, state, length
+        order, promised = 0, 0.0
+        while heap and len(nodes) < options.size:
+            likely, _, depth, above, token, state, length = heapq.heappop(heap)
+            nodes.append((token, above))
+            promised -= likely
+            if depth == options.depth:
+                continue
+            guesses = self._guesses(automaton, state, length)
+            best = heapq.nlargest(options.width, ((self.rates.of(each), -i) for i, each in enumerate(guesses)))
+            for rate, i in best:
+                if -likely * rate >= worth:
+                    order, guess = order + 1, guesses[-i]
+                    here = (likely * rate, order, depth + 1, len(nodes) - 1, guess.token, guess.state, guess.length)
+                    heapq.heappush(heap, here)
+        return nodes[1:] if promised - 1 >= _GAIN else []
+
+
+def _longest(matches: list[_Match]) -> tuple[SuffixAutomaton, int, int]:
+    best = max(matches, key=lambda match: match.length)
+    return best.automaton, best.state, best.length
+
+
+@dataclass
+class _Cursor:
+    """How far a row's text has been read, and where it has come to."""
+
+    read: int
+    matches: list[_Match]
+
+
+@dataclass
+class _Rows:
+    """A cursor for each row."""
+
+    cursors: list[_Cursor]
+
+    def select(self, rows: Tensor) -> _Rows:
+        return _Rows([self.cursors[i] for i in rows.tolist()])
+
+    def join(self, other: _Rows) -> _Rows:
+        return _Rows(self.cursors + other.cursors)
+
+
+@dataclass(frozen=True)
+class SuffixDrafter:
+    """Trees of what followed the longest match most often (SuffixDecoding, Oliaro et al. 2024, arXiv 2411.04975).
+
+    One suffix automaton holds prompts and answers of all rows and calls since `enable`; each row keeps its place in it.
+    How likely a continuation is says the rate at which such guesses came true in this run, by the length of the match
+    and by how often it was followed so: long matches draft far, and texts that share nothing draft nothing.
+
+    All of it runs on the host, on tokens that the loop has read already.
+
+    Attributes:
+        phrases: what was read so far; `fit` begins anew.
+    """
+
+    options: SuffixOptions = _USUAL
+    features: tuple[int, ...] = ()
+    shares: ClassVar[bool] = True
+    phrases: Phrases = field(default_factory=Phrases, repr=False, compare=False)
+
+    @property
+    def nodes(self) -> int:
+        return self.options.size
+
+    def fit(self, target: TargetInfo, given: Mapping[str, Any]) -> SuffixDrafter:
+        """Any target will do.
+
+        Raises:
+            ValueError: an option of another drafter.
+        """
+        options = replace(chosen(_USUAL, given, "the suffix drafter"), **sized(_USUAL, given))
+        return replace(self, options=options, phrases=Phrases(options.memory))
+
+    def start(self, session: Any, target: Target, prompt: Prompt) -> _Rows:
+        """Read the prompts' words; what stands for pictures is left out."""
+        words = torch.where((prompt.visual == 0) & prompt.valid, prompt.ids, NO_TOKEN).tolist()
+        with self.phrases.lock:
+            found = [
+                _Cursor(row.start, self.phrases.opened(list(_pieces(line))))
+                for row, line in zip(session.rows, words, strict=True)
+            ]
+        return _Rows(found)
+
+    def propose(self, session: Any, target: Target) -> Draft:
+        worth = _WORTH * (1 + (len(session.rows) - 1) / 8)
+        with self.phrases.lock:
+            found = [
+                self._line(row.tokens, cursor, worth)
+                for row, cursor in zip(session.rows, session.memory.cursors, strict=True)
+            ]
+        longest = max(map(len, found))
+        if not longest:
+            return lone(session.pending[:, None])
+        if self.options.width == 1:
+            lines = [[token for token, _ in line] for line in found]
+            tokens = torch.tensor(_filled(lines, longest, NO_TOKEN), device=session.pending.device)
+            tree = chain(longest + 1, tokens.device).expand(len(found))
+            return Draft(torch.cat([session.pending[:, None], tokens], 1), tree)
+        size = min(-(-(longest + 1) // _FILLED) * _FILLED, self.options.size) - 1
+        tokens = _filled([[token for token, _ in line] for line in found], size, NO_TOKEN)
+        parents = _filled([[above for _, above in line] for line in found], size, 0)
+        below = torch.tensor([tokens, parents], device=session.pending.device)
+        root = torch.zeros_like(session.pending)[:, None]
+        tree = from_parents(torch.cat([root, below[1]], 1), self.options.depth)
+        return Draft(torch.cat([session.pending[:, None], below[0]], 1), tree)
+
+    def _line(self, tokens: list[int], cursor: _Cursor, worth: float) -> list[tuple[int, int]]:
+        cursor.matches = self.phrases.read(cursor.matches, tokens[cursor.read :])
+        cursor.read = len(tokens)
+        return self.phrases.drafted(cursor.matches, self.options, worth)
+
+
+def _pieces(line: list[int]) -> Iterator[list[int]]:
+    """What stands between pictures and padding."""
+    for word, piece in groupby(line, key=lambda token: token != NO_TOKEN):
+        if word:
+            yield list(piece)
+
+
+def _filled(lines: list[list[int]], size: int, value: int) -> list[list[int]]:
+    return [line + [value] * (size - len(line)) for line in lines]
