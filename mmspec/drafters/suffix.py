@@ -255,18 +255,15 @@ class SuffixDrafter:
         longest = max(map(len, found))
         if not longest:
             return lone(session.pending[:, None])
-        if self.options.width == 1:
-            lines = [[token for token, _ in line] for line in found]
-            tokens = torch.tensor(_filled(lines, longest, NO_TOKEN), device=session.pending.device)
-            tree = chain(longest + 1, tokens.device).expand(len(found))
-            return Draft(torch.cat([session.pending[:, None], tokens], 1), tree)
-        size = min(-(-(longest + 1) // _FILLED) * _FILLED, self.options.size) - 1
-        tokens = _filled([[token for token, _ in line] for line in found], size, NO_TOKEN)
-        parents = _filled([[above for _, above in line] for line in found], size, 0)
-        below = torch.tensor([tokens, parents], device=session.pending.device)
+        chained = self.options.width == 1
+        size = longest if chained else min(-(-(longest + 1) // _FILLED) * _FILLED, self.options.size) - 1
+        lines = [line + [(NO_TOKEN, 0)] * (size - len(line)) for line in found]
+        below = torch.tensor(lines, device=session.pending.device)  # [B, N − 1, 2], tokens and parents
+        tokens = torch.cat([session.pending[:, None], below[..., 0]], 1)
+        if chained:
+            return Draft(tokens, chain(size + 1, tokens.device).expand(len(found)))
         root = torch.zeros_like(session.pending)[:, None]
-        tree = from_parents(torch.cat([root, below[1]], 1), self.options.depth)
-        return Draft(torch.cat([session.pending[:, None], below[0]], 1), tree)
+        return Draft(tokens, from_parents(torch.cat([root, below[..., 1]], 1), self.options.depth))
 
     def _line(self, tokens: list[int], cursor: _Cursor, worth: float) -> list[tuple[int, int]]:
         cursor.matches = self.phrases.read(cursor.matches, tokens[cursor.read :])
@@ -279,7 +276,3 @@ def _pieces(line: list[int]) -> Iterator[list[int]]:
     for word, piece in groupby(line, key=lambda token: token != NO_TOKEN):
         if word:
             yield list(piece)
-
-
-def _filled(lines: list[list[int]], size: int, value: int) -> list[list[int]]:
-    return [line + [value] * (size - len(line)) for line in lines]
