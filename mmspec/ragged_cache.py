@@ -99,14 +99,18 @@ class RaggedBuffer:
             return
         if self.keys is None or self.values is None or other.keys is None or other.values is None:
             raise ValueError("both caches must hold a prompt before their rows can be joined")
-        self.keys = _stack(self.keys[:, :, :end], other.keys)
-        self.values = _stack(self.values[:, :, :end], other.values)
+        self.keys = stacked(self.keys[:, :, :end], other.keys)
+        self.values = stacked(self.values[:, :, :end], other.values)
 
 
-def _stack(a: Tensor, b: Tensor) -> Tensor:
-    """Rows of b under rows of a, the shorter one filled up with empty slots."""
-    out = a.new_zeros(len(a) + len(b), a.shape[1], max(a.shape[2], b.shape[2]), a.shape[3])
-    out[: len(a), :, : a.shape[2]], out[len(a) :, :, : b.shape[2]] = a, b
+def stacked(a: Tensor, b: Tensor) -> Tensor:
+    """Rows of b under rows of a; what is shorter on any other axis is filled up with zeros."""
+    if a.shape[1:] == b.shape[1:]:
+        return torch.cat([a, b])
+    wide = [max(sizes) for sizes in zip(a.shape[1:], b.shape[1:], strict=True)]
+    out = a.new_zeros(len(a) + len(b), *wide)
+    for rows, t in ((slice(len(a)), a), (slice(len(a), None), b)):
+        out[(rows, *(slice(size) for size in t.shape[1:]))] = t
     return out
 
 

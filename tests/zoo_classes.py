@@ -108,7 +108,7 @@ Picture = Callable[[Any, torch.Generator], Seen]
 
 def counted(model: Any, tensors: dict[str, Any]) -> int:
     """How many tokens the model's own vision tower makes of a picture."""
-    inner = getattr(model, "model", model)
+    inner = getattr(model, "thinker", getattr(model, "model", model))
     tower = inner if hasattr(inner, "get_image_features") else model
     wanted = inspect.signature(tower.get_image_features).parameters
     with torch.no_grad():
@@ -356,9 +356,9 @@ CASES: dict[str, Case] = {
         **text(
             layer_types=["minimax_m3_sparse", "full_attention", "minimax_m3_sparse"],
             rotary_dim=16,
-            index_n_heads=16,
+            index_n_heads=2,
             index_head_dim=16,
-            index_block_size=4,
+            index_block_size=8,  # more than any prompt's padding
             index_topk_blocks=2,
         ),
     ),
@@ -394,6 +394,9 @@ CASES: dict[str, Case] = {
     **{name: case() for name in ("kosmos-2", "kosmos-2.5", "evolla", "blip")},
     "idefics": case(shown(1, 1, 3, 28, 28, count=1, image_attention_mask=[[[1]]]), **vision(embed_dim=WIDTH)),
     "mllama": case(
+        shown(
+            *(1, 1, 2, 3, 28, 28), count=1, aspect_ratio_ids=[[3]], aspect_ratio_mask=[[[1, 1]]]
+        ),
         **vision(
             num_global_layers=1,
             vision_output_dim=64,
@@ -446,7 +449,19 @@ CASES: dict[str, Case] = {
             "vision-encoder-decoder",
         )
     },
-    "phi4_multimodal": case(cls="Phi4MultimodalForCausalLM"),
+    "phi4_multimodal": case(
+        shown(
+            count=13,
+            image_pixel_values=(1, 2, 3, 28, 28),
+            image_sizes=[[28, 28]],
+            image_attention_mask=[[[[1] * 4] * 4] * 2],
+        ),
+        cls="Phi4MultimodalForCausalLM",
+        **vision(crop_size=28, patch_size=7, image_token_id=IMAGE),
+        audio_config={"num_blocks": 1, "hidden_size": 32, "intermediate_size": 32, "audio_token_id": AUDIO,
+                      "nemo_conv_channels": 32, "ext_pw_out_channel": 32, "depthwise_separable_out_channel": 32,
+                      "num_attention_heads": 2},
+    ),
     # text alone
     "fuyu": case(),
     "mistral4": case(**EQUAL),
@@ -470,7 +485,9 @@ def model(name: str) -> Any:
     made = class_of(name)(config).eval().float()
     with torch.no_grad():
         for name_of, weight in made.named_parameters():
-            if weight.dim() > 1:
+            if weight.numel() == 1 and not weight.any():
+                weight.fill_(0.5)  # a gate that would shut a picture out
+            elif weight.dim() > 1:
                 weight.normal_(std=2.0 / (weight.shape[-1] if "experts" in name_of else weight[0].numel()) ** 0.5)
     told = made.generation_config
     told.eos_token_id, told.pad_token_id, told.bos_token_id = None, 0, 1
@@ -499,6 +516,9 @@ def prompt(name: str, rows: str = "one", picture: int = 1) -> dict[str, Tensor]:
     for kind in ("mm_token_type_ids", "moe_mm_token_type_ids", "token_type_ids"):
         if kind in wanted:
             out[kind] = (out["input_ids"] == IMAGE).int()
+    if "cross_attention_mask" in wanted:  # [B, L, pictures, tiles]: from the picture on
+        shown_from = ((out["input_ids"] == IMAGE).cumsum(1) > 0).int()
+        out["cross_attention_mask"] = shown_from[:, :, None, None].expand(-1, -1, 1, 2).clone()
     axes = {"pixel_values": one.axis}
     return {**out, **{key: torch.cat([t[key] for t in seen], axes.get(key, 0)) for key in seen[0]}}
 

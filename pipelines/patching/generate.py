@@ -65,7 +65,8 @@ def obstacle(model: Any, call: Call, patch: Any) -> Obstacle | None:
     """Why this call on an enabled model has to run the stock path, or None."""
     found = next((Obstacle(why) for holds, why in _OBSTACLES if holds(call)), None)
     here = obstacles.now(model, call.generation_config, len(call.input_ids))
-    found = here or found or _kept(model, call) or _turning(model, call) or _elsewhere(model, patch, call)
+    found = here or found or _kept(model, call) or _turning(model, call) or _tied(model, call)
+    found = found or _elsewhere(model, patch, call)
     return found or _cacheless(model) or _stateful(model, call, patch.family.guided)
 
 
@@ -89,6 +90,20 @@ def _turning(model: Any, call: Call) -> Obstacle | None:
     return Obstacle(
         f"its rotary frequencies (dynamic, longrope) or scales change past {turn} positions, and this call may reach "
         f"{longest}; a prompt and max_new_tokens of {turn + 1} together do not"
+    )
+
+
+def _tied(model: Any, call: Call) -> Obstacle | None:
+    """Blocks of padding alone: their keys are alike, and which of them stock's indexer chooses is up to its sort."""
+    config, mask = decoder(model).config, call.arguments.get("attention_mask")
+    if mask is None or "minimax_m3_sparse" not in (getattr(config, "layer_types", None) or ()):
+        return None
+    size, padding = config.index_block_size, int((mask.cumsum(1) == 0).sum(1).max())
+    if padding < size:
+        return None
+    return Obstacle(
+        f"its indexer chooses among blocks of {size} slots, and a row has {padding} slots of padding; such blocks tie, "
+        f"and stock breaks ties as its sort pleases. Batch prompts that differ by fewer than {size} tokens"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -9,8 +10,9 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticLayer
 
 from mmspec.kernels import dispatch
+from mmspec.pipelines.targets.cache_layer import Layers
 from mmspec.pipelines.targets.recurrent import RecurrentLayer, reading
-from mmspec.ragged_cache import Lengths, RaggedBuffer
+from mmspec.ragged_cache import Lengths, RaggedBuffer, stacked
 
 
 class RaggedCache(Cache):
@@ -22,18 +24,26 @@ class RaggedCache(Cache):
 
     is_compileable = False
 
-    def __init__(self, batch: int, device: torch.device, reserve: int) -> None:
+    def __init__(self, batch: int, device: torch.device, reserve: int, looking: Iterable[int] = ()) -> None:
         super().__init__(layers=[])
         self.slots: list[RaggedBuffer] = []
         self.indexed: dict[int, RaggedBuffer] = {}  # keys by which a layer's indexer chooses what its attention sees
         self.recurrent: dict[int, RecurrentLayer] = {}  # by layer, of those that keep a state of another kind
+        self.pictures: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values, by layer that looks at nothing else
+        self.looking = frozenset(looking)
+        self.end = 0  # slots in use, with those of the forward under way
         self.lengths = Lengths.of([0] * batch, device)
         self.reserve = reserve
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
         while len(self.slots) <= layer_idx:
             self.slots.append(RaggedBuffer(self.reserve))
-        return self.slots[layer_idx].append(key_states, value_states, self.lengths)
+        if layer_idx in self.looking:
+            self.pictures[layer_idx] = key_states, value_states
+            return self.pictures[layer_idx]
+        keys, values = self.slots[layer_idx].append(key_states, value_states, self.lengths)
+        self.end = keys.shape[2]
+        return keys, values
 
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
         """As stock: new keys [B, n, D] of a layer's indexer behind those that are kept, all of them [B, T, D]."""
@@ -41,6 +51,14 @@ class RaggedCache(Cache):
         return self.indexed.setdefault(layer_idx, RaggedBuffer(self.reserve)).append(new, new[..., :0], self.lengths)[
             0
         ][:, 0]
+
+    @property
+    def layers(self) -> Layers:
+        return Layers(self)
+
+    @layers.setter
+    def layers(self, _: Any) -> None:
+        """transformers sets an empty list."""
 
     # -- layers with a recurrent or convolutional state, as stock calls them -------------------------------------------
 
@@ -136,6 +154,8 @@ class RaggedCache(Cache):
             layer.select(rows)
         for state in self.recurrent.values():
             state.select(rows)
+        for index, pair in self.pictures.items():
+            self.pictures[index] = tuple(t[rows.to(t.device)] for t in pair)  # type: ignore[assignment]
         self.lengths = self.lengths.select(rows)
         return self
 
@@ -144,13 +164,22 @@ class RaggedCache(Cache):
             mine.join(theirs, self.lengths.longest)
         for index, state in self.recurrent.items():
             state.join(other.recurrent[index])
+        for index in self.pictures.keys() | other.pictures.keys():  # zeros for a row without a picture
+            pairs = zip(self._looked_at(index, other), other._looked_at(index, self), strict=True)
+            self.pictures[index] = tuple(stacked(*pair) for pair in pairs)  # type: ignore[assignment]
         self.lengths = self.lengths.join(other.lengths)
         return self
+
+    def _looked_at(self, index: int, other: RaggedCache) -> tuple[Tensor, ...]:
+        """A layer's pictures; none, of the other's sizes, where the rows have none."""
+        rows = len(self.lengths.host)
+        found = self.pictures.get(index)
+        return tuple(t.new_zeros(rows, *t.shape[1:]) for t in other.pictures[index]) if found is None else found
 
     @property
     def only_keys(self) -> bool:
         """Whether keys and values are all it holds: only then can the caller be handed a cache."""
-        return not (self.recurrent or self.indexed)
+        return not (self.recurrent or self.indexed or self.pictures)
 
     @staticmethod
     def can_adopt(cache: Cache) -> bool:
@@ -158,9 +187,11 @@ class RaggedCache(Cache):
         return all(type(layer) in (DynamicLayer, StaticLayer) for layer in cache.layers)
 
     @classmethod
-    def adopt(cls, cache: Cache | None, batch: int, device: torch.device, reserve: int) -> RaggedCache:
+    def adopt(
+        cls, cache: Cache | None, batch: int, device: torch.device, reserve: int, looking: Iterable[int] = ()
+    ) -> RaggedCache:
         """An empty cache, or a copy of what a user's cache already holds (see `can_adopt`)."""
-        mine = cls(batch, device, reserve)
+        mine = cls(batch, device, reserve, looking)
         past = int(cache.get_seq_length()) if cache is not None else 0
         if cache is not None and past:
             layers: Any = cache.layers

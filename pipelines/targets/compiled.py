@@ -16,6 +16,7 @@ from mmspec.attention import sdpa
 from mmspec.modes import computed_in, lasting
 from mmspec.piecewise import capture
 from mmspec.piecewise.capture import PiecewiseFunction, Uncapturable
+from mmspec.pipelines.targets import masks
 from mmspec.pipelines.targets import tree_attention as attention
 from mmspec.pipelines.targets.cache import RaggedCache
 from mmspec.pipelines.targets.compiled_cache import CompiledCache, compare, weights
@@ -85,7 +86,7 @@ def _capture(target: Any, state: State, tokens: Tensor, places: Tensor) -> Piece
     def read(past: int, tokens: Tensor, places: Tensor, *types: Tensor) -> list[Tensor]:
         cache = _PassThroughCache(past)
         seen = torch.ones(len(tokens), 1, tokens.shape[1], past + tokens.shape[1], dtype=torch.bool)
-        mask = dict.fromkeys(attention.KINDS, seen) if target.mixed else seen
+        mask = dict.fromkeys(masks.KINDS, seen) if target.mixed else seen
         with _Cut(cache):
             return list(target.read(replace(state, cache=cache, types=dict(zip(state.types, types, strict=True))),
                                     tokens, places, mask))  # fmt: skip

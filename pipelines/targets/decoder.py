@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mmspec.pipelines.targets import recurrent
+from mmspec.pipelines.targets import by_path, recurrent
 
 
 def decoder(model: Any) -> Any:
@@ -20,7 +20,16 @@ def head(model: Any) -> Any:
     return inner.get_output_embeddings() if found is None and hasattr(inner, "get_output_embeddings") else found
 
 
+def readers(text: Any) -> list[tuple[Any, type]]:
+    """The modules of a decoder that read a draft in a way of their own, and what goes before the class of each."""
+    ours = {module: reader for module in text.modules() if (reader := by_path.reader(module)) is not None}
+    rest = [(module, recurrent.reader(type(module))) for module in recurrent.modules(text) if module not in ours]
+    return [*ours.items(), *rest]
+
+
 def more_than_keys(text: Any) -> bool:
-    """Whether layers of a decoder keep more than keys and values: recurrent states, or the keys of an indexer."""
-    kinds = getattr(text.config, "layer_types", None) or ()
-    return "indexed_attention" in kinds or bool(recurrent.modules(text))
+    """Whether layers of a decoder keep more than the text's keys and values: recurrent states, the keys of an indexer,
+    those of a picture."""
+    config = text.config
+    kinds, crossed = getattr(config, "layer_types", None) or (), getattr(config, "cross_attention_layers", None)
+    return "indexed_attention" in kinds or bool(crossed) or bool(readers(text))

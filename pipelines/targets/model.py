@@ -12,7 +12,7 @@ from torch import Tensor
 from mmspec.batch import fold, unfold
 from mmspec.modes import Mode
 from mmspec.pipelines.sampling.guidance import Guidance
-from mmspec.pipelines.targets import recurrent
+from mmspec.pipelines.targets import by_path, recurrent
 from mmspec.pipelines.targets.state import State, each_stream
 from mmspec.session import Group, Session
 from mmspec.types import Draft, Round, Scores
@@ -29,7 +29,7 @@ class ModelTarget:
         captured: captures and compiles `read`; None: it runs as it is.
         last: the last position that any node may have; None: there is no last one.
         stateful: whether layers keep more than keys and values, which is not captured.
-        eager, tree, mixed, window: how its decoder attends, as far as masks and captures depend on it.
+        eager, tree, mixed: how its decoder attends, as far as masks and captures depend on it.
     """
 
     model: Any
@@ -39,7 +39,6 @@ class ModelTarget:
     captured: Any = None
     last: int | None = None
     weighs = stateful = eager = tree = mixed = False
-    window: int | None = None
 
     def __init__(self, guidance: Guidance | None = None) -> None:
         self.guidance = guidance
@@ -59,7 +58,8 @@ class ModelTarget:
         places = state.places.at(index + depth)
         places = places if self.last is None else places.clamp(max=self.last)  # past it lies what no row will keep
         read = partial(self.captured.read, self) if self.captured is not None and self.captures(session) else self.read
-        with recurrent.reads(parents, depth, ancestors):
+        tree = parents, depth, ancestors
+        with recurrent.reads(*tree), by_path.reads(*tree, state.cache.lengths):
             raw, *hidden = read(state, tokens, places, self.mask(state, ancestors, depth))
         return self.scores(raw, session, draft, unfold(hidden[0], self.streams) if hidden else None)
 

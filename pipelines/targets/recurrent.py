@@ -8,7 +8,7 @@ alone. While a draft is read they take its tree into account and keep what every
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -212,7 +212,7 @@ SCANS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "mamba2_chunk_scan": _ssd,
     "mamba2_selective_state_update": _ssd_step,
 }
-KINDS = {"linear_attention", "conv", "mamba", "hybrid", "moe", "mlp"}  # of layers, in `config.layer_types`
+KINDS = {"linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding", "moe", "mlp"}  # of layers, in `config.layer_types`
 _WRITES = {"update_conv_state": {"causal_conv1d_fn"}, "update_recurrent_state": set(SCANS) - {"causal_conv1d_fn"}}
 
 
@@ -224,9 +224,11 @@ def modules(decoder: Module) -> list[Module]:
     return [module for module in decoder.modules() if not _WRITES.keys().isdisjoint(names(type(module)))]
 
 
-def unknown(decoder: Module) -> str | None:
-    """The class of a module whose state cannot be read as a tree, or None."""
+def unknown(decoder: Module, known: Collection[str] = ()) -> str | None:
+    """The class of a module whose state cannot be read as a tree, or None; those `known` can, in another way."""
     for module in modules(decoder):
+        if type(module).__name__ in known:
+            continue
         for function in _functions(type(module)):
             called = set(function.__code__.co_names)
             if any(write in called and not called & scans for write, scans in _WRITES.items()):

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mmspec.pipelines.targets.cache import RaggedCache
+from mmspec.ragged_cache import stacked
 from mmspec.types import Round
 
 
@@ -92,10 +93,16 @@ class State:
     cache: RaggedCache
     places: Places
     open_slots: Tensor  # bool [B·S, L], false at the prompt's padding
-    types: dict[str, Tensor]  # token types of generated text, [B·S, 1] each
+    types: dict[str, Tensor]  # what every generated token is given: its type, pictures it looks at; [B·S, 1, …] each
     arguments: dict[str, Any] = field(default_factory=dict)  # what else a forward is called with
     streams: int = 1
     padded: bool = True  # whether any slot may be closed, as the host knows it
+    prompt: Tensor = None  # type: ignore[assignment]  # int64 [B·S], slots that the prompt takes
+
+    def __post_init__(self) -> None:
+        if self.prompt is None:
+            held = self.open_slots
+            self.prompt = torch.full((len(held),), held.shape[1], device=held.device)
 
     def commit(self, round_: Round) -> None:
         """Keep what was accepted, in every stream; on a chain it lies in its place already."""
@@ -109,17 +116,34 @@ class State:
         types = {name: t[rows] for name, t in self.types.items()}
         arguments = {name: selected(value, rows, whole) for name, value in self.arguments.items()}
         places, open_slots = self.places.select(rows), self.open_slots[rows]
-        return State(self.cache.select(rows), places, open_slots, types, arguments, S, self.padded)
+        prompt = self.prompt[rows]
+        return State(self.cache.select(rows), places, open_slots, types, arguments, S, self.padded, prompt)
 
     def join(self, other: State) -> State:
-        """These rows, then the other's. Of the arguments those stay that are plain values, the same for both."""
+        """These rows, then the other's. Of the arguments those stay that are plain values, the same for both, and those
+        that have an entry for each row."""
         longest = max(self.open_slots.shape[1], other.open_slots.shape[1])
         open_slots = [pad(t, (0, longest - t.shape[1]), value=True) for t in (self.open_slots, other.open_slots)]
-        types = {name: torch.cat([t, other.types[name]]) for name, t in self.types.items()}
+        types = {name: stacked(*self._both(name, other)) for name in {**self.types, **other.types}}
         arguments = {name: value for name, value in self.arguments.items() if isinstance(value, _PLAIN)}
+        for name, mine in self.arguments.items():
+            theirs = other.arguments.get(name)
+            if self._by_row(mine) and other._by_row(theirs) and mine.dim() == theirs.dim():
+                arguments[name] = stacked(mine, theirs)
         cache, places = self.cache.join(other.cache), self.places.join(other.places)
-        padded = self.padded or other.padded
-        return State(cache, places, torch.cat(open_slots), types, arguments, self.streams, padded)
+        padded, prompt = self.padded or other.padded, torch.cat([self.prompt, other.prompt])
+        return State(cache, places, torch.cat(open_slots), types, arguments, self.streams, padded, prompt)
+
+    def _both(self, name: str, other: State) -> tuple[Tensor, Tensor]:
+        """A type of the rows of both; zeros where one has none: of plain text, which looks at no picture."""
+        mine, theirs = self.types.get(name), other.types.get(name)
+        like = theirs if mine is None else mine
+        assert like is not None
+        mine = like.new_zeros(len(self.open_slots), *like.shape[1:]) if mine is None else mine
+        return mine, like.new_zeros(len(other.open_slots), *like.shape[1:]) if theirs is None else theirs
+
+    def _by_row(self, value: Any) -> bool:
+        return isinstance(value, Tensor) and value.dim() > 0 and len(value) == len(self.open_slots)
 
 
 def selected(value: Any, rows: Tensor, whole: int) -> Any:

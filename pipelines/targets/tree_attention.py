@@ -15,8 +15,7 @@ from mmspec.kernels import dispatch
 from mmspec.kernels import reference as ops
 
 NAME = "mmspec_tree"
-# layer types whose masks are known here; layers with an index choose among the keys that the mask of all shows them
-KINDS = ("full_attention", "sliding_attention", "chunked_attention", "indexed_attention")
+KINDS = ("full_attention", "sliding_attention")  # types of layers that the kernel reads
 _UNKNOWN = ("position_bias", "softcap", "s_aux")  # arguments that change the scores; sdpa knows which it can take
 
 

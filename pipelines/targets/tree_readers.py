@@ -5,21 +5,18 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from mmspec.pipelines.targets import recurrent
+from mmspec.pipelines.targets import by_path, masks, recurrent
 from mmspec.pipelines.targets import tree_attention as attention
 from mmspec.pipelines.targets.decoder import decoder, head
 from mmspec.pipelines.targets.hooks import stock
 
 _ATTENTION = {"sdpa", "eager", attention.NAME}
-_LAYERS = set(attention.KINDS)
+_LAYERS = set(masks.KINDS)
 _BLOCKS = ("index_kpool", "indexer_compress_ratio", "index_block_size")  # of an indexer that chooses blocks, not keys
 # class → why it cannot be accelerated, where nothing but its forward tells
 _STRANGE = {
-    "IdeficsForVisionText2Text": "each of its layers looks at the pictures through a mask made for one token at a time",
     "Kosmos2ForConditionalGeneration": "its generate hands the writing on to a model that counts the cache's slots",
     "Kosmos2_5ForConditionalGeneration": "its generate hands the writing on to a model that counts the cache's slots",
-    "Phi4MultimodalForCausalLM": "its forward takes a placeholder in a draft for a picture to read",
-    "EvollaForProteinText2Text": "its layers look at the protein through a mask made for one token at a time",
 }
 
 
@@ -37,19 +34,18 @@ def unsupported(model: Any) -> str | None:
         return "get_output_embeddings() gives no head"
     if "position_ids" not in inspect.signature(text.forward).parameters:
         return "its decoder takes no position_ids, which the nodes of a tree need"
-    strange = recurrent.unknown(text)
+    strange = recurrent.unknown(text, by_path.READERS)
     if strange is not None:
         return f"{strange} keeps a state that cannot be rolled back after a rejected draft"
     kept = any(recurrent.modules(text))
     if getattr(model, "_is_stateful", False) and not kept:
         return "it keeps a recurrent state, which cannot be rolled back after a rejected draft"
-    if any("get_query_offset" in recurrent.names(type(module)) for module in text.modules()):
+    counting = [m for m in text.modules() if "get_query_offset" in recurrent.names(stock(m))]
+    if counting and not any(by_path.reader(m) for one in counting for m in one.modules()):
         return "its attention measures distances by slots of the cache, where the nodes of a tree lie side by side"
-    indexed = "indexed_attention" in (getattr(text.config, "layer_types", None) or ())
-    if indexed and any(getattr(text.config, name, None) for name in _BLOCKS):
+    indexers = [m for m in text.modules() if "update_indexer" in recurrent.names(stock(m)) and not by_path.reader(m)]
+    if indexers and any(getattr(text.config, name, None) for name in _BLOCKS):
         return "its indexer chooses blocks of the cache, which the nodes of a tree would shift"
-    if getattr(text.config, "cross_attention_layers", None):
-        return "its decoder has cross-attention layers, which keep the picture's keys in the cache beside the text's"
     layers = set(getattr(text.config, "layer_types", None) or ["full_attention"])
     layers -= recurrent.KINDS if kept else set()
     if layers - _LAYERS:

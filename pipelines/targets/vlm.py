@@ -10,27 +10,30 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.functional import pad
+from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 
 from mmspec.drafters.draft_vocab import DraftVocab
 from mmspec.modes import mode_of
 from mmspec.pipelines.sampling.guidance import Guidance, NegativePrompt
 from mmspec.pipelines.targets import attention_record as attended
-from mmspec.pipelines.targets import compiled, devices, reach, recurrent
+from mmspec.pipelines.targets import compiled, devices, masks, reach, recurrent
 from mmspec.pipelines.targets import tree_attention as attention
 from mmspec.pipelines.targets.cache import RaggedCache
 from mmspec.pipelines.targets.call import Call
-from mmspec.pipelines.targets.decoder import decoder, head, more_than_keys
+from mmspec.pipelines.targets.decoder import decoder, head, more_than_keys, readers
 from mmspec.pipelines.targets.hooks import FeatureHook, final_hidden, hold, layer_input, record_features, release
 from mmspec.pipelines.targets.image_tokens import media
 from mmspec.pipelines.targets.model import ModelTarget
 from mmspec.pipelines.targets.state import Onward, Places, State, interleaved, positions_read
-from mmspec.ragged_cache import visibility
 from mmspec.session import Session
 from mmspec.tree import lone
 from mmspec.types import ATTENTION, FINAL, Prompt, Scores
 
 _RESERVE = 1024  # slots to reserve at once at most, beyond the prompt
-TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
+# what a call tells of each token, of which generated ones have the last one's
+TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids", "cross_attention_mask", "image_attention_mask")
+# what a prefill alone reads, beside what transformers lists as such
+_PICTURES = ("image_pixel_values", "image_sizes", "audio_input_features", "audio_embed_sizes", "audio_attention_mask")
 
 
 def taps(model: Any, features: tuple[int, ...]) -> dict[str, Any]:
@@ -42,14 +45,14 @@ def taps(model: Any, features: tuple[int, ...]) -> dict[str, Any]:
 
 
 def tap(model: Any, features: tuple[int, ...]) -> None:
-    for module in recurrent.modules(decoder(model)):
-        hold(module, recurrent.reader(type(module)))
+    for module, reader in readers(decoder(model)):
+        hold(module, reader)
     for name, module in taps(model, features).items():
         hold(module, attended.Attentive if name.startswith("attention") else FeatureHook, _mmspec_name=name)
 
 
 def untap(model: Any, features: tuple[int, ...]) -> None:
-    for module in recurrent.modules(decoder(model)):
+    for module, _ in readers(decoder(model)):
         release(module)
     for module in taps(model, features).values():
         release(module)
@@ -79,13 +82,8 @@ class VlmTarget(ModelTarget):
         self.eager = config._attn_implementation == "eager"
         self.tree = config._attn_implementation == attention.NAME
         self.shares = bool(getattr(config, "num_kv_shared_layers", 0))
-        kinds: Any = getattr(config, "layer_types", None)
-        sliding = "sliding_attention" in kinds if kinds else getattr(config, "use_sliding_window", True)
-        self.window = getattr(config, "sliding_window", None) if sliding else None
-        self.chunk = config.attention_chunk_size if kinds and "chunked_attention" in kinds else None
-        self.indexed = bool(kinds) and "indexed_attention" in kinds
-        narrow = self.window is not None or self.chunk is not None
-        self.mixed = bool(kinds) and narrow  # a mask per layer type; without types, every layer has the same window
+        self.masks = masks.Masks.of(config)
+        self.mixed = self.masks.mixed
 
     def embed(self, ids: Tensor) -> Tensor:
         return self.model.get_input_embeddings()(ids).to(ids.device)
@@ -123,7 +121,8 @@ class VlmTarget(ModelTarget):
             The state, what a drafter may know of the prompt, and the raw logits [B, 1, V] after it.
         """
         ids, config, arguments = call.input_ids, call.generation_config, call.arguments
-        slots = RaggedCache.adopt(call.cache, ids.shape[0], ids.device, reserve)
+        looking = getattr(decoder(self.model).config, "cross_attention_layers", None) or ()
+        slots = RaggedCache.adopt(call.cache, ids.shape[0], ids.device, reserve, looking)
         past = slots.lengths.longest
         read = _read(ids, config, arguments, past)
         new = pad(ids, (max(0, read - ids.shape[1]), 0))[:, -read:]  # soft prompts have no ids
@@ -140,13 +139,14 @@ class VlmTarget(ModelTarget):
                 out = self.model._prefill(ids, config, arguments, is_first_iteration=True)
         finally:
             config.prefill_chunk_size = chunk
-        arguments = self.model._update_model_kwargs_for_generation(out, arguments)
+        arguments = self.model._update_model_kwargs_for_generation(out, arguments, is_encoder_decoder=False)
         _check(slots, final_hidden(recorded["decoder"]).shape[1], read)
         slots.advance(read)
         positions = self._positions(ids, arguments)
         types = {name: arguments.pop(name)[:, -1:] for name in TYPES if arguments.get(name) is not None}
         places = self._places(positions, recorded, past + read)
-        arguments = {name: value for name, value in arguments.items() if name != "past_key_values"}
+        read_once = {"past_key_values", *_PICTURES, *MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL}
+        arguments = {name: value for name, value in arguments.items() if name not in read_once}
         arguments |= {"attention_mask": None}
         state = State(slots, places, valid, types, arguments, padded=not bool(valid.all()))
         prompt = Prompt(
@@ -235,7 +235,7 @@ class VlmTarget(ModelTarget):
             **state.arguments,
             "past_key_values": state.cache,
             "position_ids": places,
-            **{name: t.expand_as(ids) for name, t in state.types.items()},
+            **{name: t.expand(-1, ids.shape[1], *t.shape[2:]) for name, t in state.types.items()},
         }
         inputs = self.model.prepare_inputs_for_generation(ids, next_sequence_length=ids.shape[1], **arguments)
         inputs["attention_mask"] = mask
@@ -249,31 +249,17 @@ class VlmTarget(ModelTarget):
         """bool or additive [B, 1, N, T]; one per layer type where the model has sliding windows; None: all is seen."""
         at = state.cache.lengths
         alike = at.even and not state.padded and self.captured is None
-        if depth.shape[1] == 1 and alike and not (self.window or self.chunk or self.indexed):
+        if depth.shape[1] == 1 and alike and self.masks.plain:
             return None
-        full = visibility(at, state.open_slots, ancestors)
 
-        def wanted(visible: Tensor, window: int | None = None) -> Tensor:
+        def wanted(visible: Tensor, kind: str) -> Tensor:
             mask = self._as_wanted(visible)
-            return attention.marked(mask, at.device, state.open_slots, ancestors, depth, window) if self.tree else mask
+            if not self.tree or kind not in attention.KINDS:
+                return mask
+            window = self.masks.config.sliding_window if kind == "sliding_attention" else None
+            return attention.marked(mask, at.device, state.open_slots, ancestors, depth, window)
 
-        if not (self.window or self.chunk):
-            return wanted(full)
-        slot = torch.arange(full.shape[2], device=full.device)
-        behind = slot - at.device[:, None]  # [B, T] relative to the root: negative in the cache, then node numbers
-        place = torch.where(behind < 0, behind, depth.gather(1, behind.clamp(0, depth.shape[1] - 1)))
-        masks = {**dict.fromkeys(recurrent.KINDS), **dict.fromkeys(attention.KINDS, wanted(full))}
-        if self.window:
-            near = wanted(full & (depth[:, :, None] - place[:, None, :] < self.window), self.window)
-            if not self.mixed:
-                return near
-            masks["sliding_attention"] = near
-        if self.chunk:
-            first = at.device - (state.open_slots.cumsum(1) == 0).sum(1)  # the root's place, padding left out
-            chunk = (first[:, None] + place) // self.chunk
-            same = (first[:, None] + depth)[:, :, None] // self.chunk == chunk[:, None]
-            masks["chunked_attention"] = self._as_wanted(full & same)
-        return masks
+        return self.masks.made(masks.Sight(state, ancestors, depth), wanted)
 
     def _as_wanted(self, visible: Tensor) -> Tensor:
         visible = visible[:, None]

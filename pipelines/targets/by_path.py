@@ -1,0 +1,311 @@
+"""Modules that count the slots of the cache, or keep inputs in a way of their own: each node of a draft is read as a
+row of its own, whose cache holds the text and the node's ancestors in order. Stock's own code runs on these rows.
+
+An indexer that pools the keys of neighbouring slots, a distance between slots, or a convolution that nobody knows means
+the same on such a row as in stock's decoding of one token. What is folded so is small beside the attention: an
+indexer's keys, the last inputs of a convolution. What comes back is put in the order of the real slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from mmspec.kernels import reference_recurrent as ops
+from mmspec.pipelines.targets.hooks import stock
+from mmspec.ragged_cache import Lengths, visibility
+
+
+@dataclass(frozen=True)
+class Paths:
+    """A draft's nodes as rows of their own: of each node's row, place s holds what stock would have in slot s.
+
+    Attributes:
+        parents, depth: int64 [B, n].
+        ancestors: bool [B, n, n], a node counts among its own.
+        lengths: slots of each row before the nodes.
+    """
+
+    parents: Tensor
+    depth: Tensor
+    ancestors: Tensor
+    lengths: Lengths
+
+    @cached_property
+    def slots(self) -> int:
+        """Of the cache once the nodes are appended, T."""
+        return self.lengths.longest + self.depth.shape[1]
+
+    @cached_property
+    def _line(self) -> Tensor:
+        """int64 [B, n, T]: which node stands at each place of a node's row; negative: none, the text does."""
+        B, n = self.depth.shape
+        index = torch.where(self.ancestors, self.depth[:, None].expand(B, n, n), n)
+        nodes = torch.arange(n, device=index.device).expand(B, n, n)
+        line = index.new_zeros(B, n, n + 1).scatter(2, index, nodes)
+        after = torch.arange(self.slots, device=index.device) - self.lengths.on(index.device)[:, None]  # [B, T]
+        return line.gather(2, after.clamp(0, n)[:, None].expand(B, n, -1)).where((after >= 0)[:, None], -1)
+
+    @cached_property
+    def own(self) -> Tensor:
+        """bool [B, 1, n, T]: whether a slot holds the text, padding included, or an ancestor of a node."""
+        return visibility(self.lengths, self.ancestors.new_ones(len(self.depth), 0), self.ancestors)[:, None]
+
+    @cached_property
+    def live(self) -> Tensor:
+        """bool [B·n, 1, T]: whether a place of a node's row is in use."""
+        place = torch.arange(self.slots, device=self.depth.device)
+        end = self.lengths.on(self.depth.device)[:, None] + self.depth
+        return (place <= end[..., None]).flatten(0, 1)[:, None]
+
+    def slot(self, first: Tensor | int | None = None) -> Tensor:
+        """int64 [B, n, T]: the slot in which what stands at a place lies, the nodes from `first` on; None: in the
+        cache, from the row's own length on."""
+        at = self.lengths.on(self.depth.device)[:, None, None] if first is None else first
+        place = torch.arange(self.slots, device=self.depth.device)
+        return torch.where(self._line < 0, place, at + self._line)
+
+    @cached_property
+    def place(self) -> Tensor:
+        """int64 [B, T]: the place at which the row of any node has what lies in a slot."""
+        after = torch.arange(self.slots, device=self.depth.device) - self.lengths.on(self.depth.device)[:, None]
+        own = self.lengths.on(after.device)[:, None] + self.depth.gather(1, after.clamp(0, self.depth.shape[1] - 1))
+        return torch.where(after < 0, torch.arange(self.slots, device=after.device), own)
+
+    # -- between rows and nodes ----------------------------------------------------------------------------------------
+
+    def fold(self, t: Tensor) -> Tensor:
+        """[B·n, 1, …] of what each node has, [B, n, …]."""
+        return t.expand(len(self.depth), *t.shape[1:]).flatten(0, 1)[:, None]
+
+    def unfold(self, t: Tensor) -> Tensor:
+        """[B, n, …] of [B·n, 1, …]."""
+        return t[:, 0].unflatten(0, tuple(self.depth.shape))
+
+    def rows(self, held: Tensor, first: int | None = None) -> Tensor:
+        """What each node's row holds, [B·n, T, D], of what the cache holds, [B, T, D]; nothing where it is not in use.
+
+        Args:
+            first: see `slot`.
+        """
+        B, n = self.depth.shape
+        index = self.slot(first).to(held.device).flatten(1)[..., None].expand(-1, -1, held.shape[2])
+        found = held.gather(1, index).view(B * n, self.slots, -1)
+        return found.masked_fill(~self.live.to(held.device).transpose(1, 2), 0)
+
+    def real(self, mask: Tensor) -> Tensor:
+        """A mask over places, [B, h, n, T], as one over slots; two nodes at one place share what it says."""
+        place = self.place.to(mask.device)[:, None, None]
+        return mask.gather(3, place.expand(*mask.shape[:3], -1))
+
+
+_paths: ContextVar[Paths | None] = ContextVar("mmspec_paths", default=None)
+
+
+@contextmanager
+def reads(parents: Tensor, depth: Tensor, ancestors: Tensor, lengths: Lengths) -> Iterator[None]:
+    """Within, forwards read the nodes of this draft."""
+    token = _paths.set(Paths(parents, depth, ancestors, lengths))
+    try:
+        yield
+    finally:
+        _paths.reset(token)
+
+
+class _RowCache:
+    """The cache of the nodes' rows, as far as a module looks into it.
+
+    Args:
+        coming: what the module will put into its window, [B·n, C, 1], where it looks there before it does so.
+    """
+
+    def __init__(self, cache: Any, paths: Paths, coming: Tensor | None = None) -> None:
+        self.cache, self.paths, self.coming = cache, paths, coming
+        self.layers: Any = self
+
+    def __getitem__(self, layer_idx: int) -> Any:
+        return _RowLayer(self, layer_idx)
+
+    def update_indexer(self, new: Tensor, layer_idx: int) -> Tensor:
+        return self.paths.rows(self.cache.update_indexer(self.paths.unfold(new), layer_idx))
+
+    def update_conv_state(self, new: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
+        """The inputs that each node's window covers, [B·n, C, W + 1], the node's own at the end."""
+        x = self.paths.unfold(new.transpose(1, 2)).transpose(1, 2)  # [B, C, n]
+        state = self.cache.get_conv_state(layer_idx, state_idx=state_idx)
+        self.cache.update_conv_state(x, layer_idx, state_idx=state_idx)
+        index = ops.conv_windows(self.paths.parents, self.paths.depth, state.shape[-1] + 1).to(x.device) - 1
+        inputs = torch.cat([state, x.to(state.dtype)], 2).transpose(1, 2)
+        found = inputs[torch.arange(len(x), device=x.device)[:, None, None], index]  # [B, n, W + 1, C]
+        return found.flatten(0, 1).transpose(1, 2)
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor:
+        assert self.coming is not None
+        return self.update_conv_state(self.coming, layer_idx, state_idx)[..., :-1]
+
+
+class _RowLayer:
+    """One layer of it."""
+
+    def __init__(self, rows: _RowCache, layer_idx: int) -> None:
+        self.rows, self.index = rows, layer_idx
+
+    def update_index(self, new: Tensor) -> Tensor:
+        return self.rows.update_indexer(new[:, 0], self.index)[:, None]
+
+    @property
+    def keys(self) -> Tensor:
+        return torch.empty(0, self.get_seq_length(), 0)  # only how many there are is asked
+
+    def get_seq_length(self) -> int:
+        return self.rows.paths.slots
+
+
+class _OneChannel:
+    """A cache for a window of token ids [B, W], which is a convolution's of one channel, [B, 1, W]."""
+
+    def __init__(self, cache: Any) -> None:
+        self.cache = cache
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        held = self.cache.get_conv_state(layer_idx, state_idx=state_idx)
+        return None if held is None else held[:, 0]
+
+    def update_conv_state(self, new: Tensor, layer_idx: int, **more: Any) -> Tensor:
+        found: Tensor = self.cache.update_conv_state(new[:, None], layer_idx, **more)[:, 0]
+        return found
+
+
+# -- what goes before a module's own class ----------------------------------------------------------------------------
+
+
+class _Blocks:
+    """MiniMax-M3's indexer: it chooses blocks of neighbouring slots by their best key."""
+
+    def forward(self, hidden_states: Tensor, position_embeddings: Any, past_key_values: Any, position_ids: Any) -> Any:
+        own, paths = stock(self), _paths.get()
+        if paths is None:
+            return own.forward(self, hidden_states, position_embeddings, past_key_values, position_ids)
+        turned = tuple(paths.fold(t) for t in position_embeddings)
+        rows = _RowCache(past_key_values, paths)
+        chosen = own.forward(self, paths.fold(hidden_states), turned, rows, paths.fold(position_ids))
+        return paths.unfold(chosen.transpose(1, 2)).transpose(1, 2)  # [B, h, n, blocks], by places
+
+    def build_block_mask(self, block_indices: Tensor, attention_mask: Tensor, key_length: int, *more: Any) -> Tensor:
+        own, paths = stock(self), _paths.get()
+        if paths is None:
+            return own.build_block_mask(self, block_indices, attention_mask, key_length, *more)  # type: ignore[no-any-return]
+        every = torch.ones_like(attention_mask, dtype=torch.bool)
+        chosen = paths.real(own.build_block_mask(self, block_indices, every, key_length, *more))
+        seen = attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0
+        mask = chosen.masked_fill(~seen, torch.finfo(chosen.dtype).min)
+        # behind padding, the blocks may show a node nothing at all; stock's softmax then sees all slots of the row
+        blind = ~(mask == 0).any(3, keepdim=True)
+        return mask.masked_fill(blind & ~paths.own.to(mask.device), -torch.inf)
+
+
+class _Pools:
+    """GLM-5-next's indexer: it chooses pools of neighbouring tokens by a weighted mean of their keys."""
+
+    def forward(self, hidden_states: Tensor, q_resid: Tensor, attention_mask: Tensor, past_key_values: Any) -> Tensor:
+        own, paths = stock(self), _paths.get()
+        if paths is None:
+            return own.forward(self, hidden_states, q_resid, attention_mask, past_key_values)  # type: ignore[no-any-return]
+        given = (paths.fold(t) for t in (hidden_states, q_resid, attention_mask))
+        chosen = paths.unfold(own.forward(self, *given, _RowCache(past_key_values, paths)))  # [B, n, k], by places
+        slots = paths.slot().to(chosen.device).gather(2, chosen.clamp(min=0).long())
+        return slots.where(chosen >= 0, -1).to(chosen.dtype)
+
+
+class _VisibleBlocks:
+    """Qwen4-Exp's indexer: as `_Pools`, of the tokens that the mask shows, turned at where a block begins."""
+
+    def forward(self, hidden_states: Tensor, position_embeddings: Any, attention_mask: Tensor, cache: Any) -> Tensor:
+        own, paths = stock(self), _paths.get()
+        if paths is None:
+            return own.forward(self, hidden_states, position_embeddings, attention_mask, cache)  # type: ignore[no-any-return]
+        nodes = paths.lengths.longest  # in the turns of all positions those of the nodes come last, in every row
+        turned = [  # and in a row that of the node itself
+            torch.cat([paths.rows(t.expand(len(hidden_states), -1, -1), nodes), paths.fold(t[:, nodes:])], 1)
+            for t in position_embeddings
+        ]
+        seen = attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0
+        shown = paths.fold(seen[:, 0].gather(2, paths.slot())) & paths.live
+        rows = _RowCache(cache, paths)
+        chosen = paths.unfold(own.forward(self, paths.fold(hidden_states), tuple(turned), shown[:, None], rows)[:, 0])
+        return paths.real(chosen[:, None])
+
+
+class _Distances:
+    """Inkling's attention bias by the distance between two slots."""
+
+    def forward(self, relative_states: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
+        own, paths = stock(self), _paths.get()
+        if paths is None:
+            return own.forward(self, relative_states, query_positions, key_positions)  # type: ignore[no-any-return]
+        extent: int = self.rel_extent  # type: ignore[attr-defined]
+        back = torch.arange(extent, device=relative_states.device)
+        by_distance = own.forward(self, relative_states, back.new_zeros(relative_states.shape[1]), -back)
+        here = paths.lengths.on(back.device)[:, None] + paths.depth
+        distance = (here[:, :, None] - paths.place[:, None])[:, None]  # [B, 1, n, T]
+        bias = by_distance.gather(3, distance.clamp(0, extent - 1).expand(-1, by_distance.shape[1], -1, -1))
+        return bias.masked_fill((distance < 0) | (distance >= extent), 0.0)
+
+
+class _Tokens:
+    """Qwen4-Exp's embedding of the last few tokens."""
+
+    def forward(self, input_ids: Tensor, past_key_values: Any) -> Any:
+        own, paths = stock(self), _paths.get()
+        if paths is None:
+            return own.forward(self, input_ids, None if past_key_values is None else _OneChannel(past_key_values))
+        ids = paths.fold(input_ids)
+        return paths.unfold(own.forward(self, ids, _OneChannel(_RowCache(past_key_values, paths, ids[:, None]))))
+
+
+class _SpacedConvolution:
+    """Qwen4-Exp's convolution with gaps between its taps."""
+
+    def _short_conv(self, hidden_states: Tensor, past_key_values: Any) -> Any:
+        own, paths = stock(self), _paths.get()
+        if paths is None:
+            return own._short_conv(self, hidden_states, past_key_values)
+        return paths.unfold(own._short_conv(self, paths.fold(hidden_states), _RowCache(past_key_values, paths)))
+
+
+class _OwnTaps:
+    """Inkling-2's convolution, whose taps each token makes itself."""
+
+    def forward(
+        self, hidden_states: Tensor, dynamic_input: Tensor, past_key_values: Any = None, conv_mask: Any = None
+    ) -> Any:
+        own, paths = stock(self), _paths.get()
+        if paths is None:
+            return own.forward(self, hidden_states, dynamic_input, past_key_values, conv_mask)
+        rows = _RowCache(past_key_values, paths)
+        return paths.unfold(own.forward(self, paths.fold(hidden_states), paths.fold(dynamic_input), rows))
+
+
+READERS: dict[str, type] = {
+    "MiniMaxM3VLIndexer": _Blocks,
+    "Glm5NextTextIndexer": _Pools,
+    "Qwen4ExpTextQSAIndexer": _VisibleBlocks,
+    "Qwen4ExpTextNGramEmbedding": _Tokens,
+    "Qwen4ExpTextPLELayer": _SpacedConvolution,
+    "InklingRelativeLogits": _Distances,
+    "Inkling2RelativeLogits": _Distances,
+    "Inkling2DynamicShortConvolution": _OwnTaps,
+}
+
+
+def reader(module: Module) -> type | None:
+    """What goes before the class of a module whose nodes are read as rows; None: it needs nothing."""
+    return READERS.get(stock(module).__name__)

@@ -1,0 +1,119 @@
+"""What each type of a decoder's layers lets the nodes of a draft see: a row for each type in one table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from mmspec.pipelines.targets import recurrent
+from mmspec.pipelines.targets.state import State
+from mmspec.ragged_cache import visibility
+
+
+@dataclass(frozen=True)
+class Sight:
+    """Where the nodes of a draft and the slots of the cache stand to each other.
+
+    Attributes:
+        state: of the rows, before the nodes.
+        ancestors: bool [B, n, n].
+        depth: int64 [B, n].
+    """
+
+    state: State
+    ancestors: Tensor
+    depth: Tensor
+
+    @cached_property
+    def all(self) -> Tensor:
+        """bool [B, n, T]: the text before the draft, and each node's ancestors."""
+        return visibility(self.state.cache.lengths, self.state.open_slots, self.ancestors)
+
+    @cached_property
+    def _place(self) -> Tensor:
+        """int64 [B, T]: how far behind the root (negative), or after it, what a slot holds stands."""
+        behind = torch.arange(self.all.shape[2], device=self.all.device) - self.state.cache.lengths.device[:, None]
+        return torch.where(behind < 0, behind, self.depth.gather(1, behind.clamp(0, self.depth.shape[1] - 1)))
+
+    def near(self, window: int | None) -> Tensor:
+        """bool [B, n, T]: of all, what stands less than `window` places back; None: all."""
+        return self.all if window is None else self.all & (self.depth[:, :, None] - self._place[:, None, :] < window)
+
+    def chunk(self, size: int) -> Tensor:
+        """bool [B, n, T]: of all, what stands in the same stretch of `size` places, padding left out."""
+        padding = (self.state.open_slots.cumsum(1) == 0).sum(1)
+        first = (self.state.cache.lengths.device - padding)[:, None]
+        here = (first + self.depth) // size
+        return self.all & (here[:, :, None] == ((first + self._place) // size)[:, None])
+
+    def near_or_prompt(self, window: int) -> Tensor:
+        """bool [B, n, T]: as `near`, and the prompt.
+
+        Stock's cache has let go of what the window has passed, and looks up the padding as if the prompt had moved up.
+        """
+        slot, prompt = torch.arange(self.all.shape[2], device=self.all.device), self.state.prompt[:, None]
+        passed = (self.state.cache.lengths.device[:, None] + self.depth - prompt - window + 1).clamp(min=0)
+        held = pad(self.state.open_slots, (0, 1), value=True)
+        looked_up = (slot + passed[..., None]).clamp(max=held.shape[1] - 1)  # [B, n, T]
+        open_there = held[:, None].expand(-1, self.depth.shape[1], -1).gather(2, looked_up)
+        return self.near(window) | (open_there & (slot < prompt)[:, None])
+
+
+# layer type → what it sees, given its config. Layers with an index choose among what the mask shows them.
+KINDS: dict[str, Callable[[Sight, Any], Tensor]] = {
+    "full_attention": lambda sight, config: sight.all,
+    "sliding_attention": lambda sight, config: sight.near(config.sliding_window),
+    "chunked_attention": lambda sight, config: sight.chunk(config.attention_chunk_size),
+    "indexed_attention": lambda sight, config: sight.all,
+    "minimax_m3_sparse": lambda sight, config: sight.all,
+    "reference_sliding_attention": lambda sight, config: sight.near_or_prompt(config.sliding_window),
+}
+_ATTENTION_OF = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}  # types with a recurrence, too
+_SEES_ALL = ("full_attention", "indexed_attention", "minimax_m3_sparse")
+
+
+@dataclass(frozen=True)
+class Masks:
+    """The masks that a decoder wants.
+
+    Attributes:
+        config: its own.
+        kinds: the types of its attentions.
+        mixed: whether it takes one for each type, rather than one for all layers.
+    """
+
+    config: Any
+    kinds: frozenset[str]
+    mixed: bool
+
+    @classmethod
+    def of(cls, config: Any) -> Masks:
+        told = getattr(config, "layer_types", None) or ()
+        if told:
+            kinds = frozenset(_ATTENTION_OF.get(kind, kind) for kind in told) - recurrent.KINDS
+        else:  # all layers have the same window, or none
+            sliding = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+            kinds = frozenset(["sliding_attention" if sliding else "full_attention"])
+        return cls(config, kinds, bool(told) and not kinds.issubset(_SEES_ALL))
+
+    @property
+    def plain(self) -> bool:
+        """Whether a single token sees all that is cached, so that it needs no mask."""
+        return self.kinds <= {"full_attention"}
+
+    def made(self, sight: Sight, wanted: Callable[[Tensor, str], Any]) -> Any:
+        """One mask, or one for each type of layers; `wanted` makes it of what a type of layers sees."""
+
+        def of(kind: str) -> Any:
+            return wanted(KINDS[kind](sight, self.config), kind)
+
+        if not self.mixed:
+            return of("sliding_attention" if self.kinds == {"sliding_attention"} else "full_attention")
+        masks = {kind: of(kind) for kind in self.kinds | {"full_attention"}}
+        return {**dict.fromkeys(recurrent.KINDS), **dict.fromkeys(KINDS, masks["full_attention"]), **masks}
