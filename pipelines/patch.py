@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from typing import Any
 
@@ -17,6 +18,7 @@ from mmspec.statistics import Stats
 
 __all__ = ["Handle", "UnsupportedError", "disable", "enable", "stats"]
 
+_log = logging.getLogger("mmspec")
 MPS = "2.13"  # torch from which on attention under a mask of every row is right there
 
 
@@ -68,6 +70,8 @@ def enable(model_or_pipe: Any, drafter: Any = None, **options: Any) -> Handle:
     rule = resolve_rule(config.rule, codes, config.budget)
     proposer = drafting.proposer(model, ready, config, target, family.captures_drafts)
     patch = Patch(family, ready, config, rule, proposer, given, target)
+    if (note := family.told(model)) is not None:
+        _log.warning("mmspec: %s", note)
     return Handle(model, patch, put_on(model, patch))
 
 

@@ -12,7 +12,7 @@ import mmspec
 from mmspec.pipelines.families import table as families
 from mmspec.pipelines.families.surveyed import FOUND, VERSION
 
-TALKING = [case for case, one in zoo.CASES.items() if one.picture is not None and FOUND[survey.name_of(case)] is None]
+TALKING = [case for case in zoo.CASES if zoo.picture_of(case) is not None and FOUND[survey.name_of(case)] is None]
 same_version = pytest.mark.skipif(transformers.__version__ != VERSION, reason=f"surveyed with transformers {VERSION}")
 
 

@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -142,6 +143,13 @@ def grid(*size: int, side: int = 4, **more: Any) -> Picture:
     return shown(side * side, *size, around=True, image_grid_thw=[[1, side, side]], **more)
 
 
+def flattened(model: Any, g: torch.Generator) -> Seen:
+    """As Kosmos-2.5 has them: patches in one list, each with its row and column before it."""
+    where = torch.cartesian_prod(torch.arange(1, 4), torch.arange(1, 4))
+    patches = torch.cat([where, torch.randn(9, 12, generator=g)], 1)
+    return Seen({"flattened_patches": patches[None]}, [IMAGE] * 4)
+
+
 # -- cases ------------------------------------------------------------------------------------------------------------
 
 
@@ -154,12 +162,16 @@ class Case:
         more: what its config has that the tables have not, the configs inside under their names.
         cls: the class, where the mapping does not name it.
         axis: along which `pixel_values` of several pictures are put together.
+        around: the case of the model inside, where the class hands its `generate` on to that.
+        asks: what its `generate` is asked besides.
     """
 
     picture: Picture | None = None
     more: dict[str, Any] = field(default_factory=dict)
     cls: str = ""
     axis: int = 0
+    around: str = ""
+    asks: dict[str, Any] = field(default_factory=dict)
 
 
 SQUARE, SIZED = shown(1, 3, 28, 28), shown(1, 3, 28, 28, image_sizes=[[28, 28]])
@@ -195,7 +207,10 @@ GEMMA4 = {
     "pooling_kernel_size": 2,
     "position_embedding_size": 64,
 }
-OPENED = {"vision_start_token_id": OPEN, "vision_end_token_id": CLOSE}
+SLIDING = {"sliding_window_size": 8, "rel_extent": 12}
+HEARING = {"d_model": WIDTH, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 48,
+           "num_hidden_layers": 1, "output_dim": HIDDEN}  # fmt: skip
+OPENED = {"vision_start_token_id": OPEN, "vision_end_token_id": CLOSE, "audio_config": HEARING}
 
 
 def case(picture: Picture | None = None, cls: str = "", axis: int = 0, **more: Any) -> Case:
@@ -322,6 +337,11 @@ CASES: dict[str, Case] = {
             indexer_budget=8,
             indexer_compress_ratio=2,
             hc_lowrank=8,
+            ple_layer_ids=[1, 3],
+            ple_embed_dim=32,
+            heads_per_ngram=2,
+            ngram_vocab_size_base=200,
+            make_ngram_vocab_size_divisible_by=8,
         ),
     ),
     "dots3_note": case(
@@ -370,8 +390,8 @@ CASES: dict[str, Case] = {
         **text(layer_rope_theta=[1e4, 0, 1e4]),
     ),
     "video_llama_3": case(grid(3 * 14 * 14, image_merge_sizes=[2])),
-    "inkling2": case(grid(28, 28, 3)),
-    "inkling_mm_model": case(shown(4, 2, 8, 8, 3), **vision(patch_size=8, num_hidden_layers=5)),
+    "inkling2": case(grid(28, 28, 3), **text(**SLIDING)),
+    "inkling_mm_model": case(shown(4, 2, 8, 8, 3), **vision(patch_size=8, num_hidden_layers=5), **text(**SLIDING)),
     "nemotron_h_omni": case(
         shown(16, 3 * 14 * 14, image_grid_hw=[[4, 4]]),
         vision_hidden_size=WIDTH,
@@ -391,12 +411,11 @@ CASES: dict[str, Case] = {
         shown(1, 1, 3, 28, 28, count=4, qformer_input_ids=[[1, 5, 6]]), num_query_tokens=4, video_token_index=IMAGE
     ),
     "git": case(shown(1, 3, 28, 28, count=0)),
-    **{name: case() for name in ("kosmos-2", "kosmos-2.5", "evolla", "blip")},
+    "kosmos-2.5": case(flattened, latent_query_num=4, **vision(patch_embed_hidden_size=12)),
+    **{name: case() for name in ("kosmos-2", "evolla", "blip")},
     "idefics": case(shown(1, 1, 3, 28, 28, count=1, image_attention_mask=[[[1]]]), **vision(embed_dim=WIDTH)),
     "mllama": case(
-        shown(
-            *(1, 1, 2, 3, 28, 28), count=1, aspect_ratio_ids=[[3]], aspect_ratio_mask=[[[1, 1]]]
-        ),
+        shown(*(1, 1, 2, 3, 28, 28), count=1, aspect_ratio_ids=[[3]], aspect_ratio_mask=[[[1, 1]]]),
         **vision(
             num_global_layers=1,
             vision_output_dim=64,
@@ -458,9 +477,26 @@ CASES: dict[str, Case] = {
         ),
         cls="Phi4MultimodalForCausalLM",
         **vision(crop_size=28, patch_size=7, image_token_id=IMAGE),
-        audio_config={"num_blocks": 1, "hidden_size": 32, "intermediate_size": 32, "audio_token_id": AUDIO,
-                      "nemo_conv_channels": 32, "ext_pw_out_channel": 32, "depthwise_separable_out_channel": 32,
-                      "num_attention_heads": 2},
+        audio_config={
+            "num_blocks": 1,
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "audio_token_id": AUDIO,
+            "nemo_conv_channels": 32,
+            "ext_pw_out_channel": 32,
+            "depthwise_separable_out_channel": 32,
+            "num_attention_heads": 2,
+        },
+    ),
+    "qwen2_5_omni": Case(
+        cls="Qwen2_5OmniForConditionalGeneration",
+        around="qwen2_5_omni_thinker",
+        asks={"generation_mode": "text", "thinker_max_new_tokens": 20},
+    ),
+    "qwen3_omni_moe": Case(
+        cls="Qwen3OmniMoeForConditionalGeneration",
+        around="qwen3_omni_moe_thinker",
+        asks={"return_audio": False, "thinker_max_new_tokens": 20},
     ),
     # text alone
     "fuyu": case(),
@@ -475,21 +511,32 @@ def class_of(name: str) -> type:
     return getattr(T, CASES[name].cls or MAPPED[name])
 
 
+def picture_of(name: str) -> Picture | None:
+    return CASES[CASES[name].around or name].picture
+
+
+def config_of(name: str) -> PretrainedConfig:
+    one = CASES[name]
+    kind = CONFIG_MAPPING[name] if name in CONFIG_MAPPING else class_of(name).config_class
+    if one.around:
+        return kind(thinker_config=config_of(one.around).to_dict(), enable_audio_output=False)
+    return kind(**tiny(kind(), {**TEXT, **TOKENS}, one.more))
+
+
 @cache
 def model(name: str) -> Any:
     """The class's random model, with weights so large that prompts and pictures steer it and it repeats little."""
-    one = CASES[name]
-    kind = CONFIG_MAPPING[name] if name in CONFIG_MAPPING else class_of(name).config_class
-    config = kind(**tiny(kind(), {**TEXT, **TOKENS}, one.more))
     torch.manual_seed(0)
-    made = class_of(name)(config).eval().float()
+    made = class_of(name)(config_of(name)).eval().float()
+    if name == "qwen2_5_omni":  # its text alone asks its voice for these
+        made.speaker_map, made.talker = {"Chelsie": {}}, SimpleNamespace(codec_pad_token=0)
     with torch.no_grad():
         for name_of, weight in made.named_parameters():
             if weight.numel() == 1 and not weight.any():
                 weight.fill_(0.5)  # a gate that would shut a picture out
             elif weight.dim() > 1:
                 weight.normal_(std=2.0 / (weight.shape[-1] if "experts" in name_of else weight[0].numel()) ** 0.5)
-    told = made.generation_config
+    told = getattr(made, "thinker", made).generation_config
     told.eos_token_id, told.pad_token_id, told.bos_token_id = None, 0, 1
     return made
 
@@ -499,11 +546,11 @@ ROWS: dict[str, list[list[int]]] = {"one": [[2, 7]], "ragged": [[1, 9], [3, 1], 
 
 def prompt(name: str, rows: str = "one", picture: int = 1) -> dict[str, Tensor]:
     """Inputs of `generate`, each row with a picture, left-padded where they differ; `picture` seeds the pictures."""
-    one, target = CASES[name], model(name)
+    target, paints = model(name), picture_of(name)
     words, paint = torch.Generator().manual_seed(1), torch.Generator().manual_seed(picture)
     ids, seen = [], []
     for before, after in ROWS[rows]:
-        found = one.picture(target, paint) if one.picture else Seen({}, [])
+        found = paints(target, paint) if paints else Seen({}, [])
         said = [torch.randint(5, 100, (n,), generator=words).tolist() for n in (before, after)]
         ids.append([1, *said[0], *found.tokens, *said[1]])
         seen.append(found.tensors)
@@ -512,14 +559,16 @@ def prompt(name: str, rows: str = "one", picture: int = 1) -> dict[str, Tensor]:
         "input_ids": torch.tensor([[0] * (longest - len(row)) + row for row in ids]),
         "attention_mask": torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in ids]),
     }
-    wanted = inspect.signature(type(target).forward).parameters
+    wanted = inspect.signature(type(getattr(target, "thinker", target)).forward).parameters
     for kind in ("mm_token_type_ids", "moe_mm_token_type_ids", "token_type_ids"):
         if kind in wanted:
             out[kind] = (out["input_ids"] == IMAGE).int()
+    if "image_embeds_position_mask" in wanted:
+        out["image_embeds_position_mask"] = (out["input_ids"] == IMAGE).int()
     if "cross_attention_mask" in wanted:  # [B, L, pictures, tiles]: from the picture on
         shown_from = ((out["input_ids"] == IMAGE).cumsum(1) > 0).int()
         out["cross_attention_mask"] = shown_from[:, :, None, None].expand(-1, -1, 1, 2).clone()
-    axes = {"pixel_values": one.axis}
+    axes, out = {"pixel_values": CASES[name].axis}, {**out, **CASES[name].asks}
     return {**out, **{key: torch.cat([t[key] for t in seen], axes.get(key, 0)) for key in seen[0]}}
 
 

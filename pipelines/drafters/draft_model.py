@@ -16,7 +16,7 @@ from mmspec.batch import gather_rows
 from mmspec.drafters import prune
 from mmspec.drafters.growth import Growth
 from mmspec.drafters.options import ALL, TreeOptions, grown
-from mmspec.pipelines.targets import recurrent, tree_readers
+from mmspec.pipelines.targets import by_path, tree_readers
 from mmspec.pipelines.targets.call import Call
 from mmspec.pipelines.targets.hooks import stock
 from mmspec.pipelines.targets.state import State
@@ -154,7 +154,7 @@ class ModelDrafter(Growth):
         places = state.places.at(first + depth)
         places = places if view.last is None else places.clamp(max=view.last)
         parents = _parents(depth, ancestors)
-        with recurrent.reads(parents, depth, ancestors):
+        with by_path.reads(parents, depth, ancestors, state.cache.lengths):
             raw, *_ = view.read(state, tokens, places, view.mask(state, ancestors, depth))
         return raw.to(memory.fresh.device)
 

@@ -14,7 +14,7 @@ from mmspec.pipelines.patching.generate import generate, obstacle, watched
 from mmspec.pipelines.patching.handle import Patch
 from mmspec.pipelines.patching.obstacles import Obstacle
 from mmspec.pipelines.sampling.guidance import Guidance
-from mmspec.pipelines.targets import devices
+from mmspec.pipelines.targets import devices, renamed
 from mmspec.pipelines.targets.call import Call, asking
 from mmspec.pipelines.targets.decoder import decoder
 from mmspec.pipelines.targets.hooks import stock
@@ -115,6 +115,18 @@ class DecoderOnly(Family):
 
     def unsupported(self, model: Any) -> str | None:
         return unsupported(model)
+
+    def told(self, model: Any) -> str | None:
+        own = decoder(model)
+        instead = renamed.for_drafts(own)
+        if instead is None:
+            return None
+        name = own.config._attn_implementation
+        flash = "" if name == renamed.FLEX else ", and chains of one row"
+        return (
+            f"{name!r} takes no tree mask: prompts{flash} are read by it, other drafts by {instead!r}. The model keeps "
+            f"{name!r} for all else, and after mmspec.disable"
+        )
 
     def describe(self, model: Any) -> TargetInfo:
         """What a drafter has to fit."""

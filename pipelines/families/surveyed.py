@@ -33,9 +33,7 @@ FOUND: dict[str, str | None] = {
     "Glm46VForConditionalGeneration": None,
     "Glm4vForConditionalGeneration": None,
     "Glm4vMoeForConditionalGeneration": None,
-    "Glm5NextForConditionalGeneration": (
-        "its indexer chooses blocks of the cache, which the nodes of a tree would shift"
-    ),
+    "Glm5NextForConditionalGeneration": None,
     "GlmOcrForConditionalGeneration": None,
     "GotOcr2ForConditionalGeneration": None,
     "Granite4VisionForConditionalGeneration": None,
@@ -44,20 +42,16 @@ FOUND: dict[str, str | None] = {
     "HyperCLOVAXVisionV2ForConditionalGeneration": None,
     "Idefics2ForConditionalGeneration": None,
     "Idefics3ForConditionalGeneration": None,
-    "IdeficsForVisionText2Text": "each of its layers looks at the pictures through a mask made for one token at a time",
-    "Inkling2ForConditionalGeneration": (
-        "Inkling2DynamicShortConvolution keeps a state that cannot be rolled back after a rejected draft"
-    ),
-    "InklingForConditionalGeneration": (
-        "its attention measures distances by slots of the cache, where the nodes of a tree lie side by side"
-    ),
+    "IdeficsForVisionText2Text": None,
+    "Inkling2ForConditionalGeneration": None,
+    "InklingForConditionalGeneration": None,
     "InstructBlipForConditionalGeneration": None,
     "InstructBlipVideoForConditionalGeneration": None,
     "InternVLForConditionalGeneration": None,
     "JanusForConditionalGeneration": None,
     "Kimi_K25ForConditionalGeneration": None,
     "Kosmos2ForConditionalGeneration": "its generate hands the writing on to a model that counts the cache's slots",
-    "Kosmos2_5ForConditionalGeneration": "its generate hands the writing on to a model that counts the cache's slots",
+    "Kosmos2_5ForConditionalGeneration": None,
     "Lfm2VlForConditionalGeneration": None,
     "Lfm3VlForConditionalGeneration": None,
     "LightOnOcrForConditionalGeneration": None,
@@ -69,15 +63,11 @@ FOUND: dict[str, str | None] = {
     "MiniCPMOcrForConditionalGeneration": None,
     "MiniCPMV4_6ForConditionalGeneration": None,
     "MiniCPMV4_7ForConditionalGeneration": None,
-    "MiniMaxM3SparseForConditionalGeneration": (
-        "it has minimax_m3_sparse layers, whose state cannot be rolled back to a tree node"
-    ),
+    "MiniMaxM3SparseForConditionalGeneration": None,
     "Mistral3ForConditionalGeneration": None,
     "Mistral4ForCausalLM": None,
     "MistralLarge4ForConditionalGeneration": None,
-    "MllamaForConditionalGeneration": (
-        "its decoder has cross-attention layers, which keep the picture's keys in the cache beside the text's"
-    ),
+    "MllamaForConditionalGeneration": None,
     "Molmo2ForConditionalGeneration": None,
     "MuseGlimmerForConditionalGeneration": None,
     "MuseSparkForConditionalGeneration": None,
@@ -87,27 +77,25 @@ FOUND: dict[str, str | None] = {
     "PaddleOCRVLForConditionalGeneration": None,
     "PaliGemmaForConditionalGeneration": None,
     "PerceptionLMForConditionalGeneration": None,
-    "Phi4MultimodalForCausalLM": "its forward takes a placeholder in a draft for a picture to read",
+    "Phi4MultimodalForCausalLM": None,
     "Pix2StructForConditionalGeneration": "it is an encoder-decoder model; only decoder-only models are supported",
     "QianfanOCRForConditionalGeneration": None,
     "Qwen2VLForConditionalGeneration": None,
+    "Qwen2_5OmniForConditionalGeneration": None,
     "Qwen2_5OmniThinkerForConditionalGeneration": None,
     "Qwen2_5_VLForConditionalGeneration": None,
+    "Qwen3OmniMoeForConditionalGeneration": None,
     "Qwen3OmniMoeThinkerForConditionalGeneration": None,
     "Qwen3VLForConditionalGeneration": None,
     "Qwen3VLMoeForConditionalGeneration": None,
     "Qwen3_5ForConditionalGeneration": None,
     "Qwen3_5MoeForConditionalGeneration": None,
-    "Qwen4ExpForConditionalGeneration": (
-        "its indexer chooses blocks of the cache, which the nodes of a tree would shift"
-    ),
+    "Qwen4ExpForConditionalGeneration": None,
     "SmolVLMForConditionalGeneration": None,
     "Step3p7ForConditionalGeneration": None,
     "T5Gemma2ForConditionalGeneration": "it is an encoder-decoder model; only decoder-only models are supported",
     "UdopForConditionalGeneration": "it is an encoder-decoder model; only decoder-only models are supported",
-    "UnlimitedOcrForConditionalGeneration": (
-        "it has reference_sliding_attention layers, whose state cannot be rolled back to a tree node"
-    ),
+    "UnlimitedOcrForConditionalGeneration": None,
     "VideoLlama3ForConditionalGeneration": None,
     "VideoLlavaForConditionalGeneration": None,
     "VipLlavaForConditionalGeneration": None,

@@ -32,6 +32,10 @@ class Family:
         """Why this model cannot be accelerated; None: it can."""
         return None
 
+    def told(self, model: Any) -> str | None:
+        """What the user should know of how this model reads drafts."""
+        return None
+
     def describe(self, model: Any) -> TargetInfo:
         """What a drafter has to fit."""
         raise NotImplementedError

@@ -36,7 +36,7 @@ def now(model: Any, config: Any, rows: int) -> Obstacle | None:
     """
     if getattr(config, "is_assistant", False):
         return Obstacle("it drafts for another model here, a few tokens at a time", always_falls_back=True)
-    why = unfit_attention(decoder(model).config) or soft_prompt(_preparing(model))
+    why = unfit_attention(decoder(model)) or soft_prompt(_preparing(model))
     if why is not None:
         return Obstacle(why)
     if rows > 1 and _adapters_by_row(model):

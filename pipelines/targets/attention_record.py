@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +13,8 @@ import torch
 from torch import Tensor
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import AttentionInterface
+
+from mmspec.pipelines.targets.renamed import own_name, using
 
 NAME = "mmspec_attended"
 ASKING = 256  # last tokens of a prompt that are asked: scores of all would be heads · L² numbers
@@ -69,39 +73,16 @@ class Attended:
 _asking: ContextVar[Attended | None] = ContextVar("mmspec_attended", default=None)
 
 
-class attending:
-    """Context manager: the prefill that runs in it is recorded by an Attended, if there are images in it."""
-
-    def __init__(self, visual: Tensor, valid: Tensor) -> None:
-        self.attended = Attended(visual, valid)
-
-    def __enter__(self) -> Attended:
-        self._token = _asking.set(self.attended if self.attended.wanted else None)
-        return self.attended
-
-    def __exit__(self, *_: Any) -> None:
-        _asking.reset(self._token)
-
-
-class Attentive:
-    """Mixin of an attention module: while a prefill is recorded, its config names `recording` as the implementation."""
-
-    @property
-    def config(self) -> Any:
-        stock = self.__dict__["config"]
-        return stock if _asking.get() is None else _Named(stock)
-
-
-class _Named:
-    """A config with another attention implementation; the model's own stays as it is, for all other threads."""
-
-    _attn_implementation = NAME
-
-    def __init__(self, stock: Any) -> None:
-        self._stock = stock
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stock, name)
+@contextmanager
+def attending(decoder: Any, visual: Tensor, valid: Tensor) -> Iterator[Attended]:
+    """Within, the prefill is recorded in some layers of the decoder, if there are images in it."""
+    attended = Attended(visual, valid)
+    token = _asking.set(attended)
+    try:
+        with using(NAME, tuple(layers(decoder).values())) if attended.wanted else nullcontext():
+            yield attended
+    finally:
+        _asking.reset(token)
 
 
 def recording(
@@ -112,9 +93,10 @@ def recording(
     if attended is not None:
         scaling = kwargs.get("scaling")
         attended.record(query, key, query.shape[-1] ** -0.5 if scaling is None else scaling)
-    name = module.__dict__["config"]._attn_implementation
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", sdpa_attention_forward)
-    return AttentionInterface().get_interface(name, eager)(module, query, key, value, attention_mask, **kwargs)
+    return AttentionInterface().get_interface(own_name(module), eager)(
+        module, query, key, value, attention_mask, **kwargs
+    )
 
 
 AttentionInterface.register(NAME, recording)

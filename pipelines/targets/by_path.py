@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from mmspec.kernels import reference_recurrent as ops
+from mmspec.pipelines.targets import recurrent
 from mmspec.pipelines.targets.hooks import stock
 from mmspec.ragged_cache import Lengths, visibility
 
@@ -32,12 +33,14 @@ class Paths:
         parents, depth: int64 [B, n].
         ancestors: bool [B, n, n], a node counts among its own.
         lengths: slots of each row before the nodes.
+        chain: whether the host knows each node to be its predecessor's only child.
     """
 
     parents: Tensor
     depth: Tensor
     ancestors: Tensor
     lengths: Lengths
+    chain: bool = False
 
     @cached_property
     def slots(self) -> int:
@@ -111,13 +114,17 @@ _paths: ContextVar[Paths | None] = ContextVar("mmspec_paths", default=None)
 
 
 @contextmanager
-def reads(parents: Tensor, depth: Tensor, ancestors: Tensor, lengths: Lengths) -> Iterator[None]:
-    """Within, forwards read the nodes of this draft."""
-    token = _paths.set(Paths(parents, depth, ancestors, lengths))
+def reads(parents: Tensor, depth: Tensor, ancestors: Tensor, lengths: Lengths, chain: bool = False) -> Iterator[None]:
+    """Within, forwards read the nodes of this draft; see Paths."""
+    token = _paths.set(Paths(parents, depth, ancestors, lengths, chain))
     try:
-        yield
+        with recurrent.reads(parents, depth, ancestors):
+            yield
     finally:
         _paths.reset(token)
+
+
+paths = _paths.get  # of the draft that is being read, or None
 
 
 class _RowCache:
@@ -294,12 +301,29 @@ class _OwnTaps:
         return paths.unfold(own.forward(self, paths.fold(hidden_states), paths.fold(dynamic_input), rows))
 
 
+class _SlotPositions:
+    """The positions of Kosmos: a slot, counted from behind the number of the padding token, which has that itself."""
+
+    def forward(
+        self,
+        input_ids: Any = None,
+        inputs_embeds: Any = None,
+        past_key_values_length: int = 0,
+        position_ids: Any = None,
+    ) -> Any:
+        if _paths.get() is not None:
+            place = position_ids + 1 if input_ids is None else (position_ids + 1) * (input_ids != self.padding_idx)  # type: ignore[attr-defined]
+            position_ids = place + self.padding_idx  # type: ignore[attr-defined]
+        return stock(self).forward(self, input_ids, inputs_embeds, past_key_values_length, position_ids)
+
+
 READERS: dict[str, type] = {
     "MiniMaxM3VLIndexer": _Blocks,
     "Glm5NextTextIndexer": _Pools,
     "Qwen4ExpTextQSAIndexer": _VisibleBlocks,
     "Qwen4ExpTextNGramEmbedding": _Tokens,
     "Qwen4ExpTextPLELayer": _SpacedConvolution,
+    "Kosmos2_5TextSinusoidalPositionalEmbedding": _SlotPositions,
     "InklingRelativeLogits": _Distances,
     "Inkling2RelativeLogits": _Distances,
     "Inkling2DynamicShortConvolution": _OwnTaps,

@@ -12,7 +12,7 @@ from torch import Tensor
 from mmspec.batch import fold, unfold
 from mmspec.modes import Mode
 from mmspec.pipelines.sampling.guidance import Guidance
-from mmspec.pipelines.targets import by_path, recurrent
+from mmspec.pipelines.targets import by_path
 from mmspec.pipelines.targets.state import State, each_stream
 from mmspec.session import Group, Session
 from mmspec.types import Draft, Round, Scores
@@ -58,8 +58,7 @@ class ModelTarget:
         places = state.places.at(index + depth)
         places = places if self.last is None else places.clamp(max=self.last)  # past it lies what no row will keep
         read = partial(self.captured.read, self) if self.captured is not None and self.captures(session) else self.read
-        tree = parents, depth, ancestors
-        with recurrent.reads(*tree), by_path.reads(*tree, state.cache.lengths):
+        with by_path.reads(parents, depth, ancestors, state.cache.lengths, draft.tree.is_chain):
             raw, *hidden = read(state, tokens, places, self.mask(state, ancestors, depth))
         return self.scores(raw, session, draft, unfold(hidden[0], self.streams) if hidden else None)
 

@@ -212,7 +212,15 @@ SCANS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "mamba2_chunk_scan": _ssd,
     "mamba2_selective_state_update": _ssd_step,
 }
-KINDS = {"linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding", "moe", "mlp"}  # of layers, in `config.layer_types`
+KINDS = {
+    "linear_attention",
+    "conv",
+    "mamba",
+    "hybrid",
+    "hybrid_sliding",
+    "moe",
+    "mlp",
+}  # of layers, in `config.layer_types`
 _WRITES = {"update_conv_state": {"causal_conv1d_fn"}, "update_recurrent_state": set(SCANS) - {"causal_conv1d_fn"}}
 
 

@@ -5,18 +5,16 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from mmspec.pipelines.targets import by_path, masks, recurrent
-from mmspec.pipelines.targets import tree_attention as attention
+from mmspec.pipelines.targets import by_path, masks, recurrent, renamed
 from mmspec.pipelines.targets.decoder import decoder, head
 from mmspec.pipelines.targets.hooks import stock
 
-_ATTENTION = {"sdpa", "eager", attention.NAME}
 _LAYERS = set(masks.KINDS)
 _BLOCKS = ("index_kpool", "indexer_compress_ratio", "index_block_size")  # of an indexer that chooses blocks, not keys
 # class → why it cannot be accelerated, where nothing but its forward tells
 _STRANGE = {
     "Kosmos2ForConditionalGeneration": "its generate hands the writing on to a model that counts the cache's slots",
-    "Kosmos2_5ForConditionalGeneration": "its generate hands the writing on to a model that counts the cache's slots",
+    "EvollaForProteinText2Text": "its layers look at the protein through a mask made for one token at a time",
 }
 
 
@@ -50,7 +48,7 @@ def unsupported(model: Any) -> str | None:
     layers -= recurrent.KINDS if kept else set()
     if layers - _LAYERS:
         return f"it has {', '.join(sorted(layers - _LAYERS))} layers, whose state cannot be rolled back to a tree node"
-    return unfit_attention(text.config)
+    return unfit_attention(text)
 
 
 def head_shape(model: Any) -> tuple[int, int]:
@@ -61,12 +59,13 @@ def head_shape(model: Any) -> tuple[int, int]:
     return last.weight.shape[0], last.weight.shape[1]
 
 
-def unfit_attention(config: Any) -> str | None:
-    """Why the attention that a decoder's config names cannot read a tree, or None."""
-    asked = config._attn_implementation
-    if asked in _ATTENTION:
+def unfit_attention(text: Any) -> str | None:
+    """Why the attention that a decoder's config names cannot read a tree, nor another in its place; or None."""
+    asked = text.config._attn_implementation
+    if asked in renamed.TREES or renamed.for_drafts(text) is not None:
         return None
     return (
         f"its attention is {asked!r}, which takes no tree mask; load it with attn_implementation='sdpa', or call "
-        f"model.set_attn_implementation('sdpa') (allowed: {', '.join(sorted(_ATTENTION))})"
+        f"model.set_attn_implementation('sdpa') (allowed: {', '.join(sorted(renamed.TREES))}, and FlashAttention and "
+        "flex_attention, for which sdpa reads the drafts)"
     )

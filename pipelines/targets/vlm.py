@@ -16,7 +16,7 @@ from mmspec.drafters.draft_vocab import DraftVocab
 from mmspec.modes import mode_of
 from mmspec.pipelines.sampling.guidance import Guidance, NegativePrompt
 from mmspec.pipelines.targets import attention_record as attended
-from mmspec.pipelines.targets import compiled, devices, masks, reach, recurrent
+from mmspec.pipelines.targets import by_path, compiled, devices, masks, reach, renamed
 from mmspec.pipelines.targets import tree_attention as attention
 from mmspec.pipelines.targets.cache import RaggedCache
 from mmspec.pipelines.targets.call import Call
@@ -33,29 +33,38 @@ _RESERVE = 1024  # slots to reserve at once at most, beyond the prompt
 # what a call tells of each token, of which generated ones have the last one's
 TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids", "cross_attention_mask", "image_attention_mask")
 # what a prefill alone reads, beside what transformers lists as such
-_PICTURES = ("image_pixel_values", "image_sizes", "audio_input_features", "audio_embed_sizes", "audio_attention_mask")
+_PICTURES = (
+    *("image_pixel_values", "flattened_patches", "audio_input_features", "audio_embed_sizes", "audio_attention_mask"),
+)
 
 
 def taps(model: Any, features: tuple[int, ...]) -> dict[str, Any]:
-    """The modules to record: the decoder, the layers whose input the drafter asked for, and where it wants to know
-    what is attended to, some layers' attention."""
+    """The modules to record: the decoder, and the layers whose input the drafter asked for."""
     own = decoder(model)
-    more = attended.layers(own) if ATTENTION in features else {}
-    return {"decoder": own, **{f"layer {i}": own.layers[i] for i in features if i >= 0}, **more}
+    return {"decoder": own, **{f"layer {i}": own.layers[i] for i in features if i >= 0}}
 
 
 def tap(model: Any, features: tuple[int, ...]) -> None:
-    for module, reader in readers(decoder(model)):
+    own = decoder(model)
+    for module, reader in readers(own):
         hold(module, reader)
     for name, module in taps(model, features).items():
-        hold(module, attended.Attentive if name.startswith("attention") else FeatureHook, _mmspec_name=name)
+        hold(module, FeatureHook, _mmspec_name=name)
+    for module in _renamed(own, features):
+        hold(module, renamed.Renamed)
 
 
 def untap(model: Any, features: tuple[int, ...]) -> None:
-    for module, _ in readers(decoder(model)):
+    own = decoder(model)
+    for module in (*(m for m, _ in readers(own)), *taps(model, features).values(), *_renamed(own, features)):
         release(module)
-    for module in taps(model, features).values():
-        release(module)
+
+
+def _renamed(own: Any, features: tuple[int, ...]) -> list[Any]:
+    """The attention modules of which some, or all, use another implementation for a while."""
+    if renamed.for_drafts(own) is not None:
+        return renamed.modules(own)
+    return list(attended.layers(own).values()) if ATTENTION in features else []
 
 
 class VlmTarget(ModelTarget):
@@ -79,8 +88,9 @@ class VlmTarget(ModelTarget):
         config, self.stateful = decoder(model).config, more_than_keys(decoder(model))
         self.table, turn = reach.table(decoder(model)), reach.turn(decoder(model))
         self.last = min((n - 1 for n in (self.table, turn) if n is not None), default=None)  # no node stands past it
-        self.eager = config._attn_implementation == "eager"
-        self.tree = config._attn_implementation == attention.NAME
+        self.instead = renamed.for_drafts(decoder(model))
+        name = self.instead or config._attn_implementation
+        self.eager, self.tree = name == "eager", name == attention.NAME
         self.shares = bool(getattr(config, "num_kv_shared_layers", 0))
         self.masks = masks.Masks.of(config)
         self.mixed = self.masks.mixed
@@ -132,7 +142,7 @@ class VlmTarget(ModelTarget):
         if self.shares and "logits_to_keep" in arguments:  # a number would make the decoder drop all other features
             arguments["logits_to_keep"] = ids.new_full((1,), -1)
         visual = media(new, self.model.config, arguments)
-        asked = attended.attending(visual, valid) if self.attends else nullcontext()
+        asked = attended.attending(decoder(self.model), visual, valid) if self.attends else nullcontext()
         config.prefill_chunk_size, chunk = None, config.prefill_chunk_size  # a RaggedCache takes a prompt in one piece
         try:
             with record_features() as recorded, asked as looked:
@@ -243,13 +253,14 @@ class VlmTarget(ModelTarget):
             inputs["position_ids"] = places
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = 0
-        return self.model(**inputs, return_dict=True)
+        with renamed.using(None if mask is None else self.instead):
+            return self.model(**inputs, return_dict=True)
 
     def mask(self, state: State, ancestors: Tensor, depth: Tensor) -> Any:
         """bool or additive [B, 1, N, T]; one per layer type where the model has sliding windows; None: all is seen."""
         at = state.cache.lengths
         alike = at.even and not state.padded and self.captured is None
-        if depth.shape[1] == 1 and alike and self.masks.plain:
+        if alike and ((depth.shape[1] == 1 and self.masks.plain) or self._reads(state)):
             return None
 
         def wanted(visible: Tensor, kind: str) -> Tensor:
@@ -260,6 +271,13 @@ class VlmTarget(ModelTarget):
             return attention.marked(mask, at.device, state.open_slots, ancestors, depth, window)
 
         return self.masks.made(masks.Sight(state, ancestors, depth), wanted)
+
+    def _reads(self, state: State) -> bool:
+        """Whether the decoder's own FlashAttention reads this draft: a chain of one row is the end of its text."""
+        paths = by_path.paths()
+        flash = self.instead is not None and self.masks.config._attn_implementation != renamed.FLEX
+        alone = flash and self.last is None and len(state.open_slots) == 1
+        return alone and paths is not None and paths.chain and self.masks.kinds <= set(attention.KINDS)
 
     def _as_wanted(self, visible: Tensor) -> Tensor:
         visible = visible[:, None]

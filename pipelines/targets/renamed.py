@@ -1,0 +1,76 @@
+"""Attention modules that use another implementation for a while: their config names it to them, and to nobody else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from typing import Any
+
+from mmspec.pipelines.targets import recurrent
+from mmspec.pipelines.targets import tree_attention as attention
+from mmspec.pipelines.targets.hooks import stock
+
+TREES = ("sdpa", "eager", attention.NAME)  # what takes a tree's mask
+FLEX = "flex_attention"
+
+_instead: ContextVar[tuple[str, tuple[Any, ...] | None] | None] = ContextVar("mmspec_instead_of", default=None)
+
+
+class Renamed:
+    """Mixin of an attention module, which asks its config for the implementation."""
+
+    @property
+    def config(self) -> Any:
+        own, instead = self.__dict__["config"], _instead.get()
+        if instead is None or (instead[1] is not None and not any(self is one for one in instead[1])):
+            return own
+        return _Named(own, instead[0])
+
+
+class _Named:
+    """A config with another attention implementation; the model's own stays as it is, for all other threads."""
+
+    def __init__(self, own: Any, name: str) -> None:
+        self._own, self._attn_implementation = own, name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+
+@contextmanager
+def using(name: str | None, among: tuple[Any, ...] | None = None) -> Iterator[None]:
+    """Within, Renamed modules use this implementation, or only those among some; None: their own."""
+    token = _instead.set(None if name is None else (name, among))
+    try:
+        yield
+    finally:
+        _instead.reset(token)
+
+
+def own_name(module: Any) -> str:
+    """The implementation that a module's own config names."""
+    return module.__dict__["config"]._attn_implementation  # type: ignore[no-any-return]
+
+
+def for_drafts(decoder: Any) -> str | None:
+    """What reads a draft's tree where the decoder's own attention takes no mask, FlashAttention and FlexAttention.
+
+    None: it reads them itself, or nobody knows what it is.
+    """
+    name = decoder.config._attn_implementation
+    if name in TREES or not (name == FLEX or "flash" in name) or not modules(decoder):
+        return None
+    return "sdpa" if getattr(decoder, "_supports_sdpa", False) else "eager"
+
+
+def modules(decoder: Any) -> list[Any]:
+    """The modules of a decoder that ask their config for an implementation when they attend."""
+    layers = [module for layer in decoder.layers for module in layer.modules()]
+    return [module for module in layers if "config" in module.__dict__ and _asks(stock(module))]
+
+
+@cache
+def _asks(cls: type) -> bool:
+    return "_attn_implementation" in recurrent.names(cls)
