@@ -7,10 +7,12 @@ import survey
 import torch
 import transformers
 import zoo_classes as zoo
+from drafters import DRAFTERS
 
 import mmspec
 from mmspec.pipelines.families import table as families
 from mmspec.pipelines.families.surveyed import FOUND, VERSION
+from mmspec.pipelines.serving.continuous import ContinuousBatcher
 
 TALKING = [case for case in zoo.CASES if zoo.picture_of(case) is not None and FOUND[survey.name_of(case)] is None]
 same_version = pytest.mark.skipif(transformers.__version__ != VERSION, reason=f"surveyed with transformers {VERSION}")
@@ -55,6 +57,12 @@ LAYERS = {
     "state space duality": "nemotron_h_omni",
     "chunks": "llama4",
     "an indexer": "mistral_large4",
+    "blocks of keys": "minimax_m3_vl",
+    "pools of keys": "glm5_next",
+    "blocks of what is seen, and the last few tokens": "qwen4_exp",
+    "distances by slots": "inkling2",
+    "a window beside the prompt": "unlimited_ocr",
+    "a picture in the cache": "mllama",
 }
 
 
@@ -72,7 +80,33 @@ def test_a_seed_gives_what_it_gives_stock(case: str) -> None:
     assert handle.stats.rounds
 
 
-@pytest.mark.parametrize("case", ["qwen3_5_moe", "mistral_large4"])
+@pytest.mark.parametrize("case", [*LAYERS.values(), "idefics", "phi4_multimodal"])
+def test_prompts_that_share_their_rows_answer_as_if_alone(case: str) -> None:
+    model, options = zoo.model(case), {"max_new_tokens": 12, "do_sample": False, "eos_token_id": list(range(5, 20))}
+    asked = [zoo.prompt(case, rows, picture) for picture, rows in enumerate(("one", "early", "late", "one", "early"))]
+    want = [zoo.generate(model, one, **options)[0, one["input_ids"].shape[1] :].tolist() for one in asked]
+    with mmspec.enable(model, drafter=DRAFTERS["random tree"](model, None)):
+        flow = ContinuousBatcher(model, None, 2, **options)
+        found, waiting = {}, list(enumerate(asked))
+        while waiting or flow.busy:
+            while waiting and flow.free:
+                flow.add(*waiting.pop(0))
+            found.update({end.ticket: (end.error, end.tokens) for end in flow.step()})
+    assert [found[number] for number in range(len(asked))] == [(None, tokens) for tokens in want]
+
+
+def test_blocks_of_padding_alone_are_left_to_stock() -> None:
+    """Their keys tie, and which of them stock chooses is up to its sort."""
+    model, inputs = zoo.model("minimax_m3_vl"), zoo.prompt("minimax_m3_vl", "ragged")
+    inputs = {
+        name: torch.nn.functional.pad(t, (8, 0)) if t.shape == inputs["input_ids"].shape else t
+        for name, t in inputs.items()
+    }
+    with mmspec.enable(model), pytest.raises(mmspec.UnsupportedError, match="differ by fewer than 8 tokens"):
+        zoo.generate(model, inputs)
+
+
+@pytest.mark.parametrize("case", ["qwen3_5_moe", "mistral_large4", "mllama"])
 def test_a_cache_that_keys_alone_would_not_fill_is_left_to_stock(case: str) -> None:
     model, inputs = zoo.model(case), zoo.prompt(case)
     full = zoo.generate(model, inputs)

@@ -541,7 +541,8 @@ def model(name: str) -> Any:
     return made
 
 
-ROWS: dict[str, list[list[int]]] = {"one": [[2, 7]], "ragged": [[1, 9], [3, 1], [2, 5]]}
+ROWS: dict[str, list[list[int]]] = {"one": [[2, 7]], "ragged": [[1, 9], [3, 1], [2, 5]]}  # words around a picture
+MORE: dict[str, list[list[int]]] = {"early": [[1, 9]], "late": [[3, 1]]}
 
 
 def prompt(name: str, rows: str = "one", picture: int = 1) -> dict[str, Tensor]:
@@ -549,7 +550,7 @@ def prompt(name: str, rows: str = "one", picture: int = 1) -> dict[str, Tensor]:
     target, paints = model(name), picture_of(name)
     words, paint = torch.Generator().manual_seed(1), torch.Generator().manual_seed(picture)
     ids, seen = [], []
-    for before, after in ROWS[rows]:
+    for before, after in {**ROWS, **MORE}[rows]:
         found = paints(target, paint) if paints else Seen({}, [])
         said = [torch.randint(5, 100, (n,), generator=words).tolist() for n in (before, after)]
         ids.append([1, *said[0], *found.tokens, *said[1]])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mmspec.pipelines.targets import by_path, recurrent
+from mmspec.pipelines.targets import path_readers, recurrent
 
 
 def decoder(model: Any) -> Any:
@@ -22,7 +22,7 @@ def head(model: Any) -> Any:
 
 def readers(text: Any) -> list[tuple[Any, type]]:
     """The modules of a decoder that read a draft in a way of their own, and what goes before the class of each."""
-    ours = {module: reader for module in text.modules() if (reader := by_path.reader(module)) is not None}
+    ours = {module: reader for module in text.modules() if (reader := path_readers.reader(module)) is not None}
     rest = [(module, recurrent.reader(type(module))) for module in recurrent.modules(text) if module not in ours]
     return [*ours.items(), *rest]
 

@@ -39,6 +39,8 @@ def turn(decoder: Any) -> int | None:
                 found.append(module.original_max_seq_len)
         if getattr(module, "attn_temperature_tuning", False):  # Llama-4 counts slots of the cache
             found.append(int(module.floor_scale) - _MARGIN)
+    if type(decoder).__name__ == "InklingTextModel" and decoder.config.log_scaling_n_floor is not None:
+        found.append(decoder.config.log_scaling_n_floor - _MARGIN)  # counts them likewise
     return min(found, default=None)
 
 

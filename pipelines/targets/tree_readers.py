@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from mmspec.pipelines.targets import by_path, masks, recurrent, renamed
+from mmspec.pipelines.targets import masks, path_readers, recurrent, renamed
 from mmspec.pipelines.targets.decoder import decoder, head
 from mmspec.pipelines.targets.hooks import stock
 
@@ -32,16 +32,18 @@ def unsupported(model: Any) -> str | None:
         return "get_output_embeddings() gives no head"
     if "position_ids" not in inspect.signature(text.forward).parameters:
         return "its decoder takes no position_ids, which the nodes of a tree need"
-    strange = recurrent.unknown(text, by_path.READERS)
+    strange = recurrent.unknown(text, path_readers.READERS)
     if strange is not None:
         return f"{strange} keeps a state that cannot be rolled back after a rejected draft"
     kept = any(recurrent.modules(text))
     if getattr(model, "_is_stateful", False) and not kept:
         return "it keeps a recurrent state, which cannot be rolled back after a rejected draft"
     counting = [m for m in text.modules() if "get_query_offset" in recurrent.names(stock(m))]
-    if counting and not any(by_path.reader(m) for one in counting for m in one.modules()):
+    if counting and not any(path_readers.reader(m) for one in counting for m in one.modules()):
         return "its attention measures distances by slots of the cache, where the nodes of a tree lie side by side"
-    indexers = [m for m in text.modules() if "update_indexer" in recurrent.names(stock(m)) and not by_path.reader(m)]
+    indexers = [
+        m for m in text.modules() if "update_indexer" in recurrent.names(stock(m)) and not path_readers.reader(m)
+    ]
     if indexers and any(getattr(text.config, name, None) for name in _BLOCKS):
         return "its indexer chooses blocks of the cache, which the nodes of a tree would shift"
     layers = set(getattr(text.config, "layer_types", None) or ["full_attention"])

@@ -1,0 +1,154 @@
+"""Modules that count the slots of the cache, or keep inputs in a way of their own: which, and how they read a draft."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from mmspec.pipelines.targets import by_path
+from mmspec.pipelines.targets.by_path import OneChannel, RowCache
+from mmspec.pipelines.targets.hooks import stock
+
+
+class _Blocks:
+    """MiniMax-M3's indexer: it chooses blocks of neighbouring slots by their best key."""
+
+    def forward(self, hidden_states: Tensor, position_embeddings: Any, past_key_values: Any, position_ids: Any) -> Any:
+        own, paths = stock(self), by_path.paths()
+        if paths is None:
+            return own.forward(self, hidden_states, position_embeddings, past_key_values, position_ids)
+        turned = tuple(paths.fold(t) for t in position_embeddings)
+        rows = RowCache(past_key_values, paths)
+        chosen = own.forward(self, paths.fold(hidden_states), turned, rows, paths.fold(position_ids))
+        return paths.unfold(chosen.transpose(1, 2)).transpose(1, 2)  # [B, h, n, blocks], by places
+
+    def build_block_mask(self, block_indices: Tensor, attention_mask: Tensor, key_length: int, *more: Any) -> Tensor:
+        own, paths = stock(self), by_path.paths()
+        if paths is None:
+            return own.build_block_mask(self, block_indices, attention_mask, key_length, *more)  # type: ignore[no-any-return]
+        every = torch.ones_like(attention_mask, dtype=torch.bool)
+        chosen = paths.real(own.build_block_mask(self, block_indices, every, key_length, *more))
+        seen = attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0
+        mask = chosen.masked_fill(~seen, torch.finfo(chosen.dtype).min)
+        # behind padding, the blocks may show a node nothing at all; stock's softmax then sees all slots of the row
+        blind = ~(mask == 0).any(3, keepdim=True)
+        return mask.masked_fill(blind & ~paths.own.to(mask.device), -torch.inf)
+
+
+class _Pools:
+    """GLM-5-next's indexer: it chooses pools of neighbouring tokens by a weighted mean of their keys."""
+
+    def forward(self, hidden_states: Tensor, q_resid: Tensor, attention_mask: Tensor, past_key_values: Any) -> Tensor:
+        own, paths = stock(self), by_path.paths()
+        if paths is None:
+            return own.forward(self, hidden_states, q_resid, attention_mask, past_key_values)  # type: ignore[no-any-return]
+        given = (paths.fold(t) for t in (hidden_states, q_resid, attention_mask))
+        chosen = paths.unfold(own.forward(self, *given, RowCache(past_key_values, paths)))  # [B, n, k], by places
+        slots = paths.slot().to(chosen.device).gather(2, chosen.clamp(min=0).long())
+        return slots.where(chosen >= 0, -1).to(chosen.dtype)
+
+
+class _VisibleBlocks:
+    """Qwen4-Exp's indexer: as `_Pools`, of the tokens that the mask shows, turned at where a block begins."""
+
+    def forward(self, hidden_states: Tensor, position_embeddings: Any, attention_mask: Tensor, cache: Any) -> Tensor:
+        own, paths = stock(self), by_path.paths()
+        if paths is None:
+            return own.forward(self, hidden_states, position_embeddings, attention_mask, cache)  # type: ignore[no-any-return]
+        nodes = paths.lengths.longest  # in the turns of all positions those of the nodes come last, in every row
+        turned = [  # and in a row that of the node itself
+            torch.cat([paths.rows(t.expand(len(hidden_states), -1, -1), nodes), paths.fold(t[:, nodes:])], 1)
+            for t in position_embeddings
+        ]
+        seen = attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0
+        shown = paths.fold(seen[:, 0].gather(2, paths.slot())) & paths.live
+        rows = RowCache(cache, paths)
+        chosen = paths.unfold(own.forward(self, paths.fold(hidden_states), tuple(turned), shown[:, None], rows)[:, 0])
+        return paths.real(chosen[:, None])
+
+
+class _Distances:
+    """Inkling's attention bias by the distance between two slots."""
+
+    def forward(self, relative_states: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
+        own, paths = stock(self), by_path.paths()
+        if paths is None:
+            return own.forward(self, relative_states, query_positions, key_positions)  # type: ignore[no-any-return]
+        extent: int = self.rel_extent  # type: ignore[attr-defined]
+        back = torch.arange(extent, device=relative_states.device)
+        by_distance = own.forward(self, relative_states, back.new_zeros(relative_states.shape[1]), -back)
+        here = paths.lengths.on(back.device)[:, None] + paths.depth
+        distance = (here[:, :, None] - paths.place[:, None])[:, None]  # [B, 1, n, T]
+        bias = by_distance.gather(3, distance.clamp(0, extent - 1).expand(-1, by_distance.shape[1], -1, -1))
+        return bias.masked_fill((distance < 0) | (distance >= extent), 0.0)
+
+
+class _Tokens:
+    """Qwen4-Exp's embedding of the last few tokens."""
+
+    def forward(self, input_ids: Tensor, past_key_values: Any) -> Any:
+        own, paths = stock(self), by_path.paths()
+        if paths is None:
+            return own.forward(self, input_ids, None if past_key_values is None else OneChannel(past_key_values))
+        ids = paths.fold(input_ids)
+        return paths.unfold(own.forward(self, ids, OneChannel(RowCache(past_key_values, paths, ids[:, None]))))
+
+
+class _SpacedConvolution:
+    """Qwen4-Exp's convolution with gaps between its taps."""
+
+    def _short_conv(self, hidden_states: Tensor, past_key_values: Any) -> Any:
+        own, paths = stock(self), by_path.paths()
+        if paths is None:
+            return own._short_conv(self, hidden_states, past_key_values)
+        return paths.unfold(own._short_conv(self, paths.fold(hidden_states), RowCache(past_key_values, paths)))
+
+
+class _OwnTaps:
+    """Inkling-2's convolution, whose taps each token makes itself."""
+
+    def forward(
+        self, hidden_states: Tensor, dynamic_input: Tensor, past_key_values: Any = None, conv_mask: Any = None
+    ) -> Any:
+        own, paths = stock(self), by_path.paths()
+        if paths is None:
+            return own.forward(self, hidden_states, dynamic_input, past_key_values, conv_mask)
+        rows = RowCache(past_key_values, paths)
+        return paths.unfold(own.forward(self, paths.fold(hidden_states), paths.fold(dynamic_input), rows))
+
+
+class _SlotPositions:
+    """The positions of Kosmos: a slot, counted from behind the number of the padding token, which has that itself."""
+
+    def forward(
+        self,
+        input_ids: Any = None,
+        inputs_embeds: Any = None,
+        past_key_values_length: int = 0,
+        position_ids: Any = None,
+    ) -> Any:
+        if by_path.paths() is not None:
+            place = position_ids + 1 if input_ids is None else (position_ids + 1) * (input_ids != self.padding_idx)  # type: ignore[attr-defined]
+            position_ids = place + self.padding_idx  # type: ignore[attr-defined]
+        return stock(self).forward(self, input_ids, inputs_embeds, past_key_values_length, position_ids)
+
+
+READERS: dict[str, type] = {
+    "MiniMaxM3VLIndexer": _Blocks,
+    "Glm5NextTextIndexer": _Pools,
+    "Qwen4ExpTextQSAIndexer": _VisibleBlocks,
+    "Qwen4ExpTextNGramEmbedding": _Tokens,
+    "Qwen4ExpTextPLELayer": _SpacedConvolution,
+    "Kosmos2_5TextSinusoidalPositionalEmbedding": _SlotPositions,
+    "InklingRelativeLogits": _Distances,
+    "Inkling2RelativeLogits": _Distances,
+    "Inkling2DynamicShortConvolution": _OwnTaps,
+}
+
+
+def reader(module: Module) -> type | None:
+    """What goes before the class of a module whose nodes are read as rows; None: it needs nothing."""
+    return READERS.get(stock(module).__name__)
