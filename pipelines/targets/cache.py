@@ -53,7 +53,7 @@ class RaggedCache(Cache):
         ][:, 0]
 
     @property
-    def layers(self) -> Layers:
+    def layers(self) -> Layers:  # type: ignore[override]
         return Layers(self)
 
     @layers.setter

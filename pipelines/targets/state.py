@@ -125,9 +125,9 @@ class State:
         longest = max(self.open_slots.shape[1], other.open_slots.shape[1])
         open_slots = [pad(t, (0, longest - t.shape[1]), value=True) for t in (self.open_slots, other.open_slots)]
         types = {name: stacked(*self._both(name, other)) for name in {**self.types, **other.types}}
-        arguments = {name: value for name, value in self.arguments.items() if isinstance(value, _PLAIN)}
+        arguments: dict[str, Any] = {name: v for name, v in self.arguments.items() if isinstance(v, _PLAIN)}
         for name, mine in self.arguments.items():
-            theirs = other.arguments.get(name)
+            theirs: Any = other.arguments.get(name)
             if self._by_row(mine) and other._by_row(theirs) and mine.dim() == theirs.dim():
                 arguments[name] = stacked(mine, theirs)
         cache, places = self.cache.join(other.cache), self.places.join(other.places)
