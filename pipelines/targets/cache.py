@@ -52,8 +52,8 @@ class RaggedCache(Cache):
             0
         ][:, 0]
 
-    @property
-    def layers(self) -> Layers:  # type: ignore[override]
+    @property  # type: ignore[override]
+    def layers(self) -> Layers:
         return Layers(self)
 
     @layers.setter
