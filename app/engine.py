@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,6 +14,7 @@ from PIL import Image
 
 import mmspec
 from mmspec.app import embedded
+from mmspec.app.preparing import THREADS, Preparing, ProcessorThreads
 from mmspec.drafters.plain import Plain
 from mmspec.pipelines.families import table as families
 from mmspec.pipelines.prompts import chat_inputs
@@ -23,6 +24,7 @@ from mmspec.statistics import Stats
 
 STOCK = "none"  # the drafter that is none
 PICTURE = (1024, 768)  # what `suggest_rows` takes for an ordinary picture
+WARM_UP = 8  # new tokens that are written only to have what they need compiled
 ROWS = {"cpu": 16, "cuda": 64}  # answers written at once at most, if nobody says otherwise
 NODES = {"cpu": 64, "cuda": 512}  # nodes of one forward at most; beyond that it is bound by arithmetic
 
@@ -70,8 +72,12 @@ class Engine:
     say why.
     """
 
-    def __init__(self, model: Any, processor: Any, drafter: Any, max_new_tokens: int, temperature: float = 0):
+    def __init__(
+        self, model: Any, processor: Any, drafter: Any, max_new_tokens: int, temperature: float = 0,
+        options: Mapping[str, Any] | None = None,
+    ):  # fmt: skip
         self.model, self.processor, self.drafter = model.eval(), processor, drafter
+        self.options = dict(options or {})  # of `enable`
         self.sampling = temperature > 0
         warmth = {"do_sample": True, "temperature": temperature} if self.sampling else {"do_sample": False}
         self.settings = {"max_new_tokens": max_new_tokens, "num_beams": 1, **warmth}
@@ -79,20 +85,37 @@ class Engine:
         tokenizer.padding_side = "left"
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
+        self.threads = ProcessorThreads(processor)
         self.notes: list[str] = []
         if drafter is not None:
             self._enable()
 
-    def flow(self, rows: int) -> Captioner:
+    @property
+    def compilable(self) -> bool:
+        """Whether mmspec can accelerate the model at all."""
+        return families.of(self.model).unsupported(self.model) is None
+
+    def warm_up(self, frames: Sequence[Image.Image], asked: Asked, rows: int) -> None:
+        """Compile the model from now on, and let the first answers wait for it: those about one item, thrown away."""
+        self.options["compile"] = True
+        if self.drafter is not None:
+            self._enable()
+        flow = self.flow(rows, max_new_tokens=WARM_UP)
+        for number in range(rows):
+            flow.add(number, frames, asked)
+        while flow.busy:
+            flow.step()
+
+    def flow(self, rows: int, **settings: Any) -> Captioner:
         """Continuous captioning, `rows` answers at once; static batches where mmspec cannot accelerate the model."""
         batches: type[Batcher] = StaticBatcher
-        if families.of(self.model).unsupported(self.model) is None:
+        if self.compilable:
             batches = ContinuousBatcher
             if self.drafter is None:
-                mmspec.enable(self.model, drafter=Plain())
-        return Captioner(self, batches(self.model, self.processor, rows, **self.settings))
+                mmspec.enable(self.model, drafter=Plain(), **self.options)
+        return Captioner(self, batches(self.model, self.processor, rows, **(self.settings | settings)))
 
-    def suggest_rows(self, frames: int = 1) -> int:
+    def suggest_rows(self, frames: int = 1, size: tuple[int, int] = PICTURE) -> int:
         """How many answers to write at once to begin with; a flow halves it when memory runs out all the same.
 
         Four fifths of what is free on the device, less what reading prompts takes, over what a row takes: keys and
@@ -102,6 +125,7 @@ class Engine:
 
         Args:
             frames: pictures of one item at most.
+            size: of the largest of them.
         """
         nodes = getattr(self.drafter, "nodes", 1)
         kind = self.model.device.type
@@ -110,7 +134,7 @@ class Engine:
         if free is None:
             return most
         config, each = self.model.config.get_text_config(), self.model.dtype.itemsize
-        prompt = chat_inputs(self.processor, ["."], [[Image.new("RGB", PICTURE)] * frames], clips=True)
+        prompt = chat_inputs(self.processor, ["."], [[Image.new("RGB", size)] * frames], clips=True)
         length = prompt["input_ids"].shape[1] + self.settings["max_new_tokens"] + nodes
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -131,9 +155,10 @@ class Engine:
     def _enable(self) -> None:
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            handle = mmspec.enable(self.model, drafter=self.drafter, on_unsupported="fallback")
+            handle = mmspec.enable(self.model, drafter=self.drafter, **{"on_unsupported": "fallback", **self.options})
         self.drafter = handle.drafter  # loaded once, however often the stock path is compared
-        self.notes += [str(note.message) for note in said if issubclass(note.category, UserWarning)]
+        heard = [str(note.message) for note in said if issubclass(note.category, UserWarning)]
+        self.notes += [note for note in heard if note not in self.notes]
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,7 +175,7 @@ class Captioner:
 
     def __init__(self, engine: Engine, batches: Batcher) -> None:
         self.engine, self._batches = engine, batches
-        self._failed: list[CaptionResult] = []
+        self._preparing = Preparing(engine.threads)
 
     @property
     def rows(self) -> int:
@@ -159,13 +184,13 @@ class Captioner:
 
     @property
     def free(self) -> int:
-        """How many items can be added that will not have to wait."""
-        return self._batches.free
+        """How many items can be added; some are prepared ahead, so that a row that ends is replaced at once."""
+        return max(0, self._batches.free + max(THREADS, self.rows // 4) - len(self._preparing))
 
     @property
     def busy(self) -> bool:
         """Whether there is anything that has not been handed back yet."""
-        return self._batches.busy or bool(self._failed)
+        return self._batches.busy or bool(self._preparing)
 
     @property
     def stats(self) -> Stats:
@@ -174,19 +199,31 @@ class Captioner:
 
     def add(self, ticket: Hashable, frames: Sequence[Image.Image], asked: Asked, seed: int = 0) -> None:
         """One picture, or the frames of one clip, and what is asked about it; `seed` fixes what is drawn."""
-        try:
-            inputs = chat_inputs(self.engine.processor, [asked.text], [frames], asked.system, asked.start, clips=True)
+
+        def job(processor: Any) -> tuple[_Ticket, Any, int]:
+            inputs = chat_inputs(processor, [asked.text], [frames], asked.system, asked.start, clips=True)
             inputs = inputs.to(self.engine.model.dtype)
             prompt = inputs["input_ids"][0].tolist() if asked.start else []
-            self._batches.add(_Ticket(ticket, asked.start, prompt), inputs, seed)
-        except Exception as error:  # a picture or a prompt that the processor refuses
-            self._failed.append(CaptionResult(ticket, error=error))
+            return _Ticket(ticket, asked.start, prompt), inputs, seed
+
+        self._preparing.add(ticket, job)
+
+    def _enter(self) -> list[CaptionResult]:
+        """Hand over what has been prepared; what the processor or the batches refuse."""
+        refused = []
+        for ticket, made in self._preparing.ready(wait=0 if self._batches.busy else self._batches.free):
+            try:
+                if isinstance(made, Exception):
+                    raise made
+                self._batches.add(*made)
+            except Exception as error:  # a picture or a prompt that cannot be read
+                refused.append(CaptionResult(ticket, error=error))
+        return refused
 
     def step(self) -> list[CaptionResult]:
         """A part of the work, such as one forward of the model; returns what has finished."""
-        done = self._batches.step()
-        found, self._failed = self._failed, []
-        for one in done:
+        found = self._enter()
+        for one in self._batches.step():
             assert isinstance(one.ticket, _Ticket)
             text = self._text(one.ticket, one.tokens) if one.error is None else ""
             found.append(
@@ -212,8 +249,13 @@ class Captioner:
         return self.engine.processor.batch_decode([tokens], skip_special_tokens=True)[0]
 
 
-def load(model: str, drafter: str, device: str, dtype: str, max_new_tokens: int, temperature: float) -> Engine:
-    """Engine for a name on the Hub, a local folder or an embedded model; `auto` picks the fastest device there is."""
+def load(
+    model: str, drafter: str, device: str, dtype: str, max_new_tokens: int, temperature: float, **options: Any
+) -> Engine:
+    """Engine for a name on the Hub, a local folder or an embedded model; `auto` picks the fastest device there is.
+
+    `options` are those of `mmspec.enable`.
+    """
     from transformers import AutoModelForImageTextToText, AutoProcessor
     from transformers.utils import logging
 
@@ -232,7 +274,7 @@ def load(model: str, drafter: str, device: str, dtype: str, max_new_tokens: int,
         raise EngineError(f"cannot load the model {model!r}. {first_line(error)}") from error
     try:
         chosen = None if drafter == STOCK else embedded.resolve(drafter)
-        return Engine(network, processor, chosen, max_new_tokens, temperature)
+        return Engine(network, processor, chosen, max_new_tokens, temperature, options)
     except Exception as error:
         raise EngineError(
             f"cannot use the drafter {drafter!r} with {model!r}; choose another, 'ngram' (needs no weights) or "

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmspec.app import embedded
+from mmspec.app import embedded, enabling
 from mmspec.app.options import count, from_zero, where
 
 if TYPE_CHECKING:
@@ -71,6 +71,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--rule", metavar="SPEC", help="change the distribution for speed, such as 'typical(epsilon=0.3, delta=0.05)'"
     )
     fast.add_argument("--budget", type=float, help="the most a rule may cost per picture, in total variation")
+    enabling.add(fast)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -100,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
             _say_unknown(prompts)
         told: Any = _told_mar if continuous else _told
         print("\n".join(told(*_draw(subject, way, orders, args), args)))
-    except (GenerateError, EngineError) as error:
+    except (GenerateError, EngineError, enabling.EnableError) as error:
         print(f"mmspec generate: {' '.join(str(error).split())}", file=sys.stderr)
         return FATAL
     except OSError as error:
@@ -146,6 +147,7 @@ def _way(args: argparse.Namespace) -> DrawingMethod:
     from mmspec.app.painter import PLAIN, DrawingMethod
 
     given = {name: getattr(args, name) for name in OPTIONS if getattr(args, name) is not None}
+    given |= enabling.given(args.enable, args.drafter)
     if args.proactive:
         given["proactive"] = tuple(args.proactive)
     if args.reproducible:
@@ -153,7 +155,7 @@ def _way(args: argparse.Namespace) -> DrawingMethod:
     useless = [name for name in given if name != "reproducible"]
     if args.drafter == PLAIN and useless:
         raise GenerateError(f"--{useless[0]} needs a drafter; {PLAIN!r} decodes one token after the other")
-    if args.rule is None and args.budget is not None:
+    if "rule" not in given and args.budget is not None:
         raise GenerateError(
             "--budget limits a relaxed rule; name one, such as --rule 'typical(epsilon=0.3, delta=0.05)'"
         )
@@ -248,6 +250,8 @@ def _check_mar(args: argparse.Namespace) -> None:
     strange = next((name for name in FOREIGN if not any(getattr(args, name) is unset for unset in (None, False))), None)
     if strange:
         raise GenerateError(f"--{strange.replace('_', '-')} is for models that draw ids; this one is a MAR")
+    if args.enable:
+        raise GenerateError("--enable is for models that draw ids; this one is a MAR")
     if args.drafter == STOCK and (args.window or args.rule):
         raise GenerateError(f"--window and --rule need a drafter; {STOCK!r} draws without")
 

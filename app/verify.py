@@ -8,7 +8,7 @@ from pathlib import Path
 
 import mmspec
 from mmspec import media
-from mmspec.app import embedded
+from mmspec.app import embedded, enabling
 from mmspec.app.options import count, where
 from mmspec.pipelines.patch import UnsupportedError
 from mmspec.pipelines.prompts import chat_inputs
@@ -27,6 +27,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--drafter", help="ngram, folder or hub name; default: what fits")
     add("--prompt", default="Describe this image.", help="what is asked (%(default)s)")
     add("--max-new-tokens", type=count, default=64, metavar="N", help="how far to compare (%(default)s)")
+    enabling.add(parser)
     where(parser)
 
 
@@ -36,13 +37,14 @@ def run(args: argparse.Namespace) -> int:
 
     drafter = args.drafter or embedded.drafter(args.model)
     try:
-        loaded = engines.load(args.model, drafter, args.device, args.dtype, args.max_new_tokens, 0.0)
+        options = enabling.given(args.enable, drafter)
+        loaded = engines.load(args.model, drafter, args.device, args.dtype, args.max_new_tokens, 0.0, **options)
         if loaded.drafter is None:
             why = "; ".join(loaded.notes) or "no drafter was given"
             raise UnsupportedError(f"{args.model} is not accelerated, so there is nothing to compare: {why}")
         inputs = chat_inputs(loaded.processor, [args.prompt], [[media.load_image(args.image)]])
         report = mmspec.verify(loaded.model, inputs.to(loaded.model.device, loaded.model.dtype), args.max_new_tokens)
-    except (engines.EngineError, media.MediaError, UnsupportedError) as error:
+    except (enabling.EnableError, engines.EngineError, media.MediaError, UnsupportedError) as error:
         print(f"mmspec verify: {error}", file=sys.stderr)
         return 1
     print(report)

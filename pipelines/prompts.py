@@ -48,10 +48,25 @@ def chat_inputs(
     return processor(images=pictures, text=texts, padding=True, padding_side="left", return_tensors="pt")
 
 
+def chat_text(processor: Any, prompt: str, pictures: int, system: str = "", start: str = "") -> str:
+    """The same turn as text, with the processor's mark in the place of each of so many pictures."""
+    if getattr(processor, "chat_template", None):
+        chat: Any = _chat(prompt, [None] * pictures, system, start, False, ())
+        for turn in chat:
+            turn["content"] = [{k: v for k, v in part.items() if k != "image"} for part in turn["content"]]
+        text = processor.apply_chat_template(
+            chat, add_generation_prompt=not start, continue_final_message=bool(start), tokenize=False
+        )
+        return str(text)
+    marker = getattr(processor, "image_token", None) or ""
+    marker = str(getattr(marker, "content", marker))
+    return "\n".join(part for part in (system, marker * pictures, prompt, start) if part or part is prompt)
+
+
 def _chat(
-    prompt: str, pictures: Sequence[Image.Image], system: str, start: str, clips: bool, before: Turns
+    prompt: str, pictures: Sequence[Image.Image | None], system: str, start: str, clips: bool, before: Turns
 ) -> list[dict[str, Any]]:
-    shown = [{"type": "image", "image": picture} for picture in pictures]
+    shown: list[dict[str, Any]] = [{"type": "image", "image": picture} for picture in pictures]
     if clips and len(pictures) > 1:
         shown = [{"type": "video", "video": list(pictures)}]
     turns = [("system", [_said(system)])] if system else []

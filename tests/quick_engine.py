@@ -79,7 +79,9 @@ class Quick:
         return kind == "held" and Path(place).exists() and self.steps >= int(Path(place).read_text())
 
 
-def load(model: str, drafter: str, device: str, dtype: str, max_new_tokens: int, temperature: float) -> Quick:
+def load(
+    model: str, drafter: str, device: str, dtype: str, max_new_tokens: int, temperature: float, **options: object
+) -> Quick:
     if model == f"unloadable:{device}":
         raise RuntimeError(f"no memory on {device}")
     if model == "stillborn":

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,8 @@ import yaml
 from PIL import Image
 
 from mmspec.app import cli
+from mmspec.app.caption import flags
+from mmspec.app.caption import model as modelling
 from mmspec.app.caption import run as running
 from mmspec.app.caption.model import FatalError
 
@@ -115,7 +120,7 @@ def test_what_is_written(caption):
     for name, text in found.items():
         assert Path("captions", name).with_suffix(".txt").read_text(encoding="utf-8") == text + "\n"
     names = {path.name for path in Path("captions").iterdir()}
-    assert names == {"a.txt", "b.txt", "c.txt", "d.txt", "metadata.jsonl", ".mmspec"}
+    assert names == {"a.txt", "b.txt", "c.txt", "d.txt", "metadata.jsonl", "run.yaml", ".mmspec"}
     assert sorted(path.name for path in Path("photos").iterdir()) == sorted(GOOD)  # nobody's folder is littered
     for record in journal():
         assert (record["prompt"], record["model"], record["tokens"]) == ("w5 w6", "quick", 3)
@@ -579,11 +584,83 @@ def test_rows_are_suggested_for_as_many_frames_as_an_item_may_have(
     words: tuple[str, ...], frames: int, caption, photos: Path, monkeypatch: pytest.MonkeyPatch
 ):
     seen = []
-    monkeypatch.setattr(quick_engine.Quick, "suggest_rows", lambda _, n: seen.append(n) or 2, raising=False)
+    monkeypatch.setattr(quick_engine.Quick, "suggest_rows", lambda _, n, size: seen.append(n) or 2, raising=False)
     if words != ("pictures",):
         clips.write_clip(photos / "clip.mp4")
     assert caption("--batch-size", "auto", *(w for w in words if w != "pictures")) in (OK, SOME_FAILED)
     assert seen == [frames]
+
+
+def test_rows_are_suggested_by_the_true_sizes_of_the_pictures(caption, photos: Path, monkeypatch: pytest.MonkeyPatch):
+    """--batch-size auto is the default, and looks at what was decoded, as small as it was made for the model."""
+    seen: list[tuple[int, int]] = []
+    monkeypatch.setattr(quick_engine.Quick, "suggest_rows", lambda _, n, size: seen.append(size) or 3, raising=False)
+    Image.new("RGB", (900, 600)).save(photos / "a.png")
+    assert caption("--report", "r.json") == OK and seen == [(900, 600)]
+    assert [worker["rows"] for worker in json.loads(Path("r.json").read_text())["workers"]] == [3]
+    assert caption("--no-resume", "--max-pixels-per-image", "60000") == OK and seen[-1][0] <= 300
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows for which an engine that can be compiled was compiled."""
+    made: list[int] = []
+    monkeypatch.setattr(quick_engine.Quick, "compilable", True, raising=False)
+    warm_up = lambda self, frames, asked, rows: made.append(rows)  # noqa: E731
+    monkeypatch.setattr(quick_engine.Quick, "warm_up", warm_up, raising=False)
+    return made
+
+
+def test_a_long_run_compiles_by_itself(caption, compiled: list[int], monkeypatch: pytest.MonkeyPatch, capsys):
+    assert caption("--limit", "2") == OK and not compiled
+    monkeypatch.setattr(modelling, "PAYS", 0.1 / 4)  # four items of one token by four rows are half a round
+    assert caption("--no-resume") == OK and compiled == [4]
+    assert "note: 4 items are about 0 rounds of the model: it is compiled first" in capsys.readouterr().err
+    for said in (["--no-compile"], ["--enable", "compile=false"], ["--dry-run"]):
+        assert caption("--no-resume", *said) == OK and compiled == [4]
+    monkeypatch.undo()
+
+
+def test_compiling_can_be_asked_for(caption, compiled: list[int], capsys: pytest.CaptureFixture):
+    assert caption("--compile", "--batch-size", "2") == OK and compiled == [2]
+    assert "is compiled first" not in capsys.readouterr().err
+
+
+def test_what_cannot_be_compiled_says_so(caption, capsys: pytest.CaptureFixture):
+    assert caption("--compile") == OK and "this model cannot be compiled" in capsys.readouterr().err
+
+
+def test_the_clock_starts_when_the_model_has_warmed_up(caption, compiled: list[int], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(quick_engine.Quick, "warm_up", lambda *_: time.sleep(3), raising=False)
+    assert caption("--compile", "--report", "r.json") == OK
+    assert json.loads(Path("r.json").read_text())["seconds"] < 3
+
+
+def test_the_processor_has_threads_of_its_own(truly, model: Path, monkeypatch: pytest.MonkeyPatch):
+    from mmspec.app import engine
+
+    real, threads = engine.chat_inputs, []
+
+    def noted(*args, **more):
+        threads.append(threading.current_thread().name)
+        return real(*args, **more)
+
+    monkeypatch.setattr(engine, "chat_inputs", noted)
+    assert truly("--no-compare", "--batch-size", "2") == OK
+    assert len(threads) == len(GOOD) and all(name.startswith("mmspec-processor") for name in threads)
+
+
+def test_the_settings_of_a_run_lie_beside_its_captions(caption, capsys: pytest.CaptureFixture):
+    assert caption("--prompt", "w8", "--enable", "depth=3", "--no-compile") == OK
+    kept = Path("captions/run.yaml")
+    held = yaml.safe_load(kept.read_text())
+    assert (held["prompt"], held["enable"], held["compile"]) == ("w8", ["depth=3"], False)
+    capsys.readouterr()
+    assert cli.main(["caption", "--config", str(kept)]) == OK  # the same run again
+    assert "4 done before" in capsys.readouterr().out and yaml.safe_load(kept.read_text()) == held
+    kept.write_text("somebody: else")
+    assert caption("--no-resume") == OK and kept.read_text() == "somebody: else"
+    assert Path("captions/.mmspec/run.yaml").exists()
 
 
 def test_config(caption, photos: Path, capsys: pytest.CaptureFixture):
@@ -591,9 +668,9 @@ def test_config(caption, photos: Path, capsys: pytest.CaptureFixture):
     Path("run.yaml").write_text(yaml.safe_dump(config))
     assert caption("--config", "run.yaml", "--out", "two") == OK  # the command line wins
     assert len(captions("two")) == 2 and Path("two/a.cap").read_text().split()[2] == "w8"
-    held = yaml.safe_load(Path("two/.mmspec/run.yaml").read_text())
+    held = yaml.safe_load(Path("two/run.yaml").read_text())
     assert held["out"] == "two" and held["prompt"] == "w8" and held["limit"] == 2 and held["inputs"] == ["photos"]
-    assert cli.main(["caption", "--config", "two/.mmspec/run.yaml", "--limit", "9"]) == OK  # the same run again
+    assert cli.main(["caption", "--config", "two/run.yaml", "--limit", "9"]) == OK  # the same run again
     assert len(captions("two")) == 4 and len(journal("two")) == 4
     Path("frames.yaml").write_text("frames: 3")
     assert caption("--config", "frames.yaml", "--fps", "1") == OK
@@ -611,7 +688,7 @@ def test_a_dry_run_writes_nothing(caption, capsys: pytest.CaptureFixture):
     assert caption("--dry-run", "--prompt", "what is {name}?", "--devices", "cpu,cpu") == OK
     said = capsys.readouterr().out
     assert "4 to caption" in said and "prompt: what is a?" in said
-    assert "measured on 3" in said and "with 2 workers; memory per worker up to" in said
+    assert "measured on 4" in said and "with 2 workers; memory per worker up to" in said
     assert {path.name for path in Path().iterdir()} == {"photos"}
 
 
@@ -668,11 +745,26 @@ def test_names_and_captions_cannot_write_to_the_terminal(caption, photos: Path, 
     assert "\x1b" not in said and r"\x1b[2J.png: " in said and r"\udcff.jpg: " in said
 
 
+def test_the_help_fits_two_screens_and_nothing_is_lost(capsys: pytest.CaptureFixture, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    texts = []
+    for flag in ("--help", "--help-all"):
+        with pytest.raises(SystemExit):
+            cli.main(["caption", flag])
+        texts.append(capsys.readouterr().out)
+    short, whole = texts
+    assert len(short.splitlines()) <= 2 * 40 and "--batch-size" in short and "--max-memory" not in short
+    parser = argparse.ArgumentParser()
+    flags.configure(parser)
+    assert len(parser.get_default("flags").rare) > 20
+    assert all(name in whole for name in parser.get_default("flags").spelled.values() if name.startswith("--"))
+
+
 def test_version_and_help(capsys: pytest.CaptureFixture):
-    for words in (["--version"], ["--help"], ["caption", "--help"]):
+    for words in (["--version"], ["--help"], ["caption", "--help-all"]):
         with pytest.raises(SystemExit) as stopped:
             cli.main(words)
         assert stopped.value.code == 0
     said = capsys.readouterr().out
-    assert "(True)" not in said and "(the default)" in said and "(512M)" in said and "(1)" in said
+    assert "(True)" not in said and "(the default)" in said and "(128)" in said
     assert "mmspec 0." in said and all(name in said for name in cli.COMMANDS) and "--retry-failed" in said

@@ -349,21 +349,16 @@ def test_pictures_that_are_none(duo: Duo, tmp_path: Path) -> None:
 
 
 def test_trees_fit_their_depth_and_width() -> None:
-    assert about(None, "", depth=4, width=1, size=96).options == {**{"depth": 4, "width": 1}, "reproducible": False}
-    assert about(None, "", depth=1, width=2, size=32).options == {
-        **{"depth": 1, "width": 2, "size": 3},
-        "reproducible": False,
-    }
-    assert about(None, "", depth=5, width=8, size=2).options == {
-        **{"depth": 5, "width": 8, "size": 6},
-        "reproducible": False,
-    }
+    rest = {"reproducible": False, "compile": False, "auto": False}
+    assert about(None, "", depth=4, width=1, size=96).options == {"depth": 4, "width": 1} | rest
+    assert about(None, "", depth=1, width=2, size=32).options == {"depth": 1, "width": 2, "size": 3} | rest
+    assert about(None, "", depth=5, width=8, size=2).options == {"depth": 5, "width": 8, "size": 6} | rest
 
 
 # ------------------------------------------------------------------------------------------------ the tab
 
 
-VALUES = (PROMPT, "ngram", 5, 1, 6, 0, 1, 0, True, 8, 4)  # Ask's fields after the media
+VALUES = (PROMPT, "ngram", 5, 1, 6, 0, 1, 0, True, 8, 4, False, False)  # Ask's fields after the media
 
 
 def test_the_tabs_events(duo: Duo, picture: str) -> None:

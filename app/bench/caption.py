@@ -7,7 +7,7 @@ import gc
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,7 @@ class CaptionMethod:
     batches: type[Batcher]
     drafter: Any = None  # None: stock generate
     twin: str = BASE  # the static method with the same drafter
+    options: dict[str, Any] = field(default_factory=dict)  # of `enable`
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ class CaptionBench:
     def run(self, method: CaptionMethod, rows: int, count: int | None = None) -> CaptionRun:
         """The first `count` captions, all by default; garbage is collected and the drafter enabled before the clock."""
         asked = self.asked[:count]
-        with enabled(self.model, method.drafter) as handle:
+        with enabled(self.model, method.drafter, **method.options) as handle:
             batches = method.batches(self.model, self.processor, rows, **self.settings)
             gc.collect()
             wait(self.model.device)
@@ -172,11 +173,12 @@ def questions(args: argparse.Namespace) -> list[Question]:
 def methods(args: argparse.Namespace) -> list[CaptionMethod]:
     """StaticBatcher and continuous, without a drafter and with each."""
     found = [CaptionMethod(BASE, StaticBatcher), CaptionMethod("continuous", ContinuousBatcher, Plain())]
+    given = drafters.options(args)
     named = drafters.read(args) or {"ngram": registry.drafter_class("ngram")()}
     for title, drafter in named.items():
         title = f"{BASE} + {title}"
-        found.append(CaptionMethod(title, StaticBatcher, drafter, title))
-        found.append(CaptionMethod(title.replace(BASE, "continuous", 1), ContinuousBatcher, drafter, title))
+        found.append(CaptionMethod(title, StaticBatcher, drafter, title, given))
+        found.append(CaptionMethod(title.replace(BASE, "continuous", 1), ContinuousBatcher, drafter, title, given))
     return found
 
 

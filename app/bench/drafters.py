@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import mmspec
-from mmspec.app import embedded
+from mmspec.app import embedded, enabling
 from mmspec.app.bench.command import BenchError, say
 from mmspec.registry import DRAFTERS, drafter_class
+from mmspec.zoo import recipes
 
 ALL = "all"
 
@@ -18,9 +19,22 @@ def configure(parser: argparse.ArgumentParser, beside: str = "") -> None:
     """The option; `beside` says what is measured anyway."""
     parser.add_argument(
         "--drafters", "--drafter", nargs="+", dest="drafters", metavar="NAME",
-        help=f"feature drafters (folders or names) to measure{beside}; {ALL}: every embedded one of the model; "
-        "default: the embedded one, if it fits",
+        help=f"feature drafters to measure{beside}: folders, names, or a method as eagle for the embedded one of the "
+        f"model; {ALL}: every embedded one; default: the embedded one, if it fits",
     )  # fmt: skip
+    enabling.add(parser)
+
+
+def options(args: argparse.Namespace) -> dict[str, Any]:
+    """What is said to `enable` of every drafter that is measured.
+
+    Raises:
+        BenchError: there is no such option, or no such value.
+    """
+    try:
+        return enabling.given(args.enable)
+    except enabling.EnableError as error:
+        raise BenchError(str(error)) from error
 
 
 def read(args: argparse.Namespace, trained: bool = False) -> dict[str, Any]:
@@ -40,9 +54,7 @@ def read(args: argparse.Namespace, trained: bool = False) -> dict[str, Any]:
             return {}
     names: list[str] = []
     for name in args.drafters:
-        found = embedded.drafters(args.model) if name == ALL else [name]
-        if not found:
-            raise BenchError(f"--drafters {ALL}: no drafter comes with {args.model!r}; name the drafters to measure")
+        found = _named(name, args.model)
         if trained and name in DRAFTERS and not DRAFTERS[name].trained:
             raise BenchError(f"--drafters {name}: it has no weights; --methods '{name}*' chooses among its methods")
         names += [one for one in found if one not in names]
@@ -50,6 +62,25 @@ def read(args: argparse.Namespace, trained: bool = False) -> dict[str, Any]:
         return _loaded(names)
     except (FileNotFoundError, ValueError) as error:
         raise BenchError(f"--drafters: {error}") from error
+
+
+def _named(name: str, model: str) -> list[str]:
+    """The drafters that a word of --drafters means: a method means the embedded one of the model that follows it."""
+    here = {one: recipes.DRAFTERS[one].method for one in embedded.drafters(model)}
+    if name == ALL and not here:
+        raise BenchError(f"--drafters {ALL}: no drafter comes with {model!r}; name the drafters to measure")
+    if name == ALL:
+        return list(here)
+    if name not in DRAFTERS or not DRAFTERS[name].trained:
+        return [name]
+    found = [one for one, method in here.items() if method == name]
+    if not found:
+        there = f"those of {', '.join(here.values())} do" if here else "none does"
+        raise BenchError(
+            f"--drafters {name}: no drafter of this method comes with {model!r} ({there}); name a folder, or train one "
+            f"with `mmspec train --method {name} --target {model}`"
+        )
+    return found
 
 
 def _loaded(names: list[str]) -> dict[str, Any]:

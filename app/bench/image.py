@@ -7,6 +7,7 @@ import gc
 import json
 import statistics
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,9 @@ def methods(painter: ImageSubject, args: argparse.Namespace) -> tuple[list[Image
     codes = painter.pipe.transformer.config.vocab
     trained = list(drafters.read(args, trained=True).items())
     known = lossless(trained) + relaxed(codes, trained, args.rule, args.budget)
+    given, named = drafters.options(args), [drafter for _, drafter in trained]
+    known = [replace(m, way=replace(m.way, options={**m.way.options, **given})) if m.way.drafter in named else m
+             for m in known]  # fmt: skip
     wanted = args.quality_methods or args.methods or [p for p in DEFAULT_QUALITY if trained or p != "eagle*"]
     judged = [m for m in matching(known, wanted, args.without) if not m.plain]
     judged += [] if args.sweep is None else swept(codes, args.budget, args.sweep)

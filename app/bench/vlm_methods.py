@@ -129,6 +129,7 @@ def methods(model: Any, args: argparse.Namespace) -> list[VlmMethod]:
         VlmMethod("ngram", drafter=registry.drafter_class("ngram")(), grid="text drafter"),
     ]
     flags = {k: v for k in ("depth", "width", "size", "draft_vocab") if (v := getattr(args, k)) is not None}
+    flags |= drafters.options(args)
     for title, drafter in drafters.read(args).items():
         if title == "ngram":
             continue  # it is there already

@@ -26,6 +26,7 @@ from mmspec.app.caption.report import RunTally, TooManyErrorsError, plain
 from mmspec.app.caption.run import Job
 from mmspec.app.caption.settings import BESIDE, Options, SettingsError
 from mmspec.app.caption.workers import Alone, Processes, dispatch, places
+from mmspec.app.enabling import EnableError
 from mmspec.app.media.inputs import Inputs, open_inputs
 from mmspec.media import MediaError
 
@@ -50,9 +51,9 @@ def run(args: argparse.Namespace) -> int:
             return _caption(options)
     except TerminatedError:  # before there was anything to wind up
         return TERMINATED
-    except (MediaError, PromptError, SettingsError, OutputError, FatalError, TooManyErrorsError) as error:
+    except (MediaError, PromptError, SettingsError, OutputError, FatalError, TooManyErrorsError, EnableError) as error:
         print(f"mmspec caption: {plain(str(error))}", file=sys.stderr)
-        return SENSELESS if isinstance(error, PromptError | SettingsError) else FATAL
+        return SENSELESS if isinstance(error, PromptError | SettingsError | EnableError) else FATAL
     except OSError as error:
         print(f"mmspec caption: {error}; what was finished before is safe", file=sys.stderr)
         return FATAL
@@ -90,6 +91,7 @@ def _caption(options: Options) -> int:
         options.prompt, options.prompt_file, system=options.system,
         start=options.start_with, prepend=options.prepend, append=options.append,
     )  # fmt: skip
+    settings.enable(options)  # what is wrong is said before anything is read or loaded
     shaping = settings.settings(options)
     slots = f"shard-{options.shard.replace('/', '-of-')}-" if options.shard else ""
     folder, origin = _folders(options, inputs)
@@ -105,7 +107,7 @@ def _caption(options: Options) -> int:
         todo.pending = todo.pending[: options.limit]
         _say_plan(options, inputs, outputs, todo)
         frames = todo.frames(options.policy, options.max_frames)
-        job = Job(options, shaping, folder, outputs.origin, frames=frames)
+        job = Job(options, shaping, folder, outputs.origin, frames=frames, items=len(todo.pending))
         if options.dry_run:
             return _dry_run(job, todo)
         return _work(job, slots, inputs, outputs, todo)
@@ -129,13 +131,13 @@ def _work(job: Job, slots: str, inputs: Inputs, outputs: Outputs, todo: Plan) ->
         _report(options, todo, RunTally(0, shown=False), [], None)
         print(f"nothing to do; what there is lies in {outputs.folder}")
         return SOME_FAILED if failed_before else OK
-    write_whole(outputs.state / "run.yaml", settings.dumped(options), outputs.state / f"{slots}run.partial")
+    _keep(options, outputs, slots)
     tally = RunTally(len(todo.pending), options.quiet, todo.unit, options.max_errors)
     comparison = None
     try:
         with contextlib.closing(tally), _crew(job, slots, todo) as crew:
             comparison = crew.comparison if isinstance(crew, Alone) else None
-            dispatch(todo.pending, crew, job, tally.add, lambda: _start(crew, tally))
+            dispatch(todo.pending, crew, job, tally.add, tally.start)
             if comparison is not None:
                 if comparison.kept:
                     tally.close()
@@ -159,10 +161,13 @@ def _work(job: Job, slots: str, inputs: Inputs, outputs: Outputs, todo: Plan) ->
     return SOME_FAILED if tally.failed or failed_before else OK
 
 
-def _start(crew: Any, tally: RunTally) -> None:
-    for note in crew.notes:
-        print(f"note: {plain(note)}", file=sys.stderr)
-    tally.start()
+def _keep(options: Options, outputs: Outputs, slots: str) -> None:
+    """The settings as a file for --config, beside the captions; with the journals where it would replace another's."""
+    name = f"{slots}{settings.FILE}"
+    path = outputs.folder / name
+    if options.out == BESIDE or options.extension == path.suffix or not settings.replaceable(path):
+        path = outputs.state / name
+    write_whole(path, settings.dumped(options), outputs.state / f"{slots}run.partial")
 
 
 def _report(options: Options, todo: Plan, tally: RunTally, workers: list, comparison: Any) -> None:
@@ -179,7 +184,7 @@ def _crew(job: Job, slots: str, todo: Plan) -> Iterator[Any]:
 
         crew: Any = Actors(job, options.devices, slots)
     elif len(where := places(options.devices)) > 1:
-        crew = Processes(replace(job, workers=len(where)), where, slots)
+        crew = Processes(replace(job, workers=len(where), items=-(-job.items // len(where))), where, slots)
     else:
         crew = Alone(job, where[0], slots, len(todo.pending))
     try:
@@ -198,10 +203,10 @@ def _dry_run(job: Job, todo: Plan) -> int:
             print(f"{what}: {plain(text)}")
     workers = places(job.options.devices)
     with tempfile.TemporaryDirectory() as folder:
-        trial = replace(
-            job, folder=Path(folder), options=replace(job.options, devices=workers[0], ray=False, compare=False)
-        )
+        chosen = replace(job.options, devices=workers[0], ray=False, compare=False, compile=False)
+        trial = replace(job, folder=Path(folder), options=chosen)
         with _crew(trial, "", Plan(todo.pending[:1])) as crew:
+            dispatch(todo.pending[:1], crew, trial, RunTally(1, quiet=True, shown=False).add)
             rows = crew.worker.rows  # as many at once as in the run
             wanted = max(2 * rows, 4)
             sample = todo.pending[:: max(1, len(todo.pending) // wanted)][:wanted]

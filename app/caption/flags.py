@@ -8,20 +8,25 @@ from pathlib import Path
 from typing import Any
 
 from mmspec import media
-from mmspec.app import embedded
-from mmspec.app.caption.settings import AUTO, ENGINE, Flags
-from mmspec.app.extras import installing
+from mmspec.app import embedded, enabling
+from mmspec.app.caption.settings import AUTO, ENGINE, VLLM, Flags
 from mmspec.app.media import video
 from mmspec.app.media.items import kind_of
 from mmspec.app.options import DTYPES, above_zero, count, from_zero
 
 ON_EXISTING = ("skip", "overwrite", "append", "prepend")
+RARE = (  # what few people change: `--help-all` and docs/captioning.md tell of them, and --config holds them
+    "--column-image", "--column-text", "--column-tags", "--split", "--prompt-file", "--system", "--start-with",
+    "--prepend", "--append", "--temperature", "--seed", "--dtype", "--fps", "--keyframes", "--max-frames",
+    "--max-pixels", "--max-aspect", "--max-duration", "--timeout", "--max-bytes", "--max-memory", "--decoders",
+    "--extension", "--on-existing", "--resume", "--limit", "--dedup", "--max-errors", "--compare",
+)  # fmt: skip
 OUTPUTS = ("txt", "metadata", "parquet", "webdataset", "pairs")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """The options of `mmspec caption`."""
-    flags = Flags(parser)
+    flags = Flags(parser, RARE)
     _inputs(flags)
     _answers(flags)
     _limits(flags)
@@ -60,14 +65,16 @@ def _answers(flags: Flags) -> None:
         f"{embedded.MODEL}")  # fmt: skip
     add("--drafter", metavar="NAME", help="name, folder, 'ngram' (needs no weights) or 'none' (plain decoding); "
         "default: what fits")  # fmt: skip
+    add("--enable", default=[], **enabling.FLAG)
+    flags.switch("--compile", None, "compile the model; without either, where the run is long enough to pay for it")
     add("--max-new-tokens", type=count, default=128, metavar="N", help="longest caption, in tokens")
     add("--temperature", type=from_zero, default=0.0, metavar="T", help="0 takes the likeliest token")
-    add("--max-pixels-per-image", type=_area, default=AUTO, metavar="N", help="larger pictures are made smaller before "
-        "the model reads them; auto: as suits the model, none: never")  # fmt: skip
+    add("--max-pixels-per-image", type=_area, default=AUTO, metavar="N", help="larger pictures are made smaller; "
+        "auto: as suits the model, none: never")  # fmt: skip
     add("--seed", type=int, default=0, metavar="N", help="of weighted prompts, and of draws at a temperature above 0")
     add("--dtype", choices=DTYPES, default=AUTO, help="of the weights")
-    add("--engine", type=_engine, default=ENGINE, metavar="MODULE:FUNCTION", help="what loads the model; give your own "
-        "to caption with another library behind the same journal")  # fmt: skip
+    add("--engine", type=_engine, default=ENGINE, shown="", metavar="NAME", help="vllm: vLLM's offline engine (extra: "
+        "vllm); or MODULE:FUNCTION, one of your own")  # fmt: skip
 
 
 def _limits(flags: Flags) -> None:
@@ -103,7 +110,7 @@ def _outputs(flags: Flags) -> None:
 def _running(flags: Flags) -> None:
     add = flags.add
     flags.section("the run")
-    add("--config", type=Path, metavar="FILE", help="YAML with any of these flags; the command line wins over it")
+    add("--config", type=Path, metavar="FILE", help="YAML with any flags, as run.yaml beside the captions")
     flags.switch("--resume", True, "what is done is not done again")
     flags.switch("--retry-failed", False, "try again what failed before")
     add("--limit", type=count, metavar="N", help="caption at most N items in this run")
@@ -111,13 +118,12 @@ def _running(flags: Flags) -> None:
     add("--shard", type=_shard, metavar="I/N", help="only part I of N (0/4 ... 3/4), for several machines")
     add("--devices", "--device", type=_devices, default=AUTO, metavar="LIST", help="auto, cpu, cuda, mps, or one "
         "worker process each: 0,1 or cuda:0,cuda:1 or cpu,cpu")  # fmt: skip
-    add("--batch-size", type=_batch, default=1, metavar="N", help="items at work at once on a device, or auto (halved "
-        "when memory runs out)")  # fmt: skip
+    add("--batch-size", type=_batch, default=AUTO, metavar="N", help="items at work at once on a device; auto: as "
+        "many as fit, by the sizes of the pictures")  # fmt: skip
     add("--dedup", choices=("exact", "phash"), help="caption equal files, or pictures that look equal, once")
     add("--max-errors", type=count, metavar="N", help="give up after so many failures")
-    flags.switch("--ray", False, "run the workers on Ray, one per device of its cluster (to install it, run "
-                 f"{installing('ray')})")  # fmt: skip
-    add("--report", type=_report, metavar="FILE", help="JSON with counts, speeds, acceptance and where they come from")
+    flags.switch("--ray", False, "run the workers on Ray, one per device of its cluster (extra: ray)")
+    add("--report", type=_report, metavar="FILE", help="JSON with counts, speeds and acceptance")
     flags.switch("--compare", True, "measure the speed-up over stock generate on a few of the items")
     flags.switch("--quiet", False, "do not print the captions")
 
@@ -187,6 +193,7 @@ def _report(text: str) -> Path:
 
 
 def _engine(text: str) -> str:
+    text = VLLM if text == "vllm" else text
     if not re.fullmatch(r"[\w.]+:\w+", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not MODULE:FUNCTION, as {ENGINE}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not vllm, or MODULE:FUNCTION as {ENGINE}")
     return text

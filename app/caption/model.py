@@ -9,10 +9,13 @@ from typing import Any, Protocol
 
 from PIL import Image
 
+from mmspec.app.caption import settings
 from mmspec.app.caption.prompts import PromptChoice
 from mmspec.app.caption.settings import AUTO, Options
 
 TOKENS = 1280  # visual tokens of a picture, where the model makes as many as there are pixels
+PICTURE = (1024, 768)  # what is taken for an ordinary picture while none has been seen
+PAYS = 10_000  # rounds that pay for compiling at one size of the batch: some 10 ms less each, after a minute or two
 AUTO_ROWS = 4  # --batch-size auto of an engine that suggests nothing
 
 
@@ -37,12 +40,15 @@ class Model(Protocol):
 
     notes: list[str]
     drafter: Any
+    # One that has `suggest_rows(frames, size)` is asked by --batch-size auto, and one that is `compilable` is compiled
+    # by `warm_up(frames, asked, rows)` where the run is long enough.
 
     def flow(self, rows: int) -> Answers: ...
 
 
 def load(options: Options, place: str) -> Model:
-    """The model behind the captions; FatalError if there is none."""
+    """The model behind the captions; FatalError if there is none. What --enable says goes to the engine by name."""
+    told = settings.enable(options)
     module, _, function = options.engine.partition(":")
     try:
         loader = getattr(importlib.import_module(module), function)
@@ -51,17 +57,33 @@ def load(options: Options, place: str) -> Model:
             f"no engine {options.engine!r} ({error}); give MODULE:FUNCTION that Python can import"
         ) from error
     try:
-        return loader(options.model, options.drafter, place, options.dtype, options.max_new_tokens, options.temperature)
+        asked = (options.model, options.drafter, place, options.dtype, options.max_new_tokens, options.temperature)
+        return loader(*asked, **told)
     except Exception as error:  # whatever a model or somebody's engine meets while it loads ends the run
         named = type(error).__name__ == "EngineError"
         raise FatalError(str(error) if named else f"{type(error).__name__}: {error}") from error
 
 
-def rows_for(wanted: int | str, frames: int, engine: Any) -> int:
-    """How many items of so many frames are at work at once, where --batch-size says `wanted`."""
+def rows_for(wanted: int | str, frames: int, engine: Any, size: tuple[int, int] = PICTURE) -> int:
+    """How many items of so many frames of this size are at work at once, where --batch-size says `wanted`."""
     if wanted != AUTO:
         return int(wanted)
-    return engine.suggest_rows(frames) if hasattr(engine, "suggest_rows") else AUTO_ROWS
+    return engine.suggest_rows(frames, size) if hasattr(engine, "suggest_rows") else AUTO_ROWS
+
+
+def compiles(options: Options, items: int, frames: int, engine: Any) -> tuple[bool, str]:
+    """Whether a worker with so many items to do compiles its model; with a line for people where it chose so itself."""
+    said = settings.enable(options).get("compile", options.compile)
+    able = getattr(engine, "compilable", False)
+    if said is not None or not able:
+        return bool(said) and able, "this model cannot be compiled; it runs as it is" * (bool(said) and not able)
+    rows = rows_for(options.batch_size, frames, engine)
+    rounds = items * options.max_new_tokens / (2 * rows)
+    pays = rounds >= PAYS * rows  # at the end of a run a batch takes every size below its own
+    return pays, (
+        f"{items} items are about {rounds:,.0f} rounds of the model: it is compiled first, which takes a minute or two "
+        "(--no-compile leaves it as it is)"
+    ) * pays  # fmt: skip
 
 
 def area_for(wanted: int | str, engine: Any) -> tuple[int | None, str]:

@@ -13,9 +13,9 @@ from typing import Any
 
 from mmspec.app.caption.model import FatalError
 from mmspec.app.caption.plan import Task
-from mmspec.app.caption.run import Job, Result, Worker
+from mmspec.app.caption.run import SIZED, Job, Result, Worker
 from mmspec.app.caption.settings import AUTO
-from mmspec.app.caption.workers import WorkerEnded
+from mmspec.app.caption.workers import WorkerEnded, say
 from mmspec.app.extras import installing
 
 SPELL = 1.0  # seconds after which an actor hands over, even if nothing is finished
@@ -33,7 +33,7 @@ class Actor:
             self.worker = Worker(self.job, self.place, self.slot)
         except (FatalError, OSError) as error:
             return "fatal", f"{self.slot} on {self.place}: {error}"
-        return "ready", (self.worker.window, self.worker.notes)
+        return "ready", self.worker.notes
 
     def work(self, tasks: Sequence[Task]) -> tuple[str, Any]:
         self.worker.give(tasks)
@@ -44,7 +44,7 @@ class Actor:
                 results = self.worker.step()
         except (FatalError, OSError) as error:
             return "fatal", f"{self.slot} on {self.place}: {error}"
-        return "results", results
+        return "results", (results, self.worker.window, self.worker.flow is not None)
 
     def end(self) -> dict[str, Any]:
         summary = self.worker.summary()
@@ -64,6 +64,7 @@ class Remote:
     slot: str
     call: Any
     window: int = 0
+    open: bool = False
     next: list[Task] = field(default_factory=list)
     in_hand: int = 0
 
@@ -81,14 +82,15 @@ class Actors:
             raise FatalError(f"--ray needs Ray; {installing('ray')}") from error
         self.ray: Any = ray
         self.summaries: list[Any] = []
-        self.notes: list[Any] = []
+        self._said: list[str] = []
         self.troubles: list[Any] = []
         self._ours = not ray.is_initialized()
         if self._ours:
             self.ray.init(include_dashboard=False, log_to_driver=False, logging_level="error")
         wanted = self._places(devices)
         nodes = len([node for node in ray.nodes() if node["Alive"]])
-        job = replace(job, folder=job.folder.resolve(), workers=math.ceil(len(wanted) / max(1, nodes)))
+        workers, items = math.ceil(len(wanted) / max(1, nodes)), math.ceil(job.items / len(wanted))
+        job = replace(job, folder=job.folder.resolve(), workers=workers, items=items)
         self.members: list[Remote] = []
         for number, place in enumerate(wanted):
             gpus = 1 if place.startswith("cuda") else 0
@@ -128,11 +130,13 @@ class Actors:
         if kind == "fatal":
             return [(member, self._bury(member, said, killed=False))]
         if kind == "ready":
-            member.window, notes = said
-            self.notes += [note for note in notes if note not in self.notes]
+            member.window = 1 + SIZED  # it says how many more it takes once it has begun
+            say([note for note in said if note not in self._said])
+            self._said += said
             return []
-        member.in_hand -= len(said)
-        return [(member, said)]
+        results, member.window, member.open = said
+        member.in_hand -= len(results)
+        return [(member, results)]
 
     def _bury(self, member: Remote, trouble: str, killed: bool) -> WorkerEnded:
         self.members.remove(member)

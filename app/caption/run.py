@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mmspec.app.caption.journal import Record, digest, key
-from mmspec.app.caption.model import FatalError, area_for, dtype_of, load, peak_memory, rows_for
+from mmspec.app.caption.model import Answers, FatalError, area_for, compiles, dtype_of, load, peak_memory, rows_for
 from mmspec.app.caption.outputs import UnwritableTextError, Writer, combined, facts_of
 from mmspec.app.caption.plan import Task
 from mmspec.app.caption.settings import Options, Settings
@@ -20,6 +20,7 @@ from mmspec.app.media.decoder import AHEAD, Decoder, DecoderError
 from mmspec.app.media.video import FramePolicy
 from mmspec.media import Media, MediaLimits
 
+SIZED = 4  # pictures that are seen before it is settled how many are captioned at once
 PATIENCE = 5  # items on which a model that has never answered may fail before the run is given up
 LOST = "AcceleratorError"  # of torch: after most of these the device fails on everything, fast
 
@@ -34,6 +35,7 @@ class Job:
     origin: str
     workers: int = 1  # on this machine, to share its cores
     frames: int = 1  # pictures that an item may have
+    items: int = 1  # that a worker has to do, about
 
 
 @dataclass(frozen=True)
@@ -55,13 +57,13 @@ class Worker:
 
     def __init__(self, job: Job, place: str, slot: str):
         options, self.job, self.slot = job.options, job, slot
-        self.engine = load(options, place)
-        self.rows = rows_for(options.batch_size, job.frames, self.engine)
-        self.flow = self.engine.flow(self.rows)
-        self._area, told = area_for(options.max_pixels_per_image, self.engine)
-        self.notes = [*self.engine.notes, *([told] if told else [])]
-        count = options.decoders or max(1, min(4, cores() // (2 * job.workers)))
-        self.window = max(2 * self.rows, PATIENCE + 1) + AHEAD * count  # tasks in hand
+        self.engine: Any = load(options, place)
+        self.flow: Answers | None = None  # until the first pictures are there, by whose sizes it is opened
+        self.rows = SIZED
+        self._area, capped = area_for(options.max_pixels_per_image, self.engine)
+        self._compiles, compiling = compiles(options, job.items, job.frames, self.engine)
+        self.notes = [*self.engine.notes, *filter(None, (capped, compiling))]
+        self._decoders = options.decoders or max(1, min(4, cores() // (2 * job.workers)))
         self.sampler: Callable[..., None] | None = None  # is shown what the model is asked
         self._twins = Twins(options.dedup, job.folder if options.resume else None) if options.dedup else None
         self._inbox: deque[Task] = deque()
@@ -81,8 +83,13 @@ class Worker:
                 memory=options.max_memory, max_duration=options.max_duration,
                 max_aspect=options.max_aspect, max_area=self._area,
             )  # fmt: skip
-            self._decoder = stack.enter_context(Decoder(count, limits, policy, phash=options.dedup == "phash"))
+            self._decoder = stack.enter_context(Decoder(self._decoders, limits, policy, phash=options.dedup == "phash"))
             self._close = stack.pop_all()
+
+    @property
+    def window(self) -> int:
+        """Tasks that it may have in hand."""
+        return max(2 * self.rows, PATIENCE + 1) + AHEAD * self._decoders
 
     @property
     def busy(self) -> bool:
@@ -103,9 +110,11 @@ class Worker:
             FatalError: the model, or the decoder, works on nothing.
         """
         self._decode()
-        while self._waiting and self.flow.free:
-            self._ask(*self._waiting.popleft())
-        if self.flow.busy:
+        if self.flow is None and (len(self._waiting) >= SIZED or (self._waiting and not self._decoding)):
+            self._open()
+        while self._waiting and self.flow is not None and self.flow.free:
+            self._ask(self.flow, *self._waiting.popleft())
+        if self.flow is not None and self.flow.busy:
             for answer in self.flow.step():
                 self._answer(answer)
         if not self._at_work:
@@ -116,7 +125,11 @@ class Worker:
     def summary(self) -> dict[str, Any]:
         """Facts for the report."""
         stats = getattr(self.flow, "stats", None)
-        facts: dict[str, Any] = {"worker": self.slot, "rows": self.flow.rows, "peak_memory": peak_memory(self.engine)}
+        facts: dict[str, Any] = {
+            "worker": self.slot,
+            "rows": getattr(self.flow, "rows", 0),
+            "peak_memory": peak_memory(self.engine),
+        }
         facts |= facts_of(dtype=dtype_of(self.engine))
         if stats is not None and stats.rounds:
             facts |= {
@@ -140,7 +153,7 @@ class Worker:
             self._decoder.submit(task.item.name, task.item)
         if not self._decoding or len(self._waiting) > self.rows:  # the rest waits in the decoder, which counts bytes
             return
-        idle = not (self._waiting or self.flow.busy)
+        idle = self.flow is None or not (self._waiting or self.flow.busy)
         try:
             found = self._decoder.ready(0.2 if idle else 0)
         except DecoderError as error:
@@ -166,13 +179,23 @@ class Worker:
             self._following += 1
             twin.followers.append((task, media))
 
-    def _ask(self, task: Task, media: Media) -> None:
+    def _open(self) -> None:
+        """Begin to ask the model, as many at once as fit by the largest picture so far; compile it where that pays."""
+        sizes = [frame.size for _, media in self._waiting for frame in media.frames]
+        largest = max(sizes, key=lambda size: size[0] * size[1])
+        self.rows = rows_for(self.job.options.batch_size, self.job.frames, self.engine, largest)
+        if self._compiles:  # the next items are being decoded meanwhile
+            task, media = self._waiting[0]
+            self.engine.warm_up(media.frames, task.asked, self.rows)
+        self.flow = self.engine.flow(self.rows)
+
+    def _ask(self, flow: Answers, task: Task, media: Media) -> None:
         name, settings = task.item.name, self.job.settings
         seed = 0 if settings.seed is None else int(digest(f"{settings.seed} {media.content}".encode())[:12], 16)
         if self.sampler is not None:
             self.sampler(media.frames, task.asked)
         self._asked[name] = (task, media)
-        self.flow.add(name, media.frames, task.asked, seed)
+        flow.add(name, media.frames, task.asked, seed)
 
     def _answer(self, answer: Any) -> None:
         task, media = self._asked.pop(answer.ticket)

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from mmspec.app import embedded
+from mmspec.app import embedded, enabling
 from mmspec.app.caption.journal import key
 from mmspec.app.media import video
 
-BESIDE, AUTO = "beside", "auto"
+BESIDE, AUTO, STOCK = "beside", "auto", "none"
 PROMPT = "Describe this image in two or three sentences."  # for models other than the embedded one
-ENGINE = "mmspec.app.engine:load"
+ENGINE, VLLM = "mmspec.app.engine:load", "mmspec.app.caption.vllm_engine:load"
+WHOLE = "--help-all"
+FILE = "run.yaml"  # beside the captions
+HEAD = b"# Repeat this run by: mmspec caption --config FILE\n"
 SAID_LATER = "config"  # the one flag that a config file cannot hold
 # One of these on the command line undoes the others of a config file.
 RIVALS = (("prompt", "prompt_file"), ("frames", "fps", "keyframes"))
@@ -44,6 +49,8 @@ class Options:
     append: str
     model: str
     drafter: str
+    enable: list[str]  # NAME=VALUE
+    compile: bool | None  # None: where the run is long enough
     max_new_tokens: int
     temperature: float
     max_pixels_per_image: int | str
@@ -105,6 +112,7 @@ class Settings:
     dtype: str = AUTO
     engine: str = ENGINE
     max_pixels_per_image: int | str = AUTO
+    enable: str = ""  # what of --enable changes what is drawn
 
     def ask(self, asked: Any, **more: Any) -> str:
         """Name of all that shapes the answer but the content: the settings, what was asked (a dataclass), and `more`.
@@ -122,10 +130,14 @@ class Flags:
     So a parsed namespace holds only what was said, and the command line can win over a config file.
     """
 
-    def __init__(self, parser: argparse.ArgumentParser):
+    def __init__(self, parser: argparse.ArgumentParser, rare: Collection[str] = ()):
+        self.rare: dict[argparse.Action, str] = {}  # flags that --help leaves to --help-all, with their help
+        self._rare = rare
+        parser.add_argument(WHOLE, action=_WholeHelp, flags=self, help="all flags, with those that few people change")
         self.parser, self.group = parser, parser.add_argument_group("inputs")
         self.defaults: dict[str, Any] = {}
         self.spelled: dict[str, str] = {}
+        self.switches: set[str] = set()
 
     def section(self, title: str) -> None:
         self.group = self.parser.add_argument_group(title)
@@ -136,11 +148,22 @@ class Flags:
             shown = "" if default in (None, "", []) else str(default)
         help += f" ({shown})" if shown else ""
         action = self.group.add_argument(*names, default=argparse.SUPPRESS, help=help.replace("%", "%%"), **more)
+        if names[0] in self._rare:
+            self.rare[action], action.help = str(action.help), argparse.SUPPRESS
         self.defaults[action.dest] = default
         self.spelled[action.dest] = names[0]
 
-    def switch(self, name: str, default: bool, help: str) -> None:
-        self.add(name, default=default, help=help + " (the default)" * default, action=argparse.BooleanOptionalAction)
+    def switch(self, name: str, default: bool | None, help: str) -> None:
+        """A flag with a --no- of its own; None: neither is said."""
+        self.switches.add(name.removeprefix("--").replace("-", "_"))
+        self.add(
+            name, default=default, help=help + " (the default)" * bool(default), action=argparse.BooleanOptionalAction
+        )
+
+    def reveal(self) -> None:
+        """Let the help tell of all flags."""
+        for action, told in self.rare.items():
+            action.help = told
 
     def words(self, said: dict[str, Any], origin: Path) -> list[str]:
         """A config's entries as the words of a command line."""
@@ -152,16 +175,31 @@ class Flags:
                 hint = f"; did you mean {near[0].replace('_', '-')!r}?" if near else ""
                 raise SettingsError(f"{origin}: unknown setting {name!r}{hint} (mmspec caption --help lists them)")
             flag = self.spelled[dest]
-            if isinstance(self.defaults[dest], bool):
+            if dest in self.switches and value is not None:
                 if not isinstance(value, bool):
                     raise SettingsError(f"{origin}: {name} is true or false; got {value!r}")
                 words.append(flag if value else flag.replace("--", "--no-"))
+            elif isinstance(value, list) and self.defaults[dest] == [] and flag.startswith("--"):
+                words += [flag, *map(str, value)] if value else []
             elif value is not None and flag.startswith("--"):
                 if isinstance(value, list | dict):
                     raise SettingsError(f"{origin}: {name} takes one value; got {value!r}")
                 words.append(f"{flag}={value}")
         inputs = said.get("inputs") or []
         return [*words, "--", *([inputs] if isinstance(inputs, str) else map(str, inputs))]
+
+
+class _WholeHelp(argparse.Action):
+    """Prints the help with all flags, and ends."""
+
+    def __init__(self, option_strings: Any, dest: str, flags: Flags, help: str):
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help=help)
+        self.flags = flags
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        self.flags.reveal()
+        parser.print_help()
+        parser.exit()
 
 
 def resolve(args: argparse.Namespace) -> Options:
@@ -186,7 +224,14 @@ def fitted(options: Options) -> Options:
     prompt = options.prompt
     if prompt is None and options.prompt_file is None:
         prompt = embedded.prompt() if embedded.speaks(model) else PROMPT
-    return replace(options, model=model, prompt=prompt, drafter=options.drafter or embedded.drafter(model))
+    drafter = options.drafter or (STOCK if options.engine == VLLM else embedded.drafter(model))
+    return replace(options, model=model, prompt=prompt, drafter=drafter)
+
+
+def enable(options: Options) -> dict[str, Any]:
+    """What --enable says, by name; EnableError where that cannot be meant."""
+    own = options.engine == ENGINE
+    return enabling.given(options.enable, options.drafter) if own else enabling.unchecked(options.enable)
 
 
 def dumped(options: Options) -> bytes:
@@ -196,13 +241,28 @@ def dumped(options: Options) -> bytes:
         for name, value in vars(options).items()
         if name != SAID_LATER and value is not None
     }
-    return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True).encode()
+    return HEAD + yaml.safe_dump(plain, sort_keys=False, allow_unicode=True).encode()
+
+
+def replaceable(path: Path) -> bool:
+    """Whether nothing is there, or the settings of an earlier run."""
+    if not os.path.lexists(path):
+        return True
+    if path.is_symlink() or not path.is_file():
+        return False
+    with open(path, "rb") as file:
+        return file.read(len(HEAD)) == HEAD
 
 
 def settings(options: Options) -> Settings:
     """What shapes the answers."""
     names = ("model", "drafter", "max_new_tokens", "temperature", "dtype", "engine", "max_pixels_per_image")
-    return Settings(seed=options.seed if options.temperature > 0 else None, **{n: getattr(options, n) for n in names})
+    drawn = sorted(word for word in options.enable if word.partition("=")[0] in enabling.DRAWN)
+    return Settings(
+        enable=" ".join(drawn),
+        seed=options.seed if options.temperature > 0 else None,
+        **{n: getattr(options, n) for n in names},
+    )
 
 
 def _held(path: Path, flags: Flags) -> dict[str, Any]:

@@ -31,6 +31,7 @@ class Member(Protocol):
 
     slot: str
     window: int  # tasks it may have in hand; 0 until it has loaded its model
+    open: bool  # whether its model is at work, with what it costs to begin behind it
 
     def give(self, tasks: Sequence[Task]) -> None: ...
 
@@ -47,7 +48,6 @@ class Crew(Protocol):
 
     members: Sequence[Member]
     summaries: list[dict[str, Any]]
-    notes: list[str]
     troubles: list[str]  # why members have ended
 
     def hear(self) -> list[tuple[Any, list[Result] | WorkerEnded]]:
@@ -62,8 +62,9 @@ class Alone:
 
     def __init__(self, job: Job, place: str, slots: str, items: int):
         self.worker = Worker(job, place, f"{slots}worker-0")
-        self.slot, self.window = self.worker.slot, self.worker.window
-        self.members, self.notes, self.troubles = [self], self.worker.notes, list[str]()
+        self.slot = self.worker.slot
+        self.members, self.troubles = [self], list[str]()
+        say(self.worker.notes)
         self.summaries: list[dict[str, Any]] = []
         self.comparison = None
         engine = self.worker.engine
@@ -72,6 +73,14 @@ class Alone:
 
             self.comparison = Sampled(items)
             self.worker.sampler = self.comparison.show
+
+    @property
+    def window(self) -> int:
+        return self.worker.window
+
+    @property
+    def open(self) -> bool:
+        return self.worker.flow is not None
 
     def give(self, tasks: Sequence[Task]) -> None:
         self.worker.give(tasks)
@@ -95,6 +104,7 @@ class Hand:
     barren: int = 0  # starts before this one, in a row, in which nothing was finished
     worked: bool = False
     window: int = 0
+    open: bool = False
 
     def give(self, tasks: Sequence[Task]) -> None:
         with contextlib.suppress(OSError):  # it has just died; `hear` will say so
@@ -109,7 +119,7 @@ class Processes:
 
     def __init__(self, job: Job, places: Sequence[str], slots: str):
         self.summaries: list[dict[str, Any]] = []
-        self.notes: list[str] = []
+        self._said: list[str] = []
         self.troubles: list[str] = []
         self.members: list[Hand] = []
         self._job = job
@@ -129,8 +139,9 @@ class Processes:
                 self._bury(hand, said)
                 news.append((hand, WorkerEnded(kind == "killed")))
             elif kind == "ready":
-                hand.window, notes = said
-                self.notes += [note for note in notes if note not in self.notes]
+                hand.window, hand.open, notes = said
+                say([note for note in notes if note not in self._said])
+                self._said += notes
             elif kind == "results":
                 hand.worked, hand.barren = True, 0
                 news.append((hand, said))
@@ -181,6 +192,12 @@ class Processes:
         print(f"{' '.join(trouble.split())}; {told}", file=sys.stderr)
 
 
+def say(notes: Sequence[str]) -> None:
+    """Lines for people, as soon as they are known."""
+    for note in notes:
+        print(f"note: {' '.join(note.split())}", file=sys.stderr, flush=True)
+
+
 def serve(pipe: Connection, job: Job, place: str, slot: str) -> None:
     """What a worker process does: tasks off the pipe, results into it, until the other end is closed."""
     for number in (signal.SIGINT, signal.SIGTERM):  # which may reach all processes; the parent decides what ends
@@ -190,7 +207,8 @@ def serve(pipe: Connection, job: Job, place: str, slot: str) -> None:
             _share_cores(job.workers)
         worker = Worker(job, place, slot)
         with contextlib.closing(worker):
-            pipe.send(("ready", (worker.window, worker.notes)))
+            pipe.send(("ready", (worker.window, False, worker.notes)))
+            opened = False
             while True:
                 if not worker.busy or pipe.poll(0):
                     tasks = pipe.recv()
@@ -198,7 +216,11 @@ def serve(pipe: Connection, job: Job, place: str, slot: str) -> None:
                         pipe.send(("end", worker.summary()))
                         return
                     worker.give(tasks)
-                if results := worker.step():
+                results = worker.step()
+                if not opened and worker.flow is not None:
+                    opened = True
+                    pipe.send(("ready", (worker.window, True, [])))
+                if results:
                     pipe.send(("results", results))
     except (EOFError, ConnectionError):  # the parent has gone
         return
@@ -222,7 +244,7 @@ def dispatch(
 ) -> None:
     """Keep everybody's hands full until all tasks are done; `report` hears of each once, when it is on the disk.
 
-    `started` is called when the first worker has loaded its model.
+    `started` is called when the first worker has begun to ask its model.
 
     Raises:
         FatalError: no worker is left, or none can work.
@@ -235,12 +257,13 @@ def dispatch(
             held = hands.setdefault(member, {})
             lot = lots.next(held, min(member.window, share))
             if lot:
-                if started is not None:
-                    started()
-                    started = None
                 held |= {task.item.name: task for task in lot}
                 member.give(lot)
-        for member, news in crew.hear():
+        heard = crew.hear()
+        if started is not None and any(member.open for member in crew.members):
+            started()
+            started = None
+        for member, news in heard:
             if isinstance(news, WorkerEnded):
                 left = hands.pop(member, {})
                 for result in _recorded(job, member.slot, left, begun):

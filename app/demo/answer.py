@@ -39,6 +39,8 @@ class Ask:
     reproducible: bool = True  # at a temperature: the very tokens that stock generate draws with this seed
     max_new_tokens: int = 128
     frames: int = 8  # of a video
+    compile: bool = False
+    auto: bool = False
     before: Turns = ()  # of the same conversation
 
     def check(self) -> None:
@@ -78,7 +80,8 @@ class Ask:
         if self.width > 1:
             most = 1 + self.width + (self.depth - 1) * self.width**2
             made["size"] = max(min(self.size, most), self.depth + 1)
-        return made | {"reproducible": self.temperature > 0 and self.reproducible}
+        held = {"compile": self.compile, "auto": self.auto}
+        return made | held | {"reproducible": self.temperature > 0 and self.reproducible}
 
     @property
     def settings(self) -> dict[str, Any]:

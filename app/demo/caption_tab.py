@@ -200,9 +200,14 @@ def _options(duo: Duo) -> list[Any]:
             gr.Slider(1, MAX_NEW_TOKENS, 128, step=1, label="New tokens", info="at most"),
             gr.Slider(1, MAX_FRAMES, 8, step=1, label="Frames", info="of a video, evenly spread"),
         ]
+        said = duo.enabled
+        speed = [
+            gr.Checkbox(said.get("compile", False), label="Compile", info="the first run takes up to a minute longer"),
+            gr.Checkbox(said.get("auto", False), label="Auto", info="no drafts while they do not pay"),
+        ]
 
         def chosen(name: str) -> list[Any]:
             return [gr.update(interactive=name != "ngram")] * 2  # prompt lookup proposes one chain
 
         drafter.change(chosen, drafter, tree[1:], **QUICK)
-    return [drafter, *tree, *sampling, *limits]
+    return [drafter, *tree, *sampling, *limits, *speed]

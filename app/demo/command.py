@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mmspec import media, zoo
-from mmspec.app import embedded
+from mmspec.app import embedded, enabling
 from mmspec.app.media import inputs, items
 from mmspec.app.options import where
 
@@ -53,6 +53,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--port", type=int, help="default: the first free one from 7860 on")
     add("--auth", metavar="USER:PASSWORD", help="ask for it; or set MMSPEC_DEMO_AUTH, which `ps` does not show")
     add("--time-limit", type=float, default=180.0, metavar="S", help="longest run, in seconds (%(default)s)")
+    enabling.add(parser)
     where(parser)
     add("--open", action="store_true", help="open the page in the browser")
 
@@ -75,7 +76,8 @@ def run(args: argparse.Namespace) -> int:
             _, address, _ = launch(page, args.host, args.port, auth, inbrowser=args.open, **quietly)
             print(f"the demo is at {address} (Ctrl-C ends it)", flush=True)
             page.block_thread()
-    except (guard.DoorError, media.MediaError, _Fatal, OSError) as error:  # OSError: the port is taken
+    # OSError: the port is taken
+    except (guard.DoorError, enabling.EnableError, media.MediaError, _Fatal, OSError) as error:
         print(f"mmspec demo: {error}", file=sys.stderr)
         return 1
     return 0
@@ -133,7 +135,8 @@ def _captions(args: argparse.Namespace, eyes: Any, pictures: list[Path], clips: 
 
     own = embedded.speaks(args.model)
     drafter = args.drafter or embedded.drafter(args.model)
-    engine = engines.load(args.model, drafter, args.device, args.dtype, 128, 0.0)
+    options = enabling.given(args.enable, drafter)
+    engine = engines.load(args.model, drafter, args.device, args.dtype, 128, 0.0, **options)
     if engine.drafter is None:
         raise _Fatal(f"{args.model} cannot be accelerated: {'; '.join(engine.notes) or 'no drafter was given'}")
     duo = Duo(engine, eyes, args.time_limit)

@@ -28,6 +28,7 @@ from mmspec.app.demo.race import TIME_LIMIT, Limits, Race
 from mmspec.app.demo.sight import look_at
 from mmspec.app.engine import Engine, wait
 from mmspec.app.media.decoder import Decoder
+from mmspec.config import SpecConfig, option_names
 from mmspec.pipelines.prompts import chat_inputs
 from mmspec.pipelines.serving.batcher import answer_length
 from mmspec.pipelines.serving.stream import stream
@@ -42,6 +43,8 @@ class Duo(Race):
     def __init__(self, engine: Engine, eyes: Decoder, time_limit: float = TIME_LIMIT) -> None:
         self.eyes = eyes
         self.model, self.processor, self.time_limit = engine.model, engine.processor, time_limit
+        self.enabled = engine.options  # by the command line; what the page has controls for, they decide
+        self.options = {k: v for k, v in engine.options.items() if k not in Ask.__dataclass_fields__}
         name = getattr(engine.drafter, "method", "ngram")
         self.drafters: dict[str, Any] = {name: engine.drafter, "ngram": "ngram"}
         self.name = name  # of the drafter to begin with
@@ -99,7 +102,7 @@ class Duo(Race):
         answer.state = READING
         yield
         if answer.accelerated:
-            mmspec.enable(self.model, drafter=self.drafters[ask.drafter], **ask.options)
+            mmspec.enable(self.model, drafter=self.drafters[ask.drafter], **{**self._options(ask), **ask.options})
         torch.manual_seed(ask.seed)
         transcript, shown = Transcript(self._decode), time.monotonic()
         steps = stream(self.model, inputs, limits.stop, max_time=limits.left, **ask.settings)
@@ -116,6 +119,12 @@ class Duo(Race):
         full = len(answer.tokens) >= ask.max_new_tokens
         answer.cut = full and answer_length([*answer.ids, -1], ends) > len(answer.tokens)
         yield
+
+    def _options(self, ask: Ask) -> dict[str, Any]:
+        """What the command line said by --enable, as far as the drafter that was chosen takes it."""
+        own = option_names(getattr(self.drafters[ask.drafter], "options", None))
+        shared = option_names(SpecConfig())
+        return {k: v for k, v in self.options.items() if k in shared or (k in own and ask.drafter == self.name)}
 
     def _decode(self, ids: list[int]) -> str:
         return self.processor.decode(ids, skip_special_tokens=True)

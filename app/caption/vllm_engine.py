@@ -1,0 +1,141 @@
+"""`--engine vllm`: vLLM's offline engine behind the same journal, decoder and outputs; needs the extra `vllm`.
+
+Written against the interface that vLLM documents: EngineArgs, LLMEngine (add_request, step), SamplingParams, and
+prompts with `multi_modal_data`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from PIL import Image
+
+from mmspec.app.caption.model import FatalError
+from mmspec.app.caption.prompts import PromptChoice
+from mmspec.app.extras import installing
+from mmspec.app.media import video
+from mmspec.pipelines.prompts import chat_text
+
+ROWS = 256  # items given to vLLM at once; how many it runs together it decides itself
+DRAFT = 5  # tokens that its speculative decoding drafts, where depth= does not say
+LOOKUP = 4  # longest n-gram that its prompt lookup matches
+STOCK, NGRAM = "none", "ngram"
+
+
+@dataclass(frozen=True)
+class VllmAnswer:
+    """What became of one item; see `mmspec.app.engine.CaptionResult`."""
+
+    ticket: Hashable
+    text: str = ""
+    tokens: int = 0
+    seconds: float = 0.0
+    error: Exception | None = None
+    finish: str = ""
+
+
+class VllmFlow:
+    """Items in one by one, answers out as vLLM's scheduler finishes them."""
+
+    def __init__(self, engine: VllmEngine, rows: int):
+        self._engine, self.rows = engine, rows
+        self._asked: dict[str, tuple[Hashable, str, float]] = {}
+        self._refused: list[VllmAnswer] = []
+        self._count = 0
+
+    @property
+    def free(self) -> int:
+        return self.rows - len(self._asked)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._asked or self._refused)
+
+    def add(self, ticket: Hashable, frames: Sequence[Image.Image], asked: PromptChoice, seed: int = 0) -> None:
+        """One picture, or the frames of one clip as pictures in turn; `seed` fixes what is drawn."""
+        name, self._count = str(self._count), self._count + 1
+        try:
+            text = chat_text(self._engine.processor, asked.text, len(frames), asked.system, asked.start)
+            prompt = {"prompt": text, "multi_modal_data": {"image": list(frames)}}
+            self._engine.core.add_request(name, prompt, self._engine.sampling(seed))
+        except Exception as error:  # a prompt too long, a picture that its processor refuses
+            self._refused.append(VllmAnswer(ticket, error=error))
+        else:
+            self._asked[name] = (ticket, asked.start, time.perf_counter())
+
+    def step(self) -> list[VllmAnswer]:
+        """A part of the work; what has finished.
+
+        Raises:
+            FatalError: the engine has died.
+        """
+        found, self._refused = self._refused, []
+        if not self._asked:
+            return found
+        try:
+            outputs = self._engine.core.step()
+        except Exception as error:  # one step is of all requests, so no item is to blame
+            raise FatalError(f"vLLM has ended; the same command goes on. {type(error).__name__}: {error}") from error
+        for one in outputs:
+            if one.finished and one.request_id in self._asked:
+                ticket, start, begun = self._asked.pop(one.request_id)
+                best, seconds = one.outputs[0], time.perf_counter() - begun
+                text, finish = (start + best.text).strip(), best.finish_reason or ""
+                found.append(VllmAnswer(ticket, text, len(best.token_ids), seconds, None, finish))
+        return found
+
+
+class VllmEngine:
+    """A loaded engine of vLLM."""
+
+    drafter = None  # its speculation is its own, and not compared with stock generate
+    notes: list[str] = []
+
+    def __init__(self, core: Any, sampling: Any, processor: Any, tokens: int, temperature: float):
+        self.core, self.processor = core, processor
+        self._sampling, self._tokens, self._temperature = sampling, tokens, temperature
+
+    def flow(self, rows: int) -> VllmFlow:
+        return VllmFlow(self, rows)
+
+    def suggest_rows(self, frames: int, size: tuple[int, int]) -> int:
+        return ROWS
+
+    def sampling(self, seed: int) -> Any:
+        drawn = {"seed": seed} if self._temperature > 0 else {}
+        return self._sampling(max_tokens=self._tokens, temperature=self._temperature, **drawn)
+
+
+def load(
+    model: str, drafter: str, device: str, dtype: str, max_new_tokens: int, temperature: float, **options: Any
+) -> VllmEngine:
+    """An engine for a name on the Hub or a folder, on one GPU unless `tensor_parallel_size` says otherwise.
+
+    Args:
+        drafter: "none", "ngram", or a draft model that vLLM reads.
+        options: `depth`, the tokens it drafts; all others are fields of vLLM's EngineArgs.
+
+    Raises:
+        FatalError: vLLM is not installed.
+    """
+    _, _, number = device.partition("cuda:")
+    if number and int(options.get("tensor_parallel_size", 1)) == 1:  # before vLLM looks for devices
+        seen = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        os.environ["CUDA_VISIBLE_DEVICES"] = seen[int(number)] if int(number) < len(seen) and seen[0] else number
+    try:
+        from vllm import EngineArgs, LLMEngine, SamplingParams
+    except ImportError as error:
+        raise FatalError(f"--engine vllm needs vLLM ({error}); {installing('vllm')}") from error
+    from transformers import AutoProcessor
+
+    depth = options.pop("depth", DRAFT)
+    if drafter != STOCK:
+        named = {"method": NGRAM, "prompt_lookup_max": LOOKUP} if drafter == NGRAM else {"model": drafter}
+        options["speculative_config"] = {**named, "num_speculative_tokens": depth}
+    options.setdefault("limit_mm_per_prompt", {"image": video.MAX_FRAMES})
+    core = LLMEngine.from_engine_args(EngineArgs(model=model, dtype=dtype, disable_log_stats=True, **options))
+    return VllmEngine(core, SamplingParams, AutoProcessor.from_pretrained(model), max_new_tokens, temperature)

@@ -1,0 +1,186 @@
+"""`--enable NAME=VALUE ...`: everything that `mmspec.enable` takes, said in one way to every verb that enables it."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import difflib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from typing import Any
+
+WORDS = {"true": True, "false": False, "none": None, "on": True, "off": False, "yes": True, "no": False}
+STOCK, PLAIN = "none", "plain"  # what the command line calls no drafter, and its name in the registry
+LIST = "help"  # in the place of NAME=VALUE: what there is to say
+DRAWN = ("rule", "budget", "reproducible")  # those that change what is generated, or drawn; all others change the speed
+
+
+class EnableError(ValueError):
+    """What was said by --enable cannot be meant; the message says what can be."""
+
+
+class _Said(argparse.Action):
+    """Collects the words; for LIST it prints what there is to say and ends."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        if values == [LIST]:
+            print(told(getattr(namespace, "drafter", None)))
+            parser.exit()
+        setattr(namespace, self.dest, [*(getattr(namespace, self.dest, None) or []), *values])
+
+
+FLAG: dict[str, Any] = {
+    "nargs": "+", "action": _Said, "metavar": "NAME=VALUE",
+    "help": f"options of mmspec.enable, such as compile=true depth=6; '--enable {LIST}' explains those of the "
+    "--drafter named before it, or of all",
+}  # fmt: skip
+
+
+def add(parser: Any) -> None:
+    """`--enable`, for a parser or a group of one."""
+    parser.add_argument("--enable", default=[], **FLAG)
+
+
+def given(said: Iterable[str], drafter: Any = None) -> dict[str, Any]:
+    """Keyword arguments of `mmspec.enable` from words like depth=6, checked as far as can be without a model.
+
+    Args:
+        drafter: a name, a folder or None; of a name that is known, only its own options are taken.
+
+    Raises:
+        EnableError: an option that there is not, a wrong value, or a word that is no NAME=VALUE.
+    """
+    words = dict(_pairs(said))
+    if not words:  # nothing of this needs torch to be imported
+        return {}
+    from mmspec.config import SpecConfig
+
+    found: dict[str, Any] = {}
+    kinds = kinds_of(drafter)
+    known = [name for kind in (SpecConfig(), *kinds) for name in _names(kind)]
+    for name, value in words.items():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            meant = f"; did you mean {near[0]}?" if near else "."
+            whose = f" with the drafter {drafter}" if drafter and len(kinds) == 1 else ""
+            raise EnableError(f"--enable has no {name!r}{whose}{meant} It takes {', '.join(dict.fromkeys(known))}")
+        found[name] = value
+    _check(found, kinds)
+    return found
+
+
+def unchecked(said: Iterable[str]) -> dict[str, Any]:
+    """The same for an engine of somebody else, whose options are not known here."""
+    return dict(_pairs(said))
+
+
+def _pairs(said: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    for word in said:
+        name, equals, text = word.partition("=")
+        if not equals:
+            raise EnableError(f"--enable takes NAME=VALUE, such as depth=6; got {word!r}")
+        yield name.strip().replace("-", "_"), _value(text)
+
+
+def told(drafter: Any = None) -> str:
+    """What can be said, with what it means, a line each: the shared options, then those of the drafter."""
+    from mmspec.config import SpecConfig
+    from mmspec.registry import DRAFTERS
+
+    lines = ["of every drafter:", *_described(SpecConfig())]
+    for kind in kinds_of(drafter):
+        users = [name for name in DRAFTERS if type(_options(name)) is type(kind)]
+        own = _described(kind)
+        lines += [f"of {', '.join(users)}:", *(own or ["  nothing of their own"])]
+    return "\n".join(lines)
+
+
+def kinds_of(drafter: Any) -> list[Any]:
+    """The options of a drafter; of one that is known only once it is loaded, those of all."""
+    from mmspec.registry import DRAFTERS
+    from mmspec.zoo import recipes
+
+    name = recipes.DRAFTERS[drafter].method if drafter in recipes.DRAFTERS else drafter
+    name = PLAIN if name == STOCK else name
+    if name in DRAFTERS:
+        return [_options(name)]
+    kinds = {type(made): made for made in map(_options, DRAFTERS)}
+    return list(kinds.values())
+
+
+def _options(name: str) -> Any:
+    from mmspec.drafters.block_config import BlockOptions
+    from mmspec.drafters.options import TreeOptions
+    from mmspec.registry import DRAFTERS, drafter_class
+
+    if DRAFTERS[name].trained or DRAFTERS[name].from_model:  # theirs come with what they are made of
+        return BlockOptions() if name == "block" else TreeOptions()
+    return getattr(drafter_class(name), "options", None)
+
+
+def _names(kind: Any) -> list[str]:
+    return [one.name for one in fields(kind)] if is_dataclass(kind) else []
+
+
+def _value(text: str) -> Any:
+    """A number, a truth, nothing, several of these with commas between, or the words as they are."""
+    text = text.strip()
+    if text.lower() in WORDS:
+        return WORDS[text.lower()]
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def _check(found: Mapping[str, Any], kinds: list[Any]) -> None:
+    """Refuse values that no option of that name allows."""
+    from mmspec.config import SpecConfig
+
+    try:
+        SpecConfig.split(found)
+    except ValueError as error:
+        raise EnableError(f"--enable: {error}") from error
+    for flag in ("reproducible", "auto", "compile"):
+        if not isinstance(found.get(flag, False), bool):
+            raise EnableError(f"--enable {flag}= is true or false; got {found[flag]!r}")
+    for name, value in found.items():
+        troubles = [_trouble(kind, name, value) for kind in kinds if name in _names(kind)]
+        if value is not None and troubles and all(troubles):
+            raise EnableError(f"--enable: {troubles[0]}")
+
+
+def _trouble(kind: Any, name: str, value: Any) -> str:
+    try:
+        type(kind)(**{name: value})
+    except (ValueError, TypeError) as error:
+        return f"{name}={value!r}: {error}"
+    return ""
+
+
+def _described(kind: Any) -> list[str]:
+    """A line for each field of a dataclass: its name, default, and the words of the docstring's Attributes."""
+    if not is_dataclass(kind):
+        return []
+    about = _attributes(type(kind))
+    lines = []
+    for one in fields(kind):
+        usual = one.default if one.default is not MISSING else ""
+        lines.append(f"  {one.name}={usual}  {about.get(one.name, '')}".rstrip())
+    return lines
+
+
+def _attributes(cls: type) -> dict[str, str]:
+    """What the docstrings of a class and its parents say of each attribute."""
+    found: dict[str, str] = {}
+    for parent in reversed(cls.__mro__):
+        _, _, section = (parent.__doc__ or "").partition("Attributes:\n")
+        name = ""
+        for line in section.splitlines():
+            indent = len(line) - len(line.lstrip())
+            if indent == 8:
+                name, _, words = line.strip().partition(": ")
+                found[name] = words
+            elif name and line.strip():
+                found[name] += " " + line.strip()
+    return found

@@ -1,0 +1,139 @@
+"""`--enable`: one way for all verbs to say what `mmspec.enable` takes, with errors that name what there is."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_llava
+from PIL import Image
+
+import mmspec
+from mmspec.app import cli, enabling
+from mmspec.app.bench import drafters as named
+from mmspec.app.bench.command import BenchError
+from mmspec.app.enabling import EnableError
+
+VERBS = ("caption", "verify", "demo", "generate")
+OPTIONS = {"compile": True, "depth": 3}
+
+
+@pytest.mark.parametrize(
+    ("word", "drafter", "value"),
+    [
+        ("compile=true", None, True), ("auto=off", "ngram", False), ("depth=6", "eagle", 6), ("prune=0.5", "msd", 0.5),
+        ("draft-vocab=512", "scenes-video-eagle", 512), ("proactive=3,3", "jacobi", (3, 3)),
+        ("tree=chain", None, "chain"),
+        ("confidence=0.2", "block", 0.2), ("rule=typical(epsilon=0.3, delta=0.05)", "jacobi", None),
+        ("budget=none", "jacobi", None),
+    ],
+)  # fmt: skip
+def test_words_become_values(word: str, drafter: str | None, value: Any) -> None:
+    name = word.partition("=")[0].replace("-", "_")
+    assert enabling.given([word], drafter) == {name: word.partition("=")[2] if name == "rule" else value}
+
+
+@pytest.mark.parametrize(
+    ("word", "drafter", "said"),
+    [
+        ("dept=6", "eagle", "no 'dept' with the drafter eagle; did you mean depth? It takes rule, budget,"),
+        ("window=8", "eagle", "no 'window' with the drafter eagle"),
+        ("tree=chain", "ngram", "no 'tree' with the drafter ngram"),
+        ("depth=0", "eagle", "depth must be a whole number ≥ 1"),
+        ("depth=x", "/some/folder", "depth must be a whole number ≥ 1"),
+        ("prune=2", None, "prune must be a share from 0 to 1"),
+        ("compile=maybe", None, "compile= is true or false; got 'maybe'"),
+        ("budget=-1", None, "budget must be a distance ≥ 0"),
+        ("depth", None, "takes NAME=VALUE, such as depth=6; got 'depth'"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_meant_says_what_can(word: str, drafter: str | None, said: str) -> None:
+    with pytest.raises(EnableError) as error:
+        enabling.given([word], drafter)
+    assert said in str(error.value)
+
+
+def test_no_word_needs_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(enabling, "kinds_of", lambda _: pytest.fail("looked up"))
+    assert enabling.given([]) == {}
+
+
+def test_the_list_explains_every_option_of_the_drafter(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["verify", "--drafter", "eagle", "--enable", "help"])
+    said = capsys.readouterr().out
+    assert end.value.code == 0
+    for name in ("compile=False", "auto=False", "depth=5", "draft_vocab=all", "prune=0.0"):
+        assert f"  {name}  " in said
+    assert "longest drafted path" in said and "window" not in said and "confidence" not in said
+    everything = enabling.told()
+    assert "  window=16  " in everything and "  confidence=0.0  " in everything
+    lines = [line for line in everything.splitlines() if line.startswith("  ") and "nothing of their own" not in line]
+    assert all(line.partition("  ")[2].partition("  ")[2] for line in lines), "each is explained"
+
+
+def test_every_verb_takes_it() -> None:
+    for verb in VERBS:
+        parser = argparse.ArgumentParser()
+        importlib.import_module(cli.COMMANDS[verb][0]).configure(parser)
+        first = {"caption": ["x"], "verify": ["x.png"], "generate": ["x"]}.get(verb, [])
+        args = parser.parse_args([*first, "--enable", "compile=true", "--enable", "depth=3"])
+        assert args.enable == ["compile=true", "depth=3"]
+    for suite in ("vlm", "caption", "image"):
+        parser = argparse.ArgumentParser()
+        importlib.import_module(cli.COMMANDS["bench"][0]).configure(parser)
+        args = parser.parse_args([suite, "--enable", "compile=true", "depth=3"])
+        assert named.options(args) == OPTIONS
+    with pytest.raises(BenchError, match="did you mean depth"):
+        named.options(argparse.Namespace(enable=["dept=3"]))
+
+
+@pytest.fixture
+def enabled(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What `mmspec.enable` is told from now on."""
+    real, told = mmspec.enable, []
+
+    def enable(model: Any, drafter: Any = None, **options: Any) -> Any:
+        told.append(options)
+        return real(model, drafter, **{k: v for k, v in options.items() if k != "compile"})
+
+    monkeypatch.setattr(mmspec, "enable", enable)
+    return told
+
+
+def test_it_reaches_enable(tmp_path: Path, enabled: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = str(tiny_llava.save(tmp_path / "model"))
+    Image.new("RGB", (40, 30), "red").save("a.png")
+    said = ["--model", folder, "--drafter", "ngram", "--max-new-tokens", "4", "--enable", "compile=true", "depth=3"]
+    assert cli.main(["verify", "a.png", "--prompt", "w5 w6", *said]) == 0
+    assert enabled and enabled[0].items() >= OPTIONS.items()
+    enabled.clear()
+    assert cli.main(["caption", "a.png", "--prompt", "w5 w6", "--no-compare", *said]) == 0
+    assert enabled and enabled[0].items() >= OPTIONS.items()
+
+
+def test_a_wrong_word_ends_a_verb_before_its_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Image.new("RGB", (40, 30), "red").save("a.png")
+    for words in (["verify", "a.png"], ["caption", "a.png"], ["generate", "a ring"], ["demo"]):
+        assert cli.main([*words, "--model", "/nowhere", "--enable", "dept=3"]) in (1, 2)
+        assert "has no 'dept'" in capsys.readouterr().err
+
+
+def test_a_methods_name_is_the_embedded_drafter_of_the_model() -> None:
+    def read(*words: str) -> dict[str, Any]:
+        return named.read(argparse.Namespace(model=words[0], drafters=[*words[1:]], enable=[]))
+
+    assert list(read("scenes-video", "eagle")) == ["eagle"]
+    assert named._named("flash", "scenes-video") == ["scenes-video-flash"]
+    assert named._named("eagle", "scenes-llamagen") == ["scenes-llamagen-eagle"]
+    with pytest.raises(BenchError, match=r"no drafter of this method .* 'scenes-llamagen' \(those of eagle do\)"):
+        read("scenes-llamagen", "msd")
+    with pytest.raises(BenchError, match=r"comes with 'elsewhere' \(none does\); name a folder, or train one"):
+        read("elsewhere", "eagle")
