@@ -143,7 +143,7 @@ def _work(job: Job, slots: str, inputs: Inputs, outputs: Outputs, todo: Plan) ->
                     tally.close()
                     kept = len(comparison.kept)
                     print(f"comparing with stock generate on {kept} of them (--no-compare spares it)", flush=True)
-                comparison.measure(crew.worker.engine, crew.worker.flow.rows)
+                comparison.measure(crew.worker.engine, getattr(crew.worker.flow, "rows", 1))
     except KeyboardInterrupt as stop:
         _wind_up(options, inputs, outputs, todo, tally)
         print(f"\nstopped: {tally.counted} are in {outputs.folder}; the same command again goes on from there")
