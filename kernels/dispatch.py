@@ -15,6 +15,7 @@ from mmspec.kernels import reference
 
 VARIABLE = "MMSPEC_KERNELS"
 TREE_NODES = 256  # of the trees that the kernel verifies: its [16, nodes] tiles must fit into registers
+RECURRENT_NODES = 64  # of the trees that a recurrent layer's kernel reads: likewise its [nodes, nodes] tiles
 KERNELS = {  # operation: the module beside its definition in `reference`
     "uniform": "noise",
     "tree_attention": "attention",
@@ -25,6 +26,7 @@ KERNELS = {  # operation: the module beside its definition in `reference`
     "lantern_accept": "relaxed",
     "logit_window": "relaxed",
     "gaussian_path": "gaussian",
+    "recurrent_tree": "recurrent",
 }
 
 
@@ -83,6 +85,10 @@ def _few_nodes(
     return ancestors is None or tokens.shape[1] <= TREE_NODES
 
 
+def _one_decay(q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, G: Tensor, *_: Any) -> bool:
+    return G.dim() == 3 and G.shape[2] <= RECURRENT_NODES
+
+
 uniform = _operation("uniform")
 tree_attention = _operation("tree_attention")
 compact_rows = _operation("compact_rows")
@@ -92,3 +98,4 @@ residual_sample = _operation("residual_sample")
 lantern_accept = _operation("lantern_accept")
 logit_window = _operation("logit_window")
 gaussian_path = _operation("gaussian_path")
+recurrent_tree = _operation("recurrent_tree", _one_decay)

@@ -20,21 +20,10 @@ def path_decay(g: Tensor, ancestors: Tensor) -> Tensor:
         g: log decay of each node, [B, H, n], or [B, H, n, K] where every channel of the keys has its own.
         ancestors: bool [B, n, n], a node counts among its own.
     """
-    return torch.einsum("bij,bhj...->bhi...", ancestors.to(g.dtype), g)
-
-
-def decayed_products(a: Tensor, b: Tensor, G: Tensor, ancestors: Tensor) -> Tensor:
-    """Σ_d a_id · b_jd · e^(G_i − G_j), [B, H, n, n], zero where j is no ancestor of i.
-
-    Args:
-        a, b: [B, H, n, K].
-        G: [B, H, n], or [B, H, n, K].
-    """
-    shape = ancestors[:, None] if G.dim() == 3 else ancestors[:, None, :, :, None]
-    decay = (G.unsqueeze(3) - G.unsqueeze(2)).masked_fill(~shape, -torch.inf).exp()
-    if G.dim() == 3:
-        return (a @ b.transpose(-1, -2)) * decay
-    return torch.einsum("bhik,bhjk,bhijk->bhij", a, b, decay)
+    if g.shape[2] == 1:
+        return g
+    told = ancestors.to(g.dtype)
+    return g @ told.transpose(1, 2) if g.dim() == 3 else told[:, None] @ g
 
 
 def _faded(x: Tensor, G: Tensor) -> Tensor:
@@ -42,58 +31,70 @@ def _faded(x: Tensor, G: Tensor) -> Tensor:
     return x * (G if G.dim() == 4 else G[..., None]).exp()
 
 
-def delta_writes(k: Tensor, v: Tensor, beta: Tensor, G: Tensor, state: Tensor, ancestors: Tensor) -> Tensor:
-    """What each node writes under the delta rule: u_i = β_i (v_i − what the state before it answers to k_i).
+def _reads(asked: Tensor, k: Tensor, G: Tensor, ancestors: Tensor) -> Tensor:
+    """Σ_d a_id · k_jd · e^(G_i − G_j), [B, H, T, n, n], zero where j is no ancestor of i.
 
     Args:
-        k, v: [B, H, n, K], [B, H, n, V].
-        beta: [B, H, n].
-        G: as `path_decay` gives it.
-        state: [B, H, K, V], before the root.
-        ancestors: bool [B, n, n]; a parent stands before its children.
-
-    Returns:
-        u [B, H, n, V].
+        asked: T questions of each node, [B, H, T, n, K].
     """
-    n = k.shape[2]
-    others = ancestors & ~torch.eye(n, dtype=torch.bool, device=k.device)
-    system = decayed_products(k, k, G, others) * beta[..., None]
-    wanted = (v - _faded(k, G) @ state) * beta[..., None]
-    solved: Tensor = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
-    return solved
+    if k.shape[2] == 1:
+        return (asked * k[:, :, None]).sum(-1, keepdim=True)
+    shape = ancestors[:, None] if G.dim() == 3 else ancestors[:, None, :, :, None]
+    decay = (G.unsqueeze(3) - G.unsqueeze(2)).masked_fill(~shape, -torch.inf).exp()
+    if G.dim() == 4:
+        return torch.einsum("bhtik,bhjk,bhijk->bhtij", asked, k, decay)
+    return (asked.flatten(2, 3) @ k.transpose(-1, -2)).view(*asked.shape[:4], -1) * decay[:, :, None]
 
 
-def recurrent_read(q: Tensor, k: Tensor, u: Tensor, G: Tensor, state: Tensor, ancestors: Tensor) -> Tensor:
-    """What each node reads, [B, H, n, V]: from the state before the root, and from what its ancestors and it wrote.
+def recurrent_tree(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, G: Tensor, state: Tensor, ancestors: Tensor
+) -> tuple[Tensor, Tensor]:
+    """What each node reads, o [B, H, n, V], and what it writes, u [B, H, n, V].
+
+    Under the delta rule u_i = β_i (v_i − what the state before node i answers to k_i), one triangular system for all
+    nodes; without a `beta` a node writes its v. A single node, as in a plain step, needs no system.
 
     Args:
         q, k: [B, H, n, K].
-        u: [B, H, n, V].
+        v: [B, H, n, V].
+        beta: [B, H, n], or None.
         G: as `path_decay` gives it.
-        state: [B, H, K, V], before the root.
-        ancestors: bool [B, n, n].
+        state: [B, H, K, V], before the root; it is read once.
+        ancestors: bool [B, n, n]; a parent stands before its children.
     """
-    return _faded(q, G) @ state + decayed_products(q, k, G, ancestors) @ u
+    asked = q[:, :, None] if beta is None else torch.stack([q, k], 2)
+    twice = G if beta is None else torch.cat([G, G], 2)
+    before = (_faded(asked.flatten(2, 3), twice) @ state).view(*asked.shape[:4], -1)
+    reads = _reads(asked, k, G, ancestors)
+    if beta is None:
+        u = v
+    else:
+        u = (v - before[:, :, 1]) * beta[..., None]
+        if k.shape[2] > 1:  # transposed, a solver that works by columns copies nothing
+            system = (reads[:, :, 1] * beta[..., None]).transpose(-1, -2)
+            solved = torch.linalg.solve_triangular(
+                system, u.transpose(-1, -2), upper=True, left=False, unitriangular=True
+            )
+            u = solved.transpose(-1, -2)
+    return before[:, :, 0] + reads[:, :, 0] @ u, u
 
 
-def recurrent_fold(k: Tensor, u: Tensor, G: Tensor, state: Tensor, kept: Tensor, count: Tensor) -> Tensor:
-    """The state [B, H, K, V] once a path has been taken: what its nodes wrote, faded until its end.
+def recurrent_fold(state: Tensor, k: Tensor, u: Tensor, G: Tensor, path: Tensor, last: Tensor) -> None:
+    """Make `state` [B, H, K, V], in place, what it is once a path has been taken: what it held, and what the path's
+    nodes wrote, faded until its end.
 
     Args:
         k, u: what the nodes wrote, [B, H, n, K] and [B, H, n, V].
         G: as `path_decay` gives it.
-        state: [B, H, K, V], before the root.
-        kept: [B, m], the path's nodes in order; entries from `count` on mean nothing.
-        count: int64 [B]; where it is 0, the state stays.
+        path: bool [B, n], the nodes that were taken; where there are none, the state stays.
+        last: int64 [B], the last of them.
     """
-    rows, place = torch.arange(len(kept), device=kept.device)[:, None], torch.arange(kept.shape[1], device=kept.device)
-    k, u, G = (t.transpose(1, 2)[rows, kept].transpose(1, 2) for t in (k, u, G))  # of the path alone
-    end = G.transpose(1, 2)[rows, count[:, None].clamp(min=1) - 1].transpose(1, 2)  # [B, H, 1, …]
-    end = end.masked_fill((count == 0).view(-1, *[1] * (G.dim() - 1)), 0.0)
-    there = (place < count[:, None])[:, None]
-    weight = (end - G).masked_fill(~(there if G.dim() == 3 else there[..., None]), -torch.inf).exp()
-    faded = end[..., None] if G.dim() == 3 else end.transpose(2, 3)
-    return state * faded.exp() + (k * (weight if G.dim() == 4 else weight[..., None])).transpose(-1, -2) @ u
+    wide = [1] * (G.dim() - 2)
+    end = G.take_along_dim(last.view(-1, 1, *wide), 2) * path.any(1).view(-1, 1, *wide)
+    weight = (end - G).masked_fill(~path.view(len(path), 1, -1, *wide[1:]), -torch.inf).exp()
+    fade = end[..., None] if G.dim() == 3 else end.transpose(2, 3)
+    faded = k * (weight if G.dim() == 4 else weight[..., None])
+    state.mul_(fade.exp()).flatten(0, 1).baddbmm_(faded.transpose(-1, -2).flatten(0, 1), u.flatten(0, 1))
 
 
 def conv_windows(parents: Tensor, depth: Tensor, width: int) -> Tensor:
@@ -122,23 +123,30 @@ def tree_conv(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, win
         windows: as `conv_windows` gives it for W.
     """
     (B, C, n), k = x.shape, weight.shape[-1]
-    columns = torch.cat([state.to(x.dtype), x], 2)
-    index = windows[..., -k:].reshape(B, 1, n * k).expand(B, C, n * k)
-    out = (columns.gather(2, index).view(B, C, n, k).to(weight.dtype) * weight[:, None]).sum(-1)
-    return out if bias is None else out + bias[:, None]
+    inputs = torch.cat([state.to(x.dtype).transpose(1, 2), x.transpose(1, 2)], 1)  # rows of C, which are picked whole
+    first = torch.arange(B, device=x.device)[:, None, None] * inputs.shape[1]
+    picked = inputs.flatten(0, 1).index_select(0, (windows[..., -k:] + first).flatten()).view(B, n, k, C)
+    out = (picked.to(weight.dtype) * weight.transpose(0, 1)).sum(2)
+    return (out if bias is None else out + bias).transpose(1, 2)
 
 
-def conv_fold(x: Tensor, state: Tensor, kept: Tensor, count: Tensor) -> Tensor:
+def kept_inputs(kept: Tensor, count: Tensor, width: int) -> Tensor:
+    """Where the last `width` inputs stand once a path has been taken, int64 [B, width], counted as `conv_windows` does.
+
+    Args:
+        kept: [B, m], the path's nodes in order; entries from `count` on mean nothing.
+        count: int64 [B].
+    """
+    place = count[:, None] + torch.arange(-width, 0, device=kept.device)  # on the path; below 0 before the root
+    return width + torch.where(place >= 0, kept.gather(1, place.clamp(min=0)), place)
+
+
+def conv_fold(x: Tensor, state: Tensor, kept: Tensor) -> Tensor:
     """The last W inputs [B, C, W] once a path has been taken.
 
     Args:
         x: inputs of the nodes, [B, C, n].
         state: the W inputs before the root.
-        kept: [B, m], the path's nodes in order; entries from `count` on mean nothing.
-        count: int64 [B].
+        kept: as `kept_inputs` gives it for W.
     """
-    W = state.shape[2]
-    place = count[:, None] + torch.arange(-W, 0, device=x.device)  # on the path; below 0 before the root
-    node = kept.gather(1, place.clamp(min=0))
-    index = torch.where(place >= 0, W + node, W + place)
-    return torch.cat([state, x.to(state.dtype)], 2).gather(2, index[:, None].expand(-1, x.shape[1], -1))
+    return torch.cat([state, x.to(state.dtype)], 2).gather(2, kept[:, None].expand(-1, x.shape[1], -1))

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import pickle
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from weakref import WeakKeyDictionary
+
 import pytest
 import targets
 import torch
+import zoo_classes as zoo
+from drafters import Oracle, Scripted
 from torch import Tensor
 from torch.nn import functional as F
 
 import mmspec
+from mmspec.drafters.plain import Plain
 from mmspec.kernels import reference_recurrent as ops
-from mmspec.pipelines.targets import recurrent
+from mmspec.piecewise import capture
+from mmspec.piecewise.capture import PiecewiseFunction
+from mmspec.pipelines.serving.continuous import ContinuousBatcher
+from mmspec.pipelines.targets import compiled, recurrent
+from mmspec.pipelines.targets import compiled_cache as trusted
+from mmspec.pipelines.targets.recurrent import Path, RecurrentLayer
 from mmspec.tree import from_parents
 
 B, H, K, V = 3, 2, 8, 6
@@ -48,20 +62,24 @@ def test_a_tree_is_read_as_every_path(channels: bool, delta: bool) -> None:
     beta = drawn(B, H, n + 1)[..., 1:].sigmoid() if delta else None
     out, states = stepwise(q, k, v, g, beta, state)
     G = ops.path_decay(g, TREE.ancestors)
-    u = v if beta is None else ops.delta_writes(k, v, beta, G, state, TREE.ancestors)
-    assert torch.allclose(ops.recurrent_read(q, k, u, G, state, TREE.ancestors), out, rtol=0, atol=1e-12)
-    last = KEPT.gather(1, COUNT[:, None] - 1)[:, 0]
-    folded = ops.recurrent_fold(k, u, G, state, KEPT, COUNT)
-    assert torch.allclose(folded, states[torch.arange(B), last], rtol=0, atol=1e-12)
+    found, u = ops.recurrent_tree(q, k, v, beta, G, state, TREE.ancestors)
+    assert torch.allclose(found, out, rtol=0, atol=1e-12)
+    path, last = Path(KEPT, COUNT).taken(n, KEPT.device)
+    ops.recurrent_fold(state, k, u, G, path, last)
+    assert torch.allclose(state, states[torch.arange(B), last], rtol=0, atol=1e-12)
+    before = state.clone()
+    ops.recurrent_fold(state, k, u, G, *Path(KEPT, COUNT * 0).taken(n, KEPT.device))
+    assert torch.equal(state, before), "no node was taken"
 
 
 def test_a_long_path_of_strong_decay_does_not_overflow() -> None:
     n = PARENTS.shape[1]
     k, v, state = F.normalize(drawn(B, H, n, K), dim=-1).float(), drawn(B, H, n, V).float(), drawn(B, H, K, V).float()
     G = ops.path_decay(torch.full((B, H, n), -300.0), TREE.ancestors)
-    u = ops.delta_writes(k, v, torch.full((B, H, n), 0.5), G, state, TREE.ancestors)
-    assert ops.recurrent_read(k, k, u, G, state, TREE.ancestors).isfinite().all()
-    assert ops.recurrent_fold(k, u, G, state, KEPT, COUNT).isfinite().all()
+    out, u = ops.recurrent_tree(k, k, v, torch.full((B, H, n), 0.5), G, state, TREE.ancestors)
+    assert out.isfinite().all() and u.isfinite().all()
+    ops.recurrent_fold(state, k, u, G, *Path(KEPT, COUNT).taken(n, KEPT.device))
+    assert state.isfinite().all()
 
 
 @pytest.mark.parametrize(("width", "kernel"), [(3, 3), (4, 4), (4, 3)])
@@ -75,7 +93,7 @@ def test_a_convolution_reads_its_own_ancestors(width: int, kernel: int) -> None:
             line = TREE.ancestors[b, i].nonzero()[:, 0]
             whole = torch.cat([state[b], x[b][:, line]], 1)
             assert torch.allclose(out[b, :, i], (whole[:, -kernel:] * weight).sum(1) + bias, rtol=0, atol=1e-12)
-    after = ops.conv_fold(x, state, KEPT, COUNT)
+    after = ops.conv_fold(x, state, ops.kept_inputs(KEPT, COUNT, width))
     for b in range(B):
         line = KEPT[b, : COUNT[b]]
         assert torch.equal(after[b], torch.cat([state[b], x[b][:, line]], 1)[:, -width:])
@@ -97,6 +115,146 @@ def test_outside_of_a_draft_a_layer_is_stock() -> None:
         stock = model(**inputs).logits
         with mmspec.enable(model):
             assert torch.equal(model(**inputs).logits, stock)
+
+
+# -- rows that come and go, pickles, threads, memory ------------------------------------------------------------------
+
+
+def right_or_wrong(prompts: list[dict[str, Tensor]], model: Any, tokens: int) -> Scripted:
+    """Trees with the right path in them, of one node or four, for each of these prompts."""
+    answers = {}
+    for inputs in prompts:
+        answers |= Oracle.of(inputs["input_ids"], targets.generate(model, inputs, max_new_tokens=tokens)).answers
+
+    def line(row: Any, _: Any) -> tuple[list[int], list[int]]:
+        first, second = Oracle(answers).after(row, 2)
+        return ([], []) if len(row.tokens) % 4 == 0 else ([(first + 1) % 100, first, second, 7], [0, 0, 2, 3])
+
+    return Scripted(line)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "lfm2_vl"])
+def test_rows_enter_and_leave_a_session(name: str) -> None:
+    model = targets.model(name)
+    asked = [
+        targets.prompt(name, kind, seed) for seed, kind in enumerate(["image first", "text only", "image last"] * 2)
+    ]
+    ends: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": list(range(5, 30))}
+    want = [targets.generate(model, one, **ends)[0, one["input_ids"].shape[1] :].tolist() for one in asked]
+    with mmspec.enable(model, right_or_wrong(asked, model, 14)):
+        flow, found = ContinuousBatcher(model, None, 2, **ends), {}
+        waiting = list(enumerate(asked))
+        while waiting or flow.busy:
+            while waiting and flow.free:
+                flow.add(*waiting.pop(0), 0)
+            found |= {end.ticket: end.tokens for end in flow.step()}
+    assert [found[i] for i in range(len(asked))] == want and len({*map(len, want)}) > 1
+
+
+def test_a_pickle_is_a_stock_model_and_two_threads_do_not_meet() -> None:
+    model = targets.model("qwen3_5")
+    asked = [targets.prompt("qwen3_5", kind) for kind in ("text only", "image first")]
+    want = [targets.generate(model, one) for one in asked]
+    with mmspec.enable(model, right_or_wrong(asked, model, 24)):
+        stock = pickle.loads(pickle.dumps(model))
+        assert all("_mmspec_stock" not in vars(type(module)) for module in stock.modules())
+        assert torch.equal(targets.generate(stock, asked[0]), want[0])
+        with ThreadPoolExecutor(2) as pool:
+            calls = [pool.submit(targets.generate, model, one) for one in asked * 2]
+        assert all(torch.equal(call.result(), full) for call, full in zip(calls, want * 2, strict=True))
+
+
+def test_a_node_costs_its_key_value_decay_and_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a layer holds of a draft, by the memory that its tensors keep alive, beyond the state of its row."""
+    model, inputs, commit = targets.model("qwen3_5"), targets.prompt("qwen3_5", "text only"), RecurrentLayer.commit
+    text = model.config.text_config
+    heads, key, value = (
+        text.linear_num_value_heads, text.linear_key_head_dim, text.linear_value_head_dim,
+    )  # fmt: skip
+    channels = 2 * text.linear_num_key_heads * key + heads * value
+    held: dict[int, set[int]] = {}
+
+    def counting(self: RecurrentLayer, path: Path) -> None:
+        tensors = [*self.inputs.values(), *(t for one in self.writes.values() for t in one)]
+        stores = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+        held.setdefault(self.inputs[0].shape[2], set()).add(sum(stores.values()))
+        before = [t.shape for t in self.held()]
+        commit(self, path)
+        assert [t.shape for t in self.held()] == before and not (self.inputs or self.writes)
+
+    monkeypatch.setattr(RecurrentLayer, "commit", counting)
+    for size in (2, 12):
+        with mmspec.enable(model, Scripted(lambda row, _, n=size: ([9] * n, [0] * n))):
+            targets.generate(model, inputs, max_new_tokens=6)
+    each = heads * (key + value + 1) + channels
+    assert held == {3: {3 * 4 * each}, 13: {13 * 4 * each}}
+
+
+# -- compiled ---------------------------------------------------------------------------------------------------------
+
+# gated delta rule; short convolutions beside sliding windows; state space duality; and a mixture of experts
+COMPILED = {"qwen3_5": targets, "lfm2_vl": targets, "lfm3_vl": zoo, "nemotron_h_omni": zoo, "qwen3_5_moe": zoo}
+
+
+def as_it_is(piece: Any, examples: list[Tensor]) -> Any:
+    """In the place of a compiler."""
+    return piece
+
+
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces run as they are, and what cannot be captured fails."""
+    monkeypatch.setattr(capture, "inductor", as_it_is)
+    monkeypatch.setattr(trusted, "_OF", WeakKeyDictionary())
+    warnings.simplefilter("error", UserWarning)
+
+
+def right_at_first(inputs: dict[str, Tensor], full: Tensor, chained: bool) -> Scripted:
+    """Chains and trees of one shape, on which rows keep two tokens, or three."""
+    oracle = Oracle.of(inputs["input_ids"], full)
+
+    def line(row: Any, _: Any) -> tuple[list[int], list[int]]:
+        first, second = oracle.after(row, 2)
+        other = (first + 1) % 100
+        return ([first, second, other], [0, 1, 2]) if chained else ([other, first, other, second], [0, 0, 1, 2])
+
+    return Scripted(line, chained)
+
+
+@pytest.mark.parametrize("chained", [True, False], ids=["chain", "tree"])
+@pytest.mark.parametrize("name", COMPILED)
+def test_a_captured_forward_reads_and_leaves_the_same_state(name: str, chained: bool, captures: None) -> None:
+    made = COMPILED[name]
+    model, inputs = made.model(name), made.prompt(name, "ragged")
+    full = made.generate(model, inputs)
+    with mmspec.enable(model, right_at_first(inputs, full, chained), compile=True) as handle:
+        assert torch.equal(made.generate(model, inputs), full)
+        held = compiled.of(model)._held
+    assert handle.stats.tokens_per_target_call > 2 and held and all(held.values())
+
+
+@pytest.mark.full
+def test_by_the_compiler_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trusted, "_OF", WeakKeyDictionary())
+    warnings.simplefilter("error", UserWarning)
+    test_a_captured_forward_reads_and_leaves_the_same_state("qwen3_5", False, None)
+
+
+class OffState(PiecewiseFunction):
+    """Gives the right logits, and something else for what the nodes wrote last."""
+
+    def __call__(self, attend: Any, *inputs: Tensor) -> list[Tensor]:
+        *found, last = super().__call__(attend, *inputs)
+        return [*found, last * 1.01]
+
+
+def test_a_capture_that_would_leave_another_state_is_not_used(captures: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "PiecewiseFunction", OffState)
+    model, inputs = targets.model("qwen3_5"), targets.prompt("qwen3_5", "text only")
+    full = targets.generate(model, inputs, max_new_tokens=6)
+    with mmspec.enable(model, Plain(), compile=True), pytest.warns(UserWarning, match="away from the uncompiled"):
+        assert torch.equal(targets.generate(model, inputs, max_new_tokens=6), full)
+    assert not any(compiled.of(model)._held.values())
 
 
 def test_a_state_that_nobody_knows_is_refused_by_name() -> None:

@@ -125,8 +125,8 @@ def test_queries_that_are_scaled_by_the_slots_of_the_cache() -> None:
         zoo.generate(model, inputs, max_new_tokens=8100)
 
 
-@pytest.mark.parametrize("case", LAYERS.values(), ids=LAYERS)
-def test_compiled_or_left_uncompiled_the_text_is_the_same(case: str) -> None:
+@pytest.mark.parametrize("case", ["llama4", "mistral_large4"])
+def test_left_uncompiled_the_text_is_the_same(case: str) -> None:
     model, inputs = zoo.model(case), zoo.prompt(case, "ragged")
     full = zoo.generate(model, inputs)
     with mmspec.enable(model, compile=True), pytest.warns(UserWarning, match="uncompiled"):

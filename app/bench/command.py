@@ -28,6 +28,7 @@ SUITES = {  # name: (module with configure(parser) and measure(args, outcome), o
     "image": ("mmspec.app.bench.image", "pictures of an autoregressive image model: speed, and how good they are"),
     "round": ("mmspec.app.bench.round", "where the time of a round goes, and what it is against a plain step"),
     "shapes": ("mmspec.app.bench.shapes", "what a round costs at the shapes of published models, with random weights"),
+    "nodes": ("mmspec.app.bench.nodes", "what verifying N nodes costs against one, on a hybrid with random weights"),
     "kernels": ("mmspec.app.bench.kernels", "kernels beside their definitions, as a share of the copy bandwidth"),
 }
 BLOCK = 10**7  # seeds of one run of pictures

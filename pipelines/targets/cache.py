@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticLa
 
 from mmspec.kernels import dispatch
 from mmspec.pipelines.targets.cache_layer import Layers
-from mmspec.pipelines.targets.recurrent import RecurrentLayer, reading
+from mmspec.pipelines.targets.recurrent import Path, RecurrentLayer, reading
 from mmspec.ragged_cache import Lengths, RaggedBuffer, stacked
 
 
@@ -87,7 +87,7 @@ class RaggedCache(Cache):
 
     def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
         if reading.get() is None:  # what a draft writes waits for `commit`
-            self._recurrent(layer_idx).state[state_idx] = recurrent_states
+            self._recurrent(layer_idx).replace(recurrent_states, state_idx)
         return recurrent_states
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
@@ -126,8 +126,9 @@ class RaggedCache(Cache):
 
     def commit(self, kept: Tensor, counts: tuple[int, ...], device_counts: Tensor, in_place: bool) -> None:
         """Of the nodes appended last, keep `kept[b, : counts[b]]` in row b; `in_place` says they lie there already."""
+        path = Path(kept, device_counts)
         for state in self.recurrent.values():
-            state.commit(kept, device_counts)
+            state.commit(path)
         if not in_place:
             alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}  # autocast may leave keys in float32 alone
             held = (t for layer in self._attending() for t in (layer.keys, layer.values))

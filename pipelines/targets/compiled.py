@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -13,10 +15,11 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from mmspec.attention import sdpa
+from mmspec.kernels import reference
 from mmspec.modes import computed_in, lasting
 from mmspec.piecewise import capture
 from mmspec.piecewise.capture import PiecewiseFunction, Uncapturable
-from mmspec.pipelines.targets import masks
+from mmspec.pipelines.targets import masks, recurrent
 from mmspec.pipelines.targets import tree_attention as attention
 from mmspec.pipelines.targets.cache import RaggedCache
 from mmspec.pipelines.targets.compiled_cache import CompiledCache, compare, weights
@@ -47,13 +50,14 @@ class Compiled(CompiledCache):
         """As `target.read`: raw logits [S·B, N, V], and the features [S·B, N, F] where the drafter asked for some."""
         shapes = tokens.shape, places.shape
         constants = tuple((name, v) for name, v in state.arguments.items() if type(v) in PLAIN)
-        key = (type(target), target.eager, *shapes, target.features, tuple(state.types), tokens.device, constants)
+        held = tuple((t.shape, t.dtype) for layer in state.cache.recurrent.values() for t in layer.held())
+        key = (type(target), target.eager, *shapes, held, target.features, tuple(state.types), tokens.device, constants)
         attend, inputs = _attending(target, state, mask), _inputs(state, tokens, places)
-        stock = partial(target.read, state, tokens, places, mask)
+        kept, stock = state.cache.recurrent.values(), partial(target.read, state, tokens, places, mask)
 
         def made() -> PiecewiseFunction:
             before = fingerprint(target.model, kept=True)
-            wanted = stock()
+            wanted = [*stock(), *(t for layer in kept for t in layer.read())]
             if fingerprint(target.model, kept=True) != before:
                 raise Uncapturable("its forward changes what its modules hold")
             captured = _capture(target, state, tokens, places)
@@ -63,14 +67,25 @@ class Compiled(CompiledCache):
             return captured
 
         captured = self.get(key, made)
-        return stock() if captured is None else tuple(captured(attend, *inputs))
+        if captured is None:
+            return stock()
+        read = iter(captured(attend, *inputs))
+        found = tuple(islice(read, 1 + bool(target.features)))
+        for layer in kept:
+            layer.put(read)
+        return found
 
 
 of = Compiled.of
 
 
 def _inputs(state: State, tokens: Tensor, places: Tensor) -> list[Tensor]:
-    return [tokens.contiguous(), places.contiguous(), *state.types.values()]
+    """What a forward reads: nodes and types; of layers with a recurrent state also the tree, and those states."""
+    found = [tokens, places, *state.types.values()]
+    tree, kept = recurrent.reading.get(), state.cache.recurrent.values()
+    if kept and tree is not None:
+        found += [tree.parents, tree.depth, tree.ancestors, *(t for layer in kept for t in layer.held())]
+    return [t.contiguous() for t in found]
 
 
 def _capture(target: Any, state: State, tokens: Tensor, places: Tensor) -> PiecewiseFunction:
@@ -78,18 +93,23 @@ def _capture(target: Any, state: State, tokens: Tensor, places: Tensor) -> Piece
     if target.eager:
         raise Uncapturable("its attention is 'eager'; load it with attn_implementation='sdpa'")
     if target.stateful:
-        raise Uncapturable("its layers keep more than keys and values")
+        raise Uncapturable("its layers keep more than keys, values and recurrent states")
     if any(hasattr(module, "base_layer") for module in target.model.modules()):
         raise Uncapturable("it has adapters, which may be switched at any time; merge them first")
     own = weights(target.model)
 
-    def read(past: int, tokens: Tensor, places: Tensor, *types: Tensor) -> list[Tensor]:
+    def read(past: int, *inputs: Tensor) -> list[Tensor]:
+        given = iter(inputs)
+        tokens, places, types = next(given), next(given), {name: next(given) for name in state.types}
         cache = _PassThroughCache(past)
         seen = torch.ones(len(tokens), 1, tokens.shape[1], past + tokens.shape[1], dtype=torch.bool)
-        mask = dict.fromkeys(masks.KINDS, seen) if target.mixed else seen
-        with _Cut(cache):
-            return list(target.read(replace(state, cache=cache, types=dict(zip(state.types, types, strict=True))),
-                                    tokens, places, mask))  # fmt: skip
+        kinds = {**dict.fromkeys(recurrent.KINDS), **dict.fromkeys(masks.KINDS, seen)}
+        tree = (next(given), next(given), next(given), reference.recurrent_tree) if state.cache.recurrent else None
+        cache.recurrent = {index: layer.before(given) for index, layer in state.cache.recurrent.items()}
+        with _Cut(cache), nullcontext() if tree is None else recurrent.reads(*tree):
+            mask = kinds if target.mixed else seen
+            found = target.read(replace(state, cache=cache, types=types), tokens, places, mask)
+        return [*found, *(t for layer in cache.recurrent.values() for t in layer.read())]
 
     with lasting():
         inputs = [t.clone() for t in _inputs(state, tokens, places)]

@@ -27,9 +27,15 @@ def readers(text: Any) -> list[tuple[Any, type]]:
     return [*ours.items(), *rest]
 
 
-def more_than_keys(text: Any) -> bool:
-    """Whether layers of a decoder keep more than the text's keys and values: recurrent states, the keys of an indexer,
-    those of a picture."""
+def more_than_states(text: Any) -> bool:
+    """Whether layers of a decoder keep more than the text's keys and values and recurrent states: the keys of an
+    indexer, those of a picture, what is read path by path."""
     config = text.config
     kinds, crossed = getattr(config, "layer_types", None) or (), getattr(config, "cross_attention_layers", None)
-    return "indexed_attention" in kinds or bool(crossed) or bool(readers(text))
+    by_path = any(path_readers.reader(module) is not None for module in text.modules())
+    return "indexed_attention" in kinds or bool(crossed) or by_path
+
+
+def more_than_keys(text: Any) -> bool:
+    """Whether layers of a decoder keep more than the text's keys and values."""
+    return more_than_states(text) or bool(recurrent.modules(text))

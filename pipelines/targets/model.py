@@ -28,7 +28,7 @@ class ModelTarget:
         device, inference, features, streams, guidance, weighs: see `mmspec.types.Target`.
         captured: captures and compiles `read`; None: it runs as it is.
         last: the last position that any node may have; None: there is no last one.
-        stateful: whether layers keep more than keys and values, which is not captured.
+        stateful: whether layers keep more than keys, values and recurrent states, which is not captured.
         eager, tree, mixed: how its decoder attends, as far as masks and captures depend on it.
     """
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import CellType, FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,17 +21,40 @@ from torch.nn import Module
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
+from mmspec.kernels import dispatch
 from mmspec.kernels import reference_recurrent as ops
+from mmspec.modes import lasting, uncast
 
 
-@dataclass(frozen=True)
-class Writes:
+class Writes(NamedTuple):
     """What the nodes of a draft wrote into one layer's state; see `ops.recurrent_fold`."""
 
     k: Tensor  # [B, H, n, K]
     u: Tensor  # [B, H, n, V]
     G: Tensor  # [B, H, n] or [B, H, n, K]
-    turned: bool = False  # whether stock keeps the state as [B, H, V, K]
+
+
+class Path:
+    """The nodes of a draft that stand, as all layers fold them: the first `count` [B] of `kept` [B, m]."""
+
+    def __init__(self, kept: Tensor, count: Tensor) -> None:
+        self.kept, self.count = kept, count
+        self._made: dict[Any, Any] = {}
+
+    def taken(self, nodes: int, home: torch.device) -> tuple[Tensor, Tensor]:
+        """Which of the nodes stand, bool [B, nodes], and the last that does, [B]."""
+        if ("taken", nodes, home) not in self._made:
+            there = torch.arange(self.kept.shape[1], device=self.kept.device) < self.count[:, None]
+            path = there.new_zeros(len(there), nodes + 1).scatter_(1, self.kept.where(there, nodes), True)[:, :nodes]
+            last = self.kept.gather(1, (self.count[:, None] - 1).clamp(min=0))[:, 0]
+            self._made["taken", nodes, home] = path.to(home), last.to(home)
+        return self._made["taken", nodes, home]  # type: ignore[no-any-return]
+
+    def inputs(self, width: int, home: torch.device) -> Tensor:
+        """As `ops.kept_inputs`."""
+        if ("inputs", width, home) not in self._made:
+            self._made["inputs", width, home] = ops.kept_inputs(self.kept, self.count, width).to(home)
+        return self._made["inputs", width, home]  # type: ignore[no-any-return]
 
 
 class RecurrentLayer:
@@ -39,7 +62,7 @@ class RecurrentLayer:
 
     def __init__(self) -> None:
         self.conv: dict[int, Tensor] = {}  # [B, C, W]
-        self.state: dict[int, Tensor] = {}  # [B, H, K, V]
+        self.state: dict[int, Tensor] = {}  # [B, H, K, V], written in place
         self.inputs: dict[int, Tensor] = {}  # of the draft that was read last, [B, C, n]
         self.writes: dict[int, Writes] = {}  # likewise
 
@@ -47,19 +70,46 @@ class RecurrentLayer:
         """As stock: new inputs [B, C, n] behind those that are kept, of which the last `width` are kept from now on."""
         full = torch.cat([self.conv[index], x], -1) if index in self.conv else x
         keep = self.conv[index].shape[-1] if index in self.conv else width or x.shape[-1]
-        self.conv[index] = F.pad(full, (max(0, keep - full.shape[-1]), 0))[..., -keep:].clone()
+        kept = F.pad(full, (max(0, keep - full.shape[-1]), 0))[..., -keep:]
+        self.conv[index] = kept.clone(memory_format=torch.contiguous_format)
         return full
 
-    def commit(self, kept: Tensor, count: Tensor) -> None:
-        """The first `count` [B] of the nodes `kept` [B, m] stand."""
+    def replace(self, state: Tensor, index: int) -> None:
+        """Keep a copy of this recurrent state [B, H, …]."""
+        with lasting():
+            self.state[index] = state.clone(memory_format=torch.contiguous_format)
+
+    def commit(self, path: Path) -> None:
+        """These nodes of the draft that was read last stand, and no others."""
         for index, x in self.inputs.items():
-            self.conv[index] = ops.conv_fold(x, self.conv[index], kept.to(x.device), count.to(x.device))
-        for index, w in self.writes.items():
-            state, dtype = self.state[index].float(), self.state[index].dtype
-            state = state.transpose(-1, -2) if w.turned else state
-            folded = ops.recurrent_fold(w.k, w.u, w.G, state, kept.to(state.device), count.to(state.device)).to(dtype)
-            self.state[index] = folded.transpose(-1, -2) if w.turned else folded
+            held = self.conv[index]
+            self.conv[index] = ops.conv_fold(x, held, path.inputs(held.shape[-1], x.device))
+        for index, (k, u, G) in self.writes.items():
+            state = self.state[index]
+            wide = state.float()
+            ops.recurrent_fold(wide, k, u, G, *path.taken(k.shape[2], k.device))
+            if wide is not state:
+                state.copy_(wide)
         self.inputs, self.writes = {}, {}
+
+    def held(self) -> list[Tensor]:
+        """What a draft is read from, in an order of its own."""
+        return [*self.conv.values(), *self.state.values()]
+
+    def before(self, held: Iterator[Tensor]) -> RecurrentLayer:
+        """Another with these tensors for what `held` gives, and nothing that was read."""
+        made = RecurrentLayer()
+        made.conv, made.state = ({index: next(held) for index in mine} for mine in (self.conv, self.state))
+        return made
+
+    def read(self) -> list[Tensor]:
+        """What the draft that was read last left, in the order of `held`; every state has been read."""
+        return [*(self.inputs[i] for i in self.conv), *(t for i in self.state for t in self.writes[i])]
+
+    def put(self, read: Iterator[Tensor]) -> None:
+        """As if it had read what another has; see `read`."""
+        self.inputs = {index: next(read) for index in self.conv}
+        self.writes = {index: Writes(next(read), next(read), next(read)) for index in self.state}
 
     def select(self, rows: Tensor) -> None:
         for held in (self.conv, self.state):
@@ -77,6 +127,7 @@ class Reading:
     parents: Tensor  # [B, n]
     depth: Tensor  # [B, n]
     ancestors: Tensor  # bool [B, n, n]
+    scan: Callable[..., tuple[Tensor, Tensor]] = dispatch.recurrent_tree
     layer: RecurrentLayer | None = None
     index: int = 0  # of the convolution that stock will call next
     _windows: dict[int, Tensor] = field(default_factory=dict)
@@ -91,23 +142,31 @@ class Reading:
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, beta: Tensor | None, turned: bool
     ) -> Tensor:
         """What the nodes read, [B, H, n, V] in float32, from their queries, keys and values [B, H, n, …]; what they
-        write is kept with the layer. The delta rule where there is a `beta` [B, H, n]."""
+        write is kept with the layer.
+
+        Args:
+            beta: of the delta rule, [B, H, n].
+            turned: whether stock keeps the state as [B, H, V, K]; a node writes the same, its sides exchanged.
+        """
         assert self.layer is not None
         ancestors = self.ancestors.to(k.device)
         state = state.float().transpose(-1, -2) if turned else state.float()
-        G = ops.path_decay(g, ancestors)
-        u = v if beta is None else ops.delta_writes(k, v, beta, G, state, ancestors)
-        self.layer.writes[0] = Writes(k, u, G, turned)
-        return ops.recurrent_read(q, k, u, G, state, ancestors)
+        with uncast(k.device):
+            G = ops.path_decay(g, ancestors)
+            out, u = self.scan(q, k, v, beta, G, state, ancestors)
+        self.layer.writes[0] = Writes(u, k, G) if turned else Writes(k, u, G)
+        return out
 
 
 reading: ContextVar[Reading | None] = ContextVar("mmspec_reading", default=None)
 
 
 @contextmanager
-def reads(parents: Tensor, depth: Tensor, ancestors: Tensor) -> Iterator[None]:
-    """Within, forwards read the nodes of this tree."""
-    token = reading.set(Reading(parents, depth, ancestors))
+def reads(
+    parents: Tensor, depth: Tensor, ancestors: Tensor, scan: Callable[..., Any] = dispatch.recurrent_tree
+) -> Iterator[None]:
+    """Within, forwards read the nodes of this tree, by `scan`: a capture can follow `ops.recurrent_tree`, no kernel."""
+    token = reading.set(Reading(parents, depth, ancestors, scan))
     try:
         yield
     finally:
