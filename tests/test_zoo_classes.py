@@ -125,7 +125,10 @@ def test_queries_that_are_scaled_by_the_slots_of_the_cache() -> None:
         zoo.generate(model, inputs, max_new_tokens=8100)
 
 
-@pytest.mark.parametrize("case", ["llama4", "mistral_large4"])
+COMPILED = {"qwen3_5_moe", "lfm3_vl", "nemotron_h_omni"}  # see test_recurrent.py
+
+
+@pytest.mark.parametrize("case", [case for case in LAYERS.values() if case not in COMPILED])
 def test_left_uncompiled_the_text_is_the_same(case: str) -> None:
     model, inputs = zoo.model(case), zoo.prompt(case, "ragged")
     full = zoo.generate(model, inputs)
