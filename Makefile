@@ -12,11 +12,11 @@ JOBS ?= 2
 OFFLINE := HF_HUB_OFFLINE=1
 TESTS = $(OFFLINE) $(RUN)/python -m pytest -n $(JOBS) --dist loadfile
 
-.PHONY: help check types test test-all bench demo caption generate zoo docs
+.PHONY: help check types test test-all bench gpu demo caption generate zoo docs
 .DELETE_ON_ERROR:
 
 help:
-	@echo "make check | test | test-all | bench | demo | caption [IN=folder] | generate [PROMPT=text] | zoo | docs; all but check take ARGS=options"
+	@echo "make check | test | test-all | bench | gpu | demo | caption [IN=folder] | generate [PROMPT=text] | zoo | docs; all but check take ARGS=options"
 
 check: $(VENV)/.mmspec-dev types
 	$(RUN)/ruff check .
@@ -36,6 +36,10 @@ test-all: $(VENV)/.mmspec-dev
 
 bench: $(VENV)/.mmspec-dev
 	$(OFFLINE) $(RUN)/python -m mmspec.app.cli bench vlm --json benchmarks/results/vlm.json $(ARGS)
+
+# Installs nothing, so that it runs offline, on a machine that has torch already: in $(VENV) where there is one.
+gpu:
+	$(OFFLINE) PYTHONPATH=. $(or $(wildcard $(RUN)/python),$(PYTHON),python3) -m mmspec.app.cli bench gpu $(ARGS)
 
 zoo: $(VENV)/.mmspec-dev
 	$(OFFLINE) $(RUN)/python -m mmspec.app.cli zoo $(ARGS)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mmspec.kernels.checks import BOOL, FLOATS, INDEX, INTERPRETED, at_home, sizes, splits_for
+from mmspec.kernels.checks import BOOL, FLOATS, INDEX, INTERPRETED, PARTS, at_home, sizes, splits_for
 
 
 @triton.jit
@@ -39,7 +39,7 @@ def _fold(
     return top, z, acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots", "padded", "splits"])  # they change as a text grows
 def _attend(
     Q, K, V, OUT, ACC, STAT, LENGTHS, BITS, OPEN, FIRST,
     n, heads, groups, slots, padded, words, splits, factor, D, E,
@@ -97,7 +97,7 @@ def _attend(
         tl.store(OUT + at[:, None] + e[None, :], acc.to(OUT.dtype.element_ty), mask=keep)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _reduce(
     ACC, STAT, OUT, splits, heads, n, lines, E, o_b, o_h, o_n,
     PARTS: tl.constexpr, LINES: tl.constexpr, BLOCK_E: tl.constexpr,
@@ -182,7 +182,7 @@ def tree_attention(
             lines = B * heads * n
             _reduce[(triton.cdiv(lines, 16),)](
                 acc, stat, out, splits, heads, n, lines, E, *out.stride()[:3],
-                PARTS=triton.next_power_of_2(splits), LINES=16, BLOCK_E=wide["BLOCK_E"],
+                PARTS=PARTS, LINES=16, BLOCK_E=wide["BLOCK_E"],
             )  # fmt: skip
     return out
 

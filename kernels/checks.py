@@ -8,6 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
+PARTS = 64  # that anything is cut into at most
 INTERPRETED: bool = triton.knobs.runtime.interpret  # as it was when the kernels were defined
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 INDEX = (torch.int64,)
@@ -79,4 +80,12 @@ def processors(tensor: Tensor) -> int:
 def splits_for(tensor: Tensor, programs: int, length: int, least: int) -> int:
     """Parts to cut a loop of `length` into, none shorter than `least`, so that two programs meet every processor."""
     wanted = -(-2 * processors(tensor) // max(1, programs))
-    return max(1, min(wanted, -(-length // least), 64))
+    return max(1, min(wanted, -(-length // least), PARTS))
+
+
+def room_for(parts: int) -> int:
+    """Of a tile that holds so many parts of a line, the constant length: one of two, so that few kernels are compiled.
+
+    There are many parts only where there are few lines, so the longer one meets small tiles alone.
+    """
+    return 16 if parts <= 16 else PARTS

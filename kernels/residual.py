@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mmspec.kernels.checks import BOOL, DOUBLE, FLOATS, INDEX, at_home, sizes, splits_for
+from mmspec.kernels.checks import BOOL, DOUBLE, FLOATS, INDEX, PARTS, at_home, sizes, splits_for
 from mmspec.kernels.noise import hashed, unit
 from mmspec.kernels.reference import NOTHING as _NOTHING
 from mmspec.kernels.reference import Noise
@@ -24,7 +24,7 @@ def scanned(logits: Tensor, lines: int, vocab: int, block: int) -> tuple[int, in
     return chunk, triton.cdiv(vocab, chunk)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"])
 def _normalise(X, M, L, V, chunk, parts, x_b, BLOCK: tl.constexpr):
     """Maximum and sum of exponentials, float64, of one part of a row."""
     b, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -68,7 +68,7 @@ def _weights(
     return p, left
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts", "parts_p", "parts_q"])
 def _weigh(
     P, Q, NODE, REFUSED, ROWS, PM, PL, QM, QL, LEFT, WHOLE,
     V, N, K, chunk, parts, p_b, p_n, q_b, refused_b, parts_p, parts_q,
@@ -98,7 +98,7 @@ def _weigh(
     tl.store(WHOLE + b * parts + part, whole)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts", "parts_p", "parts_q"])
 def _pick(
     P, Q, NODE, REFUSED, ROWS, PM, PL, QM, QL, LEFT, WHOLE, U, COUNTER, OUT,
     V, N, K, chunk, parts, p_b, p_n, q_b, refused_b, parts_p, parts_q,
@@ -179,15 +179,15 @@ def pick(
         "HAS_NODE": node is not None,
         "HAS_REFUSED": refused is not None,
         "HAS_ROWS": rows is not None,
-        "PARTS_P": triton.next_power_of_2(stat_p[0].shape[-1]),
-        "PARTS_Q": triton.next_power_of_2(stat_q[0].shape[-1]),
+        "PARTS_P": PARTS,
+        "PARTS_Q": PARTS,
         "BLOCK": block,
     }
     with at_home(p):
         _weigh[(B, parts)](*read, *shape, **kinds)
         _pick[(B,)](
             *read, u, u if counter is None else counter, out, *shape,
-            HASHED=counter is not None, PARTS=triton.next_power_of_2(parts), **kinds,
+            HASHED=counter is not None, PARTS=PARTS, **kinds,
         )  # fmt: skip
     return out
 

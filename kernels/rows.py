@@ -17,7 +17,7 @@ _WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 _COLUMNS = tl.constexpr(6)  # address, heads, width, and strides of row, head and slot; all but the first in words
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["K"])
 def _compact(
     TABLE, SOURCE, START, COUNT, K, heads, source_b,
     WORD: tl.constexpr, HAS_COUNT: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -72,7 +72,7 @@ def compact_rows(buffers: Sequence[Tensor], source: Tensor, start: Tensor, count
     )
     heads, width = (max(e[i] for e in entries) for i in (1, 2))
     K = source.shape[1]
-    block_k = triton.next_power_of_2(K)
+    block_k = max(16, triton.next_power_of_2(K))  # a path has another length in every round
     block_d = max(1, min(triton.next_power_of_2(width), 4096 // block_k))
     with at_home(first):
         _compact[(len(buffers), len(source), heads * triton.cdiv(width, block_d))](

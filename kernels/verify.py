@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mmspec.kernels.checks import BOOL, DOUBLE, FLOATS, INDEX, at_home, sizes
+from mmspec.kernels.checks import BOOL, DOUBLE, FLOATS, INDEX, at_home, room_for, sizes
 from mmspec.kernels.dispatch import TREE_NODES
 from mmspec.kernels.noise import gumbel, gumbel_cell
 from mmspec.kernels.reference import Noise, Verified
@@ -18,7 +18,7 @@ LIKELIEST, GUMBEL, NOTHING = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  
 _BLOCK = 4096
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"])
 def _scan(
     X, SEED, POSITION, M, L, BEST, TOKEN, N, V, chunk, parts, x_b, x_n, position_b,
     DRAW: tl.constexpr, BLOCK: tl.constexpr,
@@ -116,7 +116,7 @@ def _siblings(
     return repeated, low
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"])
 def _path(
     X, TOKENS, PARENTS, ANCESTORS, U, M, L, BEST, TOKEN,
     ACCEPTED, COUNT, LAST, NEXT, LOG_Z, REFUSED, REST,
@@ -174,7 +174,7 @@ def _path(
         tl.store(NEXT + b, tl.sum(tl.where(k == last, drawn, 0), 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"])
 def _tokens(BEST, TOKEN, OUT, lines, parts, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     line = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     tl.store(OUT + line, _drawn(BEST, TOKEN, line, line < lines, parts, PARTS), mask=line < lines)
@@ -210,7 +210,7 @@ def draw(logits: Tensor, noise: Noise | None = None) -> Tensor:
     with at_home(logits):
         _tokens[(triton.cdiv(out.numel(), 64),)](
             found.best, found.token, out, out.numel(), found.parts,
-            PARTS=triton.next_power_of_2(found.parts), BLOCK=64,
+            PARTS=room_for(found.parts), BLOCK=64,
         )  # fmt: skip
     return out
 
@@ -263,7 +263,7 @@ def verify_point_mass(
             accepted.view(torch.uint8), count, last, token, log_z, refused, rest,
             N, found.parts, *logits.stride()[:2], tokens.stride(0), parents.stride(0), *above.stride()[:2],
             0 if u is None else u.stride(0), INVERSE=u is not None, CHAIN=ancestors is None,
-            NODES=max(16, triton.next_power_of_2(N)), PARTS=triton.next_power_of_2(found.parts), ROWS=16,
+            NODES=max(16, triton.next_power_of_2(N)), PARTS=room_for(found.parts), ROWS=16,
         )  # fmt: skip
     if u is not None:
         token = pick(logits, last, (found.m, found.z), refused, rest)

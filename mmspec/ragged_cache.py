@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -46,8 +47,9 @@ class Lengths:
     def further(self, n: int) -> Lengths:
         return Lengths(tuple(length + n for length in self.host), self.device + n)
 
-    def select(self, rows: Tensor) -> Lengths:
-        return Lengths(tuple(self.host[i] for i in rows.tolist()), self.device[rows])
+    def select(self, rows: Tensor, order: Sequence[int]) -> Lengths:
+        """Some rows; `order` is `rows` as the host knows them."""
+        return Lengths(tuple(self.host[i] for i in order), self.device[rows])
 
     def join(self, other: Lengths) -> Lengths:
         return Lengths(self.host + other.host, torch.cat([self.device, other.device]))
@@ -88,19 +90,58 @@ class RaggedBuffer:
             grown[:, :, :held] = buffer
         return grown
 
-    def select(self, rows: Tensor) -> None:
-        if self.keys is not None and self.values is not None:
+    def select(self, rows: Tensor, order: Sequence[int], used: int) -> None:
+        """Keep some rows: the last ones take the places of those that go, and nothing else is moved.
+
+        Args:
+            rows: int64 [B'], in any order; in place where each row stays or comes from behind the B' kept.
+            order: the same, as the host knows it.
+            used: slots that any row has filled.
+        """
+        if self.keys is None or self.values is None:
+            return
+        if any(i != row < len(order) for i, row in enumerate(order)):
             rows = rows.to(self.keys.device)
             self.keys, self.values = self.keys[rows], self.values[rows]
+            return
+        for held in (self.keys, self.values):
+            for i, row in enumerate(order):
+                if i != row:
+                    held[i, :, :used] = held[row, :, :used]
+        self.keys, self.values = self.keys[: len(order)], self.values[: len(order)]
 
     def join(self, other: RaggedBuffer, end: int) -> None:
-        """Take the other's rows below these; of the own slots those from `end` on are not in use and are let go."""
+        """Take the other's rows below these; of the own slots those from `end` on are not in use and are let go.
+
+        They go where rows have left, if there is room; else all rows are copied to where there is.
+        """
         if self.keys is None and other.keys is None:  # of a layer without attention
             return
         if self.keys is None or self.values is None or other.keys is None or other.values is None:
             raise ValueError("both caches must hold a prompt before their rows can be joined")
-        self.keys = stacked(self.keys[:, :, :end], other.keys)
-        self.values = stacked(self.values[:, :, :end], other.values)
+        self.keys, self.values = _joined(self.keys, other.keys, end), _joined(self.values, other.values, end)
+
+
+def closed_ranks(keep: Sequence[int]) -> list[int]:
+    """Of rows that stay, in ascending order, the order in which `RaggedBuffer.select` moves the fewest."""
+    count = len(keep)
+    behind = iter([row for row in keep if row >= count])
+    staying = {row for row in keep if row < count}
+    return [place if place in staying else next(behind) for place in range(count)]
+
+
+def _joined(mine: Tensor, theirs: Tensor, end: int) -> Tensor:
+    """Rows of `theirs` under rows of `mine`, of which `end` slots are in use; what stays over is empty."""
+    B, b, need = len(mine), len(theirs), max(end, theirs.shape[2])
+    rooms = mine.untyped_storage().nbytes() // mine.element_size() // max(1, mine.stride(0)) if B else 0
+    if mine.storage_offset() == 0 and B + b <= rooms and need <= mine.shape[2] <= need + 256:
+        out = mine.as_strided((B + b, *mine.shape[1:]), mine.stride())
+        out[B:, :, theirs.shape[2] :] = 0
+    else:
+        out = mine.new_zeros(B + b, mine.shape[1], need, mine.shape[3])
+        out[:B, :, :end] = mine[:, :, :end]
+    out[B:, :, : theirs.shape[2]] = theirs
+    return out
 
 
 def stacked(a: Tensor, b: Tensor) -> Tensor:

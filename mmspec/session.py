@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mmspec.kernels import dispatch
 from mmspec.kernels import reference as ops
+from mmspec.ragged_cache import closed_ranks
 from mmspec.rules import Rule, exact
 from mmspec.statistics import Stats
 from mmspec.types import NO_TOKEN, Acceptance, Categorical, Draft, Round, Scores
@@ -150,7 +151,7 @@ class Session:
         return Group(rows, self.emitted[index], self.seeds[index])
 
     def retire(self) -> None:
-        """Let the rows go that have ended; the others close ranks."""
+        """Let the rows go that have ended; the last of the others take their places."""
         if not any(row.done for row in self.rows):
             return
         for row, spent in zip(self.rows, self.spent.tolist(), strict=True):
@@ -158,7 +159,7 @@ class Session:
                 row.spent = spent
                 self.stats.spent += spent
                 self.stats.charges[row.index] = spent
-        self.select([i for i, row in enumerate(self.rows) if not row.done])
+        self.select(closed_ranks([i for i, row in enumerate(self.rows) if not row.done]))
 
     def select(self, keep: list[int]) -> None:
         """Keep some rows, by index."""

@@ -28,10 +28,11 @@ def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **named
     options = {key: named.pop(key) for key in list(named) if key not in self.arg_names}
     bound = dict(zip(self.arg_names, args, strict=False)) | named
     fixed = {p.name for p in self.params if p.is_constexpr}
-    fixed |= {name for name, value in bound.items() if isinstance(value, int) and value == 1}
+    open_ = {p.name for p in self.params if p.do_not_specialize}
+    fixed |= {name for name, value in bound.items() if isinstance(value, int) and value == 1 and name not in open_}
     signature = {p.name: "constexpr" if p.name in fixed else mangle_type(bound[p.name]) for p in self.params}
     constants = {(self.arg_names.index(name),): bound[name] for name in fixed}
-    divided = [at for at, name in enumerate(self.arg_names) if name not in fixed and _divided(bound[name])]
+    divided = [at for at, name in enumerate(self.arg_names) if name not in fixed | open_ and _divided(bound[name])]
     known = {(at,): [["tt.divisibility", 16]] for at in divided}
     key = str((self.__name__, signature, constants, known))
     if key not in compiled:

@@ -17,8 +17,9 @@ import torch
 from mmspec.app import cli, compare
 from mmspec.app.bench import shapes
 from mmspec.app.bench.shapes import ShapeCell
+from mmspec.app.bench.shapes_drawn import CodesWays, LatentsWays
 from mmspec.app.bench.shapes_models import MODELS, REAL, TOY, Chat, Latents, on_paper
-from mmspec.app.bench.shapes_ways import ChatWays, CodesWays, Cost, LatentsWays, ShapeMethod, load
+from mmspec.app.bench.shapes_ways import ChatWays, Cost, ShapeMethod, load
 from mmspec.kernels import dispatch
 from mmspec.piecewise import capture
 from mmspec.pipelines.targets import compiled_cache as trusted

@@ -19,8 +19,6 @@ import pytest
 import streams
 import tape
 import targets
-import tiny_llamagen
-import tiny_mar
 import torch
 from drafters import DRAFTERS, Oracle
 from torch import Tensor, nn
@@ -31,7 +29,6 @@ import mmspec
 from mmspec.drafters.plain import Plain
 from mmspec.piecewise import capture, graphs
 from mmspec.piecewise.capture import PiecewiseFunction
-from mmspec.pipelines.mar import compiled as mar_compiled
 from mmspec.pipelines.targets import compiled
 from mmspec.pipelines.targets import compiled_cache as trusted
 
@@ -390,6 +387,9 @@ def test_enabled_models_give_what_stock_gives(case: str, device: str) -> None:
 
 
 def test_pictures_are_those_of_the_seed(device: str) -> None:
+    pytest.importorskip("diffusers")
+    import tiny_llamagen
+
     pipe = tiny_llamagen.pipeline("class").to(device)
 
     def draw() -> Tensor:
@@ -403,6 +403,11 @@ def test_pictures_are_those_of_the_seed(device: str) -> None:
 
 
 def test_denoising_steps_feed_the_next(device: str) -> None:
+    pytest.importorskip("diffusers")
+    import tiny_mar
+
+    from mmspec.pipelines.mar import compiled as mar_compiled
+
     pipe = tiny_mar.pipeline().to(device)
     settings = {"output_type": "latent", "guidance_scale": 1.5}
     for labels in ([1], [0, 2]):

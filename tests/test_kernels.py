@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_llamagen import pipeline
 from torch import Tensor
 
 import mmspec
@@ -535,6 +534,9 @@ def test_a_tree_too_large_for_the_kernel_is_the_definitions_unless_forced(monkey
 )
 def test_pictures_are_the_same_by_kernels(rule: str, operation: str, monkeypatch: pytest.MonkeyPatch):
     """The same noise, in the same order: every token of a sampled picture, whatever rule keeps drafts."""
+    pytest.importorskip("diffusers")
+    from tiny_llamagen import pipeline
+
     pipe, made, asked, chosen = pipeline("class", grid=3).to(DEVICE), [], set(), dispatch.chosen
     monkeypatch.setattr(dispatch, "chosen", lambda name, *how: asked.add(name) or chosen(name, *how))
     for wish in ("reference", "triton"):
@@ -543,6 +545,50 @@ def test_pictures_are_the_same_by_kernels(rule: str, operation: str, monkeypatch
             made.append(pipe(class_labels=[3], generator=torch.Generator().manual_seed(1), output_type="latent").images)
         assert handle.stats.accepted > 0
     assert torch.equal(*made) and asked >= {"residual_sample", operation}
+
+
+class Launches:
+    """In the place of a kernel: notes with which constants it is launched, since each of them is compiled anew."""
+
+    def __init__(self) -> None:
+        self.constants: set[Any] = set()
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *given, **named: self.constants.add(tuple(sorted(named.items())))
+
+
+@needs_triton
+def test_few_variants_of_a_kernel_are_compiled(monkeypatch: pytest.MonkeyPatch):
+    """Whatever the batch, and however long the text: on a GPU of 132 processors, with parts as of 150,000 tokens."""
+    monkeypatch.setattr(checks, "processors", lambda tensor: 132)
+    names = {
+        "verify": ["_scan", "_path", "_tokens"],
+        "residual": ["_weigh", "_pick"],
+        "attention": ["_attend", "_reduce"],
+    }
+    made_of = {}
+    for module, kernels in {**names, "rows": ["_compact"]}.items():
+        where = importlib.import_module(f"mmspec.kernels.{module}")
+        if hasattr(where, "_BLOCK"):
+            monkeypatch.setattr(where, "_BLOCK", 8)
+        for kernel in kernels:
+            made_of[kernel] = Launches()
+            monkeypatch.setattr(where, kernel, made_of[kernel])
+    for batch in (1, 2, 3, 5, 8, 16, 48):
+        logits = torch.zeros(batch, 5, 301)
+        tokens, u = torch.zeros(batch, 5, dtype=torch.long), torch.zeros(batch, 5, dtype=torch.float64)
+        triton("draw")(logits)
+        triton("verify_point_mass")(logits, tokens, tokens, None, u)
+    for slots in (40, 1000, 4096, 5001, 30000):
+        keys = torch.zeros(1, 1, slots, 16)
+        triton("tree_attention")(keys[:, :, :5], keys, keys, torch.tensor([slots - 5]), torch.zeros(1, 5, 1).long())
+    for kept in range(1, 8):
+        source = torch.arange(kept)[None]
+        triton("compact_rows")([torch.zeros(1, 1, 9, 16)], source, source[:, 0])
+    found = {kernel: len(launched.constants) for kernel, launched in made_of.items()}
+    assert found == {
+        "_scan": 2, "_path": 2, "_tokens": 2, "_weigh": 1, "_pick": 1, "_attend": 2, "_reduce": 1, "_compact": 1,
+    }  # fmt: skip
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="is about machines without one")

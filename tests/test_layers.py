@@ -195,3 +195,16 @@ def test_importing_the_face_is_light():
     code = "import sys, mmspec; print(sorted({'torch', 'transformers', 'diffusers'} & set(sys.modules)))"
     out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert out.strip() == "[]"
+
+
+def test_the_checkout_stays_small() -> None:
+    """Tools that send a working tree take 64 MiB; pictures and results are no reason to come near that."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("not a checkout")
+    sizes = {
+        name: (ROOT / name).stat().st_size for name in listed.stdout.split("\0") if name and (ROOT / name).exists()
+    }
+    assert sum(sizes.values()) < 56 * 2**20 and max(sizes.values()) < 25 * 10**6
+    large = {n: s for n, s in sizes.items() if s > 512 * 2**10 and not n.startswith("mmspec/zoo/weights/")}
+    assert not large, "compress pictures, and keep of a result what the pages say"

@@ -14,8 +14,8 @@ from diffusers import DDPMScheduler
 import mmspec
 from mmspec.continuous import denoising as paths
 from mmspec.models import mar_head
-from mmspec.models.mar import SHAPES, mar
-from mmspec.models.mar_head import PlainHead
+from mmspec.models.mar import mar
+from mmspec.models.mar_head import SHAPES, PlainHead
 from mmspec.models.mar_scheduler import MARScheduler, alpha_bar
 from mmspec.piecewise.capture import PiecewiseFunction
 from mmspec.pipelines.mar import compiled as mar_compiled

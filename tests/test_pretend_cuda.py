@@ -11,6 +11,7 @@ import itertools
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
@@ -21,17 +22,21 @@ import pytest
 import targets
 import test_eagle_image
 import tiny_llamagen
+import tiny_mar
 import torch
 import transformers as T
 from accelerate import dispatch_model
 from pretend_cuda import Mismatch, Pretend, home, place
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.generation.streamers import BaseStreamer
 
 import mmspec
-from mmspec.kernels import dispatch
+from mmspec.kernels import cases, dispatch
 from mmspec.pipelines.patching import generate
 from mmspec.pipelines.patching.handle import Patch
+from mmspec.pipelines.targets import tree_attention as attention
+from mmspec.pipelines.targets import vlm
 from mmspec.types import Draft, Tree
 
 pytest.importorskip("triton")
@@ -193,6 +198,88 @@ def test_without_triton_the_definitions_run_and_it_is_said_once(drafter: str, mo
         dispatch.chosen("uniform", "cuda", "triton")
 
 
+# -- how a draft attends ---------------------------------------------------------------------------------------------
+
+
+class Repeated(TorchDispatchMode):
+    """The largest copy, in groups of heads, of what is longer than any draft here; and calls of sdpa."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = self.sdpa = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func._schema.name.removeprefix("aten::")
+        self.sdpa += "scaled_dot_product" in name
+        if name in ("clone", "repeat", "index_select", "cat") and out.dim() == 5 and out.shape[-2] > 16:
+            self.largest = max(self.largest, out.numel())
+        return out
+
+
+def drafted(model: Any, drafter: Any, kind: str) -> tuple[Tensor, Repeated]:
+    """An answer, and what its rounds copied."""
+    rounds, read = Repeated(), vlm.VlmTarget.read
+
+    def counted(self: Any, *given: Any) -> Any:
+        with rounds:
+            return read(self, *given)
+
+    with pytest.MonkeyPatch.context() as patched, mmspec.enable(model, drafter):
+        patched.setattr(vlm, "mode_of", lambda model: torch.no_grad)  # in inference mode a copy may hide in a reshape
+        patched.setattr(vlm.VlmTarget, "read", counted)
+        return answered(model, kind, FIRST), rounds
+
+
+@pytest.mark.parametrize("by", ["kernel", "sdpa", "stock"])
+def test_a_draft_repeats_no_keys(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four heads share two of keys: by tree attention once it is proved here, else by sdpa in groups; stock repeats."""
+    made = DRAFTERS["eagle"](targets.model("llava"))
+    attention.trusted.cache_clear()
+    told = nullcontext()
+    if by == "sdpa":
+        monkeypatch.setitem(cases.TOLERANCES["tree_attention"], torch.float32, (0.0, -1.0))
+        told = pytest.warns(UserWarning, match="by sdpa on cuda:0, without tree attention: ")  # type: ignore[assignment]
+    if by == "stock":
+        monkeypatch.setattr(vlm.renamed, "using", lambda name: nullcontext())
+    with Pretend(), told:
+        model = place(copy.deepcopy(targets.model("llava")), FIRST)
+        before = [type(layer.self_attn) for layer in model.get_decoder().layers]
+        drafted(model, made, "one")  # the kernel is checked meanwhile, by its definition
+        for kind in ROWS:
+            out, rounds = drafted(model, made, kind)
+            assert torch.equal(out.cpu(), stock(kind))
+            assert (rounds.largest > 0) == (by == "stock") and (rounds.sdpa == 0) == (by == "kernel")
+        assert model.get_decoder().config._attn_implementation == "sdpa"
+        assert [type(layer.self_attn) for layer in model.get_decoder().layers] == before
+    attention.trusted.cache_clear()
+
+
+def test_a_chain_of_one_row_needs_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So flash attention, which takes none, can serve it; a tree needs one."""
+    asked: list[Any] = []
+    bias = attention.causal_lower_right
+    monkeypatch.setattr(attention, "flash_serves", lambda *qkv: True)
+
+    def noted(*size: int) -> Any:
+        asked.append(size)
+        found = bias(*size)
+        found.__dict__["_pretended"] = FIRST  # it holds no numbers, and is anywhere
+        return found
+
+    monkeypatch.setattr(attention, "causal_lower_right", noted)
+    how = {"one": {"width": 1, "size": 5}, "tree": {"width": 3, "size": 14}}
+    for tree, wanted in (("one", True), ("tree", False)):
+        asked.clear()
+        made = drafters.eagle(targets.model("llava"), depth=4, **how[tree])
+        with Pretend():
+            model = place(copy.deepcopy(targets.model("llava")), FIRST)
+            with mmspec.enable(model, made):
+                assert torch.equal(answered(model, "one", FIRST).cpu(), stock("one"))
+        assert bool(asked) == wanted
+        assert all(slots > nodes > 1 for nodes, slots in asked)
+
+
 # -- pictures --------------------------------------------------------------------------------------------------------
 
 
@@ -246,6 +333,7 @@ Waits = tuple[int, int]  # reads of the device by the host, copies to it; the fo
 WAITS: dict[tuple[str, str, str], Waits] = {  # drafter, rule, kind of call → the most in one round
     ("plain", "exact", "one"): (1, 0),
     ("plain", "exact", "ragged"): (1, 0),
+    ("plain", "exact", "sampled"): (1, 0),
     ("ngram", "exact", "criterion"): (2, 2),
     ("ngram", "exact", "one"): (1, 1),
     ("ngram", "exact", "penalty"): (1, 2),
@@ -261,9 +349,11 @@ WAITS: dict[tuple[str, str, str], Waits] = {  # drafter, rule, kind of call → 
     ("eagle", "exact", "ragged"): (1, 0),
     ("eagle", "exact", "sampled"): (1, 0),
     ("eagle", "exact", "streamed"): (1, 0),
+    ("eagle auto", "exact", "one"): (2, 1),
     ("eagle drawn", "exact", "sampled"): (1, 0),
     ("vispec", "exact", "one"): (1, 0),
     ("vispec", "exact", "ragged"): (1, 0),
+    ("vispec", "exact", "sampled"): (1, 0),
     ("msd", "exact", "one"): (1, 0),
     ("msd", "exact", "ragged"): (1, 0),
     ("flash", "exact", "one"): (1, 0),
@@ -283,6 +373,8 @@ WAITS: dict[tuple[str, str, str], Waits] = {  # drafter, rule, kind of call → 
     ("jacobi", "typical(epsilon=0.3, delta=0.1)", "pictures"): (1, 0),
     ("jacobi reproducible", "exact", "pictures"): (1, 0),
     ("jacobi proactive", "exact", "pictures"): (1, 0),
+    ("none", "plain MAR", "pictures"): (0, 1),
+    ("self", "MAR", "pictures"): (2, 11),
 }
 
 
@@ -333,11 +425,13 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in DRAFTERS},
+    "eagle auto": ("eagle", {"auto": True}),
     "eagle drawn": ("eagle", {"tree": "mc_sim_7b_63", "draws": True}),
 }
 TEXT = [(name, call) for name in DRAFTERS for call in ("one", "ragged")]
 TEXT += [(name, call) for name in ("ngram", "eagle") for call in ("sampled", "penalty", "criterion", "streamed")]
-TEXT += [("eagle drawn", "sampled"), ("suffix", "sampled")]
+TEXT += [("eagle drawn", "sampled"), ("suffix", "sampled"), ("plain", "sampled"), ("vispec", "sampled")]
+TEXT += [("eagle auto", "one")]
 
 
 @pytest.mark.parametrize(("drafter", "call"), TEXT)
@@ -376,3 +470,17 @@ def test_waits_of_pictures(drafter: str, rule: str, options: dict[str, Any]) -> 
             ended = {"callback_on_step_end": lambda pipe, step, done, more: rounds(0)}
             pipe(class_labels=[3], generator=torch.Generator().manual_seed(1), output_type="latent", **ended)
         within_the_table(rounds, drafter, rule, "pictures")
+
+
+@pytest.mark.parametrize(("drafter", "kind"), [("none", "plain MAR"), ("self", "MAR")])
+def test_waits_of_continuous_pictures(drafter: str, kind: str) -> None:
+    pipe = tiny_mar.pipeline()
+    with Pretend() as pretended:
+        for part in (pipe.transformer, pipe.vae):
+            place(part, FIRST)
+        rounds = Rounds(pretended)
+        if drafter == "self":
+            pipe.enable_speculation(ahead=3)
+        ended = {"callback_on_step_end": lambda pipe, step, done, more: rounds(0)}
+        pipe([1], generator=tiny_mar.seeded(1), output_type="latent", **ended)
+        within_the_table(rounds, drafter, kind, "pictures")

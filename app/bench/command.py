@@ -30,6 +30,7 @@ SUITES = {  # name: (module with configure(parser) and measure(args, outcome), o
     "shapes": ("mmspec.app.bench.shapes", "what a round costs at the shapes of published models, with random weights"),
     "nodes": ("mmspec.app.bench.nodes", "what verifying N nodes costs against one, on a hybrid with random weights"),
     "kernels": ("mmspec.app.bench.kernels", "kernels beside their definitions, as a share of the copy bandwidth"),
+    "gpu": ("mmspec.app.bench.gpu", "all that a GPU has to show, in stages; toys where there is none"),
 }
 BLOCK = 10**7  # seeds of one run of pictures
 
@@ -54,7 +55,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     suites = parser.add_subparsers(dest="suite", metavar="SUITE", required=True)
     for name, (module, help_line) in SUITES.items():
         suite = suites.add_parser(name, help=help_line, description=help_line)
-        importlib.import_module(module).configure(suite)
+        try:
+            importlib.import_module(module).configure(suite)
+        except ModuleNotFoundError as error:  # of an optional package, which the other suites do without
+            suite.set_defaults(missing=error.name)
         files = suite.add_argument_group("what is written")
         files.add_argument("--json", type=Path, metavar="FILE", help="records with provenance, kept up after each cell")
         files.add_argument("--markdown", type=Path, metavar="FILE", help="the tables as a page")
@@ -65,6 +69,8 @@ def run(args: argparse.Namespace) -> int:
     """Run one suite; 0, or 1 if it could not be run."""
     outcome, began = Outcome(), time.perf_counter()
     try:
+        if getattr(args, "missing", None):
+            raise BenchError(f"it needs the package {args.missing}: pip install {args.missing}")
         if args.plot:
             report.check_plot(args.plot)
         for _ in importlib.import_module(SUITES[args.suite][0]).measure(args, outcome):

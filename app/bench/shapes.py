@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -50,6 +50,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "; default: 1024 4096 16384, of toys 64 128 256, as far as the model has positions. Pictures have a length of "
         "their own")  # fmt: skip
     add("--batch", type=int, nargs="+", metavar="N", help="default: 1 4 16, of toys 1 4")
+    add("--drafters", nargs="+", metavar="NAME", help="only these of eagle, vispec, msd; default: all")
     add("--tokens", type=int, help="new tokens of a call, the first included; default: 32, of toys 6. LlamaGen draws "
         "whole pictures")  # fmt: skip
     add("--repeats", type=int, default=3, help="timed calls (default: %(default)s)")
@@ -110,13 +111,18 @@ def _model(
             if args.compile:  # what was compiled for other lengths counts against the limit of recompilations
                 torch.compiler.reset()
             try:
-                ways = list(subject.ways(cell.context, cell.batch, args.compile))
+                ways = _asked(subject.ways(cell.context, cell.batch, args.compile), args.drafters)
             except ValueError as error:
                 raise BenchError(str(error)) from error
             found = measure_cell(cell, ways, args.repeats, device, notes)
             outcome.records += found
             say(f"{cell}: " + ", ".join(f"{r['method']} {r['c']:.2f}" for r in found if r["c"] is not None))
         yield
+
+
+def _asked(ways: Iterable[ShapeMethod], drafters: list[str] | None) -> list[ShapeMethod]:
+    """The plain ones, and those of some drafters."""
+    return [way for way in ways if way.plain or drafters is None or way.name.split()[0] in drafters]
 
 
 def refusal(cell: ShapeCell, parameters: int, dtype: torch.dtype, free: int | None) -> str:

@@ -12,9 +12,7 @@ from torch import Tensor, nn
 
 from mmspec.checkpoints.layouts import LAYOUTS
 from mmspec.drafters.eagle import EagleDrafter
-from mmspec.models.llamagen import LlamaGenTransformer
-from mmspec.models.mar import SHAPES as MAR_SHAPES
-from mmspec.models.mar import MARTransformer2DModel
+from mmspec.models.mar_head import SHAPES as MAR_SHAPES
 from mmspec.registry import drafter_class
 
 REAL, TOY = "real", "toy"
@@ -131,6 +129,8 @@ class Codes(Drawn):
     window: int = 32
 
     def target(self, sizes: str, dtype: torch.dtype) -> Any:
+        from mmspec.models.llamagen import LlamaGenTransformer  # needs diffusers
+
         return nn.Module.to(LlamaGenTransformer(**self.shape[sizes]), dtype)
 
     def parts(self, sizes: str, dtype: torch.dtype) -> dict[str, nn.Module]:
@@ -155,12 +155,11 @@ class Latents(Drawn):
     steps: Mapping[str, int]
     ahead: int = 8
 
-    def target(self, sizes: str, dtype: torch.dtype) -> Any:
-        return nn.Module.to(MARTransformer2DModel(**self.shape[sizes]), dtype)
-
     def parts(self, sizes: str, dtype: torch.dtype) -> dict[str, nn.Module]:
-        draft = nn.Module.to(MARTransformer2DModel(**self.draft[sizes]), dtype)
-        return {"target": self.target(sizes, dtype), "draft": draft}
+        from mmspec.models.mar import MARTransformer2DModel  # needs diffusers
+
+        shapes = {"target": self.shape[sizes], "draft": self.draft[sizes]}
+        return {name: nn.Module.to(MARTransformer2DModel(**shape), dtype) for name, shape in shapes.items()}
 
     def held(self, sizes: str, context: int, batch: int) -> int:
         return 0

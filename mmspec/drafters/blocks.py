@@ -166,19 +166,23 @@ class FeatureMemory:
     stats: dict[str, float] = field(default_factory=dict)  # for `Stats.drafter`, right after the prompt was read
     more: tuple[RaggedBuffer, ...] = ()  # of the layers after the first
 
+    def _buffers(self) -> tuple[RaggedBuffer, ...]:
+        return (self.slots, *self.more)
+
     def select(self, rows: Tensor) -> FeatureMemory:
-        for slots in (self.slots, *self.more):
-            slots.select(rows)
+        order = rows.tolist()
+        for slots in self._buffers():
+            slots.select(rows, order, self.lengths.longest)
         return replace(
             self,
-            lengths=self.lengths.select(rows),
+            lengths=self.lengths.select(rows, order),
             positions=self.positions[rows],
             open_slots=self.open_slots[rows],
             context=None if self.context is None else self.context[rows],
         )
 
     def join(self, other: FeatureMemory) -> FeatureMemory:
-        for mine, others in zip((self.slots, *self.more), (other.slots, *other.more), strict=True):
+        for mine, others in zip(self._buffers(), other._buffers(), strict=True):
             mine.join(others, self.lengths.longest)
         longest = max(self.open_slots.shape[1], other.open_slots.shape[1])
         open_slots = [F.pad(m.open_slots, (0, longest - m.open_slots.shape[1]), value=True) for m in (self, other)]

@@ -11,13 +11,7 @@ from diffusers.configuration_utils import register_to_config
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mmspec.models.mar_head import EPS, MARHead
-
-SHAPES: dict[str, dict[str, int]] = {  # the published sizes
-    "base": {"dim": 768, "layers": 12, "heads": 12, "head_layers": 6, "head_width": 1024},
-    "large": {"dim": 1024, "layers": 16, "heads": 16, "head_layers": 8, "head_width": 1280},
-    "huge": {"dim": 1280, "layers": 20, "heads": 16, "head_layers": 12, "head_width": 1536},
-}
+from mmspec.models.mar_head import EPS, SHAPES, MARHead
 
 
 class _Attention(nn.Module):

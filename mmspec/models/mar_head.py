@@ -12,6 +12,11 @@ from torch.nn import functional as F
 
 from mmspec.continuous.denoising import Chain, Output
 
+SHAPES: dict[str, dict[str, int]] = {  # the published sizes, of the transformer too
+    "base": {"dim": 768, "layers": 12, "heads": 12, "head_layers": 6, "head_width": 1024},
+    "large": {"dim": 1024, "layers": 16, "heads": 16, "head_layers": 8, "head_width": 1280},
+    "huge": {"dim": 1280, "layers": 20, "heads": 16, "head_layers": 12, "head_width": 1536},
+}
 EPS = 1e-6  # of every layer norm
 CLOCK = 256  # width of the sinusoids that tell the time
 BUDGET = 2**28  # bytes that a denoiser's tables may take at a time

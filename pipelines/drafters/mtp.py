@@ -70,13 +70,14 @@ class HeadMemory(FeatureMemory):
         held = [t for slots in (*self.layers, self.stood) for t in (slots.keys, slots.values) if t is not None]
         return sum(t.shape[1] * t.shape[3] * t.element_size() for t in held)
 
+    def _buffers(self) -> tuple[RaggedBuffer, ...]:
+        return (*self.layers, self.stood)
+
     def select(self, rows: Tensor) -> HeadMemory:
-        self.stood.select(rows)
         kept: Any = super().select(rows)
         return replace(kept, places=self.places[rows], first=self.first[rows])
 
     def join(self, other: Any) -> HeadMemory:
-        self.stood.join(other.stood, self.lengths.longest)
         both: Any = super().join(other)
         places, first = torch.cat([self.places, other.places]), torch.cat([self.first, other.first])
         return replace(both, places=places, first=first)

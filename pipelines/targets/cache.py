@@ -151,13 +151,14 @@ class RaggedCache(Cache):
         self.lengths = Lengths.of([order.shape[1]] * len(order), self.lengths.device.device)
 
     def select(self, rows: Tensor) -> RaggedCache:
+        order = rows.tolist()
         for layer in self._attending():
-            layer.select(rows)
+            layer.select(rows, order, self.lengths.longest)
         for state in self.recurrent.values():
             state.select(rows)
         for index, pair in self.pictures.items():
             self.pictures[index] = tuple(t[rows.to(t.device)] for t in pair)  # type: ignore[assignment]
-        self.lengths = self.lengths.select(rows)
+        self.lengths = self.lengths.select(rows, order)
         return self
 
     def join(self, other: RaggedCache) -> RaggedCache:

@@ -8,7 +8,7 @@ from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
-from mmspec.pipelines.targets import recurrent
+from mmspec.pipelines.targets import devices, recurrent
 from mmspec.pipelines.targets import tree_attention as attention
 from mmspec.pipelines.targets.hooks import stock
 
@@ -57,9 +57,12 @@ def own_name(module: Any) -> str:
 def for_drafts(decoder: Any) -> str | None:
     """What reads a draft's tree where the decoder's own attention takes no mask, FlashAttention and FlexAttention.
 
-    None: it reads them itself, or nobody knows what it is.
+    On CUDA tree attention in place of sdpa, which repeats keys and values under a mask. None: it reads them itself, or
+    nobody knows what it is.
     """
     name = decoder.config._attn_implementation
+    if name == "sdpa" and devices.execution(decoder).type == "cuda" and modules(decoder):
+        return attention.NAME
     if name in TREES or not (name == FLEX or "flash" in name) or not modules(decoder):
         return None
     return "sdpa" if getattr(decoder, "_supports_sdpa", False) else "eager"

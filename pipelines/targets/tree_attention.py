@@ -1,17 +1,26 @@
-"""Tree attention as an attention implementation of transformers: `model.set_attn_implementation("mmspec_tree")`."""
+"""Tree attention as an attention implementation of transformers, which stands in for sdpa under drafts on CUDA.
+
+Elsewhere it can be chosen: `model.set_attn_implementation("mmspec_tree")`.
+"""
 
 from __future__ import annotations
 
+import os
+import warnings
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
-from mmspec.kernels import dispatch
+from mmspec.attention import sdpa
+from mmspec.kernels import cases, dispatch
 from mmspec.kernels import reference as ops
 
 NAME = "mmspec_tree"
@@ -27,11 +36,13 @@ class Sight:
     bits: Tensor  # int64 [B, n, W], which nodes each query sees
     open_slots: Tensor  # bool [B, L], false at cached slots that hold padding
     first: Tensor | None = None  # int64 [B, n], the first cached slot within the query's window
+    causal: bool = False  # whether each query sees all slots but those of later queries, in every row alike
 
 
 def marked(
-    mask: Tensor, lengths: Tensor, open_slots: Tensor, ancestors: Tensor, depth: Tensor, window: int | None = None
-) -> Tensor:
+    mask: Tensor, lengths: Tensor, open_slots: Tensor, ancestors: Tensor, depth: Tensor, window: int | None = None,
+    causal: bool = False,
+) -> Tensor:  # fmt: skip
     """The mask, with a note of what it says; whoever passes it on unchanged is served by the kernel.
 
     Args:
@@ -41,13 +52,14 @@ def marked(
         ancestors: bool [B, n, N].
         depth: int64 [B, N], of the nodes; the n queries are the first of them.
         window: how many positions back a query sees, itself included; None: all.
+        causal: whether the nodes are a chain behind rows of equal length without padding.
     """
     first = None
     if window is not None:
         here = depth[:, : ancestors.shape[1]]
         ancestors = ancestors & (here[:, :, None] - depth[:, None, :] < window)
         first = (lengths[:, None] + here - window + 1).clamp(min=0)
-    mask._mmspec_sight = Sight(lengths, ops.bit_rows(ancestors), open_slots, first)  # type: ignore[attr-defined]
+    mask._mmspec_sight = Sight(lengths, ops.bit_rows(ancestors), open_slots, first, causal and first is None)  # type: ignore[attr-defined]
     return mask
 
 
@@ -62,6 +74,8 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Drafts by the kernel; prefills, vision towers and all that has no marked mask by sdpa, which the mask serves too.
 
+    Where it stands in for sdpa, no draft has its keys and values repeated for each head that shares them.
+
     Args:
         query: [B, heads, n, D]; key and value: [B, kv_heads, T, D].
 
@@ -71,12 +85,62 @@ def attend(
     sight: Sight | None = getattr(attention_mask, "_mmspec_sight", None)
     plain = not kwargs.get("dropout") and all(kwargs.get(name) is None for name in _UNKNOWN)
     plain = plain and query.dtype == key.dtype == value.dtype  # under autocast they may differ, which sdpa can take
-    if sight is None or attention_mask is None or not plain or attention_mask.shape[-1] != key.shape[2]:
+    if attention_mask is None or not plain or attention_mask.shape[-1] != key.shape[2]:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-    out = dispatch.tree_attention(
-        query, key, value, sight.lengths, sight.bits, sight.open_slots, sight.first, kwargs.get("scaling")
-    )
+    scale = kwargs.get("scaling")
+    own = vars(module).get("config") if module is not None else None
+    if sight is None and (own is None or own._attn_implementation == NAME):  # it does not stand in for another
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    if sight is None or (query.is_cuda and not trusted(*_shape(query, key, value))):
+        out = sdpa(query, key, value, attention_mask, scale)
+    elif sight.causal and flash_serves(query, key, value):
+        bias = causal_lower_right(query.shape[2], key.shape[2])
+        out = F.scaled_dot_product_attention(query, key, value, bias, scale=scale, enable_gqa=True)
+    else:
+        out = dispatch.tree_attention(
+            query, key, value, sight.lengths, sight.bits, sight.open_slots, sight.first, scale
+        )
     return out.transpose(1, 2).contiguous(), None
+
+
+def flash_serves(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether torch has flash attention for these, where no mask is needed."""
+    if not query.is_cuda:
+        return False
+    asked = torch.backends.cuda.SDPAParams(query, key, value, None, 0.0, False, query.shape[1] != key.shape[1])
+    return torch.backends.cuda.can_use_flash_attention(asked)
+
+
+def _shape(query: Tensor, key: Tensor, value: Tensor) -> tuple[Any, ...]:
+    """What `trusted` is asked about."""
+    wish = os.environ.get(dispatch.VARIABLE, "")
+    return query.device, query.dtype, query.shape[1], key.shape[1], key.shape[3], value.shape[3], wish
+
+
+@lru_cache(maxsize=64)
+def trusted(
+    device: torch.device, dtype: torch.dtype, heads: int, groups: int, width: int, wide: int, wish: str
+) -> bool:
+    """Whether the kernel gives on this device what its definition gives, for heads of this build; tried once.
+
+    Where it does not, a warning says so, and drafts attend by sdpa in groups.
+    """
+    if wish == "reference" or dtype not in cases.TOLERANCES["tree_attention"]:
+        return False
+    sizes = {"B": 2, "N": 7, "T": 75, "heads": heads, "kv_heads": groups, "D": width}
+    try:
+        with torch.random.fork_rng(devices=[]):
+            given = cases.CASES["tree_attention"].make(sizes, device, dtype)
+        given |= {"values": given["values"][..., :wide] if wide <= width else F.pad(given["values"], (0, wide - width))}
+        kernel = dispatch.chosen("tree_attention", device.type, wish)
+        if kernel is ops.tree_attention:  # there is no Triton
+            return False
+        wrong = cases.distance("tree_attention", dtype, kernel(**given), ops.tree_attention(**given))
+    except Exception as error:  # a compiler or a launch may fail in any way
+        wrong = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    if wrong is not None:
+        warnings.warn(f"mmspec's drafts attend by sdpa on {device}, without tree attention: {wrong}", stacklevel=2)
+    return wrong is None
 
 
 AttentionInterface.register(NAME, attend)

@@ -268,14 +268,16 @@ class VlmTarget(ModelTarget):
             if not self.tree or kind not in attention.KINDS:
                 return mask
             window = self.masks.config.sliding_window if kind == "sliding_attention" else None
-            return attention.marked(mask, at.device, state.open_slots, ancestors, depth, window)
+            paths = by_path.paths()
+            causal = at.even and not state.padded and paths is not None and paths.chain
+            return attention.marked(mask, at.device, state.open_slots, ancestors, depth, window, causal)
 
         return self.masks.made(masks.Sight(state, ancestors, depth), wanted)
 
     def _reads(self, state: State) -> bool:
         """Whether the decoder's own FlashAttention reads this draft: a chain of one row is the end of its text."""
         paths = by_path.paths()
-        flash = self.instead is not None and self.masks.config._attn_implementation != renamed.FLEX
+        flash = self.instead is not None and "flash" in self.masks.config._attn_implementation
         alone = flash and self.last is None and len(state.open_slots) == 1
         return alone and paths is not None and paths.chain and self.masks.kinds <= set(attention.KINDS)
 

@@ -1,0 +1,95 @@
+"""The gpu suite: its stages at toy size, without what is optional, and what fails or hangs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mmspec.app import cli
+from mmspec.app.bench import gpu
+
+OPTIONAL = ("diffusers", "gradio", "timm", "av")
+LACKING = """
+import sys
+
+
+class Lacking:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {names}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+
+sys.meta_path.insert(0, Lacking())
+"""
+
+
+def records(out: Path) -> dict[str, dict[str, Any]]:
+    found = json.loads((out / "gpu.json").read_text())
+    assert found["provenance"]["note"] == gpu.UNMEASURED and found["provenance"]["argv"]
+    return {record["stage"]: record for record in found["records"]}
+
+
+def test_all_stages_run_as_toys_where_optional_packages_are_absent(tmp_path: Path) -> None:
+    """Each leaves its file; the pictures' stage says what it lacks."""
+    (tmp_path / "sitecustomize.py").write_text(LACKING.format(names=OPTIONAL))
+    path = f"{tmp_path}:{gpu.ROOT}"
+    command = [sys.executable, "-m", "mmspec.app.cli", "bench", "gpu", "--toy", "--out", str(tmp_path / "out")]
+    ran = subprocess.run(
+        command, cwd=gpu.ROOT, env={**_environment(), "PYTHONPATH": path}, capture_output=True, text=True, timeout=1100
+    )
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    found = records(tmp_path / "out")
+    assert list(found) == list(gpu.STAGES) and found.pop("more shapes")["came"] == "skipped: diffusers is not installed"
+    assert {name: r["came"] for name, r in found.items()} == dict.fromkeys(found, "passed"), found
+    files = {name: json.loads((tmp_path / "out" / r["file"]).read_text()) for name, r in found.items()}
+    for name in ("kernels", "graphs"):
+        assert files[name]["passed"] > 2 and not files[name]["failed"]
+    assert files["identical"]["summary"]["float32"]["identical"] == 4
+    for name in ("bandwidth", "shapes", "embedded"):
+        assert files[name]["records"] and files[name]["provenance"]["device_type"] == "cpu"
+
+
+def _environment() -> dict[str, str]:
+    import os
+
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+
+def test_a_stage_that_fails_or_hangs_is_recorded_and_the_next_one_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = "import sys; print('why it broke'); sys.exit(3)"
+    (tmp_path / "broken.py").write_text(said)
+    (tmp_path / "hangs.py").write_text("import time; print('so far', flush=True); time.sleep(60)")
+    (tmp_path / "test_two.py").write_text("def test_a(): pass\ndef test_b(): assert False, 'as it should'\n")
+    scripts = {name: str(tmp_path / f"{name}.py") for name in ("broken", "hangs", "test_two")}
+    stages = {name: gpu.Stage(name, 1.0, (), (script,)) for name, script in list(scripts.items())[:2]}
+    stages["tests"] = gpu.Stage("tests", 30.0, (), ("pytest", "-p", "no:cacheprovider", scripts["test_two"]))
+    stages["lacks"] = gpu.Stage("lacks", 1.0, (), (scripts["broken"],), ("no_such_package",))
+    monkeypatch.setattr(gpu, "STAGES", stages)
+    out = tmp_path / "out"
+    given = ["--toy", "--stages", *stages, "--out", str(out), "--minutes", "1.2"]
+    assert cli.main(["bench", "gpu", *given]) == 0
+    found = records(out)
+    assert found["broken"]["came"] == "failed: exit code 3" and "why it broke" in found["broken"]["tail"]
+    assert found["hangs"]["came"].startswith("out of time") and "so far" in found["hangs"]["tail"]
+    assert found["lacks"]["came"] == "skipped: no_such_package is not installed"
+    tests = json.loads((out / "tests.json").read_text())
+    assert tests["passed"] == 1 and "as it should" in str(tests["failed"]) and found["tests"]["rc"] == 1
+
+
+def test_real_stages_name_what_there_is() -> None:
+    """Tests, suites and their options: each command's words are understood, though it is not run here."""
+    parser = cli._parser(["bench"])
+    for stage in gpu.STAGES.values():
+        for words in (stage.real, stage.toy):
+            if words[0] == "mmspec.app.cli":
+                parser.parse_args(list(words[1:]))
+            else:
+                assert [(gpu.ROOT / word).exists() for word in words if word.endswith(".py")] == [True]
+    assert sum(stage.share for stage in gpu.STAGES.values()) == pytest.approx(1.0)
