@@ -206,7 +206,7 @@ SCENES_EAGLE = Recipe(
     sampled=0.25, max_new_tokens=256, held_out=48,
 )  # fmt: skip
 
-SCENES_MTP = SCENES_EAGLE.with_(feature_weight=0.2, unroll=6)
+SCENES_MTP = SCENES_EAGLE.with_(steps=800, feature_weight=0.2, unroll=6)
 
 # Of the drafters of `scenes-video`, which see the same prompts and the target's same answers. The steps are what one
 # CPU core does in the same time: a method that compresses has fewer rows to read. Losses, unroll and rates are EAGLE's

@@ -146,7 +146,7 @@ class VlmRecipe:
     embedded: bool = True  # its weights come with the package
     start: str | None = None
     head: str | None = None  # how its multi-token-prediction head is distilled, in mmspec.train.recipes
-    head_data: str = "scenes:1200"
+    head_data: str = "scenes:900"
     watching: Watching | None = None
     seed: int = 0
     vision: Vision = field(default_factory=Vision)
