@@ -3,18 +3,19 @@
 from pathlib import Path
 
 from mmspec.app.zoo import fit as zoo_fit
+from mmspec.train.recipes import RECIPES as HOW
 from mmspec.zoo import clips, language, pictures
-from mmspec.zoo.recipes import ImageRecipe, VlmRecipe
+from mmspec.zoo.recipes import Hybrid, ImageRecipe, VlmRecipe
 
 CARD = """---
 license: apache-2.0
 library_name: transformers
 pipeline_tag: image-text-to-text
-tags: [llava, mmspec, synthetic]
+tags: [{tag}, mmspec, synthetic]
 ---
 # {name}
 
-A small but real `LlavaForConditionalGeneration` ({parameters:.1f} M parameters, bfloat16 safetensors), embedded in
+A small but real `{model}` ({parameters:.1f} M parameters, bfloat16 safetensors), embedded in
 mmspec so that its demo, tests and benchmarks run without a network. It describes drawn scenes of coloured shapes, in a
 short and factual or a long and fanciful style, and answers questions about one or two pictures{more}.
 
@@ -71,6 +72,25 @@ MADE = """\
   {polish.plan.lr} and {settle.plan.lr} by stage, warm-up, plateau and linear decay, gradient clip
   {decoder.plan.clip}, bfloat16 autocast where the CPU has it. Seed {seed}."""
 
+MADE_HYBRID = """\
+- Data: scenes drawn by `mmspec.zoo.scenes` (one to six objects of seven shapes, eight colours, three textures and two
+  sizes on seven backgrounds, 96 x 96 pixels) and texts composed from them by `mmspec.zoo.language`. No outside data, no
+  other model.
+- Vision tower: Qwen3.5's, {vision.layers} layers x {vision.width}, patches of {side} pixels, four of them merged into a
+  visual token, 36 tokens a picture; first trained alone to classify what stands in each cell of the grid
+  ({tower.steps} steps of {tower.batch} scenes), then frozen.
+- Decoder: Qwen3.5's, {language.layers} layers x {language.width}, three with the gated delta rule
+  ({language.delta_heads} heads x {language.delta_head}) to one with attention ({language.heads} heads x
+  {language.head}), M-RoPE, byte-level BPE of {language.vocabulary} tokens, tied head; {decoder.plan.steps} steps of
+  {decoder.plan.batch} packed rows. A row is one picture (in every {pair_every}th step two) and up to {slots} tokens of
+  texts about it that see the picture and themselves only: a tree, which the recurrent layers read as they read a draft.
+- Head: one multi-token-prediction layer (`mtp.*` in the same file), distilled from the frozen model's own answers to
+  {head_prompts} prompts: {head.steps} steps of {head.batch} sequences, {head.unroll} unrolled steps. Held out:
+  {head_tau:.2f} tokens per target call for a greedy chain of {head.unroll} (the ceiling is {head_ceiling}).
+- Optimiser: Muon for the matrices of the layers, AdamW for the rest, peak rates {tower.lr}, {decoder.plan.lr} and
+  {head.lr}, warm-up, plateau and linear decay, gradient clip {decoder.plan.clip}, bfloat16 autocast where the CPU has
+  it. Seed {seed}."""
+
 MADE_ON = """\
 - Start: the weights of `{start}`; its card says what they were made from. The tower stays as it is.
 - Data: clips drawn by `mmspec.zoo.clips`, in which objects move, appear, vanish or stay, with captions and questions;
@@ -104,15 +124,17 @@ def card(recipe: VlmRecipe, results: dict, minutes: float) -> str:
     for seen in results["clips"]:
         facts += [(f"clip of {seen['frames']} frames: {fact}", score) for fact, score in seen["facts"].items()]
     rows = "\n".join(f"| {fact} | {right} | {of} | {right / of:.1%} |" for fact, (right, of) in facts if of)
-    moving, n = bool(results["clips"]), results["short"]["scenes"]
+    moving, n, hybrid = bool(results["clips"]), results["short"]["scenes"], isinstance(recipe.language, Hybrid)
     return CARD.format(
         name=recipe.name,
+        tag="qwen3_5" if hybrid else "llava",
+        model="Qwen3_5ForConditionalGeneration" if hybrid else "LlavaForConditionalGeneration",
         parameters=results["parameters"] / 1e6,
         more=_MORE if moving else "",
         clip=f', and for the frames of a clip "{clips.PROMPTS[0]}"' if moving else "",
-        made=_made(recipe),
+        made=_made_hybrid(recipe, results["head tau"]) if hybrid else _made(recipe),
         minutes=minutes,
-        cores="two CPU cores" if recipe.start is None else "one CPU core",
+        cores="two CPU cores" if recipe.start is None and not hybrid else "one CPU core",
         explained=_EXPLAINED if moving else "",
         limit=_EIGHT if moving else _PAIRS_ONLY,
         rows=rows,
@@ -135,6 +157,17 @@ def _made(recipe: VlmRecipe) -> str:
         vision=recipe.vision, language=recipe.language, tower=recipe.tower, seed=recipe.seed,
         steps=sum(stage.plan.stop or stage.plan.steps for stage in recipe.stages), pair_every=len(turns),
         slots=max(turn.slots for turn in turns), **stages,
+    )  # fmt: skip
+
+
+def _made_hybrid(recipe: VlmRecipe, tau: float) -> str:
+    assert recipe.head is not None
+    how, stage = HOW[recipe.head], recipe.stages[0]
+    return MADE_HYBRID.format(
+        vision=recipe.vision, side=recipe.vision.patch // 2, tower=recipe.tower, language=recipe.language,
+        seed=recipe.seed, head=how, head_prompts=int(recipe.head_data.partition(":")[2]) - how.held_out, head_tau=tau,
+        head_ceiling=how.unroll + 1, pair_every=len(stage.turns), slots=max(turn.slots for turn in stage.turns),
+        decoder=stage,
     )  # fmt: skip
 
 

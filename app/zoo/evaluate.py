@@ -155,11 +155,13 @@ def evaluate(recipe: VlmRecipe, folder: Path, work: Path, count: int) -> dict:
         "clips": [score_clips(model, processor, count, frames) for frames in FRAMES if sees_clips(recipe)],
         "parameters": sum(weight.numel() for weight in model.parameters()),
     }
+    report = work / "head" / "report.json"  # of what drafts for it
+    results["head tau"] = json.loads(report.read_text())["held_out_tau"] if report.is_file() else 0.0
     results["seconds"] = time.monotonic() - begun
     work.mkdir(parents=True, exist_ok=True)
     (work / "results.json").write_text(json.dumps(results, indent=1))
     (folder / "README.md").write_text(card.card(recipe, results, card.wall_minutes(work)))
-    if recipe.start is None:
+    if recipe.name == "scenes-video":
         save_samples(recipe)
     if sees_clips(recipe):
         save_clips()
