@@ -102,6 +102,8 @@ def train_head(recipe: VlmRecipe, how: Recipe, folder: Path, work: Path) -> None
         name: weight.to(torch.bfloat16) for name, weight in load_file(told / "drafter" / WEIGHTS).items()
     }
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    model.generation_config.update(num_assistant_tokens=recipe.head_depth)
+    model.generation_config.save_pretrained(folder)
     sheets.readable(folder)
 
 

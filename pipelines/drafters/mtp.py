@@ -24,6 +24,9 @@ from mmspec.ragged_cache import Lengths, RaggedBuffer
 from mmspec.types import FINAL, Prompt, Target, TargetInfo
 
 
+DEPTH = 4  # of what one head drafts, where the model's generation_config names no `num_assistant_tokens`
+
+
 @dataclass(frozen=True)
 class MtpConfig:
     """What the drafting around the heads has to know of them.
@@ -124,11 +127,11 @@ class MtpDrafter(FeatureDrafter):
     positioned = True  # trained with the target's own position ids
     options = TreeOptions(depth=4, width=1, size=5, tree="chain")
 
-    def __init__(self, heads: mtp_files.MtpHeads, vocab: int, hidden: int) -> None:
+    def __init__(self, heads: mtp_files.MtpHeads, vocab: int, hidden: int, depth: int = DEPTH) -> None:
         super().__init__()
         self.add_head(hidden, 0)
         self.heads, K = heads, len(heads.layers)
-        self.config = MtpConfig(hidden, vocab, K, depth=K if K > 1 else 4)
+        self.config = MtpConfig(hidden, vocab, K, depth=K if K > 1 else depth)
         self.options = grown(self.config, {}, "the mtp drafter", TreeOptions())
         self.eager = heads.config._attn_implementation == "eager"
         kinds = getattr(heads.config, "layer_types", None) or ["full_attention"] * K
@@ -151,7 +154,8 @@ class MtpDrafter(FeatureDrafter):
                 f"the heads of {type(model).__name__} have {', '.join(strange)} layers, which keep a state beside keys "
                 "and values; drafter='mtp' knows full and sliding attention. Use drafter='ngram'"
             )
-        return cls(heads, head(model).weight.shape[0], heads.config.hidden_size)
+        told = getattr(model.generation_config, "num_assistant_tokens", None)  # with which the model ships
+        return cls(heads, head(model).weight.shape[0], heads.config.hidden_size, told or DEPTH)
 
     @classmethod
     def untrained(cls, model: Any) -> MtpDrafter:

@@ -147,6 +147,7 @@ class VlmRecipe:
     start: str | None = None
     head: str | None = None  # how its multi-token-prediction head is distilled, in mmspec.train.recipes
     head_data: str = "scenes:900"
+    head_depth: int = 8  # tokens that it is best to draft with it
     watching: Watching | None = None
     seed: int = 0
     vision: Vision = field(default_factory=Vision)
