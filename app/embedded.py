@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from mmspec import zoo
-from mmspec.registry import USUAL
 from mmspec.zoo import recipes
 
 MODEL, DRAFTER = "scenes-video", "scenes-video-eagle"
-HYBRID, HEAD = "scenes-hybrid", "mtp"  # Qwen3.5's classes; its head is in its own file
+HYBRID = "scenes-hybrid"  # Qwen3.5's classes
+SHIPPED = "shipped"  # the drafter that a model ships with, such as a head in its own file; else one without weights
 IMAGE_MODEL, IMAGE_DRAFTER = "scenes-llamagen", "scenes-llamagen-eagle"
-DRAFTERS = {MODEL: DRAFTER, HYBRID: HEAD, IMAGE_MODEL: IMAGE_DRAFTER}  # what fits each
+DRAFTERS = {MODEL: DRAFTER, HYBRID: SHIPPED, IMAGE_MODEL: IMAGE_DRAFTER}  # what fits each
 NOTE = (
     "note: {}, the model that comes with mmspec, knows only drawn scenes of coloured shapes; its captions of "
     "anything else mean nothing. Name a real model: --model llava-hf/llava-1.5-7b-hf"
@@ -27,7 +27,7 @@ def resolve(name: str) -> str:
 
 def drafter(model: str) -> str:
     """What fits a model if nobody says otherwise."""
-    return DRAFTERS.get(model, USUAL)
+    return DRAFTERS.get(model, SHIPPED)
 
 
 def drafters(model: str) -> list[str]:

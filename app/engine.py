@@ -155,7 +155,8 @@ class Engine:
     def _enable(self) -> None:
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            handle = mmspec.enable(self.model, drafter=self.drafter, **{"on_unsupported": "fallback", **self.options})
+            named = None if self.drafter == embedded.SHIPPED else self.drafter
+            handle = mmspec.enable(self.model, drafter=named, **{"on_unsupported": "fallback", **self.options})
         self.drafter = handle.drafter  # loaded once, however often the stock path is compared
         heard = [str(note.message) for note in said if issubclass(note.category, UserWarning)]
         self.notes += [note for note in heard if note not in self.notes]

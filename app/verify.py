@@ -24,7 +24,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("image", type=Path, help="a picture to ask about")
     add("--model", default=embedded.MODEL, help="folder or hub name (%(default)s)")
-    add("--drafter", help="ngram, folder or hub name; default: what fits")
+    add("--drafter", help="name, folder or hub name; default: what the model ships with")
     add("--prompt", default="Describe this image.", help="what is asked (%(default)s)")
     add("--max-new-tokens", type=count, default=64, metavar="N", help="how far to compare (%(default)s)")
     enabling.add(parser)

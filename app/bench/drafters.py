@@ -37,18 +37,20 @@ def options(args: argparse.Namespace) -> dict[str, Any]:
         raise BenchError(str(error)) from error
 
 
-def read(args: argparse.Namespace, trained: bool = False) -> dict[str, Any]:
+def read(args: argparse.Namespace, trained: bool = False, model: Any = None) -> dict[str, Any]:
     """The drafters asked for, each under its method's name; by default the model's embedded one, if it is there.
 
     Args:
         trained: those without weights have methods of their own, and are refused here.
+        model: the loaded model, for drafters that are made of it.
 
     Raises:
         BenchError: there is no such drafter, or no embedded one for `all`.
     """
     if args.drafters is None:
         try:
-            return _loaded([embedded.DRAFTERS[args.model]] if args.model in embedded.DRAFTERS else [])
+            usual = embedded.DRAFTERS.get(args.model)
+            return _loaded(["mtp" if usual == embedded.SHIPPED else usual] if usual else [], model)
         except FileNotFoundError as error:
             say(f"without the embedded drafter: {error}")
             return {}
@@ -59,7 +61,7 @@ def read(args: argparse.Namespace, trained: bool = False) -> dict[str, Any]:
             raise BenchError(f"--drafters {name}: it has no weights; --methods '{name}*' chooses among its methods")
         names += [one for one in found if one not in names]
     try:
-        return _loaded(names)
+        return _loaded(names, model)
     except (FileNotFoundError, ValueError) as error:
         raise BenchError(f"--drafters: {error}") from error
 
@@ -83,11 +85,14 @@ def _named(name: str, model: str) -> list[str]:
     return found
 
 
-def _loaded(names: list[str]) -> dict[str, Any]:
+def _loaded(names: list[str], model: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in names:
         if name in DRAFTERS and DRAFTERS[name].from_model:
-            raise ValueError(f"{name} comes from a model; it is measured where that model is named")
+            if name != "mtp" or model is None:
+                raise ValueError(f"{name} comes from a model; it is measured where that model is named")
+            found[name] = drafter_class(name).of_model(model)
+            continue
         bare = name in DRAFTERS and not DRAFTERS[name].trained
         drafter = drafter_class(name)() if bare else mmspec.load_drafter(embedded.resolve(name))
         title = name if bare else getattr(drafter, "method", type(drafter).__name__)

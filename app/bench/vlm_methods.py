@@ -130,7 +130,7 @@ def methods(model: Any, args: argparse.Namespace) -> list[VlmMethod]:
     ]
     flags = {k: v for k in ("depth", "width", "size", "draft_vocab") if (v := getattr(args, k)) is not None}
     flags |= drafters.options(args)
-    for title, drafter in drafters.read(args).items():
+    for title, drafter in drafters.read(args, model=model).items():
         if title == "ngram":
             continue  # it is there already
         whole = VlmMethod(title, drafter=drafter, options=flags, grid="feature drafter")

@@ -44,7 +44,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.description = "Show stock generate and mmspec side by side on a page that only this machine can open."
     add = parser.add_argument
     add("--model", default=embedded.MODEL, help="name on the Hugging Face Hub, or a folder (%(default)s)")
-    add("--drafter", help="ngram, folder or hub name; default: what fits")
+    add("--drafter", help="name, folder or hub name; default: what the model ships with")
     add("--image-model", default=embedded.IMAGE_MODEL, help="of the Image tab, LlamaGen or MAR, or none (%(default)s)")
     add("--image-drafter", metavar="NAME", help="a trained drafter for it, folder or hub name")
     add("--examples", type=Path, metavar="FOLDER", help="example pictures (default: the sample drawings)")

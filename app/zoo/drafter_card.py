@@ -44,8 +44,6 @@ _WHAT = {
     "latents and foretells {tokens} tokens in one pass.",
     "specvlm": "The SpecVLM drafter of `{target}`, embedded in mmspec: EAGLE's one decoder layer behind an elastic\n"
     "compressor of pictures (prune, pool, convolution, resampler, text only) that a gate chooses by the question.",
-    "block": "The DFlash drafter of `{target}`, embedded in mmspec: one layer that reads three of the target's and\n"
-    "foretells the {block} tokens of a block in one pass.",
 }
 _WRITTEN = (
     "about drawn scenes, half short and\n  half long; the answers are the target's own ({sampled:.0%} sampled at "
@@ -73,7 +71,6 @@ def drafter_card(recipe: DrafterRecipe, report: dict[str, Any]) -> str:
         what=_WHAT[recipe.method].format(
             target=recipe.target,
             tokens=recipe.shape.get("tokens"),
-            block=recipe.shape.get("block"),
         ),
         target=recipe.target,
         train=int(samples) - r["held_out"],
@@ -82,9 +79,7 @@ def drafter_card(recipe: DrafterRecipe, report: dict[str, Any]) -> str:
         steps=r["steps"],
         batch=r["batch"],
         unroll=r["unroll"],
-        unrolled={"flash": "heads", "block": "rows of a block"}.get(
-            recipe.method, "unrolled steps (training-time test)"
-        ),
+        unrolled="heads" if recipe.method == "flash" else "unrolled steps (training-time test)",
         token=r["token_weight"],
         feature=r["feature_weight"],
         decay=r["step_decay"],

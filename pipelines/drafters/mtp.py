@@ -23,7 +23,6 @@ from mmspec.pipelines.targets.decoder import decoder, head
 from mmspec.ragged_cache import Lengths, RaggedBuffer
 from mmspec.types import FINAL, Prompt, Target, TargetInfo
 
-
 DEPTH = 4  # of what one head drafts, where the model's generation_config names no `num_assistant_tokens`
 
 

@@ -32,14 +32,12 @@ _VIDEO: dict[str, dict[str, Any]] = {
     "vispec": {},
     "flash": {"tokens": 6, "tree": "dynamic"},
     "specvlm": {"gate_width": 32, "resampler_width": 64},
-    "block": {"block": 8, "layers": 1, "features": (2, 12, 22)},
 }
 SCENES_VIDEO_DRAFTERS = tuple(
     DrafterRecipe(
         f"scenes-video-{method}", target="scenes-video", data="zoo:600", method=method, shape=shape,
-        depth=depth, size=depth + 1, recipe=f"scenes-video-{method}",
+        depth=shape.get("tokens", 8), size=shape.get("tokens", 8) + 1, recipe=f"scenes-video-{method}",
     )
     for method, shape in _VIDEO.items()
-    for depth in [shape.get("tokens") or shape.get("block", 9) - 1]
 )  # fmt: skip
 DRAFTERS = {r.name: r for r in (SCENES_LLAMAGEN_EAGLE, *SCENES_VIDEO_DRAFTERS)}
