@@ -302,38 +302,6 @@ def test_padded_rows_of_models_that_drop_positions(name: str, drafter: str) -> N
 # -- what is refused, or told ----------------------------------------------------------------------------------------
 
 
-def mllama() -> Any:
-    text_config = {**targets.TEXT, "head_dim": None, "num_hidden_layers": 4, "cross_attention_layers": [1, 3]}
-    vision = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_global_layers": 1,
-        "attention_heads": 2,
-    }
-    return T.MllamaForConditionalGeneration(
-        T.MllamaConfig(
-            text_config={k: v for k, v in text_config.items() if v is not None},
-            vision_config={
-                **vision,
-                "image_size": 28,
-                "patch_size": 14,
-                "vision_output_dim": 96,
-                "intermediate_layers_indices": [0, 1],
-            },
-        )
-    )
-
-
-def test_cross_attention_layers_are_refused_by_name() -> None:
-    model = mllama()
-    with pytest.raises(UnsupportedError, match="cross-attention layers"):
-        mmspec.enable(model)
-    with pytest.warns(UserWarning, match="cross-attention layers"):
-        mmspec.enable(model, on_unsupported="fallback")
-    assert type(model) is T.MllamaForConditionalGeneration
-
-
 def test_a_model_that_is_its_own_assistant() -> None:
     model, ids = targets.text(), words(9)
     stock = model.generate(ids, assistant_early_exit=1, **PLAIN)

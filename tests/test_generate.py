@@ -816,16 +816,9 @@ def lfm2() -> Any:
     )
 
 
-def flex() -> Any:
-    made = copy.deepcopy(targets.model("llava"))
-    made.model.language_model.config._attn_implementation = "flex_attention"
-    return made
-
-
 REFUSED = {
     "encoder-decoder": (t5, "encoder-decoder"),
     "no positions": (mamba, "position_ids"),
-    "flex attention": (flex, "flex_attention.*sdpa"),
 }
 
 

@@ -188,7 +188,7 @@ def test_leaving_nothing_out_drafts_the_same() -> None:
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ({"prune": 1.5}, "between 0 and 1"),
+        ({"prune": 1.5}, "a share from 0 to 1"),
         ({"prune_by": "uniform"}, "give both"),
         ({"prune": 0.5, "prune_by": "x"}, "must be one of"),
     ],

@@ -130,7 +130,7 @@ def test_rows_can_be_dropped_and_reordered_in_the_middle(drafter: str, monkeypat
 def test_sampled_rows_do_not_depend_on_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Same seed, same text: alone, or admitted into a running batch."""
     model, options = targets.model(NAME), {"do_sample": True, "temperature": 1.3, "max_new_tokens": 16}
-    with torch.no_grad(), mmspec.enable(model) as handle:
+    with torch.no_grad(), mmspec.enable(model, "ngram") as handle:
 
         def calls() -> list[Call]:
             return [call_of(model, monkeypatch, targets.prompt(NAME, *row), **options) for row in ROWS]

@@ -46,7 +46,7 @@ def prepared(few: Path, out: Path, *words: str) -> tuple[Job, list]:
     flags.configure(parser)
     words = ("--engine", "quick_engine:load", "--model", "quick", "--max-new-tokens", "10", *words)
     options = settings.resolve(parser.parse_args([str(few), *words]))
-    options = settings.fitted(options, lambda: False)
+    options = settings.fitted(options)
     outputs, shaping = Outputs(out, str(few)), settings.settings(options)
     todo = Planner(options, shaping, Prompts.read(options.prompt), outputs).plan(open_inputs([few]))
     outputs.close()

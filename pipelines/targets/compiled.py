@@ -56,6 +56,7 @@ class Compiled(CompiledCache):
         kept, stock = state.cache.recurrent.values(), partial(target.read, state, tokens, places, mask)
 
         def made() -> PiecewiseFunction:
+            _capturable(target)  # before anything is read: what keeps more than these states bears no second reading
             before = fingerprint(target.model, kept=True)
             wanted = [*stock(), *(t for layer in kept for t in layer.read())]
             if fingerprint(target.model, kept=True) != before:
@@ -88,14 +89,18 @@ def _inputs(state: State, tokens: Tensor, places: Tensor) -> list[Tensor]:
     return [t.contiguous() for t in found]
 
 
-def _capture(target: Any, state: State, tokens: Tensor, places: Tensor) -> PiecewiseFunction:
-    """The forward over nodes of this shape, which must not depend on how much is cached."""
+def _capturable(target: Any) -> None:
+    """Uncapturable, with the reason, for a model whose forward is not captured at all."""
     if target.eager:
         raise Uncapturable("its attention is 'eager'; load it with attn_implementation='sdpa'")
     if target.stateful:
         raise Uncapturable("its layers keep more than keys, values and recurrent states")
     if any(hasattr(module, "base_layer") for module in target.model.modules()):
         raise Uncapturable("it has adapters, which may be switched at any time; merge them first")
+
+
+def _capture(target: Any, state: State, tokens: Tensor, places: Tensor) -> PiecewiseFunction:
+    """The forward over nodes of this shape, which must not depend on how much is cached."""
     own = weights(target.model)
 
     def read(past: int, *inputs: Tensor) -> list[Tensor]:
