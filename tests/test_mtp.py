@@ -289,7 +289,8 @@ def _step() -> Any:
     """Heads of other kinds of layers than the target's, as its config lists them."""
     kinds = ["full_attention", "sliding_attention"] * 3
     text = {**targets.TEXT, "num_nextn_predict_layers": 3, "layer_types": kinds, "sliding_window": 6}
-    return T.Step3p7ForConditionalGeneration(T.Step3p7Config(text_config=text))
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return T.Step3p7ForConditionalGeneration(T.Step3p7Config(text_config=text, vision_config=vision))
 
 
 @pytest.mark.parametrize(("build", "heads", "prefix"), [(_deepseek, 1, "model."), (_step, 3, "model.language_model.")])

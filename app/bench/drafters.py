@@ -95,6 +95,8 @@ def _loaded(names: list[str], model: Any) -> dict[str, Any]:
             continue
         bare = name in DRAFTERS and not DRAFTERS[name].trained
         drafter = drafter_class(name)() if bare else mmspec.load_drafter(embedded.resolve(name))
+        if model is not None and not bare:  # there already, enabling it again makes no copy, which would compile anew
+            drafter.to(device=model.device, dtype=model.dtype)
         title = name if bare else getattr(drafter, "method", type(drafter).__name__)
         found[title if title not in found else f"{title}:{Path(name).name}"] = drafter
     return found
