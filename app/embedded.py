@@ -9,6 +9,7 @@ from mmspec.zoo import recipes
 
 MODEL, DRAFTER = "scenes-video", "scenes-video-eagle"
 HYBRID = "scenes-hybrid"  # Qwen3.5's classes
+STOCK = "none"  # the drafter that is none: the stock path
 SHIPPED = "shipped"  # the drafter that a model ships with, such as a head in its own file; else one without weights
 IMAGE_MODEL, IMAGE_DRAFTER = "scenes-llamagen", "scenes-llamagen-eagle"
 DRAFTERS = {MODEL: DRAFTER, HYBRID: SHIPPED, IMAGE_MODEL: IMAGE_DRAFTER}  # what fits each

@@ -9,8 +9,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 
+from mmspec.app.embedded import STOCK
+
 WORDS = {"true": True, "false": False, "none": None, "on": True, "off": False, "yes": True, "no": False}
-STOCK, PLAIN = "none", "plain"  # what the command line calls no drafter, and its name in the registry
+PLAIN = "plain"  # the registry's name of no drafter
 LIST = "help"  # in the place of NAME=VALUE: what there is to say
 DRAWN = ("rule", "budget", "reproducible")  # those that change what is generated, or drawn; all others change the speed
 

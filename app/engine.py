@@ -14,6 +14,7 @@ from PIL import Image
 
 import mmspec
 from mmspec.app import embedded
+from mmspec.app.embedded import STOCK
 from mmspec.app.preparing import THREADS, Preparing, ProcessorThreads
 from mmspec.drafters.plain import Plain
 from mmspec.pipelines.families import table as families
@@ -22,7 +23,6 @@ from mmspec.pipelines.serving.batcher import TOGETHER, Batcher, FinishedPrompt, 
 from mmspec.pipelines.serving.continuous import ContinuousBatcher
 from mmspec.statistics import Stats
 
-STOCK = "none"  # the drafter that is none
 PICTURE = (1024, 768)  # what `suggest_rows` takes for an ordinary picture
 WARM_UP = 8  # new tokens that are written only to have what they need compiled
 ROWS = {"cpu": 16, "cuda": 64}  # answers written at once at most, if nobody says otherwise

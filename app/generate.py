@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmspec.app import embedded, enabling
+from mmspec.app.embedded import STOCK
 from mmspec.app.options import count, from_zero, where
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 OK, FATAL = 0, 1
 OWN, PLAIN = "mmspec", "plain"  # the two sides of --compare
-STOCK, SELF = "none", "self"  # drafters: none at all; a MAR's own drafts
+SELF = "self"  # the drafter of a MAR's own drafts
 FOREIGN = ("top_k", "coupling", "init", "proactive", "reproducible", "budget")  # what a MAR does not have
 OPTIONS = ("window", "init", "coupling", "proactive", "rule", "budget")  # of `enable`, each a flag of its own
 ENDINGS = (".png", ".jpg", ".jpeg", ".webp")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -230,3 +231,18 @@ def test_options() -> None:
         mmspec.enable(model, "suffix", memory=0)
     with pytest.raises(ValueError, match="no use for prune"):
         mmspec.enable(model, "suffix", prune=0.5)
+
+
+@pytest.mark.parametrize("vocab", [40, 4000, 150_000])
+def test_a_token_that_is_remembered_takes_400_bytes_at_most(vocab: int) -> None:
+    memory, g = 16384, torch.Generator().manual_seed(0)
+    texts = torch.randint(vocab, (40, 500), generator=g).tolist()
+    tracemalloc.start()
+    try:
+        phrases = Phrases(memory)
+        for text in texts:
+            phrases.opened([text])
+        assert tracemalloc.get_traced_memory()[1] < 400 * memory
+        assert sum(each.states for each in phrases.automata) <= memory + 1000
+    finally:
+        tracemalloc.stop()

@@ -45,7 +45,8 @@ class Reader:
     """The embedded VLM, asked to describe pictures."""
 
     def __init__(self, device: str = "cpu") -> None:
-        from mmspec.app.engine import STOCK, load
+        from mmspec.app.embedded import STOCK
+        from mmspec.app.engine import load
 
         self.engine: Any = load(embedded.MODEL, STOCK, device, "float32", 96, 0)
 

@@ -16,7 +16,8 @@ from mmspec.app.bench.answers import VlmBench
 from mmspec.app.bench.command import Outcome, batches, matching
 from mmspec.app.bench.vlm_methods import VlmMethod
 from mmspec.app.compare import Reads
-from mmspec.app.engine import STOCK, load
+from mmspec.app.embedded import STOCK
+from mmspec.app.engine import load
 from mmspec.app.provenance import provenance
 from mmspec.drafters.plain import Plain
 

@@ -19,7 +19,8 @@ from mmspec.app.bench.questions import Question
 from mmspec.app.bench.vlm_methods import GRIDS, VlmMethod, methods
 from mmspec.app.bench.vlm_shown import Asked, Shown, questions
 from mmspec.app.compare import Comparison
-from mmspec.app.engine import STOCK, load
+from mmspec.app.embedded import STOCK
+from mmspec.app.engine import load
 from mmspec.app.options import where
 from mmspec.app.provenance import provenance
 

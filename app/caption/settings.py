@@ -16,7 +16,7 @@ from mmspec.app import embedded, enabling
 from mmspec.app.caption.journal import key
 from mmspec.app.media import video
 
-BESIDE, AUTO, STOCK = "beside", "auto", "none"
+BESIDE, AUTO = "beside", "auto"
 PROMPT = "Describe this image in two or three sentences."  # for models other than the embedded one
 ENGINE, VLLM = "mmspec.app.engine:load", "mmspec.app.caption.vllm_engine:load"
 WHOLE = "--help-all"
@@ -224,7 +224,7 @@ def fitted(options: Options) -> Options:
     prompt = options.prompt
     if prompt is None and options.prompt_file is None:
         prompt = embedded.prompt() if embedded.speaks(model) else PROMPT
-    drafter = options.drafter or (STOCK if options.engine == VLLM else embedded.drafter(model))
+    drafter = options.drafter or (embedded.STOCK if options.engine == VLLM else embedded.drafter(model))
     return replace(options, model=model, prompt=prompt, drafter=drafter)
 
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from PIL import Image
 
 from mmspec.app.caption.model import FatalError
 from mmspec.app.caption.prompts import PromptChoice
+from mmspec.app.embedded import STOCK
+from mmspec.app.engine import CaptionResult
 from mmspec.app.extras import installing
 from mmspec.app.media import video
 from mmspec.pipelines.prompts import chat_text
@@ -23,19 +24,7 @@ from mmspec.pipelines.prompts import chat_text
 ROWS = 256  # items given to vLLM at once; how many it runs together it decides itself
 DRAFT = 5  # tokens that its speculative decoding drafts, where depth= does not say
 LOOKUP = 4  # longest n-gram that its prompt lookup matches
-STOCK, NGRAM = "none", "ngram"
-
-
-@dataclass(frozen=True)
-class VllmAnswer:
-    """What became of one item; see `mmspec.app.engine.CaptionResult`."""
-
-    ticket: Hashable
-    text: str = ""
-    tokens: int = 0
-    seconds: float = 0.0
-    error: Exception | None = None
-    finish: str = ""
+NGRAM = "ngram"
 
 
 class VllmFlow:
@@ -44,7 +33,7 @@ class VllmFlow:
     def __init__(self, engine: VllmEngine, rows: int):
         self._engine, self.rows = engine, rows
         self._asked: dict[str, tuple[Hashable, str, float]] = {}
-        self._refused: list[VllmAnswer] = []
+        self._refused: list[CaptionResult] = []
         self._count = 0
 
     @property
@@ -63,11 +52,11 @@ class VllmFlow:
             prompt = {"prompt": text, "multi_modal_data": {"image": list(frames)}}
             self._engine.core.add_request(name, prompt, self._engine.sampling(seed))
         except Exception as error:  # a prompt too long, a picture that its processor refuses
-            self._refused.append(VllmAnswer(ticket, error=error))
+            self._refused.append(CaptionResult(ticket, error=error))
         else:
             self._asked[name] = (ticket, asked.start, time.perf_counter())
 
-    def step(self) -> list[VllmAnswer]:
+    def step(self) -> list[CaptionResult]:
         """A part of the work; what has finished.
 
         Raises:
@@ -85,7 +74,7 @@ class VllmFlow:
                 ticket, start, begun = self._asked.pop(one.request_id)
                 best, seconds = one.outputs[0], time.perf_counter() - begun
                 text, finish = (start + best.text).strip(), best.finish_reason or ""
-                found.append(VllmAnswer(ticket, text, len(best.token_ids), seconds, None, finish))
+                found.append(CaptionResult(ticket, text, len(best.token_ids), seconds, None, finish))
         return found
 
 

@@ -68,10 +68,7 @@ def drafter_card(recipe: DrafterRecipe, report: dict[str, Any]) -> str:
     return CARD.format(
         name=recipe.name,
         method=recipe.method,
-        what=_WHAT[recipe.method].format(
-            target=recipe.target,
-            tokens=recipe.shape.get("tokens"),
-        ),
+        what=_WHAT[recipe.method].format(target=recipe.target, tokens=recipe.shape.get("tokens")),
         target=recipe.target,
         train=int(samples) - r["held_out"],
         about=written.format(**r),

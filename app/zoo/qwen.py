@@ -37,7 +37,6 @@ def build_processor(recipe: VlmRecipe, tokenizer: PreTrainedTokenizerFast) -> Qw
         "patch_size": patch, "merge_size": MERGE, "temporal_patch_size": 2,
         "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
     }  # fmt: skip
-    tokenizer.add_special_tokens({"additional_special_tokens": []})
     for role, token in (
         ("image_token", "<image>"), ("video_token", "<video>"),
         ("vision_start_token", "<vision_start>"), ("vision_end_token", "<vision_end>"),

@@ -35,7 +35,7 @@ class SuffixOptions(ChainOptions):
         depth: longest drafted path, in tokens (≥ 1).
         width: branches per node; 1 drafts a chain.
         size: nodes sent to the target in a round at most, the root included.
-        memory: tokens of prompts and answers that are remembered at most, the latest; 131072 take at most 40 MB.
+        memory: tokens of prompts and answers that are remembered at most, the latest; 131072 take some 50 MB at most.
     """
 
     depth: int = 16
