@@ -24,7 +24,7 @@ from mmspec.piecewise.capture import PiecewiseFunction
 from mmspec.pipelines.serving.continuous import ContinuousBatcher
 from mmspec.pipelines.targets import compiled, recurrent
 from mmspec.pipelines.targets import compiled_cache as trusted
-from mmspec.pipelines.targets.recurrent import Path, RecurrentLayer
+from mmspec.pipelines.targets.recurrent_state import AcceptedPath, RecurrentLayers
 from mmspec.tree import from_parents
 
 B, H, K, V = 3, 2, 8, 6
@@ -64,11 +64,11 @@ def test_a_tree_is_read_as_every_path(channels: bool, delta: bool) -> None:
     G = ops.path_decay(g, TREE.ancestors)
     found, u = ops.recurrent_tree(q, k, v, beta, G, state, TREE.ancestors)
     assert torch.allclose(found, out, rtol=0, atol=1e-12)
-    path, last = Path(KEPT, COUNT).taken(n, KEPT.device)
+    path, last = AcceptedPath(KEPT, COUNT).taken(n, KEPT.device)
     ops.recurrent_fold(state, k, u, G, path, last)
     assert torch.allclose(state, states[torch.arange(B), last], rtol=0, atol=1e-12)
     before = state.clone()
-    ops.recurrent_fold(state, k, u, G, *Path(KEPT, COUNT * 0).taken(n, KEPT.device))
+    ops.recurrent_fold(state, k, u, G, *AcceptedPath(KEPT, COUNT * 0).taken(n, KEPT.device))
     assert torch.equal(state, before), "no node was taken"
 
 
@@ -78,7 +78,7 @@ def test_a_long_path_of_strong_decay_does_not_overflow() -> None:
     G = ops.path_decay(torch.full((B, H, n), -300.0), TREE.ancestors)
     out, u = ops.recurrent_tree(k, k, v, torch.full((B, H, n), 0.5), G, state, TREE.ancestors)
     assert out.isfinite().all() and u.isfinite().all()
-    ops.recurrent_fold(state, k, u, G, *Path(KEPT, COUNT).taken(n, KEPT.device))
+    ops.recurrent_fold(state, k, u, G, *AcceptedPath(KEPT, COUNT).taken(n, KEPT.device))
     assert state.isfinite().all()
 
 
@@ -166,7 +166,7 @@ def test_a_pickle_is_a_stock_model_and_two_threads_do_not_meet() -> None:
 
 def test_a_node_costs_its_key_value_decay_and_input(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a layer holds of a draft, by the memory that its tensors keep alive, beyond the state of its row."""
-    model, inputs, commit = targets.model("qwen3_5"), targets.prompt("qwen3_5", "text only"), RecurrentLayer.commit
+    model, inputs, commit = targets.model("qwen3_5"), targets.prompt("qwen3_5", "text only"), RecurrentLayers.commit
     text = model.config.text_config
     heads, key, value = (
         text.linear_num_value_heads, text.linear_key_head_dim, text.linear_value_head_dim,
@@ -174,15 +174,17 @@ def test_a_node_costs_its_key_value_decay_and_input(monkeypatch: pytest.MonkeyPa
     channels = 2 * text.linear_num_key_heads * key + heads * value
     held: dict[int, set[int]] = {}
 
-    def counting(self: RecurrentLayer, path: Path) -> None:
-        tensors = [*self.inputs.values(), *(t for one in self.writes.values() for t in one)]
-        stores = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-        held.setdefault(self.inputs[0].shape[2], set()).add(sum(stores.values()))
-        before = [t.shape for t in self.held()]
+    def counting(self: RecurrentLayers, path: AcceptedPath) -> None:
+        for layer in self.values():
+            tensors = [*layer.inputs.values(), *(t for one in layer.writes.values() for t in one)]
+            stores = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+            held.setdefault(layer.inputs[0].shape[2], set()).add(sum(stores.values()))
+        before = [t.shape for layer in self.values() for t in layer.held()]
         commit(self, path)
-        assert [t.shape for t in self.held()] == before and not (self.inputs or self.writes)
+        assert [t.shape for layer in self.values() for t in layer.held()] == before
+        assert not any(layer.inputs or layer.writes for layer in self.values())
 
-    monkeypatch.setattr(RecurrentLayer, "commit", counting)
+    monkeypatch.setattr(RecurrentLayers, "commit", counting)
     for size in (2, 12):
         with mmspec.enable(model, Scripted(lambda row, _, n=size: ([9] * n, [0] * n))):
             targets.generate(model, inputs, max_new_tokens=6)

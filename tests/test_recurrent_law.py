@@ -16,7 +16,7 @@ from torch import Tensor
 
 import mmspec
 from mmspec.kernels import dispatch
-from mmspec.pipelines.targets.recurrent import Path
+from mmspec.pipelines.targets.recurrent_state import AcceptedPath
 
 LENGTH, PROMPT, TEMPERATURE = 4, 7, 2.0
 NEAR = 1e-4  # an error of this size in the probability of a token is seen
@@ -144,6 +144,6 @@ def test_the_joint_law_of_three_tokens(kind: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_state_that_is_folded_at_another_node_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = Path.taken
-    monkeypatch.setattr(Path, "taken", lambda *told: (right(*told)[0], right(*told)[1] * 0))
+    right = AcceptedPath.taken
+    monkeypatch.setattr(AcceptedPath, "taken", lambda *told: (right(*told)[0], right(*told)[1] * 0))
     assert distance(targets.model("qwen3_5"), monkeypatch) > 1e-3

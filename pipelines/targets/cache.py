@@ -11,7 +11,8 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticLa
 
 from mmspec.kernels import dispatch
 from mmspec.pipelines.targets.cache_layer import Layers
-from mmspec.pipelines.targets.recurrent import Path, RecurrentLayer, reading
+from mmspec.pipelines.targets.recurrent import reading
+from mmspec.pipelines.targets.recurrent_state import AcceptedPath, RecurrentLayer, RecurrentLayers
 from mmspec.ragged_cache import Lengths, RaggedBuffer, stacked
 
 
@@ -28,7 +29,7 @@ class RaggedCache(Cache):
         super().__init__(layers=[])
         self.slots: list[RaggedBuffer] = []
         self.indexed: dict[int, RaggedBuffer] = {}  # keys by which a layer's indexer chooses what its attention sees
-        self.recurrent: dict[int, RecurrentLayer] = {}  # by layer, of those that keep a state of another kind
+        self.recurrent = RecurrentLayers()  # those that keep a state of another kind
         self.pictures: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values, by layer that looks at nothing else
         self.looking = frozenset(looking)
         self.end = 0  # slots in use, with those of the forward under way
@@ -126,9 +127,7 @@ class RaggedCache(Cache):
 
     def commit(self, kept: Tensor, counts: tuple[int, ...], device_counts: Tensor, in_place: bool) -> None:
         """Of the nodes appended last, keep `kept[b, : counts[b]]` in row b; `in_place` says they lie there already."""
-        path = Path(kept, device_counts)
-        for state in self.recurrent.values():
-            state.commit(path)
+        self.recurrent.commit(AcceptedPath(kept, device_counts))
         if not in_place:
             alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}  # autocast may leave keys in float32 alone
             held = (t for layer in self._attending() for t in (layer.keys, layer.values))
@@ -154,8 +153,7 @@ class RaggedCache(Cache):
         order = rows.tolist()
         for layer in self._attending():
             layer.select(rows, order, self.lengths.longest)
-        for state in self.recurrent.values():
-            state.select(rows)
+        self.recurrent.select(rows)
         for index, pair in self.pictures.items():
             self.pictures[index] = tuple(t[rows.to(t.device)] for t in pair)  # type: ignore[assignment]
         self.lengths = self.lengths.select(rows, order)
@@ -164,8 +162,7 @@ class RaggedCache(Cache):
     def join(self, other: RaggedCache) -> RaggedCache:
         for mine, theirs in zip(self._attending(), other._attending(), strict=True):
             mine.join(theirs, self.lengths.longest)
-        for index, state in self.recurrent.items():
-            state.join(other.recurrent[index])
+        self.recurrent.join(other.recurrent)
         for index in self.pictures.keys() | other.pictures.keys():  # zeros for a row without a picture
             pairs = zip(self._looked_at(index, other), other._looked_at(index, self), strict=True)
             self.pictures[index] = tuple(stacked(*pair) for pair in pairs)  # type: ignore[assignment]

@@ -25,6 +25,7 @@ from mmspec.pipelines.targets.cache import RaggedCache
 from mmspec.pipelines.targets.compiled_cache import CompiledCache, compare, weights
 from mmspec.pipelines.targets.decoder import decoder
 from mmspec.pipelines.targets.fingerprint import PLAIN, fingerprint
+from mmspec.pipelines.targets.recurrent_state import RecurrentLayers
 from mmspec.pipelines.targets.state import State
 
 
@@ -110,7 +111,7 @@ def _capture(target: Any, state: State, tokens: Tensor, places: Tensor) -> Piece
         seen = torch.ones(len(tokens), 1, tokens.shape[1], past + tokens.shape[1], dtype=torch.bool)
         kinds = {**dict.fromkeys(recurrent.KINDS), **dict.fromkeys(masks.KINDS, seen)}
         tree = (next(given), next(given), next(given), reference.recurrent_tree) if state.cache.recurrent else None
-        cache.recurrent = {index: layer.before(given) for index, layer in state.cache.recurrent.items()}
+        cache.recurrent = RecurrentLayers((index, kept.before(given)) for index, kept in state.cache.recurrent.items())
         with _Cut(cache), nullcontext() if tree is None else recurrent.reads(*tree):
             mask = kinds if target.mixed else seen
             found = target.read(replace(state, cache=cache, types=types), tokens, places, mask)

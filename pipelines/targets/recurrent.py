@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import CellType, FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,101 +23,8 @@ from transformers.activations import ACT2FN
 
 from mmspec.kernels import dispatch
 from mmspec.kernels import reference_recurrent as ops
-from mmspec.modes import lasting, uncast
-
-
-class Writes(NamedTuple):
-    """What the nodes of a draft wrote into one layer's state; see `ops.recurrent_fold`."""
-
-    k: Tensor  # [B, H, n, K]
-    u: Tensor  # [B, H, n, V]
-    G: Tensor  # [B, H, n] or [B, H, n, K]
-
-
-class Path:
-    """The nodes of a draft that stand, as all layers fold them: the first `count` [B] of `kept` [B, m]."""
-
-    def __init__(self, kept: Tensor, count: Tensor) -> None:
-        self.kept, self.count = kept, count
-        self._made: dict[Any, Any] = {}
-
-    def taken(self, nodes: int, home: torch.device) -> tuple[Tensor, Tensor]:
-        """Which of the nodes stand, bool [B, nodes], and the last that does, [B]."""
-        if ("taken", nodes, home) not in self._made:
-            there = torch.arange(self.kept.shape[1], device=self.kept.device) < self.count[:, None]
-            path = there.new_zeros(len(there), nodes + 1).scatter_(1, self.kept.where(there, nodes), True)[:, :nodes]
-            last = self.kept.gather(1, (self.count[:, None] - 1).clamp(min=0))[:, 0]
-            self._made["taken", nodes, home] = path.to(home), last.to(home)
-        return self._made["taken", nodes, home]  # type: ignore[no-any-return]
-
-    def inputs(self, width: int, home: torch.device) -> Tensor:
-        """As `ops.kept_inputs`."""
-        if ("inputs", width, home) not in self._made:
-            self._made["inputs", width, home] = ops.kept_inputs(self.kept, self.count, width).to(home)
-        return self._made["inputs", width, home]  # type: ignore[no-any-return]
-
-
-class RecurrentLayer:
-    """The state of one layer: the last inputs of its convolutions and its recurrent state, by stock's `state_idx`."""
-
-    def __init__(self) -> None:
-        self.conv: dict[int, Tensor] = {}  # [B, C, W]
-        self.state: dict[int, Tensor] = {}  # [B, H, K, V], written in place
-        self.inputs: dict[int, Tensor] = {}  # of the draft that was read last, [B, C, n]
-        self.writes: dict[int, Writes] = {}  # likewise
-
-    def extend(self, x: Tensor, index: int, width: int | None) -> Tensor:
-        """As stock: new inputs [B, C, n] behind those that are kept, of which the last `width` are kept from now on."""
-        full = torch.cat([self.conv[index], x], -1) if index in self.conv else x
-        keep = self.conv[index].shape[-1] if index in self.conv else width or x.shape[-1]
-        kept = F.pad(full, (max(0, keep - full.shape[-1]), 0))[..., -keep:]
-        self.conv[index] = kept.clone(memory_format=torch.contiguous_format)
-        return full
-
-    def replace(self, state: Tensor, index: int) -> None:
-        """Keep a copy of this recurrent state [B, H, …]."""
-        with lasting():
-            self.state[index] = state.clone(memory_format=torch.contiguous_format)
-
-    def commit(self, path: Path) -> None:
-        """These nodes of the draft that was read last stand, and no others."""
-        for index, x in self.inputs.items():
-            held = self.conv[index]
-            self.conv[index] = ops.conv_fold(x, held, path.inputs(held.shape[-1], x.device))
-        for index, (k, u, G) in self.writes.items():
-            state = self.state[index]
-            wide = state.float()
-            ops.recurrent_fold(wide, k, u, G, *path.taken(k.shape[2], k.device))
-            if wide is not state:
-                state.copy_(wide)
-        self.inputs, self.writes = {}, {}
-
-    def held(self) -> list[Tensor]:
-        """What a draft is read from, in an order of its own."""
-        return [*self.conv.values(), *self.state.values()]
-
-    def before(self, held: Iterator[Tensor]) -> RecurrentLayer:
-        """Another with these tensors for what `held` gives, and nothing that was read."""
-        made = RecurrentLayer()
-        made.conv, made.state = ({index: next(held) for index in mine} for mine in (self.conv, self.state))
-        return made
-
-    def read(self) -> list[Tensor]:
-        """What the draft that was read last left, in the order of `held`; every state has been read."""
-        return [*(self.inputs[i] for i in self.conv), *(t for i in self.state for t in self.writes[i])]
-
-    def put(self, read: Iterator[Tensor]) -> None:
-        """As if it had read what another has; see `read`."""
-        self.inputs = {index: next(read) for index in self.conv}
-        self.writes = {index: Writes(next(read), next(read), next(read)) for index in self.state}
-
-    def select(self, rows: Tensor) -> None:
-        for held in (self.conv, self.state):
-            held.update({index: t[rows.to(t.device)] for index, t in held.items()})
-
-    def join(self, other: RecurrentLayer) -> None:
-        for mine, theirs in ((self.conv, other.conv), (self.state, other.state)):
-            mine.update({index: torch.cat([t, theirs[index]]) for index, t in mine.items()})
+from mmspec.modes import uncast
+from mmspec.pipelines.targets.recurrent_state import RecurrentLayer, Writes
 
 
 @dataclass

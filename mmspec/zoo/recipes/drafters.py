@@ -36,8 +36,8 @@ _VIDEO: dict[str, dict[str, Any]] = {
 _PROMPTS = {"eagle": "zoo:1800"}  # the one that is recommended learns from more
 SCENES_VIDEO_DRAFTERS = tuple(
     DrafterRecipe(
-        f"scenes-video-{method}", target="scenes-video", data=_PROMPTS.get(method, "zoo:600"), method=method, shape=shape,
-        depth=shape.get("tokens", 8), size=shape.get("tokens", 8) + 1, recipe=f"scenes-video-{method}",
+        f"scenes-video-{method}", target="scenes-video", data=_PROMPTS.get(method, "zoo:600"), method=method,
+        shape=shape, depth=shape.get("tokens", 8), size=shape.get("tokens", 8) + 1, recipe=f"scenes-video-{method}",
     )
     for method, shape in _VIDEO.items()
 )  # fmt: skip
