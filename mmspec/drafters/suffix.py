@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
+from operator import itemgetter
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -15,16 +16,14 @@ from torch import Tensor
 
 from mmspec.config import chosen, whole
 from mmspec.drafters.automaton import SuffixAutomaton
+from mmspec.drafters.likely import filled, likeliest, worth
 from mmspec.drafters.options import ChainOptions, sized
 from mmspec.tree import chain, from_parents, lone
 from mmspec.types import NO_TOKEN, Draft, Prompt, Target, TargetInfo
 
 _SUFFIXES = 3  # a match and its longest suffixes that also stood elsewhere: where predictions come from
-_WORTH = 0.04  # how likely a node has to be, for one row; every row more makes nodes dearer by an eighth of it
-_GAIN = 0.25  # tokens that a draft has to promise, or none is made
 _DOUBT = 2.0  # tests that the counts of a text are worth before any prediction was tested
 _LATEST = 400  # tests after which a rate forgets half of them
-_FILLED = 8  # trees are filled up to a multiple of so many nodes, so that few shapes come up
 
 
 @dataclass(frozen=True)
@@ -154,27 +153,18 @@ class Phrases:
             length = automaton.length[state]
         return list(found.values())
 
-    def drafted(self, matches: list[_Match], options: SuffixOptions, worth: float) -> list[tuple[int, int]]:
+    def drafted(self, matches: list[_Match], options: SuffixOptions, least: float) -> list[tuple[int, int]]:
         """Tokens of the likeliest continuations and the nodes above them, the root being 0; nothing if it is not worth
         a draft."""
         automaton, state, length = _longest(matches)
-        nodes: list[tuple[int, int]] = []
-        heap = [(-1.0, 0, 0, 0, NO_TOKEN, state, length)]  # likelihood, order, depth, node above, token, state, length
-        order, promised = 0, 0.0
-        while heap and len(nodes) < options.size:
-            likely, _, depth, above, token, state, length = heapq.heappop(heap)
-            nodes.append((token, above))
-            promised -= likely
-            if depth == options.depth:
-                continue
-            guesses = self._guesses(automaton, state, length)
-            best = heapq.nlargest(options.width, ((self.rates.of(each), -i) for i, each in enumerate(guesses)))
-            for rate, i in best:
-                if -likely * rate >= worth:
-                    order, guess = order + 1, guesses[-i]
-                    here = (likely * rate, order, depth + 1, len(nodes) - 1, guess.token, guess.state, guess.length)
-                    heapq.heappush(heap, here)
-        return nodes[1:] if promised - 1 >= _GAIN else []
+
+        def after(guess: _Guess) -> list[tuple[float, _Guess]]:
+            found = [(self.rates.of(one), one) for one in self._guesses(automaton, guess.state, guess.length)]
+            return heapq.nlargest(options.width, found, key=itemgetter(0))
+
+        root = _Guess(NO_TOKEN, state, length, (), 1.0)
+        nodes = likeliest(root, after, options.depth, options.size, least)
+        return [(guess.token, above) for guess, above in nodes]
 
 
 def _longest(matches: list[_Match]) -> tuple[SuffixAutomaton, int, int]:
@@ -246,17 +236,17 @@ class SuffixDrafter:
         return _Rows(found)
 
     def propose(self, session: Any, target: Target) -> Draft:
-        worth = _WORTH * (1 + (len(session.rows) - 1) / 8)
+        least = worth(len(session.rows))
         with self.phrases.lock:
             found = [
-                self._line(row.tokens, cursor, worth)
+                self._line(row.tokens, cursor, least)
                 for row, cursor in zip(session.rows, session.memory.cursors, strict=True)
             ]
         longest = max(map(len, found))
         if not longest:
             return lone(session.pending[:, None])
         chained = self.options.width == 1
-        size = longest if chained else min(-(-(longest + 1) // _FILLED) * _FILLED, self.options.size) - 1
+        size = longest if chained else min(filled(longest + 1), self.options.size) - 1
         lines = [line + [(NO_TOKEN, 0)] * (size - len(line)) for line in found]
         below = torch.tensor(lines, device=session.pending.device)  # [B, N − 1, 2], tokens and parents
         tokens = torch.cat([session.pending[:, None], below[..., 0]], 1)
@@ -265,10 +255,10 @@ class SuffixDrafter:
         root = torch.zeros_like(session.pending)[:, None]
         return Draft(tokens, from_parents(torch.cat([root, below[..., 1]], 1), self.options.depth))
 
-    def _line(self, tokens: list[int], cursor: _Cursor, worth: float) -> list[tuple[int, int]]:
+    def _line(self, tokens: list[int], cursor: _Cursor, least: float) -> list[tuple[int, int]]:
         cursor.matches = self.phrases.read(cursor.matches, tokens[cursor.read :])
         cursor.read = len(tokens)
-        return self.phrases.drafted(cursor.matches, self.options, worth)
+        return self.phrases.drafted(cursor.matches, self.options, least)
 
 
 def _pieces(line: list[int]) -> Iterator[list[int]]:

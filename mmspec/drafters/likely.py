@@ -1,0 +1,54 @@
+"""Trees grown on the host, the likeliest node first, as far as nodes are worth what they cost."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+_WORTH = 0.08  # how likely a node has to be, for one row; every row more makes nodes dearer by an eighth of it
+_SPARE = 0.3  # of that, for nodes that fill a tree up to a round size
+_GAIN = 0.25  # tokens that a draft has to promise, or none is made
+
+Node = TypeVar("Node")
+
+
+def worth(rows: int) -> float:
+    """How likely a node of a draft for so many rows has to be."""
+    return _WORTH * (1 + (rows - 1) / 8)
+
+
+def filled(size: int) -> int:
+    """The next round size, 2ⁿ or 3 · 2ⁿ, so that few shapes come up."""
+    power = 1 << (size - 1).bit_length()
+    return power * 3 // 4 if power > 2 and size <= power * 3 // 4 else power
+
+
+def likeliest(
+    root: Node, after: Callable[[Node], Iterable[tuple[float, Node]]], depth: int, size: int, least: float
+) -> list[tuple[Node, int]]:
+    """The nodes below a root that a draft wants, each with the place of its parent, the root's being 0.
+
+    A node is as likely as its chance times those of its ancestors. Parents come before their children.
+
+    Args:
+        after: what may follow a node, with chances.
+        depth: of the longest path.
+        size: nodes at most, the root included.
+        least: how likely a node has to be.
+
+    Returns:
+        Nothing if it all is not worth a draft.
+    """
+    nodes: list[tuple[Node, int]] = []
+    heap = [(-1.0, 0, 0, 0, root)]  # likelihood, order, depth, parent, node
+    order, promised = 0, 0.0
+    while heap and len(nodes) < size and (-heap[0][0] >= least or filled(len(nodes)) != len(nodes)):
+        likely, _, level, parent, node = heapq.heappop(heap)
+        nodes.append((node, parent))
+        promised -= likely
+        for chance, child in after(node) if level < depth else ():
+            if -likely * chance >= _SPARE * least:
+                order += 1
+                heapq.heappush(heap, (likely * chance, order, level + 1, len(nodes) - 1, child))
+    return nodes[1:] if promised - 1 >= _GAIN else []
