@@ -44,6 +44,12 @@ DRAFTERS: dict[str, Entry] = {
         False,
         "what followed the same words in this run, no weights; where a model ships with nothing",
     ),
+    "recycle": Entry(
+        "mmspec.drafters.recycle",
+        "RecycleDrafter",
+        False,
+        "what the model last found likeliest after each token, no weights",
+    ),
     "plain": Entry("mmspec.drafters.plain", "Plain", False, "drafts nothing; for compile=True alone"),
     "jacobi": Entry("mmspec.drafters.jacobi", "JacobiDrafter", False, "Jacobi window, no weights; for images"),
     "eagle": Entry(

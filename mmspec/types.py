@@ -17,6 +17,8 @@ from mmspec.modes import Mode
 NO_TOKEN = -1  # the token of a node that proposes nothing: never accepted, never drawn
 FINAL = -1  # as a feature: the final hidden state, after the last norm; i ≥ 0: what enters decoder layer i
 ATTENTION = -2  # asked for among the features: how much each token of the prompt is attended to, as `Prompt.attention`
+LIKELIEST = -3  # asked for among the features: the RANKS likeliest tokens after each node, as `Scores.likeliest`
+RANKS = 8
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,7 @@ class Categorical:
         return self.logits.to(torch.promote_types(self.logits.dtype, torch.float32)).logsumexp(-1)
 
     def mass(self, nodes: Tensor, tokens: Tensor) -> Tensor:
-        """Probability, as `ops.widest`, of tokens [B, K] or [B, K, M] under the distribution at nodes [B, K]; 0 for a
-        hole."""
+        """Probability, as `ops.widest`, of tokens [B, K] or [B, K, M] by what is at nodes [B, K]; 0 for holes."""
         if self.logits is not None:
             return ops.token_mass(self.logits, self.log_z, nodes, tokens)
         assert self.ids is not None
@@ -109,6 +110,7 @@ class Scores:
     hidden: Tensor | None = None  # [B, N, S·F], the features that the drafter asked for, of S streams side by side
     processed: Tensor | None = None  # [B, N, V], logits after the processors, where the caller wants them back
     raw: Tensor | None = None  # [B, N, V], logits before them, likewise
+    likeliest: Tensor | None = None  # [B, N, RANKS], before the processors, the likeliest first; see LIKELIEST
 
     def select(self, rows: Tensor) -> Scores:
         return select(self, rows)
@@ -126,9 +128,7 @@ class Acceptance:
     count: Tensor  # [B], accepted nodes, the root included
     last: Tensor  # [B], the deepest of them
     next_token: Tensor  # [B], drawn from the distribution after `last`: the next pending token
-    tv_cost: Tensor | None = (
-        None  # [B], as `ops.widest`: total-variation cost of the tested drafts under a relaxed rule
-    )
+    tv_cost: Tensor | None = None  # [B], as `ops.widest`: what the tested drafts cost in total variation
 
 
 @dataclass(frozen=True)
@@ -245,8 +245,7 @@ class Target(Protocol):
         device: where sessions and drafters are, however the model's layers are spread.
         features: what is recorded for the drafter, in the drafter's order: layers i ≥ 0 by what enters them, FINAL.
         inference: the mode that rounds run in, torch.inference_mode or torch.no_grad.
-        streams: S, how many forwards of the same tokens make one distribution: 2 under classifier-free guidance, else
-            1.
+        streams: S, how many forwards of the same tokens make one distribution: 2 under classifier-free guidance.
         guidance: what makes one distribution of the streams, which a captured draft depends on; None: there is one.
         weighs: whether `weigh` does anything.
     """
@@ -296,7 +295,8 @@ class Drafter(Protocol):
 
     Attributes:
         features: what it wants to read of the target, as `prompt.hidden` and `session.last.scores.hidden`, side by side
-            on the last axis: layer i ≥ 0 (what enters it) or FINAL (after the last norm); `()` for nothing.
+            on the last axis: layer i ≥ 0 (what enters it) or FINAL (after the last norm); `()` for nothing. What
+            ATTENTION and LIKELIEST ask for comes in places of its own.
         nodes: the most nodes N of its drafts, the root included; room in the cache is made for so many.
 
     One that can be told how to draft has `options` besides, a frozen dataclass of its own, whose names `enable` takes.

@@ -184,6 +184,7 @@ def eagle(target: Any, nan: bool = False, **options: Any) -> EagleDrafter:
 DRAFTERS: dict[str, Callable[[Any, Oracle], Any]] = {
     "ngram": lambda target, oracle: "ngram",
     "suffix": lambda target, oracle: "suffix",
+    "recycle": lambda target, oracle: "recycle",
     "random tree": lambda target, oracle: Scripted(_random),
     "specials": lambda target, oracle: Scripted(_specials),
     "always wrong": lambda target, oracle: Scripted(_wrong(oracle)),

@@ -35,6 +35,7 @@ GUESTS: dict[str, Callable[[Any], Any]] = {
     "plain": lambda model: Plain(),
     "ngram": lambda model: "ngram",
     "suffix": lambda model: "suffix",
+    "recycle": lambda model: "recycle",
     "eagle chain": lambda model: eagle(model, depth=3, width=1, size=4),
     "eagle tree": lambda model: eagle(model, depth=3, width=3, size=9),
     "vispec": lambda model: feature_drafter("vispec", model, depth=3, width=3, size=9),

@@ -49,6 +49,7 @@ DRAFTERS: dict[str, Callable[[Any], Any]] = {
     "plain": lambda model: "plain",
     "ngram": lambda model: "ngram",
     "suffix": lambda model: "suffix",
+    "recycle": lambda model: "recycle",
     "jacobi": lambda model: "jacobi",
     "eagle": lambda model: drafters.eagle(model, depth=4, width=3, size=14),
     **{name: partial(drafters.DRAFTERS[name], oracle=None) for name in ("vispec", "msd", "flash", "specvlm")},
@@ -341,6 +342,9 @@ WAITS: dict[tuple[str, str, str], Waits] = {  # drafter, rule, kind of call → 
     ("ngram", "exact", "sampled"): (1, 1),
     ("ngram", "exact", "streamed"): (1, 1),
     ("suffix", "exact", "one"): (1, 0),
+    ("recycle", "exact", "one"): (1, 0),
+    ("recycle", "exact", "ragged"): (1, 0),
+    ("recycle", "exact", "sampled"): (1, 0),
     ("suffix", "exact", "ragged"): (1, 2),
     ("suffix", "exact", "sampled"): (1, 0),
     ("eagle", "exact", "criterion"): (2, 1),
@@ -430,7 +434,13 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 TEXT = [(name, call) for name in DRAFTERS for call in ("one", "ragged")]
 TEXT += [(name, call) for name in ("ngram", "eagle") for call in ("sampled", "penalty", "criterion", "streamed")]
-TEXT += [("eagle drawn", "sampled"), ("suffix", "sampled"), ("plain", "sampled"), ("vispec", "sampled")]
+TEXT += [
+    ("eagle drawn", "sampled"),
+    ("suffix", "sampled"),
+    ("recycle", "sampled"),
+    ("plain", "sampled"),
+    ("vispec", "sampled"),
+]
 TEXT += [("eagle auto", "one")]
 
 

@@ -149,6 +149,7 @@ def test_of_siblings_no_more_than_one_stands() -> None:
 TEXTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "ngram": ("ngram", {}),
     "suffix": ("suffix", {}),
+    "recycle": ("recycle", {}),
     "eagle chain": ("eagle chain", {}),
     "eagle tree": ("eagle tree", {}),
     "eagle, drawn": ("eagle chain", {"draws": True, "tree": "chain"}),

@@ -14,7 +14,7 @@ from mmspec.pipelines.patching.handle import Patch
 from mmspec.pipelines.targets import devices
 from mmspec.pipelines.targets.hooks import FeatureHook, hold, release, stock
 from mmspec.session import Session
-from mmspec.types import ATTENTION, FINAL, TargetInfo
+from mmspec.types import ATTENTION, TargetInfo
 
 
 class LlamaGenPatch:
@@ -67,4 +67,4 @@ class LlamaGen(Family):
 
 def _layers(pipe: Any, features: tuple[int, ...]) -> dict[int, Any]:
     """The layers whose input a drafter reads, by number."""
-    return {i: pipe.transformer.layers[i] for i in features if i != FINAL}
+    return {i: pipe.transformer.layers[i] for i in features if i >= 0}

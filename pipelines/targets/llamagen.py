@@ -56,8 +56,8 @@ class LlamaGenTarget(ModelTarget):
         captured: Compiled | None = None,
         rows: int = 0,
     ) -> None:
-        super().__init__(guidance)
-        self.model, self.features, self.captured, self.rows = transformer, features, captured, rows
+        super().__init__(features, guidance)
+        self.model, self.captured, self.rows = transformer, captured, rows
         self.device = transformer.device
         self.inference = mode_of(transformer)
         self.grid = (transformer.config.grid, transformer.config.grid)

@@ -15,7 +15,7 @@ from mmspec.pipelines.sampling.guidance import Guidance
 from mmspec.pipelines.targets import by_path
 from mmspec.pipelines.targets.state import State, each_stream
 from mmspec.session import Group, Session
-from mmspec.types import Draft, Round, Scores
+from mmspec.types import ATTENTION, FINAL, LIKELIEST, RANKS, Draft, Round, Scores
 
 
 class ModelTarget:
@@ -28,6 +28,7 @@ class ModelTarget:
         device, inference, features, streams, guidance, weighs: see `mmspec.types.Target`.
         captured: captures and compiles `read`; None: it runs as it is.
         last: the last position that any node may have; None: there is no last one.
+        attends, ranks: whether the drafter asked for ATTENTION, and for LIKELIEST.
         stateful: whether layers keep more than keys, values and recurrent states, which is not captured.
         eager, tree, mixed: how its decoder attends, as far as masks and captures depend on it.
     """
@@ -40,7 +41,9 @@ class ModelTarget:
     last: int | None = None
     weighs = stateful = eager = tree = mixed = False
 
-    def __init__(self, guidance: Guidance | None = None) -> None:
+    def __init__(self, features: tuple[int, ...], guidance: Guidance | None = None) -> None:
+        self.features = tuple(i for i in features if i >= FINAL)
+        self.attends, self.ranks = ATTENTION in features, LIKELIEST in features
         self.guidance = guidance
         self.streams = 1 if guidance is None else 2
 
@@ -102,6 +105,14 @@ class ModelTarget:
     def scores(self, raw: Tensor, session: Session, draft: Draft, hidden: Tensor | None) -> Scores:
         """The distribution of each node: what the request of its row makes of the logits."""
         logits = self.guided(raw, session.emitted[:, None] + draft.tree.depth)
+        found = self._scores(logits, raw, session, draft, hidden)
+        if not self.ranks:
+            return found
+        return replace(found, likeliest=logits.topk(min(RANKS, logits.shape[-1]), -1).indices)
+
+    def _scores(
+        self, logits: Tensor, raw: Tensor, session: Session, draft: Draft, hidden: Tensor | None
+    ) -> Scores:  # fmt: skip
         cond = raw if self.streams == 1 else raw[:: self.streams]
         groups: dict[int, list[int]] = {}
         for b, row in enumerate(session.rows):

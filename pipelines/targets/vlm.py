@@ -77,12 +77,10 @@ class VlmTarget(ModelTarget):
     """
 
     def __init__(self, model: Any, features: tuple[int, ...], guidance: Guidance | None = None) -> None:
-        super().__init__(guidance)
+        super().__init__(features, guidance)
         self.model = model
         self.device = devices.execution(model.get_input_embeddings())
         self.inference = mode_of(model)
-        self.features = tuple(i for i in features if i != ATTENTION)
-        self.attends = ATTENTION in features
         patch = getattr(model, "_mmspec_patch", None)
         self.captured = compiled.of(model) if patch is not None and patch.config.compile else None
         config, self.stateful = decoder(model).config, more_than_states(decoder(model))
