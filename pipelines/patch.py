@@ -28,13 +28,13 @@ def enable(model_or_pipe: Any, drafter: Any = None, **options: Any) -> Handle:
     Args:
         model_or_pipe: a transformers model with `generate`, a `transformers.pipeline`, a model wrapped by PEFT or by
             `torch.compile`, or a diffusers pipeline that generates tokens. The model inside is what is patched.
-        drafter: "suffix" or "ngram" (no weights), "jacobi" (no weights; the default of models that only draw pictures),
-            "mtp" (the heads in the model's own files), "model" with `draft=` a smaller model or its folder, a drafter's
-            name on the hub, a folder, a Drafter, or a model that drafts. None: what the model ships with, a drafter in
-            its folder or heads among its tensors, else "suffix"; the log says which, and why.
+        drafter: "suffix", "recycle" or "ngram" (no weights), "jacobi" (no weights; the default of models that only draw
+            pictures), "mtp" (the heads in the model's own files), "model" with `draft=` a smaller model or its folder,
+            a drafter's name on the hub, a folder, a Drafter, or a model that drafts. None: what the model ships with, a
+            drafter in its folder or heads among its tensors, else "suffix"; the log says which, and why.
         options: fields of SpecConfig: rule, budget, reproducible, auto, compile, on_unsupported; and of the drafter's
             own options, where None stands for what it recommends: of TreeOptions (a trained drafter: depth, width,
-            size, tree, draws, draft_vocab, prune, prune_by), ChainOptions ("ngram": depth, width, size),
+            size, tree, draws, draft_vocab, prune, prune_by), ChainOptions ("ngram", "recycle": depth, width, size),
             SuffixOptions ("suffix": these and memory) or WindowOptions ("jacobi": window, init, coupling, proactive).
             A `rule` other than "exact" changes the distribution, by what `budget` allows; of models that both write and
             draw only that of pictures.

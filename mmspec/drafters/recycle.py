@@ -126,8 +126,8 @@ class Successors:
             def after(path: Path) -> list[tuple[float, Path]]:
                 return [(rate, (*path, rank)) for rate, rank in rates]
 
-            used, root = 0, ()
-            paths = tuple(path for path, _ in likeliest(root, after, options.depth, options.size, least))
+            root: Path = ()
+            used, paths = 0, tuple(path for path, _ in likeliest(root, after, options.depth, options.size, least))
         drafted = {path[-1] for path in paths}
         for rank, test in enumerate(self.tests):
             if rank not in drafted:
