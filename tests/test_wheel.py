@@ -25,6 +25,14 @@ def run(*words: str | Path, **options) -> str:
     return done.stdout
 
 
+def linked(source: str, copy: str) -> None:
+    """The weights take a while to copy."""
+    try:
+        os.link(source, copy)
+    except OSError:  # another disk
+        shutil.copy2(source, copy)
+
+
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with nothing but the installed wheel, built from a copy so that the checkout stays clean."""
@@ -35,13 +43,14 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         source, copy = ROOT / part, work / "source" / part
         copy.parent.mkdir(exist_ok=True)
         if source.is_dir():
-            shutil.copytree(source, copy, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+            left_out = shutil.ignore_patterns("__pycache__", "*.egg-info")
+            shutil.copytree(source, copy, ignore=left_out, copy_function=linked)
         else:
             shutil.copy(source, copy)
     pip = ["-m", "pip", "--disable-pip-version-check"]
     run(*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", work, work / "source")
     (wheel,) = work.glob("mmspec-*.whl")
-    run(*pip, "install", "--no-deps", "--no-index", "--target", work / "installed", wheel)
+    run(*pip, "install", "--no-deps", "--no-index", "--no-compile", "--target", work / "installed", wheel)
     return work / "installed"
 
 

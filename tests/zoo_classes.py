@@ -456,17 +456,21 @@ CASES: dict[str, Case] = {
             "hidden_size": 32,
         },
     ),
+    "florence2": case(
+        **text(
+            encoder_layers=2,
+            decoder_layers=2,
+            d_model=HIDDEN,
+            encoder_ffn_dim=96,
+            decoder_ffn_dim=96,
+            encoder_attention_heads=4,
+            decoder_attention_heads=4,
+        )
+    ),
+    "udop": case(d_model=HIDDEN, d_kv=16, d_ff=96, num_layers=2, num_decoder_layers=2, num_heads=4),
     **{
         name: case()
-        for name in (
-            "diffusion_gemma",
-            "florence2",
-            "pix2struct",
-            "pp_formulanet",
-            "t5gemma2",
-            "udop",
-            "vision-encoder-decoder",
-        )
+        for name in ("diffusion_gemma", "pix2struct", "pp_formulanet", "t5gemma2", "vision-encoder-decoder")
     },
     "phi4_multimodal": case(
         shown(
