@@ -19,7 +19,6 @@ from mmspec.app.zoo import image as zoo_image
 from mmspec.app.zoo import mar as zoo_mar
 from mmspec.app.zoo import vlm as zoo_vlm
 from mmspec.app.zoo import watch as zoo_watch
-from mmspec.app.zoo.drafter_card import drafter_card
 from mmspec.checkpoints.files import WEIGHTS
 from mmspec.checkpoints.save import save_drafter
 from mmspec.pipelines.llamagen.pipeline import LlamaGenPipeline
@@ -148,7 +147,7 @@ def train_drafter(recipe: DrafterRecipe, out_dir: Path, work: Path) -> None:
     tree = {"depth": recipe.depth, "width": recipe.width, "size": recipe.size}
     drafter.config = replace(drafter.config, target=recipe.target, **tree)
     out_dir.mkdir(parents=True, exist_ok=True)
-    (out_dir / "README.md").write_text(drafter_card(recipe, json.loads((work / "report.json").read_text())))
+    (out_dir / "README.md").write_text(card.drafter_card(recipe, json.loads((work / "report.json").read_text())))
     save_drafter(drafter.to(torch.bfloat16), out_dir)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mmspec.app.bench.faithful import Reader
-from mmspec.app.zoo import mar_card, sheets, squares
+from mmspec.app.zoo import card, sheets, squares
 from mmspec.app.zoo.fit import fit
 from mmspec.continuous.denoising import Chain
 from mmspec.models.mar import MARTransformer2DModel
@@ -258,9 +258,9 @@ def evaluate(recipe: MarRecipe, out_dir: Path, say: Say, count: int = 64) -> Non
         sheet(drawn).save(folder / "samples.png")
         if folder == out_dir:
             results |= {"psnr": score_vae(vae), "n": count, **read(drawn, count)}
-            text = mar_card.target_card(recipe, results)
+            text = card.mar_card(recipe, results)
         else:
-            text = mar_card.draft_card(recipe, results, losses[0])
+            text = card.mar_draft_card(recipe, results, losses[0])
         (folder / "README.md").write_text(text)
         say(f"{folder.name}: " + ", ".join(f"{name} {value}" for name, value in results.items()))
 
