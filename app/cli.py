@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import builtins
 import importlib
+import logging
 import os
 import sys
 import warnings
@@ -38,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in ("TRANSFORMERS_VERBOSITY", "DIFFUSERS_VERBOSITY"):  # what libraries say to their developers
         os.environ.setdefault(name, "error")
     os.environ.setdefault("PYTHONWARNINGS", ",".join(f"ignore::{kind}" for kind in UNSAID))  # in worker processes
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # of compilers that nobody asked for
     if not sys.warnoptions:
         for kind in UNSAID:
             warnings.filterwarnings("ignore", category=getattr(builtins, kind))

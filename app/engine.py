@@ -21,6 +21,7 @@ from mmspec.pipelines.families import table as families
 from mmspec.pipelines.prompts import chat_inputs
 from mmspec.pipelines.serving.batcher import TOGETHER, Batcher, FinishedPrompt, StaticBatcher, answer_length
 from mmspec.pipelines.serving.continuous import ContinuousBatcher
+from mmspec.pipelines.targets.compiled_cache import settled
 from mmspec.statistics import Stats
 
 PICTURE = (1024, 768)  # what `suggest_rows` takes for an ordinary picture
@@ -222,9 +223,14 @@ class Captioner:
         return refused
 
     def step(self) -> list[CaptionResult]:
-        """A part of the work, such as one forward of the model; returns what has finished."""
+        """A part of the work, such as one forward of the model; returns what has finished.
+
+        Only full batches are worth compiling: at the end of a run a batch takes every size below its own.
+        """
         found = self._enter()
-        for one in self._batches.step():
+        with settled(self._batches.free > 0):
+            finished = self._batches.step()
+        for one in finished:
             assert isinstance(one.ticket, _Ticket)
             text = self._text(one.ticket, one.tokens) if one.error is None else ""
             found.append(

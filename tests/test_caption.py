@@ -613,9 +613,9 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_a_long_run_compiles_by_itself(caption, compiled: list[int], monkeypatch: pytest.MonkeyPatch, capsys):
     assert caption("--limit", "2") == OK and not compiled
-    monkeypatch.setattr(modelling, "PAYS", 0.1 / 4)  # four items of one token by four rows are half a round
+    monkeypatch.setattr(modelling, "PAYS", 0.1)  # four items of one token by four rows are half a round
     assert caption("--no-resume") == OK and compiled == [4]
-    assert "note: 4 items are about 0 rounds of the model: it is compiled first" in capsys.readouterr().err
+    assert "note: 4 items are about 0 rounds: the model is compiled first" in capsys.readouterr().err
     for said in (["--no-compile"], ["--enable", "compile=false"], ["--dry-run"]):
         assert caption("--no-resume", *said) == OK and compiled == [4]
     monkeypatch.undo()
@@ -623,7 +623,7 @@ def test_a_long_run_compiles_by_itself(caption, compiled: list[int], monkeypatch
 
 def test_compiling_can_be_asked_for(caption, compiled: list[int], capsys: pytest.CaptureFixture):
     assert caption("--compile", "--batch-size", "2") == OK and compiled == [2]
-    assert "is compiled first" not in capsys.readouterr().err
+    assert "note: the model is compiled first, which takes a minute or two" in capsys.readouterr().err
 
 
 def test_what_cannot_be_compiled_says_so(caption, capsys: pytest.CaptureFixture):

@@ -219,6 +219,25 @@ def test_a_shape_is_captured_once_by_all_threads():
     assert not held._held
 
 
+def test_only_full_batches_of_captions_are_captured(quick: None):
+    """At the end of a run a batch takes every size below its own, each of which would wait for a compiler."""
+    model, prompt = targets.model("llava"), targets.prompt("llava", "image first")
+
+    def sizes() -> set[int]:
+        return {shape[0][2][0] for shape in compiled.of(model)._held}
+
+    with mmspec.enable(model, "ngram", compile=True):
+        flow = ContinuousBatcher(model, None, 2, max_new_tokens=6)
+        for number in range(3):
+            flow.add(number, prompt)
+        while flow.busy:
+            with trusted.settled(flow.free > 0):
+                flow.step()
+        assert sizes() == {2}
+        model.generate(**prompt, max_new_tokens=6)
+        assert sizes() == {1, 2}
+
+
 @pytest.mark.parametrize("what", ["eager", "adapters", "wrong", "no compiler"])
 def test_what_cannot_be_captured_runs_as_it_is(what: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(trusted, "_OF", WeakKeyDictionary())

@@ -15,7 +15,8 @@ from mmspec.app.caption.settings import AUTO, Options
 
 TOKENS = 1280  # visual tokens of a picture, where the model makes as many as there are pixels
 PICTURE = (1024, 768)  # what is taken for an ordinary picture while none has been seen
-PAYS = 10_000  # rounds that pay for compiling at one size of the batch: some 10 ms less each, after a minute or two
+PAYS = 10_000  # rounds that pay for compiling: some 10 ms less each, after a minute or two
+COMPILING = "the model is compiled first, which takes a minute or two"
 AUTO_ROWS = 4  # --batch-size auto of an engine that suggests nothing
 
 
@@ -72,18 +73,15 @@ def rows_for(wanted: int | str, frames: int, engine: Any, size: tuple[int, int] 
 
 
 def compiles(options: Options, items: int, frames: int, engine: Any) -> tuple[bool, str]:
-    """Whether a worker with so many items to do compiles its model; with a line for people where it chose so itself."""
+    """Whether a worker with so many items to do compiles its model; with a line for people where it does, or cannot."""
     said = settings.enable(options).get("compile", options.compile)
     able = getattr(engine, "compilable", False)
     if said is not None or not able:
-        return bool(said) and able, "this model cannot be compiled; it runs as it is" * (bool(said) and not able)
-    rows = rows_for(options.batch_size, frames, engine)
-    rounds = items * options.max_new_tokens / (2 * rows)
-    pays = rounds >= PAYS * rows  # at the end of a run a batch takes every size below its own
-    return pays, (
-        f"{items} items are about {rounds:,.0f} rounds of the model: it is compiled first, which takes a minute or two "
-        "(--no-compile leaves it as it is)"
-    ) * pays  # fmt: skip
+        told = COMPILING if able else "this model cannot be compiled"
+        return bool(said) and able, told * bool(said)
+    rounds = items * options.max_new_tokens / (2 * rows_for(options.batch_size, frames, engine))
+    told = f"{items} items are about {rounds:,.0f} rounds: {COMPILING} (--no-compile leaves it as it is)"
+    return rounds >= PAYS, told * (rounds >= PAYS)
 
 
 def area_for(wanted: int | str, engine: Any) -> tuple[int | None, str]:

@@ -183,7 +183,8 @@ class Worker:
         """Begin to ask the model, as many at once as fit by the largest picture so far; compile it where that pays."""
         sizes = [frame.size for _, media in self._waiting for frame in media.frames]
         largest = max(sizes, key=lambda size: size[0] * size[1])
-        self.rows = rows_for(self.job.options.batch_size, self.job.frames, self.engine, largest)
+        rows = rows_for(self.job.options.batch_size, self.job.frames, self.engine, largest)
+        self.rows = min(rows, max(1, self.job.items))
         if self._compiles:  # the next items are being decoded meanwhile
             task, media = self._waiting[0]
             self.engine.warm_up(media.frames, task.asked, self.rows)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Self
 from weakref import WeakKeyDictionary
 
@@ -19,6 +21,7 @@ from mmspec.pipelines.targets.fingerprint import fingerprint
 _STATES = 4  # that captures are held of at a time
 _LOST = 8  # captured states that may be let go before no more is captured
 # Largest distance from the module itself, as a share of its largest number: another order of summation, no more.
+_SETTLED = ContextVar("settled", default=False)
 _NEAR = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 
@@ -83,11 +86,11 @@ class CompiledCache:
             self._say(self._why)
             return None
         held, key = self._held, (key, self.within, ambient())  # another thread may put a new one in its place
-        if key not in held:
+        if key not in held and not _SETTLED.get():
             with self._lock:
                 if key not in held:
                     held[key] = self._made(make)
-        return held[key]
+        return held.get(key)
 
     def _say(self, why: str) -> None:
         """Once, until it changes."""
@@ -106,6 +109,16 @@ class CompiledCache:
 
 
 _OF: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+
+
+@contextmanager
+def settled(yes: bool = True) -> Iterator[None]:
+    """Inside, nothing new is captured: what comes up for the first time runs as it is."""
+    before = _SETTLED.set(yes)
+    try:
+        yield
+    finally:
+        _SETTLED.reset(before)
 
 
 def compare(mine: Sequence[Tensor], stock: Sequence[Tensor], dtype: torch.dtype) -> None:
