@@ -140,6 +140,51 @@ def test_use_mtp(tmp_path: Path) -> None:
         assert handle.stats.drafted > 0
 
 
+def block(**more: Any) -> Any:
+    """transformers' own DFlash drafter, with random weights: of `targets.text`-sized models, layers 0 and 1."""
+    torch.manual_seed(2)
+    config = T.MuseGlimmerAssistantConfig(
+        hidden_size=targets.HIDDEN, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, sliding_window=9, block_size=4, mask_token_id=5, target_layer_ids=[0, 1],
+        vocab_size=targets.VOCAB, bos_token_id=1, eos_token_id=2, pad_token_id=0, **more,
+    )  # fmt: skip
+    return T.MuseGlimmerAssistantModel(config).eval()
+
+
+@pytest.mark.parametrize("kind", ["image first", "ragged"])
+@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl", NAME])
+def test_dflash(name: str, kind: str) -> None:
+    """Also with several rows, on static caches and on hybrids, where stock raises."""
+    model, inputs, assistant = targets.model(name), targets.prompt(name, kind), block()
+    how: dict[str, Any] = {"assistant_model": assistant, "speculation_type": "dflash"}
+    told = T.GenerationConfig(speculation_type="dflash", pad_token_id=0)
+    full = targets.generate(model, inputs)
+    torch.manual_seed(3)
+    drawn = targets.generate(model, inputs, do_sample=True)
+    with mmspec.enable(model, "plain", reproducible=True) as handle:
+        assert torch.equal(targets.generate(model, inputs, **how), full)
+        assert handle.stats.drafted == 3 * handle.stats.row_rounds  # a block, but its anchor
+        torch.manual_seed(3)
+        assert torch.equal(targets.generate(model, inputs, do_sample=True, **how), drawn)
+        config = {"assistant_model": assistant, "generation_config": told}
+        assert torch.equal(targets.generate(model, inputs, **config), full) and told.speculation_type == "dflash"
+        assert name == NAME or torch.equal(targets.generate(model, inputs, cache_implementation="static", **how), full)
+        drafted = handle.stats.drafted
+        assert torch.equal(targets.generate(model, inputs), full) and handle.stats.drafted == drafted
+    assert len(full) > 1 or name != "llava" or torch.equal(targets.generate(model, inputs, **how), full)  # stock's own
+    with mmspec.enable(model, assistant, depth=2) as handle:
+        assert torch.equal(targets.generate(model, inputs), full)
+        assert handle.stats.drafted == 2 * handle.stats.row_rounds
+
+
+def test_a_network_that_is_no_drafter_is_refused() -> None:
+    model = targets.model("llava")
+    with mmspec.enable(model, "plain"), pytest.raises(mmspec.UnsupportedError, match="hidden size"):
+        wrong = T.MuseGlimmerAssistantModel(T.MuseGlimmerAssistantConfig(**{**block().config.to_dict(),
+                                                                            "hidden_size": 32}))  # fmt: skip
+        targets.generate(model, targets.prompt("llava", "text only"), assistant_model=wrong, speculation_type="dflash")
+
+
 def test_an_assistants_scores_and_draws_are_the_targets() -> None:
     model, inputs = targets.model("llava"), targets.prompt("llava", "ragged")
     how: dict[str, Any] = {"do_sample": True, "return_dict_in_generate": True, "output_scores": True}

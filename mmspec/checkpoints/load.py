@@ -7,6 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from mmspec.checkpoints import files, settings, weights
 from mmspec.checkpoints.layouts import detect, layout_named
 from mmspec.drafters.feature import FeatureDrafter
@@ -44,6 +46,23 @@ def load_drafter(
     try:
         config = files.read_config(path)
         tensors = files.read_tensors(path, allow_pickle)
+        made = drafter_of(config, tensors, target=target, layout=layout)
+    except ValueError as error:
+        raise ValueError(f"{name_or_path}: {error}") from error
+    if isinstance(target, (str, Path)):
+        made.config = replace(made.config, target=str(target))
+    return made
+
+
+def drafter_of(
+    config: dict[str, Any], tensors: dict[str, Tensor], *, target: Any = None, layout: str | None = None
+) -> FeatureDrafter:
+    """The same from what a file holds, or a module of somebody else: its config, and its tensors by name.
+
+    Raises:
+        ValueError: as `load_drafter`.
+    """
+    try:
         name = detect(config, tensors) if layout is None else layout
         table = layout_named(name)
         shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
@@ -53,17 +72,11 @@ def load_drafter(
             weights.check_keys(table, tensors)
         made = drafter_class(settings.method_of(name, config))
         found = settings.read(name, config, shapes, partial(_of_target, target), made.Config)
-        if isinstance(target, (str, Path)):
-            found = replace(found, target=str(target))
         drafter = weights.build(table, tensors, made, found)
-    except ValueError as error:
-        raise ValueError(f"{name_or_path}: {error}") from error
     except (TypeError, ArithmeticError, AttributeError, LookupError, RuntimeError, MemoryError) as error:
         # what a setting or a tensor that nobody thought of does to the arithmetic of shapes
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-        raise ValueError(
-            f"{name_or_path}: config.json and the tensors make no drafter ({reason}); fetch them again"
-        ) from error
+        raise ValueError(f"config.json and the tensors make no drafter ({reason}); fetch them again") from error
     return drafter.eval().requires_grad_(False)
 
 

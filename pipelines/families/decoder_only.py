@@ -89,7 +89,7 @@ class DecoderOnlyPatch:
         return stock(self)._beam_search(self, *args, **kwargs)
 
     def _assisted_decoding(self, *args: Any, **kwargs: Any) -> Any:
-        _decline(self, "this kind of assisted decoding (early exit, other tokens, speculation_type) drafts by itself")
+        _decline(self, "this kind of assisted decoding (early exit, other tokens) drafts by itself")
         return stock(self)._assisted_decoding(self, *args, **kwargs)
 
 

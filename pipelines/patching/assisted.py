@@ -1,4 +1,4 @@
-"""Stock's own assisted generation in mmspec's loop: `assistant_model`, `use_mtp`, `prompt_lookup_num_tokens`."""
+"""Stock's own assisted generation in mmspec's loop: an assistant, DFlash's included, `use_mtp`, prompt lookup."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from mmspec.pipelines.patching import drafting
 from mmspec.pipelines.patching.handle import Patch
 from mmspec.pipelines.patching.obstacles import Obstacle
 
-_FIELDS = ("prompt_lookup_num_tokens", "use_mtp")  # of a generation config; the first that is set counts, as in stock
+# of a generation config; the first that is set counts, as in stock, and the last says what an assistant is
+_FIELDS = ("prompt_lookup_num_tokens", "use_mtp", "speculation_type")
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,8 @@ class Asked:
 def asked(model: Any, kwargs: Mapping[str, Any]) -> tuple[Asked, dict[str, Any]] | None:
     """What a call of `generate` asks to draft with, and its arguments without that; None: nothing, or only stock knows.
 
-    Stock alone drafts with a model of other tokens (`assistant_tokenizer`), with its own first layers
-    (`assistant_early_exit`), or by `speculation_type`; and beams take no drafts.
+    Stock alone drafts with a model of other tokens (`assistant_tokenizer`) or with its own first layers
+    (`assistant_early_exit`); and beams take no drafts.
     """
     config = kwargs.get("generation_config") or model.generation_config
     assistant = kwargs.get("assistant_model")
@@ -43,8 +44,8 @@ def asked(model: Any, kwargs: Mapping[str, Any]) -> tuple[Asked, dict[str, Any]]
         told = kwargs.get(name)
         return getattr(config, name, None) if told is None else told
 
-    others = [value(name) for name in ("assistant_early_exit", "speculation_type")]
-    if any(others) or kwargs.get("assistant_tokenizer") is not None or (value("num_beams") or 1) > 1:
+    stocks = value("assistant_early_exit") or kwargs.get("assistant_tokenizer") is not None
+    if stocks or (value("num_beams") or 1) > 1:
         return None
     found = _found(value, assistant)
     if found is None:
@@ -65,7 +66,8 @@ def _found(value: Any, assistant: Any) -> Asked | None:
     if value("use_mtp"):
         return Asked("mtp", "mtp", {})
     if assistant is not None:
-        depth = getattr(assistant.generation_config, "num_assistant_tokens", None)
+        own = getattr(assistant, "generation_config", None)  # a block drafter has none: it drafts a block
+        depth = getattr(own, "num_assistant_tokens", None)
         return Asked((id(assistant), depth), assistant, {"depth": depth, "width": 1} if depth else {})
     return None
 

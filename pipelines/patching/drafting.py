@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import transformers
 from transformers import PreTrainedModel
 
-from mmspec.checkpoints.load import load_drafter
+from mmspec.checkpoints.load import drafter_of, load_drafter
 from mmspec.config import SpecConfig, option_names
 from mmspec.drafters.compiled_drafter import CapturedDraft
 from mmspec.drafters.feature import FeatureDrafter
@@ -44,6 +44,8 @@ def named(drafter: Any, given: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
         drafter = rest.pop("draft")
     elif not isinstance(drafter, PreTrainedModel):
         return drafter, rest
+    if isinstance(drafter, PreTrainedModel) and not hasattr(drafter, "generate"):  # a network of a layout that we read
+        return drafter_of(drafter.config.to_dict(), drafter.state_dict()), rest
     from mmspec.pipelines.drafters import assistant, draft_model
 
     made = draft_model.ModelDrafter.of(drafter)
