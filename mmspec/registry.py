@@ -76,12 +76,26 @@ USUAL = "suffix"  # what drafts for text where nobody says, and the model ships 
 # Name of a model, in small letters and without its owner → a drafter published for it, on the hub. It is suggested
 # where nothing else is there to draft; nothing is fetched unasked.
 PUBLISHED: dict[str, str] = {
+    "qwen2.5-vl-3b-instruct": "JLKang/ViSpec-Qwen2.5-VL-3B-Instruct",
     "qwen2.5-vl-7b-instruct": "JLKang/ViSpec-Qwen2.5-VL-7B-Instruct",
     "llava-v1.6-vicuna-7b-hf": "JLKang/ViSpec-llava-v1.6-vicuna-7b-hf",
+    "llava-v1.6-vicuna-13b-hf": "JLKang/ViSpec-llava-v1.6-vicuna-13b-hf",
     "llava-1.5-7b-hf": "lucylyn/MSD-LLaVA1.5-7B",
     "llava-1.5-13b-hf": "lucylyn/MSD-LLaVA1.5-13B",
     "qwen2-vl-7b-instruct": "lucylyn/MSD-Qwen2VL-7B-Instruct",
+    "qwen3-vl-2b-instruct": "AngelSlim/Qwen3-VL-2B-Instruct_eagle3",
+    "qwen3-vl-4b-instruct": "AngelSlim/Qwen3-VL-4B-Instruct_eagle3",
+    "qwen3-vl-30b-a3b-instruct": "AngelSlim/Qwen3-VL-30B-A3B-Instruct_eagle3",
     "qwen3-vl-235b-a22b-instruct": "RedHatAI/Qwen3-VL-235B-A22B-Instruct-speculator.eagle3",
+    "qwen3.5-4b": "z-lab/Qwen3.5-4B-DFlash",
+    "qwen3.5-9b": "z-lab/Qwen3.5-9B-DFlash",
+    "qwen3.5-27b": "z-lab/Qwen3.5-27B-DFlash",
+    "qwen3.5-35b-a3b": "z-lab/Qwen3.5-35B-A3B-DFlash",
+    "qwen3.5-122b-a10b": "z-lab/Qwen3.5-122B-A10B-DFlash",
+    "qwen3.6-27b": "z-lab/Qwen3.6-27B-DFlash",
+    "qwen3.6-35b-a3b": "z-lab/Qwen3.6-35B-A3B-DFlash",
+    "gemma-4-26b-a4b-it": "z-lab/gemma-4-26B-A4B-it-DFlash",
+    "gemma-4-31b-it": "z-lab/gemma-4-31B-it-DFlash",
 }
 
 

@@ -22,6 +22,7 @@ from mmspec.drafters.suffix import SuffixDrafter
 from mmspec.pipelines.drafters.draft_model import ModelDrafter
 from mmspec.pipelines.drafters.mtp import MtpDrafter
 from mmspec.pipelines.patching import shipped
+from mmspec.registry import PUBLISHED
 
 NAME = "qwen3_5"
 
@@ -93,6 +94,11 @@ def test_a_published_drafter_is_suggested_once_and_not_fetched(said: Any, monkey
             assert isinstance(handle.drafter, SuffixDrafter)
     warned = [r.message for r in said.records if r.levelname == "WARNING" and r.name == "mmspec"]
     assert len(warned) == 1 and "drafter='lucylyn/MSD-LLaVA1.5-7B'" in warned[0]
+
+
+def test_published_drafters_are_found_by_names_in_small_letters() -> None:
+    for base, name in PUBLISHED.items():
+        assert base == base.lower() and "/" not in base and name.count("/") == 1 and name != name.lower()
 
 
 # -- stock's own arguments -------------------------------------------------------------------------------------------
