@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 
 import pytest
 import tiny_llava
@@ -44,6 +45,22 @@ def test_every_method_is_measured_on_the_same_captions(measured: tuple[dict, str
     assert "## 5 captions, 2 rows at once" in page and "| continuous + ngram |" in page
 
 
+def test_unrelated_texts_are_drawn_alike_by_every_method(tmp_path: Path) -> None:
+    model, out = tiny_llava.save(tmp_path / "model"), tmp_path / "out.json"
+    for number in range(3):
+        Image.new("RGB", (28, 28), (50 * number, 90, 200)).save(tmp_path / f"{number}.png")
+    words = ["bench", "caption", "--model", str(model), "--data", str(tmp_path), "--images", "3", "--rows", "2"]
+    words += ["--prompt", "w5", "--drafters", "suffix", "recycle", "ngram", "--without", "*ngram", "--turns", "1"]
+    words += ["--unrelated", "--max-new-tokens", "40", "--device", "cpu", "--json", str(out)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compare, "PEAKS", 1)
+        assert cli.main(words) == 0
+    records = json.loads(out.read_text())["records"]
+    assert [r["method"] for r in records] == ["static", "static + suffix", "static + recycle"]
+    assert all(r["identical_rate"] == 1 and r["asked"] == "unrelated texts" for r in records)
+    assert max(r["tokens_per_target_call"] for r in records) < 1.2
+
+
 @pytest.mark.parametrize(("lengths", "rows", "useful"), [([5, 5, 5], 1, 1.0), ([3, 5, 9], 2, 14 / 12), ([1], 4, None)])
 def test_rows_of_a_static_batch_that_are_of_use(lengths: list[int], rows: int, useful: float | None) -> None:
     assert caption._useful(lengths, rows) == useful
@@ -54,6 +71,8 @@ def test_the_default_prompts_ask_for_long_and_short_answers() -> None:
     caption.configure(parser)
     asked = caption.questions(parser.parse_args(["--images", "7"]))
     assert [q.prompt for q in asked] == [caption.PROMPTS[i % 3] for i in range(7)] and len(set(caption.PROMPTS)) == 3
+    same = caption.questions(parser.parse_args(["--images", "3", "--prompt", "short"]))
+    assert {q.prompt for q in same} == {caption.PROMPTS[1]}
 
 
 @pytest.mark.parametrize("wrong", [["--rows", "0"], ["--turns", "0"], ["--images", "0"]])

@@ -7,7 +7,7 @@ import gc
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from mmspec import registry
 from mmspec.app import embedded
 from mmspec.app.bench import drafters, report
 from mmspec.app.bench.answers import enabled
-from mmspec.app.bench.command import BenchError, Outcome, say
+from mmspec.app.bench.command import BenchError, Outcome, matching, say
 from mmspec.app.bench.questions import Question, read_questions
 from mmspec.app.compare import Comparison, over
 from mmspec.app.embedded import STOCK
@@ -34,6 +34,7 @@ from mmspec.zoo import language, scenes
 HELD_OUT = 7003  # first number of the seeds of scenes that no training, no evaluation and no other suite draws
 PROMPTS = (language.PROMPTS["long"], language.PROMPTS["short"], "How many objects are there?")  # in turn
 BASE = "static"
+EVENLY = {"do_sample": True, "temperature": 1e4, "top_k": 0, "top_p": 1.0}  # any token is as likely as any other
 
 MEANING = {
     "speedup_e2e": "wall time of all captions in static batches of stock generate over that of the method, same number "
@@ -65,7 +66,7 @@ COLUMNS: report.Columns = (
     ("n", lambda r: str(r["n"])),
 )
 report.LAYOUTS["caption"] = report.TableLayout(
-    lambda r: f"{r['captions']} captions, {r['rows']} row{'s' * (r['rows'] > 1)} at once", COLUMNS, MEANING
+    lambda r: f"{r['captions']} {r['asked']}, {r['rows']} row{'s' * (r['rows'] > 1)} at once", COLUMNS, MEANING
 )
 
 
@@ -134,6 +135,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--model", default=embedded.MODEL, help="folder, name on the Hub, or the embedded one (%(default)s)")
     drafters.configure(parser, ", or ngram")
     add("--data", type=Path, metavar="PATH", help="questions of your own, as for `bench vlm`")
+    add("--prompt", help="of every picture: short, long, or a text; default: long, short and a question in turn")
+    add("--unrelated", action="store_true", help="answers of tokens that are drawn evenly and share nothing: what a "
+        "drafter costs where it cannot foretell; static batches with the same seeds")  # fmt: skip
+    add("--without", nargs="+", default=[], metavar="PATTERN", help="leave these out, such as 'continuous*'")
     add("--images", type=int, default=24, help="captions of one run (default: %(default)s)")
     add("--rows", type=int, nargs="+", default=[1, 2, 4, 8], help="captions written at once (default: 1 2 4 8)")
     add("--turns", type=int, default=3, help="timed runs of every method (default: %(default)s)")
@@ -151,28 +156,30 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
     asked = [
         chat_inputs(engine.processor, [q.prompt], [q.images]).to(model.device, model.dtype) for q in questions(args)
     ]
-    bench = CaptionBench(model, engine.processor, asked, engine.settings)
+    bench = CaptionBench(model, engine.processor, asked, engine.settings | (EVENLY if args.unrelated else {}))
     outcome.provenance = provenance(model.device, model.dtype) | {"model": args.model}
-    chosen = methods(args)
+    chosen = matching(methods(args), None, args.without)
+    kind = "unrelated texts" if args.unrelated else " ".join([*([args.prompt] if args.prompt else []), "captions"])
     for rows in args.rows:
         found = measure_rows(bench, rows, chosen, args.turns)
-        outcome.records += found
+        outcome.records += [record | {"asked": kind} for record in found]
         told = [f"{r['method']} {r['captions_per_s']:.2f}" for r in found if r["n"]]
         say(f"{rows} at once, captions/s: {', '.join(told)}")
         yield
 
 
 def questions(args: argparse.Namespace) -> list[Question]:
-    """Pictures with prompts whose answers are long, short and very short, in turn; or questions of one's own."""
+    """Pictures with one prompt, or with such whose answers are long, short and very short, in turn; or one's own."""
+    prompts = PROMPTS if args.prompt is None else (language.PROMPTS.get(args.prompt, args.prompt),)
     if args.data is None:
         drawn = [scenes.draw(np.random.default_rng([HELD_OUT, args.seed, i])) for i in range(args.images)]
-        return [Question((scenes.render(s),), PROMPTS[i % len(PROMPTS)]) for i, s in enumerate(drawn)]
+        return [Question((scenes.render(s),), prompts[i % len(prompts)]) for i, s in enumerate(drawn)]
     held, _ = read_questions(args.data, args.images, 0)
-    return [q if q.prompt else Question(q.images, PROMPTS[i % len(PROMPTS)]) for i, q in enumerate(held)]
+    return [q if q.prompt else Question(q.images, prompts[i % len(prompts)]) for i, q in enumerate(held)]
 
 
 def methods(args: argparse.Namespace) -> list[CaptionMethod]:
-    """StaticBatcher and continuous, without a drafter and with each."""
+    """Static and continuous, without a drafter and with each; of unrelated texts static with stock's own noise."""
     found = [CaptionMethod(BASE, StaticBatcher), CaptionMethod("continuous", ContinuousBatcher, Plain())]
     given = drafters.options(args)
     named = drafters.read(args) or {"ngram": registry.drafter_class("ngram")()}
@@ -180,6 +187,8 @@ def methods(args: argparse.Namespace) -> list[CaptionMethod]:
         title = f"{BASE} + {title}"
         found.append(CaptionMethod(title, StaticBatcher, drafter, title, given))
         found.append(CaptionMethod(title.replace(BASE, "continuous", 1), ContinuousBatcher, drafter, title, given))
+    if args.unrelated:  # rows of a continuous batch have seeds of their own
+        found = [replace(m, options=m.options | {"reproducible": True}) for m in found if m.batches is StaticBatcher]
     return found
 
 
