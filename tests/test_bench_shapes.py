@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from mmspec.app import cli, compare
-from mmspec.app.bench import shapes
+from mmspec.app.bench import report, shapes
 from mmspec.app.bench.shapes import ShapeCell
 from mmspec.app.bench.shapes_drawn import CodesWays, LatentsWays
 from mmspec.app.bench.shapes_models import MODELS, REAL, TOY, Chat, Latents, on_paper
@@ -171,7 +171,7 @@ def test_the_figures_of_a_cell():
     assert (stock["c"], compiled["c"], eagle["c"]) == pytest.approx((1, 0.5, 1.5))
     assert eagle["c_best"] == pytest.approx(3) and eagle["best_stock"] == "stock compiled"
     assert eagle["n"] == 3 and eagle["tokens_per_target_call"] == 1.5 and eagle["note"] == "told before"
-    assert dict(shapes.LAYOUT.columns)["c (quartiles)"](eagle) == "1.50 (1.50-1.50)"
+    assert report.cell(eagle, report.LAYOUTS["shapes"]["columns"]["c (quartiles)"]) == "1.50 (1.50-1.50)"
     assert msd["c"] is None and msd["note"] == "failed: RuntimeError: no room"
 
 

@@ -36,39 +36,6 @@ PROMPTS = (language.PROMPTS["long"], language.PROMPTS["short"], "How many object
 BASE = "static"
 EVENLY = {"do_sample": True, "temperature": 1e4, "top_k": 0, "top_p": 1.0}  # any token is as likely as any other
 
-MEANING = {
-    "speedup_e2e": "wall time of all captions in static batches of stock generate over that of the method, same number "
-    "of rows, prefill included, pictures preprocessed before; median over turns, with the quartiles in brackets",
-    "gain": "the same against static batches with the same drafter: what continuous batching brings",
-    "captions_per_s": "captions over the wall time of all of them",
-    "tokens_per_s": "generated tokens of all captions over that time",
-    "rows_per_round": "rows that took part in a forward of the target after the prefill, on average; in static batches "
-    "of stock generate, which keep all of theirs to the end, those that had not ended yet",
-    "tokens_per_target_call": report.MEANING["tokens_per_target_call"],
-    "prefill_share": "of the time in the target and the drafter, what reading the prompts took (host clock)",
-    "identical_rate": "share of captions token-identical to those of static batches of stock generate",
-    "peak_mb": report.MEANING["peak_mb"].replace("one call", "one run"),
-    "length": "shortest, mean and longest answer in tokens",
-    "n": "timed runs over all captions",
-}
-COLUMNS: report.Columns = (
-    ("method", lambda r: r["method"]),
-    ("captions/s", report.figure("captions_per_s", "{:.2f}")),
-    ("tokens/s", report.figure("tokens_per_s", "{:.0f}")),
-    ("speedup (quartiles)", report.ratio("speedup_e2e")),
-    ("gain over static (quartiles)", report.ratio("gain")),
-    ("rows/round", report.figure("rows_per_round", "{:.2f}")),
-    ("tokens/call", report.figure("tokens_per_target_call", "{:.2f}")),
-    ("prefill", report.figure("prefill_share", "{:.0%}")),
-    ("peak MB", report.figure("peak_mb", "{:.0f}")),
-    ("identical", report.figure("identical_rate", "{:.0%}")),
-    ("length", lambda r: "{}-{:.0f}-{}".format(*r["length"]) if r["length"] else "-"),
-    ("n", lambda r: str(r["n"])),
-)
-report.LAYOUTS["caption"] = report.TableLayout(
-    lambda r: f"{r['captions']} {r['asked']}, {r['rows']} row{'s' * (r['rows'] > 1)} at once", COLUMNS, MEANING
-)
-
 
 @dataclass(frozen=True)
 class CaptionMethod:

@@ -123,7 +123,6 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
     """All stages one after the other; one that fails is recorded, and the next one runs."""
     if not (ROOT / _DEVICE).exists():
         raise BenchError(f"it runs the tests, which lie in a checkout of mmspec; {ROOT} is none. Clone the repository")
-    report.LAYOUTS["gpu"] = LAYOUT
     real = torch.cuda.is_available() and not args.toy
     device = find_device("cuda" if real else "cpu")
     args.out.mkdir(parents=True, exist_ok=True)
@@ -201,19 +200,3 @@ def tested(xml: Path) -> dict[str, Any]:
             why = found.get("message") or ""
             skipped[why] = skipped.get(why, 0) + 1
     return {"passed": len(cases) - len(failed) - sum(skipped.values()), "failed": failed, "skipped": skipped}
-
-
-LAYOUT = report.TableLayout(
-    lambda record: "stages",
-    (
-        ("stage", lambda r: r["stage"]),
-        ("what it shows", lambda r: r["shows"]),
-        ("came", lambda r: r["came"]),
-        ("seconds", lambda r: f"{r['seconds']:.0f} of {r['limit_s']}"),
-        ("file", lambda r: r["file"] or "-"),
-    ),
-    {
-        "came": "passed, failed, out of time, or skipped for want of a package; `tail` has what it printed last",
-        "limit_s": "its share of the minutes and of what the earlier stages left",
-    },
-)

@@ -41,7 +41,6 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
     """One cell per kernel; nothing is timed that has not come up with the definition's result first."""
     device, dtype = find_device(args.device), DTYPES[args.dtype]
     changed, kind = _sizes(args.set), args.sizes or ("real" if device.type == "cuda" else "toy")
-    report.LAYOUTS["kernels"] = LAYOUT
     bandwidth = copy_bandwidth(device, args.repeats)
     outcome.provenance = provenance(device, dtype) | {
         "model": "kernels",
@@ -174,37 +173,3 @@ def _records(found: dict[str, Judged], moved: int | None, bandwidth: float | Non
         shown |= dict(zip(("speedup_e2e", "speedup_e2e_p25", "speedup_e2e_p75"), ratios, strict=True))
         shown |= {"bytes": moved, "gb_s": speed and speed / 1e9, "roofline": speed and bandwidth and speed / bandwidth}
         yield {"method": contender, **shown, "n": len(times), "stock_path": contender != "triton", **said}
-
-
-def _title(record: report.Record) -> str:
-    sizes = " ".join(f"{name} {size}" for name, size in record["sizes"].items())
-    return f"{record['kernel']}, {record['dtype']}: {sizes}"
-
-
-def _measured(name: str, form: str) -> Callable[[report.Record], str]:
-    return lambda record: "unmeasured" if record[name] is None else form.format(record[name])
-
-
-LAYOUT = report.TableLayout(
-    _title,
-    (
-        ("way", lambda r: r["method"] + (f" ({r['way']})" if "way" in r else "")),
-        ("checks", lambda r: r["checks"]),
-        ("ms", _measured("ms", "{:.4f}")),
-        ("quartiles", lambda r: "-" if r["ms"] is None else f"{r['ms_p25']:.4f}-{r['ms_p75']:.4f}"),
-        ("vs definition", report.figure("speedup_e2e", "{:.2f}x")),
-        ("MB moved", lambda r: report.number(r["bytes"] and r["bytes"] / 1e6, "{:.3f}")),
-        ("GB/s", _measured("gb_s", "{:.1f}")),
-        ("of copy bandwidth", _measured("roofline", "{:.0%}")),
-        ("n", lambda r: str(r["n"])),
-    ),
-    {
-        "checks": "whether its result, before anything is timed, is the definition's within `tolerance` ([relative, "
-        "absolute]): passed, refused, failed (it raised) or not run",
-        "ms": "milliseconds of one call, median and quartiles; on a GPU with an empty L2 cache",
-        "speedup_e2e": "time of the definition, eager, over that of this way; of several ways the fastest is shown",
-        "bytes": "what cannot but be read or written, each byte once",
-        "gb_s": "these bytes over the time",
-        "roofline": "this over the bandwidth of a 1 GiB copy on the same device (copy_gb_s), read and written",
-    },
-)

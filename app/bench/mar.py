@@ -14,7 +14,7 @@ from PIL import Image
 from mmspec.app.bench.command import BenchError, Outcome, batches, matching, say, seeds_of
 from mmspec.app.bench.gallery import Gallery
 from mmspec.app.bench.judge import ImagePrompts, Judge
-from mmspec.app.bench.report import LAYOUTS, Record, TableLayout, figure, ratio, spread
+from mmspec.app.bench.report import CURVES, Record, spread
 from mmspec.app.compare import Comparison, over
 from mmspec.app.engine import EngineError
 from mmspec.app.mar import OWN, MarImages, MarSubject, load
@@ -192,53 +192,4 @@ def draw_curves(panel: Any, records: Sequence[Record]) -> None:
     panel.legend(fontsize=7)
 
 
-LAYOUTS[SPEED] = TableLayout(
-    lambda r: f"MAR, batch {r['batch']}",
-    (
-        ("method", lambda r: r["method"]),
-        ("distribution", lambda r: r["distribution"]),
-        ("over all, plain head", ratio("speedup_e2e")),
-        ("over all", ratio("speedup_all")),
-        ("over quarter, plain head", ratio("speedup_quarter")),
-        ("s/image", figure("seconds_per_image", "{:.2f}")),
-        ("passes", figure("passes", "{:.1f}")),
-        ("host reads", figure("reads", "{:.0f}")),
-        ("rows", figure("rows", "{:.0f}")),
-        ("head evaluations", figure("evaluations", "{:.0f}")),
-        ("the draft's", figure("draft_evaluations", "{:.0f}")),
-        ("acceptance", figure("acceptance", "{:.3f}")),
-        ("J", figure("divergence", "{:.2f}")),
-        ("n", lambda r: str(r["n"])),
-    ),
-    {
-        "distribution": "kept: that of plain drawing one token an iteration; another: its own (fewer iterations, "
-        "fewer denoising steps); bent: approximate",
-        "speedup_e2e": "wall time per picture of plain drawing with one token an iteration and the head as it is "
-        "defined, over that of the method; median over calls side by side, same classes and seeds, with quartiles",
-        "speedup_all": "the same over plain drawing with one token an iteration and the fast head",
-        "speedup_quarter": "the same over plain drawing with a quarter of the iterations and the head as it is defined",
-        "passes": "forwards of the target's trunk per picture, shared by the batch; rows: pictures (and their "
-        "unguided twins) in them; evaluations: tokens times steps that the head was asked at",
-        "reads": "how often Python asked a tensor for its values in one call",
-        "acceptance": "mean chance of tested drafts to be kept; divergence (J): their mean log Q/P over whole paths",
-    },
-)
-LAYOUTS[QUALITY] = TableLayout(
-    lambda r: f"MAR, quality of {r['n']} pictures, {r['backbone']}",
-    (
-        ("method", lambda r: r["method"]),
-        ("distribution", lambda r: r["distribution"]),
-        ("FD to all", figure("fd_all", "{:.3g}")),
-        ("noise", figure("noise", "{:.3g}")),
-        ("FD to real", figure("fd_real", "{:.3g}")),
-        ("colour", figure("colour", "{:.0%}")),
-        ("shape", figure("shape", "{:.0%}")),
-    ),
-    {
-        "fd_all": "Fréchet distance of features to a reference run of `all`, same classes and other seeds; noise: "
-        "that of another run of it. Biased upwards at small n: compare at equal n only",
-        "fd_real": "the same to drawn scenes of these classes",
-        "colour": "share of pictures whose colour the embedded VLM reads as the class says; shape likewise",
-    },
-    draw_curves,
-)
+CURVES[QUALITY] = draw_curves

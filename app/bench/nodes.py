@@ -55,7 +55,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
     """All cells, one after the other; yields whenever the outcome has grown."""
-    report.LAYOUTS["nodes"] = LAYOUT
     if args.width % 128 or args.depth % 4 or min(args.width, args.depth, args.tokens - 1, *args.nodes) < 1:
         raise BenchError(
             f"--width is a multiple of 128, --depth of 4, --nodes from 1 on, --tokens from 2 on; got {args.width}, "
@@ -128,23 +127,3 @@ def told(found: list[report.Record]) -> list[report.Record]:
         own = steps[record["method"]]
         record |= {"suite": "nodes", "over_one": own / one if own and one else None}
     return found
-
-
-LAYOUT = report.TableLayout(
-    lambda r: r["cell"],
-    (
-        ("method", lambda r: r["method"]),
-        ("ms/round", report.figure("step_ms", "{:.2f}")),
-        ("c", report.figure("c", "{:.2f}")),
-        ("over one node", report.figure("over_one", "{:.2f}")),
-        *((name, shapes.part(name)) for name in shapes.PARTS),
-        ("peak MB", report.figure("peak_mb", "{:.1f}")),
-        ("n", lambda r: str(r["n"])),
-        ("note", lambda r: r["note"]),
-    ),
-    {
-        "over_one": "verify and commit of this round over those of a round of one node, both compiled or neither",
-        "c": "a round over a step of stock generate",
-        "nodes": "of the draft, its root included: a chain of tokens that are hardly ever right",
-    },
-)

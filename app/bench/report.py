@@ -1,4 +1,4 @@
-"""Records of a benchmark as a table on the screen, as Markdown, and as a plot."""
+"""Records of a benchmark as a table on the screen, as Markdown, and as a plot; `tables.yaml` says what is shown."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import importlib.util
 import itertools
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 
 from mmspec.app.compare import over
 from mmspec.app.extras import installing
@@ -20,52 +20,13 @@ Record = dict[str, Any]
 
 STOCK_PATHS = ("stock", "stock-static")
 
-MEANING = {  # of the columns; stands in the JSON and the Markdown page
-    "speedup_e2e": "wall time per generated token of stock generate over that of the method, prefill included; "
-    "median over calls made side by side on the same input, with the quartiles in brackets",
-    "speedup_decode": "the same without the time to the first token",
-    "speedup_vs_best_stock": "speedup_e2e against the fastest of the stock paths in that cell (named in best_stock)",
-    "tokens_per_target_call": "tokens a row gains per forward of the target after the prefill, bonus token "
-    "included; what a draft holds past the end of its row is not counted",
-    "accepted_per_call": "drafted tokens kept per row and forward: the same without the bonus token",
-    "c": "time of one round of the method over the time of one step of stock, same input",
-    "draft_share": "share of a round spent drafting (host clock); parts_ms has the time of each part",
-    "drafter_kv_bytes": "keys and values that a feature drafter holds of a prompt once it has read it, per row",
-    "drafter_visual_rows": "how many of the prompt's visual tokens (visual_tokens) stand in them, or what stands for "
-    "them",
-    "variant_of": "the method whose weights it has, with the switch in `setting` thrown when it drafts; nothing is "
-    "trained again",
-    "tau_by_depth": "what tokens_per_target_call would be if no draft were deeper than 1, 2, …",
-    "ttft_ms": "time to the first token: prefill, and the drafter's own prefill",
-    "tokens_per_s": "generated tokens of all rows over the whole call",
-    "peak_mb": "MiB that one call held at its peak above what was held before it, the median of three calls, weights "
-    "excluded: resident memory on a CPU, allocated memory on CUDA",
-    "identical_rate": "share of rows token-identical to stock greedy; empty when sampling",
-    "length": "mean number of generated tokens per row; differs between methods when sampling, hence times per token",
-    "n": "timed calls",
-}
+LAYOUTS: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("tables.yaml").read_text())
+CURVES: dict[str, Callable[[Any, list[Record]], None]] = {}  # by suite, what draws its records into a panel
 
 
 def number(value: float | None, form: str) -> str:
     """A value in this form; a dash where there is none."""
     return "-" if value is None else form.format(value)
-
-
-def figure(name: str, form: str) -> Callable[[Record], str]:
-    """A column that shows one figure of a record."""
-    return lambda record: number(record[name], form)
-
-
-def ratio(name: str) -> Callable[[Record], str]:
-    """A column that shows a ratio: median and quartiles."""
-    return lambda record: spread_text(record, name)
-
-
-def spread_text(record: Record, name: str) -> str:
-    """Median and quartiles of a ratio."""
-    if record[name] is None:
-        return "-"
-    return f"{record[name]:.2f}x ({record[name + '_p25']:.2f}-{record[name + '_p75']:.2f})"
 
 
 def _visual(record: Record) -> str:
@@ -74,50 +35,61 @@ def _visual(record: Record) -> str:
     return "-" if rows is None else f"{rows:.0f}/{record['visual_tokens']:.0f}"
 
 
-Columns = tuple[tuple[str, Callable[[Record], str]], ...]
-COLUMNS: Columns = (
-    ("method", lambda r: r["method"]),
-    ("speedup (quartiles)", ratio("speedup_e2e")),
-    ("decode only", ratio("speedup_decode")),
-    ("vs best stock", figure("speedup_vs_best_stock", "{:.2f}x")),
-    ("tokens/call", figure("tokens_per_target_call", "{:.2f}")),
-    ("accepted/call", figure("accepted_per_call", "{:.2f}")),
-    ("c", figure("c", "{:.2f}")),
-    ("draft", figure("draft_share", "{:.0%}")),
-    ("draft ms", lambda r: number(r["parts_ms"].get("draft"), "{:.2f}")),
-    ("drafter KV kB", lambda r: number(r["drafter_kv_bytes"] and r["drafter_kv_bytes"] / 1e3, "{:.0f}")),
-    ("visual rows", _visual),
-    ("TTFT ms", figure("ttft_ms", "{:.0f}")),
-    ("tokens/s", figure("tokens_per_s", "{:.0f}")),
-    ("peak MB", figure("peak_mb", "{:.0f}")),
-    ("identical", figure("identical_rate", "{:.0%}")),
-    ("length", figure("length", "{:.0f}")),
-    ("n", lambda r: str(r["n"])),
-    ("setting", lambda r: r.get("setting", "")),
-)
+def _shares(record: Record) -> str:
+    held = record["shares"]
+    return "-" if held is None else " ".join(f"{100 * held[part]:.0f}" for part in ("draft", "verify", "other"))
+
+
+def _spent(record: Record) -> str:
+    none = record["lossless"] or record["spent"] is None
+    return "-" if none else f"{record['spent']:.2f} ({record['spent_max']:.2f})"
+
+
+def _identical(record: Record) -> str:
+    return f"{record['identical_rate']:.0%}" if record["exact_seed"] and record["identical_rate"] is not None else "-"
+
+
+def _top(record: Record) -> str:
+    return ", ".join(f"{one['op']} {one['ms']:.2f} ms ({one['calls']:.0f})" for one in record["top"][:4])
+
+
+OWN: dict[str, Callable[[Record], str]] = {  # fields that are shown in a way of their own
+    "drafter_visual_rows": _visual,
+    "lossless": lambda r: "kept" if r["lossless"] else "bent",
+    "shares": _shares,
+    "spent": _spent,
+    "exact_seed": _identical,
+    "top": _top,
+    "way": lambda r: r["method"] + (f" ({r['way']})" if "way" in r else ""),
+}
+TITLES: dict[str, Callable[[Record], str]] = {  # that are more than a form
+    "vlm": lambda r: r["cell"] + (f", {r['category']}" if r["category"] != "all" else ""),
+    "caption": lambda r: (
+        f"{r['captions']} {r.get('asked', 'captions')}, {r['rows']} row{'s' * (r['rows'] > 1)} at once"
+    ),
+    "kernels": lambda r: f"{r['kernel']}, {r['dtype']}: {' '.join(f'{n} {size}' for n, size in r['sizes'].items())}",
+}
+
+
+def cell(record: Record, spec: str) -> str:
+    """What a column of `tables.yaml` shows of a record: FIELD[/UNIT][|MISSING] [FORM]."""
+    name, _, form = spec.partition(" ")
+    if name in OWN:
+        return OWN[name](record)
+    name, bar, missing = name.partition("|")
+    name, _, unit = name.partition("/")
+    value: Any = record
+    for part in name.split("."):
+        value = value.get(part)
+    if value is None:
+        return missing if bar else "-"
+    if form == "ratio":
+        return f"{value:.2f}x ({record[name + '_p25']:.2f}-{record[name + '_p75']:.2f})"
+    return (form or "{}").format(value / float(unit) if unit else value, **record)
 
 
 class ReportError(Exception):
     """A report that cannot be made; the message says what to do."""
-
-
-@dataclass(frozen=True)
-class TableLayout:
-    """How the records of one suite are shown: under which title, in which columns, and what these mean."""
-
-    title: Callable[[Record], str]
-    columns: Columns
-    meaning: dict[str, str] = field(default_factory=dict)
-    curves: Callable[[Any, list[Record]], None] | None = None  # draws the suite's records as curves, into a panel
-
-
-def _cell(record: Record) -> str:
-    return record["cell"] + (f", {record['category']}" if record["category"] != "all" else "")
-
-
-LAYOUTS: dict[str, TableLayout] = {
-    "vlm": TableLayout(_cell, COLUMNS, MEANING)
-}  # by a record's suite; a suite adds its own
 
 
 def spread(name: str, values: Sequence[float | None]) -> Record:
@@ -184,7 +156,8 @@ def sections(records: list[Record]) -> dict[str, list[Record]]:
     """The records of each cell, under the cell's title."""
     found: dict[str, list[Record]] = {}
     for record in records:
-        found.setdefault(LAYOUTS[record["suite"]].title(record), []).append(record)
+        title = LAYOUTS[record["suite"]]["title"]
+        found.setdefault(TITLES.get(title, title.format_map)(record), []).append(record)
     return found
 
 
@@ -192,7 +165,7 @@ def meaning(records: list[Record]) -> dict[str, str]:
     """What the fields of these records mean."""
     found: dict[str, str] = {}
     for suite in dict.fromkeys(record["suite"] for record in records):
-        found |= LAYOUTS[suite].meaning
+        found |= LAYOUTS[suite]["meaning"]
     return found
 
 
@@ -200,8 +173,8 @@ def table(records: list[Record]) -> str:
     """For the screen: one block a cell, then what the columns mean and all notes."""
     lines = []
     for title, rows in sections(records).items():
-        columns = LAYOUTS[rows[0]["suite"]].columns
-        cells = [[name for name, _ in columns], *([show(row) for _, show in columns] for row in rows)]
+        columns = LAYOUTS[rows[0]["suite"]]["columns"]
+        cells = [[*columns], *([cell(row, spec) for spec in columns.values()] for row in rows)]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines += ["", title]
         for row in cells:
@@ -215,10 +188,11 @@ def markdown(records: list[Record], provenance: Record, tuned: Record) -> str:
     """A page of its own: provenance, a table a cell, the meaning of the columns."""
     lines = ["# Benchmark", "", *(f"- {key}: {value}" for key, value in provenance.items()), ""]
     for title, rows in sections(records).items():
-        columns = LAYOUTS[rows[0]["suite"]].columns
-        lines += [f"## {title}", "", "| " + " | ".join(name for name, _ in columns) + " |"]
+        columns = LAYOUTS[rows[0]["suite"]]["columns"]
+        lines += [f"## {title}", "", "| " + " | ".join(columns) + " |"]
         lines.append("|---" + "|--:" * (len(columns) - 1) + "|")
-        lines += ["| " + " | ".join(show(row).replace("|", "\\|") for _, show in columns) + " |" for row in rows]
+        shown = [[cell(row, spec).replace("|", "\\|") for spec in columns.values()] for row in rows]
+        lines += ["| " + " | ".join(row) + " |" for row in shown]
         lines += ["", *(f"{row['method']}: {row['note']}" for row in rows if row.get("note")), ""]
     lines += ["## What the columns mean", "", *(f"- `{name}`: {text}" for name, text in meaning(records).items())]
     chosen = [f"- {cell}: {m} {found['chosen']}" for cell, methods in tuned.items() for m, found in methods.items()]
@@ -240,7 +214,7 @@ def plot(records: list[Record], path: Path, title: str) -> None:
 
     shown = {name: [r for r in rows if r.get("speedup_e2e") is not None] for name, rows in sections(records).items()}
     shown = {name: rows for name, rows in shown.items() if rows}
-    curves = next((drawn for r in records if (drawn := LAYOUTS[r["suite"]].curves)), None)
+    curves = next((CURVES[r["suite"]] for r in records if r["suite"] in CURVES), None)
     count = len(shown) + (curves is not None)
     across = min(2, max(1, count))
     down = max(1, -(-count // across))

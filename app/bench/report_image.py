@@ -1,4 +1,4 @@
-"""Records of the image benchmark: what is read off timed calls and galleries, their columns, and the quality curves."""
+"""Records of the image benchmark: what is read off timed calls and galleries, and the quality curves."""
 
 from __future__ import annotations
 
@@ -6,44 +6,12 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from mmspec.app.bench.report import LAYOUTS, Record, TableLayout, figure, ratio, spread
+from mmspec.app.bench.report import CURVES, Record, spread
 from mmspec.app.compare import over
 from mmspec.statistics import Stats
 
 PLAIN = ("ar", "ar-static", "ar-compiled")
 SPEED, QUALITY = "image", "image-quality"  # the suites of the two kinds of record
-
-SPEED_MEANING = {
-    "speedup_e2e": "wall time per picture of the pipeline's plain loop (ar) over that of the method: text encoder, "
-    "prefill and picture decoder included; median over calls side by side, same prompts and seeds, with quartiles",
-    "speedup_decode": "the same for the rounds alone: draft, verify, accept and commit",
-    "speedup_vs_best_plain": "speedup_e2e against the fastest plain path of that cell (named in best_plain)",
-    "forwards": "forwards of the target per picture, the prefill included",
-    "reads": "how often Python asked a tensor for its values in one call; on a GPU each of these waits for it",
-    "compression": "tokens per forward that a picture takes part in, the prefill included; plain decoding has 1",
-    "c": "time of one round of the method over the time of one step of ar, same prompts",
-    "shares": "of the rounds: drafting, verifying (the target's forward), accepting and committing (host clock)",
-    "seconds_per_image": "of the whole call, over its pictures",
-    "identical_rate": "share of pictures with the very tokens that ar draws from the same seed",
-    "spent": "mean and largest cost of a relaxed rule on one picture: a bound on its distribution's distance from the "
-    "target's, in total variation, in expectation; above 1 it says nothing about the picture as a whole",
-    "spent_per_token": "the same per token: what one position is off by, on average",
-    "limit": "compression over c: the speed-up of the rounds that these two leave",
-    "n": "timed calls",
-}
-QUALITY_MEANING = {
-    "fd_ar": "Fréchet distance of features to pictures of a reference run of ar, same prompts, other seeds; that of ar "
-    "itself is the noise. Biased upwards at small n: compare at equal n only",
-    "fd_over_noise": "fd_ar over the mean distance of two independent runs of ar (all pairs: noise)",
-    "fd_real": "Fréchet distance to real pictures of the same prompts",
-    "precision": "share of pictures inside the manifold of the real ones (k-NN, k = 3), recall the other way round; "
-    "against the reference run of ar where there are no real ones",
-    "faithfulness": "share of the facts of a prompt (background, count, size, texture, colour, shape, relation) that "
-    "the embedded VLM, asked to describe the picture, confirms; all_right: pictures with every fact right",
-    "compression": SPEED_MEANING["compression"],
-    "spent": SPEED_MEANING["spent"],
-    "n": "pictures",
-}
 
 
 def figures(name: str, calls: dict[str, list[Any]], best: str, reads: int | None = None) -> Record:
@@ -104,20 +72,6 @@ def fastest(calls: dict[str, list[Any]]) -> str:
     return min(here, key=lambda name: statistics.median(call.seconds for call in calls[name]))
 
 
-def _shares(record: Record) -> str:
-    held = record["shares"]
-    return "-" if held is None else " ".join(f"{100 * held[part]:.0f}" for part in ("draft", "verify", "other"))
-
-
-def _spent(record: Record) -> str:
-    none = record["lossless"] or record["spent"] is None
-    return "-" if none else f"{record['spent']:.2f} ({record['spent_max']:.2f})"
-
-
-def _identical(record: Record) -> str:
-    return f"{record['identical_rate']:.0%}" if record["exact_seed"] and record["identical_rate"] is not None else "-"
-
-
 def curves(records: Sequence[Record]) -> dict[str, list[Record]]:
     """Quality records by the curve that they belong to; the single methods, lossless and bent, make one each."""
     found: dict[str, list[Record]] = {}
@@ -142,43 +96,4 @@ def draw_curves(panel: Any, records: Sequence[Record]) -> None:
     panel.legend(fontsize=7)
 
 
-LAYOUTS[SPEED] = TableLayout(
-    lambda r: f"batch {r['batch']}",
-    (
-        ("method", lambda r: r["method"]),
-        ("distribution", lambda r: "kept" if r["lossless"] else "bent"),
-        ("speedup (quartiles)", ratio("speedup_e2e")),
-        ("rounds only", ratio("speedup_decode")),
-        ("vs best plain", figure("speedup_vs_best_plain", "{:.2f}x")),
-        ("forwards", figure("forwards", "{:.1f}")),
-        ("host reads", figure("reads", "{:.0f}")),
-        ("tokens/forward", figure("compression", "{:.2f}")),
-        ("c", figure("c", "{:.2f}")),
-        ("draft/verify/other %", _shares),
-        ("s/image", figure("seconds_per_image", "{:.2f}")),
-        ("same image", _identical),
-        ("spent (max)", _spent),
-        ("n", lambda r: str(r["n"])),
-        ("setting", lambda r: r["setting"]),
-    ),
-    SPEED_MEANING,
-)
-LAYOUTS[QUALITY] = TableLayout(
-    lambda r: f"quality of {r['n']} pictures, {r['backbone']}",
-    (
-        ("method", lambda r: r["method"]),
-        ("distribution", lambda r: "kept" if r["lossless"] else "bent"),
-        ("tokens/forward", figure("compression", "{:.2f}")),
-        ("FD to ar", figure("fd_ar", "{:.3g}")),
-        ("over noise", figure("fd_over_noise", "{:.2f}")),
-        ("FD to real", figure("fd_real", "{:.3g}")),
-        ("precision", figure("precision", "{:.2f}")),
-        ("recall", figure("recall", "{:.2f}")),
-        ("faithful", figure("faithfulness", "{:.1%}")),
-        ("all right", figure("all_right", "{:.0%}")),
-        ("spent (max)", _spent),
-        ("setting", lambda r: r["setting"]),
-    ),
-    QUALITY_MEANING,
-    draw_curves,
-)
+CURVES[QUALITY] = draw_curves

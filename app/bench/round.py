@@ -39,7 +39,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
     """All cells, one after the other; yields whenever the outcome has grown."""
-    report.LAYOUTS["round"] = LAYOUT
     engine = load(args.model, STOCK, args.device, args.dtype, args.max_new_tokens, 0)
     bench = VlmBench(engine.model, engine.processor, args.max_new_tokens, args.seed)
     weights = sum(p.numel() * p.element_size() for p in bench.model.parameters()) / 2**20
@@ -112,45 +111,3 @@ def _profiled(call: Callable[[], Any]) -> tuple[dict[str, float], dict[str, int]
         call()
     rows = [row for row in seen.key_averages() if not row.key.startswith(("cuda", "Activity"))]
     return {r.key: r.self_cpu_time_total for r in rows}, {r.key: r.count for r in rows}
-
-
-def part(name: str) -> Callable[[report.Record], str]:
-    """A column that shows the milliseconds of a part."""
-    return lambda record: report.number(record["parts_ms"].get(name), "{:.2f}")
-
-
-def _top(record: report.Record) -> str:
-    return ", ".join(f"{one['op']} {one['ms']:.2f} ms ({one['calls']:.0f})" for one in record["top"][:4])
-
-
-LAYOUT = report.TableLayout(
-    report.LAYOUTS["vlm"].title,
-    (
-        ("method", lambda r: r["method"]),
-        ("ms/round", report.figure("step_ms", "{:.2f}")),
-        ("c", report.figure("c", "{:.2f}")),
-        *((name, part(name)) for name in PARTS),
-        ("host reads", report.figure("reads", "{:.1f}")),
-        ("torch ops", report.figure("ops", "{:.0f}")),
-        ("tokens/call", report.figure("tokens_per_target_call", "{:.2f}")),
-        ("decode only", report.ratio("speedup_decode")),
-        ("end to end", report.ratio("speedup_e2e")),
-        ("vs best stock", report.figure("speedup_vs_best_stock", "{:.2f}x")),
-        ("peak MB", report.figure("peak_mb", "{:.1f}")),
-        ("above stock", report.figure("above_stock", "{:+.0%}")),
-        ("identical", report.figure("identical_rate", "{:.0%}")),
-        ("first call s", report.figure("first_call_s", "{:.1f}")),
-        ("n", lambda r: str(r["n"])),
-        ("most time", _top),
-    ),
-    report.MEANING
-    | {
-        "step_ms": "wall time of a round (of stock: of a step), from the first token to the end",
-        "parts_ms": "of it, by the host's clock: draft, verify (the target's forward), accept, commit",
-        "reads": "how often Python asked a tensor for its values, a round; on a GPU each of these waits for it",
-        "ops": "operations of torch a round, as its profiler counts them (--profile)",
-        "above_stock": "peak_mb above that of stock, as a share of weights and that: what the method takes more",
-        "first_call_s": "the first call of all, compiling included; compiled code is kept on the disk by torch",
-        "plain": "the loop with no drafter: what a leaner forward brings by itself",
-    },
-)

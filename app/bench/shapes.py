@@ -12,7 +12,7 @@ import torch
 from mmspec.app.bench import report, shapes_ways
 from mmspec.app.bench.command import BenchError, Outcome, say
 from mmspec.app.bench.kernels import NO_GPU
-from mmspec.app.bench.round import PARTS, part
+from mmspec.app.bench.round import PARTS
 from mmspec.app.bench.shapes_models import MODELS, REAL, TOY, Chat, on_paper
 from mmspec.app.bench.shapes_ways import STOCK, Cost, ShapeMethod
 from mmspec.app.compare import OWN, Comparison, free, over
@@ -63,7 +63,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
     """All cells of one model after the other; yields whenever the outcome has grown."""
-    report.LAYOUTS["shapes"] = LAYOUT
     try:
         device = find_device(args.device or "auto")
     except EngineError as error:
@@ -181,50 +180,3 @@ def _record(cell: ShapeCell, method: str, setting: str = "", note: str = "") -> 
         "batch": cell.batch, "method": method, "setting": setting, "stock_path": False, **nothing, "best_stock": STOCK,
         "tokens_per_target_call": None, "parts_ms": {}, "peak_mb": None, "above_stock_mb": None, "n": 0, "note": note,
     }  # fmt: skip
-
-
-def _c(record: report.Record) -> str:
-    """A cost, not a speed-up: median and quartiles without an x."""
-    return "-" if record["c"] is None else "{c:.2f} ({c_p25:.2f}-{c_p75:.2f})".format_map(record)
-
-
-LAYOUT = report.TableLayout(
-    lambda r: r["cell"],
-    (
-        ("method", lambda r: r["method"]),
-        ("ms/round", report.figure("step_ms", "{:.2f}")),
-        ("c (quartiles)", _c),
-        ("over best stock", report.figure("c_best", "{:.2f}")),
-        *((name, part(name)) for name in PARTS),
-        ("tokens/round", report.figure("tokens_per_target_call", "{:.2f}")),
-        ("peak MB", report.figure("peak_mb", "{:.1f}")),
-        ("above stock MB", report.figure("above_stock_mb", "{:+.1f}")),
-        ("n", lambda r: str(r["n"])),
-        ("setting", lambda r: r["setting"]),
-    ),
-    {
-        "step_ms": "wall time of a whole round (draft, verify, accept, commit), of a stock path of a step; prefill "
-        "left out",
-        "c": "that over a step of stock, calls side by side: the tokens a round has to gain to break even with it",
-        "c_best": "the same over the fastest of the stock paths, which draft nothing (best_stock): the tokens to break "
-        "even with that",
-        "tokens_per_target_call": f"what a row gained in a round here; {UNTAUGHT}. Random feature drafters are "
-        "hardly ever right (about 1); where more stands, a tree moves as many entries of the cache, and the drafter "
-        "reads as many rows at the start of its next draft. The other ones are nearly flat and keep much; a token of "
-        "MAR that is refused is drawn anew, which a model with weights does more often",
-        "parts_ms": "of a round, by the host's clock",
-        "peak_mb": "MiB that a call holds at its peak above what was held before, prefill included; above_stock_mb: "
-        "more than stock",
-        "stock": "generate of transformers; LlamaGen's plain loop; MAR with its head as it is defined",
-        "stock compiled": "generate on a static cache, compiled; LlamaGen's loop with fixed shapes, compiled; on CUDA "
-        "both ask for CUDA graphs",
-        "fast head": "a stock path: MAR with mmspec's fast head, with which its rounds draft and verify, too",
-        "compiled": "with a drafter: the target's forward and what the drafter does; of MAR: the fast head's denoising "
-        "steps. On CUDA their pieces are CUDA graphs",
-        "tree attention": "a draft's nodes attend by mmspec's own kernel on CUDA, by its definition elsewhere; without "
-        "these words, by PyTorch's sdpa",
-        "context": "positions at the end of a call: a picture of 576 tokens (toys: 16) and text; LlamaGen: prefix and "
-        "codes, all drawn; MAR: buffer and tokens, the second half of which is drawn",
-        "setting": "the tree that was published with the drafter; the window; the tokens drafted ahead",
-    },
-)
