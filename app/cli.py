@@ -36,13 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a console that lacks a letter must not end a long run
             stream.reconfigure(errors="backslashreplace")
-    for name in ("TRANSFORMERS_VERBOSITY", "DIFFUSERS_VERBOSITY"):  # what libraries say to their developers
-        os.environ.setdefault(name, "error")
-    os.environ.setdefault("PYTHONWARNINGS", ",".join(f"ignore::{kind}" for kind in UNSAID))  # in worker processes
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # of compilers that nobody asked for
-    if not sys.warnoptions:
-        for kind in UNSAID:
-            warnings.filterwarnings("ignore", category=getattr(builtins, kind))
+    quiet()
     args = _parser(words).parse_args(words)
     try:
         return args.run(args)
@@ -52,6 +46,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `mmspec ... | head`: nobody reads any more
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+
+
+def quiet() -> None:
+    """Leave unsaid what libraries say to their developers, here and in processes that are started from now on."""
+    for name in ("TRANSFORMERS_VERBOSITY", "DIFFUSERS_VERBOSITY"):
+        os.environ.setdefault(name, "error")
+    os.environ.setdefault("PYTHONWARNINGS", ",".join(f"ignore::{kind}" for kind in UNSAID))
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # of compilers that nobody asked for
+    if not sys.warnoptions:
+        for kind in UNSAID:
+            warnings.filterwarnings("ignore", category=getattr(builtins, kind))
 
 
 def _parser(words: list[str]) -> argparse.ArgumentParser:

@@ -15,7 +15,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch.overrides import TorchFunctionMode
 
-from mmspec.app.engine import first_line
+from mmspec.app.devices import first_line
 from mmspec.piecewise.capture import PiecewiseFunction
 
 WARM_UPS = 6  # runs at most until a compiled path stops compiling

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 from PIL import Image
 
 import mmspec
 from mmspec.app import embedded
+from mmspec.app.devices import EngineError, find_device, first_line, free_memory
 from mmspec.app.embedded import STOCK
 from mmspec.app.preparing import THREADS, Preparing, ProcessorThreads
 from mmspec.drafters.plain import Plain
@@ -28,10 +28,6 @@ PICTURE = (1024, 768)  # what `suggest_rows` takes for an ordinary picture
 WARM_UP = 8  # new tokens that are written only to have what they need compiled
 ROWS = {"cpu": 16, "cuda": 64}  # answers written at once at most, if nobody says otherwise
 NODES = {"cpu": 64, "cuda": 512}  # nodes of one forward at most; beyond that it is bound by arithmetic
-
-
-class EngineError(Exception):
-    """The model or the drafter cannot be used at all."""
 
 
 class Asked(Protocol):
@@ -287,37 +283,3 @@ def load(
             f"cannot use the drafter {drafter!r} with {model!r}; choose another, 'ngram' (needs no weights) or "
             f"'{STOCK}' (no speed-up). {first_line(error)}"
         ) from error
-
-
-def first_line(error: Exception) -> str:
-    """Class and first line of an error, for people."""
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-
-
-def free_memory(device: torch.device) -> int | None:
-    """Bytes that can still be taken on the device; None where it does not tell."""
-    if device.type == "cuda":
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + cached
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines() if device.type == "cpu" else []
-    except OSError:
-        return None
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")), None)
-
-
-def wait(device: torch.device) -> None:
-    """Until the device has done what was queued."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-
-
-def find_device(name: str) -> torch.device:
-    """The device of that name; `auto` is the fastest there is."""
-    if name == "auto":
-        found = torch.accelerator.current_accelerator(check_available=True)
-        return found if found is not None else torch.device("cpu")
-    try:
-        return torch.empty(0, device=name).device
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise EngineError(f"no device {name!r} here; choose auto, cpu, cuda, cuda:1 or mps") from error

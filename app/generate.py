@@ -78,7 +78,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Draw as the options say; the exit code."""
     from mmspec.app import mar, painter
-    from mmspec.app.engine import EngineError
+    from mmspec.app.devices import EngineError
 
     try:
         prompts, continuous = _prompts(args), mar.draws(args.model)

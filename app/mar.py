@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from mmspec import zoo
-from mmspec.app.engine import EngineError, find_device, first_line, wait
+from mmspec.app.devices import EngineError, find_device, first_line, wait
 from mmspec.zoo.recipes import SCENES_MAR
 
 NAME = "mar"  # stands for the embedded model

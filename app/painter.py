@@ -15,8 +15,8 @@ from torch import Tensor
 
 import mmspec
 from mmspec.app import embedded
+from mmspec.app.devices import EngineError, find_device, first_line
 from mmspec.app.embedded import STOCK
-from mmspec.app.engine import EngineError, find_device, first_line
 from mmspec.registry import DRAFTERS, resolve_rule
 from mmspec.rules import Rule
 from mmspec.statistics import Stats

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from mmspec.app import embedded, train_block
-from mmspec.app.engine import EngineError, find_device, first_line
+from mmspec.app.devices import EngineError, find_device, first_line
 from mmspec.app.train_block import BLOCKS
 from mmspec.checkpoints.save import save_drafter
 from mmspec.registry import DRAFTERS, drafter_class

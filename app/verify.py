@@ -34,6 +34,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the report; 0 if it is well, 1 if not."""
     from mmspec.app import engine as engines
+    from mmspec.app.devices import EngineError
 
     drafter = args.drafter or embedded.drafter(args.model)
     try:
@@ -44,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
             raise UnsupportedError(f"{args.model} is not accelerated, so there is nothing to compare: {why}")
         inputs = chat_inputs(loaded.processor, [args.prompt], [[media.load_image(args.image)]])
         report = mmspec.verify(loaded.model, inputs.to(loaded.model.device, loaded.model.dtype), args.max_new_tokens)
-    except (enabling.EnableError, engines.EngineError, media.MediaError, UnsupportedError) as error:
+    except (enabling.EnableError, EngineError, media.MediaError, UnsupportedError) as error:
         print(f"mmspec verify: {error}", file=sys.stderr)
         return 1
     print(report)

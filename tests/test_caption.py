@@ -184,10 +184,10 @@ def test_rounds_run_in_inference_mode_and_prefills_do_not(model: Path, monkeypat
 def test_the_report_names_the_device_of_the_first_worker(
     devices: str, place: str, caption, monkeypatch: pytest.MonkeyPatch
 ):
-    from mmspec.app import engine
+    from mmspec.app import devices as there
 
-    asked, find = [], engine.find_device
-    monkeypatch.setattr(engine, "find_device", lambda name: asked.append(name) or find("cpu"))
+    asked, find = [], there.find_device
+    monkeypatch.setattr(there, "find_device", lambda name: asked.append(name) or find("cpu"))
     monkeypatch.setattr("mmspec.app.caption.command.places", lambda _: ["cpu"])  # there is no GPU here to work on
     assert caption("--devices", devices, "--report", "report.json") == OK
     assert asked == [place] and json.loads(Path("report.json").read_text())["options"]["devices"] == devices

@@ -13,12 +13,13 @@ from test_kill import photos  # noqa: F401 - a fixture
 
 from mmspec.app import cli
 from mmspec.app.caption import flags, settings
+from mmspec.app.caption.dispatch import dispatch
 from mmspec.app.caption.model import FatalError
 from mmspec.app.caption.outputs import STATE, Outputs
 from mmspec.app.caption.plan import Planner
 from mmspec.app.caption.prompts import Prompts
 from mmspec.app.caption.run import Job
-from mmspec.app.caption.workers import STARTS, Processes, dispatch, places
+from mmspec.app.caption.workers import STARTS, Processes, places
 from mmspec.app.media.inputs import open_inputs
 
 OK, FATAL = 0, 1

@@ -14,7 +14,7 @@ import torch
 import mmspec
 from mmspec.app.bench.questions import Question
 from mmspec.app.bench.vlm_methods import VlmMethod
-from mmspec.app.engine import wait
+from mmspec.app.devices import wait
 from mmspec.pipelines.prompts import chat_inputs
 from mmspec.pipelines.serving.batcher import answer_length
 from mmspec.pipelines.targets.image_tokens import placeholders

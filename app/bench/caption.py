@@ -20,8 +20,9 @@ from mmspec.app.bench.answers import enabled
 from mmspec.app.bench.command import BenchError, Outcome, matching, say
 from mmspec.app.bench.questions import Question, read_questions
 from mmspec.app.compare import Comparison, over
+from mmspec.app.devices import wait
 from mmspec.app.embedded import STOCK
-from mmspec.app.engine import load, wait
+from mmspec.app.engine import load
 from mmspec.app.options import where
 from mmspec.app.provenance import provenance
 from mmspec.drafters.plain import Plain

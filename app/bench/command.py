@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from mmspec.app.bench import report
 from mmspec.app.compare import Named
-from mmspec.app.engine import EngineError
+from mmspec.app.devices import EngineError
 from mmspec.app.provenance import load_average
 from mmspec.media import MediaError
 

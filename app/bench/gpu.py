@@ -24,7 +24,7 @@ import torch
 import mmspec
 from mmspec.app.bench import report
 from mmspec.app.bench.command import BenchError, Outcome, say
-from mmspec.app.engine import find_device
+from mmspec.app.devices import find_device
 from mmspec.app.provenance import provenance
 
 ROOT = Path(mmspec.__file__).resolve().parent.parent

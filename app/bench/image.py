@@ -24,7 +24,7 @@ from mmspec.app.bench.image_plain import ImageBench
 from mmspec.app.bench.judge import ImagePrompts, Judge
 from mmspec.app.bench.report import Record
 from mmspec.app.compare import Comparison
-from mmspec.app.engine import EngineError, first_line
+from mmspec.app.devices import EngineError, first_line
 from mmspec.app.mar import draws
 from mmspec.app.media.inputs import images
 from mmspec.app.options import where

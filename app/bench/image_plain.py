@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mmspec.app.bench.image_methods import ImageMethod
-from mmspec.app.engine import wait
+from mmspec.app.devices import wait
 from mmspec.app.painter import ImageResult, ImageSubject
 from mmspec.models.llamagen import PREFIX, visible
 from mmspec.pipelines.sampling.guidance import Guidance

@@ -15,7 +15,7 @@ import torch
 from mmspec.app.bench import report
 from mmspec.app.bench.command import BenchError, Outcome, say
 from mmspec.app.bench.kernels_ways import KernelMethod, contenders
-from mmspec.app.engine import find_device, wait
+from mmspec.app.devices import find_device, wait
 from mmspec.app.provenance import provenance
 from mmspec.kernels import cases, reference
 

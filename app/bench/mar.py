@@ -16,7 +16,7 @@ from mmspec.app.bench.gallery import Gallery
 from mmspec.app.bench.judge import ImagePrompts, Judge
 from mmspec.app.bench.report import CURVES, Record, spread
 from mmspec.app.compare import Comparison, over
-from mmspec.app.engine import EngineError
+from mmspec.app.devices import EngineError
 from mmspec.app.mar import OWN, MarImages, MarSubject, load
 from mmspec.app.provenance import provenance
 from mmspec.zoo import classes

@@ -15,7 +15,7 @@ from mmspec.app.bench import report, shapes, vlm
 from mmspec.app.bench.command import BenchError, Outcome, say
 from mmspec.app.bench.shapes_ways import STOCK, Cost, ShapeMethod
 from mmspec.app.bench.vlm_methods import VlmMethod
-from mmspec.app.engine import EngineError, find_device
+from mmspec.app.devices import EngineError, find_device
 from mmspec.app.provenance import provenance
 from mmspec.drafters.plain import NoOptions, Plain
 from mmspec.tree import chain

@@ -16,7 +16,7 @@ from mmspec.app.bench.round import PARTS
 from mmspec.app.bench.shapes_models import MODELS, REAL, TOY, Chat, on_paper
 from mmspec.app.bench.shapes_ways import STOCK, Cost, ShapeMethod
 from mmspec.app.compare import OWN, Comparison, free, over
-from mmspec.app.engine import EngineError, find_device, free_memory
+from mmspec.app.devices import EngineError, find_device, free_memory
 from mmspec.app.options import DTYPES
 from mmspec.app.provenance import provenance
 

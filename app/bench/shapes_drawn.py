@@ -18,7 +18,7 @@ from mmspec.app.bench.command import seeds_of
 from mmspec.app.bench.image_plain import ImageBench
 from mmspec.app.bench.shapes_models import Codes, Latents
 from mmspec.app.bench.shapes_ways import COMPILED, STOCK, Cost, ShapeMethod
-from mmspec.app.engine import wait
+from mmspec.app.devices import wait
 from mmspec.models.llamagen_vq import LlamaGenVQ
 from mmspec.models.mar_scheduler import MARScheduler
 from mmspec.pipelines.llamagen.pipeline import LlamaGenPipeline

@@ -16,6 +16,7 @@ from typing import Any
 from mmspec import zoo
 from mmspec.app import embedded
 from mmspec.app.caption import flags, report, settings
+from mmspec.app.caption.dispatch import dispatch
 from mmspec.app.caption.finals import FAILURES, OutputError
 from mmspec.app.caption.journal import write_whole
 from mmspec.app.caption.model import FatalError
@@ -25,7 +26,7 @@ from mmspec.app.caption.prompts import PromptError, Prompts
 from mmspec.app.caption.report import RunTally, TooManyErrorsError, plain
 from mmspec.app.caption.run import Job
 from mmspec.app.caption.settings import BESIDE, Options, SettingsError
-from mmspec.app.caption.workers import Alone, Processes, dispatch, places
+from mmspec.app.caption.workers import Alone, Processes, places
 from mmspec.app.enabling import EnableError
 from mmspec.app.media.inputs import Inputs, open_inputs
 from mmspec.media import MediaError

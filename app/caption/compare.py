@@ -10,7 +10,8 @@ from PIL import Image
 
 from mmspec.app.caption.prompts import PromptChoice
 from mmspec.app.compare import Comparison, Side
-from mmspec.app.engine import Captioner, Engine, first_line
+from mmspec.app.devices import first_line
+from mmspec.app.engine import Captioner, Engine
 from mmspec.pipelines.serving.batcher import StaticBatcher
 
 SAMPLE = 6  # items

@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from mmspec.app.caption.dispatch import WorkerEnded
 from mmspec.app.caption.model import FatalError
 from mmspec.app.caption.plan import Task
 from mmspec.app.caption.run import SIZED, Job, Result, Worker
 from mmspec.app.caption.settings import AUTO
-from mmspec.app.caption.workers import WorkerEnded, say
+from mmspec.app.caption.workers import say
 from mmspec.app.extras import installing
 
 SPELL = 1.0  # seconds after which an actor hands over, even if nothing is finished

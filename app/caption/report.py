@@ -118,7 +118,7 @@ def write(
     """The report as JSON: counts, speeds, acceptance, and where the numbers come from."""
     import torch
 
-    from mmspec.app.engine import EngineError, find_device
+    from mmspec.app.devices import EngineError, find_device
     from mmspec.app.provenance import provenance
 
     try:

@@ -115,13 +115,13 @@ def examples(folder: Path | None) -> tuple[list[Path], list[Path]]:
 
 def load(args: argparse.Namespace, eyes: Any, pictures: list[Path], clips: list[Path]) -> Any:
     """The page over loaded and warmed-up models."""
-    from mmspec.app import engine as engines
     from mmspec.app.demo.desk import RefusedError
+    from mmspec.app.devices import EngineError
 
     try:
         duo, offer = _captions(args, eyes, pictures, clips)
         easel, studio = _pictures(args), _classes(args)
-    except (engines.EngineError, RefusedError) as error:
+    except (EngineError, RefusedError) as error:
         raise _Fatal(str(error)) from error
     return build(duo, offer, args.results, easel, WISHES if args.image_model == embedded.IMAGE_MODEL else (), studio)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from mmspec.app.compare import free
-from mmspec.app.engine import first_line
+from mmspec.app.devices import first_line
 
 T = TypeVar("T")
 QUEUE = "models"  # the one concurrency id of everything that runs a model

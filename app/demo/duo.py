@@ -26,7 +26,8 @@ from mmspec.app.demo.answer import (
 from mmspec.app.demo.desk import RefusedError
 from mmspec.app.demo.race import TIME_LIMIT, Limits, Race
 from mmspec.app.demo.sight import look_at
-from mmspec.app.engine import Engine, wait
+from mmspec.app.devices import wait
+from mmspec.app.engine import Engine
 from mmspec.app.media.decoder import Decoder
 from mmspec.config import SpecConfig, option_names
 from mmspec.pipelines.prompts import chat_inputs

@@ -14,7 +14,7 @@ from PIL import Image
 
 from mmspec.app.demo.answer import DONE, STOPPED, TIMED_OUT
 from mmspec.app.demo.desk import RefusedError
-from mmspec.app.engine import EngineError
+from mmspec.app.devices import EngineError
 
 TIME_LIMIT = 120.0  # seconds for both sides together
 DRAWING = "drawing"

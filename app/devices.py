@@ -1,0 +1,45 @@
+"""The devices that models run on: found by name, asked what they have free, waited for; and why a model cannot run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+
+class EngineError(Exception):
+    """The model or the drafter cannot be used at all."""
+
+
+def first_line(error: Exception) -> str:
+    """Class and first line of an error, for people."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that can still be taken on the device; None where it does not tell."""
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + cached
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines() if device.type == "cpu" else []
+    except OSError:
+        return None
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")), None)
+
+
+def wait(device: torch.device) -> None:
+    """Until the device has done what was queued."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def find_device(name: str) -> torch.device:
+    """The device of that name; `auto` is the fastest there is."""
+    if name == "auto":
+        found = torch.accelerator.current_accelerator(check_available=True)
+        return found if found is not None else torch.device("cpu")
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise EngineError(f"no device {name!r} here; choose auto, cpu, cuda, cuda:1 or mps") from error

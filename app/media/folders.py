@@ -1,0 +1,83 @@
+"""The images and videos of a folder, and of those in it where that is asked."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from mmspec import media
+from mmspec.app.media.items import VIDEO_EXTENSIONS, Item, broken, file_item, kind_of
+from mmspec.media import MediaError
+
+
+@dataclass(frozen=True)
+class Folder:
+    """All images and videos of a folder by their extensions, hidden ones left out, in the order of their paths."""
+
+    root: Path
+    recursive: bool
+
+    @cached_property
+    def count(self) -> int:
+        return sum(1 for _ in self._walk())
+
+    def check(self) -> None:
+        """MediaError if the folder cannot be listed or has nothing to caption."""
+        if next(self._walk(), None) is None:
+            known = f"known extensions are {' '.join(sorted(media.EXTENSIONS | VIDEO_EXTENSIONS))}"
+            advice = known if self.recursive else f"add --recursive for subfolders; {known}"
+            raise MediaError(self.root, "no images or videos found", advice)
+
+    def items(self, name_of: Callable[[Path], str]) -> Iterator[Item]:
+        for found in self._walk():
+            if isinstance(found, MediaError):
+                yield broken(name_of(found.path), found.path, found.reason, found.what_to_do)
+            else:
+                yield file_item(found, name_of)
+
+    def skipped(self) -> list[str]:
+        """Folders in it that are not looked into, by name."""
+        return [] if self.recursive else [entry.name for entry in self._entries(self.root) if _leads_in(entry) is True]
+
+    def _walk(self) -> Iterator[Path | MediaError]:
+        """Media files, and what is wrong with folders, or links to some, that cannot be looked into."""
+        stack = [iter(self._entries(self.root))]
+        while stack:
+            entry = next(stack[-1], None)
+            if entry is None:
+                stack.pop()
+                continue
+            inside = _leads_in(entry)
+            if inside is True:
+                if self.recursive and not entry.is_symlink():  # a link could lead round in a circle
+                    try:
+                        stack.append(iter(self._entries(Path(entry.path))))
+                    except MediaError as error:
+                        yield error
+            elif kind_of(entry.name):
+                yield Path(entry.path)
+            elif inside is not False and self.recursive:
+                yield media.explained(Path(entry.path), inside)
+
+    @staticmethod
+    def _entries(folder: Path) -> list[os.DirEntry[str]]:
+        try:
+            with os.scandir(folder) as found:
+                return sorted(
+                    (entry for entry in found if not entry.name.startswith(".")), key=lambda entry: entry.name
+                )
+        except OSError as error:
+            raise MediaError(
+                folder, f"cannot be listed ({error.strerror or error})", "check its permissions"
+            ) from error
+
+
+def _leads_in(entry: os.DirEntry[str]) -> bool | OSError:
+    """Whether an entry is a folder, or a link to one; or why nobody can tell."""
+    try:
+        return entry.is_dir()
+    except OSError as error:  # a link to itself, or through a folder that may not be entered
+        return error
