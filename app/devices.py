@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 
 import torch
@@ -43,3 +44,11 @@ def find_device(name: str) -> torch.device:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise EngineError(f"no device {name!r} here; choose auto, cpu, cuda, cuda:1 or mps") from error
+
+
+def load_quietly(*libraries: str) -> None:
+    """No progress bars of `transformers` or `diffusers` on the screen while they load, and no advice."""
+    for library in libraries:
+        said = importlib.import_module(f"{library}.utils.logging")
+        said.set_verbosity_error()
+        said.disable_progress_bar()

@@ -13,7 +13,7 @@ from PIL import Image
 
 import mmspec
 from mmspec.app import embedded
-from mmspec.app.devices import EngineError, find_device, first_line, free_memory
+from mmspec.app.devices import EngineError, find_device, first_line, free_memory, load_quietly
 from mmspec.app.embedded import STOCK
 from mmspec.app.preparing import THREADS, Preparing, ProcessorThreads
 from mmspec.drafters.plain import Plain
@@ -260,10 +260,8 @@ def load(
     `options` are those of `mmspec.enable`.
     """
     from transformers import AutoModelForImageTextToText, AutoProcessor
-    from transformers.utils import logging
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    load_quietly("transformers")
     if not Path(model).exists() and not embedded.speaks(model) and model.count("/") != 1:
         raise EngineError(f"no folder {model!r}; a name on the Hub has the form owner/name")
     place = find_device(device)

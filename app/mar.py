@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from mmspec import zoo
-from mmspec.app.devices import EngineError, find_device, first_line, wait
+from mmspec.app.devices import EngineError, find_device, first_line, load_quietly, wait
 from mmspec.zoo.recipes import SCENES_MAR
 
 NAME = "mar"  # stands for the embedded model
@@ -139,6 +139,7 @@ def load(model: str, device: str, dtype: str, **settings: Any) -> MarSubject:
     """
     from mmspec.pipelines.mar.pipeline import MARPipeline
 
+    load_quietly("diffusers")
     place, own = find_device(device), model in OWN
     kind = torch.float32 if dtype == "auto" else getattr(torch, dtype)
     try:

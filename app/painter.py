@@ -15,7 +15,7 @@ from torch import Tensor
 
 import mmspec
 from mmspec.app import embedded
-from mmspec.app.devices import EngineError, find_device, first_line
+from mmspec.app.devices import EngineError, find_device, first_line, load_quietly
 from mmspec.app.embedded import STOCK
 from mmspec.registry import DRAFTERS, resolve_rule
 from mmspec.rules import Rule
@@ -198,12 +198,9 @@ def load(model: str, device: str, dtype: str, **settings: Any) -> ImageSubject:
     Raises:
         EngineError: no such model, or it is no LlamaGenPipeline.
     """
-    from transformers.utils import logging
-
     from mmspec.pipelines.llamagen.pipeline import LlamaGenPipeline
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    load_quietly("transformers", "diffusers")
     if not Path(model).exists() and model != embedded.IMAGE_MODEL and model.count("/") != 1:
         raise EngineError(f"no folder {model!r}; a name on the Hub has the form owner/name")
     place = find_device(device)

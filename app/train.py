@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from mmspec.app import embedded, train_block
-from mmspec.app.devices import EngineError, find_device, first_line
+from mmspec.app.devices import EngineError, find_device, first_line, load_quietly
 from mmspec.app.train_block import BLOCKS
 from mmspec.checkpoints.save import save_drafter
 from mmspec.registry import DRAFTERS, drafter_class
@@ -235,13 +235,12 @@ def _opened(target: str, pictures: bool, dtype: torch.dtype) -> tuple[Any, Any]:
         EngineError: there is none of that name, or it cannot be loaded.
     """
     from transformers import AutoModelForImageTextToText, AutoProcessor
-    from transformers.utils import logging
 
     from mmspec.pipelines.llamagen.pipeline import LlamaGenPipeline
 
     try:
         where = embedded.resolve(target)
-        logging.disable_progress_bar()
+        load_quietly("transformers", *(["diffusers"] if pictures else []))
         if not pictures:
             found = AutoModelForImageTextToText.from_pretrained(where, dtype=dtype)
             return found, AutoProcessor.from_pretrained(where)
