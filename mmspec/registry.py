@@ -114,6 +114,13 @@ def drafter_class(name: str) -> Any:
     return getattr(importlib.import_module(DRAFTERS[name].module), DRAFTERS[name].cls)
 
 
+def name_of(drafter: Any) -> str:
+    """What a drafter is called: by its own method, else as its class is registered."""
+    cls = type(drafter)
+    known = (name for name, entry in DRAFTERS.items() if (entry.module, entry.cls) == (cls.__module__, cls.__name__))
+    return getattr(drafter, "method", None) or next(known, cls.__name__)
+
+
 RULES: dict[str, Callable[..., Rule]] = {  # those with a `codebook` compare tokens by their codes
     "exact": lambda: rules.exact,
     "lantern": rules.lantern,

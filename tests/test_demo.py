@@ -49,12 +49,14 @@ from mmspec.app.demo.canvas import Easel
 from mmspec.app.demo.desk import QUEUE, Desk, RefusedError
 from mmspec.app.demo.duo import Duo
 from mmspec.app.demo.wish import METHODS, SEED_EXACT, PromptWish
+from mmspec.app.embedded import SHIPPED
 from mmspec.app.engine import Engine
 from mmspec.app.media.decoder import Decoder
 from mmspec.app.painter import ImageSubject
 from mmspec.app.painter import load as load_painter
 from mmspec.pipelines.prompts import chat_inputs
 from mmspec.pipelines.serving.stream import Step, stream
+from mmspec.registry import USUAL
 
 PROMPT = "w5 w6 w7 w5 w6 w7"
 PATIENCE = 300  # seconds, for what a busy machine may delay
@@ -300,6 +302,16 @@ def test_stop_and_the_time_limit_end_both_answers(duo: Duo, picture: str) -> Non
     assert turn.plain.state == turn.fast.state == TIMED_OUT
 
 
+@pytest.mark.parametrize("named, name", [(SHIPPED, USUAL), ("recycle", "recycle")])
+def test_drafters_without_weights_have_a_name_and_a_tree_that_the_page_allows(
+    named: str, name: str, eyes: Decoder, picture: str
+) -> None:
+    """What a model drafts with that ships with nothing."""
+    both = Duo(Engine(tiny_llava.model(), tiny_llava.processor(), named, 32), eyes)
+    assert both.name == name and list(both.drafters) == [name, "ngram"]
+    both.warm_up(picture, PROMPT)
+
+
 def test_letters_of_several_tokens() -> None:
     def decode(ids: list[int]) -> str:
         return bytes(ids).decode("utf-8", errors="replace")
@@ -318,7 +330,7 @@ REFUSED = {
     "no picture": ({"image": None}, "no picture"),
     "no prompt": ({"prompt": "  "}, "prompt is empty"),
     "long prompt": ({"prompt": "w" * 2001}, "2000 are allowed"),
-    "depth": ({"depth": 99}, "between 1 and 10"),
+    "depth": ({"depth": 99}, "between 1 and 16"),
     "tokens": ({"max_new_tokens": 10**6}, "between 1 and 512"),
     "heat": ({"temperature": float("nan")}, "between 0 and 2"),
     "drafter": ({"drafter": "vispc"}, "choose from ngram"),

@@ -9,7 +9,7 @@ from typing import Any
 import mmspec
 from mmspec.app import embedded, enabling
 from mmspec.app.bench.command import BenchError, say
-from mmspec.registry import DRAFTERS, drafter_class
+from mmspec.registry import DRAFTERS, drafter_class, name_of
 from mmspec.zoo import recipes
 
 ALL = "all"
@@ -97,6 +97,6 @@ def _loaded(names: list[str], model: Any) -> dict[str, Any]:
         drafter = drafter_class(name)() if bare else mmspec.load_drafter(embedded.resolve(name))
         if model is not None and not bare:  # there already, enabling it again makes no copy, which would compile anew
             drafter.to(device=model.device, dtype=model.dtype)
-        title = name if bare else getattr(drafter, "method", type(drafter).__name__)
+        title = name if bare else name_of(drafter)
         found[title if title not in found else f"{title}:{Path(name).name}"] = drafter
     return found

@@ -12,7 +12,7 @@ from mmspec.pipelines.serving.stream import Step
 
 MAX_PROMPT = 2000  # characters
 MAX_NEW_TOKENS = 512
-MAX_DEPTH, MAX_WIDTH, MAX_SIZE = 10, 12, 96
+MAX_DEPTH, MAX_WIDTH, MAX_SIZE = 16, 12, 96
 MAX_FRAMES = 16
 MAX_TURNS = 8  # of a conversation that are kept
 PICTURE, VIDEO = "image", "video"  # as app/caption calls them

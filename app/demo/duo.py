@@ -33,6 +33,7 @@ from mmspec.config import SpecConfig, option_names
 from mmspec.pipelines.prompts import chat_inputs
 from mmspec.pipelines.serving.batcher import answer_length
 from mmspec.pipelines.serving.stream import stream
+from mmspec.registry import name_of
 
 REFRESH = 0.12  # seconds between two looks at an answer under way
 WARM_UP = 2  # new tokens that are thrown away first, of either answer
@@ -46,7 +47,7 @@ class Duo(Race):
         self.model, self.processor, self.time_limit = engine.model, engine.processor, time_limit
         self.enabled = engine.options  # by the command line; what the page has controls for, they decide
         self.options = {k: v for k, v in engine.options.items() if k not in Ask.__dataclass_fields__}
-        name = getattr(engine.drafter, "method", "ngram")
+        name = name_of(engine.drafter)
         self.drafters: dict[str, Any] = {name: engine.drafter, "ngram": "ngram"}
         self.name = name  # of the drafter to begin with
         wish = getattr(engine.drafter, "options", None) or engine.drafter.config
