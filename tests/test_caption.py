@@ -21,9 +21,9 @@ import yaml
 from PIL import Image
 
 from mmspec.app import cli
-from mmspec.app.caption import flags
 from mmspec.app.caption import model as modelling
 from mmspec.app.caption import run as running
+from mmspec.app.caption import settings
 from mmspec.app.caption.model import FatalError
 
 OK, FATAL, SENSELESS, SOME_FAILED, INTERRUPTED = 0, 1, 2, 3, 130
@@ -755,9 +755,9 @@ def test_the_help_fits_two_screens_and_nothing_is_lost(capsys: pytest.CaptureFix
     short, whole = texts
     assert len(short.splitlines()) <= 2 * 40 and "--batch-size" in short and "--max-memory" not in short
     parser = argparse.ArgumentParser()
-    flags.configure(parser)
+    settings.configure(parser)
     assert len(parser.get_default("flags").rare) > 20
-    assert all(name in whole for name in parser.get_default("flags").spelled.values() if name.startswith("--"))
+    assert all(name in whole for name in map("".join, map(settings.spelled, settings.OPTIONS)) if name != "inputs")
 
 
 def test_version_and_help(capsys: pytest.CaptureFixture):

@@ -12,7 +12,7 @@ import pytest
 from test_kill import photos  # noqa: F401 - a fixture
 
 from mmspec.app import cli
-from mmspec.app.caption import flags, settings
+from mmspec.app.caption import settings
 from mmspec.app.caption.dispatch import dispatch
 from mmspec.app.caption.model import FatalError
 from mmspec.app.caption.outputs import STATE, Outputs
@@ -44,7 +44,7 @@ def few(photos: Path, tmp_path: Path) -> Path:  # noqa: F811
 def prepared(few: Path, out: Path, *words: str) -> tuple[Job, list]:
     """The job and the tasks of a run with the quick engine."""
     parser = argparse.ArgumentParser()
-    flags.configure(parser)
+    settings.configure(parser)
     words = ("--engine", "quick_engine:load", "--model", "quick", "--max-new-tokens", "10", *words)
     options = settings.resolve(parser.parse_args([str(few), *words]))
     options = settings.fitted(options)

@@ -15,17 +15,18 @@ from typing import Any
 
 from mmspec import zoo
 from mmspec.app import embedded
-from mmspec.app.caption import flags, report, settings
+from mmspec.app.caption import report, settings
 from mmspec.app.caption.dispatch import dispatch
 from mmspec.app.caption.finals import FAILURES, OutputError
 from mmspec.app.caption.journal import write_whole
 from mmspec.app.caption.model import FatalError
+from mmspec.app.caption.options import BESIDE, ENGINE, Options
 from mmspec.app.caption.outputs import Outputs
 from mmspec.app.caption.plan import Plan, Planner
 from mmspec.app.caption.prompts import PromptError, Prompts
 from mmspec.app.caption.report import RunTally, TooManyErrorsError, plain
 from mmspec.app.caption.run import Job
-from mmspec.app.caption.settings import BESIDE, Options, SettingsError
+from mmspec.app.caption.settings import SettingsError
 from mmspec.app.caption.workers import Alone, Processes, places
 from mmspec.app.enabling import EnableError
 from mmspec.app.media.inputs import Inputs, open_inputs
@@ -41,7 +42,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "Exit code: 0 all well, 3 some items failed (see failed.jsonl), 1 nothing could be done or the run was given "
         "up, 2 an option that makes no sense, 130 stopped by Ctrl-C, 143 by SIGTERM, as SLURM and containers send it."
     )
-    flags.configure(parser)
+    settings.configure(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -244,7 +245,7 @@ def _say_plan(options: Options, inputs: Inputs, outputs: Outputs, todo: Plan) ->
         print(f"{outputs.ledger.damaged} broken line(s) in {outputs.state} (a run was killed there) are passed over")
     for trouble in todo.unwritable:
         print(f"failed: {plain(trouble)}", file=sys.stderr)
-    if options.engine != settings.ENGINE:  # of another engine's model we know nothing
+    if options.engine != ENGINE:  # of another engine's model we know nothing
         return
     samples = zoo.samples().resolve()
     own = embedded.speaks(options.model)

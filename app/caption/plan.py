@@ -8,9 +8,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from mmspec.app.caption.journal import Record, digest
+from mmspec.app.caption.options import Options
 from mmspec.app.caption.outputs import OutputError, Outputs, Sidecars, UnwritableTextError
 from mmspec.app.caption.prompts import PromptChoice, Prompts
-from mmspec.app.caption.settings import Options, Settings
+from mmspec.app.caption.settings import Settings
 from mmspec.app.media.inputs import Inputs
 from mmspec.app.media.items import VIDEO, Item
 from mmspec.media import MediaError

@@ -13,9 +13,9 @@ from typing import Any
 
 from mmspec.app.caption.dispatch import WorkerEnded
 from mmspec.app.caption.model import FatalError
+from mmspec.app.caption.options import AUTO
 from mmspec.app.caption.plan import Task
 from mmspec.app.caption.run import SIZED, Job, Result, Worker
-from mmspec.app.caption.settings import AUTO
 from mmspec.app.caption.workers import say
 from mmspec.app.extras import installing
 

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from mmspec.app.caption.journal import parse, write_whole
+from mmspec.app.caption.options import AUTO, Options
 from mmspec.app.caption.plan import Plan
 from mmspec.app.caption.run import Result
-from mmspec.app.caption.settings import AUTO, Options
 from mmspec.app.caption.workers import places
 
 if TYPE_CHECKING:  # torch is imported only once it is clear that there is something to caption

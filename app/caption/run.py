@@ -12,9 +12,10 @@ from typing import Any
 
 from mmspec.app.caption.journal import Record, digest, key
 from mmspec.app.caption.model import Answers, FatalError, area_for, compiles, dtype_of, load, peak_memory, rows_for
+from mmspec.app.caption.options import Options
 from mmspec.app.caption.outputs import UnwritableTextError, Writer, combined, facts_of
 from mmspec.app.caption.plan import Task
-from mmspec.app.caption.settings import Options, Settings
+from mmspec.app.caption.settings import Settings
 from mmspec.app.caption.twins import Twins
 from mmspec.app.media.decoder import AHEAD, Decoder, DecoderError
 from mmspec.app.media.video import FramePolicy

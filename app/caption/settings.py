@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
-from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,10 @@ import yaml
 
 from mmspec.app import embedded, enabling
 from mmspec.app.caption.journal import key
+from mmspec.app.caption.options import AUTO, ENGINE, RARE, VLLM, Options
 from mmspec.app.media import video
 
-BESIDE, AUTO = "beside", "auto"
 PROMPT = "Describe this image in two or three sentences."  # for models other than the embedded one
-ENGINE, VLLM = "mmspec.app.engine:load", "mmspec.app.caption.vllm_engine:load"
 WHOLE = "--help-all"
 FILE = "run.yaml"  # beside the captions
 HEAD = b"# Repeat this run by: mmspec caption --config FILE\n"
@@ -27,77 +25,11 @@ SAID_LATER = "config"  # the one flag that a config file cannot hold
 RIVALS = (("prompt", "prompt_file"), ("frames", "fps", "keyframes"))
 
 
+OPTIONS = {one.name: one for one in fields(Options)}
+
+
 class SettingsError(Exception):
     """The options, or the file that holds them, make no sense."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """What a run was told: a field for each flag, whose default stands in the table of flags (`flags.py`)."""
-
-    inputs: list[str]
-    recursive: bool
-    column_image: str | None
-    column_text: str | None
-    column_tags: str | None
-    split: str
-    prompt: str | None
-    prompt_file: Path | None
-    system: str | None
-    start_with: str | None
-    prepend: str
-    append: str
-    model: str
-    drafter: str
-    enable: list[str]  # NAME=VALUE
-    compile: bool | None  # None: where the run is long enough
-    max_new_tokens: int
-    temperature: float
-    max_pixels_per_image: int | str
-    seed: int
-    dtype: str
-    engine: str
-    frames: int | None
-    fps: float | None
-    keyframes: bool
-    max_frames: int
-    max_pixels: int
-    max_aspect: float
-    max_duration: float
-    timeout: float
-    max_bytes: int
-    max_memory: int
-    decoders: int | None
-    out: str
-    format: str | None
-    extension: str
-    on_existing: str
-    config: Path | None
-    resume: bool
-    retry_failed: bool
-    limit: int | None
-    dry_run: bool
-    shard: str | None
-    devices: str
-    batch_size: int | str
-    dedup: str | None
-    max_errors: int | None
-    ray: bool
-    report: Path | None
-    compare: bool
-    quiet: bool
-
-    @property
-    def kinds(self) -> list[str]:
-        """Of final files."""
-        return (self.format or "metadata").split(",")
-
-    @property
-    def policy(self) -> str:
-        """How the frames of a video are chosen, as FramePolicy.parse reads it."""
-        if self.keyframes:
-            return "keyframes"
-        return f"fps:{self.fps:g}" if self.fps else f"uniform:{min(self.frames or 8, self.max_frames)}"
 
 
 @dataclass(frozen=True)
@@ -125,40 +57,23 @@ class Settings:
 
 
 class Flags:
-    """The table of flags while it is made: what argparse is told, and the defaults, which it is not.
+    """What argparse is told of the table of options, but the defaults.
 
     So a parsed namespace holds only what was said, and the command line can win over a config file.
     """
 
-    def __init__(self, parser: argparse.ArgumentParser, rare: Collection[str] = ()):
+    def __init__(self, parser: argparse.ArgumentParser):
+        self.parser = parser
+        group: Any = parser
         self.rare: dict[argparse.Action, str] = {}  # flags that --help leaves to --help-all, with their help
-        self._rare = rare
         parser.add_argument(WHOLE, action=_WholeHelp, flags=self, help="all flags, with those that few people change")
-        self.parser, self.group = parser, parser.add_argument_group("inputs")
-        self.defaults: dict[str, Any] = {}
-        self.spelled: dict[str, str] = {}
-        self.switches: set[str] = set()
-
-    def section(self, title: str) -> None:
-        self.group = self.parser.add_argument_group(title)
-
-    def add(self, *names: str, default: Any = None, shown: str | None = None, help: str, **more: Any) -> None:
-        """As `add_argument`; `shown` is what the help says of the default, where that is not the default itself."""
-        if shown is None and not isinstance(default, bool):
-            shown = "" if default in (None, "", []) else str(default)
-        help += f" ({shown})" if shown else ""
-        action = self.group.add_argument(*names, default=argparse.SUPPRESS, help=help.replace("%", "%%"), **more)
-        if names[0] in self._rare:
-            self.rare[action], action.help = str(action.help), argparse.SUPPRESS
-        self.defaults[action.dest] = default
-        self.spelled[action.dest] = names[0]
-
-    def switch(self, name: str, default: bool | None, help: str) -> None:
-        """A flag with a --no- of its own; None: neither is said."""
-        self.switches.add(name.removeprefix("--").replace("-", "_"))
-        self.add(
-            name, default=default, help=help + " (the default)" * bool(default), action=argparse.BooleanOptionalAction
-        )
+        for name, one in OPTIONS.items():
+            about = one.metadata
+            group = parser.add_argument_group(about["section"]) if about["section"] else group
+            takes = about["takes"] | {"help": about["takes"]["help"].replace("%", "%%")}
+            action = group.add_argument(*spelled(name), *about["names"], default=argparse.SUPPRESS, **takes)
+            if action.option_strings and action.option_strings[0] in RARE:
+                self.rare[action], action.help = str(action.help), argparse.SUPPRESS
 
     def reveal(self) -> None:
         """Let the help tell of all flags."""
@@ -170,23 +85,35 @@ class Flags:
         words: list[str] = []
         for name, value in said.items():
             dest = str(name).replace("-", "_")
-            if dest not in self.spelled or dest == SAID_LATER:
-                near = difflib.get_close_matches(dest, self.spelled, 1)
+            if dest not in OPTIONS or dest == SAID_LATER:
+                near = difflib.get_close_matches(dest, OPTIONS, 1)
                 hint = f"; did you mean {near[0].replace('_', '-')!r}?" if near else ""
                 raise SettingsError(f"{origin}: unknown setting {name!r}{hint} (mmspec caption --help lists them)")
-            flag = self.spelled[dest]
-            if dest in self.switches and value is not None:
+            if dest == "inputs" or value is None:
+                continue
+            takes, (flag,) = OPTIONS[dest].metadata["takes"], spelled(dest)
+            if takes.get("action") is argparse.BooleanOptionalAction:
                 if not isinstance(value, bool):
                     raise SettingsError(f"{origin}: {name} is true or false; got {value!r}")
                 words.append(flag if value else flag.replace("--", "--no-"))
-            elif isinstance(value, list) and self.defaults[dest] == [] and flag.startswith("--"):
+            elif isinstance(value, list) and "nargs" in takes:
                 words += [flag, *map(str, value)] if value else []
-            elif value is not None and flag.startswith("--"):
-                if isinstance(value, list | dict):
-                    raise SettingsError(f"{origin}: {name} takes one value; got {value!r}")
+            elif isinstance(value, list | dict):
+                raise SettingsError(f"{origin}: {name} takes one value; got {value!r}")
+            else:
                 words.append(f"{flag}={value}")
         inputs = said.get("inputs") or []
         return [*words, "--", *([inputs] if isinstance(inputs, str) else map(str, inputs))]
+
+
+def spelled(name: str) -> tuple[str]:
+    """An option as it is said; inputs are said as they are."""
+    return (name if name == "inputs" else f"--{name.replace('_', '-')}",)
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """The options of `mmspec caption`."""
+    parser.set_defaults(flags=Flags(parser))
 
 
 class _WholeHelp(argparse.Action):
@@ -205,14 +132,14 @@ class _WholeHelp(argparse.Action):
 def resolve(args: argparse.Namespace) -> Options:
     """All options: the defaults, over them the config file, over it what the command line says."""
     flags: Flags = args.flags
-    said = {name: value for name, value in vars(args).items() if name in flags.defaults}
+    said = {name: value for name, value in vars(args).items() if name in OPTIONS}
     held: dict[str, Any] = {}
     if said.get("config"):
         held = _held(said["config"], flags)
     for rivals in RIVALS:
         if any(said.get(name, False) is not False for name in rivals):
             held = {name: value for name, value in held.items() if name not in rivals}
-    options = Options(**(flags.defaults | held | said))
+    options = Options(**(held | said))
     if sum(map(bool, (options.frames, options.fps, options.keyframes))) > 1:
         raise SettingsError("--frames, --fps and --keyframes are three ways to choose frames; give one of them")
     return options
@@ -279,4 +206,4 @@ def _held(path: Path, flags: Flags) -> dict[str, Any]:
         found = flags.parser.parse_args(flags.words(said, path))
     finally:
         flags.parser.prog = called
-    return {name: value for name, value in vars(found).items() if name in flags.defaults}
+    return {name: value for name, value in vars(found).items() if name in OPTIONS}

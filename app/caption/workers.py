@@ -15,9 +15,9 @@ from typing import Any
 
 from mmspec.app.caption.dispatch import WorkerEnded
 from mmspec.app.caption.model import FatalError
+from mmspec.app.caption.options import AUTO
 from mmspec.app.caption.plan import Task
 from mmspec.app.caption.run import Job, Result, Worker, cores
-from mmspec.app.caption.settings import AUTO
 from mmspec.app.cli import quiet
 
 GOODBYE = 30.0  # seconds a process has for its last round once it was told to stop

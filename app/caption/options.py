@@ -1,0 +1,263 @@
+"""The table of flags of `mmspec caption`: a field for each, with what it takes, its default and its help."""
+
+# ruff: noqa: RUF009 - what `_flag` makes is a field
+from __future__ import annotations
+
+import argparse
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mmspec import media
+from mmspec.app import embedded, enabling
+from mmspec.app.media import video
+from mmspec.app.media.items import kind_of
+from mmspec.app.options import DTYPES, above_zero, count, from_zero
+
+BESIDE, AUTO = "beside", "auto"
+ENGINE, VLLM = "mmspec.app.engine:load", "mmspec.app.caption.vllm_engine:load"
+ON_EXISTING = ("skip", "overwrite", "append", "prepend")
+OUTPUTS = ("txt", "metadata", "parquet", "webdataset", "pairs")
+RARE = (  # what few people change: `--help-all` and docs/captioning.md tell of them, and --config holds them
+    "--column-image", "--column-text", "--column-tags", "--split", "--prompt-file", "--system", "--start-with",
+    "--prepend", "--append", "--temperature", "--seed", "--dtype", "--fps", "--keyframes", "--max-frames",
+    "--max-pixels", "--max-aspect", "--max-duration", "--timeout", "--max-bytes", "--max-memory", "--decoders",
+    "--extension", "--on-existing", "--resume", "--limit", "--dedup", "--max-errors", "--compare",
+)  # fmt: skip
+
+
+def _fps(text: str) -> float:
+    value = above_zero(text)
+    if value > video.MAX_RATE:
+        raise argparse.ArgumentTypeError(f"{text!r} is more than {video.MAX_RATE} frames a second")
+    return value
+
+
+def _batch(text: str) -> int | str:
+    return text if text == AUTO else count(text)
+
+
+def _area(text: str) -> int | str:
+    return text if text in (AUTO, "none") else count(text)
+
+
+def _devices(text: str) -> str:
+    if not text.replace(",", "").strip():
+        raise argparse.ArgumentTypeError(f"{text!r} names no device; give auto, cpu, cuda, mps, or a list as 0,1")
+    return text
+
+
+def _size(text: str) -> int:
+    """Bytes; 512M and 2G are multiples of 1024."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)B?", text.upper())
+    if not found or not (size := int(float(found[1]) * 1024 ** " KMGT".index(found[2] or " "))):
+        raise argparse.ArgumentTypeError(f"{text!r} is no size, as 512M, 2G or a number of bytes")
+    return size
+
+
+def _shown(size: int) -> str:
+    """A size as `_size` reads it."""
+    unit = max(place for place in range(5) if size % 1024**place == 0)
+    return f"{size // 1024**unit}{' KMGT'[unit].strip()}"
+
+
+def _shard(text: str) -> str:
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    if not found or not int(found[1]) < int(found[2]):
+        raise argparse.ArgumentTypeError(f"{text!r} is not I/N with I from 0 to N-1, as 0/4 ... 3/4")
+    return text
+
+
+def _formats(text: str) -> str:
+    wrong = [name for name in text.split(",") if name not in OUTPUTS]
+    if wrong:
+        raise argparse.ArgumentTypeError(f"unknown {', '.join(map(repr, wrong))}; choose from {', '.join(OUTPUTS)}")
+    return text
+
+
+def _extension(text: str) -> str:
+    if not re.fullmatch(r"\.?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no extension like .txt or .caption")
+    text = text if text.startswith(".") else f".{text}"
+    if kind_of(f"x{text}"):
+        raise argparse.ArgumentTypeError(f"{text!r} is the extension of pictures or videos, which would be replaced")
+    return text
+
+
+def _report(text: str) -> Path:
+    if kind_of(text):  # as the shell makes of `--report photos/*.png`
+        raise argparse.ArgumentTypeError(f"{text!r} is the name of a picture or video; give a name like report.json")
+    return Path(text)
+
+
+def _engine(text: str) -> str:
+    text = VLLM if text == "vllm" else text
+    if not re.fullmatch(r"[\w.]+:\w+", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not vllm, or MODULE:FUNCTION as {ENGINE}")
+    return text
+
+
+def _flag(
+    metavar: str | None, default: Any, help: str, *, section: str = "", shown: str | None = None,
+    names: tuple[str, ...] = (), **takes: Any,
+) -> Any:  # fmt: skip
+    """A field, and what argparse is told of it.
+
+    Args:
+        section: that begins with it.
+        shown: what the help says of the default, where that is not the default itself.
+        names: further ones.
+    """
+    if shown is None:
+        shown = "" if default in (None, "", []) or isinstance(default, bool) else str(default)
+    takes = {"help": help + f" ({shown})" * bool(shown), **({"metavar": metavar} if metavar else {}), **takes}
+    about = {"section": section, "names": names, "takes": takes}
+    return field(metadata=about, **({"default_factory": list} if default == [] else {"default": default}))  # type: ignore[call-overload]
+
+
+def _switch(default: bool | None, help: str) -> Any:
+    """A flag with a --no- of its own; None: neither is said."""
+    return _flag(None, default, help + " (the default)" * bool(default), action=argparse.BooleanOptionalAction)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a run was told."""
+
+    inputs: list[str] = _flag(
+        "INPUT",
+        [],
+        "folders, files, globs, lists (.txt), tables (.jsonl .csv .parquet), webdataset tars, "
+        "hf:owner/name; default: the sample drawings",
+        section="inputs",
+        nargs="*",
+    )
+    recursive: bool = _switch(False, "look into subfolders too")
+    column_image: str | None = _flag(
+        "NAME", None, "column of a table that holds paths or bytes (default: found by name)"
+    )
+    column_text: str | None = _flag("NAME", None, "column of a table with the captions that are there already")
+    column_tags: str | None = _flag("NAME", None, "column of a table for {tags}")
+    split: str = _flag("NAME", "train", "of a data set hf:owner/name")
+
+    prompt: str | None = _flag(
+        "TEXT", None, "about every item; may hold {name} {dir} {tags} {existing}", section="what is asked"
+    )
+    prompt_file: Path | None = _flag(
+        "FILE", None, "several prompts, weighted: each item gets one, always the same", type=Path
+    )
+    system: str | None = _flag("TEXT", None, "system message")
+    start_with: str | None = _flag("TEXT", None, "words that every answer begins with")
+    prepend: str = _flag("TEXT", "", "put before every caption")
+    append: str = _flag("TEXT", "", "put after every caption")
+
+    model: str = _flag(
+        "NAME",
+        None,
+        f"name on the Hugging Face Hub, or a folder; default: the embedded one, {embedded.MODEL}",
+        section="the model",
+    )
+    drafter: str = _flag(
+        "NAME", None, "name, folder, 'ngram' (needs no weights) or 'none' (plain decoding); default: what fits"
+    )
+    enable: list[str] = _flag("NAME=VALUE", [], **{k: v for k, v in enabling.FLAG.items() if k != "metavar"})
+    compile: bool | None = _switch(
+        None, "compile the model; without either, where the run is long enough to pay for it"
+    )
+    max_new_tokens: int = _flag("N", 128, "longest caption, in tokens", type=count)
+    temperature: float = _flag("T", 0.0, "0 takes the likeliest token", type=from_zero)
+    max_pixels_per_image: int | str = _flag(
+        "N", AUTO, "larger pictures are made smaller; auto: as suits the model, none: never", type=_area
+    )
+    seed: int = _flag("N", 0, "of weighted prompts, and of draws at a temperature above 0", type=int)
+    dtype: str = _flag(None, AUTO, "of the weights", choices=DTYPES)
+    engine: str = _flag(
+        "NAME",
+        ENGINE,
+        "vllm: vLLM's offline engine (extra: vllm); or MODULE:FUNCTION, one of your own",
+        shown="",
+        type=_engine,
+    )
+
+    frames: int | None = _flag(
+        "N",
+        None,
+        "frames of a video, evenly spread (8 unless --fps or --keyframes)",
+        type=count,
+        section="videos, and limits for hostile files",
+    )
+    fps: float | None = _flag("F", None, "frames of a video per second of it", type=_fps)
+    keyframes: bool = _switch(False, "take the key frames of a video")
+    max_frames: int = _flag("N", video.MAX_FRAMES, "at most, however they are chosen", type=count)
+    max_pixels: int = _flag("N", media.MAX_PIXELS, "largest picture or frame", type=count)
+    max_aspect: float = _flag("N", media.MAX_ASPECT, "longest picture, in widths", type=above_zero)
+    max_duration: float = _flag("S", 3600.0, "longest video", type=above_zero)
+    timeout: float = _flag("S", 60.0, "longest time to decode one file", type=above_zero)
+    max_bytes: int = _flag(
+        "SIZE", media.MAX_BYTES, "largest file; it is read into memory whole", shown=_shown(media.MAX_BYTES), type=_size
+    )
+    max_memory: int = _flag(
+        "SIZE",
+        media.MAX_MEMORY,
+        "most that decoding a file may take, the file included (on Linux)",
+        shown=_shown(media.MAX_MEMORY),
+        type=_size,
+    )
+    decoders: int | None = _flag(
+        "N", None, "processes that decode, per model (default: what the cores allow)", type=count
+    )
+
+    out: str = _flag("FOLDER", "captions", "for the captions, or 'beside' for beside the files", section="outputs")
+    format: str | None = _flag(
+        "LIST",
+        None,
+        f"any of {','.join(OUTPUTS)}; default: metadata, and txt for items that are files of their own",
+        type=_formats,
+    )
+    extension: str = _flag(".EXT", ".txt", "of caption files", type=_extension)
+    on_existing: str = _flag(
+        None,
+        "skip",
+        "existing captions not written by mmspec: keep, overwrite, append ours or prepend ours",
+        choices=ON_EXISTING,
+    )
+
+    config: Path | None = _flag(
+        "FILE", None, "YAML with any flags, as run.yaml beside the captions", type=Path, section="the run"
+    )
+    resume: bool = _switch(True, "what is done is not done again")
+    retry_failed: bool = _switch(False, "try again what failed before")
+    limit: int | None = _flag("N", None, "caption at most N items in this run", type=count)
+    dry_run: bool = _switch(False, "write nothing: counts, the first prompt, an estimate measured on a warm batch")
+    shard: str | None = _flag("I/N", None, "only part I of N (0/4 ... 3/4), for several machines", type=_shard)
+    devices: str = _flag(
+        "LIST",
+        AUTO,
+        "auto, cpu, cuda, mps, or one worker process each: 0,1 or cuda:0,cuda:1 or cpu,cpu",
+        names=("--device",),
+        type=_devices,
+    )
+    batch_size: int | str = _flag(
+        "N", AUTO, "items at work at once on a device; auto: as many as fit, by the sizes of the pictures", type=_batch
+    )
+    dedup: str | None = _flag(
+        None, None, "caption equal files, or pictures that look equal, once", choices=("exact", "phash")
+    )
+    max_errors: int | None = _flag("N", None, "give up after so many failures", type=count)
+    ray: bool = _switch(False, "run the workers on Ray, one per device of its cluster (extra: ray)")
+    report: Path | None = _flag("FILE", None, "JSON with counts, speeds and acceptance", type=_report)
+    compare: bool = _switch(True, "measure the speed-up over stock generate on a few of the items")
+    quiet: bool = _switch(False, "do not print the captions")
+
+    @property
+    def kinds(self) -> list[str]:
+        """Of final files."""
+        return (self.format or "metadata").split(",")
+
+    @property
+    def policy(self) -> str:
+        """How the frames of a video are chosen, as FramePolicy.parse reads it."""
+        if self.keyframes:
+            return "keyframes"
+        return f"fps:{self.fps:g}" if self.fps else f"uniform:{min(self.frames or 8, self.max_frames)}"
