@@ -3,12 +3,15 @@ themselves."""
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import image_targets
+import own_drafters
 import pytest
 import targets
 import torch
@@ -129,17 +132,38 @@ DEFAULT = {*((name, "ragged") for name in RAGGED), *((name, "image first") for n
 def test_captured_drafts_are_what_the_drafter_proposes(name: str, kind: str, monkeypatch: pytest.MonkeyPatch):
     model, inputs = targets.model("llava"), targets.prompt("llava", kind)
     make, options = CASES[name]
-    drawn = bool(options.get("draws"))
+    proposed_both_ways(model, inputs, make(model), options, monkeypatch)
+
+
+HEADS = {"heads": {}, "tree of heads": {"depth": 3, "width": 3, "size": 10}, "few tokens": {"draft_vocab": 90},
+         "drawn by heads": DRAWN}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["ragged video", "image first"])
+@pytest.mark.parametrize("name", HEADS)
+def test_captured_heads_are_what_the_heads_propose(
+    name: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = copy.deepcopy(targets.model("qwen3_5"))
+    own_drafters.shipped(model, tmp_path, own_drafters.qwen_heads(model))
+    proposed_both_ways(model, targets.prompt("qwen3_5", kind), "mtp", HEADS[name], monkeypatch)
+
+
+def proposed_both_ways(
+    model: Model, inputs: dict[str, Tensor], drafter: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every draft of a call as the drafter makes it, and as it was captured: they are the same."""
+    drawn, deepest = bool(options.get("draws")), options.get("depth", 4)
     how = {"do_sample": True, "temperature": 30.0, "top_k": 0} if drawn else {}
     wanted = targets.generate(model, inputs)
     beside = Beside(None if drawn else Oracle.of(inputs["input_ids"], wanted))
     monkeypatch.setattr(CapturedDraft, "propose", lambda *told: beside(*told))
-    with mmspec.enable(model, make(model), compile=True, **options):
+    with mmspec.enable(model, drafter, compile=True, **options):
         out = targets.generate(model, inputs, **how)
         assert held(model) and all(held(model))
     assert drawn or torch.equal(out, wanted)
-    assert len({*beside.counts}) > 1 and max(map(max, beside.counts)) > 2 - (name == "a tree one deep")
-    assert kind != "ragged" or any(len({*counts}) > 1 for counts in beside.counts)
+    assert len({*beside.counts}) > 1 and max(map(max, beside.counts)) > min(deepest, 2)
+    assert len(inputs["input_ids"]) == 1 or any(len({*counts}) > 1 for counts in beside.counts)
 
 
 @FULL

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -15,6 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from mmspec.attention import sdpa
 from mmspec.batch import gather_rows
 from mmspec.drafters.rope import Rope, rotate
+from mmspec.piecewise import capture
 from mmspec.ragged_cache import Lengths, RaggedBuffer, visibility
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v [B, heads, n, D] → [B, heads, n, D]
@@ -77,9 +79,9 @@ def beside(attend: Attend, streams: int) -> Attend:
     return run
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None = None) -> Tensor:
     """Softmax attention; `mask` bool [B or 1, n, T], true where visible."""
-    return sdpa(q, k, v, None if mask is None else mask[:, None])
+    return sdpa(q, k, v, None if mask is None else mask[:, None], scale)
 
 
 Span = tuple[int, int, int]  # a row of the batch, and where something begins and ends in it
@@ -192,15 +194,27 @@ class FeatureMemory:
         held: dict[str, Any] = {"lengths": lengths, "positions": positions, "padded": padded}
         return replace(self, **held, open_slots=torch.cat(open_slots), context=both)
 
-    def attend(self, at: Lengths, ancestors: Tensor | None, slots: RaggedBuffer | None = None) -> Attend:
+    def attend(
+        self, at: Lengths, ancestors: Tensor | None, slots: RaggedBuffer | None = None, scale: float | None = None
+    ) -> Attend:
         """Attention over the rows read and the ones since; the last M columns of `ancestors` [B, n, ≥ M] say it of the
         M rows after the first `self.lengths`, of which the last n are being appended at `at`; None: all is visible."""
 
         def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             keys, values = (slots or self.slots).append(k, v, at)
-            return attention(q, keys, values, self.visible(at, q.shape[2], ancestors))
+            return attention(q, keys, values, self.visible(at, q.shape[2], ancestors), scale)
 
         return run
+
+    def state(self) -> list[Tensor]:
+        """What a captured draft reads of it besides keys and values."""
+        return [self.positions, *([] if self.context is None else [self.context])]
+
+    @contextmanager
+    def passing(self, state: Sequence[Tensor]) -> Iterator[Any]:
+        """For a capture: a memory of these rows that began empty, with this state. Its attentions are cuts, numbered by
+        how far in they append."""
+        yield PassThroughMemory(*state)
 
     def visible(self, at: Lengths, n: int, ancestors: Tensor | None) -> Tensor | None:
         """The mask, bool [B, n, T], of n rows that are appended at `at`, as `attend` says; None: all is visible."""
@@ -209,6 +223,19 @@ class FeatureMemory:
         M = at.longest + n - self.lengths.longest
         some = torch.ones(len(at.device), n, M, dtype=torch.bool, device=at.device.device)
         return visibility(self.lengths, self.open_slots, some if ancestors is None else ancestors[..., -M:])
+
+
+class PassThroughMemory:
+    """See `FeatureMemory.passing`."""
+
+    more = ()  # only drafters of one layer are captured
+
+    def __init__(self, positions: Tensor, context: Tensor | None = None) -> None:
+        self.positions, self.context = positions, context
+        self.lengths = Lengths.of([0] * len(positions), positions.device)
+
+    def attend(self, at: Lengths, seen: Tensor | None) -> Attend:
+        return lambda q, k, v: capture.cut(at.longest, q.shape[-1] ** -0.5, q, k, v, seen)
 
 
 def path_after(session: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -12,13 +12,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mmspec.drafters import static_trees as shapes
-from mmspec.drafters.blocks import Attend, FeatureMemory, path_after
+from mmspec.drafters.blocks import FeatureMemory, path_after
 from mmspec.drafters.feature import FeatureDrafter
 from mmspec.kernels import reference as ops
 from mmspec.modes import lasting
 from mmspec.piecewise import capture
 from mmspec.piecewise.capture import PiecewiseFunction, Uncapturable
-from mmspec.ragged_cache import Lengths
 from mmspec.tree import bounds, chain, from_parents
 from mmspec.types import NO_TOKEN, Categorical, Draft, Prompt, Target, Tree
 
@@ -69,15 +68,14 @@ class CapturedDraft:
         hidden, follow, count = path_after(session)
         missing = self.rows - follow.shape[1]  # rows past `count` mean nothing, and are written over
         inputs = [pad(hidden, (0, 0, 0, missing)), pad(follow, (0, missing)), count]
-        inputs += [session.pending, session.emitted, session.seeds, memory.positions]
-        inputs += [] if memory.context is None else [memory.context]
+        inputs += [session.pending, session.emitted, session.seeds, *memory.state()]
         after = memory.lengths.plus(session.last.counts, count)
         attend = self._attending(memory, replace(memory, lengths=after))
         o, draws = self.drafter.options, self.drafter.drawing(session)
         key = (o.tree, o.depth, o.width, o.size, self.drafter.vocab, draws, target.guidance, *(t.shape for t in inputs))
 
         def made() -> PiecewiseFunction:
-            captured = self._capture(target, draws, inputs)
+            captured = self._capture(target, draws, inputs, memory)
             check(self._draft(captured(attend, *inputs)), session, self.vocab)
             return captured
 
@@ -104,11 +102,11 @@ class CapturedDraft:
 
         def attend(at: int, scale: float, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> Tensor:
             memory, n = (before, at) if at < self.rows else (after, at - self.rows)
-            return memory.attend(memory.lengths.further(n), seen)(q, k, v)
+            return memory.attend(memory.lengths.further(n), seen, scale=scale)(q, k, v)
 
         return attend
 
-    def _capture(self, target: Target, draws: bool, inputs: list[Tensor]) -> PiecewiseFunction:
+    def _capture(self, target: Target, draws: bool, inputs: list[Tensor], memory: FeatureMemory) -> PiecewiseFunction:
         drafter, o, device = self.drafter, self.drafter.options, inputs[0].device
         static = o.tree != shapes.DYNAMIC
         fixed = [chain(self.rows, device), shapes.plan(o.tree, self.rows - 1, device) if static else None]
@@ -116,10 +114,9 @@ class CapturedDraft:
         def run(hidden: Tensor, follow: Tensor, count: Tensor, *state: Tensor) -> list[Tensor]:
             pending, emitted, seeds, *rest = state
             last = SimpleNamespace(counts=(self.rows,) * len(count))
-            session = SimpleNamespace(
-                pending=pending, emitted=emitted, seeds=seeds, memory=_PassThroughMemory(*rest), last=last
-            )
-            draft = drafter.draft(session, target, hidden, follow, count, draws)
+            with memory.passing(rest) as empty:
+                session = SimpleNamespace(pending=pending, emitted=emitted, seeds=seeds, memory=empty, last=last)
+                draft = drafter.draft(session, target, hidden, follow, count, draws)
             tree = draft.tree
             return [draft.tokens, tree.parents, tree.depth, tree.ancestors, *_tensors(draft.q and draft.q.logits)]
 
@@ -157,19 +154,6 @@ def check(draft: Draft, session: Any, vocab: int) -> None:
 
 def _same(a: Tree, b: Tree) -> bool:
     return torch.equal(a.depth, b.depth) and torch.equal(a.ancestors, b.ancestors)
-
-
-class _PassThroughMemory:
-    """A memory that began empty, whose attentions are cuts, numbered by how far in they append."""
-
-    more = ()  # only drafters of one layer are captured
-
-    def __init__(self, positions: Tensor, context: Tensor | None = None) -> None:
-        self.positions, self.context = positions, context
-        self.lengths = Lengths.of([0] * len(positions), positions.device)
-
-    def attend(self, at: Lengths, seen: Tensor | None) -> Attend:
-        return lambda q, k, v: capture.cut(at.longest, q.shape[-1] ** -0.5, q, k, v, seen)
 
 
 def _tensors(value: Any) -> list[Tensor]:

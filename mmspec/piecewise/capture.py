@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.passes.split_module import split_module
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from mmspec.modes import computed_in, uncast
 from mmspec.piecewise import graphs
@@ -46,6 +48,34 @@ def _(layer: int, scale: float, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | 
 def cut(layer: int, scale: float, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> Tensor:
     """`attend` in the dtype in which attentions are computed here: autocast would say nothing of it."""
     return attend(layer, scale, q.to(computed_in(q.dtype, q.device)), k, v, seen)
+
+
+class Cut(TorchFunctionMode):
+    """While it is on, torch's attention over what has just been appended is `attend`.
+
+    Args:
+        appended: where new keys and values are noted as they come: its `fresh` is the layer, k, v and which rows these
+            see, for `attend`; None: nothing new came.
+        masked: whether the attention has to be given a mask, in whose place comes what is said at every call.
+    """
+
+    def __init__(self, appended: Any, masked: bool) -> None:
+        self.appended, self.masked = appended, masked
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention and self.appended.fresh is not None:
+            return self._attend(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+    ) -> Tensor:  # fmt: skip
+        (layer, k, v, seen), self.appended.fresh = self.appended.fresh, None
+        if (self.masked and attn_mask is None) or dropout_p or is_causal:
+            raise Uncapturable(f"the attention of layer {layer} does not take the mask as it is given")
+        query = query.reshape(len(query), -1, k.shape[2], query.shape[3])  # of one node, transformers packs the groups
+        return cut(layer, query.shape[-1] ** -0.5 if scale is None else scale, query, k, v, seen)
 
 
 class PiecewiseFunction:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mmspec.drafters import prune
-from mmspec.drafters.blocks import FeatureMemory
+from mmspec.drafters.blocks import FeatureMemory, PassThroughMemory
 from mmspec.drafters.feature import FeatureDrafter, prompt_stats
 from mmspec.drafters.options import ALL, TreeOptions, grown
 from mmspec.drafters.trained import placed
+from mmspec.piecewise import capture
 from mmspec.pipelines.drafters import mtp_files
 from mmspec.pipelines.targets import tree_attention as attention
 from mmspec.pipelines.targets.decoder import decoder, head
@@ -89,12 +91,43 @@ class HeadMemory(FeatureMemory):
         at = rows[:, None]
         return torch.where(at <= 0, self.places[..., :1] + at, self.places[..., 1:] + at - 1)
 
+    def state(self) -> list[Tensor]:
+        return [self.positions, self.places]
+
+    @contextmanager
+    def passing(self, state: Sequence[Tensor]) -> Iterator[Any]:
+        empty = _PassThroughHeads(*state)
+        with capture.Cut(empty, masked=False):
+            yield empty
+
+
+class _PassThroughHeads(PassThroughMemory):
+    """Of one head, whose stock layer attends by torch's own function."""
+
+    ids = HeadMemory.ids
+
+    def __init__(self, positions: Tensor, places: Tensor) -> None:
+        super().__init__(positions)
+        self.places, self.first = places, None
+        self.layers = (self,)
+        self.fresh: tuple[int, Tensor, Tensor, Tensor | None] | None = None
+        self._seen: Tensor | None = None
+
+    def visible(self, at: Lengths, n: int, seen: Tensor | None) -> Tensor | None:
+        """Of no rows but the new ones, as the layer is handed them; the cut is told what they see."""
+        self._seen = seen
+        return None if seen is None else torch.ones(len(seen), n, n, dtype=torch.bool, device=seen.device)
+
+    def append(self, keys: Tensor, values: Tensor, at: Lengths) -> tuple[Tensor, Tensor]:
+        self.fresh = (at.longest, keys, values, self._seen)
+        return keys, values
+
 
 @dataclass
 class _Room:
     """What stands for a cache where a stock layer wants one: it appends to a memory's slots."""
 
-    layers: tuple[RaggedBuffer, ...]
+    layers: tuple[Any, ...]  # a RaggedBuffer of each
     at: Lengths
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
@@ -169,7 +202,7 @@ class MtpDrafter(FeatureDrafter):
 
     @property
     def capturable(self) -> bool:
-        return False
+        return self.nodes > 1 and self.plain and self.heads.config._attn_implementation == "sdpa"
 
     def fit(self, target: TargetInfo, given: Mapping[str, Any]) -> MtpDrafter:
         """The same heads with the user's options, on the target's device.
@@ -228,7 +261,8 @@ class MtpDrafter(FeatureDrafter):
         return f.unflatten(-1, (self.config.heads, -1))[..., min(level, self.config.heads - 1), :]
 
     def settle(self, memory: FeatureMemory, f: Tensor) -> None:
-        memory.context = f[..., : -self.config.hidden]
+        if self.config.heads > 1:
+            memory.context = f[..., : -self.config.hidden]
 
     @torch.no_grad()
     def start(self, session: Any, target: Target, prompt: Prompt) -> HeadMemory:
@@ -251,9 +285,18 @@ class MtpDrafter(FeatureDrafter):
         slots, stood, *more = (RaggedBuffer(n + 257) for _ in range(self.config.heads + 1))
         first = 1 - L + (~prompt.valid).sum(1)
         memory = HeadMemory(
-            slots, zero, zero.device, nothing, False, more=tuple(more), stood=stood, places=ids[..., -2:], first=first
+            slots,
+            zero,
+            zero.device,
+            nothing,
+            False,
+            more=tuple(more),
+            stood=stood,
+            places=ids[..., -2:].contiguous(),
+            first=first,
         )
-        memory.context = embeds.new_zeros(B, 1, (self.config.heads - 1) * self.config.hidden)
+        if self.config.heads > 1:
+            memory.context = embeds.new_zeros(B, 1, (self.config.heads - 1) * self.config.hidden)
         if n:
             every = bool(valid.all())
             seen = torch.ones(n, n, dtype=torch.bool, device=device).tril() & valid[:, None]

@@ -11,8 +11,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from mmspec.attention import sdpa
 from mmspec.kernels import reference
@@ -112,7 +110,7 @@ def _capture(target: Any, state: State, tokens: Tensor, places: Tensor) -> Piece
         kinds = {**dict.fromkeys(recurrent.KINDS), **dict.fromkeys(masks.KINDS, seen)}
         tree = (next(given), next(given), next(given), reference.recurrent_tree) if state.cache.recurrent else None
         cache.recurrent = RecurrentLayers((index, kept.before(given)) for index, kept in state.cache.recurrent.items())
-        with _Cut(cache), nullcontext() if tree is None else recurrent.reads(*tree):
+        with capture.Cut(cache, masked=True), nullcontext() if tree is None else recurrent.reads(*tree):
             mask = kinds if target.mixed else seen
             found = target.read(replace(state, cache=cache, types=types), tokens, places, mask)
         return [*found, *(t for layer in cache.recurrent.values() for t in layer.read())]
@@ -130,34 +128,11 @@ class _PassThroughCache(RaggedCache):
     def __init__(self, past: int) -> None:
         super().__init__(1, torch.device("cpu"), 0)
         self.advance(past)
-        self.fresh: tuple[int, Tensor, Tensor] | None = None
+        self.fresh: tuple[int, Tensor, Tensor, None] | None = None
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
-        self.fresh = (layer_idx, key_states, value_states)
+        self.fresh = (layer_idx, key_states, value_states, None)
         return key_states, value_states
-
-
-class _Cut(TorchFunctionMode):
-    """While it is on, attention on a _PassThroughCache cache is `capture.attend`."""
-
-    def __init__(self, cache: _PassThroughCache) -> None:
-        self.cache = cache
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.scaled_dot_product_attention and self.cache.fresh is not None:
-            return self._attend(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-    def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
-    ) -> Tensor:  # fmt: skip
-        assert self.cache.fresh is not None
-        (layer, k, v), self.cache.fresh = self.cache.fresh, None
-        if attn_mask is None or dropout_p or is_causal:
-            raise Uncapturable(f"the attention of layer {layer} does not take the mask as it is given")
-        query = query.reshape(len(query), -1, k.shape[2], query.shape[3])  # of one node, transformers packs the groups
-        return capture.cut(layer, query.shape[-1] ** -0.5 if scale is None else scale, query, k, v)
 
 
 def _attending(target: Any, state: State, mask: Any) -> capture.Attend:
