@@ -114,8 +114,7 @@ _ABOUT = {  # by the source of its prompts, what they are
     "scenes": "about drawn scenes, half short and\n  half long; the answers are the target's own ({sampled:.0%} "
     "sampled at temperature 1, the rest greedy)",
     "zoo": "about drawn scenes, a third\n  single pictures, a sixth pairs, half clips of four to eight frames; the "
-    "answers are the target's own\n  ({sampled:.0%} sampled at temperature 1, the rest greedy), the same for all "
-    "drafters of this target",
+    "answers are the target's own\n  ({sampled:.0%} sampled at temperature 1, the rest greedy)",
     "pictures": "of the scene generator; the\n  pictures are the target's own, drawn at its own guidance scale, and "
     "its two streams are learnt with the\n  guided distribution that is verified",
 }
