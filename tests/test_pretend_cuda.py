@@ -10,7 +10,7 @@ import copy
 import itertools
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from functools import cache, partial
 from types import SimpleNamespace
@@ -45,6 +45,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="pretends a GP
 FIRST, SECOND = torch.device("cuda:0"), torch.device("cuda:1")
 SHORT = {"max_new_tokens": 5}
 ROWS = {"one": ("image first", None), "ragged": ("ragged", [0, 3])}  # kinds of prompts, and which rows of them
+SEEING = ("vispec", "msd", "flash", "specvlm")  # the dearest
 DRAFTERS: dict[str, Callable[[Any], Any]] = {
     "plain": lambda model: "plain",
     "ngram": lambda model: "ngram",
@@ -52,7 +53,7 @@ DRAFTERS: dict[str, Callable[[Any], Any]] = {
     "recycle": lambda model: "recycle",
     "jacobi": lambda model: "jacobi",
     "eagle": lambda model: drafters.eagle(model, depth=4, width=3, size=14),
-    **{name: partial(drafters.DRAFTERS[name], oracle=None) for name in ("vispec", "msd", "flash", "specvlm")},
+    **{name: partial(drafters.DRAFTERS[name], oracle=None) for name in SEEING},
 }
 
 
@@ -115,8 +116,16 @@ def test_waits_are_counted_where_they_are_asked_for() -> None:
 # -- every drafter, wherever a model lies ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("where", ["one", "two"])
+def by(drafters: Iterable[str], *cases: str) -> list[Any]:
+    """Each drafter in each case; those that see in the first of them only with `--full`."""
+    return [
+        pytest.param(name, case, marks=pytest.mark.full if name in SEEING and case == cases[0] else ())
+        for name in drafters
+        for case in cases
+    ]
+
+
+@pytest.mark.parametrize(("drafter", "where"), by(DRAFTERS, "one", "two"))
 def test_a_model_on_one_device_or_two(drafter: str, where: str) -> None:
     made = DRAFTERS[drafter](targets.model("llava"))
     with Pretend():
@@ -432,7 +441,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle auto": ("eagle", {"auto": True}),
     "eagle drawn": ("eagle", {"tree": "mc_sim_7b_63", "draws": True}),
 }
-TEXT = [(name, call) for name in DRAFTERS for call in ("one", "ragged")]
+TEXT = by(DRAFTERS, "one", "ragged")
 TEXT += [(name, call) for name in ("ngram", "eagle") for call in ("sampled", "penalty", "criterion", "streamed")]
 TEXT += [
     ("eagle drawn", "sampled"),

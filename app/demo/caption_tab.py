@@ -28,7 +28,7 @@ from mmspec.app.demo.answer import (
 )
 from mmspec.app.demo.desk import Desk, visitor
 from mmspec.app.demo.duo import Duo
-from mmspec.app.demo.tab import IN_TURN, QUICK, SHOW, Tab, buttons
+from mmspec.app.demo.tab import QUICK, Tab, tie
 
 NAMES = (  # the examples are buttons with a picture and no words
     "() => document.querySelectorAll('#mm-examples button, #mm-clips button').forEach((b, i) => "
@@ -117,17 +117,13 @@ def build(duo: Duo, desk: Desk, offer: Offer, page: gr.Blocks) -> Caption:
                 plain = gr.HTML(first, elem_id="mm-plain-pane", min_width=300)
                 fast = gr.HTML(second, elem_id="mm-fast-pane", min_width=300)
             further, send = _further(offer)
-    shown, doors = [talk, summary, plain, fast, said], [run, stop, further, send]
-
+    panes, shown = [summary, plain, fast], [talk, summary, plain, fast, said]
     for triggers, work, given in (
         ([run.click, inputs[3].submit], caption.run, inputs),
         ([send.click, further.submit], caption.go_on, [said, further, *inputs]),
     ):
-        started = gr.on(triggers, caption.begin, None, [summary, plain, fast, run, stop], **QUICK)
-        ended = started.then(work, given, shown, **IN_TURN)
-        ended.failure(lambda: look.refusal(look.FAILED), None, summary, **QUICK)
-        ended.then(lambda turns: (*buttons(running=False), *_may_ask(bool(turns))), said, doors, **QUICK)
-        gr.on(triggers, None, js=SHOW.format("mm-summary"), **QUICK)
+        ended = tie(caption, triggers, work, given, shown, panes, [run, stop])
+        ended.then(lambda turns: _may_ask(bool(turns)), said, [further, send], **QUICK)
     another = [c.change for c in inputs[:3]]  # thing to talk about
     gr.on(another, lambda: ([], "", *_may_ask(False)), None, [said, talk, further, send], **QUICK)
     stop.click(caption.stop, None, None, **QUICK)

@@ -8,11 +8,11 @@ from typing import Any
 
 import gradio as gr
 
-from mmspec.app.demo import image_view, look
+from mmspec.app.demo import image_view
 from mmspec.app.demo.answer import MAX_PROMPT
 from mmspec.app.demo.canvas import Canvas, Easel, Pair
 from mmspec.app.demo.desk import Desk
-from mmspec.app.demo.tab import IN_TURN, QUICK, SHOW, Tab, buttons
+from mmspec.app.demo.tab import QUICK, Tab, tie
 from mmspec.app.demo.wish import (
     FAMILIES,
     LOSSLESS,
@@ -85,11 +85,8 @@ def build(easel: Easel, desk: Desk, prompts: Sequence[str], own: bool, page: gr.
                 plain = gr.HTML(first, elem_id="mm-plain-canvas", min_width=300)
                 fast = gr.HTML(second, elem_id="mm-fast-canvas", min_width=300)
 
-    started = gr.on([draw.click, prompt.submit], image.begin, None, [summary, plain, fast, draw, stop], **QUICK)
-    ended = started.then(image.run, inputs, [summary, plain, fast], **IN_TURN)
-    ended.failure(lambda: look.refusal(look.FAILED), None, summary, **QUICK)
-    ended.then(lambda: buttons(running=False), None, [draw, stop], **QUICK)
-    gr.on([draw.click, prompt.submit], None, js=SHOW.format("mm-paint-summary"), **QUICK)
+    panes = [summary, plain, fast]
+    tie(image, [draw.click, prompt.submit], image.run, inputs, panes, panes, [draw, stop])
     stop.click(image.stop, None, None, **QUICK)
     view.change(None, view, js=TURN, **QUICK)
     return image

@@ -29,14 +29,10 @@ def pane(canvas: Canvas, title: str, about: str) -> str:
 def easel(canvas: Canvas) -> str:
     """The picture, and above it one cell a token: whose it is, or that it is still to come."""
     own = "mm-own" if canvas.accelerated else "mm-plain"
-    drawn = "".join(f'<i class="{look.shade(d) if d else own}"></i>' for d in canvas.depths)
+    cells = [look.shade(depth) if depth else own for depth in canvas.depths]
     total = canvas.grid**2
-    label = f"{len(canvas.depths)} of {total} tokens drawn, {canvas.accepted} of them accepted from drafts"
-    picture = "" if canvas.image is None else f'<img src="{look.inline(canvas.image)}" alt="the picture so far">'
-    return (
-        f'<div class="mm-canvas">{picture}<div class="mm-cells" style="--n:{canvas.grid}" role="img" '
-        f'aria-label="{label}">{drawn}{"<i></i>" * (total - len(canvas.depths))}</div></div>'
-    )
+    label = f"{len(cells)} of {total} tokens drawn, {canvas.accepted} of them accepted from drafts"
+    return look.canvas(canvas.image, [*cells, *[""] * (total - len(cells))], canvas.grid, label)
 
 
 def _numbers(canvas: Canvas) -> str:

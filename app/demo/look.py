@@ -53,6 +53,16 @@ def figures(rows: Iterable[tuple[str, str, Any, str]]) -> str:
     return f'<dl class="mm-numbers">{cells}</dl>'
 
 
+def canvas(picture: Image.Image | None, cells: Sequence[str], side: int, label: str) -> str:
+    """The picture so far under side² cells, each of a class; those that are still to come have none."""
+    image = "" if picture is None else f'<img src="{inline(picture)}" alt="the picture so far">'
+    drawn = "".join(f'<i class="{cell}"></i>' if cell else "<i></i>" for cell in cells)
+    return (
+        f'<div class="mm-canvas">{image}<div class="mm-cells" style="--n:{side}" role="img" aria-label="{label}">'
+        f"{drawn}</div></div>"
+    )
+
+
 def times(rows: Sequence[tuple[str, Sequence[tuple[str, float]]]]) -> str:
     """One bar a row on a common scale, of (name of the part, seconds); the parts' names are classes, too."""
     most = max(sum(seconds for _, seconds in parts) for _, parts in rows) or 1.0

@@ -11,7 +11,7 @@ from mmspec.app.demo.answer import DONE
 from mmspec.app.demo.desk import Desk
 from mmspec.app.demo.look import duration
 from mmspec.app.demo.sketch import MAX_AHEAD, MAX_GUIDANCE, ClassWish, Sketch, Studio, Two
-from mmspec.app.demo.tab import IN_TURN, QUICK, Tab, buttons
+from mmspec.app.demo.tab import QUICK, Tab, tie
 
 PLAIN = ("Plain", "one token an iteration: a pass of the model for each")
 START = look.hint(
@@ -42,14 +42,9 @@ def _about(wish: ClassWish) -> str:
 
 def pane(sketch: Sketch, title: str, about: str) -> str:
     """One picture with its places and numbers."""
-    drawn = sum(map(bool, sketch.known))
     marks = [] if sketch.state == DONE else sketch.known  # nothing stands before the finished picture
-    cells = "".join('<i class="mm-plain"></i>' if when else "<i></i>" for when in marks)
-    picture = "" if sketch.image is None else f'<img src="{look.inline(sketch.image)}" alt="the picture so far">'
-    grid = (
-        f'<div class="mm-canvas">{picture}<div class="mm-cells" style="--n:{sketch.grid}" role="img" '
-        f'aria-label="{drawn} of {len(sketch.known)} tokens drawn">{cells}</div></div>'
-    )
+    label = f"{sum(map(bool, sketch.known))} of {len(sketch.known)} tokens drawn"
+    grid = look.canvas(sketch.image, ["mm-plain" * bool(when) for when in marks], sketch.grid, label)
     told, done = sketch.told, bool(sketch.work)
     kept = f"{told['acceptance']:.0%} of the drafts tested" if told.get("tested") else "none drafted"
     numbers = look.figures([
@@ -97,12 +92,11 @@ def build(studio: Studio, desk: Desk) -> Classes:
                 guidance = gr.Slider(1, MAX_GUIDANCE, studio.guidance, step=0.5, label="Guidance",
                                      info="how closely to follow the class")  # fmt: skip
         with gr.Column(scale=5, min_width=320):
-            told = gr.HTML(START + (look.hint(f"Both pictures are {html.escape(studio.note)}.") if studio.note else ""))
+            note = look.hint(f"Both pictures are {html.escape(studio.note)}.") if studio.note else ""
+            told = gr.HTML(START + note, elem_id="mm-class-summary")
             with gr.Row(equal_height=True):
                 plain, fast = (gr.HTML(empty, min_width=300) for empty in tab.empty())
-    started = draw.click(tab.begin, None, [told, plain, fast, draw, stop], **QUICK)
-    ended = started.then(tab.run, [label, mode, ahead, seed, guidance], [told, plain, fast], **IN_TURN)
-    ended.failure(lambda: look.refusal(look.FAILED), None, told, **QUICK)
-    ended.then(lambda: buttons(running=False), None, [draw, stop], **QUICK)
+    panes = [told, plain, fast]
+    tie(tab, [draw.click], tab.run, [label, mode, ahead, seed, guidance], panes, panes, [draw, stop])
     stop.click(tab.stop, None, None, **QUICK)
     return tab

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import gradio as gr
@@ -57,6 +57,24 @@ class Tab:
 
     def stop(self, request: gr.Request) -> None:
         self.desk.stop(visitor(request))
+
+
+def tie(
+    tab: Tab, triggers: Sequence[Any], work: Callable[..., Any], given: Sequence[Any], shown: Sequence[Any],
+    panes: Sequence[Any], doors: Sequence[Any],
+) -> Any:  # fmt: skip
+    """Tie a run to what starts it; the event of its end.
+
+    Args:
+        given, shown: what `work` takes and gives.
+        panes: the summary and both panes, which `begin` clears.
+        doors: the buttons that start and stop a run.
+    """
+    started = gr.on(triggers, tab.begin, None, [*panes, *doors], **QUICK)
+    ended = started.then(work, given, shown, **IN_TURN)
+    ended.failure(lambda: look.refusal(look.FAILED), None, panes[0], **QUICK)
+    gr.on(triggers, None, js=SHOW.format(panes[0].elem_id), **QUICK)
+    return ended.then(lambda: buttons(running=False), None, doors, **QUICK)
 
 
 def buttons(running: bool) -> tuple[Any, Any]:
