@@ -22,6 +22,8 @@ from mmspec.app.bench import report, vlm_curves, vlm_methods, vlm_shown
 from mmspec.app.bench.answers import TimedCall
 from mmspec.app.bench.command import BenchError
 from mmspec.app.train import build
+from mmspec.drafters.block_config import BlockConfig
+from mmspec.drafters.dflash import BlockDrafter
 from mmspec.statistics import Stats
 from mmspec.zoo import clips
 
@@ -179,6 +181,33 @@ def test_all_methods_side_by_side(model: Path, drafters: dict[str, Path], tmp_pa
     told = records["specvlm", "clip", 2]["drafter"]
     assert sum(much for name, much in told.items() if name.startswith("branch")) == 1.0
     assert (tmp_path / "c.svg").stat().st_size > 1000
+
+
+def test_stocks_own_path_stands_beside_a_drafter(model: Path, tmp_path: Path) -> None:
+    """The model's first layers draft, in stock's own loop and in ours; where stock refuses, the cell says so."""
+    words = ["--model", model, "--drafters", "model", "recycle", "--prompt", "short", "--images", 1, "--batch", 1, 2]
+    words += ["--temperature", 0, "--max-new-tokens", 8, "--without", "stock-static", "hf-prompt-lookup", "ngram"]
+    assert run(*words, "--json", tmp_path / "o.json", "--markdown", tmp_path / "o.md") == 0
+    found = {(r["method"], r["batch"]): r for r in json.loads((tmp_path / "o.json").read_text())["records"]}
+    assert [name for name, batch in found if batch == 1] == ["stock", "hf-model", "model", "recycle"]
+    assert all(r["identical_rate"] == 1 for (name, batch), r in found.items() if not r["refused"])
+    assert found["hf-model", 1]["n"] == found["model", 2]["n"] == 1
+    assert [key for key, r in found.items() if r["refused"]] == [("hf-model", 2)]
+    assert "refuses" in found["hf-model", 2]["note"] and "| hf-model | refused |" in (tmp_path / "o.md").read_text()
+
+
+def test_stock_drafts_with_the_weights_of_a_block_drafter() -> None:
+    """In its own class, the same tokens; a network that is none of its kind has no row."""
+    target, named_so = tiny_llava.model(), {"heads": 4, "kv_heads": 2, "features": (1, 2), "block": 4, "mask_token": 5}
+    made = BlockDrafter(BlockConfig(vocab=128, hidden=64, intermediate=48, layers=1, **named_so)).eval()
+    (method,) = vlm_methods.stocks_own("block", made)
+    assert method.single and method.arguments["speculation_type"] == "dflash"
+    other = BlockDrafter(BlockConfig(vocab=128, hidden=64, intermediate=48, layers=1, taps=2, **named_so)).eval()
+    assert not [*vlm_methods.stocks_own("block", other)]
+    words = torch.randint(6, 100, (1, 9))
+    how = {"attention_mask": torch.ones_like(words), "max_new_tokens": 9, "do_sample": False}
+    full = target.generate(words, **how)
+    assert torch.equal(target.generate(words, **how, **method.arguments), full)
 
 
 def test_ablations_in_one_table(

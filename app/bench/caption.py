@@ -126,7 +126,7 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
     ]
     bench = CaptionBench(model, engine.processor, asked, engine.settings | (EVENLY if args.unrelated else {}))
     outcome.provenance = provenance(model.device, model.dtype) | {"model": args.model}
-    chosen = matching(methods(args), None, args.without)
+    chosen = matching(methods(model, args), None, args.without)
     kind = "unrelated texts" if args.unrelated else " ".join([*([args.prompt] if args.prompt else []), "captions"])
     for rows in args.rows:
         found = measure_rows(bench, rows, chosen, args.turns)
@@ -146,11 +146,11 @@ def questions(args: argparse.Namespace) -> list[Question]:
     return [q if q.prompt else Question(q.images, prompts[i % len(prompts)]) for i, q in enumerate(held)]
 
 
-def methods(args: argparse.Namespace) -> list[CaptionMethod]:
+def methods(model: Any, args: argparse.Namespace) -> list[CaptionMethod]:
     """Static and continuous, without a drafter and with each; of unrelated texts static with stock's own noise."""
     found = [CaptionMethod(BASE, StaticBatcher), CaptionMethod("continuous", ContinuousBatcher, Plain())]
     given = drafters.options(args)
-    named = drafters.read(args) or {"ngram": registry.drafter_class("ngram")()}
+    named = drafters.read(args, model=model) or {"ngram": registry.drafter_class("ngram")()}
     for title, drafter in named.items():
         title = f"{BASE} + {title}"
         found.append(CaptionMethod(title, StaticBatcher, drafter, title, given))

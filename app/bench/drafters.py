@@ -8,6 +8,7 @@ from typing import Any
 
 import mmspec
 from mmspec.app import embedded, enabling
+from mmspec.app.bench.assisted import OF_MODEL
 from mmspec.app.bench.command import BenchError, say
 from mmspec.registry import DRAFTERS, drafter_class, name_of
 from mmspec.zoo import recipes
@@ -20,7 +21,7 @@ def configure(parser: argparse.ArgumentParser, beside: str = "") -> None:
     parser.add_argument(
         "--drafters", "--drafter", nargs="+", dest="drafters", metavar="NAME",
         help=f"feature drafters to measure{beside}: folders, names, or a method as eagle for the embedded one of the "
-        f"model; {ALL}: every embedded one; default: the embedded one, if it fits",
+        f"model; {ALL}: every embedded one; model: its own first layers; default: the embedded one, if it fits",
     )  # fmt: skip
     enabling.add(parser)
 
@@ -89,9 +90,9 @@ def _loaded(names: list[str], model: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in names:
         if name in DRAFTERS and DRAFTERS[name].from_model:
-            if name != "mtp" or model is None:
+            if name not in OF_MODEL or model is None:
                 raise ValueError(f"{name} comes from a model; it is measured where that model is named")
-            found[name] = drafter_class(name).of_model(model)
+            found[name] = OF_MODEL[name](model)
             continue
         bare = name in DRAFTERS and not DRAFTERS[name].trained
         drafter = drafter_class(name)() if bare else mmspec.load_drafter(embedded.resolve(name))

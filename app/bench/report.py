@@ -59,6 +59,7 @@ OWN: dict[str, Callable[[Record], str]] = {  # fields that are shown in a way of
     "shares": _shares,
     "spent": _spent,
     "exact_seed": _identical,
+    "refused": lambda r: "refused" if r.get("refused") else cell(r, "speedup_e2e ratio"),
     "top": _top,
     "way": lambda r: r["method"] + (f" ({r['way']})" if "way" in r else ""),
 }

@@ -44,7 +44,7 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
     weights = sum(p.numel() * p.element_size() for p in bench.model.parameters()) / 2**20
     facts = {"model": args.model, "weights_mb": round(weights, 1)}
     outcome.provenance = provenance(bench.model.device, bench.model.dtype) | facts
-    args.without = [*args.without, "hf-prompt-lookup", "ngram", *([] if args.static else ["stock-static"])]
+    args.without = [*args.without, "hf-*", "ngram", *([] if args.static else ["stock-static"])]
     chosen, (asked, _) = matching(list(methods(bench.model, args)), args.methods), vlm_shown.questions(args)
     for batch, heat in [(batch, heat) for batch in args.batch for heat in args.temperature]:
         for shown, some in asked.items():

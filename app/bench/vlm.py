@@ -150,7 +150,8 @@ def _records(
             if method.name in made or category == "all":
                 facts = {"suite": "vlm", "cell": title, "method": method.name, "variant_of": method.of,
                          "batch": cell.batch, "temperature": cell.temperature, **asdict(cell.shown or Shown()),
-                         "category": category, "setting": method.setting}  # fmt: skip
+                         "category": category, "setting": method.setting,
+                         "refused": method.single and method.name not in made}  # fmt: skip
                 figures = report.figures(method.name, made, best, greedy=cell.temperature == 0, assisted=method.single)
                 told = seen.notes.get(method.name, slower.get(method.name, ""))
                 found.append(facts | figures | {"peak_mb": seen.peaks.get(method.name), "note": told})

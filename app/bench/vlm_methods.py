@@ -12,6 +12,7 @@ from transformers import CompileConfig
 
 from mmspec import registry
 from mmspec.app.bench import drafters
+from mmspec.app.bench.assisted import ASSISTED
 from mmspec.app.bench.command import matching, say
 from mmspec.drafters.specvlm import BRANCHES
 
@@ -122,7 +123,7 @@ def stock(device: torch.device) -> list[VlmMethod]:
 
 
 def methods(model: Any, args: argparse.Namespace) -> list[VlmMethod]:
-    """The stock paths, prompt lookup as transformers has it, and mmspec with each drafter."""
+    """The stock paths, prompt lookup as transformers has it, and mmspec with each drafter, stock's own path before."""
     found = [
         *stock(model.device),
         VlmMethod("hf-prompt-lookup", {"prompt_lookup_num_tokens": 10}, grid="lookup", single=True),
@@ -134,8 +135,19 @@ def methods(model: Any, args: argparse.Namespace) -> list[VlmMethod]:
         if title == "ngram":
             continue  # it is there already
         whole = VlmMethod(title, drafter=drafter, options=flags, grid="feature drafter")
-        found += [whole, *(variants(whole) if args.ablate else ())]
+        found += [*stocks_own(title, drafter), whole, *(variants(whole) if args.ablate else ())]
     return matching(found, None, args.without)
+
+
+def stocks_own(title: str, drafter: Any) -> Iterator[VlmMethod]:
+    """Stock's own assisted path with the same drafter, where stock has one."""
+    how = ASSISTED.get(getattr(drafter, "method", ""))
+    if how is None:
+        return
+    try:
+        yield VlmMethod(f"hf-{title}", how(drafter), single=True)
+    except ValueError as error:
+        say(f"without hf-{title}: {error}")
 
 
 def variants(whole: VlmMethod) -> Iterator[VlmMethod]:
