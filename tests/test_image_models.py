@@ -8,6 +8,7 @@ from typing import Any
 
 import image_targets
 import pytest
+import remote_painters
 import targets
 import torch
 import transformers as T
@@ -422,6 +423,7 @@ def test_codes_stand_at_their_tokens(name: str) -> None:
 
 def test_every_model_called_proved_is_proved_here() -> None:
     kinds = {image_targets.model(name).config.model_type for name in PAINTERS}
+    kinds |= {name.split()[0] for name in remote_painters.MODELS}
     assert kinds | {"llamagen"} == set(families.PICTURES)
     said = mmspec.supported()
     assert all(word in said for word in (*families.PICTURES, "jacobi", "lantern"))

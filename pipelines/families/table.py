@@ -34,6 +34,8 @@ PICTURES: dict[str, str] = {
     "emu3": "Emu3: generate with prefix_allowed_tokens_fn (marked mmspec_pure), negative_prompt_ids and guidance_scale",
     "glm_image": "GLM-Image: generate, and GlmImagePipeline unchanged",
     "chameleon": 'Chameleon, Anole: generate(multimodal_generation_mode="image-only"), guided or not; ours, as below',
+    "emu3_5": "Emu3.5, loaded as Qwen3ForCausalLM: generate with its authors' logits processor, one picture a call",
+    "lumina_mgpt": "Lumina-mGPT, 2.0: generate with its authors' logits processors, one picture a call",
     "llamagen": "LlamaGenPipeline: class- and text-conditional, guided; ours, as below",
 }
 

@@ -18,6 +18,7 @@ from mmspec.loop import decode, start
 from mmspec.modes import each_module
 from mmspec.pipelines.patching import obstacles
 from mmspec.pipelines.patching.obstacles import Obstacle
+from mmspec.pipelines.sampling import followed
 from mmspec.pipelines.sampling import guidance as guided
 from mmspec.pipelines.sampling.processors import unsafe
 from mmspec.pipelines.sampling.request import CounterNoise, Noise, Request, Sampler, TorchNoise
@@ -34,12 +35,14 @@ from mmspec.types import Round, Target
 watching: ContextVar[Callable[[Round], None] | None] = ContextVar("mmspec_watching", default=None)  # see stream.py
 
 
-def _stateful(model: Any, call: Call, guided_too: bool) -> Obstacle | None:
+def _stateful(model: Any, call: Call, patch: Any) -> Obstacle | None:
     """A processor that may not be asked about drafts: it is never skipped, never guessed."""
-    processors = list(call.logits_processor)
-    if guided_too and processors and guided.stands_for(processors[0], model):
+    processors, rows = list(call.logits_processor), len(call.input_ids)
+    if patch.family.guided and processors and guided.stands_for(processors[0], model):
         processors = processors[1:]
-    why = unsafe(processors) or unheard(call.stopping_criteria, len(call.input_ids), call.scored)
+    lossless, more = patch.family.rule(patch.rule, call).lossless, more_than_keys(decoder(model))
+    why = unsafe(processors) or followed.unfit(processors, rows, lossless, more)
+    why = why or unheard(call.stopping_criteria, rows, call.scored)
     return Obstacle(why, always_falls_back=True) if why else None
 
 
@@ -67,7 +70,7 @@ def obstacle(model: Any, call: Call, patch: Any) -> Obstacle | None:
     here = obstacles.now(model, call.generation_config, len(call.input_ids))
     found = here or found or _kept(model, call) or _turning(model, call) or _tied(model, call)
     found = found or _elsewhere(model, patch, call)
-    return found or _cacheless(model) or _stateful(model, call, patch.family.guided)
+    return found or _cacheless(model) or _stateful(model, call, patch)
 
 
 def _kept(model: Any, call: Call) -> Obstacle | None:

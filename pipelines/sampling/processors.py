@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import groupby
 from typing import Any
 
 from torch import Tensor
@@ -10,6 +11,7 @@ from transformers.generation import logits_process
 from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
 
 from mmspec.pipelines.sampling import history
+from mmspec.pipelines.sampling.followed import OWN_STATE, Followed, follows
 from mmspec.session import Group
 from mmspec.types import Draft
 
@@ -50,8 +52,11 @@ def unsafe(processors: Iterable[Any]) -> str | None:
                 f"{name} asks a prefix_allowed_tokens_fn that may keep state, which rejected drafts would disturb; if "
                 f"its answer depends on its arguments alone, say so: prefix_allowed_tokens_fn.{PURE} = True"
             )
-        if type(p) not in POINTWISE and type(p) not in HISTORY:
-            return f"{name} may keep state that rejected drafts would disturb"
+        if type(p) not in POINTWISE and type(p) not in HISTORY and not follows(p):
+            return (
+                f"{name} may keep state that rejected drafts would disturb; if all that it remembers lies in its "
+                f"attributes, say so: {type(p).__name__}.{OWN_STATE} = True"
+            )
     return None
 
 
@@ -62,14 +67,20 @@ class Processors:
         self.processors = processors
         self.need_history = any(type(p) in HISTORY for p in processors)
         self._texts = history.Texts()
+        self._steps: list[Any] = []
+        for known, group in groupby(processors, lambda p: type(p) in POINTWISE or type(p) in HISTORY):
+            run = list(group)
+            self._steps += run if known else [Followed(run)]
 
     def __call__(self, logits: Tensor, session: Group, draft: Draft) -> Tensor:
         """Process float logits [B, N, V]; the tokens before node n are the row's own and n's line of ancestors."""
         no_tokens = draft.tokens.reshape(-1, 1)  # a pointwise warper does not look at them
         before = history.Prefixes.of(self._texts, session, draft) if self.need_history else None
-        for p in self.processors:
+        for p in self._steps:
             if type(p) in POINTWISE:
                 logits = p(no_tokens, logits.flatten(0, 1)).view_as(logits)
+            elif isinstance(p, Followed):
+                logits = p(logits, session, draft)
             else:
                 assert before is not None
                 logits = HISTORY[type(p)](p, logits, before)

@@ -1,0 +1,93 @@
+"""What stands for a model in copies of a logits processor that prompts it itself, as for guidance does Emu3.5's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from transformers.cache_utils import DynamicCache
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+
+@dataclass(eq=False)
+class ReadText:
+    """Stands for a KV cache in a copied processor: the tokens that were read into it."""
+
+    tokens: list[int] = field(default_factory=list)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return len(self.tokens)
+
+
+class Reader:
+    """Stands for a model in copied processors, which prompt it themselves.
+
+    Copies read the same text along different drafts. So what a copy has read is a list of tokens, and one forward reads
+    on to the end of the draft: the copies of later nodes find their logits there.
+
+    Attributes:
+        model: what reads.
+        ahead: tokens of the draft below the node that is asked about.
+        loose: whether that node's path is broken, so that no forward need be made for it: any logits do.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.ahead: list[int] = []
+        self.loose = False
+        self._cache, self._text, self._begin = DynamicCache(), [], 0  # type: DynamicCache, list[int], int
+        self._logits: Tensor | None = None  # [T, V], after the tokens of the text from `_begin` on
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def __deepcopy__(self, memo: Any) -> Reader:
+        return self
+
+    def __call__(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: ReadText | None = None,
+        use_cache: bool = True,
+        **others: Any,
+    ) -> CausalLMOutputWithPast:
+        """What the model says of one row [1, n] that goes on after what `past_key_values` has read.
+
+        Raises:
+            ValueError: padding, several rows, a cache that was made in between, or an argument that is not followed.
+        """
+        past = ReadText() if past_key_values is None else past_key_values
+        others.pop("return_dict", None)
+        closed = attention_mask is not None and not bool(attention_mask.all())
+        if len(input_ids) > 1 or closed or others or not isinstance(past, ReadText):
+            what = "several rows" if len(input_ids) > 1 else "padding" if closed else ", ".join(others) or "a new cache"
+            raise ValueError(
+                f"a logits processor calls the model with {what}; mmspec follows input_ids [1, n], an attention_mask "
+                "of ones, past_key_values that came from the model, and use_cache. Call mmspec.disable(model) for this"
+            )
+        text = past.tokens + input_ids[0].tolist()
+        if use_cache:
+            past.tokens = text
+        logits = self._after(text, input_ids)
+        return CausalLMOutputWithPast(logits=logits, past_key_values=past if use_cache else None)  # type: ignore[arg-type]
+
+    def _after(self, text: list[int], ids: Tensor) -> Tensor:
+        """Logits [1, n, V] after each of the last n tokens of a text, which are `ids` [1, n]."""
+        n, end = ids.shape[1], len(text)
+        first = end - n
+        if self.loose and self._logits is not None and len(self._logits) >= n:
+            first = min(max(first, self._begin), len(self._text) - n)
+        elif first < self._begin or self._text[:end] != text:
+            whole = text + self.ahead
+            pairs = enumerate(zip(self._text, text[:first], strict=False))
+            shared = next((i for i, (a, b) in pairs if a != b), min(len(self._text), first))
+            if shared < len(self._text):
+                self._cache.crop(shared - len(self._text))
+            new = ids.new_tensor([whole[shared:]])
+            mask = ids.new_ones(1, len(whole))
+            out = self.model(new, attention_mask=mask, use_cache=True, past_key_values=self._cache, return_dict=True)
+            self._text, self._begin, self._logits = whole, shared, out.logits[0]
+        assert self._logits is not None
+        return self._logits[first - self._begin :][None, :n]
