@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from typing import Any
 
@@ -27,7 +26,6 @@ class _Told:
         with _one_at_a_time:
             index = stock(self).get_rope_index(self, *args, **kwargs)
             note("positions", self._cached_decode_position_ids)  # type: ignore[attr-defined]
-            note("grids", kwargs.get("image_grid_thw"))
         return index
 
 
@@ -40,8 +38,14 @@ class GlmTarget(VlmTarget):
         return Onward(torch.full((3, len(embeds), 1), length, device=embeds.device))
 
     def _grid(self, recorded: dict[str, Any]) -> tuple[int, int] | None:
-        grids = [] if recorded.get("positions") is None else recorded["grids"].tolist()
-        return max((tuple(grid[1:]) for grid in grids), key=math.prod, default=None)
+        """Of the largest grid that is drawn: its tokens have one place in time, and most do."""
+        listed = recorded.get("positions")
+        if listed is None:
+            return None
+        time, places = listed[0, 0], listed[0, 1:]
+        here = places[:, time == time.mode().values]
+        rows, columns = (here.amax(1) - here.amin(1) + 1).tolist()
+        return rows, columns
 
 
 class GlmImage(DecoderOnly):
