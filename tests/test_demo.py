@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import inspect
 import json
 import re
 import socket
@@ -646,6 +647,7 @@ def test_the_server_gives_no_files_and_fetches_none(served: Any) -> None:
     runs = [f for f in served.page.fns.values() if f.concurrency_id == QUEUE]
     assert len(runs) == 3  # a question, a further one, a picture: all of them wait in one line
     assert {run.concurrency_limit for run in runs} == {1}
+    assert all(inspect.isgeneratorfunction(run.fn) for run in runs)  # of others gradio shows no looks
     others = {f.name for f in served.page.fns.values() if f.queue and f.fn and f not in runs}
     assert others == {"stop"}  # of a page that is closed
     for media in ([address, None], [None, address]):

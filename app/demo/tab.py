@@ -48,7 +48,7 @@ class Tab:
         def refuse(message: str) -> tuple[Any, ...]:
             return look.refusal(message), gr.skip(), gr.skip()
 
-        return self.desk.serve(visitor(request), looks, refuse)
+        yield from self.desk.serve(visitor(request), looks, refuse)  # gradio knows a generator by its function
 
     def begin(self, request: gr.Request) -> tuple[Any, ...]:
         """Before the queue: end an earlier run of this visitor and clear the panes."""
