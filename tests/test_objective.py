@@ -60,6 +60,8 @@ def test_list_mle_is_the_formula(distributions: tuple[Tensor, Tensor], ranked: i
 class Toy:
     """Network, drafter and teacher in one: features are turned, predictions recorded, the head is a matrix."""
 
+    masked = positioned = False
+
     def __init__(self, own: Tensor | None = None) -> None:
         g = torch.Generator().manual_seed(5)
         self.turn, self.heads = torch.randn(H, H, generator=g), torch.randn(V, H, generator=g)

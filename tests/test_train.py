@@ -141,6 +141,7 @@ def test_a_drafter_that_returns_the_targets_features_has_no_loss_to_learn(questi
             return [torch.roll(wanted, -(i + self.offset), 1) for i in range(RECIPE.unroll)]
 
     class Head:
+        masked = positioned = False
         logits = staticmethod(lambda z, teacher: teacher.head(z))
         to_draft = to_target = staticmethod(lambda x: x)
 

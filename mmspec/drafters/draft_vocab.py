@@ -84,6 +84,8 @@ class DraftVocab:
 class DraftHead:
     """What scores a trained drafter's features: a head of its own over a vocabulary of its own, or the target's."""
 
+    masked: bool = False  # see mmspec.train.trace.Learns
+    positioned: bool = False
     vocab: DraftVocab | None = None  # part of the target's that it drafts from; None: all, or one of its own
     lm_head: nn.Linear | None
     draft_ids: Tensor  # the target's id of each row of its own head

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mmspec.train.recipes import Recipe
-from mmspec.train.trace import Teaches, Trace
+from mmspec.train.trace import Learns, Teaches, Trace
 
 
 def cross_entropy(logits: Tensor, p: Tensor) -> Tensor:
@@ -32,7 +32,7 @@ def list_mle(logits: Tensor, p: Tensor, ranked: int) -> Tensor:
     return (rest - s).sum(-1)
 
 
-def losses(drafter: Any, network: Any, teacher: Teaches, trace: Trace, recipe: Recipe) -> tuple[Tensor, Tensor]:
+def losses(drafter: Learns, network: Any, teacher: Teaches, trace: Trace, recipe: Recipe) -> tuple[Tensor, Tensor]:
     """The weighted loss of all unrolled steps and rollouts, and the chance that each step's token is the target's.
 
     Row j pairs the embedding at j + 1 with the features at j and predicts the feature at j + 1, hence token j + 2. A
@@ -52,9 +52,10 @@ def losses(drafter: Any, network: Any, teacher: Teaches, trace: Trace, recipe: R
     # A rollout reads what was predicted everywhere; without one, only some rows need to be.
     rows = None if recipe.rollouts else F.pad(trace.answered[:, 2:], (0, 1))
     rows = rows if rows is None or not recipe.anchors else _anchors(rows, recipe.anchors, network.training)
-    masks = getattr(drafter, "masked", False)
-    more = {"mask": teacher.embed(trace.ids.new_tensor([drafter.config.mask_token]))[0]} if masks else {}
-    if getattr(drafter, "positioned", False):
+    more = {}
+    if drafter.masked:
+        more["mask"] = teacher.embed(trace.ids.new_tensor([drafter.config.mask_token]))[0]
+    if drafter.positioned:
         more["positions"] = trace.positions[:, :-1]
 
     def run(features: Tensor) -> list[Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -50,6 +50,20 @@ class Trace:
 
 
 _TENSORS = tuple(f.name for f in fields(Trace) if f.name != "start")
+
+
+class Learns(Protocol):
+    """What the objective asks of a trained drafter before it runs its network.
+
+    Attributes:
+        config: with `mask_token`, where it is masked.
+        masked: its network wants the embedding of the mask token.
+        positioned: its network wants the target's own position ids.
+    """
+
+    config: Any
+    masked: bool
+    positioned: bool
 
 
 class Teaches(Protocol):
