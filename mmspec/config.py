@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
@@ -25,6 +26,8 @@ class SpecConfig:
         compile: capture the target's forward and what a feature drafter does (for pictures of LlamaGen and Janus the
             forward alone) and compile them, once for each shape that comes up; the first call takes up to a minute.
             What cannot be compiled runs as it is, with a warning.
+        prefix_cache: how much may be kept of prompts and answers, such as "512MB" (or bytes), so that a prompt which
+            begins like an earlier one with the same pictures is read from there on; None: nothing is kept.
         on_unsupported: what a call does that cannot be accelerated: "error" refuses with the reason, "fallback" warns
             once and runs the stock path. Neither ever changes what is generated.
     """
@@ -34,6 +37,7 @@ class SpecConfig:
     reproducible: bool = False
     auto: bool = False
     compile: bool = False
+    prefix_cache: str | int | None = None
     on_unsupported: str = "error"
 
     def __post_init__(self) -> None:
@@ -47,6 +51,15 @@ class SpecConfig:
                 f"reproducible=True gives what plain decoding gives for the seed, which rule={self.rule!r} would "
                 "change; leave one of them out"
             )
+        try:
+            size_in_bytes(self.prefix_cache or 0)
+        except ValueError as error:
+            raise ValueError(f"prefix_cache: {error}; None keeps nothing") from None
+
+    @property
+    def kept_bytes(self) -> int:
+        """What `prefix_cache` comes to."""
+        return size_in_bytes(self.prefix_cache or 0)
 
     @classmethod
     def split(cls, options: Mapping[str, Any]) -> tuple[SpecConfig, dict[str, Any]]:
@@ -78,6 +91,20 @@ def chosen(defaults: T, given: Mapping[str, Any], drafter: str) -> T:
 def option_names(options: Any) -> list[str]:
     """The names of a drafter's options; none where it brings none."""
     return [f.name for f in fields(options)] if hasattr(options, "__dataclass_fields__") else []
+
+
+def size_in_bytes(value: Any) -> int:
+    """A number of bytes, or a text such as 512MB, 2G or 1.5 GiB, all multiples of 1024.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    if is_whole(value, 0):
+        return int(value)
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT]?)(?:I?B)?", value.upper() if isinstance(value, str) else "")
+    if not found:
+        raise ValueError(f"{value!r} is no size, as 512M, 2G or a number of bytes")
+    return int(float(found[1]) * 1024 ** " KMGT".index(found[2] or " "))
 
 
 def is_whole(value: Any, least: int) -> bool:

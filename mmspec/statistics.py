@@ -29,6 +29,10 @@ class Stats:
         drafter: what a feature drafter made of the prompts that it read, summed up: prompts, rows that it keeps, visual
             rows before and after compression, memory bytes (the keys and values of the prompts' rows), and what
             its method adds.
+        prefix: with `prefix_cache`, of the prompts that could be kept, summed up: prompts, tokens, and reused tokens,
+            which were not read again.
+        read_whole: with `prefix_cache`, why prompts were neither kept nor resumed → how many.
+        kept_bytes: what was kept of prompts and answers after the last call.
     """
 
     rounds: int = 0
@@ -43,6 +47,9 @@ class Stats:
     charges: dict[int, float] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     drafter: dict[str, float] = field(default_factory=dict)
+    prefix: dict[str, float] = field(default_factory=dict)
+    read_whole: Counter[str] = field(default_factory=Counter)
+    kept_bytes: int = 0
 
     @property
     def target_calls(self) -> int:
@@ -69,7 +76,10 @@ class Stats:
         self.lossless = self.lossless and other.lossless
         self.accepted_by_depth.update(other.accepted_by_depth)
         self.charges = dict(other.charges) or self.charges
-        for mine, others in ((self.seconds, other.seconds), (self.drafter, other.drafter)):
+        self.read_whole.update(other.read_whole)
+        self.kept_bytes = other.kept_bytes or self.kept_bytes
+        sums = ((self.seconds, other.seconds), (self.drafter, other.drafter), (self.prefix, other.prefix))
+        for mine, others in sums:
             for name, much in others.items():
                 mine[name] = mine.get(name, 0.0) + much
 
@@ -82,7 +92,7 @@ class Stats:
             f"{self.tokens} tokens in {self.rounds} target calls; tokens_per_target_call "
             f"{self.tokens_per_target_call:.2f}, accepted_draft_tokens_per_call "
             f"{self.accepted_draft_tokens_per_call:.2f}; accepted by depth: {depths or 'none'}; time: {share}{bent}"
-            f"{self._read()}"
+            f"{self._read()}{self._reused()}"
         )
 
     def _read(self) -> str:
@@ -90,3 +100,10 @@ class Stats:
         prompts = self.drafter.get("prompts", 0)
         each = ", ".join(f"{much / prompts:.4g} {name}" for name, much in self.drafter.items() if name != "prompts")
         return f"; the drafter's prompt: {each}" if prompts else ""
+
+    def _reused(self) -> str:
+        """How much of the prompts was not read again, and why some were read whole."""
+        share = self.prefix.get("reused tokens", 0) / (self.prefix.get("tokens", 0) or 1)
+        found = [f"{100 * share:.0f} % of {self.prefix['tokens']:.0f} tokens not read again"] if self.prefix else []
+        found += [f"{count} read whole: {why}" for why, count in self.read_whole.items()]
+        return f"; prompts: {', '.join(found)}; {self.kept_bytes / 2**20:.1f} MiB kept" if found else ""

@@ -96,21 +96,24 @@ class VlmBench:
         """One timed call; garbage is collected and the drafter enabled before the clock starts."""
         warmth = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
         arguments = (warmth if temperature > 0 else {"do_sample": False}) | method.arguments
-        clock = Clock()
         with enabled(self.model, method.drafter, **method.options) as handle:
             torch.manual_seed(seed)
-            gc.collect()
-            wait(self.model.device)
-            began = time.perf_counter()
-            out = self.model.generate(
-                **inputs, num_beams=1, max_new_tokens=self.max_new_tokens, streamer=clock, **arguments
-            )
-            wait(self.model.device)
-            seconds = time.perf_counter() - began
+            return self.timed(inputs, None if handle is None else handle.stats, **arguments)
+
+    def timed(self, inputs: Any, stats: Stats | None = None, **arguments: Any) -> TimedCall:
+        """One timed call of the model as it is now, whose stats, if it is enabled, are `stats`."""
+        clock = Clock()
+        gc.collect()
+        wait(self.model.device)
+        began = time.perf_counter()
+        out = self.model.generate(
+            **inputs, num_beams=1, max_new_tokens=self.max_new_tokens, streamer=clock, **arguments
+        )
+        wait(self.model.device)
+        seconds = time.perf_counter() - began
         end = self.model.generation_config.eos_token_id
         rows = out[:, inputs["input_ids"].shape[1] :].tolist()
         answers = tuple(tuple(row[: answer_length(row, end)]) for row in rows)
-        stats = handle.stats if handle is not None else None
         steps = stats.rounds if stats is not None else clock.puts - 1
         later = sum(map(len, answers)) - clock.first_tokens
         return TimedCall(seconds, clock.first_at - began, answers, steps, later, stats)

@@ -29,6 +29,10 @@ SUITES = {  # name: (module with configure(parser) and measure(args, outcome), o
     "round": ("mmspec.app.bench.round", "where the time of a round goes, and what it is against a plain step"),
     "shapes": ("mmspec.app.bench.shapes", "what a round costs at the shapes of published models, with random weights"),
     "nodes": ("mmspec.app.bench.nodes", "what verifying N nodes costs against one, on a hybrid with random weights"),
+    "turns": (
+        "mmspec.app.bench.turns",
+        "the first token of a second question, and of a second turn, with prefix_cache",
+    ),
     "kernels": ("mmspec.app.bench.kernels", "kernels beside their definitions, as a share of the copy bandwidth"),
     "gpu": ("mmspec.app.bench.gpu", "all that a GPU has to show, in stages; toys where there is none"),
 }

@@ -14,6 +14,7 @@ from mmspec.app import embedded, enabling
 from mmspec.app.media import video
 from mmspec.app.media.items import kind_of
 from mmspec.app.options import DTYPES, above_zero, count, from_zero
+from mmspec.config import size_in_bytes
 
 BESIDE, AUTO = "beside", "auto"
 ENGINE, VLLM = "mmspec.app.engine:load", "mmspec.app.caption.vllm_engine:load"
@@ -50,9 +51,12 @@ def _devices(text: str) -> str:
 
 def _size(text: str) -> int:
     """Bytes; 512M and 2G are multiples of 1024."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)B?", text.upper())
-    if not found or not (size := int(float(found[1]) * 1024 ** " KMGT".index(found[2] or " "))):
-        raise argparse.ArgumentTypeError(f"{text!r} is no size, as 512M, 2G or a number of bytes")
+    try:
+        size = size_in_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if not size:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size above 0")
     return size
 
 

@@ -49,6 +49,18 @@ class DecoderOnlyPatch:
             asking.reset(tokens[0])
             _instead.reset(tokens[1])
 
+    def _maybe_prepare_encoder_kwargs_for_generation(
+        self, inputs_tensor: Any, model_kwargs: Any, model_input_name: Any, generation_config: Any
+    ) -> Any:
+        """Where prompts are kept, pictures wait for the prefill, which may have read them before."""
+        patch, config = Patch.of(self), generation_config
+        one = max(config.num_beams or 1, config.num_return_sequences or 1) == 1
+        if patch is not None and patch.prefixes is not None and one and not self.config.is_encoder_decoder:  # type: ignore[attr-defined]
+            return model_kwargs
+        return stock(self)._maybe_prepare_encoder_kwargs_for_generation(
+            self, inputs_tensor, model_kwargs, model_input_name, generation_config
+        )
+
     def _sample(
         self,
         input_ids: Any,
@@ -111,7 +123,8 @@ class DecoderOnly(Family):
         untap(model, features)
 
     def target(self, model: Any, features: tuple[int, ...], guidance: Guidance | None) -> VlmTarget:
-        return VlmTarget(model, features, guidance)
+        patch = Patch.of(model)
+        return VlmTarget(model, features, guidance, None if patch is None else patch.prefixes)
 
     def unsupported(self, model: Any) -> str | None:
         return unsupported(model)

@@ -15,6 +15,7 @@ from mmspec.pipelines.patching.family import Family
 from mmspec.pipelines.patching.obstacles import Obstacle, UnsupportedError
 from mmspec.pipelines.targets import devices
 from mmspec.pipelines.targets.hooks import restore, swap
+from mmspec.prefix_store import PrefixStore
 from mmspec.rules import Rule, exact
 from mmspec.statistics import Stats
 from mmspec.types import TargetInfo
@@ -36,6 +37,7 @@ class Patch:
         fitted: proposers for what a model draws beside its text, by what they have to fit.
         stats: what all calls did so far.
         asked: patches for calls that ask for another drafter, by what they ask for (see assisted.py).
+        prefixes: what is kept of prompts and answers; None: nothing.
         keeps: what such a patch was asked for, kept alive.
         before: the one that this one has replaced for the length of a `with`.
         open: whether such a `with` has begun, and has not ended; None before it begins.
@@ -56,6 +58,7 @@ class Patch:
         self.fitted: dict[TargetInfo, Any] = {}
         self.stats = Stats()
         self.asked: dict[Any, Patch] = {}
+        self.prefixes = PrefixStore(config.kept_bytes) if config.kept_bytes else None
         self.keeps: Any = None
         self.before: Patch | None = None
         self.open: bool | None = None

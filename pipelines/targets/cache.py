@@ -13,7 +13,10 @@ from mmspec.kernels import dispatch
 from mmspec.pipelines.targets.cache_layer import Layers
 from mmspec.pipelines.targets.recurrent import reading
 from mmspec.pipelines.targets.recurrent_state import AcceptedPath, RecurrentLayer, RecurrentLayers
+from mmspec.prefix_store import Held
 from mmspec.ragged_cache import Lengths, RaggedBuffer, stacked
+
+_TOLD = -1  # under which what drafters read is held, beside the layers
 
 
 class RaggedCache(Cache):
@@ -31,6 +34,7 @@ class RaggedCache(Cache):
         self.indexed: dict[int, RaggedBuffer] = {}  # keys by which a layer's indexer chooses what its attention sees
         self.recurrent = RecurrentLayers()  # those that keep a state of another kind
         self.pictures: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values, by layer that looks at nothing else
+        self.told: RaggedBuffer | None = None  # of each token what a drafter reads: features, and what was embedded
         self.looking = frozenset(looking)
         self.end = 0  # slots in use, with those of the forward under way
         self.lengths = Lengths.of([0] * batch, device)
@@ -111,7 +115,7 @@ class RaggedCache(Cache):
     get_max_cache_shape = get_max_length  # the older name
 
     def _attending(self) -> list[RaggedBuffer]:
-        return [*self.slots, *self.indexed.values()]
+        return [*self.slots, *self.indexed.values(), *([] if self.told is None else [self.told])]
 
     @property
     def is_initialized(self) -> bool:
@@ -124,6 +128,29 @@ class RaggedCache(Cache):
     def advance(self, count: int) -> None:
         """All `count` tokens of the last forward stay, in every row."""
         self.lengths = Lengths(tuple(n + count for n in self.lengths.host), self.lengths.device + count)
+
+    def tell(self, features: Tensor, embeds: Tensor) -> None:
+        """Keep what a drafter reads of the tokens of the forward under way, [B, n, F] and [B, n, H]."""
+        self.told = RaggedBuffer(self.reserve) if self.told is None else self.told
+        self.told.append(features[:, None], embeds[:, None], self.lengths)
+
+    def held(self, row: int, begin: int, end: int) -> Held:
+        """A view of what some slots of a row hold."""
+        places = [*enumerate(self.slots), *([] if self.told is None else [(_TOLD, self.told)])]
+        both = ((index, name, getattr(layer, name)) for index, layer in places for name in ("keys", "values"))
+        return {(index, name): t[row, :, begin:end] for index, name, t in both if t is not None}
+
+    def states(self, row: int) -> RecurrentLayers | None:
+        """A copy of what the layers with a recurrence hold of a row; None: there are none."""
+        return self.recurrent.copied(slice(row, row + 1)) or None
+
+    def resume(self, held: Held, states: RecurrentLayers | None) -> None:
+        """Begin the only row with what `held` and `states` of another cache gave."""
+        for index in {index for index, _ in held}:
+            keys, values = held[index, "keys"][None], held[index, "values"][None]
+            self.tell(keys[:, 0], values[:, 0]) if index == _TOLD else self.update(keys, values, index)
+        self.recurrent = (states or self.recurrent).copied(slice(None))
+        self.advance(next(iter(held.values())).shape[1])
 
     def commit(self, kept: Tensor, counts: tuple[int, ...], device_counts: Tensor, in_place: bool) -> None:
         """Of the nodes appended last, keep `kept[b, : counts[b]]` in row b; `in_place` says they lie there already."""

@@ -20,6 +20,13 @@ from mmspec.pipelines.sampling.stopping import Endings
 
 _CACHES_ARE_MARKED = "_is_user_defined" in GenerationMixin._prepare_cache_for_generation.__code__.co_names
 
+# what a call tells of each token, of which generated ones have the last one's
+TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids", "cross_attention_mask", "image_attention_mask")
+# what a prefill alone reads, beside what transformers lists as such
+PICTURES = (
+    *("image_pixel_values", "flattened_patches", "audio_input_features", "audio_embed_sizes", "audio_attention_mask"),
+)
+
 
 @dataclass
 class Custom:
@@ -82,6 +89,18 @@ class Call:
     def filled(self) -> bool:
         """Whether it already holds something, as in a second turn of a conversation."""
         return self.cache is not None and int(self.cache.get_seq_length()) > 0
+
+    def unread(self, past: int) -> int:
+        """How many tokens stock's `_prefill` reads, where `past` are cached already."""
+        embeds, mask, L = (
+            self.arguments.get("inputs_embeds"),
+            self.arguments.get("attention_mask"),
+            self.input_ids.shape[1],
+        )
+        if embeds is not None:
+            return int(embeds.shape[1]) - past
+        whole = getattr(self.generation_config, "_mask_length", -1) if mask is None else mask.shape[1]
+        return len(range(L)[-(L - past) :]) if whole == L else L  # a mask that is longer tells that only new ids came
 
     @property
     def scored(self) -> bool:

@@ -17,6 +17,7 @@ _MODULE |= {"generation_config", "warnings_issued", "_previous_max_cache_length"
 PLAIN = {bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size}
 _MOST = 256  # entries of a list or dictionary that are looked at
 _DEEP = 4  # lists in lists
+_SAMPLE = 4  # values of a tensor that are looked at
 
 
 class Fingerprint(NamedTuple):
@@ -66,6 +67,22 @@ def fingerprint(root: Any, kept: bool = False) -> Fingerprint:
         state += [_Same(stock), _Same(stock.forward)]
     state += [_settings(config, kept) for config in configs.values()]
     return Fingerprint(weights, state, why)
+
+
+@torch.no_grad()
+def contents(root: Any) -> tuple[Any, ...]:
+    """Which values the parameters and buffers hold: how often each was written to, where it lies, and a sample of it.
+
+    The sample tells writes that torch does not count, such as those through `.data`.
+    """
+    held = [t for m in each_module(root) for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
+    samples: dict[Any, list[Tensor]] = {}
+    for t in held:
+        if t.device.type != "meta":
+            flat = t.view(-1) if t.is_contiguous() else t.reshape(-1)
+            samples.setdefault((t.device, t.dtype), []).append(flat[:: max(1, len(flat) // _SAMPLE)])
+    seen = [torch.cat(parts).view(torch.uint8).cpu().numpy().tobytes() for parts in samples.values()]
+    return [(0 if t.is_inference() else t._version, t.data_ptr()) for t in held], seen
 
 
 class _Same(ref):  # type: ignore[type-arg]

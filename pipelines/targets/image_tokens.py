@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -46,6 +47,59 @@ def media(ids: Tensor, config: Any, arguments: Mapping[str, Any]) -> Tensor:
             run = run | borders if bool((borders | ~run).all()) else run  # every run must begin with a medium
         begins, visual = begins | run | (_new_time(arguments, ids) & here), visual | here
     return begins.cumsum(1) * visual
+
+
+def encoded(model: Any) -> set[str]:
+    """Names of the arguments that its vision tower reads, as stock finds them."""
+    base = getattr(model, "base_model", model)
+    found = [getattr(base, f"get_{kind}_features", None) for kind in _KINDS]
+    return {name for read in found if read is not None for name in inspect.signature(read).parameters}
+
+
+def by_row(pictures: Mapping[str, Tensor], ids: Tensor, config: Any) -> list[dict[str, Tensor]] | None:
+    """Of what the tower reads for a batch [B, L], the part of each row; None: that cannot be told."""
+    B = len(ids)
+    if B == 1 or not pictures:
+        return [dict(pictures) for _ in range(B)]
+    rows: list[dict[str, Tensor]] = [{} for _ in range(B)]
+    rest = dict(pictures)
+    for kind, (names, grids, pixels) in _KINDS.items():
+        here = torch.isin(ids, torch.tensor(_tokens(config, names), device=ids.device, dtype=ids.dtype)).sum(1)
+        grid, seen = rest.get(grids), rest.get(pixels)
+        if seen is None or (grid is None and seen.dim() != _AXES[kind]):
+            continue
+        if grid is None:
+            patches, sizes = torch.ones(len(seen), dtype=torch.long), _sizes(kind, config, pictures, int(here.sum()))
+        else:
+            patches = grid.prod(1).cpu()
+            sizes = patches // getattr(config.vision_config, "spatial_merge_size", 1) ** 2
+        counts = None if sizes is None else _counts(here.tolist(), sizes.tolist())
+        if counts is None or int(patches.sum()) != len(seen):
+            return None
+        of_kind = {name: t for name, t in rest.items() if name == grids or (grid is None and name == pixels)}
+        shares = {name: t.split(counts) for name, t in of_kind.items()}
+        if grid is not None:
+            shares[pixels] = seen.split([int(part.sum()) for part in patches.split(counts)])
+        for row, parts in enumerate(zip(*shares.values(), strict=True)):
+            rows[row] |= {name: part for name, part in zip(shares, parts, strict=True) if counts[row]}
+        rest = {name: t for name, t in rest.items() if name not in shares}
+    each = (media(ids, config, {}) > 0).any(1).all()
+    if any(not t.dim() or len(t) != B for t in rest.values()) or (rest and not each):  # one a row, or filled up to it
+        return None
+    return [own | {name: t[row : row + 1] for name, t in rest.items()} for row, own in enumerate(rows)]
+
+
+def _counts(tokens: list[int], sizes: list[int]) -> list[int] | None:
+    """How many media each row has, of whose tokens there are so many, if media of these sizes come in their order."""
+    left, counts = list(sizes), []
+    for wanted in tokens:
+        begun = len(left)
+        while wanted > 0 and left:
+            wanted -= left.pop(0)
+        if wanted:
+            return None
+        counts.append(begun - len(left))
+    return None if left else counts
 
 
 def _tokens(config: Any, names: tuple[str, ...]) -> list[int]:

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
+
+from mmspec.modes import each_module
+from mmspec.session import Session
 
 Stop = Callable[[list[int], int], int | None]  # `Row.stop`
 
@@ -29,15 +33,16 @@ def turn(decoder: Any) -> int | None:
     A draft reaches further than the text, so that it would turn them for tokens that stock decoding reads before.
     """
     found = []
-    for module in decoder.modules():
-        kinds = getattr(module, "rope_type", None)  # one, or one for each type of layers
+    for module in each_module(decoder):
+        own = vars(module)
+        kinds = own.get("rope_type")  # one, or one for each type of layers
         for layer, kind in (kinds if isinstance(kinds, dict) else {None: kinds}).items():
             if kind == "longrope":
                 parameters = module.config.rope_parameters
                 found.append((parameters if layer is None else parameters[layer])["original_max_position_embeddings"])
             elif "dynamic" in (kind or ""):
                 found.append(module.original_max_seq_len)
-        if getattr(module, "attn_temperature_tuning", False):  # Llama-4 counts slots of the cache
+        if own.get("attn_temperature_tuning"):  # Llama-4 counts slots of the cache
             found.append(int(module.floor_scale) - _MARGIN)
     if type(decoder).__name__ == "InklingTextModel" and decoder.config.log_scaling_n_floor is not None:
         found.append(decoder.config.log_scaling_n_floor - _MARGIN)  # counts them likewise
@@ -60,3 +65,13 @@ def within(stop: Stop | None, most: int, held: int) -> Stop:
         return length
 
     return stops
+
+
+def bound(session: Session, table: int) -> None:
+    """Let rows fail where they go on past the model's learned positions, and not where a draft would."""
+    begin = torch.zeros(len(session.cache.open_slots), 1, dtype=torch.long, device=session.pending.device)
+    furthest = (
+        session.cache.places.at(begin).reshape(-1, len(session.rows), session.cache.streams).amax((0, 2)).tolist()
+    )
+    for row, place in zip(session.rows, furthest, strict=True):
+        row.stop = within(row.stop, row.start + table - place + 1, table)

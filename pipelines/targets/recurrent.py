@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import cache
 from types import CellType, FunctionType
 from typing import Any
 
@@ -23,7 +24,7 @@ from transformers.activations import ACT2FN
 
 from mmspec.kernels import dispatch
 from mmspec.kernels import reference_recurrent as ops
-from mmspec.modes import uncast
+from mmspec.modes import each_module, uncast
 from mmspec.pipelines.targets.recurrent_state import RecurrentLayer, Writes
 
 
@@ -178,15 +179,7 @@ SCANS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "mamba2_chunk_scan": _ssd,
     "mamba2_selective_state_update": _ssd_step,
 }
-KINDS = {
-    "linear_attention",
-    "conv",
-    "mamba",
-    "hybrid",
-    "hybrid_sliding",
-    "moe",
-    "mlp",
-}  # of layers, in `config.layer_types`
+KINDS = {"linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding", "moe", "mlp"}  # in `config.layer_types`
 _WRITES = {"update_conv_state": {"causal_conv1d_fn"}, "update_recurrent_state": set(SCANS) - {"causal_conv1d_fn"}}
 
 
@@ -195,7 +188,13 @@ _WRITES = {"update_conv_state": {"causal_conv1d_fn"}, "update_recurrent_state": 
 
 def modules(decoder: Module) -> list[Module]:
     """The modules of a decoder that keep a state other than keys and values."""
-    return [module for module in decoder.modules() if not _WRITES.keys().isdisjoint(names(type(module)))]
+    kinds: dict[Module, Any] = {m: vars(type(m)).get("_mmspec_stock") or type(m) for m in each_module(decoder)}
+    return [module for module, kind in kinds.items() if _keeps(kind)]
+
+
+@cache
+def _keeps(cls: type) -> bool:
+    return not _WRITES.keys().isdisjoint(names(cls))
 
 
 def unknown(decoder: Module, known: Collection[str] = ()) -> str | None:

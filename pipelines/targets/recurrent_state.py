@@ -133,6 +133,13 @@ class RecurrentLayers(dict[int, RecurrentLayer]):
         if wide is not flat:
             flat.copy_(wide)
 
+    def copied(self, rows: slice) -> RecurrentLayers:
+        """Others that hold the same of some rows."""
+        with lasting():
+            return RecurrentLayers(
+                {number: layer.before(iter([t[rows].clone() for t in layer.held()])) for number, layer in self.items()}
+            )
+
     def select(self, rows: Tensor) -> None:
         self._buffers = {}
         for layer in self.values():

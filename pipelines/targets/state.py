@@ -98,6 +98,7 @@ class State:
     streams: int = 1
     padded: bool = True  # whether any slot may be closed, as the host knows it
     prompt: Tensor = None  # type: ignore[assignment]  # int64 [B·S], slots that the prompt takes
+    cuts: Tensor | None = None  # right after a prefill that is kept, see prefixes.cuts
 
     def __post_init__(self) -> None:
         if self.prompt is None:

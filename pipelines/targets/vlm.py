@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,10 +17,10 @@ from mmspec.drafters.draft_vocab import DraftVocab
 from mmspec.modes import mode_of
 from mmspec.pipelines.sampling.guidance import Guidance, NegativePrompt
 from mmspec.pipelines.targets import attention_record as attended
-from mmspec.pipelines.targets import by_path, compiled, devices, masks, reach, renamed
+from mmspec.pipelines.targets import by_path, compiled, devices, masks, prefixes, reach, recurrent, renamed
 from mmspec.pipelines.targets import tree_attention as attention
 from mmspec.pipelines.targets.cache import RaggedCache
-from mmspec.pipelines.targets.call import Call
+from mmspec.pipelines.targets.call import PICTURES, TYPES, Call
 from mmspec.pipelines.targets.decoder import decoder, head, more_than_states, readers
 from mmspec.pipelines.targets.hooks import FeatureHook, final_hidden, hold, layer_input, record_features, release
 from mmspec.pipelines.targets.image_tokens import media
@@ -27,15 +28,9 @@ from mmspec.pipelines.targets.model import ModelTarget
 from mmspec.pipelines.targets.state import Onward, Places, State, interleaved, positions_read
 from mmspec.session import Session
 from mmspec.tree import lone
-from mmspec.types import ATTENTION, FINAL, Prompt, Scores
+from mmspec.types import ATTENTION, FINAL, Prompt, Round, Scores
 
 _RESERVE = 1024  # slots to reserve at once at most, beyond the prompt
-# what a call tells of each token, of which generated ones have the last one's
-TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids", "cross_attention_mask", "image_attention_mask")
-# what a prefill alone reads, beside what transformers lists as such
-_PICTURES = (
-    *("image_pixel_values", "flattened_patches", "audio_input_features", "audio_embed_sizes", "audio_attention_mask"),
-)
 
 
 def taps(model: Any, features: tuple[int, ...]) -> dict[str, Any]:
@@ -74,10 +69,14 @@ class VlmTarget(ModelTarget):
         model: an enabled model.
         features: what the drafter asked for.
         guidance: of the call.
+        prefixes: what is kept of prompts; None: nothing is, and prompts are read whole.
     """
 
-    def __init__(self, model: Any, features: tuple[int, ...], guidance: Guidance | None = None) -> None:
+    def __init__(
+        self, model: Any, features: tuple[int, ...], guidance: Guidance | None = None, prefixes: Any = None
+    ) -> None:
         super().__init__(features, guidance)
+        self.prefixes, self.recurrent = prefixes, bool(prefixes and recurrent.modules(decoder(model)))
         self.model = model
         self.device = devices.execution(model.get_input_embeddings())
         self.inference = mode_of(model)
@@ -113,26 +112,35 @@ class VlmTarget(ModelTarget):
         """
         ids = inputs.input_ids
         reserve = ids.shape[1] + min(max(0, *(row.limit - row.start for row in session.rows)), _RESERVE) + nodes
-        state, prompt, raw = self.first(inputs, reserve)
+        read = self.first if self.prefixes is None else partial(prefixes.read, self, session)
+        state, prompt, raw = read(inputs, reserve)
         if inputs.negative is not None:
             state, prompt, raw = self._second(inputs.negative, state, prompt, raw, reserve)
         session.cache = state
         if self.table is not None:
-            _bound(session, self.table)
+            reach.bound(session, self.table)
         hidden = None if prompt.hidden is None else prompt.hidden[:, -1:]
         return prompt, self.scores(raw, session, lone(prompt.ids[:, -1:]), hidden)
 
-    def first(self, call: Call, reserve: int) -> tuple[State, Prompt, Tensor]:
+    def commit(self, session: Session, round_: Round) -> None:
+        if self.prefixes is not None:
+            prefixes.follow(self, session, round_)
+        super().commit(session, round_)
+
+    def first(self, call: Call, reserve: int, slots: RaggedCache | None = None) -> tuple[State, Prompt, Tensor]:
         """Read the prompt of a call, with room for `reserve` slots in all.
+
+        Args:
+            slots: of its only row, whose first tokens they hold; None: empty ones, or what came with the call.
 
         Returns:
             The state, what a drafter may know of the prompt, and the raw logits [B, 1, V] after it.
         """
         ids, config, arguments = call.input_ids, call.generation_config, call.arguments
         looking = getattr(decoder(self.model).config, "cross_attention_layers", None) or ()
-        slots = RaggedCache.adopt(call.cache, ids.shape[0], ids.device, reserve, looking)
+        slots = RaggedCache.adopt(call.cache, ids.shape[0], ids.device, reserve, looking) if slots is None else slots
         past = slots.lengths.longest
-        read = _read(ids, config, arguments, past)
+        read = call.unread(past)
         new = pad(ids, (max(0, read - ids.shape[1]), 0))[:, -read:]  # soft prompts have no ids
         mask = arguments.get("attention_mask")
         valid = ids.new_ones(len(ids), past + read, dtype=torch.bool) if mask is None else mask.bool()
@@ -149,18 +157,23 @@ class VlmTarget(ModelTarget):
             config.prefill_chunk_size = chunk
         arguments = self.model._update_model_kwargs_for_generation(out, arguments, is_encoder_decoder=False)
         _check(slots, final_hidden(recorded["decoder"]).shape[1], read)
+        embeds, hidden = self._embeds(recorded, new), self._features(recorded)
+        if self.prefixes is not None and hidden is not None and self.streams == 1:
+            slots.tell(hidden, embeds)
         slots.advance(read)
         positions = self._positions(ids, arguments)
         types = {name: arguments.pop(name)[:, -1:] for name in TYPES if arguments.get(name) is not None}
         places = self._places(positions, recorded, past + read)
-        read_once = {"past_key_values", *_PICTURES, *MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL}
+        read_once = {"past_key_values", *PICTURES, *MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL}
         arguments = {name: value for name, value in arguments.items() if name not in read_once}
         arguments |= {"attention_mask": None}
         state = State(slots, places, valid, types, arguments, padded=not bool(valid.all()))
+        if self.prefixes is not None:
+            state.cuts = prefixes.cuts(recorded["decoder"][1], valid, past)
         prompt = Prompt(
             ids=new,
-            embeds=self._embeds(recorded, new),
-            hidden=self._features(recorded),
+            embeds=embeds,
+            hidden=hidden,
             visual=visual,
             valid=valid[:, past:],
             grid=self._grid(recorded),
@@ -287,16 +300,6 @@ class VlmTarget(ModelTarget):
         return attention.additive(visible, self.model.dtype) if additive else visible
 
 
-def _read(ids: Tensor, generation_config: Any, arguments: dict[str, Any], past: int) -> int:
-    """How many tokens stock's `_prefill` reads, where `past` are cached already."""
-    embeds, mask = arguments.get("inputs_embeds"), arguments.get("attention_mask")
-    if embeds is not None:
-        return embeds.shape[1] - past
-    whole = getattr(generation_config, "_mask_length", -1) if mask is None else mask.shape[1]
-    L = ids.shape[1]
-    return len(range(L)[-(L - past) :]) if whole == L else L  # a mask that is longer tells that only new ids came
-
-
 def _check(slots: RaggedCache, appended: int, read: int) -> None:
     """Raises: RuntimeError, before a wrong count could write over what is cached."""
     if appended != read or not slots.slots:
@@ -304,16 +307,6 @@ def _check(slots: RaggedCache, appended: int, read: int) -> None:
             f"the prefill was to append {read} tokens to the cache; the decoder read {appended}, into "
             f"{'this' if slots.slots else 'another'} cache. Call mmspec.disable(model) for this call"
         )
-
-
-def _bound(session: Session, table: int) -> None:
-    """Let rows fail where they go on past the model's learned positions, and not where a draft would."""
-    begin = torch.zeros(len(session.cache.open_slots), 1, dtype=torch.long, device=session.pending.device)
-    furthest = (
-        session.cache.places.at(begin).reshape(-1, len(session.rows), session.cache.streams).amax((0, 2)).tolist()
-    )
-    for row, place in zip(session.rows, furthest, strict=True):
-        row.stop = reach.within(row.stop, row.start + table - place + 1, table)
 
 
 def _beside(cond: Tensor, uncond: Tensor) -> Tensor:

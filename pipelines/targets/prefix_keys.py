@@ -1,0 +1,162 @@
+"""What tells the tokens of prompts apart, so that a text is known again; and which calls are left alone.
+
+A token has its id, its position and type, a hash of its row's pictures where it stands for one, and a hash of all else
+that the call gives the forward.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
+
+from mmspec.modes import ambient
+from mmspec.pipelines.targets.call import PICTURES, TYPES, Call
+from mmspec.pipelines.targets.fingerprint import contents, fingerprint
+from mmspec.pipelines.targets.image_tokens import by_row, encoded, media
+
+LEAST = 8  # tokens that a prompt has to share, or all of it is read
+# arguments that are told apart token by token, or that do not change what a forward computes of a token
+ASIDE = {"attention_mask", "position_ids", "past_key_values", "logits_to_keep", "use_cache", *TYPES}
+# columns of a key: the id, two of the pictures, two of the call, the types, and from here on the positions
+POSITIONS = 5 + len(TYPES)
+
+
+@dataclass(frozen=True)
+class Text:
+    """A row's prompt, L tokens without padding, and how it may be resumed.
+
+    Attributes:
+        row: its place in the call.
+        pad: slots of padding before it in the call.
+        key: int64 [L, C], see above.
+        onward: int64 [C], of the token after it; positions go up by one from there, the others stay.
+        free: bool [L + 1], whether so many tokens end before all of its pictures or behind them.
+        behind: how many tokens it has up to its last picture's end.
+        media: the pictures of this row, as the forward takes them.
+        age: of the store.
+        cuts: see Segment; filled in once it is read.
+    """
+
+    row: int
+    pad: int
+    key: Tensor
+    onward: Tensor
+    free: Tensor
+    behind: int
+    media: Mapping[str, Any]
+    age: int
+    cuts: Tensor | None = None
+
+    @property
+    def allowed(self) -> Tensor:
+        """bool [L + 1], whether reading may begin after so many tokens: `LEAST` of them, and one is left to read."""
+        place = torch.arange(len(self.free))
+        return self.free & (place >= LEAST) & (place < len(self.key))
+
+    def grown(self, tokens: list[int]) -> tuple[Tensor, Tensor]:
+        """Key and cuts of the prompt and these further tokens."""
+        assert self.cuts is not None
+        more = self.onward.repeat(len(tokens), 1)
+        more[:, 0] = torch.tensor(tokens, dtype=torch.long)
+        more[:, POSITIONS:] += torch.arange(len(tokens))[:, None]
+        return torch.cat([self.key, more]), pad(self.cuts, (0, len(tokens)), value=True)
+
+
+# Why a call's prompts are read from their beginnings, and not kept. The first that holds is counted in the stats.
+_WHOLE: tuple[tuple[Callable[[Any, Call], Any], str], ...] = (
+    (lambda t, c: t.streams > 1, "guided calls read two prompts for each row"),
+    (lambda t, c: t.stateful, "its layers keep more than keys, values and recurrent states"),
+    (lambda t, c: t.attends, "the drafter asks what all of the prompt attends to"),
+    (lambda t, c: c.filled or c.owned, "the cache is the caller's own"),
+    (lambda t, c: c.arguments.get("inputs_embeds") is not None, "the prompt is given as embeddings"),
+    (lambda t, c: not _placed(c), "its positions are left to the model"),
+    (lambda t, c: c.arguments.get("mm_encoder_outputs"), "its pictures were encoded before the prefill"),
+    (lambda t, c: _unknown(t.model, c), "it has inputs that are neither text nor pictures"),
+    (lambda t, c: _holes(c), "its attention mask has holes, or padding at its end"),
+    (lambda t, c: len(c.input_ids) == 1 and c.returns_cache and _padding(c)[0], "the cache is asked for with padding"),
+)
+
+
+def texts(target: Any, call: Call) -> tuple[list[Text], str | None]:
+    """The rows' prompts; or why all of them is read."""
+    why = next((why for holds, why in _WHOLE if holds(target, call)), None)
+    model, ids, arguments = target.model, call.input_ids, call.arguments
+    print_ = fingerprint(model)
+    if why is not None or print_.why is not None:
+        return [], why or print_.why
+    world = (print_.weights, print_.state, contents(model), ambient(), target.features)
+    age, B, tower = target.prefixes.read_by(world), len(ids), encoded(model)
+    visual, pads = media(ids, model.config, arguments).cpu(), _padding(call)
+    pictures = {name: v for name, v in arguments.items() if name in tower and isinstance(v, Tensor)}
+    own = by_row(pictures, ids, model.config)
+    if own is None or any(bool(one) != bool(seen.any()) for one, seen in zip(own, visual, strict=True)):
+        return [], "nothing tells which pictures belong to a row, and which tokens to them"
+    places = arguments["position_ids"]
+    shown = torch.tensor([_digest(one) for one in own])[:, None] * (visual > 0)[..., None]
+    others = _digest({name: v for name, v in arguments.items() if name not in tower | ASIDE})
+    types = [arguments.get(name) for name in TYPES]
+    columns = [ids, *(torch.full_like(ids, -1) if t is None else t for t in types)]
+    columns += [places] if places.dim() == 2 else [*places]
+    token, *more = torch.stack([c.expand_as(ids).to(ids) for c in columns], -1).cpu().split([1, len(columns) - 1], -1)
+    key = torch.cat([token, shown, torch.tensor(others).expand(*ids.shape, 2), *more], -1)
+    return [_text(key[b], visual[b], pads[b], own[b], age, b) for b in range(B)], None
+
+
+def _text(key: Tensor, visual: Tensor, padding: int, pictures: Mapping[str, Any], age: int, row: int) -> Text:
+    key, seen = key[padding:], visual[padding:].nonzero()[:, 0]
+    place, L = torch.arange(len(key) + 1), len(key)
+    first, behind = (int(seen[0]), int(seen[-1]) + 1) if len(seen) else (L, 0)
+    free = (place <= first) | (place >= behind)
+    onward = key[-1].clone()
+    onward[POSITIONS:] += 1
+    return Text(row, padding, key, onward, free, behind, pictures, age)
+
+
+def _digest(values: Mapping[str, Any]) -> list[int]:
+    """Two numbers of 64 bits, alike for what is alike byte by byte."""
+    told = hashlib.blake2b(digest_size=16)
+    for name in sorted(values):
+        value = values[name]
+        if isinstance(value, Tensor):
+            told.update(f"{name} {value.dtype} {tuple(value.shape)} ".encode())
+            told.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        else:
+            told.update(f"{name} {value!r} ".encode())
+    both = told.digest()
+    return [int.from_bytes(part, "little", signed=True) for part in (both[:8], both[8:])]
+
+
+def _placed(call: Call) -> bool:
+    """Whether the call says where each of its tokens stands."""
+    places = call.arguments.get("position_ids")
+    return isinstance(places, Tensor) and places.shape[-2:] == call.input_ids.shape
+
+
+def _unknown(model: Any, call: Call) -> bool:
+    """Whether the prefill is given something that is not read by a vision tower alone."""
+    known = encoded(model) | {"mm_encoder_outputs"}
+    names = (*PICTURES, *MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL)
+    types = [call.arguments.get(name) for name in TYPES]
+    wide = any(t is not None and t.shape != call.input_ids.shape for t in types)
+    return wide or any(call.arguments.get(name) is not None for name in names if name not in known)
+
+
+def _padding(call: Call) -> list[int]:
+    """Slots of padding before each row."""
+    mask = call.arguments.get("attention_mask")
+    return [0] * len(call.input_ids) if mask is None else (mask.cumsum(1) == 0).sum(1).tolist()
+
+
+def _holes(call: Call) -> bool:
+    """Whether anything but padding before a row is masked, or not all of the text was given."""
+    mask = call.arguments.get("attention_mask")
+    if mask is None:
+        return False
+    return mask.shape != call.input_ids.shape or bool((mask.bool() != (mask.cumsum(1) > 0)).any())

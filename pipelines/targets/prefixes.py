@@ -1,0 +1,222 @@
+"""Prompts that begin like a text that was read before: what was kept of it stands for reading it again.
+
+A few words that are left of a prompt are read like a draft that stands whole, for all rows at once; more of them, or
+pictures, by the model's own prefill, row by row, on a cache that begins with what was kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial, reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from mmspec.batch import gather_rows
+from mmspec.pipelines.targets import by_path, prefix_keys
+from mmspec.pipelines.targets.cache import RaggedCache
+from mmspec.pipelines.targets.call import TYPES, Call
+from mmspec.pipelines.targets.image_tokens import encoded, media
+from mmspec.pipelines.targets.prefix_keys import ASIDE, POSITIONS, Text
+from mmspec.pipelines.targets.state import Onward, State, positions_read
+from mmspec.prefix_store import Segment
+from mmspec.session import Session
+from mmspec.tree import chain
+from mmspec.types import Prompt, Round
+
+MOST = 64  # tokens of text that are read like a draft, for all rows at once
+FILLED = (
+    16  # where forwards are captured, such a text is filled up to a multiple of so many, so that few shapes come up
+)
+Found = list[tuple[int, Segment | None]]  # of each row: how many tokens are kept, and what has them
+
+
+def read(target: Any, session: Session, call: Call, reserve: int) -> tuple[State, Prompt, Tensor]:
+    """As `target.first`: what is kept of the session's rows is not read again, and what was read is kept."""
+    store, stats, B = target.prefixes, session.stats, len(call.input_ids)
+    texts, why = prefix_keys.texts(target, call)
+    if why is not None:
+        stats.read_whole[why] += B
+        return target.first(call, reserve)  # type: ignore[no-any-return]
+    found = [store.find(text.age, text.key, text.allowed) for text in texts]
+    tokens = sum(len(text.key) for text in texts)
+    alike = [max(at, _shared(target, text)) for text, (at, _) in zip(texts, found, strict=True)]
+    alone = B == 1 or 2 * sum(alike) >= tokens  # rows are resumed one by one, which has to pay
+    resumed = sum(at for at, _ in found) if alone else 0
+    if alone and all(_short(text, *one) for text, one in zip(texts, found, strict=True)):
+        state, raw = _drafted(target, session, call, texts, found, reserve)
+    elif alone:
+        parts = [_resumed(target, call, text, reserve, *one) for text, one in zip(texts, found, strict=True)]
+        state, raw = reduce(State.join, [state for _, state, _ in parts]), torch.cat([raw for *_, raw in parts])
+        texts = [text for text, *_ in parts]
+    else:
+        state, prompt, raw = target.first(call, reserve)
+        texts = [replace(text, cuts=state.cuts[text.row, text.pad :]) for text in texts]
+    if alone:
+        prompt = _prompt(target, call, state, [text.pad for text in texts])
+        texts = [replace(text, pad=0) for text in texts]
+    state.arguments = {name: v for name, v in state.arguments.items() if name not in encoded(target.model)}
+    for row, text in zip(session.rows, texts, strict=True):
+        assert text.cuts is not None
+        if bool((text.cuts | ~text.free).all()):
+            row.text = text
+            _keep(target, state, text, text.key, text.cuts)
+        else:  # then words that follow change what is kept of those before
+            stats.read_whole["its prompts are read in both directions"] += 1
+    stats.prefix = {"prompts": B, "tokens": tokens, "reused tokens": resumed}
+    stats.kept_bytes = store.bytes
+    return state, prompt, raw
+
+
+def follow(target: Any, session: Session, round_: Round) -> None:
+    """Before a round is committed: tell the cache what drafters read of it; keep the answers of rows that ended."""
+    cache = session.cache.cache
+    if cache.told is not None:
+        cache.tell(round_.scores.hidden, target.embed(round_.draft.tokens.clamp(min=0)))
+    for b, row in enumerate(session.rows):
+        if row.done and row.text is not None:
+            answer = cache.lengths.host[b] - row.text.pad - len(row.text.key)
+            key, cuts = row.text.grown(row.tokens[row.start : row.start + answer])
+            _keep(target, session.cache, replace(row.text, row=b), key, cuts)
+            session.stats.kept_bytes = target.prefixes.bytes
+
+
+def _keep(target: Any, state: State, text: Text, key: Tensor, cuts: Any) -> None:
+    """What the row holds of the tokens of this key."""
+    cache, row, first = state.cache, text.row, text.pad
+    held = lambda start: cache.held(row, first + start, first + len(key))  # noqa: E731
+    target.prefixes.keep(text.age, key, cuts, held, cache.states(row))
+
+
+def _resumed(
+    target: Any, call: Call, text: Text, reserve: int, at: int, kept: Segment | None
+) -> tuple[Text, State, Tensor]:
+    """One row, read from its token number `at` on: its text with all cuts, its state, and raw logits [1, 1, V]."""
+    slots, cuts = RaggedCache(1, call.input_ids.device, reserve), torch.ones(1, dtype=torch.bool)
+    if kept is not None:
+        slots.resume(kept.first(at), kept.state)
+        cuts = kept.cuts[: at + 1]
+    elif target.recurrent and (at := _stop(target, text)):  # a state can be resumed only where it was kept
+        state, *_ = target.first(_row(target, call, text, 0, at), reserve, slots)
+        cuts = cuts.new_ones(at + 1)
+        _keep(target, state, replace(text, row=0, pad=0), text.key[:at], cuts)
+    state, _, raw = target.first(_row(target, call, text, at, len(text.key)), reserve, slots)
+    return replace(text, cuts=torch.cat([cuts, state.cuts[0, 1:]])), state, raw
+
+
+def _short(text: Text, at: int, kept: Segment | None) -> bool:
+    """Whether a few words are left of a prompt, which can be read like a draft."""
+    types = text.key[at:, :POSITIONS][:, 5:]
+    return kept is not None and text.behind <= at and len(text.key) <= at + MOST and bool((types == types[-1]).all())
+
+
+def _drafted(
+    target: Any, session: Session, call: Call, texts: list[Text], found: Found, reserve: int
+) -> tuple[State, Tensor]:
+    """The rest of all rows in one forward, as a draft that stands whole; the state, and raw logits [B, 1, V]."""
+    ids, B, caches = call.input_ids, len(texts), []
+    for at, kept in found:
+        assert kept is not None
+        caches.append(RaggedCache(1, ids.device, reserve))
+        caches[-1].resume(kept.first(at), kept.state)
+    cache, counts = (
+        reduce(RaggedCache.join, caches),
+        [len(text.key) - at for text, (at, _) in zip(texts, found, strict=True)],
+    )
+    N = max(counts) if target.captured is None else -(-max(counts) // FILLED) * FILLED
+    count = torch.tensor(counts, device=ids.device)
+    place = (ids.shape[1] - count[:, None] + torch.arange(N, device=ids.device)).clamp(max=ids.shape[1] - 1)
+    positions = call.arguments["position_ids"]
+    types = {name: t[:, -1:] for name in TYPES if (t := call.arguments.get(name)) is not None}
+    left_out = {"position_ids", *types, "past_key_values", *encoded(target.model)}
+    arguments = {name: v for name, v in call.arguments.items() if name not in left_out} | {"attention_mask": None}
+    lengths = torch.tensor([len(text.key) for text in texts], device=ids.device)
+    open_slots = ids.new_ones(B, max(len(text.key) for text in texts), dtype=torch.bool)
+    state = State(cache, Onward(positions[..., -1:] + 1), open_slots, types, arguments, padded=False, prompt=lengths)
+    tree, tokens = chain(N, ids.device).expand(B), ids.gather(1, place)
+    where = positions.gather(-1, place.expand(*positions.shape[:-2], -1, -1))
+    read = target.read if target.captured is None else partial(target.captured.read, target)
+    with target.inference(), by_path.reads(tree.parents, tree.depth, tree.ancestors, cache.lengths, True):
+        raw, *hidden = read(state, tokens, where, target.mask(state, tree.ancestors, tree.depth))
+    if hidden:
+        cache.tell(hidden[0], target.embed(tokens))
+    cache.commit(torch.arange(N, device=ids.device).expand(B, N), tuple(counts), count, True)
+    for b, (text, (at, kept)) in enumerate(zip(texts, found, strict=True)):
+        assert kept is not None
+        texts[b] = replace(text, cuts=pad(kept.cuts[: at + 1], (0, counts[b]), value=True))
+    return state, gather_rows(raw, count[:, None] - 1).clone()
+
+
+def _stop(target: Any, text: Text) -> int:
+    """Where a prompt is read in two pieces: behind what it shares with another text, else behind its pictures."""
+    return max(text.behind if text.allowed[text.behind] else 0, _shared(target, text))
+
+
+def _shared(target: Any, text: Text) -> int:
+    """Of layers with a recurrence: how many tokens another text shares, where this one could have been resumed."""
+    at = target.prefixes.shared(text.age, text.key) if target.recurrent else 0
+    return at if text.allowed[at] else 0
+
+
+def _row(target: Any, call: Call, text: Text, begin: int, end: int) -> Call:
+    """The call of one row up to its token number `end`, of which `begin` are cached."""
+    row, B, tower = text.row, len(call.input_ids), encoded(target.model)
+    one, part = slice(row, row + 1), slice(text.pad, text.pad + end)
+    ids = call.input_ids[one, part]
+    arguments: dict[str, Any] = {"attention_mask": torch.ones_like(ids)}
+    for name, value in call.arguments.items():
+        if name == "position_ids" or name in TYPES:
+            arguments[name] = None if value is None else value[..., one, part]
+        elif name not in tower and name not in ASIDE:
+            by_row = isinstance(value, Tensor) and value.dim() and len(value) == B
+            arguments[name] = value[one] if by_row else value
+    arguments |= {name: call.arguments[name] for name in ("logits_to_keep", "use_cache") if name in call.arguments}
+    arguments |= text.media if begin < text.behind <= end else {}
+    return replace(call, input_ids=ids, arguments=arguments)
+
+
+def _prompt(target: Any, call: Call, state: State, pads: list[int]) -> Prompt:
+    """What a drafter may know of the prompts, whose padding the rows of the state do not have."""
+    ids, told = call.input_ids, state.cache.told
+    place = torch.arange(ids.shape[1], device=ids.device) - torch.tensor(pads, device=ids.device)[:, None]
+    embeds, hidden = None, None
+    if told is not None and told.keys is not None and told.values is not None:
+        hidden, embeds = (gather_rows(t[:, 0], place.clamp(min=0)) for t in (told.keys, told.values))
+    return Prompt(
+        ids=ids,
+        embeds=embeds,
+        hidden=hidden,
+        visual=media(ids, target.model.config, call.arguments),
+        valid=place >= 0,
+        positions=positions_read(
+            call.arguments["position_ids"], state.places, ids.new_zeros(len(ids), 1), ids.shape[1]
+        ),
+        given=call.given,
+    )
+
+
+def cuts(told: Mapping[str, Any], valid: Tensor, past: int) -> Tensor:
+    """bool [B, n + 1], on the CPU: after how many of the n tokens of a forward the text before knows nothing of that
+    behind it. Not so within a picture whose tokens see each other, and nowhere in a prompt that is read both ways.
+
+    Args:
+        told: the decoder's arguments. A mask that it makes by itself is causal, if it is told of no blocks.
+        valid: bool [B, past + n], false on padding.
+    """
+    B, n = len(valid), valid.shape[1] - past
+    mask, place = told.get("attention_mask"), torch.arange(past, past + n, device=valid.device)
+    furthest = place.expand(B, n)
+    if any(told.get(name) is not None for name in (*TYPES, "block_sequence_ids")):
+        furthest = furthest + n
+    for one in mask.values() if isinstance(mask, dict) else [mask]:
+        if isinstance(one, Tensor) and one.dim() == 4:
+            seen = one if one.dtype == torch.bool else one > torch.finfo(one.dtype).min / 2
+            slot = torch.arange(seen.shape[3], device=seen.device)
+            furthest = furthest.maximum((seen * slot).amax((1, 3)).to(furthest.device))
+        elif one is not None and not (isinstance(one, Tensor) and one.dim() == 2):  # of an unknown kind
+            furthest = furthest + n
+    furthest = torch.where(valid[:, past:], furthest, place).cummax(1).values
+    return pad(furthest <= place, (1, 0), value=True).cpu()
