@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -201,7 +202,7 @@ def _cut(graph: fx.GraphModule, compile: Compile, place: Place | None) -> tuple[
         part += alone
         parts[node] = part
         part += alone
-    whole = split_module(graph, torch.nn.Module(), parts.__getitem__, keep_original_order=True, tuple_return=True)
+    whole = split_module(graph, torch.nn.Module(), parts.__getitem__, keep_original_order=True)
     *_, last = whole.graph.find_nodes(op="placeholder")
     with whole.graph.inserting_after(last):
         attention = whole.graph.placeholder("attention")
@@ -211,6 +212,7 @@ def _cut(graph: fx.GraphModule, compile: Compile, place: Place | None) -> tuple[
         piece = getattr(whole, node.target)
         cut = next((n for n in piece.graph.nodes if n.target is torch.ops.mmspec.attend.default), None)
         if cut is None:
+            _in_a_tuple(whole, node, piece)
             function = _ready(piece, ready, compile)
             leaves = node is nodes[-1] and part > 0
             delattr(whole, node.target)
@@ -219,12 +221,22 @@ def _cut(graph: fx.GraphModule, compile: Compile, place: Place | None) -> tuple[
         given = dict(zip(piece.graph.find_nodes(op="placeholder"), node.args, strict=True))
         with whole.graph.inserting_before(node):
             new = whole.graph.call_function(_attended, (attention, *(given.get(a, a) for a in cut.args)))
-        for user in list(node.users):  # of a tuple of one
-            user.replace_all_uses_with(new)
-            whole.graph.erase_node(user)
+        node.replace_all_uses_with(new)
         whole.graph.erase_node(node)
     whole.recompile()
     return whole.forward, len(ready)
+
+
+def _in_a_tuple(whole: fx.GraphModule, node: fx.Node, piece: fx.GraphModule) -> None:
+    """A piece of one output gives a tuple of it, as inductor asks; torch 2.11 has no option for that."""
+    output = piece.graph.output_node()
+    if not isinstance(output.args[0], fx.Node):
+        return
+    output.args = ((output.args[0],),)
+    piece.recompile()
+    with whole.graph.inserting_after(node):
+        only = whole.graph.call_function(operator.getitem, (node, 0))
+    node.replace_all_uses_with(only, delete_user_cb=lambda user: user is not only)
 
 
 def _attended(attention: Attend, *args: Any) -> Tensor:
