@@ -190,10 +190,13 @@ def hybrids(layers: int) -> Counts:
     model = T.Qwen3_5ForCausalLM(config).eval()
     ids = torch.randint(3, 500, (1, 8)).repeat(1, 5)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    chain = Scripted(lambda row, g: ([5] * 8, [*range(8)]), chained=True)
     return {
         "stock step": launches(model, inputs, None),
         "plain round": launches(model, inputs, Plain()),
-        "a chain of 8 read": launches(model, inputs, Scripted(lambda row, g: ([5] * 8, [*range(8)]), chained=True)),
+        "plain round, compiled": launches(model, inputs, Plain(), compile=True),
+        "a chain of 8 read": launches(model, inputs, chain),
+        "a chain of 8 read, compiled": launches(model, inputs, chain, compile=True),
     }
 
 
