@@ -362,6 +362,7 @@ WAITS: dict[tuple[str, str, str], Waits] = {  # drafter, rule, kind of call → 
     ("eagle", "exact", "ragged"): (1, 0),
     ("eagle", "exact", "sampled"): (1, 0),
     ("eagle", "exact", "streamed"): (1, 0),
+    ("eagle", "exact", "top-p"): (1, 0),
     ("eagle auto", "exact", "one"): (2, 1),
     ("eagle drawn", "exact", "sampled"): (1, 0),
     ("vispec", "exact", "one"): (1, 0),
@@ -432,6 +433,7 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
     "one": ("one", {}),
     "ragged": ("ragged", {}),
     "sampled": ("one", {"do_sample": True, "top_k": 20}),
+    "top-p": ("one", {"do_sample": True, "top_k": 0, "top_p": 0.9}),
     "penalty": ("one", {"repetition_penalty": 1.05}),
     "criterion": ("one", {"stopping_criteria": [Never()]}),
     "streamed": ("one", {"streamer": Columns()}),
@@ -450,7 +452,7 @@ TEXT += [
     ("plain", "sampled"),
     ("vispec", "sampled"),
 ]
-TEXT += [("eagle auto", "one")]
+TEXT += [("eagle auto", "one"), ("eagle", "top-p")]
 
 
 @pytest.mark.parametrize(("drafter", "call"), TEXT)
