@@ -8,6 +8,7 @@ from mmspec.drafters.block_config import BlockConfig
 from mmspec.drafters.dflash import BlockDrafter
 from mmspec.train.recipes import Recipe
 
+FEATURES = 5  # the least that are read, however few layers a drafter has; that many in most published files
 BLOCKS: dict[str, dict[str, Any]] = {  # method: what its published drafters have beside DFlash's layers
     "block": {},
     "dflash": {},
@@ -22,22 +23,32 @@ def layers_read(layers: int, count: int) -> tuple[int, ...]:
     return tuple(sorted({min(i + 1, layers - 1) for i in ids}))
 
 
+def mask_token(model: Any) -> int:
+    """The token whose embedding stands for a mask: the padding's, or that of pictures, which no text holds either.
+
+    A padding token that was never anything else often has an embedding of zeros. Norms keep it so, hence queries of
+    zeros: all rows of a block would be one and the same.
+    """
+    from mmspec.pipelines.targets.image_tokens import placeholders
+
+    pad, table = getattr(model.get_decoder().config, "pad_token_id", None), model.get_input_embeddings().weight
+    known = [*([] if pad is None else [pad]), *placeholders(model.config), len(table) - 1]
+    return next(i for i in known if i == known[-1] or (i < len(table) and bool(table[i].any())))
+
+
 def build(method: str, model: Any, intermediate: int | None, **shape: Any) -> BlockDrafter:
     """An untrained drafter of five layers that read five of the target's.
-
-    The embedding of the target's padding token stands for a mask; `mask_token` names another.
 
     Args:
         shape: other values of the drafter's config.
 
     Raises:
-        ValueError: a value that its config does not have, or does not allow.
+        ValueError: a value that its config does not have, or does not allow; or a mask whose embedding is zero.
     """
     from mmspec.pipelines.families import table as families
 
     c, info = model.get_decoder().config, families.of(model).describe(model)
     theta = (getattr(c, "rope_parameters", None) or {}).get("rope_theta", 10000.0)
-    pad = getattr(c, "pad_token_id", None)
     layers = shape.get("layers", 5)
     usual = {
         "hidden": info.hidden, "vocab": info.vocab, "target": info.name, "rope_theta": float(theta),
@@ -45,10 +56,17 @@ def build(method: str, model: Any, intermediate: int | None, **shape: Any) -> Bl
         "kv_heads": getattr(c, "num_key_value_heads", None) or c.num_attention_heads,
         "head_dim": getattr(c, "head_dim", None) or info.hidden // c.num_attention_heads,
         "norm_eps": float(getattr(c, "rms_norm_eps", 1e-6)), "layers": layers,
-        "features": layers_read(info.layers, layers), "mask_token": info.vocab - 1 if pad is None else pad,
+        "features": layers_read(info.layers, max(layers, FEATURES)), "mask_token": mask_token(model),
         "target_revision": getattr(model.config, "_commit_hash", None) or "",
     }  # fmt: skip
-    return BlockDrafter(BlockConfig.of({**usual, **BLOCKS[method], **shape}))
+    config = BlockConfig.of({**usual, **BLOCKS[method], **shape})
+    table, mask = model.get_input_embeddings().weight, config.mask_token
+    if not (0 <= mask < len(table) and table[mask].any()):
+        raise ValueError(
+            f"mask_token {mask} has no embedding, or one of zeros, by which all rows of a block would be the same; "
+            "name a token that has one and that no text holds: --shape mask_token=ID"
+        )
+    return BlockDrafter(config)
 
 
 def check(drafter: Any, recipe: Recipe) -> None:

@@ -15,9 +15,11 @@ from test_block import BLOCK, INFO, MADE, MASK, H, Table, literal, put, rounds
 
 import mmspec
 from mmspec.app.train import train
-from mmspec.app.train_block import layers_read
+from mmspec.app.train_block import build, layers_read
 from mmspec.drafters.dflash import BlockDrafter
-from mmspec.train.objective import _anchors
+from mmspec.pipelines.teacher import Teacher
+from mmspec.train.data import read
+from mmspec.train.objective import _anchors, losses
 from mmspec.train.recipes import RECIPES
 
 assert literal is not None
@@ -63,6 +65,25 @@ def test_layers_that_are_read():
     assert layers_read(8, 1) == (5,)
 
 
+def test_a_drafter_of_one_layer_reads_as_many_of_the_targets():
+    deep = tiny_llava.model()
+    decoder = deep.get_decoder()
+    decoder.layers = torch.nn.ModuleList(decoder.layers[0] for _ in range(24))
+    assert build("dflash", deep, 32, layers=1).features == layers_read(24, 5) == (2, 7, 12, 17, 22)
+
+
+def test_the_mask_is_a_token_that_has_an_embedding():
+    """A padding token's is often zero; then no row of a block could tell where it stands."""
+    model = tiny_llava.model()
+    table = model.get_input_embeddings().weight
+    assert not table[0].any() and build("dflash", model, 32).config.mask_token == tiny_llava.IMAGE_TOKEN
+    with pytest.raises(ValueError, match="--shape mask_token=ID"):
+        build("dflash", model, 32, mask_token=0)
+    with torch.no_grad():
+        table[0] = 0.1
+    assert build("dflash", model, 32).config.mask_token == 0
+
+
 @pytest.mark.parametrize("method", ["dflash", "dspark"])
 def test_it_learns_and_drafts(tmp_path, questions, method):
     torch.manual_seed(0)
@@ -70,12 +91,28 @@ def test_it_learns_and_drafts(tmp_path, questions, method):
     recipe = RECIPES[method].with_(
         steps=4, batch=4, unroll=3, held_out=3, max_new_tokens=12, muon=True, lr=3e-3, anchors=3
     )
-    shape = {"block": 4, "layers": 2, "mask_token": 3} | ({"markov_rank": 8} if method == "dspark" else {})
+    shape = {"block": 4, "layers": 2} | ({"markov_rank": 8} if method == "dspark" else {})
     made = train(model, processor, method, str(questions), tmp_path, recipe, shape=shape, intermediate=32)
     assert isinstance(made, BlockDrafter) and made.config.sequential is (method == "dspark")
     assert json.loads((tmp_path / "report.json").read_text())["method"] == method
     mmspec.save_drafter(mmspec.load_drafter(tmp_path / "drafter"), tmp_path / "theirs", layout="dflash")
     mmspec.enable(model, drafter=tmp_path / "theirs").disable()
+
+
+@pytest.mark.parametrize("method", ["dflash", "dspark"])
+def test_it_learns_texts_by_heart(tmp_path, questions, method):
+    """After 120 steps on the same few answers, all rows of a block foretell the tokens at their own places."""
+    model, processor = tiny_llava.model(), tiny_llava.processor()
+    recipe = RECIPES[method].with_(
+        steps=120, batch=7, unroll=4, held_out=3, max_new_tokens=12, muon=True, lr=1e-2, floor=0.1, sampled=0.0
+    )
+    shape = {"layers": 1, "block": 5} | ({"markov_rank": 8} if method == "dspark" else {})
+    made = train(model, processor, method, str(questions), tmp_path, recipe, shape=shape, intermediate=64)
+    with Teacher(model, processor, made.features) as teacher:
+        samples = read(str(questions))[recipe.held_out :]
+        trace = teacher.trace(samples, teacher.answers(samples, recipe.max_new_tokens, 0.0))
+        agree = losses(made, made, teacher, trace, recipe)[1]
+    assert agree.float().mean(1).min() > 0.9
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,10 @@ _SEES = {  # by method, what an embedded drafter is
     "latents and foretells {tokens} tokens in one pass.",
     "specvlm": "The SpecVLM drafter of `{target}`, embedded in mmspec: EAGLE's one decoder layer behind an elastic\n"
     "compressor of pictures (prune, pool, convolution, resampler, text only) that a gate chooses by the question.",
+    "block": "The block drafter of `{target}`, embedded in mmspec: DFlash's layers foretell a block in one pass\n"
+    "from the features of several of the target's layers, and DSpark's Markov head makes its tokens agree.",
 }
+_LEARNT = {"flash": "heads", "block": "rows of a block"}  # at each position, by method; others unroll
 _ABOUT = {  # by the source of its prompts, what they are
     "scenes": "about drawn scenes, half short and\n  half long; the answers are the target's own ({sampled:.0%} "
     "sampled at temperature 1, the rest greedy)",
@@ -128,7 +131,7 @@ def drafter_card(recipe: DrafterRecipe, report: dict[str, Any]) -> str:
         "drafter", recipe=recipe, report=report, how=how, train=int(samples) - how["held_out"],
         what=_SEES[recipe.method].format(target=recipe.target, tokens=recipe.shape.get("tokens")),
         about=_ABOUT[source].format(**how), kind="drawn" if how["overlap"] else "greedy", ceiling=how["unroll"] + 1,
-        unrolled="heads" if recipe.method == "flash" else "unrolled steps (training-time test)",
+        unrolled=_LEARNT.get(recipe.method, "unrolled steps (training-time test)"),
     )  # fmt: skip
 
 

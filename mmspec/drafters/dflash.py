@@ -221,8 +221,8 @@ class BlockDrafter(DraftHead, nn.Module):
         noise = self._noise(session, logits.shape[-1]) if draws and not session.last.scores.p.is_point else None
         distributions: Tensor | None = None
         if o.tree == "chain":
-            below, drawn, depth = self._chain(pending, hidden, logits, noise)
-            tree, distributions = chain(depth + 1, below.device).expand(len(below)), drawn if noise else None
+            below, distributions, depth = self._chain(pending, hidden, logits, noise)
+            tree = chain(depth + 1, below.device).expand(len(below))
         elif o.tree == shapes.DYNAMIC:
             first, expand = self._growth(pending, hidden, logits)
             size = min(o.size, 1 + o.width + (o.depth - 1) * o.width**2)
@@ -245,31 +245,30 @@ class BlockDrafter(DraftHead, nn.Module):
 
     def _chain(
         self, pending: Tensor, hidden: Tensor, logits: Tensor, noise: Callable[[int], Tensor] | None
-    ) -> tuple[Tensor, Tensor, int]:
-        """Tokens [B, depth] below the root, log-distributions [B, 1 + depth, V_d] (the root's means nothing), and the
-        depth."""
+    ) -> tuple[Tensor, Tensor | None, int]:
+        """Tokens [B, depth] below the root, log-distributions [B, 1 + depth, V_d] that they were drawn from (the root's
+        means nothing) or None, and the depth."""
         depth = logits.shape[1]
         before, state, stay = pending, None, torch.ones_like(pending, dtype=torch.float)
-        tokens, distributions = [], []
+        tokens, stands, distributions = [], [], []
         for level in range(depth):
             distribution, row = logits[:, level : level + 1], hidden[:, level : level + 1]
-            stay = stay * self._stands(row, before)
+            if self.options.confidence:
+                stay = stay * self.trust(row, before)
+                stands.append(stay >= self.options.confidence)
             if self.config.sequential:
                 distribution, state = self.after(distribution, row, before, state)
-            distribution = distribution.log_softmax(-1)
-            before = self.to_target((distribution if noise is None else distribution + noise(level)).argmax(-1))
-            tokens.append(torch.where(stay >= self.options.confidence, before, NO_TOKEN))
-            distributions.append(distribution)
+            if noise is not None:
+                distributions.append(distribution.log_softmax(-1))
+                distribution = distributions[-1] + noise(level)
+            before = self.to_target(distribution.argmax(-1))
+            tokens.append(before)
         below = torch.cat(tokens, 1)
-        if self.options.confidence:  # at least one token, so that there is a draft
+        if stands:  # at least one token, so that there is a draft
+            below = torch.where(torch.cat(stands, 1), below, NO_TOKEN)
             depth = max(1, int((below != NO_TOKEN).sum(1).max()))
-        return below[:, :depth], torch.cat([distributions[0], *distributions[:depth]], 1), depth
-
-    def _stands(self, hidden: Tensor, before: Tensor) -> Tensor | float:
-        """How likely the token at a row [B, 1, H] is to be accepted, before it is known; 1 where nobody asks."""
-        if self.confidence is None or not self.options.confidence:
-            return 1.0
-        return self.trust(hidden, before)
+        drawn = torch.cat([distributions[0], *distributions[:depth]], 1) if distributions else None
+        return below[:, :depth], drawn, depth
 
     def trust(self, hidden: Tensor, before: Tensor) -> Tensor:
         """How likely the token at rows [..., H] is to be accepted after tokens [...].

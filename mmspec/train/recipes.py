@@ -219,7 +219,7 @@ SCENES_VIDEO = {
     "scenes-video-vispec": _VIDEO_EAGLE,
     "scenes-video-flash": _VIDEO_EAGLE.with_(steps=430, unroll=6),
     "scenes-video-specvlm": _VIDEO_EAGLE,
-    "scenes-video-block": _VIDEO_EAGLE.with_(feature_weight=0.0, unroll=7, step_decay=0.7788, anchors=64),
+    "scenes-video-block": _VIDEO_EAGLE.with_(lr=6e-3, feature_weight=0.0, unroll=8, step_decay=0.95, anchors=32),
 }
 
 # Pictures. LANTERN's recipe (Jang et al. 2024, arXiv 2410.03355, and its code) is SmoothL1 + 0.1 · cross-entropy with
