@@ -36,11 +36,11 @@ def drawn(pipe: Any, asked: Sequence[Any]) -> list[Image.Image]:
 
 
 def paired(above: Sequence[Image.Image], below: Sequence[Image.Image]) -> Image.Image:
-    """Two halves of pairs, one over the other: above each picture stands its like."""
+    """Two halves of pairs, one over the other, in 256 colours: above each picture stands its like."""
     across, side = len(above) // 2, above[0].width + 2
     whole = Image.new("RGB", (across * side, 4 * side), "white")
     for i, pair in enumerate(zip(above, below, strict=True)):
         x, y = i % across * side, i // across * 2 * side
         for row, picture in enumerate(pair):
             whole.paste(picture, (x, y + row * side))
-    return whole
+    return whole.quantize()

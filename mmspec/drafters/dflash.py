@@ -16,6 +16,7 @@ from mmspec.drafters.dflash_layer import BlockLayer, ConfidenceHead, MarkovHead,
 from mmspec.drafters.draft_vocab import DraftHead
 from mmspec.drafters.layer import at_source, going
 from mmspec.drafters.options import ALL, grown
+from mmspec.drafters.rope import Turn, turn
 from mmspec.drafters.trained import check_fit, placed
 from mmspec.kernels import reference as ops
 from mmspec.ragged_cache import Lengths, RaggedBuffer, visibility
@@ -49,7 +50,7 @@ class BlockDrafter(DraftHead, nn.Module):
         self.hidden_norm = RMSNorm(c.hidden, c.norm_eps)
         self.layers: Any = nn.ModuleList(  # of BlockLayers, which torch's type does not say
             BlockLayer(
-                c.hidden, c.intermediate, c.heads, c.kv_heads, width, c, c.norm_eps, bias=c.bias, qk_norm=c.qk_norm,
+                c.hidden, c.intermediate, c.heads, c.kv_heads, width, c.norm_eps, bias=c.bias, qk_norm=c.qk_norm,
                 rope_first=c.rope_first, taps=c.taps, group=c.group,
             )
             for _ in range(c.layers)
@@ -131,16 +132,14 @@ class BlockDrafter(DraftHead, nn.Module):
         valid = prompt.valid[:, first:-1]
         onward, positions = prompt.places(bool(self.config.mrope))
         x = self.hidden_norm(self.fc(prompt.hidden[:, first:-1].to(self.fc.weight.dtype)))
-        places = positions[:, first:-1].expand(B, *x.shape[1:2], *positions.shape[2:])
+        by = self._turn(positions[:, first:-1].expand(B, *x.shape[1:2], *positions.shape[2:]))
         slots, zero = [RaggedBuffer(x.shape[1] + 257) for _ in self.layers], Lengths.of([0] * B, device)
         for layer, held in zip(self.layers, slots, strict=True):
-            k, v = layer.keys_values(x, places)
-            held.append(k, v, zero)
+            held.append(*layer.keys_values(x, by), zero)
         memory = FeatureMemory(slots[0], Lengths.of([x.shape[1]] * B, device), onward, valid, not bool(valid.all()))
         memory.more = tuple(slots[1:])
-        held_bytes = 2 * self.layers[0].kv_heads * self.layers[0].head_dim * x.element_size() * len(slots)
-        rows = int(valid.sum())
-        memory.stats = {"prompts": B, "rows": rows, "memory bytes": rows * held_bytes}
+        rows, width = int(valid.sum()), 2 * self.layers[0].kv_heads * self.layers[0].head_dim * len(slots)
+        memory.stats = {"prompts": B, "rows": rows, "memory bytes": rows * width * x.element_size()}
         return memory
 
     @torch.no_grad()
@@ -149,16 +148,15 @@ class BlockDrafter(DraftHead, nn.Module):
         o, memory, at = self.options, session.memory, session.memory.lengths
         context = self.hidden_norm(self.fc(hidden.to(self.fc.weight.dtype)))
         ahead = torch.arange(max(context.shape[1], self.config.block), device=context.device)
-        read = memory.positions[:, None] + ahead[: context.shape[1]]
+        read = self._turn(memory.positions[:, None] + ahead[: context.shape[1]])
         memory.lengths, memory.positions = at.plus(session.last.counts, count), memory.positions + count
         n = o.depth + (not self.config.anchored)
         x = self._masked(target, session.pending, n)
-        places = memory.positions[:, None] + ahead[:n]
+        by = self._turn(memory.positions[:, None] + ahead[:n])
         for i, layer in enumerate(self.layers):
             slots = (memory.slots, *memory.more)[i]
-            k, v = layer.keys_values(context, read)
-            slots.append(k, v, at)
-            x = layer(x, places, self._attending(memory, slots, i))
+            slots.append(*layer.keys_values(context, read), at)
+            x = layer(x, by, self._attending(memory, slots, i))
         rows = self.out_norm(x)[:, n - o.depth :]
         return self._drafted(session, rows, self.logits(rows, target))
 
@@ -168,6 +166,9 @@ class BlockDrafter(DraftHead, nn.Module):
         ids[:, 0] = anchors
         embed = target.bare_embed if self.config.bare_embeds else target.embed
         return embed(ids).to(self.fc.weight.dtype)  # type: ignore[no-any-return]
+
+    def _turn(self, positions: Tensor) -> Turn:
+        return turn(positions, self.config, self.layers[0].head_dim, self.fc.weight.dtype)
 
     def _each(self, values: tuple[int, ...]) -> tuple[int, ...]:
         return values if len(values) == self.config.layers else values * self.config.layers
@@ -219,7 +220,7 @@ class BlockDrafter(DraftHead, nn.Module):
     def _drafted(self, session: Any, hidden: Tensor, logits: Tensor) -> Draft:
         o, pending, draws = self.options, session.pending[:, None], self.options.draws
         noise = self._noise(session, logits.shape[-1]) if draws and not session.last.scores.p.is_point else None
-        distributions: Tensor | None = None
+        distributions = None
         if o.tree == "chain":
             below, distributions, depth = self._chain(pending, hidden, logits, noise)
             tree = chain(depth + 1, below.device).expand(len(below))
@@ -332,10 +333,10 @@ class BlockDrafter(DraftHead, nn.Module):
         m, n = go.shape[1], steps + (not c.anchored)
         x = torch.cat([gather_rows(embeds, go)[:, :, None], mask.expand(B, m, n - 1, -1)], 2).flatten(1, 2)
         row = torch.arange(n, device=embeds.device)
-        positions = (start + 1 + go[:, :, None] + row).flatten(1)
-        context, whole = self.hidden_norm(self.fc(features)), (start + place).expand(B, T)
+        by, whole = self._turn((start + 1 + go[:, :, None] + row).flatten(1)), self._turn((start + place).expand(B, T))
+        context = self.hidden_norm(self.fc(features))
         for i, layer in enumerate(self.layers):
-            x = layer(x, positions, self._among(layer.keys_values(context, whole), go, valid, n, i), m)
+            x = layer(x, by, self._among(layer.keys_values(context, whole), go, valid, n, i), m)
         found = self.out_norm(x).unflatten(1, (m, n))[:, :, n - steps :]
         return [at_source(z, source, T) for z in found.unbind(2)]
 

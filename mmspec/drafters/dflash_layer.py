@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mmspec.drafters.blocks import Attend, RMSNorm
-from mmspec.drafters.rope import Rope, rotate
+from mmspec.drafters.rope import Turn, turned
 
 MARKOV = ("vanilla", "gated", "rnn")
 
@@ -47,12 +47,12 @@ class BlockLayer(nn.Module):
     """A Qwen3-style layer over the rows of a block; keys and values of the target's features stand before them."""
 
     def __init__(
-        self, hidden: int, intermediate: int, heads: int, kv_heads: int, head_dim: int, rope: Rope, eps: float,
+        self, hidden: int, intermediate: int, heads: int, kv_heads: int, head_dim: int, eps: float,
         bias: bool = False, qk_norm: bool = True, rope_first: bool = False, taps: int = 0, group: int = 1,
     ) -> None:  # fmt: skip
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
-        self.rope, self.rope_first = rope, rope_first
+        self.rope_first = rope_first
         self.input_norm = RMSNorm(hidden, eps)
         self.qkv = nn.Linear(hidden, (heads + 2 * kv_heads) * head_dim, bias=bias)
         self.out = nn.Linear(heads * head_dim, hidden, bias=bias)
@@ -64,31 +64,30 @@ class BlockLayer(nn.Module):
         self.attention_conv = GroupedConv(hidden, taps, group) if taps else None
         self.mlp_conv = GroupedConv(hidden, taps, group) if taps else None
 
-    def forward(self, x: Tensor, positions: Tensor, attend: Attend, blocks: int = 1) -> Tensor:
-        """x [B, blocks · n, H] of blocks side by side, of which a convolution mixes none with another."""
+    def forward(self, x: Tensor, by: Turn, attend: Attend, blocks: int = 1) -> Tensor:
+        """x [B, blocks · n, H] of blocks side by side, of which a convolution mixes none with another; rows turn `by`
+        their positions."""
         y, mixed = self._before(self.attention_conv, self.input_norm(x), blocks)
         q, k, v = self._split(self.qkv(y), (self.heads, self.kv_heads, self.kv_heads))
-        q, k = self._turned(q, self.q_norm, positions), self._turned(k, self.k_norm, positions)
+        q, k = self._turned(q, self.q_norm, by), self._turned(k, self.k_norm, by)
         y = self.out(attend(q, k, v).transpose(1, 2).flatten(2))
         x = x + self._after(self.attention_conv, y, mixed, blocks)
         y, mixed = self._before(self.mlp_conv, self.mlp_norm(x), blocks)
         gate, up = self.gate_up(y).chunk(2, -1)
         return x + self._after(self.mlp_conv, self.down(F.silu(gate) * up), mixed, blocks)
 
-    def keys_values(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def keys_values(self, x: Tensor, by: Turn) -> tuple[Tensor, Tensor]:
         """Keys and values [B, kv_heads, n, D] of features x [B, n, H], which are read without a norm of this layer."""
         first = self.heads * self.head_dim
         bias = None if self.qkv.bias is None else self.qkv.bias[first:]
         k, v = self._split(F.linear(x, self.qkv.weight[first:], bias), (self.kv_heads, self.kv_heads))
-        return self._turned(k, self.k_norm, positions), v
+        return self._turned(k, self.k_norm, by), v
 
     def _split(self, x: Tensor, heads: tuple[int, ...]) -> tuple[Tensor, ...]:
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2).split(heads, 1)
 
-    def _turned(self, x: Tensor, norm: nn.Module, positions: Tensor) -> Tensor:
-        if self.rope_first:
-            return norm(rotate(x, positions, self.rope))  # type: ignore[no-any-return]
-        return rotate(norm(x), positions, self.rope)
+    def _turned(self, x: Tensor, norm: nn.Module, by: Turn) -> Tensor:
+        return norm(turned(x, by)) if self.rope_first else turned(norm(x), by)  # type: ignore[no-any-return]
 
     @staticmethod
     def _before(conv: GroupedConv | None, x: Tensor, blocks: int) -> tuple[Tensor, Tensor | None]:

@@ -93,29 +93,40 @@ class Rope:
         return torch.tensor(axes, device=device)
 
 
-def rotate(x: Tensor, positions: Tensor, rope: Rope) -> Tensor:
-    """Rotary position embedding, halves convention (Su et al. 2021), tables in fp32.
+Turn = tuple[Tensor, Tensor]  # cosines and sines [B, 1, n, turned / 2]
+
+
+def turn(positions: Tensor, rope: Rope, width: int, dtype: torch.dtype) -> Turn:
+    """By how much rows at these positions turn, for heads of `width`; tables in fp32, whatever they are rounded to.
 
     On a grid the first half of the angles turns with the row, the second with the column, and what stands before the
     picture becomes zero, so that it weighs the same to everybody (LlamaGen, Sun et al. 2024, and its published code).
 
     Args:
-        x: [B, heads, n, D].
         positions: [B, n] (or [1, n]), or [B, n, 3]; on a grid, places in reading order: below 0 before it, clamped at
             its end.
     """
-    turned = rope.turned(x.shape[-1])
-    angle = rope.angles(positions, turned)[:, None]  # [B, 1, n, turned / 2]
+    angle = rope.angles(positions, rope.turned(width))[:, None]
     cos, sin = angle.cos(), angle.sin()
     if rope.rope_gain != 1.0:
         cos, sin = cos * rope.rope_gain, sin * rope.rope_gain
     if rope.grid:
         there = (positions >= 0)[:, None, :, None]
         cos, sin = cos * there, sin * there
-    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
-    a, b = x[..., : turned // 2], x[..., turned // 2 : turned]
+    return cos.to(dtype), sin.to(dtype)
+
+
+def turned(x: Tensor, by: Turn) -> Tensor:
+    """Rotary position embedding of x [B, heads, n, D], halves convention (Su et al. 2021)."""
+    (cos, sin), half = by, by[0].shape[-1]
+    a, b = x[..., :half], x[..., half : 2 * half]
     parts = [a * cos - b * sin, b * cos + a * sin]
-    return torch.cat(parts if turned == x.shape[-1] else [*parts, x[..., turned:]], -1)
+    return torch.cat(parts if 2 * half == x.shape[-1] else [*parts, x[..., 2 * half :]], -1)
+
+
+def rotate(x: Tensor, positions: Tensor, rope: Rope) -> Tensor:
+    """`turned` at positions as `turn` takes them."""
+    return turned(x, turn(positions, rope, x.shape[-1], x.dtype))
 
 
 def _llama3(r: Rope, f: Tensor, turned: int) -> Tensor:
