@@ -32,10 +32,10 @@ _VIDEO: dict[str, dict[str, Any]] = {
     "vispec": {},
     "flash": {"tokens": 6, "tree": "dynamic"},
     "specvlm": {"gate_width": 32, "resampler_width": 64},
-    "block": {"layers": 2, "features": (12, 22, -1), "kv_heads": 1, "block": 8, "anchored": True, "markov_rank": 16},
+    "block": {"layers": 2, "features": (12, 22, -1), "block": 8, "anchored": True, "markov_rank": 32},
 }
 _PROMPTS = {"eagle": "zoo:1800"}  # the one that is recommended learns from more
-_MLP = {"block": 256}  # of two layers, so that they weigh what the one layer of the others does
+_MLP = {"block": 384}  # of two layers
 SCENES_VIDEO_DRAFTERS = tuple(
     DrafterRecipe(
         f"scenes-video-{method}", target="scenes-video", data=_PROMPTS.get(method, "zoo:600"), method=method,
