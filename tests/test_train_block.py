@@ -14,6 +14,7 @@ from PIL import Image
 from test_block import BLOCK, INFO, MADE, MASK, H, Table, literal, put, rounds
 
 import mmspec
+from mmspec.app import train_block
 from mmspec.app.train import train
 from mmspec.app.train_block import build, layers_read
 from mmspec.drafters.dflash import BlockDrafter
@@ -21,6 +22,7 @@ from mmspec.pipelines.teacher import Teacher
 from mmspec.train.data import read
 from mmspec.train.objective import _anchors, losses
 from mmspec.train.recipes import RECIPES
+from mmspec.zoo.recipes import DRAFTERS
 
 assert literal is not None
 
@@ -70,6 +72,15 @@ def test_a_drafter_of_one_layer_reads_as_many_of_the_targets():
     decoder = deep.get_decoder()
     decoder.layers = torch.nn.ModuleList(decoder.layers[0] for _ in range(24))
     assert build("dflash", deep, 32, layers=1).features == layers_read(24, 5) == (2, 7, 12, 17, 22)
+
+
+def test_the_recipe_of_the_zoo_fits_its_drafter_and_its_size():
+    recipe = DRAFTERS["scenes-video-block"]
+    made = build(recipe.method, tiny_llava.model(), recipe.intermediate, **recipe.shape)
+    train_block.check(made, RECIPES[recipe.recipe])
+    assert RECIPES[recipe.recipe].unroll == made.config.most == recipe.depth
+    whole = {"hidden": 192, "heads": 3, "kv_heads": 3, "head_dim": 64, "vocab": 2048}
+    assert 2 * sum(p.numel() for p in BlockDrafter(replace(made.config, **whole)).parameters()) <= 2**21
 
 
 def test_the_mask_is_a_token_that_has_an_embedding():
