@@ -21,6 +21,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 import mmspec
 from mmspec.pipelines.sampling.reader import Reader
 
+JACOBI: dict[str, dict[str, Any]] = {"jacobi": {}, "jacobi tree": {"proactive": (2, 3)}}
 HOSTILE = ["ngram", "random tree", "holes", "broken chain", "always wrong", "always right", "drawn", "empty"]
 
 
@@ -50,14 +51,15 @@ def forwards(name: str, run: Any) -> int:
 
 
 @pytest.mark.parametrize("sample", [False, True])
-@pytest.mark.parametrize("how", ["jacobi", *HOSTILE])
+@pytest.mark.parametrize("how", [*JACOBI, *HOSTILE])
 @pytest.mark.parametrize("name", remote.MODELS)
 def test_the_picture_is_the_stock_picture(name: str, how: str, sample: bool) -> None:
     """Text, a picture, text, perhaps another picture: greedy, and from the same seed."""
     model, (expected, state) = remote.model(name), stock(name, sample)
     assert (expected == remote.OPEN).sum() > 1 and (expected == remote.CLOSE).sum() > 0
-    made = how if how == "jacobi" else DRAFTERS[how](model, Oracle.of(remote.call(name)["input_ids"], expected))
-    with mmspec.enable(model, drafter=made, reproducible=True) as handle:
+    oracle, options = Oracle.of(remote.call(name)["input_ids"], expected), JACOBI.get(how, {})
+    made = "jacobi" if how in JACOBI else DRAFTERS[how](model, oracle)
+    with mmspec.enable(model, drafter=made, reproducible=True, **options) as handle:
         tokens, after = drawn(name, do_sample=sample)
     assert torch.equal(tokens, expected) and torch.equal(after, state)
     assert handle.stats.tokens == expected.shape[1] - 6
@@ -84,10 +86,11 @@ class Dictated(LogitsProcessor):
         return remote.only(scores, self.tokens[ids.shape[1]])
 
 
+@pytest.mark.parametrize("options", [{"window": 6}, {"coupling": "gumbel"}, {"coupling": "none", "proactive": (2, 3)}])
 @pytest.mark.parametrize("name", remote.MODELS)
-def test_every_token_is_drawn_from_the_stock_distribution(name: str) -> None:
+def test_every_token_is_drawn_from_the_stock_distribution(name: str, options: dict[str, Any]) -> None:
     """Whatever was drawn, its scores are those that stock's loop has at that place."""
-    with mmspec.enable(remote.model(name), drafter="jacobi", window=6):
+    with mmspec.enable(remote.model(name), drafter="jacobi", **options):
         out, _ = drawn(name, do_sample=True, output_scores=True, return_dict_in_generate=True)
     dictated = Dictated(out.sequences[0].tolist())
     remote.model(name).generate(

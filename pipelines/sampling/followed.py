@@ -102,6 +102,8 @@ class Followed:
             here = scores[:, n].clone()
             for processor in own:
                 here = processor(prefix, here)
+            if broken:  # nothing is drawn here but guesses, and these from something
+                here = torch.where(here.amax(-1, keepdim=True) > -torch.inf, here, 0.0)
             out[:, n] = here
             asked.append((line, broken, own))
             if not broken:
