@@ -126,8 +126,7 @@ class BlockDrafter(DraftHead, nn.Module):
         assert prompt.hidden is not None
         if getattr(target, "streams", 1) > 1:
             raise ValueError("a block drafter knows no guidance; use an EAGLE drafter without a head, or 'jacobi'")
-        B, L = prompt.ids.shape
-        device, windows = prompt.ids.device, self._each(self.config.windows)
+        (B, L), device, windows = prompt.ids.shape, prompt.ids.device, self._each(self.config.windows)
         first = max(0, L - 1 - max(windows)) if all(windows) else 0
         valid = prompt.valid[:, first:-1]
         onward, positions = prompt.places(bool(self.config.mrope))
@@ -135,9 +134,10 @@ class BlockDrafter(DraftHead, nn.Module):
         by = self._turn(positions[:, first:-1].expand(B, *x.shape[1:2], *positions.shape[2:]))
         slots, zero = [RaggedBuffer(x.shape[1] + 257) for _ in self.layers], Lengths.of([0] * B, device)
         for layer, held in zip(self.layers, slots, strict=True):
-            held.append(*layer.keys_values(x, by), zero)
-        memory = FeatureMemory(slots[0], Lengths.of([x.shape[1]] * B, device), onward, valid, not bool(valid.all()))
-        memory.more = tuple(slots[1:])
+            k, v = layer.keys_values(x, by)
+            held.append(k, v, zero)
+        read = Lengths.of([x.shape[1]] * B, device)
+        memory = FeatureMemory(slots[0], read, onward, valid, not bool(valid.all()), more=tuple(slots[1:]))
         rows, width = int(valid.sum()), 2 * self.layers[0].kv_heads * self.layers[0].head_dim * len(slots)
         memory.stats = {"prompts": B, "rows": rows, "memory bytes": rows * width * x.element_size()}
         return memory
