@@ -46,7 +46,7 @@ def _bound(rest: float) -> int:
         below = torch.tensor(rest, dtype=torch.float32)
         above = torch.nextafter(below, torch.tensor(math.inf))
     middle = (below.double().item() + above.double().item()) / 2 * 2.0**_BITS
-    odd = below.view(torch.int32).item() & 1  # a sum halfway between is rounded to the even one
+    odd = int(below.view(torch.int32).item()) & 1  # a sum halfway between is rounded to the even one
     return math.ceil(middle) - 1 if odd else math.floor(middle)
 
 
