@@ -267,9 +267,11 @@ def faithfulness(pipe: LlamaGenPipeline, count: int = 96) -> dict[str, dict[str,
 def export(pipe: LlamaGenPipeline, folder: Path) -> None:
     """A folder for `LlamaGenPipeline.from_pretrained`. The pipeline itself is cast, too.
 
-    Safetensors in bfloat16, but for the text encoder: transformers loads what it finds, diffusers in float32.
+    Safetensors in bfloat16. diffusers loads them in float32, transformers as the config says.
     """
-    pipe.transformer.to(torch.bfloat16)
-    pipe.vqvae.to(torch.bfloat16)
+    for part in (pipe.transformer, pipe.vqvae, pipe.text_encoder):
+        part.to(torch.bfloat16)
     pipe.save_pretrained(folder)
+    pipe.text_encoder.config.dtype = torch.float32
+    pipe.text_encoder.config.save_pretrained(folder / "text_encoder")
     sheets.readable(folder)

@@ -34,11 +34,10 @@ _VIDEO: dict[str, dict[str, Any]] = {
     "specvlm": {"gate_width": 32, "resampler_width": 64},
     "block": {"layers": 2, "features": (12, 22, -1), "block": 8, "anchored": True, "markov_rank": 32},
 }
-_PROMPTS = {"eagle": "zoo:1800"}  # the one that is recommended learns from more
 _MLP = {"block": 384}  # of two layers
 SCENES_VIDEO_DRAFTERS = tuple(
     DrafterRecipe(
-        f"scenes-video-{method}", target="scenes-video", data=_PROMPTS.get(method, "zoo:600"), method=method,
+        f"scenes-video-{method}", target="scenes-video", data="zoo:1800", method=method,
         intermediate=_MLP.get(method, 512), shape=shape, depth=shape.get("tokens", 8),
         size=shape.get("tokens", 8) + 1, recipe=f"scenes-video-{method}",
     )
