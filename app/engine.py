@@ -30,7 +30,7 @@ ROWS = {"cpu": 16, "cuda": 64}  # answers written at once at most, if nobody say
 NODES = {"cpu": 64, "cuda": 512}  # nodes of one forward at most; beyond that it is bound by arithmetic
 
 
-class Asked(Protocol):
+class CaptionPrompt(Protocol):
     """What the model is asked about one thing, and how its answer is made to begin."""
 
     @property
@@ -92,7 +92,7 @@ class Engine:
         """Whether mmspec can accelerate the model at all."""
         return families.of(self.model).unsupported(self.model) is None
 
-    def warm_up(self, frames: Sequence[Image.Image], asked: Asked, rows: int) -> None:
+    def warm_up(self, frames: Sequence[Image.Image], asked: CaptionPrompt, rows: int) -> None:
         """Compile the model from now on, and let the first answers wait for it: those about one item, thrown away."""
         self.options["compile"] = True
         if self.drafter is not None:
@@ -195,7 +195,7 @@ class Captioner:
         """What happened so far, where mmspec took part."""
         return self._batches.stats
 
-    def add(self, ticket: Hashable, frames: Sequence[Image.Image], asked: Asked, seed: int = 0) -> None:
+    def add(self, ticket: Hashable, frames: Sequence[Image.Image], asked: CaptionPrompt, seed: int = 0) -> None:
         """One picture, or the frames of one clip, and what is asked about it; `seed` fixes what is drawn."""
 
         def job(processor: Any) -> tuple[_Ticket, Any, int]:

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
-from typing import TypeVar
+from dataclasses import dataclass, fields
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 T = TypeVar("T")
+
+
+@dataclass
+class PerRow(Generic[T]):
+    """A value for each row, on the host: a memory of drafters that keep no tensors."""
+
+    values: list[T]
+
+    def select(self, rows: Tensor) -> PerRow[T]:
+        return PerRow([self.values[i] for i in rows.tolist()])
+
+    def join(self, other: PerRow[T]) -> PerRow[T]:
+        return PerRow(self.values + other.values)
 
 
 def select(value: T, rows: Tensor | slice) -> T:

@@ -78,9 +78,9 @@ def test_a_stage_that_fails_or_hangs_is_recorded_and_the_next_one_runs(
     (tmp_path / "hangs.py").write_text("import time; print('so far', flush=True); time.sleep(60)")
     (tmp_path / "test_two.py").write_text("def test_a(): pass\ndef test_b(): assert False, 'as it should'\n")
     scripts = {name: str(tmp_path / f"{name}.py") for name in ("broken", "hangs", "test_two")}
-    stages = {name: gpu.Stage(name, 1.0, (), (script,)) for name, script in list(scripts.items())[:2]}
-    stages["tests"] = gpu.Stage("tests", 30.0, (), ("pytest", "-p", "no:cacheprovider", scripts["test_two"]))
-    stages["lacks"] = gpu.Stage("lacks", 1.0, (), (scripts["broken"],), ("no_such_package",))
+    stages = {name: gpu.GpuStage(name, 1.0, (), (script,)) for name, script in list(scripts.items())[:2]}
+    stages["tests"] = gpu.GpuStage("tests", 30.0, (), ("pytest", "-p", "no:cacheprovider", scripts["test_two"]))
+    stages["lacks"] = gpu.GpuStage("lacks", 1.0, (), (scripts["broken"],), ("no_such_package",))
     monkeypatch.setattr(gpu, "STAGES", stages)
     out = tmp_path / "out"
     given = ["--toy", "--stages", *stages, "--out", str(out), "--minutes", "1.2"]

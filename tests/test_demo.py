@@ -29,7 +29,7 @@ from PIL import Image
 
 import mmspec
 from mmspec.app import embedded
-from mmspec.app.bench.faithful import Reader
+from mmspec.app.bench.faithful import PictureReader
 from mmspec.app.demo import caption_tab, guard, image_tab, image_view, look, plots, records, sight, view
 from mmspec.app.demo import command as demo
 from mmspec.app.demo.answer import (
@@ -715,5 +715,5 @@ def test_the_first_prompt_is_drawn_right() -> None:
     """As the embedded model of pictures draws it on the page, told by the embedded model of words."""
     easel = Easel(load_painter(embedded.IMAGE_MODEL, "cpu", "float32"))
     [image] = easel.painter.paint([demo.WISHES[0]], [0], guidance_scale=easel.guidance).images
-    [said] = Reader().describe([image])
+    [said] = PictureReader().describe([image])
     assert "one object on a white background: a large plain green ring" in said

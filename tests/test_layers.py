@@ -152,6 +152,15 @@ def test_a_file_says_what_it_is_for(source: str):
     assert first.endswith((".", "`", ")")), f"{source}: the first line is one sentence on what the file is for"
 
 
+def test_a_class_name_stands_for_one_thing():
+    defined: dict[str, list[str]] = {}
+    for source in SOURCES:
+        for node in ast.walk(parse(source)):
+            if isinstance(node, ast.ClassDef):
+                defined.setdefault(node.name, []).append(source)
+    assert {name: places for name, places in defined.items() if len(places) > 1} == {}
+
+
 @pytest.mark.parametrize("source", SOURCES)
 def test_no_except_swallows_everything(source: str):
     for node in ast.walk(parse(source)):

@@ -75,11 +75,13 @@ def held() -> list[tuple[pictures.Picture, str]]:
 
 
 @pytest.fixture(scope="module")
-def reader() -> faithful.Reader:
-    return faithful.Reader()
+def reader() -> faithful.PictureReader:
+    return faithful.PictureReader()
 
 
-def test_the_true_picture_is_faithful_and_that_of_another_prompt_is_not(reader: faithful.Reader, held: list) -> None:
+def test_the_true_picture_is_faithful_and_that_of_another_prompt_is_not(
+    reader: faithful.PictureReader, held: list
+) -> None:
     shown, wanted = [pictures.render(picture) for picture, _ in held], [picture for picture, _ in held]
     true = reader.score(shown, wanted)
     assert true["faithfulness"] > 0.97 and true["all_right"] > 0.9 and true["n"] == 12

@@ -41,7 +41,7 @@ def on_canvas(picture: Image.Image) -> Image.Image:
     return Image.fromarray(canvas)
 
 
-class Reader:
+class PictureReader:
     """The embedded VLM, asked to describe pictures."""
 
     def __init__(self, device: str = "cpu") -> None:

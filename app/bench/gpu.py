@@ -34,7 +34,7 @@ UNMEASURED = "toys on a CPU: every figure of a GPU is unmeasured"
 
 
 @dataclass(frozen=True)
-class Stage:
+class GpuStage:
     """One thing to show.
 
     Attributes:
@@ -57,48 +57,48 @@ _BENCH = ("mmspec.app.cli", "bench")
 _GOAL = ("--models", "qwen2.5-vl-7b", "--drafters", "vispec", "--contexts", "1024", "4096", "--batch", "1", "4")
 _TOY = ("--sizes", "toy", "--device", "cpu", "--repeats", "1")
 _LITTLE = ("--contexts", "64", "--batch", "2", "--tokens", "3", "--no-compile")
-STAGES: dict[str, Stage] = {
-    "kernels": Stage(
+STAGES: dict[str, GpuStage] = {
+    "kernels": GpuStage(
         "every kernel gives what its definition gives, odd sizes, all dtypes",
         0.16,
         (*_TESTS, "tests/test_kernels.py", "--full"),
         (*_TESTS, "tests/test_kernels.py", "-k", "equals_its_definition and (uniform or compact or gaussian)"),
         ("pytest", "triton"),
     ),
-    "identical": Stage(
+    "identical": GpuStage(
         "families and drafters: identical in float32, agreement and logit gaps in bfloat16",
         0.16,
         (_DEVICE, "--json", "FILE"),
         (_DEVICE, "--json", "FILE", "--families", "llava", "--drafters", "ngram", "eagle chain"),
     ),
-    "graphs": Stage(
+    "graphs": GpuStage(
         "captured pieces and CUDA graphs: the same logits, no memory kept, moved weights, two threads, two streams",
         0.12,
         (*_TESTS, "tests/test_graphs.py"),
         (*_TESTS, "tests/test_graphs.py", "-k", "leave_nothing or outlive or take_turns or recorded_anew"),
         ("pytest",),
     ),
-    "bandwidth": Stage(
+    "bandwidth": GpuStage(
         "each kernel as a share of the copy bandwidth, beside SDPA, FlexAttention and compiled definitions",
         0.14,
         (*_BENCH, "kernels", "--json", "FILE"),
         (*_BENCH, "kernels", "--json", "FILE", "--only", "uniform", "tree_attention", *_TOY[:4], "--repeats", "2"),
         ("triton",),
     ),
-    "shapes": Stage(
+    "shapes": GpuStage(
         "c of ViSpec's published tree at the shapes of Qwen2.5-VL-7B: 1.2 is the goal",
         0.20,
         (*_BENCH, "shapes", "--json", "FILE", *_GOAL),
         (*_BENCH, "shapes", "--json", "FILE", "--models", "qwen2.5-vl-7b", "--drafters", "vispec", *_TOY, *_LITTLE),
     ),
-    "embedded": Stage(
+    "embedded": GpuStage(
         "the embedded model end to end",
         0.10,
         (*_BENCH, "round", "--json", "FILE", "--static"),
         (*_BENCH, "round", "--json", "FILE", "--no-compile", "--methods", "plain", "--max-new-tokens", "3",
          "--prompt", "short", "--images", "1", "--device", "cpu"),
     ),
-    "more shapes": Stage(
+    "more shapes": GpuStage(
         "c at the other published shapes, as far as the time goes",
         0.12,
         (*_BENCH, "shapes", "--json", "FILE"),
@@ -141,7 +141,7 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
         yield
 
 
-def staged(name: str, stage: Stage, real: bool, out: Path, limit: float) -> report.Record:
+def staged(name: str, stage: GpuStage, real: bool, out: Path, limit: float) -> report.Record:
     """What became of one stage, and its result file."""
     lacking = [package for package in stage.needs if _absent(package)]
     if lacking:

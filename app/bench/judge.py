@@ -48,9 +48,9 @@ class Judge:
             raise BenchError(str(error)) from error
         self.asked, self.reader = asked, None
         if asked.scenes:
-            from mmspec.app.bench.faithful import Reader
+            from mmspec.app.bench.faithful import PictureReader
 
-            self.reader = Reader(str(device))
+            self.reader = PictureReader(str(device))
         self.runs = {run: plain(run) for run in runs}
         seen = [self.features(run.images) for run in self.runs.values()]
         self.reference, self.real = seen[0], self.features(asked.real) if asked.real else None

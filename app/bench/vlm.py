@@ -17,7 +17,7 @@ from mmspec.app.bench.answers import TimedCall, VlmBench
 from mmspec.app.bench.command import Outcome, batches, say
 from mmspec.app.bench.questions import Question
 from mmspec.app.bench.vlm_methods import GRIDS, VlmMethod, methods
-from mmspec.app.bench.vlm_shown import Asked, Shown, questions
+from mmspec.app.bench.vlm_shown import Questions, Shown, questions
 from mmspec.app.compare import Comparison
 from mmspec.app.embedded import STOCK
 from mmspec.app.engine import load
@@ -89,7 +89,7 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
         vlm_curves.draw(outcome.records, args.curves, f"{args.model} on {outcome.provenance['device']}")
 
 
-def tune(bench: VlmBench, chosen: list[VlmMethod], cell: VlmCell, asked: Asked) -> dict[str, Any]:
+def tune(bench: VlmBench, chosen: list[VlmMethod], cell: VlmCell, asked: Questions) -> dict[str, Any]:
     """For each method with a grid, the setting with the least time per token, and all that was tried."""
     tried = {f"{m.name} {setting}": (m.name, setting, m.tuned(setting))
              for m in chosen for setting in GRIDS.get(m.grid, ())

@@ -57,7 +57,7 @@ def _clip(seeds: list[int], count: int) -> Question:
 
 
 KINDS: dict[str, Callable[[list[int], int], Question]] = {"picture": _picture, "pair": _pair, "clip": _clip}
-Asked = dict[Shown, list[Question]]
+Questions = dict[Shown, list[Question]]
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -74,7 +74,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0)
 
 
-def questions(args: argparse.Namespace) -> tuple[Asked, Asked]:
+def questions(args: argparse.Namespace) -> tuple[Questions, Questions]:
     """By cell: what is measured, and what is tuned on."""
     others = args.tune_images if args.tune else 0
     if args.data is not None:
@@ -82,8 +82,8 @@ def questions(args: argparse.Namespace) -> tuple[Asked, Asked]:
         if held[0][0].prompt:
             return {Shown(): held[0]}, {Shown(): held[1]}
         return _asking(Shown(), *held, args.prompt)
-    measured: Asked = {}
-    tuning: Asked = {}
+    measured: Questions = {}
+    tuning: Questions = {}
     for kind in args.shown:
         for pictures in args.frames if kind == "clip" else [{"picture": 1, "pair": 2}[kind]]:
             drawn = [[KINDS[kind]([first, args.seed, i], pictures) for i in range(count)]
@@ -95,7 +95,7 @@ def questions(args: argparse.Namespace) -> tuple[Asked, Asked]:
 
 def _asking(
     shown: Shown, some: list[Question], others: list[Question], labels: list[str] | None
-) -> tuple[Asked, Asked]:
+) -> tuple[Questions, Questions]:
     """The questions with the prompts of each label, or with their own."""
     if labels is None and some[0].prompt:
         return {shown: some}, {shown: others}

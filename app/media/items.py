@@ -207,7 +207,7 @@ def need(module: str, what_for: str) -> Any:
         raise MediaError(what_for, f"needs the library {module}", installing("caption")) from error
 
 
-class _Cursor:
+class _ColumnReader:
     """One column of one row group, read forward a few rows at a time, so that a large row group needs little memory."""
 
     def __init__(self, table: Path, group: int, column: str):
@@ -226,7 +226,7 @@ class _Cursor:
         return self._batch[row - self._first].as_py()
 
 
-_cursor = lru_cache(maxsize=2)(_Cursor)
+_cursor = lru_cache(maxsize=2)(_ColumnReader)
 
 
 @lru_cache(maxsize=4)

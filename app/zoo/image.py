@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedTokenizerFast, T5Config, T5EncoderModel
 
-from mmspec.app.bench.faithful import Reader
+from mmspec.app.bench.faithful import PictureReader
 from mmspec.app.zoo import sheets, squares
 from mmspec.app.zoo.fit import fit
 from mmspec.models.llamagen import PREFIX, LlamaGenTransformer, visible
@@ -260,7 +260,7 @@ def sheet(pipe: LlamaGenPipeline, count: int = 16) -> Image.Image:
 def faithfulness(pipe: LlamaGenPipeline, count: int = 96) -> dict[str, dict[str, Any]]:
     """What the embedded VLM reads in pictures of held-out prompts, under their own prompt and under the next one's."""
     drawn, prompts = zip(*pictures.held_out(count), strict=True)
-    made, reader = sheets.drawn(pipe, prompts), Reader()
+    made, reader = sheets.drawn(pipe, prompts), PictureReader()
     return {"own": reader.score(made, drawn), "other": reader.score(made, [*drawn[1:], drawn[0]])}
 
 

@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mmspec.app.bench.faithful import Reader
+from mmspec.app.bench.faithful import PictureReader
 from mmspec.app.zoo import card, sheets, squares
 from mmspec.app.zoo.fit import fit
 from mmspec.continuous.denoising import Chain
@@ -235,7 +235,7 @@ def read(pipe: MARPipeline, count: int) -> dict[str, dict[str, tuple[int, int]]]
     samples = classes.held_out(count)
     made = sheets.drawn(pipe, [sample.label for sample in samples])
     wanted = [sample.picture for sample in samples]
-    reader = Reader()
+    reader = PictureReader()
     return {
         "read": reader.score(made, wanted)["facts"],
         "misread": reader.score(made, [*wanted[1:], wanted[0]])["facts"],

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from mmspec.batch import PerRow
 from mmspec.config import chosen
 from mmspec.drafters.options import ChainOptions, sized
 from mmspec.tree import chain
@@ -19,17 +19,10 @@ _USUAL = ChainOptions()
 
 @dataclass
 class Index:
-    """Per row: where each n-gram was last followed by something."""
+    """Where each n-gram of a text was last followed by something."""
 
-    places: list[dict[tuple[int, ...], int]]
-    read: list[int]  # tokens indexed so far
-
-    def select(self, rows: Tensor) -> Index:
-        chosen = rows.tolist()
-        return Index([self.places[i] for i in chosen], [self.read[i] for i in chosen])
-
-    def join(self, other: Index) -> Index:
-        return Index(self.places + other.places, self.read + other.read)
+    places: dict[tuple[int, ...], int] = field(default_factory=dict)
+    read: int = 0  # tokens indexed so far
 
 
 @dataclass(frozen=True)
@@ -59,11 +52,12 @@ class NgramDrafter:
         depth = sized(_USUAL, given)["depth"]
         return replace(self, options=ChainOptions(depth, 1, depth + 1))
 
-    def start(self, session: Any, target: Target, prompt: Prompt) -> Index:
-        return Index([{} for _ in session.rows], [0 for _ in session.rows])
+    def start(self, session: Any, target: Target, prompt: Prompt) -> PerRow[Index]:
+        return PerRow([Index() for _ in session.rows])
 
     def propose(self, session: Any, target: Target) -> Draft:
-        found = [self._continuation(session.memory, b, row.tokens) for b, row in enumerate(session.rows)]
+        indexes = session.memory.values
+        found = [self._continuation(index, row.tokens) for index, row in zip(indexes, session.rows, strict=True)]
         depth = max(map(len, found))
         chains = [
             [row.tokens[-1], *f, *[NO_TOKEN] * (depth - len(f))] for row, f in zip(session.rows, found, strict=True)
@@ -71,17 +65,16 @@ class NgramDrafter:
         tokens = torch.tensor(chains, device=session.pending.device)
         return Draft(tokens, chain(depth + 1, tokens.device).expand(len(chains)))
 
-    def _continuation(self, index: Index, b: int, tokens: list[int]) -> list[int]:
-        places = index.places[b]
+    def _continuation(self, index: Index, tokens: list[int]) -> list[int]:
         for end in range(
-            max(index.read[b], 1), len(tokens)
+            max(index.read, 1), len(tokens)
         ):  # an n-gram that ends before `end` is followed by tokens[end]
             for n in self.orders:
                 if end >= n:
-                    places[tuple(tokens[end - n : end])] = end
-        index.read[b] = len(tokens)
+                    index.places[tuple(tokens[end - n : end])] = end
+        index.read = len(tokens)
         for n in self.orders:
-            at = places.get(tuple(tokens[-n:])) if len(tokens) >= n else None
+            at = index.places.get(tuple(tokens[-n:])) if len(tokens) >= n else None
             if at is not None:
                 return tokens[at : at + self.options.depth]
         return []

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from mmspec.batch import PerRow
 from mmspec.config import chosen
 from mmspec.drafters.likely import likeliest, worth
 from mmspec.drafters.options import ChainOptions, sized
@@ -143,19 +144,6 @@ class Successors:
         return tokens
 
 
-@dataclass
-class _Rows:
-    """The shape that each row's last draft had; None: nothing was drafted for it."""
-
-    shapes: list[Shape | None]
-
-    def select(self, rows: Tensor) -> _Rows:
-        return _Rows([self.shapes[i] for i in rows.tolist()])
-
-    def join(self, other: _Rows) -> _Rows:
-        return _Rows(self.shapes + other.shapes)
-
-
 @dataclass(frozen=True)
 class RecycleDrafter:
     """Trees of what came to the target's mind when it last met a token (Luo et al. 2024, arXiv 2408.08696).
@@ -186,17 +174,18 @@ class RecycleDrafter:
         options = replace(chosen(_USUAL, given, "the recycle drafter"), **sized(_USUAL, given))
         return replace(self, options=options, successors=Successors(target.vocab, target.device))
 
-    def start(self, session: Any, target: Target, prompt: Prompt) -> _Rows:
-        return _Rows([None] * len(session.rows))
+    def start(self, session: Any, target: Target, prompt: Prompt) -> PerRow[Shape | None]:
+        """Of each row, the shape that its last draft had; None: nothing was drafted for it."""
+        return PerRow([None] * len(session.rows))
 
     def propose(self, session: Any, target: Target) -> Draft:
         known, memory, pending = self.successors, session.memory, session.pending
         assert known is not None
         with known.lock:
-            self._learn(known, session.last, memory.shapes)
+            self._learn(known, session.last, memory.values)
             paths = known.shape(self.options, worth(len(session.rows)))
             shape = shaped(paths, pending.device) if paths else None
-            memory.shapes = [shape] * len(session.rows)
+            memory.values = [shape] * len(session.rows)
             if shape is None:
                 return lone(pending[:, None])
             return Draft(known.filled(shape, pending), shape.tree.expand(len(pending)))

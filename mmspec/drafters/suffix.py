@@ -12,8 +12,8 @@ from operator import itemgetter
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor
 
+from mmspec.batch import PerRow
 from mmspec.config import chosen, whole
 from mmspec.drafters.automaton import SuffixAutomaton
 from mmspec.drafters.likely import filled, likeliest, worth
@@ -180,19 +180,6 @@ class _Cursor:
     matches: list[_Match]
 
 
-@dataclass
-class _Rows:
-    """A cursor for each row."""
-
-    cursors: list[_Cursor]
-
-    def select(self, rows: Tensor) -> _Rows:
-        return _Rows([self.cursors[i] for i in rows.tolist()])
-
-    def join(self, other: _Rows) -> _Rows:
-        return _Rows(self.cursors + other.cursors)
-
-
 @dataclass(frozen=True)
 class SuffixDrafter:
     """Trees of what followed the longest match most often (SuffixDecoding, Oliaro et al. 2024, arXiv 2411.04975).
@@ -225,7 +212,7 @@ class SuffixDrafter:
         options = replace(chosen(_USUAL, given, "the suffix drafter"), **sized(_USUAL, given))
         return replace(self, options=options, phrases=Phrases(options.memory))
 
-    def start(self, session: Any, target: Target, prompt: Prompt) -> _Rows:
+    def start(self, session: Any, target: Target, prompt: Prompt) -> PerRow[_Cursor]:
         """Read the prompts' words; what stands for pictures is left out."""
         words = torch.where((prompt.visual == 0) & prompt.valid, prompt.ids, NO_TOKEN).tolist()
         with self.phrases.lock:
@@ -233,14 +220,14 @@ class SuffixDrafter:
                 _Cursor(row.start, self.phrases.opened(list(_pieces(line))))
                 for row, line in zip(session.rows, words, strict=True)
             ]
-        return _Rows(found)
+        return PerRow(found)
 
     def propose(self, session: Any, target: Target) -> Draft:
         least = worth(len(session.rows))
         with self.phrases.lock:
             found = [
                 self._line(row.tokens, cursor, least)
-                for row, cursor in zip(session.rows, session.memory.cursors, strict=True)
+                for row, cursor in zip(session.rows, session.memory.values, strict=True)
             ]
         longest = max(map(len, found))
         if not longest:

@@ -17,7 +17,7 @@ _FIELDS = ("prompt_lookup_num_tokens", "use_mtp", "speculation_type")
 
 
 @dataclass(frozen=True)
-class Asked:
+class DraftRequest:
     """What a call asks to draft with.
 
     Attributes:
@@ -31,7 +31,7 @@ class Asked:
     given: Mapping[str, Any]
 
 
-def asked(model: Any, kwargs: Mapping[str, Any]) -> tuple[Asked, dict[str, Any]] | None:
+def asked(model: Any, kwargs: Mapping[str, Any]) -> tuple[DraftRequest, dict[str, Any]] | None:
     """What a call of `generate` asks to draft with, and its arguments without that; None: nothing, or only stock knows.
 
     Stock alone drafts with a model of other tokens (`assistant_tokenizer`) or with its own first layers
@@ -58,21 +58,23 @@ def asked(model: Any, kwargs: Mapping[str, Any]) -> tuple[Asked, dict[str, Any]]
     return found, rest
 
 
-def _found(value: Any, assistant: Any) -> Asked | None:
+def _found(value: Any, assistant: Any) -> DraftRequest | None:
     count, orders = value("prompt_lookup_num_tokens"), value("max_matching_ngram_size") or 2
     if count is not None:
         key = ("ngram", int(count), int(orders))
-        return Asked(key, NgramDrafter(orders=tuple(range(int(orders), 0, -1))), {"depth": int(count), "width": 1})
+        return DraftRequest(
+            key, NgramDrafter(orders=tuple(range(int(orders), 0, -1))), {"depth": int(count), "width": 1}
+        )
     if value("use_mtp"):
-        return Asked("mtp", "mtp", {})
+        return DraftRequest("mtp", "mtp", {})
     if assistant is not None:
         own = getattr(assistant, "generation_config", None)  # a block drafter has none: it drafts a block
         depth = getattr(own, "num_assistant_tokens", None)
-        return Asked((id(assistant), depth), assistant, {"depth": depth, "width": 1} if depth else {})
+        return DraftRequest((id(assistant), depth), assistant, {"depth": depth, "width": 1} if depth else {})
     return None
 
 
-def patch_for(model: Any, patch: Patch, what: Asked) -> Patch:
+def patch_for(model: Any, patch: Patch, what: DraftRequest) -> Patch:
     """A patch that drafts so, for one call, and is like the model's own otherwise; made once for each key.
 
     Raises:

@@ -17,7 +17,7 @@ from mmspec.ragged_cache import visibility
 
 
 @dataclass(frozen=True)
-class Sight:
+class Visibility:
     """Where the nodes of a draft and the slots of the cache stand to each other.
 
     Attributes:
@@ -66,13 +66,13 @@ class Sight:
 
 
 # layer type → what it sees, given its config. Layers with an index choose among what the mask shows them.
-KINDS: dict[str, Callable[[Sight, Any], Tensor]] = {
-    "full_attention": lambda sight, config: sight.all,
-    "sliding_attention": lambda sight, config: sight.near(config.sliding_window),
-    "chunked_attention": lambda sight, config: sight.chunk(config.attention_chunk_size),
-    "indexed_attention": lambda sight, config: sight.all,
-    "minimax_m3_sparse": lambda sight, config: sight.all,
-    "reference_sliding_attention": lambda sight, config: sight.near_or_prompt(config.sliding_window),
+KINDS: dict[str, Callable[[Visibility, Any], Tensor]] = {
+    "full_attention": lambda visible, config: visible.all,
+    "sliding_attention": lambda visible, config: visible.near(config.sliding_window),
+    "chunked_attention": lambda visible, config: visible.chunk(config.attention_chunk_size),
+    "indexed_attention": lambda visible, config: visible.all,
+    "minimax_m3_sparse": lambda visible, config: visible.all,
+    "reference_sliding_attention": lambda visible, config: visible.near_or_prompt(config.sliding_window),
 }
 _ATTENTION_OF = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}  # types with a recurrence, too
 _SEES_ALL = ("full_attention", "indexed_attention", "minimax_m3_sparse")
@@ -107,11 +107,11 @@ class Masks:
         """Whether a single token sees all that is cached, so that it needs no mask."""
         return self.kinds <= {"full_attention"}
 
-    def made(self, sight: Sight, wanted: Callable[[Tensor, str], Any]) -> Any:
+    def made(self, visible: Visibility, wanted: Callable[[Tensor, str], Any]) -> Any:
         """One mask, or one for each type of layers; `wanted` makes it of what a type of layers sees."""
 
         def of(kind: str) -> Any:
-            return wanted(KINDS[kind](sight, self.config), kind)
+            return wanted(KINDS[kind](visible, self.config), kind)
 
         if not self.mixed:
             return of("sliding_attention" if self.kinds == {"sliding_attention"} else "full_attention")

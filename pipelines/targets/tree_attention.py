@@ -29,7 +29,7 @@ _UNKNOWN = ("position_bias", "softcap", "s_aux")  # arguments that change the sc
 
 
 @dataclass(frozen=True)
-class Sight:
+class PackedMask:
     """What a tree's 4-D mask says, in few bytes."""
 
     lengths: Tensor  # int64 [B], cached slots of each row, before the nodes
@@ -59,7 +59,7 @@ def marked(
         here = depth[:, : ancestors.shape[1]]
         ancestors = ancestors & (here[:, :, None] - depth[:, None, :] < window)
         first = (lengths[:, None] + here - window + 1).clamp(min=0)
-    mask._mmspec_sight = Sight(lengths, ops.bit_rows(ancestors), open_slots, first, causal and first is None)  # type: ignore[attr-defined]
+    mask._mmspec_packed = PackedMask(lengths, ops.bit_rows(ancestors), open_slots, first, causal and first is None)  # type: ignore[attr-defined]
     return mask
 
 
@@ -82,23 +82,23 @@ def attend(
     Returns:
         [B, n, heads, D], and no attention maps.
     """
-    sight: Sight | None = getattr(attention_mask, "_mmspec_sight", None)
+    packed: PackedMask | None = getattr(attention_mask, "_mmspec_packed", None)
     plain = not kwargs.get("dropout") and all(kwargs.get(name) is None for name in _UNKNOWN)
     plain = plain and query.dtype == key.dtype == value.dtype  # under autocast they may differ, which sdpa can take
     if attention_mask is None or not plain or attention_mask.shape[-1] != key.shape[2]:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     scale = kwargs.get("scaling")
     own = vars(module).get("config") if module is not None else None
-    if sight is None and (own is None or own._attn_implementation == NAME):  # it does not stand in for another
+    if packed is None and (own is None or own._attn_implementation == NAME):  # it does not stand in for another
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-    if sight is None or (query.is_cuda and not trusted(*_shape(query, key, value))):
+    if packed is None or (query.is_cuda and not trusted(*_shape(query, key, value))):
         out = sdpa(query, key, value, attention_mask, scale)
-    elif sight.causal and flash_serves(query, key, value):
+    elif packed.causal and flash_serves(query, key, value):
         bias = causal_lower_right(query.shape[2], key.shape[2])
         out = F.scaled_dot_product_attention(query, key, value, bias, scale=scale, enable_gqa=True)
     else:
         out = dispatch.tree_attention(
-            query, key, value, sight.lengths, sight.bits, sight.open_slots, sight.first, scale
+            query, key, value, packed.lengths, packed.bits, packed.open_slots, packed.first, scale
         )
     return out.transpose(1, 2).contiguous(), None
 

@@ -283,7 +283,7 @@ class VlmTarget(ModelTarget):
             causal = at.even and not state.padded and paths is not None and paths.chain
             return attention.marked(mask, at.device, state.open_slots, ancestors, depth, window, causal)
 
-        return self.masks.made(masks.Sight(state, ancestors, depth), wanted)
+        return self.masks.made(masks.Visibility(state, ancestors, depth), wanted)
 
     def _reads(self, state: State) -> bool:
         """Whether the decoder's own FlashAttention reads this draft: a chain of one row is the end of its text."""
