@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import builtins
+import difflib
 import importlib
 import logging
 import os
 import sys
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import mmspec
 
@@ -59,8 +61,27 @@ def quiet() -> None:
             warnings.filterwarnings("ignore", category=getattr(builtins, kind))
 
 
+class Parser(argparse.ArgumentParser):
+    """One of the command, a verb or a suite: it tells what was wrong in two lines, and what may have been meant."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        if not args and self._subparsers is not None:
+            self.print_help(sys.stderr)
+            self.exit(2)
+        found, strange = super().parse_known_args(args, namespace)
+        if strange:
+            near = difflib.get_close_matches(strange[0].partition("=")[0], self._option_string_actions, 1)
+            self.error(
+                f"unrecognized arguments: {' '.join(strange)}" + "".join(f"; did you mean {one}?" for one in near)
+            )
+        return found, strange
+
+    def error(self, message: str) -> Any:
+        self.exit(2, f"{self.prog}: error: {message}\n`{self.prog} --help` explains what it takes\n")
+
+
 def _parser(words: list[str]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="mmspec", description=mmspec.__doc__)
+    parser = Parser(prog="mmspec", description=mmspec.__doc__)
     parser.add_argument("--version", action="version", version=f"mmspec {mmspec.__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     called = next((word for word in words if not word.startswith("-")), None)

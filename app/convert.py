@@ -15,17 +15,24 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """The options of `mmspec convert`."""
     from mmspec.checkpoints.layouts import LAYOUTS
 
-    known = "; ".join(f"{name}: {layout.about}" for name, layout in LAYOUTS.items())
     parser.usage = (
         "mmspec convert SRC DST [options]\n       mmspec convert llamagen FILE --vq FILE [--text-encoder T5] -o FOLDER"
         "\n       mmspec convert mar FILE --vae FILE -o FOLDER"
     )
-    parser.description = f"Read a drafter in any known layout and write it in another, as safetensors. Layouts: {known}"
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.description = "Read a drafter in any known layout and write it in another, as safetensors.\n\nlayouts:\n"
+    parser.description += "\n".join(f"  {name:18} {layout.about}" for name, layout in LAYOUTS.items())
     add = parser.add_argument
     add("src", help="folder, file with config.json beside it, or owner/name on the Hub; or `llamagen`, `mar`")
     add("dst", type=Path, help="folder to write; after `llamagen` or `mar`, the transformer's file")
-    add("--layout", choices=tuple(LAYOUTS), default="mmspec", help="layout to write (%(default)s)")
-    add("--from", dest="source", choices=tuple(LAYOUTS), help="layout to read (default: what the files show)")
+    add("--layout", choices=tuple(LAYOUTS), metavar="NAME", default="mmspec", help="layout to write (%(default)s)")
+    add(
+        "--from",
+        dest="source",
+        choices=tuple(LAYOUTS),
+        metavar="NAME",
+        help="layout to read (default: what the files show)",
+    )
     add("--target", help="model it drafts for, name or folder; needed where the files do not say which layers it reads")
     add("--revision", help="branch, tag or commit of SRC on the hub")
     add(

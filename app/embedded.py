@@ -26,6 +26,11 @@ def resolve(name: str) -> str:
     return str(zoo.path(name))
 
 
+def fitting(name: str, model: str) -> str:
+    """The embedded drafter of a model that the name of a method means, such as eagle; any other name unchanged."""
+    return next((one for one in drafters(model) if recipes.DRAFTERS[one].method == name), name)
+
+
 def drafter(model: str) -> str:
     """What fits a model if nobody says otherwise."""
     return DRAFTERS.get(model, SHIPPED)

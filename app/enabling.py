@@ -43,6 +43,20 @@ def add(parser: Any) -> None:
     parser.add_argument("--enable", default=[], **FLAG)
 
 
+class _Short(argparse.Action):
+    """A flag of its own for one of them: --window 8 says the same as --enable window=8."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        name = self.option_strings[-1].removeprefix("--")
+        value = "true" if self.nargs == 0 else ",".join(values) if isinstance(values, list) else values
+        setattr(namespace, self.dest, [*getattr(namespace, self.dest), f"{name}={value}"])
+
+
+def short(parser: Any, flag: str, help: str, **takes: Any) -> None:
+    """Such a flag; `nargs=0` is one that is true when it is said."""
+    parser.add_argument(flag, dest="enable", action=_Short, default=[], help=help, **takes)
+
+
 def given(said: Iterable[str], drafter: Any = None) -> dict[str, Any]:
     """Keyword arguments of `mmspec.enable` from words like depth=6, checked as far as can be without a model.
 

@@ -274,7 +274,7 @@ def load(
     except Exception as error:  # a missing folder, no network, an unknown architecture, too little memory: all fatal
         raise EngineError(f"cannot load the model {model!r}. {first_line(error)}") from error
     try:
-        chosen = None if drafter == STOCK else embedded.resolve(drafter)
+        chosen = None if drafter == STOCK else embedded.resolve(embedded.fitting(drafter, model))
         return Engine(network, processor, chosen, max_new_tokens, temperature, options)
     except Exception as error:
         raise EngineError(

@@ -17,13 +17,22 @@ from mmspec.app.options import count, from_zero, where
 
 if TYPE_CHECKING:
     from mmspec.app.mar import MarImages, MarSubject
-    from mmspec.app.painter import DrawingMethod, ImageResult, Subject
+    from mmspec.app.painter import ImageResult, Subject
 
 OK, FATAL = 0, 1
+EXACT = "exact"  # the rule that changes nothing
 OWN, PLAIN = "mmspec", "plain"  # the two sides of --compare
 SELF = "self"  # the drafter of a MAR's own drafts
-FOREIGN = ("top_k", "coupling", "init", "proactive", "reproducible", "budget")  # what a MAR does not have
-OPTIONS = ("window", "init", "coupling", "proactive", "rule", "budget")  # of `enable`, each a flag of its own
+MAR_TAKES = ("window", "rule")
+SHORT: tuple[tuple[str, str, dict[str, Any]], ...] = (  # of `--enable`, with a flag of their own
+    ("--window", "tokens that jacobi looks at in one forward of the model", {"metavar": "N"}),
+    ("--coupling", "how jacobi redraws its guesses: none, maximal or gumbel", {}),
+    ("--init", "where jacobi's guesses come from: neighbours, uniform, horizontal, vertical or mixture", {}),
+    ("--proactive", "a tree of K guesses, D - 1 deep", {"nargs": 2, "metavar": ("K", "D")}),
+    ("--reproducible", "the very picture of plain decoding, in float32", {"nargs": 0}),
+    ("--rule", "change the distribution for speed, such as 'typical(epsilon=0.3, delta=0.05)'", {"metavar": "SPEC"}),
+    ("--budget", "the most a rule may cost per picture, in total variation", {}),
+)
 ENDINGS = (".png", ".jpg", ".jpeg", ".webp")
 
 
@@ -63,15 +72,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--temperature", type=float, help="0 takes the likeliest token (the model's own)")
     fast = parser.add_argument_group("how it is made fast")
     fast.add_argument("--drafter", default="jacobi", help="jacobi (a MAR: self), a folder, or none (%(default)s)")
-    fast.add_argument("--window", type=int, help="tokens that jacobi looks at in one forward of the model")
-    fast.add_argument("--coupling", help="how jacobi redraws its guesses: none, maximal or gumbel")
-    fast.add_argument("--init", help="where jacobi's guesses come from: uniform, horizontal, vertical or mixture")
-    fast.add_argument("--proactive", type=count, nargs=2, metavar=("K", "D"), help="a tree of K guesses, D - 1 deep")
-    fast.add_argument("--reproducible", action="store_true", help="the very picture of plain decoding, in float32")
-    fast.add_argument(
-        "--rule", metavar="SPEC", help="change the distribution for speed, such as 'typical(epsilon=0.3, delta=0.05)'"
-    )
-    fast.add_argument("--budget", type=float, help="the most a rule may cost per picture, in total variation")
+    for flag, help, takes in SHORT:
+        enabling.short(fast, flag, help, **takes)
     enabling.add(fast)
 
 
@@ -82,26 +84,23 @@ def run(args: argparse.Namespace) -> int:
 
     try:
         prompts, continuous = _prompts(args), mar.draws(args.model)
-        way: Any = None
-        if continuous:
-            _check_mar(args)
-        else:
-            way = _way(args)
+        said = (_said_mar if continuous else _said)(args)
         orders = _orders(args, prompts)
         settings = {"guidance_scale": args.guidance, "top_k": args.top_k, "temperature": args.temperature}
         subject = (mar if continuous else painter).load(args.model, args.device, args.dtype, **settings)
         if isinstance(subject, mar.MarSubject):
-            way = _speculation(args, subject)
+            way: Any = _speculation(args, subject, said)
         else:
-            if args.window is not None and args.window > subject.tokens:
+            if (said.get("window") or 0) > subject.tokens:
                 raise GenerateError(
-                    f"--window {args.window} is more than the {subject.tokens} tokens of a picture; 8 to 64 is usual"
+                    f"window={said['window']} is more than the {subject.tokens} tokens of a picture; 8 to 64 is usual"
                 )
+            way = painter.DrawingMethod(embedded.fitting(args.drafter, args.model), said)
         orders = [replace(order, asked=subject.label(order.asked)) for order in orders]
         if args.model == embedded.IMAGE_MODEL:
             _say_unknown(prompts)
         told: Any = _told_mar if continuous else _told
-        print("\n".join(told(*_draw(subject, way, orders, args), args)))
+        print("\n".join(told(*_draw(subject, way, orders, args), args.drafter, said)))
     except (GenerateError, EngineError, enabling.EnableError) as error:
         print(f"mmspec generate: {' '.join(str(error).split())}", file=sys.stderr)
         return FATAL
@@ -144,26 +143,12 @@ def _prompts(args: argparse.Namespace) -> list[str]:
     return prompts
 
 
-def _way(args: argparse.Namespace) -> DrawingMethod:
-    from mmspec.app.painter import PLAIN, DrawingMethod
-
-    given = {name: getattr(args, name) for name in OPTIONS if getattr(args, name) is not None}
-    given |= enabling.given(args.enable, args.drafter)
-    if args.proactive:
-        given["proactive"] = tuple(args.proactive)
-    if args.reproducible:
-        given["reproducible"] = True
-    useless = [name for name in given if name != "reproducible"]
-    if args.drafter == PLAIN and useless:
-        raise GenerateError(f"--{useless[0]} needs a drafter; {PLAIN!r} decodes one token after the other")
-    if "rule" not in given and args.budget is not None:
-        raise GenerateError(
-            "--budget limits a relaxed rule; name one, such as --rule 'typical(epsilon=0.3, delta=0.05)'"
-        )
-    if args.reproducible and args.rule not in (None, "exact"):
-        raise GenerateError("--reproducible gives plain decoding's own picture, which a relaxed rule would change; "
-                            "leave one of --reproducible and --rule out")  # fmt: skip
-    return DrawingMethod(PLAIN) if args.drafter == PLAIN else DrawingMethod(args.drafter, given)
+def _said(args: argparse.Namespace) -> dict[str, Any]:
+    """The options of `mmspec.enable`, checked as far as can be without a model."""
+    useless = [name for name in enabling.unchecked(args.enable) if name != "reproducible"]
+    if args.drafter == STOCK and useless:
+        raise GenerateError(f"{useless[0]} needs a drafter; {STOCK!r} decodes one token after the other")
+    return {} if args.drafter == STOCK else enabling.given(args.enable, args.drafter)
 
 
 def _orders(args: argparse.Namespace, prompts: list[str]) -> list[DrawingOrder]:
@@ -213,18 +198,22 @@ def write_sheet(orders: Sequence[DrawingOrder], pictures: Sequence[Any], plain: 
     write(orders[:1], [sheet(rows)])
 
 
-def _told(made: Sequence[ImageResult], base: Sequence[ImageResult], args: argparse.Namespace) -> Iterator[str]:
+def _told(
+    made: Sequence[ImageResult], base: Sequence[ImageResult], drafter: str, said: dict[str, Any]
+) -> Iterator[str]:
     """What it took, what a rule cost, and what plain decoding took."""
+    rule = said.get("rule") or EXACT
+    bent = rule != EXACT
     count, seconds = sum(len(each.images) for each in made), sum(each.seconds for each in made)
     own, pace = _rate(made)
     yield (
         f"{count} picture{'s' * (count != 1)} in {seconds:.1f} s; {own:.1f} forwards of the model each, {pace:.2f} "
         "tokens per forward"
     )
-    if args.rule not in (None, "exact"):
+    if bent:
         spent = [charge for each in made for charge in each.spent]
         yield (
-            f"not lossless: {args.rule} bent the distribution; distance in total variation charged per picture: mean "
+            f"not lossless: {rule} bent the distribution; distance in total variation charged per picture: mean "
             f"{statistics.fmean(spent):.2f}, most {max(spent):.2f} (summed over its tokens)"
         )
     if base:
@@ -232,8 +221,8 @@ def _told(made: Sequence[ImageResult], base: Sequence[ImageResult], args: argpar
         same = [bool((a == b).all()) for m, p in zip(made, base, strict=True)
                 for a, b in zip(m.tokens, p.tokens, strict=True)]  # fmt: skip
         identical = f"identical pictures: {sum(same)} of {len(same)}"
-        if not args.reproducible and args.drafter != "none":
-            identical += f" (others drawn from {'the same' if args.rule in (None, 'exact') else 'a bent'} distribution)"
+        if not said.get("reproducible") and drafter != STOCK:
+            identical += f" (others drawn from {'a bent' if bent else 'the same'} distribution)"
         yield (
             f"plain decoding took {plain:.1f} s, {plain / seconds:.2f} times as long, and {forwards:.1f} forwards, "
             f"{forwards / own:.2f} times as many; {identical}"
@@ -247,33 +236,37 @@ def _rate(paintings: Sequence[ImageResult]) -> tuple[float, float]:
     return forwards, paintings[0].tokens[0].numel() / forwards
 
 
-def _check_mar(args: argparse.Namespace) -> None:
-    strange = next((name for name in FOREIGN if not any(getattr(args, name) is unset for unset in (None, False))), None)
+def _said_mar(args: argparse.Namespace) -> dict[str, Any]:
+    said = enabling.unchecked(args.enable)
+    strange = [*(["--top-k"] if args.top_k is not None else []), *(name for name in said if name not in MAR_TAKES)]
     if strange:
-        raise GenerateError(f"--{strange.replace('_', '-')} is for models that draw ids; this one is a MAR")
-    if args.enable:
-        raise GenerateError("--enable is for models that draw ids; this one is a MAR")
-    if args.drafter == STOCK and (args.window or args.rule):
-        raise GenerateError(f"--window and --rule need a drafter; {STOCK!r} draws without")
+        raise GenerateError(
+            f"{strange[0]} is for models that draw ids; this one is a MAR, which takes {' and '.join(MAR_TAKES)}"
+        )
+    if args.drafter == STOCK and said:
+        raise GenerateError(f"{' and '.join(said)} need a drafter; {STOCK!r} draws without")
+    return said
 
 
-def _speculation(args: argparse.Namespace, model: MarSubject) -> dict[str, Any] | None:
+def _speculation(args: argparse.Namespace, model: MarSubject, said: dict[str, Any]) -> dict[str, Any] | None:
     """How a MAR drafts; `jacobi`, the default of this command, means the model's own drafts."""
     how: dict[str, Any] | None = None
     if args.drafter != STOCK:
-        given = {"ahead": args.window, "rule": None if args.rule == "exact" else args.rule}
-        how = {name: value for name, value in given.items() if value is not None}
+        given = {"ahead": said.get("window"), "rule": said.get("rule", EXACT)}
+        how = {name: value for name, value in given.items() if value not in (None, EXACT)}
         if args.drafter not in ("jacobi", SELF):
             how["draft"] = model.small(args.drafter)
     note = ""
     if args.compare or how is not None:
-        note = model.singly(args.compare or args.rule != "cspd")
+        note = model.singly(args.compare or said.get("rule") != "cspd")
     if note:
         print(f"note: {note}", file=sys.stderr)
     return how
 
 
-def _told_mar(made: Sequence[MarImages], base: Sequence[MarImages], args: argparse.Namespace) -> Iterator[str]:
+def _told_mar(
+    made: Sequence[MarImages], base: Sequence[MarImages], drafter: str, said: dict[str, Any]
+) -> Iterator[str]:
     """The same of a MAR."""
     from mmspec.continuous import cspd
 
@@ -286,7 +279,7 @@ def _told_mar(made: Sequence[MarImages], base: Sequence[MarImages], args: argpar
             f"and {evaluations:.0f} head evaluations"
         )
 
-    bent = args.rule == "cspd"
+    bent = said.get("rule") == "cspd"
     yield sums(made, f"picture{'s' * (sum(len(each.images) for each in made) > 1)}")
     if base:
         yield "plainly: " + sums(base, f"of the {'unbent' if bent else 'same'} distribution")

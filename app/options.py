@@ -16,6 +16,13 @@ def count(text: str) -> int:
     return int(text)
 
 
+def door(text: str) -> int:
+    """The number of a port."""
+    if not text.isdecimal() or not 1 <= int(text) <= 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port; one is a number from 1 to 65535")
+    return int(text)
+
+
 def from_zero(text: str) -> float:
     """A number from 0 on."""
     return _number(text, "from 0 on", open_end=False)

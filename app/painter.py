@@ -209,8 +209,8 @@ def load(model: str, device: str, dtype: str, **settings: Any) -> ImageSubject:
         pipe = LlamaGenPipeline.from_pretrained(embedded.resolve(model)).to(place)
     except Exception as error:  # a missing folder, no network, another pipeline, too little memory: all fatal
         raise EngineError(
-            f"cannot load the model {model!r}: {first_line(error)}. It must be a LlamaGenPipeline; make one of the "
-            "authors' files with `mmspec convert llamagen`"
+            f"cannot load the model {model!r}: {first_line(error).rstrip('.')}. It must be a LlamaGenPipeline; make "
+            "one of the authors' files with `mmspec convert llamagen`"
         ) from error
     for part in (pipe.transformer, pipe.text_encoder):  # the picture decoder stays as it is: it is cheap and exact
         if part is not None and part.dtype != kind:  # transformers loads a text encoder in the type of its file

@@ -30,7 +30,11 @@ KINDS = {bool: "true or false", int: "a whole number", float: "a number", tuple:
 def configure(parser: argparse.ArgumentParser) -> None:
     trained = [name for name, entry in DRAFTERS.items() if entry.trained]
     others = [name for name in BLOCKS if name not in trained]
-    parser.add_argument("--method", choices=[*trained, *others, "mtp"], default="eagle")
+    methods = [*trained, *others, "mtp"]
+    parser.description = "Train a drafter for a model, by its own answers about your data. Rerun the command to resume."
+    parser.add_argument(
+        "--method", choices=methods, default="eagle", metavar="NAME", help=f"{', '.join(methods)} (%(default)s)"
+    )
     parser.add_argument("--target", required=True, help="folder or hub name of the model to draft for")
     parser.add_argument(
         "--data",
@@ -44,9 +48,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="prompts without pictures, for recipes with a stage on text: prompts:FILE, .jsonl or hf:owner/name[:split]"
         "; 'none': leave these stages out",
     )
-    parser.add_argument("--out", type=Path, required=True, help="folder of the run; rerun the command to resume")
-    parser.add_argument("--recipe", choices=sorted(RECIPES), help="default: the published recipe of the method")
-    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="change values of the recipe")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the run")
+    parser.add_argument(
+        "--recipe", choices=sorted(RECIPES), metavar="NAME",
+        help=f"default: the published recipe of the method; of {', '.join(sorted(RECIPES))}",
+    )  # fmt: skip
+    parser.add_argument(
+        "--set",
+        nargs="*",
+        default=[],
+        metavar="NAME=VALUE",
+        help="change values of the recipe, such as steps=200 held_out=8",
+    )
     parser.add_argument("--intermediate", type=int, help="width of the drafter's MLP; default: the target's")
     parser.add_argument(
         "--shape", nargs="*", default=[], metavar="NAME=VALUE",

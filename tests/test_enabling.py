@@ -12,7 +12,7 @@ import tiny_llava
 from PIL import Image
 
 import mmspec
-from mmspec.app import cli, enabling
+from mmspec.app import cli, embedded, enabling
 from mmspec.app.bench import drafters as named
 from mmspec.app.bench.command import BenchError
 from mmspec.app.enabling import EnableError
@@ -126,14 +126,52 @@ def test_a_wrong_word_ends_a_verb_before_its_model_is_loaded(
         assert "has no 'dept'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["caption", "--modle", "x"], "mmspec caption: error: unrecognized arguments: --modle; did you mean --model?"),
+        (["bench", "vlm", "--drafers=eagle"], "bench vlm: error: unrecognized arguments: --drafers=eagle; did you"),
+        (["captoin"], "invalid choice: 'captoin' (choose from"),
+        (["bench", "list"], "invalid choice: 'list' (choose from"),
+        (["demo", "--port", "99999"], "'99999' is not a port; one is a number from 1 to 65535"),
+        (["demo", "--time-limit", "-1"], "'-1' is not a number above 0"),
+        ([], "mmspec: lossless speculative decoding"),
+        (["bench"], "what a round costs at the shapes"),
+    ],
+)  # fmt: skip
+def test_wrong_words_are_told_in_two_lines(words: list[str], told: str, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(words)
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and told in said
+    assert "error" not in said or (len(said.splitlines()) == 2 and "--help` explains" in said)
+
+
+def test_helps_name_values_not_constants() -> None:
+    assert "one of " not in "".join(line for line in enabling.told().splitlines() if "_BY" in line or "S:" in line)
+    for word in ("neighbours", "gumbel", "uniform"):
+        assert f'"{word}"' in enabling.told()
+
+
 def test_a_methods_name_is_the_embedded_drafter_of_the_model() -> None:
     def read(*words: str) -> dict[str, Any]:
         return named.read(argparse.Namespace(model=words[0], drafters=[*words[1:]], enable=[]))
 
     assert list(read("scenes-video", "eagle")) == ["eagle"]
+    assert embedded.fitting("eagle", "scenes-video") == "scenes-video-eagle"
+    assert embedded.fitting("ngram", "scenes-video") == "ngram" and embedded.fitting("eagle", "else") == "eagle"
     assert named._named("flash", "scenes-video") == ["scenes-video-flash"]
     assert named._named("eagle", "scenes-llamagen") == ["scenes-llamagen-eagle"]
     with pytest.raises(BenchError, match=r"no drafter of this method .* 'scenes-llamagen' \(those of eagle do\)"):
         read("scenes-llamagen", "msd")
     with pytest.raises(BenchError, match=r"comes with 'elsewhere' \(none does\); name a folder, or train one"):
         read("elsewhere", "eagle")
+
+
+def test_a_flag_of_its_own_says_the_same() -> None:
+    parser = argparse.ArgumentParser()
+    importlib.import_module(cli.COMMANDS["generate"][0]).configure(parser)
+    words = ["--window", "8", "--proactive", "3", "3", "--reproducible", "--rule", "scaled(omega=3.0)", "--budget", "1"]
+    same = ["window=8", "proactive=3,3", "reproducible=true", "rule=scaled(omega=3.0)", "budget=1"]
+    assert parser.parse_args(["a ring", *words]).enable == same
+    assert parser.parse_args(["a ring"]).enable == []

@@ -14,6 +14,7 @@ from mmspec.registry import DRAFTERS, drafter_class, name_of
 from mmspec.zoo import recipes
 
 ALL = "all"
+WEIGHTLESS = [name for name, entry in DRAFTERS.items() if not entry.trained and not entry.from_model]
 
 
 def configure(parser: argparse.ArgumentParser, beside: str = "") -> None:
@@ -64,7 +65,8 @@ def read(args: argparse.Namespace, trained: bool = False, model: Any = None) -> 
     try:
         return _loaded(names, model)
     except (FileNotFoundError, ValueError) as error:
-        raise BenchError(f"--drafters: {error}") from error
+        there = dict.fromkeys([*(recipes.DRAFTERS[name].method for name in embedded.drafters(args.model)), *WEIGHTLESS])
+        raise BenchError(f"--drafters: {error}; by name there are here {', '.join(there)}") from error
 
 
 def _named(name: str, model: str) -> list[str]:
@@ -76,14 +78,13 @@ def _named(name: str, model: str) -> list[str]:
         return list(here)
     if name not in DRAFTERS or not DRAFTERS[name].trained:
         return [name]
-    found = [one for one, method in here.items() if method == name]
-    if not found:
+    if (found := embedded.fitting(name, model)) == name:
         there = f"those of {', '.join(here.values())} do" if here else "none does"
         raise BenchError(
             f"--drafters {name}: no drafter of this method comes with {model!r} ({there}); name a folder, or train one "
             f"with `mmspec train --method {name} --target {model}`"
         )
-    return found
+    return [found]
 
 
 def _loaded(names: list[str], model: Any) -> dict[str, Any]:

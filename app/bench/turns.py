@@ -78,7 +78,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
     """All cells, one after the other; yields whenever the outcome has grown."""
-    drafter = args.drafter or embedded.drafter(args.model)
+    drafter = embedded.fitting(args.drafter or embedded.drafter(args.model), args.model)
     try:
         options = enabling.given(args.enable, drafter)
     except enabling.EnableError as error:

@@ -157,8 +157,9 @@ def _work(job: Job, slots: str, inputs: Inputs, outputs: Outputs, todo: Plan) ->
     _report(options, todo, tally, crew.summaries, comparison)
     if tally.failed:
         print(f"{tally.failed} failed: {outputs.folder / FAILURES} says why")
-    files = f"a {options.extension} for each" if any(task.sidecar for task in todo.pending) else ""
-    print("captions: " + ", and ".join(filter(None, [", ".join(map(str, made)), files])))
+    files = f"a {options.extension} for each" if tally.captions and any(task.sidecar for task in todo.pending) else ""
+    if made or files:
+        print("captions: " + ", and ".join(filter(None, [", ".join(map(str, made)), files])))
     print("; ".join(filter(None, [str(tally), str(comparison or "")])))
     return SOME_FAILED if tally.failed or failed_before else OK
 

@@ -137,4 +137,4 @@ def load(model: str, drafter: str | None, device: str, dtype: str, time_limit: f
     from mmspec.app.painter import load as load_painter
 
     own = embedded.IMAGE_DRAFTER if model == embedded.IMAGE_MODEL else None
-    return Easel(load_painter(model, device, dtype), drafter or own, time_limit)
+    return Easel(load_painter(model, device, dtype), embedded.fitting(drafter, model) if drafter else own, time_limit)

@@ -13,7 +13,7 @@ from typing import Any
 from mmspec import media, zoo
 from mmspec.app import embedded, enabling
 from mmspec.app.media import inputs, items
-from mmspec.app.options import where
+from mmspec.app.options import above_zero, door, where
 
 ABOUT = (
     "The same words and pictures from the same models in fewer steps: guess ahead, check the whole guess in one call."
@@ -50,9 +50,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--examples", type=Path, metavar="FOLDER", help="example pictures (default: the sample drawings)")
     add("--results", type=Path, default=RESULTS, metavar="FOLDER", help="the bench's JSON records")
     add("--host", default="127.0.0.1", help="address to listen on; any but this machine's needs --auth (%(default)s)")
-    add("--port", type=int, help="default: the first free one from 7860 on")
+    add("--port", type=door, help="default: the first free one from 7860 on")
     add("--auth", metavar="USER:PASSWORD", help="ask for it; or set MMSPEC_DEMO_AUTH, which `ps` does not show")
-    add("--time-limit", type=float, default=180.0, metavar="S", help="longest run, in seconds (%(default)s)")
+    add("--time-limit", type=above_zero, default=180.0, metavar="S", help="longest run, in seconds (%(default)s)")
     enabling.add(parser)
     where(parser)
     add("--open", action="store_true", help="open the page in the browser")

@@ -37,9 +37,9 @@ class WindowOptions:
 
     Attributes:
         window: positions looked at in a round, the pending token's included; 1 drafts nothing.
-        init: where first guesses come from, one of INITS: anywhere, the token to the left, the one above, either of
-            these, or either as far as the target has a grid (the default).
-        coupling: how a guess is redrawn once the target has spoken, one of COUPLINGS.
+        init: where first guesses come from: "uniform" (anywhere), "horizontal" (the token to the left), "vertical" (the
+            one above), "mixture" (either of these), or "neighbours" (either as far as the target has a grid).
+        coupling: how a guess is redrawn once the target has spoken: "none", "maximal" or "gumbel".
         proactive: (K, D): the next D − 1 positions get a tree with K branches per node (K, D ≥ 2); (1, 1): none.
     """
 

@@ -63,8 +63,8 @@ class TreeOptions(ChainOptions):
             others. "all"; or N: the first N tokens, which a BPE vocabulary learned first, and those that end an
             answer; or ids, kept as a sorted tuple.
         prune: share of a prompt's image and video tokens that the drafter leaves out; the target reads them all.
-        prune_by: which ones stay, one of PRUNE_BY: those that the target attended to most and some between them (the
-            default), or evenly spaced ones.
+        prune_by: which ones stay: "attention", those that the target attended to most and some between them; or
+            "uniform", evenly spaced ones.
     """
 
     width: int = 8

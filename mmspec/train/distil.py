@@ -95,7 +95,10 @@ class Distillation:
         self.drafter, self.teacher, self.recipe, self.out = drafter, teacher, recipe, out
         self.written, self.about, self.room = answers or out, about, room
         if len(samples) <= recipe.held_out:
-            raise ValueError(f"{len(samples)} samples are too few; {recipe.held_out} of them are held out to measure τ")
+            raise ValueError(
+                f"{len(samples)} samples are too few; {recipe.held_out} of them are held out to measure τ; "
+                "give more, or set held_out to a smaller number"
+            )
         if recipe.texts and not texts:
             raise ValueError(
                 "this recipe begins with text alone; give prompts without pictures (--text), or train without "
