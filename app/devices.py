@@ -7,6 +7,8 @@ from pathlib import Path
 
 import torch
 
+from mmspec.app import embedded
+
 
 class EngineError(Exception):
     """The model or the drafter cannot be used at all."""
@@ -44,6 +46,21 @@ def find_device(name: str) -> torch.device:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise EngineError(f"no device {name!r} here; choose auto, cpu, cuda, cuda:1 or mps") from error
+
+
+def find_model(name: str) -> str:
+    """The folder of an embedded model, a folder, or a name on the Hub.
+
+    Raises:
+        EngineError: it can be none of these, or the embedded weights are missing.
+    """
+    try:
+        where = embedded.resolve(name)
+    except FileNotFoundError as error:
+        raise EngineError(f"cannot load the model {name!r}. {error}") from error
+    if not Path(where).exists() and name.count("/") != 1:
+        raise EngineError(f"no folder {name!r}; a name on the Hub has the form owner/name")
+    return where
 
 
 def load_quietly(*libraries: str) -> None:

@@ -6,14 +6,13 @@ import contextlib
 import warnings
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 from PIL import Image
 
 import mmspec
 from mmspec.app import embedded
-from mmspec.app.devices import EngineError, find_device, first_line, free_memory, load_quietly
+from mmspec.app.devices import EngineError, find_device, find_model, first_line, free_memory, load_quietly
 from mmspec.app.embedded import STOCK
 from mmspec.app.preparing import THREADS, Preparing, ProcessorThreads
 from mmspec.drafters.plain import Plain
@@ -262,12 +261,9 @@ def load(
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
     load_quietly("transformers")
-    if not Path(model).exists() and not embedded.speaks(model) and model.count("/") != 1:
-        raise EngineError(f"no folder {model!r}; a name on the Hub has the form owner/name")
-    place = find_device(device)
+    where, place = find_model(model), find_device(device)
     kind = ("float32" if place.type == "cpu" else "auto") if dtype == "auto" else dtype
     try:
-        where = embedded.resolve(model)
         processor = AutoProcessor.from_pretrained(where)
         network: Any = AutoModelForImageTextToText.from_pretrained(where, dtype=kind)
         network = network.to(place)

@@ -6,7 +6,6 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 
 import mmspec
 from mmspec.app import embedded
-from mmspec.app.devices import EngineError, find_device, first_line, load_quietly
+from mmspec.app.devices import EngineError, find_device, find_model, first_line, load_quietly
 from mmspec.app.embedded import STOCK
 from mmspec.registry import DRAFTERS, resolve_rule
 from mmspec.rules import Rule
@@ -201,12 +200,10 @@ def load(model: str, device: str, dtype: str, **settings: Any) -> ImageSubject:
     from mmspec.pipelines.llamagen.pipeline import LlamaGenPipeline
 
     load_quietly("transformers", "diffusers")
-    if not Path(model).exists() and model != embedded.IMAGE_MODEL and model.count("/") != 1:
-        raise EngineError(f"no folder {model!r}; a name on the Hub has the form owner/name")
-    place = find_device(device)
+    where, place = find_model(model), find_device(device)
     kind = {"auto": torch.float32 if place.type == "cpu" else torch.bfloat16}.get(dtype) or getattr(torch, dtype)
     try:
-        pipe = LlamaGenPipeline.from_pretrained(embedded.resolve(model)).to(place)
+        pipe = LlamaGenPipeline.from_pretrained(where).to(place)
     except Exception as error:  # a missing folder, no network, another pipeline, too little memory: all fatal
         raise EngineError(
             f"cannot load the model {model!r}: {first_line(error).rstrip('.')}. It must be a LlamaGenPipeline; make "

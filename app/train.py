@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from mmspec.app import embedded, train_block
-from mmspec.app.devices import EngineError, find_device, first_line, load_quietly
+from mmspec.app import train_block
+from mmspec.app.devices import EngineError, find_device, find_model, first_line, load_quietly
 from mmspec.app.train_block import BLOCKS
 from mmspec.checkpoints.save import save_drafter
 from mmspec.registry import DRAFTERS, drafter_class
@@ -251,8 +251,8 @@ def _opened(target: str, pictures: bool, dtype: torch.dtype) -> tuple[Any, Any]:
 
     from mmspec.pipelines.llamagen.pipeline import LlamaGenPipeline
 
+    where = find_model(target)
     try:
-        where = embedded.resolve(target)
         load_quietly("transformers", *(["diffusers"] if pictures else []))
         if not pictures:
             found = AutoModelForImageTextToText.from_pretrained(where, dtype=dtype)

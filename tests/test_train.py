@@ -321,12 +321,13 @@ def test_pictures_are_turned_as_they_were_taken(tmp_path: Path) -> None:
     ("words", "told"),
     [
         (["--device", "foo"], "no device 'foo' here"),
-        (["--target", "nosuch"], "cannot load the target 'nosuch'"),
+        (["--target", "nosuch"], "no folder 'nosuch'; a name on the Hub has the form owner/name"),
         (["--shape", "bogus=1"], "--shape: there is no 'bogus'; choose from depth, draft_vocab"),
         (["--shape", "depth=deep"], "--shape: depth is a whole number, such as 5; got 'depth=deep'"),
         (["--set", "steps=1e3"], "--set: steps is a whole number, such as 20000; got 'steps=1e3'"),
         (["--set", "muon"], "--set: muon is true or false, such as False; got 'muon'"),
         (["--set", "speed=2"], "--set: there is no 'speed'; choose from anchors, batch, betas"),
+        (["--limit", "3"], "3 samples are too few; 64 of them are held out to measure τ; give more, or set held_out"),
         (["--data", "nowhere"], "unknown data source 'nowhere'"),
     ],
 )

@@ -106,14 +106,7 @@ def branching(model: LlavaForConditionalGeneration, on: bool) -> None:
 
 def packed_hidden(model: LlavaForConditionalGeneration, batch: pack.Packed, pixels: Tensor) -> Tensor:
     """Last hidden states [B, S, width] of packed rows, by the stock decoder; the tower itself is frozen."""
-    inner = model.model.language_model
-    embedded = inner.embed_tokens(batch.ids)
     with torch.no_grad():
         seen = see(model.model.vision_tower, pixels)
-    visual = model.model.multi_modal_projector(seen).to(embedded.dtype)
-    shown = (batch.ids == pack.IMAGE)[..., None].expand_as(embedded)
-    embedded = embedded.masked_scatter(shown, visual)
-    mask = batch.mask(torch.bfloat16 if torch.is_autocast_enabled("cpu") else embedded.dtype)
-    out = inner(inputs_embeds=embedded, attention_mask=mask, position_ids=batch.positions, use_cache=False)
-    hidden: Tensor = out.last_hidden_state
-    return hidden
+    visual = model.model.multi_modal_projector(seen)
+    return pack.read(model.model.language_model, batch, visual, batch.positions)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -100,6 +101,24 @@ def pack(
             labels[row, here : end - 1] = np.where(said[1:], tokens[1:], IGNORED)
             here = end
     return Packed(*(torch.from_numpy(a.astype(np.int64)) for a in (ids, labels, positions, branches)))
+
+
+def read(inner: Any, batch: Packed, visual: torch.Tensor, positions: torch.Tensor, **masks: Any) -> torch.Tensor:
+    """Last hidden states [B, S, width] of packed rows by a stock decoder that attends by their mask.
+
+    Args:
+        visual: what stands in the places of the pictures, [N, tokens, width].
+        positions: [B, S], or as many axes of them as the decoder has.
+        masks: of layers of other types, by type; none: the decoder has one type.
+    """
+    embedded = inner.embed_tokens(batch.ids)
+    shown = (batch.ids == IMAGE)[..., None].expand_as(embedded)
+    embedded = embedded.masked_scatter(shown, visual.to(embedded.dtype))
+    mask: Any = batch.mask(torch.bfloat16 if torch.is_autocast_enabled("cpu") else embedded.dtype)
+    mask = {"full_attention": mask, **masks} if masks else mask
+    out = inner(inputs_embeds=embedded, attention_mask=mask, position_ids=positions, use_cache=False)
+    hidden: torch.Tensor = out.last_hidden_state
+    return hidden
 
 
 def draw_batch(

@@ -120,17 +120,10 @@ def see(tower: Any, pixels: Tensor) -> Tensor:
 
 def packed_hidden(model: Qwen3_5ForConditionalGeneration, batch: pack.Packed, pixels: Tensor) -> Tensor:
     """Last hidden states [B, S, width] of packed rows, by the stock decoder; see `branching`."""
-    inner = model.model.language_model
-    embedded = inner.embed_tokens(batch.ids)
     with torch.no_grad():
-        visual = see(model.model.visual, pixels).to(embedded.dtype)
-    shown = (batch.ids == pack.IMAGE)[..., None].expand_as(embedded)
-    embedded = embedded.masked_scatter(shown, visual)
-    low = torch.bfloat16 if torch.is_autocast_enabled("cpu") else embedded.dtype
-    masks = {"full_attention": batch.mask(low), "linear_attention": _tree(batch, model.config.text_config)}
-    out = inner(inputs_embeds=embedded, attention_mask=masks, position_ids=_positions(model, batch), use_cache=False)
-    hidden: Tensor = out.last_hidden_state
-    return hidden
+        visual = see(model.model.visual, pixels)
+    tree = _tree(batch, model.config.text_config)
+    return pack.read(model.model.language_model, batch, visual, _positions(model, batch), linear_attention=tree)
 
 
 def _positions(model: Qwen3_5ForConditionalGeneration, batch: pack.Packed) -> Tensor:
