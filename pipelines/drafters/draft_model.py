@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from mmspec.batch import gather_rows
-from mmspec.drafters import prune
+from mmspec.drafters import prune, static_trees
 from mmspec.drafters.growth import Growth
 from mmspec.drafters.options import ALL, TreeOptions, grown
-from mmspec.pipelines.targets import by_path, tree_readers
+from mmspec.pipelines.targets import by_path, compiled, tree_readers
 from mmspec.pipelines.targets.call import Call
+from mmspec.pipelines.targets.decoder import decoder, readers
 from mmspec.pipelines.targets.hooks import stock
 from mmspec.pipelines.targets.state import State
 from mmspec.pipelines.targets.vlm import VlmTarget, tap, untap
@@ -34,16 +38,17 @@ class DraftState:
 
     view: VlmTarget
     state: State
-    fresh: Tensor  # bool [B], rows whose prompt alone has been read
+    fresh: tuple[bool, ...]  # of each row, whether its prompt alone has been read
+    swaps: bool  # whether some modules read a draft in a way of their own
     tree: tuple[Tensor, Tensor, Tensor] | None = None  # tokens, depth and ancestors of the nodes so far, root included
     stats: dict[str, float] = field(default_factory=dict)
 
     def select(self, rows: Tensor) -> DraftState:
-        return replace(self, state=self.state.select(rows), fresh=self.fresh[rows], tree=None)
+        fresh = tuple(self.fresh[row] for row in rows.tolist())
+        return replace(self, state=self.state.select(rows), fresh=fresh, tree=None)
 
     def join(self, other: DraftState) -> DraftState:
-        both = torch.cat([self.fresh, other.fresh])
-        return replace(self, state=self.state.join(other.state), fresh=both, tree=None)
+        return replace(self, state=self.state.join(other.state), fresh=self.fresh + other.fresh, tree=None)
 
 
 class ModelDrafter(Growth):
@@ -58,6 +63,7 @@ class ModelDrafter(Growth):
 
     method = "model"
     features: tuple[int, ...] = ()
+    compile = False  # whether its forwards are captured, as a target's are
 
     def __init__(self, model: Any) -> None:
         self.model, self.options = model, grown(_USUAL, {}, "the model drafter", TreeOptions())
@@ -103,6 +109,18 @@ class ModelDrafter(Growth):
         made.features = (ATTENTION,) if prune.by_attention(options) else ()
         return made
 
+    def compiled(self) -> ModelDrafter:
+        """The same, with its forwards captured and compiled as a target's are: all of a draft in one shape."""
+        made = copy.copy(self)
+        made.compile = True
+        return made
+
+    @property
+    def _most(self) -> int:
+        """Nodes that it reads at once, at most: what a round kept and the pending one, or all but the last level."""
+        o = self.options
+        return max(2 + o.depth, 1 + (o.depth - 1) * o.width if o.tree == static_trees.DYNAMIC else self.nodes)
+
     # -- reading -----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -111,8 +129,10 @@ class ModelDrafter(Growth):
         with _tapped(self.model):
             call = _call(self.model, prompt.given, prompt).for_model(self.model)
             view = VlmTarget(self.model, ())
+            view.captured = compiled.of(self.model) if self.compile else None
             state, read, raw = view.first(call, call.input_ids.shape[1] + self.nodes + 256)
-        held = DraftState(view, state, torch.ones(len(raw), dtype=torch.bool, device=session.pending.device))
+        swaps = view.instead is not None or bool(readers(decoder(self.model)))
+        held = DraftState(view, state, (True,) * len(raw), swaps)
         if self.options.prune and prompt.visual.shape == read.ids.shape:
             stay = prune.kept(prompt.visual * prompt.valid, self.options.prune, prompt.attention)
             _leave_out(state, stay.to(state.open_slots.device))
@@ -121,7 +141,7 @@ class ModelDrafter(Growth):
     @torch.no_grad()
     def propose(self, session: Any, target: Target) -> Draft:
         draws = self.options.draws and not session.last.scores.p.is_point
-        with _tapped(self.model):
+        with _tapped(self.model) if session.memory.swaps else nullcontext():
             return self.grown(session, target, self._catch_up(session), draws)
 
     def _catch_up(self, session: Any) -> Tensor:
@@ -131,17 +151,17 @@ class ModelDrafter(Growth):
         """
         memory: DraftState = session.memory
         last = session.last
-        c = torch.where(memory.fresh, 0, last.acceptance.count)  # [B], tokens to commit
-        W = 1 + max(0 if fresh else n for fresh, n in zip(memory.fresh.tolist(), last.counts, strict=True))
+        counts = tuple(0 if fresh else n for fresh, n in zip(memory.fresh, last.counts, strict=True))
+        c = last.acceptance.count  # [B], tokens to commit
+        c = c * torch.tensor([not fresh for fresh in memory.fresh], device=c.device) if any(memory.fresh) else c
         kept = gather_rows(last.draft.tokens, last.kept).clamp(min=0)
-        place = torch.arange(W, device=c.device).expand(len(c), W)
+        place = torch.arange(1 + max(counts), device=c.device).expand(len(c), -1)
         tokens = kept.gather(1, place.clamp(max=kept.shape[1] - 1))
         tokens = torch.where(place == c[:, None], session.pending[:, None], tokens)
-        line = chain(W, c.device).expand(len(c))
+        line = chain(place.shape[1], c.device).expand(len(c))
         raw = self._logits(memory, tokens, line.depth, line.ancestors, (session.emitted - 1 - c)[:, None])
-        counts = tuple(0 if fresh else n for fresh, n in zip(memory.fresh.tolist(), last.counts, strict=True))
         memory.state.cache.commit(place, counts, c, True)
-        memory.fresh = torch.zeros_like(memory.fresh)
+        memory.fresh = (False,) * len(counts)
         root = torch.zeros_like(session.pending)[:, None]
         memory.tree = (session.pending[:, None], root, torch.ones_like(root, dtype=torch.bool)[..., None])
         return gather_rows(raw, c[:, None])
@@ -149,14 +169,18 @@ class ModelDrafter(Growth):
     def _logits(self, memory: DraftState, tokens: Tensor, depth: Tensor, ancestors: Tensor, first: Tensor) -> Tensor:
         """[B, n, V], of the draft model, after nodes [B, n] on what it has committed; `first` [B, 1] numbers the root
         among the generated tokens."""
-        view, state, home = memory.view, memory.state, memory.view.device
+        view, state, home, n = memory.view, memory.state, memory.view.device, tokens.shape[1]
+        asked, read = tokens.device, view.read
+        if view.captured is not None:  # one capture serves all levels
+            read = partial(view.captured.read, view)
+            tokens, depth, ancestors = _filled(max(n, self._most), tokens, depth, ancestors)
         tokens, depth, ancestors, first = (t.to(home) for t in (tokens, depth, ancestors, first))
         places = state.places.at(first + depth)
         places = places if view.last is None else places.clamp(max=view.last)
         parents = _parents(depth, ancestors)
         with by_path.reads(parents, depth, ancestors, state.cache.lengths):
-            raw, *_ = view.read(state, tokens, places, view.mask(state, ancestors, depth))
-        return raw.to(memory.fresh.device)
+            raw, *_ = read(state, tokens, places, view.mask(state, ancestors, depth))
+        return raw[:, :n].to(asked)
 
     def step(
         self, session: Any, target: Target, tokens: Tensor, f: Tensor, appended: int, ahead: Tensor,
@@ -188,6 +212,14 @@ def _parents(depth: Tensor, ancestors: Tensor) -> Tensor:
     """Parents [B, n] of nodes: the deepest of a node's ancestors but itself; the root is its own."""
     others = ancestors & ~torch.eye(ancestors.shape[1], dtype=torch.bool, device=depth.device)
     return torch.where(others, depth[:, None], -1).argmax(-1)
+
+
+def _filled(size: int, tokens: Tensor, depth: Tensor, ancestors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """As many nodes as `size`: those that are added are children of the root that nothing depends on."""
+    missing = size - tokens.shape[1]
+    own = torch.eye(size, dtype=torch.bool, device=tokens.device)
+    own[:, 0] = True
+    return pad(tokens, (0, missing)), pad(depth, (0, missing), value=1), pad(ancestors, (0, missing, 0, missing)) | own
 
 
 @contextmanager

@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 from mmspec.checkpoints.load import drafter_of, load_drafter
 from mmspec.config import SpecConfig, option_names
 from mmspec.drafters.compiled_drafter import CapturedDraft
-from mmspec.drafters.feature import FeatureDrafter
 from mmspec.pipelines.targets import compiled, devices, hooks
 from mmspec.pipelines.targets import compiled_cache as trusted
 from mmspec.pipelines.targets.compiled_cache import CompiledCache
@@ -125,12 +124,19 @@ def proposer(model: Any, drafter: Any, config: SpecConfig, target: TargetInfo, d
             "auto times its rounds in each process by itself, and those that share this model's weights have to draft "
             "alike; leave auto out, and choose depth, width and size"
         )
-    ready = drafter
-    if config.compile and drafts and isinstance(drafter, FeatureDrafter) and drafter.capturable:
-        held = compiled.of(model).drafts.setdefault(drafter.block, CompiledCache(type(drafter).__name__))
-        alive = weakref.ref(model)  # what drafts for a model does not keep it
-        ready = CapturedDraft(drafter, lambda: trusted.weights(alive()), target.vocab, held)
+    ready = _captured(model, drafter, target) if config.compile and drafts else drafter
     return Switch(ready, _known(model, drafter, config, target)) if config.auto and drafter.nodes > 1 else ready
+
+
+def _captured(model: Any, drafter: Any, target: TargetInfo) -> Any:
+    """What drafts as the drafter does, from captures of what it computes where that can be captured."""
+    if hasattr(drafter, "compiled"):  # a model of its own
+        return drafter.compiled()
+    if not getattr(drafter, "capturable", False):
+        return drafter
+    held = compiled.of(model).drafts.setdefault(drafter.block, CompiledCache(type(drafter).__name__))
+    alive = weakref.ref(model)  # what drafts for a model does not keep it
+    return CapturedDraft(drafter, lambda: trusted.weights(alive()), target.vocab, held)
 
 
 def _known(model: Any, drafter: Any, config: SpecConfig, target: TargetInfo) -> Known:
