@@ -228,12 +228,13 @@ def test_bad_files_never_stop_a_run(size: str, caption, photos: Path, capsys: py
     assert "4 captions" in said.out.splitlines()[-1] and said.err.count("failed:") == 3
 
 
-def test_a_folder_of_nothing_but_bad_files(caption, photos: Path):
+def test_a_folder_of_nothing_but_bad_files(caption, photos: Path, capsys: pytest.CaptureFixture):
     spoil(photos)
     for name in GOOD:
         (photos / name).unlink()
     assert caption("--batch-size", "2", "--max-errors", "2") == FATAL
     assert caption("--batch-size", "2") == SOME_FAILED
+    assert "captions: " not in capsys.readouterr().out, "none was written"
     assert not captions() and len(lines("captions/failed.jsonl")) == 3
 
 

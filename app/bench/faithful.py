@@ -45,10 +45,10 @@ class PictureReader:
     """The embedded VLM, asked to describe pictures."""
 
     def __init__(self, device: str = "cpu") -> None:
-        from mmspec.app.embedded import STOCK
         from mmspec.app.engine import load
 
-        self.engine: Any = load(embedded.MODEL, STOCK, device, "float32", 96, 0)
+        drafter = next(iter(embedded.drafters(embedded.MODEL)), "suffix")  # before the zoo has trained one
+        self.engine: Any = load(embedded.MODEL, drafter, device, "float32", 96, 0)
 
     def describe(self, shown: Sequence[Image.Image]) -> list[str]:
         flow, asked = self.engine.flow(BATCH), PromptChoice(embedded.prompt())
