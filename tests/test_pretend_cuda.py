@@ -1,13 +1,8 @@
-"""Devices, dtypes and waits without a GPU: every drafter on pretended devices, and what makes the host wait in a round.
-
-Stock answers are those of the CPU. `WAITS` holds what each round costs at most, so that no change can worsen it unseen;
-where a round has become better, the test warns with the new number, to be written here.
-"""
+"""Devices and dtypes without a GPU: every drafter on pretended devices. Stock answers are those of the CPU."""
 
 from __future__ import annotations
 
 import copy
-import itertools
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -22,18 +17,14 @@ import pytest
 import targets
 import test_eagle_image
 import tiny_llamagen
-import tiny_mar
 import torch
-import transformers as T
 from accelerate import dispatch_model
 from pretend_cuda import Mismatch, Pretend, home, place
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers.generation.streamers import BaseStreamer
 
 import mmspec
 from mmspec.kernels import cases, dispatch
-from mmspec.pipelines.patching import generate
 from mmspec.pipelines.patching.handle import Patch
 from mmspec.pipelines.targets import tree_attention as attention
 from mmspec.pipelines.targets import vlm
@@ -335,173 +326,3 @@ def test_an_offloaded_pipeline_drafts_where_it_draws(drafter: str) -> None:
                 pretended.copies.clear()
                 assert home(pipe(**how, generator=torch.Generator().manual_seed(1)).tokens) == FIRST
         assert handle.stats.rounds and not [line for line in pretended.copies if "rules.py" in line]
-
-
-# -- what makes the host wait ----------------------------------------------------------------------------------------
-
-Waits = tuple[int, int]  # reads of the device by the host, copies to it; the former cost most
-WAITS: dict[tuple[str, str, str], Waits] = {  # drafter, rule, kind of call → the most in one round
-    ("plain", "exact", "one"): (1, 0),
-    ("plain", "exact", "ragged"): (1, 0),
-    ("plain", "exact", "sampled"): (1, 0),
-    ("ngram", "exact", "criterion"): (2, 2),
-    ("ngram", "exact", "one"): (1, 1),
-    ("ngram", "exact", "penalty"): (1, 2),
-    ("ngram", "exact", "ragged"): (1, 1),
-    ("ngram", "exact", "sampled"): (1, 1),
-    ("ngram", "exact", "streamed"): (1, 1),
-    ("suffix", "exact", "one"): (1, 0),
-    ("recycle", "exact", "one"): (1, 0),
-    ("recycle", "exact", "ragged"): (1, 0),
-    ("recycle", "exact", "sampled"): (1, 0),
-    ("suffix", "exact", "ragged"): (1, 2),
-    ("suffix", "exact", "sampled"): (1, 0),
-    ("eagle", "exact", "criterion"): (2, 1),
-    ("eagle", "exact", "one"): (1, 0),
-    ("eagle", "exact", "penalty"): (1, 1),
-    ("eagle", "exact", "ragged"): (1, 0),
-    ("eagle", "exact", "sampled"): (1, 0),
-    ("eagle", "exact", "streamed"): (1, 0),
-    ("eagle", "exact", "top-p"): (1, 0),
-    ("eagle auto", "exact", "one"): (2, 1),
-    ("eagle drawn", "exact", "sampled"): (1, 0),
-    ("vispec", "exact", "one"): (1, 0),
-    ("vispec", "exact", "ragged"): (1, 0),
-    ("vispec", "exact", "sampled"): (1, 0),
-    ("msd", "exact", "one"): (1, 0),
-    ("msd", "exact", "ragged"): (1, 0),
-    ("flash", "exact", "one"): (1, 0),
-    ("flash", "exact", "ragged"): (1, 0),
-    ("specvlm", "exact", "one"): (1, 0),
-    ("specvlm", "exact", "ragged"): (1, 0),
-    ("jacobi", "exact", "one"): (1, 0),
-    ("jacobi", "exact", "ragged"): (1, 0),
-    ("eagle", "exact", "pictures"): (1, 0),
-    ("eagle", "lantern(k=10, lam=2.0)", "pictures"): (1, 0),
-    ("jacobi", "exact", "pictures"): (1, 0),
-    ("jacobi", "grouped(cells=8)", "pictures"): (1, 0),
-    ("jacobi", "gsd(group=5)", "pictures"): (1, 0),
-    ("jacobi", "lantern(k=10, lam=2.0)", "pictures"): (1, 0),
-    ("jacobi", "pooled(cells=8)", "pictures"): (1, 0),
-    ("jacobi", "scaled(omega=1.5)", "pictures"): (1, 0),
-    ("jacobi", "typical(epsilon=0.3, delta=0.1)", "pictures"): (1, 0),
-    ("jacobi reproducible", "exact", "pictures"): (1, 0),
-    ("jacobi proactive", "exact", "pictures"): (1, 0),
-    ("none", "plain MAR", "pictures"): (0, 1),
-    ("self", "MAR", "pictures"): (2, 11),
-}
-
-
-class Never(T.StoppingCriteria):
-    """A condition of the user's own, which is not met."""
-
-    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
-        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
-
-
-class Columns(BaseStreamer):
-    def put(self, value: Tensor) -> None: ...
-
-    def end(self) -> None: ...
-
-
-class Rounds:
-    """What rounds made the host wait for, but the first one, which fills tables, and those in which rows end."""
-
-    def __init__(self, pretended: Pretend) -> None:
-        self.pretended = pretended
-        self.marks: list[tuple[int, int, int]] = []  # rows, reads and copies after each round
-
-    def __call__(self, rows: int) -> None:
-        self.marks.append((rows, *self.pretended.waits))
-
-    def most(self) -> Waits:
-        pairs = [(a, b) for a, b in itertools.pairwise(self.marks[1:]) if a[0] == b[0]]
-        assert pairs, "a call of so few rounds tells nothing"
-        return max(b[1] - a[1] for a, b in pairs), max(b[2] - a[2] for a, b in pairs)
-
-
-def within_the_table(rounds: Rounds, *case: str) -> None:
-    most, allowed = rounds.most(), WAITS[case]
-    lines = [*rounds.pretended.reads.most_common(6), *rounds.pretended.copies.most_common(6)]
-    assert all(now <= then for now, then in zip(most, allowed, strict=True)), f"{case}: {most} > {allowed}; {lines}"
-    if most != allowed:
-        warnings.warn(f"WAITS has {allowed} for {case}; it now is {most}, write that", stacklevel=2)
-
-
-CALLS: dict[str, tuple[str, dict[str, Any]]] = {
-    "one": ("one", {}),
-    "ragged": ("ragged", {}),
-    "sampled": ("one", {"do_sample": True, "top_k": 20}),
-    "top-p": ("one", {"do_sample": True, "top_k": 0, "top_p": 0.9}),
-    "penalty": ("one", {"repetition_penalty": 1.05}),
-    "criterion": ("one", {"stopping_criteria": [Never()]}),
-    "streamed": ("one", {"streamer": Columns()}),
-}
-OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
-    **{name: (name, {}) for name in DRAFTERS},
-    "eagle auto": ("eagle", {"auto": True}),
-    "eagle drawn": ("eagle", {"tree": "mc_sim_7b_63", "draws": True}),
-}
-TEXT = by(DRAFTERS, "one", "ragged")
-TEXT += [(name, call) for name in ("ngram", "eagle") for call in ("sampled", "penalty", "criterion", "streamed")]
-TEXT += [
-    ("eagle drawn", "sampled"),
-    ("suffix", "sampled"),
-    ("recycle", "sampled"),
-    ("plain", "sampled"),
-    ("vispec", "sampled"),
-]
-TEXT += [("eagle auto", "one"), ("eagle", "top-p")]
-
-
-@pytest.mark.parametrize(("drafter", "call"), TEXT)
-def test_waits_of_text(drafter: str, call: str) -> None:
-    name, options = OPTIONS[drafter]
-    made, (kind, how) = DRAFTERS[name](targets.model("llava")), CALLS[call]
-    with Pretend() as pretended:
-        model, rounds = place(copy.deepcopy(targets.model("llava")), FIRST), Rounds(pretended)
-        with mmspec.enable(model, made, **options):
-            told = generate.watching.set(lambda round_: rounds(len(round_.new)))
-            try:
-                answered(model, kind, FIRST, **how)
-            finally:
-                generate.watching.reset(told)
-        within_the_table(rounds, drafter, "exact", call)
-
-
-RULES = ("exact", "lantern(k=10, lam=2.0)", "scaled(omega=1.5)", "typical(epsilon=0.3, delta=0.1)", "gsd(group=5)",
-         "grouped(cells=8)", "pooled(cells=8)")  # fmt: skip
-WINDOW = {"window": 4}
-PICTURES: list[tuple[str, str, dict[str, Any]]] = [("jacobi", rule, WINDOW) for rule in RULES]
-PICTURES += [("jacobi proactive", "exact", {**WINDOW, "proactive": (2, 3)})]
-PICTURES += [("jacobi reproducible", "exact", {**WINDOW, "reproducible": True})]
-PICTURES += [("eagle", rule, {"tree": "mc_sim_7b_63"}) for rule in RULES[:2]]
-
-
-@pytest.mark.parametrize(("drafter", "rule", "options"), PICTURES)
-def test_waits_of_pictures(drafter: str, rule: str, options: dict[str, Any]) -> None:
-    pipe = tiny_llamagen.pipeline("class", grid=3)
-    made = "jacobi" if drafter.startswith("jacobi") else test_eagle_image.drafter(grid=3)
-    with Pretend() as pretended:
-        for part in (pipe.transformer, pipe.vqvae):
-            place(part, FIRST)
-        rounds = Rounds(pretended)
-        with mmspec.enable(pipe, made, rule=rule, **options):
-            ended = {"callback_on_step_end": lambda pipe, step, done, more: rounds(0)}
-            pipe(class_labels=[3], generator=torch.Generator().manual_seed(1), output_type="latent", **ended)
-        within_the_table(rounds, drafter, rule, "pictures")
-
-
-@pytest.mark.parametrize(("drafter", "kind"), [("none", "plain MAR"), ("self", "MAR")])
-def test_waits_of_continuous_pictures(drafter: str, kind: str) -> None:
-    pipe = tiny_mar.pipeline()
-    with Pretend() as pretended:
-        for part in (pipe.transformer, pipe.vae):
-            place(part, FIRST)
-        rounds = Rounds(pretended)
-        if drafter == "self":
-            pipe.enable_speculation(ahead=3)
-        ended = {"callback_on_step_end": lambda pipe, step, done, more: rounds(0)}
-        pipe([1], generator=tiny_mar.seeded(1), output_type="latent", **ended)
-        within_the_table(rounds, drafter, kind, "pictures")
