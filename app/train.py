@@ -18,11 +18,12 @@ from mmspec.app import train_block
 from mmspec.app.devices import EngineError, find_device, find_model, first_line, load_quietly
 from mmspec.app.train_block import BLOCKS
 from mmspec.checkpoints.save import save_drafter
+from mmspec.protocols import TargetInfo
 from mmspec.registry import DRAFTERS, drafter_class
 from mmspec.train.data import read
 from mmspec.train.distil import Distillation
 from mmspec.train.recipes import RECIPES, Recipe
-from mmspec.types import FINAL, TargetInfo
+from mmspec.types import FINAL
 
 KINDS = {bool: "true or false", int: "a whole number", float: "a number", tuple: "a list", str: "a word"}
 

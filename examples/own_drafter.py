@@ -18,8 +18,9 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 import mmspec
 from mmspec import zoo
 from mmspec.config import chosen
+from mmspec.protocols import Target, TargetInfo
 from mmspec.tree import chain
-from mmspec.types import NO_TOKEN, Draft, Prompt, Target, TargetInfo
+from mmspec.types import NO_TOKEN, Draft, Prompt
 from mmspec.zoo import language, scenes
 
 ORDER = 3

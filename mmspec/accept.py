@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mmspec.batch import gather_rows, join, select
 from mmspec.kernels import dispatch
 from mmspec.kernels import reference as ops
 from mmspec.rules import Masses, Rule, Trial, exact
 from mmspec.tree import bounds, children, siblings
-from mmspec.types import NO_TOKEN, Acceptance, Categorical, Draft, Tree
+from mmspec.types import NO_TOKEN, Acceptance, Categorical, Draft, Tree, gather_rows, join, select
 
 ROOM = 2**28  # bytes that the distributions of a tree's nodes may take, for as many rows as are walked at once
 

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from mmspec.accept import along_path
+from mmspec.protocols import Drafter, Target, reported
 from mmspec.session import Row, Session
 from mmspec.tree import lone
-from mmspec.types import Drafter, Round, Target, reported
+from mmspec.types import Round
 
 
 def start(target: Target, drafter: Drafter, rows: list[Row], inputs: Any) -> tuple[Session, Round]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mmspec.modes import lasting
+from mmspec.types import gather_rows
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,13 @@ class RaggedBuffer:
                 if i != row:
                     held[i, :, :used] = held[row, :, :used]
         self.keys, self.values = self.keys[: len(order)], self.values[: len(order)]
+
+    def keep(self, order: Tensor) -> None:
+        """Of the slots those at `order` [B, n], and no others."""
+        if self.keys is not None and self.values is not None:
+            home = order.to(self.keys.device)
+            kept = [gather_rows(t.transpose(1, 2), home).transpose(1, 2) for t in (self.keys, self.values)]
+            self.keys, self.values = kept[0].contiguous(), kept[1].contiguous()
 
     def join(self, other: RaggedBuffer, end: int) -> None:
         """Take the other's rows below these; of the own slots those from `end` on are not in use and are let go.

@@ -10,9 +10,10 @@ from typing import Any
 
 from torch import Tensor
 
+from mmspec.protocols import Drafter, Target, reported
 from mmspec.statistics import Stats
 from mmspec.tree import lone
-from mmspec.types import Draft, Drafter, Prompt, Target, reported
+from mmspec.types import Draft, Prompt
 
 LOOK, PLAIN = 8, 3  # rounds with a draft, and before them without one, until a batch size is judged
 KEPT = 32  # drafted rounds that a judgement looks at, the latest

@@ -1,24 +1,24 @@
-"""The nouns that travel through a round: Categorical, Tree, Draft, Scores, Acceptance, Round. All are frozen values."""
+"""The nouns that travel through a round, all frozen values: Categorical, Tree, Draft, Scores, Acceptance, Round."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from mmspec.batch import join, select
 from mmspec.kernels import reference as ops
-from mmspec.modes import Mode
 
 NO_TOKEN = -1  # the token of a node that proposes nothing: never accepted, never drawn
 FINAL = -1  # as a feature: the final hidden state, after the last norm; i ≥ 0: what enters decoder layer i
 ATTENTION = -2  # asked for among the features: how much each token of the prompt is attended to, as `Prompt.attention`
 LIKELIEST = -3  # asked for among the features: the RANKS likeliest tokens after each node, as `Scores.likeliest`
 RANKS = 8
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -195,141 +195,60 @@ class Prompt:
         return counted[:, -1].expand(B), counted
 
 
-@dataclass(frozen=True)
-class TargetInfo:
-    """What a drafter has to fit.
+# -- rows of such values ----------------------------------------------------------------------------------------------
 
-    Attributes:
-        name: folder or hub name that the target was loaded from.
-        vocab: V, rows of its head.
-        hidden: H, width of its final features.
-        embedding: width of its input embeddings.
-        layers: of its text decoder.
-        ends: ids of tokens that end an answer; None: its tokens are no text.
+
+def select(value: T, rows: Tensor | slice) -> T:
+    """Index the batch axis of every tensor inside a frozen value."""
+    if isinstance(value, Tensor):
+        return value[rows]  # type: ignore[return-value]
+    if hasattr(value, "__dataclass_fields__"):
+        names = [f.name for f in fields(value)]  # type: ignore[arg-type]
+        return type(value)(**{name: select(getattr(value, name), rows) for name in names})
+    return value
+
+
+def join(a: T, b: T, fills: Mapping[str, int], name: str = "") -> T:
+    """Stack two frozen values along the batch axis, the smaller tensor of a pair filled up at its end.
+
+    Args:
+        fills: what to fill up with, by the tensor's name; 0 where nothing is said.
     """
-
-    name: str
-    vocab: int
-    hidden: int
-    embedding: int
-    layers: int
-    device: torch.device
-    dtype: torch.dtype
-    ends: tuple[int, ...] | None = None
-
-
-class Rows(Protocol):
-    """State with one entry per row: it can lose rows and take in the rows of another."""
-
-    def select(self, rows: Tensor) -> Any: ...
-
-    def join(self, other: Any) -> Any: ...
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        shape = [max(x, y) for x, y in zip(a.shape[1:], b.shape[1:], strict=True)]
+        return torch.cat([_filled(t, shape, fills.get(name, 0)) for t in (a, b)])  # type: ignore[return-value]
+    if a is None or b is None:  # such as the distribution of a draft, which an empty one has not
+        return None  # type: ignore[return-value]
+    if hasattr(a, "__dataclass_fields__"):
+        names = [f.name for f in fields(a)]  # type: ignore[arg-type]
+        return type(a)(**{n: join(getattr(a, n), getattr(b, n), fills, n) for n in names})
+    if isinstance(a, bool):
+        return a and b
+    return a if a == b else None  # type: ignore[return-value]
 
 
-@runtime_checkable
-class Reporting(Protocol):
-    """A drafter's memory that reports on the prompts that it read: sums, by name."""
-
-    stats: dict[str, float]
+def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
+    """[B, n, …] of x [B, L, …]: of each sequence the rows [B, n]."""
+    return x[torch.arange(len(x), device=x.device)[:, None], rows]
 
 
-def reported(memory: Any) -> dict[str, float]:
-    """What goes into `Stats.drafter`: nothing, unless the memory is `Reporting`."""
-    return dict(memory.stats) if isinstance(memory, Reporting) else {}
+def fold(x: Tensor, streams: int) -> Tensor:
+    """Streams from the feature axis to the batch axis, a row's one below the other: [B, n, S·F] to [B·S, n, F]."""
+    if streams == 1:
+        return x
+    folded: Tensor = x.unflatten(-1, (streams, -1)).transpose(1, 2).flatten(0, 1)
+    return folded
 
 
-class Target(Protocol):
-    """The model whose distribution is kept: a view of it without a state of its own. It knows no drafter.
-
-    Attributes:
-        device: where sessions and drafters are, however the model's layers are spread.
-        features: what is recorded for the drafter, in the drafter's order: layers i ≥ 0 by what enters them, FINAL.
-        inference: the mode that rounds run in, torch.inference_mode or torch.no_grad.
-        streams: S, how many forwards of the same tokens make one distribution: 2 under classifier-free guidance.
-        guidance: what makes one distribution of the streams, which a captured draft depends on; None: there is one.
-        weighs: whether `weigh` does anything.
-    """
-
-    device: torch.device
-    features: tuple[int, ...]
-    inference: Mode
-    streams: int
-    guidance: Any
-    weighs: bool
-
-    def prefill(self, session: Any, inputs: Any, nodes: int) -> tuple[Prompt, Scores]:
-        """Read the prompts of the session's rows into `session.cache`.
-
-        Args:
-            inputs: what came with the call.
-            nodes: the most that a draft will hold, for which room is made.
-
-        Returns:
-            What a drafter may know of the prompts, and the scores [B, 1, V] after them.
-        """
-
-    def score(self, session: Any, draft: Draft) -> Scores:
-        """One forward over every node of the draft [B, N], each seeing the row's cache and its own ancestors."""
-
-    def commit(self, session: Any, round_: Round) -> None:
-        """Keep the KV cache entries of the accepted nodes, drop the rest."""
-
-    def embed(self, ids: Tensor) -> Tensor:
-        """Input embeddings [..., H] of token ids; all streams read the same tokens."""
-
-    def head(self, hidden: Tensor, vocab: Any = None) -> Tensor:
-        """Raw logits [B, n, V] of final features [B, n, S·H]; of a DraftVocab's tokens alone where one is given.
-
-        One is given on the option `draft_vocab`, which needs a target that says which tokens end an answer.
-        """
-
-    def weigh(self, logits: Tensor, session: Any, position: Tensor) -> Tensor:
-        """A drafter's logits [B, n, V] of the tokens at `position` [B, n], weighed as the target weighs its own."""
+def unfold(x: Tensor, streams: int) -> Tensor:
+    """And back: [B·S, n, F] to [B, n, S·F]."""
+    if streams == 1:
+        return x
+    unfolded: Tensor = x.unflatten(0, (-1, streams)).transpose(1, 2).flatten(2)
+    return unfolded
 
 
-class Drafter(Protocol):
-    """What proposes. It knows no target's class; it changes nothing but its own memory in the session.
-
-    Whatever it proposes, rule `exact` keeps the target's distribution: a bad drafter costs time, never quality. The
-    loop calls `start` and `propose`; `enable` asks for the rest.
-
-    Attributes:
-        features: what it wants to read of the target, as `prompt.hidden` and `session.last.scores.hidden`, side by side
-            on the last axis: layer i ≥ 0 (what enters it) or FINAL (after the last norm); `()` for nothing. What
-            ATTENTION and LIKELIEST ask for comes in places of its own.
-        nodes: the most nodes N of its drafts, the root included; room in the cache is made for so many.
-
-    One that can be told how to draft has `options` besides, a frozen dataclass of its own, whose names `enable` takes.
-    One whose drafts follow from what other rows and calls wrote has `shares = True`: what a row draws is then fixed by
-    its seed beforehand, and does not depend on them.
-    """
-
-    @property
-    def features(self) -> tuple[int, ...]: ...
-
-    @property
-    def nodes(self) -> int: ...
-
-    def fit(self, target: TargetInfo, given: Mapping[str, Any]) -> Drafter:
-        """Itself for this target, with the options that the user gave (`config.chosen` puts them into `options`).
-
-        Raises:
-            ValueError: it was made for another target, has no use for an option, or a value makes no sense.
-        """
-
-    def start(self, session: Any, target: Target, prompt: Prompt) -> Any:
-        """Memory for these rows, filled from the prompt; the loop keeps it as `session.memory`.
-
-        Returns:
-            Rows (it can `select` and `join`, since rows end and enter), which may be `Reporting`, or None for a drafter
-            that remembers nothing.
-        """
-
-    def propose(self, session: Any, target: Target) -> Draft:
-        """The next draft [B, N] for the rows under way, node 0 being `session.pending`.
-
-        To be read: `session.rows[b].tokens` (prompt and answer so far, the pending token last), `session.memory`,
-        `session.last` (the round before, the prefill's at first), `target.embed` and `target.head`. NO_TOKEN stands
-        where a row has nothing to propose. A draft drawn at random must bring the distribution it was drawn from, as it
-        was then.
-        """
+def _filled(t: Tensor, shape: list[int], fill: int) -> Tensor:
+    out = t.new_full((t.shape[0], *shape), fill)
+    out[tuple(slice(0, n) for n in t.shape)] = t
+    return out

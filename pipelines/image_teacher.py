@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmspec.batch import unfold
 from mmspec.models.llamagen import visible
 from mmspec.pipelines.families.llamagen import LlamaGen
 from mmspec.pipelines.llamagen.pipeline import LlamaGenPipeline
@@ -18,7 +17,7 @@ from mmspec.pipelines.targets.llamagen import LlamaGenTarget
 from mmspec.pipelines.targets.state import each_stream
 from mmspec.train.data import TrainingSample
 from mmspec.train.trace import Trace
-from mmspec.types import FINAL
+from mmspec.types import FINAL, unfold
 
 
 class ImageTeacher:

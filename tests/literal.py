@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmspec.types import Categorical, Prompt, TargetInfo
+from mmspec.protocols import TargetInfo
+from mmspec.types import Categorical, Prompt
 
 H, V, HEADS, KV = 16, 40, 4, 2
 SHAPE = {"hidden": H, "intermediate": 24, "heads": HEADS, "kv_heads": KV, "vocab": V}

@@ -11,7 +11,7 @@ from torch.nn.functional import silu, softmax
 import mmspec
 from mmspec.drafters.eagle import EagleConfig, EagleDrafter
 from mmspec.drafters.feature import FeatureDrafter
-from mmspec.types import TargetInfo
+from mmspec.protocols import TargetInfo
 
 H, HEADS, KV, D, MLP, V, V_D, L = 32, 4, 2, 8, 48, 61, 20, 9  # L: decoder layers of the target
 NUM_Q = 3  # queries of ViSpec's adaptor

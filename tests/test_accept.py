@@ -17,12 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmspec import accept
 from mmspec.accept import verify_tree
-from mmspec.batch import join, select
 from mmspec.drafters import static_trees as shapes
 from mmspec.kernels import reference as ops
 from mmspec.rules import Masses, Rule, Trial, exact
 from mmspec.tree import bounds, chain, children, from_parents, from_paths, grow
-from mmspec.types import NO_TOKEN, Acceptance, Categorical, Draft, Tree
+from mmspec.types import NO_TOKEN, Acceptance, Categorical, Draft, Tree, join, select
 
 
 def one_by_one(

@@ -17,7 +17,7 @@ import mmspec
 from mmspec.app import cli
 from mmspec.drafters.block_config import BlockConfig
 from mmspec.drafters.dflash import BlockDrafter
-from mmspec.types import TargetInfo
+from mmspec.protocols import TargetInfo
 
 V, H = targets.VOCAB, targets.HIDDEN
 HEADS, KV, D, MLP, LAYERS, BLOCK, MASK = 4, 2, 16, 48, 2, 6, 5

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from mmspec.checkpoints import files, save
 from mmspec.drafters.eagle import EagleConfig
-from mmspec.types import TargetInfo
+from mmspec.protocols import TargetInfo
 
 
 @pytest.mark.parametrize("layout", PUBLISHED)

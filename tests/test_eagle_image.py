@@ -28,12 +28,13 @@ from mmspec.pipelines.image_teacher import ImageTeacher
 from mmspec.pipelines.sampling.guidance import Guidance
 from mmspec.pipelines.sampling.request import CounterNoise, Request, Sampler
 from mmspec.pipelines.targets.llamagen import Condition, LlamaGenTarget
+from mmspec.protocols import TargetInfo
 from mmspec.session import Row, Session
 from mmspec.train import data
 from mmspec.train.data import TrainingSample
 from mmspec.train.distil import Distillation, losses
 from mmspec.train.recipes import Recipe
-from mmspec.types import FINAL, Categorical, Prompt, Scores, TargetInfo
+from mmspec.types import FINAL, Categorical, Prompt, Scores
 
 CPU = torch.device("cpu")
 GRID = tiny_llamagen.SIZES["grid"]

@@ -17,10 +17,11 @@ from mmspec.drafters.jacobi import JacobiDrafter, WindowOptions, _branched, _kee
 from mmspec.kernels import reference as ops
 from mmspec.loop import decode, start
 from mmspec.pipelines.patching.drafting import resolve
+from mmspec.protocols import TargetInfo
 from mmspec.session import Row, Session
 from mmspec.switch import Known, Switch
 from mmspec.tree import chain, lone
-from mmspec.types import NO_TOKEN, Categorical, Draft, Prompt, Round, Scores, TargetInfo
+from mmspec.types import NO_TOKEN, Categorical, Draft, Prompt, Round, Scores
 
 CPU = torch.device("cpu")
 FULL = pytest.mark.full

@@ -20,8 +20,8 @@ FOLDERS = ("app", "pipelines", "mmspec", "kernels")  # each imports only itself 
 INSIDE = {  # the order inside mmspec/: each part imports only its own rank and lower ones
     "modes": 0,
     "media": 0,
-    "batch": 0,
     "types": 0,
+    "protocols": 0,
     "rules": 0,
     "statistics": 0,
     "session": 0,

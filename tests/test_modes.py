@@ -18,8 +18,8 @@ from mmspec.app.bench.image_methods import Hostile
 from mmspec.modes import each_in, mode_of
 from mmspec.pipelines.patching import generate
 from mmspec.pipelines.targets import vlm
+from mmspec.protocols import TargetInfo
 from mmspec.tree import chain
-from mmspec.types import TargetInfo
 
 
 class Quantized(Tensor):

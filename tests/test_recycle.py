@@ -17,8 +17,9 @@ from mmspec.drafters.likely import filled, likeliest
 from mmspec.drafters.recycle import RecycleDrafter, RecycleOptions, Successors, shaped
 from mmspec.pipelines.patching import generate
 from mmspec.pipelines.serving.continuous import ContinuousBatcher
+from mmspec.protocols import TargetInfo
 from mmspec.tree import lone
-from mmspec.types import NO_TOKEN, RANKS, Categorical, Round, Scores, TargetInfo
+from mmspec.types import NO_TOKEN, RANKS, Categorical, Round, Scores
 
 CPU = torch.device("cpu")
 ANY = TargetInfo("any", 40, 8, 8, 1, CPU, torch.float32)

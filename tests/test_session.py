@@ -16,9 +16,9 @@ from mmspec.pipelines.families import table as families
 from mmspec.pipelines.patching.generate import row_seeds
 from mmspec.pipelines.sampling.request import Request, Sampler
 from mmspec.pipelines.targets.call import Call
+from mmspec.protocols import Target
 from mmspec.session import Row, Session
 from mmspec.statistics import Stats
-from mmspec.types import Target
 
 NAME = "llava"
 # (kind, seed) of six rows that arrive one by one

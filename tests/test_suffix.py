@@ -16,8 +16,9 @@ from mmspec.drafters.automaton import SuffixAutomaton
 from mmspec.drafters.suffix import Phrases, SuffixDrafter, SuffixOptions
 from mmspec.pipelines.patching import generate
 from mmspec.pipelines.serving.continuous import ContinuousBatcher
+from mmspec.protocols import TargetInfo
 from mmspec.session import Row, Session
-from mmspec.types import NO_TOKEN, Draft, Prompt, TargetInfo
+from mmspec.types import NO_TOKEN, Draft, Prompt
 
 ANY = TargetInfo("any", targets.VOCAB, 1, 1, 1, torch.device("cpu"), torch.float32)
 

@@ -11,7 +11,8 @@ import torch
 from mmspec.app.bench.command import BenchError
 from mmspec.app.painter import PLAIN, DrawingMethod
 from mmspec.drafters.jacobi import JacobiDrafter
-from mmspec.types import NO_TOKEN, Draft, Target
+from mmspec.protocols import Target
+from mmspec.types import NO_TOKEN, Draft
 
 WINDOWS = (8, 16, 32)
 COUPLINGS = ("none", "maximal", "gumbel")

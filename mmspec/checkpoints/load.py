@@ -12,8 +12,8 @@ from torch import Tensor
 from mmspec.checkpoints import files, settings, weights
 from mmspec.checkpoints.layouts import detect, layout_named
 from mmspec.drafters.feature import FeatureDrafter
+from mmspec.protocols import TargetInfo
 from mmspec.registry import drafter_class
-from mmspec.types import TargetInfo
 
 
 def load_drafter(

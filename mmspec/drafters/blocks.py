@@ -14,10 +14,10 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from mmspec.attention import sdpa
-from mmspec.batch import gather_rows
 from mmspec.drafters.rope import Rope, rotate
 from mmspec.piecewise import capture
 from mmspec.ragged_cache import Lengths, RaggedBuffer, visibility
+from mmspec.types import gather_rows
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v [B, heads, n, D] → [B, heads, n, D]
 

@@ -18,8 +18,9 @@ from mmspec.kernels import reference as ops
 from mmspec.modes import lasting
 from mmspec.piecewise import capture
 from mmspec.piecewise.capture import PiecewiseFunction, Uncapturable
+from mmspec.protocols import Target
 from mmspec.tree import bounds, chain, from_parents
-from mmspec.types import NO_TOKEN, Categorical, Draft, Prompt, Target, Tree
+from mmspec.types import NO_TOKEN, Categorical, Draft, Prompt, Tree
 
 _TIE = 1e-3  # how much less likely a token may be than the one drawn: rounding, of log-probabilities and noise
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmspec.batch import gather_rows
 from mmspec.drafters import static_trees as shapes
 from mmspec.drafters.block_config import NO_CAP, BlockConfig, BlockOptions
 from mmspec.drafters.blocks import Attend, FeatureMemory, RMSNorm, attention, path_after
@@ -19,9 +18,10 @@ from mmspec.drafters.options import ALL, grown
 from mmspec.drafters.rope import Turn, turn
 from mmspec.drafters.trained import check_fit, placed
 from mmspec.kernels import reference as ops
+from mmspec.protocols import Target, TargetInfo
 from mmspec.ragged_cache import Lengths, RaggedBuffer, visibility
 from mmspec.tree import Expand, chain, grow
-from mmspec.types import NO_TOKEN, Categorical, Draft, Prompt, Target, TargetInfo
+from mmspec.types import NO_TOKEN, Categorical, Draft, Prompt, gather_rows
 
 
 class BlockDrafter(DraftHead, nn.Module):

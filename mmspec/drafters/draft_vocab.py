@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mmspec.modes import lasting
-from mmspec.types import Target, TargetInfo
+from mmspec.protocols import Target, TargetInfo
 
 _MADE: WeakValueDictionary[tuple[tuple[int, ...], torch.device], DraftVocab] = WeakValueDictionary()
 

@@ -14,8 +14,9 @@ from mmspec.drafters.blocks import Attend, Block, RMSNorm
 from mmspec.drafters.feature import FeatureDrafter
 from mmspec.drafters.options import ALL, TreeOptions, grown
 from mmspec.drafters.trained import TrainedConfig, check_fit, placed
+from mmspec.protocols import Target, TargetInfo
 from mmspec.tree import Expand, chain, marginal
-from mmspec.types import FINAL, Target, TargetInfo, Tree
+from mmspec.types import FINAL, Tree
 
 
 @dataclass(frozen=True)

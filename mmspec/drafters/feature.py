@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmspec.batch import fold, gather_rows, unfold
 from mmspec.drafters import prune
 from mmspec.drafters.blocks import FeatureMemory, beside, path_after
 from mmspec.drafters.draft_vocab import DraftHead
 from mmspec.drafters.growth import Growth
 from mmspec.drafters.layer import FeatureLayer
+from mmspec.protocols import Target
 from mmspec.ragged_cache import Lengths, RaggedBuffer
 from mmspec.tree import chain
-from mmspec.types import ATTENTION, Draft, Prompt, Target
+from mmspec.types import ATTENTION, Draft, Prompt, fold, gather_rows, unfold
 
 
 class FeatureDrafter(DraftHead, Growth, FeatureLayer):

@@ -14,8 +14,9 @@ from mmspec.drafters.blocks import RMSNorm, runs, shares, spans_of, splice, spli
 from mmspec.drafters.eagle import EagleConfig, EagleDrafter
 from mmspec.drafters.layer import EncodedPrompt
 from mmspec.drafters.options import TreeOptions
+from mmspec.protocols import Target
 from mmspec.tree import Expand, chain, marginal
-from mmspec.types import Target, Tree
+from mmspec.types import Tree
 
 
 @dataclass(frozen=True)

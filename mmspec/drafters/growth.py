@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmspec.batch import gather_rows
 from mmspec.drafters import static_trees as shapes
 from mmspec.drafters.options import TreeOptions
 from mmspec.kernels import reference as ops
+from mmspec.protocols import Target
 from mmspec.tree import Expand, chain, grow
-from mmspec.types import Categorical, Draft, Target, Tree
+from mmspec.types import Categorical, Draft, Tree, gather_rows
 
 
 @dataclass

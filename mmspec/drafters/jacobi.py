@@ -16,8 +16,9 @@ from torch.nn.functional import pad
 from mmspec.config import chosen, is_whole, one_of, whole
 from mmspec.kernels import reference as ops
 from mmspec.modes import lasting
+from mmspec.protocols import Target, TargetInfo
 from mmspec.tree import chain, from_paths, in_order, lone
-from mmspec.types import NO_TOKEN, Categorical, Draft, Prompt, Round, Target, TargetInfo, Tree
+from mmspec.types import NO_TOKEN, Categorical, Draft, Prompt, Round, Tree
 
 _SHARES = {
     "uniform": (0.0, 0.0),

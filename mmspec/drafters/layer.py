@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mmspec.batch import fold, gather_rows, unfold
 from mmspec.drafters.blocks import Block, attention
+from mmspec.types import fold, gather_rows, unfold
 
 
 @dataclass(frozen=True)

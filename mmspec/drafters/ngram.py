@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from mmspec.batch import PerRow
 from mmspec.config import chosen
 from mmspec.drafters.options import ChainOptions, sized
+from mmspec.protocols import PerRow, Target, TargetInfo
 from mmspec.tree import chain
-from mmspec.types import NO_TOKEN, Draft, Prompt, Target, TargetInfo
+from mmspec.types import NO_TOKEN, Draft, Prompt
 
 _USUAL = ChainOptions()
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from mmspec.config import chosen
+from mmspec.protocols import Target, TargetInfo
 from mmspec.tree import lone
-from mmspec.types import Draft, Prompt, Target, TargetInfo
+from mmspec.types import Draft, Prompt
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mmspec.batch import gather_rows
 from mmspec.drafters.options import TreeOptions
 from mmspec.kernels import reference as ops
+from mmspec.types import gather_rows
 
 MASS = 0.4  # share of the attention that the first choice covers; the published scripts' λ
 

@@ -11,13 +11,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from mmspec.batch import PerRow
 from mmspec.config import chosen
 from mmspec.drafters.likely import likeliest, worth
 from mmspec.drafters.options import ChainOptions, sized
 from mmspec.modes import lasting
+from mmspec.protocols import PerRow, Target, TargetInfo
 from mmspec.tree import chain, from_paths, in_order, lone
-from mmspec.types import LIKELIEST, NO_TOKEN, RANKS, Draft, Prompt, Round, Target, TargetInfo, Tree
+from mmspec.types import LIKELIEST, NO_TOKEN, RANKS, Draft, Prompt, Round, Tree
 
 _FIRST = (0.5, 0.2, 0.1, 0.06, 0.04, 0.03, 0.02, 0.02)  # how often the token of each rank comes, before any was tested
 _DOUBT = 8.0  # tests that these are worth

@@ -13,13 +13,13 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from mmspec.batch import PerRow
 from mmspec.config import chosen, whole
 from mmspec.drafters.automaton import SuffixAutomaton
 from mmspec.drafters.likely import filled, likeliest, worth
 from mmspec.drafters.options import ChainOptions, sized
+from mmspec.protocols import PerRow, Target, TargetInfo
 from mmspec.tree import chain, from_parents, lone
-from mmspec.types import NO_TOKEN, Draft, Prompt, Target, TargetInfo
+from mmspec.types import NO_TOKEN, Draft, Prompt
 
 _SUFFIXES = 3  # a match and its longest suffixes that also stood elsewhere: where predictions come from
 _DOUBT = 2.0  # tests that the counts of a text are worth before any prediction was tested

@@ -11,7 +11,8 @@ from torch import nn
 from mmspec.drafters.draft_vocab import DraftVocab
 from mmspec.drafters.options import ALL, TreeOptions
 from mmspec.drafters.rope import Rope
-from mmspec.types import FINAL, TargetInfo
+from mmspec.protocols import TargetInfo
+from mmspec.types import FINAL
 
 _PADDED = 1.01  # some targets have a few more embeddings than others: LLaVA 32000 by its authors, 32064 in transformers
 

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmspec.batch import gather_rows
 from mmspec.drafters.blocks import path_after
 from mmspec.drafters.growth import Growth
 from mmspec.drafters.options import ALL, TreeOptions, grown
-from mmspec.pipelines.targets import tree_attention as attention
 from mmspec.pipelines.targets.decoder import decoder
 from mmspec.pipelines.targets.hooks import stock
+from mmspec.pipelines.targets.masks import additive
 from mmspec.pipelines.targets.state import State
-from mmspec.types import FINAL, Draft, Prompt, Target, TargetInfo
+from mmspec.protocols import Target, TargetInfo
+from mmspec.types import FINAL, Draft, Prompt, gather_rows
 
 CLASSES = ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM")
 _USUAL = TreeOptions(depth=4, width=1, size=5, tree="chain")  # how it recommends to draft
@@ -118,7 +118,7 @@ class AssistantDrafter(Growth):
         both = {"full_attention": every, "sliding_attention": near}
         masks = {kind: seen[:, None, None].expand(-1, 1, n, -1).to(home) for kind, seen in both.items()}
         if config._attn_implementation == "eager":
-            return {kind: attention.additive(mask, self.model.dtype) for kind, mask in masks.items()}
+            return {kind: additive(mask, self.model.dtype) for kind, mask in masks.items()}
         return masks
 
     def logits(self, hidden: Tensor, target: Any) -> Tensor:

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mmspec.batch import gather_rows
 from mmspec.drafters import prune, static_trees
 from mmspec.drafters.growth import Growth
 from mmspec.drafters.options import ALL, TreeOptions, grown
@@ -25,8 +24,9 @@ from mmspec.pipelines.targets.decoder import decoder, readers
 from mmspec.pipelines.targets.hooks import stock
 from mmspec.pipelines.targets.state import State
 from mmspec.pipelines.targets.vlm import VlmTarget, tap, untap
+from mmspec.protocols import Target, TargetInfo
 from mmspec.tree import chain
-from mmspec.types import ATTENTION, Draft, Prompt, Target, TargetInfo
+from mmspec.types import ATTENTION, Draft, Prompt, gather_rows
 
 _PADDED = 1.1  # models of one family and tokenizer have a few more rows here and there: Qwen2.5 151936 and 152064
 _USUAL = TreeOptions(depth=5, width=1, size=6, tree="chain")  # a chain, as long as stock's assistants begin with

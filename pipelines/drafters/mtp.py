@@ -22,8 +22,10 @@ from mmspec.piecewise import capture
 from mmspec.pipelines.drafters import mtp_files
 from mmspec.pipelines.targets import tree_attention as attention
 from mmspec.pipelines.targets.decoder import decoder, head
+from mmspec.pipelines.targets.masks import additive
+from mmspec.protocols import Target, TargetInfo
 from mmspec.ragged_cache import Lengths, RaggedBuffer
-from mmspec.types import FINAL, Prompt, Target, TargetInfo
+from mmspec.types import FINAL, Prompt
 
 DEPTH = 4  # of what one head drafts, where the model's generation_config names no `num_assistant_tokens`
 
@@ -250,7 +252,7 @@ class MtpDrafter(FeatureDrafter):
         ahead, ids = F.pad(embeds, (0, 0, 0, steps)), positions.permute(2, 0, 1)
         for step in range(steps):
             mask = torch.cat(masks, 2)[:, None]
-            mask = attention.additive(mask, embeds.dtype) if self.eager else mask
+            mask = additive(mask, embeds.dtype) if self.eager else mask
             at = ids + step
             features = self._head(0, ahead[:, step : step + T], features, at if len(at) > 1 else at[0], mask, seen)
             outputs.append(features)
@@ -378,4 +380,4 @@ class MtpDrafter(FeatureDrafter):
         if visible is None:
             return None
         mask = visible.expand(len(rows), -1, -1)[:, None]
-        return attention.additive(mask, self.heads.dtype) if self.eager else mask
+        return additive(mask, self.heads.dtype) if self.eager else mask

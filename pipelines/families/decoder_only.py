@@ -20,7 +20,7 @@ from mmspec.pipelines.targets.decoder import decoder
 from mmspec.pipelines.targets.hooks import stock
 from mmspec.pipelines.targets.tree_readers import head_shape, unsupported
 from mmspec.pipelines.targets.vlm import VlmTarget, tap, untap
-from mmspec.types import TargetInfo
+from mmspec.protocols import TargetInfo
 
 _instead: ContextVar[Patch | None] = ContextVar("mmspec_instead", default=None)  # of a call that names its drafter
 

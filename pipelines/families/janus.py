@@ -11,7 +11,6 @@ from torch import Tensor
 from transformers.generation.logits_process import ClassifierFreeGuidanceLogitsProcessor, LogitsProcessorList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from mmspec.batch import unfold
 from mmspec.pipelines.families.decoder_only import DecoderOnly, DecoderOnlyPatch
 from mmspec.pipelines.patching import drafting, obstacles
 from mmspec.pipelines.patching.generate import rounds, row_seeds, watching
@@ -25,10 +24,11 @@ from mmspec.pipelines.targets.hooks import record_features, stock
 from mmspec.pipelines.targets.image_tokens import media
 from mmspec.pipelines.targets.state import Onward, State, selected
 from mmspec.pipelines.targets.vlm import VlmTarget
+from mmspec.protocols import TargetInfo
 from mmspec.rules import Rule, exact
 from mmspec.session import Row, Session
 from mmspec.tree import lone
-from mmspec.types import Prompt, Scores, TargetInfo
+from mmspec.types import Prompt, Scores, unfold
 
 
 @dataclass(eq=False)

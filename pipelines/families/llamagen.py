@@ -13,8 +13,9 @@ from mmspec.pipelines.patching.family import Family
 from mmspec.pipelines.patching.handle import Patch
 from mmspec.pipelines.targets import devices
 from mmspec.pipelines.targets.hooks import FeatureHook, hold, release, stock
+from mmspec.protocols import TargetInfo
 from mmspec.session import Session
-from mmspec.types import ATTENTION, TargetInfo
+from mmspec.types import ATTENTION
 
 
 class LlamaGenPatch:

@@ -9,8 +9,8 @@ from torch import Tensor
 from mmspec.pipelines.patching.obstacles import Obstacle
 from mmspec.pipelines.sampling.guidance import Guidance
 from mmspec.pipelines.sampling.request import Request
+from mmspec.protocols import Target, TargetInfo
 from mmspec.rules import Rule
-from mmspec.types import Target, TargetInfo
 
 
 class Family:

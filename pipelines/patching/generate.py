@@ -28,9 +28,10 @@ from mmspec.pipelines.targets.cache import RaggedCache
 from mmspec.pipelines.targets.call import Call, Custom, custom_call
 from mmspec.pipelines.targets.decoder import decoder, more_than_keys
 from mmspec.pipelines.targets.state import State
+from mmspec.protocols import Target
 from mmspec.session import Row, Session
 from mmspec.statistics import Stats
-from mmspec.types import Round, Target
+from mmspec.types import Round
 
 watching: ContextVar[Callable[[Round], None] | None] = ContextVar("mmspec_watching", default=None)  # see stream.py
 

@@ -16,9 +16,9 @@ from mmspec.pipelines.patching.obstacles import Obstacle, UnsupportedError
 from mmspec.pipelines.targets import devices
 from mmspec.pipelines.targets.hooks import restore, swap
 from mmspec.prefix_store import PrefixStore
+from mmspec.protocols import TargetInfo
 from mmspec.rules import Rule, exact
 from mmspec.statistics import Stats
-from mmspec.types import TargetInfo
 
 _switching = threading.RLock()  # enable and disable may come from any thread
 

@@ -11,8 +11,8 @@ from typing import Any
 from mmspec.checkpoints.files import CONFIG
 from mmspec.pipelines.drafters import own_files
 from mmspec.pipelines.patching import drafting
+from mmspec.protocols import TargetInfo
 from mmspec.registry import PUBLISHED, USUAL
-from mmspec.types import TargetInfo
 
 FOLDERS = ("drafter", "mtp", "dflash", "eagle", "eagle3", "assistant", "speculator")  # beside a model's own files
 _log = logging.getLogger("mmspec")

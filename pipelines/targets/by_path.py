@@ -31,14 +31,12 @@ class Paths:
         parents, depth: int64 [B, n].
         ancestors: bool [B, n, n], a node counts among its own.
         lengths: slots of each row before the nodes.
-        chain: whether the host knows each node to be its predecessor's only child.
     """
 
     parents: Tensor
     depth: Tensor
     ancestors: Tensor
     lengths: Lengths
-    chain: bool = False
 
     @cached_property
     def slots(self) -> int:
@@ -112,9 +110,9 @@ _paths: ContextVar[Paths | None] = ContextVar("mmspec_paths", default=None)
 
 
 @contextmanager
-def reads(parents: Tensor, depth: Tensor, ancestors: Tensor, lengths: Lengths, chain: bool = False) -> Iterator[None]:
+def reads(parents: Tensor, depth: Tensor, ancestors: Tensor, lengths: Lengths) -> Iterator[None]:
     """Within, forwards read the nodes of this draft; see Paths."""
-    token = _paths.set(Paths(parents, depth, ancestors, lengths, chain))
+    token = _paths.set(Paths(parents, depth, ancestors, lengths))
     try:
         with recurrent.reads(parents, depth, ancestors):
             yield

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -10,13 +10,13 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticLayer
 
 from mmspec.kernels import dispatch
-from mmspec.pipelines.targets.cache_layer import Layers
 from mmspec.pipelines.targets.recurrent import reading
 from mmspec.pipelines.targets.recurrent_state import AcceptedPath, RecurrentLayer, RecurrentLayers
 from mmspec.prefix_store import Held
 from mmspec.ragged_cache import Lengths, RaggedBuffer, stacked
 
 _TOLD = -1  # under which what drafters read is held, beside the layers
+_POSITIONS = -1  # under which positions are held, among the keys of indexers
 
 
 class RaggedCache(Cache):
@@ -53,9 +53,8 @@ class RaggedCache(Cache):
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
         """As stock: new keys [B, n, D] of a layer's indexer behind those that are kept, all of them [B, T, D]."""
         new = indexer_key_states[:, None]
-        return self.indexed.setdefault(layer_idx, RaggedBuffer(self.reserve)).append(new, new[..., :0], self.lengths)[
-            0
-        ][:, 0]
+        held = self.indexed.setdefault(layer_idx, RaggedBuffer(self.reserve))
+        return held.append(new, new[..., :0], self.lengths)[0][:, 0]
 
     @property  # type: ignore[override]
     def layers(self) -> Layers:
@@ -154,7 +153,8 @@ class RaggedCache(Cache):
 
     def commit(self, kept: Tensor, counts: tuple[int, ...], device_counts: Tensor, in_place: bool) -> None:
         """Of the nodes appended last, keep `kept[b, : counts[b]]` in row b; `in_place` says they lie there already."""
-        self.recurrent.commit(AcceptedPath(kept, device_counts))
+        if self.recurrent:
+            self.recurrent.commit(AcceptedPath(kept, device_counts))
         if not in_place:
             alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}  # autocast may leave keys in float32 alone
             held = (t for layer in self._attending() for t in (layer.keys, layer.values))
@@ -168,12 +168,7 @@ class RaggedCache(Cache):
     def keep(self, order: Tensor) -> None:
         """Of the slots that all rows have filled, those at `order` [B, n], and no others."""
         for layer in self.slots:
-            for name in ("keys", "values"):
-                held = getattr(layer, name)
-                if held is not None:
-                    home = order.to(held.device)
-                    fewer = held.transpose(1, 2)[torch.arange(len(home), device=home.device)[:, None], home]
-                    setattr(layer, name, fewer.transpose(1, 2).contiguous())
+            layer.keep(order)
         self.lengths = Lengths.of([order.shape[1]] * len(order), self.lengths.device.device)
 
     def select(self, rows: Tensor) -> RaggedCache:
@@ -242,3 +237,66 @@ class RaggedCache(Cache):
             else:
                 cache.update(keys, values, index)
         return cache
+
+
+class Layers:
+    """What models find that look into `cache.layers`: as many as hold something, and any other one, empty."""
+
+    def __init__(self, cache: RaggedCache) -> None:
+        self.cache = cache
+
+    def __len__(self) -> int:
+        return len(self.cache.slots)
+
+    def __getitem__(self, index: int) -> CacheLayer:
+        return CacheLayer(self.cache, index)
+
+    def __iter__(self) -> Iterator[CacheLayer]:
+        return map(self.__getitem__, range(len(self)))
+
+
+class CacheLayer:
+    """A view of what one layer keeps, under the names of transformers."""
+
+    _layer_type = "full_attention"
+
+    def __init__(self, cache: RaggedCache, index: int) -> None:
+        self.cache, self.index = cache, index
+
+    @property
+    def keys(self) -> Tensor | None:
+        return self._held("keys")
+
+    @property
+    def values(self) -> Tensor | None:
+        return self._held("values")
+
+    def _held(self, name: str) -> Tensor | None:
+        if self.index in self.cache.pictures:
+            return self.cache.pictures[self.index][name == "values"]
+        slots = self.cache.slots
+        found: Tensor | None = getattr(slots[self.index], name) if self.index < len(slots) else None
+        return None if found is None else found[:, :, : self.cache.end]
+
+    @property
+    def is_initialized(self) -> bool:
+        return self.keys is not None
+
+    def get_seq_length(self) -> int:
+        """With what the forward under way has appended."""
+        return self.cache.end
+
+    def update_index(self, new: Tensor) -> Tensor:
+        """MiniMax-M3's name for `update_indexer`, with keys [B, 1, n, D]."""
+        return self.cache.update_indexer(new[:, 0], self.index)[:, None]
+
+    @property
+    def indexer_position_ids(self) -> Tensor | None:
+        """Positions [axes, B, T] of what is cached, which Qwen4-Exp keeps with its first indexer; None: nothing is."""
+        keys = None if (held := self.cache.indexed.get(_POSITIONS)) is None else held.keys
+        return None if keys is None else keys[:, 0, : self.cache.lengths.longest].permute(2, 0, 1)
+
+    @indexer_position_ids.setter
+    def indexer_position_ids(self, told: Tensor) -> None:
+        new = told if self.indexer_position_ids is None else told[..., self.cache.lengths.longest :]
+        self.cache.update_indexer(new.permute(1, 2, 0), _POSITIONS)

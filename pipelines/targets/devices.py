@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from mmspec.types import TargetInfo
+from mmspec.protocols import TargetInfo
 
 
 def execution(module: torch.nn.Module) -> torch.device:

@@ -8,20 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmspec.batch import unfold
 from mmspec.models.llamagen import PREFIX, visible
 from mmspec.modes import mode_of
 from mmspec.pipelines.sampling.guidance import Guidance
-from mmspec.pipelines.targets import tree_attention as attention
 from mmspec.pipelines.targets.cache import RaggedCache
 from mmspec.pipelines.targets.compiled import Compiled
 from mmspec.pipelines.targets.hooks import layer_input, record_features
+from mmspec.pipelines.targets.masks import additive
 from mmspec.pipelines.targets.model import ModelTarget
 from mmspec.pipelines.targets.state import Onward, State, each_stream
 from mmspec.ragged_cache import visibility
 from mmspec.session import Session
 from mmspec.tree import lone
-from mmspec.types import FINAL, Prompt, Scores
+from mmspec.types import FINAL, Prompt, Scores, unfold
 
 
 @dataclass(frozen=True)
@@ -94,10 +93,10 @@ class LlamaGenTarget(ModelTarget):
         end = None if seen is None else seen[:, -1:]
         return prompt, self.scores(self.model.head(hidden[:, -1:]), session, lone(ids[:, -1:]), end)
 
-    def mask(self, state: State, ancestors: Tensor, depth: Tensor) -> Tensor:
+    def mask(self, state: State, ancestors: Tensor, depth: Tensor, chain: bool = False) -> Tensor:
         seen = visibility(state.cache.lengths, state.open_slots, ancestors)[:, None]
         dtype = self.model.tok_embeddings.weight.dtype  # diffusers' `dtype` looks through all modules
-        return attention.additive(seen, dtype) if seen.device.type == "cpu" else seen
+        return additive(seen, dtype) if seen.device.type == "cpu" else seen
 
     def captures(self, session: Session) -> bool:
         """So few rows that are left of a batch are not worth it: some soon end as well."""

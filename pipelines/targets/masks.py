@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mmspec.pipelines.targets import recurrent
+from mmspec.pipelines.targets import tree_attention as attention
 from mmspec.pipelines.targets.state import State
 from mmspec.ragged_cache import visibility
 
@@ -78,42 +79,67 @@ _ATTENTION_OF = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attentio
 _SEES_ALL = ("full_attention", "indexed_attention", "minimax_m3_sparse")
 
 
+def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """A bool mask as one to add to the scores: what sdpa on a CPU would make of it anew in every layer."""
+    mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+    return mask.masked_fill_(~visible, torch.finfo(dtype).min)
+
+
 @dataclass(frozen=True)
 class Masks:
     """The masks that a decoder wants.
 
     Attributes:
         config: its own.
+        name: the attention implementation that reads drafts.
         kinds: the types of its attentions.
         mixed: whether it takes one for each type, rather than one for all layers.
     """
 
     config: Any
+    name: str
     kinds: frozenset[str]
     mixed: bool
 
     @classmethod
-    def of(cls, config: Any) -> Masks:
+    def of(cls, config: Any, name: str) -> Masks:
         told = getattr(config, "layer_types", None) or ()
         if told:
             kinds = frozenset(_ATTENTION_OF.get(kind, kind) for kind in told) - recurrent.KINDS
         else:  # all layers have the same window, or none
             sliding = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
             kinds = frozenset(["sliding_attention" if sliding else "full_attention"])
-        return cls(config, kinds, bool(told) and not kinds.issubset(_SEES_ALL))
+        return cls(config, name, kinds, bool(told) and not kinds.issubset(_SEES_ALL))
 
     @property
     def plain(self) -> bool:
         """Whether a single token sees all that is cached, so that it needs no mask."""
         return self.kinds <= {"full_attention"}
 
-    def made(self, visible: Visibility, wanted: Callable[[Tensor, str], Any]) -> Any:
-        """One mask, or one for each type of layers; `wanted` makes it of what a type of layers sees."""
+    def made(self, visible: Visibility, dtype: torch.dtype, chain: bool) -> Any:
+        """One mask, bool or additive [B, 1, n, T], or one for each type of layers.
 
-        def of(kind: str) -> Any:
-            return wanted(KINDS[kind](visible, self.config), kind)
+        Args:
+            dtype: of additive ones.
+            chain: whether the host knows the nodes to be a chain.
+        """
+
+        def of(kind: str) -> Tensor:
+            return self._as_wanted(visible, KINDS[kind](visible, self.config)[:, None], kind, dtype, chain)
 
         if not self.mixed:
             return of("sliding_attention" if self.kinds == {"sliding_attention"} else "full_attention")
         masks = {kind: of(kind) for kind in self.kinds | {"full_attention"}}
         return {**dict.fromkeys(recurrent.KINDS), **dict.fromkeys(KINDS, masks["full_attention"]), **masks}
+
+    def _as_wanted(self, visible: Visibility, seen: Tensor, kind: str, dtype: torch.dtype, chain: bool) -> Tensor:
+        """What a type of layers sees, as the attention implementation takes it."""
+        if self.name != attention.NAME:
+            on_cpu = seen.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
+            return additive(seen, dtype) if on_cpu or self.name == "eager" else seen
+        if kind not in attention.KINDS:
+            return seen
+        state, window = visible.state, self.config.sliding_window if kind == "sliding_attention" else None
+        at = state.cache.lengths
+        causal = chain and at.even and not state.padded
+        return attention.marked(seen, at.device, state.open_slots, visible.ancestors, visible.depth, window, causal)

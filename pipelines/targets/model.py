@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial, reduce
 from typing import Any
@@ -9,13 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmspec.batch import fold, unfold
 from mmspec.modes import Mode
 from mmspec.pipelines.sampling.guidance import Guidance
-from mmspec.pipelines.targets import by_path
 from mmspec.pipelines.targets.state import State, each_stream
+from mmspec.ragged_cache import Lengths
 from mmspec.session import Group, Session
-from mmspec.types import ATTENTION, FINAL, LIKELIEST, RANKS, Draft, Round, Scores
+from mmspec.types import ATTENTION, FINAL, LIKELIEST, RANKS, Draft, Round, Scores, Tree, fold, unfold
 
 
 class ModelTarget:
@@ -25,7 +25,7 @@ class ModelTarget:
 
     Attributes:
         model: what computes.
-        device, inference, features, streams, guidance, weighs: see `mmspec.types.Target`.
+        device, inference, features, streams, guidance, weighs: see `mmspec.protocols.Target`.
         captured: captures and compiles `read`; None: it runs as it is.
         last: the last position that any node may have; None: there is no last one.
         attends, ranks: whether the drafter asked for ATTENTION, and for LIKELIEST.
@@ -51,18 +51,16 @@ class ModelTarget:
 
     def score(self, session: Session, draft: Draft) -> Scores:
         state: State = session.cache
-        tokens, depth, ancestors, parents, index = (
-            each_stream(t, self.streams)
-            for t in (
-                draft.tokens.clamp(min=0), draft.tree.depth, draft.tree.ancestors, draft.tree.parents,
-                (session.emitted - 1)[:, None],
-            )
-        )  # fmt: skip
-        places = state.places.at(index + depth)
+        S, tree = self.streams, draft.tree
+        tokens, index = (each_stream(t, S) for t in (draft.tokens.clamp(min=0), (session.emitted - 1)[:, None]))
+        if S > 1:
+            parents, depth, ancestors = (each_stream(t, S) for t in (tree.parents, tree.depth, tree.ancestors))
+            tree = replace(tree, parents=parents, depth=depth, ancestors=ancestors)
+        places = state.places.at(index + tree.depth)
         places = places if self.last is None else places.clamp(max=self.last)  # past it lies what no row will keep
         read = partial(self.captured.read, self) if self.captured is not None and self.captures(session) else self.read
-        with by_path.reads(parents, depth, ancestors, state.cache.lengths, draft.tree.is_chain):
-            raw, *hidden = read(state, tokens, places, self.mask(state, ancestors, depth))
+        with self.reads(tree, state.cache.lengths):
+            raw, *hidden = read(state, tokens, places, self.mask(state, tree.ancestors, tree.depth, tree.is_chain))
         return self.scores(raw, session, draft, unfold(hidden[0], self.streams) if hidden else None)
 
     def commit(self, session: Session, round_: Round) -> None:
@@ -83,8 +81,12 @@ class ModelTarget:
         """Raw logits [B·S, N, V] of one forward, and the features [B·S, N, F] where the drafter asked for some."""
         raise NotImplementedError
 
-    def mask(self, state: State, ancestors: Tensor, depth: Tensor) -> Any:
-        """What the nodes see, as the model takes it."""
+    def reads(self, tree: Tree, lengths: Lengths) -> AbstractContextManager[None]:
+        """Within, forwards read this tree, for layers that a mask does not tell enough; most have none."""
+        return nullcontext()
+
+    def mask(self, state: State, ancestors: Tensor, depth: Tensor, chain: bool = False) -> Any:
+        """What the nodes see, as the model takes it; `chain`: the host knows them to be one."""
         raise NotImplementedError
 
     def logits(self, hidden: Tensor, vocab: Any = None) -> Tensor:

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mmspec.batch import gather_rows
-from mmspec.pipelines.targets import by_path, prefix_keys
+from mmspec.pipelines.targets import prefix_keys
 from mmspec.pipelines.targets.cache import RaggedCache
 from mmspec.pipelines.targets.call import TYPES, Call
 from mmspec.pipelines.targets.image_tokens import encoded, media
@@ -25,7 +24,7 @@ from mmspec.pipelines.targets.state import Onward, State, positions_read
 from mmspec.prefix_store import Segment
 from mmspec.session import Session
 from mmspec.tree import chain
-from mmspec.types import Prompt, Round
+from mmspec.types import Prompt, Round, gather_rows
 
 MOST = 64  # tokens of text that are read like a draft, for all rows at once
 FILLED = (
@@ -139,8 +138,8 @@ def _drafted(
     tree, tokens = chain(N, ids.device).expand(B), ids.gather(1, place)
     where = positions.gather(-1, place.expand(*positions.shape[:-2], -1, -1))
     read = target.read if target.captured is None else partial(target.captured.read, target)
-    with target.inference(), by_path.reads(tree.parents, tree.depth, tree.ancestors, cache.lengths, True):
-        raw, *hidden = read(state, tokens, where, target.mask(state, tree.ancestors, tree.depth))
+    with target.inference(), target.reads(tree, cache.lengths):
+        raw, *hidden = read(state, tokens, where, target.mask(state, tree.ancestors, tree.depth, True))
     if hidden:
         cache.tell(hidden[0], target.embed(tokens))
     cache.commit(torch.arange(N, device=ids.device).expand(B, N), tuple(counts), count, True)

@@ -63,12 +63,6 @@ def marked(
     return mask
 
 
-def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """A bool mask as one to add to the scores: what sdpa on a CPU would make of it anew in every layer."""
-    mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
-    return mask.masked_fill_(~visible, torch.finfo(dtype).min)
-
-
 def attend(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:

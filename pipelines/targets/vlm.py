@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,14 +21,15 @@ from mmspec.pipelines.targets import by_path, compiled, devices, masks, prefixes
 from mmspec.pipelines.targets import tree_attention as attention
 from mmspec.pipelines.targets.cache import RaggedCache
 from mmspec.pipelines.targets.call import PICTURES, TYPES, Call
-from mmspec.pipelines.targets.decoder import decoder, head, more_than_states, readers
+from mmspec.pipelines.targets.decoder import decoder, head, more_than_keys, more_than_states, readers
 from mmspec.pipelines.targets.hooks import FeatureHook, final_hidden, hold, layer_input, record_features, release
 from mmspec.pipelines.targets.image_tokens import media
 from mmspec.pipelines.targets.model import ModelTarget
 from mmspec.pipelines.targets.state import Onward, Places, State, interleaved, positions_read
+from mmspec.ragged_cache import Lengths
 from mmspec.session import Session
 from mmspec.tree import lone
-from mmspec.types import ATTENTION, FINAL, Prompt, Round, Scores
+from mmspec.types import ATTENTION, FINAL, Prompt, Round, Scores, Tree
 
 _RESERVE = 1024  # slots to reserve at once at most, beyond the prompt
 
@@ -77,27 +78,30 @@ class VlmTarget(ModelTarget):
     ) -> None:
         super().__init__(features, guidance)
         self.prefixes, self.recurrent = prefixes, bool(prefixes and recurrent.modules(decoder(model)))
-        self.model = model
+        self.model, self.output = model, head(model)
         self.device = devices.execution(model.get_input_embeddings())
         self.inference = mode_of(model)
         patch = getattr(model, "_mmspec_patch", None)
         self.captured = compiled.of(model) if patch is not None and patch.config.compile else None
         config, self.stateful = decoder(model).config, more_than_states(decoder(model))
+        self.by_tree = more_than_keys(decoder(model))
         self.table, turn = reach.table(decoder(model)), reach.turn(decoder(model))
         self.last = min((n - 1 for n in (self.table, turn) if n is not None), default=None)  # no node stands past it
         self.instead = renamed.for_drafts(decoder(model))
         name = self.instead or config._attn_implementation
         self.eager, self.tree = name == "eager", name == attention.NAME
         self.shares = bool(getattr(config, "num_kv_shared_layers", 0))
-        self.masks = masks.Masks.of(config)
+        self.masks = masks.Masks.of(config, name)
         self.mixed = self.masks.mixed
+        # the decoder's own FlashAttention reads a chain of one row, which is the end of its text
+        flash = self.instead is not None and "flash" in config._attn_implementation
+        self.flash = flash and self.last is None and self.masks.kinds <= set(attention.KINDS)
 
     def embed(self, ids: Tensor) -> Tensor:
         return self.model.get_input_embeddings()(ids).to(ids.device)
 
     def logits(self, hidden: Tensor, vocab: DraftVocab | None = None) -> Tensor:
-        last = head(self.model)
-        return last(hidden) if vocab is None else vocab.logits(last, hidden)
+        return self.output(hidden) if vocab is None else vocab.logits(self.output, hidden)
 
     def bare_embed(self, ids: Tensor) -> Tensor:
         """Input embeddings [..., H] before the norm that belongs to a table (Muse-Glimmer's); else as `embed`."""
@@ -264,40 +268,21 @@ class VlmTarget(ModelTarget):
             inputs["position_ids"] = places
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = 0
-        with renamed.using(None if mask is None else self.instead):
+        with nullcontext() if mask is None or self.instead is None else renamed.using(self.instead):
             return self.model(**inputs, return_dict=True)
 
-    def mask(self, state: State, ancestors: Tensor, depth: Tensor) -> Any:
+    def reads(self, tree: Tree, lengths: Lengths) -> AbstractContextManager[None]:
+        if not self.by_tree:
+            return nullcontext()
+        return by_path.reads(tree.parents, tree.depth, tree.ancestors, lengths)
+
+    def mask(self, state: State, ancestors: Tensor, depth: Tensor, chain: bool = False) -> Any:
         """bool or additive [B, 1, N, T]; one per layer type where the model has sliding windows; None: all is seen."""
-        at = state.cache.lengths
-        alike = at.even and not state.padded and self.captured is None
-        if alike and ((depth.shape[1] == 1 and self.masks.plain) or self._reads(state)):
-            return None
-
-        def wanted(visible: Tensor, kind: str) -> Tensor:
-            mask = self._as_wanted(visible)
-            if not self.tree or kind not in attention.KINDS:
-                return mask
-            window = self.masks.config.sliding_window if kind == "sliding_attention" else None
-            paths = by_path.paths()
-            causal = at.even and not state.padded and paths is not None and paths.chain
-            return attention.marked(mask, at.device, state.open_slots, ancestors, depth, window, causal)
-
-        return self.masks.made(masks.Visibility(state, ancestors, depth), wanted)
-
-    def _reads(self, state: State) -> bool:
-        """Whether the decoder's own FlashAttention reads this draft: a chain of one row is the end of its text."""
-        paths = by_path.paths()
-        flash = self.instead is not None and "flash" in self.masks.config._attn_implementation
-        alone = flash and self.last is None and len(state.open_slots) == 1
-        return alone and paths is not None and paths.chain and self.masks.kinds <= set(attention.KINDS)
-
-    def _as_wanted(self, visible: Tensor) -> Tensor:
-        visible = visible[:, None]
-        additive = self.eager or (
-            visible.device.type == "cpu" and not self.tree and not torch.is_autocast_enabled("cpu")
-        )
-        return attention.additive(visible, self.model.dtype) if additive else visible
+        if state.cache.lengths.even and not state.padded and self.captured is None:
+            alone = depth.shape[1] == 1 and self.masks.plain
+            if alone or (chain and self.flash and len(state.open_slots) == 1):
+                return None
+        return self.masks.made(masks.Visibility(state, ancestors, depth), self.model.dtype, chain)
 
 
 def _check(slots: RaggedCache, appended: int, read: int) -> None:
