@@ -176,8 +176,7 @@ class RaggedCache(Cache):
         for layer in self._attending():
             layer.select(rows, order, self.lengths.longest)
         self.recurrent.select(rows)
-        for index, pair in self.pictures.items():
-            self.pictures[index] = tuple(t[rows.to(t.device)] for t in pair)  # type: ignore[assignment]
+        self.pictures = {i: (k[rows.to(k.device)], v[rows.to(v.device)]) for i, (k, v) in self.pictures.items()}
         self.lengths = self.lengths.select(rows, order)
         return self
 
@@ -214,11 +213,10 @@ class RaggedCache(Cache):
         """An empty cache, or a copy of what a user's cache already holds (see `can_adopt`)."""
         mine = cls(batch, device, reserve, looking)
         past = int(cache.get_seq_length()) if cache is not None else 0
-        if cache is not None and past:
-            layers: Any = cache.layers
-            for index, layer in enumerate(layers):
-                mine.update(layer.keys[:, :, :past], layer.values[:, :, :past], index)
-            mine.advance(past)
+        layers: Any = cache.layers if cache is not None and past else []
+        for index, layer in enumerate(layers):
+            mine.update(layer.keys[:, :, :past], layer.values[:, :, :past], index)
+        mine.advance(past)
         return mine
 
     def hand_back(self, cache: Cache | None, length: int) -> Cache:
