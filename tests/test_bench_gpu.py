@@ -8,10 +8,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import on_device_first
 import pytest
+import torch
+from torch import Tensor
 
 from mmspec.app import cli
 from mmspec.app.bench import gpu
+from mmspec.kernels import reference
 
 OPTIONAL = ("diffusers", "gradio", "timm", "av")
 LACKING = """
@@ -35,6 +39,7 @@ def records(out: Path) -> dict[str, dict[str, Any]]:
 
 
 OF_EACH_KIND = [
+    "first",
     "kernels",
     "identical",
     "bandwidth",
@@ -59,6 +64,9 @@ def test_stages_run_as_toys_where_optional_packages_are_absent(tmp_path: Path, s
     files = {name: json.loads((tmp_path / "out" / r["file"]).read_text()) for name, r in found.items()}
     for name in files.keys() & {"kernels", "graphs"}:
         assert files[name]["passed"] > 2 and not files[name]["failed"]
+    first = {record["check"]: record for record in files["first"]["records"]}
+    assert list(first) == list(on_device_first.CHECKS) and all(record["unmeasured"] for record in first.values())
+    assert [name for name, record in first.items() if record["passed"] is not True] == ["work spaces"]
     assert files["identical"]["summary"]["float32"]["identical"] == 4
     for name in files.keys() & {"bandwidth", "shapes", "embedded"}:
         assert files[name]["records"] and files[name]["provenance"]["device_type"] == "cpu"
@@ -91,6 +99,31 @@ def test_a_stage_that_fails_or_hangs_is_recorded_and_the_next_one_runs(
     assert found["lacks"]["came"] == "skipped: no_such_package is not installed"
     tests = json.loads((out / "tests.json").read_text())
     assert tests["passed"] == 1 and "as it should" in str(tests["failed"]) and found["tests"]["rc"] == 1
+
+
+def test_a_first_check_that_fails_says_what_to_do_and_the_others_run() -> None:
+    def one(wrong: Any) -> on_device_first.Check:
+        return on_device_first.Check("it", wrong, "mend it", "all")
+
+    checks = {"found": one(lambda device: "off by 3"), "raises": one(lambda device: 1 / 0), "right": one(lambda _: "")}
+    found = list(on_device_first.checked(torch.device("cpu"), checks))
+    assert [record["passed"] for record in found] == [False, False, True]
+    assert [record.get("what to do") for record in found] == ["mend it", "mend it", None]
+    assert found[0]["found"] == "off by 3" and "ZeroDivisionError" in found[1]["found"]
+
+
+@pytest.mark.parametrize(("check", "operation"), [("barrier", "compact_rows"), ("shared memory", "tree_attention")])
+def test_a_first_check_sees_a_kernel_that_is_wrong(check: str, operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    definition = getattr(reference, operation)
+
+    def one_by_one(buffers: Any, source: Tensor, start: Tensor, count: Any) -> None:
+        for j in reversed(range(source.shape[1])):  # written before an earlier entry was read
+            definition(buffers, source[:, j : j + 1], start + j, None)
+
+    wrong = {"compact_rows": one_by_one, "tree_attention": lambda **given: definition(**given) + 1}
+    monkeypatch.setattr(on_device_first.dispatch, "chosen", lambda name, *_: wrong[name])
+    found = on_device_first.CHECKS[check].wrong(torch.device("cpu"))
+    assert "entries are off" in found
 
 
 def test_real_stages_name_what_there_is() -> None:

@@ -52,15 +52,22 @@ class GpuStage:
     needs: tuple[str, ...] = ()
 
 
-_TESTS, _DEVICE = ("pytest", "-p", "no:cacheprovider"), "tests/on_device.py"
+_TESTS, _DEVICE, _FIRST = ("pytest", "-p", "no:cacheprovider"), "tests/on_device.py", "tests/on_device_first.py"
 _BENCH = ("mmspec.app.cli", "bench")
 _GOAL = ("--models", "qwen2.5-vl-7b", "--drafters", "vispec", "--contexts", "1024", "4096", "--batch", "1", "4")
 _TOY = ("--sizes", "toy", "--device", "cpu", "--repeats", "1")
 _LITTLE = ("--contexts", "64", "--batch", "2", "--tokens", "3", "--no-compile")
 STAGES: dict[str, GpuStage] = {
+    "first": GpuStage(
+        "what all else rests on and only a device can show, in small checks that say what to do",
+        0.04,
+        (_FIRST, "--json", "FILE"),
+        (_FIRST, "--json", "FILE"),
+        ("triton",),
+    ),
     "kernels": GpuStage(
         "every kernel gives what its definition gives, odd sizes, all dtypes",
-        0.16,
+        0.14,
         (*_TESTS, "tests/test_kernels.py", "--full"),
         (*_TESTS, "tests/test_kernels.py", "-k", "equals_its_definition and (uniform or compact or gaussian)"),
         ("pytest", "triton"),
@@ -100,7 +107,7 @@ STAGES: dict[str, GpuStage] = {
     ),
     "more shapes": GpuStage(
         "c at the other published shapes, as far as the time goes",
-        0.12,
+        0.10,
         (*_BENCH, "shapes", "--json", "FILE"),
         (*_BENCH, "shapes", "--json", "FILE", "--models", "llamagen-xl", *_TOY, *_LITTLE),
         ("diffusers",),
