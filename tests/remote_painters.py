@@ -147,9 +147,9 @@ class LLMImageStartTriggeredUnbatchedClassifierFreeGuidanceLogitsProcessor(_OfLu
 class MultiModalLogitsProcessor(_OfLumina):
     """Keeps pictures on their grid."""
 
-    def __init__(self, vocab: int):
+    def __init__(self, vocab: int, device: torch.device):
         self.image_token_list = list(range(FIRST_CODE, vocab))
-        self.suppress = torch.arange(vocab) < FIRST_CODE
+        self.suppress = torch.arange(vocab, device=device) < FIRST_CODE
         self.width: Tensor | None = None
 
     def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
@@ -218,7 +218,7 @@ def call(name: str) -> dict[str, Any]:
     if name in EMU:
         guides: list[Any] = [
             UnbatchedClassifierFreeGuidanceLogitsForVisualTokenWithDifferentialTopKProcessor(
-                target, torch.tensor([[1, 30]]), EMU[name]
+                target, torch.tensor([[1, 30]], device=target.device), EMU[name]
             )
         ]
     else:
@@ -226,7 +226,7 @@ def call(name: str) -> dict[str, Any]:
             LLMImageStartTriggeredUnbatchedClassifierFreeGuidanceLogitsProcessor(
                 target, fading=name == "lumina_mgpt 2"
             ),
-            MultiModalLogitsProcessor(target.config.vocab_size),
+            MultiModalLogitsProcessor(target.config.vocab_size, target.device),
             InterleavedTopKLogitsWarper(),
         ]
         more = {"prefix_allowed_tokens_fn": sizes}

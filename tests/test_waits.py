@@ -17,6 +17,7 @@ from typing import Any
 import image_targets
 import own_drafters
 import pytest
+import remote_painters
 import targets
 import test_assistant
 import test_block
@@ -123,6 +124,8 @@ WAITS: dict[tuple[str, str, str], Waits] = {  # drafter, rule, kind of call → 
     ("jacobi", "emu3", "rows: 2"): (20, 7),
     ("jacobi", "glm_image", "rows: 1"): (1, 0),
     ("jacobi", "glm_image", "rows: 2"): (1, 0),
+    ("jacobi", "emu3_5", "rows: 1"): (31, 5),  # the authors' processors, which look at each token
+    ("jacobi", "lumina_mgpt", "rows: 1"): (34, 7),
     ("jacobi", "chameleon", "rows: 1"): (1, 1),
     ("jacobi", "chameleon", "rows: 2"): (1, 1),
     ("eagle", "exact", "pictures"): (1, 0),
@@ -379,3 +382,17 @@ def test_waits_of_models_that_draw(painter: str, rows: int, no_interpreter: None
         with mmspec.enable(model, "jacobi", window=3), rounds.of_generate():
             image_targets.draw(model, there, do_sample=True)
         within_the_table(rounds, "jacobi", painter, f"rows: {rows}")
+
+
+@pytest.mark.parametrize("painter", ["emu3_5", "lumina_mgpt"])
+def test_waits_of_processors_that_keep_state(
+    painter: str, no_interpreter: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The authors' processors are followed node by node, and most of the reads are theirs."""
+    model = copy.deepcopy(remote_painters.model(painter))
+    with Pretend() as pretended:
+        monkeypatch.setattr(remote_painters, "model", lambda name: place(model, FIRST))
+        rounds, call = Rounds(pretended), remote_painters.call(painter)
+        with mmspec.enable(model, "jacobi", window=3), rounds.of_generate():
+            model.generate(**{**call, "input_ids": call["input_ids"].to(FIRST)}, do_sample=True)
+        within_the_table(rounds, "jacobi", painter, "rows: 1")
