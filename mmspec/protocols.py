@@ -66,6 +66,14 @@ class Reporting(Protocol):
     stats: dict[str, float]
 
 
+@runtime_checkable
+class Compilable(Protocol):
+    """A drafter that has a forward of its own to capture and compile, as a target's is."""
+
+    def compiled(self) -> Any:
+        """The same drafter, with its forwards captured."""
+
+
 def reported(memory: Any) -> dict[str, float]:
     """What goes into `Stats.drafter`: nothing, unless the memory is `Reporting`."""
     return dict(memory.stats) if isinstance(memory, Reporting) else {}

@@ -7,7 +7,6 @@ import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch.nn.functional import pad
 from mmspec.drafters import prune, static_trees
 from mmspec.drafters.growth import Growth
 from mmspec.drafters.options import ALL, TreeOptions, grown
-from mmspec.pipelines.targets import by_path, compiled, tree_readers
+from mmspec.pipelines.targets import compiled, tree_readers
 from mmspec.pipelines.targets.call import Call
 from mmspec.pipelines.targets.decoder import decoder, readers
 from mmspec.pipelines.targets.hooks import stock
@@ -26,7 +25,7 @@ from mmspec.pipelines.targets.state import State
 from mmspec.pipelines.targets.vlm import VlmTarget, tap, untap
 from mmspec.protocols import Target, TargetInfo
 from mmspec.tree import chain
-from mmspec.types import ATTENTION, Draft, Prompt, gather_rows
+from mmspec.types import ATTENTION, Draft, Prompt, Tree, gather_rows
 
 _PADDED = 1.1  # models of one family and tokenizer have a few more rows here and there: Qwen2.5 151936 and 152064
 _USUAL = TreeOptions(depth=5, width=1, size=6, tree="chain")  # a chain, as long as stock's assistants begin with
@@ -170,16 +169,14 @@ class ModelDrafter(Growth):
         """[B, n, V], of the draft model, after nodes [B, n] on what it has committed; `first` [B, 1] numbers the root
         among the generated tokens."""
         view, state, home, n = memory.view, memory.state, memory.view.device, tokens.shape[1]
-        asked, read = tokens.device, view.read
+        asked = tokens.device
         if view.captured is not None:  # one capture serves all levels
-            read = partial(view.captured.read, view)
             tokens, depth, ancestors = _filled(max(n, self._most), tokens, depth, ancestors)
         tokens, depth, ancestors, first = (t.to(home) for t in (tokens, depth, ancestors, first))
         places = state.places.at(first + depth)
         places = places if view.last is None else places.clamp(max=view.last)
-        parents = _parents(depth, ancestors)
-        with by_path.reads(parents, depth, ancestors, state.cache.lengths):
-            raw, *_ = read(state, tokens, places, view.mask(state, ancestors, depth))
+        with view.reads(Tree(_parents(depth, ancestors), depth, ancestors), state.cache.lengths):
+            raw, *_ = view.reader(state, tokens, places, view.mask(state, ancestors, depth))
         return raw[:, :n].to(asked)
 
     def step(

@@ -14,10 +14,11 @@ from transformers import PreTrainedModel
 from mmspec.checkpoints.load import drafter_of, load_drafter
 from mmspec.config import SpecConfig, option_names
 from mmspec.drafters.compiled_drafter import CapturedDraft
+from mmspec.drafters.feature import FeatureDrafter
 from mmspec.pipelines.targets import compiled, devices, hooks
 from mmspec.pipelines.targets import compiled_cache as trusted
 from mmspec.pipelines.targets.compiled_cache import CompiledCache
-from mmspec.protocols import TargetInfo
+from mmspec.protocols import Compilable, TargetInfo
 from mmspec.registry import DRAFTERS, USUAL, drafter_class
 from mmspec.switch import Known, Switch
 
@@ -130,9 +131,9 @@ def proposer(model: Any, drafter: Any, config: SpecConfig, target: TargetInfo, d
 
 def _captured(model: Any, drafter: Any, target: TargetInfo) -> Any:
     """What drafts as the drafter does, from captures of what it computes where that can be captured."""
-    if hasattr(drafter, "compiled"):  # a model of its own
+    if isinstance(drafter, Compilable):
         return drafter.compiled()
-    if not getattr(drafter, "capturable", False):
+    if not (isinstance(drafter, FeatureDrafter) and drafter.capturable):
         return drafter
     held = compiled.of(model).drafts.setdefault(drafter.block, CompiledCache(type(drafter).__name__))
     alive = weakref.ref(model)  # what drafts for a model does not keep it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial, reduce
@@ -58,7 +59,7 @@ class ModelTarget:
             tree = replace(tree, parents=parents, depth=depth, ancestors=ancestors)
         places = state.places.at(index + tree.depth)
         places = places if self.last is None else places.clamp(max=self.last)  # past it lies what no row will keep
-        read = partial(self.captured.read, self) if self.captured is not None and self.captures(session) else self.read
+        read = self.reader if self.captures(session) else self.read
         with self.reads(tree, state.cache.lengths):
             raw, *hidden = read(state, tokens, places, self.mask(state, tree.ancestors, tree.depth, tree.is_chain))
         return self.scores(raw, session, draft, unfold(hidden[0], self.streams) if hidden else None)
@@ -80,6 +81,11 @@ class ModelTarget:
     def read(self, state: State, tokens: Tensor, places: Tensor, mask: Any) -> tuple[Tensor, ...]:
         """Raw logits [B·S, N, V] of one forward, and the features [B·S, N, F] where the drafter asked for some."""
         raise NotImplementedError
+
+    @property
+    def reader(self) -> Callable[..., Any]:
+        """`read`, from captures where it is captured."""
+        return self.read if self.captured is None else partial(self.captured.read, self)
 
     def reads(self, tree: Tree, lengths: Lengths) -> AbstractContextManager[None]:
         """Within, forwards read this tree, for layers that a mask does not tell enough; most have none."""

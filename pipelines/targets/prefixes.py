@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial, reduce
+from functools import reduce
 from typing import Any
 
 import torch
@@ -137,9 +137,8 @@ def _drafted(
     state = State(cache, Onward(positions[..., -1:] + 1), open_slots, types, arguments, padded=False, prompt=lengths)
     tree, tokens = chain(N, ids.device).expand(B), ids.gather(1, place)
     where = positions.gather(-1, place.expand(*positions.shape[:-2], -1, -1))
-    read = target.read if target.captured is None else partial(target.captured.read, target)
     with target.inference(), target.reads(tree, cache.lengths):
-        raw, *hidden = read(state, tokens, where, target.mask(state, tree.ancestors, tree.depth, True))
+        raw, *hidden = target.reader(state, tokens, where, target.mask(state, tree.ancestors, tree.depth, True))
     if hidden:
         cache.tell(hidden[0], target.embed(tokens))
     cache.commit(torch.arange(N, device=ids.device).expand(B, N), tuple(counts), count, True)

@@ -40,9 +40,9 @@ class _Named:
 
 
 @contextmanager
-def using(name: str | None, among: tuple[Any, ...] | None = None) -> Iterator[None]:
-    """Within, Renamed modules use this implementation, or only those among some; None: their own."""
-    token = _instead.set(None if name is None else (name, among))
+def using(name: str, among: tuple[Any, ...] | None = None) -> Iterator[None]:
+    """Within, Renamed modules use this implementation, or only those among some."""
+    token = _instead.set((name, among))
     try:
         yield
     finally:
