@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import gc
+import subprocess
+import sys
 import threading
 import warnings
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -437,3 +440,11 @@ def test_what_users_name_lies_in_the_face() -> None:
         assert isinstance(handle, mmspec.Handle) and isinstance(handle.config, mmspec.SpecConfig)
         assert isinstance(mmspec.stats(model), mmspec.Stats)
     assert issubclass(mmspec.UnsupportedError, ValueError)
+
+
+def test_a_script_that_ends_while_a_model_is_enabled_says_nothing():
+    code = "import mmspec, targets, torch\nmodel = targets.model('llava')\nhandle = mmspec.enable(model, 'ngram')"
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True
+    )
+    assert ended.returncode == 0 and "Traceback" not in ended.stderr and "Exception ignored" not in ended.stderr

@@ -28,7 +28,8 @@ def swap(instance: Any, mixin: type, **attributes: Any) -> None:
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
     made: Any = type(base.__name__, (mixin, _Swapped, base), {**names, **attributes, "_mmspec_stock": base})
     made._mmspec_named = tuple(attributes)
-    made._mmspec_instance = weakref.ref(instance, lambda _: _emptied(made))
+    emptied = _emptied  # a model that lives until the interpreter ends outlives this module's globals
+    made._mmspec_instance = weakref.ref(instance, lambda _: emptied(made))
     with _LOCK:
         before, instance.__class__ = type(instance), made
         _emptied(before)
