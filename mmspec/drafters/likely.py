@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-_WORTH = 0.08  # how likely a node has to be, for one row; every row more makes nodes dearer by an eighth of it
+_WORTH = 0.05  # how likely a node has to be, for one row; every row more makes nodes dearer by an eighth of it
 _SPARE = 0.3  # of that, for nodes that fill a tree up to a round size
 _GAIN = 0.25  # tokens that a draft has to promise, or none is made
 

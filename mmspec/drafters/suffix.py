@@ -38,7 +38,7 @@ class SuffixOptions(ChainOptions):
     """
 
     depth: int = 16
-    width: int = 4
+    width: int = 8
     size: int = 32
     memory: int = 131072
 
