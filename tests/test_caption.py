@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import clips
+import hostile
 import numpy as np
 import pytest
 import quick_engine
@@ -305,6 +306,13 @@ def test_captions_that_were_cut_off_are_marked(caption, capsys: pytest.CaptureFi
     from pyarrow import parquet
 
     assert parquet.read_table("captions/captions.parquet")["finish"].to_pylist() == ["length"] * 4
+
+
+def test_animations_of_which_one_frame_is_told_are_counted(caption, capsys: pytest.CaptureFixture):
+    Path("photos", "moving.gif").write_bytes(hostile.animation("GIF"))
+    assert caption("--report", "report.json") == OK
+    assert "1 by the first frame of an animation" in capsys.readouterr().out
+    assert json.loads(Path("report.json").read_text())["counts"]["first_frame_of_an_animation"] == 1
 
 
 @pytest.mark.parametrize("drafter", ["none", "ngram"])

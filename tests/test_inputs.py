@@ -175,7 +175,7 @@ def test_paths_in_a_table(tmp_path: Path, extension: str):
     else:
         assert "lies outside of" in trouble(found[3])
     assert found[0].source.path == tmp_path / "data" / "a/1.png" and found[0].source.read() == png(0)
-    assert "gone.png: is missing" in trouble(found[2])
+    assert "gone.png: is missing" in trouble(found[2]) and f"(named in {table}: row 2)" in trouble(found[2])
     assert open_inputs([table]).count in ({".csv": None}.get(extension, 4),)
 
 

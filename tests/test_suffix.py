@@ -227,7 +227,7 @@ def test_no_placeholder_is_drafted_on_a_model() -> None:
 def test_options() -> None:
     model = fresh()
     with mmspec.enable(model, depth=3, memory=100) as handle:
-        assert handle.drafter.options == SuffixOptions(3, 4, 32, 100)
+        assert handle.drafter.options == SuffixOptions(3, 8, 32, 100)
     with pytest.raises(ValueError, match="memory must be a whole number"):
         mmspec.enable(model, "suffix", memory=0)
     with pytest.raises(ValueError, match="no use for prune"):

@@ -47,6 +47,7 @@ class RunTally:
     twins: int = 0
     failed: int = 0
     cut: int = 0  # off at --max-new-tokens
+    animated: int = 0  # animations of which the first frame was shown
     errors: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -69,6 +70,7 @@ class RunTally:
         self.tokens += result.tokens
         self.twins += bool(result.twin_of)
         self.cut += result.finish == "length"
+        self.animated += result.animated
         if result.text and not self.quiet:
             tqdm.write(f"{plain(result.name)}: {plain(result.text)}")
         if result.error:
@@ -104,7 +106,8 @@ class RunTally:
         pace = f"{rate:.1f} {self.unit}s/s" if rate >= 1 else f"{1 / rate:.1f} s per {self.unit}" if rate else ""
         same = f"{self.twins} of them copied from one that is the same" if self.twins else ""
         cut = f"{self.cut} cut off at --max-new-tokens" if self.cut else ""
-        return ", ".join(filter(None, [self.counted, pace, same, cut]))
+        first = f"{self.animated} by the first frame of an animation" if self.animated else ""
+        return ", ".join(filter(None, [self.counted, pace, same, cut, first]))
 
 
 def write(
@@ -134,6 +137,7 @@ def write(
             "captioned": tally.captions,
             "copied_from_twins": tally.twins,
             "cut_off_at_max_new_tokens": tally.cut,
+            "first_frame_of_an_animation": tally.animated,
             "done_before": todo.done,
             "taken_from_the_journal": todo.recalled,
             "kept": todo.kept,

@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,7 @@ class Result:
     message: str = ""
     twin_of: str = ""
     finish: str = ""  # "length": cut off at --max-new-tokens
+    animated: bool = False  # an image of which the first frame alone was shown
 
 
 class Worker:
@@ -238,11 +239,11 @@ class Worker:
             twin_of=twin_of, phash=media.phash, length=media.seconds, seconds=round(seconds, 4), finish=finish,
             answer=answer if answer != text else None,
         )  # fmt: skip
-        result = Result(task.item.name, text, tokens, seconds, twin_of=twin_of, finish=finish)
+        result = Result(task.item.name, text, tokens, seconds, twin_of=twin_of, finish=finish, animated=media.animated)
         try:
             self._writer.write(task.item.name, text, task.sidecar, task.stale, facts)
         except UnwritableTextError as error:
-            result = Result(task.item.name, text, tokens, seconds, type(error).__name__, str(error), twin_of, finish)
+            result = replace(result, error=type(error).__name__, message=str(error))
         self._results.append(result)
 
     def _let_go(self) -> None:

@@ -61,7 +61,7 @@ def _answer(packed: bytearray, order: DecodeOrder) -> tuple[dict[str, Any], list
         item = pickle.loads(packed)
         name = label(item)
         found = _decode(item, order)
-        facts = {"content": found.content, "phash": found.phash, "seconds": found.seconds}
+        facts = {name: getattr(found, name) for name in ("content", "phash", "seconds", "animated")}
         return {**facts, "frames": [frame.size for frame in found.frames]}, [frame.tobytes() for frame in found.frames]
     except MediaError as error:
         refusal = error
@@ -82,7 +82,8 @@ def _decode(item: Item, order: DecodeOrder) -> Media:
         frames, seconds = video.decode(data, name, order.frames, limits, order.max_side)
         return Media(frames, content, None, seconds)
     picture = media.decode(data, name, limits.max_pixels, order.max_side, limits.max_aspect, limits.max_area)
-    return Media((picture,), content, media.perceptual_hash(picture) if order.phash else None)
+    more = media.animated(data, name, limits.max_pixels, limits.max_aspect)
+    return Media((picture,), content, media.perceptual_hash(picture) if order.phash else None, animated=more)
 
 
 def label(item: Item) -> str:

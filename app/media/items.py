@@ -70,15 +70,21 @@ class Item:
 
 @dataclass(frozen=True)
 class FileSource:
-    """A file."""
+    """A file, and where it was named if that was in a table."""
 
     path: Path
+    named: str = ""
 
     def __str__(self) -> str:
         return os.path.abspath(self.path)
 
     def read(self, max_bytes: int = media.MAX_BYTES) -> bytes:
-        return media.read(self.path, max_bytes)
+        try:
+            return media.read(self.path, max_bytes)
+        except MediaError as error:
+            if not self.named:
+                raise
+            raise MediaError(error.path, f"{error.reason} (named in {self.named})", error.what_to_do) from error
 
 
 @dataclass(frozen=True)
@@ -180,7 +186,9 @@ def sniff(head: bytes) -> tuple[str, str] | None:
     return next(((kind, extension) for *_, kind, extension in found), None)
 
 
-def file_item(path: Path, name_of: Callable[[Path], str], existing: str | None = None, tags: tuple = ()) -> Item:
+def file_item(
+    path: Path, name_of: Callable[[Path], str], existing: str | None = None, tags: tuple = (), named: str = ""
+) -> Item:
     """A file as an item; its beginning tells what its extension does not, and whoever reads it what is wrong."""
     kind = kind_of(path.name)
     if kind is None:
@@ -189,7 +197,7 @@ def file_item(path: Path, name_of: Callable[[Path], str], existing: str | None =
                 kind, _ = sniff(file.read(HEAD)) or (IMAGE, "")
         except (OSError, ValueError):  # ValueError: an impossible name out of a list
             kind = IMAGE
-    return Item(name_of(path), kind, FileSource(path), existing, tags)
+    return Item(name_of(path), kind, FileSource(path, named), existing, tags)
 
 
 def broken(name: str, where: Path | str, reason: str, what_to_do: str) -> Item:

@@ -120,7 +120,7 @@ class TableRows:
                 path = media.below(self.path.parent, path, where)
         except MediaError as error:
             return broken(name, where, error.reason, error.what_to_do)
-        return file_item(Path(path), name_of, *self.columns.said(row))
+        return file_item(Path(path), name_of, *self.columns.said(row), named=where)
 
     def _rows(self) -> Iterator[dict | str]:
         """A row as a dictionary, or what is wrong with it: each line is read by itself, so it costs no other.
@@ -206,7 +206,7 @@ class Parquet:
 
     def _named(self, cell: Any, own: str, where: str, name_of: Namer, text: str | None, tags: tuple) -> Item:
         try:
-            return file_item(media.below(self.path.parent, cell, where), name_of, text, tags)
+            return file_item(media.below(self.path.parent, cell, where), name_of, text, tags, where)
         except MediaError as error:
             return broken(own, where, error.reason, error.what_to_do)
 
