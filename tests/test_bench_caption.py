@@ -47,9 +47,9 @@ def test_every_method_is_measured_on_the_same_captions(measured: tuple[dict, str
 
 def test_unrelated_texts_are_drawn_alike_by_every_method(tmp_path: Path) -> None:
     model, out = tiny_llava.save(tmp_path / "model"), tmp_path / "out.json"
-    for number in range(3):
+    for number in range(4):  # two batches of one shape
         Image.new("RGB", (28, 28), (50 * number, 90, 200)).save(tmp_path / f"{number}.png")
-    words = ["bench", "caption", "--model", str(model), "--data", str(tmp_path), "--images", "3", "--rows", "2"]
+    words = ["bench", "caption", "--model", str(model), "--data", str(tmp_path), "--images", "4", "--rows", "2"]
     words += ["--prompt", "w5", "--drafters", "suffix", "recycle", "ngram", "--without", "*ngram", "--turns", "1"]
     words += ["--unrelated", "--max-new-tokens", "40", "--device", "cpu", "--json", str(out)]
     with pytest.MonkeyPatch.context() as patch:

@@ -84,7 +84,7 @@ class CaptionBench:
             wait(self.model.device)
             began = time.perf_counter()
             for number, inputs in enumerate(asked):
-                batches.add(number, inputs)
+                batches.add(number, inputs, seed=number)  # texts that are drawn share nothing
             ends: dict[Any, FinishedPrompt] = {}
             while batches.busy:
                 ends |= {end.ticket: end for end in batches.step()}
