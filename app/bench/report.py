@@ -144,6 +144,7 @@ def figures(name: str, calls: dict[str, list[Any]], best: str, greedy: bool, ass
         "tau_by_depth": [round(1 + kept, 4) for kept in itertools.accumulate(by_depth)],
         "parts_ms": {p: 1e3 * s / total.rounds for p, s in total.seconds.items() if p != "prefill" and total.rounds},
         "draft_share": total.seconds.get("draft", 0.0) / spent if spent else None,
+        "nodes_per_call": 1 + total.drafted / total.row_rounds if total.row_rounds else 1.0,
         "drafter_kv_bytes": read.get("memory bytes"),
         "drafter_visual_rows": read.get("visual rows"),
         "drafter": read,

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from mmspec.app.bench import report, vlm, vlm_methods, vlm_shown
+from mmspec.app.bench import limits, report, vlm, vlm_methods, vlm_shown
 from mmspec.app.bench.answers import VlmBench
 from mmspec.app.bench.command import Outcome, batches, matching
 from mmspec.app.bench.vlm_methods import VlmMethod
@@ -42,7 +42,8 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
     engine = load(args.model, STOCK, args.device, args.dtype, args.max_new_tokens, 0)
     bench = VlmBench(engine.model, engine.processor, args.max_new_tokens, args.seed)
     weights = sum(p.numel() * p.element_size() for p in bench.model.parameters()) / 2**20
-    facts = {"model": args.model, "weights_mb": round(weights, 1)}
+    most = limits.measured(bench.model)
+    facts = {"model": args.model, "weights_mb": round(weights, 1)} | most.facts()
     outcome.provenance = provenance(bench.model.device, bench.model.dtype) | facts
     args.without = [*args.without, "hf-*", "ngram", *([] if args.static else ["stock-static"])]
     chosen, (asked, _) = matching(list(methods(bench.model, args)), args.methods), vlm_shown.questions(args)
@@ -54,6 +55,9 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
             for method in chosen:
                 record = found[method.name] | {"suite": "round", "first_call_s": begun[method.name]}
                 held, stock = record["peak_mb"], found["stock"]["peak_mb"]
+                record["least_ms"] = most.least_ms(batch * record["nodes_per_call"])
+                forward = record["parts_ms"].get("verify", record["step_ms"])
+                record["share_of_limit"] = record["least_ms"] / forward if forward else None
                 record["above_stock"] = None if held is None else (held - stock) / (weights + stock)
                 outcome.records.append(record | watched(bench, method, heat, first, args.profile))
             yield

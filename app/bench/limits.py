@@ -1,0 +1,75 @@
+"""What a forward of the target takes at least: its weights read once from memory, its multiplications done at once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmspec.app.devices import wait
+from mmspec.pipelines.targets.decoder import decoder, head
+
+_SIDE, _TURNS = 1024, 20  # of the square matrices whose product is timed; how often each product is
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of a decoder on this machine. Attention, norms and the sampling of tokens come on top.
+
+    Attributes:
+        bytes: of the matrices that every token is multiplied with.
+        products: multiplications and additions of one token with them.
+        bytes_per_s: read by a product of as many matrices of the same shapes with one vector.
+        products_per_s: of two square matrices.
+    """
+
+    bytes: int
+    products: int
+    bytes_per_s: float
+    products_per_s: float
+
+    def least_ms(self, nodes: float) -> float:
+        """Of a forward over so many nodes, of all rows together."""
+        return 1e3 * max(self.bytes / self.bytes_per_s, nodes * self.products / self.products_per_s)
+
+    def facts(self) -> dict[str, float]:
+        """For the provenance of a result."""
+        return {
+            "matrices_mb": round(self.bytes / 2**20, 1),
+            "memory_gb_per_s": round(self.bytes_per_s / 1e9, 1),
+            "gflops": round(self.products_per_s / 1e9, 1),
+        }
+
+
+@torch.inference_mode()
+def measured(model: Any) -> Limits:
+    """Of the text layers of a model and its head, by torch's own products, the best of several."""
+    found = [m.weight for m in decoder(model).modules() if isinstance(m, nn.Linear)]
+    last = head(model)
+    matrices = [*found, *([] if last is None else [last.weight])]
+    count = sum(w.numel() for w in matrices)
+    vectors = {w.shape[1]: w.new_ones(1, w.shape[1]) for w in matrices}
+    square = torch.ones(_SIDE, _SIDE, dtype=model.dtype, device=model.device)
+
+    def read() -> None:
+        for weight in matrices:
+            nn.functional.linear(vectors[weight.shape[1]], weight)
+
+    held = sum(w.numel() * w.element_size() for w in matrices)
+    return Limits(held, 2 * count, held / _best(read, square), 2 * _SIDE**3 / _best(lambda: square @ square, square))
+
+
+def _best(call: Callable[[], Any], where: Tensor) -> float:
+    """Seconds of the fastest of several calls."""
+    taken = []
+    for _ in range(_TURNS):
+        wait(where.device)
+        began = time.perf_counter()
+        call()
+        wait(where.device)
+        taken.append(time.perf_counter() - began)
+    return min(taken)
