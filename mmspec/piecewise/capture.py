@@ -145,7 +145,11 @@ def inductor(piece: fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any
     """torch.compile's back end for a graph that needs no guards, since its shapes never change."""
     import torch._inductor as backend
 
-    return backend.compile(piece, list(examples), {"triton.cudagraphs": False})  # these are recorded by us
+    options = {
+        "triton.cudagraphs": False,  # these are recorded by us
+        "cpp.min_chunk_size": 4096,  # numbers a thread: the short loops of a few nodes are not worth a second one
+    }
+    return backend.compile(piece, list(examples), options)
 
 
 @contextmanager
