@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from mmspec.modes import computed_in, uncast
-from mmspec.piecewise import graphs
+from mmspec.piecewise import graphs, products
 
 # Layer, scale, q, k, v of the new rows and, where that is computed, which rows these see → like q.
 Attend = Callable[..., Tensor]
@@ -112,10 +112,11 @@ class PiecewiseFunction:
         given, self._device = list(own), inputs[0].device
         kind = self._device.type
         self._cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        graph, self._weights = _traced(partial(function, variants[0]) if variants else function, inputs, given)
+        graph, weights = _traced(partial(function, variants[0]) if variants else function, inputs, given)
         for other in variants[1:]:
             if _traced(partial(function, other), inputs, given)[0].code != graph.code:
                 raise Uncapturable("what it computes depends on how much was read before")
+        graph, self._weights, self.copies = _joined(graph, inputs, weights)
         self._graphs = graphs.Graphs(inputs, attend) if graphs.wanted([*inputs, *self._weights]) else None
         place = None if self._graphs is None else self._graphs.place
         with uncast(self._device):
@@ -192,6 +193,25 @@ def _traced(
     graph.graph.set_codegen(fx.graph.CodeGen())  # plain arguments, plain results
     graph.recompile()
     return graph, [tensor for tensor, _ in weights.values()]
+
+
+def _joined(
+    graph: fx.GraphModule, inputs: Sequence[Tensor], weights: list[Tensor]
+) -> tuple[fx.GraphModule, list[Tensor], list[products.Joined]]:
+    """With products of the same rows as one: the graph, the weights that it still takes, with copies among them."""
+    held = dict(zip(graph.graph.find_nodes(op="placeholder")[len(inputs) :], weights, strict=True))
+    copies = products.join(graph.graph, held)
+    if not copies:
+        return graph, weights, []
+    for place in [place for place in held if not place.users]:
+        graph.graph.erase_node(place)
+        del held[place]
+    graph.recompile()
+    takes = [*held.values(), *(copy.tensor for copy in copies.values())]
+    whole = make_fx(graph)(*inputs, *takes)
+    whole.graph.set_codegen(fx.graph.CodeGen())
+    whole.recompile()
+    return whole, takes, list(copies.values())
 
 
 def _cut(graph: fx.GraphModule, compile: Compile, place: Place | None) -> tuple[Callable[..., Any], int]:
