@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -19,6 +20,7 @@ from mmspec.piecewise import capture
 from mmspec.ragged_cache import Lengths, RaggedBuffer, visibility
 from mmspec.types import gather_rows
 
+KeysValues = tuple[Tensor, Tensor]  # [B, heads, n, D] each
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v [B, heads, n, D] → [B, heads, n, D]
 
 
@@ -206,6 +208,12 @@ class FeatureMemory:
 
         return run
 
+    def over(self, layer: int, ahead: KeysValues, at: Lengths, run: Callable[..., Tensor]) -> Attend:
+        """Attention of rows that see what a layer holds once `ahead` is appended at `at`; `run` is given its slots."""
+        slots = self._buffers()[layer]
+        slots.append(*ahead, at)
+        return partial(run, slots)
+
     def state(self) -> list[Tensor]:
         """What a captured draft reads of it besides keys and values."""
         return [self.positions, *([] if self.context is None else [self.context])]
@@ -228,7 +236,7 @@ class FeatureMemory:
 class PassThroughMemory:
     """See `FeatureMemory.passing`."""
 
-    more = ()  # only drafters of one layer are captured
+    more = ()  # drafters that grow are captured with one layer only
 
     def __init__(self, positions: Tensor, context: Tensor | None = None) -> None:
         self.positions, self.context = positions, context
@@ -236,6 +244,15 @@ class PassThroughMemory:
 
     def attend(self, at: Lengths, seen: Tensor | None) -> Attend:
         return lambda q, k, v: capture.cut(at.longest, q.shape[-1] ** -0.5, q, k, v, seen)
+
+    def over(self, layer: int, ahead: KeysValues, at: Lengths, run: Callable[..., Tensor]) -> Attend:
+        """What is ahead stands before the rows' own keys and values, which whoever replays it takes apart."""
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            both = [torch.cat([first, mine], 2) for first, mine in zip(ahead, (k, v), strict=True)]
+            return capture.cut(layer, q.shape[-1] ** -0.5, q, both[0], both[1])
+
+        return attend
 
 
 def path_after(session: Any) -> tuple[Tensor, Tensor, Tensor]:

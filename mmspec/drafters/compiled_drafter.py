@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -13,7 +13,6 @@ from torch.nn.functional import pad
 
 from mmspec.drafters import static_trees as shapes
 from mmspec.drafters.blocks import FeatureMemory, path_after
-from mmspec.drafters.feature import FeatureDrafter
 from mmspec.kernels import reference as ops
 from mmspec.modes import lasting
 from mmspec.piecewise import capture
@@ -35,6 +34,45 @@ class Held(Protocol):
         """What is held for a key, at its first call made; None where `make` raised, which is warned of."""
 
 
+@runtime_checkable
+class Capturable(Protocol):
+    """A drafter on features whose draft may be a function of tensors and of attentions over its memory alone.
+
+    Attributes:
+        capturable: whether it is one, with these options.
+        block: what stands for its weights, however often they are fitted.
+        own_head: whether its logits come from a head and a vocabulary of its own, or are not weighed.
+        vocab: part of the target's vocabulary that it drafts from.
+    """
+
+    options: Any
+    vocab: Any
+
+    @property
+    def capturable(self) -> bool: ...
+    @property
+    def block(self) -> Any: ...
+    @property
+    def own_head(self) -> bool: ...
+    @property
+    def features(self) -> tuple[int, ...]: ...
+    @property
+    def nodes(self) -> int: ...
+
+    def start(self, session: Any, target: Target, prompt: Prompt) -> Any: ...
+    def propose(self, session: Any, target: Target) -> Draft: ...
+    def drawing(self, session: Any) -> bool: ...
+    def logits(self, hidden: Tensor, target: Target) -> Tensor: ...
+    def parameters(self) -> Iterator[Tensor]: ...
+    def buffers(self) -> Iterator[Tensor]: ...
+
+    def draft(self, session: Any, target: Target, hidden: Tensor, follow: Tensor, count: Tensor, draws: bool) -> Draft:
+        """See `FeatureDrafter.draft`."""
+
+    def attending(self, before: FeatureMemory, after: FeatureMemory, rows: int) -> capture.Attend:
+        """See `FeatureDrafter.attending`."""
+
+
 class CapturedDraft:
     """Proposes what its drafter proposes; the drafter itself does where the target weighs its logits.
 
@@ -47,7 +85,7 @@ class CapturedDraft:
     """
 
     def __init__(
-        self, drafter: FeatureDrafter, weights: Callable[[], Iterable[Tensor]], vocab: int, held: Held
+        self, drafter: Capturable, weights: Callable[[], Iterable[Tensor]], vocab: int, held: Held
     ) -> None:
         self.drafter, self.weights, self.vocab, self.held = drafter, weights, vocab, held
         self.features, self.nodes = drafter.features, drafter.nodes
@@ -71,7 +109,7 @@ class CapturedDraft:
         inputs = [pad(hidden, (0, 0, 0, missing)), pad(follow, (0, missing)), count]
         inputs += [session.pending, session.emitted, session.seeds, *memory.state()]
         after = memory.lengths.plus(session.last.counts, count)
-        attend = self._attending(memory, replace(memory, lengths=after))
+        attend = self.drafter.attending(memory, replace(memory, lengths=after), self.rows)
         o, draws = self.drafter.options, self.drafter.drawing(session)
         key = (o.tree, o.depth, o.width, o.size, self.drafter.vocab, draws, target.guidance, *(t.shape for t in inputs))
 
@@ -97,15 +135,6 @@ class CapturedDraft:
             families = shapes.plan(o.tree, self.rows - 1, parents.device).tree.families
         tree = Tree(parents, depth, ancestors, o.tree == "chain", families)
         return Draft(tokens, tree, Categorical(*distribution) if distribution else None)
-
-    def _attending(self, before: FeatureMemory, after: FeatureMemory) -> capture.Attend:
-        """What stands for the attentions: of catching up on the memory as it was, then of the levels on all it read."""
-
-        def attend(at: int, scale: float, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> Tensor:
-            memory, n = (before, at) if at < self.rows else (after, at - self.rows)
-            return memory.attend(memory.lengths.further(n), seen, scale=scale)(q, k, v)
-
-        return attend
 
     def _capture(self, target: Target, draws: bool, inputs: list[Tensor], memory: FeatureMemory) -> PiecewiseFunction:
         drafter, o, device = self.drafter, self.drafter.options, inputs[0].device

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from mmspec.drafters.options import ALL, grown
 from mmspec.drafters.rope import Turn, turn
 from mmspec.drafters.trained import check_fit, placed
 from mmspec.kernels import reference as ops
+from mmspec.piecewise import capture
 from mmspec.protocols import Target, TargetInfo
 from mmspec.ragged_cache import Lengths, RaggedBuffer, visibility
 from mmspec.tree import Expand, chain, grow
@@ -72,6 +74,13 @@ class BlockDrafter(DraftHead, nn.Module):
     @property
     def nodes(self) -> int:
         return self.options.size
+
+    @property
+    def capturable(self) -> bool:
+        """Whether drafting is a function of tensors: no confidence is asked for, and what is drawn needs no spreading
+        over the target's vocabulary."""
+        whole = self.lm_head is None and self.vocab is None
+        return not self.options.confidence and (whole or not self.options.draws)
 
     @property
     def block(self) -> nn.Module:
@@ -144,7 +153,14 @@ class BlockDrafter(DraftHead, nn.Module):
 
     @torch.no_grad()
     def propose(self, session: Any, target: Target) -> Draft:
-        hidden, _, count = path_after(session)
+        return self.draft(session, target, *path_after(session), self.drawing(session))
+
+    def drawing(self, session: Any) -> bool:
+        """Whether the next draft is drawn: a point mass is not met by drawing."""
+        return self.options.draws and not session.last.scores.p.is_point
+
+    def draft(self, session: Any, target: Target, hidden: Tensor, follow: Tensor, count: Tensor, draws: bool) -> Draft:
+        """Read what the last round decided, then draft a block; arguments as those of `FeatureDrafter.draft`."""
         o, memory, at = self.options, session.memory, session.memory.lengths
         context = self.hidden_norm(self.fc(hidden.to(self.fc.weight.dtype)))
         ahead = torch.arange(max(context.shape[1], self.config.block), device=context.device)
@@ -154,11 +170,19 @@ class BlockDrafter(DraftHead, nn.Module):
         x = self._masked(target, session.pending, n)
         by = self._turn(memory.positions[:, None] + ahead[:n])
         for i, layer in enumerate(self.layers):
-            slots = (memory.slots, *memory.more)[i]
-            slots.append(*layer.keys_values(context, read), at)
-            x = layer(x, by, self._attending(memory, slots, i))
+            x = layer(x, by, memory.over(i, layer.keys_values(context, read), at, partial(self._attend, memory, i)))
         rows = self.out_norm(x)[:, n - o.depth :]
-        return self._drafted(session, rows, self.logits(rows, target))
+        return self._drafted(session, rows, self.logits(rows, target), draws)
+
+    def attending(self, before: FeatureMemory, after: FeatureMemory, rows: int) -> capture.Attend:
+        """As `FeatureDrafter.attending`: what the last round decided stands before a block's own keys and values."""
+
+        def attend(layer: int, scale: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            ahead = k[:, :, :rows], v[:, :, :rows]
+            run = before.over(layer, ahead, before.lengths, partial(self._attend, after, layer))
+            return run(q, k[:, :, rows:], v[:, :, rows:])
+
+        return attend
 
     def _masked(self, target: Any, anchors: Tensor, n: int) -> Tensor:
         """Embeddings [B, n, H] of the anchors [B] with masks behind them."""
@@ -173,25 +197,21 @@ class BlockDrafter(DraftHead, nn.Module):
     def _each(self, values: tuple[int, ...]) -> tuple[int, ...]:
         return values if len(values) == self.config.layers else values * self.config.layers
 
-    def _attending(self, memory: FeatureMemory, slots: RaggedBuffer, i: int) -> Attend:
+    def _attend(self, memory: FeatureMemory, i: int, slots: RaggedBuffer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention of a block's rows over what layer i remembers and themselves, within its window."""
         c, at = self.config, memory.lengths
         window, causal = self._each(c.windows)[i], self._each(c.causal)[i]
-
-        def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            keys, values = slots.append(k, v, at)
-            n, mask = q.shape[2], None
-            if causal or memory.padded or not at.even or (window and at.longest + n > window):
-                seen = q.new_ones(n, n, dtype=torch.bool)
-                mask = visibility(at, memory.open_slots, (seen.tril() if causal else seen).expand(len(q), n, n))
-            if window and mask is not None:
-                slot, row = torch.arange(keys.shape[2], device=q.device), torch.arange(n, device=q.device)
-                mask = mask & within(window, slot - at.device[:, None, None], row[:, None], c.from_anchor)
-                first = max(0, min(at.host) - window)
-                keys, values, mask = keys[:, :, first:], values[:, :, first:], mask[..., first:]
-            return attention(q, keys, values, mask)
-
-        return run
+        keys, values = slots.append(k, v, at)
+        n, mask = q.shape[2], None
+        if causal or memory.padded or not at.even or (window and at.longest + n > window):
+            seen = q.new_ones(n, n, dtype=torch.bool)
+            mask = visibility(at, memory.open_slots, (seen.tril() if causal else seen).expand(len(q), n, n))
+        if window and mask is not None:
+            slot, row = torch.arange(keys.shape[2], device=q.device), torch.arange(n, device=q.device)
+            mask = mask & within(window, slot - at.device[:, None, None], row[:, None], c.from_anchor)
+            first = max(0, min(at.host) - window)
+            keys, values, mask = keys[:, :, first:], values[:, :, first:], mask[..., first:]
+        return attention(q, keys, values, mask)
 
     def logits(self, hidden: Tensor, target: Any) -> Tensor:
         """Logits [..., V_d] of every row by itself."""
@@ -217,9 +237,9 @@ class BlockDrafter(DraftHead, nn.Module):
 
     # -- from rows to a draft ----------------------------------------------------------------------------------------
 
-    def _drafted(self, session: Any, hidden: Tensor, logits: Tensor) -> Draft:
-        o, pending, draws = self.options, session.pending[:, None], self.options.draws
-        noise = self._noise(session, logits.shape[-1]) if draws and not session.last.scores.p.is_point else None
+    def _drafted(self, session: Any, hidden: Tensor, logits: Tensor, draws: bool) -> Draft:
+        o, pending = self.options, session.pending[:, None]
+        noise = self._noise(session, logits.shape[-1]) if draws else None
         distributions = None
         if o.tree == "chain":
             below, distributions, depth = self._chain(pending, hidden, logits, noise)

@@ -12,6 +12,7 @@ from mmspec.drafters.blocks import FeatureMemory, beside, path_after
 from mmspec.drafters.draft_vocab import DraftHead
 from mmspec.drafters.growth import Growth
 from mmspec.drafters.layer import FeatureLayer
+from mmspec.piecewise import capture
 from mmspec.protocols import Target
 from mmspec.ragged_cache import Lengths, RaggedBuffer
 from mmspec.tree import chain
@@ -139,6 +140,20 @@ class FeatureDrafter(DraftHead, Growth, FeatureLayer):
         f = gather_rows(out, count[:, None] - 1)  # [B, 1, S·H]
         self.settle(memory, f)
         return self.grown(session, target, f, draws)
+
+    def attending(self, before: FeatureMemory, after: FeatureMemory, rows: int) -> capture.Attend:
+        """What stands for the attentions of a captured `draft`: of catching up on the memory as it was, then of the
+        levels on all it read.
+
+        Args:
+            rows: of catching up; attentions are numbered by how far in they append.
+        """
+
+        def attend(at: int, scale: float, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> Tensor:
+            memory, n = (before, at) if at < rows else (after, at - rows)
+            return memory.attend(memory.lengths.further(n), seen, scale=scale)(q, k, v)
+
+        return attend
 
     def step(
         self, session: Any, target: Target, tokens: Tensor, f: Tensor, appended: int, ahead: Tensor,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, fx
+from torch.nn import Parameter
 
 from mmspec.modes import lasting
 
@@ -107,7 +108,7 @@ def _parts(graph: fx.Graph, weights: dict[fx.Node, Tensor]) -> dict[Any, Part]:
     found: dict[Any, Part] = {
         node: Part(weight, ())
         for node, weight in weights.items()
-        if weight.device.type == "cpu" and weight.dtype is torch.float32
+        if isinstance(weight, Parameter) and weight.device.type == "cpu" and weight.dtype is torch.float32
     }
     for node in graph.nodes:
         if node.op == "call_function" and getattr(node.target, "overloadpacket", None) in _VIEWS:
@@ -116,9 +117,3 @@ def _parts(graph: fx.Graph, weights: dict[fx.Node, Tensor]) -> dict[Any, Part]:
                 part = found[above]
                 found[node] = Part(part.weight, (*part.views, (node.target, tuple(args))))
     return found
-
-
-def renew(copies: Iterable[Joined]) -> None:
-    """After the weights were written to, or moved."""
-    for copy in copies:
-        copy.renew()

@@ -40,6 +40,11 @@ class Compiled(CompiledCache):
         for held in self.drafts.values():  # drafters in use have these very ones
             held.forget()
 
+    def renew(self) -> None:
+        super().renew()
+        for held in self.drafts.values():
+            held.renew()
+
     def check(self, module: Any) -> None:
         super().check(module)
         for held in list(self.drafts.values()):  # a draft uses the embedding and the head

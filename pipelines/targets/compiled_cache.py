@@ -16,7 +16,8 @@ from torch import Tensor
 from mmspec.modes import ambient
 from mmspec.piecewise import graphs
 from mmspec.piecewise.capture import PiecewiseFunction, Uncapturable
-from mmspec.pipelines.targets.fingerprint import fingerprint
+from mmspec.piecewise.products import Joined
+from mmspec.pipelines.targets.fingerprint import contents, fingerprint
 
 _STATES = 4  # that captures are held of at a time
 _LOST = 8  # captured states that may be let go before no more is captured
@@ -40,6 +41,8 @@ class CompiledCache:
         self._held: dict[Any, PiecewiseFunction | None] = {}  # of the last call's state
         self._weights: Any = None
         self._states: list[tuple[int, Any, dict[Any, PiecewiseFunction | None]]] = []  # the last call's first
+        self._copies: dict[Joined, None] = {}  # of weights, that captured functions read in their place
+        self._written: Any = None  # what these weights held at the last call
         self._seen = self._lost = 0
         self._why: str | None = None
         self._warned = ""
@@ -60,10 +63,22 @@ class CompiledCache:
             if weights != self._weights:
                 self.forget()
                 self._weights = weights
+            self._renew()
             self._choose(state)
             if why is None and self._lost >= _LOST:
                 why = "what its modules hold changes from call to call"
             self._why = why
+
+    def _renew(self) -> None:
+        """Where weights hold other values than at the call before, what was copied of them is copied anew."""
+        written, self._written = self._written, contents(part.weight for copy in self._copies for part in copy.parts)
+        if written != self._written:
+            self.renew()
+
+    def renew(self) -> None:
+        """Copy anew what was copied of weights."""
+        for copy in self._copies:
+            copy.renew()
 
     def _choose(self, state: Any) -> None:
         found = next((one for one in self._states if one[1] == state), None)
@@ -78,7 +93,7 @@ class CompiledCache:
 
     def forget(self) -> None:
         """Let go all that was captured."""
-        self._states, self._held, self._lost = [], {}, 0
+        self._states, self._held, self._lost, self._copies = [], {}, 0, {}
 
     def get(self, key: Any, make: Callable[[], PiecewiseFunction]) -> PiecewiseFunction | None:
         """What is held for a key; at its first call what `make` gives, which raises where that is not to be trusted."""
@@ -100,7 +115,10 @@ class CompiledCache:
 
     def _made(self, make: Callable[[], PiecewiseFunction]) -> PiecewiseFunction | None:
         try:
-            return make()
+            made = make()
+            self._copies.update(dict.fromkeys(made.copies))
+            self._written = contents(part.weight for copy in self._copies for part in copy.parts)
+            return made
         except Exception as error:  # no compiler, an unknown operation, a branch: all leave the module as it is
             name = "" if isinstance(error, Uncapturable) else f"{type(error).__name__}: "
             why = name + str(error).strip().partition("\n")[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 from weakref import ref
@@ -69,20 +70,28 @@ def fingerprint(root: Any, kept: bool = False) -> Fingerprint:
     return Fingerprint(weights, state, why)
 
 
+def held(root: Any) -> list[Tensor]:
+    """The parameters and buffers of a module and all below it."""
+    found = (t for m in each_module(root) for t in (*m._parameters.values(), *m._buffers.values()))
+    return [t for t in found if t is not None]
+
+
 @torch.no_grad()
-def contents(root: Any) -> tuple[Any, ...]:
-    """Which values the parameters and buffers hold: how often each was written to, where it lies, and a sample of it.
+def contents(tensors: Iterable[Tensor]) -> tuple[Any, ...]:
+    """Which values these hold: how often each was written to, where it lies, and a sample of it.
 
     The sample tells writes that torch does not count, such as those through `.data`.
     """
-    held = [t for m in each_module(root) for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
+    told: list[Any] = []
     samples: dict[Any, list[Tensor]] = {}
-    for t in held:
+    for t in tensors:
+        told.append((0 if t.is_inference() else t._version, t.data_ptr()))
         if t.device.type != "meta":
-            flat = t.view(-1) if t.is_contiguous() else t.reshape(-1)
-            samples.setdefault((t.device, t.dtype), []).append(flat[:: max(1, len(flat) // _SAMPLE)])
-    seen = [torch.cat(parts).view(torch.uint8).cpu().numpy().tobytes() for parts in samples.values()]
-    return [(0 if t.is_inference() else t._version, t.data_ptr()) for t in held], seen
+            count = t.numel()
+            step = max(1, count // _SAMPLE)
+            some = t.as_strided((-(-count // step),), (step,)) if t.is_contiguous() else t.reshape(-1)[::step]
+            samples.setdefault((t.device, t.dtype), []).append(some)
+    return told, [torch.cat(parts).view(torch.uint8).cpu().numpy().tobytes() for parts in samples.values()]
 
 
 class _Same(ref):  # type: ignore[type-arg]
