@@ -21,7 +21,9 @@ from torch import Tensor
 import mmspec
 from mmspec import rules
 from mmspec.drafters import compiled_drafter as captured
+from mmspec.drafters.block_config import BlockConfig
 from mmspec.drafters.compiled_drafter import CapturedDraft
+from mmspec.drafters.dflash import BlockDrafter
 from mmspec.drafters.eagle import EagleDrafter
 from mmspec.piecewise import capture
 from mmspec.piecewise.capture import PiecewiseFunction
@@ -105,19 +107,36 @@ class Beside:
         return Draft(tokens, draft.tree)
 
 
-CASES: dict[str, tuple[Callable[[Model], EagleDrafter], dict[str, Any]]] = {
+def block(model: Model, **config: Any) -> BlockDrafter:
+    """Of random weights, whose distributions are nearly flat."""
+    sizes = {"hidden": 64, "intermediate": 48, "heads": 4, "kv_heads": 2, "vocab": targets.VOCAB, "layers": 2}
+    drafter = BlockDrafter(BlockConfig(**{**sizes, "features": (1, -1), "block": 5, "mask_token": 5, **config}))
+    with torch.no_grad():
+        for weight in drafter.parameters():
+            weight.copy_(0.05 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(2)))
+    return drafter.eval()
+
+
+CASES: dict[str, tuple[Callable[[Model], Any], dict[str, Any]]] = {
     **{name: (lambda model, name=name: DRAFTERS[name](model, None), {}) for name in
        ("eagle chain", "eagle tree", "eagle NaN", "eagle-3", "vispec", "msd", "flash", "specvlm")},
     "eagle static": (eagle, STATIC),
     "eagle-3 static": (lambda model: eagle(model, draft_vocab=50), STATIC),
     "flash by steps": (lambda model: feature_drafter("flash", model, tokens=1, latents=3, least=1), TREE),
     "flash chain": (lambda model: feature_drafter("flash", model, latents=3, least=1), {"tree": "chain", "depth": 4}),
+    "block": (block, {}),
+    "block, anchored, with heads": (lambda model: block(model, anchored=True, markov_rank=8, taps=2, group=8), {}),
+    "sliding block": (lambda model: block(model, windows=(0, 6), causal=(1, 0)), {}),
+    "block tree": (lambda model: block(model, markov_rank=8, markov="rnn"), TREE),
+    "block static": (lambda model: block(model, draft_vocab=50, block=7), STATIC),
+    "drawn block": (lambda model: block(model, markov_rank=8), {"depth": 4, "draws": True}),
     "a tree one deep": (eagle, {"depth": 1, "width": 4, "size": 4}),
     "drawn tree": (flat, DRAWN),
     "drawn chain": (flat, {"tree": "chain", "depth": 4, "draws": True}),
 }  # fmt: skip
-RAGGED = ("eagle chain", "eagle tree")
-ALONE = ("eagle static", "eagle-3", "vispec", "msd", "flash", "specvlm", "drawn chain", "drawn tree")
+RAGGED = ("eagle chain", "eagle tree", "block", "block tree", "sliding block")
+ALONE = ("block, anchored, with heads", "block static", "drawn block")
+ALONE += ("eagle static", "eagle-3", "vispec", "msd", "flash", "specvlm", "drawn chain", "drawn tree")
 DEFAULT = {*((name, "ragged") for name in RAGGED), *((name, "image first") for name in ALONE)}
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from mmspec.app.bench import limits, report, vlm, vlm_methods, vlm_shown
+from mmspec.app.bench import report, roofline, vlm, vlm_methods, vlm_shown
 from mmspec.app.bench.answers import VlmBench
 from mmspec.app.bench.command import Outcome, batches, matching
 from mmspec.app.bench.vlm_methods import VlmMethod
@@ -42,7 +42,7 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
     engine = load(args.model, STOCK, args.device, args.dtype, args.max_new_tokens, 0)
     bench = VlmBench(engine.model, engine.processor, args.max_new_tokens, args.seed)
     weights = sum(p.numel() * p.element_size() for p in bench.model.parameters()) / 2**20
-    most = limits.measured(bench.model)
+    most = roofline.measured(bench.model)
     facts = {"model": args.model, "weights_mb": round(weights, 1)} | most.facts()
     outcome.provenance = provenance(bench.model.device, bench.model.dtype) | facts
     args.without = [*args.without, "hf-*", "ngram", *([] if args.static else ["stock-static"])]

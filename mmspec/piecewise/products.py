@@ -14,6 +14,7 @@ from torch.nn import Parameter
 from mmspec.modes import lasting
 
 MOST = 2 << 30  # bytes of weights that are copied for one function
+_MM, _ADDMM = torch.ops.aten.mm.default, torch.ops.aten.addmm.default
 _VIEWS = {getattr(torch.ops.aten, name) for name in ("t", "transpose", "permute", "slice", "detach")}
 
 
@@ -68,35 +69,38 @@ def join(graph: fx.Graph, weights: dict[fx.Node, Tensor]) -> dict[fx.Node, Joine
     """
     parts = _parts(graph, weights)
     groups: dict[Any, list[fx.Node]] = {}
-    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default):
-        if node.args[1] in parts:
-            groups.setdefault(_read(node.args[0]), []).append(node)
-    copied = {id(parts[node.args[1]].weight): parts[node.args[1]].weight for group in groups.values() for node in group}
+    for target in (_MM, _ADDMM):
+        for node in graph.find_nodes(op="call_function", target=target):
+            if node.args[-1] in parts and not node.kwargs:
+                groups.setdefault(_rows(node.args[-2]), []).append(node)
+    products = [[(node, parts[node.args[-1]]) for node in sorted(group)] for group in groups.values()]
+    copied = {id(part.weight): part.weight for product in products for _, part in product}
     if sum(weight.nbytes for weight in copied.values()) > MOST:
         return {}
     *_, last = graph.find_nodes(op="placeholder")
-    places: dict[int, fx.Node] = {}
-    found: dict[fx.Node, Joined] = {}
-    for first, *others in groups.values():
-        group = [first, *others]
-        copy = _of([parts[node.args[1]] for node in group])
-        if id(copy) not in places:
+    places: dict[Joined, fx.Node] = {}
+    for product in products:
+        copy = _of([part for _, part in product])
+        if copy not in places:
             with graph.inserting_after(last):
-                last = places[id(copy)] = graph.placeholder(f"joined_{len(found)}")
-            found[last] = copy
+                last = places[copy] = graph.placeholder(f"joined_{len(places)}")
+        first, _ = product[0]
         with graph.inserting_before(first):
-            product = graph.call_function(torch.ops.aten.mm.default, (first.args[0], places[id(copy)]))
-            widths = [parts[node.args[1]].matrix().shape[1] for node in group]
-            split = graph.call_function(torch.ops.aten.split_with_sizes.default, (product, widths, 1))
-            each = [graph.call_function(operator.getitem, (split, i)) for i in range(len(group))]
-        for node, mine in zip(group, each if others else [product], strict=True):
+            whole = graph.call_function(_MM, (first.args[-2], places[copy]))
+            widths = [part.matrix().shape[1] for _, part in product]
+            split = graph.call_function(torch.ops.aten.split_with_sizes.default, (whole, widths, 1))
+        for i, (node, _) in enumerate(product):
+            with graph.inserting_before(node):
+                mine = graph.call_function(operator.getitem, (split, i)) if len(product) > 1 else whole
+                if node.target is _ADDMM:
+                    mine = graph.call_function(torch.ops.aten.add.Tensor, (mine, node.args[0]))
             node.replace_all_uses_with(mine)
             graph.erase_node(node)
     graph.eliminate_dead_code()
-    return found
+    return {place: copy for copy, place in places.items()}
 
 
-def _read(node: Any) -> Any:
+def _rows(node: Any) -> Any:
     """What tells the same rows from others: every `nn.Linear` takes a view of its own of what it is given."""
     if node.target is torch.ops.aten.view.default:
         return (node.args[0], tuple(node.args[1]))

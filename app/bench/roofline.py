@@ -17,7 +17,7 @@ _SIDE, _TURNS = 1024, 20  # of the square matrices whose product is timed; how o
 
 
 @dataclass(frozen=True)
-class Limits:
+class Roofline:
     """Of a decoder on this machine. Attention, norms and the sampling of tokens come on top.
 
     Attributes:
@@ -46,7 +46,7 @@ class Limits:
 
 
 @torch.inference_mode()
-def measured(model: Any) -> Limits:
+def measured(model: Any) -> Roofline:
     """Of the text layers of a model and its head, by torch's own products, the best of several."""
     found = [m.weight for m in decoder(model).modules() if isinstance(m, nn.Linear)]
     last = head(model)
@@ -60,7 +60,7 @@ def measured(model: Any) -> Limits:
             nn.functional.linear(vectors[weight.shape[1]], weight)
 
     held = sum(w.numel() * w.element_size() for w in matrices)
-    return Limits(held, 2 * count, held / _best(read, square), 2 * _SIDE**3 / _best(lambda: square @ square, square))
+    return Roofline(held, 2 * count, held / _best(read, square), 2 * _SIDE**3 / _best(lambda: square @ square, square))
 
 
 def _best(call: Callable[[], Any], where: Tensor) -> float:

@@ -1,0 +1,119 @@
+"""Products of one input are one product in captured functions, and their copies of weights follow the weights."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import pytest
+import targets
+import torch
+from drafters import eagle
+from torch import Tensor, fx, nn
+
+import mmspec
+from mmspec.piecewise import capture, products
+from mmspec.piecewise.capture import PiecewiseFunction
+from mmspec.pipelines.targets import compiled
+from mmspec.pipelines.targets import compiled_cache as trusted
+
+MM, ADDMM = torch.ops.aten.mm.default, torch.ops.aten.addmm.default
+
+
+class Layer(nn.Module):
+    """Three products of one input, of which one has a bias, and one of what they come to, by half a weight."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(16, n, bias=n == 8, dtype=dtype) for n in (12, 8, 4))
+        self.out = nn.Linear(8, 10, bias=False, dtype=dtype)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        found = self.q(x)[..., :8] * self.k(x) + self.v(x).sum(-1, keepdim=True)
+        return [nn.functional.linear(found, self.out.weight[2:])]
+
+
+def capturing(layer: Layer, rows: int, pieces: list[fx.GraphModule] | None = None) -> PiecewiseFunction:
+    def compile(piece: fx.GraphModule, examples: list[Tensor]) -> Any:
+        if pieces is not None:
+            pieces.append(piece)
+        return piece
+
+    return PiecewiseFunction(layer, [torch.randn(1, rows, 16, dtype=layer.q.weight.dtype)], layer.parameters(), compile)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("inside", [False, True])
+def test_products_of_one_input_are_one(inside: bool) -> None:
+    layer, pieces, x = Layer(), [], torch.randn(1, 5, 16)
+    captured = capturing(layer, 5, pieces)
+    (piece,) = pieces
+    assert len(piece.graph.find_nodes(op="call_function", target=MM)) == 2
+    assert not piece.graph.find_nodes(op="call_function", target=ADDMM)
+    with torch.inference_mode(inside):
+        torch.testing.assert_close(captured(capture.attend, x), layer(x))
+    assert [copy.tensor.shape for copy in captured.copies] == [(16, 24), (8, 8)]
+    assert all(copy.tensor.is_contiguous() for copy in captured.copies)
+
+
+@torch.no_grad()
+def test_functions_share_their_copies_and_let_them_go() -> None:
+    layer, before = Layer(), len(products._HELD)
+    two = [capturing(layer, rows) for rows in (1, 5)]
+    assert len(products._HELD) - before == 2
+    assert [*map(id, two[0].copies)] == [*map(id, two[1].copies)]
+    del two
+    assert len(products._HELD) == before
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("why", ["bfloat16", "too large"])
+def test_nothing_is_copied_where_it_does_not_pay(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, pieces = Layer(torch.bfloat16 if why == "bfloat16" else torch.float32), []
+    if why == "too large":
+        monkeypatch.setattr(products, "MOST", 4 * (16 * 24 + 8 * 10) - 1)
+    captured, x = capturing(layer, 5, pieces), torch.randn(1, 5, 16).to(layer.q.weight.dtype)
+    assert not captured.copies and torch.equal(captured(capture.attend, x)[0], layer(x)[0])
+
+
+def added(weight: Tensor) -> None:
+    weight.add_(0.3)
+
+
+def through_data(weight: Tensor) -> None:
+    weight.data += 0.3 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(3))
+
+
+def elsewhere(weight: Any) -> None:
+    weight.data = weight.data.flip(0).contiguous()
+
+
+@pytest.mark.parametrize("write", [added, through_data, elsewhere])
+@pytest.mark.parametrize("drafts", [False, True])
+def test_copies_follow_the_weights(
+    write: Callable[[Tensor], None], drafts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two calls weights are written to: what is generated is what stock generates with the new ones."""
+    monkeypatch.setattr(capture, "inductor", lambda piece, examples: piece)
+    monkeypatch.setattr(trusted, "_OF", WeakKeyDictionary())
+    warnings.simplefilter("error", UserWarning)
+    model, inputs = copy.deepcopy(targets.model("llava")), targets.prompt("llava", "image first")
+    layer, wanted = model.get_decoder().layers[1], [targets.generate(model, inputs)]
+    drafter = eagle(model, depth=3, width=1, size=4) if drafts else "plain"
+    with mmspec.enable(model, drafter, compile=True):
+        found, held = [targets.generate(model, inputs)], compiled.of(model)
+        functions = [*held._held.values()]
+        assert functions and all(one is not None and one.copies for one in functions)
+        with torch.no_grad():
+            for weight in (layer.self_attn.k_proj.weight, layer.mlp.up_proj.weight, model.lm_head.weight):
+                write(weight)
+        found.append(targets.generate(model, inputs))
+        assert [*held._held.values()][: len(functions)] == functions, "nothing is captured anew"
+        heads = [copy for one in held.drafts.values() for copy in one._copies for part in copy.parts
+                 if part.weight is model.lm_head.weight]  # fmt: skip
+        assert bool(heads) == drafts and all(torch.equal(one.tensor, model.lm_head.weight.T) for one in heads)
+    wanted.append(targets.generate(model, inputs))
+    assert all(map(torch.equal, found, wanted)) and not torch.equal(*wanted)
