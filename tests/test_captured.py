@@ -128,7 +128,7 @@ CASES: dict[str, tuple[Callable[[Model], Any], dict[str, Any]]] = {
     "block, anchored, with heads": (lambda model: block(model, anchored=True, markov_rank=8, taps=2, group=8), {}),
     "sliding block": (lambda model: block(model, windows=(0, 6), causal=(1, 0)), {}),
     "block tree": (lambda model: block(model, markov_rank=8, markov="rnn"), TREE),
-    "block static": (lambda model: block(model, draft_vocab=50, block=7), STATIC),
+    "block static": (lambda model: block(model, draft_vocab=50, block=7), STATIC | {"draws": False}),
     "drawn block": (lambda model: block(model, markov_rank=8), {"depth": 4, "draws": True}),
     "a tree one deep": (eagle, {"depth": 1, "width": 4, "size": 4}),
     "drawn tree": (flat, DRAWN),

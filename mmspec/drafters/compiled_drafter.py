@@ -84,9 +84,7 @@ class CapturedDraft:
             that keeps the distribution: see `check`.
     """
 
-    def __init__(
-        self, drafter: Capturable, weights: Callable[[], Iterable[Tensor]], vocab: int, held: Held
-    ) -> None:
+    def __init__(self, drafter: Capturable, weights: Callable[[], Iterable[Tensor]], vocab: int, held: Held) -> None:
         self.drafter, self.weights, self.vocab, self.held = drafter, weights, vocab, held
         self.features, self.nodes = drafter.features, drafter.nodes
         self.rows = 1 + drafter.options.depth  # that a round can hand over, if the one before drafted

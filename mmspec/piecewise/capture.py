@@ -116,8 +116,10 @@ class PiecewiseFunction:
         for other in variants[1:]:
             if _traced(partial(function, other), inputs, given)[0].code != graph.code:
                 raise Uncapturable("what it computes depends on how much was read before")
-        graph, self._weights, self.copies = _joined(graph, inputs, weights)
-        self._graphs = graphs.Graphs(inputs, attend) if graphs.wanted([*inputs, *self._weights]) else None
+        recorded = graphs.wanted([*inputs, *weights])
+        joined = (graph, weights, []) if recorded else _joined(graph, inputs, weights)
+        graph, self._weights, self.copies = joined
+        self._graphs = graphs.Graphs(inputs, attend) if recorded else None
         place = None if self._graphs is None else self._graphs.place
         with uncast(self._device):
             self._run, self.pieces = _cut(graph, compile or inductor, place)

@@ -96,6 +96,8 @@ def join(graph: fx.Graph, weights: dict[fx.Node, Tensor]) -> dict[fx.Node, Joine
                     mine = graph.call_function(torch.ops.aten.add.Tensor, (mine, node.args[0]))
             node.replace_all_uses_with(mine)
             graph.erase_node(node)
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+        node.target = torch.ops.aten.reshape.default  # parts of a product do not lie together
     graph.eliminate_dead_code()
     return {place: copy for copy, place in places.items()}
 
