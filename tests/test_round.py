@@ -28,6 +28,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 import mmspec
 from mmspec.app import compare
 from mmspec.app.bench import command as bench
+from mmspec.app.bench import roofline
 from mmspec.app.bench import round as bench_round
 from mmspec.drafters.eagle import EagleConfig, EagleDrafter
 from mmspec.drafters.ngram import NgramDrafter
@@ -611,3 +612,18 @@ def test_the_bench_says_where_a_round_goes(tmp_path: Path, quick: None, monkeypa
     assert sum(eagle_["parts_ms"].values()) <= 1.5 * eagle_["step_ms"]
     assert eagle_["reads"] == 1.0, "one read of the accepted path"
     assert 0 < found["plain compiled"]["ops"] < found["plain"]["ops"] and len(eagle_["top"]) == 12
+    nodes = {name: record["nodes_per_call"] for name, record in found.items()}
+    assert nodes == {"stock": 1.0, "plain": 1.0, "plain compiled": 1.0, "eagle": 4.0, "eagle compiled": 4.0}
+    assert 0 < found["plain"]["least_ms"] <= eagle_["least_ms"]
+    for record in found.values():
+        forward = record["parts_ms"].get("verify", record["step_ms"])
+        assert record["share_of_limit"] == pytest.approx(record["least_ms"] / forward)
+
+
+def test_more_nodes_take_longer_at_least_once_the_weights_are_not_what_takes_the_time():
+    model = targets.model("llava")
+    found, head = roofline.measured(model), model.lm_head.weight
+    layers = [m.weight for m in model.get_decoder().modules() if isinstance(m, nn.Linear)]
+    assert found.bytes == 4 * (sum(w.numel() for w in layers) + head.numel()) and found.products == found.bytes // 2
+    known = roofline.Roofline(bytes=1000, products=500, bytes_per_s=1e6, products_per_s=2e6)
+    assert [known.least_ms(n) for n in (1, 4, 8)] == [1.0, 1.0, 2.0]
