@@ -28,7 +28,7 @@ from mmspec.piecewise.capture import PiecewiseFunction
 from mmspec.pipelines.targets import compiled
 from mmspec.pipelines.targets import compiled_cache as trusted
 from mmspec.pipelines.targets.decoder import decoder, more_than_keys
-from mmspec.pipelines.targets.fingerprint import fingerprint
+from mmspec.pipelines.targets.fingerprint import Contents, fingerprint
 
 Model = Any
 Undo = Callable[[], None]
@@ -389,3 +389,19 @@ def test_it_is_made_in_a_moment() -> None:
 def forgotten() -> Iterator[None]:
     yield
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    "lies", [lambda t: t, lambda t: t.T, lambda t: t[::2, 1:]], ids=["as it is", "turned", "a part"]
+)
+def test_contents_tell_what_was_written(lies: Any) -> None:
+    weights = [nn.Parameter(lies(torch.randn(6, 8))), nn.Parameter(torch.randn(())), nn.Parameter(torch.empty(0, 3))]
+    held = Contents(weights)
+    told = [held.now(), held.now()]
+    assert told[0] == told[1]
+    for write in (lambda t: t.add_(1), lambda t: t.data.add_(1), lambda t: setattr(t, "data", t.data.clone())):
+        for weight in weights[:2]:
+            with torch.no_grad():
+                write(weight)
+            told.append(held.now())
+    assert all(one != other for i, one in enumerate(told[1:]) for other in told[1:][:i])

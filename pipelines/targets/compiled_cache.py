@@ -17,7 +17,7 @@ from mmspec.modes import ambient
 from mmspec.piecewise import graphs
 from mmspec.piecewise.capture import PiecewiseFunction, Uncapturable
 from mmspec.piecewise.products import Joined
-from mmspec.pipelines.targets.fingerprint import contents, fingerprint
+from mmspec.pipelines.targets.fingerprint import Contents, fingerprint
 
 _STATES = 4  # that captures are held of at a time
 _LOST = 8  # captured states that may be let go before no more is captured
@@ -42,7 +42,8 @@ class CompiledCache:
         self._weights: Any = None
         self._states: list[tuple[int, Any, dict[Any, PiecewiseFunction | None]]] = []  # the last call's first
         self._copies: dict[Joined, None] = {}  # of weights, that captured functions read in their place
-        self._written: Any = None  # what these weights held at the last call
+        self._copied = Contents()  # the weights of these copies
+        self._written: Any = None  # what they held at the last call
         self._seen = self._lost = 0
         self._why: str | None = None
         self._warned = ""
@@ -71,7 +72,7 @@ class CompiledCache:
 
     def _renew(self) -> None:
         """Where weights hold other values than at the call before, what was copied of them is copied anew."""
-        written, self._written = self._written, contents(part.weight for copy in self._copies for part in copy.parts)
+        written, self._written = self._written, self._copied.now()
         if written != self._written:
             self.renew()
 
@@ -93,7 +94,8 @@ class CompiledCache:
 
     def forget(self) -> None:
         """Let go all that was captured."""
-        self._states, self._held, self._lost, self._copies = [], {}, 0, {}
+        self._states, self._held, self._lost = [], {}, 0
+        self._copies, self._copied = {}, Contents()
 
     def get(self, key: Any, make: Callable[[], PiecewiseFunction]) -> PiecewiseFunction | None:
         """What is held for a key; at its first call what `make` gives, which raises where that is not to be trusted."""
@@ -117,7 +119,8 @@ class CompiledCache:
         try:
             made = make()
             self._copies.update(dict.fromkeys(made.copies))
-            self._written = contents(part.weight for copy in self._copies for part in copy.parts)
+            self._copied = Contents(part.weight for copy in self._copies for part in copy.parts)
+            self._written = self._copied.now()
             return made
         except Exception as error:  # no compiler, an unknown operation, a branch: all leave the module as it is
             name = "" if isinstance(error, Uncapturable) else f"{type(error).__name__}: "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from mmspec.modes import each_module
 from mmspec.pipelines.targets import path_readers, recurrent
 
 
@@ -22,7 +23,7 @@ def head(model: Any) -> Any:
 
 def readers(text: Any) -> list[tuple[Any, type]]:
     """The modules of a decoder that read a draft in a way of their own, and what goes before the class of each."""
-    ours = {module: reader for module in text.modules() if (reader := path_readers.reader(module)) is not None}
+    ours = {module: reader for module in each_module(text) if (reader := path_readers.reader(module)) is not None}
     rest = [(module, recurrent.reader(type(module))) for module in recurrent.modules(text) if module not in ours]
     return [*ours.items(), *rest]
 
@@ -32,7 +33,7 @@ def more_than_states(text: Any) -> bool:
     indexer, those of a picture, what is read path by path."""
     config = text.config
     kinds, crossed = getattr(config, "layer_types", None) or (), getattr(config, "cross_attention_layers", None)
-    by_path = any(path_readers.reader(module) is not None for module in text.modules())
+    by_path = any(path_readers.reader(module) is not None for module in each_module(text))
     return "indexed_attention" in kinds or bool(crossed) or by_path
 
 

@@ -76,22 +76,34 @@ def held(root: Any) -> list[Tensor]:
     return [t for t in found if t is not None]
 
 
-@torch.no_grad()
-def contents(tensors: Iterable[Tensor]) -> tuple[Any, ...]:
-    """Which values these hold: how often each was written to, where it lies, and a sample of it.
+class Contents:
+    """Which values some tensors hold: how often each was written to, where it lies, and a sample of it.
 
     The sample tells writes that torch does not count, such as those through `.data`.
     """
-    told: list[Any] = []
-    samples: dict[Any, list[Tensor]] = {}
+
+    def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
+        self.tensors = list(tensors)
+        self._where: list[int] = []
+        self._samples: list[list[Tensor]] = []  # views, by device and dtype
+
+    @torch.no_grad()
+    def now(self) -> tuple[Any, ...]:
+        """To be compared with what it told before."""
+        where = [t.data_ptr() for t in self.tensors]
+        if where != self._where:
+            self._where, self._samples = where, _samples(self.tensors)
+        written = [0 if t.is_inference() else t._version for t in self.tensors]
+        return written, where, [torch.cat(s).view(torch.uint8).cpu().numpy().tobytes() for s in self._samples]
+
+
+def _samples(tensors: list[Tensor]) -> list[list[Tensor]]:
+    found: dict[Any, list[Tensor]] = {}
     for t in tensors:
-        told.append((0 if t.is_inference() else t._version, t.data_ptr()))
         if t.device.type != "meta":
-            count = t.numel()
-            step = max(1, count // _SAMPLE)
-            some = t.as_strided((-(-count // step),), (step,)) if t.is_contiguous() else t.reshape(-1)[::step]
-            samples.setdefault((t.device, t.dtype), []).append(some)
-    return told, [torch.cat(parts).view(torch.uint8).cpu().numpy().tobytes() for parts in samples.values()]
+            flat = t.view(-1) if t.is_contiguous() else t[(..., *[0] * (t.dim() - 1))]
+            found.setdefault((t.device, t.dtype), []).append(flat[:: max(1, len(flat) // _SAMPLE)])
+    return [*found.values()]
 
 
 class _Same(ref):  # type: ignore[type-arg]

@@ -18,7 +18,7 @@ from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREF
 
 from mmspec.modes import ambient
 from mmspec.pipelines.targets.call import PICTURES, TYPES, Call
-from mmspec.pipelines.targets.fingerprint import contents, fingerprint, held
+from mmspec.pipelines.targets.fingerprint import Contents, fingerprint, held
 from mmspec.pipelines.targets.image_tokens import by_row, encoded, media
 
 LEAST = 8  # tokens that a prompt has to share, or all of it is read
@@ -91,7 +91,7 @@ def texts(target: Any, call: Call) -> tuple[list[Text], str | None]:
     print_ = fingerprint(model)
     if why is not None or print_.why is not None:
         return [], why or print_.why
-    world = (print_.weights, print_.state, contents(held(model)), ambient(), target.features)
+    world = (print_.weights, print_.state, Contents(held(model)).now(), ambient(), target.features)
     age, B, tower = target.prefixes.read_by(world), len(ids), encoded(model)
     visual, pads = media(ids, model.config, arguments).cpu(), _padding(call)
     pictures = {name: v for name, v in arguments.items() if name in tower and isinstance(v, Tensor)}

@@ -188,8 +188,7 @@ _WRITES = {"update_conv_state": {"causal_conv1d_fn"}, "update_recurrent_state": 
 
 def modules(decoder: Module) -> list[Module]:
     """The modules of a decoder that keep a state other than keys and values."""
-    kinds: dict[Module, Any] = {m: vars(type(m)).get("_mmspec_stock") or type(m) for m in each_module(decoder)}
-    return [module for module, kind in kinds.items() if _keeps(kind)]
+    return [m for m in each_module(decoder) if _keeps(vars(type(m)).get("_mmspec_stock") or type(m))]
 
 
 @cache

@@ -21,7 +21,7 @@ from mmspec.pipelines.targets import by_path, compiled, devices, masks, prefixes
 from mmspec.pipelines.targets import tree_attention as attention
 from mmspec.pipelines.targets.cache import RaggedCache
 from mmspec.pipelines.targets.call import PICTURES, TYPES, Call
-from mmspec.pipelines.targets.decoder import decoder, head, more_than_keys, more_than_states, readers
+from mmspec.pipelines.targets.decoder import decoder, head, more_than_states, readers
 from mmspec.pipelines.targets.hooks import FeatureHook, final_hidden, hold, layer_input, record_features, release
 from mmspec.pipelines.targets.image_tokens import media
 from mmspec.pipelines.targets.model import ModelTarget
@@ -84,7 +84,7 @@ class VlmTarget(ModelTarget):
         patch = getattr(model, "_mmspec_patch", None)
         self.captured = compiled.of(model) if patch is not None and patch.config.compile else None
         config, self.stateful = decoder(model).config, more_than_states(decoder(model))
-        self.by_tree = more_than_keys(decoder(model))
+        self.by_tree = self.stateful or bool(recurrent.modules(decoder(model)))
         self.table, turn = reach.table(decoder(model)), reach.turn(decoder(model))
         self.last = min((n - 1 for n in (self.table, turn) if n is not None), default=None)  # no node stands past it
         self.instead = renamed.for_drafts(decoder(model))
