@@ -37,7 +37,7 @@ def vlm_card(recipe: VlmRecipe, results: dict, minutes: float) -> str:
         parameters=results["parameters"] / 1e6,
         more=", and says what happens in\nshort clips (two to eight frames, all in one message)" * moving,
         clip=f', and for the frames of a clip "{clips.PROMPTS[0]}"' * moving,
-        made=_made_hybrid(recipe, results["head tau"]) if hybrid else _made(recipe),
+        made=_made(recipe) if recipe.start or not hybrid else _made_hybrid(recipe, results["head tau"]),
         cores="two CPU cores" if recipe.start is None and not hybrid else "one CPU core",
         explained=(
             " In clips, motion is what the caption says that each object does (an object not found\ncounts as wrong), "
@@ -61,13 +61,19 @@ def _made(recipe: VlmRecipe) -> str:
 
 
 def _made_hybrid(recipe: VlmRecipe, tau: float) -> str:
-    assert recipe.head is not None
-    how, stage = HOW[recipe.head], recipe.stages[0]
+    stage = recipe.stages[0]
     return filled(
-        "made-hybrid", recipe=recipe, side=recipe.vision.patch // 2, head=how, decoder=stage, head_tau=tau,
-        head_prompts=int(recipe.head_data.partition(":")[2]) - how.held_out, head_ceiling=how.unroll + 1,
+        "made-hybrid", recipe=recipe, side=recipe.vision.patch // 2, decoder=stage, told=_made_head(recipe, tau),
         pair_every=len(stage.turns), slots=max(turn.slots for turn in stage.turns),
     )  # fmt: skip
+
+
+def _made_head(recipe: VlmRecipe, tau: float) -> str:
+    if recipe.head is None:
+        return ""
+    head = HOW[recipe.head]
+    prompts = int(recipe.head_data.partition(":")[2]) - head.held_out
+    return filled("made-head", head=head, tau=tau, prompts=prompts, ceiling=head.unroll + 1)
 
 
 def image_card(recipe: ImageRecipe, results: dict, minutes: float) -> str:

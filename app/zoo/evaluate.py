@@ -161,7 +161,7 @@ def evaluate(recipe: VlmRecipe, folder: Path, work: Path, count: int) -> dict:
     work.mkdir(parents=True, exist_ok=True)
     (work / "results.json").write_text(json.dumps(results, indent=1))
     (folder / "README.md").write_text(card.vlm_card(recipe, results, card.wall_minutes(work)))
-    if sees_clips(recipe):  # the one whose samples come along
+    if recipe.embedded and sees_clips(recipe):  # the one whose samples come along
         save_samples(recipe)
         save_clips()
     return results

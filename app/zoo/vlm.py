@@ -1,6 +1,7 @@
 """Builds and trains a vision-language model of the zoo from stock classes: tokenizer, tower, decoder, export."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,27 @@ def emphasis(tokenizer: PreTrainedTokenizerFast, mix: Mix) -> torch.Tensor:
     return weights
 
 
+@contextmanager
+def on_packed_rows(model: Any, compiled: bool) -> Iterator[None]:
+    """Within, the decoder reads packed rows, and the tower does not learn.
+
+    Compiled layer by layer and with the plain attention a step is faster on a CPU.
+    """
+    of_kind, decoder = kind(model), model.model.language_model
+    of_kind.tower_of(model).requires_grad_(False)
+    of_kind.branching(model, True)
+    decoder.set_attn_implementation("eager")
+    for layer in decoder.layers if compiled else ():
+        layer.compile(dynamic=False)
+    try:
+        yield
+    finally:
+        of_kind.branching(model, False)
+        for layer in decoder.layers:
+            layer._compiled_call_impl = None
+        decoder.set_attn_implementation("sdpa")
+
+
 def train_decoder(
     recipe: VlmRecipe,
     model: Any,
@@ -141,15 +163,9 @@ def train_decoder(
 ) -> None:
     """The stages after the tower's: projector, decoder and head on packed texts; the tower stays as it is.
 
-    Compiled layer by layer and with the plain attention the step is faster on a CPU; both are undone
-    afterwards. `stop` breaks off the first of the stages after that many steps.
+    `stop` breaks off the first of the stages after that many steps.
     """
-    of_kind, decoder = kind(model), model.model.language_model
-    of_kind.tower_of(model).requires_grad_(False)
-    of_kind.branching(model, True)
-    decoder.set_attn_implementation("eager")
-    for layer in decoder.layers if compiled else ():
-        layer.compile(dynamic=False)
+    of_kind = kind(model)
 
     def encode(text: str) -> list[int]:
         return tokenizer.encode(text, add_special_tokens=False)
@@ -161,20 +177,17 @@ def train_decoder(
             of_kind.branching(model, True)
 
     for stage in recipe.stages:
-        weights = emphasis(tokenizer, stage.mix)
+        weights = emphasis(tokenizer, stage.mix)[: recipe.language.vocabulary]  # a stock processor adds tokens
 
         def loss_of(step: int, stage: ZooStage = stage, weights: torch.Tensor = weights) -> tuple[torch.Tensor, int]:
             turn, seed = stage.turns[step % len(stage.turns)], [recipe.seed, stage.stream, step]
             shown, batch = pack.draw_batch(recipe, stage.mix, turn, stage.plan.batch, encode, seed, of_kind.FRAME)
             return packed_loss(model, batch, tower.pixels(shown), weights), batch.ids.numel()
 
-        zoo_fit.fit(model, stage.plan, loss_of, folder / f"{stage.name}.pt", say, look, stop or stage.plan.stop)
+        with on_packed_rows(model, compiled):
+            zoo_fit.fit(model, stage.plan, loss_of, folder / f"{stage.name}.pt", say, look, stop or stage.plan.stop)
         if stop is not None:
             break
-    of_kind.branching(model, False)
-    for layer in decoder.layers:
-        layer._compiled_call_impl = None
-    decoder.set_attn_implementation("sdpa")
 
 
 def export(model: Any, processor: Any, folder: Path) -> None:

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import LlavaForConditionalGeneration
 
 from mmspec.app.zoo import fit, pack, tower
+from mmspec.app.zoo.vlm import kind, on_packed_rows
 from mmspec.zoo import clips, scenes
 from mmspec.zoo.clips import Clip
 from mmspec.zoo.recipes import VlmRecipe, Watching
@@ -40,53 +41,51 @@ def cell_labels(shown: list[Clip]) -> Tensor:
 
 
 class ClipReader(nn.Module):
-    """A model's projector and lower layers, with a linear classifier per field on every patch of the last picture.
+    """A model that ends with its lower layers, and a linear classifier per field on every patch of the last picture.
 
-    The classifiers are thrown away after the stage.
+    The classifiers are thrown away after the stage; `whole` gives the model its upper layers back.
     """
 
     cells: Tensor  # of each patch
 
-    def __init__(self, model: LlavaForConditionalGeneration, recipe: VlmRecipe, plan: Watching) -> None:
+    def __init__(self, model: Any, recipe: VlmRecipe, plan: Watching) -> None:
         super().__init__()
-        self.tower = model.model.vision_tower
-        self.projector = model.model.multi_modal_projector
-        self.embed = model.model.language_model.embed_tokens
-        self.layers = model.model.language_model.layers[: plan.layers]
-        self.rotary = model.model.language_model.rotary_emb
+        self.model, self.kind = model, kind(model)
+        decoder = model.model.language_model
+        self.upper, self.last = decoder.layers[plan.layers :], decoder.norm
+        decoder.layers, decoder.norm = decoder.layers[: plan.layers], nn.Identity()
         self.classes = [len(values) for values in FIELDS.values()]
         self.norm = nn.LayerNorm(recipe.language.width)
         self.heads = nn.Linear(recipe.language.width, sum(self.classes))
         self.register_buffer("cells", tower.cell_of_patch(recipe.vision.patch), persistent=False)
 
+    def whole(self) -> None:
+        """Put the upper layers back."""
+        decoder = self.model.model.language_model
+        decoder.layers, decoder.norm = decoder.layers.extend(self.upper), self.last
+
     def forward(self, pixels: Tensor, pictures: int) -> tuple[Tensor, ...]:
         """Logits [B, patches, classes], one tensor per field, from `pictures` pictures for each of B clips."""
-        with torch.no_grad():
-            seen = self.tower(pixels).last_hidden_state[:, 1:]
-        visual = self.projector(seen).unflatten(0, (-1, pictures)).flatten(1, 2)
-        opening = self.embed(torch.tensor([pack.BOS, pack.USER])).expand(len(visual), -1, -1)
-        x = torch.cat([opening, visual], 1)
-        positions = torch.arange(x.shape[1])[None]
-        angles = self.rotary(x, positions)
-        n = x.shape[1]
-        mask = torch.zeros(1, 1, n, n).masked_fill(torch.ones(n, n, dtype=torch.bool).triu(1), -1e9)
-        for layer in self.layers:
-            x = layer(x, attention_mask=mask, position_ids=positions, position_embeddings=angles)
-        last = x[:, -seen.shape[1] :]
-        return self.heads(self.norm(last)).split(self.classes, -1)
+        patches, rows = len(self.cells), len(pixels) // pictures
+        shown = pack.pack([[]] * rows, pictures, patches, 0, self.kind.FRAME)
+        with fit.autocast():
+            hidden = self.kind.packed_hidden(self.model, shown, pixels)
+        visual = hidden[shown.ids == pack.IMAGE].unflatten(0, (rows, -1))
+        return self.heads(self.norm(visual[:, -patches:].float())).split(self.classes, -1)
 
     def loss(self, shown: list[Clip], pixels: Tensor, pictures: int) -> tuple[Tensor, list[float]]:
         """Mean cross entropy over the fields, and each field's share of right patches."""
         return tower.graded(self(pixels, pictures), cell_labels(shown)[:, self.cells])
 
 
-def train(recipe: VlmRecipe, model: LlavaForConditionalGeneration, folder: Path, say: Callable[[str], None]) -> None:
+def train(
+    recipe: VlmRecipe, model: Any, folder: Path, say: Callable[[str], None], compiled: bool = True
+) -> None:
     """The stage, or on from its checkpoint in `folder`; ends with the share of right cells by field in the log."""
     plan = recipe.watching
     assert plan is not None
     torch.manual_seed(recipe.seed)
     reader = ClipReader(model, recipe, plan)
-    reader.tower.requires_grad_(False)
     right: list[float] = []
 
     def loss_of(step: int) -> tuple[Tensor, int]:
@@ -101,4 +100,6 @@ def train(recipe: VlmRecipe, model: LlavaForConditionalGeneration, folder: Path,
         if step % 25 == 0:
             say("cells right: " + " ".join(f"{field} {share:.3f}" for field, share in zip(FIELDS, right, strict=True)))
 
-    fit.fit(reader, plan.plan, loss_of, folder / "watching.pt", say, watch)
+    with on_packed_rows(model, compiled):
+        fit.fit(reader, plan.plan, loss_of, folder / "watching.pt", say, watch)
+    reader.whole()
