@@ -132,8 +132,9 @@ def methods(model: Any, args: argparse.Namespace) -> list[VlmMethod]:
     flags = {k: v for k in ("depth", "width", "size", "draft_vocab") if (v := getattr(args, k)) is not None}
     flags |= drafters.options(args)
     for title, drafter in drafters.read(args, model=model).items():
-        if title == "ngram":
-            continue  # it is there already
+        if title == "ngram":  # it is there already, and has the options where it is named
+            found = [replace(m, options=drafters.options(args)) if m.name == title else m for m in found]
+            continue
         whole = VlmMethod(title, drafter=drafter, options=flags, grid="feature drafter")
         found += [*stocks_own(title, drafter), whole, *(variants(whole) if args.ablate else ())]
     return matching(found, None, args.without)

@@ -78,9 +78,7 @@ class ClipReader(nn.Module):
         return tower.graded(self(pixels, pictures), cell_labels(shown)[:, self.cells])
 
 
-def train(
-    recipe: VlmRecipe, model: Any, folder: Path, say: Callable[[str], None], compiled: bool = True
-) -> None:
+def train(recipe: VlmRecipe, model: Any, folder: Path, say: Callable[[str], None], compiled: bool = True) -> None:
     """The stage, or on from its checkpoint in `folder`; ends with the share of right cells by field in the log."""
     plan = recipe.watching
     assert plan is not None

@@ -201,7 +201,7 @@ SCENES_HYBRID = VlmRecipe(
 )  # fmt: skip
 _SEES = Vision(width=144, layers=5, heads=3, feed_forward=384)
 _WIDER = Hybrid(width=192, heads=3, feed_forward=448, delta_heads=3)
-# What `scenes-video` is, as a hybrid; how far it comes is in docs/training.md.
+# What `scenes-video` is, as a hybrid; how far it comes is in CONTRIBUTING.md.
 SCENES_HYBRID_BASE = VlmRecipe(
     "scenes-hybrid-base",
     (
@@ -231,6 +231,5 @@ SCENES_HYBRID_VIDEO = VlmRecipe(
     tower=Schedule(steps=900, batch=32, lr=2e-3, decay=0.5),
 )  # fmt: skip
 RECIPES = {
-    recipe.name: recipe
-    for recipe in (SCENES_VLM, SCENES_VIDEO, SCENES_HYBRID, SCENES_HYBRID_BASE, SCENES_HYBRID_VIDEO)
+    recipe.name: recipe for recipe in (SCENES_VLM, SCENES_VIDEO, SCENES_HYBRID, SCENES_HYBRID_BASE, SCENES_HYBRID_VIDEO)
 }
