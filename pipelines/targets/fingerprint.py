@@ -101,7 +101,7 @@ def _samples(tensors: list[Tensor]) -> list[list[Tensor]]:
     found: dict[Any, list[Tensor]] = {}
     for t in tensors:
         if t.device.type != "meta":
-            flat = t.view(-1) if t.is_contiguous() else t[(..., *[0] * (t.dim() - 1))]
+            flat = t.view(-1) if t.is_contiguous() else t.as_strided(t.shape[:1], t.stride()[:1])
             found.setdefault((t.device, t.dtype), []).append(flat[:: max(1, len(flat) // _SAMPLE)])
     return [*found.values()]
 

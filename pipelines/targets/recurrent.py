@@ -25,6 +25,7 @@ from transformers.activations import ACT2FN
 from mmspec.kernels import dispatch
 from mmspec.kernels import reference_recurrent as ops
 from mmspec.modes import each_module, uncast
+from mmspec.pipelines.targets.hooks import stock
 from mmspec.pipelines.targets.recurrent_state import RecurrentLayer, Writes
 
 
@@ -188,7 +189,7 @@ _WRITES = {"update_conv_state": {"causal_conv1d_fn"}, "update_recurrent_state": 
 
 def modules(decoder: Module) -> list[Module]:
     """The modules of a decoder that keep a state other than keys and values."""
-    return [m for m in each_module(decoder) if _keeps(vars(type(m)).get("_mmspec_stock") or type(m))]
+    return [module for module in each_module(decoder) if _keeps(stock(module))]
 
 
 @cache
