@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -34,7 +34,6 @@ class Held(Protocol):
         """What is held for a key, at its first call made; None where `make` raised, which is warned of."""
 
 
-@runtime_checkable
 class Capturable(Protocol):
     """A drafter on features whose draft may be a function of tensors and of attentions over its memory alone.
 

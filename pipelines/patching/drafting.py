@@ -13,7 +13,9 @@ from transformers import PreTrainedModel
 
 from mmspec.checkpoints.load import drafter_of, load_drafter
 from mmspec.config import SpecConfig, option_names
-from mmspec.drafters.compiled_drafter import Capturable, CapturedDraft
+from mmspec.drafters.compiled_drafter import CapturedDraft
+from mmspec.drafters.dflash import BlockDrafter
+from mmspec.drafters.feature import FeatureDrafter
 from mmspec.pipelines.targets import compiled, devices, hooks
 from mmspec.pipelines.targets import compiled_cache as trusted
 from mmspec.pipelines.targets.compiled_cache import CompiledCache
@@ -132,7 +134,7 @@ def _captured(model: Any, drafter: Any, target: TargetInfo) -> Any:
     """What drafts as the drafter does, from captures of what it computes where that can be captured."""
     if isinstance(drafter, Compilable):
         return drafter.compiled()
-    if not (isinstance(drafter, Capturable) and drafter.capturable):
+    if not (isinstance(drafter, FeatureDrafter | BlockDrafter) and drafter.capturable):
         return drafter
     held = compiled.of(model).drafts.setdefault(drafter.block, CompiledCache(type(drafter).__name__))
     alive = weakref.ref(model)  # what drafts for a model does not keep it
