@@ -280,6 +280,20 @@ class CacheLayer:
     def is_initialized(self) -> bool:
         return self.keys is not None
 
+    # -- what layers with a recurrent state read of it up to transformers 5.17 -----------------------------------------
+
+    @property
+    def conv_states(self) -> dict[int, Tensor]:
+        return self.cache._recurrent(self.index).conv
+
+    @property
+    def recurrent_states(self) -> dict[int, Tensor]:
+        return self.cache._recurrent(self.index).state
+
+    @property
+    def record_past(self) -> bool:
+        return self.cache.is_recording_past(self.index)
+
     def get_seq_length(self) -> int:
         """With what the forward under way has appended."""
         return self.cache.end
