@@ -157,7 +157,7 @@ def _check(found: Mapping[str, Any], kinds: list[Any]) -> None:
         SpecConfig.split(found)
     except ValueError as error:
         raise EnableError(f"--enable: {error}") from error
-    for flag in ("reproducible", "auto", "compile"):
+    for flag in ("reproducible", "auto"):
         if not isinstance(found.get(flag, False), bool):
             raise EnableError(f"--enable {flag}= is true or false; got {found[flag]!r}")
     for name, value in found.items():

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 ON_UNSUPPORTED = ("error", "fallback")
+AUTO = "auto"
 T = TypeVar("T")
 
 
@@ -25,7 +26,9 @@ class SpecConfig:
             depend on the switch, and so on the clock, except where `reproducible` is set or nothing is drawn.
         compile: capture the target's forward and what a feature drafter does (for pictures of LlamaGen and Janus the
             forward alone) and compile them, once for each shape that comes up; the first call takes up to a minute.
-            What cannot be compiled runs as it is, with a warning.
+            What cannot be compiled runs as it is, with a warning. "auto" starts uncompiled, and compiles a shape once
+            that takes at most a tenth of the time that all rounds have taken so far; what turns out not to be faster
+            is let go, and what cannot be compiled runs as it is without a word.
         prefix_cache: how much may be kept of prompts and answers, such as "512MB" (or bytes), so that a prompt which
             begins like an earlier one with the same pictures is read from there on; None: nothing is kept.
         on_unsupported: what a call does that cannot be accelerated: "error" refuses with the reason, "fallback" warns
@@ -36,12 +39,13 @@ class SpecConfig:
     budget: float | None = None
     reproducible: bool = False
     auto: bool = False
-    compile: bool = False
+    compile: bool | str = False
     prefix_cache: str | int | None = None
     on_unsupported: str = "error"
 
     def __post_init__(self) -> None:
         one_of("on_unsupported", self.on_unsupported, ON_UNSUPPORTED)
+        one_of("compile", self.compile, (True, False, AUTO))
         if self.budget is not None and not self.budget >= 0:
             raise ValueError(f"budget must be a distance ≥ 0, or None for no limit; got {self.budget!r}")
         if self.budget is not None and getattr(self.rule, "name", self.rule) == "exact":
@@ -118,7 +122,7 @@ def whole(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be a whole number ≥ 1, or None for the drafter's own; got {value!r}")
 
 
-def one_of(name: str, value: Any, allowed: Iterable[str]) -> None:
+def one_of(name: str, value: Any, allowed: Iterable[Any]) -> None:
     """Refuse an option that is none of the allowed ones."""
     if value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}")
+        raise ValueError(f"{name} must be one of {', '.join(map(str, allowed))}; got {value!r}")

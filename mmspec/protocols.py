@@ -70,7 +70,7 @@ class Reporting(Protocol):
 class Compilable(Protocol):
     """A drafter that has a forward of its own to capture and compile, as a target's is."""
 
-    def compiled(self) -> Any:
+    def compiled(self, compile: bool | str) -> Any:
         """The same drafter, with its forwards captured."""
 
 

@@ -75,6 +75,8 @@ def rows_for(wanted: int | str, frames: int, engine: Any, size: tuple[int, int] 
 def compiles(options: Options, items: int, frames: int, engine: Any) -> tuple[bool, str]:
     """Whether a worker with so many items to do compiles its model; with a line for people where it does, or cannot."""
     said = settings.enable(options).get("compile", options.compile)
+    if said == AUTO:  # mmspec sees by itself whether it pays
+        return False, ""
     able = getattr(engine, "compilable", False)
     if said is not None or not able:
         told = COMPILING if able else "this model cannot be compiled"

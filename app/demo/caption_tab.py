@@ -198,7 +198,7 @@ def _options(duo: Duo) -> list[Any]:
         ]
         said = duo.enabled
         speed = [
-            gr.Checkbox(said.get("compile", False), label="Compile", info="the first run takes up to a minute longer"),
+            gr.Checkbox(bool(said.get("compile")), label="Compile", info="the first run takes up to a minute longer"),
             gr.Checkbox(said.get("auto", False), label="Auto", info="no drafts while they do not pay"),
         ]
 

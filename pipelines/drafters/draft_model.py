@@ -62,7 +62,7 @@ class ModelDrafter(Growth):
 
     method = "model"
     features: tuple[int, ...] = ()
-    compile = False  # whether its forwards are captured, as a target's are
+    compile: bool | str = False  # whether its forwards are captured, as a target's are
 
     def __init__(self, model: Any) -> None:
         self.model, self.options = model, grown(_USUAL, {}, "the model drafter", TreeOptions())
@@ -108,10 +108,10 @@ class ModelDrafter(Growth):
         made.features = (ATTENTION,) if prune.by_attention(options) else ()
         return made
 
-    def compiled(self) -> ModelDrafter:
+    def compiled(self, compile: bool | str) -> ModelDrafter:
         """The same, with its forwards captured and compiled as a target's are: all of a draft in one shape."""
         made = copy.copy(self)
-        made.compile = True
+        made.compile = compile
         return made
 
     @property
@@ -128,7 +128,7 @@ class ModelDrafter(Growth):
         with _tapped(self.model):
             call = _call(self.model, prompt.given, prompt).for_model(self.model)
             view = VlmTarget(self.model, ())
-            view.captured = compiled.of(self.model) if self.compile else None
+            view.captured = compiled.of(self.model, self.compile)
             state, read, raw = view.first(call, call.input_ids.shape[1] + self.nodes + 256)
         swaps = view.instead is not None or bool(readers(decoder(self.model)))
         held = DraftState(view, state, (True,) * len(raw), swaps)

@@ -60,7 +60,7 @@ class DecodingPlan:
     drafter: Any
     rule: Rule
     reproducible: bool
-    compile: bool = False
+    compile: bool | str = False
     book: Callable[[Stats], None] = lambda stats: None
 
 
@@ -165,7 +165,7 @@ class LlamaGenPipeline(DiffusionPipeline):
         request = Request(Sampler(warpers(how), how["temperature"] > 0, noise))
         for row in rows:
             row.rule, row.request = plan.rule, request
-        held = compiled.of(self.transformer) if plan.compile else None
+        held = compiled.of(self.transformer, plan.compile)
         target = LlamaGenTarget(self.transformer, plan.drafter.features, guidance, held, len(rows))
         session, _ = start(target, plan.drafter, list(rows), condition)
         yield session

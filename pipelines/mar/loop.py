@@ -151,7 +151,8 @@ class MarRunner:
     def __post_init__(self) -> None:
         device = self.model.device
         self.chain = cache(lambda steps: self.scheduler.chain(steps, device))
-        self.draw = mar_compiled.of(self.model.diffloss).draw if self.compile else paths.draw
+        steps = mar_compiled.of(self.model.diffloss, self.compile)
+        self.draw = paths.draw if steps is None else steps.draw
         self._bound = cache(lambda steps: self.model.diffloss.bind(self.chain(steps)))
         self._guidance = torch.tensor(self.distribution.guidance, device=device)
 

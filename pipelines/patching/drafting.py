@@ -12,7 +12,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from mmspec.checkpoints.load import drafter_of, load_drafter
-from mmspec.config import SpecConfig, option_names
+from mmspec.config import AUTO, SpecConfig, option_names
 from mmspec.drafters.compiled_drafter import CapturedDraft
 from mmspec.drafters.dflash import BlockDrafter
 from mmspec.drafters.feature import FeatureDrafter
@@ -121,22 +121,25 @@ def proposer(model: Any, drafter: Any, config: SpecConfig, target: TargetInfo, d
     Raises:
         ValueError: `auto` where several processes share a model.
     """
-    if config.auto and devices.shared(model):
+    if (config.auto or config.compile == AUTO) and devices.shared(model):
+        instead = "compile=True compiles at once" if config.compile == AUTO else "choose depth, width and size"
         raise ValueError(
-            "auto times its rounds in each process by itself, and those that share this model's weights have to draft "
-            "alike; leave auto out, and choose depth, width and size"
+            "auto times its rounds in each process by itself, and those that share this model's weights have to run "
+            f"alike; leave auto out, and {instead}"
         )
-    ready = _captured(model, drafter, target) if config.compile and drafts else drafter
+    ready = _captured(model, drafter, config.compile, target) if config.compile and drafts else drafter
     return Switch(ready, _known(model, drafter, config, target)) if config.auto and drafter.nodes > 1 else ready
 
 
-def _captured(model: Any, drafter: Any, target: TargetInfo) -> Any:
+def _captured(model: Any, drafter: Any, compile: bool | str, target: TargetInfo) -> Any:
     """What drafts as the drafter does, from captures of what it computes where that can be captured."""
     if isinstance(drafter, Compilable):
-        return drafter.compiled()
+        return drafter.compiled(compile)
     if not (isinstance(drafter, FeatureDrafter | BlockDrafter) and drafter.capturable):
         return drafter
-    held = compiled.of(model).drafts.setdefault(drafter.block, CompiledCache(type(drafter).__name__))
+    ours = compiled.of(model, compile)
+    assert ours is not None
+    held = ours.drafts.setdefault(drafter.block, CompiledCache(type(drafter).__name__))
     alive = weakref.ref(model)  # what drafts for a model does not keep it
     return CapturedDraft(drafter, lambda: trusted.weights(alive()), target.vocab, held)
 

@@ -23,6 +23,7 @@ from mmspec.pipelines.targets.cache import RaggedCache
 from mmspec.pipelines.targets.compiled_cache import CompiledCache, compare, weights
 from mmspec.pipelines.targets.decoder import decoder
 from mmspec.pipelines.targets.fingerprint import PLAIN, fingerprint
+from mmspec.pipelines.targets.patience import Patience
 from mmspec.pipelines.targets.recurrent_state import RecurrentLayers
 from mmspec.pipelines.targets.state import State
 
@@ -44,6 +45,11 @@ class Compiled(CompiledCache):
         super().renew()
         for held in self.drafts.values():
             held.renew()
+
+    def wait(self, patience: Patience | None) -> None:
+        super().wait(patience)
+        for held in list(self.drafts.values()):
+            held.wait(None if patience is None else replace(held.patience or Patience(), spent=patience.spent))
 
     def check(self, module: Any) -> None:
         super().check(module)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,11 +14,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from mmspec.config import AUTO
 from mmspec.modes import ambient
 from mmspec.piecewise import graphs
 from mmspec.piecewise.capture import PiecewiseFunction, Uncapturable
 from mmspec.piecewise.products import Joined
 from mmspec.pipelines.targets.fingerprint import Contents, fingerprint
+from mmspec.pipelines.targets.patience import Patience
 
 _STATES = 4  # that captures are held of at a time
 _LOST = 8  # captured states that may be let go before no more is captured
@@ -38,6 +41,7 @@ class CompiledCache:
     def __init__(self, name: str) -> None:
         self.name = name
         self.within = 0  # in the key: the state of a module around this one
+        self.patience: Patience | None = None  # with `compile="auto"`; None: what comes up is captured at once
         self._held: dict[Any, PiecewiseFunction | None] = {}  # of the last call's state
         self._weights: Any = None
         self._states: list[tuple[int, Any, dict[Any, PiecewiseFunction | None]]] = []  # the last call's first
@@ -50,11 +54,24 @@ class CompiledCache:
         self._lock, self._choosing = threading.Lock(), threading.RLock()
 
     @classmethod
-    def of(cls, module: Any) -> Self:
-        """What is captured of a module; it outlives every call, and goes with the module."""
+    def of(cls, module: Any, compile: bool | str = True) -> Self | None:
+        """What is captured of a module; it outlives every call, and goes with the module.
+
+        Args:
+            compile: as `enable` was told; None comes back where nothing is to be captured.
+        """
+        if not compile:
+            return None
         found = _OF.setdefault(module, cls(type(module).__name__))
+        found.wait((found.patience or Patience()) if compile == AUTO else None)
         found.check(module)
         return found
+
+    def wait(self, patience: Patience | None) -> None:
+        """A call begins, for which everything is captured at once, or only once it is worth it."""
+        self.patience = patience
+        if patience is not None:
+            patience.begin()
 
     def check(self, module: Any) -> None:
         """At the start of a call: let go what was captured of other weights, find what was captured of this state."""
@@ -75,6 +92,13 @@ class CompiledCache:
         written, self._written = self._written, self._copied.now()
         if written != self._written:
             self.renew()
+
+    def _keep_copies(self) -> None:
+        """Of weights, for what is captured now."""
+        functions = [made for _, _, held in self._states for made in list(held.values()) if made]
+        self._copies = dict.fromkeys(copy for made in functions for copy in made.copies)
+        self._copied = Contents(part.weight for copy in self._copies for part in copy.parts)
+        self._written = self._copied.now()
 
     def renew(self) -> None:
         """Copy anew what was copied of weights."""
@@ -103,29 +127,40 @@ class CompiledCache:
             self._say(self._why)
             return None
         held, key = self._held, (key, self.within, ambient())  # another thread may put a new one in its place
-        if key not in held and not _SETTLED.get():
-            with self._lock:
+        patience = self.patience
+        if patience is not None:
+            patience.asked(key, captured=held.get(key) is not None)
+            if key in held and patience.regrets(key):
+                held.pop(key, None)
+                self._keep_copies()
+        wanted = key not in held and not _SETTLED.get() and (patience is None or patience.due(key))
+        if wanted and self._lock.acquire(blocking=patience is None):  # those that can wait do not wait for another
+            try:
                 if key not in held:
                     held[key] = self._made(make)
+                    self._keep_copies()
+            finally:
+                self._lock.release()
         return held.get(key)
 
     def _say(self, why: str) -> None:
-        """Once, until it changes."""
-        if why != self._warned:
+        """Once, until it changes; `compile="auto"` promises nothing."""
+        if why != self._warned and self.patience is None:
             self._warned = why
             warnings.warn(f"mmspec runs {self.name} uncompiled: {why}", stacklevel=3)
 
     def _made(self, make: Callable[[], PiecewiseFunction]) -> PiecewiseFunction | None:
+        began = time.perf_counter()
         try:
-            made = make()
-            self._copies.update(dict.fromkeys(made.copies))
-            self._copied = Contents(part.weight for copy in self._copies for part in copy.parts)
-            self._written = self._copied.now()
-            return made
+            return make()
         except Exception as error:  # no compiler, an unknown operation, a branch: all leave the module as it is
             name = "" if isinstance(error, Uncapturable) else f"{type(error).__name__}: "
             why = name + str(error).strip().partition("\n")[0]
-        warnings.warn(f"mmspec runs {self.name} uncompiled: {why}", stacklevel=2)
+        finally:
+            if self.patience is not None:
+                self.patience.captured(time.perf_counter() - began)
+        if self.patience is None:
+            warnings.warn(f"mmspec runs {self.name} uncompiled: {why}", stacklevel=2)
         return None
 
 

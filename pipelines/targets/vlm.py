@@ -82,7 +82,7 @@ class VlmTarget(ModelTarget):
         self.device = devices.execution(model.get_input_embeddings())
         self.inference = mode_of(model)
         patch = getattr(model, "_mmspec_patch", None)
-        self.captured = compiled.of(model) if patch is not None and patch.config.compile else None
+        self.captured = compiled.of(model, patch.config.compile) if patch is not None else None
         config, self.stateful = decoder(model).config, more_than_states(decoder(model))
         self.by_tree = self.stateful or bool(recurrent.modules(decoder(model)))
         self.table, turn = reach.table(decoder(model)), reach.turn(decoder(model))
