@@ -399,7 +399,10 @@ def test_contents_tell_what_was_written(lies: Any) -> None:
     held = Contents(weights)
     told = [held.now(), held.now()]
     assert told[0] == told[1]
-    for write in (lambda t: t.add_(1), lambda t: t.data.add_(1), lambda t: setattr(t, "data", t.data.clone())):
+    other = iter(range(1, 9))
+    writes = [lambda t: t.add_(1), lambda t: t.data.add_(1), lambda t: setattr(t, "data", t.data.clone())]
+    writes += [lambda t: t.data.view_as(t)[..., -1:].fill_(next(other)) if t.dim() else t.data.add_(1)]
+    for write in writes:
         for weight in weights[:2]:
             with torch.no_grad():
                 write(weight)

@@ -74,7 +74,8 @@ def test_functions_share_their_copies_and_let_them_go() -> None:
 def test_nothing_is_copied_where_it_does_not_pay(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layer, pieces = Layer(torch.bfloat16 if why == "bfloat16" else torch.float32), []
     if why == "too large":
-        monkeypatch.setattr(products, "MOST", 4 * (16 * 24 + 8 * 10) - 1)
+        copies = capturing(layer, 5, []).copies
+        monkeypatch.setattr(products, "MOST", sum(copy.tensor.nbytes for copy in copies) - 1)
     captured, x = capturing(layer, 5, pieces), torch.randn(1, 5, 16).to(layer.q.weight.dtype)
     assert not captured.copies and torch.equal(captured(capture.attend, x)[0], layer(x)[0])
 
@@ -91,7 +92,15 @@ def elsewhere(weight: Any) -> None:
     weight.data = weight.data.flip(0).contiguous()
 
 
-@pytest.mark.parametrize("write", [added, through_data, elsewhere])
+def a_row(weight: Any) -> None:
+    weight.data[3, 5:9] = 0.5
+
+
+def from_outside(weight: Any) -> None:
+    weight.detach().numpy()[3] *= -1
+
+
+@pytest.mark.parametrize("write", [added, through_data, elsewhere, a_row, from_outside])
 @pytest.mark.parametrize("drafts", [False, True])
 def test_copies_follow_the_weights(
     write: Callable[[Tensor], None], drafts: bool, monkeypatch: pytest.MonkeyPatch
@@ -117,3 +126,101 @@ def test_copies_follow_the_weights(
         assert bool(heads) == drafts and all(torch.equal(one.tensor, model.lm_head.weight.T) for one in heads)
     wanted.append(targets.generate(model, inputs))
     assert all(map(torch.equal, found, wanted)) and not torch.equal(*wanted)
+
+
+class Writing(Layer):
+    """Writes into what a product gave, through a view, before and after the next product of the same rows."""
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        y = x + 0
+        first = self.q(y)
+        first.view(-1).mul_(3)
+        y[..., 0] = 3
+        return [first[..., :8] * self.k(y), self.v(x)]
+
+
+@torch.no_grad()
+def test_what_is_written_into_is_not_joined() -> None:
+    layer, x = Writing(), torch.randn(1, 5, 16)
+    captured = capturing(layer, 5)
+    torch.testing.assert_close(captured(capture.attend, x), layer(x))
+    assert [copy.tensor.shape for copy in captured.copies] == [(16, 4)]  # of the one whose input stays
+
+
+class Region(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(16, 8), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        with torch.autocast("cpu", enabled=False):
+            inner = self.inner(x.float())
+        return [inner, self.outer(x), inner @ inner.mT]
+
+
+@torch.no_grad()
+def test_regions_without_autocast_stay() -> None:
+    layer, x = Region(), torch.randn(1, 5, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        captured = PiecewiseFunction(layer, [x], layer.parameters(), lambda piece, examples: piece)
+        wanted, found = layer(x), captured(capture.attend, x)
+    assert captured.copies and [t.dtype for t in found] == [t.dtype for t in wanted]
+    torch.testing.assert_close(found, wanted)
+
+
+def fresh(held: trusted.CompiledCache) -> bool:
+    return all(torch.equal(one.tensor, torch.cat([part.matrix() for part in one.parts], 1)) for one in held._copies)
+
+
+def test_a_renewal_that_is_interrupted_is_begun_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, held = Layer(), trusted.CompiledCache("a layer")
+    held.check(layer)
+    held.get("shape", lambda: capturing(layer, 5))
+    renew, broken = products.Joined.renew, iter([KeyboardInterrupt()])
+
+    def interrupted(self: Any) -> None:
+        for error in broken:
+            raise error
+        renew(self)
+
+    monkeypatch.setattr(products.Joined, "renew", interrupted)
+    added(layer.q.weight.data), added(layer.out.weight.data)
+    with pytest.raises(KeyboardInterrupt):
+        held.check(layer)
+    assert not fresh(held)
+    held.check(layer)
+    assert held._copies and fresh(held)
+
+
+def test_a_renewal_that_fails_lets_all_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, held = Layer(), trusted.CompiledCache("a layer")
+    held.check(layer)
+    held.get("shape", lambda: capturing(layer, 5))
+    monkeypatch.setattr(products.Joined, "renew", lambda self: 1 / 0)
+    added(layer.q.weight.data)
+    held.check(layer)
+    assert not held._copies and not held._held
+
+
+def test_a_write_while_another_shape_is_captured_is_followed() -> None:
+    layer, held = Layer(), trusted.CompiledCache("a layer")
+    held.check(layer)
+    held.get("shape", lambda: capturing(layer, 5))
+
+    def written() -> Any:
+        added(layer.q.weight.data)
+        return capturing(Layer(), 5)
+
+    held.get("other", written)
+    assert fresh(held)
+    held.check(layer)
+    assert fresh(held)
+
+
+def test_copies_that_another_holds_are_renewed_before_they_are_taken() -> None:
+    layer = Layer()
+    first = capturing(layer, 5)
+    added(layer.q.weight.data)
+    second = capturing(layer, 1)
+    assert first.copies[0] is second.copies[0]
+    assert torch.equal(first.copies[0].tensor[:, :12], layer.q.weight.T)

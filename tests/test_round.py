@@ -141,9 +141,9 @@ def test_compiled_is_stock(name: str, drafter: str, attn: str, quick: None, kind
     with mmspec.enable(model, DRAFTERS[drafter](model, None), compile=True):
         assert torch.equal(targets.generate(model, inputs), wanted)
         assert torch.equal(targets.generate(model, inputs), wanted)
-    held = compiled.of(model)
-    assert held._held and all(held._held.values())
-    assert all(drafts._held and all(drafts._held.values()) for drafts in held.drafts.values())
+        held = compiled.of(model)
+        assert held._held and all(held._held.values())
+        assert all(drafts._held and all(drafts._held.values()) for drafts in held.drafts.values())
 
 
 def test_other_weights_are_captured_anew(quick: None):

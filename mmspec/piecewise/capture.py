@@ -210,7 +210,8 @@ def _joined(
         del held[place]
     graph.recompile()
     takes = [*held.values(), *(copy.tensor for copy in copies.values())]
-    whole = make_fx(graph)(*inputs, *takes)
+    with uncast(inputs[0].device):  # what autocast casts is in the graph, and so is what it leaves alone
+        whole = make_fx(graph)(*inputs, *takes)
     whole.graph.set_codegen(fx.graph.CodeGen())
     whole.recompile()
     return whole, takes, list(copies.values())

@@ -56,26 +56,28 @@ def _of(parts: Sequence[Part]) -> Joined:
     key = tuple((id(part.weight), part.views) for part in parts)
     if (found := _HELD.get(key)) is None:
         found = _HELD[key] = Joined(parts)
+    else:
+        found.renew()  # who has it looks for writes at the next call only
     return found
 
 
 def join(graph: fx.Graph, weights: dict[fx.Node, Tensor]) -> dict[fx.Node, Joined]:
     """Join the products in a graph; the new placeholders, after its others, and what they stand for.
 
-    Only where it pays, on a CPU in float32, and up to `MOST` bytes.
+    Only where it pays, on a CPU in float32, up to `MOST` bytes, and where nothing is written into what is multiplied or comes out.
 
     Args:
         weights: by the placeholders that stand for them.
     """
-    parts = _parts(graph, weights)
+    parts, written = _parts(graph, weights), _Written(graph)
     groups: dict[Any, list[fx.Node]] = {}
     for target in (_MM, _ADDMM):
         for node in graph.find_nodes(op="call_function", target=target):
-            if node.args[-1] in parts and not node.kwargs:
+            if node.args[-1] in parts and not node.kwargs and not written.into(node, node.args[-2]):
                 groups.setdefault(_rows(node.args[-2]), []).append(node)
     products = [[(node, parts[node.args[-1]]) for node in sorted(group)] for group in groups.values()]
-    copied = {id(part.weight): part.weight for product in products for _, part in product}
-    if sum(weight.nbytes for weight in copied.values()) > MOST:
+    copied = {tuple((id(part.weight), part.views) for _, part in product): product for product in products}
+    if sum(part.matrix().nbytes for product in copied.values() for _, part in product) > MOST:
         return {}
     *_, last = graph.find_nodes(op="placeholder")
     places: dict[Joined, fx.Node] = {}
@@ -100,6 +102,36 @@ def join(graph: fx.Graph, weights: dict[fx.Node, Tensor]) -> dict[fx.Node, Joine
         node.target = torch.ops.aten.reshape.default  # parts of a product do not lie together
     graph.eliminate_dead_code()
     return {place: copy for copy, place in places.items()}
+
+
+class _Written:
+    """Which tensors of a graph are written into, by themselves or through a view."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._base: dict[Any, Any] = {}  # of a node the one of which it is a view
+        self._bases: set[Any] = set()  # of what is written into
+        for node in graph.nodes:
+            schema = getattr(node.target, "_schema", None) if node.op == "call_function" else None
+            if node.target is operator.getitem or node.target is torch.ops.aten._unsafe_view.default:
+                self._base[node] = self._of(node.args[0])
+            elif schema is not None:
+                self._read(node, schema)
+
+    def _read(self, node: fx.Node, schema: Any) -> None:
+        given = [*zip(schema.arguments, node.args, strict=False)]
+        given += [(one, node.kwargs[one.name]) for one in schema.arguments if one.name in node.kwargs]
+        for one, value in given:
+            if one.alias_info is not None and isinstance(value, fx.Node):
+                self._base.setdefault(node, self._of(value))
+                if one.alias_info.is_write:
+                    self._bases.add(self._of(value))
+
+    def _of(self, node: Any) -> Any:
+        return self._base.get(node, node)
+
+    def into(self, *nodes: Any) -> bool:
+        """Whether any of these is."""
+        return any(self._of(node) in self._bases for node in nodes)
 
 
 def _rows(node: Any) -> Any:

@@ -89,16 +89,24 @@ class CompiledCache:
 
     def _renew(self) -> None:
         """Where weights hold other values than at the call before, what was copied of them is copied anew."""
-        written, self._written = self._written, self._copied.now()
-        if written != self._written:
+        written = self._copied.now()
+        if written == self._written:
+            return
+        self._written = None  # so that a renewal which is interrupted is begun anew by the next call
+        try:
             self.renew()
+        except Exception:  # such as weights that went to another device: they are captured anew
+            self.forget()
+        else:
+            self._written = written
 
     def _keep_copies(self) -> None:
         """Of weights, for what is captured now."""
         functions = [made for _, _, held in self._states for made in list(held.values()) if made]
         self._copies = dict.fromkeys(copy for made in functions for copy in made.copies)
         self._copied = Contents(part.weight for copy in self._copies for part in copy.parts)
-        self._written = self._copied.now()
+        self._written = None
+        self._renew()  # the older ones, too: they may have been written to while this one was captured
 
     def renew(self) -> None:
         """Copy anew what was copied of weights."""
