@@ -380,7 +380,7 @@ def test_chameleon_never_falls_back_to_text() -> None:
 # -- rules -----------------------------------------------------------------------------------------------------------
 
 BENT = ["lantern(k=8, lam=3.0)", "scaled(omega=2.0)", "gsd(group=6)", "grouped(radius=0.5)", "pooled(radius=0.5)",
-        "typical(epsilon=0.1, delta=0.5)"]  # fmt: skip
+        "typical(epsilon=0.05, delta=0.2)"]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "rule"), cases(["janus", "emu3", "glm_image", "chameleon guided"], BENT))

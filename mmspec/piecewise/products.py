@@ -64,7 +64,8 @@ def _of(parts: Sequence[Part]) -> Joined:
 def join(graph: fx.Graph, weights: dict[fx.Node, Tensor]) -> dict[fx.Node, Joined]:
     """Join the products in a graph; the new placeholders, after its others, and what they stand for.
 
-    Only where it pays, on a CPU in float32, up to `MOST` bytes, and where nothing is written into what is multiplied or comes out.
+    Only where it pays, on a CPU in float32, up to `MOST` bytes, and where nothing is written into what is multiplied or
+    comes out.
 
     Args:
         weights: by the placeholders that stand for them.
