@@ -93,6 +93,7 @@ def _bears(module: Any) -> bool:
     held = vars(module)
     return (
         _PLAIN.issuperset(map(type, own))
+        and all(t is None or t.layout is torch.strided for t in own)
         and _HOOKS.isdisjoint(held)
         and "forward" not in held
         and type(module).__module__.partition(".")[0] in _KNOWN

@@ -6,6 +6,7 @@ import copy
 import os
 import subprocess
 import sys
+import warnings
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,18 @@ def test_a_quantized_head(drafter: str) -> None:
     with mmspec.enable(quantized, eagle(targets.model("llava")) if drafter == "eagle" else drafter) as handle:
         assert (handle.target.vocab, handle.target.hidden) == (targets.VOCAB, targets.HIDDEN)
         assert targets.generate(quantized, inputs(kind="image first"), **SHORT).shape == stock.shape
+
+
+@pytest.mark.parametrize("options", [{}, {"compile": True, "prefix_cache": "10MB"}])
+def test_a_sparse_head(options: dict[str, Any]) -> None:
+    """Products with it refuse inference mode."""
+    sparse = copy.deepcopy(model())
+    sparse.lm_head.weight = nn.Parameter(sparse.lm_head.weight.detach().to_sparse_csr(), requires_grad=False)
+    stock = targets.generate(sparse, inputs(kind="text only"), **SHORT)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is not compiled
+        with mmspec.enable(sparse, "ngram", **options):
+            assert torch.equal(targets.generate(sparse, inputs(kind="text only"), **SHORT), stock)
 
 
 # -- caches that offload ---------------------------------------------------------------------------------------------
