@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 WITHOUT_FLOAT64 = frozenset({"mps"})  # kinds of devices
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
@@ -27,6 +28,26 @@ def _shift(x: Tensor, bits: int) -> Tensor:
 
 def _hash(seed: Tensor, counter: Tensor) -> Tensor:
     """SplitMix64: the counter-th number, int64, of the generator that starts at `seed`."""
+    traced = torch.compiler.is_compiling() or get_proxy_mode() is not None
+    return _uncompiled(seed, counter) if traced else _mixed(seed, counter)
+
+
+@torch.library.custom_op("mmspec::splitmix", mutates_args=())
+def _uncompiled(seed: Tensor, counter: Tensor) -> Tensor:
+    """`_hash` where a compiler reads along.
+
+    The products wrap around at 64 bits. torch's C++ back end writes those of a loop's own index as products of signed
+    numbers, which must not overflow in C++: with 32 tokens or more, g++ takes the loop to be endless.
+    """
+    return _mixed(seed, counter)
+
+
+@_uncompiled.register_fake
+def _(seed: Tensor, counter: Tensor) -> Tensor:
+    return seed.new_empty(torch.broadcast_shapes(seed.shape, counter.shape))
+
+
+def _mixed(seed: Tensor, counter: Tensor) -> Tensor:
     x = seed + (counter + 1) * _GOLDEN
     x.bitwise_xor_(_shift(x, 30)).mul_(_MIX_1)
     x.bitwise_xor_(_shift(x, 27)).mul_(_MIX_2)
