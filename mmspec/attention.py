@@ -7,21 +7,27 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
-def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, scale: float | None = None) -> Tensor:
+def sdpa(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, scale: float | None = None, causal: bool = False
+) -> Tensor:
     """Heads in groups, each with keys and values of its own (Ainslie et al. 2023).
 
     Args:
         q: [B, heads, n, D]; k [B, kv_heads, T, D] and v [B, kv_heads, T, E], where kv_heads divides heads.
         mask: bool, true where visible, or additive; [B or 1, 1, n, T].
         scale: of the scores; None: 1/√D.
+        causal: without a mask, T = n tokens each see themselves and those before.
 
     Returns:
         [B, heads, n, E], which lies in memory as [B, n, heads, E].
     """
     grouped = q.shape[1] != k.shape[1]
     if grouped and not _served(q, mask):
-        return folded(q, k, v, mask, scale)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
+        if not causal:
+            return folded(q, k, v, mask, scale)
+        k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
+        grouped = False
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, is_causal=causal, enable_gqa=grouped)
     return out.transpose(1, 2).contiguous().transpose(1, 2)
 
 

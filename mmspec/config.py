@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 ON_UNSUPPORTED = ("error", "fallback")
-AUTO = "auto"
+AUTO, ALL = "auto", "all"
 T = TypeVar("T")
 
 
@@ -26,9 +26,10 @@ class SpecConfig:
             depend on the switch, and so on the clock, except where `reproducible` is set or nothing is drawn.
         compile: capture the target's forward and what a feature drafter does (for pictures of LlamaGen and Janus the
             forward alone) and compile them, once for each shape that comes up; the first call takes up to a minute.
-            What cannot be compiled runs as it is, with a warning. "auto" starts uncompiled, and compiles a shape once
-            that takes at most a tenth of the time that all rounds have taken so far; what turns out not to be faster
-            is let go, and what cannot be compiled runs as it is without a word.
+            What cannot be compiled runs as it is, with a warning. "all" captures also how the decoder reads prompts
+            without padding, for the first four shapes of them that come up again: for long runs. "auto" starts
+            uncompiled, and compiles a shape once that takes at most a tenth of the time that all rounds have taken so
+            far; what turns out not to be faster is let go, and what cannot be compiled runs as it is without a word.
         prefix_cache: how much may be kept of prompts and answers, such as "512MB" (or bytes), so that a prompt which
             begins like an earlier one with the same pictures is read from there on; None: nothing is kept.
         on_unsupported: what a call does that cannot be accelerated: "error" refuses with the reason, "fallback" warns
@@ -45,7 +46,7 @@ class SpecConfig:
 
     def __post_init__(self) -> None:
         one_of("on_unsupported", self.on_unsupported, ON_UNSUPPORTED)
-        one_of("compile", self.compile, (True, False, AUTO))
+        one_of("compile", self.compile, (True, False, AUTO, ALL))
         if self.budget is not None and not self.budget >= 0:
             raise ValueError(f"budget must be a distance ≥ 0, or None for no limit; got {self.budget!r}")
         if self.budget is not None and getattr(self.rule, "name", self.rule) == "exact":

@@ -165,7 +165,7 @@ def test_answers_stay_and_drafts_are_captured_too(clock: Clock, quick: None):
 def test_wishes_that_are_none(quick: None):
     model = targets.model("llava")
     assert compiled.of(model, False) is None
-    with pytest.raises(ValueError, match="compile must be one of True, False, auto; got 'sometimes'"):
+    with pytest.raises(ValueError, match="compile must be one of True, False, auto, all; got 'sometimes'"):
         mmspec.enable(model, "ngram", compile="sometimes")
 
 

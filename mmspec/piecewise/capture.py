@@ -93,6 +93,7 @@ class PiecewiseFunction:
         own: all tensors that it may use besides, such as weights; their contents may change, their shapes may not.
         compile: `inductor` if not said otherwise.
         variants: values of a further first argument of `function` that must make no difference.
+        graphed: whether its pieces may become graphs, which keep their inner results.
 
     Raises:
         Uncapturable: it asks a tensor for its value, or uses a tensor that is neither an input nor its own: what it
@@ -108,6 +109,7 @@ class PiecewiseFunction:
         own: Iterable[Tensor],
         compile: Compile | None = None,
         variants: Sequence[Any] = (),
+        graphed: bool = True,
     ) -> None:
         given, self._device = list(own), inputs[0].device
         kind = self._device.type
@@ -116,7 +118,7 @@ class PiecewiseFunction:
         for other in variants[1:]:
             if _traced(partial(function, other), inputs, given)[0].code != graph.code:
                 raise Uncapturable("what it computes depends on how much was read before")
-        recorded = graphs.wanted([*inputs, *weights])
+        recorded = graphed and graphs.wanted([*inputs, *weights])
         joined = (graph, weights, []) if recorded else _joined(graph, inputs, weights)
         graph, self._weights, self.copies = joined
         self._graphs = graphs.Graphs(inputs, attend) if recorded else None

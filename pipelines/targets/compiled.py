@@ -66,7 +66,7 @@ class Compiled(CompiledCache):
         kept, stock = state.cache.recurrent.values(), partial(target.read, state, tokens, places, mask)
 
         def made() -> PiecewiseFunction:
-            _capturable(target)  # before anything is read: what keeps more than these states bears no second reading
+            capturable(target)  # before anything is read: what keeps more than these states bears no second reading
             before = fingerprint(target.model, kept=True)
             wanted = [*stock(), *(t for layer in kept for t in layer.read())]
             if fingerprint(target.model, kept=True) != before:
@@ -99,7 +99,7 @@ def _inputs(state: State, tokens: Tensor, places: Tensor) -> list[Tensor]:
     return [t.contiguous() for t in found]
 
 
-def _capturable(target: Any) -> None:
+def capturable(target: Any) -> None:
     """Uncapturable, with the reason, for a model whose forward is not captured at all."""
     if target.eager:
         raise Uncapturable("its attention is 'eager'; load it with attn_implementation='sdpa'")
@@ -116,7 +116,7 @@ def _capture(target: Any, state: State, tokens: Tensor, places: Tensor) -> Piece
     def read(past: int, *inputs: Tensor) -> list[Tensor]:
         given = iter(inputs)
         tokens, places, types = next(given), next(given), {name: next(given) for name in state.types}
-        cache = _PassThroughCache(past)
+        cache = PassThroughCache(past)
         seen = torch.ones(len(tokens), 1, tokens.shape[1], past + tokens.shape[1], dtype=torch.bool)
         kinds = {**dict.fromkeys(recurrent.KINDS), **dict.fromkeys(masks.KINDS, seen)}
         tree = (next(given), next(given), next(given), reference.recurrent_tree) if state.cache.recurrent else None
@@ -131,7 +131,7 @@ def _capture(target: Any, state: State, tokens: Tensor, places: Tensor) -> Piece
         return PiecewiseFunction(read, inputs, own, variants=(37, 53))
 
 
-class _PassThroughCache(RaggedCache):
+class PassThroughCache(RaggedCache):
     """Hands the new keys and values on as if nothing were cached, and knows whose they are."""
 
     is_initialized = True

@@ -129,8 +129,20 @@ class CompiledCache:
         self._states, self._held, self._lost = [], {}, 0
         self._copies, self._copied = {}, Contents()
 
-    def get(self, key: Any, make: Callable[[], PiecewiseFunction]) -> PiecewiseFunction | None:
-        """What is held for a key; at its first call what `make` gives, which raises where that is not to be trusted."""
+    def known(self, key: Any) -> PiecewiseFunction | None:
+        """What is held for a key, as things stand."""
+        return self._held.get((key, self.within, ambient())) if self._why is None else None
+
+    def failed(self, key: Any) -> bool:
+        """Whether a capture for a key was tried in vain, or would be, as things stand."""
+        return self._why is not None or self._held.get((key, self.within, ambient()), ...) is None
+
+    def get(self, key: Any, make: Callable[[], PiecewiseFunction], quiet: bool = False) -> PiecewiseFunction | None:
+        """What is held for a key; at its first call what `make` gives, which raises where that is not to be trusted.
+
+        Args:
+            quiet: say nothing of what is not.
+        """
         if self._why is not None:
             self._say(self._why)
             return None
@@ -145,7 +157,7 @@ class CompiledCache:
         if wanted and self._lock.acquire(blocking=patience is None):  # those that can wait do not wait for another
             try:
                 if key not in held:
-                    held[key] = self._made(make)
+                    held[key] = self._made(make, quiet)
                     self._keep_copies()
             finally:
                 self._lock.release()
@@ -157,7 +169,7 @@ class CompiledCache:
             self._warned = why
             warnings.warn(f"mmspec runs {self.name} uncompiled: {why}", stacklevel=3)
 
-    def _made(self, make: Callable[[], PiecewiseFunction]) -> PiecewiseFunction | None:
+    def _made(self, make: Callable[[], PiecewiseFunction], quiet: bool) -> PiecewiseFunction | None:
         began = time.perf_counter()
         try:
             return make()
@@ -167,7 +179,7 @@ class CompiledCache:
         finally:
             if self.patience is not None:
                 self.patience.captured(time.perf_counter() - began)
-        if self.patience is None:
+        if self.patience is None and not quiet:
             warnings.warn(f"mmspec runs {self.name} uncompiled: {why}", stacklevel=2)
         return None
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copyreg
 import threading
 import weakref
+from collections.abc import Callable
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -84,33 +86,42 @@ class FeatureHook:
     _mmspec_name: str
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        output = stock(self).__call__(self, *args, **kwargs)
-        recorded = _listening.get()
-        if recorded is not None:
-            recorded[self._mmspec_name] = (args, kwargs, output)
+        listening, run = _listening.get(), partial(stock(self).__call__, self)
+        if listening is None:
+            return run(*args, **kwargs)
+        reader = listening.reader if self._mmspec_name == "decoder" else None
+        output = run(*args, **kwargs) if reader is None else reader(run, *args, **kwargs)
+        listening.recorded[self._mmspec_name] = (args, kwargs, output)
         return output
-
-
-_listening: ContextVar[dict[str, Any] | None] = ContextVar("mmspec_listening", default=None)
 
 
 def note(name: str, value: Any) -> None:
     """Tell the generation that runs in this context something that no call of a tapped module says."""
-    recorded = _listening.get()
-    if recorded is not None:
-        recorded[name] = value
+    listening = _listening.get()
+    if listening is not None:
+        listening.recorded[name] = value
 
 
 class record_features:
-    """Context manager: a dictionary of what the tapped modules were given and returned, by tap name."""
+    """Context manager: a dictionary of what the tapped modules were given and returned, by tap name.
+
+    Args:
+        reader: is called in the place of the decoder, with the decoder's own call before its arguments; None: nothing.
+    """
+
+    def __init__(self, reader: Callable[..., Any] | None = None) -> None:
+        self.recorded: dict[str, Any] = {}
+        self.reader = reader
 
     def __enter__(self) -> dict[str, Any]:
-        recorded: dict[str, Any] = {}
-        self._token = _listening.set(recorded)
-        return recorded
+        self._token = _listening.set(self)
+        return self.recorded
 
     def __exit__(self, *_: Any) -> None:
         _listening.reset(self._token)
+
+
+_listening: ContextVar[record_features | None] = ContextVar("mmspec_listening", default=None)
 
 
 def final_hidden(call: tuple[Any, Any, Any]) -> Tensor:

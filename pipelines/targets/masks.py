@@ -116,6 +116,12 @@ class Masks:
         """Whether a single token sees all that is cached, so that it needs no mask."""
         return self.kinds <= {"full_attention"}
 
+    def causal(self, n: int) -> bool:
+        """Whether in every layer each of n tokens sees all before it: what is near reaches as far."""
+        near = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+        reach = (getattr(self.config, near[kind]) for kind in self.kinds if kind in near)
+        return self.kinds <= {"full_attention", *near} and all(size >= n for size in reach)
+
     def made(self, visible: Visibility, dtype: torch.dtype, chain: bool) -> Any:
         """One mask, bool or additive [B, 1, n, T], or one for each type of layers.
 

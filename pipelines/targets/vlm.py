@@ -13,11 +13,13 @@ from torch.nn import functional as F
 from torch.nn.functional import pad
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 
+from mmspec.config import ALL
 from mmspec.drafters.draft_vocab import DraftVocab
 from mmspec.modes import mode_of
 from mmspec.pipelines.sampling.guidance import Guidance, NegativePrompt
 from mmspec.pipelines.targets import attention_record as attended
 from mmspec.pipelines.targets import by_path, compiled, devices, masks, prefixes, reach, recurrent, renamed
+from mmspec.pipelines.targets import compiled_prompt as prompts
 from mmspec.pipelines.targets import tree_attention as attention
 from mmspec.pipelines.targets.cache import RaggedCache
 from mmspec.pipelines.targets.call import PICTURES, TYPES, Call
@@ -83,6 +85,7 @@ class VlmTarget(ModelTarget):
         self.inference = mode_of(model)
         patch = getattr(model, "_mmspec_patch", None)
         self.captured = compiled.of(model, patch.config.compile) if patch is not None else None
+        self.compiles_prompts = patch is not None and patch.config.compile == ALL
         config, self.stateful = decoder(model).config, more_than_states(decoder(model))
         self.by_tree = self.stateful or bool(recurrent.modules(decoder(model)))
         self.table, turn = reach.table(decoder(model)), reach.turn(decoder(model))
@@ -155,7 +158,7 @@ class VlmTarget(ModelTarget):
         asked = attended.attending(decoder(self.model), visual, valid) if self.attends else nullcontext()
         config.prefill_chunk_size, chunk = None, config.prefill_chunk_size  # a RaggedCache takes a prompt in one piece
         try:
-            with record_features() as recorded, asked as looked:
+            with record_features(prompts.reader(self, slots, valid)) as recorded, asked as looked:
                 out = self.model._prefill(ids, config, arguments, is_first_iteration=True)
         finally:
             config.prefill_chunk_size = chunk

@@ -1,0 +1,150 @@
+"""The decoder's part of a prefill, captured and compiled for prompts of a shape that comes up again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from mmspec.attention import sdpa
+from mmspec.modes import computed_in, lasting
+from mmspec.piecewise import capture
+from mmspec.piecewise.capture import PiecewiseFunction, Uncapturable
+from mmspec.pipelines.targets import masks
+from mmspec.pipelines.targets.cache import RaggedCache
+from mmspec.pipelines.targets.call import TYPES
+from mmspec.pipelines.targets.compiled import Compiled, PassThroughCache, capturable
+from mmspec.pipelines.targets.compiled_cache import compare, weights
+from mmspec.pipelines.targets.fingerprint import PLAIN, fingerprint
+from mmspec.pipelines.targets.hooks import layer_input, note, record_features
+from mmspec.ragged_cache import RaggedBuffer
+from mmspec.types import FINAL
+
+MOST = 4  # shapes of prompts that are captured of a model
+AGAIN = 2  # times that a shape has come up when it is captured
+_CACHE, _MASK, _FINAL = "past_key_values", "attention_mask", "last_hidden_state"
+_BLOCKS = (*TYPES, "block_sequence_ids")  # arguments that may make a decoder read in both directions
+
+
+@dataclass
+class _Shapes:
+    """What is known of the prompts of one model."""
+
+    seen: Counter[Any] = field(default_factory=Counter)
+    tried: dict[Any, type] = field(default_factory=dict)  # the class of what the decoder gives
+
+
+_OF: WeakKeyDictionary[Compiled, _Shapes] = WeakKeyDictionary()
+
+
+def reader(target: Any, slots: RaggedCache, valid: Tensor) -> Callable[..., Any] | None:
+    """What is called in a prefill in the place of the decoder, with the decoder's own call before its arguments.
+
+    None: the decoder reads by itself, such as prompts with padding, or what follows a text that is cached.
+
+    Args:
+        target: of an enabled model.
+        slots: the cache that the prompt goes into.
+        valid: bool [B, L], false on padding.
+    """
+    apart = target.by_tree or target.shares or target.attends or target.instead is not None
+    if not target.compiles_prompts or apart or slots.lengths.longest or not target.masks.causal(valid.shape[1]):
+        return None
+    return partial(_read, target, slots) if bool(valid.all()) else None
+
+
+def _read(target: Any, slots: RaggedCache, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """As `run`: from a capture where there is one, else by itself; of a shape that is seen again a capture is made."""
+    given = {name: value for name, value in kwargs.items() if name not in (_CACHE, _MASK)}
+    leaves, spec = tree_flatten(given)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    constants = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+    if args or kwargs.get(_CACHE) is not slots or not _causal(kwargs) or not PLAIN.issuperset(map(type, constants)):
+        return run(*args, **kwargs)
+    shapes = tuple((t.shape, t.dtype, t.device) for t in tensors)
+    key = ("prompt", type(target), target.features, str(spec), constants, shapes)
+    held, known = target.captured, _OF.setdefault(target.captured, _Shapes())
+    if (captured := held.known(key)) is not None:
+        return _replayed(target, slots, known.tried[key], captured, tensors)
+    known.seen[key] += 1
+    full = key not in known.tried and len(known.tried) == MOST
+    if known.seen[key] < AGAIN or full or held.failed(key):
+        return run(**kwargs)
+    before = fingerprint(target.model, kept=True)
+    out = run(**kwargs)
+    known.tried[key] = type(out)
+
+    def made() -> PiecewiseFunction:
+        capturable(target)
+        if fingerprint(target.model, kept=True) != before:
+            raise Uncapturable("its forward changes what its modules hold")
+        if {name for name, value in out.items() if value is not None} != {_FINAL, _CACHE}:
+            raise Uncapturable("it gives more than its final features")
+        return _checked(target, slots, partial(run, **kwargs), given, out[_FINAL])
+
+    held.get(key, made, quiet=True)
+    return out
+
+
+def _replayed(target: Any, slots: RaggedCache, kind: type, captured: PiecewiseFunction, tensors: list[Tensor]) -> Any:
+    """What the decoder would give, of this class, its layers' inputs noted."""
+    hidden, *features = captured(_attending(slots), *tensors)
+    for name, entered in zip(_layers(target), features, strict=True):
+        note(name, ((entered,), {}, None))
+    return kind(**{_FINAL: hidden, _CACHE: slots})
+
+
+def _checked(
+    target: Any, slots: RaggedCache, run: Callable[..., Any], given: dict[str, Any], final: Tensor
+) -> PiecewiseFunction:
+    """The decoder's call, captured, if it gives `final` and the keys and values that `slots` hold now."""
+    leaves, spec = tree_flatten(given)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    B, L, _ = final.shape
+
+    def read(*inputs: Tensor) -> list[Tensor]:
+        rest, cache = iter(inputs), PassThroughCache(0)
+        now = tree_unflatten([next(rest) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+        seen = torch.ones(B, 1, L, L, dtype=torch.bool)
+        mask = dict.fromkeys(masks.KINDS, seen) if target.mixed else seen
+        with capture.Cut(cache, masked=True), record_features() as recorded:
+            out = run(**now, **{_CACHE: cache, _MASK: mask})
+        return [out[_FINAL], *(layer_input(recorded[name]) for name in _layers(target))]
+
+    with lasting():
+        captured = PiecewiseFunction(read, [t.clone() for t in tensors], weights(target.model), graphed=False)
+    scratch = RaggedCache(B, final.device, L)
+    found = captured(_attending(scratch), *tensors)[0]
+    mine, theirs = ([t[:, :, :L] for held in cache.slots for t in _both(held)] for cache in (scratch, slots))
+    compare([found, *mine], [final, *theirs], computed_in(final.dtype, final.device))
+    return captured
+
+
+def _both(held: RaggedBuffer) -> list[Tensor]:
+    return [t for t in (held.keys, held.values) if t is not None]
+
+
+def _layers(target: Any) -> list[str]:
+    """The names of the layers whose input the drafter asked for."""
+    return [f"layer {i}" for i in target.features if i != FINAL]
+
+
+def _attending(slots: RaggedCache) -> capture.Attend:
+    def attend(layer: int, scale: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        keys, values = slots.update(k, v, layer)
+        return sdpa(q, keys, values, scale=scale, causal=True)
+
+    return attend
+
+
+def _causal(told: dict[str, Any]) -> bool:
+    """Whether a decoder that is told this reads from left to right: any mask knows of padding alone."""
+    mask = told.get(_MASK)
+    return (mask is None or mask.dim() == 2) and all(told.get(name) is None for name in _BLOCKS)
