@@ -38,6 +38,7 @@ GUESTS: dict[str, Callable[[Any], Any]] = {
     "recycle": lambda model: "recycle",
     "eagle chain": lambda model: eagle(model, depth=3, width=1, size=4),
     "eagle tree": lambda model: eagle(model, depth=3, width=3, size=9),
+    "adaptive": lambda model: eagle(model, depth=8, width=1, size=9, adaptive=True),
     "vispec": lambda model: feature_drafter("vispec", model, depth=3, width=3, size=9),
 }
 ENDS = list(range(5, 30))  # so many end-of-sequence ids that answers have very different lengths
@@ -131,7 +132,7 @@ def test_generation_settings_hold_for_each_row(options: dict[str, Any]) -> None:
         assert answers(ContinuousBatcher(model, None, 3, **settings(**options)), asked) == want
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "eagle tree"])
+@pytest.mark.parametrize("drafter", ["ngram", "eagle tree", "adaptive"])
 def test_sampled_rows_are_fixed_by_their_seeds(drafter: str) -> None:
     """Whoever the neighbours are, and whatever number of rows and order they come in."""
     model, asked = targets.model("llava"), prompts("llava")

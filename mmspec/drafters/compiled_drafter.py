@@ -81,12 +81,20 @@ class CapturedDraft:
         vocab: rows of that head.
         held: what was captured with this drafter's layer and these weights. A capture is used once its draft was one
             that keeps the distribution: see `check`.
+        depth: of the longest draft of these rows; None: this drafter's own.
     """
 
-    def __init__(self, drafter: Capturable, weights: Callable[[], Iterable[Tensor]], vocab: int, held: Held) -> None:
+    def __init__(
+        self,
+        drafter: Capturable,
+        weights: Callable[[], Iterable[Tensor]],
+        vocab: int,
+        held: Held,
+        depth: int | None = None,
+    ) -> None:
         self.drafter, self.weights, self.vocab, self.held = drafter, weights, vocab, held
         self.features, self.nodes = drafter.features, drafter.nodes
-        self.rows = 1 + drafter.options.depth  # that a round can hand over, if the one before drafted
+        self.rows = 1 + (depth or drafter.options.depth)  # that a round can hand over, if the one before drafted
 
     def start(self, session: Any, target: Target, prompt: Prompt) -> Any:
         self.held.check(self.drafter)
@@ -129,14 +137,14 @@ class CapturedDraft:
             families: tuple[int, ...] | None = bounds(parents.shape[1], o.width, o.depth)
         else:
             assert o.tree is not None
-            families = shapes.plan(o.tree, self.rows - 1, parents.device).tree.families
+            families = shapes.plan(o.tree, o.depth, parents.device).tree.families
         tree = Tree(parents, depth, ancestors, o.tree == "chain", families)
         return Draft(tokens, tree, Categorical(*distribution) if distribution else None)
 
     def _capture(self, target: Target, draws: bool, inputs: list[Tensor], memory: FeatureMemory) -> PiecewiseFunction:
         drafter, o, device = self.drafter, self.drafter.options, inputs[0].device
         static = o.tree != shapes.DYNAMIC
-        fixed = [chain(self.rows, device), shapes.plan(o.tree, self.rows - 1, device) if static else None]
+        fixed = [chain(self.rows, device), shapes.plan(o.tree, o.depth, device) if static else None]
 
         def run(hidden: Tensor, follow: Tensor, count: Tensor, *state: Tensor) -> list[Tensor]:
             pending, emitted, seeds, *rest = state

@@ -28,6 +28,8 @@ class Recommended(Protocol):
     def tree(self) -> str: ...
     @property
     def draws(self) -> bool: ...
+    @property
+    def adaptive(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,8 @@ class TreeOptions(ChainOptions):
         size: nodes sent to the target in a round, the root included.
         tree: "dynamic" (grown by likelihood), or the name of a static shape of mmspec/drafters/static_trees.py.
         draws: fill a static tree by drawing without replacement from the drafter's distribution, not by rank.
+        adaptive: draft chains of a quarter, half or all of `depth`: longer ones for a row whose last draft was accepted
+            whole, shorter ones where most of it was refused.
         draft_vocab: tokens that a drafter on the target's head proposes from; it reads their rows of the head and no
             others. "all"; or N: the first N tokens, which a BPE vocabulary learned first, and those that end an
             answer; or ids, kept as a sorted tuple.
@@ -71,6 +75,7 @@ class TreeOptions(ChainOptions):
     size: int = 32
     tree: str = DYNAMIC
     draws: bool = False
+    adaptive: bool = False
     draft_vocab: int | tuple[int, ...] | Literal["all"] = ALL
     prune: float = 0.0
     prune_by: str = PRUNE_BY[0]
@@ -118,6 +123,8 @@ def grown(advice: Recommended, given: Mapping[str, Any], drafter: str, defaults:
             its own, draws in a tree that grows by likelihood, or prune_by without prune.
     """
     options = chosen(defaults, given, drafter)
+    if given.get("adaptive") and not {"tree", "width", "size"} & given.keys():
+        given = {**given, "tree": "chain"}
     sizes = [name for name in SIZES if name in given]
     tree = given.get("tree", DYNAMIC if sizes else advice.tree)
     draws = given.get("draws", advice.draws and tree != DYNAMIC)
@@ -134,9 +141,13 @@ def grown(advice: Recommended, given: Mapping[str, Any], drafter: str, defaults:
             "draws=True needs a static tree: what a dynamic tree keeps depends on what was drawn. Choose tree from "
             f"{', '.join(SHAPES)}"
         )
+    adaptive = given.get("adaptive", advice.adaptive and tree == "chain" and not sizes)
+    if adaptive and tree != "chain":
+        raise ValueError(f"adaptive=True drafts chains; leave it out, or tree={tree!r}, or ask for width=1")
     if "prune_by" in given and "prune" not in given:
         raise ValueError(f"prune_by={options.prune_by!r} says which tokens stay, and prune how many; give both")
-    return replace(options, depth=held["depth"], width=held["width"], size=held["size"], tree=tree, draws=draws)
+    found = {**held, "tree": tree, "draws": draws, "adaptive": adaptive}
+    return replace(options, **found)
 
 
 def _vocabulary(given: Any) -> int | tuple[int, ...] | Literal["all"]:

@@ -28,7 +28,7 @@ class TrainedConfig(Rope):
         layers: how many.
         draft_vocab: rows of the drafter's own head; 0: the target's head is used.
         target, target_revision: what it was trained for.
-        depth, width, size, tree, draws: how it recommends to draft (see TreeOptions).
+        depth, width, size, tree, draws, adaptive: how it recommends to draft (see TreeOptions).
     """
 
     named: ClassVar[str]  # in messages
@@ -51,6 +51,7 @@ class TrainedConfig(Rope):
     size: int = 0
     tree: str = "chain"
     draws: bool = False
+    adaptive: bool = False
 
     def __post_init__(self) -> None:
         self.check(self.head_dim or self.hidden // self.heads)

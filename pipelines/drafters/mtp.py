@@ -37,7 +37,7 @@ class MtpConfig:
     Attributes:
         hidden, vocab: of the target.
         heads: K, how many tokens ahead they were trained for.
-        depth, width, size, tree, draws: how it recommends to draft (see TreeOptions).
+        depth, width, size, tree, draws, adaptive: how it recommends to draft (see TreeOptions).
     """
 
     hidden: int
@@ -48,6 +48,7 @@ class MtpConfig:
     size: int = 0
     tree: str = "chain"
     draws: bool = False
+    adaptive: bool = False
     features: tuple[int, ...] = (FINAL,)
 
     def __post_init__(self) -> None:

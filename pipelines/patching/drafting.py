@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from mmspec.checkpoints.load import drafter_of, load_drafter
 from mmspec.config import AUTO, SpecConfig, option_names
+from mmspec.drafters import adaptive
 from mmspec.drafters.compiled_drafter import CapturedDraft
 from mmspec.drafters.dflash import BlockDrafter
 from mmspec.drafters.feature import FeatureDrafter
@@ -127,12 +128,23 @@ def proposer(model: Any, drafter: Any, config: SpecConfig, target: TargetInfo, d
             "auto times its rounds in each process by itself, and those that share this model's weights have to run "
             f"alike; leave auto out, and {instead}"
         )
-    ready = _captured(model, drafter, config.compile, target) if config.compile and drafts else drafter
+    compile = config.compile if drafts else False
+    if getattr(getattr(drafter, "options", None), "adaptive", False):
+        depth, each = drafter.options.depth, adaptive.variants(drafter)
+        ready: Any = adaptive.Adaptive({n: _captured(model, one, compile, target, depth) for n, one in each.items()})
+    else:
+        ready = _captured(model, drafter, compile, target)
     return Switch(ready, _known(model, drafter, config, target)) if config.auto and drafter.nodes > 1 else ready
 
 
-def _captured(model: Any, drafter: Any, compile: bool | str, target: TargetInfo) -> Any:
-    """What drafts as the drafter does, from captures of what it computes where that can be captured."""
+def _captured(model: Any, drafter: Any, compile: bool | str, target: TargetInfo, depth: int | None = None) -> Any:
+    """What drafts as the drafter does, from captures of what it computes where that can be captured.
+
+    Args:
+        depth: see CapturedDraft.
+    """
+    if not compile:
+        return drafter
     if isinstance(drafter, Compilable):
         return drafter.compiled(compile)
     if not (isinstance(drafter, FeatureDrafter | BlockDrafter) and drafter.capturable):
@@ -141,7 +153,7 @@ def _captured(model: Any, drafter: Any, compile: bool | str, target: TargetInfo)
     assert ours is not None
     held = ours.drafts.setdefault(drafter.block, CompiledCache(type(drafter).__name__))
     alive = weakref.ref(model)  # what drafts for a model does not keep it
-    return CapturedDraft(drafter, lambda: trusted.weights(alive()), target.vocab, held)
+    return CapturedDraft(drafter, lambda: trusted.weights(alive()), target.vocab, held, depth)
 
 
 def _known(model: Any, drafter: Any, config: SpecConfig, target: TargetInfo) -> Known:
