@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import own_drafters
 import pytest
 import targets
 import test_recurrent_law
@@ -87,14 +90,30 @@ def test_greedy_rows_share_the_median_length():
     assert rounds.propose() == [4] * 4
 
 
+def another(model: Any, folder: Path) -> Any:
+    """The target itself, as another model: all that it drafts is accepted."""
+    return copy.deepcopy(model)
+
+
+def shipped_heads(model: Any, folder: Path) -> Any:
+    own_drafters.shipped(model, folder, own_drafters.qwen_heads(model))
+    return "mtp"
+
+
 @pytest.mark.parametrize("kind", ["image first", "ragged"])
 @pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.full)])
-def test_greedy_text_is_stocks(kind: str, compile: bool):
-    model = targets.model("llava")
-    inputs = targets.prompt("llava", kind)
+@pytest.mark.parametrize(
+    ("name", "made"),
+    [("llava", lambda model, folder: eagle(model)), ("llava", another), ("qwen3_5", shipped_heads)],
+    ids=["eagle", "model", "mtp"],
+)
+def test_greedy_text_is_stocks(name: str, made: Any, kind: str, compile: bool, tmp_path: Path):
+    model = copy.deepcopy(targets.model(name))
+    inputs = targets.prompt(name, kind)
     wanted = targets.generate(model, inputs)
-    with mmspec.enable(model, eagle(model), depth=8, adaptive=True, compile=compile) as handle:
-        assert torch.equal(targets.generate(model, inputs), wanted)
+    with mmspec.enable(model, made(model, tmp_path), depth=8, adaptive=True, compile=compile) as handle:
+        for _ in range(2):
+            assert torch.equal(targets.generate(model, inputs), wanted)
     assert handle.stats.drafted
 
 

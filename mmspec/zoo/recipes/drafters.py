@@ -8,7 +8,8 @@ from typing import Any
 class DrafterRecipe:
     """An embedded drafter: for which model, from which prompts, in which shape; `mmspec.train.recipes` says how.
 
-    `depth`, `width` and `size` are the tree it recommends, chosen by `mmspec bench vlm --tune` on scenes of their own.
+    `depth`, `width`, `size` and `adaptive` are how it recommends to draft, chosen on scenes of their own: sizes
+    by `mmspec bench vlm --tune`.
     """
 
     name: str
@@ -20,6 +21,7 @@ class DrafterRecipe:
     depth: int = 8
     width: int = 1
     size: int = 9
+    adaptive: bool = False
     recipe: str = "scenes-eagle"  # in mmspec.train.recipes
 
 
@@ -35,11 +37,13 @@ _VIDEO: dict[str, dict[str, Any]] = {
     "block": {"layers": 2, "features": (12, 22, -1), "block": 8, "anchored": True, "markov_rank": 32},
 }
 _MLP = {"block": 384}  # of two layers
+_LONGEST = {"eagle": 16}  # chains that are as long as they are accepted
+_DEPTH = {**{method: shape.get("tokens", 8) for method, shape in _VIDEO.items()}, **_LONGEST}
 SCENES_VIDEO_DRAFTERS = tuple(
     DrafterRecipe(
         f"scenes-video-{method}", target="scenes-video", data="zoo:1800", method=method,
-        intermediate=_MLP.get(method, 512), shape=shape, depth=shape.get("tokens", 8),
-        size=shape.get("tokens", 8) + 1, recipe=f"scenes-video-{method}",
+        intermediate=_MLP.get(method, 512), shape=shape, depth=_DEPTH[method],
+        size=_DEPTH[method] + 1, adaptive=method in _LONGEST, recipe=f"scenes-video-{method}",
     )
     for method, shape in _VIDEO.items()
 )  # fmt: skip
