@@ -113,6 +113,7 @@ class CapturedDraft:
         missing = self.rows - follow.shape[1]  # rows past `count` mean nothing, and are written over
         inputs = [pad(hidden, (0, 0, 0, missing)), pad(follow, (0, missing)), count]
         inputs += [session.pending, session.emitted, session.seeds, *memory.state()]
+        inputs = [t.contiguous() for t in inputs]  # such as counts that stand for all rows at once
         after = memory.lengths.plus(session.last.counts, count)
         attend = self.drafter.attending(memory, replace(memory, lengths=after), self.rows)
         o, draws = self.drafter.options, self.drafter.drawing(session)
