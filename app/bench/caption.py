@@ -23,7 +23,7 @@ from mmspec.app.compare import Comparison, over
 from mmspec.app.devices import wait
 from mmspec.app.embedded import STOCK
 from mmspec.app.engine import load
-from mmspec.app.options import where
+from mmspec.app.options import count, where
 from mmspec.app.provenance import provenance
 from mmspec.drafters.plain import Plain
 from mmspec.pipelines.prompts import chat_inputs
@@ -107,10 +107,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--unrelated", action="store_true", help="answers of tokens that are drawn evenly and share nothing: what a "
         "drafter costs where it cannot foretell; static batches with the same seeds")  # fmt: skip
     add("--without", nargs="+", default=[], metavar="PATTERN", help="leave these out, such as 'continuous*'")
-    add("--images", type=int, default=24, help="captions of one run (default: %(default)s)")
-    add("--rows", type=int, nargs="+", default=[1, 2, 4, 8], help="captions written at once (default: 1 2 4 8)")
-    add("--turns", type=int, default=3, help="timed runs of every method (default: %(default)s)")
-    add("--max-new-tokens", type=int, default=256)
+    add("--images", type=count, default=24, help="captions of one run (default: %(default)s)")
+    add("--rows", type=count, nargs="+", default=[1, 2, 4, 8], help="captions written at once (default: 1 2 4 8)")
+    add("--turns", type=count, default=3, help="timed runs of every method (default: %(default)s)")
+    add("--max-new-tokens", type=count, default=256)
     where(parser)
     add("--seed", type=int, default=0)
 
