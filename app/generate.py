@@ -69,7 +69,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     where(model)
     model.add_argument("--guidance", type=from_zero, help="how closely to follow the prompt; 1 is not guided")
     model.add_argument("--top-k", type=int, help="draw from the k likeliest tokens, 0 from all (the model's own)")
-    model.add_argument("--temperature", type=from_zero, help="0 takes the likeliest token (the model's own)")
+    model.add_argument("--temperature", type=float, help="0 takes the likeliest token (the model's own)")
     fast = parser.add_argument_group("how it is made fast")
     fast.add_argument("--drafter", default="jacobi", help="jacobi (a MAR: self), a folder, or none (%(default)s)")
     for flag, help, takes in SHORT:

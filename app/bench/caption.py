@@ -17,7 +17,7 @@ from mmspec import registry
 from mmspec.app import embedded
 from mmspec.app.bench import drafters, report
 from mmspec.app.bench.answers import enabled
-from mmspec.app.bench.command import BenchError, Outcome, matching, say
+from mmspec.app.bench.command import Outcome, matching, say
 from mmspec.app.bench.questions import Question, read_questions
 from mmspec.app.compare import Comparison, over
 from mmspec.app.devices import wait
@@ -117,8 +117,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
     """All numbers of rows, one after the other; yields whenever the outcome has grown."""
-    if min(*args.rows, args.turns, args.images) < 1:
-        raise BenchError("--rows, --turns and --images are at least 1")
     engine = load(args.model, STOCK, args.device, args.dtype, args.max_new_tokens, 0)
     model = engine.model
     asked = [
