@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from mmspec.app.options import count
+
 OK, FAILED = 0, 1
 LLAMAGEN, MAR = "llamagen", "mar"  # in the place of SRC
 
@@ -51,8 +53,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--vq", type=Path, help="the VQ tokenizer's file, such as vq_ds16_t2i.pt")
     add("--text-encoder", help="T5 for a text-conditional model: folder or hub name, such as google/flan-t5-xl")
     add("-o", "--output", type=Path, help="folder to write")
-    add("--image-size", type=int, help="pixels along a side of its pictures, where the file does not say it")
-    add("--heads", type=int, help="attention heads, for sizes other than the published ones")
+    add("--image-size", type=count, help="pixels along a side of its pictures, where the file does not say it")
+    add("--heads", type=count, help="attention heads, for sizes other than the published ones")
     group = parser.add_argument_group(
         MAR,
         "Read the authors' checkpoint-last.pth (of its averaged weights) or a .safetensors file, and write a pipeline "

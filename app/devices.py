@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import re
 from pathlib import Path
 
+import huggingface_hub
 import torch
 
 from mmspec.app import embedded
@@ -58,9 +60,21 @@ def find_model(name: str) -> str:
         where = embedded.resolve(name)
     except FileNotFoundError as error:
         raise EngineError(f"cannot load the model {name!r}. {error}") from error
-    if not Path(where).exists() and name.count("/") != 1:
-        raise EngineError(f"no folder {name!r}; a name on the Hub has the form owner/name")
+    if not Path(where).exists():
+        if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
+            raise EngineError(f"no folder {name!r}; a name on the Hub has the form owner/name")
+        _look_for_hub()
     return where
+
+
+def _look_for_hub() -> None:
+    """Where the Hub cannot be reached, take what its cache holds; asking it for each file again and again is slow."""
+    constants = huggingface_hub.constants
+    if not constants.is_offline_mode():
+        try:
+            huggingface_hub.get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+        except Exception:  # of whichever library it asks with
+            constants.HF_HUB_OFFLINE = True
 
 
 def load_quietly(*libraries: str) -> None:

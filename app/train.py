@@ -16,6 +16,7 @@ import torch
 
 from mmspec.app import train_block
 from mmspec.app.devices import EngineError, find_device, find_model, first_line, load_quietly
+from mmspec.app.options import count, from_zero
 from mmspec.app.train_block import BLOCKS
 from mmspec.checkpoints.save import save_drafter
 from mmspec.protocols import TargetInfo
@@ -61,15 +62,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE",
         help="change values of the recipe, such as steps=200 held_out=8",
     )
-    parser.add_argument("--intermediate", type=int, help="width of the drafter's MLP; default: the target's")
+    parser.add_argument("--intermediate", type=count, help="width of the drafter's MLP; default: the target's")
     parser.add_argument(
         "--shape", nargs="*", default=[], metavar="NAME=VALUE",
         help="other values of the drafter's config, such as draft_vocab=8192 (a head of its own, for the most frequent "
         "tokens of the answers), num_q=4 or depth=6",
     )  # fmt: skip
     parser.add_argument("--answers", type=Path, help="folder of the target's answers, to share between runs")
-    parser.add_argument("--keep", type=float, default=0.0, metavar="GB", help="memory for features to be used again")
-    parser.add_argument("--limit", type=int, help="use at most so many samples")
+    parser.add_argument("--keep", type=from_zero, default=0.0, metavar="GB", help="memory for features to use again")
+    parser.add_argument("--limit", type=count, help="use at most so many samples")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps ... (%(default)s)")
 
 

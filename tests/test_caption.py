@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -341,7 +342,7 @@ def test_a_log_has_lines_of_progress(quiet, caption, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(report, "EVERY", 0.0)
     assert caption("--no-resume", *quiet) == OK
     said = capsys.readouterr().err
-    assert "2 of 4 images, " in said and "images/s, about 0 s left" in said
+    assert "2 of 4 items, " in said and "items/s, about 0 s left" in said
 
 
 def test_subfolders_that_are_not_looked_into_are_named(caption, photos: Path, capsys: pytest.CaptureFixture):
@@ -699,6 +700,16 @@ def test_a_dry_run_writes_nothing(caption, capsys: pytest.CaptureFixture):
     assert "4 to caption" in said and "prompt: what is a?" in said
     assert "measured on 4" in said and "with 2 workers; memory per worker up to" in said
     assert {path.name for path in Path().iterdir()} == {"photos"}
+
+
+@pytest.mark.parametrize(("kind", "library"), [("parquet", "pyarrow"), ("webdataset", "webdataset")])
+def test_a_library_of_a_format_is_missed_before_the_work(
+    kind: str, library: str, caption, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+):
+    monkeypatch.setitem(sys.modules, library, None)  # as if it were not installed
+    assert caption("--format", f"txt,{kind}") == FATAL
+    said = capsys.readouterr()
+    assert f"--format {kind}: needs the library {library}; pip install" in said.err and "to caption" not in said.out
 
 
 def test_fatal_errors_say_what_to_do(caption, truly, photos: Path, capsys: pytest.CaptureFixture):

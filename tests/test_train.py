@@ -368,7 +368,7 @@ def test_every_method_learns_and_the_output_stays_the_targets(method: str, quest
     sample = data.read(str(questions))[3]  # two pictures
     inputs = chat_inputs(processor, [sample.prompt], [sample.load()])
     stock = model.generate(**inputs, max_new_tokens=16, do_sample=False)
-    with mmspec.enable(model, drafter=tmp_path / "run" / "drafter") as handle:
+    with mmspec.enable(model, drafter=tmp_path / "run") as handle:  # what `--out` named
         assert torch.equal(model.generate(**inputs, max_new_tokens=16, do_sample=False), stock)
     assert handle.stats.drafted > 0
 

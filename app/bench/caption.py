@@ -17,13 +17,13 @@ from mmspec import registry
 from mmspec.app import embedded
 from mmspec.app.bench import drafters, report
 from mmspec.app.bench.answers import enabled
-from mmspec.app.bench.command import BenchError, Outcome, matching, say
+from mmspec.app.bench.command import Outcome, matching, say
 from mmspec.app.bench.questions import Question, read_questions
 from mmspec.app.compare import Comparison, over
 from mmspec.app.devices import wait
 from mmspec.app.embedded import STOCK
 from mmspec.app.engine import load
-from mmspec.app.options import where
+from mmspec.app.options import count, where
 from mmspec.app.provenance import provenance
 from mmspec.drafters.plain import Plain
 from mmspec.pipelines.prompts import chat_inputs
@@ -107,18 +107,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--unrelated", action="store_true", help="answers of tokens that are drawn evenly and share nothing: what a "
         "drafter costs where it cannot foretell; static batches with the same seeds")  # fmt: skip
     add("--without", nargs="+", default=[], metavar="PATTERN", help="leave these out, such as 'continuous*'")
-    add("--images", type=int, default=24, help="captions of one run (default: %(default)s)")
-    add("--rows", type=int, nargs="+", default=[1, 2, 4, 8], help="captions written at once (default: 1 2 4 8)")
-    add("--turns", type=int, default=3, help="timed runs of every method (default: %(default)s)")
-    add("--max-new-tokens", type=int, default=256)
+    add("--images", type=count, default=24, help="captions of one run (default: %(default)s)")
+    add("--rows", type=count, nargs="+", default=[1, 2, 4, 8], help="captions written at once (default: 1 2 4 8)")
+    add("--turns", type=count, default=3, help="timed runs of every method (default: %(default)s)")
+    add("--max-new-tokens", type=count, default=256)
     where(parser)
     add("--seed", type=int, default=0)
 
 
 def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
     """All numbers of rows, one after the other; yields whenever the outcome has grown."""
-    if min(*args.rows, args.turns, args.images) < 1:
-        raise BenchError("--rows, --turns and --images are at least 1")
     engine = load(args.model, STOCK, args.device, args.dtype, args.max_new_tokens, 0)
     model = engine.model
     asked = [

@@ -27,7 +27,7 @@ from mmspec.app.compare import Comparison
 from mmspec.app.devices import EngineError, first_line
 from mmspec.app.mar import draws
 from mmspec.app.media.inputs import images
-from mmspec.app.options import where
+from mmspec.app.options import count, from_zero, where
 from mmspec.app.painter import ImageSubject, load, sheet
 from mmspec.app.provenance import provenance
 from mmspec.media import load_image
@@ -52,18 +52,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--prompts", type=Path, metavar="FILE", help="prompts of your own, one a line (default: held-out scenes)")
     add("--real", type=Path, metavar="FOLDER", help="real pictures for the distance, where the prompts are your own")
     add("--images", type=int, default=12, help="prompts timed side by side; 0: no timing (%(default)s)")
-    add("--batch", type=int, nargs="+", default=[1, 4], help="pictures per timed call (default: 1 4)")
+    add("--batch", type=count, nargs="+", default=[1, 4], help="pictures per timed call (default: 1 4)")
     add("--methods", nargs="+", metavar="PATTERN", help="ar and only these, such as 'jacobi-*' '*+scaled'")
     add("--without", nargs="+", default=[], metavar="PATTERN", help="leave these out, such as ar-compiled")
     add("--rule", nargs="+", default=[], metavar="SPEC", help="further rules, such as 'lantern(k=20, lam=1.2)'")
     add("--budget", type=float, help="distance in total variation that a relaxed rule may spend on a picture")
     add("--guidance", type=float)
     add("--top-k", type=int)
-    add("--temperature", type=float)
+    add("--temperature", type=from_zero)
     good = parser.add_argument_group("how good the pictures are")
     good.add_argument("--quality-images", type=int, default=0, metavar="N", help="pictures per method; 0: not measured")
     good.add_argument("--quality-methods", nargs="+", metavar="PATTERN", help=f"default: {' '.join(DEFAULT_QUALITY)}")
-    good.add_argument("--quality-batch", type=int, default=8, metavar="N", help="pictures per call (%(default)s)")
+    good.add_argument("--quality-batch", type=count, default=8, metavar="N", help="pictures per call (%(default)s)")
     good.add_argument("--noise-runs", type=int, default=2, metavar="N", help="ar beside the reference (%(default)s)")
     good.add_argument("--backbone", default=quality.EMBEDDED, help="any timm model, or the embedded tower (default)")
     good.add_argument(

@@ -16,6 +16,7 @@ from mmspec.app.bench import report
 from mmspec.app.bench.command import BenchError, Outcome, say
 from mmspec.app.bench.kernels_ways import KernelMethod, contenders
 from mmspec.app.devices import find_device, wait
+from mmspec.app.options import count
 from mmspec.app.provenance import provenance
 from mmspec.kernels import cases, reference
 
@@ -33,7 +34,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
     add("--sizes", choices=("toy", "real"), help="default: real on a GPU, toy elsewhere")
     add("--set", nargs="+", default=[], metavar="NAME=N", help="other sizes, such as B=16 T=16444 N=32")
-    add("--repeats", type=int, default=20, help="timed calls (default: %(default)s)")
+    add("--repeats", type=count, default=20, help="timed calls (default: %(default)s)")
     add("--compile", action=argparse.BooleanOptionalAction, help="torch.compile of the definitions; default: on a GPU")
 
 

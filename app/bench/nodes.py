@@ -16,6 +16,7 @@ from mmspec.app.bench.command import BenchError, Outcome, say
 from mmspec.app.bench.shapes_ways import STOCK, Cost, ShapeMethod
 from mmspec.app.bench.vlm_methods import VlmMethod
 from mmspec.app.devices import EngineError, find_device
+from mmspec.app.options import count
 from mmspec.app.provenance import provenance
 from mmspec.drafters.plain import NoOptions, Plain
 from mmspec.tree import chain
@@ -41,13 +42,13 @@ class Blind(Plain):
 def configure(parser: argparse.ArgumentParser) -> None:
     """Which sizes, and how many nodes."""
     add = parser.add_argument
-    add("--width", type=int, default=768, help="a multiple of 128 (default: %(default)s)")
-    add("--depth", type=int, default=8, help="layers, a multiple of 4 (default: %(default)s)")
-    add("--nodes", type=int, nargs="+", default=[8], help="of a draft, its root included (default: 8)")
-    add("--context", type=int, default=256, help="tokens of the prompt (default: %(default)s)")
-    add("--tokens", type=int, default=24, help="new tokens of a call (default: %(default)s)")
-    add("--batch", type=int, nargs="+", default=[1])
-    add("--repeats", type=int, default=5, help="timed calls (default: %(default)s)")
+    add("--width", type=count, default=768, help="a multiple of 128 (default: %(default)s)")
+    add("--depth", type=count, default=8, help="layers, a multiple of 4 (default: %(default)s)")
+    add("--nodes", type=count, nargs="+", default=[8], help="of a draft, its root included (default: 8)")
+    add("--context", type=count, default=256, help="tokens of the prompt (default: %(default)s)")
+    add("--tokens", type=count, default=24, help="new tokens of a call (default: %(default)s)")
+    add("--batch", type=count, nargs="+", default=[1])
+    add("--repeats", type=count, default=5, help="timed calls (default: %(default)s)")
     add("--compile", action=argparse.BooleanOptionalAction, default=True, help="also with compile=True (default)")
     add("--device", default="auto")
     add("--seed", type=int, default=0)

@@ -17,7 +17,7 @@ from mmspec.app.bench.shapes_models import MODELS, REAL, TOY, Chat, on_paper
 from mmspec.app.bench.shapes_ways import STOCK, Cost, ShapeMethod
 from mmspec.app.compare import OWN, Comparison, free, over
 from mmspec.app.devices import EngineError, find_device, free_memory
-from mmspec.app.options import DTYPES
+from mmspec.app.options import DTYPES, count
 from mmspec.app.provenance import provenance
 
 GIB = 2**30
@@ -46,14 +46,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="MODEL", help=f"of {', '.join(MODELS)}")
     add("--sizes", choices=(TOY, REAL), help="default: real on CUDA, toy elsewhere")
-    add("--contexts", type=int, nargs="+", metavar="N", help="positions at the end of a call, of vision-language models"
-        "; default: 1024 4096 16384, of toys 64 128 256, as far as the model has positions. Pictures have a length of "
-        "their own")  # fmt: skip
-    add("--batch", type=int, nargs="+", metavar="N", help="default: 1 4 16, of toys 1 4")
+    add("--contexts", type=count, nargs="+", metavar="N", help="positions at the end of a call, of vision-language "
+        "models; default: 1024 4096 16384, of toys 64 128 256, as far as the model has positions. Pictures have a "
+        "length of their own")  # fmt: skip
+    add("--batch", type=count, nargs="+", metavar="N", help="default: 1 4 16, of toys 1 4")
     add("--drafters", nargs="+", metavar="NAME", help="only these of eagle, vispec, msd; default: all")
-    add("--tokens", type=int, help="new tokens of a call, the first included; default: 32, of toys 6. LlamaGen draws "
+    add("--tokens", type=count, help="new tokens of a call, the first included; default: 32, of toys 6. LlamaGen draws "
         "whole pictures")  # fmt: skip
-    add("--repeats", type=int, default=3, help="timed calls (default: %(default)s)")
+    add("--repeats", type=count, default=3, help="timed calls (default: %(default)s)")
     add("--compile", action=argparse.BooleanOptionalAction, help="also compiled, which takes a toy longer than all "
         "else; default: on CUDA")  # fmt: skip
     add("--device", help="default: the fastest there is; real sizes elsewhere than on CUDA want it named")

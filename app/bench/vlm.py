@@ -21,7 +21,7 @@ from mmspec.app.bench.vlm_shown import Questions, Shown, questions
 from mmspec.app.compare import Comparison
 from mmspec.app.embedded import STOCK
 from mmspec.app.engine import load
-from mmspec.app.options import where
+from mmspec.app.options import count, from_zero, where
 from mmspec.app.provenance import provenance
 
 SINGLE = "not measured: transformers refuses assisted decoding at batch > 1"
@@ -56,9 +56,9 @@ def conditions(parser: argparse.ArgumentParser, batch: list[int], temperature: l
         "scenes-hybrid")  # fmt: skip
     vlm_methods.configure(parser)
     vlm_shown.configure(parser)
-    add("--batch", type=int, nargs="+", default=batch)
-    add("--temperature", type=float, nargs="+", default=temperature)
-    add("--max-new-tokens", type=int, default=tokens)
+    add("--batch", type=count, nargs="+", default=batch)
+    add("--temperature", type=from_zero, nargs="+", default=temperature)
+    add("--max-new-tokens", type=count, default=tokens)
     where(parser)
 
 

@@ -14,6 +14,7 @@ from mmspec import registry
 from mmspec.app.bench import drafters
 from mmspec.app.bench.assisted import ASSISTED
 from mmspec.app.bench.command import matching, say
+from mmspec.app.options import count
 from mmspec.drafters.specvlm import BRANCHES
 
 GRIDS: dict[str, tuple[dict[str, int], ...]] = {  # what --tune tries
@@ -104,11 +105,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--ablate", action="store_true", help="each drafter also with one of its parts switched off at a time, when "
         "it drafts; nothing is trained again")  # fmt: skip
     add("--tune", action="store_true", help="choose each method's depth and tree on other images first")
-    add("--depth", type=int, help="of the feature drafters, without --tune")
-    add("--width", type=int, help="branches per node; 1 drafts a chain")
-    add("--size", type=int, help="nodes per round, the root included")
-    add("--draft-vocab", type=int, metavar="N", help="they propose from the first N tokens, and read no other rows of "
-        "the model's head")  # fmt: skip
+    add("--depth", type=count, help="of the feature drafters, without --tune")
+    add("--width", type=count, help="branches per node; 1 drafts a chain")
+    add("--size", type=count, help="nodes per round, the root included")
+    add("--draft-vocab", type=count, metavar="N", help="they propose from the first N tokens, and read no other rows "
+        "of the model's head")  # fmt: skip
     add("--without", nargs="+", default=[], metavar="PATTERN", help="leave these out, such as stock-static 'eagle*'")
 
 

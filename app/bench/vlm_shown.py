@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from mmspec.app.bench.questions import Question, read_questions
+from mmspec.app.options import count
 from mmspec.zoo import clips, language, scenes
 from mmspec.zoo.recipes import Mix
 
@@ -66,11 +67,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     own = "questions of your own: a folder of pictures, a .jsonl, .json or .parquet list, or a folder of MMSpec's"
     add("--data", type=Path, metavar="PATH", help=own)
     add("--shown", nargs="+", choices=KINDS, default=["picture"], help="drawn: single pictures, pairs of them, clips")
-    add("--frames", type=int, nargs="+", default=[8], help="of clips, a cell for each number (default: 8)")
+    add("--frames", type=count, nargs="+", default=[8], help="of clips, a cell for each number (default: 8)")
     add("--prompt", nargs="+", help="short, long, or texts of your own, a cell for each; default: short and long for "
         "pictures, and for pairs and clips what the embedded models are asked in training")  # fmt: skip
-    add("--images", type=int, default=20, help="questions of a cell at batch 1 (default: %(default)s)")
-    add("--tune-images", type=int, default=4)
+    add("--images", type=count, default=20, help="questions of a cell at batch 1 (default: %(default)s)")
+    add("--tune-images", type=count, default=4)
     add("--seed", type=int, default=0)
 
 

@@ -134,7 +134,7 @@ def _work(job: Job, slots: str, inputs: Inputs, outputs: Outputs, todo: Plan) ->
         print(f"nothing to do; what there is lies in {outputs.folder}")
         return SOME_FAILED if failed_before else OK
     _keep(options, outputs, slots)
-    tally = RunTally(len(todo.pending), options.quiet, todo.unit, options.max_errors)
+    tally = RunTally(len(todo.pending), options.quiet, options.max_errors)
     comparison = None
     try:
         with contextlib.closing(tally), _crew(job, slots, todo) as crew:
@@ -238,7 +238,7 @@ def _wind_up(options: Options, inputs: Inputs, outputs: Outputs, todo: Plan, tal
 
 
 def _say_plan(options: Options, inputs: Inputs, outputs: Outputs, todo: Plan) -> None:
-    print(f"{todo.items} {todo.unit}{'s' * (todo.items != 1)}: {todo}")
+    print(f"{todo.items} item{'s' * (todo.items != 1)}: {todo}")
     if skipped := inputs.skipped():
         names = ", ".join(map(plain, skipped[:5])) + ", ..." * (len(skipped) > 5)
         print(f"NOT looked into: {len(skipped)} subfolder(s) ({names}); --recursive captions what is in them too")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from mmspec.app.caption import formats
 from mmspec.app.caption.journal import Journal, Ledger, Record, hold, parse
+from mmspec.app.media.items import need
 
 FAILURES = "failed.jsonl"  # made by every run in which anything failed
 MERGED = formats.METADATA  # the lines of others in it are kept, so it may be anybody's
@@ -38,10 +39,15 @@ class Finals:
     ) -> None:
         """Before any work: OutputError if this run would replace a file of others, or one that it reads.
 
+        MediaError if a library that it needs for its files is not installed.
+
         Args:
             names: of the items.
             report: one more file that will be written.
         """
+        for kind in kinds:
+            for library in formats.LIBRARIES.get(kind, ()):
+                need(library, f"--format {kind}")
         self.refuse_strangers(kinds, ledger, names)
         read = {path.resolve(): path for path in read}
         for path in read.values():

@@ -38,6 +38,7 @@ NAMES = {  # by kind; the names of tars are numbers
     "parquet": (TABLE,),
     "pairs": (PROMPTS, VIDEOS, IMAGES),
 }
+LIBRARIES = {"parquet": ("pyarrow",), "webdataset": ("pyarrow", "webdataset")}  # by kind
 Note = Callable[[Path, Path], None]  # told where a file is to be put, and where it lies complete
 
 

@@ -52,11 +52,6 @@ class Plan:
         kind, _, count = policy.partition(":")
         return int(count) if kind == "uniform" else most
 
-    @property
-    def unit(self) -> str:
-        """What the pending ones are called."""
-        return "item" if any(task.item.kind == VIDEO for task in self.pending) else "image"
-
     def __str__(self) -> str:
         parts = {
             "to caption": len(self.pending),

@@ -38,7 +38,6 @@ class RunTally:
 
     total: int
     quiet: bool = False
-    unit: str = "image"
     max_errors: int | None = None
     shown: bool = True
     items: int = 0  # that are done, well or not
@@ -55,7 +54,7 @@ class RunTally:
         self._due = EVERY  # when the next line is
         self.seconds = 0.0  # wall time, without loading the model
         disable = None if self.shown else True  # None: where nobody looks
-        self._bar = tqdm(total=self.total, unit=self.unit, disable=disable, dynamic_ncols=True)
+        self._bar = tqdm(total=self.total, unit="item", disable=disable, dynamic_ncols=True)
 
     def start(self) -> None:
         """The models are loaded: from here on time counts."""
@@ -93,8 +92,8 @@ class RunTally:
         self._due = self.seconds + EVERY
         left = (self.total - self.items) * self.seconds / self.items
         failed = f", {self.failed} failed" if self.failed else ""
-        done = f"{self.items} of {self.total} {self.unit}s{failed}"
-        pace = f"{self.items / max(self.seconds, 1e-9):.2f} {self.unit}s/s"
+        done = f"{self.items} of {self.total} items{failed}"
+        pace = f"{self.items / max(self.seconds, 1e-9):.2f} items/s"
         print(f"{done}, {pace}, about {_duration(left)} left", file=sys.stderr, flush=True)
 
     @property
@@ -103,7 +102,7 @@ class RunTally:
 
     def __str__(self) -> str:
         rate = self.captions / max(self.seconds, 1e-9)
-        pace = f"{rate:.1f} {self.unit}s/s" if rate >= 1 else f"{1 / rate:.1f} s per {self.unit}" if rate else ""
+        pace = f"{rate:.1f} items/s" if rate >= 1 else f"{1 / rate:.1f} s per item" if rate else ""
         same = f"{self.twins} of them copied from one that is the same" if self.twins else ""
         cut = f"{self.cut} cut off at --max-new-tokens" if self.cut else ""
         first = f"{self.animated} by the first frame of an animation" if self.animated else ""

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 CONFIG, WEIGHTS, INDEX, PICKLE = "config.json", "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
+TRAINED = "drafter"  # where `mmspec train --out FOLDER` puts it, in FOLDER
 LONGEST = 2**26  # bytes of a JSON file; the index of the largest checkpoints has a tenth of it
 _SAFE = [CONFIG, WEIGHTS, INDEX, "model-*-of-*.safetensors"]
 
@@ -25,7 +26,8 @@ def locate(name_or_path: str | Path, revision: str | None = None) -> Path:
     """
     path = Path(name_or_path).expanduser()
     if path.exists():
-        return path
+        made = path / TRAINED
+        return made if (made / CONFIG).is_file() and not (path / CONFIG).is_file() else path
     name = str(name_or_path)
     if isinstance(name_or_path, Path) or name.count("/") != 1 or name.startswith((".", "~", "/")):
         raise FileNotFoundError(f"there is no folder or file {name!r}; pass one that exists, or owner/name on the hub")

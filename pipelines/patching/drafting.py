@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 import transformers
 from transformers import PreTrainedModel
 
+from mmspec.checkpoints.files import locate
 from mmspec.checkpoints.load import drafter_of, load_drafter
 from mmspec.config import AUTO, SpecConfig, option_names
 from mmspec.drafters import adaptive
@@ -104,6 +105,7 @@ def opened(folder: Path, target: TargetInfo, model: Any) -> Any:
     """
     from mmspec.pipelines.drafters import mtp, mtp_files
 
+    folder = locate(folder)
     if mtp_files.saved(folder):
         return mtp.MtpDrafter.of_model(model, folder)
     return load_drafter(folder, target=target)
