@@ -80,14 +80,14 @@ def run(args: argparse.Namespace) -> int:
         for _ in importlib.import_module(SUITES[args.suite][0]).measure(args, outcome):
             outcome.meaning = report.meaning(outcome.records)
             if args.json:
-                _save(args.json, json.dumps(asdict(outcome), indent=1))
+                _save(args.json, json.dumps(asdict(outcome), indent=0))
     except (BenchError, EngineError, MediaError, report.ReportError) as error:
         print(f"mmspec bench {args.suite}: {error}", file=sys.stderr)
         return 1
     outcome.provenance |= {"seconds": round(time.perf_counter() - began, 1), "load_average_at_end": load_average()}
     print(report.table(outcome.records))
     if args.json:
-        _save(args.json, json.dumps(asdict(outcome), indent=1))
+        _save(args.json, json.dumps(asdict(outcome), indent=0))
     if args.markdown:
         _save(args.markdown, report.markdown(outcome.records, outcome.provenance, outcome.tuned))
     if args.plot:
