@@ -31,7 +31,7 @@ def variants(drafter: Any) -> dict[int, Any]:
 
 
 @dataclass
-class _Memory:
+class _Lengths:
     """The drafter's memory of some rows, and how long the next draft of each is."""
 
     inner: Any
@@ -41,11 +41,11 @@ class _Memory:
     def stats(self) -> dict[str, float]:
         return reported(self.inner)
 
-    def select(self, rows: Tensor) -> _Memory:
-        return _Memory(None if self.inner is None else self.inner.select(rows), [self.depths[i] for i in rows.tolist()])
+    def select(self, rows: Tensor) -> _Lengths:
+        return _Lengths(None if self.inner is None else self.inner.select(rows), [self.depths[i] for i in rows.tolist()])
 
-    def join(self, other: _Memory) -> _Memory:
-        return _Memory(None if self.inner is None else self.inner.join(other.inner), self.depths + other.depths)
+    def join(self, other: _Lengths) -> _Lengths:
+        return _Lengths(None if self.inner is None else self.inner.join(other.inner), self.depths + other.depths)
 
 
 class Adaptive:
@@ -63,12 +63,12 @@ class Adaptive:
         self.drafter = self.by_depth[max(by_depth)]
         self.features, self.nodes = self.drafter.features, self.drafter.nodes
 
-    def start(self, session: Any, target: Target, prompt: Prompt) -> _Memory:
+    def start(self, session: Any, target: Target, prompt: Prompt) -> _Lengths:
         usual = list(self.by_depth)[len(self.by_depth) // 2]
-        return _Memory(self.drafter.start(session, target, prompt), [usual] * len(session.rows))
+        return _Lengths(self.drafter.start(session, target, prompt), [usual] * len(session.rows))
 
     def propose(self, session: Any, target: Target) -> Draft:
-        memory: _Memory = session.memory
+        memory: _Lengths = session.memory
         last = session.last
         memory.depths = [
             self._next(depth, count - 1, proposed)
