@@ -42,7 +42,9 @@ class _Lengths:
         return reported(self.inner)
 
     def select(self, rows: Tensor) -> _Lengths:
-        return _Lengths(None if self.inner is None else self.inner.select(rows), [self.depths[i] for i in rows.tolist()])
+        return _Lengths(
+            None if self.inner is None else self.inner.select(rows), [self.depths[i] for i in rows.tolist()]
+        )
 
     def join(self, other: _Lengths) -> _Lengths:
         return _Lengths(None if self.inner is None else self.inner.join(other.inner), self.depths + other.depths)
