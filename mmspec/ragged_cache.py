@@ -80,13 +80,17 @@ class RaggedBuffer:
         return self.keys[:, :, :end], self.values[:, :, :end]
 
     def _room(self, buffer: Tensor | None, like: Tensor, end: int) -> Tensor:
-        """A buffer with at least `end` slots; grows by a quarter, so that the copying is paid only now and then."""
+        """A buffer with at least `end` slots; grows by a quarter, so that the copying is paid only now and then.
+
+        It has room for what is wider too, as what autocast left in a cache and a call without it have.
+        """
         held = 0 if buffer is None else buffer.shape[2]
-        if buffer is not None and end <= held:
+        dtype = like.dtype if buffer is None else torch.promote_types(buffer.dtype, like.dtype)
+        if buffer is not None and end <= held and buffer.dtype == dtype:
             return buffer
         capacity = max(end, held + held // 4 if held else self.reserve)
         with lasting():
-            grown = like.new_zeros(like.shape[0], like.shape[1], capacity, like.shape[3])
+            grown = like.new_zeros(like.shape[0], like.shape[1], capacity, like.shape[3], dtype=dtype)
         if buffer is not None:
             grown[:, :, :held] = buffer
         return grown

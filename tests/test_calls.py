@@ -170,6 +170,22 @@ def test_the_cache_of_a_guided_call_is_that_of_the_prompt_alone() -> None:
         torch.testing.assert_close(mine.keys, theirs.keys, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("attn", ["sdpa", "eager"])
+def test_a_cache_that_was_filled_under_autocast(attn: str) -> None:
+    """Values are in bfloat16 there and keys in float32; a turn without autocast goes on in float32, as in stock."""
+    model, ids = copy.deepcopy(targets.model("llava", attn)), words(9)
+
+    def talk() -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = model.generate(ids, do_sample=False, max_new_tokens=1, return_dict_in_generate=True)
+        turn = torch.cat([out.sequences, words(7, seed=4)], 1)
+        return model.generate(turn, past_key_values=out.past_key_values, **PLAIN)
+
+    stock = talk()
+    with mmspec.enable(model, drafter=Scripted(_random)):
+        assert torch.equal(talk(), stock)
+
+
 # -- positions -------------------------------------------------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import targets
 import torch
+import zoo_classes as zoo
 from drafters import eagle, feature_drafter
 from targets import CLOSE, IMAGE, OPEN, VIDEO
 from torch import Tensor
@@ -255,6 +256,25 @@ def test_calls_that_are_left_alone_say_why() -> None:
         ("the cache is the caller's own", 1),
         ("its pictures were encoded before the prefill", 2),
     ]
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
+def test_prefill_in_pieces_on_the_stock_path(name: str) -> None:
+    """Stock takes no pictures there that are not encoded yet."""
+    model, inputs = targets.model(name), targets.prompt(name, "image first")
+    options = {"prefill_chunk_size": 4, "encoder_repetition_penalty": 1.3}
+    want = targets.generate(model, inputs, **options)
+    with mmspec.enable(model, prefix_cache="64MB"), pytest.warns(UserWarning, match="stock path"):
+        assert torch.equal(targets.generate(model, inputs, **options), want)
+
+
+def test_pictures_beside_embeddings_are_encoded_as_in_stock() -> None:
+    """Llama-4 takes them beside embeddings only so."""
+    model, inputs = zoo.model("llama4"), zoo.prompt("llama4")
+    inputs |= {"inputs_embeds": model.get_input_embeddings()(inputs["input_ids"]).detach()}
+    want = zoo.generate(model, inputs)
+    with mmspec.enable(model, prefix_cache="64MB"):
+        assert torch.equal(zoo.generate(model, inputs), want)
 
 
 @pytest.mark.parametrize(("said", "size"), [("512MB", 2**29), ("1.5 GiB", 3 * 2**29), (7, 7), ("2k", 2048), (None, 0)])

@@ -12,7 +12,7 @@ import pytest
 import targets
 import torch
 import zoo_classes as zoo
-from drafters import Oracle, Scripted
+from drafters import DRAFTERS, Oracle, Scripted
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -265,3 +265,19 @@ def test_a_state_that_nobody_knows_is_refused_by_name() -> None:
             return cache.update_recurrent_state(x, 0)  # type: ignore[attr-defined]
 
     assert recurrent.unknown(torch.nn.Sequential(Odd())) == "Odd"
+
+
+@pytest.mark.parametrize("gate_norm", [False, True], ids=["gate in the step", "gate in the norm"])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_scan_that_gates_what_it_reads(gate_norm: bool, rows: int) -> None:
+    """Falcon-H1 hands the gate of a single token to its scan, and multiplies that of several by itself."""
+    sizes = {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 8}
+    model = targets.text("FalconH1", **sizes, mamba_rms_norm=gate_norm)
+    ids = torch.randint(5, 100, (rows, 9), generator=torch.Generator().manual_seed(2))
+    mask = torch.ones_like(ids)
+    mask[1:, :4] = 0
+    inputs = {"input_ids": ids * mask, "attention_mask": mask}
+    stock = targets.generate(model, inputs)
+    for drafter in ("empty", "random tree", "right within"):
+        with mmspec.enable(model, DRAFTERS[drafter](model, Oracle.of(inputs["input_ids"], stock))):
+            assert torch.equal(targets.generate(model, inputs), stock)

@@ -7,7 +7,7 @@ import survey
 import torch
 import transformers
 import zoo_classes as zoo
-from drafters import DRAFTERS
+from drafters import DRAFTERS, eagle
 
 import mmspec
 from mmspec.pipelines.families import table as families
@@ -135,3 +135,15 @@ def test_left_uncompiled_the_text_is_the_same(case: str) -> None:
     full = zoo.generate(model, inputs)
     with mmspec.enable(model, compile=True), pytest.warns(UserWarning, match="uncompiled"):
         assert torch.equal(zoo.generate(model, inputs), full)
+
+
+@pytest.mark.parametrize("case", ["qwen4_exp", "glm5_next"])
+def test_drafters_of_inner_layers_are_refused_where_these_carry_several_streams(case: str) -> None:
+    """What was enabled before stays; the last features are one stream."""
+    model, inputs = zoo.model(case), zoo.prompt(case)
+    want = zoo.generate(model, inputs)
+    with mmspec.enable(model, eagle(model, depth=3, width=1)) as handle:
+        with pytest.raises(ValueError, match="carries 4 streams between its layers"):
+            mmspec.enable(model, eagle(model, draft_vocab=50))
+        assert torch.equal(zoo.generate(model, inputs), want) and handle.stats.rounds > 0
+    assert not [module for module in model.modules() if hasattr(type(module), "_mmspec_stock")]

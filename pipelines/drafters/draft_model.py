@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 from mmspec.drafters import prune, static_trees
 from mmspec.drafters.growth import Growth
 from mmspec.drafters.options import ALL, TreeOptions, grown
+from mmspec.pipelines.families.table import unwrap
 from mmspec.pipelines.targets import compiled, tree_readers
 from mmspec.pipelines.targets.call import Call
 from mmspec.pipelines.targets.decoder import decoder, readers
@@ -28,6 +29,7 @@ from mmspec.tree import chain
 from mmspec.types import ATTENTION, Draft, Prompt, Tree, gather_rows
 
 _PADDED = 1.1  # models of one family and tokenizer have a few more rows here and there: Qwen2.5 151936 and 152064
+_NOT_ITS_OWN = ("input_ids", "inputs_embeds", "labels")  # of what a call gives, what is said to it otherwise or not
 _USUAL = TreeOptions(depth=5, width=1, size=6, tree="chain")  # a chain, as long as stock's assistants begin with
 
 
@@ -82,7 +84,7 @@ class ModelDrafter(Growth):
             draft = _loaded(draft)
         if not hasattr(draft, "generate") or not hasattr(draft, "config"):
             raise ValueError(f"a draft model is a model of transformers, or its folder; got {type(draft).__name__}")
-        return cls(draft)
+        return cls(unwrap(draft))  # of a model that hands the writing on, the one that writes
 
     def fit(self, target: TargetInfo, given: Mapping[str, Any]) -> ModelDrafter:
         """The same model with the user's options.
@@ -174,7 +176,7 @@ class ModelDrafter(Growth):
             tokens, depth, ancestors = _filled(max(n, self._most), tokens, depth, ancestors)
         tokens, depth, ancestors, first = (t.to(home) for t in (tokens, depth, ancestors, first))
         places = state.places.at(first + depth)
-        places = places if view.last is None else places.clamp(max=view.last)
+        places, tokens = places if view.last is None else places.clamp(max=view.last), _known(self.model, tokens)
         with view.reads(Tree(_parents(depth, ancestors), depth, ancestors), state.cache.lengths):
             raw, *_ = view.reader(state, tokens, places, view.mask(state, ancestors, depth))
         return raw[:, :n].to(asked)
@@ -229,20 +231,24 @@ def _tapped(model: Any) -> Iterator[None]:
 
 
 def _call(model: Any, given: Mapping[str, Any], prompt: Prompt) -> Call:
-    """The draft model's own preparations for the prompt of a call, up to its prefill."""
+    """The draft model's own preparations for the prompt of a call, up to its prefill; embeddings are the target's."""
     known = inspect.signature(model.forward).parameters
     ids = given.get("input_ids", given.get("inputs"))
     inputs = {name: value for name, value in given.items() if name in known and isinstance(value, Tensor)}
-    inputs = {name: value.to(model.device) for name, value in inputs.items() if name not in ("input_ids", "labels")}
+    inputs = {name: value.to(model.device) for name, value in inputs.items() if name not in _NOT_ITS_OWN}
     if ids is None or ids.shape[1] < prompt.ids.shape[1]:
         ids, inputs = prompt.ids, {"attention_mask": prompt.valid.long()}
-    B = len(prompt.ids)
-    if len(ids) != B and B % len(ids) == 0:  # several answers to one prompt
-        ids, inputs = model._expand_inputs_for_generation(expand_size=B // len(ids), input_ids=ids, **inputs)
+    answers = max(1, len(prompt.ids) // len(ids))  # to each prompt; only those that are drawn may be several
     found: Call = model.generate(
-        input_ids=ids.to(model.device), **inputs, max_new_tokens=1, do_sample=False, custom_generate=_as_call
-    )
+        input_ids=_known(model, ids.to(model.device)), **inputs, num_return_sequences=answers, max_new_tokens=1,
+        do_sample=answers > 1, custom_generate=_as_call,
+    )  # fmt: skip
     return found
+
+
+def _known(model: Any, ids: Tensor) -> Tensor:
+    """Ids that the draft model has an embedding of: the target may have more, for pictures or as padding."""
+    return ids.clamp(max=model.get_input_embeddings().weight.shape[0] - 1)
 
 
 def _as_call(

@@ -52,9 +52,13 @@ class DecoderOnlyPatch:
     def _maybe_prepare_encoder_kwargs_for_generation(
         self, inputs_tensor: Any, model_kwargs: Any, model_input_name: Any, generation_config: Any
     ) -> Any:
-        """Where prompts are kept, pictures wait for the prefill, which may have read them before."""
+        """Where prompts are kept, pictures wait for the prefill, which may have read them before.
+
+        Not those of prompts that are never kept, nor of stock's prefill in pieces, which does not take them.
+        """
         patch, config = Patch.of(self), generation_config
         one = max(config.num_beams or 1, config.num_return_sequences or 1) == 1
+        one = one and model_input_name != "inputs_embeds" and config.prefill_chunk_size is None
         if patch is not None and patch.prefixes is not None and one and not self.config.is_encoder_decoder:  # type: ignore[attr-defined]
             return model_kwargs
         return stock(self)._maybe_prepare_encoder_kwargs_for_generation(

@@ -164,7 +164,8 @@ def _ssd_step(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
             x[:, None], dt[:, None, :, 0], A[:, 0, 0], B[:, None], C[:, None], 1, D=one[0], dt_bias=one[1],
             initial_states=state, dt_softplus=dt_softplus,
         )  # fmt: skip
-        return out[:, 0].to(x.dtype)
+        gated = out[:, 0] if z is None else out[:, 0] * F.silu(z.float())
+        return gated.to(x.dtype)
 
     return selective_state_update
 

@@ -37,16 +37,26 @@ _RESERVE = 1024  # slots to reserve at once at most, beyond the prompt
 
 
 def taps(model: Any, features: tuple[int, ...]) -> dict[str, Any]:
-    """The modules to record: the decoder, and the layers whose input the drafter asked for."""
+    """The modules to record: the decoder, and the layers whose input the drafter asked for.
+
+    Raises:
+        ValueError: what enters its layers is several streams wide.
+    """
     own = decoder(model)
+    streams = getattr(own.config, "hc_mult", None) or getattr(own.config, "hc_count", 1)  # hyper-connections
+    if streams > 1 and max(features, default=FINAL) >= 0:
+        raise ValueError(
+            f"{type(own).__name__} carries {streams} streams between its layers, where this drafter reads one; take a "
+            "drafter that reads the last features alone, or drafter='ngram', which fits any"
+        )
     return {"decoder": own, **{f"layer {i}": own.layers[i] for i in features if i >= 0}}
 
 
 def tap(model: Any, features: tuple[int, ...]) -> None:
-    own = decoder(model)
+    own, heard = decoder(model), taps(model, features)
     for module, reader in readers(own):
         hold(module, reader)
-    for name, module in taps(model, features).items():
+    for name, module in heard.items():
         hold(module, FeatureHook, _mmspec_name=name)
     for module in _renamed(own, features):
         hold(module, renamed.Renamed)
