@@ -82,10 +82,11 @@ class RaggedBuffer:
     def _room(self, buffer: Tensor | None, like: Tensor, end: int) -> Tensor:
         """A buffer with at least `end` slots; grows by a quarter, so that the copying is paid only now and then.
 
-        It has room for what is wider too, as what autocast left in a cache and a call without it have.
+        Where autocast filled it and a call without autocast goes on, it is made wide enough for both.
         """
-        held = 0 if buffer is None else buffer.shape[2]
-        dtype = like.dtype if buffer is None else torch.promote_types(buffer.dtype, like.dtype)
+        held, dtype = (0, like.dtype) if buffer is None else (buffer.shape[2], buffer.dtype)
+        if dtype != like.dtype:
+            dtype = torch.promote_types(dtype, like.dtype)
         if buffer is not None and end <= held and buffer.dtype == dtype:
             return buffer
         capacity = max(end, held + held // 4 if held else self.reserve)

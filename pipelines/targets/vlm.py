@@ -43,7 +43,7 @@ def taps(model: Any, features: tuple[int, ...]) -> dict[str, Any]:
         ValueError: what enters its layers is several streams wide.
     """
     own = decoder(model)
-    streams = getattr(own.config, "hc_mult", None) or getattr(own.config, "hc_count", 1)  # hyper-connections
+    streams = getattr(own.config, "hc_mult", None) or getattr(own.config, "hc_count", None) or 1  # hyper-connections
     if streams > 1 and max(features, default=FINAL) >= 0:
         raise ValueError(
             f"{type(own).__name__} carries {streams} streams between its layers, where this drafter reads one; take a "
