@@ -150,7 +150,7 @@ def grown(count: Callable[[int], Counts], few: int, more: int, layers: int) -> C
 def chats(layers: int, method: str = "vispec") -> Counts:
     """What a step of stock, a plain round and a drafted one launch, uncompiled and captured."""
     model, shape = chat("qwen2.5-vl-7b", layers)
-    drafter, inputs = shape.drafter(method, TOY), shape.prompt(model, TOY, 40, 1)
+    drafter, inputs = shape.feature_drafter(method, TOY), shape.prompt(model, TOY, 40, 1)
     return {
         "stock step": launches(model, inputs, None),
         "plain round": launches(model, inputs, Plain()),

@@ -118,9 +118,9 @@ def vispec(name: str = "qwen2.5-vl-7b") -> Plan:
     """ViSpec's published tree at the shapes of Qwen2.5-VL-7B."""
     shape, numbers = MODELS[name], on_paper(MODELS[name], REAL)
     assert isinstance(shape, Chat)
-    c = shape.drafter("vispec", TOY).config
+    c = shape.feature_drafter("vispec", TOY).config
     with torch.device("meta"):
-        parts = shape.drafter("vispec", REAL).named_parameters()
+        parts = shape.feature_drafter("vispec", REAL).named_parameters()
         own = sum(p.numel() for part, p in parts if part.startswith(("fc", "block")))
     vocab = shape.text[REAL]["vocab_size"]
     return Plan(name, "vispec round", text(name), own, sum(numbers.values()), vocab, c.depth, c.width, c.size + 1)

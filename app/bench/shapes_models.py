@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from mmspec.checkpoints.layouts import LAYOUTS
 from mmspec.drafters.eagle import EagleDrafter
 from mmspec.models.mar_head import SHAPES as MAR_SHAPES
+from mmspec.pipelines.drafters.mtp import MtpDrafter
 from mmspec.registry import drafter_class
 
 REAL, TOY = "real", "toy"
@@ -36,7 +38,7 @@ class Chat:
         text, vision: arguments of the two configs.
         picture: the tensors of B pictures, and how many tokens one has, from the vision config and `side`.
         side: patches along a side of the picture.
-        drafters: by method, what its config says that does not follow from the text model.
+        drafters: by method, what its config says that does not follow from the text model; "mtp" has none of its own.
         axes: M-RoPE: the tokens' types are told.
     """
 
@@ -55,7 +57,7 @@ class Chat:
     def target(self, sizes: str, dtype: torch.dtype) -> Any:
         return self.build(self.text[sizes], self.vision[sizes], dtype)
 
-    def drafter(self, method: str, sizes: str) -> EagleDrafter:
+    def feature_drafter(self, method: str, sizes: str) -> EagleDrafter:
         """The published shape, which is that of one layer of the text model, heads of full attention unless told."""
         t, own = self.text[sizes], self.drafters[method]
         given = {
@@ -69,8 +71,12 @@ class Chat:
         return made(made.Config.of(given)).eval()
 
     def parts(self, sizes: str, dtype: torch.dtype) -> dict[str, nn.Module]:
-        """The target and all drafters."""
-        return {"target": self.target(sizes, dtype), **{name: self.drafter(name, sizes) for name in self.drafters}}
+        """The target and all drafters; multi-token-prediction heads are of its own classes."""
+        found: dict[str, nn.Module] = {"target": self.target(sizes, dtype)}
+        for name in self.drafters:
+            own = name == MtpDrafter.method
+            found[name] = MtpDrafter.untrained(found["target"]) if own else self.feature_drafter(name, sizes)
+        return found
 
     def beyond(self, sizes: str, context: int) -> str:
         """Why the model cannot read that much; empty: it can."""
@@ -80,8 +86,9 @@ class Chat:
     def held(self, sizes: str, context: int, batch: int) -> int:
         """Numbers that a cell cannot but hold beside the weights: keys and values, once static and once growing."""
         t = self.text[sizes]
-        width = t["hidden_size"] // t["num_attention_heads"] * t["num_key_value_heads"]
-        return 2 * 2 * t["num_hidden_layers"] * width * context * batch
+        width = t.get("head_dim", t["hidden_size"] // t["num_attention_heads"]) * t["num_key_value_heads"]
+        layers = t["num_hidden_layers"] // t.get("full_attention_interval", 1)
+        return 2 * 2 * layers * width * context * batch
 
     def prompt(self, model: Any, sizes: str, length: int, batch: int) -> dict[str, Tensor]:
         """A picture and random text, [batch, length], no padding; every row its own.
@@ -195,14 +202,12 @@ def _llava(text: Any, vision: Any, dtype: torch.dtype) -> Any:
     return T.LlavaForConditionalGeneration._from_config(config, dtype=dtype)
 
 
-def _qwen(text: Any, vision: Any, dtype: torch.dtype) -> Any:
+def _qwen(config: type, model: type, tied: bool, text: Any, vision: Any, dtype: torch.dtype) -> Any:
     last = text["vocab_size"]
     marks = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
     tokens = {name: last - 8 + i for i, name in enumerate(marks)}
-    config = T.Qwen2_5_VLConfig(
-        text_config={**text, **_NO_ENDS}, vision_config=dict(vision), tie_word_embeddings=False, **tokens
-    )
-    return T.Qwen2_5_VLForConditionalGeneration._from_config(config, dtype=dtype)
+    made = config(text_config={**text, **_NO_ENDS}, vision_config=dict(vision), tie_word_embeddings=tied, **tokens)
+    return model._from_config(made, dtype=dtype)  # type: ignore[attr-defined]
 
 
 def _square(vision: Any, side: int, batch: int) -> tuple[dict[str, Tensor], int]:
@@ -222,6 +227,7 @@ _EYE = {"hidden_size": 32, "intermediate_size": 64}
 _QWEN_EYE = {
     "patch_size": 14, "temporal_patch_size": 2, "spatial_merge_size": 2, "window_size": 112, "in_channels": 3,
 }  # fmt: skip
+_QWEN3_EYE = {"patch_size": 16, "temporal_patch_size": 2, "spatial_merge_size": 2, "in_channels": 3}
 
 MODELS: dict[str, Shape] = {
     "llava-1.5-7b": Chat(
@@ -249,7 +255,7 @@ MODELS: dict[str, Shape] = {
         {"eagle": {}, "vispec": {}, "msd": {}},
     ),
     "qwen2.5-vl-7b": Chat(
-        _qwen,
+        partial(_qwen, T.Qwen2_5_VLConfig, T.Qwen2_5_VLForConditionalGeneration, False),
         {
             REAL: {
                 "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
@@ -275,6 +281,33 @@ MODELS: dict[str, Shape] = {
             "vispec": {"qkv_bias": True},
             "msd": {"qkv_bias": True, "input_norm": True, "grouped": True},  # published for Qwen2-VL-7B: the same text
         },
+        axes=True,
+    ),
+    "qwen3.5-4b": Chat(
+        partial(_qwen, T.Qwen3_5Config, T.Qwen3_5ForConditionalGeneration, True),
+        {
+            REAL: {
+                "vocab_size": 248320, "hidden_size": 2560, "intermediate_size": 9216, "num_hidden_layers": 32,
+                "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256, "full_attention_interval": 4,
+                "linear_num_key_heads": 16, "linear_num_value_heads": 32, "max_position_embeddings": 262144,
+                "rms_norm_eps": 1e-6,
+                "rope_parameters": _rope(1e7, mrope_section=[11, 11, 10], partial_rotary_factor=0.25),
+            },
+            TOY: {
+                **_SMALL, "vocab_size": 512, "num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 16,
+                "full_attention_interval": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+                "linear_key_head_dim": 8, "linear_value_head_dim": 8, "max_position_embeddings": 2000,
+                "rms_norm_eps": 1e-6, "rope_parameters": _rope(1e7, mrope_section=[2, 1, 1], partial_rotary_factor=0.5),
+            },
+        },
+        {
+            REAL: {**_QWEN3_EYE, "depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "num_heads": 16,
+                   "out_hidden_size": 2560},
+            TOY: {**_QWEN3_EYE, **_EYE, "depth": 2, "num_heads": 2, "out_hidden_size": 64},
+        },
+        _patches,
+        {REAL: 48, TOY: 8},
+        {"mtp": {}},
         axes=True,
     ),
     "llamagen-xl": Codes(
