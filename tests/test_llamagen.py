@@ -512,6 +512,7 @@ BAD = [
     ("class", {"class_labels": 1, "top_p": 0.0}, "top_p must be"),
     ("class", {"class_labels": 1, "temperature": -1.0}, "temperature must be"),
     ("class", {"class_labels": 1, "num_images_per_prompt": 0}, "num_images_per_prompt must be"),
+    ("class", {"class_labels": 1, "num_images_per_prompt": 1.5}, "a whole number ≥ 1; got 1.5"),
 ]
 
 

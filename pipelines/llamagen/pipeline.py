@@ -15,6 +15,7 @@ from diffusers.utils import BaseOutput
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, T5EncoderModel
 
+from mmspec.config import is_whole
 from mmspec.drafters.plain import Plain
 from mmspec.loop import decode, start
 from mmspec.models.llamagen import LlamaGenTransformer
@@ -191,8 +192,8 @@ class LlamaGenPipeline(DiffusionPipeline):
         ):
             if not fine:
                 raise ValueError(f"{name} must be {allowed}; got {how[name]!r}")
-        if pictures < 1:
-            raise ValueError(f"num_images_per_prompt must be ≥ 1; got {pictures!r}")
+        if not is_whole(pictures, 1):
+            raise ValueError(f"num_images_per_prompt must be a whole number ≥ 1; got {pictures!r}")
         return how
 
     # -- the condition ------------------------------------------------------------------------------------------------
