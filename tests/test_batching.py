@@ -16,7 +16,7 @@ from drafters import eagle, feature_drafter
 from PIL import Image
 from targets import FAMILIES, IMAGE
 from torch import Tensor
-from transformers import LogitsProcessor
+from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
 
 import mmspec
 from mmspec.app import engine as engines
@@ -332,6 +332,35 @@ def test_calls_that_cannot_be_accelerated_are_answered_all_the_same() -> None:
         assert answers(ContinuousBatcher(model, None, 3, **settings(logits_processor=[Keeps()])), asked) == want
 
 
+class Odd(StoppingCriteria):
+    """Ends a row at a multiple of seven."""
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        return input_ids[:, -1] % 7 == 0
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_criterion_of_the_users_ends_each_row_as_if_alone(sampled: bool) -> None:
+    model, asked, seeds = targets.model("llava"), prompts("llava", ("image first",) * 5), [1, 2, 3, 4, 5]
+    options = settings(stopping_criteria=[Odd()], eos_token_id=ENDS, do_sample=sampled, max_new_tokens=16)
+    with mmspec.enable(model, drafter="ngram"):
+        want = [
+            answers(ContinuousBatcher(model, None, 1, **options), [one], [seed])[0]
+            for one, seed in zip(asked, seeds, strict=True)
+        ]
+        flow = ContinuousBatcher(model, None, 3, **options)
+        assert answers(flow, asked, seeds) == want and flow.stats.tokens == sum(map(len, want))
+    assert sampled or want == [alone(model, one, **options) for one in asked]
+
+
+def test_beams_are_answered_by_stock() -> None:
+    model, asked = targets.model("llava"), prompts("llava", KINDS[:3])
+    options = settings(num_beams=2, eos_token_id=ENDS)
+    want = [alone(model, one, **options) for one in asked]
+    with mmspec.enable(model, on_unsupported="fallback"), pytest.warns(UserWarning, match="beam search"):
+        assert answers(ContinuousBatcher(model, None, 3, **options), asked) == want
+
+
 def test_refusals() -> None:
     model = targets.model("llava")
     with pytest.raises(ValueError, match="not enabled"):
@@ -339,6 +368,8 @@ def test_refusals() -> None:
     with mmspec.enable(model):
         with pytest.raises(ValueError, match="rows must be at least 1; got 0"):
             ContinuousBatcher(model, None, 0)
+        with pytest.raises(ValueError, match="one answer here; got num_return_sequences=2"):
+            ContinuousBatcher(model, None, 2, num_return_sequences=2)
         with pytest.raises(ValueError, match="one prompt at a time; got 4"):
             ContinuousBatcher(model, None, 2).add(0, targets.prompt("llava", "ragged"))
     with mmspec.enable(model, reproducible=True), pytest.raises(ValueError, match="each row has its seed"):
@@ -359,6 +390,13 @@ def test_static_batches_leave_the_callers_noise_alone(sampled: bool) -> None:
     torch.manual_seed(6)
     assert answers(StaticBatcher(model, None, 1, **options), asked, [1, 2, 3]) == want
     assert (answers(StaticBatcher(model, None, 1, **options), asked, [4, 5, 6]) != want) is sampled
+
+
+def test_static_batches_know_the_ends_that_a_call_names() -> None:
+    model, asked = targets.model("llava"), prompts("llava")
+    for ends in ({"eos_token_id": ENDS}, {"generation_config": GenerationConfig(eos_token_id=ENDS, pad_token_id=0)}):
+        want = [alone(model, one, **ends) for one in asked]
+        assert answers(StaticBatcher(model, None, 3, **settings(**ends)), asked) == want
 
 
 @pytest.mark.parametrize("enabled", [True, False])

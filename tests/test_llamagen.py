@@ -501,14 +501,18 @@ BAD = [
     ("text", {"prompt": "circle", "class_labels": 1}, "got prompt and class_labels"),
     ("text", {"class_labels": 1}, "draws from a prompt.*got class_labels"),
     ("class", {"prompt": "circle"}, r"class_labels \(0 to 9\).*got prompt"),
-    ("class", {"class_labels": [1, 10, -1]}, r"from 0 to 9; got \[-1, 10\]"),
+    ("class", {"class_labels": [1, 10, -1]}, r"from 0 to 9; got \[10, -1\]"),
     ("class", {"class_labels": []}, "got none"),
+    ("class", {"class_labels": [2, 2.5]}, r"from 0 to 9; got \[2.5\]"),
+    ("class", {"class_labels": "3"}, r"from 0 to 9; got \['3'\]"),
+    ("class", {"class_labels": 1, "guidance_scale": math.nan}, "guidance_scale must be a number"),
     ("class", {"class_labels": [1, 2], "generator": seeded(1)}, "one for each of the 2 pictures; got 1"),
     ("class", {"class_labels": 1, "output_type": "png"}, "output_type must be one of pil, pt, np, latent"),
     ("class", {"class_labels": 1, "top_k": -1}, "top_k must be"),
     ("class", {"class_labels": 1, "top_p": 0.0}, "top_p must be"),
     ("class", {"class_labels": 1, "temperature": -1.0}, "temperature must be"),
     ("class", {"class_labels": 1, "num_images_per_prompt": 0}, "num_images_per_prompt must be"),
+    ("class", {"class_labels": 1, "num_images_per_prompt": 1.5}, "a whole number ≥ 1; got 1.5"),
 ]
 
 

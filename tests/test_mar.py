@@ -196,7 +196,7 @@ def test_steps_are_annealed(kind, first, middle, last):
 @pytest.mark.parametrize("settings", [
     {"num_inference_steps": 5, "guidance_scale": 3.0},
     {"num_inference_steps": 16, "guidance_scale": 1.0, "temperature": 0.9, "num_diffusion_steps": (9, 4)},
-    {"num_inference_steps": 3, "guidance_scale": 2.0, "guidance_schedule": "constant", "fast_head": False},
+    {"num_inference_steps": 3, "guidance_scale": 2, "guidance_schedule": "constant", "fast_head": False},
 ])  # fmt: skip
 @torch.no_grad()
 def test_pictures_are_the_formulas(settings):
@@ -276,10 +276,21 @@ def test_outputs_and_callback():
     ({"class_labels": 0, "temperature": -1}, "temperature must be ≥ 0"),
     ({"class_labels": 0, "output_type": "gif"}, "output_type must be one of"),
     ({"class_labels": 0, "num_diffusion_steps": 1}, "number of steps must be from"),
+    ({"class_labels": 0, "num_diffusion_steps": (9, 3, 3)}, "a whole number, or two of them"),
+    ({"class_labels": 0, "num_diffusion_steps": 4.5}, "a whole number, or two of them"),
+    ({"class_labels": 0, "num_inference_steps": 2.5}, "got 2.5"),
+    ({"class_labels": 0, "guidance_scale": math.nan}, "guidance_scale must be a number"),
+    ({"class_labels": [0, 1.5]}, r"got \[1.5\]"),
 ])  # fmt: skip
 def test_senseless_arguments_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         tiny.pipeline()(**arguments)
+
+
+def test_a_class_may_be_a_tensor_of_one_number():
+    pipe = tiny.pipeline()
+    drawn = [pipe(label, generator=tiny.seeded(3), output_type="latent").tokens for label in (1, torch.tensor(1))]
+    assert torch.equal(*drawn)
 
 
 def test_parts_that_do_not_fit_are_refused():

@@ -12,7 +12,7 @@ from mmspec.pipelines.patching import assisted
 from mmspec.pipelines.patching.family import Family
 from mmspec.pipelines.patching.generate import generate, obstacle, watched
 from mmspec.pipelines.patching.handle import Patch
-from mmspec.pipelines.patching.obstacles import Obstacle
+from mmspec.pipelines.patching.obstacles import BEAMS, Obstacle
 from mmspec.pipelines.sampling.guidance import Guidance
 from mmspec.pipelines.targets import devices, renamed
 from mmspec.pipelines.targets.call import Call, asking
@@ -101,7 +101,7 @@ class DecoderOnlyPatch:
         )
 
     def _beam_search(self, *args: Any, **kwargs: Any) -> Any:
-        _decline(self, "beam search (num_beams > 1) ranks whole sequences; a draft has nothing to save there")
+        _decline(self, BEAMS)
         return stock(self)._beam_search(self, *args, **kwargs)
 
     def _assisted_decoding(self, *args: Any, **kwargs: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,11 +15,12 @@ from diffusers.utils import BaseOutput
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, T5EncoderModel
 
+from mmspec.config import is_whole
 from mmspec.drafters.plain import Plain
 from mmspec.loop import decode, start
 from mmspec.models.llamagen import LlamaGenTransformer
 from mmspec.models.llamagen_vq import LlamaGenVQ
-from mmspec.pipelines.drawing.outputs import OUTPUTS, seeds, wake
+from mmspec.pipelines.drawing.outputs import OUTPUTS, class_ids, seeds, wake
 from mmspec.pipelines.llamagen import captions
 from mmspec.pipelines.sampling.guidance import Guidance
 from mmspec.pipelines.sampling.request import CounterNoise, Request, Sampler, warpers
@@ -183,14 +185,15 @@ class LlamaGenPipeline(DiffusionPipeline):
         if output_type not in OUTPUTS:
             raise ValueError(f"output_type must be one of {', '.join(OUTPUTS)}; got {output_type!r}")
         for name, fine, allowed in (
+            ("guidance_scale", math.isfinite(how["guidance_scale"]), "a number"),
             ("top_k", how["top_k"] >= 0, "a whole number ≥ 0 (0: off)"),
             ("top_p", 0 < how["top_p"] <= 1, "in (0, 1]"),
             ("temperature", how["temperature"] >= 0, "≥ 0 (0: the likeliest token)"),
         ):
             if not fine:
                 raise ValueError(f"{name} must be {allowed}; got {how[name]!r}")
-        if pictures < 1:
-            raise ValueError(f"num_images_per_prompt must be ≥ 1; got {pictures!r}")
+        if not is_whole(pictures, 1):
+            raise ValueError(f"num_images_per_prompt must be a whole number ≥ 1; got {pictures!r}")
         return how
 
     # -- the condition ------------------------------------------------------------------------------------------------
@@ -205,12 +208,9 @@ class LlamaGenPipeline(DiffusionPipeline):
         if not classes:
             return self.encode_prompt([prompt] if isinstance(prompt, str) else list(prompt), clean_caption)
         device = self._execution_device
-        labels = torch.as_tensor(class_labels, device=device).reshape(-1)
-        unknown = sorted({int(n) for n in labels.tolist() if not 0 <= n < classes or n != int(n)})
-        if unknown or not len(labels):
-            raise ValueError(f"class_labels are numbers from 0 to {classes - 1}; got {unknown or 'none'}")
+        labels = torch.tensor(class_ids(class_labels, classes), device=device)
         valid = torch.ones(len(labels), self.transformer.config.prefix, dtype=torch.bool, device=device)
-        return labels.long(), valid
+        return labels, valid
 
     def encode_prompt(self, prompts: list[str], clean_caption: bool = True) -> tuple[Tensor, Tensor]:
         """T5 features [B, P, width] of texts, moved to the end of the prefix, zero elsewhere; and where they stand."""

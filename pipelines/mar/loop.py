@@ -154,7 +154,7 @@ class MarRunner:
         steps = mar_compiled.of(self.model.diffloss, self.compile)
         self.draw = paths.draw if steps is None else steps.draw
         self._bound = cache(lambda steps: self.model.diffloss.bind(self.chain(steps)))
-        self._guidance = torch.tensor(self.distribution.guidance, device=device)
+        self._guidance = torch.tensor(self.distribution.guidance, dtype=torch.float32, device=device)
 
     def work(self) -> dict[str, int]:
         """What it did so far."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,10 +15,11 @@ from diffusers.pipelines.pipeline_loading_utils import LOADABLE_CLASSES
 from diffusers.utils import BaseOutput
 from torch import Tensor
 
+from mmspec.config import is_whole
 from mmspec.models.mar import MARTransformer2DModel
 from mmspec.models.mar_scheduler import MARScheduler
 from mmspec.modes import Mode, each_in, mode_of
-from mmspec.pipelines.drawing.outputs import OUTPUTS, seeds, wake
+from mmspec.pipelines.drawing.outputs import OUTPUTS, class_ids, seeds, wake
 from mmspec.pipelines.mar.loop import GUIDANCE, STEPS, MarRunner, MarState, canvas, distribution, plain
 from mmspec.pipelines.mar.plan import MarStats, Speculation, tally
 from mmspec.pipelines.mar.speculate import draw
@@ -197,7 +199,7 @@ class MARPipeline(DiffusionPipeline):
         if compile and not fast:
             raise ValueError("compile=True compiles the fast head; leave fast_head=False out")
         steps = how["num_diffusion_steps"]
-        steps = steps if isinstance(steps, int) else (int(steps[0]), int(steps[1]))
+        steps = steps if isinstance(steps, int) else tuple(steps)
         definition = distribution(
             self.transformer.tokens, how["num_inference_steps"], how["guidance_scale"], how["guidance_schedule"],
             steps, how["annealing"], how["temperature"],
@@ -214,8 +216,14 @@ class MARPipeline(DiffusionPipeline):
             ("output_type", output_type in OUTPUTS, f"one of {', '.join(OUTPUTS)}"),
             ("guidance_schedule", how["guidance_schedule"] in GUIDANCE, f"one of {', '.join(GUIDANCE)}"),
             ("annealing", how["annealing"] in STEPS, f"one of {', '.join(STEPS)}"),
-            ("num_inference_steps", 1 <= how["num_inference_steps"] <= L, f"from 1 to the picture's {L} tokens"),
-            ("temperature", how["temperature"] >= 0, "≥ 0 (0: no noise in the steps)"),
+            ("guidance_scale", math.isfinite(how["guidance_scale"]), "a number"),
+            (
+                "num_inference_steps",
+                how["num_inference_steps"] in range(1, L + 1),
+                f"from 1 to the picture's {L} tokens",
+            ),
+            ("num_diffusion_steps", _steps(how["num_diffusion_steps"]), "a whole number, or two of them"),
+            ("temperature", 0 <= how["temperature"] < math.inf, "≥ 0 (0: no noise in the steps)"),
         ):
             if not fine:
                 raise ValueError(f"{name} must be {allowed}; got {({**how, 'output_type': output_type})[name]!r}")
@@ -223,16 +231,8 @@ class MARPipeline(DiffusionPipeline):
 
     def _labels(self, given: Any) -> Tensor:
         """Class ids [B] of numbers or names."""
-        classes, device = self.transformer.config.classes, self._execution_device
         names = {str(name): int(i) for i, name in self.config.id2label.items()}
-        given = [given] if isinstance(given, (int, str)) else given
-        ids = [names.get(label, label) if isinstance(label, str) else int(label) for label in given]
-        wrong = [label for label in ids if not isinstance(label, int) or not 0 <= label < classes]
-        if wrong or not ids:
-            raise ValueError(
-                f"class_labels are names in id2label or numbers from 0 to {classes - 1}; got {wrong or 'none'}"
-            )
-        return torch.tensor(ids, device=device)
+        return torch.tensor(class_ids(given, self.transformer.config.classes, names), device=self._execution_device)
 
     def picture(self, tokens: Tensor, output_type: str = "pil") -> Any:
         """Pictures of tokens [B, grid², channels], as the call returns them; zero where nothing is drawn yet."""
@@ -241,6 +241,12 @@ class MARPipeline(DiffusionPipeline):
         latents = tokens.transpose(1, 2).unflatten(2, (grid, grid)) / self.vae.config.scaling_factor
         pixels = self.vae.decode(latents.to(self.vae.dtype)).sample.clamp(-1, 1)
         return self.image_processor.postprocess(pixels.float(), output_type)
+
+
+def _steps(given: Any) -> bool:
+    """Whether it is one number of steps, or those of the first and the last token."""
+    pair = isinstance(given, (list, tuple)) and len(given) == 2
+    return all(is_whole(one, 1) for one in (given if pair else [given]))
 
 
 class Mar(Family):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from mmspec.config import is_whole
 from mmspec.continuous import cspd
 
 RULES = ("gaussian_path", "cspd")
@@ -33,7 +34,7 @@ class Speculation:
     def __post_init__(self) -> None:
         for name, fine, allowed in (
             ("rule", self.rule in RULES, f"one of {', '.join(RULES)}"),
-            ("ahead", self.ahead >= 1, "a whole number ≥ 1"),
+            ("ahead", is_whole(self.ahead, 1), "a whole number ≥ 1"),
             ("eta", 0 < self.eta <= 1, "in (0, 1]"),
             ("prefill", 0 <= self.prefill <= 1, "in [0, 1]"),
             ("width", self.width > 0, "above 0"),

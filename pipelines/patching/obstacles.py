@@ -8,6 +8,8 @@ from typing import Any
 from mmspec.pipelines.targets.decoder import decoder
 from mmspec.pipelines.targets.tree_readers import unfit_attention
 
+BEAMS = "beam search (num_beams > 1) ranks whole sequences; a draft has nothing to save there"
+
 
 class UnsupportedError(ValueError):
     """A model or a call that mmspec cannot accelerate; the message says why and what to do."""

@@ -78,12 +78,16 @@ class Batcher:
             **generation: as for `model.generate`.
 
         Raises:
-            ValueError: no row at all.
+            ValueError: no row at all, or several answers to a prompt.
         """
         if rows < 1:
             raise ValueError(f"rows must be at least 1; got {rows}")
         self.model, self.rows, self.stats = families.unwrap(model), rows, Stats()
         self.generation = generation
+        if (answers := self._setting("num_return_sequences") or 1) > 1:
+            raise ValueError(
+                f"a prompt gets one answer here; got num_return_sequences={answers}, so add it several times"
+            )
         self._tokenizer = getattr(processor, "tokenizer", processor)
         self._waiting: list[QueuedPrompt] = []
         self._finished: list[FinishedPrompt] = []
@@ -144,6 +148,12 @@ class Batcher:
             one.begun = one.begun or time.perf_counter()
         return group
 
+    def _setting(self, name: str) -> Any:
+        """A setting of `generate`, as it is given here, in a configuration given here, or in the model's own."""
+        configs = (self.generation.get("generation_config"), self.model.generation_config)
+        found = (self.generation.get(name), *(getattr(config, name, None) for config in configs))
+        return next((value for value in found if value is not None), None)
+
     def _generate(self, group: list[QueuedPrompt], **how: Any) -> Any:
         own = self.model.generation_config.pad_token_id
         pads = [x for x in (own, getattr(self._tokenizer, "pad_token_id", None)) if x is not None]
@@ -160,7 +170,7 @@ class Batcher:
             out = out[:, max(one.length for one in group) :]
         now = time.perf_counter()
         for one, row in zip(group, out.tolist(), strict=True):
-            tokens = row[: answer_length(row, self.model.generation_config.eos_token_id)]
+            tokens = row[: answer_length(row, self._setting("eos_token_id"))]
             self._finished.append(FinishedPrompt(one.ticket, tokens, now - one.begun))
 
     def _again(self, group: list[QueuedPrompt], error: Exception) -> None:

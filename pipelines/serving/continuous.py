@@ -12,6 +12,7 @@ from torch import Tensor
 from mmspec.loop import decode, start
 from mmspec.pipelines.patching.generate import fixed_noise, obstacle
 from mmspec.pipelines.patching.handle import Patch
+from mmspec.pipelines.patching.obstacles import UnsupportedError
 from mmspec.pipelines.sampling.processors import Processors
 from mmspec.pipelines.sampling.request import Request, Sampler
 from mmspec.pipelines.sampling.stopping import Endings
@@ -128,7 +129,10 @@ class ContinuousBatcher(Batcher):
         model, patch = self.model, self._handle
         drafter = patch.proposer if self._session.rows else patch.fitting(model)
         call: Call = self._generate(group, custom_generate=_as_call)
-        if obstacle(model, call, patch) is not None:
+        why = obstacle(model, call, patch)
+        if why is not None and len(group) > 1:  # which may be that they are several: `_admit` asks for each by itself
+            raise UnsupportedError(why.reason)
+        if why is not None:
             self._answer(group)
             return None
         call = call.for_model(model)
