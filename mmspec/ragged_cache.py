@@ -82,7 +82,8 @@ class RaggedBuffer:
     def _room(self, buffer: Tensor | None, like: Tensor, end: int) -> Tensor:
         """A buffer with at least `end` slots; grows by a quarter, so that the copying is paid only now and then.
 
-        It has room for what is wider too, as what autocast left in a cache and a call without it have.
+        Its dtype is wide enough for what it holds and for what comes, which differ if only one of them was under
+        autocast.
         """
         held = 0 if buffer is None else buffer.shape[2]
         dtype = like.dtype if buffer is None else torch.promote_types(buffer.dtype, like.dtype)
