@@ -22,7 +22,7 @@ _DEEP = 4  # lists in lists
 
 
 class Fingerprint(NamedTuple):
-    """Equal if forwards read the same besides their inputs; made once a call, in about a microsecond for each module."""
+    """Equal if forwards read the same besides their inputs; made once a call, in about 1 µs for each module."""
 
     weights: list[Any]  # parameters and buffers: which they are, not what they hold
     state: list[Any]  # classes, flags, plain attributes, functions and settings of all modules
