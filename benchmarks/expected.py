@@ -49,6 +49,7 @@ _VIEWS = (
     "view", "_unsafe_view", "reshape", "expand", "transpose", "permute", "t", "slice", "select", "unsqueeze", "squeeze",
     "split", "split_with_sizes", "unbind", "detach", "alias", "as_strided", "unfold", "diagonal", "chunk",
     "empty", "empty_strided", "empty_like", "new_empty", "_local_scalar_dense", "lift_fresh", "new_empty_strided",
+    "promote_types",
 )  # fmt: skip
 
 
