@@ -1,4 +1,4 @@
-"""Geometries: how a draft is walked with a rule. `along_path` serves trees, chains and windows."""
+"""Testing a draft by a rule along one path from its root: `along_path`, for trees, chains and windows."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def along_path(
         spent: [B], like u, what the rows have cost before; counts against the rule's budget.
 
     Returns:
-        Acceptance; `token` is drawn from the distribution after the last kept node, or from what the refused ones left
-        of it.
+        Acceptance; `next_token` is drawn from p after the last accepted node, or from the residual where its children
+            were rejected.
     """
     if distribution.is_point or (rule is exact and draft.q is None):  # all rules agree where p is a point mass
         return verify_point_mass(draft, distribution, u)
@@ -41,8 +41,7 @@ def along_path(
 
 
 def verify_point_mass(draft: Draft, distribution: Categorical, u: Tensor | None) -> Acceptance:
-    """Point-mass drafts under `exact`, all nodes at once: draw one token at every node, descend while it is a
-    child."""
+    """Point-mass drafts under `exact`: draw one token from p at every node at once, and descend while it is a child."""
     tokens, tree = draft.tokens, draft.tree
     above = None if tree.is_chain else tree.ancestors
     if distribution.ids is not None:  # greedy: every distribution is a point mass and u does not matter
@@ -54,7 +53,7 @@ def verify_point_mass(draft: Draft, distribution: Categorical, u: Tensor | None)
 def verify_chain(
     draft: Draft, distribution: Categorical, rule: Rule, u: Tensor, spent: Tensor | None = None
 ) -> Acceptance:
-    """`verify_tree` on a chain: the masses of the drafted tokens decide, and one residual a row is made."""
+    """`verify_tree` on a chain: tests all drafted tokens at once, and computes one residual for each row."""
     tokens, N = draft.tokens, draft.tree.size
     x, nodes = tokens[:, 1:], torch.arange(N, device=tokens.device).expand_as(tokens)
     q, vocab = _drawn_from(draft), _vocabulary(draft, distribution)
@@ -107,14 +106,13 @@ def _drawn(
 def verify_tree(
     draft: Draft, distribution: Categorical, rule: Rule, u: Tensor, spent: Tensor | None = None
 ) -> Acceptance:
-    """On a tree: children are tested one after the other, a refusal changes the distribution, what is kept is descended
-    to.
+    """On a tree: children are tested in turn; a rejection changes p to its residual, an acceptance descends.
 
-    A refusal at chance f leaves u ≥ f, and (u − f)/(1 − f) is uniform again: one number serves a whole node.
+    A rejection at chance f leaves u ≥ f, and (u − f)/(1 − f) is uniform again: one number is enough for a node.
 
-    Which distribution a node's r-th child is tested by depends on the children before it, and on no coin. So all
-    chances come first, those of the r-th children of all nodes at once; then all tests, of which those count that the
-    path comes to. The shape is known to the host, and nothing is read from the device.
+    The residual that a node's r-th child is tested against depends on the children before it and on no random number.
+    So all chances are computed first, for the r-th children of all nodes at once, and then all tests; only those on the
+    accepted path count. The host knows the shape of the tree and reads nothing from the device.
     """
     vocab = _vocabulary(draft, distribution)
     line = torch.finfo(u.dtype).bits // 8 * vocab * max((1, *(draft.tree.families or (draft.tree.size,))))

@@ -14,26 +14,28 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class SpecConfig:
-    """What to keep and how to run, whatever drafts. How to draft is said by the drafter's own options.
+    """Options of `enable` that all drafters share: what to accept, and how to run. Each drafter has options of its own
+    besides.
 
     Attributes:
-        rule: what to keep: a rule's name, with its parameters where it has some, or a Rule.
+        rule: which drafted tokens to accept: a rule's name, with its parameters if it has any, or a Rule.
         budget: distance in total variation that a relaxed rule may spend on one row; None: no limit.
-        reproducible: fix the noise beforehand, so that a row is what plain decoding with its seed gives, whatever is
-            drafted.
-        auto: switch drafting off where it does not pay, by what rounds cost on this machine and how much of a draft is
-            accepted, and try it again now and then. The distribution is kept. What a row draws from its seed may
-            depend on the switch, and so on the clock, except where `reproducible` is set or nothing is drawn.
-        compile: capture the target's forward and what a feature drafter does (for pictures of LlamaGen and Janus the
-            forward alone) and compile them, once for each shape that comes up; the first call takes up to a minute.
-            What cannot be compiled runs as it is, with a warning. "all" captures also how the decoder reads prompts
-            without padding, for the first four shapes of them that come up again: for long runs. "auto" starts
-            uncompiled, and compiles a shape once that takes at most a tenth of the time that all rounds have taken so
-            far; what turns out not to be faster is let go, and what cannot be compiled runs as it is without a word.
-        prefix_cache: how much may be kept of prompts and answers, such as "512MB" (or bytes), so that a prompt which
-            begins like an earlier one with the same pictures is read from there on; None: nothing is kept.
-        on_unsupported: what a call does that cannot be accelerated: "error" refuses with the reason, "fallback" warns
-            once and runs the stock path. Neither ever changes what is generated.
+        reproducible: fix the noise before anything is drafted, so that a row has the tokens that plain decoding gives
+            for its seed.
+        auto: turn drafting off where it does not pay, by the measured time of rounds and the number of accepted tokens,
+            and try it again now and then. The distribution is kept. What a row draws from its seed may depend on the
+            switch, and so on the clock, except with `reproducible` or greedy decoding.
+        compile: capture the target's forward and a feature drafter's pass (for pictures of LlamaGen and Janus the
+            forward only) and compile them, once for each shape; the first call takes up to a minute. What cannot be
+            compiled runs uncompiled, with a warning. "all" also captures the decoder's reading of prompts without
+            padding, for the first four shapes of prompts that occur twice. "auto" starts uncompiled, and compiles a
+            shape once that takes at most a tenth of the time that all rounds have taken so far; captures that turn out
+            slower are dropped, and what cannot be compiled runs uncompiled without a warning.
+        prefix_cache: memory for the keys and values of prompts and answers, such as "512MB" (or a number of bytes), so
+            that a prompt that begins like an earlier text with the same pictures is read only from where it differs;
+            None: nothing is kept.
+        on_unsupported: what happens to a call that cannot be accelerated: "error" raises with the reason, "fallback"
+            warns once and runs the stock path, whose output is the same.
     """
 
     rule: Any = "exact"
@@ -68,14 +70,14 @@ class SpecConfig:
 
     @classmethod
     def split(cls, options: Mapping[str, Any]) -> tuple[SpecConfig, dict[str, Any]]:
-        """These options among keyword arguments, and the others: what is said to the drafter. None says nothing."""
+        """Split keyword arguments into these options and the drafter's; of the drafter's, None is left out."""
         shared = [f.name for f in fields(cls)]
         own = {name: value for name, value in options.items() if name not in shared and value is not None}
         return cls(**{name: value for name, value in options.items() if name in shared}), own
 
 
 def chosen(defaults: T, given: Mapping[str, Any], drafter: str) -> T:
-    """A drafter's options with what the user gave in their places; their own class checks the values.
+    """A drafter's options with the user's values in place of the defaults; the class of the options checks them.
 
     Args:
         defaults: a frozen dataclass, with what the drafter recommends.

@@ -30,7 +30,7 @@ def start(target: Target, drafter: Drafter, rows: list[Row], inputs: Any) -> tup
 
 
 def decode(session: Session, target: Target, drafter: Drafter) -> Iterator[Round]:
-    """Rounds until every row has ended. Rows may be admitted between two rounds; ended rows are let go."""
+    """Rounds until every row has ended. Rows may be admitted between two rounds; ended rows are dropped."""
     session.retire()
     while session.rows:
         with target.inference():

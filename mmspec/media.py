@@ -1,4 +1,4 @@
-"""Images from folders nobody vouches for: which may be opened, and each as one right RGB picture or a clear error."""
+"""Images from untrusted folders: which files may be opened, each decoded to RGB or refused with a clear error."""
 
 from __future__ import annotations
 

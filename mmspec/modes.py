@@ -22,10 +22,10 @@ _INERT = "transformers.utils.output_capturing"  # its hooks stay once installed,
 
 
 def mode_of(*models: Any) -> Mode:
-    """torch.inference_mode where all these models bear it, else torch.no_grad, as in stock `generate`.
+    """torch.inference_mode where all these models work under it, else torch.no_grad, as in stock `generate`.
 
-    It may break weights that are tensors of a class of their own, as quantized ones are, and leave its mark on weights
-    that are moved, on buffers that are written, and on what hooks and modules that we do not know keep.
+    Inference mode may break weights of tensor subclasses, such as quantized ones. It would also turn weights that are
+    moved, buffers that are written, and tensors that hooks or unknown modules keep into inference tensors.
     """
     if hooked_everywhere() or not all(_bears(module) for module in each_module(*models)):
         return torch.no_grad
@@ -115,7 +115,7 @@ def lasting() -> Iterator[None]:
 
 
 def each_in(mode: Mode, steps: Iterator[T]) -> Iterator[T]:
-    """The same steps, each made in this mode; whoever takes them is outside of it."""
+    """The same steps, each computed in this mode; between them the caller is outside of it."""
     end = object()
     while True:
         with mode():

@@ -1,4 +1,4 @@
-"""What is kept of texts once they are read: segments that continue each other, the latest ones, within a budget."""
+"""Cached prefixes: keys, values and states of texts that were read, in segments that continue each other."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Segment:
         state: what layers with a recurrence hold after the last token, the only one after which a text may then be
             resumed; empty: that is not known; None: there are none, and a text may be resumed at every cut.
         before: the segment that this one follows.
-        used: when it was last of use.
+        used: the time of its last use.
     """
 
     key: Tensor
@@ -90,10 +90,10 @@ class PrefixStore:
     _lock: Any = field(default_factory=threading.RLock, repr=False)
 
     def read_by(self, world: Any) -> int:
-        """Forget everything that was read by a model of another world; returns the age.
+        """Forget everything that was read with another `world`; returns the age.
 
         Args:
-            world: equal for models that read alike.
+            world: what the result of reading depends on (weights, dtype, …); equal where it is the same.
         """
         with self._lock:
             if world != self._world:
@@ -165,8 +165,8 @@ class PrefixStore:
         return best[1], best[0]
 
     def _cut(self, one: Segment, at: int) -> Segment:
-        """Put two in the place of a segment, so that its rest can go by itself; returns the first. It stays as it was
-        for those who read it."""
+        """Split a segment into two, so that its second part can be dropped alone; returns the first part. Readers of
+        the old segment keep it unchanged."""
         n = at - one.start
         state: Any = None if one.state is None else {}
         first = {name: t[:, :n] for name, t in one.held.items()}

@@ -80,7 +80,7 @@ def reported(memory: Any) -> dict[str, float]:
 
 
 class Target(Protocol):
-    """The model whose distribution is kept: a view of it without a state of its own. It knows no drafter.
+    """The model whose distribution is kept: a stateless view of it, independent of any drafter.
 
     Attributes:
         device: where sessions and drafters are, however the model's layers are spread.
@@ -129,7 +129,7 @@ class Target(Protocol):
 
 
 class Drafter(Protocol):
-    """What proposes. It knows no target's class; it changes nothing but its own memory in the session.
+    """Proposes drafts. It depends on no target's class, and changes only its own memory in the session.
 
     Whatever it proposes, rule `exact` keeps the target's distribution: a bad drafter costs time, never quality. The
     loop calls `start` and `propose`; `enable` asks for the rest.
@@ -140,9 +140,9 @@ class Drafter(Protocol):
             ATTENTION and LIKELIEST ask for comes in places of its own.
         nodes: the most nodes N of its drafts, the root included; room in the cache is made for so many.
 
-    One that can be told how to draft has `options` besides, a frozen dataclass of its own, whose names `enable` takes.
-    One whose drafts follow from what other rows and calls wrote has `shares = True`: what a row draws is then fixed by
-    its seed beforehand, and does not depend on them.
+    A drafter with options also has `options`, a frozen dataclass of its own, whose names `enable` takes. A drafter
+    whose drafts depend on other rows and calls has `shares = True`: then a row's seed fixes its noise before anything
+    is drafted, so that what it draws does not depend on them.
     """
 
     @property

@@ -82,7 +82,8 @@ class RaggedBuffer:
     def _room(self, buffer: Tensor | None, like: Tensor, end: int) -> Tensor:
         """A buffer with at least `end` slots; grows by a quarter, so that the copying is paid only now and then.
 
-        Where autocast filled it and a call without autocast goes on, it is made wide enough for both.
+        Its dtype is wide enough for what it holds and for what comes, which differ if only one of them was under
+        autocast.
         """
         held, dtype = (0, like.dtype) if buffer is None else (buffer.shape[2], buffer.dtype)
         if dtype != like.dtype:

@@ -168,9 +168,8 @@ def typical(*, epsilon: float, delta: float) -> Rule:
     """x is accepted wherever it is typical of p, p(x) > min(ε, δ·exp(−H(p))), and by min(1, p/q) elsewhere.
 
     Medusa's acceptance (Cai et al. 2024, §3.4) keeps nothing else; here what is not typical still has its own chance,
-    and a refused draft gives way to (p − q)+, so that the cost is what the distribution loses. Needs no codebook: a
-    distribution that cannot make up its mind, as over the grain of a background, has many typical tokens, a sharp one
-    has one.
+    and a refused draft gives way to (p − q)+, so that the cost is what the distribution loses. Needs no codebook. A
+    flat distribution, as over the grain of a background, has many typical tokens; a peaked one has one.
     """
     _check("epsilon", epsilon, lambda epsilon: 0 < epsilon <= 1, "in (0, 1]")
     _check("delta", delta, lambda delta: delta > 0, "above 0")

@@ -1,4 +1,4 @@
-"""The switch: drafting goes off where it costs more than it gains, and is tried again now and then (`auto=True`)."""
+"""`auto=True`: turns drafting off where it costs more than it gains, and tries it again now and then."""
 
 from __future__ import annotations
 

@@ -32,16 +32,16 @@ def enable(model_or_pipe: Any, drafter: Any = None, **options: Any) -> Handle:
             pictures), "mtp" (the heads in the model's own files), "model" with `draft=` a smaller model or its folder,
             a drafter's name on the hub, a folder, a Drafter, or a model that drafts. None: what the model ships with, a
             drafter in its folder or heads among its tensors, else "suffix"; the log says which, and why.
-        options: fields of SpecConfig: rule, budget, reproducible, auto, compile, on_unsupported; and of the drafter's
-            own options, where None stands for what it recommends: of TreeOptions (a trained drafter: depth, width,
-            size, tree, draws, draft_vocab, prune, prune_by), ChainOptions ("ngram", "recycle": depth, width, size),
-            SuffixOptions ("suffix": these and memory) or WindowOptions ("jacobi": window, init, coupling, proactive).
-            A `rule` other than "exact" changes the distribution, by what `budget` allows; of models that both write and
-            draw only that of pictures.
+        options: fields of SpecConfig (rule, budget, reproducible, auto, compile, prefix_cache, on_unsupported), and the
+            drafter's own options, where None means its recommendation: TreeOptions (a trained drafter: depth, width,
+            size, tree, draws, adaptive, draft_vocab, prune, prune_by), BlockOptions ("block": also confidence),
+            ChainOptions ("ngram", "recycle": depth, width, size), SuffixOptions ("suffix": also memory) or
+            WindowOptions ("jacobi": window, init, coupling, proactive). A `rule` other than "exact" changes the
+            distribution, within `budget`; for models that both write and draw, only that of pictures.
 
     Returns:
-        A Handle; also a context manager, on leaving which the model is as it was before. Enabling again replaces what
-        was there; calls that run in other threads end on what they began with.
+        A Handle, which is also a context manager: on leaving it the model is as it was before. Enabling again replaces
+            the settings; calls that run in other threads keep those that they began with.
 
     Raises:
         UnsupportedError: the model cannot be accelerated; with `on_unsupported="fallback"` it is left as it is, with a

@@ -1,4 +1,4 @@
-"""Chains as long as they are accepted: a row's draft doubles once all of it stood, and halves if most was refused."""
+"""Chains of adaptive length: doubled for a row whose draft was accepted whole, halved where most was rejected."""
 
 from __future__ import annotations
 
@@ -51,10 +51,11 @@ class _Lengths:
 
 
 class Adaptive:
-    """Proposes chains of one of a few lengths; which, is decided before anything of a draft is known.
+    """Proposes chains of one of a few lengths.
 
-    So what is kept has the target's distribution. Where tokens are drawn, a row's own last drafts alone say how long
-    its next one is, so that a row's text depends on no other row; greedy rows share the median length.
+    The length is chosen before any token of the draft is known, so the accepted tokens have the target's distribution.
+    Where tokens are drawn, it depends on the row's own last drafts only, so that a row's text depends on no other row;
+    greedy rows share the median length.
 
     Args:
         by_depth: the same drafter at each length, with a memory that knows nothing of lengths.
@@ -89,7 +90,7 @@ class Adaptive:
         return replace(draft, tokens=draft.tokens.masked_fill(draft.tree.depth > own[:, None], NO_TOKEN))
 
     def _next(self, depth: int, accepted: int, proposed: int) -> int:
-        """The length after a draft of which `accepted` tokens stood; where nothing was proposed, nothing is learnt."""
+        """The next length after a draft of which so many tokens were accepted; unchanged where nothing was proposed."""
         depths = list(self.by_depth)
         place = depths.index(depth)
         if proposed and accepted >= depth:

@@ -1,4 +1,4 @@
-"""What a block drafter is told: the shapes and switches of its file, and the user's options."""
+"""The config of a block drafter (shapes and switches of its file), and the user's options."""
 
 from __future__ import annotations
 
@@ -97,8 +97,8 @@ class BlockOptions(TreeOptions):
     """How a block drafter drafts: a chain, or with width ≥ 2 a tree; what prunes a prompt is of no use to it.
 
     Attributes:
-        confidence: with a confidence head, a chain ends where it holds that the draft stands to there with less than
-            this probability; 0: never.
+        confidence: end a chain where, by its confidence head, the draft up to there is accepted with less than this
+            probability; 0: never.
     """
 
     width: int = 1

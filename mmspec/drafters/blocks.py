@@ -114,7 +114,7 @@ def spans_of(x: Tensor, spans: Sequence[Span]) -> tuple[Tensor, Tensor]:
 
 
 def splice(valid: Tensor, spans: Sequence[Span], counts: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """What stands once spans of rows have given way to new rows.
+    """How a batch is laid out after spans of its rows were replaced by new rows.
 
     Args:
         valid: bool [B, L], false on padding.
@@ -259,8 +259,8 @@ def path_after(session: Any) -> tuple[Tensor, Tensor, Tensor]:
     """What the last round decided, for a drafter to read.
 
     Returns:
-        features [B, W, F] of the nodes that stand, the token [B, W] that follows each (the pending one follows the
-        last), and the number [B] of them; entries past that number mean nothing.
+        features [B, W, F] of the accepted nodes, the token [B, W] that follows each (the pending one follows the last),
+            and their number [B]; entries past that number are meaningless.
     """
     last = session.last
     if last.scores.hidden is None:

@@ -28,7 +28,7 @@ class Held(Protocol):
     """What was captured of some weights, by key."""
 
     def check(self, module: Any) -> None:
-        """Let go what was captured of other weights than the module's."""
+        """Drop captures of weights that the module no longer has."""
 
     def get(self, key: Any, make: Callable[[], PiecewiseFunction]) -> PiecewiseFunction | None:
         """What is held for a key, at its first call made; None where `make` raised, which is warned of."""
@@ -163,10 +163,12 @@ class CapturedDraft:
 
 
 def check(draft: Draft, session: Any, vocab: int) -> None:
-    """Refuse a draft that would not keep the distribution, or not fit the target; any other costs time at most.
+    """Refuse a captured draft that would not keep the distribution or not fit the target; any other draft costs time at
+    most.
 
-    So tokens by rank may be any, and are not compared with the drafter's own, from which rounding parts them. Those
-    that are drawn have to be what the session's noise draws from the very distribution that comes with them.
+    Tokens chosen by rank may be any tokens, so they are not compared with the uncompiled drafter's, from which they may
+    differ by rounding. Drawn tokens must be those that the session's noise draws from the distribution that comes with
+    them.
 
     Raises:
         Uncapturable: it is no tree of tokens under the pending one, or not drawn from its distribution.

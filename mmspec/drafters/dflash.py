@@ -84,7 +84,7 @@ class BlockDrafter(DraftHead, nn.Module):
 
     @property
     def block(self) -> nn.Module:
-        """What stands for these weights, however often they are fitted."""
+        """The module by which captures are found: fitted copies of a drafter share it."""
         return self.layers[0]  # type: ignore[no-any-return]
 
     def chosen(self, given: Mapping[str, Any]) -> BlockOptions:
@@ -156,7 +156,7 @@ class BlockDrafter(DraftHead, nn.Module):
         return self.draft(session, target, *path_after(session), self.drawing(session))
 
     def drawing(self, session: Any) -> bool:
-        """Whether the next draft is drawn: a point mass is not met by drawing."""
+        """Whether the next draft is drawn at random; where p is a point mass (greedy, seed-exact) it is not."""
         return self.options.draws and not session.last.scores.p.is_point
 
     def draft(self, session: Any, target: Target, hidden: Tensor, follow: Tensor, count: Tensor, draws: bool) -> Draft:

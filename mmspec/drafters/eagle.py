@@ -158,7 +158,7 @@ class EagleDrafter(FeatureDrafter):
         return self.by_target(hidden, target)
 
     def carry(self, z: Tensor) -> Tensor:
-        """With a head of its own the drafter hands on what stands before that head's norm, as EAGLE-3 does."""
+        """With a head of its own the drafter feeds back its output from before that head's norm, as EAGLE-3 does."""
         return self.out_norm(z) if self.lm_head is None or self.config.norm_output else z
 
     # -- mask rows ---------------------------------------------------------------------------------------------------

@@ -41,8 +41,8 @@ class FeatureDrafter(DraftHead, Growth, FeatureLayer):
         """Read the prompt: row j pairs the features at j with the embedding at j + 1; the last waits for its token.
 
         Raises:
-            ValueError: the call is guided, and this drafter knows no guidance; or it prunes by an attention that this
-                target does not tell.
+            ValueError: the call is guided, which this drafter does not support, or it prunes by attention, which this
+                target does not record.
         """
         assert prompt.embeds is not None and prompt.hidden is not None
         (B, L), S = prompt.ids.shape, target.streams
@@ -115,7 +115,7 @@ class FeatureDrafter(DraftHead, Growth, FeatureLayer):
         return counted[:, -1].expand(len(prompt.ids)), counted
 
     def settle(self, memory: FeatureMemory, f: Tensor) -> None:
-        """Told the features [B, 1, F] of the last row that the target has read, after each catching up."""
+        """Called after each catching up, with the features [B, 1, F] of the last row that the target has read."""
 
     @torch.no_grad()
     def propose(self, session: Any, target: Target) -> Draft:

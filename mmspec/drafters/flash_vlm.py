@@ -102,8 +102,8 @@ class SarHeads(nn.Module):
 class FlashDrafter(EagleDrafter):
     """Latent-aware compression and semi-autoregressive drafting (FLASH, arXiv 2505.12728).
 
-    Row j's layer output gives the target's features at j + 1 … j + K at once, so a whole draft costs one pass: level i
-    of its tree is filled from head i, whatever stands above. Latents stand at even steps of their image.
+    The layer's output at row j predicts the target's features at j + 1 … j + K at once, so a draft costs one pass: head
+    i fills level i of the tree, whatever tokens are above. Latents have positions at even steps along their image.
     """
 
     method = "flash"

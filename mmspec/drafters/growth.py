@@ -71,7 +71,7 @@ class Growth:
         return f
 
     def drawing(self, session: Any) -> bool:
-        """Whether the next draft is drawn: a point mass is not met by drawing."""
+        """Whether the next draft is drawn at random; where p is a point mass (greedy, seed-exact) it is not."""
         return self.options.draws and not session.last.scores.p.is_point
 
     def grown(self, session: Any, target: Target, f: Tensor, draws: bool) -> Draft:

@@ -40,7 +40,7 @@ class WindowOptions:
         window: positions looked at in a round, the pending token's included; 1 drafts nothing.
         init: where first guesses come from: "uniform" (anywhere), "horizontal" (the token to the left), "vertical" (the
             one above), "mixture" (either of these), or "neighbours" (either as far as the target has a grid).
-        coupling: how a guess is redrawn once the target has spoken: "none", "maximal" or "gumbel".
+        coupling: how a guess is redrawn from the target's new distribution: "none", "maximal" or "gumbel".
         proactive: (K, D): the next D − 1 positions get a tree with K branches per node (K, D ≥ 2); (1, 1): none.
     """
 
@@ -132,13 +132,12 @@ def layout(window: int, proactive: tuple[int, int], device: torch.device) -> Win
 class JacobiDrafter:
     """Speculative Jacobi decoding, lossless with every init and every coupling (Teng et al. 2024, SJD, §3).
 
-    Why: let F be all that was drawn at earlier positions, in all rounds. Given F, a guess has exactly the distribution
-        q that
-    its draft states: a first guess by its init, a later one because the coupling makes it a draw from p with noise of
-    its own position, so that q := p also where the guess stayed as it was. When it is tested, p is the true
-        distribution and
-    the coin is new: what comes out has the distribution p. So only what F determines may say which distribution goes to
-    which position: how many guesses were accepted before may. So may a clock: an untested draft leaves no trace.
+    Why: let F be everything that was drawn at earlier positions, in all rounds. Given F, a guess has exactly the
+    distribution q that its draft states: a first guess by its init; a later one because the coupling makes it a draw
+    from p by the noise of its own position, so that q := p even if the guess did not change. When a guess is tested, p
+    is the target's distribution and the uniform number is new, so the result has the distribution p. Hence only what F
+    determines may decide which distribution belongs to which position, such as how many guesses were accepted before;
+    so may a clock, since an untested draft has no effect.
 
     Attributes:
         vocab: tokens of the target's head; the uniform part of a first guess spreads over all of them.

@@ -14,7 +14,7 @@ from mmspec.types import Draft, Prompt
 
 @dataclass(frozen=True)
 class NoOptions:
-    """Of a drafter that cannot be told anything."""
+    """The options of a drafter that has none."""
 
 
 class Plain:

@@ -21,11 +21,11 @@ def pruned(options: TreeOptions, attention: Tensor | None, given: tuple[Tensor, 
     """What a drafter's `encode_prompt` is given, without the visual rows that the options leave out; positions stay.
 
     Args:
-        attention: [B, L], what the target told of it.
+        attention: [B, L], how much the prompt's text attends to each token, as the target recorded it.
         given: embeds, features, visual, valid and positions, [B, L, …] each.
 
     Raises:
-        ValueError: the target's attention is asked for, and it told nothing of it.
+        ValueError: pruning by attention, which the target did not record.
     """
     if not options.prune:
         return given

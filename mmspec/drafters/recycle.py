@@ -95,9 +95,9 @@ class Successors:
         self._shapes: dict[Any, tuple[int, tuple[Path, ...]]] = {}  # with the rounds that it has been in use
 
     def learn(self, tokens: Tensor, ranked: Tensor) -> None:
-        """Tokens [B, N] of scored nodes, and the likeliest ones [B, N, RANKS] after them; nothing is learnt of holes.
+        """Remember the likeliest tokens [B, N, RANKS] after the tokens [B, N] of scored nodes.
 
-        The row behind the last token is that of holes, and stays empty.
+        NO_TOKEN is written to a spare row behind the last token, which stays empty.
         """
         hole = (tokens < 0) | (tokens >= len(self.table) - 1)
         self.table[tokens.masked_fill(hole, len(self.table) - 1)] = ranked.to(self.table)
@@ -146,7 +146,8 @@ class Successors:
 
 @dataclass(frozen=True)
 class RecycleDrafter:
-    """Trees of what came to the target's mind when it last met a token (Luo et al. 2024, arXiv 2408.08696).
+    """Trees of the tokens that the target found likeliest when it last read a token (Luo et al. 2024, arXiv
+    2408.08696).
 
     The successors lie on the target's device, drafts are gathered from them there, and nothing is read by the host.
     The tree is static and the same for all rows; every few rounds it is chosen anew, best-first by how often tokens of

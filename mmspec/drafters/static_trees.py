@@ -110,8 +110,8 @@ def fill(
     """Tokens of a static tree: of each node's distribution the likeliest, by rank, or as many drawn without
     replacement.
 
-    A level is drawn by one Gumbel noise for all its nodes. Only one of their parents can stand, so the draft that is
-    tested is drawn from its distribution all the same; and drafts of a position that are never tested leave no trace.
+    All nodes of a level share one Gumbel noise. Only one of their parents can be accepted, so the tokens that are
+    tested are still drawn from their stated distribution, and tokens that are never tested have no effect.
 
     Args:
         first: log-probabilities [B, V] after the root.

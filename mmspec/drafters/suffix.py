@@ -213,7 +213,7 @@ class SuffixDrafter:
         return replace(self, options=options, phrases=Phrases(options.memory))
 
     def start(self, session: Any, target: Target, prompt: Prompt) -> PerRow[_Cursor]:
-        """Read the prompts' words; what stands for pictures is left out."""
+        """Read the prompts' text tokens; those of pictures are left out."""
         words = torch.where((prompt.visual == 0) & prompt.valid, prompt.ids, NO_TOKEN).tolist()
         with self.phrases.lock:
             found = [

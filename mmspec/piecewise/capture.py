@@ -32,9 +32,8 @@ class Uncapturable(Exception):
 def attend(layer: int, scale: float, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> Tensor:
     """Stands for an attention while a function is captured: q [B, heads, n, D], k and v [B, kv_heads, n, D].
 
-    What the function itself computes of a mask is handed on as `seen`; without it the attention is asked with five
-    arguments. What it gives lies in memory as [B, n, heads, D]; so must what `PiecewiseFunction` is handed in its
-    place.
+    A mask that the function itself computes is passed on as `seen`; without one the attention is called with five
+    arguments. The result lies in memory as [B, n, heads, D], and so must that of the attention that replaces it.
     """
     B, heads, n, _ = q.shape
     return q.new_zeros(B, n, heads, v.shape[3]).transpose(1, 2)
@@ -222,8 +221,8 @@ def _joined(
 def _cut(graph: fx.GraphModule, compile: Compile, place: Place | None) -> tuple[Callable[..., Any], int]:
     """A function that runs the pieces one after the other and asks its last argument to attend; how many differ.
 
-    `place` says what stands for a piece, of which a compiled function is given, at this one of its places. It is not
-    asked about the last of several, whose outputs are large, such as logits, and leave: no graph is to keep them.
+    `place` is given a piece and its compiled function, and returns what runs at this place, such as a CUDA graph. It is
+    not called for the last of several pieces: its outputs (logits) are large, and a graph would keep them allocated.
     """
     part, parts = 0, {}
     for node in graph.graph.nodes:

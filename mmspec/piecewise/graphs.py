@@ -1,10 +1,10 @@
-"""CUDA graphs: the pieces of a captured function, each recorded where it stands and replayed by every call.
+"""CUDA graphs: each piece of a captured function is recorded once and replayed by every call.
 
 torch keeps a work space of cuBLAS for each stream (and, in some releases, thread), to which a graph holds the address;
 it frees the space when any graph of that stream is let go (pytorch #193402) or the thread ends. So the graphs of one
 function are recorded on a stream that nobody else ever has, and on which nothing ran before. Its work space is then
-allocated within a recording, in these graphs' own pool of memory, which stays as long as one of them, whoever keeps
-books of it. They run one after the other, so that they may share it. `proved` tries this on the device itself.
+allocated during a recording, in these graphs' own memory pool, which lives as long as any of them. They run one after
+the other, so they may share it. `proved` tests this on the device itself.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def wish() -> str:
 
 
 def wanted(tensors: Iterable[Tensor]) -> bool:
-    """Whether a function of these tensors is to be recorded: they lie on one CUDA device on which graphs are proved,
-    and nobody says no."""
+    """Whether to record a function of these tensors: they are on one CUDA device, on which graphs have passed the test
+    `proved`, and MMSPEC_GRAPHS does not forbid it."""
     homes = {t.device for t in tensors}  # what is computed on the host would be recorded as it was then
     if wish() != "auto" or len(homes) != 1 or torch.version.hip:
         return False
@@ -59,10 +59,10 @@ def wanted(tensors: Iterable[Tensor]) -> bool:
 class Graphs:
     """The graphs of one captured function, which share memory, and so run in the order of their recording.
 
-    A graph knows addresses, nothing else. Weights, and what an earlier graph gives, are read where they lie; all other
-    inputs, those of the call and what attentions give, are copied to a place that stays. What an attention is handed is
-    written over by the next call: it may read that, on the stream that it is called on, but must not keep it; a cache
-    copies keys and values. What leaves the function is a copy of what stays, or new.
+    A graph stores addresses only. Weights, and the outputs of earlier graphs, are read in place; all other inputs
+    (those of the call and the results of attentions) are copied to buffers that stay. The next call overwrites what an
+    attention is given, so an attention may read it on the current stream but must not keep it; a cache copies keys and
+    values. The function's outputs are copies, or new tensors.
 
     Args:
         inputs: of the function, as it is going to be called with.

@@ -67,10 +67,10 @@ def places(drafts: Sequence[MarDraft], device: Any) -> Cells:
 class SelfDrafter:
     """Drafts of the model itself: all from what it knew at its last pass, side by side in one chain.
 
-    That pass may lack the last token, which was refused in it and is drawn anew in the same chain. A draft's
-    distribution may be any that is known when it is tested; and its noise and its coin are its place's own, which
-    nothing has used that is
-    decided: a draft that came after a refused one was never tested. So it may even be drawn again from the same noise.
+    That pass may lack the last token, which was rejected in it and is drawn anew in the same chain. This is exact all
+    the same: a draft may have any distribution that is known when it is tested. Its noise and its uniform number belong
+    to its place, and no decision has used them yet, since drafts after a rejected one are never tested. So a draft may
+    even be drawn again from the same noise.
     """
 
     def __init__(self, runner: MarRunner, ahead: int) -> None:

@@ -14,7 +14,7 @@ from mmspec.rules import Rule
 
 
 class Family:
-    """How models of one kind are patched; the table in families.py says which class of models has which.
+    """How models of one kind are patched; the table in pipelines/families/table.py says which family a class has.
 
     Attributes:
         mixin: goes in front of the model's class.
@@ -33,7 +33,7 @@ class Family:
         return None
 
     def told(self, model: Any) -> str | None:
-        """What the user should know of how this model reads drafts."""
+        """A note for the log on how this model reads drafts; None: nothing to say."""
         return None
 
     def describe(self, model: Any) -> TargetInfo:
@@ -45,7 +45,7 @@ class Family:
         return None
 
     def tap(self, model: Any, features: tuple[int, ...]) -> None:
-        """Overhear what a drafter reads of the model.
+        """Record the features that a drafter reads of the model, from now on.
 
         Raises:
             ValueError: it has no such features.
@@ -58,7 +58,7 @@ class Family:
     # -- of one call ---------------------------------------------------------------------------------------------------
 
     def target(self, model: Any, features: tuple[int, ...], guidance: Guidance | None) -> Target:
-        """What stands for the model in a session."""
+        """A session's view of the model, for one call."""
         raise NotImplementedError
 
     def request(self, request: Request) -> Request:

@@ -1,4 +1,4 @@
-"""What stands behind an enabled model: what its calls share, and the handle that users hold."""
+"""The state of an enabled model: what its calls share (`Patch`), and what `enable` returns (`Handle`)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _switching = threading.RLock()  # enable and disable may come from any thread
 
 
 class Patch:
-    """What all calls on an enabled model share. It lies on the model's class, and holds no model.
+    """What all calls on an enabled model share. It is an attribute of the swapped class, and keeps no model alive.
 
     Attributes:
         family: what is to be known of this kind of model.

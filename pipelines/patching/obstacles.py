@@ -29,7 +29,8 @@ class Obstacle:
 
 
 def now(model: Any, config: Any, rows: int) -> Obstacle | None:
-    """What has come over an enabled model since: another attention, adapters, a call as another model's assistant.
+    """Why the model cannot be accelerated now: its attention was changed, adapters were added, it assists another
+    model.
 
     Args:
         model: an enabled model of transformers.

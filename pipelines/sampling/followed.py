@@ -77,8 +77,8 @@ class Followed:
     def __call__(self, scores: Tensor, session: Group, draft: Draft) -> Tensor:
         """Scores [1, N, V], each node's as its own copies make them.
 
-        Below a token that they forbid there is nothing to keep: the likeliest token stands for it, so that they see
-        lawful texts only.
+        Nodes below a forbidden token cannot be accepted. There the processors are shown the likeliest allowed token
+        instead, so that they see only texts that they allow.
         """
         (row,) = session.rows
         text = torch.tensor([row.tokens], device=scores.device)

@@ -80,7 +80,7 @@ class Prefixes:
 
     @cached_property
     def ids(self) -> Tensor:
-        """[B, N, T], from the left; _BEYOND after the end and for holes."""
+        """[B, N, T], from the left; _BEYOND after the end and for NO_TOKEN."""
         tree, (B, N), T = self.draft.tree, self.draft.tokens.shape, self.text.shape[1]
         below = tree.ancestors & (tree.depth > 0)[:, None]  # the root stands in the text
         place = torch.where(below, self.length[:, None] - 1, T)  # a spare column for what is no ancestor
@@ -189,8 +189,8 @@ def _powers(factor: float, most: int, device: torch.device) -> Tensor:
 def grammar(processor: Any, scores: Tensor, before: Prefixes) -> Tensor:
     """A pure `prefix_allowed_tokens_fn`, asked about every node; it runs on the host, and so waits.
 
-    Below a token that it forbids there is nothing that it would be asked about: an allowed token stands for it, so that
-    it sees lawful prefixes only.
+    Nodes below a forbidden token cannot be accepted. There the grammar is shown an allowed token instead, so that it
+    sees only prefixes that it allows.
     """
     tokens, parents = torch.stack([before.draft.tokens, before.draft.tree.parents]).tolist()
     allow, found = processor._prefix_allowed_tokens_fn, []

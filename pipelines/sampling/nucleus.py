@@ -20,7 +20,7 @@ def top_p(warper: Any, logits: Tensor) -> Tensor:
     1 - top_p; the last `min_tokens_to_keep` stay. Stock sorts for that, and leaves the order of equal logits to the
     sort. Here the logit at which the sum passes the bound is found digit by digit, from a sum for each digit: a fixed
     number of passes, and the host waits for nothing. Sums are of whole numbers, so that no order of adding changes
-    them; stock adds in float64 on a CPU, and in float32 on a GPU. Nothing goes where the logits are no law.
+    them; stock adds in float64 on a CPU, and in float32 on a GPU. All tokens stay where the logits are no distribution.
     """
     p, key, width = logits.float().softmax(-1), _ordered(logits), logits.shape[-1]
     mass = p.double().mul_(2.0**_BITS).ceil_().nan_to_num_().long()

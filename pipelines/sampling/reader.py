@@ -1,4 +1,4 @@
-"""What stands for a model in copies of a logits processor that prompts it itself, as for guidance does Emu3.5's."""
+"""Replaces the model in copies of a logits processor that calls it, as Emu3.5's does for guidance."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class ReadText:
 
 
 class Reader:
-    """Stands for a model in copied processors, which prompt it themselves.
+    """Replaces the model in copied processors that call it.
 
-    Copies read the same text along different drafts. So what a copy has read is a list of tokens, and one forward reads
-    on to the end of the draft: the copies of later nodes find their logits there.
+    All copies read the same text, each along its own path of the draft. So the cache of a copy is a list of tokens, and
+    one forward reads to the end of the draft, where the copies of later nodes find their logits.
 
     Attributes:
         model: what reads.
         ahead: tokens of the draft below the node that is asked about.
-        loose: whether that node's path is broken, so that no forward need be made for it: any logits do.
+        loose: whether that node cannot be accepted anyway, so that any logits will do and no forward is made.
     """
 
     def __init__(self, model: Any) -> None:

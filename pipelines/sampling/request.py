@@ -98,7 +98,7 @@ class Request:
 
     @property
     def bare(self) -> bool:
-        """Whether the likeliest token of the logits as they are is all that is wanted."""
+        """Whether the call takes the likeliest token of unprocessed logits."""
         return not (self.sampler.sample or self.keep or getattr(self.sampler.process, "processors", True))
 
     def scores(self, logits: Tensor, raw: Tensor, rows: Group, draft: Draft, hidden: Tensor | None) -> Scores:

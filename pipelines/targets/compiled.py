@@ -29,8 +29,7 @@ from mmspec.pipelines.targets.state import State
 
 
 class Compiled(CompiledCache):
-    """PiecewiseFunction functions of one model: its forwards by shape, and the drafts of drafters that use its
-    weights."""
+    """Captured functions of one model: its forwards by shape, and the drafts of drafters that use its weights."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)

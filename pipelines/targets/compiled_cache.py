@@ -1,4 +1,4 @@
-"""PiecewiseFunction functions of one module, each trusted once it has given what the module itself gives."""
+"""Captured functions of one module, each used once it has given the module's own result."""
 
 from __future__ import annotations
 
@@ -30,12 +30,13 @@ _NEAR = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 
 class CompiledCache:
-    """What was captured, by shape and surroundings; None for what cannot be, which runs as it is, with a warning.
+    """Captures by shape and surroundings (autocast, default dtype); None for what cannot be captured, which runs
+    uncompiled, with a warning.
 
-    Other parameters or buffers than then, and all is captured anew; those that only moved are seen by its graphs. All
-    else that a forward may read is its state: captures of a few states are held, so that what is switched there and
-    back is captured once. Where anything runs with the module that a capture would leave out, such as a hook, nothing
-    is captured or replayed.
+    If parameters or buffers are replaced, everything is captured anew; if they only move, graphs notice it themselves.
+    Everything else that a forward may read is its state. Captures of a few states are held, so that a flag that is
+    switched back and forth is captured once each. While hooks or the like run with the module, nothing is captured or
+    replayed.
     """
 
     def __init__(self, name: str) -> None:
@@ -88,7 +89,7 @@ class CompiledCache:
             self._why = why
 
     def _renew(self) -> None:
-        """Where weights hold other values than at the call before, what was copied of them is copied anew."""
+        """Copy weights anew whose values changed since the last call."""
         written = self._copied.now()
         if written == self._written:
             return

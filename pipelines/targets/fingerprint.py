@@ -1,4 +1,4 @@
-"""What a forward can read besides its inputs: a captured one stands for the module as long as none of it changes."""
+"""What a forward can read besides its inputs: a capture is valid as long as none of it changes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _DEEP = 4  # lists in lists
 
 
 class Fingerprint(NamedTuple):
-    """Two that are equal read the same; made once a call, in about a microsecond for each module."""
+    """Equal if forwards read the same besides their inputs; made once a call, in about 1 µs for each module."""
 
     weights: list[Any]  # parameters and buffers: which they are, not what they hold
     state: list[Any]  # classes, flags, plain attributes, functions and settings of all modules

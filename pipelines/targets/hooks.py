@@ -96,7 +96,7 @@ class FeatureHook:
 
 
 def note(name: str, value: Any) -> None:
-    """Tell the generation that runs in this context something that no call of a tapped module says."""
+    """Record a value by hand for the generation that runs in this context, beside what modules record."""
     listening = _listening.get()
     if listening is not None:
         listening.recorded[name] = value

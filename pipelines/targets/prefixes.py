@@ -1,6 +1,6 @@
-"""Prompts that begin like a text that was read before: what was kept of it stands for reading it again.
+"""Prompts that begin like a text that was read before start from what was kept of it.
 
-A few words that are left of a prompt are read like a draft that stands whole, for all rows at once; more of them, or
+Up to `MOST` remaining tokens are read like a draft that is accepted whole, for all rows at once; more of them, or
 pictures, by the model's own prefill, row by row, on a cache that begins with what was kept.
 """
 

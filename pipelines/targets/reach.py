@@ -28,9 +28,9 @@ def table(decoder: Any) -> int | None:
 
 
 def turn(decoder: Any) -> int | None:
-    """Length past which rotary frequencies or scales go by the longest position in the batch; None: they never do.
+    """Length past which rotary frequencies or scales depend on the longest position in the batch; None: they never do.
 
-    A draft reaches further than the text, so that it would turn them for tokens that stock decoding reads before.
+    A draft reaches further than the text, so that it could change them for tokens that stock decoding reads unchanged.
     """
     found = []
     for module in each_module(decoder):
