@@ -11,6 +11,7 @@ from torch import Tensor
 from mmspec.models.llamagen import visible
 from mmspec.pipelines.families.llamagen import LlamaGen
 from mmspec.pipelines.llamagen.pipeline import LlamaGenPipeline
+from mmspec.pipelines.patch import enable
 from mmspec.pipelines.sampling.guidance import Guidance
 from mmspec.pipelines.targets.hooks import layer_input, record_features
 from mmspec.pipelines.targets.llamagen import LlamaGenTarget
@@ -54,6 +55,19 @@ class ImageTeacher:
         made: Any = self.pipe(**self._asked(samples), output_type="latent")
         ids: list[list[int]] = made.tokens.flatten(1).tolist()
         return ids
+
+    @torch.no_grad()
+    def draw(
+        self, samples: Sequence[TrainingSample], drafter: Any, seeds: Sequence[int]
+    ) -> tuple[list[list[int]], float]:
+        """A picture for each sample, by its seed, with this drafter: token ids, and how many of one a forward gave."""
+        with enable(self.pipe, drafter=drafter, reproducible=True):
+            made: Any = self.pipe(
+                **self._asked(samples), generator=[torch.Generator().manual_seed(seed) for seed in seeds],
+                output_type="latent",
+            )  # fmt: skip
+        ids: list[list[int]] = made.tokens.flatten(1).tolist()
+        return ids, made.tokens.numel() / (made.stats.row_rounds + len(ids))
 
     @torch.no_grad()
     def trace(self, samples: Sequence[TrainingSample], answers: Sequence[Sequence[int]]) -> Trace:

@@ -169,7 +169,7 @@ def method_of(name: str, config: Mapping[str, Any]) -> str:
 
 
 def _own(config: Mapping[str, Any], kind: type[EagleConfig]) -> EagleConfig:
-    shapes = ("hidden", "intermediate", "heads", "kv_heads", "vocab")
+    shapes = [f.name for f in fields(kind) if f.default is MISSING]
     wrong = [f"{name} = {briefly(config.get(name))}" for name in shapes if not _is_count(config.get(name))]
     if wrong:
         raise ValueError(f"config.json must give whole numbers from 1 to {LARGEST}; it gives {', '.join(wrong)}")

@@ -18,7 +18,31 @@ _PADDED = 1.01  # some targets have a few more embeddings than others: LLaVA 320
 
 
 @dataclass(frozen=True)
-class TrainedConfig(Rope):
+class FileConfig:
+    """A config that is written to a file, and read from it."""
+
+    named: ClassVar[str]  # in messages
+
+    @classmethod
+    def of(cls, values: dict[str, Any]) -> Self:
+        """From what `to_dict` gave, or JSON made of it.
+
+        Raises:
+            ValueError: fields that it does not have, or values that cannot be.
+        """
+        known = {f.name for f in fields(cls)}
+        unknown = sorted(set(values) - known)
+        if unknown:
+            raise ValueError(f"config.json has unknown fields {', '.join(unknown)}; {cls.named} has {sorted(known)}")
+        frozen: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+        return cls(**frozen)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class TrainedConfig(FileConfig, Rope):
     """What every trained drafter is told; rotary positions are said by what it is besides, a Rope.
 
     Attributes:
@@ -30,8 +54,6 @@ class TrainedConfig(Rope):
         target, target_revision: what it was trained for.
         depth, width, size, tree, draws, adaptive: how it recommends to draft (see TreeOptions).
     """
-
-    named: ClassVar[str]  # in messages
 
     hidden: int
     intermediate: int
@@ -55,23 +77,6 @@ class TrainedConfig(Rope):
 
     def __post_init__(self) -> None:
         self.check(self.head_dim or self.hidden // self.heads)
-
-    @classmethod
-    def of(cls, values: dict[str, Any]) -> Self:
-        """From what `to_dict` gave, or JSON made of it.
-
-        Raises:
-            ValueError: fields that it does not have, or values that cannot be.
-        """
-        known = {f.name for f in fields(cls)}
-        unknown = sorted(set(values) - known)
-        if unknown:
-            raise ValueError(f"config.json has unknown fields {', '.join(unknown)}; {cls.named} has {sorted(known)}")
-        frozen: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
-        return cls(**frozen)
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def check_fit(c: Any, target: TargetInfo) -> None:
@@ -105,7 +110,7 @@ def placed(drafter: Any, target: TargetInfo, options: TreeOptions) -> Any:
     Raises:
         ValueError: a draft vocabulary that the target has not, or fewer tokens than a node has branches.
     """
-    fitted = _beside(drafter, target)
+    fitted = beside(drafter, target)
     fitted.options = options
     fitted.vocab = None if options.draft_vocab == ALL else DraftVocab.of(options.draft_vocab, target)
     if fitted.vocab is not None and len(fitted.vocab.ids) < options.branches:
@@ -115,14 +120,15 @@ def placed(drafter: Any, target: TargetInfo, options: TreeOptions) -> Any:
     return fitted
 
 
-def _beside(drafter: Any, target: TargetInfo) -> Any:
+def beside(drafter: Any, target: TargetInfo) -> Any:
+    """A drafter of the same weights on the target's device and in its dtype; the given one stays as it is."""
     own = [*drafter.parameters(), *drafter.buffers()]
     stays = all(t.device == target.device and (t.dtype == target.dtype or not t.is_floating_point()) for t in own)
     if stays:
         same = copy.copy(drafter)
         same.training = False
         return same
-    memo: dict[int, Any] = {id(drafter.vocab): None}
+    memo: dict[int, Any] = {id(getattr(drafter, "vocab", None)): None}
     for t in own:  # aliases, whose data can go elsewhere
         alias = t.detach()
         memo[id(t)] = nn.Parameter(alias, t.requires_grad) if isinstance(t, nn.Parameter) else alias

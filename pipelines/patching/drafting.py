@@ -17,6 +17,7 @@ from mmspec.config import AUTO, SpecConfig, option_names
 from mmspec.drafters import adaptive
 from mmspec.drafters.compiled_drafter import CapturedDraft
 from mmspec.drafters.dflash import BlockDrafter
+from mmspec.drafters.heads import HeadsDrafter
 from mmspec.drafters.feature import FeatureDrafter
 from mmspec.pipelines.targets import compiled, devices, hooks
 from mmspec.pipelines.targets import compiled_cache as trusted
@@ -130,7 +131,7 @@ def proposer(model: Any, drafter: Any, config: SpecConfig, target: TargetInfo, d
             "auto times its rounds in each process by itself, and those that share this model's weights have to run "
             f"alike; leave auto out, and {instead}"
         )
-    compile = config.compile if drafts else False
+    compile = config.compile if drafts or isinstance(drafter, HeadsDrafter) else False
     if getattr(getattr(drafter, "options", None), "adaptive", False):
         depth, each = drafter.options.depth, adaptive.variants(drafter)
         ready: Any = adaptive.Adaptive({n: _captured(model, one, compile, target, depth) for n, one in each.items()})
@@ -147,6 +148,8 @@ def _captured(model: Any, drafter: Any, compile: bool | str, target: TargetInfo,
     """
     if not compile:
         return drafter
+    if isinstance(drafter, HeadsDrafter):
+        return drafter.captured(CompiledCache(type(drafter).__name__))
     if isinstance(drafter, Compilable):
         return drafter.compiled(compile)
     if not (isinstance(drafter, FeatureDrafter | BlockDrafter) and drafter.capturable):
