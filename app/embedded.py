@@ -11,7 +11,7 @@ MODEL, DRAFTER = "scenes-video", "scenes-video-eagle"
 HYBRID = "scenes-hybrid"  # Qwen3.5's classes
 STOCK = "none"  # the drafter that is none: the stock path
 SHIPPED = "shipped"  # the drafter that a model ships with, such as a head in its own file; else one without weights
-IMAGE_MODEL, IMAGE_DRAFTER = "scenes-llamagen", "scenes-llamagen-eagle"
+IMAGE_MODEL, IMAGE_DRAFTER = "scenes-llamagen", "scenes-llamagen-heads"
 DRAFTERS = {MODEL: DRAFTER, HYBRID: SHIPPED, IMAGE_MODEL: IMAGE_DRAFTER}  # what fits each
 NOTE = (
     "note: {}, the model that comes with mmspec, knows only drawn scenes of coloured shapes; its captions of "

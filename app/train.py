@@ -19,13 +19,16 @@ from mmspec.app.devices import EngineError, find_device, find_model, first_line,
 from mmspec.app.options import count, from_zero
 from mmspec.app.train_block import BLOCKS
 from mmspec.checkpoints.save import save_drafter
+from mmspec.drafters.heads import HeadsConfig, HeadsDrafter
 from mmspec.protocols import TargetInfo
 from mmspec.registry import DRAFTERS, drafter_class
 from mmspec.train.data import read
 from mmspec.train.distil import Distillation
+from mmspec.train.heads import HeadsTraining
 from mmspec.train.recipes import RECIPES, Recipe
 from mmspec.types import FINAL
 
+DRAWING = ("eagle", "heads")  # methods for models that draw
 KINDS = {bool: "true or false", int: "a whole number", float: "a number", tuple: "a list", str: "a word"}
 
 
@@ -78,6 +81,8 @@ def _recipe(args: argparse.Namespace) -> Recipe:
     pictures = draws(args.target, args.data)
     if pictures:
         _draftable(args.method)
+    elif args.method == "heads":
+        raise ValueError("'heads' is for models that draw; give a pipeline's folder and prompts:FILE or pictures:N")
     recipe = RECIPES[args.recipe or (f"{args.method}-image" if pictures else args.method)]
     recipe = recipe.without_texts() if args.text == "none" else recipe
     return recipe.with_(**_values("--set", args.set, {f.name: getattr(recipe, f.name) for f in fields(recipe)}))
@@ -114,8 +119,9 @@ def draws(target: str, data: str) -> bool:
 
 def _draftable(method: str) -> None:
     """ValueError for a method that cannot draft for a model that draws."""
-    if method != "eagle":
-        raise ValueError(f"{method!r} is for models that look at pictures; for one that draws them use 'eagle'")
+    if method not in DRAWING:
+        allowed = " or ".join(map(repr, DRAWING))
+        raise ValueError(f"{method!r} is for models that look at pictures; for one that draws them use {allowed}")
 
 
 def _made(method: str, info: TargetInfo, shape: dict[str, Any], **values: Any) -> Any:
@@ -170,6 +176,11 @@ def build_for_pictures(method: str, pipe: Any, intermediate: int | None, **shape
 
     _draftable(method)
     c = pipe.transformer.config
+    if method == "heads":
+        about = families.of(pipe).describe(pipe)
+        streams = 2 if pipe._settings({}, "latent", 1)["guidance_scale"] > 1 else 1
+        told = {"hidden": c.dim, "intermediate": intermediate or 192, "vocab": c.vocab, "grid": c.grid}
+        return HeadsDrafter(HeadsConfig.of({**told, "streams": streams, "target": about.name, **shape}))
     return _made(
         method, families.of(pipe).describe(pipe), shape, heads=c.heads, rope="2d", grid=c.grid, rope_theta=c.rope_base,
         norm_eps=c.norm_eps, intermediate=intermediate or pipe.transformer.layers[0].feed_forward.w2.in_features,
@@ -213,7 +224,8 @@ def train(
     about = f"{of} {data}"
     with Teacher(model, processor, features) if processor else ImageTeacher(model, features) as teacher:
         drafter.to(model.device)
-        run = Distillation(drafter, teacher, samples, recipe, out, texts, answers, about, int(keep * 2**30))
+        kind = HeadsTraining if drafter.method == "heads" else Distillation
+        run = kind(drafter, teacher, samples, recipe, out, texts, answers, about, int(keep * 2**30))
         tau = run.run()
     if run.accelerator.is_main_process:
         write(drafter.eval(), model, out / "drafter")
@@ -229,8 +241,9 @@ def train(
         part = out / "report.json.part"
         part.write_text(json.dumps(report, indent=2))
         os.replace(part, out / "report.json")
-        kind = "drawn chain" if recipe.overlap else "chain"
-        print(f"held-out tau {tau:.2f} ({kind} of {recipe.unroll}, bonus token included); drafter in {out / 'drafter'}")
+        chain = "drawn chain" if recipe.overlap else "chain"
+        what = "window" if drafter.method == "heads" else f"{chain} of {recipe.unroll}"
+        print(f"held-out tau {tau:.2f} ({what}, bonus token included); drafter in {out / 'drafter'}")
     return drafter
 
 

@@ -55,9 +55,7 @@ DRAFTERS: dict[str, Entry] = {
     "eagle": Entry(
         "mmspec.drafters.eagle", "EagleDrafter", True, "EAGLE-2-style feature drafter; reads EAGLE, EAGLE-3"
     ),
-    "heads": Entry(
-        "mmspec.drafters.heads", "HeadsDrafter", True, "for pictures: heads that fill a Jacobi window"
-    ),
+    "heads": Entry("mmspec.drafters.heads", "HeadsDrafter", True, "for pictures: heads that fill a Jacobi window"),
     "block": Entry(
         "mmspec.drafters.dflash", "BlockDrafter", True, "a block in one pass; reads DFlash, DSpark, DFlash2"
     ),

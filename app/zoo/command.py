@@ -145,7 +145,7 @@ def train_drafter(recipe: DrafterRecipe, out_dir: Path, work: Path) -> None:
         answers=work.parent / f"{recipe.target}-answers", keep=0.0 if draws else TRACES,
     )  # fmt: skip
     tree = {"depth": recipe.depth, "width": recipe.width, "size": recipe.size, "adaptive": recipe.adaptive}
-    drafter.config = replace(drafter.config, target=recipe.target, **tree)
+    drafter.config = replace(drafter.config, target=recipe.target, **({} if recipe.method == "heads" else tree))
     out_dir.mkdir(parents=True, exist_ok=True)
     (out_dir / "README.md").write_text(card.drafter_card(recipe, json.loads((work / "report.json").read_text())))
     save_drafter(drafter.to(torch.bfloat16), out_dir)

@@ -35,13 +35,19 @@ mmspec.enable(model, drafter="this folder or repository")
 model.generate(...)  # as before
 ```
 
-| depth | width | size |
+{drafts}
+
+Layout of the files: {layout}. {shapes}
+"""
+
+
+_TREE = """| depth | width | size |
 |---|---|---|
-| {depth} | {width} | {size} |
+| {c.depth} | {c.width} | {c.size} |
 
 These are the recommended depth (longest drafted path), width (branches per node) and size (nodes sent to the target at
-once), used where `enable` is told nothing else. Layout of the files: {layout}. {shapes}
-"""
+once), used where `enable` is told nothing else."""
+_WINDOW = "It recommends a window of {c.window} positions, used where `enable` is told nothing else."
 
 
 def describe(name: str, method: str, config: EagleConfig) -> dict[str, Any]:
@@ -168,8 +174,7 @@ def card(name: str, method: str, c: EagleConfig) -> str:
         target=c.target or "a target that was not recorded",
         revision=f" (revision {c.target_revision})" if c.target_revision else "",
         layout=f"{name} ({layout_named(name).about})",
-        shapes=f"Hidden size {c.hidden}, vocabulary {c.vocab}, {c.draft_vocab or 'no'} rows of an own output head.",
-        depth=c.depth,
-        width=c.width,
-        size=c.size,
+        shapes=f"Hidden size {c.hidden}, vocabulary {c.vocab}, {getattr(c, 'draft_vocab', 0) or 'no'} rows of an own "
+        "output head.",
+        drafts=(_TREE if hasattr(c, "depth") else _WINDOW).format(c=c),
     )

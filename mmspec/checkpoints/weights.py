@@ -132,8 +132,9 @@ def _check_shapes(
 
 def _check_embedding(layout: Layout, tensors: Mapping[str, Tensor], config: EagleConfig) -> None:
     """A drafter reads its target's embedding; a copy in the file is dropped, one of another width is no copy."""
-    embedding, width = tensors.get("embed_tokens.weight"), config.target_hidden or config.hidden
-    if layout.keys and embedding is not None and tuple(embedding.shape[1:]) != (width,):
+    embedding = tensors.get("embed_tokens.weight") if layout.keys else None
+    width = getattr(config, "target_hidden", 0) or config.hidden
+    if embedding is not None and tuple(embedding.shape[1:]) != (width,):
         raise ValueError(
             f"embed_tokens.weight is {list(embedding.shape)}, expected {[config.vocab, width]}: this drafter has an "
             "embedding of its own, narrower than its target's; mmspec's network reads the target's, so it is refused"

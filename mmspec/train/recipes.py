@@ -225,9 +225,10 @@ SCENES_VIDEO = {
 # that the target draws the pictures itself, at its own guidance scale and settings, that both streams are learnt with
 # the guided distribution that is verified, and that the drafter also sees its own outputs, as above.
 IMAGE_EAGLE = Recipe(lr=1e-4, batch=4, noise=0.1, unroll=4, sampled=1.0, overlap=True)
-SCENES_IMAGE_EAGLE = Recipe(
-    steps=220, batch=8, lr=3e-3, clip=1.0, muon=True, feature_weight=0.5, token_weight=1.0, unroll=3,
-    sampled=1.0, overlap=True, held_out=24,
+# A batch is of rounds here, each with all positions of a window; `writing` pictures are drawn at a time.
+IMAGE_HEADS = Recipe(
+    steps=3000, batch=64, lr=1e-3, betas=(0.9, 0.99), clip=1.0, feature_weight=0.0, law_weight=1.0, writing=8, unroll=1,
+    sampled=1.0, held_out=24,
 )  # fmt: skip
 
 RECIPES = {
@@ -244,5 +245,5 @@ RECIPES = {
     "scenes-mtp": SCENES_MTP,
     **SCENES_VIDEO,
     "eagle-image": IMAGE_EAGLE,
-    "scenes-image-eagle": SCENES_IMAGE_EAGLE,
+    "heads-image": IMAGE_HEADS,
 }

@@ -17,8 +17,8 @@ from mmspec.config import AUTO, SpecConfig, option_names
 from mmspec.drafters import adaptive
 from mmspec.drafters.compiled_drafter import CapturedDraft
 from mmspec.drafters.dflash import BlockDrafter
-from mmspec.drafters.heads import HeadsDrafter
 from mmspec.drafters.feature import FeatureDrafter
+from mmspec.drafters.heads import HeadsDrafter
 from mmspec.pipelines.targets import compiled, devices, hooks
 from mmspec.pipelines.targets import compiled_cache as trusted
 from mmspec.pipelines.targets.compiled_cache import CompiledCache

@@ -25,9 +25,10 @@ class DrafterRecipe:
     recipe: str = "scenes-eagle"  # in mmspec.train.recipes
 
 
-SCENES_LLAMAGEN_EAGLE = DrafterRecipe(
-    "scenes-llamagen-eagle", target="scenes-llamagen", data="pictures:424", depth=4, size=5, recipe="scenes-image-eagle"
-)
+SCENES_LLAMAGEN_HEADS = DrafterRecipe(
+    "scenes-llamagen-heads", target="scenes-llamagen", data="pictures:504", method="heads", intermediate=192,
+    recipe="heads-image",
+)  # fmt: skip
 _VIDEO: dict[str, dict[str, Any]] = {
     "eagle": {},
     "msd": {},
@@ -47,4 +48,4 @@ SCENES_VIDEO_DRAFTERS = tuple(
     )
     for method, shape in _VIDEO.items()
 )  # fmt: skip
-DRAFTERS = {r.name: r for r in (SCENES_LLAMAGEN_EAGLE, *SCENES_VIDEO_DRAFTERS)}
+DRAFTERS = {r.name: r for r in (SCENES_LLAMAGEN_HEADS, *SCENES_VIDEO_DRAFTERS)}

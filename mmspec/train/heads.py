@@ -1,0 +1,155 @@
+"""Training heads for pictures: on windows that they have drafted themselves, towards what the target says there."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from mmspec.drafters.heads import HeadsDrafter, View
+from mmspec.protocols import Target, TargetInfo
+from mmspec.train.data import TrainingSample
+from mmspec.train.distil import Distillation, quiet
+from mmspec.train.trace import Teaches
+from mmspec.types import Draft, Prompt
+
+PARTS = 5  # of a run: before each, pictures are drawn with the heads as they are by then
+OWN = 0.15  # weight of positions whose guess the drafter takes from the target, over that of the others
+
+
+class Draws(Teaches, Protocol):
+    def draw(
+        self, samples: Sequence[TrainingSample], drafter: Any, seeds: Sequence[int]
+    ) -> tuple[list[list[int]], float]:
+        """A picture for each sample, by its seed, with this drafter: the tokens, and how many a forward gave."""
+
+
+@dataclass
+class Recorder:
+    """Drafts as heads do, in their widest window, and notes what they saw.
+
+    Attributes:
+        note: is told the picture's number, how many of its tokens were decided, and the rows of a View.
+    """
+
+    heads: HeadsDrafter
+    note: Callable[[int, int, View], None]
+
+    @property
+    def features(self) -> tuple[int, ...]:
+        return self.heads.features
+
+    @property
+    def nodes(self) -> int:
+        return self.heads.config.columns + 1
+
+    def fit(self, target: TargetInfo, given: Mapping[str, Any]) -> Recorder:
+        return Recorder(self.heads.fit(target, {"window": self.nodes}), self.note)
+
+    def start(self, session: Any, target: Target, prompt: Prompt) -> Any:
+        return self.heads.start(session, target, prompt)
+
+    @torch.no_grad()
+    def propose(self, session: Any, target: Target) -> Draft:
+        draft = self.heads.jacobi.propose(session, target)
+        view = self.heads.view(session, draft)
+        for b, row in enumerate(session.rows):
+            self.note(row.index, int(session.emitted[b]), View(*(t[b] for t in view)))
+        return self.heads.better(draft, view, session, target)
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """What heads saw in N rounds, a row each, and what the target says of the tokens that they were to guess."""
+
+    views: View  # [N, …]
+    picture: Tensor  # int64 [N]
+    emitted: Tensor  # int64 [N]
+    said: Tensor  # [pictures, n, S·H], features in which the target's distribution of each token is
+
+    def batch(self, rows: Tensor) -> tuple[View, Tensor, Tensor]:
+        """Some rounds: their views, the target's features [b, C, S·H] at the C positions, and which there are."""
+        view = View(*(t[rows] for t in self.views))
+        position = self.emitted[rows, None] + torch.arange(view.fed.shape[1])
+        there = position < self.said.shape[1]
+        said = self.said[self.picture[rows, None], position.clamp(max=self.said.shape[1] - 1)]
+        return view._replace(features=view.features.float()), said.float(), there
+
+
+class HeadsTraining(Distillation):
+    """One run of heads; resumed at the last of its parts that was finished. Takes one process.
+
+    The loss is the total variation between the distributions, since a guess made with the target's own noise is right
+    about as often as they overlap, and a tenth of cross-entropy; most for guesses that are not the target's own.
+    """
+
+    teacher: Draws
+
+    def run(self, save_every: float = 0.0, measure_every: int = 0) -> float:
+        """Train to the recipe's end; returns how many tokens of a held-out picture a forward gives."""
+        self.resume()
+        each = -(-self.recipe.steps // PARTS)
+        bar = tqdm(total=self.recipe.steps, initial=self.step, desc="train", disable=quiet(True))
+        while self.step < self.recipe.steps:
+            part = self.step // each
+            rounds, tau = self._drawn(self.samples[part::PARTS], part)
+            tqdm.write(f"step {self.step}: {tau:.2f} tokens of a picture per forward")
+            for step in range(self.step, min((part + 1) * each, self.recipe.steps)):
+                began = time.process_time()
+                chosen = torch.Generator().manual_seed(self.recipe.seed * 100003 + step)
+                loss = self.learn(
+                    *rounds.batch(torch.randint(len(rounds.picture), (self.recipe.batch,), generator=chosen))
+                )
+                self.seconds += time.process_time() - began
+                self.step += 1
+                bar.set_postfix(loss=f"{loss:.3f}")
+                bar.update()
+            self.save()
+        bar.close()
+        return self._drawn(self.held_out, PARTS)[1]
+
+    def _drawn(self, samples: Sequence[TrainingSample], part: int) -> tuple[Rounds, float]:
+        """Pictures drawn with the heads as they are, what these saw, and how many tokens a forward gave."""
+        self.network.eval()
+        views, picture, emitted, said, taus = list[View](), list[int](), list[int](), list[Tensor](), list[float]()
+        for first in range(0, len(samples), self.recipe.writing):
+            group = samples[first : first + self.recipe.writing]
+
+            def note(row: int, count: int, view: View, first: int = first) -> None:
+                views.append(view._replace(features=view.features.half()))
+                picture.append(first + row)
+                emitted.append(count)
+
+            seeds = [self.recipe.seed * 100003 + part * len(self.samples) + first + i for i in range(len(group))]
+            answers, tau = self.teacher.draw(group, Recorder(self.drafter, note), seeds)
+            final = self.teacher.trace(group, answers).final
+            said.append(final[:, -len(answers[0]) - 1 : -1].half())
+            taus += [tau] * len(group)
+        stacked = View(*(torch.stack([getattr(view, name) for view in views]) for name in View._fields))
+        rounds = Rounds(stacked, torch.tensor(picture), torch.tensor(emitted), torch.cat(said))
+        return rounds, statistics.fmean(taus)
+
+    def learn(self, view: View, said: Tensor, there: Tensor) -> float:
+        """One optimizer step on a batch of rounds; returns the loss."""
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = self.recipe.rate(self.step)
+        self.network.train()
+        with torch.no_grad():
+            p = self.teacher.head(said).softmax(-1)
+        log_q = self.teacher.head(self.network(*self.drafter.inputs(view, self.teacher.embed))).log_softmax(-1)
+        r, weight = self.recipe, there * torch.where(view.own, OWN, 1.0)
+        each = r.law_weight * (p - log_q.exp()).abs().sum(-1) / 2 - r.token_weight * (p * log_q).sum(-1)
+        loss = (each * weight).sum() / weight.sum()
+        self.accelerator.backward(loss)
+        self.accelerator.clip_grad_norm_(self.network.parameters(), r.clip)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss.item()
