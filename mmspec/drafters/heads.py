@@ -1,4 +1,4 @@
-"""Heads on the target's features, which foretell the tokens of a picture's window from what is left of and above them."""
+"""Heads on the target's features: they foretell the tokens of a picture's window from their left and from above."""
 
 from __future__ import annotations
 
@@ -60,8 +60,7 @@ class View(NamedTuple):
     @property
     def own(self) -> Tensor:
         """bool [B, C], whether the guess is the target's own: it made it of the token that stands to the left."""
-        C = self.fed.shape[1]
-        return self.known & (self.fed == self.around[:, -C - 1 : -1])
+        return self.known & (self.fed == self.around[..., -self.fed.shape[-1] - 1 : -1])
 
 
 @dataclass
