@@ -182,7 +182,7 @@ def test_a_stopped_run_goes_on_to_the_same_weights(tmp_path: Path) -> None:
     step = first.learn
 
     def learn(*given: Any) -> float:
-        if first.step == 5:  # in the third part of five
+        if first.step == 6:  # in the second part of three
             raise KeyboardInterrupt
         return step(*given)
 

@@ -124,7 +124,8 @@ def methods(painter: ImageSubject, args: argparse.Namespace) -> tuple[list[Image
     given, named = drafters.options(args), [drafter for _, drafter in trained]
     known = [replace(m, way=replace(m.way, options={**m.way.options, **given})) if m.way.drafter in named else m
              for m in known]  # fmt: skip
-    wanted = args.quality_methods or args.methods or [p for p in DEFAULT_QUALITY if trained or p != "eagle*"]
+    eagles = any(name.startswith("eagle") for name, _ in trained)
+    wanted = args.quality_methods or args.methods or [p for p in DEFAULT_QUALITY if eagles or p != "eagle*"]
     judged = [m for m in matching(known, wanted, args.without) if not m.plain]
     judged += [] if args.sweep is None else swept(codes, args.budget, args.sweep)
     return matching(known, args.methods, args.without), judged

@@ -70,7 +70,7 @@ class Hostile(JacobiDrafter):
 
 
 def lossless(drafters: Sequence[tuple[str, Any]]) -> list[ImageMethod]:
-    """The methods that keep the target's distribution; `drafters` are (name, folder or drafter) of feature drafters."""
+    """The methods that keep the target's distribution; `drafters` are (name, folder or drafter) of trained ones."""
 
     def jacobi(name: str, **options: Any) -> ImageMethod:
         return ImageMethod(f"jacobi-{name}", DrawingMethod("jacobi", options))
@@ -102,7 +102,15 @@ def lossless(drafters: Sequence[tuple[str, Any]]) -> list[ImageMethod]:
         *(ImageMethod(name, way) for name, way in _feature(drafters)),
         *(
             ImageMethod(f"{name}-exact-seed", DrawingMethod(drafter, {"reproducible": True}))
-            for name, drafter in drafters
+            for name, drafter in _split(drafters)[0]
+        ),
+        *(
+            ImageMethod(
+                f"{name}-exact-seed-{w}{how}", DrawingMethod(drafter, {"window": w, "reproducible": True, **options})
+            )
+            for name, drafter in _split(drafters)[1]
+            for how, options in (("", {}), ("-compiled", {"compile": True}))
+            for w in (16, 32)
         ),
     ]
 
@@ -150,9 +158,15 @@ def published_k(codes: int) -> int:
     return max(1, min(codes - 1, round(1000 * codes / PUBLISHED_CODES)))
 
 
+def _split(drafters: Sequence[tuple[str, Any]]) -> tuple[list[tuple[str, Any]], list[tuple[str, Any]]]:
+    """Feature drafters, which draft trees; and heads, which fill windows."""
+    windows = [(name, drafter) for name, drafter in drafters if name.partition(":")[0] == "heads"]
+    return [one for one in drafters if one not in windows], windows
+
+
 def _feature(drafters: Sequence[tuple[str, Any]]) -> list[tuple[str, DrawingMethod]]:
     """Each feature drafter with its own tree and with a static one."""
-    return [(f"{name}{kind}", DrawingMethod(drafter, options)) for name, drafter in drafters
+    return [(f"{name}{kind}", DrawingMethod(drafter, options)) for name, drafter in _split(drafters)[0]
             for kind, options in (("", {}), ("-static", STATIC))]  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from PIL import Image
 from mmspec.app import embedded
 from mmspec.app.demo.answer import DONE, WAITING
 from mmspec.app.demo.race import DRAWING, TIME_LIMIT, Limits, Race, Raced, painted
-from mmspec.app.demo.wish import FEATURE, LOSSLESS, METHODS, PromptWish
+from mmspec.app.demo.wish import LOSSLESS, METHODS, TRAINED, PromptWish
 from mmspec.app.painter import DrawingMethod, ImageResult, ImageSubject
 from mmspec.pipelines.llamagen.pipeline import CLASS, TEXT
 
@@ -83,14 +83,14 @@ class Easel(Race):
         self.codes = painter.pipe.transformer.config.vocab
         given = {**(CLASS if painter.classes else TEXT), **painter.pipe.config.defaults}
         self.guidance, self.temperature = given["guidance_scale"], given["temperature"]
-        self.methods = METHODS if drafter is None else {**METHODS, **FEATURE}
+        self.methods = METHODS if drafter is None else {**METHODS, **TRAINED}
 
     def way(self, wish: PromptWish) -> DrawingMethod:
         """How to decode for a wish."""
         options = dict(self.methods[wish.method])
         if wish.rule != LOSSLESS:
             options |= {"rule": wish.spec(self.codes)} | ({"budget": wish.budget} if wish.budget else {})
-        if wish.method in FEATURE:
+        if wish.method in TRAINED:
             return DrawingMethod(self.drafter, options)
         return DrawingMethod("jacobi", {"window": wish.window, **options})
 

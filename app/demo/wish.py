@@ -22,12 +22,12 @@ METHODS: dict[str, dict[str, Any]] = {  # options of the Jacobi drafter; the win
     "jacobi, uncoupled (SJD)": {"coupling": "none"},
     "jacobi, proactive tree (SJD-PAC)": {"coupling": "maximal", "proactive": (3, 3)},
 }
-FEATURE: dict[str, dict[str, Any]] = {"eagle": {}, "eagle, seed-exact": {"reproducible": True}}
+TRAINED: dict[str, dict[str, Any]] = {"trained drafter": {}, "trained drafter, seed-exact": {"reproducible": True}}
 
 
 def seed_exact(method: str) -> bool:
     """Whether a method draws the very tokens that plain decoding draws with the seed."""
-    return bool({**METHODS, **FEATURE}[method].get("reproducible"))
+    return bool({**METHODS, **TRAINED}[method].get("reproducible"))
 
 
 @dataclass(frozen=True)

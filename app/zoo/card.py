@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from mmspec.app.zoo import fit as zoo_fit
+from mmspec.train.heads import PARTS
 from mmspec.train.recipes import RECIPES as HOW
 from mmspec.zoo import classes, clips, language, pictures
 from mmspec.zoo.recipes import DrafterRecipe, Hybrid, ImageRecipe, MarRecipe, VlmRecipe
@@ -133,6 +134,8 @@ def drafter_card(recipe: DrafterRecipe, report: dict[str, Any]) -> str:
     """The text of README.md in a drafter's folder, from the report of its training."""
     how = report["recipe"]
     source, _, samples = recipe.data.partition(":")
+    if recipe.method == "heads":
+        return filled("heads", recipe=recipe, report=report, how=how, train=int(samples) - how["held_out"], parts=PARTS)
     return filled(
         "drafter", recipe=recipe, report=report, how=how, train=int(samples) - how["held_out"],
         what=_SEES[recipe.method].format(target=recipe.target, tokens=recipe.shape.get("tokens")),

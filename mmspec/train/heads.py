@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -19,7 +21,8 @@ from mmspec.train.distil import Distillation, quiet
 from mmspec.train.trace import Teaches
 from mmspec.types import Draft, Prompt
 
-PARTS = 5  # of a run: before each, pictures are drawn with the heads as they are by then
+PARTS = 3  # of a run: before each, some of the pictures are drawn with the heads as they are by then
+ROUNDS = 24  # of a picture that are learnt from, about
 OWN = 0.15  # weight of positions whose guess the drafter takes from the target, over that of the others
 
 
@@ -36,10 +39,12 @@ class Recorder:
 
     Attributes:
         note: is told the picture's number, how many of its tokens were decided, and the rows of a View.
+        silent: they are untrained, so the guesses are the window's own.
     """
 
     heads: HeadsDrafter
     note: Callable[[int, int, View], None]
+    silent: bool = False
 
     @property
     def features(self) -> tuple[int, ...]:
@@ -50,7 +55,7 @@ class Recorder:
         return self.heads.config.columns + 1
 
     def fit(self, target: TargetInfo, given: Mapping[str, Any]) -> Recorder:
-        return Recorder(self.heads.fit(target, {"window": self.nodes}), self.note)
+        return Recorder(self.heads.fit(target, {"window": self.nodes}), self.note, self.silent)
 
     def start(self, session: Any, target: Target, prompt: Prompt) -> Any:
         return self.heads.start(session, target, prompt)
@@ -61,7 +66,7 @@ class Recorder:
         view = self.heads.view(session, draft)
         for b, row in enumerate(session.rows):
             self.note(row.index, int(session.emitted[b]), View(*(t[b] for t in view)))
-        return self.heads.better(draft, view, session, target)
+        return draft if self.silent else self.heads.better(draft, view, session, target)
 
 
 @dataclass(frozen=True)
@@ -72,6 +77,22 @@ class Rounds:
     picture: Tensor  # int64 [N]
     emitted: Tensor  # int64 [N]
     said: Tensor  # [pictures, n, S·H], features in which the target's distribution of each token is
+
+    def save(self, path: Path) -> None:
+        part = path.with_suffix(".part")
+        torch.save([*self.views, self.picture, self.emitted, self.said], part)
+        os.replace(part, path)
+
+    @classmethod
+    def load(cls, path: Path) -> Rounds:
+        *views, picture, emitted, said = torch.load(path, weights_only=True)
+        return cls(View(*views), picture, emitted, said)
+
+    def join(self, other: Rounds) -> Rounds:
+        """These, and those of other pictures."""
+        views = View(*(torch.cat(pair) for pair in zip(self.views, other.views, strict=True)))
+        picture = torch.cat([self.picture, other.picture + len(self.said)])
+        return Rounds(views, picture, torch.cat([self.emitted, other.emitted]), torch.cat([self.said, other.said]))
 
     def batch(self, rows: Tensor) -> tuple[View, Tensor, Tensor]:
         """Some rounds: their views, the target's features [b, C, S·H] at the C positions, and which there are."""
@@ -94,11 +115,13 @@ class HeadsTraining(Distillation):
     def run(self, save_every: float = 0.0, measure_every: int = 0) -> float:
         """Train to the recipe's end; returns how many tokens of a held-out picture a forward gives."""
         self.resume()
-        each = -(-self.recipe.steps // PARTS)
+        each, path = -(-self.recipe.steps // PARTS), self.out / "rounds.pt"  # of the parts that are finished
+        rounds = Rounds.load(path) if self.step else None
         bar = tqdm(total=self.recipe.steps, initial=self.step, desc="train", disable=quiet(True))
         while self.step < self.recipe.steps:
             part = self.step // each
-            rounds, tau = self._drawn(self.samples[part::PARTS], part)
+            new, tau = self._drawn(self.samples[part::PARTS], part)
+            rounds = new if rounds is None else rounds.join(new)
             tqdm.write(f"step {self.step}: {tau:.2f} tokens of a picture per forward")
             for step in range(self.step, min((part + 1) * each, self.recipe.steps)):
                 began = time.process_time()
@@ -110,6 +133,7 @@ class HeadsTraining(Distillation):
                 self.step += 1
                 bar.set_postfix(loss=f"{loss:.3f}")
                 bar.update()
+            rounds.save(path)
             self.save()
         bar.close()
         return self._drawn(self.held_out, PARTS)[1]
@@ -117,22 +141,22 @@ class HeadsTraining(Distillation):
     def _drawn(self, samples: Sequence[TrainingSample], part: int) -> tuple[Rounds, float]:
         """Pictures drawn with the heads as they are, what these saw, and how many tokens a forward gave."""
         self.network.eval()
-        views, picture, emitted, said, taus = list[View](), list[int](), list[int](), list[Tensor](), list[float]()
+        random = torch.Generator().manual_seed(self.recipe.seed * 100003 + part)
+        kept, said, taus = list[tuple[int, int, View]](), list[Tensor](), list[float]()
         for first in range(0, len(samples), self.recipe.writing):
-            group = samples[first : first + self.recipe.writing]
+            group, seen = samples[first : first + self.recipe.writing], list[tuple[int, int, View]]()
 
-            def note(row: int, count: int, view: View, first: int = first) -> None:
-                views.append(view._replace(features=view.features.half()))
-                picture.append(first + row)
-                emitted.append(count)
+            def note(row: int, emitted: int, view: View, first: int = first, seen: list[Any] = seen) -> None:
+                seen.append((first + row, emitted, view._replace(features=view.features.half())))
 
             seeds = [self.recipe.seed * 100003 + part * len(self.samples) + first + i for i in range(len(group))]
-            answers, tau = self.teacher.draw(group, Recorder(self.drafter, note), seeds)
-            final = self.teacher.trace(group, answers).final
-            said.append(final[:, -len(answers[0]) - 1 : -1].half())
+            answers, tau = self.teacher.draw(group, Recorder(self.drafter, note, silent=part == 0), seeds)
+            kept += [seen[i] for i in torch.randperm(len(seen), generator=random)[: ROUNDS * len(group)].tolist()]
+            said.append(self.teacher.trace(group, answers).final[:, -len(answers[0]) - 1 : -1].half())
             taus += [tau] * len(group)
-        stacked = View(*(torch.stack([getattr(view, name) for view in views]) for name in View._fields))
-        rounds = Rounds(stacked, torch.tensor(picture), torch.tensor(emitted), torch.cat(said))
+        pictures, emitted, views = zip(*kept, strict=True)
+        stacked = View(*map(torch.stack, zip(*views, strict=True)))
+        rounds = Rounds(stacked, torch.tensor(pictures), torch.tensor(emitted), torch.cat(said))
         return rounds, statistics.fmean(taus)
 
     def learn(self, view: View, said: Tensor, there: Tensor) -> float:
