@@ -30,7 +30,16 @@ MEASURES = {  # what records may hold: (label, unit)
     "spent": ("distortion charged a picture", ""),
     "spent_per_token": ("distortion charged a token", ""),
 }
-SETTINGS = ("model", "batch", "temperature", "prompt")  # what tells records of one method apart
+SETTINGS = (
+    "model",
+    "kernel",
+    "batch",
+    "rows",
+    "context",
+    "temperature",
+    "prompt",
+    "file",
+)  # what tells records of one method apart
 MOST = 400  # records of a table, or dots
 BARS = 12
 _SIDES = ("right", "left")  # of a dot, where its words stand: by whether it is in the right half
@@ -165,10 +174,13 @@ def _cell(record: dict[str, Any], name: str) -> str:
 def named(records: Records) -> list[str]:
     """The records' methods, with whatever else tells them apart."""
     telling = [name for name in SETTINGS if name == "model" or len({str(r.get(name)) for r in records}) > 1]
-    words = {"model": "{}", "batch": "batch {}", "temperature": "T {}", "prompt": "{}"}
+    words = {"batch": "batch {}", "rows": "{} rows", "context": "context {}", "temperature": "T {}"}
     return [
         " · ".join(
-            [str(r.get("method", "?")), *(words[t].format(figure(r[t])) for t in telling if r.get(t) is not None)]
+            [
+                str(r.get("method", "?")),
+                *(words.get(t, "{}").format(figure(r[t])) for t in telling if r.get(t) is not None),
+            ]
         )
         for r in records
     ]
