@@ -167,7 +167,7 @@ def build(bench: ResultFolder) -> None:
     def other(suite: str) -> list[Any]:
         return [gr.update(**made) for made in _offered(bench, suite)]
 
-    gr.on([c.change for c in chosen[1:]], redraw, chosen, shown, **QUICK)
+    gr.on([c.input for c in chosen[1:]], redraw, chosen, shown, **QUICK)  # not .change: another suite changes them all
     suite.change(other, suite, controls, **QUICK).then(redraw, chosen, shown, **QUICK)
     view.change(lambda v: gr.update(interactive=v == SCATTER), view, controls[-2], **QUICK)
 
