@@ -721,9 +721,9 @@ def test_fatal_errors_say_what_to_do(caption, truly, photos: Path, capsys: pytes
     }
     for (_, *options), reason in cases.items():
         assert truly(*options) == FATAL and reason in capsys.readouterr().err, reason
-    assert truly("--drafter", "vispc") == 2
+    assert truly("--drafter", "vispc", "--out", "none") == 2
     told = capsys.readouterr()
-    assert "did you mean vispec?" in told.err and "to caption" not in told.out and not Path("captions").exists()
+    assert "did you mean vispec?" in told.err and "to caption" not in told.out and not Path("none").exists()
     cases = {
         ("nowhere",): "no such file or folder",
         ("photos", "--out", "photos/a.png"): "choose another --out",
