@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import sys
 import threading
@@ -638,6 +639,12 @@ def test_compiling_can_be_asked_for(caption, compiled: list[int], capsys: pytest
 
 def test_what_cannot_be_compiled_says_so(caption, capsys: pytest.CaptureFixture):
     assert caption("--compile") == OK and "this model cannot be compiled" in capsys.readouterr().err
+
+
+def test_the_clock_counts_the_first_answer_too(caption, capsys: pytest.CaptureFixture):
+    assert caption("--max-new-tokens", "400", folder="photos/a.png") == 0  # milliseconds of an answer
+    pace = re.search(r"1 caption, (\d+\.\d) items/s", capsys.readouterr().out)
+    assert pace is not None and float(pace[1]) <= 2.5
 
 
 def test_the_clock_starts_when_the_model_has_warmed_up(caption, compiled: list[int], monkeypatch: pytest.MonkeyPatch):
