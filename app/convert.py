@@ -68,7 +68,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         print({LLAMAGEN: _llamagen, MAR: _mar}.get(args.src, _drafter)(args))
     except (OSError, ValueError) as error:
-        print(f"mmspec convert: {error}", file=sys.stderr)
+        absent = isinstance(error, FileNotFoundError) and error.filename
+        print(f"mmspec convert: {f'there is no file {absent!r}' if absent else error}", file=sys.stderr)
         return FAILED
     return OK
 

@@ -7,9 +7,10 @@ import ast
 import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
 from typing import Any
 
-from mmspec.app.embedded import STOCK
+from mmspec.app.embedded import SHIPPED, STOCK
 
 WORDS = {"true": True, "false": False, "none": None, "on": True, "off": False, "yes": True, "no": False}
 PLAIN = "plain"  # the registry's name of no drafter
@@ -64,8 +65,9 @@ def given(said: Iterable[str], drafter: Any = None) -> dict[str, Any]:
         drafter: a name, a folder or None; of a name that is known, only its own options are taken.
 
     Raises:
-        EnableError: an option that there is not, a wrong value, or a word that is no NAME=VALUE.
+        EnableError: a drafter or an option that there is not, a wrong value, or a word that is no NAME=VALUE.
     """
+    _known(drafter)
     words = dict(_pairs(said))
     if not words:  # nothing of this needs torch to be imported
         return {}
@@ -83,6 +85,24 @@ def given(said: Iterable[str], drafter: Any = None) -> dict[str, Any]:
         found[name] = value
     _check(found, kinds)
     return found
+
+
+def _known(drafter: Any) -> None:
+    """Refuse a drafter that is neither a name nor can be a folder or a name on the Hub, before a model is loaded."""
+    from mmspec.zoo import recipes
+
+    named = isinstance(drafter, str) and "/" not in drafter and not Path(drafter).exists()
+    if not named or drafter in (STOCK, SHIPPED, *recipes.DRAFTERS):
+        return
+    from mmspec.registry import DRAFTERS
+
+    if drafter not in DRAFTERS:
+        near = difflib.get_close_matches(drafter, DRAFTERS, 1)
+        meant = f"; did you mean {near[0]}?" if near else "."
+        raise EnableError(
+            f"unknown drafter {drafter!r}{meant} Choose from {', '.join(DRAFTERS)}, {STOCK}, or give a folder or "
+            "owner/name on the Hub"
+        )
 
 
 def unchecked(said: Iterable[str]) -> dict[str, Any]:

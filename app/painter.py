@@ -207,7 +207,7 @@ def load(model: str, device: str, dtype: str, **settings: Any) -> ImageSubject:
     except Exception as error:  # a missing folder, no network, another pipeline, too little memory: all fatal
         raise EngineError(
             f"cannot load the model {model!r}: {first_line(error).rstrip('.')}. It must be a LlamaGenPipeline; make "
-            "one of the authors' files with `mmspec convert llamagen`"
+            "one of the authors' files with `mmspec convert llamagen`. Other models that draw are for mmspec.enable"
         ) from error
     for part in (pipe.transformer, pipe.text_encoder):  # the picture decoder stays as it is: it is cheap and exact
         if part is not None and part.dtype != kind:  # transformers loads a text encoder in the type of its file

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from PIL import Image
-from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers import AutoModelForImageTextToText, AutoProcessor, logging
 
 import mmspec
 from mmspec import zoo
@@ -21,6 +21,7 @@ from mmspec.pipelines.targets.vlm import VlmTarget
 from mmspec.session import Row
 
 ROUNDS = 4
+logging.disable_progress_bar()  # of loading weights
 processor = AutoProcessor.from_pretrained(zoo.path("scenes-video"))
 model = AutoModelForImageTextToText.from_pretrained(zoo.path("scenes-video"), dtype="float32")
 handle = mmspec.enable(model, drafter=zoo.path("scenes-video-eagle"))  # taps the layers that the drafter reads

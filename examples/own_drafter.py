@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers import AutoModelForImageTextToText, AutoProcessor, logging
 
 import mmspec
 from mmspec import zoo
@@ -75,6 +75,7 @@ class PhraseDrafter:
 
 
 if __name__ == "__main__":
+    logging.disable_progress_bar()  # of loading weights
     processor = AutoProcessor.from_pretrained(zoo.path("scenes-video"))
     model = AutoModelForImageTextToText.from_pretrained(zoo.path("scenes-video"), dtype="float32")
     texts = [language.short_caption(scenes.draw(np.random.default_rng(i))) for i in range(500)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 from PIL import Image
-from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers import AutoModelForImageTextToText, AutoProcessor, logging
 
 import mmspec
 from mmspec import registry, zoo
@@ -30,6 +30,7 @@ def likely(*, least: float) -> Rule:
 registry.RULES["likely"] = likely  # from here on it has a name, wherever rules are named
 
 if __name__ == "__main__":
+    logging.disable_progress_bar()  # of loading weights
     processor = AutoProcessor.from_pretrained(zoo.path("scenes-video"))
     model = AutoModelForImageTextToText.from_pretrained(zoo.path("scenes-video"), dtype="float32")
     content = [

@@ -11,12 +11,12 @@ import uvicorn
 from fastapi import FastAPI, Form, HTTPException, UploadFile
 from fastapi.concurrency import iterate_in_threadpool
 from fastapi.responses import StreamingResponse
-from PIL import Image, UnidentifiedImageError
-from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers import AutoModelForImageTextToText, AutoProcessor, logging
 
 import mmspec
-from mmspec import zoo
+from mmspec import media, zoo
 
+logging.disable_progress_bar()  # of loading weights
 processor = AutoProcessor.from_pretrained(zoo.path("scenes-video"))
 model = AutoModelForImageTextToText.from_pretrained(zoo.path("scenes-video"), dtype="float32")
 mmspec.enable(model, drafter=zoo.path("scenes-video-eagle"))
@@ -28,9 +28,9 @@ def caption(
     image: UploadFile, prompt: str = Form("Describe this image."), max_new_tokens: int = Form(96, ge=1, le=512)
 ):
     try:
-        picture = Image.open(image.file).convert("RGB")
-    except (UnidentifiedImageError, Image.DecompressionBombError, OSError) as error:
-        raise HTTPException(422, f"not a picture that can be read: {error}") from error
+        picture = media.decode(image.file.read(), image.filename or "image")
+    except media.MediaError as error:
+        raise HTTPException(422, str(error)) from error
     content = [{"type": "image", "image": picture}, {"type": "text", "text": prompt}]
     inputs = processor.apply_chat_template(
         [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=True,

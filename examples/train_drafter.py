@@ -7,7 +7,7 @@ import argparse
 from pathlib import Path
 
 from PIL import Image
-from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers import AutoModelForImageTextToText, AutoProcessor, logging
 
 import mmspec
 from mmspec import zoo
@@ -23,6 +23,7 @@ parser.add_argument("--batch", type=int, default=8)
 parser.add_argument("--max-new-tokens", type=int, default=96, help="longest answer")
 args = parser.parse_args()
 
+logging.disable_progress_bar()  # of loading weights
 processor = AutoProcessor.from_pretrained(zoo.path("scenes-video"))
 model = AutoModelForImageTextToText.from_pretrained(zoo.path("scenes-video"), dtype="float32")
 

@@ -256,11 +256,12 @@ def test_records_outlive_a_stop_and_are_not_measured_twice(
 
     monkeypatch.setattr(bench_image, "timed", stopped)
     words = ["--model", classes, "--device", "cpu", "--images", 2, "--batch", 1, 2, "--methods", JACOBI]
-    words += ["--json", tmp_path / "out.json"]
+    words += ["--json", tmp_path / "out.json", "--markdown", tmp_path / "out.md"]
     with pytest.raises(KeyboardInterrupt):
         run(*words)
     first = json.loads((tmp_path / "out.json").read_text())["records"]
-    assert [r["batch"] for r in first] == [1, 1]
+    assert [r["batch"] for r in first] == [1, 1] and (tmp_path / "out.md").exists()
+    assert "speedup" in capsys.readouterr().out  # the table of what was measured
     monkeypatch.setattr(bench_image, "timed", timed)
     assert run(*words, "--resume") == 0
     then = json.loads((tmp_path / "out.json").read_text())["records"]

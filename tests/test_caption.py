@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import sys
 import threading
@@ -640,6 +641,12 @@ def test_what_cannot_be_compiled_says_so(caption, capsys: pytest.CaptureFixture)
     assert caption("--compile") == OK and "this model cannot be compiled" in capsys.readouterr().err
 
 
+def test_the_clock_counts_the_first_answer_too(caption, capsys: pytest.CaptureFixture):
+    assert caption("--max-new-tokens", "400", folder="photos/a.png") == 0  # milliseconds of an answer
+    pace = re.search(r"1 caption, (\d+\.\d) items/s", capsys.readouterr().out)
+    assert pace is not None and float(pace[1]) <= 2.5
+
+
 def test_the_clock_starts_when_the_model_has_warmed_up(caption, compiled: list[int], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(quick_engine.Quick, "warm_up", lambda *_: time.sleep(3), raising=False)
     assert caption("--compile", "--report", "r.json") == OK
@@ -721,6 +728,9 @@ def test_fatal_errors_say_what_to_do(caption, truly, photos: Path, capsys: pytes
     }
     for (_, *options), reason in cases.items():
         assert truly(*options) == FATAL and reason in capsys.readouterr().err, reason
+    assert truly("--drafter", "vispc", "--out", "none") == 2
+    told = capsys.readouterr()
+    assert "did you mean vispec?" in told.err and "to caption" not in told.out and not Path("none").exists()
     cases = {
         ("nowhere",): "no such file or folder",
         ("photos", "--out", "photos/a.png"): "choose another --out",

@@ -250,7 +250,7 @@ def test_a_difference_is_found_with_its_gap(duo: Duo, picture: str) -> None:
 
 @pytest.mark.parametrize("same", [True, False], ids=["same draws", "own draws"])
 def test_sampled_answers_are_compared_only_where_they_must_be_the_same(duo: Duo, picture: str, same: bool) -> None:
-    ask = about(picture, temperature=1.0, top_p=0.9, seed=3, reproducible=same, max_new_tokens=16)
+    ask = about(picture, temperature=1, top_p=0.9, seed=3, reproducible=same, max_new_tokens=16)
     turn = last(duo.run(ask, threading.Event()))
     assert view.acceptance(turn)[0] == ("same" if same else "chance") and turn.difference is None
     assert (turn.plain.ids == turn.fast.ids) or not same
@@ -338,6 +338,7 @@ REFUSED = {
     "room": ({"max_new_tokens": 512}, "room for 512"),
     "kind": ({"kind": "sound"}, "image, video"),
     "seed": ({"seed": None}, "between 0 and"),
+    "half a token": ({"max_new_tokens": 1.5}, "whole number between 1 and 512"),
     "turns": ({"before": (("w5", "w6"),) * 8}, "at most 8 turns"),
 }
 
@@ -383,6 +384,7 @@ def test_the_tabs_events(duo: Duo, picture: str) -> None:
     assert [asked for asked, _ in said] == [PROMPT]
     *_, end = tab.go_on(VISIT, said, "w9", "image", picture, None, *VALUES)
     assert [asked for asked, _ in end[4]] == [PROMPT, "w9"]
+    assert next(tab.run(VISIT, "image", picture, None, *VALUES))[4] == []  # stopped, it leaves no earlier conversation
     (refused,) = list(tab.run(VISIT, "image", None, None, *VALUES))
     assert 'role="alert"' in refused[1] and tab.desk._ends == {}
     tab.begin(VISIT)
@@ -530,6 +532,10 @@ def test_few_bars_of_one_model_and_setting_come_first(bench: records.ResultFolde
     bars = plots.bars(many, "speedup_e2e")
     assert bars.count("<li class=") == plots.BARS <= 12 and "the best 12 of 30" in bars
     assert "eagle-29 · m1" in bars and "eagle-17" not in bars
+    assert plots.named([{**RECORD, "method": "eagle", "file": f} for f in ("a.json", "b.json")]) == [
+        "eagle · a.json",
+        "eagle · b.json",
+    ]
 
 
 def test_no_measurements_is_said_clearly(tmp_path: Path) -> None:
@@ -558,6 +564,8 @@ def bench(tmp_path: Path) -> records.ResultFolder:
     }
     (tmp_path / "a.json").write_text(json.dumps(content))
     (tmp_path / "b.json").write_text("{broken")
+    (tmp_path / "expected.json").write_text(json.dumps({"provenance": {}, "expected": []}))  # the bench's, no records
+    (tmp_path / "reads.json").write_text(json.dumps({"provenance": {}, "records": [{"method": "ar", "reads": 261}]}))
     return records.read(tmp_path)
 
 
@@ -566,7 +574,8 @@ def test_records_are_filtered_and_escaped(bench: records.ResultFolder) -> None:
     assert bench.choices("image", "distribution") == ["all", "lossless", "lossy"]
     everything = records.draw(bench, records.Choice("vlm", records.TABLE))
     assert "<i>" not in everything and "&lt;i&gt;" in everything and everything.count("<tr>") == 4
-    assert "c0ffee" in everything and "b.json" in everything and "wall time" in everything
+    assert "c0ffee" in everything and "wall time" in everything
+    assert bench.trouble == ["b.json: it holds no records of mmspec bench"] and bench.trouble[0] in everything
     four = records.Choice("vlm", filters=("all", "4", "all", "all", "all"))
     assert "eagle" not in records.draw(bench, four)
     assert "No record passes" in records.draw(bench, records.Choice("vlm", methods=("eagle",), filters=four.filters))

@@ -172,7 +172,10 @@ def test_the_command_says_what_is_missing(tmp_path, capsys):
     for words, message in (
         ([], "needs --vq FILE, the VQ tokenizer, and -o FOLDER"),
         (["--vq", str(vq), "-o", str(tmp_path / "out"), "--image-size", "9"], "multiple of the tokenizer's 2 pixels"),
-        (["--vq", str(tmp_path / "no.pt"), "-o", str(tmp_path / "out")], "no.pt"),
+        (
+            ["--vq", str(tmp_path / "no.pt"), "-o", str(tmp_path / "out")],
+            "there is no file '{}'".format(tmp_path / "no.pt"),
+        ),
     ):
         assert cli.main(start + words) == 1
         assert message in capsys.readouterr().err

@@ -101,7 +101,7 @@ def test_a_length_that_is_none(folder: Path, number: str, capsys: pytest.Capture
     ("words", "told"),
     [
         (["--drafter", "none"], "nothing to compare: no drafter was given"),
-        (["--drafter", "nosuch"], "cannot use the drafter 'nosuch'"),
+        (["--drafter", "nosuch"], "unknown drafter 'nosuch'"),
         (["--device", "foo"], "no device 'foo' here"),
         (["--model", "nosuch"], "no folder 'nosuch'"),
     ],

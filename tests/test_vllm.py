@@ -104,4 +104,4 @@ def test_an_engine_that_dies_ends_the_run_and_the_next_goes_on(caption, vllm, mo
 def test_without_vllm_it_says_what_to_install(caption, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
     assert caption() == FATAL
-    assert "--engine vllm needs vLLM" in capsys.readouterr().err
+    assert "mmspec caption: --engine vllm needs vLLM" in capsys.readouterr().err

@@ -84,6 +84,17 @@ def run(args: argparse.Namespace) -> int:
     except (BenchError, EngineError, MediaError, report.ReportError) as error:
         print(f"mmspec bench {args.suite}: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        if outcome.records:
+            outcome.provenance["stopped"] = True
+            _tell(args, outcome, began)
+        raise
+    _tell(args, outcome, began)
+    return 0
+
+
+def _tell(args: argparse.Namespace, outcome: Outcome, began: float) -> None:
+    """The table on the screen, and every file that was asked for."""
     outcome.provenance |= {"seconds": round(time.perf_counter() - began, 1), "load_average_at_end": load_average()}
     print(report.table(outcome.records))
     if args.json:
@@ -92,7 +103,6 @@ def run(args: argparse.Namespace) -> int:
         _save(args.markdown, report.markdown(outcome.records, outcome.provenance, outcome.tuned))
     if args.plot:
         report.plot(outcome.records, args.plot, f"{outcome.provenance['model']} on {outcome.provenance['device']}")
-    return 0
 
 
 def _save(path: Path, text: str) -> None:

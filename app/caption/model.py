@@ -61,7 +61,7 @@ def load(options: Options, place: str) -> Model:
         asked = (options.model, options.drafter, place, options.dtype, options.max_new_tokens, options.temperature)
         return loader(*asked, **told)
     except Exception as error:  # whatever a model or somebody's engine meets while it loads ends the run
-        named = type(error).__name__ == "EngineError"
+        named = isinstance(error, FatalError) or type(error).__name__ == "EngineError"
         raise FatalError(str(error) if named else f"{type(error).__name__}: {error}") from error
 
 

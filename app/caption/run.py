@@ -113,7 +113,8 @@ class Worker:
         """
         self._decode()
         if self.flow is None and (len(self._waiting) >= SIZED or (self._waiting and not self._decoding)):
-            self._open()
+            self._open()  # a step of its own: the clock of the run starts behind it
+            return []
         while self._waiting and self.flow is not None and self.flow.free:
             self._ask(self.flow, *self._waiting.popleft())
         if self.flow is not None and self.flow.busy:

@@ -87,7 +87,7 @@ class Ask:
     def settings(self) -> dict[str, Any]:
         warmth: dict[str, Any] = {"do_sample": False}
         if self.temperature > 0:
-            warmth = {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p}
+            warmth = {"do_sample": True, "temperature": float(self.temperature), "top_p": float(self.top_p)}
         return {"max_new_tokens": self.max_new_tokens, "num_beams": 1, **warmth}
 
 

@@ -74,7 +74,9 @@ class Caption(Tab):
             for turn in self.duo.run(ask, stop):
                 talk = view.talk(before, ask.prompt, turn.frames) if talk is None else talk
                 now = (talk, view.summary(turn), *_panes(turn.plain, turn.fast, ask.drafter))
-                said = [*before, (ask.prompt, turn.plain.text)] if turn.over and turn.plain.state == DONE else gr.skip()
+                said = gr.skip() if shown[1] else list(before)  # a run that is stopped leaves no turn of another one
+                if turn.over and turn.plain.state == DONE:
+                    said = [*before, (ask.prompt, turn.plain.text)]
                 yield *(new if new != old else gr.skip() for new, old in zip(now, shown, strict=True)), said
                 shown = now
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
 import threading
 import traceback
@@ -23,11 +24,13 @@ class RefusedError(ValueError):
 
 
 def within(wish: Any, limits: dict[str, tuple[float, float]]) -> None:
-    """Raise RefusedError for a field of `wish` that is no number in its range."""
+    """Raise RefusedError for a field of `wish` that is no number in its range, or no whole one where that is meant."""
+    whole = {field.name for field in dataclasses.fields(wish) if field.type == "int"}
     for name, (low, high) in limits.items():
         value = getattr(wish, name)
-        if not isinstance(value, (int, float)) or not low <= value <= high:
-            raise RefusedError(f"{name} is {value}; it must lie between {low} and {high}.")
+        if not isinstance(value, int if name in whole else (int, float)) or not low <= value <= high:
+            must = "be a whole number" if name in whole else "lie"
+            raise RefusedError(f"{name} is {value}; it must {must} between {low} and {high}.")
 
 
 class Desk:

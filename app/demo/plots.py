@@ -30,7 +30,7 @@ MEASURES = {  # what records may hold: (label, unit)
     "spent": ("distortion charged a picture", ""),
     "spent_per_token": ("distortion charged a token", ""),
 }
-SETTINGS = ("model", "batch", "temperature", "prompt")  # what tells records of one method apart
+SETTINGS = ("model", "kernel", "batch", "rows", "context", "temperature", "prompt", "file")  # that tell records apart
 MOST = 400  # records of a table, or dots
 BARS = 12
 _SIDES = ("right", "left")  # of a dot, where its words stand: by whether it is in the right half
@@ -165,13 +165,9 @@ def _cell(record: dict[str, Any], name: str) -> str:
 def named(records: Records) -> list[str]:
     """The records' methods, with whatever else tells them apart."""
     telling = [name for name in SETTINGS if name == "model" or len({str(r.get(name)) for r in records}) > 1]
-    words = {"model": "{}", "batch": "batch {}", "temperature": "T {}", "prompt": "{}"}
-    return [
-        " · ".join(
-            [str(r.get("method", "?")), *(words[t].format(figure(r[t])) for t in telling if r.get(t) is not None)]
-        )
-        for r in records
-    ]
+    words = {"batch": "batch {}", "rows": "{} rows", "context": "context {}", "temperature": "T {}"}
+    said = [[words.get(t, "{}").format(figure(r[t])) for t in telling if r.get(t) is not None] for r in records]
+    return [" · ".join([str(r.get("method", "?")), *rest]) for r, rest in zip(records, said, strict=True)]
 
 
 def sort(record: dict[str, Any]) -> str:
@@ -185,7 +181,7 @@ def _key(records: Records) -> str:
     words = {"lossless": "mmspec, lossless", "lossy": "mmspec, lossy", "base": "without mmspec"}
     kinds = [kind for kind in words if kind in set(map(sort, records))]
     lines = "".join(f'<li class="mm-{kind}"><i></i>{words[kind]}</li>' for kind in kinds)
-    return f'<ul class="mm-keys">{lines}</ul>' if len(kinds) > 1 else ""
+    return f'<ul class="mm-keys">{lines}</ul>' if kinds not in (["lossless"], ["base"]) else ""
 
 
 def _silent(measure: str) -> str:

@@ -97,10 +97,10 @@ def read(folder: Path) -> ResultFolder:
             content = json.loads(path.read_text(encoding="utf-8"))
             provenance[path.name] = told = dict(content["provenance"])
             model = {"model": told["model"]} if told.get("model") else {}
-            rows = [{**model, **row, "file": path.name} for row in content["records"]]
+            rows = [{**model, **row, "file": path.name} for row in content.get("records", ()) if MEASURES.keys() & row]
             meaning |= {str(k): str(v) for k, v in dict(content.get("meaning", {})).items()}
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            trouble.append(f"{path.name}: {type(error).__name__}: {error}")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            trouble.append(f"{path.name}: it holds no records of mmspec bench")
             continue
         records += rows
     return ResultFolder(folder, records, provenance, meaning, trouble)
@@ -167,7 +167,7 @@ def build(bench: ResultFolder) -> None:
     def other(suite: str) -> list[Any]:
         return [gr.update(**made) for made in _offered(bench, suite)]
 
-    gr.on([c.change for c in chosen[1:]], redraw, chosen, shown, **QUICK)
+    gr.on([c.input for c in chosen[1:]], redraw, chosen, shown, **QUICK)  # not .change: another suite changes them all
     suite.change(other, suite, controls, **QUICK).then(redraw, chosen, shown, **QUICK)
     view.change(lambda v: gr.update(interactive=v == SCATTER), view, controls[-2], **QUICK)
 
@@ -177,7 +177,7 @@ def _controls(bench: ResultFolder, suite: str) -> list[gr.Dropdown]:
     labels = (*(name.capitalize() for name in FILTERS), "Measure", "Against", "Methods (none: all)")
     made = []
     for label, offered in zip(labels, _offered(bench, suite), strict=True):
-        width = {"Measure": 220, "Against": 220}.get(label, 110)
+        width = {"Measure": 270, "Against": 270}.get(label, 160)
         several = label.startswith("Methods")
         free = label != "Against"  # that only counts in one of the views
         made.append(gr.Dropdown(label=label, min_width=width, interactive=free, multiselect=several, **offered))

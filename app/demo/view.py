@@ -74,7 +74,7 @@ def calls(gains: Sequence[int], name: str) -> str:
         return ""
     most = max(gains)
     columns = "".join(f'<i style="--h:{gain / most:.2f}"></i>' for gain in gains)
-    label = f"tokens from each of {len(gains)} {name}: {sum(gains) / len(gains):.1f} on average, {most} at most"
+    label = f"tokens from each of {len(gains)} {name}, {most} at most"
     return f'<figure class="mm-calls"><div aria-hidden="true">{columns}</div><figcaption>{label}</figcaption></figure>'
 
 

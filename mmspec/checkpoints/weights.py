@@ -127,7 +127,7 @@ def _check_shapes(
                     f"{key} holds {came[key].dtype}, expected float32, bfloat16 or float16: write it in one of these"
                 )
     if wrong:
-        raise ValueError(f"wrong shapes: {'; '.join(wrong)}")
+        raise ValueError(f"wrong shapes or types: {'; '.join(wrong)}")
 
 
 def _check_embedding(layout: Layout, tensors: Mapping[str, Tensor], config: EagleConfig) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from mmspec.pipelines.families.surveyed import FOUND, VERSION
-from mmspec.pipelines.patching.family import Family
 from mmspec.registry import RULES, drafters
+
+if TYPE_CHECKING:  # `mmspec supported` need not load what accelerates
+    from mmspec.pipelines.patching.family import Family
 
 # model_type → what the tests prove token-identical
 PROVED: dict[str, str] = {

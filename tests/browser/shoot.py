@@ -89,12 +89,19 @@ class Visitor:
         self.errors: list[str] = []
         self.page.on("request", lambda request: self._note(request.url, address))
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.page.on("requestfinished", self._failed)
         self.page.goto(address + ("?__theme=dark" if dark else "?__theme=light"))
         self.page.wait_for_selector("#mm-run")
 
     def _note(self, url: str, address: str) -> None:
         if not url.startswith((address, "data:", "blob:")):
             self.outside.append(url)
+
+    def _failed(self, request: Any) -> None:
+        """An event that the server could not answer; what a visitor did wrong is no such error."""
+        answer = request.response()
+        if answer is not None and answer.status >= 500:
+            self.errors.append(f"{answer.status} {answer.url}")
 
     def close(self) -> None:
         self.context.close()
