@@ -36,8 +36,8 @@ def enable(model_or_pipe: Any, drafter: Any = None, **options: Any) -> Handle:
             drafter's own options, where None means its recommendation: TreeOptions (a trained drafter: depth, width,
             size, tree, draws, adaptive, draft_vocab, prune, prune_by), BlockOptions ("block": also confidence),
             ChainOptions ("ngram", "recycle": depth, width, size), SuffixOptions ("suffix": also memory) or
-            WindowOptions ("jacobi": window, init, coupling, proactive). A `rule` other than "exact" changes the
-            distribution, within `budget`; for models that both write and draw, only that of pictures.
+            WindowOptions ("jacobi", "heads": window, init, coupling, proactive). A `rule` other than "exact" changes
+            the distribution, within `budget`; for models that both write and draw, only that of pictures.
 
     Returns:
         A Handle, which is also a context manager: on leaving it the model is as it was before. Enabling again replaces

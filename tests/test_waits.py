@@ -22,6 +22,7 @@ import targets
 import test_assistant
 import test_block
 import test_eagle_image
+import test_heads
 import test_pretend_cuda
 import test_shipped
 import tiny_llamagen
@@ -138,6 +139,7 @@ WAITS: dict[tuple[str, str, str], Waits] = {  # drafter, rule, kind of call → 
     ("jacobi", "scaled(omega=1.5)", "pictures"): (1, 0),
     ("jacobi", "typical(epsilon=0.3, delta=0.1)", "pictures"): (1, 0),
     ("jacobi reproducible", "exact", "pictures"): (1, 0),
+    ("heads reproducible", "exact", "pictures"): (1, 0),
     ("jacobi proactive", "exact", "pictures"): (1, 0),
     ("none", "plain MAR", "pictures"): (0, 1),
     ("self", "MAR", "pictures"): (2, 11),
@@ -341,13 +343,16 @@ WINDOW = {"window": 4}
 PICTURES: list[tuple[str, str, dict[str, Any]]] = [("jacobi", rule, WINDOW) for rule in RULES]
 PICTURES += [("jacobi proactive", "exact", {**WINDOW, "proactive": (2, 3)})]
 PICTURES += [("jacobi reproducible", "exact", {**WINDOW, "reproducible": True})]
+PICTURES += [("heads reproducible", "exact", {**WINDOW, "reproducible": True})]
 PICTURES += [("eagle", rule, {"tree": "mc_sim_7b_63"}) for rule in RULES[:2]]
 
 
 @pytest.mark.parametrize(("drafter", "rule", "options"), PICTURES)
 def test_waits_of_pictures(drafter: str, rule: str, options: dict[str, Any]) -> None:
     pipe = tiny_llamagen.pipeline("class", grid=3)
-    made = "jacobi" if drafter.startswith("jacobi") else test_eagle_image.drafter(grid=3)
+    own = {"heads": test_heads.heads, "eagle": test_eagle_image.drafter}
+    name = drafter.split()[0]
+    made = own[name](grid=3) if name in own else name
     with Pretend() as pretended:
         for part in (pipe.transformer, pipe.vqvae):
             place(part, FIRST)

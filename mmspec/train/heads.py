@@ -65,7 +65,7 @@ class Recorder:
         draft = self.heads.jacobi.propose(session, target)
         view = self.heads.view(session, draft)
         for b, row in enumerate(session.rows):
-            self.note(row.index, int(session.emitted[b]), View(*(t[b] for t in view)))
+            self.note(row.index, int(session.emitted[b]), View(*(t[b].cpu() for t in view)))
         return draft if self.silent else self.heads.better(draft, view, session, target)
 
 
@@ -94,13 +94,13 @@ class Rounds:
         picture = torch.cat([self.picture, other.picture + len(self.said)])
         return Rounds(views, picture, torch.cat([self.emitted, other.emitted]), torch.cat([self.said, other.said]))
 
-    def batch(self, rows: Tensor) -> tuple[View, Tensor, Tensor]:
+    def batch(self, rows: Tensor, device: torch.device) -> tuple[View, Tensor, Tensor]:
         """Some rounds: their views, the target's features [b, C, S·H] at the C positions, and which there are."""
-        view = View(*(t[rows] for t in self.views))
+        view = View(*(t[rows].to(device) for t in self.views))
         position = self.emitted[rows, None] + torch.arange(view.fed.shape[1])
-        there = position < self.said.shape[1]
-        said = self.said[self.picture[rows, None], position.clamp(max=self.said.shape[1] - 1)]
-        return view._replace(features=view.features.float()), said.float(), there
+        there, position = position < self.said.shape[1], position.clamp(max=self.said.shape[1] - 1)
+        said = self.said[self.picture[rows, None], position]
+        return view._replace(features=view.features.float()), said.to(device).float(), there.to(device)
 
 
 class HeadsTraining(Distillation):
@@ -126,9 +126,8 @@ class HeadsTraining(Distillation):
             for step in range(self.step, min((part + 1) * each, self.recipe.steps)):
                 began = time.process_time()
                 chosen = torch.Generator().manual_seed(self.recipe.seed * 100003 + step)
-                loss = self.learn(
-                    *rounds.batch(torch.randint(len(rounds.picture), (self.recipe.batch,), generator=chosen))
-                )
+                rows = torch.randint(len(rounds.picture), (self.recipe.batch,), generator=chosen)
+                loss = self.learn(*rounds.batch(rows, self.accelerator.device))
                 self.seconds += time.process_time() - began
                 self.step += 1
                 bar.set_postfix(loss=f"{loss:.3f}")
@@ -152,7 +151,7 @@ class HeadsTraining(Distillation):
             seeds = [self.recipe.seed * 100003 + part * len(self.samples) + first + i for i in range(len(group))]
             answers, tau = self.teacher.draw(group, Recorder(self.drafter, note, silent=part == 0), seeds)
             kept += [seen[i] for i in torch.randperm(len(seen), generator=random)[: ROUNDS * len(group)].tolist()]
-            said.append(self.teacher.trace(group, answers).final[:, -len(answers[0]) - 1 : -1].half())
+            said.append(self.teacher.trace(group, answers).final[:, -len(answers[0]) - 1 : -1].half().cpu())
             taus += [tau] * len(group)
         pictures, emitted, views = zip(*kept, strict=True)
         stacked = View(*map(torch.stack, zip(*views, strict=True)))
