@@ -96,9 +96,9 @@ class HeadsDrafter(nn.Module):
     is verified with a loss of quality, here under any rule. Ours: one MLP for all positions, which also reads what the
     target made of the position in the round before; trained on windows that it has drafted itself.
 
-    A guess is the token of which the target's own draw will most likely make the same: its noise is known beforehand
-    where `reproducible=True` or temperature 0 fixes every token. Elsewhere the heads are silent, and the window is that
-    of `jacobi`.
+    Where `reproducible=True` or temperature 0 fixes every token, the noise of its draw is known beforehand, and a guess
+    is what the heads' distribution gives with that noise. Elsewhere the heads are silent, and the window is that of
+    `jacobi`.
     """
 
     method = "heads"
