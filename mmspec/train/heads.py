@@ -22,7 +22,7 @@ from mmspec.train.trace import Teaches
 from mmspec.types import Draft, Prompt
 
 PARTS = 3  # of a run: before each, some of the pictures are drawn with the heads as they are by then
-ROUNDS = 24  # of a picture that are learnt from, about
+ROUNDS = 32  # of a picture that are learnt from, about
 OWN = 0.15  # weight of positions whose guess the drafter takes from the target, over that of the others
 
 

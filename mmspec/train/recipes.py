@@ -227,7 +227,7 @@ SCENES_VIDEO = {
 IMAGE_EAGLE = Recipe(lr=1e-4, batch=4, noise=0.1, unroll=4, sampled=1.0, overlap=True)
 # A batch is of rounds here, each with all positions of a window; `writing` pictures are drawn at a time.
 IMAGE_HEADS = Recipe(
-    steps=3000, batch=64, lr=1e-3, betas=(0.9, 0.999), clip=1.0, feature_weight=0.0, law_weight=1.0, writing=8,
+    steps=2400, batch=96, lr=1e-3, betas=(0.9, 0.999), clip=1.0, feature_weight=0.0, law_weight=1.0, writing=8,
     unroll=1, sampled=1.0, held_out=24,
 )  # fmt: skip
 

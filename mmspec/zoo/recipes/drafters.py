@@ -26,7 +26,7 @@ class DrafterRecipe:
 
 
 SCENES_LLAMAGEN_HEADS = DrafterRecipe(
-    "scenes-llamagen-heads", target="scenes-llamagen", data="pictures:504", method="heads", intermediate=192,
+    "scenes-llamagen-heads", target="scenes-llamagen", data="pictures:1024", method="heads", intermediate=192,
     recipe="heads-image",
 )  # fmt: skip
 _VIDEO: dict[str, dict[str, Any]] = {
