@@ -230,7 +230,7 @@ def test_ablations_in_one_table(
     assert records["vispec, no summaries"]["drafter_visual_rows"] == 0
     assert records["vispec, no summaries"]["variant_of"] == "vispec" and not records["vispec"]["variant_of"]
     assert records["vispec, no summaries"]["setting"] == "summaries=False"
-    assert "same weights" in capsys.readouterr().out
+    assert "same drafter" in capsys.readouterr().out
 
 
 def test_tuning_leaves_out_what_a_drafter_cannot_do(
