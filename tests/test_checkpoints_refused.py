@@ -201,7 +201,7 @@ def test_broken_config(tmp_path, text, reason):
         ({"mmspec": {"method": "medusa"}}, "the method 'medusa', which this version does not have"),
         (
             {"mmspec": {"method": "ngram"}},
-            r"the method 'ngram', .*it has \['eagle', 'block', 'vispec', 'msd', 'flash', 'specvlm'\]",
+            r"the method 'ngram', .*it has \['eagle', 'heads', 'block', 'vispec', 'msd', 'flash', 'specvlm'\]",
         ),
         ({"hidden": 0}, "hidden = 0"),
         ({"surprise": 1}, "unknown fields surprise"),

@@ -162,7 +162,7 @@ def test_a_methods_name_is_the_embedded_drafter_of_the_model() -> None:
     assert embedded.fitting("ngram", "scenes-video") == "ngram" and embedded.fitting("eagle", "else") == "eagle"
     assert named._named("flash", "scenes-video") == ["scenes-video-flash"]
     assert named._named("heads", "scenes-llamagen") == ["scenes-llamagen-heads"]
-    with pytest.raises(BenchError, match=r"no drafter of this method .* 'scenes-llamagen' \(those of eagle do\)"):
+    with pytest.raises(BenchError, match=r"no drafter of this method .* 'scenes-llamagen' \(those of heads do\)"):
         read("scenes-llamagen", "msd")
     with pytest.raises(BenchError, match=r"comes with 'elsewhere' \(none does\); name a folder, or train one"):
         read("elsewhere", "eagle")

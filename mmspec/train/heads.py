@@ -34,7 +34,7 @@ class Draws(Teaches, Protocol):
 
 
 @dataclass
-class Recorder:
+class WindowRecorder:
     """Drafts as heads do, in their widest window, and notes what they saw.
 
     Attributes:
@@ -54,8 +54,8 @@ class Recorder:
     def nodes(self) -> int:
         return self.heads.config.columns + 1
 
-    def fit(self, target: TargetInfo, given: Mapping[str, Any]) -> Recorder:
-        return Recorder(self.heads.fit(target, {"window": self.nodes}), self.note, self.silent)
+    def fit(self, target: TargetInfo, given: Mapping[str, Any]) -> WindowRecorder:
+        return WindowRecorder(self.heads.fit(target, {"window": self.nodes}), self.note, self.silent)
 
     def start(self, session: Any, target: Target, prompt: Prompt) -> Any:
         return self.heads.start(session, target, prompt)
@@ -149,7 +149,7 @@ class HeadsTraining(Distillation):
                 seen.append((first + row, emitted, view._replace(features=view.features.half())))
 
             seeds = [self.recipe.seed * 100003 + part * len(self.samples) + first + i for i in range(len(group))]
-            answers, tau = self.teacher.draw(group, Recorder(self.drafter, note, silent=part == 0), seeds)
+            answers, tau = self.teacher.draw(group, WindowRecorder(self.drafter, note, silent=part == 0), seeds)
             kept += [seen[i] for i in torch.randperm(len(seen), generator=random)[: ROUNDS * len(group)].tolist()]
             said.append(self.teacher.trace(group, answers).final[:, -len(answers[0]) - 1 : -1].half().cpu())
             taus += [tau] * len(group)

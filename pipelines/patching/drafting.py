@@ -116,6 +116,10 @@ def _names(name: str) -> list[str]:
     return option_names(getattr(drafter_class(name), "options", None))
 
 
+# What was captured of heads, by their first layer, which all fitted copies share.
+_HEADS: weakref.WeakKeyDictionary[Any, CompiledCache] = weakref.WeakKeyDictionary()
+
+
 def proposer(model: Any, drafter: Any, config: SpecConfig, target: TargetInfo, drafts: bool = True) -> Any:
     """The drafter, what it drafts captured with `compile`, and with `auto` behind a switch.
 
@@ -149,7 +153,7 @@ def _captured(model: Any, drafter: Any, compile: bool | str, target: TargetInfo,
     if not compile:
         return drafter
     if isinstance(drafter, HeadsDrafter):
-        return drafter.captured(CompiledCache(type(drafter).__name__))
+        return drafter.captured(_HEADS.setdefault(drafter.enter, CompiledCache(type(drafter).__name__)))
     if isinstance(drafter, Compilable):
         return drafter.compiled(compile)
     if not (isinstance(drafter, FeatureDrafter | BlockDrafter) and drafter.capturable):
