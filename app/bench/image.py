@@ -119,7 +119,7 @@ def _stages(bench: ImageBench, args: argparse.Namespace, outcome: Outcome) -> It
 def methods(painter: ImageSubject, args: argparse.Namespace) -> tuple[list[ImageMethod], list[ImageMethod]]:
     """What is timed, and what is judged."""
     codes = painter.pipe.transformer.config.vocab
-    trained = list(drafters.read(args, trained=True).items())
+    trained = list(drafters.read(args, trained=True, model=painter.pipe.transformer).items())
     known = lossless(trained) + relaxed(codes, trained, args.rule, args.budget)
     given, named = drafters.options(args), [drafter for _, drafter in trained]
     known = [replace(m, way=replace(m.way, options={**m.way.options, **given})) if m.way.drafter in named else m
