@@ -79,6 +79,11 @@ def _operation(name: str, fits: Callable[..., bool] | None = None) -> Callable[.
     return run
 
 
+def defined(operation: str, tensor: Tensor) -> bool:
+    """Whether an operation runs as it is defined, and by no kernel, where this tensor lies."""
+    return chosen(operation, tensor.device.type, os.environ.get(VARIABLE, "")) is getattr(reference, operation)
+
+
 def _few_nodes(
     logits: Tensor, tokens: Tensor, parents: Tensor, ancestors: Tensor | None = None, noise: Any = None
 ) -> bool:

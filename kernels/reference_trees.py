@@ -103,10 +103,19 @@ def draw(logits: Tensor, noise: Noise | None = None) -> Tensor:
 
     A sample is NOTHING where the logits hold NaN or +inf, or all are −inf.
     """
-    if noise is None:
-        return logits.argmax(-1)
-    drawn = (logits + gumbel(*noise, logits.shape[-1])).argmax(-1)
-    return torch.where(logits.amax(-1).isfinite(), drawn, NOTHING)
+    return likeliest(logits) if noise is None else noisiest(logits, gumbel(*noise, logits.shape[-1]))
+
+
+def likeliest(logits: Tensor) -> Tensor:
+    """argmax over the last axis, the first of equal ones; on a CPU torch's `max` takes a third of its `argmax`'s
+    time."""
+    return logits.max(-1).indices
+
+
+def noisiest(logits: Tensor, noise: Tensor) -> Tensor:
+    """`draw` with given Gumbel noise, finite [B, N, V]."""
+    best, drawn = (logits + noise).max(-1)
+    return torch.where(best.isfinite(), drawn, NOTHING)
 
 
 def verify_point_mass(

@@ -26,7 +26,8 @@ from mmspec.loop import decode, start
 from mmspec.models import llamagen
 from mmspec.pipelines.image_teacher import ImageTeacher
 from mmspec.pipelines.sampling.guidance import Guidance
-from mmspec.pipelines.sampling.request import CounterNoise, Request, Sampler
+from mmspec.pipelines.sampling.noise import CounterNoise
+from mmspec.pipelines.sampling.request import Request, Sampler
 from mmspec.pipelines.targets.llamagen import Condition, LlamaGenTarget
 from mmspec.protocols import TargetInfo
 from mmspec.session import Row, Session

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import product
 from typing import Any
 
@@ -39,7 +39,8 @@ class WindowOptions:
     Attributes:
         window: positions looked at in a round, the pending token's included; 1 drafts nothing.
         init: where first guesses come from: "uniform" (anywhere), "horizontal" (the token to the left), "vertical" (the
-            one above), "mixture" (either of these), or "neighbours" (either as far as the target has a grid).
+            one above), "mixture" (either of these), or "neighbours" (either as far as the target has a grid; the left
+            one where every token is fixed beforehand, since the other is no better there).
         coupling: how a guess is redrawn from the target's new distribution: "none", "maximal" or "gumbel".
         proactive: (K, D): the next D − 1 positions get a tree with K branches per node (K, D ≥ 2); (1, 1): none.
     """
@@ -199,10 +200,11 @@ class JacobiDrafter:
         def noise(columns: int) -> Tensor:  # [B, columns, V], the same in every round
             return ops.gumbel(session.seeds, position[:, :columns], vocab)
 
-        coins = ops.uniform(  # new in every round, since each decides a token
-            ops.stream(session.seeds, ops.COUPLE)[:, None], (session.emitted[:, None] << 32) + column
-        )
-        known, token, log_p = self._carried(session, coins, noise)
+        coins = None
+        if not distribution.is_point or shape.levels or self.options.init not in (NEAR, "horizontal"):
+            counter = (session.emitted[:, None] << 32) + column
+            coins = ops.uniform(ops.stream(session.seeds, ops.COUPLE)[:, None], counter)  # new ones, as each decides
+        known, token, log_p = self._carried(session, column, coins, noise)
         first, prior = self._first(session, known, token, coins, vocab)
         token = torch.where(known, token, first)
         token = torch.where(position < memory.ends[:, None], token, NO_TOKEN)
@@ -219,42 +221,50 @@ class JacobiDrafter:
         logits = torch.cat([logits[:, :1], logits], 1)  # the root's entry is not read
         return Draft(tokens, tree, Categorical(logits if tree.is_chain else logits[:, shape.entry]))
 
-    def _carried(self, session: Any, coins: Tensor, noise: Noise) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _carried(
+        self, session: Any, column: Tensor, coins: Tensor | None, noise: Noise
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """The positions that the last round gave a distribution to, a prefix of each row: which, the new guesses, log
         p."""
         last, distribution = session.last, session.last.scores.p
-        B, C = coins.shape
+        B, C = len(session.rows), len(column)
         if last.draft.tree.size == 1:  # the round of the prefill, or one without a draft
-            return torch.zeros_like(coins, dtype=torch.bool), torch.full_like(coins, NO_TOKEN, dtype=torch.long), None
-        column = torch.arange(C, device=coins.device)
+            token = torch.full((B, C), NO_TOKEN, device=column.device)
+            return torch.zeros_like(token, dtype=torch.bool), token, None
         level = last.acceptance.count[:, None] + column  # where in the last draft its distribution is
-        line = layout(C + 1, self.options.proactive, coins.device).line[last.acceptance.last]
-        nodes = line.gather(1, level.clamp(max=C))
+        nodes = level.clamp(max=C)
+        if self.options.proactive != ALONE:
+            line = layout(C + 1, self.options.proactive, column.device).line[last.acceptance.last]
+            nodes = line.gather(1, nodes)
         known = (level <= C) & (last.draft.tokens.gather(1, nodes) != NO_TOKEN)
         if distribution.is_point:
             return known, distribution.ids.gather(1, nodes), None
-        rows = torch.arange(B, device=coins.device)[:, None]
+        assert coins is not None
+        rows = torch.arange(B, device=column.device)[:, None]
         log_p = distribution.logits[rows, nodes].float().log_softmax(-1)
         if self.options.coupling == "gumbel":
             return known, (log_p + noise(C)).argmax(-1), log_p
         if self.options.coupling == "none":
             return known, ops.categorical(log_p.exp(), coins).clamp(min=0), log_p
-        x = last.draft.tokens.gather(1, line.gather(1, (level + 1).clamp(max=C)))
+        below = (level + 1).clamp(max=C)
+        x = last.draft.tokens.gather(1, below if self.options.proactive == ALONE else line.gather(1, below))
         x = torch.where(known & (level < C), x, NO_TOKEN)
         q = session.memory.q[rows, level.clamp(max=C - 1)].exp() * (x != NO_TOKEN)[..., None]
         return known, _keep_or_redraw(log_p.exp(), q, x, coins), log_p
 
     def _first(
-        self, session: Any, known: Tensor, token: Tensor, coins: Tensor, vocab: int
+        self, session: Any, known: Tensor, token: Tensor, coins: Tensor | None, vocab: int
     ) -> tuple[Tensor, Callable[[], Tensor]]:
         """First guesses [B, C], and log q [B, C, V] when asked for: with chance `copy` a neighbour's token, or uniform.
 
         The neighbours are the last token to the left that is decided or carried, and the decided one straight above; in
         the first row both are the left one. Where the target's distribution is a point mass nothing is left to the
-        uniform part.
+        uniform part. Without coins all are the left one.
         """
-        memory, C = session.memory, coins.shape[1]
+        memory, C = session.memory, token.shape[1]
         left = torch.cat([session.pending[:, None], token], 1).gather(1, known.sum(1, keepdim=True)).expand(-1, C)
+        if coins is None:
+            return left, partial(torch.empty, 0)
         above = memory.decided[:, torch.arange(C, device=coins.device) % memory.decided.shape[1]]
         near = torch.stack([left, torch.where(above == NO_TOKEN, left, above)], -1)
         share = coins.new_tensor(_SHARES[memory.init]) * (1.0 if session.last.scores.p.is_point else self.copy)

@@ -23,7 +23,8 @@ from mmspec.models.llamagen_vq import LlamaGenVQ
 from mmspec.pipelines.drawing.outputs import OUTPUTS, class_ids, seeds, wake
 from mmspec.pipelines.llamagen import captions
 from mmspec.pipelines.sampling.guidance import Guidance
-from mmspec.pipelines.sampling.request import CounterNoise, Request, Sampler, warpers
+from mmspec.pipelines.sampling.noise import CounterNoise
+from mmspec.pipelines.sampling.request import Request, Sampler, warpers
 from mmspec.pipelines.targets import compiled, devices
 from mmspec.pipelines.targets.llamagen import Condition, LlamaGenTarget
 from mmspec.rules import Rule, exact

@@ -20,8 +20,9 @@ from mmspec.pipelines.patching import obstacles
 from mmspec.pipelines.patching.obstacles import Obstacle
 from mmspec.pipelines.sampling import followed
 from mmspec.pipelines.sampling import guidance as guided
+from mmspec.pipelines.sampling.noise import CounterNoise, Noise, TorchNoise
 from mmspec.pipelines.sampling.processors import unsafe
-from mmspec.pipelines.sampling.request import CounterNoise, Noise, Request, Sampler, TorchNoise
+from mmspec.pipelines.sampling.request import Request, Sampler
 from mmspec.pipelines.sampling.stopping import Endings, unheard
 from mmspec.pipelines.targets import devices, reach
 from mmspec.pipelines.targets.cache import RaggedCache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,21 +15,13 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from mmspec.kernels import dispatch
 from mmspec.kernels import reference as ops
+from mmspec.pipelines.sampling.noise import CounterNoise, Noise
 from mmspec.pipelines.sampling.processors import POINTWISE, Processors
 from mmspec.session import Group
 from mmspec.types import Categorical, Draft, Scores
 
 Process = Callable[[Tensor, Group, Draft], Tensor]  # of logits, rows and draft
-
-
-class Noise(Protocol):
-    """What turns a distribution into one token per node, by noise that depends on the token's absolute position
-    only."""
-
-    def draw(self, logits: Tensor, session: Group, draft: Draft) -> Tensor:
-        """Tokens [B, N] from processed logits [B, N, V]."""
 
 
 class Sampler:
@@ -58,7 +50,7 @@ class Sampler:
     def realised(self, processed: Tensor, session: Group, draft: Draft) -> Categorical:
         """p after each node, from logits that the processors have seen."""
         if not self.sample:
-            return Categorical(ids=processed.argmax(-1))
+            return Categorical(ids=ops.likeliest(processed))
         if self.noise is None:
             return Categorical(processed)
         return Categorical(ids=self.noise.draw(processed, session, draft))
@@ -112,83 +104,10 @@ class Request:
         if self.allowed is not None:
             wide = self.allowed(wide, rows.emitted[:, None] + draft.tree.depth)
         if self.bare:
-            return Scores(Categorical(ids=wide.argmax(-1)), hidden)
+            return Scores(Categorical(ids=ops.likeliest(wide)), hidden)
         processed = self.sampler.process(wide, rows, draft)
         kept = (processed, raw.to(torch.float32)) if self.keep else (None, None)
         return Scores(self.sampler.realised(processed, rows, draft), hidden, *kept)
-
-
-@dataclass(frozen=True)
-class CounterNoise:
-    """Gumbel noise hashed from (row seed, absolute position): a row alone draws what it draws in any batch."""
-
-    def draw(self, logits: Tensor, session: Group, draft: Draft) -> Tensor:
-        position = session.emitted[:, None] + draft.tree.depth
-        return dispatch.draw(logits, (session.seeds, position))
-
-    def at(self, session: Group, position: Tensor, vocab: int) -> Tensor:
-        """[B, N, V] for the tokens at `position` [B, N]."""
-        return ops.gumbel(session.seeds, position, vocab)
-
-
-class TorchNoise:
-    """The exponential noise of `torch.multinomial(probs, 1)`, as a loop that draws once per step would meet it.
-
-    That function returns argmax(probs / q) with q ~ Exp(1) of the shape of `probs`. Here q of step t is drawn once, in
-    order, for all rows that the call began with, and kept until every row is past t. `close` puts the generator where
-    the loop would have left it.
-
-    Args:
-        generator: None for torch's global one.
-    """
-
-    def __init__(self, generator: torch.Generator | None = None) -> None:
-        self.generator = generator
-        self._rows = 0  # of the call, known at the first draw
-        self._q: Tensor | None = None  # [T, rows, V], of the steps from `_begin` on
-        self._begin = 0
-        self._after: list[Tensor] = []  # the generator's state before step `_begin`, and after each of the T
-
-    def draw(self, logits: Tensor, session: Group, draft: Draft) -> Tensor:
-        rows = session.rows
-        self._rows = self._rows or len(rows)
-        begin = min(row.generated for row in rows)
-        last = max(row.limit - row.start for row in rows) - 1
-        end = min(max(row.generated for row in rows) + logits.shape[1] - 1, last)
-        q = self._through(begin, end, logits)
-        index = torch.tensor([row.index for row in rows], device=logits.device)
-        step = (session.emitted[:, None] + draft.tree.depth).clamp(max=end) - self._begin
-        p = logits.softmax(-1)
-        return torch.where(p[..., 0].isnan(), ops.NOTHING, (p / q[step, index[:, None]]).argmax(-1))
-
-    def _through(self, begin: int, end: int, like: Tensor) -> Tensor:
-        """q of the steps begin … end, [T, rows, V]; what lies before `begin` is let go."""
-        if self._q is None:
-            self._begin, self._after = begin, [self._generator(like).get_state()]
-            self._q = like.new_empty(0, self._rows, like.shape[-1])
-        fresh = []
-        for _ in range(self._begin + len(self._q), end + 1):
-            q = like.new_empty(self._rows, like.shape[-1]).exponential_(1, generator=self.generator)
-            fresh.append(q[None])
-            self._after.append(self._generator(like).get_state())
-        passed = begin - self._begin
-        if fresh or passed:
-            self._q = torch.cat([self._q[passed:], *fresh])
-            self._after, self._begin = self._after[passed:], begin
-        return self._q
-
-    def close(self, steps: int) -> None:
-        """Leave the generator as after `steps` steps: the longest row of the finished call."""
-        if self._q is not None:
-            self._generator(self._q).set_state(self._after[steps - self._begin])
-            self._q = None
-
-    def _generator(self, like: Tensor) -> Any:
-        if self.generator is not None:
-            return self.generator
-        if like.is_mps:
-            return torch.mps._get_default_mps_generator()
-        return torch.cuda.default_generators[like.device.index] if like.is_cuda else torch.default_generator
 
 
 def warpers(how: dict[str, Any]) -> LogitsProcessorList:
