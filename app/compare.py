@@ -150,7 +150,7 @@ def settle(call: Callable[[], Any]) -> None:
 class Reads(TorchFunctionMode):
     """Counts how often Python asks a tensor for its values; on a GPU each of these waits for it."""
 
-    ASKING = {"item", "tolist", "__bool__", "__int__", "__index__", "__float__", "cpu", "numpy", "nonzero"}
+    ASKING = {"item", "tolist", "__bool__", "__int__", "__index__", "__float__", "cpu", "nonzero"}
 
     def __init__(self) -> None:
         super().__init__()

@@ -245,14 +245,14 @@ class KeepsOldLaw(JacobiDrafter):
     """Coupled SJD as released: a guess that stayed is held against its old distribution, not against the one it has
     now."""
 
-    def _carried(self, session: Any, coins: Tensor, noise: Any) -> Any:
-        known, token, log_p = super()._carried(session, coins, noise)
+    def _carried(self, session: Any, column: Tensor, coins: Any, noise: Any) -> Any:
+        known, token, log_p = super()._carried(session, column, coins, noise)
         if log_p is None:
             return known, token, log_p
-        level = session.last.acceptance.count[:, None] + torch.arange(coins.shape[1])
-        old = session.last.draft.tokens.gather(1, (level + 1).clamp(max=coins.shape[1]))
-        stayed = known & (level < coins.shape[1]) & (old == token)
-        log_q = session.memory.q[torch.arange(len(level))[:, None], level.clamp(max=coins.shape[1] - 1)]
+        level = session.last.acceptance.count[:, None] + column
+        old = session.last.draft.tokens.gather(1, (level + 1).clamp(max=len(column)))
+        stayed = known & (level < len(column)) & (old == token)
+        log_q = session.memory.q[torch.arange(len(level))[:, None], level.clamp(max=len(column) - 1)]
         return known, token, torch.where(stayed[..., None], log_q, log_p)
 
 
@@ -267,9 +267,9 @@ class SaysUniform(JacobiDrafter):
 class KnowsTheCoin(JacobiDrafter):
     """Redraws its guesses with the very numbers that will test them."""
 
-    def _carried(self, session: Any, coins: Tensor, noise: Any) -> Any:
-        position = session.emitted[:, None] + torch.arange(coins.shape[1])
-        return super()._carried(session, ops.uniform(session.seeds[:, None], position), noise)
+    def _carried(self, session: Any, column: Tensor, coins: Any, noise: Any) -> Any:
+        position = session.emitted[:, None] + column
+        return super()._carried(session, column, ops.uniform(session.seeds[:, None], position), noise)
 
 
 @pytest.mark.parametrize(

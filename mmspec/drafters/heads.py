@@ -15,6 +15,7 @@ from mmspec.config import chosen
 from mmspec.drafters.compiled_drafter import Held
 from mmspec.drafters.jacobi import ALONE, JacobiDrafter, WindowMemory, WindowOptions
 from mmspec.drafters.trained import FileConfig, beside
+from mmspec.kernels import reference as ops
 from mmspec.piecewise.capture import PiecewiseFunction
 from mmspec.protocols import Target, TargetInfo
 from mmspec.types import FINAL, NO_TOKEN, Draft, Prompt, Round
@@ -185,7 +186,7 @@ class HeadsDrafter(nn.Module):
         guess = draft.tokens[:, 1:]
         position = session.emitted[:, None] + torch.arange(guess.shape[1], device=guess.device)
         hidden = self._streams(self._foretold(view, target), target.streams)
-        better = target.weigh(target.head(hidden), session, position).argmax(-1)
+        better = ops.likeliest(target.weigh(target.head(hidden), session, position))
         better = torch.where(view.own | (guess == NO_TOKEN), guess, better)
         return replace(draft, tokens=torch.cat([draft.tokens[:, :1], better], 1))
 

@@ -17,8 +17,9 @@ from mmspec.pipelines.patching.generate import rounds, row_seeds, watching
 from mmspec.pipelines.patching.handle import Patch
 from mmspec.pipelines.patching.obstacles import Obstacle
 from mmspec.pipelines.sampling.guidance import Guidance
+from mmspec.pipelines.sampling.noise import TorchNoise
 from mmspec.pipelines.sampling.processors import POINTWISE
-from mmspec.pipelines.sampling.request import Request, Sampler, TorchNoise
+from mmspec.pipelines.sampling.request import Request, Sampler
 from mmspec.pipelines.targets.cache import RaggedCache
 from mmspec.pipelines.targets.hooks import record_features, stock
 from mmspec.pipelines.targets.image_tokens import media

@@ -46,7 +46,7 @@ class CounterNoise:
         """[B, N, V] for the tokens at `position` [B, N]."""
         if not self._keeps(position):
             return ops.gumbel(session.seeds, position, vocab)
-        wanted = position.expand(len(session.rows), -1).tolist()
+        wanted = position.expand(len(session.rows), -1).numpy().tolist()  # nobody waits for it
         lines = [self._line(row.seed, at, vocab) for row, at in zip(session.rows, wanted, strict=True)]
         for seed in self._lines.keys() - {row.seed for row in session.rows}:
             self._lines.pop(seed, None)
