@@ -90,7 +90,7 @@ def lossless(drafters: Sequence[tuple[str, Any]]) -> list[ImageMethod]:
                 ("gumbel", {"coupling": "gumbel"}),
                 ("exact-seed", {"reproducible": True}),
             )
-            for w in (16, 32)
+            for w in (16, 24, 32)
         ),
         jacobi("maximal-32-auto", window=32, coupling="maximal", auto=True),
         jacobi("exact-seed-32-auto", window=32, reproducible=True, auto=True),
