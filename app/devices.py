@@ -10,6 +10,7 @@ import huggingface_hub
 import torch
 
 from mmspec.app import embedded
+from mmspec.piecewise.products import spare_memory
 
 
 class EngineError(Exception):
@@ -26,11 +27,7 @@ def free_memory(device: torch.device) -> int | None:
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + cached
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines() if device.type == "cpu" else []
-    except OSError:
-        return None
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")), None)
+    return spare_memory() if device.type == "cpu" else None
 
 
 def wait(device: torch.device) -> None:

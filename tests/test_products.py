@@ -70,14 +70,53 @@ def test_functions_share_their_copies_and_let_them_go() -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("why", ["bfloat16", "too large"])
+@pytest.mark.parametrize("why", ["bfloat16, small", "bfloat16, one row", "bfloat16, many rows", "no room"])
 def test_nothing_is_copied_where_it_does_not_pay(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, pieces = Layer(torch.bfloat16 if why == "bfloat16" else torch.float32), []
-    if why == "too large":
-        copies = capturing(layer, 5, []).copies
-        monkeypatch.setattr(products, "MOST", sum(copy.tensor.nbytes for copy in copies) - 1)
-    captured, x = capturing(layer, 5, pieces), torch.randn(1, 5, 16).to(layer.q.weight.dtype)
+    rows = {"bfloat16, one row": 1, "bfloat16, many rows": products.FEW + 1}.get(why, 5)
+    layer = Layer(torch.bfloat16 if "bfloat16" in why else torch.float32)
+    if why != "bfloat16, small":
+        monkeypatch.setattr(products, "WIDE", 1)
+    if why == "no room":
+        monkeypatch.setattr(products, "spare_memory", lambda: 2 * 8 * 8 * 4 - 1)
+    captured, x = capturing(layer, rows), torch.randn(1, rows, 16).to(layer.q.weight.dtype)
     assert not captured.copies and torch.equal(captured(capture.attend, x)[0], layer(x)[0])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_large_matrices_are_packed(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not products.packs(dtype):
+        pytest.skip(f"oneDNN does not multiply {dtype} on this CPU")
+    monkeypatch.setattr(products, "WIDE", 12 * 16)  # those that are joined have more entries, and the last one fewer
+    layer, pieces, x = Layer(dtype), [], torch.randn(1, 5, 16).to(dtype)
+    captured = capturing(layer, 5, pieces)
+    assert [copy.packed for copy in captured.copies] == ([True, False] if dtype == torch.float32 else [True])
+    (piece,) = pieces
+    assert len(piece.graph.find_nodes(op="call_function", target=torch.ops.mmspec.packed.default)) == 1
+    torch.testing.assert_close(captured(capture.attend, x), layer(x), rtol=0.02, atol=0.02)
+    layer.k.weight.data += 1
+    captured.copies[0].renew()
+    torch.testing.assert_close(captured(capture.attend, x), layer(x), rtol=0.02, atol=0.02)
+
+
+def test_memory_for_copies_is_given_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What another function has copied needs none; of several products those are copied that there is room for."""
+    monkeypatch.setattr(products, "spare_memory", lambda: 2 * 16 * 24 * 4)
+    layer = Layer()
+    (first,) = capturing(layer, 5).copies
+    assert first.tensor.shape == (16, 24)
+    again = capturing(layer, 5).copies
+    assert again[0] is first and [copy.tensor.shape for copy in again] == [(16, 24), (8, 8)]
+
+
+@pytest.mark.parametrize("error", [AttributeError, RuntimeError])
+def test_a_build_without_onednn_packs_nothing(error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_: Any) -> Tensor:
+        raise error("no such operator")
+
+    monkeypatch.setattr(products, "_pack", missing)
+    assert not products.packs.__wrapped__(torch.float32)
+    assert not products.packs(torch.int8)
 
 
 def added(weight: Tensor) -> None:
@@ -101,13 +140,14 @@ def from_outside(weight: Any) -> None:
 
 
 @pytest.mark.parametrize("write", [added, through_data, elsewhere, a_row, from_outside])
-@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.parametrize(("drafts", "packed"), [(False, False), (True, False), (True, True)])
 def test_copies_follow_the_weights(
-    write: Callable[[Tensor], None], drafts: bool, monkeypatch: pytest.MonkeyPatch
+    write: Callable[[Tensor], None], drafts: bool, packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between two calls weights are written to: what is generated is what stock generates with the new ones."""
     monkeypatch.setattr(capture, "inductor", lambda piece, examples: piece)
     monkeypatch.setattr(trusted, "_OF", WeakKeyDictionary())
+    monkeypatch.setattr(products, "WIDE", 1 if packed else products.WIDE)
     warnings.simplefilter("error", UserWarning)
     model, inputs = copy.deepcopy(targets.model("llava")), targets.prompt("llava", "image first")
     layer, wanted = model.get_decoder().layers[1], [targets.generate(model, inputs)]
@@ -116,6 +156,7 @@ def test_copies_follow_the_weights(
         found, held = [targets.generate(model, inputs)], compiled.of(model)
         functions = [*held._held.values()]
         assert functions and all(one is not None and one.copies for one in functions)
+        assert any(copy.packed for one in functions for copy in one.copies) == packed
         with torch.no_grad():
             for weight in (layer.self_attn.k_proj.weight, layer.mlp.up_proj.weight, model.lm_head.weight):
                 write(weight)
@@ -123,7 +164,8 @@ def test_copies_follow_the_weights(
         assert [*held._held.values()][: len(functions)] == functions, "nothing is captured anew"
         heads = [copy for one in held.drafts.values() for copy in one._copies for part in copy.parts
                  if part.weight is model.lm_head.weight]  # fmt: skip
-        assert bool(heads) == drafts and all(torch.equal(one.tensor, model.lm_head.weight.T) for one in heads)
+        assert bool(heads) == drafts
+        assert all(one.packed or torch.equal(one.tensor, model.lm_head.weight.T) for one in heads)
     wanted.append(targets.generate(model, inputs))
     assert all(map(torch.equal, found, wanted)) and not torch.equal(*wanted)
 

@@ -210,7 +210,7 @@ def _joined(
         graph.graph.erase_node(place)
         del held[place]
     graph.recompile()
-    takes = [*held.values(), *(copy.tensor for copy in copies.values())]
+    takes = [*held.values(), *(copy.given for copy in copies.values())]
     with uncast(inputs[0].device):  # what autocast casts is in the graph, and so is what it leaves alone
         whole = make_fx(graph)(*inputs, *takes)
     whole.graph.set_codegen(fx.graph.CodeGen())

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from functools import lru_cache
+from itertools import count
+from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -13,8 +16,11 @@ from torch.nn import Parameter
 
 from mmspec.modes import lasting
 
-MOST = 2 << 30  # bytes of weights that are copied for one function
+MOST = 2 << 30  # bytes of weights that are copied for a function where the machine does not tell how many are free
+WIDE = 1 << 18  # entries of a matrix from which oneDNN's form pays for its call
+FEW = 64  # rows up to which it gains; one row alone it does not read faster
 _MM, _ADDMM = torch.ops.aten.mm.default, torch.ops.aten.addmm.default
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _VIEWS = {getattr(torch.ops.aten, name) for name in ("t", "transpose", "permute", "slice", "detach")}
 
 
@@ -34,38 +40,120 @@ class Part(NamedTuple):
 class Joined:
     """The matrices of several products side by side, in memory as a product of a few rows reads them fastest.
 
-    On a CPU, a product of 4 to 36 rows with a float32 matrix that lies as [K, N] takes about two thirds of the time
-    that it takes with one that lies as `nn.Linear` keeps it, and a wide product less than several narrow ones.
+    A wide product takes less time than several narrow ones. Small float32 matrices lie as [K, N], and not as
+    `nn.Linear` keeps them; a product of 4 to 36 rows takes about two thirds of the time then. Large ones, and those of
+    16 bits, are packed in oneDNN's own form. What it takes of the time is on one CPU with AMX, for 5 to 17 rows of
+    matrices that are in no cache, a half in bfloat16, and in float32 0.4 to 0.8.
     """
 
-    def __init__(self, parts: Sequence[Part]) -> None:
-        self.parts = parts
+    def __init__(self, parts: Sequence[Part], packed: bool) -> None:
+        self.parts, self.packed = parts, packed
         with lasting():
-            self.tensor = torch.cat([part.matrix() for part in parts], 1)
+            self.tensor = self._copied()
+            self.handle = torch.tensor(next(_NUMBERS))  # by which a graph calls what it cannot take as an input
+        if packed:
+            _PACKED[int(self.handle)] = self
+
+    @property
+    def given(self) -> Tensor:
+        """What a graph takes."""
+        return self.handle if self.packed else self.tensor
 
     def renew(self) -> None:
         """After the weights were written to, or moved."""
         with lasting():
-            torch.cat([part.matrix() for part in self.parts], 1, out=self.tensor)
+            if self.packed:
+                self.tensor = self._copied()
+            else:
+                torch.cat([part.matrix() for part in self.parts], 1, out=self.tensor)
+
+    def _copied(self) -> Tensor:
+        if not self.packed:
+            return torch.cat([part.matrix() for part in self.parts], 1)
+        return _pack(torch.cat([part.matrix().T for part in self.parts]))
 
 
+_NUMBERS = count()
+_PACKED: WeakValueDictionary[int, Joined] = WeakValueDictionary()
 _HELD: WeakValueDictionary[Any, Joined] = WeakValueDictionary()  # by the weights, which it keeps; functions share them
 
 
-def _of(parts: Sequence[Part]) -> Joined:
-    key = tuple((id(part.weight), part.views) for part in parts)
-    if (found := _HELD.get(key)) is None:
-        found = _HELD[key] = Joined(parts)
+@torch.library.custom_op("mmspec::packed", mutates_args=())
+def packed(rows: Tensor, handle: Tensor, width: int) -> Tensor:
+    """Rows [M, K] times the packed matrix [K, width] of this handle."""
+    return _times(rows, _PACKED[int(handle)].tensor)
+
+
+@packed.register_fake
+def _(rows: Tensor, handle: Tensor, width: int) -> Tensor:
+    return rows.new_empty(len(rows), width)
+
+
+def _pack(weight: Tensor) -> Tensor:
+    """A weight [N, K] in the form in which oneDNN reads it."""
+    found: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 16)
+    return found
+
+
+def _times(rows: Tensor, weight: Tensor) -> Tensor:
+    found: Tensor = torch.ops.mkldnn._linear_pointwise(rows.contiguous(), weight, None, "none", [], "")
+    return found
+
+
+@lru_cache(maxsize=8)
+@lasting()
+def packs(dtype: torch.dtype) -> bool:
+    """Whether oneDNN multiplies packed matrices of this dtype on this CPU; tried once."""
+    if not torch.backends.mkldnn.is_available() or dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return False
+    try:
+        if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            return False
+        if dtype == torch.float16 and not torch.ops.mkldnn._is_mkldnn_fp16_supported():
+            return False
+        x, w = (torch.linspace(-1, 1, n * 64).reshape(n, 64).to(dtype) for n in (5, 48))
+        return torch.allclose(_times(x, _pack(w)).float(), (x @ w.T).float(), rtol=0.02, atol=0.02)
+    except (AttributeError, RuntimeError):  # another build
+        return False
+
+
+def spare_memory() -> int | None:
+    """Bytes of this machine's memory that can still be taken; None where it does not tell."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")), None)
+
+
+def _key(parts: Sequence[Part], packed: bool) -> Any:
+    return (packed, *((id(part.weight), part.views) for part in parts))
+
+
+def _of(parts: Sequence[Part], packed: bool) -> Joined:
+    if (found := _HELD.get(_key(parts, packed))) is None:
+        found = _HELD[_key(parts, packed)] = Joined(parts, packed)
     else:
         found.renew()  # who has it looks for writes at the next call only
     return found
 
 
+def _form(parts: Sequence[Part], rows: int) -> bool | None:
+    """Whether these matrices are packed for a product of so many rows; None: they stay as they are."""
+    matrices = [part.matrix() for part in parts]
+    if 1 < rows <= FEW and sum(m.numel() for m in matrices) >= WIDE and packs(matrices[0].dtype):
+        return True
+    return False if matrices[0].dtype is torch.float32 else None
+
+
+_TIMES = torch.ops.mmspec.packed.default
+
+
 def join(graph: fx.Graph, weights: dict[fx.Node, Tensor]) -> dict[fx.Node, Joined]:
     """Join the products in a graph; the new placeholders, after its others, and what they stand for.
 
-    Only where it pays, on a CPU in float32, up to `MOST` bytes, and where nothing is written into what is multiplied or
-    comes out.
+    Only where it pays, on a CPU, as far as the memory for copies goes, and where nothing is written into what is
+    multiplied or comes out.
 
     Args:
         weights: by the placeholders that stand for them.
@@ -76,28 +164,36 @@ def join(graph: fx.Graph, weights: dict[fx.Node, Tensor]) -> dict[fx.Node, Joine
         for node in graph.find_nodes(op="call_function", target=target):
             if node.args[-1] in parts and not node.kwargs and not written.into(node, node.args[-2]):
                 groups.setdefault(_rows(node.args[-2]), []).append(node)
-    products = [[(node, parts[node.args[-1]]) for node in sorted(group)] for group in groups.values()]
-    copied = {tuple((id(part.weight), part.views) for _, part in product): product for product in products}
-    if sum(part.matrix().nbytes for product in copied.values() for _, part in product) > MOST:
-        return {}
     *_, last = graph.find_nodes(op="placeholder")
     places: dict[Joined, fx.Node] = {}
-    for product in products:
-        copy = _of([part for _, part in product])
+    spare = spare_memory()
+    room = MOST if spare is None else spare // 2
+    for group in groups.values():
+        product = [(node, parts[node.args[-1]]) for node in sorted(group)]
+        mine = [part for _, part in product]
+        form = _form(mine, product[0][0].meta["val"].shape[0])
+        need = 0 if _key(mine, bool(form)) in _HELD else sum(part.matrix().nbytes for part in mine)
+        if form is None or need > room:
+            continue
+        room -= need
+        copy = _of(mine, form)
         if copy not in places:
             with graph.inserting_after(last):
                 last = places[copy] = graph.placeholder(f"joined_{len(places)}")
         first, _ = product[0]
         with graph.inserting_before(first):
-            whole = graph.call_function(_MM, (first.args[-2], places[copy]))
-            widths = [part.matrix().shape[1] for _, part in product]
+            widths = [part.matrix().shape[1] for part in mine]
+            if form:
+                whole = graph.call_function(_TIMES, (first.args[-2], places[copy], sum(widths)))
+            else:
+                whole = graph.call_function(_MM, (first.args[-2], places[copy]))
             split = graph.call_function(torch.ops.aten.split_with_sizes.default, (whole, widths, 1))
         for i, (node, _) in enumerate(product):
             with graph.inserting_before(node):
-                mine = graph.call_function(operator.getitem, (split, i)) if len(product) > 1 else whole
+                part = graph.call_function(operator.getitem, (split, i)) if len(product) > 1 else whole
                 if node.target is _ADDMM:
-                    mine = graph.call_function(torch.ops.aten.add.Tensor, (mine, node.args[0]))
-            node.replace_all_uses_with(mine)
+                    part = graph.call_function(torch.ops.aten.add.Tensor, (part, node.args[0]))
+            node.replace_all_uses_with(part)
             graph.erase_node(node)
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
         node.target = torch.ops.aten.reshape.default  # parts of a product do not lie together
@@ -147,7 +243,7 @@ def _parts(graph: fx.Graph, weights: dict[fx.Node, Tensor]) -> dict[Any, Part]:
     found: dict[Any, Part] = {
         node: Part(weight, ())
         for node, weight in weights.items()
-        if isinstance(weight, Parameter) and weight.device.type == "cpu" and weight.dtype is torch.float32
+        if isinstance(weight, Parameter) and weight.device.type == "cpu" and weight.dtype in _DTYPES
     }
     for node in graph.nodes:
         if node.op == "call_function" and getattr(node.target, "overloadpacket", None) in _VIEWS:
