@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mmspec.kernels import reference as ops
-from mmspec.pipelines.sampling.noise import AHEAD, CounterNoise
+from mmspec.pipelines.sampling.noise import SMALL, CounterNoise
 from mmspec.session import Group, Row
 from mmspec.tree import chain, from_paths
 from mmspec.types import Draft, Tree
@@ -42,17 +42,23 @@ def test_trees_rows_that_leave_and_come_and_steps_back() -> None:
     asked(noise, group([1, 2, 3], [7, 9, 100]), tree)
     asked(noise, group([3, 2], [104, 10]), tree)
     asked(noise, group([2, 1], [10, 3]), chain(4, cpu))
-    asked(noise, group([2, 2], [AHEAD * 3, 0]), chain(1, cpu))
+    asked(noise, group([2, 2], [SMALL // V * 3, 0]), chain(1, cpu))
     asked(noise, group([2], [5]), chain(3, cpu), V + 1)
 
 
 def test_rows_that_are_gone_leave_nothing_behind() -> None:
     noise, tree = CounterNoise(), chain(4, torch.device("cpu"))
-    for step in range(0, 400, 4):
-        seeds = [1, 2] if step < 200 else [2]
+    for step in range(0, 4000, 4):
+        seeds = [1, 2] if step < 2000 else [2]
         asked(noise, group(seeds, [step + seed for seed in seeds]), tree)
     assert list(noise._lines) == [2]
-    assert len(noise._lines[2][1]) <= 2 * AHEAD
+    assert len(noise._lines[2][1]) <= SMALL // V + 8
+
+
+def test_the_noise_of_a_large_vocabulary_is_not_kept() -> None:
+    noise = CounterNoise()
+    asked(noise, group([4, 6], [3, 8]), chain(3, torch.device("cpu")), SMALL + 1)
+    assert not noise._lines
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])

@@ -41,9 +41,9 @@ class Joined:
     """The matrices of several products side by side, in memory as a product of a few rows reads them fastest.
 
     A wide product takes less time than several narrow ones. Small float32 matrices lie as [K, N], and not as
-    `nn.Linear` keeps them; a product of 4 to 36 rows takes about two thirds of the time then. Large ones, and those of
-    16 bits, are packed in oneDNN's own form. What it takes of the time is on one CPU with AMX, for 5 to 17 rows of
-    matrices that are in no cache, a half in bfloat16, and in float32 0.4 to 0.8.
+    `nn.Linear` keeps them; a product of 4 to 36 rows takes about two thirds of the time then. Large matrices are packed
+    in oneDNN's own form. On one CPU with AMX, a product of 5 to 17 rows then takes half of the time in bfloat16, and
+    0.4 to 0.8 of it in float32.
     """
 
     def __init__(self, parts: Sequence[Part], packed: bool) -> None:
@@ -52,7 +52,7 @@ class Joined:
             self.tensor = self._copied()
             self.handle = torch.tensor(next(_NUMBERS))  # by which a graph calls what it cannot take as an input
         if packed:
-            _PACKED[int(self.handle)] = self
+            _PACKED[int(self.handle.numpy())] = self
 
     @property
     def given(self) -> Tensor:
@@ -78,13 +78,13 @@ _PACKED: WeakValueDictionary[int, Joined] = WeakValueDictionary()
 _HELD: WeakValueDictionary[Any, Joined] = WeakValueDictionary()  # by the weights, which it keeps; functions share them
 
 
-@torch.library.custom_op("mmspec::packed", mutates_args=())
-def packed(rows: Tensor, handle: Tensor, width: int) -> Tensor:
+@torch.library.custom_op("mmspec::times_packed", mutates_args=())
+def times_packed(rows: Tensor, handle: Tensor, width: int) -> Tensor:
     """Rows [M, K] times the packed matrix [K, width] of this handle."""
-    return _times(rows, _PACKED[int(handle)].tensor)
+    return _times(rows, _PACKED[int(handle.numpy())].tensor)
 
 
-@packed.register_fake
+@times_packed.register_fake
 def _(rows: Tensor, handle: Tensor, width: int) -> Tensor:
     return rows.new_empty(len(rows), width)
 
@@ -104,7 +104,7 @@ def _times(rows: Tensor, weight: Tensor) -> Tensor:
 @lasting()
 def packs(dtype: torch.dtype) -> bool:
     """Whether oneDNN multiplies packed matrices of this dtype on this CPU; tried once."""
-    if not torch.backends.mkldnn.is_available() or dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if not torch.backends.mkldnn.is_available() or dtype not in _DTYPES:
         return False
     try:
         if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
@@ -146,7 +146,7 @@ def _form(parts: Sequence[Part], rows: int) -> bool | None:
     return False if matrices[0].dtype is torch.float32 else None
 
 
-_TIMES = torch.ops.mmspec.packed.default
+_TIMES = torch.ops.mmspec.times_packed.default
 
 
 def join(graph: fx.Graph, weights: dict[fx.Node, Tensor]) -> dict[fx.Node, Joined]:

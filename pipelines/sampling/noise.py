@@ -15,7 +15,8 @@ from mmspec.modes import lasting
 from mmspec.session import Group
 from mmspec.types import Draft
 
-AHEAD = 32  # positions whose noise is computed in advance: one call for many costs little more than one for a few
+SMALL = 1 << 15  # tokens of a vocabulary whose noise is kept, and numbers of it that are computed in advance: one call
+# for many takes little longer than one for a few
 
 
 class Noise(Protocol):
@@ -30,7 +31,8 @@ class Noise(Protocol):
 class CounterNoise:
     """Gumbel noise hashed from (row seed, absolute position): a row alone draws what it draws in any batch.
 
-    A window looks at a position in several rounds. On a CPU its noise is kept meanwhile; a kernel computes it anew.
+    A window looks at a position in several rounds. On a CPU its noise is kept meanwhile, for the vocabulary of a model
+    that draws pictures; a kernel computes it anew.
     """
 
     _lines: dict[int, tuple[int, Tensor]] = field(default_factory=dict, repr=False, compare=False)  # by seed: the first
@@ -38,13 +40,13 @@ class CounterNoise:
 
     def draw(self, logits: Tensor, session: Group, draft: Draft) -> Tensor:
         position = session.emitted[:, None] + draft.tree.depth
-        if not self._keeps(logits):
+        if not self._keeps(logits, logits.shape[-1]):
             return dispatch.draw(logits, (session.seeds, position))
         return ops.noisiest(logits, self.at(session, position, logits.shape[-1]))
 
     def at(self, session: Group, position: Tensor, vocab: int) -> Tensor:
         """[B, N, V] for the tokens at `position` [B, N]."""
-        if not self._keeps(position):
+        if not self._keeps(position, vocab):
             return ops.gumbel(session.seeds, position, vocab)
         wanted = position.expand(len(session.rows), -1).numpy().tolist()  # nobody waits for it
         lines = [self._line(row.seed, at, vocab) for row, at in zip(session.rows, wanted, strict=True)]
@@ -52,8 +54,8 @@ class CounterNoise:
             self._lines.pop(seed, None)
         return lines[0][None] if len(lines) == 1 else torch.stack(lines)
 
-    def _keeps(self, tensor: Tensor) -> bool:
-        return tensor.device.type == "cpu" and dispatch.defined("draw", tensor)
+    def _keeps(self, tensor: Tensor, vocab: int) -> bool:
+        return vocab <= SMALL and tensor.device.type == "cpu" and dispatch.defined("draw", tensor)
 
     def _line(self, seed: int, at: Sequence[int], vocab: int) -> Tensor:
         """[N, V] of one row."""
@@ -63,7 +65,7 @@ class CounterNoise:
             begin, kept = first, torch.empty(0, vocab, dtype=ops.widest(torch.device("cpu")))
         if end > begin + len(kept):
             with lasting():
-                new = torch.arange(max(first, begin + len(kept)), end + AHEAD)
+                new = torch.arange(max(first, begin + len(kept)), end + SMALL // vocab)
                 kept = torch.cat([kept[first - begin :], ops.gumbel(torch.tensor([seed]), new[None], vocab)[0]])
             self._lines[seed] = begin, kept = first, kept
         if end - first == len(at):
