@@ -75,7 +75,8 @@ class Chat:
         found: dict[str, nn.Module] = {"target": self.target(sizes, dtype)}
         for name in self.drafters:
             own = name == MtpDrafter.method
-            found[name] = MtpDrafter.untrained(found["target"]) if own else self.feature_drafter(name, sizes)
+            made = MtpDrafter.untrained(found["target"]) if own else self.feature_drafter(name, sizes)
+            found[name] = nn.Module.to(made, dtype)  # here, so that each enabling takes the same weights
         return found
 
     def beyond(self, sizes: str, context: int) -> str:
