@@ -211,6 +211,20 @@ def _qwen(config: type, model: type, tied: bool, text: Any, vision: Any, dtype: 
     return model._from_config(made, dtype=dtype)  # type: ignore[attr-defined]
 
 
+def _smol(text: Any, vision: Any, dtype: torch.dtype) -> Any:
+    tokens: dict[str, Any] = {"image_token_id": text["vocab_size"] - 64}
+    shrunk = {"scale_factor": _SHRINK, "pad_token_id": 0, "tie_word_embeddings": False}
+    config = T.SmolVLMConfig(text_config={"model_type": "llama", **text, **_NO_ENDS}, vision_config=dict(vision),
+                             **shrunk, **tokens)  # fmt: skip
+    return T.SmolVLMForConditionalGeneration._from_config(config, dtype=dtype)
+
+
+def _one_square(vision: Any, side: int, batch: int) -> tuple[dict[str, Tensor], int]:
+    """One tile a row, whose patches its connector joins."""
+    pixels, count = _square(vision, side, batch)
+    return {"pixel_values": pixels["pixel_values"][:, None]}, count // _SHRINK**2
+
+
 def _square(vision: Any, side: int, batch: int) -> tuple[dict[str, Tensor], int]:
     edge = side * vision["patch_size"]
     return {"pixel_values": torch.randn(batch, 3, edge, edge)}, side**2
@@ -230,7 +244,33 @@ _QWEN_EYE = {
 }  # fmt: skip
 _QWEN3_EYE = {"patch_size": 16, "temporal_patch_size": 2, "spatial_merge_size": 2, "in_channels": 3}
 
+_SHRINK = 4  # SmolVLM joins so many patches along a side into one token
+
 MODELS: dict[str, Shape] = {
+    "smolvlm-500m": Chat(
+        _smol,
+        {
+            REAL: {
+                "vocab_size": 49280, "hidden_size": 960, "intermediate_size": 2560, "num_hidden_layers": 32,
+                "num_attention_heads": 15, "num_key_value_heads": 5, "head_dim": 64, "max_position_embeddings": 8192,
+                "rms_norm_eps": 1e-5, "rope_parameters": _rope(1e5),
+            },
+            TOY: {
+                **_SMALL, "vocab_size": 512, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 2000,
+                "rms_norm_eps": 1e-5, "rope_parameters": _rope(1e5),
+            },
+        },
+        {
+            REAL: {
+                "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
+                "image_size": 512, "patch_size": 16,
+            },
+            TOY: {**_EYE, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 64, "patch_size": 8},
+        },
+        _one_square,
+        {REAL: 32, TOY: 8},
+        {"eagle": {"grouped": True, "depth": 8, "width": 1, "size": 9}},  # none is published; chains are for CPUs
+    ),
     "llava-1.5-7b": Chat(
         _llava,
         {
