@@ -213,9 +213,9 @@ def _qwen(config: type, model: type, tied: bool, text: Any, vision: Any, dtype: 
 
 def _smol(text: Any, vision: Any, dtype: torch.dtype) -> Any:
     tokens: dict[str, Any] = {"image_token_id": text["vocab_size"] - 64}
-    shrunk = {"scale_factor": _SHRINK, "pad_token_id": 0, "tie_word_embeddings": False}
-    config = T.SmolVLMConfig(text_config={"model_type": "llama", **text, **_NO_ENDS}, vision_config=dict(vision),
-                             **shrunk, **tokens)  # fmt: skip
+    shrunk: dict[str, Any] = {"scale_factor": _SHRINK, "pad_token_id": 0, "tie_word_embeddings": False}
+    told = {"model_type": "llama", **text, **_NO_ENDS}
+    config = T.SmolVLMConfig(text_config=told, vision_config=dict(vision), **shrunk, **tokens)
     return T.SmolVLMForConditionalGeneration._from_config(config, dtype=dtype)
 
 
