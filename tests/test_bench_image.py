@@ -117,7 +117,7 @@ def test_methods_are_chosen_by_pattern() -> None:
     assert own.way.options["budget"] == 0.5 and not own.lossless and not own.exact_seed
     windows = {f"jacobi-exact-seed-{window}{how}" for window in (16, 32) for how in ("", "-compiled")}
     exact = {"ar", "ar-static", "ar-compiled", *windows, "jacobi-exact-seed-32-auto", "eagle-exact-seed"}
-    exact |= {"hostile-16", "hostile-16-auto"}
+    exact |= {"hostile-16", "hostile-16-auto", "jacobi-exact-seed-24-compiled"}
     assert {m.name for m in known if m.exact_seed} == exact
 
 
