@@ -9,7 +9,8 @@ from typing import Any
 import torch
 import transformers as T
 
-from mmspec.app.bench.shapes_models import MODELS, REAL, TOY, Chat, on_paper
+from mmspec.app.bench.shapes_models import REAL, TOY, Chat, on_paper
+from mmspec.app.bench.shapes_published import MODELS
 
 PER_LAUNCH, PER_GRAPH = 5e-6, 8e-6  # seconds of the host, assumed: an operation of torch, the replay of a graph
 REACHED = 0.85, 0.7  # of the memory's bandwidth and of the arithmetic that products reach, assumed

@@ -18,7 +18,8 @@ from mmspec.app import cli, compare
 from mmspec.app.bench import report, shapes
 from mmspec.app.bench.shapes import ShapeCell
 from mmspec.app.bench.shapes_drawn import CodesWays, LatentsWays
-from mmspec.app.bench.shapes_models import MODELS, REAL, TOY, Chat, Latents, on_paper
+from mmspec.app.bench.shapes_models import REAL, TOY, Chat, Latents, on_paper
+from mmspec.app.bench.shapes_published import MODELS
 from mmspec.app.bench.shapes_ways import ChatWays, Cost, ShapeMethod, load
 from mmspec.kernels import dispatch
 from mmspec.piecewise import capture

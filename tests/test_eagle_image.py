@@ -32,7 +32,6 @@ from mmspec.pipelines.targets.llamagen import Condition, LlamaGenTarget
 from mmspec.protocols import TargetInfo
 from mmspec.session import Row, Session
 from mmspec.train import data
-from mmspec.train.data import TrainingSample
 from mmspec.train.distil import Distillation, losses
 from mmspec.train.recipes import Recipe
 from mmspec.types import FINAL, Categorical, Prompt, Scores
@@ -459,9 +458,7 @@ def distilling(out: Path, recipe: Recipe = RECIPE, prompts: int = 12) -> Distill
     made = build_for_pictures("eagle", pipe, 24)
     teacher = ImageTeacher(pipe, made.features)
     teacher.__enter__()
-    words = tiny_llamagen.TEXT.split()
-    texts = [" ".join(words[(i * k) % len(words)] for k in range(1, 3 + i % 4)) for i in range(1, prompts + 1)]
-    return Distillation(made, teacher, [TrainingSample(list, text) for text in texts], recipe, out)
+    return Distillation(made, teacher, tiny_llamagen.samples(prompts), recipe, out)
 
 
 def test_the_trace_is_what_drawing_saw(tmp_path: Path) -> None:

@@ -166,9 +166,7 @@ def training(out: Path, recipe: Any = RECIPE, prompts: int = 13) -> HeadsTrainin
     assert isinstance(made, HeadsDrafter) and made.config.streams == 2
     teacher = ImageTeacher(pipe, made.features)
     teacher.__enter__()
-    words = tiny_llamagen.TEXT.split()
-    texts = [" ".join(words[(i * k) % len(words)] for k in range(1, 3 + i % 4)) for i in range(1, prompts + 1)]
-    return HeadsTraining(made, teacher, [TrainingSample(list, text) for text in texts], recipe, out)
+    return HeadsTraining(made, teacher, tiny_llamagen.samples(prompts), recipe, out)
 
 
 def test_training_raises_what_a_forward_gives(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast, T5Config, T5EncoderModel
 from mmspec.models.llamagen import LlamaGenTransformer
 from mmspec.models.llamagen_vq import LlamaGenVQ
 from mmspec.pipelines.llamagen.pipeline import LlamaGenPipeline
+from mmspec.train.data import TrainingSample
 
 TEXT = "a small large red blue striped plain circle square left right of on the grainy background"
 SIZES = {"dim": 32, "num_layers": 2, "heads": 4, "kv_heads": 4, "vocab": 64, "grid": 4, "multiple_of": 16}
@@ -77,3 +78,10 @@ def pipeline(kind: str = "text", seed: int = 0, **sizes: Any) -> LlamaGenPipelin
     pipe = LlamaGenPipeline(transformer(kind, seed, **sizes), vq(seed, codes=sizes.get("vocab", 64)), **parts)
     pipe.set_progress_bar_config(disable=True)
     return pipe
+
+
+def samples(count: int) -> list[TrainingSample]:
+    """Prompts of a few known words, each another."""
+    words = TEXT.split()
+    texts = [" ".join(words[(i * k) % len(words)] for k in range(1, 3 + i % 4)) for i in range(1, count + 1)]
+    return [TrainingSample(list, text) for text in texts]

@@ -13,7 +13,8 @@ from mmspec.app.bench import report, shapes_ways
 from mmspec.app.bench.command import BenchError, Outcome, say
 from mmspec.app.bench.kernels import NO_GPU
 from mmspec.app.bench.round import PARTS
-from mmspec.app.bench.shapes_models import MODELS, REAL, TOY, Chat, on_paper
+from mmspec.app.bench.shapes_models import REAL, TOY, Chat, on_paper
+from mmspec.app.bench.shapes_published import MODELS
 from mmspec.app.bench.shapes_ways import STOCK, Cost, ShapeMethod
 from mmspec.app.compare import OWN, Comparison, free, over
 from mmspec.app.devices import EngineError, find_device, free_memory
