@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import GenerationMixin
 
+from mmspec.pipelines.host.names import translated
 from mmspec.pipelines.patching import assisted
 from mmspec.pipelines.patching.family import Family
 from mmspec.pipelines.patching.generate import generate, obstacle, watched
@@ -36,6 +37,7 @@ class DecoderOnlyPatch:
 
     @functools.wraps(GenerationMixin.generate)
     def generate(self, *args: Any, **kwargs: Any) -> Any:
+        kwargs = translated(kwargs)
         custom = kwargs.get("custom_generate")
         if callable(custom) and not str(getattr(custom, "__module__", "")).startswith("mmspec."):
             kwargs["custom_generate"] = watched(custom, type(self)._mmspec_patch)

@@ -16,6 +16,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from mmspec.loop import decode, start
 from mmspec.modes import each_module
+from mmspec.pipelines.host.names import CACHE
 from mmspec.pipelines.patching import obstacles
 from mmspec.pipelines.patching.obstacles import Obstacle
 from mmspec.pipelines.sampling import followed
@@ -184,7 +185,7 @@ def watched(custom: Callable[..., Any], handle: Any) -> Callable[..., Any]:
 
     @functools.wraps(custom)
     def run(*args: Any, **kwargs: Any) -> Any:
-        token = custom_call.set(seen := Custom(kwargs.get("past_key_values")))
+        token = custom_call.set(seen := Custom(kwargs.get(CACHE)))
         try:
             found = custom(*args, **kwargs)
         finally:
@@ -202,9 +203,9 @@ def _left_out(model: Any, call: Call) -> Iterator[str]:
     if config.prefill_chunk_size is not None:
         yield "mmspec reads a prompt in one piece; prefill_chunk_size has no effect"
     if config.return_dict_in_generate and len(call.input_ids) > 1:
-        yield "mmspec returns past_key_values for one row only: rows that ended at different times share no cache"
+        yield "mmspec returns a KV cache for one row only: rows that ended at different times share no cache"
     elif config.return_dict_in_generate and more_than_keys(decoder(model)):
-        yield "mmspec returns no past_key_values of layers that keep more than keys and values"
+        yield "mmspec returns no KV cache of layers that keep more than keys and values"
 
 
 def row_seeds(model: Any, count: int, drawing: bool) -> list[int]:
@@ -278,7 +279,7 @@ class _Collected:
             sequences=sequences,  # type: ignore[arg-type]
             scores=self._steps(0, length) if config.output_scores else None,  # type: ignore[arg-type]
             logits=self._steps(1, length) if config.output_logits else None,  # type: ignore[arg-type]
-            past_key_values=mine,
+            **{CACHE: mine},
         )
 
     def _steps(self, which: int, length: int) -> tuple[Tensor, ...]:

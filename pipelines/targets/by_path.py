@@ -79,6 +79,12 @@ class Paths:
         own = self.lengths.on(after.device)[:, None] + self.depth.gather(1, after.clamp(0, self.depth.shape[1] - 1))
         return torch.where(after < 0, torch.arange(self.slots, device=after.device), own)
 
+    @cached_property
+    def distance(self) -> Tensor:
+        """int64 [B, 1, n, T]: how many tokens what lies in a slot stands before a node."""
+        here = self.lengths.on(self.depth.device)[:, None] + self.depth
+        return (here[:, :, None] - self.place[:, None])[:, None]
+
     # -- between rows and nodes ----------------------------------------------------------------------------------------
 
     def fold(self, t: Tensor) -> Tensor:
