@@ -13,7 +13,7 @@ from mmspec.pipelines.patching import assisted
 from mmspec.pipelines.patching.family import Family
 from mmspec.pipelines.patching.generate import generate, obstacle, watched
 from mmspec.pipelines.patching.handle import Patch
-from mmspec.pipelines.patching.obstacles import BEAMS, Obstacle
+from mmspec.pipelines.patching.obstacles import BEAMS, Obstacle, shared_scale
 from mmspec.pipelines.sampling.guidance import Guidance
 from mmspec.pipelines.targets import devices, renamed
 from mmspec.pipelines.targets.call import Call, asking
@@ -133,7 +133,7 @@ class DecoderOnly(Family):
         return VlmTarget(model, features, guidance, None if patch is None else patch.prefixes)
 
     def unsupported(self, model: Any) -> str | None:
-        return unsupported(model)
+        return unsupported(model) or shared_scale(model)
 
     def told(self, model: Any) -> str | None:
         own = decoder(model)
