@@ -10,12 +10,13 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import mmspec
 
 UNSAID = ("DeprecationWarning", "PendingDeprecationWarning", "FutureWarning")  # of libraries, to their developers
+CLOSE = 0.75  # how alike two names are, from 0 to 1, for one to be a misspelling of the other
 COMMANDS = {  # verb: (module with configure(parser) and run(args) -> exit code, one line of help)
     "caption": ("mmspec.app.caption.command", "caption images and videos: folders, lists, tables, tars, data sets"),
     "generate": ("mmspec.app.generate", "draw pictures from prompts with an autoregressive image model"),
@@ -61,6 +62,12 @@ def quiet() -> None:
             warnings.filterwarnings("ignore", category=getattr(builtins, kind))
 
 
+def meant(word: str, known: Iterable[str]) -> str:
+    """A question after the one of these names that a word misspells; nothing where none is near."""
+    near = difflib.get_close_matches(word.partition("=")[0], known, 1, cutoff=CLOSE)
+    return "".join(f"; did you mean {one}?" for one in near)
+
+
 class Parser(argparse.ArgumentParser):
     """One of the command, a verb or a suite: it tells what was wrong in two lines, and what may have been meant."""
 
@@ -70,11 +77,14 @@ class Parser(argparse.ArgumentParser):
             self.exit(2)
         found, strange = super().parse_known_args(args, namespace)
         if strange:
-            near = difflib.get_close_matches(strange[0].partition("=")[0], self._option_string_actions, 1)
-            self.error(
-                f"unrecognized arguments: {' '.join(strange)}" + "".join(f"; did you mean {one}?" for one in near)
-            )
+            self.error(f"unrecognized arguments: {' '.join(strange)}{meant(strange[0], self._option_string_actions)}")
         return found, strange
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
+            near, names = meant(value, action.choices) or ".", ", ".join(action.choices)
+            self.error(f"there is no {action.metavar} {value!r}{near} Choose from {names}")
+        super()._check_value(action, value)
 
     def error(self, message: str) -> Any:
         self.exit(2, f"{self.prog}: error: {message}\n`{self.prog} --help` explains what it takes\n")

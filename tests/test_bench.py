@@ -169,6 +169,7 @@ def test_reads_pictures_inside_parquet(tmp_path: Path) -> None:
         ('{"image": "0.png", "question": "w?"}', 3, "holds 1 questions; 3 are to be measured"),
         ('{"question": "w?"}', 1, "no picture: its fields are question"),
         ('{"image": "0.png", "answer": "w"}', 1, "no prompt"),
+        ('{"image": "0.png", "video": "a.mp4", "question": "w?"}', 1, "question 1: 'video' holds a video, and only"),
     ],
 )
 def test_says_what_is_wrong_with_a_list(tmp_path: Path, content: str, count: int, told: str) -> None:

@@ -21,6 +21,7 @@ WHOLE = "--help-all"
 FILE = "run.yaml"  # beside the captions
 HEAD = b"# Repeat this run by: mmspec caption --config FILE\n"
 SAID_LATER = "config"  # the one flag that a config file cannot hold
+ONCE = (SAID_LATER, "retry_failed")  # what a run says for itself alone
 # One of these on the command line undoes the others of a config file.
 RIVALS = (("prompt", "prompt_file"), ("frames", "fps", "keyframes"))
 
@@ -166,7 +167,7 @@ def dumped(options: Options) -> bytes:
     plain = {
         name.replace("_", "-"): str(value) if isinstance(value, Path) else value
         for name, value in vars(options).items()
-        if name != SAID_LATER and value is not None
+        if name not in ONCE and value is not None
     }
     return HEAD + yaml.safe_dump(plain, sort_keys=False, allow_unicode=True).encode()
 
