@@ -46,12 +46,12 @@ def translated(told: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def bound(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """What each parameter of a stock function gets in this call, by name, `self` included; further keywords beside."""
-    which = signature(function)
-    told = which.bind(*args, **kwargs)
+def bound(method: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """What each parameter of a stock method gets in this call, by name, without `self`; further keywords beside."""
+    which = signature(method)
+    told = which.bind(None, *args, **kwargs)
     told.apply_defaults()
-    found = dict(told.arguments)
+    found = dict(list(told.arguments.items())[1:])
     for name, parameter in which.parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:
             found |= found.pop(name)

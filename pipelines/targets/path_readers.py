@@ -21,9 +21,9 @@ class _Blocks:
         own, paths = stock(self), by_path.paths()
         if paths is None:
             return own.forward(self, *args, **kwargs)
-        told = _by_row(own.forward, paths, ("hidden_states", "position_ids"), self, *args, **kwargs)
+        told = _by_row(own.forward, paths, ("hidden_states", "position_ids"), *args, **kwargs)
         told["position_embeddings"] = tuple(paths.fold(t) for t in told["position_embeddings"])
-        chosen = own.forward(**told)
+        chosen = own.forward(self, **told)
         return paths.unfold(chosen.transpose(1, 2)).transpose(1, 2)  # [B, h, n, blocks], by places
 
     def build_block_mask(self, block_indices: Tensor, attention_mask: Tensor, key_length: int, *more: Any) -> Tensor:
@@ -46,8 +46,8 @@ class _Pools:
         own, paths = stock(self), by_path.paths()
         if paths is None:
             return own.forward(self, *args, **kwargs)
-        told = _by_row(own.forward, paths, ("hidden_states", "q_resid", "attention_mask"), self, *args, **kwargs)
-        chosen = paths.unfold(own.forward(**told))  # [B, n, k], by places
+        told = _by_row(own.forward, paths, ("hidden_states", "q_resid", "attention_mask"), *args, **kwargs)
+        chosen = paths.unfold(own.forward(self, **told))  # [B, n, k], by places
         slots = paths.slot().to(chosen.device).gather(2, chosen.clamp(min=0).long())
         return slots.where(chosen >= 0, -1).to(chosen.dtype)
 
@@ -59,7 +59,7 @@ class _VisibleBlocks:
         own, paths = stock(self), by_path.paths()
         if paths is None:
             return own.forward(self, *args, **kwargs)
-        told = _by_row(own.forward, paths, ("hidden_states",), self, *args, **kwargs)
+        told = _by_row(own.forward, paths, ("hidden_states",), *args, **kwargs)
         nodes, B = paths.lengths.longest, len(paths.depth)
         told["position_embeddings"] = tuple(  # of all positions; those of the nodes come last, in a row the node's own
             torch.cat([paths.rows(t.expand(B, -1, -1), nodes), paths.fold(t[:, nodes:])], 1)
@@ -68,7 +68,7 @@ class _VisibleBlocks:
         mask = told["attention_mask"]
         seen = mask if mask.dtype == torch.bool else mask == 0
         told["attention_mask"] = (paths.fold(seen[:, 0].gather(2, paths.slot())) & paths.live)[:, None]
-        return paths.real(paths.unfold(own.forward(**told)[:, 0])[:, None])
+        return paths.real(paths.unfold(own.forward(self, **told)[:, 0])[:, None])
 
 
 class _Distances:
@@ -93,8 +93,8 @@ class _DistanceBias:
         own, paths = stock(self), by_path.paths()
         if paths is None:
             return own.forward(self, *args, **kwargs)
-        told = bound(own.forward, self, *args, **kwargs)
-        return own.forward(**told | {"relative_distance": paths.distance.to(told["hidden_states"].device)})
+        told = bound(own.forward, *args, **kwargs)
+        return own.forward(self, **told | {"relative_distance": paths.distance.to(told["hidden_states"].device)})
 
 
 class _Tokens:
@@ -102,13 +102,13 @@ class _Tokens:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         own, paths = stock(self), by_path.paths()
-        told = bound(own.forward, self, *args, **kwargs)
+        told = bound(own.forward, *args, **kwargs)
         name, ids = cache_name(own.forward), told["input_ids"]
         if paths is None:
-            return own.forward(**told | {name: None if told[name] is None else OneChannel(told[name])})
+            return own.forward(self, **told | {name: None if told[name] is None else OneChannel(told[name])})
         rows = paths.fold(ids)
         told |= {"input_ids": rows, name: OneChannel(RowCache(told[name], paths, rows[:, None]))}
-        return paths.unfold(own.forward(**told))
+        return paths.unfold(own.forward(self, **told))
 
 
 class _SpacedConvolution:
@@ -119,7 +119,7 @@ class _SpacedConvolution:
         if paths is None:
             return own._short_conv(self, *args, **kwargs)
         return paths.unfold(
-            own._short_conv(**_by_row(own._short_conv, paths, ("hidden_states",), self, *args, **kwargs))
+            own._short_conv(self, **_by_row(own._short_conv, paths, ("hidden_states",), *args, **kwargs))
         )
 
 
@@ -130,25 +130,25 @@ class _OwnTaps:
         own, paths = stock(self), by_path.paths()
         if paths is None:
             return own.forward(self, *args, **kwargs)
-        told = _by_row(own.forward, paths, ("hidden_states", "dynamic_input"), self, *args, **kwargs)
-        return paths.unfold(own.forward(**told | {"conv_mask": None}))  # nodes are no padding
+        told = _by_row(own.forward, paths, ("hidden_states", "dynamic_input"), *args, **kwargs)
+        return paths.unfold(own.forward(self, **told | {"conv_mask": None}))  # nodes are no padding
 
 
 class _SlotPositions:
     """The positions of Kosmos: a slot, counted from behind the number of the padding token, which has that itself."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        own, told = stock(self), bound(stock(self).forward, self, *args, **kwargs)
+        own, told = stock(self), bound(stock(self).forward, *args, **kwargs)
         if by_path.paths() is not None:
             ids, place = told["input_ids"], told["position_ids"] + 1
             place = place if ids is None else place * (ids != self.padding_idx)  # type: ignore[attr-defined]
             told["position_ids"] = place + self.padding_idx  # type: ignore[attr-defined]
-        return own.forward(**told)
+        return own.forward(self, **told)
 
 
-def _by_row(forward: Any, paths: Paths, nodes: tuple[str, ...], *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """The arguments of a stock function, those named `nodes` folded into rows, the KV cache as that of these rows."""
-    told, name = bound(forward, *args, **kwargs), cache_name(forward)
+def _by_row(method: Any, paths: Paths, nodes: tuple[str, ...], *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """The arguments of a stock method, those named `nodes` folded into rows, the KV cache as that of these rows."""
+    told, name = bound(method, *args, **kwargs), cache_name(method)
     return told | {each: paths.fold(told[each]) for each in nodes} | {name: RowCache(told[name], paths)}
 
 
