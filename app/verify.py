@@ -10,7 +10,7 @@ import mmspec
 from mmspec import media
 from mmspec.app import embedded, enabling
 from mmspec.app.options import count, where
-from mmspec.pipelines.patch import UnsupportedError
+from mmspec.config import UnsupportedError
 from mmspec.pipelines.prompts import chat_inputs
 
 

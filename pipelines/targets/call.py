@@ -33,7 +33,16 @@ class Custom:
     asked: bool = False  # whether it has made any call
 
 
-asking: ContextVar[dict[str, Any]] = ContextVar("mmspec_asking", default={})  # noqa: B039 nobody writes into it
+@dataclass
+class Current:
+    """A call of `generate` under way on an enabled model."""
+
+    given: dict[str, Any]  # what the user gave it, by name
+    patch: Any  # of the model, or of the drafter that the call names
+    reached: bool = False  # whether stock has handed over to a loop of ours
+
+
+current: ContextVar[Current | None] = ContextVar("mmspec_current", default=None)
 custom_call: ContextVar[Custom | None] = ContextVar("mmspec_custom", default=None)
 
 
@@ -48,7 +57,8 @@ class Call:
     synced_gpus: bool = False
     streamer: Any = None
     arguments: dict[str, Any] = field(default_factory=dict)
-    given: dict[str, Any] = field(default_factory=asking.get)  # what the user gave `generate`, by name
+    given: dict[str, Any] = field(default_factory=lambda: now.given if (now := current.get()) else {})  # see Current
+    begun: bool = False  # whether anything of the answer has left: then there is no way back to stock
 
     def __post_init__(self) -> None:
         if (custom := custom_call.get()) is not None:
