@@ -190,6 +190,7 @@ def test_says_what_is_wrong_with_a_list(tmp_path: Path, content: str, count: int
         (["caption", "--data", "{}", "--prompt", "short"], "--prompt: the questions of "),
         (["round", "--tune"], "--tune: the round bench tunes nothing; leave it out"),
         (["shapes", "--sizes", "toy", "--models", "llamagen-xl", "--contexts", "9"], "--contexts: only vision-"),
+        (["nodes", "--plot", "x.png"], "--plot: a plot shows speed-ups over plain decoding, which this suite does not"),
         (["image", "--sweep", "--real", "{}"], "--sweep and --real: no quality is measured without --quality-images N"),
         (["image", "--model", "mar", "--rule", "x", "--prompts", "y"], "--prompts and --rule: a MAR draws classes by"),
     ],

@@ -36,6 +36,7 @@ SUITES = {  # name: (module with configure(parser) and measure(args, outcome), o
     "kernels": ("mmspec.app.bench.kernels", "kernels beside their definitions, as a share of the copy bandwidth"),
     "gpu": ("mmspec.app.bench.gpu", "all that a GPU has to show, in stages; toys where there is none"),
 }
+UNPLOTTED = ("shapes", "nodes", "turns", "gpu")
 BLOCK = 10**7  # seeds of one run of pictures
 
 
@@ -76,6 +77,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         if getattr(args, "missing", None):
             raise BenchError(f"it needs the package {args.missing}: pip install {args.missing}")
+        if args.suite in UNPLOTTED:
+            refuse(args, "a plot shows speed-ups over plain decoding, which this suite does not measure", plot=None)
         if args.plot:
             report.check_plot(args.plot)
         for _ in importlib.import_module(SUITES[args.suite][0]).measure(args, outcome):
