@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import argparse
 import builtins
-import difflib
 import importlib
 import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import mmspec
+from mmspec.app.options import meant
 
 UNSAID = ("DeprecationWarning", "PendingDeprecationWarning", "FutureWarning")  # of libraries, to their developers
-CLOSE = 0.75  # how alike two names are, from 0 to 1, for one to be a misspelling of the other
 COMMANDS = {  # verb: (module with configure(parser) and run(args) -> exit code, one line of help)
     "caption": ("mmspec.app.caption.command", "caption images and videos: folders, lists, tables, tars, data sets"),
     "generate": ("mmspec.app.generate", "draw pictures from prompts with an autoregressive image model"),
@@ -60,12 +59,6 @@ def quiet() -> None:
     if not sys.warnoptions:
         for kind in UNSAID:
             warnings.filterwarnings("ignore", category=getattr(builtins, kind))
-
-
-def meant(word: str, known: Iterable[str]) -> str:
-    """A question after the one of these names that a word misspells; nothing where none is near."""
-    near = difflib.get_close_matches(word.partition("=")[0], known, 1, cutoff=CLOSE)
-    return "".join(f"; did you mean {one}?" for one in near)
 
 
 class Parser(argparse.ArgumentParser):

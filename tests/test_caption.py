@@ -727,7 +727,7 @@ def test_config(caption, photos: Path, capsys: pytest.CaptureFixture):
     assert len(captions("two")) == 4 and len(journal("two")) == 4
     Path("frames.yaml").write_text("frames: 3")
     assert caption("--config", "frames.yaml", "--fps", "1") == OK
-    wrong = {"promt: x": "did you mean 'prompt'", "resume: 1": "true or false", "[": "YAML", "limit: [1]": "one value"}
+    wrong = {"promt: x": "did you mean prompt?", "resume: 1": "true or false", "[": "YAML", "limit: [1]": "one value"}
     for text, reason in wrong.items():
         Path("wrong.yaml").write_text(text)
         assert caption("--config", "wrong.yaml") == SENSELESS and reason in capsys.readouterr().err

@@ -172,8 +172,12 @@ def test_a_stopped_run_goes_on_to_the_same_weights(questions: Path, tmp_path: Pa
         assert torch.equal(weight, second.drafter.state_dict()[name]), name
 
 
-def test_another_recipe_does_not_take_over_a_run(questions: Path, tmp_path: Path) -> None:
+def test_another_recipe_does_not_take_over_a_run(
+    questions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     _run(tmp_path, questions).run()
+    said = capsys.readouterr().err  # no terminal, and yet it says what it does
+    assert "answers (held-out): " in said and "answers (train): " in said and "train: " in said
     with pytest.raises(ValueError, match="another recipe"):
         _run(tmp_path, questions, RECIPE.with_(lr=1e-3)).run()
 

@@ -10,6 +10,7 @@ import zoo_classes as zoo
 from drafters import DRAFTERS, eagle
 
 import mmspec
+from mmspec.app import cli
 from mmspec.pipelines.families import table as families
 from mmspec.pipelines.families.surveyed import FOUND, VERSION
 from mmspec.pipelines.host.names import CACHE
@@ -54,6 +55,19 @@ def test_the_page_says_what_the_table_says() -> None:
     assert survey.PAGE.read_text() == survey.page(FOUND, VERSION)
     tried = {survey.name_of(case) for case in zoo.CASES} | set(survey.families())
     assert tried <= FOUND.keys() and (transformers.__version__ != VERSION or tried == FOUND.keys())
+
+
+def test_every_page_tells_the_same_of_what_is_proved(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["supported"]) == 0
+    pages = {"supported": capsys.readouterr().out, "models": survey.PAGE.read_text()}
+    pages["README"] = (survey.ROOT / "README.md").read_text()
+    same = sum(why is None for why in FOUND.values())
+    assert len(families.PROVED) == 12
+    for page, text in pages.items():
+        text = " ".join(text.split())
+        for said in ("tiny random models of these very classes", "one row and three rows of unequal length", str(same)):
+            assert said in text, f"{page} lacks: {said}"
+        assert "twelve families also with sdpa and eager attention, one row and four" in text, page
 
 
 def test_a_class_that_is_new_is_called_untested(monkeypatch: pytest.MonkeyPatch) -> None:
