@@ -142,7 +142,7 @@ def generate(model: Any, handle: Any, call: Call) -> tuple[Any, Stats]:
     request = handle.family.request(Request(Sampler(ours.processors, bool(config.do_sample), noise), keep))
     stocks = isinstance(noise, TorchNoise)
     seeds = row_seeds(model, len(ours.input_ids), config.do_sample and not stocks)
-    ends, rule = call.endings, handle.family.rule(handle.rule, call)
+    ends, rule = call.endings, handle.keeps_by(call, bool(config.do_sample))
     rows = [
         Row(tokens, len(tokens), ends.limit, seed, ends.eos, ends.of(b), b, rule, request)
         for b, (tokens, seed) in enumerate(zip(ours.input_ids.tolist(), seeds, strict=True))
