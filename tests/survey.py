@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import warnings
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import targets
@@ -98,7 +99,10 @@ def page(found: dict[str, str | None], version: str) -> str:
         "",
         f"## Token-identical to stock `generate` ({len(same)})",
         "",
-        *(f"- `{name}`" + (f": {UNDER[name]}" if name in UNDER else "") for name in same),
+        *(
+            fill(f"- `{name}`" + (f": {UNDER[name]}" if name in UNDER else ""), 120, subsequent_indent="  ")
+            for name in same
+        ),
         "",
         f"## Refused by `enable`, with this reason ({len(refused)})",
         "",

@@ -171,9 +171,7 @@ def test_a_processor_that_says_where_its_state_lies_is_followed(monkeypatch: pyt
         assert torch.equal(counted(), expected)
 
 
-@pytest.mark.parametrize(
-    ("sample", "why"), [(True, "a caller's logits processors"), (False, "greedy")]
-)
+@pytest.mark.parametrize(("sample", "why"), [(True, "a caller's logits processors"), (False, "greedy")])
 def test_a_relaxed_rule_without_effect_is_said_once(sample: bool, why: str) -> None:
     """To mmspec Lumina-mGPT's pictures are text."""
     model = remote.model("lumina_mgpt")
