@@ -45,7 +45,7 @@ class _Known:
 
     def propose(self, session: Any, target: Target) -> Draft:
         row = session.rows[0]
-        a, b = (self.answer[row.generated :] + [0, 0])[:2]
+        a, b, *_ = *self.answer[row.generated :], 0, 0
         tokens = [(a + 1) % self.vocab, a, (b + 1) % self.vocab, b]
         below = torch.tensor([tokens], device=session.pending.device)
         tree = from_parents(torch.tensor([[0, 0, 0, 2, 2]], device=below.device), 2)
@@ -73,7 +73,7 @@ def refusal(model: Any, drafter: Any) -> str | None:
 
 
 def _proof(name: str) -> str | None:
-    """What is wrong with drafting for an embedded model; None: it gives the tokens that stock gives, in fewer rounds."""
+    """What is wrong with drafting for an embedded model; None: it gives stock's tokens, in fewer rounds."""
     from mmspec.pipelines.patch import enable
 
     folder, picture = zoo.path(name), Image.open(sorted(zoo.samples().glob("*.png"))[0])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import warnings
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import targets
@@ -22,6 +23,14 @@ ROOT = Path(__file__).parents[1]
 FOUND = ROOT / "pipelines" / "families" / "surveyed.py"
 PAGE = ROOT / "docs" / "models.md"
 SAME, STOCK = "identical", "stock generate fails"
+_INDEXER = "where its indexer's scores tie, proved on a CPU alone"
+UNDER = {  # what an identical class is identical under
+    "Dots3NoteForConditionalGeneration": _INDEXER,
+    "Glm5NextForConditionalGeneration": f"{_INDEXER}; calls with padding in all rows are refused",
+    "Llama4ForConditionalGeneration": "calls that may reach past `floor_scale` − 128 positions are refused",
+    "MiniMaxM3SparseForConditionalGeneration": "calls with a block of padding or more in a row are refused",
+    "MistralLarge4ForConditionalGeneration": _INDEXER,
+}
 
 
 def name_of(case: str) -> str:
@@ -95,7 +104,10 @@ def page(found: dict[str, str | None], version: str) -> str:
         "",
         f"## Token-identical to stock `generate` ({len(same)})",
         "",
-        *(f"- `{name}`" for name in same),
+        *(
+            fill(f"- `{name}`" + (f": {UNDER[name]}" if name in UNDER else ""), 120, subsequent_indent="  ")
+            for name in same
+        ),
         "",
         f"## Refused by `enable`, with this reason ({len(refused)})",
         "",

@@ -172,6 +172,18 @@ def test_a_processor_that_says_where_its_state_lies_is_followed(monkeypatch: pyt
         assert torch.equal(counted(), expected)
 
 
+@pytest.mark.parametrize(("sample", "why"), [(True, "a caller's logits processors"), (False, "greedy")])
+def test_a_relaxed_rule_without_effect_is_said_once(sample: bool, why: str) -> None:
+    """To mmspec Lumina-mGPT's pictures are text."""
+    model = remote.model("lumina_mgpt")
+    with mmspec.enable(model, drafter="jacobi", rule="typical(epsilon=0.3, delta=0.1)") as handle:
+        with pytest.warns(UserWarning, match=why) as said:
+            model.generate(**remote.call("lumina_mgpt"), do_sample=sample)
+        assert sum("typical" in str(one.message) for one in said) == 1
+        drawn("lumina_mgpt", do_sample=sample)  # where a warning is an error
+        assert handle.stats.rounds
+
+
 def test_a_processor_that_holds_a_stock_cache_runs_the_stock_path() -> None:
     model, call = remote.model("emu3_5"), remote.call("emu3_5")
     model.generate(**call, do_sample=False)

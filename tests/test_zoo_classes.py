@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import survey
 import torch
 import transformers
 import zoo_classes as zoo
-from drafters import DRAFTERS, eagle
+from drafters import DRAFTERS, Oracle, eagle
 
 import mmspec
 from mmspec.app import cli
@@ -74,6 +76,38 @@ def test_a_class_that_is_new_is_called_untested(monkeypatch: pytest.MonkeyPatch)
     names = {**families.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, "tomorrow": "TomorrowForConditionalGeneration"}
     monkeypatch.setattr(families, "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES", names)
     assert "TomorrowForConditionalGeneration" in mmspec.supported()
+
+
+# -- conditions ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "random tree"])
+@pytest.mark.parametrize("case", ["mistral_large4", "glm5_next"])
+def test_scores_of_an_indexer_that_tie(case: str, drafter: str) -> None:
+    """Of two heads both are often 0, and of equal scores stock's `topk` takes others in a wider tensor."""
+    model = zoo.model(case)
+    for rows in zoo.ROWS:
+        inputs = zoo.prompt(case, rows)
+        full = zoo.generate(model, inputs, max_new_tokens=40)
+        with mmspec.enable(model, DRAFTERS[drafter](model, Oracle.of(inputs["input_ids"], full))) as handle:
+            assert torch.equal(zoo.generate(model, inputs, max_new_tokens=40), full)
+        assert handle.stats.rounds
+
+
+def test_padding_in_all_rows_shifts_pools() -> None:
+    model, inputs = zoo.model("glm5_next"), zoo.prompt("glm5_next")
+    padded = {name: torch.nn.functional.pad(t, (2, 0)) for name, t in inputs.items() if name != "pixel_values"}
+    with mmspec.enable(model), pytest.raises(mmspec.UnsupportedError, match="counts pools from the first token"):
+        zoo.generate(model, padded)
+
+
+def test_scales_that_change_at_once_are_refused_in_words() -> None:
+    model = copy.deepcopy(zoo.model("llama4"))
+    for module in model.modules():
+        if hasattr(module, "attn_temperature_tuning"):
+            module.attn_temperature_tuning, module.floor_scale = True, 16.0
+    with mmspec.enable(model), pytest.raises(mmspec.UnsupportedError, match="within the first 128"):
+        zoo.generate(model, zoo.prompt("llama4"))
 
 
 # -- beyond greedy decoding ------------------------------------------------------------------------------------------

@@ -246,7 +246,7 @@ CASES: dict[str, Case] = {
     ),
     **{name: case(SIZED, **vision(patch_size=7)) for name in ("mistral3", "lighton_ocr")},
     "mistral_large4": case(
-        SIZED, **vision(patch_size=7), **text(**EQUAL, index_topk=8, index_head_dim=16, index_n_heads=16)
+        SIZED, **vision(patch_size=7), **text(**EQUAL, index_topk=8, index_head_dim=16, index_n_heads=2)
     ),
     "deepseek_vl_hybrid": case(
         shown(1, 3, 28, 28, high_res_pixel_values=(1, 3, 64, 64)),
@@ -347,7 +347,7 @@ CASES: dict[str, Case] = {
     ),
     "dots3_note": case(
         FRAME,
-        **text(**EQUAL, index_topk=8, index_head_dim=16, index_n_heads=16),
+        **text(**EQUAL, index_topk=8, index_head_dim=16, index_n_heads=2),
         **vision(adapter_in_dim=WIDTH, adapter_out_dim=HIDDEN),
         audio_config={"adapter_input_size": WIDTH, "adapter_out_dim": HIDDEN},
     ),
@@ -363,7 +363,7 @@ CASES: dict[str, Case] = {
             index_topk=8,
             index_kpool=4,
             index_head_dim=16,
-            index_n_heads=16,
+            index_n_heads=2,
             linear_head_dim=8,
             linear_num_heads=4,
         ),

@@ -181,6 +181,7 @@ def _draw(model: Any, patch: Patch, ready: Prepared) -> Any:
         fitted = patch.drafter.fit(info, patch.given)
         patch.fitted[info] = drafting.proposer(model, fitted, patch.config, info, drafts=False)
     drafter = patch.fitted[info]
+    patch.relaxes(bool(config.do_sample))
     noise = TorchNoise() if config.do_sample and patch.config.reproducible else None
     at = [type(p) is ClassifierFreeGuidanceLogitsProcessor for p in ready.processors].index(True)
     guidance = Guidance(ready.processors[at].guidance_scale, widen=False, before=tuple(ready.processors[:at]))

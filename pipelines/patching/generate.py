@@ -97,22 +97,30 @@ def _turning(model: Any, call: Call) -> Obstacle | None:
     longest = read + call.endings.limit - L - 1  # the last token is not read any more
     if longest <= turn:
         return None
+    what = "its rotary frequencies (dynamic, longrope) or scales change"
+    if turn < 1:
+        return Obstacle(f"{what} within the first {reach.MARGIN} positions, which any draft may reach")
     return Obstacle(
-        f"its rotary frequencies (dynamic, longrope) or scales change past {turn} positions, and this call may reach "
-        f"{longest}; a prompt and max_new_tokens of {turn + 1} together do not"
+        f"{what} past {turn} positions, and this call may reach {longest}; a prompt and max_new_tokens of {turn + 1} "
+        "together do not"
     )
 
 
 def _tied(model: Any, call: Call) -> Obstacle | None:
-    """Blocks of padding alone: their keys are alike, and which of them stock's indexer chooses is up to its sort."""
+    """Padding whose blocks tie, where stock's sort chooses among them, or that shifts all pools of an indexer."""
     config, mask = decoder(model).config, call.arguments.get("attention_mask")
-    if mask is None or "minimax_m3_sparse" not in (getattr(config, "layer_types", None) or ()):
+    blocks = "minimax_m3_sparse" in (getattr(config, "layer_types", None) or ())
+    if mask is None or not (blocks or getattr(config, "index_kpool", None)):
         return None
-    size, padding = config.index_block_size, int((mask.cumsum(1) == 0).sum(1).max())
-    if padding < size:
+    padding = (mask.cumsum(1) == 0).sum(1)
+    if not blocks:
+        why = "its indexer counts pools from the first token on; leave out the padding that all rows have"
+        return Obstacle(why) if int(padding.min()) else None
+    size, most = config.index_block_size, int(padding.max())
+    if most < size:
         return None
     return Obstacle(
-        f"its indexer chooses among blocks of {size} slots, and a row has {padding} slots of padding; such blocks tie, "
+        f"its indexer chooses among blocks of {size} slots, and a row has {most} slots of padding; such blocks tie, "
         f"and stock breaks ties as its sort pleases. Batch prompts that differ by fewer than {size} tokens"
     )
 
@@ -146,7 +154,7 @@ def generate(model: Any, handle: Any, call: Call) -> tuple[Any, Stats]:
     request = handle.family.request(Request(Sampler(ours.processors, bool(config.do_sample), noise), keep))
     stocks = isinstance(noise, TorchNoise)
     seeds = row_seeds(model, len(ours.input_ids), config.do_sample and not stocks)
-    ends, rule = call.endings, handle.family.rule(handle.rule, call)
+    ends, rule = call.endings, handle.keeps_by(call, bool(config.do_sample))
     rows = [
         Row(tokens, len(tokens), ends.limit, seed, ends.eos, ends.of(b), b, rule, request)
         for b, (tokens, seed) in enumerate(zip(ours.input_ids.tolist(), seeds, strict=True))

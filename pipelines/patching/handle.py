@@ -94,6 +94,26 @@ class Patch:
         with self._lock:
             self.stats.add(stats)
 
+    def keeps_by(self, call: Any, sample: bool) -> Rule:
+        """The rule of a call; it is said once where that is `exact`, though `enable` named another."""
+        rule = self.family.rule(self.rule, call)
+        self.relaxes(sample)
+        if sample and rule.lossless and not self.rule.lossless:
+            self.say(
+                f"mmspec keeps drafts of this call by 'exact', not by {self.rule.name!r}: a relaxed rule is for a "
+                "model's own mode of drawing pictures, and to mmspec this call writes text, as do pictures that a "
+                "caller's logits processors draw"
+            )
+        return rule
+
+    def relaxes(self, sample: bool) -> None:
+        """Say once that a relaxed rule has no effect on a call that takes the likeliest tokens."""
+        if not sample and not self.rule.lossless:
+            self.say(
+                f"the rule {self.rule.name!r} has no effect on greedy calls, which keep drafts by 'exact'; sample "
+                "(do_sample=True, or temperature above 0) for it"
+            )
+
     def decline(self, why: Obstacle) -> None:
         """Raise, or say once that the stock path runs; the distribution of what is generated is the same either way."""
         if self.config.on_unsupported == "error" and not why.always_falls_back:

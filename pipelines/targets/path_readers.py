@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.nn.functional import pad
 
 from mmspec.pipelines.host.names import bound, cache_name
 from mmspec.pipelines.targets import by_path
@@ -39,6 +41,15 @@ class _Blocks:
         return mask.masked_fill(blind & ~paths.own.to(mask.device), -torch.inf)
 
 
+class _Keys:
+    """The indexer of DeepSeek-V3.2 and its kin: it chooses tokens, of which many may have the score 0."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        own, paths = stock(self), by_path.paths()
+        with nullcontext() if paths is None else by_path.Choosing(paths.chosen):
+            return own.forward(self, *args, **kwargs)  # type: ignore[no-any-return]
+
+
 class _Pools:
     """GLM-5-next's indexer: it chooses pools of neighbouring tokens by a weighted mean of their keys."""
 
@@ -47,9 +58,23 @@ class _Pools:
         if paths is None:
             return own.forward(self, *args, **kwargs)
         told = _by_row(own.forward, paths, ("hidden_states", "q_resid", "attention_mask"), *args, **kwargs)
-        chosen = paths.unfold(own.forward(self, **told))  # [B, n, k], by places
+        with by_path.Choosing(self._chosen):
+            chosen = paths.unfold(own.forward(self, **told))  # [B, n, k], by places
         slots = paths.slot().to(chosen.device).gather(2, chosen.clamp(min=0).long())
         return slots.where(chosen >= 0, -1).to(chosen.dtype)
+
+    def _chosen(self, scores: Tensor, k: int) -> Tensor:
+        """Of the pools [R, 1, P] of each row as many as stock has there, those that its padding fills included.
+
+        Whoever chooses one of these has chosen all others, so it does not matter which it is.
+        """
+        paths, P = by_path.paths(), scores.shape[2]
+        assert paths is not None
+        if scores.device.type != "cpu":
+            return scores.topk(k).indices
+        whole = [end // self.index_kpool for end in paths.ends]  # type: ignore[attr-defined]
+        wide = pad(scores[:, 0], (0, max(0, max(whole) - P)), value=torch.finfo(scores.dtype).min)
+        return paths.chosen_places(wide, k, whole, whole).clamp(max=P - 1)[:, None]
 
 
 class _VisibleBlocks:
@@ -153,6 +178,12 @@ def _by_row(method: Any, paths: Paths, nodes: tuple[str, ...], *args: Any, **kwa
 
 
 READERS: dict[str, type] = {
+    "MistralLarge4TextIndexer": _Keys,
+    "Dots3NoteTextIndexer": _Keys,
+    "DeepseekV32Indexer": _Keys,
+    "GlmMoeDsaIndexer": _Keys,
+    "AXK2Indexer": _Keys,
+    "HYV4Indexer": _Keys,
     "MiniMaxM3VLIndexer": _Blocks,
     "Glm5NextTextIndexer": _Pools,
     "Qwen4ExpTextQSAIndexer": _VisibleBlocks,
