@@ -109,7 +109,7 @@ def _lines(path: Path) -> Iterator[TrainingSample]:
             continue
         try:
             item = json.loads(line)
-            refuse_videos(item)
+            refuse_videos(name for name, held in item.items() if held)
             images = item.get("images") or ([item["image"]] if "image" in item else [])
             prompt = item.get("prompt") or item["question"]
             if not isinstance(prompt, str) or not isinstance(images, list):
