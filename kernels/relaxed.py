@@ -77,7 +77,7 @@ def lantern_accept(
 def _ordered(x):
     """float32 as uint32 in the same order; −0 like 0."""
     bits = (x + 0.0).to(tl.uint32, bitcast=True)
-    return tl.where(bits >= 0x80000000, ~bits, bits | 0x80000000)
+    return tl.where(bits >= 0x80000000, bits ^ 0xFFFFFFFF, bits | 0x80000000)
 
 
 @triton.jit

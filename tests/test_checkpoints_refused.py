@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from mmspec.checkpoints import files, save
 from mmspec.drafters.eagle import EagleConfig
+from mmspec.pipelines.drafters import mtp_files
 from mmspec.protocols import TargetInfo
 
 
@@ -325,6 +326,22 @@ def test_odd_architectures_and_layer_types(tmp_path, odd):
     config, t = speculators()
     changed = {**config, "architectures": odd, "transformer_layer_config": {**LLAMA, "layer_types": odd}}
     load(put(tmp_path, changed, t))  # neither says anything that matters
+
+
+@pytest.mark.parametrize("odd", [[-7], [-1, -2], []])
+def test_features_that_no_target_has(tmp_path, odd):
+    save.save_drafter(ours(), tmp_path)
+    own = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**own, "features": odd}))
+    with pytest.raises(ValueError, match=r"features is .*, expected a list of 1 to 64 whole numbers from -1"):
+        load(tmp_path)
+
+
+def test_a_config_nested_too_deep_of_heads(tmp_path):
+    """`enable` asks first whether a folder holds heads of the target's own classes."""
+    (tmp_path / "config.json").write_text('{"a": ' + DEEP)
+    with pytest.raises(ValueError, match="nested too deep"):
+        mtp_files.saved(tmp_path)
 
 
 @pytest.mark.parametrize("layout", PUBLISHED)

@@ -9,6 +9,7 @@ import sys
 import warnings
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import accelerate
@@ -22,7 +23,9 @@ from torch import nn
 
 import mmspec
 from mmspec import rules
+from mmspec.pipelines.host.names import CACHE
 from mmspec.pipelines.patch import UnsupportedError
+from mmspec.pipelines.patching import obstacles
 from mmspec.pipelines.targets import devices
 
 SHORT = {"max_new_tokens": 8}
@@ -95,17 +98,41 @@ def test_a_rule_carries_its_table_to_a_device_once() -> None:
     assert table.on(torch.device("cpu")).tolist() == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "eagle"])
-def test_a_quantized_head(drafter: str) -> None:
-    """Its `weight` is a function."""
-    whole = model()
-    with pytest.warns(DeprecationWarning):
-        quantized = torch.ao.quantization.quantize_dynamic(whole, {nn.Linear})
-    assert callable(quantized.get_output_embeddings().weight)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("part", [None, "model", "lm_head"])
+def test_layers_with_one_scale_for_all_tokens(part: str | None) -> None:
+    """`quantize_dynamic`: several nodes in one forward are not what single steps are."""
+    whole, quantized = model(), model()
+    if part is None:
+        quantized = torch.ao.quantization.quantize_dynamic(quantized, {nn.Linear})
+    elif part == "model":
+        quantized.model = torch.ao.quantization.quantize_dynamic(quantized.model, {nn.Linear})
+    else:
+        quantized.lm_head = torch.ao.quantization.quantize_dynamic(nn.Sequential(quantized.lm_head), {nn.Linear})[0]
     stock = targets.generate(quantized, inputs(kind="image first"), **SHORT)
-    with mmspec.enable(quantized, eagle(targets.model("llava")) if drafter == "eagle" else drafter) as handle:
-        assert (handle.target.vocab, handle.target.hidden) == (targets.VOCAB, targets.HIDDEN)
-        assert targets.generate(quantized, inputs(kind="image first"), **SHORT).shape == stock.shape
+    with pytest.raises(UnsupportedError, match="one scale for all tokens of a forward"):
+        mmspec.enable(quantized, "ngram")
+    with pytest.warns(UserWarning, match="mmspec leaves .* as it is: its Linear layers quantize their input"):
+        mmspec.enable(quantized, "ngram", on_unsupported="fallback")
+    assert torch.equal(targets.generate(quantized, inputs(kind="image first"), **SHORT), stock)
+    with mmspec.enable(whole, "ngram", on_unsupported="fallback"):
+        whole.lm_head, whole.model = quantized.lm_head, quantized.model
+        with pytest.warns(UserWarning, match="runs the stock path: its Linear layers"):
+            assert torch.equal(targets.generate(whole, inputs(kind="image first"), **SHORT), stock)
+
+
+class PerTensor:
+    pass
+
+
+def test_weights_of_torchao_that_scale_all_tokens_together() -> None:
+    """By their settings: the package is not here."""
+    one = model()
+    weight = one.lm_head.weight.detach().as_subclass(type("Int8Tensor", (torch.Tensor,), {}))
+    one.lm_head.weight = nn.Parameter(weight, requires_grad=False)
+    assert obstacles.shared_scale(one) is None
+    one.lm_head.weight.act_quant_kwargs = SimpleNamespace(granularity=PerTensor())
+    assert "Linear layers quantize" in str(obstacles.shared_scale(one))
 
 
 @pytest.mark.parametrize("options", [{}, {"compile": True, "prefix_cache": "10MB"}])
@@ -145,9 +172,9 @@ def test_an_offloading_cache_is_not_replaced_by_one_that_stays(
             return targets.generate(fast, asked, **SHORT, cache_implementation="offloaded")
         cache = T.DynamicCache(offloading=True)
         with torch.no_grad():
-            fast(**{**asked, **{name: t[:, :-1] for name, t in asked.items() if t.dim() == 2}}, past_key_values=cache)
+            fast(**{**asked, **{name: t[:, :-1] for name, t in asked.items() if t.dim() == 2}}, **{CACHE: cache})
         text = {name: t for name, t in asked.items() if t.dim() == 2}
-        return targets.generate(fast, text, **SHORT, past_key_values=cache)
+        return targets.generate(fast, text, **SHORT, **{CACHE: cache})
 
     with mmspec.enable(fast, "ngram", on_unsupported=policy) as handle:
         if policy == "error":
@@ -190,6 +217,7 @@ RANK = """
 import sys, types
 import torch
 from torch import distributed
+from mmspec.pipelines.patching import obstacles
 from mmspec.pipelines.targets import devices
 
 rank, path = int(sys.argv[1]), sys.argv[2]

@@ -131,6 +131,13 @@ def test_what_the_law_excludes_is_a_hole() -> None:
     ("options", "word"),
     [
         ({"tree": "oak"}, "unknown tree 'oak'; choose from dynamic, chain"),
+        ({"tree": []}, r"a list of paths of ranks ≥ 0, such as \[\[0\], \[0, 0\], \[1\]\]; got \[\]"),
+        ({"tree": [[0], [-1]]}, r"ranks ≥ 0, .*; got \[\[0\], \[-1\]\]"),
+        ({"tree": [0, 1]}, "a list of paths"),
+        ({"tree": 7}, "a list of paths"),
+        ({"tree": [[0], []]}, "a list of paths"),
+        ({"tree": [[0], [2]]}, r"lacks \[1\]"),
+        ({"tree": [[0], [1]], "size": 3}, "a shape of its own; leave out size"),
         ({"tree": "reverse_balanced_25", "depth": 3}, "a shape of its own; leave out depth"),
         ({"draws": True}, "needs a static tree"),
         ({"window": 4}, "no use for window"),
@@ -139,6 +146,15 @@ def test_what_the_law_excludes_is_a_hole() -> None:
 def test_options_that_make_no_sense(options: dict[str, Any], word: str) -> None:
     with pytest.raises(ValueError, match=word):
         fitted(drafter(), **options)
+
+
+def test_a_tree_of_the_users_own() -> None:
+    made = fitted(drafter(), tree=[[0, 0], [1], [0, 1]])  # prefixes may be left out
+    assert made.options.tree == ((0,), (1,), (0, 0), (0, 1))
+    assert (made.options.depth, made.options.branches, made.nodes) == (2, 2, 5)
+    named = [list(path) for path in shapes.nodes(shapes.SHAPES["mc_sim_7b_63"])]
+    theirs, mine = (shapes.plan(fitted(drafter(), tree=t).options.tree, 5, CPU) for t in ("mc_sim_7b_63", named))
+    assert torch.equal(theirs.tree.parents, mine.tree.parents) and theirs.tree.families == mine.tree.families
 
 
 def test_what_is_asked_for_comes_before_what_is_recommended() -> None:
@@ -290,6 +306,7 @@ GUESSES: dict[str, dict[str, Any]] = {
     "chain": {"depth": 4, "width": 1},
     "drawn chain": {"tree": "chain", "depth": 3, "draws": True},
     **{name: {"tree": name} for name in STATIC},
+    "own tree": {"tree": [[0], [0, 0], [1], [2], [2, 0]]},
     "naive_extend_57, drawn": {"tree": "naive_extend_57", "draws": True},
 }
 

@@ -337,16 +337,6 @@ def test_layers_that_are_compiled_by_themselves(compile: bool, drafter: Any, who
         assert answer(model) == wanted == answer(model)
 
 
-@pytest.mark.parametrize("compile", [False, True])
-def test_layers_that_are_quantised(compile: bool, model: Model) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model.model = torch.ao.quantization.quantize_dynamic(model.model, {nn.Linear}, dtype=torch.qint8)
-        wanted = answer(model)
-        with mmspec.enable(model, Plain(), compile=compile):
-            assert answer(model) == wanted == answer(model)
-
-
 # -- the fingerprint itself -------------------------------------------------------------------------------------------
 
 

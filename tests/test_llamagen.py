@@ -324,6 +324,8 @@ def test_drafts_do_not_change_a_seed_s_picture(kind, name):
 def test_without_noise_drafts_change_nothing_either():
     pipe = tiny.pipeline(vocab=VOCAB)
     plain = pipe(**call("text"), temperature=0, output_type="latent").tokens
+    with mmspec.enable(pipe, rule="typical"), pytest.warns(UserWarning, match="no effect on greedy calls"):
+        assert torch.equal(pipe(**call("text"), temperature=0, output_type="latent").tokens, plain)
     with mmspec.enable(pipe, drafters.DRAFTERS["right within"](None, Answers(plain))) as handle:
         assert torch.equal(pipe(**call("text"), temperature=0, output_type="latent").tokens, plain)
         assert handle.stats.accepted > 0

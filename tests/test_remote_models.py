@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import mmspec
+from mmspec.pipelines.host.names import CACHE
 from mmspec.pipelines.sampling.reader import Reader
 
 JACOBI: dict[str, dict[str, Any]] = {"jacobi": {}, "jacobi tree": {"proactive": (2, 3)}}
@@ -171,6 +172,18 @@ def test_a_processor_that_says_where_its_state_lies_is_followed(monkeypatch: pyt
         assert torch.equal(counted(), expected)
 
 
+@pytest.mark.parametrize(("sample", "why"), [(True, "a caller's logits processors"), (False, "greedy")])
+def test_a_relaxed_rule_without_effect_is_said_once(sample: bool, why: str) -> None:
+    """To mmspec Lumina-mGPT's pictures are text."""
+    model = remote.model("lumina_mgpt")
+    with mmspec.enable(model, drafter="jacobi", rule="typical(epsilon=0.3, delta=0.1)") as handle:
+        with pytest.warns(UserWarning, match=why) as said:
+            model.generate(**remote.call("lumina_mgpt"), do_sample=sample)
+        assert sum("typical" in str(one.message) for one in said) == 1
+        drawn("lumina_mgpt", do_sample=sample)  # where a warning is an error
+        assert handle.stats.rounds
+
+
 def test_a_processor_that_holds_a_stock_cache_runs_the_stock_path() -> None:
     model, call = remote.model("emu3_5"), remote.call("emu3_5")
     model.generate(**call, do_sample=False)
@@ -206,7 +219,7 @@ def test_what_a_reader_does_not_follow_is_an_error() -> None:
             ({"attention_mask": torch.tensor([[0, 1, 1]])}, "padding"),
             ({"position_ids": ids}, "position_ids"),
             ({"input_ids": ids.expand(2, -1)}, "several rows"),
-            ({"past_key_values": object()}, "a new cache"),
+            ({CACHE: object()}, "a new cache"),
         ):
             with pytest.raises(ValueError, match=f"calls the model with {word}"):
                 reader(**{"input_ids": ids, **given})

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import survey
 import torch
 import transformers
 import zoo_classes as zoo
-from drafters import DRAFTERS, eagle
+from drafters import DRAFTERS, Oracle, eagle
 
 import mmspec
+from mmspec.app import cli
 from mmspec.pipelines.families import table as families
 from mmspec.pipelines.families.surveyed import FOUND, VERSION
+from mmspec.pipelines.host.names import CACHE
 from mmspec.pipelines.serving.continuous import ContinuousBatcher
 
 TALKING = [case for case in zoo.CASES if zoo.picture_of(case) is not None and FOUND[survey.name_of(case)] is None]
-same_version = pytest.mark.skipif(transformers.__version__ != VERSION, reason=f"surveyed with transformers {VERSION}")
 
 
-@same_version
 @pytest.mark.parametrize("case", zoo.CASES)
 def test_identical_or_refused_as_the_table_says(case: str) -> None:
-    assert survey.acceptance(case) == (FOUND[survey.name_of(case)] or survey.SAME)
+    found, known = survey.acceptance(case), FOUND[survey.name_of(case)] or survey.SAME
+    if transformers.__version__ != VERSION and survey.STOCK in known + found:  # one of them cannot be compared
+        return
+    assert found == known
 
 
 @pytest.mark.parametrize("case", TALKING)
@@ -32,21 +37,77 @@ def test_another_picture_changes_the_text(case: str) -> None:
     assert not torch.equal(first, second)
 
 
-@same_version
+@pytest.fixture(autouse=True)
+def stock_generates(request: pytest.FixtureRequest) -> None:
+    """Where stock fails there is nothing to compare with; which classes these are is in the table."""
+    case = getattr(request.node, "callspec", None) and request.node.callspec.params.get("case")
+    if case in zoo.CASES and "table_says" not in request.node.name and (failed := zoo.stock_error(case)) is not None:
+        pytest.skip(failed)
+
+
 def test_no_class_is_left_out() -> None:
-    assert families.untested() == ["PI0ForConditionalGeneration"]  # it acts, and does not generate
+    """Of the release that was surveyed; `mmspec.supported()` names as untested what a newer one brings."""
+    left_out = {"PI0ForConditionalGeneration"}  # it acts, and does not generate
+    left_out |= {"Apertus1p5ForConditionalGeneration", "HYV4VLForConditionalGeneration"}
+    left_out |= {"Inkling2LoopForConditionalGeneration"}
+    assert transformers.__version__ != VERSION or set(families.untested()) == left_out
 
 
 def test_the_page_says_what_the_table_says() -> None:
     assert survey.PAGE.read_text() == survey.page(FOUND, VERSION)
     tried = {survey.name_of(case) for case in zoo.CASES} | set(survey.families())
-    assert tried == FOUND.keys()
+    assert tried <= FOUND.keys() and (transformers.__version__ != VERSION or tried == FOUND.keys())
+
+
+def test_every_page_tells_the_same_of_what_is_proved(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["supported"]) == 0
+    pages = {"supported": capsys.readouterr().out, "models": survey.PAGE.read_text()}
+    pages["README"] = (survey.ROOT / "README.md").read_text()
+    same = sum(why is None for why in FOUND.values())
+    assert len(families.PROVED) == 12
+    for page, text in pages.items():
+        text = " ".join(text.split())
+        for said in ("tiny random models of these very classes", "one row and three rows of unequal length", str(same)):
+            assert said in text, f"{page} lacks: {said}"
+        assert "twelve families also with sdpa and eager attention, one row and four" in text, page
 
 
 def test_a_class_that_is_new_is_called_untested(monkeypatch: pytest.MonkeyPatch) -> None:
     names = {**families.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, "tomorrow": "TomorrowForConditionalGeneration"}
     monkeypatch.setattr(families, "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES", names)
     assert "TomorrowForConditionalGeneration" in mmspec.supported()
+
+
+# -- conditions ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "random tree"])
+@pytest.mark.parametrize("case", ["mistral_large4", "glm5_next"])
+def test_scores_of_an_indexer_that_tie(case: str, drafter: str) -> None:
+    """Of two heads both are often 0, and of equal scores stock's `topk` takes others in a wider tensor."""
+    model = zoo.model(case)
+    for rows in zoo.ROWS:
+        inputs = zoo.prompt(case, rows)
+        full = zoo.generate(model, inputs, max_new_tokens=40)
+        with mmspec.enable(model, DRAFTERS[drafter](model, Oracle.of(inputs["input_ids"], full))) as handle:
+            assert torch.equal(zoo.generate(model, inputs, max_new_tokens=40), full)
+        assert handle.stats.rounds
+
+
+def test_padding_in_all_rows_shifts_pools() -> None:
+    model, inputs = zoo.model("glm5_next"), zoo.prompt("glm5_next")
+    padded = {name: torch.nn.functional.pad(t, (2, 0)) for name, t in inputs.items() if name != "pixel_values"}
+    with mmspec.enable(model), pytest.raises(mmspec.UnsupportedError, match="counts pools from the first token"):
+        zoo.generate(model, padded)
+
+
+def test_scales_that_change_at_once_are_refused_in_words() -> None:
+    model = copy.deepcopy(zoo.model("llama4"))
+    for module in model.modules():
+        if hasattr(module, "attn_temperature_tuning"):
+            module.attn_temperature_tuning, module.floor_scale = True, 16.0
+    with mmspec.enable(model), pytest.raises(mmspec.UnsupportedError, match="within the first 128"):
+        zoo.generate(model, zoo.prompt("llama4"))
 
 
 # -- beyond greedy decoding ------------------------------------------------------------------------------------------
@@ -111,12 +172,12 @@ def test_a_cache_that_keys_alone_would_not_fill_is_left_to_stock(case: str) -> N
     model, inputs = zoo.model(case), zoo.prompt(case)
     full = zoo.generate(model, inputs)
     with mmspec.enable(model):
-        with pytest.warns(UserWarning, match="no past_key_values"):
+        with pytest.warns(UserWarning, match="no KV cache"):
             told = zoo.generate(model, inputs, return_dict_in_generate=True)
-        assert torch.equal(told.sequences, full) and told.past_key_values is None
+        assert torch.equal(told.sequences, full) and getattr(told, CACHE) is None
         own = transformers.DynamicCache(config=model.config.get_text_config())
         with pytest.raises(mmspec.UnsupportedError, match="its layers keep more"):
-            zoo.generate(model, inputs, past_key_values=own)
+            zoo.generate(model, inputs, **{CACHE: own})
 
 
 def test_queries_that_are_scaled_by_the_slots_of_the_cache() -> None:

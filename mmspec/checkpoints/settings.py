@@ -16,6 +16,7 @@ from mmspec.drafters.block_config import BlockConfig
 from mmspec.drafters.eagle import EagleConfig
 from mmspec.drafters.rope import KINDS
 from mmspec.registry import DRAFTERS
+from mmspec.types import FINAL
 
 Shape = tuple[int, ...]
 LARGEST, MANY = 2**24, 64  # of any number in config.json; entries of a list there
@@ -195,12 +196,18 @@ def _is_allowed(name: str, value: Any, usual: Any) -> bool:
     if isinstance(usual, tuple):
         return (
             isinstance(value, list | tuple)
-            and len(value) <= MANY
+            and (name == "features") <= len(value) <= MANY
             and all(_like(one, usual[0] if usual else 0) for one in value)
+            and all(type(one) is not int or one >= _least(name) for one in value)
         )
     if type(usual) is int:
         return _like(value, usual) and 0 <= value <= MOST.get(name, LARGEST)
     return _like(value, usual)
+
+
+def _least(name: str) -> int:
+    """The smallest whole number in a list: a layer's number, or FINAL."""
+    return FINAL if name == "features" else 0
 
 
 def _like(value: Any, usual: Any) -> bool:
@@ -212,7 +219,8 @@ def _like(value: Any, usual: Any) -> bool:
 def _allowed(name: str, usual: Any) -> str:
     kinds = {bool: "true or false", float: "a number above 0", str: "a text"}
     if isinstance(usual, tuple):
-        return f"a list of at most {MANY} " + ("whole numbers" if isinstance((*usual, 0)[0], int) else "texts")
+        whole, some = isinstance((*usual, 0)[0], int), "1 to" if name == "features" else "at most"
+        return f"a list of {some} {MANY} " + (f"whole numbers from {_least(name)}" if whole else "texts")
     return kinds.get(type(usual), f"a whole number from 0 to {MOST.get(name, LARGEST)}")
 
 

@@ -8,7 +8,7 @@ from reprlib import repr as briefly
 from typing import Any, Literal, Protocol, TypeVar
 
 from mmspec.config import chosen, is_whole, one_of, whole
-from mmspec.drafters.static_trees import DYNAMIC, SHAPES, nodes, shape_named
+from mmspec.drafters.static_trees import DYNAMIC, SHAPES, Paths, own_shape, paths_of
 
 ALL: Literal["all"] = "all"
 PRUNE_BY = ("attention", "uniform")
@@ -59,7 +59,8 @@ class TreeOptions(ChainOptions):
         depth: longest drafted path, in tokens (≥ 1).
         width: branches per node and size of the frontier; 1 drafts a chain.
         size: nodes sent to the target in a round, the root included.
-        tree: "dynamic" (grown by likelihood), or the name of a static shape of mmspec/drafters/static_trees.py.
+        tree: "dynamic" (grown by likelihood), the name of a static shape of mmspec/drafters/static_trees.py, or a list
+            of paths of ranks, [[0], [0, 0], [1]]: the best child, its best child, the second best.
         draws: fill a static tree by drawing without replacement from the drafter's distribution, not by rank.
         adaptive: draft chains of a quarter, half or all of `depth`: longer ones for a row whose last draft was accepted
             whole, shorter ones where most of it was refused.
@@ -73,7 +74,7 @@ class TreeOptions(ChainOptions):
 
     width: int = 8
     size: int = 32
-    tree: str = DYNAMIC
+    tree: str | Paths = DYNAMIC
     draws: bool = False
     adaptive: bool = False
     draft_vocab: int | tuple[int, ...] | Literal["all"] = ALL
@@ -90,7 +91,7 @@ class TreeOptions(ChainOptions):
     @property
     def branches(self) -> int:
         """The most children that a node has."""
-        return max(SHAPES[self.tree].values()) if self.tree in SHAPES else self.width
+        return self.width if self.tree == DYNAMIC else 1 + max(path[-1] for path in paths_of(self.tree))
 
 
 Grown = TypeVar("Grown", bound=TreeOptions)
@@ -127,14 +128,15 @@ def grown(advice: Recommended, given: Mapping[str, Any], drafter: str, defaults:
         given = {**given, "tree": "chain"}
     sizes = [name for name in SIZES if name in given]
     tree = given.get("tree", DYNAMIC if sizes else advice.tree)
+    tree = tree if isinstance(tree, str) else own_shape(tree)
     draws = given.get("draws", advice.draws and tree != DYNAMIC)
     if tree in (DYNAMIC, "chain"):
         held: dict[str, Any] = sized(advice, {**given, "width": 1} if tree == "chain" else given)
         tree = "chain" if held["width"] == 1 else tree
     else:
-        paths = nodes(shape_named(tree))
+        paths = paths_of(tree)
         if sizes:
-            raise ValueError(f"the tree {tree!r} has a shape of its own; leave out {', '.join(sizes)}")
+            raise ValueError(f"the tree {briefly(tree)} has a shape of its own; leave out {', '.join(sizes)}")
         held = {"depth": max(map(len, paths)), "width": advice.width, "size": 1 + len(paths)}
     if draws and tree == DYNAMIC:
         raise ValueError(
@@ -143,7 +145,7 @@ def grown(advice: Recommended, given: Mapping[str, Any], drafter: str, defaults:
         )
     adaptive = given.get("adaptive", advice.adaptive and tree == "chain" and not sizes)
     if adaptive and tree != "chain":
-        raise ValueError(f"adaptive=True drafts chains; leave it out, or tree={tree!r}, or ask for width=1")
+        raise ValueError(f"adaptive=True drafts chains; leave it out, or tree={briefly(tree)}, or ask for width=1")
     if "prune_by" in given and "prune" not in given:
         raise ValueError(f"prune_by={options.prune_by!r} says which tokens stay, and prune how many; give both")
     found = {**held, "tree": tree, "draws": draws, "adaptive": adaptive}

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from reprlib import repr as briefly
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from mmspec.config import is_whole
 from mmspec.modes import lasting
-from mmspec.tree import Expand, chain, from_paths
+from mmspec.tree import Expand, chain, from_paths, in_order
 from mmspec.types import NO_TOKEN, Tree
 
+EXAMPLE, MOST = "[[0], [0, 0], [1]]", 4096  # nodes of a tree
 DYNAMIC = "dynamic"  # no static shape: EAGLE-2's growth
+Paths = tuple[tuple[int, ...], ...]  # a shape of the user's own: paths of child ranks
 Shape = dict[str, int]  # path of the parent, one digit per rank: number of its children
 
 # EAGLE-1 (Li et al. 2024) and LANTERN++ (Park et al. 2025, arXiv 2502.06352), as their code lists them.
@@ -69,8 +74,30 @@ def shape_named(name: str) -> Shape:
         ValueError: an unknown name; the message lists the known ones.
     """
     if name not in SHAPES:
-        raise ValueError(f"unknown tree {name!r}; choose from {', '.join([DYNAMIC, *SHAPES])}")
+        raise ValueError(
+            f"unknown tree {name!r}; choose from {', '.join([DYNAMIC, *SHAPES])}, or give a list of paths: {EXAMPLE}"
+        )
     return SHAPES[name]
+
+
+def own_shape(given: Any) -> Paths:
+    """The nodes below the root of a tree that is given as a list of paths, in order; prefixes may be left out.
+
+    Raises:
+        ValueError: no such list, or ranks that leave some out.
+    """
+    lists = isinstance(given, Sequence) and all(isinstance(path, Sequence) and path for path in given)
+    if not (lists and given and all(is_whole(rank, 0) for path in given for rank in path)):
+        raise ValueError(
+            f"tree must be a name or a list of paths of ranks ≥ 0, such as {EXAMPLE}; got {briefly(given)}"
+        )
+    found = tuple(in_order(given)[1:])
+    lack = [[*path[:-1], path[-1] - 1] for path in found if path[-1] and (*path[:-1], path[-1] - 1) not in {*found}]
+    if lack:
+        raise ValueError(f"the tree lacks {lack[0]}: children have the ranks 0, 1, … without a gap; add it")
+    if len(found) >= MOST:
+        raise ValueError(f"the tree has {len(found)} paths; give fewer than {MOST}")
+    return found
 
 
 def nodes(shape: Shape) -> list[tuple[int, ...]]:
@@ -78,11 +105,16 @@ def nodes(shape: Shape) -> list[tuple[int, ...]]:
     return [(*map(int, parent), rank) for parent, count in shape.items() for rank in range(count)]
 
 
+def paths_of(tree: str | Paths) -> Sequence[tuple[int, ...]]:
+    """Those of a name, or of a shape of the user's own."""
+    return nodes(shape_named(tree)) if isinstance(tree, str) else tree
+
+
 @lru_cache(maxsize=32)
 @lasting()
-def plan(name: str, depth: int, device: torch.device) -> TreePlan:
-    """The shape of a name, ready to be filled; a chain is as deep as asked for, the others as they are published."""
-    paths = [(0,) * depth] if name == "chain" else nodes(shape_named(name))
+def plan(name: str | Paths, depth: int, device: torch.device) -> TreePlan:
+    """A shape, ready to be filled; a chain is as deep as asked for, the others as they are published or given."""
+    paths = [(0,) * depth] if name == "chain" else paths_of(name)
     tree, ranks = from_paths(paths, device)
     if name == "chain":
         tree = chain(depth + 1, device)

@@ -20,7 +20,7 @@ from transformers.modeling_utils import LoadStateDictConfig, PreTrainedModel
 from transformers.utils import logging
 
 from mmspec import __version__
-from mmspec.checkpoints.files import CONFIG, WEIGHTS
+from mmspec.checkpoints.files import CONFIG, WEIGHTS, read_config
 from mmspec.pipelines.drafters import own_files
 from mmspec.pipelines.drawing.weight_files import listed
 from mmspec.pipelines.targets.decoder import decoder
@@ -157,11 +157,14 @@ def save(model: Any, heads: MtpHeads, folder: Path) -> None:
 
 
 def saved(folder: Path) -> bool:
-    """Whether a folder is one that `save` wrote."""
+    """Whether a folder is one that `save` wrote.
+
+    Raises:
+        ValueError: a damaged config.json.
+    """
     if not (folder / CONFIG).is_file():
         return False
-    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    marker = config.get("mmspec") if isinstance(config, dict) else None
+    marker = read_config(folder).get("mmspec")
     return isinstance(marker, dict) and marker.get("method") == "mtp"
 
 

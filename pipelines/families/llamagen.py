@@ -23,10 +23,11 @@ class LlamaGenPatch:
 
     _mmspec_patch: Patch
 
-    def _plan(self) -> DecodingPlan:
+    def _plan(self, sample: bool) -> DecodingPlan:
         patch = Patch.of(self)
         if patch is None:  # disabled since this call began
-            return stock(self)._plan(self)
+            return stock(self)._plan(self, sample)
+        patch.relaxes(sample)
         return DecodingPlan(
             patch.fitting(self), patch.rule, patch.config.reproducible, patch.config.compile, patch.book
         )

@@ -161,7 +161,7 @@ class LlamaGenPipeline(DiffusionPipeline):
         self, rows: list[Row], condition: Condition, guidance: Guidance | None, how: dict[str, Any]
     ) -> Iterator[Session]:
         """The session after each round, the prefill's first; it still holds the rows that ended in that round."""
-        plan, home = self._plan(), devices.execution(self.transformer)
+        plan, home = self._plan(how["temperature"] > 0), devices.execution(self.transformer)
         wake(self.transformer)
         condition = Condition(condition.what.to(home), condition.valid.to(home))
         noise = CounterNoise() if plan.reproducible else None
@@ -176,7 +176,7 @@ class LlamaGenPipeline(DiffusionPipeline):
             yield session
         plan.book(session.stats)
 
-    def _plan(self) -> DecodingPlan:
+    def _plan(self, sample: bool) -> DecodingPlan:
         return DecodingPlan(Plain(), exact, True)
 
     def _settings(self, given: dict[str, Any], output_type: str, pictures: int) -> dict[str, Any]:

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from mmspec.config import SpecConfig
+from mmspec.config import SpecConfig, UnsupportedError
 from mmspec.pipelines.patching import drafting
 from mmspec.pipelines.patching.family import Family
-from mmspec.pipelines.patching.obstacles import Obstacle, UnsupportedError
+from mmspec.pipelines.patching.obstacles import Obstacle
 from mmspec.pipelines.targets import devices
 from mmspec.pipelines.targets.hooks import restore, swap
 from mmspec.prefix_store import PrefixStore
@@ -93,6 +93,26 @@ class Patch:
     def book(self, stats: Stats) -> None:
         with self._lock:
             self.stats.add(stats)
+
+    def keeps_by(self, call: Any, sample: bool) -> Rule:
+        """The rule of a call; it is said once where that is `exact`, though `enable` named another."""
+        rule = self.family.rule(self.rule, call)
+        self.relaxes(sample)
+        if sample and rule.lossless and not self.rule.lossless:
+            self.say(
+                f"mmspec keeps drafts of this call by 'exact', not by {self.rule.name!r}: a relaxed rule is for a "
+                "model's own mode of drawing pictures, and to mmspec this call writes text, as do pictures that a "
+                "caller's logits processors draw"
+            )
+        return rule
+
+    def relaxes(self, sample: bool) -> None:
+        """Say once that a relaxed rule has no effect on a call that takes the likeliest tokens."""
+        if not sample and not self.rule.lossless:
+            self.say(
+                f"the rule {self.rule.name!r} has no effect on greedy calls, which keep drafts by 'exact'; sample "
+                "(do_sample=True, or temperature above 0) for it"
+            )
 
     def decline(self, why: Obstacle) -> None:
         """Raise, or say once that the stock path runs; the distribution of what is generated is the same either way."""

@@ -5,14 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from mmspec.pipelines.targets.decoder import decoder
+from torch import Tensor
+from torch.nn import Parameter
+
+from mmspec.modes import each_module
+from mmspec.pipelines.targets.decoder import decoder, head
+from mmspec.pipelines.targets.hooks import stock
 from mmspec.pipelines.targets.tree_readers import unfit_attention
 
+# modules of layers that choose a scale for all of their input
+_DYNAMIC = ("torch.ao.nn.quantized.dynamic", "torch.ao.nn.intrinsic.quantized.dynamic", "torch.nn.quantized.dynamic")
 BEAMS = "beam search (num_beams > 1) ranks whole sequences; a draft has nothing to save there"
-
-
-class UnsupportedError(ValueError):
-    """A model or a call that mmspec cannot accelerate; the message says why and what to do."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ def now(model: Any, config: Any, rows: int) -> Obstacle | None:
     """
     if getattr(config, "is_assistant", False):
         return Obstacle("it drafts for another model here, a few tokens at a time", always_falls_back=True)
-    why = unfit_attention(decoder(model)) or soft_prompt(_preparing(model))
+    why = unfit_attention(decoder(model)) or soft_prompt(_preparing(model)) or shared_scale(model)
     if why is not None:
         return Obstacle(why)
     if rows > 1 and _adapters_by_row(model):
@@ -58,6 +61,34 @@ def soft_prompt(wrapper: Any) -> str | None:
         f"its active PEFT adapter is {kind}, which puts virtual tokens before the prompt that drafts and positions do "
         "not know; adapters in the weights, such as LoRA, are supported"
     )
+
+
+def shared_scale(model: Any) -> str | None:
+    """Why layers that quantize their input with one scale for all tokens of a forward cannot read a draft, or None."""
+    found = next(filter(_scales_together, each_module(model.get_decoder(), head(model))), None)
+    if found is None:
+        return None
+    return (
+        f"its {stock(found).__name__} layers quantize their input with one scale for all tokens of a forward "
+        "(quantize_dynamic, or torchao with PerTensor), so several drafted tokens in one forward get other values than "
+        "one at a time; quantize the weights alone, or with one scale for each token"
+    )
+
+
+def _scales_together(module: Any) -> bool:
+    if stock(module).__module__.startswith(_DYNAMIC):
+        return True
+    weight = module._parameters.get("weight")
+    if weight is None or type(weight) in (Parameter, Tensor):
+        return False
+    weights = (weight, getattr(weight, "original_weight_tensor", None))  # torchao wraps some
+    settings = [getattr(one, name, None) for one in weights for name in ("act_quant_kwargs", "quant_kwargs")]
+    grains = [_read(one, name) for one in settings for name in ("granularity", "activation_granularity")]
+    return any(type(grain).__name__ == "PerTensor" for grain in grains)
+
+
+def _read(settings: Any, name: str) -> Any:
+    return settings.get(name) if isinstance(settings, dict) else getattr(settings, name, None)
 
 
 def _preparing(model: Any) -> Any:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from mmspec.checkpoints.files import CONFIG
+from mmspec.checkpoints.files import CONFIG, read_config
 from mmspec.pipelines.drafters import own_files
 from mmspec.pipelines.patching import drafting
 from mmspec.protocols import TargetInfo
@@ -64,9 +63,8 @@ def _in_folder(folder: Path, target: TargetInfo, model: Any) -> Any:
     Raises:
         ValueError, OSError: it is neither.
     """
-    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    kinds = config.get("architectures") if isinstance(config, dict) else None
-    if drafting.stock_model(kinds or []):
+    kinds = read_config(folder).get("architectures")
+    if drafting.stock_model(kinds if isinstance(kinds, list) else []):
         return drafting.named("model", {"draft": folder})[0].fit(target, {})
     return drafting.opened(folder, target, model).fit(target, {})
 

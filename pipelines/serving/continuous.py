@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmspec.config import UnsupportedError
 from mmspec.loop import decode, start
 from mmspec.pipelines.patching.generate import fixed_noise, obstacle
 from mmspec.pipelines.patching.handle import Patch
-from mmspec.pipelines.patching.obstacles import UnsupportedError
 from mmspec.pipelines.sampling.processors import Processors
 from mmspec.pipelines.sampling.request import Request, Sampler
 from mmspec.pipelines.sampling.stopping import Endings
@@ -146,7 +146,7 @@ class ContinuousBatcher(Batcher):
         request = patch.family.request(Request(Sampler(processors, sample, fixed_noise(patch, sample))))
         if not processors.need_history:  # nothing of it belongs to this prompt alone
             request = self._request = self._request or request
-        most, rule = ends.limit - call.input_ids.shape[1], patch.family.rule(patch.rule, call)
+        most, rule = ends.limit - call.input_ids.shape[1], patch.keeps_by(call, sample)
         rows: list[Row] = []
         for one in group:  # a row's tokens are its own, without padding
             tokens = one.inputs["input_ids"][0].tolist()

@@ -8,7 +8,7 @@ price is a copy for each node of what such a module keeps: an indexer's keys, th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -16,7 +16,8 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, return_types
+from torch.overrides import TorchFunctionMode
 
 from mmspec.kernels import reference_recurrent as ops
 from mmspec.pipelines.targets import recurrent
@@ -79,6 +80,40 @@ class Paths:
         own = self.lengths.on(after.device)[:, None] + self.depth.gather(1, after.clamp(0, self.depth.shape[1] - 1))
         return torch.where(after < 0, torch.arange(self.slots, device=after.device), own)
 
+    @cached_property
+    def distance(self) -> Tensor:
+        """int64 [B, 1, n, T]: how many tokens what lies in a slot stands before a node."""
+        here = self.lengths.on(self.depth.device)[:, None] + self.depth
+        return (here[:, :, None] - self.place[:, None])[:, None]
+
+    @cached_property
+    def ends(self) -> list[int]:
+        """Of the nodes' rows, B·n numbers: how many places are in use."""
+        return [n + d + 1 for n, own in zip(self.lengths.host, self.depth.tolist(), strict=True) for d in own]
+
+    # -- what an indexer chooses ---------------------------------------------------------------------------------------
+
+    def chosen(self, scores: Tensor, k: int) -> Tensor:
+        """As `scores.topk(k).indices` over slots [B, n, T], of each node what a single step would choose."""
+        if scores.device.type != "cpu":
+            return scores.topk(k).indices
+        slots = self.slot()
+        found = self.chosen_places(scores.gather(2, slots).flatten(0, 1), k, self.ends, [end - 1 for end in self.ends])
+        return slots.gather(2, found.view(*scores.shape[:2], k))
+
+    @staticmethod
+    def chosen_places(scores: Tensor, k: int, widths: Sequence[int], rest: Sequence[int]) -> Tensor:
+        """The same over places [R, T] of rows that are so wide, `rest` where a row has fewer than k.
+
+        Which of several equal scores `topk` takes depends on the width on a CPU; on a GPU it takes the first.
+        """
+        found = torch.tensor(rest)[:, None].repeat(1, k)
+        for width in set(widths):
+            rows = torch.tensor([i for i, own in enumerate(widths) if own == width])
+            most = min(k, width)
+            found[rows, :most] = scores[rows, :width].topk(most).indices
+        return found
+
     # -- between rows and nodes ----------------------------------------------------------------------------------------
 
     def fold(self, t: Tensor) -> Tensor:
@@ -121,6 +156,20 @@ def reads(parents: Tensor, depth: Tensor, ancestors: Tensor, lengths: Lengths) -
 
 
 paths = _paths.get  # of the draft that is being read, or None
+
+
+class Choosing(TorchFunctionMode):
+    """Within, `scores.topk(k, dim=-1)` has the indices that `choose(scores, k)` gives, and no values."""
+
+    def __init__(self, choose: Callable[[Tensor, int], Tensor]) -> None:
+        super().__init__()
+        self.choose = choose
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is not Tensor.topk:
+            return function(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunction():
+            return return_types.topk((args[0], self.choose(args[0], args[1])))
 
 
 class RowCache:

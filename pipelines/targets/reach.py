@@ -13,8 +13,7 @@ from mmspec.session import Session
 
 Stop = Callable[[list[int], int], int | None]  # `Row.stop`
 
-
-_MARGIN = 128  # slots by which a row may be behind the longest one, and the nodes of its draft
+MARGIN = 128  # slots by which a row may be behind the longest one, and the nodes of its draft
 
 
 def table(decoder: Any) -> int | None:
@@ -43,9 +42,9 @@ def turn(decoder: Any) -> int | None:
             elif "dynamic" in (kind or ""):
                 found.append(module.original_max_seq_len)
         if own.get("attn_temperature_tuning"):  # Llama-4 counts slots of the cache
-            found.append(int(module.floor_scale) - _MARGIN)
+            found.append(int(module.floor_scale) - MARGIN)
     if type(decoder).__name__ == "InklingTextModel" and decoder.config.log_scaling_n_floor is not None:
-        found.append(decoder.config.log_scaling_n_floor - _MARGIN)  # counts them likewise
+        found.append(decoder.config.log_scaling_n_floor - MARGIN)  # counts them likewise
     return min(found, default=None)
 
 
