@@ -28,6 +28,7 @@ COMMANDS = {  # verb: (module with configure(parser) and run(args) -> exit code,
     "train": ("mmspec.app.train", "train a drafter for a model"),
     "convert": ("mmspec.app.convert", "rewrite a drafter in another published layout"),
     "zoo": ("mmspec.app.zoo.command", "train the embedded models again from nothing"),
+    "doctor": ("mmspec.app.doctor", "check versions, device, compiler and what a new release changed; for bug reports"),
     "supported": ("mmspec.app.supported", "print the model families proved identical, the drafters and the rules"),
 }
 

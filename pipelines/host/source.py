@@ -13,6 +13,7 @@ from functools import cache, cached_property, lru_cache
 from pathlib import Path
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+_DEFINING = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _BEGIN = re.compile(r"^(?=[A-Za-z_@])(?!else\b|elif\b|except\b|finally\b)", re.MULTILINE)  # of a top-level statement
 _NAMED = re.compile(r"^(?:async def|def|class)\s+(\w+)|^(\w+)\s*[:=]", re.MULTILINE)
 
@@ -122,7 +123,7 @@ def _inside(file: Module, parts: list[str], said: str) -> tuple[ast.AST, Module]
 
 def _defined(body: list[ast.stmt], name: str) -> ast.AST | None:
     for one in _flat(body):
-        if isinstance(one, (*Function.__args__, ast.ClassDef)) and one.name == name:
+        if isinstance(one, _DEFINING) and one.name == name:
             return one
         if name in _bound([one]):
             return one
@@ -140,7 +141,7 @@ def _flat(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 def _bound(body: list[ast.stmt]) -> Iterator[str]:
     for one in _flat(body):
-        if isinstance(one, (*Function.__args__, ast.ClassDef)):
+        if isinstance(one, _DEFINING):
             yield one.name
         elif isinstance(one, (ast.Import, ast.ImportFrom)):
             yield from (alias.asname or alias.name.split(".")[0] for alias in one.names)
