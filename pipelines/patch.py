@@ -58,7 +58,7 @@ def enable(model_or_pipe: Any, drafter: Any = None, **options: Any) -> Handle:
     family = families.of(model)
     why = next(filter(None, map(soft_prompt, wrappers)), None) or family.unsupported(model)
     if why is None and not release.tested():
-        why = untested.refusal(model, drafter)
+        why = untested.refusal(model, drafter, enable)
     if why is not None:
         if config.on_unsupported == "error":
             raise UnsupportedError(f"mmspec cannot accelerate {type(model).__name__}: {why}")

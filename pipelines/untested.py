@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -52,7 +52,7 @@ class _Known:
         return Draft(torch.cat([session.pending[:, None], below], 1), tree)
 
 
-def refusal(model: Any, drafter: Any) -> str | None:
+def refusal(model: Any, drafter: Any, enable: Callable[..., Any]) -> str | None:
     """Why a model must not be accelerated with the installed release, in a sentence; None: it may, and the log says
     that the release is untested."""
     modules = {type(module).__name__ for module in model.modules()} if hasattr(model, "modules") else set()
@@ -65,17 +65,15 @@ def refusal(model: Any, drafter: Any) -> str | None:
     with _lock:
         if name not in _found:
             _found[name] = None  # while it is made: the embedded model is enabled without it
-            _found[name] = _proof(name)
+            _found[name] = _proof(name, enable)
             if _found[name] is None:
                 what = f"mmspec is untested with transformers {release.installed()}, where all that it assumes holds"
                 warnings.warn(what, stacklevel=4)
     return None if _found[name] is None else f"{_found[name]}. {release.advice()}"
 
 
-def _proof(name: str) -> str | None:
+def _proof(name: str, enable: Callable[..., Any]) -> str | None:
     """What is wrong with drafting for an embedded model; None: it gives stock's tokens, in fewer rounds."""
-    from mmspec.pipelines.patch import enable
-
     folder, picture = zoo.path(name), Image.open(sorted(zoo.samples().glob("*.png"))[0])
     words = [{"role": "user", "content": [{"type": "image", "image": picture}, {"type": "text", "text": "Describe."}]}]
     state = torch.get_rng_state()

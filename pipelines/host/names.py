@@ -27,7 +27,9 @@ def has(function: Callable[..., Any], parameter: str) -> bool:
     return parameter in signature(function).parameters
 
 
-CACHE = next(name for name in _CACHES if has(GenerationMixin.prepare_inputs_for_generation, name))
+CACHE = next((name for name in _CACHES if has(GenerationMixin.prepare_inputs_for_generation, name)), "")
+if not CACHE:
+    raise ImportError(f"prepare_inputs_for_generation takes no KV cache under a known name: {', '.join(_CACHES)}")
 # Kosmos-2.5 counts what is cached under another name
 CACHED = "cache_length" if CACHE == "cache" else "past_key_values_length"
 
