@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import GenerationMixin
 
+from mmspec.pipelines.drafters import own_files
 from mmspec.pipelines.patching import assisted
 from mmspec.pipelines.patching.family import Family
 from mmspec.pipelines.patching.generate import generate, obstacle, watched
@@ -48,6 +49,26 @@ class DecoderOnlyPatch:
         finally:
             asking.reset(tokens[0])
             _instead.reset(tokens[1])
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """What stock's `generate_batch` begins with."""
+        self._say("mmspec does not accelerate generate_batch, whose cache is its own; ContinuousBatcher does")
+        return stock(self).init_continuous_batching(self, *args, **kwargs)
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+        from mmspec.pipelines.drafters.mtp import MtpDrafter
+
+        patch = Patch.of(self)
+        if patch is not None and isinstance(patch.drafter, MtpDrafter):
+            self._say(
+                "save_pretrained leaves out the multi-token-prediction heads, which transformers does not load; a "
+                f"model that is loaded from the new folder has none. Keep those of {own_files.folder(self)}"
+            )
+        return stock(self).save_pretrained(self, *args, **kwargs)
+
+    def _say(self, what: str) -> None:
+        if (patch := Patch.of(self)) is not None:
+            patch.say(what)
 
     def _maybe_prepare_encoder_kwargs_for_generation(
         self, inputs_tensor: Any, model_kwargs: Any, model_input_name: Any, generation_config: Any
