@@ -26,6 +26,8 @@ class TargetInfo:
         embedding: width of its input embeddings.
         layers: of its text decoder.
         ends: ids of tokens that end an answer; None: its tokens are no text.
+        grid: G, where its positions are rows and columns of a picture of G × G tokens; 0: they are counted in a line.
+        rope_theta: base of the frequencies on such a grid.
     """
 
     name: str
@@ -36,6 +38,8 @@ class TargetInfo:
     device: torch.device
     dtype: torch.dtype
     ends: tuple[int, ...] | None = None
+    grid: int = 0
+    rope_theta: float = 0.0
 
 
 class Rows(Protocol):

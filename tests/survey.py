@@ -117,7 +117,9 @@ def page(found: dict[str, str | None], version: str) -> str:
         "",
         f"## Failing in transformers {version} itself, without mmspec ({len(failing)})",
         "",
-        *(f"- `{name}`: {why}" for name, why in failing.items()),
+        "| class | why |",
+        "|---|---|",
+        *(f"| `{name}` | {why} |" for name, why in failing.items()),
         "",
     ]
     return "\n".join(lines)

@@ -386,3 +386,27 @@ def test_custom_generate_over_several_rows(llava: Any) -> None:
         assert torch.equal(llava.generate(**call), stock)
     with mmspec.enable(llava), pytest.raises(UnsupportedError, match="one row only"):
         llava.generate(**call)
+
+
+# -- what has no effect, or is not accelerated -------------------------------------------------------------------------
+
+
+def test_outputs_that_stock_leaves_out_are_left_out(llava: Any) -> None:
+    inputs = targets.prompt("llava", "text only")
+    full = targets.generate(llava, inputs, max_new_tokens=6)
+    with mmspec.enable(llava, drafter="ngram") as handle:
+        assert torch.equal(targets.generate(llava, inputs, max_new_tokens=6, output_hidden_states=True), full)
+    assert handle.stats.rounds
+
+
+@pytest.mark.parametrize("shape", [(1, 0), (0, 4)])
+def test_prompts_without_tokens(llava: Any, shape: tuple[int, int]) -> None:
+    with mmspec.enable(llava), pytest.raises(mmspec.UnsupportedError, match="input_ids is empty"):
+        llava.generate(torch.zeros(shape, dtype=torch.long), max_new_tokens=2)
+
+
+def test_stocks_continuous_batches_are_said_not_to_be_accelerated(llava: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(llava), "init_continuous_batching", lambda self: self)
+    with mmspec.enable(llava), pytest.warns(UserWarning, match="does not accelerate generate_batch") as said:
+        assert llava.init_continuous_batching() is llava.init_continuous_batching() is llava
+    assert len(said) == 1

@@ -106,6 +106,13 @@ def test_norms_that_eagle_1_has_not(tmp_path, change):
         load(put(tmp_path, {**config, **change}, t))
 
 
+def test_drafters_of_lantern_are_named(tmp_path):
+    config, t = eagle()
+    folder = put(tmp_path, {**config, "caption_dim": 2048, "input_type": "t2i"}, t)
+    with pytest.raises(ValueError, match=r"LANTERN's drafters for LlamaGen .*by row and column in interleaved pairs"):
+        load(folder)
+
+
 def test_norms_of_queries_are_named(tmp_path):
     config, t = speculators()
     with pytest.raises(ValueError, match="norms of the queries and keys"):

@@ -55,7 +55,8 @@ def drafter(seed: int = 0, **options: Any) -> EagleDrafter:
 
 def fitted(made: EagleDrafter, **options: Any) -> EagleDrafter:
     c = made.config
-    return made.fit(TargetInfo("toy", c.vocab, c.hidden, c.hidden, 2, CPU, torch.float32), options)
+    where = {"grid": c.grid, "rope_theta": c.rope_theta} if c.grid else {}
+    return made.fit(TargetInfo("toy", c.vocab, c.hidden, c.hidden, 2, CPU, torch.float32, **where), options)
 
 
 # -- the tree shapes -------------------------------------------------------------------------------------------------
@@ -192,6 +193,24 @@ def test_rows_and_columns_turn_as_in_llamagen() -> None:
 def test_rotary_settings_are_checked(wrong: dict[str, Any], word: str) -> None:
     with pytest.raises(ValueError, match=word):
         drafter(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("turns", "word"),
+    [
+        ({"rope": "1d", "grid": 0}, r"rotary positions '1d', base 10000 \(target: '2d' on a grid of 4, base 10000\)"),
+        ({"grid": 8}, "on a grid of 8"),
+        ({"rope_theta": 500.0}, "base 500"),
+    ],
+)
+def test_a_drafter_whose_positions_are_not_the_targets(turns: dict[str, Any], word: str) -> None:
+    with pytest.raises(ValueError, match=word):
+        mmspec.enable(tiny_llamagen.pipeline(vocab=64), drafter=drafter(**turns))
+
+
+def test_a_grid_is_for_pictures() -> None:
+    with pytest.raises(ValueError, match="rotary positions '2d' on a grid of 4"):
+        drafter().fit(TargetInfo("text", 64, 32, 32, 2, CPU, torch.float32), {})
 
 
 # -- streams ---------------------------------------------------------------------------------------------------------

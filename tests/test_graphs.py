@@ -592,3 +592,26 @@ def test_compiled_by_the_compiler_is_stock_on_a_gpu(monkeypatch: pytest.MonkeyPa
     with mmspec.enable(model, drafter, compile=True):
         assert all(torch.equal(targets.generate(model, inputs), wanted) for _ in range(3))
     assert all(one._graphs for one in compiled.of(model)._held.values())
+
+
+def test_two_threads_capture_one_after_the_other() -> None:
+    """torch patches what all threads share while it traces and compiles."""
+    inside: list[int] = []
+    seen: list[int] = []
+
+    def slowly(x: Tensor) -> list[Tensor]:
+        inside.append(1)
+        time.sleep(0.05)
+        seen.append(len(inside))
+        inside.pop()
+        return [x + 1]
+
+    def captured() -> None:
+        PiecewiseFunction(slowly, [torch.zeros(2, 3)], [], as_it_is)
+
+    threads = [threading.Thread(target=captured) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(seen) >= 3 and set(seen) == {1}

@@ -321,6 +321,12 @@ def test_drafts_do_not_change_a_seed_s_picture(kind, name):
     assert drafted.stats.rounds < 8 or name != "always right"
 
 
+@pytest.mark.parametrize("prompt", [5, "", []])
+def test_prompts_that_are_no_texts(prompt):
+    with pytest.raises(ValueError, match="a prompt is a text that is not empty, or a list of them; got"):
+        tiny.pipeline(vocab=VOCAB)(prompt)
+
+
 def test_without_noise_drafts_change_nothing_either():
     pipe = tiny.pipeline(vocab=VOCAB)
     plain = pipe(**call("text"), temperature=0, output_type="latent").tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -310,3 +311,13 @@ def test_other_families(build: Any, heads: int, prefix: str, tmp_path: Path) -> 
         with mmspec.enable(model, "mtp", **options) as handle:
             assert torch.equal(targets.generate(model, inputs), full)
             assert handle.stats.tokens_per_target_call > 1.2
+
+
+def test_saving_a_model_says_that_its_heads_are_left_out(qwen: Any, tmp_path: Path) -> None:
+    with mmspec.enable(qwen), pytest.warns(UserWarning, match="leaves out the multi-token-prediction heads") as said:
+        qwen.save_pretrained(tmp_path / "one")
+        qwen.save_pretrained(tmp_path / "two")
+    assert sum("multi-token" in str(one.message) for one in said) == 1
+    with mmspec.enable(qwen, drafter="ngram"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        qwen.save_pretrained(tmp_path / "three")

@@ -12,12 +12,15 @@ from typing import Any
 import pytest
 import targets
 import torch
+import transformers as T
 import zoo_classes as zoo
 from drafters import eagle, feature_drafter
+from PIL import Image
 from targets import CLOSE, IMAGE, OPEN, VIDEO
 from torch import Tensor
 
 import mmspec
+from mmspec import zoo as embedded
 from mmspec.config import SpecConfig, size_in_bytes
 from mmspec.pipelines.host.names import CACHE
 from mmspec.pipelines.serving.continuous import ContinuousBatcher
@@ -289,3 +292,70 @@ def test_sizes_that_are_none(said: Any) -> None:
         SpecConfig(prefix_cache=said)
     with pytest.raises(ValueError, match="is no size"):
         size_in_bytes(said)
+
+
+# -- heads that the model ships with, on a hybrid ----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def hybrid() -> tuple[Any, Any]:
+    """The embedded model with recurrent layers and a head of its own, and its processor."""
+    folder = embedded.path("scenes-hybrid")
+    model = T.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    return model.eval(), T.AutoProcessor.from_pretrained(folder)
+
+
+Turn = tuple[str, tuple[int, ...], str]  # who, the pictures shown, the words
+
+FIRST: list[list[Turn]] = [
+    [("user", (1,), "Describe this image.")],
+    [("user", (1,), "Describe this image in detail.")],
+    [("user", (2,), "Describe this image.")],
+    [("user", (1, 2), "Describe this image.")],
+    [("user", (2, 1), "Describe this image in detail.")],
+]
+
+
+def chat(processor: Any, talks: list[list[Turn]]) -> Inputs:
+    """The inputs of these conversations, one a row."""
+    messages = [
+        [
+            {"role": who, "content": [*({"type": "image"} for _ in shown), {"type": "text", "text": words}]}
+            for who, shown, words in talk
+        ]
+        for talk in talks
+    ]
+    texts = [processor.apply_chat_template(talk, add_generation_prompt=True) for talk in messages]
+    numbers = [[number for _, shown, _ in talk for number in shown] for talk in talks]
+    pictures = [[Image.open(embedded.samples() / f"scene-{n:02d}.png").convert("RGB") for n in row] for row in numbers]
+    made = processor(text=texts, images=pictures, padding=True, padding_side="left", return_tensors="pt")
+    return dict(made)
+
+
+def told(hybrid: tuple[Any, Any], batch: int) -> list[list[str]]:
+    """First turns, then second ones behind them, and the first ones again; they share pictures and beginnings."""
+    model, processor = hybrid
+
+    def said(talks: list[list[Turn]]) -> list[str]:
+        inputs = chat(processor, talks)
+        out = model.generate(**inputs, max_new_tokens=16, do_sample=False)
+        return processor.batch_decode(out[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)  # type: ignore[no-any-return]
+
+    groups = [[FIRST[(at + i) % len(FIRST)] for i in range(batch)] for at in range(len(FIRST))]
+    found = [said(group) for group in groups]
+    second: Turn = ("user", (), "Describe this image in detail.")
+    for group, answers in zip(groups, list(found), strict=True):
+        found.append(
+            said([[*talk, ("assistant", (), words), second] for talk, words in zip(group, answers, strict=True)])
+        )
+    return [*found, *map(said, groups)]
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_heads_of_a_hybrid_say_what_stock_says_over_many_calls(hybrid: tuple[Any, Any], batch: int) -> None:
+    want = told(hybrid, batch)
+    for options in ({}, {"depth": 4, "width": 3, "size": 12}):
+        with mmspec.enable(hybrid[0], "mtp", prefix_cache="64MB", **options) as handle:
+            assert told(hybrid, batch) == want
+            stats = handle.stats
+        assert stats.accepted > stats.rounds / 2 and stats.prefix["reused tokens"] > 0

@@ -53,6 +53,7 @@ _LATER_KEYS = {
     "layers.1.": "more than one decoder layer",
     "fc_norm.": "a norm of each of the target's features before fc",
 }
+_LANTERN = ("caption_dim", "input_type")  # in config.json
 _QWEN_KEYS = {  # which block drafters have
     "q_norm.weight": "norms of the queries and keys",
     "o_proj.bias": "a bias of the attention's output projection",
@@ -242,6 +243,11 @@ def refuse(name: str, config: Mapping[str, Any], shapes: Mapping[str, Shape]) ->
     rope = rotary.kind_of(scaling)
     if rope not in KINDS:
         needs.append(f"rotary positions scaled by {rope!r}")
+    if name == "eagle" and (lantern := [key for key in _LANTERN if key in config]):
+        needs.append(
+            f"the network of LANTERN's drafters for LlamaGen ({', '.join(lantern)}): positions by row and column in "
+            "interleaved pairs, and its own embeddings, one and the same before the picture"
+        )
     kinds = flat.get("layer_types")
     if denoises:
         needs += blocks.needs(flat)

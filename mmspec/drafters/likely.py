@@ -7,15 +7,16 @@ from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 _WORTH = 0.05  # how likely a node has to be, for one row; every row more makes nodes dearer by an eighth of it
+_ON_CPU = 0.15  # the same where a node costs a tenth of a forward, and not next to nothing
 _SPARE = 0.3  # of that, for nodes that fill a tree up to a round size
 _GAIN = 0.25  # tokens that a draft has to promise, or none is made
 
 Node = TypeVar("Node")
 
 
-def worth(rows: int) -> float:
-    """How likely a node of a draft for so many rows has to be."""
-    return _WORTH * (1 + (rows - 1) / 8)
+def worth(rows: int, device: str = "cuda") -> float:
+    """How likely a node of a draft for so many rows has to be; a CPU has little to spare beside one token."""
+    return (_ON_CPU if device == "cpu" else _WORTH) * (1 + (rows - 1) / 8)
 
 
 def filled(size: int) -> int:

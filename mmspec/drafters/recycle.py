@@ -184,7 +184,7 @@ class RecycleDrafter:
         assert known is not None
         with known.lock:
             self._learn(known, session.last, memory.values)
-            paths = known.shape(self.options, worth(len(session.rows)))
+            paths = known.shape(self.options, worth(len(session.rows), pending.device.type))
             shape = shaped(paths, pending.device) if paths else None
             memory.values = [shape] * len(session.rows)
             if shape is None:

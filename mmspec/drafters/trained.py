@@ -94,12 +94,21 @@ def check_fit(c: Any, target: TargetInfo) -> None:
     if not c.draft_vocab:
         wanted["head width"] = (c.hidden, target.hidden)
     wrong = [f"{name} {mine} (target: {theirs})" for name, (mine, theirs) in wanted.items() if mine != theirs]
+    turns, asked = (c.rope, c.grid), ("1d", 0)
+    if target.grid:
+        turns, asked = (*turns, c.rope_theta), ("2d", target.grid, target.rope_theta)
+    if turns != asked:
+        wrong.append(f"rotary positions {_turns(*turns)} (target: {_turns(*asked)})")
     wrong += [f"layer {i} (target: {target.layers} layers)" for i in c.features if i >= target.layers]
     if wrong:
         raise ValueError(
             f"this drafter was made for {c.target or 'another target'} and does not fit {target.name}: "
             f"{', '.join(wrong)}. Use a drafter trained for this target, or drafter='ngram', which fits any"
         )
+
+
+def _turns(rope: str, grid: int, theta: float = 0.0) -> str:
+    return f"{rope!r}" + (f" on a grid of {grid}" if grid else "") + (f", base {theta:g}" if theta else "")
 
 
 def placed(drafter: Any, target: TargetInfo, options: TreeOptions) -> Any:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import operator
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from typing import Any, ClassVar
 
 import torch
@@ -22,6 +23,8 @@ from mmspec.piecewise import graphs, products
 Attend = Callable[..., Tensor]
 Compile = Callable[[fx.GraphModule, list[Tensor]], Callable[..., Any]]  # a graph and example inputs → a function
 Place = Callable[[fx.GraphModule, Callable[..., Any]], Callable[..., Any]]  # a piece and its function → what runs there
+
+_making = threading.RLock()
 
 
 class Uncapturable(Exception):
@@ -78,6 +81,17 @@ class Cut(TorchFunctionMode):
         return cut(layer, query.shape[-1] ** -0.5 if scale is None else scale, query, k, v, seen)
 
 
+def _alone(make: Callable[..., None]) -> Callable[..., None]:
+    """One thread at a time: torch traces and compiles by patching what all threads share."""
+
+    @wraps(make)
+    def waits(*args: Any, **kwargs: Any) -> None:
+        with _making:
+            make(*args, **kwargs)
+
+    return waits
+
+
 class PiecewiseFunction:
     """Calls `function` again with other tensors of the same shapes, without the Python that it is written in.
 
@@ -101,6 +115,7 @@ class PiecewiseFunction:
 
     made: ClassVar[int] = 0  # so far, by anybody
 
+    @_alone
     def __init__(
         self,
         function: Callable[..., Any],

@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import GenerationMixin
 
+from mmspec.pipelines.drafters import own_files
 from mmspec.pipelines.host.names import bound, translated
 from mmspec.pipelines.host.release import advice
 from mmspec.pipelines.patching import assisted
@@ -51,6 +52,26 @@ class DecoderOnlyPatch:
         if patch is not None and custom is None and not call.reached:
             patch.say(f"mmspec had no part in this call: generate did not come to the loop it replaces. {advice()}")
         return found
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """What stock's `generate_batch` begins with."""
+        self._say("mmspec does not accelerate generate_batch, whose cache is its own; ContinuousBatcher does")
+        return stock(self).init_continuous_batching(self, *args, **kwargs)
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+        from mmspec.pipelines.drafters.mtp import MtpDrafter
+
+        patch = Patch.of(self)
+        if patch is not None and isinstance(patch.drafter, MtpDrafter):
+            self._say(
+                "save_pretrained leaves out the multi-token-prediction heads, which transformers does not load; a "
+                f"model that is loaded from the new folder has none. Keep those of {own_files.folder(self)}"
+            )
+        return stock(self).save_pretrained(self, *args, **kwargs)
+
+    def _say(self, what: str) -> None:
+        if (patch := Patch.of(self)) is not None:
+            patch.say(what)
 
     def _maybe_prepare_encoder_kwargs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
         """Where prompts are kept, pictures wait for the prefill, which may have read them before.

@@ -50,7 +50,8 @@ class LlamaGen(Family):
         c = transformer.config
         name = str(getattr(model.config, "_name_or_path", None) or type(model).__name__)
         where = devices.execution(transformer)
-        return TargetInfo(name, c.vocab, c.dim, c.dim, c.num_layers, where, transformer.dtype)
+        wide = {"hidden": c.dim, "embedding": c.dim, "grid": c.grid, "rope_theta": c.rope_base}
+        return TargetInfo(name, c.vocab, layers=c.num_layers, device=where, dtype=transformer.dtype, **wide)
 
     def codebook(self, model: Any) -> Tensor:
         """[V, c], the vectors that the tokens stand for."""

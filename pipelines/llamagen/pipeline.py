@@ -207,7 +207,7 @@ class LlamaGenPipeline(DiffusionPipeline):
             came = [name for name, value in (("prompt", prompt), ("class_labels", class_labels)) if value is not None]
             raise ValueError(f"this model draws from {kind}, and from nothing else; got {' and '.join(came) or 'none'}")
         if not classes:
-            return self.encode_prompt([prompt] if isinstance(prompt, str) else list(prompt), clean_caption)
+            return self.encode_prompt(list(prompt) if isinstance(prompt, list | tuple) else [prompt], clean_caption)
         device = self._execution_device
         labels = torch.tensor(class_ids(class_labels, classes), device=device)
         valid = torch.ones(len(labels), self.transformer.config.prefix, dtype=torch.bool, device=device)

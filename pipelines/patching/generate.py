@@ -54,12 +54,13 @@ def _stateful(model: Any, call: Call, patch: Any) -> Obstacle | None:
 
 # Why a call cannot be accelerated: (condition, reason). The first that holds is reported.
 _OBSTACLES: tuple[tuple[Callable[[Call], Any], str], ...] = (
+    (lambda c: not c.input_ids.numel() and c.arguments.get("inputs_embeds") is None, "input_ids is empty"),
     (lambda c: c.input_ids.shape[1] == 0, "a prompt of inputs_embeds alone has no token ids to draft from"),
     (lambda c: not c.arguments.get("use_cache", True), "use_cache=False re-reads the whole prefix for every token"),
     (lambda c: (c.generation_config.num_beams or 1) > 1, obstacles.BEAMS),
     (lambda c: c.synced_gpus, "synced_gpus needs every process to run the same number of forwards"),
-    (lambda c: c.generation_config.output_attentions, "attention maps of a tree are not those of single steps"),
-    (lambda c: c.generation_config.output_hidden_states, "output_hidden_states is not collected over tree steps"),
+    (lambda c: c.collects("output_attentions"), "attention maps of a tree are not those of single steps"),
+    (lambda c: c.collects("output_hidden_states"), "output_hidden_states is not collected over tree steps"),
     (
         lambda c: isinstance(c.cache, QuantizedCache),
         "a quantized cache rounds the keys, and so changes the distribution",

@@ -112,7 +112,11 @@ class Call:
     @property
     def scored(self) -> bool:
         """Whether the processed scores of each step are collected."""
-        return bool(self.generation_config.return_dict_in_generate and self.generation_config.output_scores)
+        return self.collects("output_scores")
+
+    def collects(self, what: str) -> bool:
+        """Whether something is collected of each step; stock leaves it out where it does not return a dict."""
+        return bool(self.generation_config.return_dict_in_generate and getattr(self.generation_config, what))
 
     @property
     def owned(self) -> bool:
