@@ -28,7 +28,8 @@ class SpecConfig:
             for its seed.
         auto: turn drafting off where it does not pay, by the measured time of rounds and the number of accepted tokens,
             and try it again now and then. The distribution is kept. What a row draws from its seed may depend on the
-            switch, and so on the clock, except with `reproducible` or greedy decoding.
+            switch, and so on the clock, except with `reproducible` or greedy decoding. None: on for drafters of
+            text without weights (ngram, suffix, recycle) under a lossless rule, whose seeds draw the same either way.
         compile: capture the target's forward and a feature drafter's pass (for pictures of LlamaGen and Janus the
             forward only) and compile them, once for each shape; the first call takes up to a minute. What cannot be
             compiled runs uncompiled, with a warning. "all" also captures the decoder's reading of prompts without
@@ -45,7 +46,7 @@ class SpecConfig:
     rule: Any = "exact"
     budget: float | None = None
     reproducible: bool = False
-    auto: bool = False
+    auto: bool | None = None
     compile: bool | str = False
     prefix_cache: str | int | None = None
     on_unsupported: str = "error"

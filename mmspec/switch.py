@@ -119,9 +119,11 @@ class Switch:
             memory.on, memory.inner = False, None
         leave = not memory.on or known.wants_plain(batch)
         draft = self._drafted(session, target) if memory.on else None
+        nothing = draft is not None and draft.tree.size == 1 and getattr(self.drafter, "shares", False)
         if draft is not None and leave:
             draft.tokens.tolist()  # waits for a GPU, so that this round's other parts take what they always take
-        memory.before_round = session.stats, _sums(session.stats), batch, not leave
+        judged = leave or not nothing  # where a search found nothing, the round cost what others do
+        memory.before_round = (session.stats, _sums(session.stats), batch, not leave) if judged else None
         return lone(session.pending[:, None]) if draft is None or leave else draft
 
     def _drafted(self, session: Any, target: Target) -> Draft:

@@ -72,6 +72,14 @@ def spare_the_collector() -> None:
     gc.freeze()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def untimed() -> None:
+    """No drafter is turned off by the clock unless a test says `auto=True`."""
+    from mmspec.pipelines.patching import drafting
+
+    drafting.SWITCHED = False
+
+
 @pytest.fixture(autouse=True)
 def set_seed() -> None:
     """Every test starts from the same state of torch's generator."""

@@ -66,7 +66,7 @@ def test_the_list_explains_every_option_of_the_drafter(capsys: pytest.CaptureFix
         cli.main(["verify", "--drafter", "eagle", "--enable", "help"])
     said = capsys.readouterr().out
     assert end.value.code == 0
-    for name in ("compile=False", "auto=False", "depth=5", "draft_vocab=all", "prune=0.0"):
+    for name in ("compile=False", "auto=None", "depth=5", "draft_vocab=all", "prune=0.0"):
         assert f"  {name}  " in said
     assert "longest drafted path" in said and "window" not in said and "confidence" not in said
     everything = enabling.told()

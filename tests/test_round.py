@@ -627,3 +627,27 @@ def test_more_nodes_take_longer_at_least_once_the_weights_are_not_what_takes_the
     assert found.bytes == 4 * (sum(w.numel() for w in layers) + head.numel()) and found.products == found.bytes // 2
     known = roofline.Roofline(bytes=1000, products=500, bytes_per_s=1e6, products_per_s=2e6)
     assert [known.least_ms(n) for n in (1, 4, 8)] == [1.0, 1.0, 2.0]
+
+
+# -- drafters without weights ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "suffix", "recycle"])
+def test_drafters_without_weights_are_switched_where_nobody_asks(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a seed draws the same whether they draft or not."""
+    monkeypatch.setattr(drafting, "SWITCHED", True)
+    model, inputs = targets.model("llava"), targets.prompt("llava", "ragged")
+
+    def drawn(**options: object) -> tuple[list[list[int]], object, Stats]:
+        torch.manual_seed(5)
+        with mmspec.enable(model, drafter, **options) as handle:
+            out = targets.generate(model, inputs, max_new_tokens=30, do_sample=True, temperature=0.3)
+        return out.tolist(), handle.proposer, handle.stats
+
+    always, plain, _ = drawn(auto=False)
+    assert not isinstance(plain, Switch) and not isinstance(drawn(rule="typical(epsilon=0.3, delta=0.1)")[1], Switch)
+    for pays in (True, False):
+        monkeypatch.setattr(Known, "pays", lambda self, batch, pays=pays: pays)
+        found, switch, stats = drawn()
+        assert found == always and isinstance(switch, Switch)
+        assert pays or not stats.drafted

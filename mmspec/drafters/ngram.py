@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -37,6 +37,7 @@ class NgramDrafter:
     orders: tuple[int, ...] = (3, 2, 1)
     options: ChainOptions = _USUAL
     features: tuple[int, ...] = ()
+    shares: ClassVar[bool] = True  # whether it drafts may depend on the clock, see `SpecConfig.auto`
 
     @property
     def nodes(self) -> int:

@@ -26,6 +26,7 @@ from mmspec.protocols import Compilable, TargetInfo
 from mmspec.registry import DRAFTERS, USUAL, drafter_class
 from mmspec.switch import Known, Switch
 
+SWITCHED = True  # whether drafters without weights are turned off where nobody asks for it and they do not pay
 # By model and by the drafter's layer, or its class where it has none: what is known outlives `disable`.
 _KNOWN: WeakKeyDictionary[Any, WeakKeyDictionary[Any, dict[Any, Known]]] = WeakKeyDictionary()
 
@@ -141,7 +142,14 @@ def proposer(model: Any, drafter: Any, config: SpecConfig, target: TargetInfo, d
         ready: Any = adaptive.Adaptive({n: _captured(model, one, compile, target, depth) for n, one in each.items()})
     else:
         ready = _captured(model, drafter, compile, target)
-    return Switch(ready, _known(model, drafter, config, target)) if config.auto and drafter.nodes > 1 else ready
+    auto = config.auto if config.auto is not None else drafts and _costs_no_seed(model, drafter, config)
+    return Switch(ready, _known(model, drafter, config, target)) if auto and drafter.nodes > 1 else ready
+
+
+def _costs_no_seed(model: Any, drafter: Any, config: SpecConfig) -> bool:
+    """Whether a drafter without weights may be turned off: what a seed draws does not depend on it."""
+    lossless = config.rule == "exact" or getattr(config.rule, "lossless", False)
+    return SWITCHED and lossless and getattr(drafter, "shares", False) and not devices.shared(model)
 
 
 def _captured(model: Any, drafter: Any, compile: bool | str, target: TargetInfo, depth: int | None = None) -> Any:
