@@ -10,15 +10,15 @@ from torch import Tensor
 
 from mmspec.models.llamagen import visible
 from mmspec.pipelines.families.llamagen import LlamaGen
+from mmspec.pipelines.host.forward import reading
 from mmspec.pipelines.llamagen.pipeline import LlamaGenPipeline
 from mmspec.pipelines.patch import enable
 from mmspec.pipelines.sampling.guidance import Guidance
-from mmspec.pipelines.targets.hooks import layer_input, record_features
 from mmspec.pipelines.targets.llamagen import LlamaGenTarget
 from mmspec.pipelines.targets.state import each_stream
 from mmspec.train.data import TrainingSample
 from mmspec.train.trace import Trace
-from mmspec.types import FINAL, unfold
+from mmspec.types import unfold
 
 
 class ImageTeacher:
@@ -83,9 +83,9 @@ class ImageTeacher:
         T = embeds.shape[1]
         place = torch.arange(-P, T - P, device=ids.device).clamp(min=-1)
         valid = torch.cat([valid, torch.ones_like(ids, dtype=torch.bool)], 1)
-        with record_features() as recorded:
-            hidden = self.model(embeds, place.expand(S * B, T), each_stream(visible(valid, T), S))
-        found = [hidden if i == FINAL else layer_input(recorded[f"layer {i}"]) for i in self.features]
+        with reading() as read:
+            read.final = hidden = self.model(embeds, place.expand(S * B, T), each_stream(visible(valid, T), S))
+        found = read.features(self.features)
         answered = (torch.arange(T, device=ids.device) >= P).expand(B, T)
         ids = torch.cat([ids.new_zeros(B, P), ids], 1)
         features, visual = unfold(torch.cat(found, -1), S), torch.zeros_like(ids)

@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from mmspec.pipelines.families import table as families
+from mmspec.pipelines.host.forward import reading
 from mmspec.pipelines.prompts import chat_inputs
-from mmspec.pipelines.targets.hooks import final_hidden, layer_input, record_features
 from mmspec.pipelines.targets.image_tokens import media, placeholders
 from mmspec.pipelines.targets.vlm import tap, untap
 from mmspec.train.data import TrainingSample
 from mmspec.train.trace import Trace
-from mmspec.types import FINAL
 
 _PER_TOKEN = ("token_type_ids", "mm_token_type_ids", "attention_mask")
 
@@ -77,17 +76,15 @@ class Teacher:
             for name, t in types.items():
                 t[b, :n] = inputs[name][b, mask[b]]
                 t[b, n:] = inputs[name][b, -1]
-        with record_features() as recorded:
+        with reading() as read:
             self.model(
                 input_ids=ids, attention_mask=valid.long(), use_cache=False, logits_to_keep=1, **arguments, **types
             )
-        decoder = recorded["decoder"]
-        final = final_hidden(decoder)
-        found = [final if i == FINAL else layer_input(recorded[f"layer {i}"]) for i in self.features]
-        embeds = decoder[1].get("inputs_embeds")
+        final, found = read.final, read.features(self.features)
+        embeds = read.told.get("inputs_embeds")
         embeds = self.embed(ids) if embeds is None else embeds
         visual = media(ids, self.model.config, inputs)
-        told = decoder[1].get("position_ids")
+        told = read.told.get("position_ids")
         told = torch.arange(longest, device=device).expand_as(ids) if told is None else told
         positions = told.movedim(0, -1) if told.dim() == 3 else told[..., None]
         positions = positions.expand(*ids.shape, -1)

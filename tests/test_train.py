@@ -89,9 +89,7 @@ def test_the_trace_is_what_generation_saw(questions: Path) -> None:
         answers = teacher.answers(samples, 8, 0.0)
         trace = teacher.trace(samples, answers)
         greedy = teacher.head(trace.final).argmax(-1)
-    assert type(model.get_decoder()).__name__ == "LlamaModel" and "FeatureHook" not in str(
-        type(model.get_decoder()).__mro__
-    )
+    assert type(model.get_decoder()).__name__ == "LlamaModel" and "Tap" not in str(type(model.get_decoder()).__mro__)
     for b, answer in enumerate(answers):
         places = trace.answered[b].nonzero()[:, 0]
         assert trace.ids[b, places].tolist() == answer

@@ -12,8 +12,8 @@ from torch import Tensor
 from mmspec.drafters.blocks import path_after
 from mmspec.drafters.growth import Growth
 from mmspec.drafters.options import ALL, TreeOptions, grown
+from mmspec.pipelines.host.hooks import stock
 from mmspec.pipelines.targets.decoder import decoder
-from mmspec.pipelines.targets.hooks import stock
 from mmspec.pipelines.targets.masks import additive
 from mmspec.pipelines.targets.state import State
 from mmspec.protocols import Target, TargetInfo

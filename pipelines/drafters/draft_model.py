@@ -18,10 +18,10 @@ from mmspec.drafters import prune, static_trees
 from mmspec.drafters.growth import Growth
 from mmspec.drafters.options import ALL, TreeOptions, grown
 from mmspec.pipelines.families.table import unwrap
+from mmspec.pipelines.host.hooks import stock
 from mmspec.pipelines.targets import compiled, tree_readers
 from mmspec.pipelines.targets.call import Call
 from mmspec.pipelines.targets.decoder import decoder, readers
-from mmspec.pipelines.targets.hooks import stock
 from mmspec.pipelines.targets.state import State
 from mmspec.pipelines.targets.vlm import VlmTarget, tap, untap
 from mmspec.protocols import Target, TargetInfo

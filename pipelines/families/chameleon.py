@@ -12,10 +12,11 @@ from torch import Tensor
 from mmspec.config import UnsupportedError
 from mmspec.pipelines.families.codebook import by_token
 from mmspec.pipelines.families.decoder_only import DecoderOnly, DecoderOnlyPatch
+from mmspec.pipelines.host.forward import Read
+from mmspec.pipelines.host.hooks import stock
 from mmspec.pipelines.patching.obstacles import Obstacle
 from mmspec.pipelines.sampling.guidance import Guidance
 from mmspec.pipelines.sampling.request import Request
-from mmspec.pipelines.targets.hooks import final_hidden, stock
 from mmspec.pipelines.targets.vlm import VlmTarget
 from mmspec.rules import Rule, exact
 
@@ -79,10 +80,10 @@ _picture: ContextVar[PictureTokens | None] = ContextVar("mmspec_chameleon", defa
 class ChameleonTarget(VlmTarget):
     """The model with its head read directly."""
 
-    def _logits(self, out: Any, recorded: dict[str, Any]) -> Tensor:
-        return self.model.get_output_embeddings()(final_hidden(recorded["decoder"])).to(self.device)
+    def _logits(self, out: Any, read: Read) -> Tensor:
+        return self.model.get_output_embeddings()(read.final).to(self.device)
 
-    def _grid(self, recorded: dict[str, Any]) -> tuple[int, int] | None:
+    def _grid(self, read: Read) -> tuple[int, int] | None:
         picture = _picture.get()
         return None if picture is None else (picture.side, picture.side)
 

@@ -8,6 +8,7 @@ from typing import Any
 from transformers import GenerationMixin
 
 from mmspec.pipelines.drafters import own_files
+from mmspec.pipelines.host.hooks import stock
 from mmspec.pipelines.host.names import bound, translated
 from mmspec.pipelines.host.release import advice
 from mmspec.pipelines.patching import assisted
@@ -19,7 +20,6 @@ from mmspec.pipelines.sampling.guidance import Guidance
 from mmspec.pipelines.targets import devices, renamed
 from mmspec.pipelines.targets.call import Call, Current, current
 from mmspec.pipelines.targets.decoder import decoder
-from mmspec.pipelines.targets.hooks import stock
 from mmspec.pipelines.targets.tree_readers import head_shape, unsupported
 from mmspec.pipelines.targets.vlm import VlmTarget, tap, untap
 from mmspec.protocols import TargetInfo
@@ -43,7 +43,8 @@ class DecoderOnlyPatch:
         patch, drafts = Patch.of(self), assisted.asked(self, kwargs)
         if patch is not None and drafts is not None:
             patch, kwargs = assisted.patch_for(self, patch, drafts[0]), drafts[1]
-        call = Current({**dict(zip(("inputs",), args, strict=False)), **kwargs}, patch)
+        around = current.get()
+        call = Current({**dict(zip(("inputs",), args, strict=False)), **kwargs}, patch, around and around.custom)
         token = current.set(call)
         try:
             found = super().generate(*args, **kwargs)  # type: ignore[misc]

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from mmspec.pipelines.families.codebook import by_token
 from mmspec.pipelines.families.decoder_only import DecoderOnly
+from mmspec.pipelines.host.forward import Read, now
+from mmspec.pipelines.host.hooks import hold, release, stock
 from mmspec.pipelines.sampling.guidance import Guidance
-from mmspec.pipelines.targets.hooks import hold, note, release, stock
 from mmspec.pipelines.targets.state import Listed, Onward, Places
 from mmspec.pipelines.targets.tree_readers import head_shape
 from mmspec.pipelines.targets.vlm import VlmTarget
@@ -25,21 +26,22 @@ class _Told:
     def get_rope_index(self, *args: Any, **kwargs: Any) -> Any:
         with _one_at_a_time:
             index = stock(self).get_rope_index(self, *args, **kwargs)
-            note("positions", self._cached_decode_position_ids)  # type: ignore[attr-defined]
+            if (read := now().read) is not None:
+                read.listed = self._cached_decode_position_ids  # type: ignore[attr-defined]
         return index
 
 
 class GlmTarget(VlmTarget):
-    def _places(self, positions: Tensor | None, recorded: dict[str, Any], length: int) -> Places:
-        listed = recorded.get("positions")
+    def _places(self, positions: Tensor | None, read: Read, length: int) -> Places:
+        listed = read.listed
         if listed is not None:
             return Listed(listed)
-        embeds = recorded["decoder"][1]["inputs_embeds"]  # without grids stock counts the slots of the cache
+        embeds = read.told["inputs_embeds"]  # without grids stock counts the slots of the cache
         return Onward(torch.full((3, len(embeds), 1), length, device=embeds.device))
 
-    def _grid(self, recorded: dict[str, Any]) -> tuple[int, int] | None:
+    def _grid(self, read: Read) -> tuple[int, int] | None:
         """Of the largest grid that is drawn: its tokens have one place in time, and most do."""
-        listed = recorded.get("positions")
+        listed = read.listed
         if listed is None:
             return None
         time, places = listed[0, 0], listed[0, 1:]

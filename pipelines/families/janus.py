@@ -12,6 +12,8 @@ from transformers.generation.logits_process import ClassifierFreeGuidanceLogitsP
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from mmspec.pipelines.families.decoder_only import DecoderOnly, DecoderOnlyPatch
+from mmspec.pipelines.host.forward import Read, reading
+from mmspec.pipelines.host.hooks import stock
 from mmspec.pipelines.host.names import CACHE
 from mmspec.pipelines.patching import drafting, obstacles
 from mmspec.pipelines.patching.generate import rounds, row_seeds, watching
@@ -22,7 +24,6 @@ from mmspec.pipelines.sampling.noise import TorchNoise
 from mmspec.pipelines.sampling.processors import POINTWISE
 from mmspec.pipelines.sampling.request import Request, Sampler
 from mmspec.pipelines.targets.cache import RaggedCache
-from mmspec.pipelines.targets.hooks import record_features, stock
 from mmspec.pipelines.targets.image_tokens import media
 from mmspec.pipelines.targets.state import Onward, State, selected
 from mmspec.pipelines.targets.vlm import VlmTarget
@@ -139,14 +140,14 @@ class JanusTarget(VlmTarget):
         slots = RaggedCache(rows, inputs.ids.device, L + session.rows[0].limit + nodes)
         arguments |= {CACHE: slots}
         given = self.model.prepare_inputs_for_generation(input_ids=inputs.ids[order], inputs_embeds=embeds, **arguments)
-        with record_features() as recorded:
+        with reading() as read:
             out = self.model.model.language_model(**given)
         slots.advance(L)
-        given = recorded["decoder"][1].get("position_ids")  # without any, stock counts the slots of the cache
+        given = read.told.get("position_ids")  # without any, stock counts the slots of the cache
         first = inputs.ids.new_full((rows, 1), L) if given is None else given[:, -1:] + 1
         valid, ids = arguments["attention_mask"].bool(), inputs.ids[: rows // 2]
         session.cache = State(slots, Onward(first), valid, {}, {}, 2)
-        hidden = self._features(recorded)
+        hidden = self._features(read)
         hidden = None if hidden is None else unfold(hidden, 2)
         prompt = Prompt(
             ids=torch.zeros_like(ids),  # words have no id among the codes
@@ -157,7 +158,7 @@ class JanusTarget(VlmTarget):
             grid=tuple(self.model.model.vqmodel.quantize.quant_state_dims),
         )
         end, root = None if hidden is None else hidden[:, -1:], lone(prompt.ids[:, -1:])
-        return prompt, self.scores(self._logits(out, recorded)[:, -1:], session, root, end)
+        return prompt, self.scores(self._logits(out, read)[:, -1:], session, root, end)
 
     def _forward(self, state: State, ids: Tensor, places: Tensor, mask: Any) -> Any:
         return self.model.model.language_model(
@@ -168,7 +169,7 @@ class JanusTarget(VlmTarget):
             use_cache=True,
         )
 
-    def _logits(self, out: Any, recorded: dict[str, Any]) -> Tensor:
+    def _logits(self, out: Any, read: Read) -> Tensor:
         return self.model.model.generation_head(out.last_hidden_state).to(self.device)
 
 

@@ -8,11 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
+from mmspec.pipelines.host.forward import Tap
+from mmspec.pipelines.host.hooks import hold, release, stock
 from mmspec.pipelines.llamagen.pipeline import DecodingPlan
 from mmspec.pipelines.patching.family import Family
 from mmspec.pipelines.patching.handle import Patch
 from mmspec.pipelines.targets import devices
-from mmspec.pipelines.targets.hooks import FeatureHook, hold, release, stock
 from mmspec.protocols import TargetInfo
 from mmspec.session import Session
 from mmspec.types import ATTENTION
@@ -61,7 +62,7 @@ class LlamaGen(Family):
         if ATTENTION in features:
             raise ValueError("prune leaves out visual tokens of a prompt, and a prompt for a picture has none")
         for i, layer in _layers(model, features).items():
-            hold(layer, FeatureHook, _mmspec_name=f"layer {i}")
+            hold(layer, Tap, _mmspec_layer=i)
 
     def untap(self, model: Any, features: tuple[int, ...]) -> None:
         for layer in _layers(model, features).values():

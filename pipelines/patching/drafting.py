@@ -19,7 +19,8 @@ from mmspec.drafters.compiled_drafter import CapturedDraft
 from mmspec.drafters.dflash import BlockDrafter
 from mmspec.drafters.feature import FeatureDrafter
 from mmspec.drafters.heads import HeadsDrafter
-from mmspec.pipelines.targets import compiled, devices, hooks
+from mmspec.pipelines.host import hooks
+from mmspec.pipelines.targets import compiled, devices
 from mmspec.pipelines.targets import compiled_cache as trusted
 from mmspec.pipelines.targets.compiled_cache import CompiledCache
 from mmspec.protocols import Compilable, TargetInfo

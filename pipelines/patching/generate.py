@@ -30,7 +30,7 @@ from mmspec.pipelines.sampling.request import Request, Sampler
 from mmspec.pipelines.sampling.stopping import Endings, unheard
 from mmspec.pipelines.targets import devices, reach
 from mmspec.pipelines.targets.cache import RaggedCache
-from mmspec.pipelines.targets.call import Call, Custom, custom_call
+from mmspec.pipelines.targets.call import Call, Custom, current
 from mmspec.pipelines.targets.decoder import decoder, more_than_keys
 from mmspec.pipelines.targets.state import State
 from mmspec.protocols import Target
@@ -219,11 +219,13 @@ def watched(custom: Callable[..., Any], handle: Any) -> Callable[..., Any]:
 
     @functools.wraps(custom)
     def run(*args: Any, **kwargs: Any) -> Any:
-        token = custom_call.set(seen := Custom(kwargs.get(CACHE)))
+        now, seen = current.get(), Custom(kwargs.get(CACHE))
+        assert now is not None
+        before, now.custom = now.custom, seen
         try:
             found = custom(*args, **kwargs)
         finally:
-            custom_call.reset(token)
+            now.custom = before
         if not seen.asked:
             handle.say("mmspec does not accelerate this custom_generate: its loop is its own")
         return found

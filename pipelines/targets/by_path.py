@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -20,6 +19,7 @@ from torch import Tensor, return_types
 from torch.overrides import TorchFunctionMode
 
 from mmspec.kernels import reference_recurrent as ops
+from mmspec.pipelines.host.forward import during, now
 from mmspec.pipelines.targets import recurrent
 from mmspec.ragged_cache import Lengths, visibility
 
@@ -141,21 +141,17 @@ class Paths:
         return mask.gather(3, place.expand(*mask.shape[:3], -1))
 
 
-_paths: ContextVar[Paths | None] = ContextVar("mmspec_paths", default=None)
-
-
 @contextmanager
 def reads(parents: Tensor, depth: Tensor, ancestors: Tensor, lengths: Lengths) -> Iterator[None]:
     """Within, forwards read the nodes of this draft; see Paths."""
-    token = _paths.set(Paths(parents, depth, ancestors, lengths))
-    try:
-        with recurrent.reads(parents, depth, ancestors):
-            yield
-    finally:
-        _paths.reset(token)
+    draft = recurrent.Reading(parents, depth, ancestors)
+    with during(draft=draft, paths=Paths(parents, depth, ancestors, lengths)):
+        yield
 
 
-paths = _paths.get  # of the draft that is being read, or None
+def paths() -> Paths | None:
+    """Of the draft that is being read."""
+    return now().paths  # type: ignore[no-any-return]
 
 
 class Choosing(TorchFunctionMode):

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticLayer
 
 from mmspec.kernels import dispatch
-from mmspec.pipelines.targets.recurrent import reading
+from mmspec.pipelines.host.forward import now
 from mmspec.pipelines.targets.recurrent_state import AcceptedPath, RecurrentLayer, RecurrentLayers
 from mmspec.prefix_store import Held
 from mmspec.ragged_cache import Lengths, RaggedBuffer, stacked
@@ -68,7 +68,7 @@ class RaggedCache(Cache):
 
     def _recurrent(self, layer_idx: int) -> RecurrentLayer:
         """A layer's state; a draft that is being read is read by this layer from now on."""
-        layer, draft = self.recurrent.setdefault(layer_idx, RecurrentLayer()), reading.get()
+        layer, draft = self.recurrent.setdefault(layer_idx, RecurrentLayer()), now().draft
         if draft is not None:
             draft.layer = layer
         return layer
@@ -82,7 +82,7 @@ class RaggedCache(Cache):
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
     ) -> Tensor:
-        layer, draft = self._recurrent(layer_idx), reading.get()
+        layer, draft = self._recurrent(layer_idx), now().draft
         if draft is None:
             return layer.extend(conv_states, state_idx, conv_kernel_size)
         draft.index = state_idx
@@ -90,7 +90,7 @@ class RaggedCache(Cache):
         return conv_states
 
     def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
-        if reading.get() is None:  # what a draft writes waits for `commit`
+        if now().draft is None:  # what a draft writes waits for `commit`
             self._recurrent(layer_idx).replace(recurrent_states, state_idx)
         return recurrent_states
 
@@ -99,7 +99,7 @@ class RaggedCache(Cache):
         return any(layer.conv or layer.state for layer in layers)
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        return reading.get() is not None
+        return now().draft is not None
 
     def get_seq_length(self, layer_idx: int = 0, *_: Any) -> int:
         return self.lengths.longest

@@ -39,11 +39,11 @@ class Current:
 
     given: dict[str, Any]  # what the user gave it, by name
     patch: Any  # of the model, or of the drafter that the call names
+    custom: Custom | None = None  # of a `custom_generate`, or of one around it
     reached: bool = False  # whether stock has handed over to a loop of ours
 
 
 current: ContextVar[Current | None] = ContextVar("mmspec_current", default=None)
-custom_call: ContextVar[Custom | None] = ContextVar("mmspec_custom", default=None)
 
 
 @dataclass
@@ -61,8 +61,8 @@ class Call:
     begun: bool = False  # whether anything of the answer has left: then there is no way back to stock
 
     def __post_init__(self) -> None:
-        if (custom := custom_call.get()) is not None:
-            custom.asked = True
+        if (now := current.get()) is not None and now.custom is not None:
+            now.custom.asked = True
 
     @cached_property
     def _split(self) -> tuple[Guidance | None, NegativePrompt | None, LogitsProcessorList]:
@@ -121,8 +121,8 @@ class Call:
     @property
     def owned(self) -> bool:
         """Whether it is the caller's own, or seen by a `custom_generate`."""
-        custom = custom_call.get()
-        if custom is not None and custom.cache is self.cache:
+        now = current.get()
+        if now is not None and now.custom is not None and now.custom.cache is self.cache:
             return True
         return bool(getattr(self.cache, "_is_user_defined", False))
 

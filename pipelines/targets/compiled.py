@@ -17,6 +17,7 @@ from mmspec.kernels import reference
 from mmspec.modes import computed_in, lasting
 from mmspec.piecewise import capture
 from mmspec.piecewise.capture import PiecewiseFunction, Uncapturable
+from mmspec.pipelines.host.forward import now
 from mmspec.pipelines.targets import masks, recurrent
 from mmspec.pipelines.targets import tree_attention as attention
 from mmspec.pipelines.targets.cache import RaggedCache
@@ -92,7 +93,7 @@ of = Compiled.of
 def _inputs(state: State, tokens: Tensor, places: Tensor) -> list[Tensor]:
     """What a forward reads: nodes and types; of layers with a recurrent state also the tree, and those states."""
     found = [tokens, places, *state.types.values()]
-    tree, kept = recurrent.reading.get(), state.cache.recurrent.values()
+    tree, kept = now().draft, state.cache.recurrent.values()
     if kept and tree is not None:
         found += [tree.parents, tree.depth, tree.ancestors, *(t for layer in kept for t in layer.held())]
     return [t.contiguous() for t in found]

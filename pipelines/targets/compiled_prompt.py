@@ -17,6 +17,7 @@ from mmspec.attention import sdpa
 from mmspec.modes import computed_in, lasting
 from mmspec.piecewise import capture
 from mmspec.piecewise.capture import PiecewiseFunction, Uncapturable
+from mmspec.pipelines.host.forward import now, reading
 from mmspec.pipelines.host.names import CACHE
 from mmspec.pipelines.targets import masks
 from mmspec.pipelines.targets.cache import RaggedCache
@@ -24,7 +25,6 @@ from mmspec.pipelines.targets.call import TYPES
 from mmspec.pipelines.targets.compiled import Compiled, PassThroughCache, capturable
 from mmspec.pipelines.targets.compiled_cache import compare, weights
 from mmspec.pipelines.targets.fingerprint import PLAIN, fingerprint
-from mmspec.pipelines.targets.hooks import layer_input, note, record_features
 from mmspec.ragged_cache import RaggedBuffer
 from mmspec.types import FINAL
 
@@ -97,8 +97,8 @@ def _read(target: Any, slots: RaggedCache, run: Callable[..., Any], *args: Any, 
 def _replayed(target: Any, slots: RaggedCache, kind: type, captured: PiecewiseFunction, tensors: list[Tensor]) -> Any:
     """What the decoder would give, of this class, its layers' inputs noted."""
     hidden, *features = captured(_attending(slots), *tensors)
-    for name, entered in zip(_layers(target), features, strict=True):
-        note(name, ((entered,), {}, None))
+    if (read := now().read) is not None:
+        read.layers.update(zip(_layers(target), features, strict=True))
     return kind(**{_FINAL: hidden, CACHE: slots})
 
 
@@ -115,9 +115,9 @@ def _checked(
         now = tree_unflatten([next(rest) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
         seen = torch.ones(B, 1, L, L, dtype=torch.bool)
         mask = dict.fromkeys(masks.KINDS, seen) if target.mixed else seen
-        with capture.Cut(cache, masked=True), record_features() as recorded:
+        with capture.Cut(cache, masked=True), reading() as read:
             out = run(**now, **{CACHE: cache, _MASK: mask})
-        return [out[_FINAL], *(layer_input(recorded[name]) for name in _layers(target))]
+        return [out[_FINAL], *(read.layers[i] for i in _layers(target))]
 
     with lasting():
         captured = PiecewiseFunction(read, [t.clone() for t in tensors], weights(target.model), graphed=False)
@@ -132,9 +132,9 @@ def _both(held: RaggedBuffer) -> list[Tensor]:
     return [t for t in (held.keys, held.values) if t is not None]
 
 
-def _layers(target: Any) -> list[str]:
-    """The names of the layers whose input the drafter asked for."""
-    return [f"layer {i}" for i in target.features if i != FINAL]
+def _layers(target: Any) -> list[int]:
+    """The layers whose input the drafter reads."""
+    return [i for i in target.features if i != FINAL]
 
 
 def _attending(slots: RaggedCache) -> capture.Attend:

@@ -10,17 +10,17 @@ from torch import Tensor
 
 from mmspec.models.llamagen import PREFIX, visible
 from mmspec.modes import mode_of
+from mmspec.pipelines.host.forward import reading
 from mmspec.pipelines.sampling.guidance import Guidance
 from mmspec.pipelines.targets.cache import RaggedCache
 from mmspec.pipelines.targets.compiled import Compiled
-from mmspec.pipelines.targets.hooks import layer_input, record_features
 from mmspec.pipelines.targets.masks import additive
 from mmspec.pipelines.targets.model import ModelTarget
 from mmspec.pipelines.targets.state import Onward, State, each_stream
 from mmspec.ragged_cache import visibility
 from mmspec.session import Session
 from mmspec.tree import lone
-from mmspec.types import FINAL, Prompt, Scores, unfold
+from mmspec.types import Prompt, Scores, unfold
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class LlamaGenTarget(ModelTarget):
 
     def _forward(self, embeds: Tensor, place: Tensor, seen: Tensor, cache: RaggedCache) -> tuple[Tensor, ...]:
         """Final hidden states [B·S, n, H], and the features [B·S, n, F] where the drafter asked for some."""
-        with record_features() as recorded:
-            hidden = self.model(embeds, place, seen, cache)
-        found = [hidden if i == FINAL else layer_input(recorded[f"layer {i}"]) for i in self.features]
+        with reading() as read:
+            read.final = hidden = self.model(embeds, place, seen, cache)
+        found = read.features(self.features)
         return (hidden, torch.cat(found, -1)) if found else (hidden,)

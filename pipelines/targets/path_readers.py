@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.functional import pad
 
+from mmspec.pipelines.host.hooks import stock
 from mmspec.pipelines.host.names import bound, cache_name
 from mmspec.pipelines.targets import by_path
 from mmspec.pipelines.targets.by_path import OneChannel, Paths, RowCache
-from mmspec.pipelines.targets.hooks import stock
 
 
 class _Blocks:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache
 from types import CellType, FunctionType
@@ -25,7 +24,8 @@ from transformers.activations import ACT2FN
 from mmspec.kernels import dispatch
 from mmspec.kernels import reference_recurrent as ops
 from mmspec.modes import each_module, uncast
-from mmspec.pipelines.targets.hooks import stock
+from mmspec.pipelines.host.forward import during, now
+from mmspec.pipelines.host.hooks import stock
 from mmspec.pipelines.targets.recurrent_state import RecurrentLayer, Writes
 
 
@@ -67,19 +67,13 @@ class Reading:
         return out
 
 
-reading: ContextVar[Reading | None] = ContextVar("mmspec_reading", default=None)
-
-
 @contextmanager
 def reads(
     parents: Tensor, depth: Tensor, ancestors: Tensor, scan: Callable[..., Any] = dispatch.recurrent_tree
 ) -> Iterator[None]:
     """Within, forwards read the nodes of this tree, by `scan`: a capture can follow `ops.recurrent_tree`, no kernel."""
-    token = reading.set(Reading(parents, depth, ancestors, scan))
-    try:
+    with during(draft=Reading(parents, depth, ancestors, scan)):
         yield
-    finally:
-        reading.reset(token)
 
 
 # -- what stands for the functions that stock calls -------------------------------------------------------------------
@@ -89,7 +83,7 @@ def _conv(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def causal_conv1d(
         x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **more: Any
     ) -> Tensor:
-        tree = reading.get()
+        tree = now().draft
         if tree is None or tree.layer is None:
             return stock(x, weight, bias, activation=activation, **more)
         state = tree.layer.conv[tree.index]
@@ -106,7 +100,7 @@ def _delta(stock: Callable[..., Any]) -> Callable[..., Any]:
         query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, *,
         initial_state: Tensor | None = None, use_qk_l2norm_in_kernel: bool = False, **more: Any,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        tree = reading.get()
+        tree = now().draft
         if tree is None or initial_state is None:
             return stock(
                 query, key, value, g=g, beta=beta, initial_state=initial_state,
@@ -131,7 +125,7 @@ def _ssd(stock: Callable[..., Any]) -> Callable[..., Any]:
         dt_bias: Tensor | None = None, initial_states: Tensor | None = None, dt_softplus: bool = False,
         dt_limit: tuple[float, float] = (0.0, float("inf")), **more: Any,
     ) -> Any:  # fmt: skip
-        tree = reading.get()
+        tree = now().draft
         if tree is None or initial_states is None:
             return stock(
                 x, dt, A, B, C, chunk_size, D=D, dt_bias=dt_bias, initial_states=initial_states,
@@ -156,7 +150,7 @@ def _ssd_step(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
         state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
         z: Tensor | None = None, dt_bias: Tensor | None = None, dt_softplus: bool = False, **more: Any,
     ) -> Tensor:  # fmt: skip
-        if reading.get() is None:
+        if now().draft is None:
             return stock(state, x, dt, A, B, C, D, z=z, dt_bias=dt_bias, dt_softplus=dt_softplus, **more)
         one = [t if t is None else t[..., 0] for t in (D, dt_bias)]
         scan = _ssd(stock)

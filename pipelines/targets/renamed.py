@@ -8,9 +8,9 @@ from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
+from mmspec.pipelines.host.hooks import stock
 from mmspec.pipelines.targets import devices, recurrent
 from mmspec.pipelines.targets import tree_attention as attention
-from mmspec.pipelines.targets.hooks import stock
 
 TREES = ("sdpa", "eager", attention.NAME)  # what takes a tree's mask
 FLEX = "flex_attention"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+from mmspec.pipelines.host.hooks import stock
 from mmspec.pipelines.targets import masks, path_readers, recurrent, renamed
 from mmspec.pipelines.targets.decoder import decoder, head
-from mmspec.pipelines.targets.hooks import stock
 
 _LAYERS = set(masks.KINDS)
 _BLOCKS = ("index_kpool", "indexer_compress_ratio", "index_block_size")  # of an indexer that chooses blocks, not keys

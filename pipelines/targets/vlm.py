@@ -16,6 +16,8 @@ from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREF
 from mmspec.config import ALL
 from mmspec.drafters.draft_vocab import DraftVocab
 from mmspec.modes import mode_of
+from mmspec.pipelines.host.forward import Read, Tap, reading
+from mmspec.pipelines.host.hooks import hold, release
 from mmspec.pipelines.host.names import CACHE
 from mmspec.pipelines.sampling.guidance import Guidance, NegativePrompt
 from mmspec.pipelines.targets import attention_record as attended
@@ -25,7 +27,6 @@ from mmspec.pipelines.targets import tree_attention as attention
 from mmspec.pipelines.targets.cache import RaggedCache
 from mmspec.pipelines.targets.call import PICTURES, TYPES, Call
 from mmspec.pipelines.targets.decoder import decoder, head, more_than_states, readers
-from mmspec.pipelines.targets.hooks import FeatureHook, final_hidden, hold, layer_input, record_features, release
 from mmspec.pipelines.targets.image_tokens import media
 from mmspec.pipelines.targets.model import ModelTarget
 from mmspec.pipelines.targets.state import Onward, Places, State, interleaved, positions_read
@@ -37,8 +38,8 @@ from mmspec.types import ATTENTION, FINAL, Prompt, Round, Scores, Tree
 _RESERVE = 1024  # slots to reserve at once at most, beyond the prompt
 
 
-def taps(model: Any, features: tuple[int, ...]) -> dict[str, Any]:
-    """The modules to record: the decoder, and the layers whose input the drafter asked for.
+def taps(model: Any, features: tuple[int, ...]) -> dict[int | None, Any]:
+    """The modules to read: the decoder (under None), and the layers whose input the drafter reads, by number.
 
     Raises:
         ValueError: what enters its layers is several streams wide.
@@ -50,15 +51,15 @@ def taps(model: Any, features: tuple[int, ...]) -> dict[str, Any]:
             f"{type(own).__name__} carries {streams} streams between its layers, where this drafter reads one; take a "
             "drafter that reads the last features alone, or drafter='ngram', which fits any"
         )
-    return {"decoder": own, **{f"layer {i}": own.layers[i] for i in features if i >= 0}}
+    return {None: own, **{i: own.layers[i] for i in features if i >= 0}}
 
 
 def tap(model: Any, features: tuple[int, ...]) -> None:
     own, heard = decoder(model), taps(model, features)
     for module, reader in readers(own):
         hold(module, reader)
-    for name, module in heard.items():
-        hold(module, FeatureHook, _mmspec_name=name)
+    for layer, module in heard.items():
+        hold(module, Tap, _mmspec_layer=layer)
     for module in _renamed(own, features):
         hold(module, renamed.Renamed)
 
@@ -169,39 +170,37 @@ class VlmTarget(ModelTarget):
         asked = attended.attending(decoder(self.model), visual, valid) if self.attends else nullcontext()
         config.prefill_chunk_size, chunk = None, config.prefill_chunk_size  # a RaggedCache takes a prompt in one piece
         try:
-            with record_features(prompts.reader(self, slots, valid)) as recorded, asked as looked:
+            with reading(prompts.reader(self, slots, valid)) as given, asked as looked:
                 out = self.model._prefill(ids, config, arguments, is_first_iteration=True)
         finally:
             config.prefill_chunk_size = chunk
         arguments = self.model._update_model_kwargs_for_generation(out, arguments, is_encoder_decoder=False)
-        _check(slots, final_hidden(recorded["decoder"]).shape[1], read)
-        embeds, hidden = self._embeds(recorded, new), self._features(recorded)
+        _check(slots, given.final.shape[1], read)
+        embeds, hidden = self._embeds(given, new), self._features(given)
         if self.prefixes is not None and hidden is not None and self.streams == 1:
             slots.tell(hidden, embeds)
         slots.advance(read)
         positions = self._positions(ids, arguments)
         types = {name: arguments.pop(name)[:, -1:] for name in TYPES if arguments.get(name) is not None}
-        places = self._places(positions, recorded, past + read)
+        places = self._places(positions, given, past + read)
         read_once = {CACHE, *PICTURES, *MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL}
         arguments = {name: value for name, value in arguments.items() if name not in read_once}
         arguments |= {"attention_mask": None}
         state = State(slots, places, valid, types, arguments, padded=not bool(valid.all()))
         if self.prefixes is not None:
-            state.cuts = prefixes.cuts(recorded["decoder"][1], valid, past)
+            state.cuts = prefixes.cuts(given.told, valid, past)
         prompt = Prompt(
             ids=new,
             embeds=embeds,
             hidden=hidden,
             visual=visual,
             valid=valid[:, past:],
-            grid=self._grid(recorded),
+            grid=self._grid(given),
             attention=None if looked is None else looked.mean,
-            positions=positions_read(
-                recorded["decoder"][1].get("position_ids"), places, ids.new_zeros(len(ids), 1), read
-            ),
+            positions=positions_read(given.told.get("position_ids"), places, ids.new_zeros(len(ids), 1), read),
             given=call.given,
         )
-        return state, prompt, self._logits(out, recorded)[:, -1:]
+        return state, prompt, self._logits(out, given)[:, -1:]
 
     def _second(
         self, negative: NegativePrompt, state: State, prompt: Prompt, raw: Tensor, reserve: int
@@ -209,7 +208,7 @@ class VlmTarget(ModelTarget):
         """The same with the negative prompt beside: for a drafter the streams end together, on the feature axis."""
         ids, mask = negative.ids, negative.mask
         slots = RaggedCache(len(ids), ids.device, reserve)
-        with record_features() as recorded:
+        with reading() as read:
             out = self.model(ids, attention_mask=mask, use_cache=True, return_dict=True, **{CACHE: slots})
         slots.advance(ids.shape[1])
         first = torch.full_like(prompt.ids[:, :1], slots.lengths.longest)
@@ -217,12 +216,12 @@ class VlmTarget(ModelTarget):
         assert prompt.embeds is not None
         prompt = replace(
             prompt,
-            embeds=_beside(prompt.embeds, self._embeds(recorded, ids)),
-            hidden=None if prompt.hidden is None else _beside(prompt.hidden, self._features(recorded)),
+            embeds=_beside(prompt.embeds, self._embeds(read, ids)),
+            hidden=None if prompt.hidden is None else _beside(prompt.hidden, self._features(read)),
         )
-        return both, prompt, torch.stack([raw, self._logits(out, recorded)[:, -1:]], 1).flatten(0, 1)
+        return both, prompt, torch.stack([raw, self._logits(out, read)[:, -1:]], 1).flatten(0, 1)
 
-    def _grid(self, recorded: dict[str, Any]) -> tuple[int, int] | None:
+    def _grid(self, read: Read) -> tuple[int, int] | None:
         """Rows and columns of the picture that is to come, where there is one."""
         return None
 
@@ -232,40 +231,37 @@ class VlmTarget(ModelTarget):
         positions = arguments.pop("position_ids", None)
         return None if step.get("position_ids") is None else positions
 
-    def _places(self, positions: Tensor | None, recorded: dict[str, Any], length: int) -> Places:
+    def _places(self, positions: Tensor | None, read: Read, length: int) -> Places:
         """Where the tokens to come stand: from the call's position ids, else from those that the decoder was given.
 
         Without either, the decoder counts the slots of the cache, padding included: `length` of them.
         """
         if positions is not None:
             return Onward(positions[..., -1:])
-        given, rows = recorded["decoder"][1].get("position_ids"), len(final_hidden(recorded["decoder"]))
+        given, rows = read.told.get("position_ids"), len(read.final)
         first = torch.tensor([[length]], device=self.model.device) if given is None else given[..., -1:] + 1
         return Onward(first.expand(*first.shape[:-2], rows, 1))
 
-    def _embeds(self, recorded: dict[str, Any], ids: Tensor) -> Tensor:
-        embeds = recorded["decoder"][1].get("inputs_embeds")
+    def _embeds(self, read: Read, ids: Tensor) -> Tensor:
+        embeds = read.told.get("inputs_embeds")
         return self.embed(ids) if embeds is None else embeds.to(self.device)
 
-    def _features(self, recorded: dict[str, Any]) -> Any:
+    def _features(self, read: Read) -> Tensor | None:
         """[B·S, N, F] of one forward, or None where the drafter wants none."""
         if not self.features:
             return None
-        found = [
-            final_hidden(recorded["decoder"]) if i == FINAL else layer_input(recorded[f"layer {i}"])
-            for i in self.features
-        ]
-        return torch.cat([t.to(self.device) for t in found], -1) if found[1:] else found[0].to(self.device)
+        found = [t.to(self.device) for t in read.features(self.features)]
+        return torch.cat(found, -1) if found[1:] else found[0]
 
-    def _logits(self, out: Any, recorded: dict[str, Any]) -> Tensor:
+    def _logits(self, out: Any, read: Read) -> Tensor:
         """Raw logits [B·S, N, V] of one forward."""
         return out.logits.to(self.device)
 
     def read(self, state: State, tokens: Tensor, places: Tensor, mask: Any) -> tuple[Tensor, ...]:
         """Raw logits [B·S, N, V] of one forward, and the features [B·S, N, F] where the drafter asked for some."""
-        with record_features() as recorded:
+        with reading() as read:
             out = self._forward(state, tokens, places, mask)
-        hidden, raw = self._features(recorded), self._logits(out, recorded)
+        hidden, raw = self._features(read), self._logits(out, read)
         return (raw,) if hidden is None else (raw, hidden)
 
     def _forward(self, state: State, ids: Tensor, places: Tensor, mask: Any) -> Any:

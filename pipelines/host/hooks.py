@@ -5,12 +5,7 @@ from __future__ import annotations
 import copyreg
 import threading
 import weakref
-from collections.abc import Callable
-from contextvars import ContextVar
-from functools import partial
 from typing import Any
-
-from torch import Tensor
 
 _LOCK = threading.RLock()  # enable and disable may come from any thread
 
@@ -78,59 +73,3 @@ class _Swapped:
     def __reduce_ex__(self, protocol: Any) -> Any:
         _, _, *rest = tuple(super().__reduce_ex__(max(2, int(protocol))))
         return (copyreg._reconstructor, (self._mmspec_stock, object, None), *rest)  # type: ignore[attr-defined]
-
-
-class FeatureHook:
-    """Mixin for a module whose call is recorded for the generation that runs in this context, and by no other."""
-
-    _mmspec_name: str
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        listening, run = _listening.get(), partial(stock(self).__call__, self)
-        if listening is None:
-            return run(*args, **kwargs)
-        reader = listening.reader if self._mmspec_name == "decoder" else None
-        output = run(*args, **kwargs) if reader is None else reader(run, *args, **kwargs)
-        listening.recorded[self._mmspec_name] = (args, kwargs, output)
-        return output
-
-
-def note(name: str, value: Any) -> None:
-    """Record a value by hand for the generation that runs in this context, beside what modules record."""
-    listening = _listening.get()
-    if listening is not None:
-        listening.recorded[name] = value
-
-
-class record_features:
-    """Context manager: a dictionary of what the tapped modules were given and returned, by tap name.
-
-    Args:
-        reader: is called in the place of the decoder, with the decoder's own call before its arguments; None: nothing.
-    """
-
-    def __init__(self, reader: Callable[..., Any] | None = None) -> None:
-        self.recorded: dict[str, Any] = {}
-        self.reader = reader
-
-    def __enter__(self) -> dict[str, Any]:
-        self._token = _listening.set(self)
-        return self.recorded
-
-    def __exit__(self, *_: Any) -> None:
-        _listening.reset(self._token)
-
-
-_listening: ContextVar[record_features | None] = ContextVar("mmspec_listening", default=None)
-
-
-def final_hidden(call: tuple[Any, Any, Any]) -> Tensor:
-    """The decoder's output features [B, N, H] from a recorded call."""
-    output = call[2]
-    return output.last_hidden_state if hasattr(output, "last_hidden_state") else output[0]
-
-
-def layer_input(call: tuple[Any, Any, Any]) -> Tensor:
-    """The features [B, N, H] that entered a layer, from a recorded call."""
-    args, kwargs, _ = call
-    return args[0] if args else kwargs["hidden_states"]
