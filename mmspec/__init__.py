@@ -6,7 +6,7 @@ import importlib
 import pathlib
 from typing import Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # In a checkout, mmspec.pipelines, mmspec.kernels and mmspec.app lie beside this folder; in a wheel they lie inside it.
 _root = pathlib.Path(__file__).resolve().parent.parent
