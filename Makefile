@@ -1,10 +1,15 @@
-# Every verb sets up what it needs by itself: a virtual environment in .venv, filled once per change of pyproject.toml.
+# Every verb sets up what it needs by itself: a virtual environment in .venv, filled with the releases that
+# constraints.txt names, once per change of it and of pyproject.toml.
 #   make test                     make caption IN=photos ARGS="--model llava-hf/llava-1.5-7b-hf"
 # JOBS=... says how many processes share the tests, 0 being none (for --pdb and -s).
-# PYTHON=... names the interpreter, VENV=... another environment (one that has torch already spares the download).
+# LOCK= (empty) takes the newest releases that pyproject.toml allows instead, in .venv-newest.
+# PYTHON=... names the interpreter, VENV=... another environment; with LOCK= one that has torch already keeps it.
 
-VENV ?= .venv
+LOCK ?= constraints.txt
+VENV ?= $(if $(LOCK),.venv,.venv-newest)
 RUN := $(VENV)/bin
+INSTALL = $(RUN)/python -m pip install --disable-pip-version-check \
+  $(if $(LOCK),-c $(LOCK),$(if $(filter .venv-newest,$(VENV)),--upgrade --upgrade-strategy eager))
 IN ?=
 PROMPT ?= a small red striped circle left of a large blue square on a grey background
 ARGS ?=
@@ -12,11 +17,11 @@ JOBS ?= 2
 OFFLINE := HF_HUB_OFFLINE=1
 TESTS = $(OFFLINE) $(RUN)/python -m pytest -n $(JOBS) --dist loadfile
 
-.PHONY: help check types test test-all bench gpu demo caption generate zoo docs
+.PHONY: help check types test test-all bench gpu demo caption generate zoo docs lock newest
 .DELETE_ON_ERROR:
 
 help:
-	@echo "make check | test | test-all | bench | gpu | demo | caption [IN=folder] | generate [PROMPT=text] | zoo | docs; all but check take ARGS=options"
+	@echo "make check | test | test-all | bench | gpu | demo | caption [IN=folder] | generate [PROMPT=text] | zoo | docs | lock; all but check take ARGS=options"
 
 check: $(VENV)/.mmspec-dev types
 	$(RUN)/ruff check .
@@ -47,6 +52,14 @@ zoo: $(VENV)/.mmspec-dev
 docs: $(VENV)/.mmspec-docs
 	NO_MKDOCS_2_WARNING=1 $(OFFLINE) $(RUN)/python -m mkdocs build --strict $(ARGS)
 
+# Keeps what constraints.txt has where pyproject.toml still allows it; ARGS="-P transformers" takes the newest release
+# of one package, ARGS=--upgrade those of all. Only this verb needs uv; it reads metadata and downloads no package.
+lock: | $(RUN)/python
+	$(RUN)/python -m venv build/uv
+	build/uv/bin/python -m pip install --disable-pip-version-check --quiet uv
+	UV_CUSTOM_COMPILE_COMMAND="make lock" build/uv/bin/uv pip compile pyproject.toml --universal -p 3.11 \
+	  --extra dev --extra docs --no-annotate --quiet -o constraints.txt $(ARGS)
+
 demo: $(VENV)/.mmspec-base
 	$(OFFLINE) $(RUN)/python -m mmspec.app.cli demo $(ARGS)
 
@@ -57,16 +70,16 @@ caption: $(VENV)/.mmspec-base
 generate: $(VENV)/.mmspec-base
 	$(RUN)/python -m mmspec.app.cli generate "$(PROMPT)" --compare $(ARGS)
 
-$(VENV)/.mmspec-base: pyproject.toml | $(RUN)/python
-	$(RUN)/python -m pip install --disable-pip-version-check -e .
+$(VENV)/.mmspec-base: pyproject.toml $(or $(LOCK),newest) | $(RUN)/python
+	$(INSTALL) -e .
 	@touch $@
 
-$(VENV)/.mmspec-dev: pyproject.toml | $(RUN)/python
-	$(RUN)/python -m pip install --disable-pip-version-check -e ".[dev]"
+$(VENV)/.mmspec-dev: pyproject.toml $(or $(LOCK),newest) | $(RUN)/python
+	$(INSTALL) -e ".[dev]"
 	@touch $@ $(VENV)/.mmspec-base
 
-$(VENV)/.mmspec-docs: pyproject.toml | $(RUN)/python
-	$(RUN)/python -m pip install --disable-pip-version-check -e ".[docs]"
+$(VENV)/.mmspec-docs: pyproject.toml $(or $(LOCK),newest) | $(RUN)/python
+	$(INSTALL) -e ".[docs]"
 	@touch $@ $(VENV)/.mmspec-base
 
 # The first interpreter that is new enough; its venv module is a package of its own on Debian and Ubuntu.

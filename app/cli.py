@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import builtins
-import difflib
 import importlib
 import logging
 import os
@@ -14,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import mmspec
+from mmspec.app.options import meant
 
 UNSAID = ("DeprecationWarning", "PendingDeprecationWarning", "FutureWarning")  # of libraries, to their developers
 COMMANDS = {  # verb: (module with configure(parser) and run(args) -> exit code, one line of help)
@@ -28,6 +28,7 @@ COMMANDS = {  # verb: (module with configure(parser) and run(args) -> exit code,
     "train": ("mmspec.app.train", "train a drafter for a model"),
     "convert": ("mmspec.app.convert", "rewrite a drafter in another published layout"),
     "zoo": ("mmspec.app.zoo.command", "train the embedded models again from nothing"),
+    "doctor": ("mmspec.app.doctor", "check versions, device, compiler and what a new release changed; for bug reports"),
     "supported": ("mmspec.app.supported", "print the model families proved identical, the drafters and the rules"),
 }
 
@@ -70,11 +71,14 @@ class Parser(argparse.ArgumentParser):
             self.exit(2)
         found, strange = super().parse_known_args(args, namespace)
         if strange:
-            near = difflib.get_close_matches(strange[0].partition("=")[0], self._option_string_actions, 1)
-            self.error(
-                f"unrecognized arguments: {' '.join(strange)}" + "".join(f"; did you mean {one}?" for one in near)
-            )
+            self.error(f"unrecognized arguments: {' '.join(strange)}{meant(strange[0], self._option_string_actions)}")
         return found, strange
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
+            near, names = meant(value, action.choices) or ".", ", ".join(action.choices)
+            self.error(f"there is no {action.metavar} {value!r}{near} Choose from {names}")
+        super()._check_value(action, value)
 
     def error(self, message: str) -> Any:
         self.exit(2, f"{self.prog}: error: {message}\n`{self.prog} --help` explains what it takes\n")

@@ -11,6 +11,10 @@ from mmspec.app.options import count
 
 OK, FAILED = 0, 1
 LLAMAGEN, MAR = "llamagen", "mar"  # in the place of SRC
+OF_PIPELINES = {  # flags that only they take, and their names
+    "-o": "output", "--vq": "vq", "--vae": "vae", "--text-encoder": "text_encoder", "--image-size": "image_size",
+    "--heads": "heads",
+}  # fmt: skip
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -80,10 +84,16 @@ def _drafter(args: argparse.Namespace) -> str:
     from mmspec.checkpoints.load import load_drafter
     from mmspec.checkpoints.save import save_drafter
 
-    _refuse_standing(args.dst, (WEIGHTS, CONFIG), args.overwrite)
+    useless = [flag for flag, name in OF_PIPELINES.items() if getattr(args, name) is not None]
+    if useless:
+        raise ValueError(
+            f"{' and '.join(useless)}: only with `llamagen` or `mar` as SRC; a drafter is written to DST, as in "
+            f"`mmspec convert {args.src} FOLDER`"
+        )
     drafter = load_drafter(
         args.src, target=args.target, revision=args.revision, allow_pickle=args.allow_pickle, layout=args.source
     )
+    _refuse_standing(args.dst, (WEIGHTS, CONFIG), args.overwrite)
     save_drafter(drafter, args.dst, args.layout)
     target = drafter.config.target or "not noted; name it with --target"
     return f"{args.src} written to {args.dst} in the layout {args.layout}; target: {target}"

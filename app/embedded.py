@@ -14,8 +14,8 @@ SHIPPED = "shipped"  # the drafter that a model ships with, such as a head in it
 IMAGE_MODEL, IMAGE_DRAFTER = "scenes-llamagen", "scenes-llamagen-heads"
 DRAFTERS = {MODEL: DRAFTER, HYBRID: SHIPPED, IMAGE_MODEL: IMAGE_DRAFTER}  # what fits each
 NOTE = (
-    "note: {}, the model that comes with mmspec, knows only drawn scenes of coloured shapes; its captions of "
-    "anything else mean nothing. Name a real model: --model llava-hf/llava-1.5-7b-hf"
+    "note: {}, the model that comes with mmspec, knows only pictures from its own generator, such as the samples; its "
+    "captions of photos, and of other drawings, mean nothing. Name a real model: --model llava-hf/llava-1.5-7b-hf"
 )
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import ast
-import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 from mmspec.app.embedded import SHIPPED, STOCK
+from mmspec.app.options import meant
 
 WORDS = {"true": True, "false": False, "none": None, "on": True, "off": False, "yes": True, "no": False}
 PLAIN = "plain"  # the registry's name of no drafter
@@ -78,10 +78,9 @@ def given(said: Iterable[str], drafter: Any = None) -> dict[str, Any]:
     known = [name for kind in (SpecConfig(), *kinds) for name in _names(kind)]
     for name, value in words.items():
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            meant = f"; did you mean {near[0]}?" if near else "."
             whose = f" with the drafter {drafter}" if drafter and len(kinds) == 1 else ""
-            raise EnableError(f"--enable has no {name!r}{whose}{meant} It takes {', '.join(dict.fromkeys(known))}")
+            near, names = meant(name, known) or ".", ", ".join(dict.fromkeys(known))
+            raise EnableError(f"--enable has no {name!r}{whose}{near} It takes {names}")
         found[name] = value
     _check(found, kinds)
     return found
@@ -97,11 +96,9 @@ def _known(drafter: Any) -> None:
     from mmspec.registry import DRAFTERS
 
     if drafter not in DRAFTERS:
-        near = difflib.get_close_matches(drafter, DRAFTERS, 1)
-        meant = f"; did you mean {near[0]}?" if near else "."
         raise EnableError(
-            f"unknown drafter {drafter!r}{meant} Choose from {', '.join(DRAFTERS)}, {STOCK}, or give a folder or "
-            "owner/name on the Hub"
+            f"unknown drafter {drafter!r}{meant(drafter, DRAFTERS) or '.'} Choose from {', '.join(DRAFTERS)}, {STOCK}, "
+            "or give a folder or owner/name on the Hub"
         )
 
 

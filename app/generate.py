@@ -6,6 +6,7 @@ import argparse
 import re
 import statistics
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -87,6 +88,7 @@ def run(args: argparse.Namespace) -> int:
         said = (_said_mar if continuous else _said)(args)
         orders = _orders(args, prompts)
         settings = {"guidance_scale": args.guidance, "top_k": args.top_k, "temperature": args.temperature}
+        say(f"loading {args.model}")
         subject = (mar if continuous else painter).load(args.model, args.device, args.dtype, **settings)
         if isinstance(subject, mar.MarSubject):
             way: Any = _speculation(args, subject, said)
@@ -118,17 +120,27 @@ def _draw(subject: Subject, way: Any, orders: Sequence[DrawingOrder], args: argp
     comparison: Comparison[Side, Sequence[DrawingOrder], Any] = Comparison(
         sides, lambda side, some: subject.draw([o.asked for o in some], [o.seed for o in some], side.how)
     )
+    say(f"drawing {len(orders)} picture{'s' * (len(orders) != 1)}, {min(len(orders), args.batch_size)} at a time")
     batches = [orders[start : start + args.batch_size] for start in range(0, len(orders), args.batch_size)]
     if args.compare:
         comparison.warm_up(batches[0], [OWN, PLAIN])
+    done, began = 0, time.monotonic()
     for batch, drawn in zip(batches, comparison.turns(batches), strict=True):
         if not args.grid:
             write(batch, drawn[OWN].images)
+        done += len(batch)
+        if done < len(orders):
+            say(f"{done} of {len(orders)} pictures, {time.monotonic() - began:.0f} s")
     made, base = (comparison.made.get(name, []) for name in (OWN, PLAIN))
     if args.grid:
         fast, plain = ([image for each in some for image in each.images] for some in (made, base))
         write_sheet(orders, fast, plain, args.images)
     return made, base
+
+
+def say(line: str) -> None:
+    """Progress, beside the results."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def _prompts(args: argparse.Namespace) -> list[str]:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import math
+from collections.abc import Iterable
 from typing import Any
 
+CLOSE = 0.75  # how alike two names are, from 0 to 1, for one to be a misspelling of the other
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -47,3 +50,9 @@ def where(parser: Any) -> None:
     """`--device` and `--dtype`: where a model runs, and in which numbers; for a parser, or a group of one."""
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps ... (%(default)s)")
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of the weights (%(default)s)")
+
+
+def meant(word: str, known: Iterable[str]) -> str:
+    """A question after the one of these names that a word misspells; nothing where none is near."""
+    near = difflib.get_close_matches(word.partition("=")[0], known, 1, cutoff=CLOSE)
+    return "".join(f"; did you mean {one}?" for one in near)

@@ -10,7 +10,7 @@ import mmspec
 from mmspec import media
 from mmspec.app import embedded, enabling
 from mmspec.app.options import count, where
-from mmspec.pipelines.patch import UnsupportedError
+from mmspec.config import UnsupportedError
 from mmspec.pipelines.prompts import chat_inputs
 
 
@@ -49,4 +49,6 @@ def run(args: argparse.Namespace) -> int:
         print(f"mmspec verify: {error}", file=sys.stderr)
         return 1
     print(report)
+    if report.image_matters:
+        print("another picture gives another answer: the picture is read")
     return 0 if report.ok else 1

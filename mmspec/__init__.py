@@ -24,7 +24,7 @@ _FACE = {
     "SpecConfig": "mmspec.config",
     "Stats": "mmspec.statistics",
     "Step": "mmspec.pipelines.serving.stream",
-    "UnsupportedError": "mmspec.pipelines.patching.obstacles",
+    "UnsupportedError": "mmspec.config",
     "supported": "mmspec.pipelines.families.table",
     "load_drafter": "mmspec.checkpoints.load",
     "save_drafter": "mmspec.checkpoints.save",
@@ -40,4 +40,7 @@ def __getattr__(name: str) -> Any:
     """Import the few public functions when they are first used (PEP 562), so that `import mmspec` stays light."""
     if name not in _FACE:
         raise AttributeError(f"module 'mmspec' has no attribute '{name}'; it offers {', '.join(__all__)}")
-    return getattr(importlib.import_module(_FACE[name]), name)
+    try:
+        return getattr(importlib.import_module(_FACE[name]), name)
+    except (ImportError, AttributeError) as error:
+        return importlib.import_module("mmspec.pipelines.host.release").missing(name, error)

@@ -12,6 +12,10 @@ AUTO, ALL = "auto", "all"
 T = TypeVar("T")
 
 
+class UnsupportedError(ValueError):
+    """A model or a call that mmspec cannot accelerate; the message says why and what to do."""
+
+
 @dataclass(frozen=True)
 class SpecConfig:
     """Options of `enable` that all drafters share: what to accept, and how to run. Each drafter has options of its own

@@ -65,6 +65,10 @@ class MediaError(Exception):
         return type(self), (self.path, self.reason, self.what_to_do)
 
 
+class OutsideError(MediaError):
+    """A row names a file outside of the folder of its table."""
+
+
 @dataclass(frozen=True)
 class MediaLimits:
     """What one item may take, so that no file can hold up or kill a run."""
@@ -133,13 +137,14 @@ def below(folder: Path, name: object, where: Path | str) -> Path:
         where: the row, for messages.
 
     Raises:
-        MediaError: no path, an address, or a file elsewhere: a data set must not choose what is opened here.
+        OutsideError: a file elsewhere: a data set must not choose what is opened here.
+        MediaError: no path, or an address.
     """
     base = os.path.abspath(folder)
     path = os.path.normpath(os.path.join(base, path_of(name, where)))
     if not path.startswith(os.path.join(base, "")):
         advice = "put the table into a folder above its files, or caption them by a list of paths of your own (.txt)"
-        raise MediaError(where, f"names {str(name)[:200]!r}, which lies outside of {folder}", advice)
+        raise OutsideError(where, f"names {str(name)[:200]!r}, which lies outside of {base}", advice)
     return Path(path)
 
 

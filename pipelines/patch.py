@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 
-from mmspec.config import SpecConfig
+from mmspec.config import SpecConfig, UnsupportedError
+from mmspec.pipelines import untested
 from mmspec.pipelines.families import table as families
+from mmspec.pipelines.host import release
 from mmspec.pipelines.patching import drafting, shipped
 from mmspec.pipelines.patching.handle import Handle, Patch, put_on
-from mmspec.pipelines.patching.obstacles import UnsupportedError, soft_prompt
+from mmspec.pipelines.patching.obstacles import soft_prompt
 from mmspec.registry import resolve_rule
 from mmspec.statistics import Stats
 
@@ -22,6 +24,7 @@ _log = logging.getLogger("mmspec")
 MPS = "2.13"  # torch from which on attention under a mask of every row is right there
 
 
+@release.guarded
 def enable(model_or_pipe: Any, drafter: Any = None, **options: Any) -> Handle:
     """Accelerate a loaded model or pipeline in place; `generate` keeps its arguments, its output and its distribution.
 
@@ -54,6 +57,8 @@ def enable(model_or_pipe: Any, drafter: Any = None, **options: Any) -> Handle:
     *wrappers, model = families.opened(model_or_pipe)
     family = families.of(model)
     why = next(filter(None, map(soft_prompt, wrappers)), None) or family.unsupported(model)
+    if why is None and not release.tested():
+        why = untested.refusal(model, drafter, enable)
     if why is not None:
         if config.on_unsupported == "error":
             raise UnsupportedError(f"mmspec cannot accelerate {type(model).__name__}: {why}")

@@ -20,6 +20,8 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from mmspec.pipelines.host.names import CACHE
+
 EOS, OPEN, CLOSE, LINE, IMG = 2, 40, 41, 42, 43  # end of text; a picture's beginning and end; end of a row; codes begin
 TIMES, ZERO, SIZES = 9, 10, 50  # Emu3.5 writes sizes in digits, "4*3"; Lumina has a token for each size
 FIRST_CODE = 60  # codes are 60 … 127
@@ -61,8 +63,8 @@ class UnbatchedClassifierFreeGuidanceLogitsForVisualTokenWithDifferentialTopKPro
         own["attention_mask"] = torch.cat([own["attention_mask"], torch.ones_like(ids[:, -1:])], 1)
         new = own["input_ids"] if own["past"] is None else own["input_ids"][:, -1:]
         mask = own["attention_mask"]
-        out = self.model(new, attention_mask=mask, use_cache=True, past_key_values=own["past"])
-        own["past"] = out.get("past_key_values", None)
+        out = self.model(new, attention_mask=mask, use_cache=True, **{CACHE: own["past"]})
+        own["past"] = out.get(CACHE, None)
         return out.logits[:, -1]
 
     def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
@@ -138,8 +140,8 @@ class LLMImageStartTriggeredUnbatchedClassifierFreeGuidanceLogitsProcessor(_OfLu
         new = ids[:, self.begin :] if self.context["first"] else ids[:, -1:]
         old, ones = self.context["mask"], torch.ones_like(new)
         self.context["mask"] = ones if old is None else torch.cat([old, ones], 1)
-        out = self.model(new, attention_mask=self.context["mask"], use_cache=True, past_key_values=self.context["past"])
-        self.context.update(first=False, past=out.get("past_key_values", None))
+        out = self.model(new, attention_mask=self.context["mask"], use_cache=True, **{CACHE: self.context["past"]})
+        self.context.update(first=False, past=out.get(CACHE, None))
         unguided = out.logits[:, -1]
         return self.scale * (scores - unguided) + unguided
 
@@ -182,7 +184,7 @@ class Lumina(T.ChameleonForConditionalGeneration):
 
     def forward(self, *args: Any, return_dict: bool = True, **kwargs: Any) -> Any:
         out = self.model(*args, **kwargs)
-        return CausalLMOutputWithPast(logits=self.lm_head(out[0]), past_key_values=out.past_key_values)
+        return CausalLMOutputWithPast(logits=self.lm_head(out[0]), **{CACHE: getattr(out, CACHE)})
 
 
 @cache

@@ -25,6 +25,7 @@ from mmspec.app.provenance import provenance
 from mmspec.drafters.eagle import EagleConfig, EagleDrafter
 from mmspec.statistics import Stats
 
+ROOT = Path(__file__).parents[1]
 QUICK = ["--images", "2", "--max-new-tokens", "8", "--prompt", "short"]
 
 
@@ -169,6 +170,7 @@ def test_reads_pictures_inside_parquet(tmp_path: Path) -> None:
         ('{"image": "0.png", "question": "w?"}', 3, "holds 1 questions; 3 are to be measured"),
         ('{"question": "w?"}', 1, "no picture: its fields are question"),
         ('{"image": "0.png", "answer": "w"}', 1, "no prompt"),
+        ('{"image": "0.png", "video": "a.mp4", "question": "w?"}', 1, "question 1: 'video' holds a video, and only"),
     ],
 )
 def test_says_what_is_wrong_with_a_list(tmp_path: Path, content: str, count: int, told: str) -> None:
@@ -176,6 +178,40 @@ def test_says_what_is_wrong_with_a_list(tmp_path: Path, content: str, count: int
     (tmp_path / "list.jsonl").write_text(content)
     with pytest.raises(BenchError, match=told):
         read_questions(tmp_path / "list.jsonl", count, 0)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["vlm", "--frames", "4"], "--frames: only clips have frames (--shown clip); leave it out"),
+        (["vlm", "--tune-images", "2"], "--tune-images: nothing is tuned without --tune; leave it out"),
+        (["vlm", "--data", "{}", "--shown", "pair"], "--shown: --data shows your own pictures, and nothing drawn"),
+        (["vlm", "--data", "{}", "--prompt", "short"], "--prompt: the questions of "),
+        (["caption", "--data", "{}", "--prompt", "short"], "--prompt: the questions of "),
+        (["round", "--tune"], "--tune: the round bench tunes nothing; leave it out"),
+        (["shapes", "--sizes", "toy", "--models", "llamagen-xl", "--contexts", "9"], "--contexts: only vision-"),
+        (["nodes", "--plot", "x.png"], "--plot: a plot shows speed-ups over plain decoding, which this suite does not"),
+        (["image", "--sweep", "--real", "{}"], "--sweep and --real: no quality is measured without --quality-images N"),
+        (["image", "--model", "mar", "--rule", "x", "--prompts", "y"], "--prompts and --rule: a MAR draws classes by"),
+    ],
+)
+def test_flags_that_would_change_nothing_are_refused(
+    words: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_pictures(tmp_path, 1)
+    (tmp_path / "list.jsonl").write_text('{"image": "0.png", "question": "w?"}')
+    words = [word.format(tmp_path / "list.jsonl") for word in words]
+    if words[0] in ("vlm", "caption"):
+        words += ["--model", str(tiny_llava.save(tmp_path / "model")), "--images", "1"]
+    assert cli.main(["bench", *words, "--device", "cpu"]) == 1
+    assert told in capsys.readouterr().err
+
+
+def test_the_screen_shows_the_columns_that_fit_there() -> None:
+    records = json.loads((ROOT / "benchmarks/results/vlm.json").read_text())["records"]
+    narrow, wide = report.table(records), report.table(records, wide=True)
+    assert "vs best stock" in narrow and max(map(len, narrow.splitlines())) <= 120
+    assert "TTFT ms" not in narrow and "TTFT ms" in wide
 
 
 def test_no_data(tmp_path: Path) -> None:

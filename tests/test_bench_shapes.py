@@ -64,7 +64,8 @@ class Measured:
 
 def run(out: Path, *words: str) -> Measured:
     """With the least there is to do; what compilers make of it is left out: pieces and graphs run as they are."""
-    given = ["--contexts", "64", "--batch", "2", "--tokens", "3", "--repeats", "1", "--device", "cpu", *words]
+    contexts = [] if {"llamagen-xl"} == {*words} & {*MODELS} else ["--contexts", "64"]
+    given = [*contexts, "--batch", "2", "--tokens", "3", "--repeats", "1", "--device", "cpu", *words]
     compiler, build, held, gone = torch.compile, shapes.shapes_ways.load, list[Any](), list[bool]()
 
     def left() -> bool:

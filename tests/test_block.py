@@ -17,6 +17,7 @@ import mmspec
 from mmspec.app import cli
 from mmspec.drafters.block_config import BlockConfig
 from mmspec.drafters.dflash import BlockDrafter
+from mmspec.pipelines.host.names import CACHE
 from mmspec.protocols import TargetInfo
 
 V, H = targets.VOCAB, targets.HIDDEN
@@ -299,7 +300,7 @@ def test_as_transformers_own_assistant(tmp_path):
         positions = torch.arange(read, upto + BLOCK)[None]
         out = stock(
             noise_embeds=block, context_hidden_states=features[:, read:upto], position_ids=positions,
-            attention_mask=torch.ones(1, upto + BLOCK, dtype=torch.long), past_key_values=cache,
+            attention_mask=torch.ones(1, upto + BLOCK, dtype=torch.long), **{CACHE: cache},
         )  # fmt: skip
         torch.testing.assert_close(mine, out.last_hidden_state[:, 1:], atol=1e-5, rtol=1e-4)
         read = upto

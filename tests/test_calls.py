@@ -15,6 +15,7 @@ from drafters import DRAFTERS, Oracle, Scripted, _random
 from torch import Tensor
 
 import mmspec
+from mmspec.pipelines.host.names import CACHE
 from mmspec.pipelines.patch import UnsupportedError
 
 PLAIN = {"do_sample": False, "max_new_tokens": 16}
@@ -51,7 +52,7 @@ def test_soft_prompts_before_the_ids(llava: Any, drafter: str, mask: str) -> Non
     with mmspec.enable(llava, drafter=DRAFTERS[drafter](llava, Oracle.of(ids, stock.sequences))) as handle:
         fast = call()
     assert torch.equal(stock.sequences, fast.sequences) and handle.stats.tokens == 16
-    assert stock.past_key_values.get_seq_length() == fast.past_key_values.get_seq_length() == 11 + 15
+    assert getattr(stock, CACHE).get_seq_length() == getattr(fast, CACHE).get_seq_length() == 11 + 15
 
 
 def chat(model: Any, enabled: bool, padded: bool, drafter: Any) -> list[Any]:
@@ -64,7 +65,7 @@ def chat(model: Any, enabled: bool, padded: bool, drafter: Any) -> list[Any]:
         mask = torch.cat([seen, mask], 1)
         if enabled:
             mmspec.enable(model, drafter=drafter)
-        out = model.generate(input_ids=ids, attention_mask=mask, past_key_values=cache, **PLAIN)
+        out = model.generate(input_ids=ids, attention_mask=mask, **{CACHE: cache}, **PLAIN)
         mmspec.disable(model)
         new = out.shape[1] - ids.shape[1]
         seen = torch.cat([mask, torch.ones(1, new - 1, dtype=torch.long)], 1)  # the last token is not in the cache
@@ -138,25 +139,25 @@ def test_ids_on_the_cpu_and_the_model_on_a_gpu(options: dict[str, Any], rows: in
 @pytest.mark.parametrize("kind", [T.DynamicCache, lambda: T.DynamicCache(config=targets.model("llava").config)])
 def test_an_empty_cache_of_the_users_for_several_rows(llava: Any, policy: str, kind: Any) -> None:
     inputs, theirs, mine = targets.prompt("llava", "ragged"), kind(), kind()
-    stock = targets.generate(llava, inputs, past_key_values=theirs)
+    stock = targets.generate(llava, inputs, **{CACHE: theirs})
     with mmspec.enable(llava, on_unsupported=policy):
         if policy == "error":
             with pytest.raises(UnsupportedError, match="one row only"):
-                targets.generate(llava, inputs, past_key_values=mine)
+                targets.generate(llava, inputs, **{CACHE: mine})
             return
         with pytest.warns(UserWarning, match="one row only"):
-            fast = targets.generate(llava, inputs, past_key_values=mine)
+            fast = targets.generate(llava, inputs, **{CACHE: mine})
     assert torch.equal(stock, fast) and mine.get_seq_length() == theirs.get_seq_length() == stock.shape[1] - 1
 
 
 def test_several_rows_without_a_cache_say_so(llava: Any) -> None:
     inputs = targets.prompt("llava", "ragged")
     stock = targets.generate(llava, inputs, return_dict_in_generate=True)
-    with mmspec.enable(llava) as handle, pytest.warns(UserWarning, match="past_key_values for one row only") as said:
+    with mmspec.enable(llava) as handle, pytest.warns(UserWarning, match="KV cache for one row only") as said:
         for _ in range(2):
             fast = targets.generate(llava, inputs, return_dict_in_generate=True)
-            assert torch.equal(fast.sequences, stock.sequences) and fast.past_key_values is None
-    assert len([w for w in said if "past_key_values" in str(w.message)]) == 1 and handle.stats.tokens > 0
+            assert torch.equal(fast.sequences, stock.sequences) and getattr(fast, CACHE) is None
+    assert len([w for w in said if "KV cache" in str(w.message)]) == 1 and handle.stats.tokens > 0
 
 
 def test_the_cache_of_a_guided_call_is_that_of_the_prompt_alone() -> None:
@@ -166,7 +167,7 @@ def test_the_cache_of_a_guided_call_is_that_of_the_prompt_alone() -> None:
     with mmspec.enable(model, drafter="jacobi", window=5):
         fast = model.generate(**full, return_dict_in_generate=True)
     assert torch.equal(stock.sequences, fast.sequences)
-    for mine, theirs in zip(fast.past_key_values.layers, stock.past_key_values.layers, strict=True):
+    for mine, theirs in zip(getattr(fast, CACHE).layers, getattr(stock, CACHE).layers, strict=True):
         torch.testing.assert_close(mine.keys, theirs.keys, rtol=1e-4, atol=1e-4)
 
 
@@ -179,7 +180,7 @@ def test_a_cache_that_was_filled_under_autocast(attn: str) -> None:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             out = model.generate(ids, do_sample=False, max_new_tokens=1, return_dict_in_generate=True)
         turn = torch.cat([out.sequences, words(7, seed=4)], 1)
-        return model.generate(turn, past_key_values=out.past_key_values, **PLAIN)
+        return model.generate(turn, **{CACHE: getattr(out, CACHE)}, **PLAIN)
 
     stock = talk()
     with mmspec.enable(model, drafter=Scripted(_random)):
@@ -307,12 +308,12 @@ def test_padded_rows_of_models_that_drop_positions(name: str, drafter: str) -> N
     with mmspec.enable(model, drafter=DRAFTERS[drafter](model, Oracle.of(ids, stock))):
         assert torch.equal(model.generate(**call), stock)
         cache, theirs = T.DynamicCache(), T.DynamicCache()
-        first = model.generate(ids[:1], past_key_values=cache, **PLAIN)
+        first = model.generate(ids[:1], **{CACHE: cache}, **PLAIN)
     again = {"input_ids": torch.cat([first, ids[1:2, :4]], 1), **PLAIN}
-    model.generate(ids[:1], past_key_values=theirs, **PLAIN)
-    stock = model.generate(**again, past_key_values=theirs)
+    model.generate(ids[:1], **{CACHE: theirs}, **PLAIN)
+    stock = model.generate(**again, **{CACHE: theirs})
     with mmspec.enable(model, drafter=DRAFTERS[drafter](model, Oracle.of(again["input_ids"], stock))):
-        assert torch.equal(model.generate(**again, past_key_values=cache), stock)
+        assert torch.equal(model.generate(**again, **{CACHE: cache}), stock)
 
 
 # -- what is refused, or told ----------------------------------------------------------------------------------------
@@ -350,7 +351,7 @@ def plain_loop(
 def sample_then_look(model: Any, *args: Any, **kwargs: Any) -> Tensor:
     """Goes on from the cache that `_sample` has filled."""
     tokens = model._sample(*args, **kwargs)
-    logits = model(tokens[:, -1:], past_key_values=kwargs["past_key_values"]).logits
+    logits = model(tokens[:, -1:], **{CACHE: kwargs[CACHE]}).logits
     return torch.cat([tokens, logits[:, -1].argmax(-1)[:, None]], 1)
 
 

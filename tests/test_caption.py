@@ -390,6 +390,7 @@ def test_retry_failed(caption, monkeypatch: pytest.MonkeyPatch):
     assert lines("captions/failed.jsonl")[0]["error"] == "RuntimeError"
     assert caption() == SOME_FAILED and len(captions()) == 3
     assert caption("--retry-failed") == OK and len(captions()) == 4
+    assert "retry-failed" not in yaml.safe_load(Path("captions/run.yaml").read_text())  # said for one run alone
 
 
 def test_a_torn_last_line_is_healed(caption, capsys: pytest.CaptureFixture):
@@ -643,7 +644,7 @@ def test_what_cannot_be_compiled_says_so(caption, capsys: pytest.CaptureFixture)
 
 def test_the_clock_counts_the_first_answer_too(caption, capsys: pytest.CaptureFixture):
     assert caption("--max-new-tokens", "400", folder="photos/a.png") == 0  # milliseconds of an answer
-    pace = re.search(r"1 caption, (\d+\.\d) items/s", capsys.readouterr().out)
+    pace = re.search(r"1 caption, (\d+\.\d\d) items/s", capsys.readouterr().out)
     assert pace is not None and float(pace[1]) <= 2.5
 
 
@@ -680,6 +681,41 @@ def test_the_settings_of_a_run_lie_beside_its_captions(caption, capsys: pytest.C
     assert Path("captions/.mmspec/run.yaml").exists()
 
 
+def test_a_listed_file_that_is_missing_is_in_the_list_of_failures(caption, photos: Path, capsys: pytest.CaptureFixture):
+    table = Path("list.txt")
+    table.write_text("photos/a.png\nphotos/gone.png\n")
+    for _ in range(2):  # the second run tries nothing again, and forgets nothing
+        assert caption("--out", "out", folder="list.txt") == SOME_FAILED
+        [failure] = lines("out/failed.jsonl")
+        assert "gone.png: is missing" in failure["message"] and "list.txt: row 2" in failure["message"]
+    assert "1 failed: out/failed.jsonl says why" in capsys.readouterr().out
+    table.write_text("photos/a.png\n")
+    assert caption("--out", "out", folder="list.txt") == OK and not Path("out/failed.jsonl").exists()
+
+
+def test_rows_that_are_mended_leave_the_list_of_failures(caption, photos: Path):
+    table = Path("photos/t.csv")
+    table.write_text("path\na.png\n../b.png\n../c.png\n")
+    assert caption("--out", "out", folder="photos/t.csv") == SOME_FAILED and len(lines("out/failed.jsonl")) == 1
+    table.write_text("path\na.png\nb.jpg\nc.webp\n")
+    assert caption("--out", "out", folder="photos/t.csv") == OK and not Path("out/failed.jsonl").exists()
+
+
+def test_what_is_left_out_or_called_by_its_whole_path_is_said(caption, photos: Path, capsys: pytest.CaptureFixture):
+    for name in ("a.pdf", "b.pdf", "notes.txt", ".hidden"):
+        (photos / name).write_text("x")
+    assert caption() == OK
+    said = capsys.readouterr().out
+    assert "left out: 3 file(s) that are no images or videos by their names (2 .pdf, 1 .txt)" in said
+    folder = Path("lists")
+    folder.mkdir()
+    (folder / "list.txt").write_text("../photos/a.png\n")
+    assert caption("--out", "out", folder="lists/list.txt") == OK
+    name = str((photos / "a.png").resolve())[1:]
+    assert f"files outside of lists are called by their whole path, such as {name}" in capsys.readouterr().out
+    assert "whole path" not in capsys.readouterr().out and list(captions("out")) == [name]
+
+
 def test_config(caption, photos: Path, capsys: pytest.CaptureFixture):
     config = {"prompt": "w8", "out": "one", "resume": True, "extension": ".cap", "batch-size": "auto", "limit": 2}
     Path("run.yaml").write_text(yaml.safe_dump(config))
@@ -691,7 +727,7 @@ def test_config(caption, photos: Path, capsys: pytest.CaptureFixture):
     assert len(captions("two")) == 4 and len(journal("two")) == 4
     Path("frames.yaml").write_text("frames: 3")
     assert caption("--config", "frames.yaml", "--fps", "1") == OK
-    wrong = {"promt: x": "did you mean 'prompt'", "resume: 1": "true or false", "[": "YAML", "limit: [1]": "one value"}
+    wrong = {"promt: x": "did you mean prompt?", "resume: 1": "true or false", "[": "YAML", "limit: [1]": "one value"}
     for text, reason in wrong.items():
         Path("wrong.yaml").write_text(text)
         assert caption("--config", "wrong.yaml") == SENSELESS and reason in capsys.readouterr().err

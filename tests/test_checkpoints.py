@@ -308,6 +308,11 @@ def test_convert(tmp_path, capsys, layout):
 
 
 def test_convert_says_what_is_wrong(tmp_path, capsys):
+    source, standing = put(tmp_path / "drafter", *eagle()), put(tmp_path / "standing", *eagle())
+    assert cli.main(["convert", str(source), str(tmp_path / "b"), "-o", str(tmp_path / "c"), "--target", "me/x"]) == 1
+    assert "-o: only with `llamagen` or `mar`" in capsys.readouterr().err and not (tmp_path / "b").exists()
+    assert cli.main(["convert", str(tmp_path / "nowhere"), str(standing)]) == 1
+    assert "mmspec convert: there is no folder" in capsys.readouterr().err  # the source comes first
     assert cli.main(["convert", str(tmp_path / "nowhere"), str(tmp_path / "b")]) == 1
     assert "mmspec convert: there is no folder" in capsys.readouterr().err
     assert cli.main(["convert", str(put(tmp_path / "a", *eagle())), str(tmp_path / "b"), "--layout", "eagle3"]) == 1

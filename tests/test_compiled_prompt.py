@@ -14,6 +14,7 @@ from drafters import eagle
 
 import mmspec
 from mmspec.piecewise import capture
+from mmspec.pipelines.host.names import CACHE
 from mmspec.pipelines.targets import compiled
 from mmspec.pipelines.targets import compiled_cache as trusted
 from mmspec.pipelines.targets import compiled_prompt as prompts
@@ -111,7 +112,7 @@ def test_behind_a_cached_text_the_decoder_reads_by_itself(replays: list[int]):
     def turns() -> list[int]:
         first = model.generate(ids, max_new_tokens=8, do_sample=False, return_dict_in_generate=True)
         more = torch.cat([first.sequences, ids], 1)
-        return model.generate(more, past_key_values=first.past_key_values, max_new_tokens=8, do_sample=False).tolist()
+        return model.generate(more, **{CACHE: getattr(first, CACHE)}, max_new_tokens=8, do_sample=False).tolist()
 
     wanted = turns()
     with mmspec.enable(model, "ngram", compile="all"):

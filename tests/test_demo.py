@@ -28,7 +28,7 @@ from gradio.state_holder import SessionState
 from PIL import Image
 
 import mmspec
-from mmspec.app import embedded
+from mmspec.app import embedded, engine
 from mmspec.app.bench.faithful import PictureReader
 from mmspec.app.demo import caption_tab, guard, image_tab, image_view, look, plots, records, sight, view
 from mmspec.app.demo import command as demo
@@ -58,6 +58,7 @@ from mmspec.app.painter import load as load_painter
 from mmspec.pipelines.prompts import chat_inputs
 from mmspec.pipelines.serving.stream import Step, stream
 from mmspec.registry import USUAL
+from mmspec.zoo import scenes
 
 PROMPT = "w5 w6 w7 w5 w6 w7"
 PATIENCE = 300  # seconds, for what a busy machine may delay
@@ -625,7 +626,9 @@ def test_another_host_needs_a_password() -> None:
 
 @pytest.fixture(scope="module")
 def served(duo: Duo, easel: Easel, picture: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    offer = caption_tab.Offer([Path(picture)], [PROMPT], note="knows drawn scenes only")
+    offer = caption_tab.Offer(
+        [Path(picture)], [PROMPT, "w9"], note="knows drawn scenes only", hard="w9", draw=scenes.drawn
+    )
     page = demo.build(duo, offer, tmp_path_factory.mktemp("none"), easel)
     with pytest.MonkeyPatch.context() as patch:  # gradio gives up when its first page takes three seconds
         patch.setattr(networking, "url_ok", lambda url: httpx.head(url, trust_env=False, timeout=PATIENCE).is_success)
@@ -677,6 +680,28 @@ def test_an_example_is_chosen_and_the_note_stands_where_one_uploads(served: Any,
     order = list(named)
     assert order.index("mm-image") < order.index("mm-note") < order.index("mm-prompt") < order.index("mm-summary")
     assert "drawn scenes only" in named["mm-note"].value
+
+
+def test_a_new_scene_is_drawn_and_the_hard_question_is_named(served: Any) -> None:
+    named = parts(served.page)
+    assert named["mm-prompt"].value == PROMPT
+    assert served.page.config and "w9 (a stress test: hard to draft)" in str(served.page.config)
+    [new] = [f for f in served.page.fns.values() if f.targets == [(named["mm-new"]._id, "click")]]
+    state = SessionState(served.page)
+    pictures = [asyncio.run(served.page.process_api(new, [], state=state))["data"][0] for _ in range(2)]
+    first, second = (Image.open(picture["path"]) for picture in pictures)
+    assert first.size == (scenes.SIDE, scenes.SIDE) and first.tobytes() != second.tobytes()
+
+
+def test_the_embedded_model_is_asked_what_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    parser = argparse.ArgumentParser()
+    demo.configure(parser)
+    monkeypatch.setattr(engine, "load", lambda *_, **__: SimpleNamespace(drafter=object(), notes=[]))
+    monkeypatch.setattr("mmspec.app.demo.duo.Duo", lambda *_: SimpleNamespace(warm_up=lambda *_: None))
+    _, offer = demo._captions(parser.parse_args([]), None, [], [])
+    assert offer.prompts == ["Describe this image.", "Describe this image in detail."]
+    assert offer.hard == offer.prompts[1]
+    assert offer.draw is scenes.drawn and "its own generator" in offer.note
 
 
 HOSTILE = {"pdf": b"%PDF-1.4", "html": b"<html>", "heic": b"\0\0\0\x18ftypheic", "nothing": b""}

@@ -23,6 +23,7 @@ from torch import nn
 
 import mmspec
 from mmspec import rules
+from mmspec.pipelines.host.names import CACHE
 from mmspec.pipelines.patch import UnsupportedError
 from mmspec.pipelines.patching import obstacles
 from mmspec.pipelines.targets import devices
@@ -171,9 +172,9 @@ def test_an_offloading_cache_is_not_replaced_by_one_that_stays(
             return targets.generate(fast, asked, **SHORT, cache_implementation="offloaded")
         cache = T.DynamicCache(offloading=True)
         with torch.no_grad():
-            fast(**{**asked, **{name: t[:, :-1] for name, t in asked.items() if t.dim() == 2}}, past_key_values=cache)
+            fast(**{**asked, **{name: t[:, :-1] for name, t in asked.items() if t.dim() == 2}}, **{CACHE: cache})
         text = {name: t for name, t in asked.items() if t.dim() == 2}
-        return targets.generate(fast, text, **SHORT, past_key_values=cache)
+        return targets.generate(fast, text, **SHORT, **{CACHE: cache})
 
     with mmspec.enable(fast, "ngram", on_unsupported=policy) as handle:
         if policy == "error":

@@ -131,8 +131,9 @@ def test_a_wrong_word_ends_a_verb_before_its_model_is_loaded(
     [
         (["caption", "--modle", "x"], "mmspec caption: error: unrecognized arguments: --modle; did you mean --model?"),
         (["bench", "vlm", "--drafers=eagle"], "bench vlm: error: unrecognized arguments: --drafers=eagle; did you"),
-        (["captoin"], "invalid choice: 'captoin' (choose from"),
-        (["bench", "list"], "invalid choice: 'list' (choose from"),
+        (["bench", "vlm", "--repeats", "2"], "bench vlm: error: unrecognized arguments: --repeats 2\n"),
+        (["captoin"], "there is no VERB 'captoin'; did you mean caption? Choose from caption, generate"),
+        (["bench", "list"], "there is no SUITE 'list'. Choose from vlm, mmspec"),
         (["demo", "--port", "99999"], "'99999' is not a port; one is a number from 1 to 65535"),
         (["demo", "--time-limit", "-1"], "'-1' is not a number above 0"),
         ([], "mmspec: lossless speculative decoding"),

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import diffusers
 import httpx
@@ -31,6 +32,16 @@ WORDS: dict[str, list[str]] = {  # for what would take long by default
 }
 PATIENCE = 300  # seconds, for what a busy machine may delay
 SCENE_2 = "red circle is left of the cyan diamond"
+
+
+def test_the_first_lines_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = re.findall(r"```python\n(.*?)```", (EXAMPLES.parent / "README.md").read_text(), re.DOTALL)[0]
+    monkeypatch.chdir(tmp_path)
+    Image.open(zoo.samples() / "scene-02.png").convert("RGB").save("photo.jpg", quality=95)
+    names: dict[str, Any] = {}
+    exec(code.replace("Qwen/Qwen3.5-9B", str(zoo.path("scenes-hybrid"))), names)
+    answer = names["out"][0, names["inputs"]["input_ids"].shape[1] :]
+    assert SCENE_2 in names["processor"].decode(answer)
 
 
 def numbers(said: str, form: str) -> list[float]:

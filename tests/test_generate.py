@@ -25,6 +25,7 @@ from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
 import mmspec
+from mmspec.pipelines.host.names import CACHE
 from mmspec.pipelines.patch import UnsupportedError
 from mmspec.types import Categorical, Draft
 
@@ -430,8 +431,8 @@ def test_scores_and_logits_come_back_as_stock_gives_them(llava: Any, drafter: st
 def test_a_dictionary_without_scores(llava: Any) -> None:
     stock, fast = stock_and_fast(llava, prompt(), return_dict_in_generate=True)
     assert torch.equal(stock.sequences, fast.sequences) and fast.scores is None and fast.logits is None
-    assert fast.past_key_values.get_seq_length() == stock.past_key_values.get_seq_length()
-    for mine, theirs in zip(fast.past_key_values.layers, stock.past_key_values.layers, strict=True):
+    assert getattr(fast, CACHE).get_seq_length() == getattr(stock, CACHE).get_seq_length()
+    for mine, theirs in zip(getattr(fast, CACHE).layers, getattr(stock, CACHE).layers, strict=True):
         torch.testing.assert_close(mine.keys, theirs.keys, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(mine.values, theirs.values, rtol=1e-4, atol=1e-4)
 
@@ -525,7 +526,7 @@ def test_a_cache_of_the_users_over_two_turns(llava: Any, kind: str, turns: str) 
         for enabled, ask in ((first, lambda: prompt()), (second, lambda: second_turn(out[0], "llava"))):
             if enabled:
                 mmspec.enable(llava, drafter=Scripted(_random))
-            out.append(targets.generate(llava, ask(), past_key_values=cache))
+            out.append(targets.generate(llava, ask(), **{CACHE: cache}))
             mmspec.disable(llava)
         return (*out, int(cache.get_seq_length()))
 
@@ -539,8 +540,8 @@ def test_a_cache_of_the_users_over_two_turns(llava: Any, kind: str, turns: str) 
 def test_the_users_cache_object_comes_back(llava: Any) -> None:
     cache = T.DynamicCache(config=llava.config)
     with mmspec.enable(llava):
-        out = targets.generate(llava, prompt(), past_key_values=cache, return_dict_in_generate=True)
-    assert out.past_key_values is cache and cache.get_seq_length() == out.sequences.shape[1] - 1
+        out = targets.generate(llava, prompt(), **{CACHE: cache}, return_dict_in_generate=True)
+    assert getattr(out, CACHE) is cache and cache.get_seq_length() == out.sequences.shape[1] - 1
 
 
 @pytest.mark.parametrize("policy", ["error", "fallback"])
@@ -549,15 +550,15 @@ def test_a_filled_cache_with_sliding_windows(policy: str) -> None:
     model, caches = targets.model("gemma3"), []
     for _ in range(2):
         caches.append(T.DynamicCache(config=model.config))
-        first = targets.generate(model, prompt(name="gemma3"), past_key_values=caches[-1])
-    stock = targets.generate(model, second_turn(first, "gemma3"), past_key_values=caches[0])
+        first = targets.generate(model, prompt(name="gemma3"), **{CACHE: caches[-1]})
+    stock = targets.generate(model, second_turn(first, "gemma3"), **{CACHE: caches[0]})
     with mmspec.enable(model, on_unsupported=policy), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if policy == "error":
             with pytest.raises(UnsupportedError, match=r"cache"):
-                targets.generate(model, second_turn(first, "gemma3"), past_key_values=caches[1])
+                targets.generate(model, second_turn(first, "gemma3"), **{CACHE: caches[1]})
         else:
-            assert torch.equal(stock, targets.generate(model, second_turn(first, "gemma3"), past_key_values=caches[1]))
+            assert torch.equal(stock, targets.generate(model, second_turn(first, "gemma3"), **{CACHE: caches[1]}))
 
 
 # -- on and off ------------------------------------------------------------------------------------------------------

@@ -58,7 +58,9 @@ def test_many_prompts_go_into_a_folder(text: Path, tmp_path: Path, capsys: pytes
     wanted = ("0000-a-red-circle", "0001-a-red-circle", "0002-a-blue-square", "0003-a-blue-square")
     assert names == [f"{name}.png" for name in wanted]
     assert len({pixels(tmp_path / "out" / name) for name in names}) == 4  # each its own seed
-    assert "4 pictures in" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "4 pictures in" in said.out
+    assert f"loading {text}\ndrawing 4 pictures, 3 at a time\n3 of 4 pictures, " in said.err  # while it works
 
 
 def test_a_sheet_with_plain_decoding_beside_it(text: Path, tmp_path: Path) -> None:

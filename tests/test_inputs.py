@@ -175,7 +175,7 @@ def test_paths_in_a_table(tmp_path: Path, extension: str):
     else:
         assert "lies outside of" in trouble(found[3])
     assert found[0].source.path == tmp_path / "data" / "a/1.png" and found[0].source.read() == png(0)
-    assert "gone.png: is missing" in trouble(found[2]) and f"(named in {table}: row 2)" in trouble(found[2])
+    assert "gone.png: is missing" in trouble(found[2]) and f"(named in {table}: row 3)" in trouble(found[2])
     assert open_inputs([table]).count in ({".csv": None}.get(extension, 4),)
 
 
@@ -282,7 +282,7 @@ def test_damage_inside_a_parquet_file_costs_its_rows_only(tmp_path: Path):
     table.write_bytes(data)
     found = items(table)
     assert len(found) == 60 and found[5].source.read() == rows[5]["image"]
-    assert "t.parquet: row 3 of row group 1" in trouble(found[23])
+    assert "t.parquet: row 4 of row group 2" in trouble(found[23])
     assert found[45].source.read() == rows[45]["image"]
 
 
@@ -432,7 +432,10 @@ def test_rows_choose_no_file_outside_of_their_folder(tmp_path: Path, extension: 
     rows = [{"path": "1.png"}, {"path": cell.format(folder=tmp_path)}]
     good, bad = items(write(tmp_path / "set" / f"t{extension}", *rows))
     assert good.source.read() == png(1)
-    assert "lies outside of" in trouble(bad) and "list of paths of your own" in trouble(bad)
+    assert f"row 2: names {cell.format(folder=tmp_path)!r}, which lies outside of {tmp_path / 'set'};" in trouble(bad)
+    assert "list of paths of your own" in trouble(bad)
+    good, bad = items(write(tmp_path / "set" / f"t{extension}", *rows, *rows[1:] * 2))  # one failure for all of them
+    assert bad.name == f"t{extension}" and "and so do 2 more" in trouble(bad)
 
 
 @pytest.mark.parametrize("cell", ["../private.png", "{folder}/private.png", "http://169.254.169.254/x.png"])

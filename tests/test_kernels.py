@@ -26,6 +26,7 @@ from mmspec.app.bench import kernels_ways, report
 from mmspec.app.bench.command import Outcome
 from mmspec.kernels import cases, dispatch
 from mmspec.kernels import reference as ops
+from mmspec.pipelines.host.names import CACHE
 from mmspec.rules import Masses, Trial
 from mmspec.tree import chain, from_parents
 from mmspec.types import Categorical, Draft
@@ -627,12 +628,12 @@ def test_transformers_models_verify_trees_by_it(window: int | None, monkeypatch:
         model.set_attn_implementation(name)
         with torch.no_grad():
             cache = DynamicCache()
-            model(ids, attention_mask=padding, position_ids=positions, past_key_values=cache)
+            model(ids, attention_mask=padding, position_ids=positions, **{CACHE: cache})
             assert not calls
             mask = attention.marked(seen[:, None], lengths, padding.bool(), above.ancestors, above.depth, window)
             where = positions[:, -1:] + 1 + above.depth
             tokens = torch.arange(10, device=DEVICE).view(2, 5)
-            logits.append(model(tokens, attention_mask=mask, position_ids=where, past_key_values=cache).logits)
+            logits.append(model(tokens, attention_mask=mask, position_ids=where, **{CACHE: cache}).logits)
     assert len(calls) == 2, "once a layer, and not for sdpa"
     torch.testing.assert_close(*logits, rtol=1e-5, atol=1e-5)
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import mmspec
 from mmspec.app.bench.image_methods import Hostile
 from mmspec.modes import each_in, mode_of
+from mmspec.pipelines.host.names import CACHE
 from mmspec.pipelines.patching import generate
 from mmspec.pipelines.targets import vlm
 from mmspec.protocols import TargetInfo
@@ -125,8 +126,8 @@ def test_what_comes_out_may_be_used_for_anything() -> None:
     model = targets.model("llava")
     told = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
     with mmspec.enable(model, drafter=eagle(model)):
-        out = targets.generate(model, targets.prompt("llava", "image first"), past_key_values=T.DynamicCache(), **told)
-    cache = out.past_key_values
+        out = targets.generate(model, targets.prompt("llava", "image first"), **{CACHE: T.DynamicCache()}, **told)
+    cache = getattr(out, CACHE)
     entries = [t for layer in cache.layers for t in (layer.keys, layer.values)]
     assert not any(t.is_inference() for t in (out.sequences, *out.scores, *out.logits, *entries))
     entries[0].add_(0.0)  # in place
@@ -140,7 +141,7 @@ def test_a_cache_that_outgrew_its_room_may_be_written_outside(monkeypatch: pytes
     model = targets.model("llava")
     with mmspec.enable(model, drafter=Scripted(_random)):
         out = targets.generate(model, targets.prompt("llava", "image first"), return_dict_in_generate=True)
-    for layer in out.past_key_values.layers:
+    for layer in getattr(out, CACHE).layers:
         assert not layer.keys.is_inference() and layer.keys.zero_().sum() == 0
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 import mmspec
 from mmspec import zoo as embedded
 from mmspec.config import SpecConfig, size_in_bytes
+from mmspec.pipelines.host.names import CACHE
 from mmspec.pipelines.serving.continuous import ContinuousBatcher
 
 Inputs = dict[str, Tensor]
@@ -249,11 +250,11 @@ def test_continuous_batches_share_what_they_read() -> None:
 
 def test_calls_that_are_left_alone_say_why() -> None:
     model, inputs = targets.model("llava"), targets.prompt("llava", "image first")
-    cache = targets.generate(model, inputs, **SAID, return_dict_in_generate=True).past_key_values
+    cache = getattr(targets.generate(model, inputs, **SAID, return_dict_in_generate=True), CACHE)
     turn = further({name: inputs[name] for name in ("input_ids", "attention_mask")}, torch.full((1, 24), 7))
-    want = targets.generate(model, turn, **SAID, past_key_values=copy.deepcopy(cache))
+    want = targets.generate(model, turn, **SAID, **{CACHE: copy.deepcopy(cache)})
     with mmspec.enable(model, "plain", prefix_cache="64MB") as handle:
-        assert torch.equal(targets.generate(model, turn, **SAID, past_key_values=cache), want)
+        assert torch.equal(targets.generate(model, turn, **SAID, **{CACHE: cache}), want)
         targets.generate(model, inputs, **SAID, num_return_sequences=2, do_sample=True)
     assert list(handle.stats.read_whole.items()) == [
         ("the cache is the caller's own", 1),

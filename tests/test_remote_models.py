@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import mmspec
+from mmspec.pipelines.host.names import CACHE
 from mmspec.pipelines.sampling.reader import Reader
 
 JACOBI: dict[str, dict[str, Any]] = {"jacobi": {}, "jacobi tree": {"proactive": (2, 3)}}
@@ -218,7 +219,7 @@ def test_what_a_reader_does_not_follow_is_an_error() -> None:
             ({"attention_mask": torch.tensor([[0, 1, 1]])}, "padding"),
             ({"position_ids": ids}, "position_ids"),
             ({"input_ids": ids.expand(2, -1)}, "several rows"),
-            ({"past_key_values": object()}, "a new cache"),
+            ({CACHE: object()}, "a new cache"),
         ):
             with pytest.raises(ValueError, match=f"calls the model with {word}"):
                 reader(**{"input_ids": ids, **given})

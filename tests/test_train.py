@@ -172,8 +172,12 @@ def test_a_stopped_run_goes_on_to_the_same_weights(questions: Path, tmp_path: Pa
         assert torch.equal(weight, second.drafter.state_dict()[name]), name
 
 
-def test_another_recipe_does_not_take_over_a_run(questions: Path, tmp_path: Path) -> None:
+def test_another_recipe_does_not_take_over_a_run(
+    questions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     _run(tmp_path, questions).run()
+    said = capsys.readouterr().err  # no terminal, and yet it says what it does
+    assert "answers (held-out): " in said and "answers (train): " in said and "train: " in said
     with pytest.raises(ValueError, match="another recipe"):
         _run(tmp_path, questions, RECIPE.with_(lr=1e-3)).run()
 
@@ -303,6 +307,12 @@ def test_rows_of_training_data_choose_no_file_and_no_address(kind: str, name: st
         other.load()
 
 
+def test_lines_with_videos_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text('{"prompt": "w5"}\n{"prompt": "w5", "video": "a.mp4"}\n')
+    with pytest.raises(ValueError, match=r"x.jsonl, line 2: 'video' holds a video, .*its frames as 'images'"):
+        data.read(str(tmp_path / "x.jsonl"))
+
+
 def test_a_line_nested_too_deep_is_named(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text('{"prompt": "w5"}\n' + "[" * 200_000)
     with pytest.raises(ValueError, match="line 2: a sample needs"):
@@ -327,7 +337,8 @@ def test_pictures_are_turned_as_they_were_taken(tmp_path: Path) -> None:
         (["--set", "steps=1e3"], "--set: steps is a whole number, such as 20000; got 'steps=1e3'"),
         (["--set", "muon"], "--set: muon is true or false, such as False; got 'muon'"),
         (["--set", "speed=2"], "--set: there is no 'speed'; choose from anchors, batch, betas"),
-        (["--limit", "3"], "3 samples are too few; 64 of them are held out to measure τ; give more, or set held_out"),
+        (["--limit", "3"], "3 samples are too few: this recipe holds 64 out to measure τ,"),
+        (["--limit", "12"], "give more, or hold fewer out, as with --set held_out=4"),
         (["--data", "nowhere"], "unknown data source 'nowhere'"),
     ],
 )

@@ -87,7 +87,9 @@ def test_a_pipeline_that_draws_is_told_what_to_call() -> None:
 
 def test_the_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert verify(folder, "--dtype", "float32", "--max-new-tokens", 8) == 0
-    assert "identical to stock generate" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "identical to stock generate" in said
+    assert ("the picture matters" in said) == ("another picture gives another answer: the picture is read" in said)
 
 
 @pytest.mark.parametrize("number", ["0", "-3", "many"])

@@ -12,18 +12,21 @@ import zoo_classes as zoo
 from drafters import DRAFTERS, Oracle, eagle
 
 import mmspec
+from mmspec.app import cli
 from mmspec.pipelines.families import table as families
 from mmspec.pipelines.families.surveyed import FOUND, VERSION
+from mmspec.pipelines.host.names import CACHE
 from mmspec.pipelines.serving.continuous import ContinuousBatcher
 
 TALKING = [case for case in zoo.CASES if zoo.picture_of(case) is not None and FOUND[survey.name_of(case)] is None]
-same_version = pytest.mark.skipif(transformers.__version__ != VERSION, reason=f"surveyed with transformers {VERSION}")
 
 
-@same_version
 @pytest.mark.parametrize("case", zoo.CASES)
 def test_identical_or_refused_as_the_table_says(case: str) -> None:
-    assert survey.acceptance(case) == (FOUND[survey.name_of(case)] or survey.SAME)
+    found, known = survey.acceptance(case), FOUND[survey.name_of(case)] or survey.SAME
+    if transformers.__version__ != VERSION and survey.STOCK in known + found:  # one of them cannot be compared
+        return
+    assert found == known
 
 
 @pytest.mark.parametrize("case", TALKING)
@@ -34,15 +37,39 @@ def test_another_picture_changes_the_text(case: str) -> None:
     assert not torch.equal(first, second)
 
 
-@same_version
+@pytest.fixture(autouse=True)
+def stock_generates(request: pytest.FixtureRequest) -> None:
+    """Where stock fails there is nothing to compare with; which classes these are is in the table."""
+    case = getattr(request.node, "callspec", None) and request.node.callspec.params.get("case")
+    if case in zoo.CASES and "table_says" not in request.node.name and (failed := zoo.stock_error(case)) is not None:
+        pytest.skip(failed)
+
+
 def test_no_class_is_left_out() -> None:
-    assert families.untested() == ["PI0ForConditionalGeneration"]  # it acts, and does not generate
+    """Of the release that was surveyed; `mmspec.supported()` names as untested what a newer one brings."""
+    left_out = {"PI0ForConditionalGeneration"}  # it acts, and does not generate
+    left_out |= {"Apertus1p5ForConditionalGeneration", "HYV4VLForConditionalGeneration"}
+    left_out |= {"Inkling2LoopForConditionalGeneration"}
+    assert transformers.__version__ != VERSION or set(families.untested()) == left_out
 
 
 def test_the_page_says_what_the_table_says() -> None:
     assert survey.PAGE.read_text() == survey.page(FOUND, VERSION)
     tried = {survey.name_of(case) for case in zoo.CASES} | set(survey.families())
-    assert tried == FOUND.keys()
+    assert tried <= FOUND.keys() and (transformers.__version__ != VERSION or tried == FOUND.keys())
+
+
+def test_every_page_tells_the_same_of_what_is_proved(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["supported"]) == 0
+    pages = {"supported": capsys.readouterr().out, "models": survey.PAGE.read_text()}
+    pages["README"] = (survey.ROOT / "README.md").read_text()
+    same = sum(why is None for why in FOUND.values())
+    assert len(families.PROVED) == 12
+    for page, text in pages.items():
+        text = " ".join(text.split())
+        for said in ("tiny random models of these very classes", "one row and three rows of unequal length", str(same)):
+            assert said in text, f"{page} lacks: {said}"
+        assert "twelve families also with sdpa and eager attention, one row and four" in text, page
 
 
 def test_a_class_that_is_new_is_called_untested(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,12 +172,12 @@ def test_a_cache_that_keys_alone_would_not_fill_is_left_to_stock(case: str) -> N
     model, inputs = zoo.model(case), zoo.prompt(case)
     full = zoo.generate(model, inputs)
     with mmspec.enable(model):
-        with pytest.warns(UserWarning, match="no past_key_values"):
+        with pytest.warns(UserWarning, match="no KV cache"):
             told = zoo.generate(model, inputs, return_dict_in_generate=True)
-        assert torch.equal(told.sequences, full) and told.past_key_values is None
+        assert torch.equal(told.sequences, full) and getattr(told, CACHE) is None
         own = transformers.DynamicCache(config=model.config.get_text_config())
         with pytest.raises(mmspec.UnsupportedError, match="its layers keep more"):
-            zoo.generate(model, inputs, past_key_values=own)
+            zoo.generate(model, inputs, **{CACHE: own})
 
 
 def test_queries_that_are_scaled_by_the_slots_of_the_cache() -> None:

@@ -25,7 +25,8 @@ IMAGE, VIDEO, OPEN, CLOSE, AUDIO = 120, 121, 122, 123, 124
 LAYERS = 3
 
 TEXT: dict[str, Any] = {
-    "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 96, "num_hidden_layers": LAYERS,
+    "vocab_size": VOCAB, "unpadded_vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 96,
+    "num_hidden_layers": LAYERS,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
     "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "sliding_window": 8, "attention_dropout": 0.0,
     "dropout": 0.0, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "activation_dropout": 0.0,
@@ -508,6 +509,9 @@ CASES: dict[str, Case] = {
 }
 
 
+CASES = {name: one for name, one in CASES.items() if one.cls or name in MAPPED}  # those that this release has
+
+
 # -- models and prompts -----------------------------------------------------------------------------------------------
 
 
@@ -575,6 +579,16 @@ def prompt(name: str, rows: str = "one", picture: int = 1) -> dict[str, Tensor]:
         out["cross_attention_mask"] = shown_from[:, :, None, None].expand(-1, -1, 1, 2).clone()
     axes, out = {"pixel_values": CASES[name].axis}, {**out, **CASES[name].asks}
     return {**out, **{key: torch.cat([t[key] for t in seen], axes.get(key, 0)) for key in seen[0]}}
+
+
+@cache
+def stock_error(name: str) -> str | None:
+    """What stock's own `generate` fails with in the installed release; None: it does not."""
+    try:
+        generate(model(name), prompt(name), max_new_tokens=1)
+    except Exception as error:
+        return f"stock generate fails: {type(error).__name__}: {error}"
+    return None
 
 
 def generate(target: Any, inputs: dict[str, Tensor], **options: Any) -> Any:

@@ -17,7 +17,7 @@ from mmspec import registry
 from mmspec.app import embedded
 from mmspec.app.bench import drafters, report
 from mmspec.app.bench.answers import enabled
-from mmspec.app.bench.command import Outcome, matching, say
+from mmspec.app.bench.command import Outcome, matching, refuse, say
 from mmspec.app.bench.questions import Question, read_questions
 from mmspec.app.compare import Comparison, over
 from mmspec.app.devices import wait
@@ -141,6 +141,8 @@ def questions(args: argparse.Namespace) -> list[Question]:
         drawn = [scenes.draw(np.random.default_rng([HELD_OUT, args.seed, i])) for i in range(args.images)]
         return [Question((scenes.render(s),), prompts[i % len(prompts)]) for i, s in enumerate(drawn)]
     held, _ = read_questions(args.data, args.images, 0)
+    if held[0].prompt:
+        refuse(args, f"the questions of {args.data} have prompts of their own", prompt=None)
     return [q if q.prompt else Question(q.images, prompts[i % len(prompts)]) for i, q in enumerate(held)]
 
 

@@ -36,6 +36,7 @@ SUITES = {  # name: (module with configure(parser) and measure(args, outcome), o
     "kernels": ("mmspec.app.bench.kernels", "kernels beside their definitions, as a share of the copy bandwidth"),
     "gpu": ("mmspec.app.bench.gpu", "all that a GPU has to show, in stages; toys where there is none"),
 }
+UNPLOTTED = ("shapes", "nodes", "turns", "gpu")
 BLOCK = 10**7  # seeds of one run of pictures
 
 
@@ -66,6 +67,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         files = suite.add_argument_group("what is written")
         files.add_argument("--json", type=Path, metavar="FILE", help="records with provenance, kept up after each cell")
         files.add_argument("--markdown", type=Path, metavar="FILE", help="the tables as a page")
+        files.add_argument("--wide", action="store_true", help="all columns on the screen, as --markdown has them")
         files.add_argument("--plot", type=Path, metavar="FILE", help="bars as .png, .svg or .pdf (needs matplotlib)")
 
 
@@ -75,6 +77,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         if getattr(args, "missing", None):
             raise BenchError(f"it needs the package {args.missing}: pip install {args.missing}")
+        if args.suite in UNPLOTTED:
+            refuse(args, "a plot shows speed-ups over plain decoding, which this suite does not measure", plot=None)
         if args.plot:
             report.check_plot(args.plot)
         for _ in importlib.import_module(SUITES[args.suite][0]).measure(args, outcome):
@@ -96,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
 def _tell(args: argparse.Namespace, outcome: Outcome, began: float) -> None:
     """The table on the screen, and every file that was asked for."""
     outcome.provenance |= {"seconds": round(time.perf_counter() - began, 1), "load_average_at_end": load_average()}
-    print(report.table(outcome.records))
+    print(report.table(outcome.records, args.wide))
     if args.json:
         _save(args.json, json.dumps(asdict(outcome), indent=0))
     if args.markdown:
@@ -111,6 +115,13 @@ def _save(path: Path, text: str) -> None:
     half = path.with_name(path.name + ".part")
     half.write_text(text)
     os.replace(half, path)
+
+
+def refuse(args: argparse.Namespace, why: str, **usual: Any) -> None:
+    """BenchError for flags that say something else than is `usual`, where they would change nothing."""
+    said = [f"--{name.replace('_', '-')}" for name, value in usual.items() if getattr(args, name, value) != value]
+    if said:
+        raise BenchError(f"{' and '.join(said)}: {why}; leave {'it' if len(said) == 1 else 'them'} out")
 
 
 N = TypeVar("N", bound=Named)

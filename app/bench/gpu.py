@@ -56,7 +56,7 @@ _TESTS, _DEVICE, _FIRST = ("pytest", "-p", "no:cacheprovider"), "tests/on_device
 _BENCH = ("mmspec.app.cli", "bench")
 _GOAL = ("--models", "qwen2.5-vl-7b", "--drafters", "vispec", "--contexts", "1024", "4096", "--batch", "1", "4")
 _TOY = ("--sizes", "toy", "--device", "cpu", "--repeats", "1")
-_LITTLE = ("--contexts", "64", "--batch", "2", "--tokens", "3", "--no-compile")
+_LITTLE = ("--batch", "2", "--tokens", "3", "--no-compile")
 STAGES: dict[str, GpuStage] = {
     "first": GpuStage(
         "what all else rests on and only a device can show, in small checks that say what to do",
@@ -96,7 +96,8 @@ STAGES: dict[str, GpuStage] = {
         "c of ViSpec's published tree at the shapes of Qwen2.5-VL-7B: 1.2 is the goal",
         0.20,
         (*_BENCH, "shapes", "--json", "FILE", *_GOAL),
-        (*_BENCH, "shapes", "--json", "FILE", "--models", "qwen2.5-vl-7b", "--drafters", "vispec", *_TOY, *_LITTLE),
+        (*_BENCH, "shapes", "--json", "FILE", "--models", "qwen2.5-vl-7b", "--drafters", "vispec", *_TOY, *_LITTLE,
+         "--contexts", "64"),
     ),
     "embedded": GpuStage(
         "the embedded model end to end",

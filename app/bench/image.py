@@ -17,7 +17,7 @@ import torch
 
 from mmspec.app import embedded
 from mmspec.app.bench import drafters, gallery, mar, quality, report_image
-from mmspec.app.bench.command import BenchError, Outcome, batches, matching, say, seeds_of
+from mmspec.app.bench.command import BenchError, Outcome, batches, matching, refuse, say, seeds_of
 from mmspec.app.bench.gallery import Gallery
 from mmspec.app.bench.image_methods import ImageMethod, lossless, relaxed, swept
 from mmspec.app.bench.image_plain import ImageBench
@@ -37,6 +37,10 @@ HELD_OUT = 2**31  # first seed of prompts that no training draws
 GRID = 8  # pictures of a method on the sheet
 UNKNOWN = ("fd_ar", "fd_over_noise", "fd_real", "precision", "recall", "faithfulness", "all_right", "compression",
            "spent", "spent_max")  # fmt: skip
+OF_TOKENS: dict[str, Any] = {  # flags for models that draw tokens, and what they are if nobody says anything
+    "drafters": None, "enable": [], "prompts": None, "real": None, "rule": [], "budget": None, "top_k": None,
+    "quality_methods": None, "noise_runs": 2, "sweep": None, "pictures": None, "grid": None, "resume": False,
+}  # fmt: skip
 DEFAULT_QUALITY = ("ar", "jacobi-*-16", "jacobi-pac", "eagle*", "*+*")
 
 
@@ -79,10 +83,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
     """Timing, the sheet, then quality; yields whenever the outcome has grown."""
     if draws(args.model):
+        refuse(args, "a MAR draws classes by its own drafts, so this bench has no use for that here", **OF_TOKENS)
         yield from mar.measure(args, outcome)
         return
     if (args.images, args.quality_images) == (0, 0) and args.grid is None:
         raise BenchError("nothing is asked for; give --images, --quality-images or --grid")
+    if not args.quality_images:
+        why = "no quality is measured without --quality-images N"
+        refuse(args, why, quality_methods=None, sweep=None, pictures=None, real=None)
     settings = {"guidance_scale": args.guidance, "top_k": args.top_k, "temperature": args.temperature}
     bench = ImageBench(load(args.model, args.device, args.dtype, **settings), args.seed)
     facts = {"model": args.model, "settings": bench.painter.settings, "seed": args.seed, "budget": args.budget}
@@ -144,6 +152,7 @@ def ask(painter: ImageSubject, args: argparse.Namespace) -> ImagePrompts:
     elif painter.classes:
         prompts = np.random.default_rng([HELD_OUT, args.seed]).integers(painter.classes, size=count).tolist()
     else:
+        refuse(args, "held-out scenes have real pictures of their own; --real is for your own --prompts", real=None)
         drawn = pictures.held_out(count, HELD_OUT + args.seed)
         scenes = [scene for scene, _ in drawn]
         return ImagePrompts([caption for _, caption in drawn], scenes, [pictures.render(scene) for scene in scenes])

@@ -13,6 +13,7 @@ from PIL import Image
 from mmspec.app.bench.command import BenchError
 from mmspec.app.media.inputs import images
 from mmspec.media import decode, load_image
+from mmspec.train.data import VideoError, refuse_videos
 
 FIELDS = {  # what a question list may call its fields, the first one that is filled counts
     "images": ("image", "images", "image_path", "image_paths", "image_file", "file_name", "img"),
@@ -88,12 +89,16 @@ READERS: dict[str, Callable[[Path], list[dict[str, Any]]]] = {".jsonl": _jsonl, 
 
 
 def _question(row: dict[str, Any], folder: Path, number: int) -> Question:
+    try:
+        refuse_videos(name for name in row if row[name])
+    except VideoError as error:
+        raise BenchError(f"question {number + 1}: {error}") from error
     found = {kind: next((row[n] for n in names if row.get(n)), None) for kind, names in FIELDS.items()}
     pictures, prompt = found["images"], found["prompt"]
     if pictures is None or (prompt is None and set(row) != {"image"}):
         missing = "picture" if pictures is None else "prompt"
         raise BenchError(
-            f"question {number} has no {missing}: its fields are {', '.join(row)}. Pictures are looked for in "
+            f"question {number + 1} has no {missing}: its fields are {', '.join(row)}. Pictures are looked for in "
             f"{', '.join(FIELDS['images'])}, prompts in {', '.join(FIELDS['prompt'])}"
         )
     pictures = pictures if isinstance(pictures, list) else [pictures]

@@ -171,11 +171,14 @@ def meaning(records: list[Record]) -> dict[str, str]:
     return found
 
 
-def table(records: list[Record]) -> str:
-    """For the screen: one block a cell, then what the columns mean and all notes."""
+def table(records: list[Record], wide: bool = False) -> str:
+    """For the screen: one block a cell with the columns that fit there (`wide`: with all), and the notes."""
     lines = []
     for title, rows in sections(records).items():
-        columns = LAYOUTS[rows[0]["suite"]]["columns"]
+        layout = LAYOUTS[rows[0]["suite"]]
+        columns = layout["columns"]
+        if not wide and "narrow" in layout:
+            columns = {name: columns[name] for name in layout["narrow"]}
         cells = [[*columns], *([cell(row, spec) for spec in columns.values()] for row in rows)]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines += ["", title]

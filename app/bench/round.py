@@ -13,7 +13,7 @@ import torch
 
 from mmspec.app.bench import report, roofline, vlm, vlm_methods, vlm_shown
 from mmspec.app.bench.answers import VlmBench
-from mmspec.app.bench.command import Outcome, batches, matching
+from mmspec.app.bench.command import Outcome, batches, matching, refuse
 from mmspec.app.bench.vlm_methods import VlmMethod
 from mmspec.app.compare import Reads
 from mmspec.app.embedded import STOCK
@@ -39,6 +39,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
     """All cells, one after the other; yields whenever the outcome has grown."""
+    refuse(args, "the round bench tunes nothing", tune=False, tune_images=4)
     engine = load(args.model, STOCK, args.device, args.dtype, args.max_new_tokens, 0)
     bench = VlmBench(engine.model, engine.processor, args.max_new_tokens, args.seed)
     weights = sum(p.numel() * p.element_size() for p in bench.model.parameters()) / 2**20

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from mmspec.app.bench import report, shapes_ways
-from mmspec.app.bench.command import BenchError, Outcome, say
+from mmspec.app.bench.command import BenchError, Outcome, refuse, say
 from mmspec.app.bench.kernels import NO_GPU
 from mmspec.app.bench.round import PARTS
 from mmspec.app.bench.shapes_models import REAL, TOY, Chat, on_paper
@@ -75,6 +75,8 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
     tokens = args.tokens or TOKENS[sizes]
     if tokens < 2 or args.repeats < 1:
         raise BenchError(f"a call needs --tokens 2 to have a round, and --repeats 1; got {tokens}, {args.repeats}")
+    if not any(isinstance(MODELS[name], Chat) for name in args.models):
+        refuse(args, "only vision-language models are measured at other lengths", contexts=None)
     counts = {name: on_paper(MODELS[name], sizes) for name in args.models}
     if sizes == REAL and not cuda and args.device is None:
         wanted = ", ".join(f"{n} {dtype.itemsize * sum(c.values()) / GIB:.1f} GiB" for n, c in counts.items())

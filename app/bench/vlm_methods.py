@@ -105,6 +105,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--ablate", action="store_true", help="each drafter also with one of its parts switched off at a time, when "
         "it drafts; nothing is trained again")  # fmt: skip
     add("--tune", action="store_true", help="choose each method's depth and tree on other images first")
+    add("--tune-images", type=count, default=4, help="of them (default: %(default)s)")
     add("--depth", type=count, help="of the feature drafters, without --tune")
     add("--width", type=count, help="branches per node; 1 drafts a chain")
     add("--size", type=count, help="nodes per round, the root included")

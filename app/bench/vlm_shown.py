@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from mmspec.app.bench.command import refuse
 from mmspec.app.bench.questions import Question, read_questions
 from mmspec.app.options import count
 from mmspec.zoo import clips, language, scenes
@@ -71,16 +72,21 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--prompt", nargs="+", help="short, long, or texts of your own, a cell for each; default: short and long for "
         "pictures, and for pairs and clips what the embedded models are asked in training")  # fmt: skip
     add("--images", type=count, default=20, help="questions of a cell at batch 1 (default: %(default)s)")
-    add("--tune-images", type=count, default=4)
     add("--seed", type=int, default=0)
 
 
 def questions(args: argparse.Namespace) -> tuple[Questions, Questions]:
     """By cell: what is measured, and what is tuned on."""
     others = args.tune_images if args.tune else 0
+    if not args.tune:
+        refuse(args, "nothing is tuned without --tune", tune_images=4)
+    if "clip" not in args.shown:
+        refuse(args, "only clips have frames (--shown clip)", frames=[8])
     if args.data is not None:
+        refuse(args, "--data shows your own pictures, and nothing drawn", shown=["picture"])
         held = read_questions(args.data, args.images, others)
         if held[0][0].prompt:
+            refuse(args, f"the questions of {args.data} have prompts of their own", prompt=None)
             return {Shown(): held[0]}, {Shown(): held[1]}
         return _asking(Shown(), *held, args.prompt)
     measured: Questions = {}

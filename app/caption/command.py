@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import signal
 import sys
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +32,7 @@ from mmspec.app.caption.settings import SettingsError
 from mmspec.app.caption.workers import Alone, Processes, places
 from mmspec.app.enabling import EnableError
 from mmspec.app.media.inputs import Inputs, open_inputs
+from mmspec.app.media.items import Item
 from mmspec.media import MediaError
 
 OK, FATAL, SENSELESS, SOME_FAILED, INTERRUPTED, TERMINATED = 0, 1, 2, 3, 130, 143
@@ -156,7 +159,8 @@ def _work(job: Job, slots: str, inputs: Inputs, outputs: Outputs, todo: Plan) ->
     made = _finish(options, inputs, outputs)
     _report(options, todo, tally, crew.summaries, comparison)
     if tally.failed:
-        print(f"{tally.failed} failed: {outputs.folder / FAILURES} says why")
+        where = outputs.folder / FAILURES
+        print(f"{tally.failed} failed" + f": {where} says why" * where.is_file())
     files = f"a {options.extension} for each" if tally.captions and any(task.sidecar for task in todo.pending) else ""
     if made or files:
         print("captions: " + ", and ".join(filter(None, [", ".join(map(str, made)), files])))
@@ -223,9 +227,7 @@ def _dry_run(job: Job, todo: Plan) -> int:
 
 
 def _finish(options: Options, inputs: Inputs, outputs: Outputs) -> list[Path]:
-    kinds = options.kinds
-    sources = {item.name: item.source for item in inputs.items()} if "webdataset" in kinds else {}
-    return outputs.finish(kinds, options.on_existing != "skip", sources, options.max_bytes)
+    return outputs.finish(options.kinds, options.on_existing != "skip", inputs.items, options.max_bytes)
 
 
 def _wind_up(options: Options, inputs: Inputs, outputs: Outputs, todo: Plan, tally: RunTally) -> None:
@@ -237,11 +239,25 @@ def _wind_up(options: Options, inputs: Inputs, outputs: Outputs, todo: Plan, tal
             print(f"mmspec caption: {plain(str(error))}", file=sys.stderr)
 
 
+def _far(item: Item, root: Path) -> bool:
+    """Whether a file lies outside of the folder that names are relative to."""
+    path = item.source.path
+    return path is not None and not Path(os.path.abspath(path)).is_relative_to(os.path.abspath(root))
+
+
 def _say_plan(options: Options, inputs: Inputs, outputs: Outputs, todo: Plan) -> None:
     print(f"{todo.items} item{'s' * (todo.items != 1)}: {todo}")
     if skipped := inputs.skipped():
         names = ", ".join(map(plain, skipped[:5])) + ", ..." * (len(skipped) > 5)
         print(f"NOT looked into: {len(skipped)} subfolder(s) ({names}); --recursive captions what is in them too")
+    others = inputs.left_out()
+    if options.out == BESIDE:  # what earlier runs wrote
+        others -= Counter({name: others[name] for name in (options.extension, ".jsonl", ".parquet")})
+    if others:
+        kinds = ", ".join(f"{count} {plain(kind) or 'without extension'}" for kind, count in others.most_common(5))
+        print(f"left out: {others.total()} file(s) that are no images or videos by their names ({kinds})")
+    if inputs.root is not None and (far := next((t.item for t in todo.pending if _far(t.item, inputs.root)), None)):
+        print(f"files outside of {inputs.root} are called by their whole path, such as {plain(far.name)}")
     if outputs.ledger.damaged:
         print(f"{outputs.ledger.damaged} broken line(s) in {outputs.state} (a run was killed there) are passed over")
     for trouble in todo.unwritable:

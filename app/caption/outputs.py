@@ -8,14 +8,14 @@ import os
 import posixpath
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from mmspec.app.caption import formats
 from mmspec.app.caption.finals import FAILURES, MERGED, Finals, OutputError, lines_of
 from mmspec.app.caption.journal import FAILED, Journal, Ledger, Record, digest, hold, line_of, parse, write_whole
-from mmspec.app.media.items import Source
+from mmspec.app.media.items import Item
 
 STATE = ".mmspec"  # folder in the output folder: journals, locks, the resolved options
 LONGEST = 2**20  # bytes of a caption file that are looked at; a longer one is not ours
@@ -169,10 +169,14 @@ class Outputs:
         except OSError:
             return None
 
-    def finish(self, kinds: Collection[str], replace: bool, sources: Mapping[str, Source], most: int) -> list[Path]:
+    def finish(
+        self, kinds: Collection[str], replace: bool, items: Callable[[], Iterable[Item]], most: int
+    ) -> list[Path]:
         """Make the final files of all journals, each in one step; what was made.
 
-        For webdataset: `sources`, and the size of an item at most.
+        Args:
+            items: of the run; asked for only where they are needed.
+            most: bytes of an item, for webdataset.
         """
         if not self._alone("finish.lock", FINISHING):
             raise OutputError(f"another run is still finishing {self.folder}; run the command again")
@@ -182,9 +186,9 @@ class Outputs:
             self.foreign = {name: text for name, text in self.foreign.items() if name not in self.ledger.captions}
         made: list[Path] = []
         for kind in kinds:
-            made += self._make(kind, sources, most)
+            made += self._make(kind, items, most)
         failures = self.folder / FAILURES
-        lines = [line_of(record) for record in self.standing_failures()]
+        lines = [line_of(record) for record in self.standing_failures(items)]
         if lines:
             with formats.replacing(failures, self.finals.note) as file:
                 file.writelines(lines)
@@ -192,11 +196,15 @@ class Outputs:
             failures.unlink(missing_ok=True)
         return made
 
-    def standing_failures(self) -> Iterable[Record]:
-        """Failures that nothing has made good; those of files that are gone are left out."""
+    def standing_failures(self, items: Callable[[], Iterable[Item]]) -> Iterator[Record]:
+        """Failures that nothing has made good, without those of files and rows that are there no more."""
+        named: set[str] | None = None
         for record in self.ledger.all_failures():
             path = record.get("path")
-            if path is None or os.path.lexists(str(path)):
+            there = os.path.lexists(str(path)) if path is not None else record.get("folder") != self.origin
+            if not there and named is None:
+                named = {item.name for item in items()}
+            if there or record["file_name"] in (named or ()):
                 yield record
 
     def close(self) -> None:
@@ -207,11 +215,12 @@ class Outputs:
             os.close(handle)
         self._locks.clear()
 
-    def _make(self, kind: str, sources: Mapping[str, Source], most: int) -> list[Path]:
+    def _make(self, kind: str, items: Callable[[], Iterable[Item]], most: int) -> list[Path]:
         if kind == "txt":
             return []  # written as the items were finished
         captions = self.ledger.all_captions()
         if kind == "webdataset":
+            sources = {item.name: item.source for item in items()}
             return formats.webdataset(captions, self.folder, sources, max_bytes=most)
         if kind != "metadata":
             return formats.FORMATS[kind](captions, self.folder, note=self.finals.note)

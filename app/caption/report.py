@@ -101,8 +101,7 @@ class RunTally:
         return f"{self.captions} caption{'s' * (self.captions != 1)}"
 
     def __str__(self) -> str:
-        rate = self.captions / max(self.seconds, 1e-9)
-        pace = f"{rate:.1f} items/s" if rate >= 1 else f"{1 / rate:.1f} s per item" if rate else ""
+        pace = f"{self.captions / max(self.seconds, 1e-9):.2f} items/s" if self.captions else ""
         same = f"{self.twins} of them copied from one that is the same" if self.twins else ""
         cut = f"{self.cut} cut off at --max-new-tokens" if self.cut else ""
         first = f"{self.animated} by the first frame of an animation" if self.animated else ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -15,12 +14,14 @@ from mmspec.app import embedded, enabling
 from mmspec.app.caption.journal import key
 from mmspec.app.caption.options import AUTO, ENGINE, RARE, VLLM, Options
 from mmspec.app.media import video
+from mmspec.app.options import meant
 
 PROMPT = "Describe this image in two or three sentences."  # for models other than the embedded one
 WHOLE = "--help-all"
 FILE = "run.yaml"  # beside the captions
 HEAD = b"# Repeat this run by: mmspec caption --config FILE\n"
 SAID_LATER = "config"  # the one flag that a config file cannot hold
+ONCE = (SAID_LATER, "retry_failed")  # what a run says for itself alone
 # One of these on the command line undoes the others of a config file.
 RIVALS = (("prompt", "prompt_file"), ("frames", "fps", "keyframes"))
 
@@ -86,8 +87,7 @@ class Flags:
         for name, value in said.items():
             dest = str(name).replace("-", "_")
             if dest not in OPTIONS or dest == SAID_LATER:
-                near = difflib.get_close_matches(dest, OPTIONS, 1)
-                hint = f"; did you mean {near[0].replace('_', '-')!r}?" if near else ""
+                hint = meant(dest.replace("_", "-"), [one.replace("_", "-") for one in OPTIONS])
                 raise SettingsError(f"{origin}: unknown setting {name!r}{hint} (mmspec caption --help lists them)")
             if dest == "inputs" or value is None:
                 continue
@@ -166,7 +166,7 @@ def dumped(options: Options) -> bytes:
     plain = {
         name.replace("_", "-"): str(value) if isinstance(value, Path) else value
         for name, value in vars(options).items()
-        if name != SAID_LATER and value is not None
+        if name not in ONCE and value is not None
     }
     return HEAD + yaml.safe_dump(plain, sort_keys=False, allow_unicode=True).encode()
 

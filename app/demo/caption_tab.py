@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from html import escape
 from pathlib import Path
@@ -34,6 +34,7 @@ NAMES = (  # the examples are buttons with a picture and no words
     "() => document.querySelectorAll('#mm-examples button, #mm-clips button').forEach((b, i) => "
     "b.setAttribute('aria-label', `example ${i + 1}`))"
 )
+HARD = " (a stress test: hard to draft)"
 PLAIN = ("Plain", "stock generate: one call of the model for each token")
 
 
@@ -46,6 +47,8 @@ class Offer:
     note: str = ""
     clips: list[Path] = field(default_factory=list)
     further: str = ""  # a question for a second turn
+    hard: str = ""  # the one of the prompts that is hard to draft
+    draw: Callable[[], Any] | None = None  # a new picture of those that the model knows
 
 
 class Caption(Tab):
@@ -108,7 +111,11 @@ def build(duo: Duo, desk: Desk, offer: Offer, page: gr.Blocks) -> Caption:
                 clear = gr.Button("Clear", elem_id="mm-clear", min_width=80)
             if len(offer.prompts) > 1:
                 ready = [[prompt] for prompt in offer.prompts]
-                gr.Examples(ready, inputs[3:4], label="Prompts", elem_id="mm-prompts", api_visibility="private")
+                named = [prompt + HARD * (prompt == offer.hard) for prompt in offer.prompts]
+                gr.Examples(
+                    ready, inputs[3:4], label="Prompts", elem_id="mm-prompts", api_visibility="private",
+                    example_labels=named,
+                )  # fmt: skip
             inputs += _options(duo)
         with gr.Column(scale=5, min_width=320):
             summary = gr.HTML(view.START, elem_id="mm-summary")
@@ -151,6 +158,10 @@ def _question(offer: Offer) -> list[Any]:
             with group:
                 ready = [[str(path)] for path in paths]
                 gr.Examples(ready, [where], label="Examples", elem_id=name, api_visibility="private")
+    if offer.draw is not None:
+        with still:
+            new = gr.Button("Draw a new scene", size="sm", elem_id="mm-new")
+        new.click(offer.draw, None, image, **QUICK)
     if offer.note:
         gr.HTML(f'<p class="mm-small">{escape(offer.note)}</p>', elem_id="mm-note")
     kind.change(lambda k: (gr.update(visible=k == PICTURE), gr.update(visible=k == VIDEO)), kind, [still, moving],

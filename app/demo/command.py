@@ -22,6 +22,7 @@ RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 STYLE = Path(__file__).with_name("demo.css")
 PROMPTS = ("Describe this image in two or three sentences.", "What is in this image?")  # for other models
 FURTHER = "Tell me more about what you see."
+OWN_FURTHER = "How many objects are there?"
 WISHES = (  # for the embedded image model; the first is one that it draws right
     "a large green ring on a white background",
     "a small red striped circle left of a large blue square on a grey background",
@@ -131,7 +132,7 @@ def _captions(args: argparse.Namespace, eyes: Any, pictures: list[Path], clips: 
     from mmspec.app import engine as engines
     from mmspec.app.demo.caption_tab import Offer
     from mmspec.app.demo.duo import Duo
-    from mmspec.zoo import language
+    from mmspec.zoo import language, scenes
 
     own = embedded.speaks(args.model)
     drafter = args.drafter or embedded.drafter(args.model)
@@ -140,11 +141,12 @@ def _captions(args: argparse.Namespace, eyes: Any, pictures: list[Path], clips: 
     if engine.drafter is None:
         raise _Fatal(f"{args.model} cannot be accelerated: {'; '.join(engine.notes) or 'no drafter was given'}")
     duo = Duo(engine, eyes, args.time_limit)
-    prompts = [*reversed(language.PROMPTS.values())] if own else list(PROMPTS)
+    prompts = list(language.PROMPTS.values()) if own else list(PROMPTS)
     if pictures:
         duo.warm_up(str(pictures[0]), prompts[0])
     note = embedded.NOTE.format(args.model).removeprefix("note: ") if own else ""
-    return duo, Offer(pictures, prompts, note, clips, prompts[-1] if own else FURTHER)
+    hard, draw = (language.PROMPTS["long"], scenes.drawn) if own else ("", None)
+    return duo, Offer(pictures, prompts, note, clips, OWN_FURTHER if own else FURTHER, hard, draw)
 
 
 def _pictures(args: argparse.Namespace) -> Any:

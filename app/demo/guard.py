@@ -31,7 +31,7 @@ _Image, _Video = _unopened(gr.Image), _unopened(gr.Video)
 
 def picture(**options: Any) -> gr.Image:
     """An image input; gradio's own would open the upload with Pillow in the server's process."""
-    return _Image(type="filepath", image_mode=None, sources=["upload"], **options)
+    return _Image(type="filepath", image_mode=None, sources=["upload"], format="png", **options)
 
 
 def video(**options: Any) -> gr.Video:

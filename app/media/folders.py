@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -42,8 +43,18 @@ class Folder:
         """Folders in it that are not looked into, by name."""
         return [] if self.recursive else [entry.name for entry in self._entries(self.root) if _leads_in(entry) is True]
 
-    def _walk(self) -> Iterator[Path | MediaError]:
-        """Media files, and what is wrong with folders, or links to some, that cannot be looked into."""
+    def left_out(self) -> Counter[str]:
+        """How many files in it are no image or video by their names, by extension."""
+        others: Counter[str] = Counter()
+        for _ in self._walk(others):
+            pass
+        return others
+
+    def _walk(self, others: Counter[str] | None = None) -> Iterator[Path | MediaError]:
+        """Media files, and what is wrong with folders, or links to some, that cannot be looked into.
+
+        Files of other kinds are counted in `others` by their extensions.
+        """
         stack = [iter(self._entries(self.root))]
         while stack:
             entry = next(stack[-1], None)
@@ -59,7 +70,10 @@ class Folder:
                         yield error
             elif kind_of(entry.name):
                 yield Path(entry.path)
-            elif inside is not False and self.recursive:
+            elif inside is False:
+                if others is not None:
+                    others[os.path.splitext(entry.name)[1].lower()] += 1
+            elif self.recursive:
                 yield media.explained(Path(entry.path), inside)
 
     @staticmethod

@@ -91,6 +91,10 @@ class Inputs:
         """Subfolders that are not looked into, by name."""
         return [name for place in self.places if isinstance(place, Folder) for name in place.skipped()]
 
+    def left_out(self) -> Counter[str]:
+        """How many files of the folders are no image or video by their names, by extension."""
+        return sum((place.left_out() for place in self.places if isinstance(place, Folder)), Counter())
+
     def neighbours(self, names: Iterable[str]) -> set[str]:
         """Names of images and videos that lie beside those named, captioned or not: they decide how a `.txt` is called.
 

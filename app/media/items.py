@@ -125,7 +125,7 @@ class ParquetSource:
     path: ClassVar[None] = None
 
     def __str__(self) -> str:
-        return f"{self.table}: row {self.row} of row group {self.group}, column {self.column!r}"
+        return f"{self.table}: row {self.row + 1} of row group {self.group + 1}, column {self.column!r}"
 
     def read(self, max_bytes: int = media.MAX_BYTES) -> bytes:
         try:
@@ -150,7 +150,7 @@ class DatasetSource:
     path: ClassVar[None] = None
 
     def __str__(self) -> str:
-        return f"{self.name}: row {self.row}, column {self.column!r}"
+        return f"{self.name}: row {self.row + 1}, column {self.column!r}"
 
     def read(self, max_bytes: int = media.MAX_BYTES) -> bytes:
         try:

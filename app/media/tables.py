@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import os
@@ -13,7 +14,7 @@ from typing import Any, BinaryIO
 
 from mmspec import media
 from mmspec.app.media.items import IMAGE, VIDEO, Item, ParquetSource, broken, file_item, kind_of, need
-from mmspec.media import COPY_AGAIN, MediaError
+from mmspec.media import COPY_AGAIN, MediaError, OutsideError
 
 LISTS, LINES, SHEETS, PARQUETS = {".txt", ".lst"}, {".jsonl", ".ndjson"}, {".csv", ".tsv"}, {".parquet"}
 EXTENSIONS = LISTS | LINES | SHEETS | PARQUETS
@@ -69,6 +70,27 @@ class Columns:
         return text_of(row.get(self.text) if self.text else None), tags_of(row.get(self.tags) if self.tags else None)
 
 
+@dataclass
+class Strays:
+    """The rows of a table that name files outside of its folder: one failure for all of them, at the end."""
+
+    table: str  # the name of its items
+    first: OutsideError | None = None
+    count: int = 0
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        try:
+            yield
+        except OutsideError as error:
+            self.first, self.count = self.first or error, self.count + 1
+
+    def items(self) -> Iterator[Item]:
+        if self.first is not None:
+            more = f", and so {'do' if self.count > 2 else 'does'} {self.count - 1} more" if self.count > 1 else ""
+            yield broken(self.table, self.first.path, self.first.reason + more, self.first.what_to_do)
+
+
 @dataclass(frozen=True)
 class TableRows:
     """A text file whose lines name files: a list of paths, JSONL or CSV. Relative paths start at its own folder."""
@@ -101,14 +123,16 @@ class TableRows:
     def items(self, name_of: Namer) -> Iterator[Item]:
         name = name_of(self.path)
         try:
+            strays = Strays(name)
             for number, row in enumerate(self._rows()):
-                yield self._item(row, f"{name}/{number}", name_of)
+                with strays.kept():
+                    yield self._item(row, f"{name}/{number}", f"{self.path}: row {number + 1}", name_of)
+            yield from strays.items()
         except (OSError, ValueError, csv.Error) as error:
             trouble = self._unreadable(error)
             yield broken(name, self.path, trouble.reason, trouble.what_to_do)
 
-    def _item(self, row: dict | str, name: str, name_of: Namer) -> Item:
-        where = f"{self.path}: row {name.rpartition('/')[2]}"
+    def _item(self, row: dict | str, name: str, where: str, name_of: Namer) -> Item:
         if isinstance(row, str):
             return broken(name, where, row, FORM.get(self.path.suffix.lower(), "write one path, or one row, a line"))
         try:
@@ -118,6 +142,8 @@ class TableRows:
                 path = os.path.join(self.path.parent, media.path_of(path, where))
             else:
                 path = media.below(self.path.parent, path, where)
+        except OutsideError:
+            raise
         except MediaError as error:
             return broken(name, where, error.reason, error.what_to_do)
         return file_item(Path(path), name_of, *self.columns.said(row), named=where)
@@ -189,7 +215,7 @@ class Parquet:
         try:
             file = self._open()
             column, holds, kind = self._column(file.schema_arrow)
-            number = 0
+            number, strays = 0, Strays(name)
             for group in range(file.num_row_groups):
                 small = self.columns.notes + [column] * (holds == "paths")
                 for row, cells in enumerate(_small_columns(file, group, small)):
@@ -197,8 +223,11 @@ class Parquet:
                     if holds == "bytes":
                         yield Item(own, kind, ParquetSource(self.path, group, row, column), text, tags)
                     else:
-                        yield self._named(cells[column], own, f"{self.path}: row {number}", name_of, text, tags)
+                        with strays.kept():
+                            where = f"{self.path}: row {number + 1}"
+                            yield self._named(cells[column], own, where, name_of, text, tags)
                     number += 1
+            yield from strays.items()
         except MediaError as error:
             yield broken(name, self.path, error.reason, error.what_to_do)
         except Exception as error:  # a reader fed with a damaged file may raise anything at all
@@ -207,6 +236,8 @@ class Parquet:
     def _named(self, cell: Any, own: str, where: str, name_of: Namer, text: str | None, tags: tuple) -> Item:
         try:
             return file_item(media.below(self.path.parent, cell, where), name_of, text, tags, where)
+        except OutsideError:
+            raise
         except MediaError as error:
             return broken(own, where, error.reason, error.what_to_do)
 

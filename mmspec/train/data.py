@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,11 +17,16 @@ from mmspec import media
 from mmspec.media import MediaError
 
 _SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif"}
+_VIDEOS = ("video", "videos", "video_path", "video_paths")
 _PROMPTS = ("Describe this image in detail.", "What is shown in this picture? Please answer with at least 1000 words.")
 
 
 class UnreadableError(ValueError):
     """A picture that is not there, or cannot be decoded; the message says which and why."""
+
+
+class VideoError(ValueError):
+    """Data that show a video, which training and benches do not read yet."""
 
 
 @dataclass(frozen=True)
@@ -104,16 +109,28 @@ def _lines(path: Path) -> Iterator[TrainingSample]:
             continue
         try:
             item = json.loads(line)
+            refuse_videos(name for name, held in item.items() if held)
             images = item.get("images") or ([item["image"]] if "image" in item else [])
             prompt = item.get("prompt") or item["question"]
             if not isinstance(prompt, str) or not isinstance(images, list):
                 raise TypeError("the prompt is a text, and 'images' a list")
+        except VideoError as error:
+            raise ValueError(f"{path}, line {number}: {error}") from error
         except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise ValueError(
                 f"{path}, line {number}: a sample needs 'prompt' or 'question', and 'image' or 'images' unless it is "
                 f"text alone; {error!r}"
             ) from error
         yield TrainingSample(_open_cells(images, [path.parent], f"{path}, line {number}"), prompt, len(images))
+
+
+def refuse_videos(names: Iterable[str]) -> None:
+    """VideoError where one of these fields or columns holds videos; without them the text alone would be asked."""
+    found = [name for name in names if name in _VIDEOS]
+    if found:
+        raise VideoError(
+            f"{found[0]!r} holds a video, and only pictures are read here; give its frames as 'images', or leave it out"
+        )
 
 
 def _dataset(name: str) -> list[TrainingSample]:
@@ -124,6 +141,7 @@ def _dataset(name: str) -> list[TrainingSample]:
     repo, _, split = name.partition(":")
     table = load_dataset(repo, split=split or "train")
     columns = set(table.column_names)
+    refuse_videos(columns)
     pictures = next((k for k in ("images", "image") if k in columns), None)
     words = next((k for k in ("prompt", "question", "conversations") if k in columns), None)
     if pictures is None and words is None:
@@ -133,7 +151,7 @@ def _dataset(name: str) -> list[TrainingSample]:
 
     def load(index: int, column: str) -> list[Image.Image]:
         found = bare[index][column][0].as_py()
-        return _open_cells(found if isinstance(found, list) else [found], folders, f"hf:{name}, row {index}")()
+        return _open_cells(found if isinstance(found, list) else [found], folders, f"hf:{name}, row {index + 1}")()
 
     def sample(index: int) -> TrainingSample:
         prompt = _asked(texts[index]) if texts is not None else ""

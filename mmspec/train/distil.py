@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -40,9 +41,10 @@ def optimizers(network: Any, recipe: Recipe) -> list[torch.optim.Optimizer]:
     return found
 
 
-def quiet(wanted: bool) -> bool | None:
-    """tqdm's `disable`: a bar is shown if it is wanted and somebody looks at a terminal."""
-    return None if wanted else True
+def bar(wanted: bool) -> dict[str, Any]:
+    """tqdm's options for a bar that goes on in a terminal, and is a line every half minute in a log."""
+    every = 0.1 if sys.stderr.isatty() else 30.0
+    return {"disable": not wanted, "mininterval": every, "maxinterval": max(10.0, every)}
 
 
 def _opened(samples: dict[int, TrainingSample], broken: dict[int, str]) -> dict[int, TrainingSample]:
@@ -96,8 +98,8 @@ class Distillation:
         self.written, self.about, self.room = answers or out, about, room
         if len(samples) <= recipe.held_out:
             raise ValueError(
-                f"{len(samples)} samples are too few; {recipe.held_out} of them are held out to measure τ; "
-                "give more, or set held_out to a smaller number"
+                f"{len(samples)} samples are too few: this recipe holds {recipe.held_out} out to measure τ, and learns "
+                f"from the others; give more, or hold fewer out, as with --set held_out={max(1, len(samples) // 3)}"
             )
         if recipe.texts and not texts:
             raise ValueError(
@@ -139,7 +141,7 @@ class Distillation:
         with path.open("a") as file:
             if lines and todo:
                 file.write("\n")  # behind a torn line
-            for group in tqdm(todo, desc=f"answers ({name})", unit="batch", disable=quiet(bool(todo))):
+            for group in tqdm(todo, desc=f"answers ({name})", unit="batch", **bar(bool(todo))):
                 seed = self.recipe.seed * 100003 + group[0]
                 sampled = name != "held-out" and np.random.default_rng(seed).random() < self.recipe.sampled
                 torch.manual_seed(seed)
@@ -188,9 +190,8 @@ class Distillation:
         if self.drafter.own_head:
             cut_head(self.drafter, self.teacher, self._seen(self.answers(self.samples, "train")))
         self.resume()
-        bar = tqdm(
-            total=self.recipe.steps, initial=self.step, desc="train", disable=quiet(self.accelerator.is_main_process)
-        )
+        wanted = self.accelerator.is_main_process
+        steps = tqdm(total=self.recipe.steps, initial=self.step, desc="train", **bar(wanted))
         saved = time.monotonic()
         tau = self.measure(held) if self.step else 1.0
         for trace in self._traces(shown, told):
@@ -201,12 +202,12 @@ class Distillation:
             if self.step % measure_every == 0 or self.step == self.recipe.steps:
                 tau = self.measure(held)
                 tqdm.write(f"step {self.step}: loss {loss:.3f}, held-out tau {tau:.2f} (chain of {self.recipe.unroll})")
-            bar.set_postfix(loss=f"{loss:.3f}", tau=f"{expected_tokens(agree):.2f}", held_out_tau=f"{tau:.2f}")
-            bar.update()
+            steps.set_postfix(loss=f"{loss:.3f}", tau=f"{expected_tokens(agree):.2f}", held_out_tau=f"{tau:.2f}")
+            steps.update()
             if time.monotonic() - saved > save_every or self.step == self.recipe.steps:
                 self.save()
                 saved = time.monotonic()
-        bar.close()
+        steps.close()
         if getattr(self.drafter, "gate", None) is not None:
             traces = (shown.trace([i]) for i in range(min(len(shown.samples), self.recipe.gate_samples)))
             choice = gate.learn(self.drafter, self.teacher, traces, self.recipe)

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from mmspec.drafters.heads import HeadsDrafter, View
 from mmspec.protocols import Target, TargetInfo
 from mmspec.train.data import TrainingSample
-from mmspec.train.distil import Distillation, quiet
+from mmspec.train.distil import Distillation, bar
 from mmspec.train.trace import Teaches
 from mmspec.types import Draft, Prompt
 
@@ -117,7 +117,7 @@ class HeadsTraining(Distillation):
         self.resume()
         each, path = -(-self.recipe.steps // PARTS), self.out / "rounds.pt"  # of the parts that are finished
         rounds = Rounds.load(path) if self.step else None
-        bar = tqdm(total=self.recipe.steps, initial=self.step, desc="train", disable=quiet(True))
+        steps = tqdm(total=self.recipe.steps, initial=self.step, desc="train", **bar(True))
         while self.step < self.recipe.steps:
             part = self.step // each
             new, tau = self._drawn(self.samples[part::PARTS], part)
@@ -130,11 +130,11 @@ class HeadsTraining(Distillation):
                 loss = self.learn(*rounds.batch(rows, self.accelerator.device))
                 self.seconds += time.process_time() - began
                 self.step += 1
-                bar.set_postfix(loss=f"{loss:.3f}")
-                bar.update()
+                steps.set_postfix(loss=f"{loss:.3f}")
+                steps.update()
             rounds.save(path)
             self.save()
-        bar.close()
+        steps.close()
         return self._drawn(self.held_out, PARTS)[1]
 
     def _drawn(self, samples: Sequence[TrainingSample], part: int) -> tuple[Rounds, float]:

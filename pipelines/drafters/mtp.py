@@ -20,6 +20,7 @@ from mmspec.drafters.options import ALL, TreeOptions, grown
 from mmspec.drafters.trained import placed
 from mmspec.piecewise import capture
 from mmspec.pipelines.drafters import mtp_files
+from mmspec.pipelines.host.names import CACHE
 from mmspec.pipelines.targets import tree_attention as attention
 from mmspec.pipelines.targets.decoder import decoder, head
 from mmspec.pipelines.targets.masks import additive
@@ -364,7 +365,7 @@ class MtpDrafter(FeatureDrafter):
             position_embeddings=None if rotary is None else rotary(embeds, turned, **kind),
             attention_mask=mask,
             position_ids=positions if positions.dim() == 2 else positions[0],
-            past_key_values=room,
+            **{CACHE: room},
         )
 
     def _mask(self, visible: Tensor | None, rows: Tensor, stood: Tensor | None, first: Tensor, k: int) -> Tensor | None:

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmspec.config import UnsupportedError
 from mmspec.pipelines.families.codebook import by_token
 from mmspec.pipelines.families.decoder_only import DecoderOnly, DecoderOnlyPatch
-from mmspec.pipelines.patching.obstacles import Obstacle, UnsupportedError
+from mmspec.pipelines.patching.obstacles import Obstacle
 from mmspec.pipelines.sampling.guidance import Guidance
 from mmspec.pipelines.sampling.request import Request
 from mmspec.pipelines.targets.hooks import final_hidden, stock

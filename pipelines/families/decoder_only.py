@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import functools
-from contextvars import ContextVar
 from typing import Any
 
 from transformers import GenerationMixin
 
 from mmspec.pipelines.drafters import own_files
+from mmspec.pipelines.host.names import bound, translated
+from mmspec.pipelines.host.release import advice
 from mmspec.pipelines.patching import assisted
 from mmspec.pipelines.patching.family import Family
-from mmspec.pipelines.patching.generate import generate, obstacle, watched
+from mmspec.pipelines.patching.generate import generate, obstacle, or_stock, watched
 from mmspec.pipelines.patching.handle import Patch
 from mmspec.pipelines.patching.obstacles import BEAMS, Obstacle, shared_scale
 from mmspec.pipelines.sampling.guidance import Guidance
 from mmspec.pipelines.targets import devices, renamed
-from mmspec.pipelines.targets.call import Call, asking
+from mmspec.pipelines.targets.call import Call, Current, current
 from mmspec.pipelines.targets.decoder import decoder
 from mmspec.pipelines.targets.hooks import stock
 from mmspec.pipelines.targets.tree_readers import head_shape, unsupported
 from mmspec.pipelines.targets.vlm import VlmTarget, tap, untap
 from mmspec.protocols import TargetInfo
-
-_instead: ContextVar[Patch | None] = ContextVar("mmspec_instead", default=None)  # of a call that names its drafter
 
 
 class DecoderOnlyPatch:
@@ -37,18 +36,22 @@ class DecoderOnlyPatch:
 
     @functools.wraps(GenerationMixin.generate)
     def generate(self, *args: Any, **kwargs: Any) -> Any:
+        kwargs = translated(kwargs)
         custom = kwargs.get("custom_generate")
         if callable(custom) and not str(getattr(custom, "__module__", "")).startswith("mmspec."):
             kwargs["custom_generate"] = watched(custom, type(self)._mmspec_patch)
         patch, drafts = Patch.of(self), assisted.asked(self, kwargs)
         if patch is not None and drafts is not None:
             patch, kwargs = assisted.patch_for(self, patch, drafts[0]), drafts[1]
-        tokens = asking.set({**dict(zip(("inputs",), args, strict=False)), **kwargs}), _instead.set(patch)
+        call = Current({**dict(zip(("inputs",), args, strict=False)), **kwargs}, patch)
+        token = current.set(call)
         try:
-            return super().generate(*args, **kwargs)  # type: ignore[misc]
+            found = super().generate(*args, **kwargs)  # type: ignore[misc]
         finally:
-            asking.reset(tokens[0])
-            _instead.reset(tokens[1])
+            current.reset(token)
+        if patch is not None and custom is None and not call.reached:
+            patch.say(f"mmspec had no part in this call: generate did not come to the loop it replaces. {advice()}")
+        return found
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """What stock's `generate_batch` begins with."""
@@ -70,21 +73,19 @@ class DecoderOnlyPatch:
         if (patch := Patch.of(self)) is not None:
             patch.say(what)
 
-    def _maybe_prepare_encoder_kwargs_for_generation(
-        self, inputs_tensor: Any, model_kwargs: Any, model_input_name: Any, generation_config: Any
-    ) -> Any:
+    def _maybe_prepare_encoder_kwargs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
         """Where prompts are kept, pictures wait for the prefill, which may have read them before.
 
         Not those of prompts that are never kept, nor of stock's prefill in pieces, which does not take them.
         """
-        patch, config = Patch.of(self), generation_config
-        one = max(config.num_beams or 1, config.num_return_sequences or 1) == 1
-        one = one and model_input_name != "inputs_embeds" and config.prefill_chunk_size is None
-        if patch is not None and patch.prefixes is not None and one and not self.config.is_encoder_decoder:  # type: ignore[attr-defined]
-            return model_kwargs
-        return stock(self)._maybe_prepare_encoder_kwargs_for_generation(
-            self, inputs_tensor, model_kwargs, model_input_name, generation_config
-        )
+        patch, prepare = Patch.of(self), stock(self)._maybe_prepare_encoder_kwargs_for_generation
+        if patch is not None and patch.prefixes is not None and not self.config.is_encoder_decoder:  # type: ignore[attr-defined]
+            told = bound(prepare, *args, **kwargs)
+            config = told["generation_config"]
+            one = max(config.num_beams or 1, config.num_return_sequences or 1) == 1
+            if one and told["model_input_name"] != "inputs_embeds" and config.prefill_chunk_size is None:
+                return told["model_kwargs"]
+        return prepare(self, *args, **kwargs)
 
     def _sample(
         self,
@@ -96,20 +97,21 @@ class DecoderOnlyPatch:
         streamer: Any = None,
         **model_kwargs: Any,
     ) -> Any:
-        patch = Patch.of(self)
-        if patch is not None and (drafts := _instead.get()) in patch.asked.values():
-            patch = drafts
+        patch, now = Patch.of(self), _reached()
+        if patch is not None and now is not None and now.patch in patch.asked.values():
+            patch = now.patch
         call = Call(
             input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, model_kwargs
         )
         if patch is not None:  # None: disabled since this call began
-            why = obstacle(self, call, patch)
-            if why is None:
-                with patch.running(self):
-                    output, stats = generate(self, patch, call)
-                patch.book(stats)
-                return output
-            patch.family.decline(patch, why)
+            with or_stock(patch, call):
+                why = obstacle(self, call, patch)
+                if why is None:
+                    with patch.running(self):
+                        output, stats = generate(self, patch, call)
+                    patch.book(stats)
+                    return output
+                patch.family.decline(patch, why)
         return stock(self)._sample(
             self,
             input_ids,
@@ -130,7 +132,16 @@ class DecoderOnlyPatch:
         return stock(self)._assisted_decoding(self, *args, **kwargs)
 
 
+def _reached() -> Current | None:
+    """The call under way, which has come to a loop of ours."""
+    now = current.get()
+    if now is not None:
+        now.reached = True
+    return now
+
+
 def _decline(model: Any, reason: str) -> None:
+    _reached()
     patch = Patch.of(model)
     if patch is not None:
         patch.family.decline(patch, Obstacle(reason))

@@ -12,6 +12,7 @@ from transformers.generation.logits_process import ClassifierFreeGuidanceLogitsP
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from mmspec.pipelines.families.decoder_only import DecoderOnly, DecoderOnlyPatch
+from mmspec.pipelines.host.names import CACHE
 from mmspec.pipelines.patching import drafting, obstacles
 from mmspec.pipelines.patching.generate import rounds, row_seeds, watching
 from mmspec.pipelines.patching.handle import Patch
@@ -96,7 +97,7 @@ class JanusPatch(DecoderOnlyPatch):
 def _obstacle(model: Any, patch: Patch, ready: Prepared) -> Obstacle | None:
     """Why these pictures have to be drawn on the stock path, or None."""
     config, processors = ready.config, list(ready.processors)
-    if ready.arguments.get("past_key_values") is not None:
+    if ready.arguments.get(CACHE) is not None:
         return Obstacle("a cache of the caller's own in image mode is filled by the stock loop only")
     if config.output_scores or config.output_logits or config.output_attentions or config.output_hidden_states:
         return Obstacle("scores, logits, attentions and hidden states of image mode come from the stock loop only")
@@ -136,7 +137,7 @@ class JanusTarget(VlmTarget):
         order = torch.arange(rows, device=inputs.ids.device).view(2, -1).T.flatten()
         embeds, arguments = inputs.embeds[order], {k: selected(v, order, rows) for k, v in inputs.arguments.items()}
         slots = RaggedCache(rows, inputs.ids.device, L + session.rows[0].limit + nodes)
-        arguments |= {"past_key_values": slots}
+        arguments |= {CACHE: slots}
         given = self.model.prepare_inputs_for_generation(input_ids=inputs.ids[order], inputs_embeds=embeds, **arguments)
         with record_features() as recorded:
             out = self.model.model.language_model(**given)
@@ -163,7 +164,7 @@ class JanusTarget(VlmTarget):
             inputs_embeds=self.embed(ids),
             position_ids=places,
             attention_mask=mask,
-            past_key_values=state.cache,
+            **{CACHE: state.cache},
             use_cache=True,
         )
 

@@ -128,10 +128,12 @@ def supported() -> str:
     lines += ["  (ours: stock has no such call; identical to decoding one token after the other)"]
     lines += ["Pictures of continuous tokens, in distribution (by pipe.enable_speculation(), not by mmspec.enable):"]
     lines += ["  mar          MARPipeline: class-conditional, guided; ours"]
-    refused, unknown = [name for name, why in FOUND.items() if why is not None], untested()
-    same = len(FOUND) - len(refused)
+    failing = [name for name, why in FOUND.items() if why and why.startswith("stock generate fails")]
+    refused = [name for name, why in FOUND.items() if why is not None and name not in failing]
+    unknown, same = untested(), len(FOUND) - len(refused) - len(failing)
     lines += [f"Of {len(FOUND)} image-text-to-text classes of transformers {VERSION}, {same} are token-identical:"]
     lines += [f"  docs/models.md lists them. Refused: {', '.join(refused)}"]
+    lines += [f"  Failing in transformers itself: {', '.join(failing)}"] if failing else []
     lines += [f"  Untested, of transformers {transformers.__version__}: {', '.join(unknown)}"] if unknown else []
     lines += ["Any other decoder-only model with full or sliding attention is checked when it is enabled.", "Drafters:"]
     lines += [f"  {name:12s} {what}" for name, what in drafters().items()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cached_property
 from itertools import chain
@@ -14,8 +15,11 @@ from torch import Tensor
 from transformers.cache_utils import QuantizedCache
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from mmspec.config import UnsupportedError
 from mmspec.loop import decode, start
 from mmspec.modes import each_module
+from mmspec.pipelines.host import release
+from mmspec.pipelines.host.names import CACHE
 from mmspec.pipelines.patching import obstacles
 from mmspec.pipelines.patching.obstacles import Obstacle
 from mmspec.pipelines.sampling import followed
@@ -161,11 +165,33 @@ def generate(model: Any, handle: Any, call: Call) -> tuple[Any, Stats]:
     state, watch = None, watching.get()
     with torch.no_grad():
         for session, round_ in rounds(target, drafter, rows, ours, watch):
+            call.begun = call.begun or watch is not None
             collected.take(session, round_)
             state = session.cache
     if isinstance(noise, TorchNoise):
         noise.close(collected.length())
     return collected.result(state), collected.stats
+
+
+@contextmanager
+def or_stock(patch: Any, call: Call) -> Iterator[None]:
+    """On a release of transformers that mmspec was not tested with: where something fails before anything of the answer
+    has left, say so and go on behind the block, where stock runs, from the random numbers that it would have drawn."""
+    if release.tested():
+        yield
+        return
+    before = torch.get_rng_state(), [torch.cuda.get_rng_state(n) for n in range(torch.cuda.device_count())]
+    try:
+        yield
+    except UnsupportedError as refused:
+        raise release.with_advice(refused) from refused
+    except Exception as error:
+        if call.begun:
+            raise
+        patch.say(f"mmspec runs the stock path: {release.changed(error)}")
+        torch.set_rng_state(before[0])
+        for number, state in enumerate(before[1]):
+            torch.cuda.set_rng_state(state, number)
 
 
 def fixed_noise(patch: Any, sample: bool) -> Noise | None:
@@ -193,7 +219,7 @@ def watched(custom: Callable[..., Any], handle: Any) -> Callable[..., Any]:
 
     @functools.wraps(custom)
     def run(*args: Any, **kwargs: Any) -> Any:
-        token = custom_call.set(seen := Custom(kwargs.get("past_key_values")))
+        token = custom_call.set(seen := Custom(kwargs.get(CACHE)))
         try:
             found = custom(*args, **kwargs)
         finally:
@@ -211,9 +237,9 @@ def _left_out(model: Any, call: Call) -> Iterator[str]:
     if config.prefill_chunk_size is not None:
         yield "mmspec reads a prompt in one piece; prefill_chunk_size has no effect"
     if config.return_dict_in_generate and len(call.input_ids) > 1:
-        yield "mmspec returns past_key_values for one row only: rows that ended at different times share no cache"
+        yield "mmspec returns a KV cache for one row only: rows that ended at different times share no cache"
     elif config.return_dict_in_generate and more_than_keys(decoder(model)):
-        yield "mmspec returns no past_key_values of layers that keep more than keys and values"
+        yield "mmspec returns no KV cache of layers that keep more than keys and values"
 
 
 def row_seeds(model: Any, count: int, drawing: bool) -> list[int]:
@@ -230,10 +256,11 @@ class _Collected:
         self.rows: list[Row] = []
         self.read = 0  # slots that the prompt takes
         self.kept: dict[int, list[tuple[Tensor, Tensor]]] = {}  # row id → (processed, raw) of each generated token
-        self.streamed = 0
+        self.streamed = self.rounds = 0
         self.stats = Stats()
 
     def take(self, session: Session, round_: Round) -> None:
+        self.rounds += 1
         if not self.rows:
             self.rows, self.read = list(session.rows), session.cache.cache.lengths.host[0]
         self.stats = session.stats
@@ -257,17 +284,20 @@ class _Collected:
     def _column(self, index: int) -> list[int]:
         return [row.tokens[row.start + index] if index < row.generated else self._pad for row in self.rows]
 
-    def _stream(self) -> None:
+    def _stream(self, last: bool = False) -> None:
         """Put each column once no row can change it any more, as stock decoding would."""
-        if self.call.streamer is None:
+        early = self.rounds < 2 and not (last or self.call.begun or release.tested())  # stock may still take over
+        if self.call.streamer is None or early:
             return
         ready = min((row.generated for row in self.rows if not row.done), default=self.length())
+        self.call.begun = True
         for index in range(self.streamed, ready):
             self.call.streamer.put(torch.tensor(self._column(index)))
         self.streamed = max(self.streamed, ready)
 
     def result(self, state: State | None) -> Any:
         if self.call.streamer is not None:
+            self._stream(last=True)
             self.call.streamer.end()
         ids, config = self.call.input_ids, self.call.generation_config
         length = self.length()
@@ -287,7 +317,7 @@ class _Collected:
             sequences=sequences,  # type: ignore[arg-type]
             scores=self._steps(0, length) if config.output_scores else None,  # type: ignore[arg-type]
             logits=self._steps(1, length) if config.output_logits else None,  # type: ignore[arg-type]
-            past_key_values=mine,
+            **{CACHE: mine},
         )
 
     def _steps(self, which: int, length: int) -> tuple[Tensor, ...]:

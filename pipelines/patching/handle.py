@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from mmspec.config import SpecConfig
+from mmspec.config import SpecConfig, UnsupportedError
 from mmspec.pipelines.patching import drafting
 from mmspec.pipelines.patching.family import Family
-from mmspec.pipelines.patching.obstacles import Obstacle, UnsupportedError
+from mmspec.pipelines.patching.obstacles import Obstacle
 from mmspec.pipelines.targets import devices
 from mmspec.pipelines.targets.hooks import restore, swap
 from mmspec.prefix_store import PrefixStore

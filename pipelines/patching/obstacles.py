@@ -18,10 +18,6 @@ _DYNAMIC = ("torch.ao.nn.quantized.dynamic", "torch.ao.nn.intrinsic.quantized.dy
 BEAMS = "beam search (num_beams > 1) ranks whole sequences; a draft has nothing to save there"
 
 
-class UnsupportedError(ValueError):
-    """A model or a call that mmspec cannot accelerate; the message says why and what to do."""
-
-
 @dataclass(frozen=True)
 class Obstacle:
     """Why a call has to run the stock path.

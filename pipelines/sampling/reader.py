@@ -9,6 +9,8 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from mmspec.pipelines.host.names import CACHE, translated
+
 
 @dataclass(eq=False)
 class ReadText:
@@ -49,29 +51,29 @@ class Reader:
         self,
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
-        past_key_values: ReadText | None = None,
         use_cache: bool = True,
         **others: Any,
     ) -> CausalLMOutputWithPast:
-        """What the model says of one row [1, n] that goes on after what `past_key_values` has read.
+        """What the model says of one row [1, n] that goes on after what the KV cache among `others` has read.
 
         Raises:
             ValueError: padding, several rows, a cache that was made in between, or an argument that is not followed.
         """
-        past = ReadText() if past_key_values is None else past_key_values
+        others = translated(others)
+        past = ReadText() if (given := others.pop(CACHE, None)) is None else given
         others.pop("return_dict", None)
         closed = attention_mask is not None and not bool(attention_mask.all())
         if len(input_ids) > 1 or closed or others or not isinstance(past, ReadText):
             what = "several rows" if len(input_ids) > 1 else "padding" if closed else ", ".join(others) or "a new cache"
             raise ValueError(
                 f"a logits processor calls the model with {what}; mmspec follows input_ids [1, n], an attention_mask "
-                "of ones, past_key_values that came from the model, and use_cache. Call mmspec.disable(model) for this"
+                "of ones, the KV cache that came from the model, and use_cache. Call mmspec.disable(model) for this"
             )
         text = past.tokens + input_ids[0].tolist()
         if use_cache:
             past.tokens = text
         logits = self._after(text, input_ids)
-        return CausalLMOutputWithPast(logits=logits, past_key_values=past if use_cache else None)  # type: ignore[arg-type]
+        return CausalLMOutputWithPast(logits=logits, **{CACHE: past if use_cache else None})  # type: ignore[arg-type]
 
     def _after(self, text: list[int], ids: Tensor) -> Tensor:
         """Logits [1, n, V] after each of the last n tokens of a text, which are `ids` [1, n]."""
@@ -87,7 +89,7 @@ class Reader:
                 self._cache.crop(shared - len(self._text))
             new = ids.new_tensor([whole[shared:]])
             mask = ids.new_ones(1, len(whole))
-            out = self.model(new, attention_mask=mask, use_cache=True, past_key_values=self._cache, return_dict=True)
+            out = self.model(new, attention_mask=mask, use_cache=True, return_dict=True, **{CACHE: self._cache})
             self._text, self._begin, self._logits = whole, shared, out.logits[0]
         assert self._logits is not None
         return self._logits[first - self._begin :][None, :n]

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmspec.config import UnsupportedError
 from mmspec.loop import decode, start
 from mmspec.pipelines.patching.generate import fixed_noise, obstacle
 from mmspec.pipelines.patching.handle import Patch
-from mmspec.pipelines.patching.obstacles import UnsupportedError
 from mmspec.pipelines.sampling.processors import Processors
 from mmspec.pipelines.sampling.request import Request, Sampler
 from mmspec.pipelines.sampling.stopping import Endings

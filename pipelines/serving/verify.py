@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor
 from torch.nn.functional import pad
 
+from mmspec.config import UnsupportedError
 from mmspec.pipelines.families import table as families
 from mmspec.pipelines.patching.handle import Patch, put_on
-from mmspec.pipelines.patching.obstacles import UnsupportedError
 
 _PICTURES = ("pixel_values", "pixel_values_videos")
 

@@ -81,6 +81,12 @@ class Paths:
         return torch.where(after < 0, torch.arange(self.slots, device=after.device), own)
 
     @cached_property
+    def distance(self) -> Tensor:
+        """int64 [B, 1, n, T]: how many tokens what lies in a slot stands before a node."""
+        here = self.lengths.on(self.depth.device)[:, None] + self.depth
+        return (here[:, :, None] - self.place[:, None])[:, None]
+
+    @cached_property
     def ends(self) -> list[int]:
         """Of the nodes' rows, B·n numbers: how many places are in use."""
         return [n + d + 1 for n, own in zip(self.lengths.host, self.depth.tolist(), strict=True) for d in own]

@@ -111,8 +111,6 @@ class RaggedCache(Cache):
     def get_max_length(self, *_: Any) -> int:
         return -1
 
-    get_max_cache_shape = get_max_length  # the older name
-
     def _attending(self) -> list[RaggedBuffer]:
         return [*self.slots, *self.indexed.values(), *([] if self.told is None else [self.told])]
 
@@ -279,20 +277,6 @@ class CacheLayer:
     @property
     def is_initialized(self) -> bool:
         return self.keys is not None
-
-    # -- what layers with a recurrent state read of it up to transformers 5.17 -----------------------------------------
-
-    @property
-    def conv_states(self) -> dict[int, Tensor]:
-        return self.cache._recurrent(self.index).conv
-
-    @property
-    def recurrent_states(self) -> dict[int, Tensor]:
-        return self.cache._recurrent(self.index).state
-
-    @property
-    def record_past(self) -> bool:
-        return self.cache.is_recording_past(self.index)
 
     def get_seq_length(self) -> int:
         """With what the forward under way has appended."""

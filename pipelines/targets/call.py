@@ -10,15 +10,12 @@ from typing import Any
 
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
-from transformers.cache_utils import DynamicCache
 from transformers.generation.logits_process import LogitsProcessorList
-from transformers.generation.utils import GenerationMixin
 
+from mmspec.pipelines.host.names import CACHE
 from mmspec.pipelines.sampling import guidance as guided
 from mmspec.pipelines.sampling.guidance import Guidance, NegativePrompt
 from mmspec.pipelines.sampling.stopping import Endings
-
-_CACHES_ARE_MARKED = "_is_user_defined" in GenerationMixin._prepare_cache_for_generation.__code__.co_names
 
 # what a call tells of each token, of which generated ones have the last one's
 TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids", "cross_attention_mask", "image_attention_mask")
@@ -36,7 +33,16 @@ class Custom:
     asked: bool = False  # whether it has made any call
 
 
-asking: ContextVar[dict[str, Any]] = ContextVar("mmspec_asking", default={})  # noqa: B039 nobody writes into it
+@dataclass
+class Current:
+    """A call of `generate` under way on an enabled model."""
+
+    given: dict[str, Any]  # what the user gave it, by name
+    patch: Any  # of the model, or of the drafter that the call names
+    reached: bool = False  # whether stock has handed over to a loop of ours
+
+
+current: ContextVar[Current | None] = ContextVar("mmspec_current", default=None)
 custom_call: ContextVar[Custom | None] = ContextVar("mmspec_custom", default=None)
 
 
@@ -51,7 +57,8 @@ class Call:
     synced_gpus: bool = False
     streamer: Any = None
     arguments: dict[str, Any] = field(default_factory=dict)
-    given: dict[str, Any] = field(default_factory=asking.get)  # what the user gave `generate`, by name
+    given: dict[str, Any] = field(default_factory=lambda: now.given if (now := current.get()) else {})  # see Current
+    begun: bool = False  # whether anything of the answer has left: then there is no way back to stock
 
     def __post_init__(self) -> None:
         if (custom := custom_call.get()) is not None:
@@ -83,7 +90,7 @@ class Call:
     @property
     def cache(self) -> Any:
         """The cache that came with the call: the caller's own, or an empty one that `generate` made."""
-        return self.arguments.get("past_key_values")
+        return self.arguments.get(CACHE)
 
     @property
     def filled(self) -> bool:
@@ -112,18 +119,17 @@ class Call:
         return bool(self.generation_config.return_dict_in_generate and getattr(self.generation_config, what))
 
     @property
-    def owned(self) -> bool | None:
-        """Whether it is the caller's own, or seen by a `custom_generate`; None: older transformers do not say whose."""
+    def owned(self) -> bool:
+        """Whether it is the caller's own, or seen by a `custom_generate`."""
         custom = custom_call.get()
         if custom is not None and custom.cache is self.cache:
             return True
-        unknown = type(self.cache) is DynamicCache and not _CACHES_ARE_MARKED
-        return getattr(self.cache, "_is_user_defined", None if unknown else False)
+        return bool(getattr(self.cache, "_is_user_defined", False))
 
     @property
     def returns_cache(self) -> bool:
         """Whether anybody may look at it afterwards."""
-        return bool(self.generation_config.return_dict_in_generate or self.filled or self.owned in (True, None))
+        return bool(self.generation_config.return_dict_in_generate or self.filled or self.owned)
 
     def for_model(self, model: Any) -> Call:
         """The same call with int64 ids, and with all that a forward reads on the model's device, where stock moves it.
@@ -140,7 +146,7 @@ class Call:
         processors = [copy.copy(processor) for processor in self.logits_processor]
         for processor in processors:
             vars(processor).update(moved(vars(processor)))
-        cache = {} if self.cache is None else {"past_key_values": self.cache}
+        cache = {} if self.cache is None else {CACHE: self.cache}
         others = {name: value for name, value in self.arguments.items() if name not in cache}
         arguments = {**moved(others), **cache}
         return replace(

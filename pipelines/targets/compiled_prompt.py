@@ -17,6 +17,7 @@ from mmspec.attention import sdpa
 from mmspec.modes import computed_in, lasting
 from mmspec.piecewise import capture
 from mmspec.piecewise.capture import PiecewiseFunction, Uncapturable
+from mmspec.pipelines.host.names import CACHE
 from mmspec.pipelines.targets import masks
 from mmspec.pipelines.targets.cache import RaggedCache
 from mmspec.pipelines.targets.call import TYPES
@@ -29,7 +30,7 @@ from mmspec.types import FINAL
 
 MOST = 4  # shapes of prompts that are captured of a model
 AGAIN = 2  # times that a shape has come up when it is captured
-_CACHE, _MASK, _FINAL = "past_key_values", "attention_mask", "last_hidden_state"
+_MASK, _FINAL = "attention_mask", "last_hidden_state"
 _BLOCKS = (*TYPES, "block_sequence_ids")  # arguments that may make a decoder read in both directions
 
 
@@ -62,11 +63,11 @@ def reader(target: Any, slots: RaggedCache, valid: Tensor) -> Callable[..., Any]
 
 def _read(target: Any, slots: RaggedCache, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """As `run`: from a capture where there is one, else by itself; of a shape that is seen again a capture is made."""
-    given = {name: value for name, value in kwargs.items() if name not in (_CACHE, _MASK)}
+    given = {name: value for name, value in kwargs.items() if name not in (CACHE, _MASK)}
     leaves, spec = tree_flatten(given)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     constants = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-    if args or kwargs.get(_CACHE) is not slots or not _causal(kwargs) or not PLAIN.issuperset(map(type, constants)):
+    if args or kwargs.get(CACHE) is not slots or not _causal(kwargs) or not PLAIN.issuperset(map(type, constants)):
         return run(*args, **kwargs)
     shapes = tuple((t.shape, t.dtype, t.device) for t in tensors)
     key = ("prompt", type(target), target.features, str(spec), constants, shapes)
@@ -85,7 +86,7 @@ def _read(target: Any, slots: RaggedCache, run: Callable[..., Any], *args: Any, 
         capturable(target)
         if fingerprint(target.model, kept=True) != before:
             raise Uncapturable("its forward changes what its modules hold")
-        if {name for name, value in out.items() if value is not None} != {_FINAL, _CACHE}:
+        if {name for name, value in out.items() if value is not None} != {_FINAL, CACHE}:
             raise Uncapturable("it gives more than its final features")
         return _checked(target, slots, partial(run, **kwargs), given, out[_FINAL])
 
@@ -98,7 +99,7 @@ def _replayed(target: Any, slots: RaggedCache, kind: type, captured: PiecewiseFu
     hidden, *features = captured(_attending(slots), *tensors)
     for name, entered in zip(_layers(target), features, strict=True):
         note(name, ((entered,), {}, None))
-    return kind(**{_FINAL: hidden, _CACHE: slots})
+    return kind(**{_FINAL: hidden, CACHE: slots})
 
 
 def _checked(
@@ -115,7 +116,7 @@ def _checked(
         seen = torch.ones(B, 1, L, L, dtype=torch.bool)
         mask = dict.fromkeys(masks.KINDS, seen) if target.mixed else seen
         with capture.Cut(cache, masked=True), record_features() as recorded:
-            out = run(**now, **{_CACHE: cache, _MASK: mask})
+            out = run(**now, **{CACHE: cache, _MASK: mask})
         return [out[_FINAL], *(layer_input(recorded[name]) for name in _layers(target))]
 
     with lasting():

@@ -10,21 +10,22 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.functional import pad
 
+from mmspec.pipelines.host.names import bound, cache_name
 from mmspec.pipelines.targets import by_path
-from mmspec.pipelines.targets.by_path import OneChannel, RowCache
+from mmspec.pipelines.targets.by_path import OneChannel, Paths, RowCache
 from mmspec.pipelines.targets.hooks import stock
 
 
 class _Blocks:
     """MiniMax-M3's indexer: it chooses blocks of neighbouring slots by their best key."""
 
-    def forward(self, hidden_states: Tensor, position_embeddings: Any, past_key_values: Any, position_ids: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         own, paths = stock(self), by_path.paths()
         if paths is None:
-            return own.forward(self, hidden_states, position_embeddings, past_key_values, position_ids)
-        turned = tuple(paths.fold(t) for t in position_embeddings)
-        rows = RowCache(past_key_values, paths)
-        chosen = own.forward(self, paths.fold(hidden_states), turned, rows, paths.fold(position_ids))
+            return own.forward(self, *args, **kwargs)
+        told = _by_row(own.forward, paths, ("hidden_states", "position_ids"), *args, **kwargs)
+        told["position_embeddings"] = tuple(paths.fold(t) for t in told["position_embeddings"])
+        chosen = own.forward(self, **told)
         return paths.unfold(chosen.transpose(1, 2)).transpose(1, 2)  # [B, h, n, blocks], by places
 
     def build_block_mask(self, block_indices: Tensor, attention_mask: Tensor, key_length: int, *more: Any) -> Tensor:
@@ -52,13 +53,13 @@ class _Keys:
 class _Pools:
     """GLM-5-next's indexer: it chooses pools of neighbouring tokens by a weighted mean of their keys."""
 
-    def forward(self, hidden_states: Tensor, q_resid: Tensor, attention_mask: Tensor, past_key_values: Any) -> Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         own, paths = stock(self), by_path.paths()
         if paths is None:
-            return own.forward(self, hidden_states, q_resid, attention_mask, past_key_values)  # type: ignore[no-any-return]
-        given = (paths.fold(t) for t in (hidden_states, q_resid, attention_mask))
+            return own.forward(self, *args, **kwargs)
+        told = _by_row(own.forward, paths, ("hidden_states", "q_resid", "attention_mask"), *args, **kwargs)
         with by_path.Choosing(self._chosen):
-            chosen = paths.unfold(own.forward(self, *given, RowCache(past_key_values, paths)))  # [B, n, k], by places
+            chosen = paths.unfold(own.forward(self, **told))  # [B, n, k], by places
         slots = paths.slot().to(chosen.device).gather(2, chosen.clamp(min=0).long())
         return slots.where(chosen >= 0, -1).to(chosen.dtype)
 
@@ -79,20 +80,20 @@ class _Pools:
 class _VisibleBlocks:
     """Qwen4-Exp's indexer: as `_Pools`, of the tokens that the mask shows, turned at where a block begins."""
 
-    def forward(self, hidden_states: Tensor, position_embeddings: Any, attention_mask: Tensor, cache: Any) -> Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         own, paths = stock(self), by_path.paths()
         if paths is None:
-            return own.forward(self, hidden_states, position_embeddings, attention_mask, cache)  # type: ignore[no-any-return]
-        nodes = paths.lengths.longest  # in the turns of all positions those of the nodes come last, in every row
-        turned = [  # and in a row that of the node itself
-            torch.cat([paths.rows(t.expand(len(hidden_states), -1, -1), nodes), paths.fold(t[:, nodes:])], 1)
-            for t in position_embeddings
-        ]
-        seen = attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0
-        shown = paths.fold(seen[:, 0].gather(2, paths.slot())) & paths.live
-        rows = RowCache(cache, paths)
-        chosen = paths.unfold(own.forward(self, paths.fold(hidden_states), tuple(turned), shown[:, None], rows)[:, 0])
-        return paths.real(chosen[:, None])
+            return own.forward(self, *args, **kwargs)
+        told = _by_row(own.forward, paths, ("hidden_states",), *args, **kwargs)
+        nodes, B = paths.lengths.longest, len(paths.depth)
+        told["position_embeddings"] = tuple(  # of all positions; those of the nodes come last, in a row the node's own
+            torch.cat([paths.rows(t.expand(B, -1, -1), nodes), paths.fold(t[:, nodes:])], 1)
+            for t in told["position_embeddings"]
+        )
+        mask = told["attention_mask"]
+        seen = mask if mask.dtype == torch.bool else mask == 0
+        told["attention_mask"] = (paths.fold(seen[:, 0].gather(2, paths.slot())) & paths.live)[:, None]
+        return paths.real(paths.unfold(own.forward(self, **told)[:, 0])[:, None])
 
 
 class _Distances:
@@ -105,60 +106,75 @@ class _Distances:
         extent: int = self.rel_extent  # type: ignore[attr-defined]
         back = torch.arange(extent, device=relative_states.device)
         by_distance = own.forward(self, relative_states, back.new_zeros(relative_states.shape[1]), -back)
-        here = paths.lengths.on(back.device)[:, None] + paths.depth
-        distance = (here[:, :, None] - paths.place[:, None])[:, None]  # [B, 1, n, T]
+        distance = paths.distance.to(back.device)
         bias = by_distance.gather(3, distance.clamp(0, extent - 1).expand(-1, by_distance.shape[1], -1, -1))
         return bias.masked_fill((distance < 0) | (distance >= extent), 0.0)
+
+
+class _DistanceBias:
+    """Inkling-2's bias by the distance between two slots, from transformers 5.24 on: the decoder measures it."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        own, paths = stock(self), by_path.paths()
+        if paths is None:
+            return own.forward(self, *args, **kwargs)
+        told = bound(own.forward, *args, **kwargs)
+        return own.forward(self, **told | {"relative_distance": paths.distance.to(told["hidden_states"].device)})
 
 
 class _Tokens:
     """Qwen4-Exp's embedding of the last few tokens."""
 
-    def forward(self, input_ids: Tensor, past_key_values: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         own, paths = stock(self), by_path.paths()
+        told = bound(own.forward, *args, **kwargs)
+        name, ids = cache_name(own.forward), told["input_ids"]
         if paths is None:
-            return own.forward(self, input_ids, None if past_key_values is None else OneChannel(past_key_values))
-        ids = paths.fold(input_ids)
-        return paths.unfold(own.forward(self, ids, OneChannel(RowCache(past_key_values, paths, ids[:, None]))))
+            return own.forward(self, **told | {name: None if told[name] is None else OneChannel(told[name])})
+        rows = paths.fold(ids)
+        told |= {"input_ids": rows, name: OneChannel(RowCache(told[name], paths, rows[:, None]))}
+        return paths.unfold(own.forward(self, **told))
 
 
 class _SpacedConvolution:
     """Qwen4-Exp's convolution with gaps between its taps."""
 
-    def _short_conv(self, hidden_states: Tensor, past_key_values: Any) -> Any:
+    def _short_conv(self, *args: Any, **kwargs: Any) -> Any:
         own, paths = stock(self), by_path.paths()
         if paths is None:
-            return own._short_conv(self, hidden_states, past_key_values)
-        return paths.unfold(own._short_conv(self, paths.fold(hidden_states), RowCache(past_key_values, paths)))
+            return own._short_conv(self, *args, **kwargs)
+        return paths.unfold(
+            own._short_conv(self, **_by_row(own._short_conv, paths, ("hidden_states",), *args, **kwargs))
+        )
 
 
 class _OwnTaps:
     """Inkling-2's convolution, whose taps each token makes itself."""
 
-    def forward(
-        self, hidden_states: Tensor, dynamic_input: Tensor, past_key_values: Any = None, conv_mask: Any = None
-    ) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         own, paths = stock(self), by_path.paths()
         if paths is None:
-            return own.forward(self, hidden_states, dynamic_input, past_key_values, conv_mask)
-        rows = RowCache(past_key_values, paths)
-        return paths.unfold(own.forward(self, paths.fold(hidden_states), paths.fold(dynamic_input), rows))
+            return own.forward(self, *args, **kwargs)
+        told = _by_row(own.forward, paths, ("hidden_states", "dynamic_input"), *args, **kwargs)
+        return paths.unfold(own.forward(self, **told | {"conv_mask": None}))  # nodes are no padding
 
 
 class _SlotPositions:
     """The positions of Kosmos: a slot, counted from behind the number of the padding token, which has that itself."""
 
-    def forward(
-        self,
-        input_ids: Any = None,
-        inputs_embeds: Any = None,
-        past_key_values_length: int = 0,
-        position_ids: Any = None,
-    ) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        own, told = stock(self), bound(stock(self).forward, *args, **kwargs)
         if by_path.paths() is not None:
-            place = position_ids + 1 if input_ids is None else (position_ids + 1) * (input_ids != self.padding_idx)  # type: ignore[attr-defined]
-            position_ids = place + self.padding_idx  # type: ignore[attr-defined]
-        return stock(self).forward(self, input_ids, inputs_embeds, past_key_values_length, position_ids)
+            ids, place = told["input_ids"], told["position_ids"] + 1
+            place = place if ids is None else place * (ids != self.padding_idx)  # type: ignore[attr-defined]
+            told["position_ids"] = place + self.padding_idx  # type: ignore[attr-defined]
+        return own.forward(self, **told)
+
+
+def _by_row(method: Any, paths: Paths, nodes: tuple[str, ...], *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """The arguments of a stock method, those named `nodes` folded into rows, the KV cache as that of these rows."""
+    told, name = bound(method, *args, **kwargs), cache_name(method)
+    return told | {each: paths.fold(told[each]) for each in nodes} | {name: RowCache(told[name], paths)}
 
 
 READERS: dict[str, type] = {
@@ -175,7 +191,8 @@ READERS: dict[str, type] = {
     "Qwen4ExpTextPLELayer": _SpacedConvolution,
     "Kosmos2_5TextSinusoidalPositionalEmbedding": _SlotPositions,
     "InklingRelativeLogits": _Distances,
-    "Inkling2RelativeLogits": _Distances,
+    "Inkling2RelativeLogits": _Distances,  # up to transformers 5.23
+    "Inkling2RelativePositionBias": _DistanceBias,
     "Inkling2DynamicShortConvolution": _OwnTaps,
 }
 

@@ -17,13 +17,14 @@ from torch.nn.functional import pad
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 
 from mmspec.modes import ambient
+from mmspec.pipelines.host.names import CACHE
 from mmspec.pipelines.targets.call import PICTURES, TYPES, Call
 from mmspec.pipelines.targets.fingerprint import Contents, fingerprint, held
 from mmspec.pipelines.targets.image_tokens import by_row, encoded, media
 
 LEAST = 8  # tokens that a prompt has to share, or all of it is read
 # arguments that are told apart token by token, or that do not change what a forward computes of a token
-ASIDE = {"attention_mask", "position_ids", "past_key_values", "logits_to_keep", "use_cache", *TYPES}
+ASIDE = {"attention_mask", "position_ids", CACHE, "logits_to_keep", "use_cache", *TYPES}
 # columns of a key: the id, two of the pictures, two of the call, the types, and from here on the positions
 POSITIONS = 5 + len(TYPES)
 

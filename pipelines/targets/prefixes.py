@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from mmspec.pipelines.host.names import CACHE
 from mmspec.pipelines.targets import prefix_keys
 from mmspec.pipelines.targets.cache import RaggedCache
 from mmspec.pipelines.targets.call import TYPES, Call
@@ -130,7 +131,7 @@ def _drafted(
     place = (ids.shape[1] - count[:, None] + torch.arange(N, device=ids.device)).clamp(max=ids.shape[1] - 1)
     positions = call.arguments["position_ids"]
     types = {name: t[:, -1:] for name in TYPES if (t := call.arguments.get(name)) is not None}
-    left_out = {"position_ids", *types, "past_key_values", *encoded(target.model)}
+    left_out = {"position_ids", *types, CACHE, *encoded(target.model)}
     arguments = {name: v for name, v in call.arguments.items() if name not in left_out} | {"attention_mask": None}
     lengths = torch.tensor([len(text.key) for text in texts], device=ids.device)
     open_slots = ids.new_ones(B, max(len(text.key) for text in texts), dtype=torch.bool)

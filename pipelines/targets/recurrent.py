@@ -221,9 +221,13 @@ def _functions(cls: type) -> list[FunctionType]:
     return [f for f in found if isinstance(f, FunctionType)]
 
 
-def names(cls: type) -> set[str]:
-    """What the functions of a class call and read, by name."""
-    return {name for function in _functions(cls) for name in function.__code__.co_names}
+def names(cls: type, helpers: bool = False) -> set[str]:
+    """What the functions of a class call and read, by name; with `helpers` those that they call in their file, too."""
+    own = _functions(cls)
+    if helpers:
+        called = (function.__globals__.get(name) for function in own for name in function.__code__.co_names)
+        own = [*own, *(f for f in called if isinstance(f, FunctionType) and f.__module__ == cls.__module__)]
+    return {name for function in own for name in inspect.unwrap(function).__code__.co_names}
 
 
 def _rebound(function: Any) -> Any:

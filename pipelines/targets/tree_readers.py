@@ -38,7 +38,7 @@ def unsupported(model: Any) -> str | None:
     kept = any(recurrent.modules(text))
     if getattr(model, "_is_stateful", False) and not kept:
         return "it keeps a recurrent state, which cannot be rolled back after a rejected draft"
-    counting = [m for m in text.modules() if "get_query_offset" in recurrent.names(stock(m))]
+    counting = [m for m in text.modules() if "get_query_offset" in recurrent.names(stock(m), helpers=True)]
     if counting and not any(path_readers.reader(m) for one in counting for m in one.modules()):
         return "its attention measures distances by slots of the cache, where the nodes of a tree lie side by side"
     indexers = [

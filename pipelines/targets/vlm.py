@@ -16,6 +16,7 @@ from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREF
 from mmspec.config import ALL
 from mmspec.drafters.draft_vocab import DraftVocab
 from mmspec.modes import mode_of
+from mmspec.pipelines.host.names import CACHE
 from mmspec.pipelines.sampling.guidance import Guidance, NegativePrompt
 from mmspec.pipelines.targets import attention_record as attended
 from mmspec.pipelines.targets import by_path, compiled, devices, masks, prefixes, reach, recurrent, renamed
@@ -161,7 +162,7 @@ class VlmTarget(ModelTarget):
         new = pad(ids, (max(0, read - ids.shape[1]), 0))[:, -read:]  # soft prompts have no ids
         mask = arguments.get("attention_mask")
         valid = ids.new_ones(len(ids), past + read, dtype=torch.bool) if mask is None else mask.bool()
-        arguments = {**arguments, "past_key_values": slots}
+        arguments = {**arguments, CACHE: slots}
         if self.shares and "logits_to_keep" in arguments:  # a number would make the decoder drop all other features
             arguments["logits_to_keep"] = ids.new_full((1,), -1)
         visual = media(new, self.model.config, arguments)
@@ -181,7 +182,7 @@ class VlmTarget(ModelTarget):
         positions = self._positions(ids, arguments)
         types = {name: arguments.pop(name)[:, -1:] for name in TYPES if arguments.get(name) is not None}
         places = self._places(positions, recorded, past + read)
-        read_once = {"past_key_values", *PICTURES, *MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL}
+        read_once = {CACHE, *PICTURES, *MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL}
         arguments = {name: value for name, value in arguments.items() if name not in read_once}
         arguments |= {"attention_mask": None}
         state = State(slots, places, valid, types, arguments, padded=not bool(valid.all()))
@@ -209,7 +210,7 @@ class VlmTarget(ModelTarget):
         ids, mask = negative.ids, negative.mask
         slots = RaggedCache(len(ids), ids.device, reserve)
         with record_features() as recorded:
-            out = self.model(ids, attention_mask=mask, use_cache=True, past_key_values=slots, return_dict=True)
+            out = self.model(ids, attention_mask=mask, use_cache=True, return_dict=True, **{CACHE: slots})
         slots.advance(ids.shape[1])
         first = torch.full_like(prompt.ids[:, :1], slots.lengths.longest)
         both = interleaved(state, State(slots, Onward(first), mask.bool(), state.types))
@@ -271,7 +272,7 @@ class VlmTarget(ModelTarget):
         """The model's own decoding step, over nodes [B·S, N]."""
         arguments = {
             **state.arguments,
-            "past_key_values": state.cache,
+            CACHE: state.cache,
             "position_ids": places,
             **{name: t.expand(-1, ids.shape[1], *t.shape[2:]) for name, t in state.types.items()},
         }

@@ -1,0 +1,173 @@
+"""`mmspec doctor`: what is installed, whether it is what mmspec knows, and whether drafting works here."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import platform
+import re
+import subprocess
+import warnings
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import mmspec
+from mmspec.app import embedded
+from mmspec.pipelines.host import contract
+
+PACKAGES = ("torch", "torchvision", "transformers", "diffusers", "accelerate")
+OPTIONAL = {"peft": "adapters", "triton": "kernels on a GPU"}  # package → what is not there without it
+TOKENS = 8
+GOOD, NOTE, BAD = "ok", "--", "NO"  # all is well; it may matter; this has to be mended
+_FOLDERS = re.compile(r"(?<![\w:/\\.])(?:~|[A-Za-z]:)?(?:[/\\][\w.+@-]+)+[/\\]")  # of an absolute path
+
+
+class Finding(NamedTuple):
+    """One line of the report."""
+
+    mark: str
+    about: str
+    said: str
+
+    def __str__(self) -> str:
+        return f"{self.mark}  {self.about:<14} {_FOLDERS.sub('…/', self.said)}"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """The options of `mmspec doctor`."""
+    parser.description = (
+        "Check the installed versions, the device, the compiler, what mmspec assumes of transformers, diffusers and "
+        f"accelerate, and {TOKENS} tokens of the embedded models, drafted and not. The text names no folders of yours "
+        "and can be pasted into a bug report. Exit code: 0 all is well, 1 something has to be mended."
+    )
+    parser.add_argument("--device", default="auto", help="where the embedded models run (%(default)s)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print what was found, line by line; 1 if something has to be mended."""
+    wrong = 0
+    for finding in findings(args.device):
+        print(finding, flush=True)
+        wrong += finding.mark == BAD
+    print("all is well" if not wrong else f"to be mended: {wrong}, marked {BAD}")
+    return 1 if wrong else 0
+
+
+def findings(device: str) -> Iterator[Finding]:
+    """What there is, the cheap things first; an error in one of them is its finding."""
+    yield from _software()
+    yield from _guarded("commit", _commit)
+    yield from _guarded("contract", _assumptions)
+    yield from _guarded("device", lambda: _device(device))
+    yield from _guarded("compiler", _compiler)
+    for model in filter(embedded.speaks, embedded.DRAFTERS):
+        yield from _guarded(model, lambda model=model: _tokens(model, device))
+
+
+def _guarded(about: str, look: Any) -> Iterator[Finding]:
+    try:
+        yield from look()
+    except Exception as error:  # whatever is broken here is what is looked for
+        yield Finding(BAD, about, f"{type(error).__name__}: {' '.join(str(error).split())[:400]}")
+
+
+def _software() -> Iterator[Finding]:
+    yield Finding(GOOD, "mmspec", mmspec.__version__)
+    yield Finding(GOOD, "python", f"{platform.python_version()}, {platform.system()} {platform.machine()}")
+    for name in PACKAGES:
+        yield _package(name)
+    for name, use in OPTIONAL.items():
+        found = _version(name)
+        yield Finding(NOTE if found is None else GOOD, name, found or f"not installed: no {use}")
+
+
+def _commit() -> Iterator[Finding]:
+    """Of a clone."""
+    from mmspec.app import provenance
+
+    commit, changed = provenance.checkout()
+    if commit is not None:
+        yield Finding(GOOD, "commit", f"{commit[:12]}{', changed' if changed else ''}")
+
+
+def _package(name: str) -> Finding:
+    from packaging.specifiers import SpecifierSet
+
+    asked, found = contract.TESTED.get(name, ""), _version(name)
+    mend = f'pip install "{name}{asked}"'
+    if found is None:
+        return Finding(BAD, name, f"not installed; {mend}")
+    if not SpecifierSet(asked).contains(found, prereleases=True):
+        return Finding(NOTE, name, f"{found}, untested: mmspec is tested with {asked}; {mend}")
+    return Finding(GOOD, name, f"{found} (tested: {asked or 'any'})")
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _assumptions() -> Iterator[Finding]:
+    """What mmspec assumes of the packages that it is built on."""
+    found = contract.broken()
+    for row in found:
+        yield Finding(NOTE if row.models else BAD, "contract", str(row))
+    count = len(contract.judged())
+    if not found:
+        yield Finding(GOOD, "contract", f"{count} rows hold")
+    else:
+        asked = contract.TESTED.get("transformers", "")
+        yield Finding(NOTE, "contract", f'{len(found)} of {count} rows are broken; pip install "transformers{asked}"')
+
+
+def _device(name: str) -> Iterator[Finding]:
+    import torch
+
+    from mmspec.app import devices, provenance
+
+    place = devices.find_device(name)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    built = f"; torch is built for CUDA {torch.version.cuda}" if torch.version.cuda else ""
+    yield Finding(GOOD, "device", f"{place.type}: {provenance.device_name(place)}; {cores} cores{built}")
+
+
+def _compiler() -> Iterator[Finding]:
+    """What `compile=True` builds with on a CPU; on a GPU Triton wants one, too."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    try:
+        command = get_cpp_compiler()
+        said = subprocess.run([command, "--version"], capture_output=True, text=True, timeout=20).stdout
+        yield Finding(GOOD, "compiler", said.partition("\n")[0] or command)
+    except Exception as error:  # of torch's own kinds
+        why = f"{type(error).__name__}; install g++ or clang, or name one in CXX"
+        yield Finding(NOTE, "compiler", f"no C++ compiler, which compile=True needs ({why})")
+
+
+def _tokens(model: str, device: str) -> Iterator[Finding]:
+    """A few tokens of an embedded model, drafted and on the stock path."""
+    from mmspec import media, zoo
+    from mmspec.app import engine
+    from mmspec.pipelines.prompts import chat_inputs
+
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        drafter = embedded.drafter(model)
+        loaded = engine.load(model, drafter, device, "float32", TOKENS, 0.0)
+        if loaded.drafter is None:
+            yield Finding(BAD, model, f"not accelerated: {'; '.join(loaded.notes) or 'no drafter'}")
+            return
+        picture = media.load_image(zoo.samples() / "scene-01.png")
+        inputs = chat_inputs(loaded.processor, [embedded.prompt()], [[picture]])
+        report = mmspec.verify(loaded.model, inputs.to(loaded.model.device), TOKENS)
+        rounds = mmspec.stats(loaded.model).rounds
+    said = [str(one.message) for one in heard if str(one.message).startswith("mmspec")]
+    for each in dict.fromkeys(said):
+        yield Finding(NOTE, model, each)
+    if not rounds:
+        yield Finding(BAD, model, "the stock path ran, and nothing was drafted")
+    else:
+        yield Finding(GOOD if report.ok else BAD, model, f"{report.tokens} tokens, {drafter}: {report}")

@@ -1,0 +1,327 @@
+"""What mmspec assumes of transformers, diffusers, accelerate and peft: one row each, checked in their source files.
+
+`python -m mmspec.pipelines.host.contract` judges the installed packages, and with a folder behind it an unpacked wheel:
+no model, no network, and nothing is imported. How a row is checked, by its third word:
+
+    is       it stands there: a class, a function, a constant or an import
+    knows    the function has these parameters
+    takes    the same, and every other parameter has a default
+    order    its first parameters are these, in this order, and every other has a default
+    holds    the class defines these, or its methods set them on self
+    says     its source names these: variables, attributes, keywords or strings
+    calls    it calls these, which its file binds, with no keywords but those in `source.ARGUMENTS`
+    line     its source has this piece, however it is laid out
+
+`a|b` is either: names are found by signature, never by version number.
+"""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+from collections.abc import Collection
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import NamedTuple
+
+from mmspec.pipelines.host import source
+
+
+class Assumption(NamedTuple):
+    """One assumption.
+
+    Attributes:
+        what: the dotted name of what is looked at.
+        how: how it is checked, see the module.
+        names: what is looked for in it.
+        why: what we do with it.
+        who: our modules that lean on it, under `pipelines/`.
+        models: classes of models, of their modules, or of what comes with a call, that alone need it; "": all do.
+        found: of a broken row: what there is instead.
+    """
+
+    what: str
+    how: str
+    names: str
+    why: str
+    who: str
+    models: str = ""
+    found: str = ""
+
+    def __str__(self) -> str:
+        who = ", ".join(f"pipelines/{name}.py" for name in self.who.split())
+        need = f"; only {', '.join(self.models.split())} need it" if self.models else ""
+        return f"{self.what.replace('|', ' or ')}: {self.found or 'as expected'}. {self.why} ({who}){need}"
+
+
+_MTP, _ASSISTANT = "MtpDrafter", "Gemma4AssistantForCausalLM Gemma4UnifiedAssistantForCausalLM"
+_STATE = ".update_conv_state .update_recurrent_state"
+_DELTA = f"causal_conv1d_fn torch_chunk_gated_delta_rule torch_recurrent_gated_delta_rule {_STATE}"
+_KIMI = f"causal_conv1d_fn chunk_kimi_delta_attention recurrent_kimi_delta_attention {_STATE}"
+_SSD = f"causal_conv1d_fn mamba2_chunk_scan mamba2_selective_state_update {_STATE}"
+_CONV = "causal_conv1d_fn .update_conv_state"
+_SCANS = "A draft's tree is read by replacing these functions inside the forward"
+# fmt: off
+ROWS: tuple[Assumption, ...] = tuple(Assumption(*row) for row in (
+    # -- generate and its loop
+    ("transformers.generation.utils.GENERATION_MODES_MAPPING", "line", "GenerationMode.SAMPLE: '_sample'", "Sampling is accelerated by overriding _sample", "families/decoder_only"),
+    ("transformers.generation.utils.GENERATION_MODES_MAPPING", "line", "GenerationMode.GREEDY_SEARCH: '_sample'", "Greedy decoding is accelerated by overriding _sample", "families/decoder_only"),
+    ("transformers.generation.utils.GENERATION_MODES_MAPPING", "says", "_beam_search _assisted_decoding", "These modes are overridden to run the stock path with a warning", "families/decoder_only"),
+    ("transformers.generation.utils.GenerationMixin.generate", "line", "getattr(type(self), GENERATION_MODES_MAPPING[", "The loop is looked up on the model's class, which enable swaps", "families/decoder_only"),
+    ("transformers.generation.utils.GenerationMixin.generate", "line", "self, input_ids, logits_processor=prepared_logits_processor, stopping_criteria=prepared_stopping_criteria, generation_config=generation_config", "Our _sample is called with these arguments", "families/decoder_only"),
+    ("transformers.generation.utils.GenerationMixin.generate", "knows", "inputs generation_config logits_processor stopping_criteria assistant_model streamer custom_generate", "Arguments of a call are looked at before stock reads them", "families/decoder_only patching/assisted"),
+    ("transformers.generation.utils.GenerationMixin._sample", "order", "input_ids logits_processor stopping_criteria generation_config synced_gpus streamer", "Our _sample has stock's parameters, and hands a call on to it", "families/decoder_only targets/call"),
+    ("transformers.generation.utils.GenerationMixin._sample", "calls", "._prefill .prepare_inputs_for_generation ._update_model_kwargs_for_generation", "Our loop makes the forwards that stock's makes", "targets/vlm"),
+    ("transformers.generation.utils.GenerationMixin._beam_search", "is", "", "A call with beams is handed on to it", "families/decoder_only"),
+    ("transformers.generation.utils.GenerationMixin._assisted_decoding", "is", "", "A call that drafts by itself is handed on to it", "families/decoder_only"),
+    ("transformers.generation.utils.GenerationMixin._prefill", "takes", "input_ids generation_config model_kwargs is_first_iteration", "The prompt is read by the model's own prefill", "targets/vlm"),
+    ("transformers.generation.utils.GenerationMixin._prefill", "says", "cache|past_key_values prefill_chunk_size _mask_length get_seq_length", "It fills the cache of its model_kwargs, in one piece where prefill_chunk_size is None", "targets/vlm targets/call"),
+    ("transformers.generation.utils.GenerationMixin.prepare_inputs_for_generation", "takes", "input_ids next_sequence_length cache|past_key_values attention_mask inputs_embeds is_first_iteration", "Each draft becomes the arguments of a forward by it", "targets/vlm families/janus host/names"),
+    ("transformers.generation.utils.GenerationMixin._update_model_kwargs_for_generation", "takes", "outputs model_kwargs is_encoder_decoder", "It gives the arguments of the step after the prefill", "targets/vlm"),
+    ("transformers.generation.utils.GenerationMixin._maybe_prepare_encoder_kwargs_for_generation", "order", "inputs_tensor model_kwargs model_input_name generation_config", "It is overridden, so that kept prompts need no vision tower", "families/decoder_only"),
+    ("transformers.generation.utils.GenerationMixin._prepare_cache_for_generation", "says", "_is_user_defined", "A cache of the caller's own is told from one that generate made", "targets/call"),
+    ("transformers.generation.utils.GenerationMixin._prepare_special_tokens", "says", "_pad_token_tensor", "Rows that have ended are filled with the pad token", "patching/generate"),
+    ("transformers.generation.utils.MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL", "says", "mm_encoder_outputs", "What the prefill alone reads is left out afterwards", "targets/vlm targets/prefix_keys targets/image_tokens"),
+    ("transformers.generation.utils.GenerateDecoderOnlyOutput", "holds", "sequences scores logits cache|past_key_values", "A call with return_dict_in_generate returns one", "patching/generate families/janus"),
+    ("transformers.generation.configuration_utils.GenerationConfig", "says", "num_beams num_return_sequences do_sample prefill_chunk_size return_dict_in_generate output_scores output_logits output_attentions output_hidden_states is_assistant num_assistant_tokens prompt_lookup_num_tokens max_matching_ngram_size assistant_early_exit use_mtp", "These fields say what a call wants", "patching/generate patching/assisted patching/obstacles"),
+    ("transformers.generation.streamers.BaseStreamer", "holds", "put end", "Streamers get each token once", "patching/generate serving/stream"),
+    # -- the cache
+    *((f"transformers.cache_utils.Cache.{method}", "order", names, "Our cache is called in its place", "targets/cache")
+      for method, names in (
+        ("update", "key_states value_states layer_idx"),
+        ("get_seq_length", "layer_idx"),
+        ("get_mask_sizes", "query_length layer_idx"),
+        ("get_conv_state", "layer_idx state_idx"),
+        ("get_recurrent_state", "layer_idx state_idx"),
+        ("update_conv_state", "conv_states layer_idx state_idx"),
+        ("update_recurrent_state", "recurrent_states layer_idx state_idx"),
+        ("update_indexer", "indexer_key_states layer_idx"),
+        ("has_previous_state", "layer_idx state_idx"),
+        ("is_recording_past", "layer_idx"),
+      )),
+    ("transformers.cache_utils.Cache.__init__", "takes", "layers", "Our cache begins as one without layers", "targets/cache"),
+    ("transformers.cache_utils.Cache", "holds", "get_max_length get_query_offset is_compileable is_initialized is_sliding is_linear is_croppable offloading crop layers", "Stock asks these of any cache, and our cache answers or inherits them", "targets/cache patching/generate sampling/reader"),
+    ("transformers.cache_utils.CacheLayerMixin", "holds", "keys values is_initialized reset lazy_initialization get_seq_length _layer_type", "A caller's cache is read and filled by layer", "targets/cache"),
+    ("transformers.cache_utils.DynamicLayer.lazy_initialization", "order", "key_states value_states", "A caller's cache is given views of ours", "targets/cache"),
+    ("transformers.cache_utils.StaticLayer.update", "order", "key_states value_states", "A caller's static cache is filled by it", "targets/cache"),
+    ("transformers.cache_utils.DynamicCache", "is", "", "A call that returns its cache gets one", "targets/cache targets/call sampling/reader"),
+    ("transformers.cache_utils.QuantizedCache", "is", "", "A call with one runs the stock path", "patching/generate"),
+    # -- attention, masks, modules
+    ("transformers.integrations.sdpa_attention.sdpa_attention_forward", "order", "module query key value attention_mask dropout scaling", "Tree attention hands on to it what it does not read itself", "targets/tree_attention targets/attention_record"),
+    ("transformers.modeling_utils.AttentionInterface", "holds", "get_interface", "Tree attention is registered there, and stock attention found", "targets/tree_attention targets/attention_record"),
+    ("transformers.modeling_utils.AttentionInterface.get_interface", "order", "attn_implementation default", "The recording attention finds the model's own", "targets/attention_record"),
+    ("transformers.utils.generic.GeneralInterface.register", "order", "key value", "Our attentions and their masks are registered by it", "targets/tree_attention targets/attention_record"),
+    ("transformers.masking_utils.AttentionMaskInterface", "line", "'sdpa': sdpa_mask", "Tree attention makes sdpa's masks for prompts", "targets/tree_attention"),
+    ("transformers.masking_utils.sdpa_mask", "is", "", "Tree attention makes sdpa's masks for prompts", "targets/tree_attention"),
+    ("transformers.masking_utils._preprocess_mask_arguments", "line", "len(attention_mask.shape) == 4", "A 4-D mask, which says what each node of a tree sees, is left as it is", "targets/vlm targets/masks"),
+    ("transformers.models.llama.modeling_llama.LlamaAttention.forward", "says", "ALL_ATTENTION_FUNCTIONS _attn_implementation update scaling", "Attention modules ask their config by name for the implementation", "targets/renamed targets/tree_attention", "LlamaAttention"),
+    ("transformers.models.llama.modeling_llama.LlamaModel.forward", "takes", "input_ids attention_mask position_ids cache|past_key_values inputs_embeds", "Decoders take explicit positions and a 4-D mask", "targets/vlm targets/tree_readers", "LlamaModel"),
+    ("transformers.models.llama.modeling_llama.LlamaDecoderLayer.forward", "order", "hidden_states", "Features are what enters a layer", "targets/hooks", "LlamaDecoderLayer"),
+    ("transformers.models.llama.modeling_llama.LlamaRotaryEmbedding", "holds", "rope_type original_max_seq_len", "Frequencies that change with the length are found by these", "targets/reach", "LlamaRotaryEmbedding"),
+    ("transformers.modeling_outputs.BaseModelOutputWithPast", "holds", "last_hidden_state", "The decoder's features are read from its output", "targets/hooks"),
+    ("transformers.modeling_outputs.CausalLMOutputWithPast", "holds", "logits cache|past_key_values", "A forward gives logits; the reader in a processor's copy returns one", "targets/vlm sampling/reader"),
+    ("transformers.modeling_utils.PreTrainedModel", "holds", "get_decoder config _is_stateful _supports_sdpa tp_size base_model", "The decoder, and what it supports, are found by these", "targets/decoder targets/tree_readers targets/renamed targets/devices"),
+    ("transformers.modeling_utils.EmbeddingAccessMixin", "holds", "get_input_embeddings get_output_embeddings", "The embedding and the head are found by these", "targets/decoder targets/vlm teacher"),
+    ("transformers.configuration_utils.PreTrainedConfig|PretrainedConfig", "says", "_attn_implementation _name_or_path _commit_hash get_text_config is_encoder_decoder", "A model's attention, files and text config are found by these", "drafters/own_files targets/renamed drafters/draft_model"),
+    ("transformers.activations.ACT2FN", "is", "", "A convolution's activation is looked up by name", "targets/recurrent"),
+    ("transformers.models.auto.auto_factory._BaseAutoModelClass", "holds", "_model_mapping from_pretrained", "A draft model is loaded by the class that its config has", "drafters/draft_model"),
+    ("transformers.models.auto.modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES", "is", "", "Model classes of this release are listed by it", "families/table"),
+    # -- layers with a recurrent state
+    *((f"transformers.models.{file}.modeling_{file}.{cls}.forward", "calls", calls, _SCANS, "targets/recurrent", cls)
+      for file, cls, calls in (
+        ("qwen3_5", "Qwen3_5GatedDeltaNet", _DELTA),
+        ("qwen3_5_moe", "Qwen3_5MoeGatedDeltaNet", _DELTA),
+        ("qwen3_next", "Qwen3NextGatedDeltaNet", _DELTA),
+        ("qwen4_exp", "Qwen4ExpTextGatedDeltaNet", _DELTA),
+        ("olmo_hybrid", "OlmoHybridGatedDeltaNet", _DELTA),
+        ("kimi_linear", "KimiLinearDeltaAttention", _KIMI),
+        ("bailing_hybrid", "BailingHybridDeltaAttention", _KIMI),
+        ("glm5_next", "Glm5NextTextLinearAttention", _KIMI),
+        ("mamba2", "Mamba2Mixer", _SSD),
+        ("bamba", "BambaMixer", _SSD),
+        ("falcon_h1", "FalconH1Mixer", _SSD),
+        ("granitemoehybrid", "GraniteMoeHybridMambaLayer", _SSD),
+        ("nemotron_h", "NemotronHMamba2Mixer", _SSD),
+        ("zamba2", "Zamba2MambaMixer", _SSD),
+        ("lfm2", "Lfm2ShortConv", _CONV),
+        ("lfm2_moe", "Lfm2MoeShortConv", _CONV),
+        ("lfm3", "Lfm3ShortConv", _CONV),
+        ("inkling", "InklingShortConvolution", _CONV),
+        ("inkling2", "Inkling2ShortConvolution", _CONV),
+      )),
+    # -- modules that count the slots of the cache (READERS in targets/path_readers)
+    *((f"transformers.models.{file}.modeling_{file}.{cls}.{method}", "order", names, why, "targets/path_readers", cls)
+      for file, cls, method, names, why in (
+        ("minimax_m3_vl", "MiniMaxM3VLIndexer", "forward", "hidden_states position_embeddings cache|past_key_values position_ids", "The indexer reads each node as a row of its own"),
+        ("minimax_m3_vl", "MiniMaxM3VLIndexer", "build_block_mask", "block_indices attention_mask key_length dtype device position_ids", "Blocks become slots by it"),
+        ("glm5_next", "Glm5NextTextIndexer", "forward", "hidden_states q_resid attention_mask cache|past_key_values", "The indexer reads each node as a row of its own"),
+        ("qwen4_exp", "Qwen4ExpTextQSAIndexer", "forward", "hidden_states position_embeddings attention_mask cache|past_key_values", "The indexer reads each node as a row of its own"),
+        ("qwen4_exp", "Qwen4ExpTextNGramEmbedding", "forward", "input_ids cache|past_key_values", "The embedding of the last tokens follows each node's path"),
+        ("qwen4_exp", "Qwen4ExpTextPLELayer", "_short_conv", "hidden_states cache|past_key_values", "The convolution follows each node's path"),
+        ("kosmos2_5", "Kosmos2_5TextSinusoidalPositionalEmbedding", "forward", "input_ids inputs_embeds cache_length|past_key_values_length position_ids", "Positions are a node's depth, not its slot"),
+        ("inkling", "InklingRelativeLogits", "forward", "relative_states query_positions key_positions", "The bias is by distance in the text, not between slots"),
+        ("inkling2", "Inkling2DynamicShortConvolution", "forward", "hidden_states dynamic_input cache|past_key_values conv_mask", "The convolution follows each node's path"),
+      )),
+    *((f"transformers.models.{file}.modeling_{file}.{cls}.forward", "line", f"index_scores.topk({k}, dim=-1).indices",
+       "Which of tied scores an indexer takes is chosen in the place of this topk", "targets/path_readers targets/by_path", cls)
+      for file, cls, k in (
+        ("mistral_large4", "MistralLarge4TextIndexer", "topk"),
+        ("dots3_note", "Dots3NoteTextIndexer", "topk"),
+        ("deepseek_v32", "DeepseekV32Indexer", "topk"),
+        ("glm_moe_dsa", "GlmMoeDsaIndexer", "topk"),
+        ("axk2", "AXK2Indexer", "topk"),
+        ("hy_v4", "HYV4Indexer", "topk"),
+        ("glm5_next", "Glm5NextTextIndexer", "select_k"),
+      )),
+    ("transformers.models.minimax_m3_vl.modeling_minimax_m3_vl.MiniMaxM3VLIndexer.forward", "calls", ".update_index", "The indexer's keys are kept in our cache", "targets/cache targets/by_path", "MiniMaxM3VLIndexer"),
+    ("transformers.models.qwen4_exp.modeling_qwen4_exp.Qwen4ExpTextModel.forward", "says", "indexer_position_ids", "Positions of what is cached are kept with the first indexer", "targets/cache", "Qwen4ExpTextQSAIndexer"),
+    ("transformers.models.inkling2.modeling_inkling2.Inkling2RelativePositionBias|Inkling2RelativeLogits.forward", "order", "hidden_states|relative_states relative_distance|query_positions position_ids|key_positions", "The bias is by distance in the text, not between slots", "targets/path_readers", "Inkling2TextModel Inkling2Model Inkling2RelativePositionBias Inkling2RelativeLogits"),
+    # -- families
+    ("transformers.models.janus.modeling_janus.JanusForConditionalGeneration.generate", "calls", "._get_logits_processor ._prepare_static_cache .prepare_inputs_for_generation", "Stock prepares a picture's arguments, and we take them from these calls", "families/janus", "JanusForConditionalGeneration"),
+    ("transformers.models.janus.modeling_janus.JanusForConditionalGeneration.generate", "says", "generation_mode generation_config input_ids inputs_embeds", "Image mode is told from text by these", "families/janus", "JanusForConditionalGeneration"),
+    ("transformers.models.janus.modeling_janus.JanusForConditionalGeneration", "holds", "prepare_embeddings_for_image_generation", "Codes are embedded by it", "families/janus", "JanusForConditionalGeneration"),
+    ("transformers.models.glm_image.modeling_glm_image.GlmImageModel", "holds", "get_rope_index _cached_decode_position_ids", "The prefill lists the positions of a picture's tokens there", "families/glm_image", "GlmImageForConditionalGeneration"),
+    ("transformers.models.emu3.modeling_emu3.Emu3ImageVocabularyMapping", "holds", "img2bpe", "Codes of a picture are found by their tokens", "families/emu3", "Emu3ForConditionalGeneration"),
+    ("transformers.models.chameleon.modeling_chameleon.ChameleonImageVocabularyMapping", "holds", "img2bpe image_tokens", "Codes of a picture are found by their tokens", "families/chameleon", "ChameleonForConditionalGeneration"),
+    # -- logits processors and stopping criteria
+    *((f"transformers.generation.logits_process.{cls}", "holds", names, "It is applied along each node's path",
+       "sampling/history") for cls, names in (
+        ("RepetitionPenaltyLogitsProcessor", "penalty prompt_ignore_length"),
+        ("NoRepeatNGramLogitsProcessor", "ngram_size"),
+        ("SequenceBiasLogitsProcessor", "sequence_bias"),
+        ("MinLengthLogitsProcessor", "min_length eos_token_id"),
+        ("MinNewTokensLengthLogitsProcessor", "prompt_length_to_skip min_new_tokens eos_token_id"),
+        ("ForcedBOSTokenLogitsProcessor", "bos_token_id"),
+        ("ForcedEOSTokenLogitsProcessor", "max_length eos_token_id"),
+        ("SuppressTokensAtBeginLogitsProcessor", "begin_suppress_tokens begin_index"),
+        ("ExponentialDecayLengthPenalty", "regulation_start regulation_factor eos_token_id"),
+      )),
+    ("transformers.generation.logits_process.LogitsProcessorList", "is", "", "Processors of a call come in one", "targets/call sampling/guidance sampling/request"),
+    ("transformers.generation.logits_process.TemperatureLogitsWarper", "is", "", "It is applied to all nodes at once", "sampling/processors sampling/request"),
+    ("transformers.generation.logits_process.TopKLogitsWarper", "holds", "top_k filter_value", "It is applied to all nodes at once", "sampling/processors sampling/request"),
+    ("transformers.generation.logits_process.TopPLogitsWarper", "holds", "top_p filter_value min_tokens_to_keep", "It has a faster twin on a GPU", "sampling/processors sampling/nucleus"),
+    ("transformers.generation.logits_process.NoBadWordsLogitsProcessor", "line", "class NoBadWordsLogitsProcessor(SequenceBiasLogitsProcessor)", "It is applied along each node's path", "sampling/history"),
+    ("transformers.generation.logits_process.PrefixConstrainedLogitsProcessor", "holds", "_prefix_allowed_tokens_fn", "Its function is asked about each node", "sampling/processors sampling/history"),
+    ("transformers.generation.logits_process.PrefixConstrainedLogitsProcessor.__init__", "order", "prefix_allowed_tokens_fn num_beams", "It is made anew for the nodes of a tree", "sampling/history"),
+    ("transformers.generation.logits_process.UnbatchedClassifierFreeGuidanceLogitsProcessor", "holds", "guidance_scale model unconditional_context", "A second stream of the batch takes its place", "sampling/guidance"),
+    ("transformers.generation.logits_process.UnbatchedClassifierFreeGuidanceLogitsProcessor", "says", "input_ids attention_mask first_pass log_softmax", "The negative prompt is taken from its context", "sampling/guidance"),
+    ("transformers.generation.logits_process.ClassifierFreeGuidanceLogitsProcessor", "holds", "guidance_scale", "Guidance of image mode is taken from it", "families/janus", "JanusForConditionalGeneration"),
+    ("transformers.generation.stopping_criteria.StoppingCriteriaList", "is", "", "Criteria of a call come in one", "sampling/stopping"),
+    ("transformers.generation.stopping_criteria.MaxLengthCriteria", "holds", "max_length", "A row's limit is read from it", "sampling/stopping"),
+    ("transformers.generation.stopping_criteria.EosTokenCriteria", "holds", "eos_token_id", "A row's ends are read from it", "sampling/stopping"),
+    ("transformers.generation.stopping_criteria.StopStringCriteria", "holds", "maximum_token_len", "It is asked about the end of each row", "sampling/stopping"),
+    ("transformers.generation.stopping_criteria.MaxTimeCriteria", "is", "", "It is asked once a round", "sampling/stopping"),
+    # -- drafters made of transformers models
+    ("transformers.modeling_layers.MtpLayer.__init__", "order", "config decoder_layer_cls norm_cls layer_idx", "MTP heads are built of it", "drafters/mtp_files", _MTP),
+    ("transformers.modeling_layers.MtpLayer", "holds", "enorm hnorm eh_proj mtp_block post_norm", "A checkpoint's tensors are renamed to these", "drafters/mtp_files", _MTP),
+    ("transformers.modeling_layers.MtpLayer.forward", "takes", "inputs_embeds previous_hidden_state position_embeddings attention_mask position_ids cache|past_key_values", "MTP heads are called by it", "drafters/mtp", _MTP),
+    ("transformers.modeling_layers.MtpModel", "is", "", "MTP heads are a kind of it", "drafters/mtp_files", _MTP),
+    ("transformers.core_model_loading.convert_and_load_state_dict_in_model", "takes", "model state_dict load_config", "MTP heads are filled as transformers fills the model", "drafters/mtp_files", _MTP),
+    ("transformers.core_model_loading.PrefixChange", "is", "", "Renamings of the whole model are left out", "drafters/mtp_files", _MTP),
+    ("transformers.conversion_mapping.get_checkpoint_conversion_mapping", "order", "model_type", "It says how a checkpoint's tensors become the model's", "drafters/mtp_files", _MTP),
+    ("transformers.modeling_utils.LoadStateDictConfig", "holds", "weight_mapping device_map dtype", "MTP heads are filled as transformers fills the model", "drafters/mtp_files", _MTP),
+    ("transformers.core_model_loading.convert_and_load_state_dict_in_model", "says", "mismatched_keys missing_keys unexpected_keys", "An incomplete checkpoint is refused by these", "drafters/mtp_files", _MTP),
+    ("transformers.utils.logging", "says", "is_progress_bar_enabled disable_progress_bar enable_progress_bar", "A few tensors are loaded without a progress bar", "drafters/mtp_files", _MTP),
+    ("transformers.models.gemma4_assistant.modeling_gemma4_assistant.Gemma4AssistantForCausalLM", "holds", "pre_projection post_projection masked_embedding lm_head model", "The assistant is called part by part", "drafters/assistant", _ASSISTANT),
+    ("transformers.models.gemma4.modeling_gemma4.Gemma4TextModel.forward", "says", "shared_kv_states", "The assistant's layers read the target's keys and values", "drafters/assistant", _ASSISTANT),
+    ("transformers.models.gemma4.modeling_gemma4.Gemma4TextAttention", "holds", "is_kv_shared_layer layer_type layer_idx", "The layers with keys of their own are found by these", "drafters/assistant", _ASSISTANT),
+    # -- accelerate, diffusers, peft
+    ("accelerate.hooks.add_hook_to_module", "says", "_hf_hook", "Where a module computes is read from its hook", "targets/devices drawing/outputs"),
+    ("accelerate.hooks.AlignDevicesHook", "holds", "execution_device pre_forward", "Where a module computes is read from its hook", "targets/devices drawing/outputs"),
+    ("accelerate.hooks.SequentialHook", "holds", "hooks", "Where a module computes is read from its hooks", "targets/devices"),
+    ("diffusers.pipelines.pipeline_loading_utils.LOADABLE_CLASSES", "is", "", "Our own modules are loaded by name", "llamagen/pipeline mar/pipeline", "LlamaGenPipeline MARPipeline"),
+    ("diffusers.utils.BaseOutput", "is", "", "Our pipelines return one", "llamagen/pipeline mar/pipeline", "LlamaGenPipeline MARPipeline"),
+    ("diffusers.utils.is_bs4_available", "is", "", "Captions are cleaned where the libraries for it are there", "llamagen/captions", "LlamaGenPipeline"),
+    ("diffusers.utils.is_ftfy_available", "is", "", "Captions are cleaned where the libraries for it are there", "llamagen/captions", "LlamaGenPipeline"),
+    ("diffusers.image_processor.VaeImageProcessor", "is", "", "Pictures leave our pipelines by it", "llamagen/pipeline mar/pipeline", "LlamaGenPipeline MARPipeline"),
+    ("diffusers.pipelines.pixart_alpha.pipeline_pixart_alpha.PixArtAlphaPipeline._text_preprocessing", "takes", "text clean_caption", "Captions are cleaned as in training", "llamagen/captions", "LlamaGenPipeline"),
+    ("diffusers.pipelines.glm_image.pipeline_glm_image.GlmImagePipeline", "says", "vision_language_encoder generate", "The model inside that draws tokens is the one to enable", "families/table", "GlmImagePipeline"),
+    ("peft.peft_model.PeftModel", "holds", "get_base_model active_peft_config peft_config", "The model inside an adapter is the one to enable", "families/table patching/obstacles", "PeftModel"),
+    ("peft.config.PromptLearningConfig", "holds", "is_prompt_learning", "Adapters that add virtual tokens are refused", "patching/obstacles", "PeftModel"),
+))
+# fmt: on
+
+
+def broken(where: str | Path | None = None, models: Collection[str] = ()) -> list[Assumption]:
+    """The rows that do not hold, each with what there is instead.
+
+    Args:
+        where: a folder that holds packages, such as an unpacked wheel; None: those that are installed.
+        models: names of the classes of a model, of its modules, and of what comes with a call: only rows that all need,
+            or one of these. Empty: every row.
+
+    Raises:
+        ValueError: the folder holds none of the packages.
+    """
+    place, wanted = None if where is None else Path(where), frozenset(models)
+    rows = judged(place)
+    if not rows:
+        names = sorted({row.what.split(".")[0] for row in ROWS})
+        raise ValueError(f"{where} holds none of {', '.join(names)}; name the folder that a wheel was unpacked into")
+    needed = (row for row in rows if not wanted or not row.models or not wanted.isdisjoint(row.models.split()))
+    return [row._replace(found=instead) for row in needed if (instead := _instead(row, place))]
+
+
+def judged(where: Path | None = None) -> list[Assumption]:
+    """The rows that say something of these packages: not those of a package, or of a model, that is not there."""
+    return [row for row in ROWS if _there(row.what, where)]
+
+
+def _there(what: str, where: Path | None) -> bool:
+    name, *parts = what.split(".")
+    folder = source.package(name, where)
+    if folder is None:  # not in this wheel, or an optional package
+        return False
+    return parts[0] != "models" or parts[1] == "auto" or (folder / "models" / parts[1]).is_dir()
+
+
+@cache
+def _instead(row: Assumption, where: Path | None) -> str:
+    """What there is in the place of what a row assumes; "": it holds."""
+    looked = source.look(row.what, where)
+    if isinstance(looked, str):
+        return looked
+    node, file = looked
+    try:
+        return source.CHECKS[row.how](node, row.names, file)
+    except TypeError as error:  # no function, or no class
+        return str(error)
+
+
+def _ranges() -> dict[str, str]:
+    """Of each package the releases that mmspec asks for, from pyproject.toml in a checkout, else as installed."""
+    project = Path(__file__).resolve().parents[2] / "pyproject.toml"
+    asked: list[str] = []
+    if project.is_file():
+        asked = tomllib.loads(project.read_text(encoding="utf-8"))["project"]["dependencies"]
+    else:
+        asked = [line for line in metadata.requires("mmspec") or [] if ";" not in line]
+    names = (len(line) - len(line.lstrip("abcdefghijklmnopqrstuvwxyz0123456789-_.")) for line in asked)
+    return {line[:n]: line[n:].strip() for line, n in zip(asked, names, strict=True)}
+
+
+TESTED = _ranges()  # package → the releases that mmspec is tested with; "": any
+
+
+def main(arguments: list[str]) -> int:
+    """Print each broken row, or how many hold; the exit code."""
+    if len(arguments) > 1 or any(each.startswith("-") for each in arguments):
+        print("usage: python -m mmspec.pipelines.host.contract [FOLDER OF AN UNPACKED WHEEL]", file=sys.stderr)
+        return 2
+    where = Path(arguments[0]) if arguments else None
+    try:
+        found = broken(where)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    release = f"transformers {source.version('transformers', where) or 'not there'}"
+    for row in found:
+        print(row)
+    count = len(judged(where))
+    print(f"{len(found)} of {count} rows are broken ({release})" if found else f"{count} rows hold ({release})")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,72 @@
+"""What the installed transformers calls things, found by signature and never by version number.
+
+Up to 5.23 a model's KV cache is called `past_key_values` (`cache_params` in some layers), from 5.24 on `cache`
+everywhere. Stock passes on only the name of its release, and drops the other one where both arrive.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+from transformers import GenerationMixin
+
+_CACHES = ("cache", "past_key_values", "cache_params")  # the newest name first
+
+
+@cache
+def signature(function: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(function)
+
+
+def has(function: Callable[..., Any], parameter: str) -> bool:
+    """Whether a function of the host has this parameter."""
+    return parameter in signature(function).parameters
+
+
+CACHE = next((name for name in _CACHES if has(GenerationMixin.prepare_inputs_for_generation, name)), "")
+if not CACHE:
+    raise ImportError(f"prepare_inputs_for_generation takes no KV cache under a known name: {', '.join(_CACHES)}")
+# Kosmos-2.5 counts what is cached under another name
+CACHED = "cache_length" if CACHE == "cache" else "past_key_values_length"
+
+
+def translated(told: Mapping[str, Any]) -> dict[str, Any]:
+    """A user's keyword arguments, the KV cache under the name of the installed release.
+
+    An older name is warned of at the caller's caller, as stock would.
+    """
+    found = dict(told)
+    for old in _CACHES[1:]:
+        if old in found and old != CACHE and CACHE not in found:
+            what = f"`{old}` is deprecated in the installed transformers; use `{CACHE}` instead."
+            warnings.warn(what, FutureWarning, stacklevel=3)
+            found[CACHE] = found.pop(old)
+    return found
+
+
+def bound(method: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """What each parameter of a stock method gets in this call, by name, without `self`; further keywords beside."""
+    which = signature(method)
+    told = which.bind(None, *args, **kwargs)
+    told.apply_defaults()
+    found = dict(list(told.arguments.items())[1:])
+    for name, parameter in which.parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            found |= found.pop(name)
+    return found
+
+
+def cache_name(function: Callable[..., Any]) -> str:
+    """How a stock function calls the KV cache.
+
+    Raises:
+        TypeError: it takes none under a name that mmspec knows.
+    """
+    for name in _CACHES:
+        if has(function, name):
+            return name
+    raise TypeError(f"{function.__qualname__} takes no KV cache under a name that mmspec knows: {', '.join(_CACHES)}")

@@ -1,0 +1,100 @@
+"""On a release of transformers that mmspec was not tested with: what keeps a model from being accelerated there.
+
+First the contract's rows are checked (host/contract.py). Where they hold, an embedded model describes a picture, by
+stock and with drafts of which some are right, and has to give the same tokens.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from mmspec import zoo
+from mmspec.pipelines.host import release
+from mmspec.pipelines.targets import recurrent
+from mmspec.pipelines.targets.decoder import decoder
+from mmspec.protocols import Target, TargetInfo
+from mmspec.tree import from_parents
+from mmspec.types import Draft, Prompt
+
+TOKENS = 8
+_lock = threading.RLock()
+_found: dict[str, str | None] = {}  # embedded model → what the proof has found with it
+
+
+class _Known:
+    """Drafts the next two tokens of an answer that is known, a wrong one beside each."""
+
+    features: tuple[int, ...] = ()
+    nodes = 5
+
+    def __init__(self, answer: list[int], vocab: int) -> None:
+        self.answer, self.vocab = answer, vocab
+
+    def fit(self, target: TargetInfo, given: Mapping[str, Any]) -> _Known:
+        return self
+
+    def start(self, session: Any, target: Target, prompt: Prompt) -> None:
+        return None
+
+    def propose(self, session: Any, target: Target) -> Draft:
+        row = session.rows[0]
+        a, b, *_ = *self.answer[row.generated :], 0, 0
+        tokens = [(a + 1) % self.vocab, a, (b + 1) % self.vocab, b]
+        below = torch.tensor([tokens], device=session.pending.device)
+        tree = from_parents(torch.tensor([[0, 0, 0, 2, 2]], device=below.device), 2)
+        return Draft(torch.cat([session.pending[:, None], below], 1), tree)
+
+
+def refusal(model: Any, drafter: Any, enable: Callable[..., Any]) -> str | None:
+    """Why a model must not be accelerated with the installed release, in a sentence; None: it may, and the log says
+    that the release is untested."""
+    modules = {type(module).__name__ for module in model.modules()} if hasattr(model, "modules") else set()
+    names = {*modules, type(model).__name__, type(drafter).__name__, *([drafter] if isinstance(drafter, str) else [])}
+    if (why := release.broken(names)) is not None:
+        return why
+    if not hasattr(model, "get_decoder"):  # a pipeline of ours
+        return None
+    name = "scenes-hybrid" if recurrent.modules(decoder(model)) else "scenes-video"
+    with _lock:
+        if name not in _found:
+            _found[name] = None  # while it is made: the embedded model is enabled without it
+            _found[name] = _proof(name, enable)
+            if _found[name] is None:
+                what = f"mmspec is untested with transformers {release.installed()}, where all that it assumes holds"
+                warnings.warn(what, stacklevel=4)
+    return None if _found[name] is None else f"{_found[name]}. {release.advice()}"
+
+
+def _proof(name: str, enable: Callable[..., Any]) -> str | None:
+    """What is wrong with drafting for an embedded model; None: it gives stock's tokens, in fewer rounds."""
+    folder, picture = zoo.path(name), Image.open(sorted(zoo.samples().glob("*.png"))[0])
+    words = [{"role": "user", "content": [{"type": "image", "image": picture}, {"type": "text", "text": "Describe."}]}]
+    state = torch.get_rng_state()
+    try:
+        model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+        inputs = AutoProcessor.from_pretrained(folder).apply_chat_template(
+            words, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+        )
+        said = {**inputs, "max_new_tokens": TOKENS, "do_sample": False}
+        want = model.generate(**said)
+        drafter = _Known(want[0, inputs["input_ids"].shape[1] :].tolist(), model.config.get_text_config().vocab_size)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with enable(model, drafter=drafter) as handle:
+                found = model.generate(**said)
+    except Exception as error:
+        return f"eight tokens of the embedded {name} fail: {type(error).__name__}: {error}"
+    finally:
+        torch.set_rng_state(state)
+    if not torch.equal(found, want):
+        return f"the embedded {name} writes other tokens with drafts than without"
+    if handle.stats.rounds == 0 or handle.stats.rounds >= TOKENS - 1:
+        return f"drafts of the embedded {name} have no effect"
+    return None
