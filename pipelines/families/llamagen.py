@@ -15,7 +15,6 @@ from mmspec.pipelines.targets import devices
 from mmspec.pipelines.targets.hooks import FeatureHook, hold, release, stock
 from mmspec.protocols import TargetInfo
 from mmspec.session import Session
-from mmspec.types import ATTENTION
 
 
 class LlamaGenPatch:
@@ -58,8 +57,6 @@ class LlamaGen(Family):
         return model.vqvae.codebook()  # type: ignore[no-any-return]
 
     def tap(self, model: Any, features: tuple[int, ...]) -> None:
-        if ATTENTION in features:
-            raise ValueError("prune leaves out visual tokens of a prompt, and a prompt for a picture has none")
         for i, layer in _layers(model, features).items():
             hold(layer, FeatureHook, _mmspec_name=f"layer {i}")
 

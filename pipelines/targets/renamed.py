@@ -15,7 +15,7 @@ from mmspec.pipelines.targets.hooks import stock
 TREES = ("sdpa", "eager", attention.NAME)  # what takes a tree's mask
 FLEX = "flex_attention"
 
-_instead: ContextVar[tuple[str, tuple[Any, ...] | None] | None] = ContextVar("mmspec_instead_of", default=None)
+_instead: ContextVar[str | None] = ContextVar("mmspec_instead_of", default=None)
 
 
 class Renamed:
@@ -24,9 +24,7 @@ class Renamed:
     @property
     def config(self) -> Any:
         own, instead = self.__dict__["config"], _instead.get()
-        if instead is None or (instead[1] is not None and not any(self is one for one in instead[1])):
-            return own
-        return _Named(own, instead[0])
+        return own if instead is None else _Named(own, instead)
 
 
 class _Named:
@@ -40,18 +38,13 @@ class _Named:
 
 
 @contextmanager
-def using(name: str, among: tuple[Any, ...] | None = None) -> Iterator[None]:
-    """Within, Renamed modules use this implementation, or only those among some."""
-    token = _instead.set((name, among))
+def using(name: str) -> Iterator[None]:
+    """Within, Renamed modules use this implementation."""
+    token = _instead.set(name)
     try:
         yield
     finally:
         _instead.reset(token)
-
-
-def own_name(module: Any) -> str:
-    """The implementation that a module's own config names."""
-    return module.__dict__["config"]._attn_implementation  # type: ignore[no-any-return]
 
 
 def for_drafts(decoder: Any) -> str | None:
