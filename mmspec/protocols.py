@@ -141,7 +141,7 @@ class Drafter(Protocol):
     Attributes:
         features: what it wants to read of the target, as `prompt.hidden` and `session.last.scores.hidden`, side by side
             on the last axis: layer i ≥ 0 (what enters it) or FINAL (after the last norm); `()` for nothing. What
-            ATTENTION and LIKELIEST ask for comes in places of its own.
+            LIKELIEST asks for comes in a place of its own.
         nodes: the most nodes N of its drafts, the root included; room in the cache is made for so many.
 
     A drafter with options also has `options`, a frozen dataclass of its own, whose names `enable` takes. A drafter

@@ -14,8 +14,7 @@ from mmspec.kernels import reference as ops
 
 NO_TOKEN = -1  # the token of a node that proposes nothing: never accepted, never drawn
 FINAL = -1  # as a feature: the final hidden state, after the last norm; i ≥ 0: what enters decoder layer i
-ATTENTION = -2  # asked for among the features: how much each token of the prompt is attended to, as `Prompt.attention`
-LIKELIEST = -3  # asked for among the features: the RANKS likeliest tokens after each node, as `Scores.likeliest`
+LIKELIEST = -2  # asked for among the features: the RANKS likeliest tokens after each node, as `Scores.likeliest`
 RANKS = 8
 
 T = TypeVar("T")
@@ -176,7 +175,6 @@ class Prompt:
     visual: Tensor  # int64 [B, L], k ≥ 1 at the tokens of the row's k-th image or video frame, 0 at all others
     valid: Tensor  # [B, L] bool, false on padding
     grid: tuple[int, int] | None = None  # rows and columns, where the tokens to come are known to be one picture's
-    attention: Tensor | None = None  # [B, L], share of the attention of the text behind the last image; see ATTENTION
     positions: Tensor | None = None  # int64 [B, A, L + 1], the decoder's position ids on A axes, the next token's last
     given: Mapping[str, Any] = field(default_factory=dict)  # what the user gave `generate`, by name
 

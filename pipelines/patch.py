@@ -37,7 +37,7 @@ def enable(model_or_pipe: Any, drafter: Any = None, **options: Any) -> Handle:
             drafter in its folder or heads among its tensors, else "suffix"; the log says which, and why.
         options: fields of SpecConfig (rule, budget, reproducible, auto, compile, prefix_cache, on_unsupported), and the
             drafter's own options, where None means its recommendation: TreeOptions (a trained drafter: depth, width,
-            size, tree, draws, adaptive, draft_vocab, prune, prune_by), BlockOptions ("block": also confidence),
+            size, tree, draws, adaptive, draft_vocab, prune), BlockOptions ("block": also confidence),
             ChainOptions ("ngram", "recycle": depth, width, size), SuffixOptions ("suffix": also memory) or
             WindowOptions ("jacobi", "heads": window, init, coupling, proactive). A `rule` other than "exact" changes
             the distribution, within `budget`; for models that both write and draw, only that of pictures.

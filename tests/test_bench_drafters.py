@@ -224,9 +224,9 @@ def test_ablations_in_one_table(
              "--without", "stock-static", "hf-prompt-lookup", "ngram"]  # fmt: skip
     assert run("--model", model, *words, "--json", tmp_path / "o.json") == 0
     records = {r["method"]: r for r in json.loads((tmp_path / "o.json").read_text())["records"]}
-    assert list(records)[:3] == ["stock", "eagle", "eagle, pruned 50% by attention"] and len(records) == 1 + 3 + 3
+    assert list(records)[:3] == ["stock", "eagle", "eagle, pruned 50%"] and len(records) == 1 + 3 + 3
     assert all(r["identical_rate"] == 1.0 for r in records.values())
-    assert records["eagle, pruned 50% by uniform"]["drafter_visual_rows"] == 3  # half of seven
+    assert records["eagle, pruned 50%"]["drafter_visual_rows"] == 3  # half of seven
     assert records["vispec, no summaries"]["drafter_visual_rows"] == 0
     assert records["vispec, no summaries"]["variant_of"] == "vispec" and not records["vispec"]["variant_of"]
     assert records["vispec, no summaries"]["setting"] == "summaries=False"

@@ -91,12 +91,6 @@ def test_a_drafter_reads_the_features_of_a_replay(replays: list[int]):
     torch.testing.assert_close(*heard, rtol=1e-4, atol=1e-4)
 
 
-def test_a_drafter_that_asks_where_the_target_looks_gets_that(replays: list[int]):
-    model, calls = targets.model("llava"), pictures("llava", 3)
-    same(model, *calls, drafter=eagle(model), prune=0.5, prune_by="attention")
-    assert not replays
-
-
 def test_rows_of_a_batch_are_replayed_and_padded_ones_are_not(replays: list[int]):
     even = targets.prompt("llava", "image first", rows=[0, 0, 0])
     padded = {**even, "attention_mask": even["attention_mask"].clone()}

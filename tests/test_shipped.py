@@ -210,7 +210,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "tree": {"depth": 3, "width": 3, "size": 10},
     "drawn": {"tree": "mc_sim_7b_63", "draws": True},
     "pruned": {"prune": 0.5},
-    "evenly pruned": {"prune": 0.6, "prune_by": "uniform", "depth": 2, "width": 1},
+    "a pruned chain": {"prune": 0.6, "depth": 2, "width": 1},
 }
 
 

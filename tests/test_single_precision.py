@@ -154,7 +154,6 @@ TEXTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "eagle tree": ("eagle tree", {}),
     "eagle, drawn": ("eagle chain", {"draws": True, "tree": "chain"}),
     "pruned": ("eagle tree", {"prune": 0.5}),
-    "pruned evenly": ("eagle tree", {"prune": 0.5, "prune_by": "uniform"}),
     "jacobi": ("jacobi", {"window": 6}),
     "auto": ("eagle tree", {"auto": True}),
     **{name: (name, {}) for name in ("vispec", "msd", "flash", "specvlm")},

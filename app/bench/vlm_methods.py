@@ -71,11 +71,7 @@ class Variant:
 
 # By a drafter's method. FLASH's chain drafts token by token with its first head, as EAGLE does.
 ABLATIONS: dict[str, tuple[Variant, ...]] = {
-    "eagle": tuple(
-        Variant(f"pruned {share:.0%} by {how}", options={"prune": share, "prune_by": how})
-        for share in (0.5, 0.9)
-        for how in ("attention", "uniform")
-    ),
+    "eagle": tuple(Variant(f"pruned {share:.0%}", options={"prune": share}) for share in (0.5, 0.9)),
     "vispec": (
         Variant("no summaries", {"summaries": False}),
         Variant("no global vector", {"global_vector": False}),

@@ -94,9 +94,8 @@ class BlockDrafter(DraftHead, nn.Module):
             ValueError: an option that it does not have, or values that do not go together or not with its heads.
         """
         c = self.config
-        useless = sorted({"prune", "prune_by"} & given.keys())
-        if useless:
-            raise ValueError(f"a block drafter has no use for {', '.join(useless)}: it holds no embeddings of images")
+        if "prune" in given:
+            raise ValueError("a block drafter has no use for prune: it holds no embeddings of images")
         options = grown(c, given, self.method, BlockOptions())
         if options.depth > c.most:
             raise ValueError(

@@ -115,6 +115,8 @@ class EagleDrafter(FeatureDrafter):
         """
         options = self.chosen(given)
         check_fit(self.config, target)
+        if options.prune and target.ends is None:
+            raise ValueError("prune leaves out visual tokens of a prompt, and a prompt for a picture has none")
         fitted: EagleDrafter = placed(self, target, options)
         return fitted
 

@@ -16,7 +16,7 @@ from mmspec.piecewise import capture
 from mmspec.protocols import Target
 from mmspec.ragged_cache import Lengths, RaggedBuffer
 from mmspec.tree import chain
-from mmspec.types import ATTENTION, Draft, Prompt, fold, gather_rows, unfold
+from mmspec.types import Draft, Prompt, fold, gather_rows, unfold
 
 
 class FeatureDrafter(DraftHead, Growth, FeatureLayer):
@@ -27,7 +27,7 @@ class FeatureDrafter(DraftHead, Growth, FeatureLayer):
 
     @property
     def features(self) -> tuple[int, ...]:
-        return (*self.config.features, ATTENTION) if prune.by_attention(self.options) else self.config.features
+        return self.config.features
 
     @property
     def capturable(self) -> bool:
@@ -41,8 +41,7 @@ class FeatureDrafter(DraftHead, Growth, FeatureLayer):
         """Read the prompt: row j pairs the features at j with the embedding at j + 1; the last waits for its token.
 
         Raises:
-            ValueError: the call is guided, which this drafter does not support, or it prunes by attention, which this
-                target does not record.
+            ValueError: the call is guided, which this drafter does not support.
         """
         assert prompt.embeds is not None and prompt.hidden is not None
         (B, L), S = prompt.ids.shape, target.streams
@@ -54,8 +53,7 @@ class FeatureDrafter(DraftHead, Growth, FeatureLayer):
         embeds, features = fold(prompt.embeds[:, 1:], S), fold(prompt.hidden[:, :-1].to(prompt.embeds.dtype), S)
         visual, valid = (t.repeat_interleave(S, 0) for t in (prompt.visual[:, 1:], prompt.valid[:, :-1]))
         positions = places[:, :-1].expand(B, L - 1, *places.shape[2:]).repeat_interleave(S, 0)
-        looked = None if prompt.attention is None else prompt.attention[:, 1:].repeat_interleave(S, 0)
-        e = self.encode_prompt(*prune.pruned(self.options, looked, (embeds, features, visual, valid, positions)))
+        e = self.encode_prompt(*prune.pruned(self.options.prune, (embeds, features, visual, valid, positions)))
         n, open_slots = e.x.shape[1], e.valid[::S]
         memory = FeatureMemory(RaggedBuffer(n + 257), zero, onward, open_slots, not bool(open_slots.all()), e.onward)
         memory.more = tuple(RaggedBuffer(n + 257) for _ in self.more)

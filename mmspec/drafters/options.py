@@ -7,11 +7,10 @@ from dataclasses import dataclass, replace
 from reprlib import repr as briefly
 from typing import Any, Literal, Protocol, TypeVar
 
-from mmspec.config import chosen, is_whole, one_of, whole
+from mmspec.config import chosen, is_whole, whole
 from mmspec.drafters.static_trees import DYNAMIC, SHAPES, Paths, own_shape, paths_of
 
 ALL: Literal["all"] = "all"
-PRUNE_BY = ("attention", "uniform")
 SIZES = ("depth", "width", "size")
 
 
@@ -67,9 +66,8 @@ class TreeOptions(ChainOptions):
         draft_vocab: tokens that a drafter on the target's head proposes from; it reads their rows of the head and no
             others. "all"; or N: the first N tokens, which a BPE vocabulary learned first, and those that end an
             answer; or ids, kept as a sorted tuple.
-        prune: share of a prompt's image and video tokens that the drafter leaves out; the target reads them all.
-        prune_by: which ones stay: "attention", those that the target attended to most and some between them; or
-            "uniform", evenly spaced ones.
+        prune: share of a prompt's image and video tokens that the drafter leaves out, evenly spaced ones being kept;
+            the target reads them all.
     """
 
     width: int = 8
@@ -79,13 +77,11 @@ class TreeOptions(ChainOptions):
     adaptive: bool = False
     draft_vocab: int | tuple[int, ...] | Literal["all"] = ALL
     prune: float = 0.0
-    prune_by: str = PRUNE_BY[0]
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.prune <= 1:
             raise ValueError(f"prune must be a share from 0 to 1; got {self.prune!r}")
-        one_of("prune_by", self.prune_by, PRUNE_BY)
         object.__setattr__(self, "draft_vocab", _vocabulary(self.draft_vocab))
 
     @property
@@ -121,7 +117,7 @@ def grown(advice: Recommended, given: Mapping[str, Any], drafter: str, defaults:
 
     Raises:
         ValueError: an option that such drafters do not have, a wrong value, an unknown tree, sizes for a shape that has
-            its own, draws in a tree that grows by likelihood, or prune_by without prune.
+            its own, or draws in a tree that grows by likelihood.
     """
     options = chosen(defaults, given, drafter)
     if given.get("adaptive") and not {"tree", "width", "size"} & given.keys():
@@ -146,8 +142,6 @@ def grown(advice: Recommended, given: Mapping[str, Any], drafter: str, defaults:
     adaptive = given.get("adaptive", advice.adaptive and tree == "chain" and not sizes)
     if adaptive and tree != "chain":
         raise ValueError(f"adaptive=True drafts chains; leave it out, or tree={briefly(tree)}, or ask for width=1")
-    if "prune_by" in given and "prune" not in given:
-        raise ValueError(f"prune_by={options.prune_by!r} says which tokens stay, and prune how many; give both")
     found = {**held, "tree": tree, "draws": draws, "adaptive": adaptive}
     return replace(options, **found)
 

@@ -1,53 +1,36 @@
-"""Pruning without training: which of a prompt's visual rows a drafter reads, by what the target looked at."""
+"""Pruning without training: a drafter reads a share of a prompt's visual rows, evenly spaced."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from mmspec.drafters.options import TreeOptions
 from mmspec.kernels import reference as ops
 from mmspec.types import gather_rows
 
-MASS = 0.4  # share of the attention that the first choice covers; the published scripts' λ
 
-
-def by_attention(options: TreeOptions) -> bool:
-    """Whether what the target looked at is asked for."""
-    return options.prune > 0 and options.prune_by == "attention"
-
-
-def pruned(options: TreeOptions, attention: Tensor | None, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """What a drafter's `encode_prompt` is given, without the visual rows that the options leave out; positions stay.
+def pruned(share: float, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """What a drafter's `encode_prompt` is given, without a share of the visual rows; positions stay.
 
     Args:
-        attention: [B, L], how much the prompt's text attends to each token, as the target recorded it.
+        share: of each prompt's visual rows, between 0 and 1, that is left out.
         given: embeds, features, visual, valid and positions, [B, L, …] each.
-
-    Raises:
-        ValueError: pruning by attention, which the target did not record.
     """
-    if not options.prune:
+    if not share:
         return given
-    if by_attention(options) and attention is None:
-        raise ValueError("this target does not tell what it attends to; prune_by='uniform' works without")
     embeds, features, visual, valid, positions = given
-    stay = valid & kept(visual * valid, options.prune, attention if by_attention(options) else None)
+    stay = valid & kept(visual * valid, share)
     most = int(stay.sum(1).max())
     order = stay.to(torch.uint8).argsort(dim=1, stable=True)[:, stay.shape[1] - most :]  # padding comes first
     return tuple(gather_rows(t, order) for t in (embeds, features, visual, stay, positions))
 
 
-def kept(visual: Tensor, share: float, attention: Tensor | None) -> Tensor:
-    """Which rows stay when a share of each prompt's visual ones is left out (Ji et al. 2025, arXiv 2508.16201, §3.2).
-
-    Of N visual rows ⌊N · (1 − share)⌋ stay: first those that receive most attention, until they cover `MASS` of it,
-    then as many of the others, evenly spaced. The paper averages over all layers of a target of the drafter's own kind.
+def kept(visual: Tensor, share: float) -> Tensor:
+    """Which rows stay: of N visual rows ⌊N · (1 − share)⌋, evenly spaced (Ji et al. 2025, arXiv 2508.16201, §3.2).
 
     Args:
         visual: int64 [B, L], 0 at text and padding, which stay.
         share: between 0 and 1.
-        attention: [B, L], how much attention each row receives; None: evenly spaced rows alone.
 
     Returns:
         bool [B, L].
@@ -56,21 +39,8 @@ def kept(visual: Tensor, share: float, attention: Tensor | None) -> Tensor:
     for b, here in enumerate(visual > 0):
         place = here.nonzero()[:, 0]
         budget = int(len(place) * (1 - share) + 1e-6)  # 10 · (1 − 0.9) is 0.999…
-        chosen = torch.zeros(len(place), dtype=torch.bool, device=visual.device)
-        if attention is not None:
-            chosen[attended(attention[b, place], budget)] = True
-        rest = (~chosen).nonzero()[:, 0]
-        chosen[rest[spaced(len(rest), budget - int(chosen.sum()), rest.device)]] = True
-        stay[b, place[chosen]] = True
+        stay[b, place[spaced(len(place), budget, place.device)]] = True
     return stay
-
-
-def attended(scores: Tensor, budget: int) -> Tensor:
-    """The fewest of `scores` [N] that add up to `MASS` of their sum, but at most `budget`; indices, best first."""
-    best, order = scores.to(ops.widest(scores.device)).sort(descending=True, stable=True)
-    covered = best.cumsum(0)
-    enough = int((covered < MASS * covered[-1:]).sum()) + 1 if len(scores) else 0
-    return order[: min(enough, budget)]
 
 
 def spaced(count: int, wanted: int, device: torch.device) -> Tensor:

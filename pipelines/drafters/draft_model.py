@@ -26,7 +26,7 @@ from mmspec.pipelines.targets.state import State
 from mmspec.pipelines.targets.vlm import VlmTarget, tap, untap
 from mmspec.protocols import Target, TargetInfo
 from mmspec.tree import chain
-from mmspec.types import ATTENTION, Draft, Prompt, Tree, gather_rows
+from mmspec.types import Draft, Prompt, Tree, gather_rows
 
 _PADDED = 1.1  # models of one family and tokenizer have a few more rows here and there: Qwen2.5 151936 and 152064
 _NOT_ITS_OWN = ("input_ids", "inputs_embeds", "labels")  # of what a call gives, what is said to it otherwise or not
@@ -107,7 +107,6 @@ class ModelDrafter(Growth):
             )
         made = ModelDrafter(self.model)
         made.options, made.own = options, target
-        made.features = (ATTENTION,) if prune.by_attention(options) else ()
         return made
 
     def compiled(self, compile: bool | str) -> ModelDrafter:
@@ -135,7 +134,7 @@ class ModelDrafter(Growth):
         swaps = view.instead is not None or bool(readers(decoder(self.model)))
         held = DraftState(view, state, (True,) * len(raw), swaps)
         if self.options.prune and prompt.visual.shape == read.ids.shape:
-            stay = prune.kept(prompt.visual * prompt.valid, self.options.prune, prompt.attention)
+            stay = prune.kept(prompt.visual * prompt.valid, self.options.prune)
             _leave_out(state, stay.to(state.open_slots.device))
         return held
 

@@ -273,17 +273,16 @@ class MtpDrafter(FeatureDrafter):
         """Read the prompt: row j pairs the target's feature at j with the embedding at j + 1.
 
         Raises:
-            ValueError: the call is guided, or it prunes by an attention that this target does not tell.
+            ValueError: the call is guided.
         """
         if target.streams > 1:
             raise ValueError("the mtp drafter knows no guidance; leave guidance_scale out, or use drafter='jacobi'")
         assert prompt.embeds is not None and prompt.hidden is not None and prompt.positions is not None
         (B, L), device = prompt.ids.shape, prompt.ids.device
-        looked = None if prompt.attention is None else prompt.attention[:, 1:]
         rows = torch.arange(1 - L, 0, device=device).expand(B, -1)
         features, ids = prompt.hidden[:, :-1].to(prompt.embeds.dtype), prompt.positions
         given = (prompt.embeds[:, 1:], features, prompt.visual[:, 1:], prompt.valid[:, :-1], rows)
-        embeds, features, _, valid, rows = prune.pruned(self.options, looked, given)
+        embeds, features, _, valid, rows = prune.pruned(self.options.prune, given)
         n, zero = embeds.shape[1], Lengths.of([0] * B, device)
         nothing = valid.new_zeros(B, 0)
         slots, stood, *more = (RaggedBuffer(n + 257) for _ in range(self.config.heads + 1))

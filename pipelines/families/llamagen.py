@@ -16,7 +16,6 @@ from mmspec.pipelines.patching.handle import Patch
 from mmspec.pipelines.targets import devices
 from mmspec.protocols import TargetInfo
 from mmspec.session import Session
-from mmspec.types import ATTENTION
 
 
 class LlamaGenPatch:
@@ -59,8 +58,6 @@ class LlamaGen(Family):
         return model.vqvae.codebook()  # type: ignore[no-any-return]
 
     def tap(self, model: Any, features: tuple[int, ...]) -> None:
-        if ATTENTION in features:
-            raise ValueError("prune leaves out visual tokens of a prompt, and a prompt for a picture has none")
         for i, layer in _layers(model, features).items():
             hold(layer, Tap, _mmspec_layer=i)
 

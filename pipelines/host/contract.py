@@ -108,10 +108,9 @@ ROWS: tuple[Assumption, ...] = tuple(Assumption(*row) for row in (
     ("transformers.cache_utils.DynamicCache", "is", "", "A call that returns its cache gets one", "targets/cache targets/call sampling/reader"),
     ("transformers.cache_utils.QuantizedCache", "is", "", "A call with one runs the stock path", "patching/generate"),
     # -- attention, masks, modules
-    ("transformers.integrations.sdpa_attention.sdpa_attention_forward", "order", "module query key value attention_mask dropout scaling", "Tree attention hands on to it what it does not read itself", "targets/tree_attention targets/attention_record"),
-    ("transformers.modeling_utils.AttentionInterface", "holds", "get_interface", "Tree attention is registered there, and stock attention found", "targets/tree_attention targets/attention_record"),
-    ("transformers.modeling_utils.AttentionInterface.get_interface", "order", "attn_implementation default", "The recording attention finds the model's own", "targets/attention_record"),
-    ("transformers.utils.generic.GeneralInterface.register", "order", "key value", "Our attentions and their masks are registered by it", "targets/tree_attention targets/attention_record"),
+    ("transformers.integrations.sdpa_attention.sdpa_attention_forward", "order", "module query key value attention_mask dropout scaling", "Tree attention hands on to it what it does not read itself", "targets/tree_attention"),
+    ("transformers.modeling_utils.AttentionInterface", "holds", "get_interface", "Tree attention is registered there, and stock attention found", "targets/tree_attention"),
+    ("transformers.utils.generic.GeneralInterface.register", "order", "key value", "Our attentions and their masks are registered by it", "targets/tree_attention"),
     ("transformers.masking_utils.AttentionMaskInterface", "line", "'sdpa': sdpa_mask", "Tree attention makes sdpa's masks for prompts", "targets/tree_attention"),
     ("transformers.masking_utils.sdpa_mask", "is", "", "Tree attention makes sdpa's masks for prompts", "targets/tree_attention"),
     ("transformers.masking_utils._preprocess_mask_arguments", "line", "len(attention_mask.shape) == 4", "A 4-D mask, which says what each node of a tree sees, is left as it is", "targets/vlm targets/masks"),

@@ -48,12 +48,14 @@ class Forward:
         decode: is called in the place of the decoder, with the decoder's own call before its arguments.
         draft: the tree that layers with a recurrent state read (see recurrent.py).
         paths: the same, as a row for each node (see by_path.py).
+        attention: the implementation that attention modules use, in place of the one that their config names.
     """
 
     read: Read | None = None
     decode: Callable[..., Any] | None = None
     draft: Any = None
     paths: Any = None
+    attention: str | None = None
 
 
 _forward: ContextVar[Forward] = ContextVar("mmspec_forward", default=Forward())  # noqa: B039 it is frozen

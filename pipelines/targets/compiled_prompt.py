@@ -55,7 +55,7 @@ def reader(target: Any, slots: RaggedCache, valid: Tensor) -> Callable[..., Any]
         slots: the cache that the prompt goes into.
         valid: bool [B, L], false on padding.
     """
-    apart = target.by_tree or target.shares or target.attends or target.instead is not None
+    apart = target.by_tree or target.shares or target.instead is not None
     if not target.compiles_prompts or apart or slots.lengths.longest or not target.masks.causal(valid.shape[1]):
         return None
     return partial(_read, target, slots) if bool(valid.all()) else None

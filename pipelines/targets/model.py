@@ -16,7 +16,7 @@ from mmspec.pipelines.sampling.guidance import Guidance
 from mmspec.pipelines.targets.state import State, each_stream
 from mmspec.ragged_cache import Lengths
 from mmspec.session import Group, Session
-from mmspec.types import ATTENTION, FINAL, LIKELIEST, RANKS, Draft, Round, Scores, Tree, fold, unfold
+from mmspec.types import FINAL, LIKELIEST, RANKS, Draft, Round, Scores, Tree, fold, unfold
 
 
 class ModelTarget:
@@ -29,7 +29,7 @@ class ModelTarget:
         device, inference, features, streams, guidance, weighs: see `mmspec.protocols.Target`.
         captured: captures and compiles `read`; None: it runs as it is.
         last: the last position that any node may have; None: there is no last one.
-        attends, ranks: whether the drafter asked for ATTENTION, and for LIKELIEST.
+        ranks: whether the drafter asked for LIKELIEST.
         stateful: whether layers keep more than keys, values and recurrent states, which is not captured.
         eager, tree, mixed: how its decoder attends, as far as masks and captures depend on it.
     """
@@ -44,7 +44,7 @@ class ModelTarget:
 
     def __init__(self, features: tuple[int, ...], guidance: Guidance | None = None) -> None:
         self.features = tuple(i for i in features if i >= FINAL)
-        self.attends, self.ranks = ATTENTION in features, LIKELIEST in features
+        self.ranks = LIKELIEST in features
         self.guidance = guidance
         self.streams = 1 if guidance is None else 2
 

@@ -74,7 +74,6 @@ class Text:
 _WHOLE: tuple[tuple[Callable[[Any, Call], Any], str], ...] = (
     (lambda t, c: t.streams > 1, "guided calls read two prompts for each row"),
     (lambda t, c: t.stateful, "its layers keep more than keys, values and recurrent states"),
-    (lambda t, c: t.attends, "the drafter asks what all of the prompt attends to"),
     (lambda t, c: c.filled or c.owned, "the cache is the caller's own"),
     (lambda t, c: c.arguments.get("inputs_embeds") is not None, "the prompt is given as embeddings"),
     (lambda t, c: not _placed(c), "its positions are left to the model"),

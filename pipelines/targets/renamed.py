@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
+from mmspec.pipelines.host.forward import now
 from mmspec.pipelines.host.hooks import stock
 from mmspec.pipelines.targets import devices, recurrent
 from mmspec.pipelines.targets import tree_attention as attention
@@ -15,18 +13,14 @@ from mmspec.pipelines.targets import tree_attention as attention
 TREES = ("sdpa", "eager", attention.NAME)  # what takes a tree's mask
 FLEX = "flex_attention"
 
-_instead: ContextVar[tuple[str, tuple[Any, ...] | None] | None] = ContextVar("mmspec_instead_of", default=None)
-
 
 class Renamed:
     """Mixin of an attention module, which asks its config for the implementation."""
 
     @property
     def config(self) -> Any:
-        own, instead = self.__dict__["config"], _instead.get()
-        if instead is None or (instead[1] is not None and not any(self is one for one in instead[1])):
-            return own
-        return _Named(own, instead[0])
+        own, instead = self.__dict__["config"], now().attention
+        return own if instead is None else _Named(own, instead)
 
 
 class _Named:
@@ -37,21 +31,6 @@ class _Named:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._own, name)
-
-
-@contextmanager
-def using(name: str, among: tuple[Any, ...] | None = None) -> Iterator[None]:
-    """Within, Renamed modules use this implementation, or only those among some."""
-    token = _instead.set((name, among))
-    try:
-        yield
-    finally:
-        _instead.reset(token)
-
-
-def own_name(module: Any) -> str:
-    """The implementation that a module's own config names."""
-    return module.__dict__["config"]._attn_implementation  # type: ignore[no-any-return]
 
 
 def for_drafts(decoder: Any) -> str | None:

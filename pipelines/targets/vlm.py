@@ -16,11 +16,10 @@ from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREF
 from mmspec.config import ALL
 from mmspec.drafters.draft_vocab import DraftVocab
 from mmspec.modes import mode_of
-from mmspec.pipelines.host.forward import Read, Tap, reading
+from mmspec.pipelines.host.forward import Read, Tap, during, reading
 from mmspec.pipelines.host.hooks import hold, release
 from mmspec.pipelines.host.names import CACHE
 from mmspec.pipelines.sampling.guidance import Guidance, NegativePrompt
-from mmspec.pipelines.targets import attention_record as attended
 from mmspec.pipelines.targets import by_path, compiled, devices, masks, prefixes, reach, recurrent, renamed
 from mmspec.pipelines.targets import compiled_prompt as prompts
 from mmspec.pipelines.targets import tree_attention as attention
@@ -33,7 +32,7 @@ from mmspec.pipelines.targets.state import Onward, Places, State, interleaved, p
 from mmspec.ragged_cache import Lengths
 from mmspec.session import Session
 from mmspec.tree import lone
-from mmspec.types import ATTENTION, FINAL, Prompt, Round, Scores, Tree
+from mmspec.types import FINAL, Prompt, Round, Scores, Tree
 
 _RESERVE = 1024  # slots to reserve at once at most, beyond the prompt
 
@@ -60,21 +59,19 @@ def tap(model: Any, features: tuple[int, ...]) -> None:
         hold(module, reader)
     for layer, module in heard.items():
         hold(module, Tap, _mmspec_layer=layer)
-    for module in _renamed(own, features):
+    for module in _renamed(own):
         hold(module, renamed.Renamed)
 
 
 def untap(model: Any, features: tuple[int, ...]) -> None:
     own = decoder(model)
-    for module in (*(m for m, _ in readers(own)), *taps(model, features).values(), *_renamed(own, features)):
+    for module in (*(m for m, _ in readers(own)), *taps(model, features).values(), *_renamed(own)):
         release(module)
 
 
-def _renamed(own: Any, features: tuple[int, ...]) -> list[Any]:
-    """The attention modules of which some, or all, use another implementation for a while."""
-    if renamed.for_drafts(own) is not None:
-        return renamed.modules(own)
-    return list(attended.layers(own).values()) if ATTENTION in features else []
+def _renamed(own: Any) -> list[Any]:
+    """The attention modules that read a draft by another implementation than a prompt."""
+    return [] if renamed.for_drafts(own) is None else renamed.modules(own)
 
 
 class VlmTarget(ModelTarget):
@@ -167,10 +164,9 @@ class VlmTarget(ModelTarget):
         if self.shares and "logits_to_keep" in arguments:  # a number would make the decoder drop all other features
             arguments["logits_to_keep"] = ids.new_full((1,), -1)
         visual = media(new, self.model.config, arguments)
-        asked = attended.attending(decoder(self.model), visual, valid) if self.attends else nullcontext()
         config.prefill_chunk_size, chunk = None, config.prefill_chunk_size  # a RaggedCache takes a prompt in one piece
         try:
-            with reading(prompts.reader(self, slots, valid)) as given, asked as looked:
+            with reading(prompts.reader(self, slots, valid)) as given:
                 out = self.model._prefill(ids, config, arguments, is_first_iteration=True)
         finally:
             config.prefill_chunk_size = chunk
@@ -196,7 +192,6 @@ class VlmTarget(ModelTarget):
             visual=visual,
             valid=valid[:, past:],
             grid=self._grid(given),
-            attention=None if looked is None else looked.mean,
             positions=positions_read(given.told.get("position_ids"), places, ids.new_zeros(len(ids), 1), read),
             given=call.given,
         )
@@ -278,7 +273,7 @@ class VlmTarget(ModelTarget):
             inputs["position_ids"] = places
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = 0
-        with nullcontext() if mask is None or self.instead is None else renamed.using(self.instead):
+        with nullcontext() if mask is None or self.instead is None else during(attention=self.instead):
             return self.model(**inputs, return_dict=True)
 
     def reads(self, tree: Tree, lengths: Lengths) -> AbstractContextManager[None]:
