@@ -12,7 +12,7 @@ from mmspec.models.llamagen import PREFIX, visible
 from mmspec.modes import mode_of
 from mmspec.pipelines.sampling.guidance import Guidance
 from mmspec.pipelines.targets.cache import RaggedCache
-from mmspec.pipelines.targets.compiled import Compiled
+from mmspec.pipelines.targets.forward import Forward
 from mmspec.pipelines.targets.hooks import layer_input, record_features
 from mmspec.pipelines.targets.masks import additive
 from mmspec.pipelines.targets.model import ModelTarget
@@ -52,7 +52,7 @@ class LlamaGenTarget(ModelTarget):
         transformer: Any,
         features: tuple[int, ...],
         guidance: Guidance | None = None,
-        captured: Compiled | None = None,
+        captured: Forward | None = None,
         rows: int = 0,
     ) -> None:
         super().__init__(features, guidance)
