@@ -16,7 +16,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from mmspec.app.devices import first_line
-from mmspec.piecewise.capture import PiecewiseFunction
+from mmspec.compile.capture import PiecewiseFunction
 
 WARM_UPS = 6  # runs at most until a compiled path stops compiling
 PEAKS = 3  # runs whose memory is watched

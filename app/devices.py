@@ -10,7 +10,7 @@ import huggingface_hub
 import torch
 
 from mmspec.app import embedded
-from mmspec.piecewise.products import spare_memory
+from mmspec.compile.products import spare_memory
 
 
 class EngineError(Exception):

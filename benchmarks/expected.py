@@ -36,9 +36,9 @@ import mmspec  # noqa: E402
 from mmspec.app.bench.shapes_models import REAL, TOY, Chat  # noqa: E402
 from mmspec.app.bench.shapes_published import MODELS  # noqa: E402
 from mmspec.app.provenance import provenance  # noqa: E402
+from mmspec.compile import capture, graphs  # noqa: E402
 from mmspec.drafters.plain import Plain  # noqa: E402
 from mmspec.kernels import dispatch, reference  # noqa: E402
-from mmspec.piecewise import capture, graphs  # noqa: E402
 from mmspec.pipelines.targets import vlm  # noqa: E402
 
 # What an operation of mmspec's launches on CUDA; all else is counted as torch is asked for it.

@@ -1,10 +1,17 @@
-"""Softmax attention whose query heads may share keys and values, by the fastest path that torch has for it."""
+"""Softmax attention whose heads may share keys and values, by torch's fastest path; and what cuts a capture at it."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from mmspec.modes import computed_in
+
+# Layer, scale, q, k, v of the new rows and, where that is computed, which rows these see → like q.
+LayerAttention = Callable[..., Tensor]
 
 
 def sdpa(
@@ -45,3 +52,25 @@ def folded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, scale: f
         mask = mask.repeat(1, 1, share, 1)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     return out.unflatten(2, (share, n)).permute(0, 3, 1, 2, 4).flatten(2, 3).contiguous().transpose(1, 2)
+
+
+@torch.library.custom_op("mmspec::attend", mutates_args=())
+def attend(layer: int, scale: float, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> Tensor:
+    """Stands for an attention while a function is captured: q [B, heads, n, D], k and v [B, kv_heads, n, D].
+
+    A mask that the function itself computes is passed on as `seen`; without one the attention is called with five
+    arguments. The result lies in memory as [B, n, heads, D], and so must that of the attention that replaces it.
+    """
+    B, heads, n, _ = q.shape
+    return q.new_zeros(B, n, heads, v.shape[3]).transpose(1, 2)
+
+
+@attend.register_fake
+def _(layer: int, scale: float, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> Tensor:
+    B, heads, n, _ = q.shape
+    return q.new_empty(B, n, heads, v.shape[3]).transpose(1, 2)
+
+
+def cut(layer: int, scale: float, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> Tensor:
+    """`attend` in the dtype in which attentions are computed here: autocast would say nothing of it."""
+    return attend(layer, scale, q.to(computed_in(q.dtype, q.device)), k, v, seen)

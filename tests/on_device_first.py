@@ -32,10 +32,10 @@ from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 
 from mmspec.app.provenance import provenance
+from mmspec.compile import capture, graphs
+from mmspec.compile.capture import PiecewiseFunction
 from mmspec.kernels import cases, dispatch
 from mmspec.kernels import reference as ops
-from mmspec.piecewise import capture, graphs
-from mmspec.piecewise.capture import PiecewiseFunction
 from mmspec.pipelines.targets import tree_attention
 
 
@@ -209,7 +209,7 @@ CHECKS: dict[str, Check] = {
     "pieces": Check(
         "what inductor makes of a piece can be recorded, and replays to the same",
         pieces,
-        "MMSPEC_GRAPHS=off; the message names the operation, which mmspec/piecewise/capture.py has to leave outside",
+        "MMSPEC_GRAPHS=off; the message names the operation, which mmspec/compile/capture.py has to leave outside",
         "inductor, and the recording of what it makes",
     ),
 }

@@ -50,7 +50,7 @@ class Stream:
 
 
 class Cuda:
-    """Stands in the place of `torch.cuda`, for what `mmspec.piecewise.graphs` asks of it."""
+    """Stands in the place of `torch.cuda`, for what `mmspec.compile.graphs` asks of it."""
 
     device = staticmethod(lambda *_: nullcontext())
 

@@ -21,9 +21,9 @@ from mmspec.app.bench.shapes_drawn import CodesWays, LatentsWays
 from mmspec.app.bench.shapes_models import REAL, TOY, Chat, Latents, on_paper
 from mmspec.app.bench.shapes_published import MODELS
 from mmspec.app.bench.shapes_ways import ChatWays, Cost, ShapeMethod, load
+from mmspec.compile import capture
+from mmspec.compile import held as trusted
 from mmspec.kernels import dispatch
-from mmspec.piecewise import capture
-from mmspec.pipelines.targets import compiled_cache as trusted
 
 CPU, FULL = torch.device("cpu"), pytest.mark.full
 PUBLISHED = {  # parameters in millions, as their authors count them; of drafters without the target's embeddings

@@ -16,7 +16,7 @@ COMPILED = """
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 from mmspec.kernels import reference as ops
-from mmspec.piecewise.capture import inductor
+from mmspec.compile.capture import inductor
 
 def draw(seed, position, logits):
     return [ops.draw(logits, (seed, position + torch.arange(2)))]

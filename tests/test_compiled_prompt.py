@@ -13,11 +13,11 @@ import torch
 from drafters import eagle
 
 import mmspec
-from mmspec.piecewise import capture
+from mmspec.compile import capture
+from mmspec.compile import held as trusted
 from mmspec.pipelines.host.names import CACHE
-from mmspec.pipelines.targets import compiled
-from mmspec.pipelines.targets import compiled_cache as trusted
-from mmspec.pipelines.targets import compiled_prompt as prompts
+from mmspec.pipelines.targets import forward
+from mmspec.pipelines.targets import prompt as prompts
 
 CAPTURED = ("llava", "llava_next", "qwen2_vl", "qwen2_5_vl", "smolvlm", "idefics3", "internvl")
 THEIRS = ("qwen3_5", "lfm2_vl", "paligemma")  # a recurrence, or a prompt that is read in both directions
@@ -27,7 +27,7 @@ THEIRS = ("qwen3_5", "lfm2_vl", "paligemma")  # a recurrence, or a prompt that i
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts alone are captured, and their pieces run as they are; nothing is known of any model."""
     monkeypatch.setattr(capture, "inductor", lambda piece, examples: piece)
-    monkeypatch.setattr(compiled.Compiled, "read", lambda self, target, *told: target.read(*told))
+    monkeypatch.setattr(forward.Forward, "read", lambda self, target, *told: target.read(*told))
     monkeypatch.setattr(trusted, "_OF", WeakKeyDictionary())
     warnings.simplefilter("error", UserWarning)
 

@@ -13,8 +13,8 @@ import torch
 import mmspec
 from mmspec.app import cli
 from mmspec.app.train import build_for_pictures
+from mmspec.compile import capture
 from mmspec.drafters.heads import HeadsConfig, HeadsDrafter, View
-from mmspec.piecewise import capture
 from mmspec.pipelines.image_teacher import ImageTeacher
 from mmspec.train.data import TrainingSample
 from mmspec.train.heads import HeadsTraining, WindowRecorder

@@ -12,13 +12,13 @@ import torch
 from diffusers import DDPMScheduler
 
 import mmspec
+from mmspec.compile import mar as mar_compiled
+from mmspec.compile.capture import PiecewiseFunction
 from mmspec.continuous import denoising as paths
 from mmspec.models import mar_head
 from mmspec.models.mar import mar
 from mmspec.models.mar_head import SHAPES, PlainHead
 from mmspec.models.mar_scheduler import MARScheduler, alpha_bar
-from mmspec.piecewise.capture import PiecewiseFunction
-from mmspec.pipelines.mar import compiled as mar_compiled
 from mmspec.pipelines.mar import loop as mar_loop
 from mmspec.pipelines.mar.pipeline import MARPipeline
 from mmspec.pipelines.patch import UnsupportedError

@@ -16,12 +16,12 @@ from drafters import eagle
 from torch import nn
 
 import mmspec
-from mmspec.piecewise import capture
-from mmspec.piecewise.capture import PiecewiseFunction
-from mmspec.pipelines.targets import compiled, patience
-from mmspec.pipelines.targets import compiled_cache as trusted
-from mmspec.pipelines.targets.compiled_cache import CompiledCache
-from mmspec.pipelines.targets.patience import FIRST, OFTEN, SHARE, Patience
+from mmspec.compile import capture
+from mmspec.compile import held as trusted
+from mmspec.compile.capture import PiecewiseFunction
+from mmspec.compile.held import CompiledCache
+from mmspec.compile.patience import FIRST, OFTEN, SHARE, Patience
+from mmspec.pipelines.targets import forward, patience
 
 
 class Clock:
@@ -155,7 +155,7 @@ def test_answers_stay_and_drafts_are_captured_too(clock: Clock, quick: None):
         clock.step = 100.0
         while PiecewiseFunction.made < before + 2:
             assert torch.equal(targets.generate(model, inputs, max_new_tokens=24), wanted)
-        held = compiled.of(model, "auto")
+        held = forward.of(model, "auto")
         assert any(held._held.values())
         [draft] = held.drafts.values()
         assert any(draft._held.values()) and draft.patience.spent is held.patience.spent
@@ -164,7 +164,7 @@ def test_answers_stay_and_drafts_are_captured_too(clock: Clock, quick: None):
 
 def test_wishes_that_are_none(quick: None):
     model = targets.model("llava")
-    assert compiled.of(model, False) is None
+    assert forward.of(model, False) is None
     with pytest.raises(ValueError, match="compile must be one of True, False, auto, all; got 'sometimes'"):
         mmspec.enable(model, "ngram", compile="sometimes")
 

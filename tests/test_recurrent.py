@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import mmspec
+from mmspec.compile import capture
+from mmspec.compile import held as trusted
+from mmspec.compile.capture import PiecewiseFunction
 from mmspec.drafters.plain import Plain
 from mmspec.kernels import reference_recurrent as ops
-from mmspec.piecewise import capture
-from mmspec.piecewise.capture import PiecewiseFunction
 from mmspec.pipelines.serving.continuous import ContinuousBatcher
-from mmspec.pipelines.targets import compiled, recurrent
-from mmspec.pipelines.targets import compiled_cache as trusted
+from mmspec.pipelines.targets import forward, recurrent
 from mmspec.pipelines.targets.recurrent_state import AcceptedPath, RecurrentLayers
 from mmspec.tree import from_parents
 
@@ -231,7 +231,7 @@ def test_a_captured_forward_reads_and_leaves_the_same_state(name: str, chained: 
     full = made.generate(model, inputs)
     with mmspec.enable(model, right_at_first(inputs, full, chained), compile=True) as handle:
         assert torch.equal(made.generate(model, inputs), full)
-        held = compiled.of(model)._held
+        held = forward.of(model)._held
     assert handle.stats.tokens_per_target_call > 2 and held and all(held.values())
 
 
@@ -251,12 +251,12 @@ class OffState(PiecewiseFunction):
 
 
 def test_a_capture_that_would_leave_another_state_is_not_used(captures: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "PiecewiseFunction", OffState)
+    monkeypatch.setattr(forward, "PiecewiseFunction", OffState)
     model, inputs = targets.model("qwen3_5"), targets.prompt("qwen3_5", "text only")
     full = targets.generate(model, inputs, max_new_tokens=6)
     with mmspec.enable(model, Plain(), compile=True), pytest.warns(UserWarning, match="away from the uncompiled"):
         assert torch.equal(targets.generate(model, inputs, max_new_tokens=6), full)
-    assert not any(compiled.of(model)._held.values())
+    assert not any(forward.of(model)._held.values())
 
 
 def test_a_state_that_nobody_knows_is_refused_by_name() -> None:

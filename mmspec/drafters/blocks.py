@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from mmspec.attention import sdpa
+from mmspec.attention import cut, sdpa
 from mmspec.drafters.rope import Rope, rotate
-from mmspec.piecewise import capture
 from mmspec.ragged_cache import Lengths, RaggedBuffer, visibility
 from mmspec.types import gather_rows
 
@@ -243,14 +242,14 @@ class PassThroughMemory:
         self.lengths = Lengths.of([0] * len(positions), positions.device)
 
     def attend(self, at: Lengths, seen: Tensor | None) -> Attend:
-        return lambda q, k, v: capture.cut(at.longest, q.shape[-1] ** -0.5, q, k, v, seen)
+        return lambda q, k, v: cut(at.longest, q.shape[-1] ** -0.5, q, k, v, seen)
 
     def over(self, layer: int, ahead: KeysValues, at: Lengths, run: Callable[..., Tensor]) -> Attend:
         """What is ahead stands before the rows' own keys and values, which whoever replays it takes apart."""
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             both = [torch.cat([first, mine], 2) for first, mine in zip(ahead, (k, v), strict=True)]
-            return capture.cut(layer, q.shape[-1] ** -0.5, q, both[0], both[1])
+            return cut(layer, q.shape[-1] ** -0.5, q, both[0], both[1])
 
         return attend
 

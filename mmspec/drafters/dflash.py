@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmspec.attention import LayerAttention
 from mmspec.drafters import static_trees as shapes
 from mmspec.drafters.block_config import NO_CAP, BlockConfig, BlockOptions
 from mmspec.drafters.blocks import Attend, FeatureMemory, RMSNorm, attention, path_after
@@ -19,7 +20,6 @@ from mmspec.drafters.options import ALL, grown
 from mmspec.drafters.rope import Turn, turn
 from mmspec.drafters.trained import check_fit, placed
 from mmspec.kernels import reference as ops
-from mmspec.piecewise import capture
 from mmspec.protocols import Target, TargetInfo
 from mmspec.ragged_cache import Lengths, RaggedBuffer, visibility
 from mmspec.tree import Expand, chain, grow
@@ -173,7 +173,7 @@ class BlockDrafter(DraftHead, nn.Module):
         rows = self.out_norm(x)[:, n - o.depth :]
         return self._drafted(session, rows, self.logits(rows, target), draws)
 
-    def attending(self, before: FeatureMemory, after: FeatureMemory, rows: int) -> capture.Attend:
+    def attending(self, before: FeatureMemory, after: FeatureMemory, rows: int) -> LayerAttention:
         """As `FeatureDrafter.attending`: what the last round decided stands before a block's own keys and values."""
 
         def attend(layer: int, scale: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

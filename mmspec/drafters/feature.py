@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmspec.attention import LayerAttention
 from mmspec.drafters import prune
 from mmspec.drafters.blocks import FeatureMemory, beside, path_after
 from mmspec.drafters.draft_vocab import DraftHead
 from mmspec.drafters.growth import Growth
 from mmspec.drafters.layer import FeatureLayer
-from mmspec.piecewise import capture
 from mmspec.protocols import Target
 from mmspec.ragged_cache import Lengths, RaggedBuffer
 from mmspec.tree import chain
@@ -139,7 +139,7 @@ class FeatureDrafter(DraftHead, Growth, FeatureLayer):
         self.settle(memory, f)
         return self.grown(session, target, f, draws)
 
-    def attending(self, before: FeatureMemory, after: FeatureMemory, rows: int) -> capture.Attend:
+    def attending(self, before: FeatureMemory, after: FeatureMemory, rows: int) -> LayerAttention:
         """What stands for the attentions of a captured `draft`: of catching up on the memory as it was, then of the
         levels on all it read.
 

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mmspec.compile.capture import PiecewiseFunction
+from mmspec.compile.draft import Held
 from mmspec.config import chosen
-from mmspec.drafters.compiled_drafter import Held
 from mmspec.drafters.jacobi import ALONE, JacobiDrafter, WindowMemory, WindowOptions
 from mmspec.drafters.trained import FileConfig, beside
 from mmspec.kernels import reference as ops
-from mmspec.piecewise.capture import PiecewiseFunction
 from mmspec.protocols import Target, TargetInfo
 from mmspec.types import FINAL, NO_TOKEN, Draft, Prompt, Round
 

@@ -19,7 +19,7 @@ from mmspec.drafters.growth import Growth
 from mmspec.drafters.options import ALL, TreeOptions, grown
 from mmspec.pipelines.families.table import unwrap
 from mmspec.pipelines.host.hooks import stock
-from mmspec.pipelines.targets import compiled, tree_readers
+from mmspec.pipelines.targets import forward, tree_readers
 from mmspec.pipelines.targets.call import Call
 from mmspec.pipelines.targets.decoder import decoder, readers
 from mmspec.pipelines.targets.state import State
@@ -129,7 +129,7 @@ class ModelDrafter(Growth):
         with _tapped(self.model):
             call = _call(self.model, prompt.given, prompt).for_model(self.model)
             view = VlmTarget(self.model, ())
-            view.captured = compiled.of(self.model, self.compile)
+            view.captured = forward.of(self.model, self.compile)
             state, read, raw = view.first(call, call.input_ids.shape[1] + self.nodes + 256)
         swaps = view.instead is not None or bool(readers(decoder(self.model)))
         held = DraftState(view, state, (True,) * len(raw), swaps)

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mmspec.compile import capture
 from mmspec.drafters import prune
 from mmspec.drafters.blocks import FeatureMemory, PassThroughMemory
 from mmspec.drafters.feature import FeatureDrafter, prompt_stats
 from mmspec.drafters.options import ALL, TreeOptions, grown
 from mmspec.drafters.trained import placed
-from mmspec.piecewise import capture
 from mmspec.pipelines.drafters import mtp_files
 from mmspec.pipelines.host.names import CACHE
 from mmspec.pipelines.targets import tree_attention as attention

@@ -40,7 +40,7 @@ class Read:
 
 
 @dataclass(frozen=True)
-class Forward:
+class ForwardContext:
     """What the modules of a model are told in a forward.
 
     Attributes:
@@ -58,12 +58,12 @@ class Forward:
     attention: str | None = None
 
 
-_forward: ContextVar[Forward] = ContextVar("mmspec_forward", default=Forward())  # noqa: B039 it is frozen
+_forward: ContextVar[ForwardContext] = ContextVar("mmspec_forward", default=ForwardContext())  # noqa: B039 it is frozen
 now = _forward.get
 
 
 @contextmanager
-def during(**told: Any) -> Iterator[Forward]:
+def during(**told: Any) -> Iterator[ForwardContext]:
     """Within, forwards tell their modules this as well."""
     token = _forward.set(made := replace(now(), **told))
     try:

@@ -25,7 +25,7 @@ from mmspec.pipelines.llamagen import captions
 from mmspec.pipelines.sampling.guidance import Guidance
 from mmspec.pipelines.sampling.noise import CounterNoise
 from mmspec.pipelines.sampling.request import Request, Sampler, warpers
-from mmspec.pipelines.targets import compiled, devices
+from mmspec.pipelines.targets import devices, forward
 from mmspec.pipelines.targets.llamagen import Condition, LlamaGenTarget
 from mmspec.rules import Rule, exact
 from mmspec.session import Row, Session
@@ -168,7 +168,7 @@ class LlamaGenPipeline(DiffusionPipeline):
         request = Request(Sampler(warpers(how), how["temperature"] > 0, noise))
         for row in rows:
             row.rule, row.request = plan.rule, request
-        held = compiled.of(self.transformer, plan.compile)
+        held = forward.of(self.transformer, plan.compile)
         target = LlamaGenTarget(self.transformer, plan.drafter.features, guidance, held, len(rows))
         session, _ = start(target, plan.drafter, list(rows), condition)
         yield session

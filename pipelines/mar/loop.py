@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmspec.compile import mar as mar_compiled
 from mmspec.continuous import denoising as paths
 from mmspec.continuous.denoising import Net
 from mmspec.kernels import dispatch as ops
 from mmspec.kernels.reference import quantile, stream
 from mmspec.models.mar_head import PlainHead
-from mmspec.pipelines.mar import compiled as mar_compiled
 
 COINS, PATHS, DRAFTS, ORDER = range(4)  # a picture's independent streams of noise
 GUIDANCE = ("linear", "constant")

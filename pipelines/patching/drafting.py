@@ -13,16 +13,16 @@ from transformers import PreTrainedModel
 
 from mmspec.checkpoints.files import locate
 from mmspec.checkpoints.load import drafter_of, load_drafter
+from mmspec.compile import held as trusted
+from mmspec.compile.draft import CapturedDraft
+from mmspec.compile.held import CompiledCache
 from mmspec.config import AUTO, SpecConfig, option_names
 from mmspec.drafters import adaptive
-from mmspec.drafters.compiled_drafter import CapturedDraft
 from mmspec.drafters.dflash import BlockDrafter
 from mmspec.drafters.feature import FeatureDrafter
 from mmspec.drafters.heads import HeadsDrafter
 from mmspec.pipelines.host import hooks
-from mmspec.pipelines.targets import compiled, devices
-from mmspec.pipelines.targets import compiled_cache as trusted
-from mmspec.pipelines.targets.compiled_cache import CompiledCache
+from mmspec.pipelines.targets import devices, forward
 from mmspec.protocols import Compilable, TargetInfo
 from mmspec.registry import DRAFTERS, USUAL, drafter_class
 from mmspec.switch import Known, Switch
@@ -167,7 +167,7 @@ def _captured(model: Any, drafter: Any, compile: bool | str, target: TargetInfo,
         return drafter.compiled(compile)
     if not (isinstance(drafter, FeatureDrafter | BlockDrafter) and drafter.capturable):
         return drafter
-    ours = compiled.of(model, compile)
+    ours = forward.of(model, compile)
     assert ours is not None
     held = ours.drafts.setdefault(drafter.block, CompiledCache(type(drafter).__name__))
     alive = weakref.ref(model)  # what drafts for a model does not keep it

@@ -13,7 +13,7 @@ from mmspec.modes import mode_of
 from mmspec.pipelines.host.forward import reading
 from mmspec.pipelines.sampling.guidance import Guidance
 from mmspec.pipelines.targets.cache import RaggedCache
-from mmspec.pipelines.targets.compiled import Compiled
+from mmspec.pipelines.targets.forward import Forward
 from mmspec.pipelines.targets.masks import additive
 from mmspec.pipelines.targets.model import ModelTarget
 from mmspec.pipelines.targets.state import Onward, State, each_stream
@@ -52,7 +52,7 @@ class LlamaGenTarget(ModelTarget):
         transformer: Any,
         features: tuple[int, ...],
         guidance: Guidance | None = None,
-        captured: Compiled | None = None,
+        captured: Forward | None = None,
         rows: int = 0,
     ) -> None:
         super().__init__(features, guidance)

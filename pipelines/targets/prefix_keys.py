@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 
+from mmspec.compile.version import Contents, fingerprint, held
 from mmspec.modes import ambient
 from mmspec.pipelines.host.names import CACHE
 from mmspec.pipelines.targets.call import PICTURES, TYPES, Call
-from mmspec.pipelines.targets.fingerprint import Contents, fingerprint, held
 from mmspec.pipelines.targets.image_tokens import by_row, encoded, media
 
 LEAST = 8  # tokens that a prompt has to share, or all of it is read

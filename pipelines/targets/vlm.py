@@ -20,8 +20,8 @@ from mmspec.pipelines.host.forward import Read, Tap, during, reading
 from mmspec.pipelines.host.hooks import hold, release
 from mmspec.pipelines.host.names import CACHE
 from mmspec.pipelines.sampling.guidance import Guidance, NegativePrompt
-from mmspec.pipelines.targets import by_path, compiled, devices, masks, prefixes, reach, recurrent, renamed
-from mmspec.pipelines.targets import compiled_prompt as prompts
+from mmspec.pipelines.targets import by_path, devices, forward, masks, prefixes, reach, recurrent, renamed
+from mmspec.pipelines.targets import prompt as prompts
 from mmspec.pipelines.targets import tree_attention as attention
 from mmspec.pipelines.targets.cache import RaggedCache
 from mmspec.pipelines.targets.call import PICTURES, TYPES, Call
@@ -93,7 +93,7 @@ class VlmTarget(ModelTarget):
         self.device = devices.execution(model.get_input_embeddings())
         self.inference = mode_of(model)
         patch = getattr(model, "_mmspec_patch", None)
-        self.captured = compiled.of(model, patch.config.compile) if patch is not None else None
+        self.captured = forward.of(model, patch.config.compile) if patch is not None else None
         self.compiles_prompts = patch is not None and patch.config.compile == ALL
         config, self.stateful = decoder(model).config, more_than_states(decoder(model))
         self.by_tree = self.stateful or bool(recurrent.modules(decoder(model)))

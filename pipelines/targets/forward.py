@@ -12,24 +12,24 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from mmspec.attention import sdpa
+from mmspec.attention import LayerAttention, sdpa
+from mmspec.compile import capture
+from mmspec.compile.capture import PiecewiseFunction, Uncapturable
+from mmspec.compile.held import CompiledCache, compare, weights
+from mmspec.compile.patience import Patience
+from mmspec.compile.version import PLAIN, fingerprint
 from mmspec.kernels import reference
 from mmspec.modes import computed_in, lasting
-from mmspec.piecewise import capture
-from mmspec.piecewise.capture import PiecewiseFunction, Uncapturable
 from mmspec.pipelines.host.forward import now
 from mmspec.pipelines.targets import masks, recurrent
 from mmspec.pipelines.targets import tree_attention as attention
 from mmspec.pipelines.targets.cache import RaggedCache
-from mmspec.pipelines.targets.compiled_cache import CompiledCache, compare, weights
 from mmspec.pipelines.targets.decoder import decoder
-from mmspec.pipelines.targets.fingerprint import PLAIN, fingerprint
-from mmspec.pipelines.targets.patience import Patience
 from mmspec.pipelines.targets.recurrent_state import RecurrentLayers
 from mmspec.pipelines.targets.state import State
 
 
-class Compiled(CompiledCache):
+class Forward(CompiledCache):
     """Captured functions of one model: its forwards by shape, and the drafts of drafters that use its weights."""
 
     def __init__(self, name: str) -> None:
@@ -87,7 +87,7 @@ class Compiled(CompiledCache):
         return found
 
 
-of = Compiled.of
+of = Forward.of
 
 
 def _inputs(state: State, tokens: Tensor, places: Tensor) -> list[Tensor]:
@@ -146,7 +146,7 @@ class PassThroughCache(RaggedCache):
         return key_states, value_states
 
 
-def _attending(target: Any, state: State, mask: Any) -> capture.Attend:
+def _attending(target: Any, state: State, mask: Any) -> LayerAttention:
     """What stands for the attentions in one forward: the new keys and values go into the cache, the mask as it is."""
     cache, tree = state.cache, target.tree
     kinds = decoder(target.model).config.layer_types if isinstance(mask, dict) else None

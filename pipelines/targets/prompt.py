@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from mmspec.attention import sdpa
+from mmspec.attention import LayerAttention, sdpa
+from mmspec.compile import capture
+from mmspec.compile.capture import PiecewiseFunction, Uncapturable
+from mmspec.compile.held import compare, weights
+from mmspec.compile.version import PLAIN, fingerprint
 from mmspec.modes import computed_in, lasting
-from mmspec.piecewise import capture
-from mmspec.piecewise.capture import PiecewiseFunction, Uncapturable
 from mmspec.pipelines.host.forward import now, reading
 from mmspec.pipelines.host.names import CACHE
 from mmspec.pipelines.targets import masks
 from mmspec.pipelines.targets.cache import RaggedCache
 from mmspec.pipelines.targets.call import TYPES
-from mmspec.pipelines.targets.compiled import Compiled, PassThroughCache, capturable
-from mmspec.pipelines.targets.compiled_cache import compare, weights
-from mmspec.pipelines.targets.fingerprint import PLAIN, fingerprint
+from mmspec.pipelines.targets.forward import Forward, PassThroughCache, capturable
 from mmspec.ragged_cache import RaggedBuffer
 from mmspec.types import FINAL
 
@@ -42,7 +42,7 @@ class _Shapes:
     tried: dict[Any, type] = field(default_factory=dict)  # the class of what the decoder gives
 
 
-_OF: WeakKeyDictionary[Compiled, _Shapes] = WeakKeyDictionary()
+_OF: WeakKeyDictionary[Forward, _Shapes] = WeakKeyDictionary()
 
 
 def reader(target: Any, slots: RaggedCache, valid: Tensor) -> Callable[..., Any] | None:
@@ -137,7 +137,7 @@ def _layers(target: Any) -> list[int]:
     return [i for i in target.features if i != FINAL]
 
 
-def _attending(slots: RaggedCache) -> capture.Attend:
+def _attending(slots: RaggedCache) -> LayerAttention:
     def attend(layer: int, scale: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         keys, values = slots.update(k, v, layer)
         return sdpa(q, keys, values, scale=scale, causal=True)

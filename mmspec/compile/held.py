@@ -14,13 +14,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from mmspec.compile import graphs
+from mmspec.compile.capture import PiecewiseFunction, Uncapturable
+from mmspec.compile.patience import Patience
+from mmspec.compile.products import Joined
+from mmspec.compile.version import Contents, fingerprint
 from mmspec.config import AUTO
 from mmspec.modes import ambient
-from mmspec.piecewise import graphs
-from mmspec.piecewise.capture import PiecewiseFunction, Uncapturable
-from mmspec.piecewise.products import Joined
-from mmspec.pipelines.targets.fingerprint import Contents, fingerprint
-from mmspec.pipelines.targets.patience import Patience
 
 _STATES = 4  # that captures are held of at a time
 _LOST = 8  # captured states that may be let go before no more is captured

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmspec.compile.capture import PiecewiseFunction
+from mmspec.compile.held import CompiledCache, compare, weights
 from mmspec.continuous import denoising as paths
 from mmspec.models.mar_head import Denoiser
 from mmspec.modes import computed_in, lasting
-from mmspec.piecewise.capture import PiecewiseFunction
-from mmspec.pipelines.targets.compiled_cache import CompiledCache, compare, weights
 
 
 class Steps(CompiledCache):

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from mmspec.attention import LayerAttention
+from mmspec.compile.capture import PiecewiseFunction, Uncapturable
 from mmspec.drafters import static_trees as shapes
 from mmspec.drafters.blocks import FeatureMemory, path_after
 from mmspec.kernels import reference as ops
 from mmspec.modes import lasting
-from mmspec.piecewise import capture
-from mmspec.piecewise.capture import PiecewiseFunction, Uncapturable
 from mmspec.protocols import Target
 from mmspec.tree import bounds, chain, from_parents
 from mmspec.types import NO_TOKEN, Categorical, Draft, Prompt, Tree
@@ -68,7 +68,7 @@ class Capturable(Protocol):
     def draft(self, session: Any, target: Target, hidden: Tensor, follow: Tensor, count: Tensor, draws: bool) -> Draft:
         """See `FeatureDrafter.draft`."""
 
-    def attending(self, before: FeatureMemory, after: FeatureMemory, rows: int) -> capture.Attend:
+    def attending(self, before: FeatureMemory, after: FeatureMemory, rows: int) -> LayerAttention:
         """See `FeatureDrafter.attending`."""
 
 

@@ -16,11 +16,10 @@ from torch.fx.passes.split_module import split_module
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from mmspec.modes import computed_in, uncast
-from mmspec.piecewise import graphs, products
+from mmspec.attention import LayerAttention, attend, cut
+from mmspec.compile import graphs, products
+from mmspec.modes import uncast
 
-# Layer, scale, q, k, v of the new rows and, where that is computed, which rows these see → like q.
-Attend = Callable[..., Tensor]
 Compile = Callable[[fx.GraphModule, list[Tensor]], Callable[..., Any]]  # a graph and example inputs → a function
 Place = Callable[[fx.GraphModule, Callable[..., Any]], Callable[..., Any]]  # a piece and its function → what runs there
 
@@ -29,28 +28,6 @@ _making = threading.RLock()
 
 class Uncapturable(Exception):
     """A function that cannot be replayed; the message says why."""
-
-
-@torch.library.custom_op("mmspec::attend", mutates_args=())
-def attend(layer: int, scale: float, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> Tensor:
-    """Stands for an attention while a function is captured: q [B, heads, n, D], k and v [B, kv_heads, n, D].
-
-    A mask that the function itself computes is passed on as `seen`; without one the attention is called with five
-    arguments. The result lies in memory as [B, n, heads, D], and so must that of the attention that replaces it.
-    """
-    B, heads, n, _ = q.shape
-    return q.new_zeros(B, n, heads, v.shape[3]).transpose(1, 2)
-
-
-@attend.register_fake
-def _(layer: int, scale: float, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> Tensor:
-    B, heads, n, _ = q.shape
-    return q.new_empty(B, n, heads, v.shape[3]).transpose(1, 2)
-
-
-def cut(layer: int, scale: float, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> Tensor:
-    """`attend` in the dtype in which attentions are computed here: autocast would say nothing of it."""
-    return attend(layer, scale, q.to(computed_in(q.dtype, q.device)), k, v, seen)
 
 
 class Cut(TorchFunctionMode):
@@ -98,7 +75,7 @@ class PiecewiseFunction:
     Between two attentions nothing depends on how long the cached prefix is, so the pieces have fixed shapes and are
     compiled once; pieces with the same code, such as those between two layers of a model, share one compiled function.
     What the attentions do is said at every call. On CUDA each piece but the last is a graph wherever it stands
-    (`mmspec/piecewise/graphs.py`), and an attention must not keep what it is handed.
+    (`mmspec/compile/graphs.py`), and an attention must not keep what it is handed.
 
     Args:
         function: of tensors, giving a list of tensors; its attentions are `attend`.
@@ -143,19 +120,19 @@ class PiecewiseFunction:
             self(attend, *inputs)  # records them, so that the first call in earnest, which may be checked, is a replay
         PiecewiseFunction.made += 1
 
-    def __call__(self, attend: Attend, *inputs: Tensor) -> list[Tensor]:
+    def __call__(self, attend: LayerAttention, *inputs: Tensor) -> list[Tensor]:
         if self._cast is None:
             return self._replay(attend, *inputs)
         with uncast(self._device):  # what autocast casts is written in the pieces, and so is what it leaves alone
             return self._replay(partial(_cast, attend, self._device.type, self._cast), *inputs)
 
-    def _replay(self, attend: Attend, *inputs: Tensor) -> list[Tensor]:
+    def _replay(self, attend: LayerAttention, *inputs: Tensor) -> list[Tensor]:
         if self._graphs is not None:
             return self._graphs.run(self._run, inputs, self._weights, attend)
         return self._run(*inputs, *self._weights, attend)
 
 
-def _cast(attend: Attend, kind: str, dtype: torch.dtype, *args: Any) -> Tensor:
+def _cast(attend: LayerAttention, kind: str, dtype: torch.dtype, *args: Any) -> Tensor:
     with torch.autocast(kind, dtype):
         return attend(*args)
 
@@ -282,7 +259,7 @@ def _in_a_tuple(whole: fx.GraphModule, node: fx.Node, piece: fx.GraphModule) -> 
     node.replace_all_uses_with(only, delete_user_cb=lambda user: user is not only)
 
 
-def _attended(attention: Attend, *args: Any) -> Tensor:
+def _attended(attention: LayerAttention, *args: Any) -> Tensor:
     return attention(*args)
 
 
