@@ -29,7 +29,7 @@ def mask_token(model: Any) -> int:
     A padding token that was never anything else often has an embedding of zeros. Norms keep it so, hence queries of
     zeros: all rows of a block would be one and the same.
     """
-    from mmspec.pipelines.targets.image_tokens import placeholders
+    from mmspec.pipelines.host.vision import placeholders
 
     pad, table = getattr(model.get_decoder().config, "pad_token_id", None), model.get_input_embeddings().weight
     known = [*([] if pad is None else [pad]), *placeholders(model.config), len(table) - 1]

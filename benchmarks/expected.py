@@ -39,7 +39,7 @@ from mmspec.app.provenance import provenance  # noqa: E402
 from mmspec.compile import capture, graphs  # noqa: E402
 from mmspec.drafters.plain import Plain  # noqa: E402
 from mmspec.kernels import dispatch, reference  # noqa: E402
-from mmspec.pipelines.targets import vlm  # noqa: E402
+from mmspec.pipelines.target import vlm  # noqa: E402
 
 # What an operation of mmspec's launches on CUDA; all else is counted as torch is asked for it.
 KERNELS = {

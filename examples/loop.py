@@ -15,9 +15,9 @@ import mmspec
 from mmspec import zoo
 from mmspec.accept import along_path
 from mmspec.loop import start
-from mmspec.pipelines.sampling.request import Request, Sampler
-from mmspec.pipelines.targets.call import Call
-from mmspec.pipelines.targets.vlm import VlmTarget
+from mmspec.pipelines.host.call import Call
+from mmspec.pipelines.target.request import Request, Sampler
+from mmspec.pipelines.target.vlm import VlmTarget
 from mmspec.session import Row
 
 ROUNDS = 4

@@ -11,11 +11,11 @@ from torch import Tensor
 from mmspec.models.llamagen import visible
 from mmspec.pipelines.families.llamagen import LlamaGen
 from mmspec.pipelines.host.forward import reading
+from mmspec.pipelines.host.processors.guidance import Guidance
 from mmspec.pipelines.llamagen.pipeline import LlamaGenPipeline
 from mmspec.pipelines.patch import enable
-from mmspec.pipelines.sampling.guidance import Guidance
-from mmspec.pipelines.targets.llamagen import LlamaGenTarget
-from mmspec.pipelines.targets.state import each_stream
+from mmspec.pipelines.target.llamagen import LlamaGenTarget
+from mmspec.pipelines.target.state import each_stream
 from mmspec.train.data import TrainingSample
 from mmspec.train.trace import Trace
 from mmspec.types import unfold

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from mmspec.pipelines.families import table as families
 from mmspec.pipelines.host.forward import reading
+from mmspec.pipelines.host.vision import media, placeholders
 from mmspec.pipelines.prompts import chat_inputs
-from mmspec.pipelines.targets.image_tokens import media, placeholders
-from mmspec.pipelines.targets.vlm import tap, untap
+from mmspec.pipelines.target.vlm import tap, untap
 from mmspec.train.data import TrainingSample
 from mmspec.train.trace import Trace
 

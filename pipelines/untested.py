@@ -16,9 +16,8 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from mmspec import zoo
-from mmspec.pipelines.host import release
-from mmspec.pipelines.targets import recurrent
-from mmspec.pipelines.targets.decoder import decoder
+from mmspec.pipelines.host import recurrent, release
+from mmspec.pipelines.host.decoder import decoder
 from mmspec.protocols import Target, TargetInfo
 from mmspec.tree import from_parents
 from mmspec.types import Draft, Prompt

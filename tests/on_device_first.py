@@ -36,7 +36,7 @@ from mmspec.compile import capture, graphs
 from mmspec.compile.capture import PiecewiseFunction
 from mmspec.kernels import cases, dispatch
 from mmspec.kernels import reference as ops
-from mmspec.pipelines.targets import tree_attention
+from mmspec.pipelines.host import tree_attention
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ CHECKS: dict[str, Check] = {
     "flash": Check(
         "a chain of one row attends by flash attention, heads in groups, and sees what it should",
         flash,
-        "in pipelines/targets/tree_attention.py let `flash_serves` say no: the kernel serves chains as well",
+        "in pipelines/host/tree_attention.py let `flash_serves` say no: the kernel serves chains as well",
         "flash attention",
     ),
     "work spaces": Check(

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mmspec.attention import folded, sdpa
-from mmspec.pipelines.targets.masks import additive
+from mmspec.pipelines.target.masks import additive
 
 MASKS = ("bool", "additive", "none")
 

@@ -23,12 +23,12 @@ from mmspec.app import engine as engines
 from mmspec.app.engine import Engine
 from mmspec.drafters.plain import Plain
 from mmspec.pipelines.families import decoder_only
+from mmspec.pipelines.host.cache import RaggedCache
 from mmspec.pipelines.prompts import chat_inputs
 from mmspec.pipelines.serving import batcher as intake
 from mmspec.pipelines.serving import continuous as batching
 from mmspec.pipelines.serving.batcher import Batcher, StaticBatcher
 from mmspec.pipelines.serving.continuous import ContinuousBatcher, FinishedPrompt
-from mmspec.pipelines.targets.cache import RaggedCache
 
 KINDS = ("image first", "image first", "text only", "several images", "image last", "image first", "image last")
 GUESTS: dict[str, Callable[[Any], Any]] = {

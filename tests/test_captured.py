@@ -28,7 +28,7 @@ from mmspec.compile.draft import CapturedDraft
 from mmspec.drafters.block_config import BlockConfig
 from mmspec.drafters.dflash import BlockDrafter
 from mmspec.drafters.eagle import EagleDrafter
-from mmspec.pipelines.targets import forward
+from mmspec.pipelines.target import captures
 from mmspec.types import Draft
 
 FULL = pytest.mark.full
@@ -54,7 +54,7 @@ def drafts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only drafts are captured, and their pieces run as they are; whatever falls back fails."""
     monkeypatch.setattr(capture, "inductor", as_it_is)
     monkeypatch.setattr(trusted, "_OF", WeakKeyDictionary())
-    monkeypatch.setattr(forward.Forward, "read", lambda self, target, *told: target.read(*told))
+    monkeypatch.setattr(captures.Forward, "read", lambda self, target, *told: target.read(*told))
     warnings.simplefilter("error", UserWarning)
 
 
@@ -70,7 +70,7 @@ def flat(model: Model, **options: Any) -> EagleDrafter:
 
 def held(model: Model) -> list[PiecewiseFunction]:
     """All drafts that are captured for a model."""
-    return [captured for one in forward.of(model).drafts.values() for captured in one._held.values()]
+    return [captured for one in captures.of(model).drafts.values() for captured in one._held.values()]
 
 
 class Beside:
@@ -196,7 +196,7 @@ def proposed_both_ways(
 def test_by_the_compiler_too(name: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.undo()
     monkeypatch.setattr(trusted, "_OF", WeakKeyDictionary())
-    monkeypatch.setattr(forward.Forward, "read", lambda self, target, *told: target.read(*told))
+    monkeypatch.setattr(captures.Forward, "read", lambda self, target, *told: target.read(*told))
     test_captured_drafts_are_what_the_drafter_proposes(name, "image first", monkeypatch)
 
 

@@ -16,8 +16,7 @@ import mmspec
 from mmspec.compile import capture
 from mmspec.compile import held as trusted
 from mmspec.pipelines.host.names import CACHE
-from mmspec.pipelines.targets import forward
-from mmspec.pipelines.targets import prompt as prompts
+from mmspec.pipelines.target import captured_prompt, captures
 
 CAPTURED = ("llava", "llava_next", "qwen2_vl", "qwen2_5_vl", "smolvlm", "idefics3", "internvl")
 THEIRS = ("qwen3_5", "lfm2_vl", "paligemma")  # a recurrence, or a prompt that is read in both directions
@@ -27,7 +26,7 @@ THEIRS = ("qwen3_5", "lfm2_vl", "paligemma")  # a recurrence, or a prompt that i
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts alone are captured, and their pieces run as they are; nothing is known of any model."""
     monkeypatch.setattr(capture, "inductor", lambda piece, examples: piece)
-    monkeypatch.setattr(forward.Forward, "read", lambda self, target, *told: target.read(*told))
+    monkeypatch.setattr(captures.Forward, "read", lambda self, target, *told: target.read(*told))
     monkeypatch.setattr(trusted, "_OF", WeakKeyDictionary())
     warnings.simplefilter("error", UserWarning)
 
@@ -36,14 +35,14 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The lengths of the prompts that captures have read."""
     found: list[int] = []
-    replayed = prompts._replayed
+    replayed = captured_prompt._replayed
 
     def counted(*args: Any) -> Any:
         out = replayed(*args)
         found.append(out.last_hidden_state.shape[1])
         return out
 
-    monkeypatch.setattr(prompts, "_replayed", counted)
+    monkeypatch.setattr(captured_prompt, "_replayed", counted)
     return found
 
 
@@ -68,7 +67,7 @@ def lengths(calls: list[dict[str, Any]]) -> list[int]:
 def test_what_comes_up_again_is_replayed(name: str, replays: list[int]):
     calls = pictures(name)
     same(targets.model(name), *calls)
-    assert replays == lengths(calls)[prompts.AGAIN :]
+    assert replays == lengths(calls)[captured_prompt.AGAIN :]
 
 
 @pytest.mark.parametrize("name", THEIRS)
@@ -144,9 +143,9 @@ def test_hooks_see_the_prompt(replays: list[int]):
 
 def test_only_so_many_shapes_are_captured(replays: list[int]):
     model, g = targets.text(), torch.Generator().manual_seed(0)
-    calls = [{"input_ids": torch.randint(5, 100, (1, n), generator=g)} for n in range(8, 9 + prompts.MOST)]
+    calls = [{"input_ids": torch.randint(5, 100, (1, n), generator=g)} for n in range(8, 9 + captured_prompt.MOST)]
     same(model, *calls * 3)
-    assert replays == lengths(calls)[: prompts.MOST]
+    assert replays == lengths(calls)[: captured_prompt.MOST]
 
 
 def test_windows_that_reach_as_far_as_the_prompt(replays: list[int]):
@@ -158,8 +157,8 @@ def test_windows_that_reach_as_far_as_the_prompt(replays: list[int]):
 
 def test_what_gives_another_text_is_not_used(monkeypatch: pytest.MonkeyPatch, replays: list[int]):
     """A decoder that reads in both directions without a word of it."""
-    attended = prompts._attending
-    monkeypatch.setattr(prompts, "_attending", lambda slots: lambda *told: attended(slots)(*told).flip(2))
+    attended = captured_prompt._attending
+    monkeypatch.setattr(captured_prompt, "_attending", lambda slots: lambda *told: attended(slots)(*told).flip(2))
     same(targets.model("llava"), *pictures("llava"))
     assert not replays
 

@@ -10,10 +10,11 @@ import pytest
 from packaging.specifiers import SpecifierSet
 
 from mmspec.pipelines.drafters import assistant
-from mmspec.pipelines.host import contract, source
+from mmspec.pipelines.host import contract, recurrent, source
 from mmspec.pipelines.host.contract import ROWS, TESTED, Assumption, broken, judged
-from mmspec.pipelines.sampling import processors, stopping
-from mmspec.pipelines.targets import path_readers, recurrent
+from mmspec.pipelines.host.exotic import path_readers
+from mmspec.pipelines.host.processors import stopping
+from mmspec.pipelines.host.processors import table as processors
 
 ROOT = Path(__file__).resolve().parents[1]
 INSTALLED = source.package("transformers")

@@ -23,10 +23,10 @@ from torch import nn
 
 import mmspec
 from mmspec import rules
+from mmspec.pipelines.host import devices
 from mmspec.pipelines.host.names import CACHE
 from mmspec.pipelines.patch import UnsupportedError
 from mmspec.pipelines.patching import obstacles
-from mmspec.pipelines.targets import devices
 
 SHORT = {"max_new_tokens": 8}
 
@@ -218,7 +218,7 @@ import sys, types
 import torch
 from torch import distributed
 from mmspec.pipelines.patching import obstacles
-from mmspec.pipelines.targets import devices
+from mmspec.pipelines.host import devices
 
 rank, path = int(sys.argv[1]), sys.argv[2]
 distributed.init_process_group("gloo", store=distributed.FileStore(path, 2), rank=rank, world_size=2)

@@ -41,7 +41,7 @@ def test_it_names_no_folders(found: list[Finding]):
         ("cannot open /home/anna/my models/x", "cannot open …/my models/x"),
         ("in '/home/anna/models/llava/config.json': 3", "in '…/config.json': 3"),
         ("~/models/a.py, C:\\Users\\anna\\a.py", "…/a.py, …/a.py"),
-        ("see pipelines/targets/vlm.py, https://huggingface.co/docs/x", "see pipelines/targets/vlm.py, https://huggingface.co/docs/x"),
+        ("see pipelines/target/vlm.py, https://huggingface.co/docs/x", "see pipelines/target/vlm.py, https://huggingface.co/docs/x"),
     ],
 )  # fmt: skip
 def test_folders_are_left_out(said: str, told: str):

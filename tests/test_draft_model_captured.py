@@ -18,7 +18,7 @@ from mmspec.compile import held as trusted
 from mmspec.compile.capture import PiecewiseFunction
 from mmspec.drafters.growth import Growth
 from mmspec.pipelines.drafters.draft_model import ModelDrafter
-from mmspec.pipelines.targets import forward
+from mmspec.pipelines.target import captures
 from mmspec.types import Draft
 
 CHAIN, DRAWS = {"depth": 3, "width": 1}, {"tree": "chain", "depth": 3, "draws": True}
@@ -79,7 +79,7 @@ def test_drafts_are_those_of_the_model_itself(
             answers.append((targets.generate(model, inputs, **how), [*seen]))
         seen.clear()
     (plain, one), (ours, other) = answers
-    captured = {key: one for _, _, held in forward.of(draft)._states for key, one in held.items()}
+    captured = {key: one for _, _, held in captures.of(draft)._states for key, one in held.items()}
     assert all(captured.values()) and len(captured) == len({len(draft.tokens) for draft in other})
     assert torch.equal(plain, ours) and len(one) == len(other)
     for a, b in zip(one, other, strict=True):

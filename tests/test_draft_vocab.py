@@ -26,7 +26,7 @@ from mmspec.drafters.draft_vocab import DraftVocab
 from mmspec.drafters.eagle import EagleDrafter
 from mmspec.drafters.options import TreeOptions
 from mmspec.pipelines.families import decoder_only
-from mmspec.pipelines.targets import forward
+from mmspec.pipelines.target import captures
 from mmspec.types import Draft
 
 CHAIN, TREE = {"tree": "chain", "depth": 3}, {"depth": 3, "width": 3, "size": 10}
@@ -39,7 +39,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only drafts are captured, and their pieces run as they are; whatever falls back fails."""
     monkeypatch.setattr(capture, "inductor", lambda piece, examples: piece)
     monkeypatch.setattr(trusted, "_OF", WeakKeyDictionary())
-    monkeypatch.setattr(forward.Forward, "read", lambda self, target, *told: target.read(*told))
+    monkeypatch.setattr(captures.Forward, "read", lambda self, target, *told: target.read(*told))
     warnings.simplefilter("error", UserWarning)
 
 
@@ -168,7 +168,7 @@ def test_each_vocabulary_has_a_capture_of_its_own(drafts: list[list[Any]]) -> No
             targets.generate(model, inputs, max_new_tokens=6)
         assert drafts and proposed(drafts) <= {*ids}
     assert PiecewiseFunction.made == count + 2
-    read = {id(t) for one in forward.of(model).drafts[made.block]._held.values() for t in one._weights}
+    read = {id(t) for one in captures.of(model).drafts[made.block]._held.values() for t in one._weights}
     assert id(model.get_output_embeddings().weight) not in read  # a replay reads the rows that were cut, not all
 
 

@@ -24,11 +24,11 @@ from mmspec.drafters.rope import Rope, rotate
 from mmspec.kernels import reference as ops
 from mmspec.loop import decode, start
 from mmspec.models import llamagen
+from mmspec.pipelines.host.processors.guidance import Guidance
 from mmspec.pipelines.image_teacher import ImageTeacher
-from mmspec.pipelines.sampling.guidance import Guidance
-from mmspec.pipelines.sampling.noise import CounterNoise
-from mmspec.pipelines.sampling.request import Request, Sampler
-from mmspec.pipelines.targets.llamagen import Condition, LlamaGenTarget
+from mmspec.pipelines.target.llamagen import Condition, LlamaGenTarget
+from mmspec.pipelines.target.noise import CounterNoise
+from mmspec.pipelines.target.request import Request, Sampler
 from mmspec.protocols import TargetInfo
 from mmspec.session import Row, Session
 from mmspec.train import data

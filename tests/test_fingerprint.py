@@ -27,8 +27,8 @@ from mmspec.compile import held as trusted
 from mmspec.compile.capture import PiecewiseFunction
 from mmspec.compile.version import Contents, fingerprint
 from mmspec.drafters.plain import Plain
-from mmspec.pipelines.targets import forward
-from mmspec.pipelines.targets.decoder import decoder, more_than_keys
+from mmspec.pipelines.host.decoder import decoder, more_than_keys
+from mmspec.pipelines.target import captures
 
 Model = Any
 Undo = Callable[[], None]
@@ -184,7 +184,7 @@ def test_why_nothing_is_captured_is_said_once(change: Callable[[Model], Undo], m
         answer(model)
         answer(model)
     undo()
-    assert len(told) == 1 and not any(forward.of(model)._held.values())
+    assert len(told) == 1 and not any(captures.of(model)._held.values())
 
 
 @pytest.mark.parametrize("change", FOLLOWED, ids=lambda change: change.__name__)
@@ -194,7 +194,7 @@ def test_what_a_forward_reads_is_captured_anew(change: Callable[[Model], Undo], 
         undo = change(model)
         changed = answer(model)
         assert changed == stock(model) != plain
-        assert all(forward.of(model)._held.values())
+        assert all(captures.of(model)._held.values())
         undo()
         assert answer(model) == plain == stock(model)
 
@@ -282,7 +282,7 @@ def test_inside_and_outside_of_autocast(first: str, drafter: Any, model: Model) 
         for where in order:
             with around(where):
                 assert answer(model) == wanted[where]
-        held = forward.of(model)
+        held = captures.of(model)
     assert held._held and all(held._held.values())
     assert all(drafts._held and all(drafts._held.values()) for drafts in held.drafts.values())
 
@@ -297,7 +297,7 @@ def test_training_mode_and_back(model: Model) -> None:
             warnings.simplefilter("ignore", UserWarning)
             torch.manual_seed(1)
             dropped = answer(model)
-        assert dropped != plain and not any(forward.of(model)._held.values())
+        assert dropped != plain and not any(captures.of(model)._held.values())
         model.eval()
         assert answer(model) == plain
 

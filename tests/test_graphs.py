@@ -30,7 +30,7 @@ from mmspec.compile import capture, graphs
 from mmspec.compile import held as trusted
 from mmspec.compile.capture import PiecewiseFunction
 from mmspec.drafters.plain import Plain
-from mmspec.pipelines.targets import forward
+from mmspec.pipelines.target import captures
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 DEPTH = 4
@@ -344,7 +344,7 @@ def test_the_variable_is_heeded_and_checked(device: str, monkeypatch: pytest.Mon
         for wish, recorded in (("off", False), ("auto", True)):
             monkeypatch.setenv(graphs.VARIABLE, wish)
             assert torch.equal(generate(), wanted)
-            (held,) = forward.of(model)._held.values()
+            (held,) = captures.of(model)._held.values()
             assert bool(held._graphs) == recorded
         monkeypatch.setenv(graphs.VARIABLE, "on")
         with pytest.raises(ValueError, match="MMSPEC_GRAPHS='on' is not known; choose auto or off"):
@@ -381,7 +381,7 @@ def test_enabled_models_give_what_stock_gives(case: str, device: str) -> None:
             weight.data = weight.data.clone()
         assert torch.equal(generate(calls[0]), wanted[0])
         assert device == "cuda" or tape.Tape.made > first > 0
-    held = forward.of(model)
+    held = captures.of(model)
     assert held._held and all(one._graphs for one in held._held.values())
     assert [len(drafts._held) > 0 for drafts in held.drafts.values()] == [True] * isinstance(drafter, nn.Module)
 
@@ -591,7 +591,7 @@ def test_compiled_by_the_compiler_is_stock_on_a_gpu(monkeypatch: pytest.MonkeyPa
     drafter = DRAFTERS["eagle chain"](model, None).to("cuda")
     with mmspec.enable(model, drafter, compile=True):
         assert all(torch.equal(targets.generate(model, inputs), wanted) for _ in range(3))
-    assert all(one._graphs for one in forward.of(model)._held.values())
+    assert all(one._graphs for one in captures.of(model)._held.values())
 
 
 def test_two_threads_capture_one_after_the_other() -> None:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers.generation import logits_process as stock
 
-from mmspec.pipelines.sampling.history import Texts
-from mmspec.pipelines.sampling.processors import HISTORY, PURE, Processors
+from mmspec.pipelines.host.processors.history import Texts
+from mmspec.pipelines.host.processors.table import HISTORY, PURE, Processors
 from mmspec.session import Row, Session
 from mmspec.tree import chain, from_parents
 from mmspec.types import NO_TOKEN, Draft

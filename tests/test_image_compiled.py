@@ -20,8 +20,8 @@ from mmspec.compile import capture
 from mmspec.compile import held as trusted
 from mmspec.drafters.eagle import EagleConfig, EagleDrafter
 from mmspec.pipelines.patching import drafting
-from mmspec.pipelines.targets import forward
-from mmspec.pipelines.targets.llamagen import LlamaGenTarget
+from mmspec.pipelines.target import captures
+from mmspec.pipelines.target.llamagen import LlamaGenTarget
 from mmspec.session import Row, Session
 from mmspec.switch import Known
 
@@ -46,7 +46,7 @@ def draw(pipe: Any, kind: str = "text", rows: int = 3, **settings: Any) -> Tenso
 
 
 def held(model: Any) -> list[Any]:
-    return list(forward.of(model)._held.values())
+    return list(captures.of(model)._held.values())
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_text_and_pictures_of_one_shape_are_not_confused(quick: None) -> None:
     with mmspec.enable(model, "jacobi", window=4, compile=True):
         found = [image_targets.draw(model, pictures), image_targets.draw(model, text, max_new_tokens=12)]
     assert all(map(torch.equal, found, wanted))
-    shapes = [key[1:] for key in forward.of(model)._held]
+    shapes = [key[1:] for key in captures.of(model)._held]
     assert len(set(shapes)) < len(shapes)
 
 

@@ -21,8 +21,8 @@ from mmspec.loop import decode, start
 from mmspec.pipelines.families import decoder_only
 from mmspec.pipelines.families import table as families
 from mmspec.pipelines.patch import UnsupportedError
-from mmspec.pipelines.sampling.request import Request, Sampler
-from mmspec.pipelines.targets.vlm import VlmTarget
+from mmspec.pipelines.target.request import Request, Sampler
+from mmspec.pipelines.target.vlm import VlmTarget
 from mmspec.session import Row, Session
 
 STOCK = [name for name, painter in PAINTERS.items() if painter.stock]

@@ -26,6 +26,7 @@ from mmspec.app.bench import kernels_ways, report
 from mmspec.app.bench.command import Outcome
 from mmspec.kernels import cases, dispatch
 from mmspec.kernels import reference as ops
+from mmspec.pipelines.host import tree_attention
 from mmspec.pipelines.host.names import CACHE
 from mmspec.rules import Masses, Trial
 from mmspec.tree import chain, from_parents
@@ -605,8 +606,6 @@ def test_transformers_models_verify_trees_by_it(window: int | None, monkeypatch:
     """A stock model, its own forward: prefill by sdpa, a ragged tree by the kernel, with the logits that sdpa gives."""
     from transformers import DynamicCache, MistralConfig, MistralForCausalLM
 
-    from mmspec.pipelines.targets import tree_attention as attention
-
     config = MistralConfig(
         vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=8, sliding_window=window,
@@ -621,16 +620,16 @@ def test_transformers_models_verify_trees_by_it(window: int | None, monkeypatch:
         place = torch.cat([torch.arange(-9, 0, device=DEVICE).expand(2, -1), above.depth], 1)
         seen = seen & (above.depth[:, :, None] - place[:, None, :] < window)
     calls = []
-    kernel = attention.dispatch.tree_attention
-    monkeypatch.setattr(attention.dispatch, "tree_attention", lambda *a: calls.append(1) or kernel(*a))
+    kernel = tree_attention.dispatch.tree_attention
+    monkeypatch.setattr(tree_attention.dispatch, "tree_attention", lambda *a: calls.append(1) or kernel(*a))
     logits = []
-    for name in ("sdpa", attention.NAME):
+    for name in ("sdpa", tree_attention.NAME):
         model.set_attn_implementation(name)
         with torch.no_grad():
             cache = DynamicCache()
             model(ids, attention_mask=padding, position_ids=positions, **{CACHE: cache})
             assert not calls
-            mask = attention.marked(seen[:, None], lengths, padding.bool(), above.ancestors, above.depth, window)
+            mask = tree_attention.marked(seen[:, None], lengths, padding.bool(), above.ancestors, above.depth, window)
             where = positions[:, -1:] + 1 + above.depth
             tokens = torch.arange(10, device=DEVICE).view(2, 5)
             logits.append(model(tokens, attention_mask=mask, position_ids=where, **{CACHE: cache}).logits)

@@ -19,13 +19,13 @@ import mmspec
 from mmspec import registry, zoo
 from mmspec.kernels import reference as ops
 from mmspec.models.llamagen import rotate
+from mmspec.pipelines.host.cache import RaggedCache
 from mmspec.pipelines.host.hooks import swap
+from mmspec.pipelines.host.processors.guidance import Guidance
 from mmspec.pipelines.llamagen import captions
 from mmspec.pipelines.llamagen import pipeline as llamagen
-from mmspec.pipelines.sampling.guidance import Guidance
-from mmspec.pipelines.sampling.noise import TorchNoise
-from mmspec.pipelines.sampling.request import Request, Sampler
-from mmspec.pipelines.targets.cache import RaggedCache
+from mmspec.pipelines.target.noise import TorchNoise
+from mmspec.pipelines.target.request import Request, Sampler
 from mmspec.session import Row, Session
 from mmspec.tree import chain
 from mmspec.types import NO_TOKEN, Draft

@@ -18,7 +18,7 @@ from mmspec.app.bench.image_methods import Hostile
 from mmspec.modes import each_in, mode_of
 from mmspec.pipelines.host.names import CACHE
 from mmspec.pipelines.patching import generate
-from mmspec.pipelines.targets import vlm
+from mmspec.pipelines.target import vlm
 from mmspec.protocols import TargetInfo
 from mmspec.tree import chain
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mmspec.kernels import reference as ops
-from mmspec.pipelines.sampling.noise import SMALL, CounterNoise
+from mmspec.pipelines.target.noise import SMALL, CounterNoise
 from mmspec.session import Group, Row
 from mmspec.tree import chain, from_paths
 from mmspec.types import Draft, Tree

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers.generation.logits_process import TopPLogitsWarper
 
-from mmspec.pipelines.sampling.nucleus import top_p
+from mmspec.pipelines.host.processors.nucleus import top_p
 
 SHARES = (0.0, 1e-9, 0.01, 0.1, 0.5, 0.9, 0.95, 0.999, 1.0)
 INF = float("inf")

@@ -16,12 +16,12 @@ from drafters import eagle
 from torch import nn
 
 import mmspec
-from mmspec.compile import capture
+from mmspec.compile import capture, patience
 from mmspec.compile import held as trusted
 from mmspec.compile.capture import PiecewiseFunction
 from mmspec.compile.held import CompiledCache
 from mmspec.compile.patience import FIRST, OFTEN, SHARE, Patience
-from mmspec.pipelines.targets import forward, patience
+from mmspec.pipelines.target import captures
 
 
 class Clock:
@@ -155,7 +155,7 @@ def test_answers_stay_and_drafts_are_captured_too(clock: Clock, quick: None):
         clock.step = 100.0
         while PiecewiseFunction.made < before + 2:
             assert torch.equal(targets.generate(model, inputs, max_new_tokens=24), wanted)
-        held = forward.of(model, "auto")
+        held = captures.of(model, "auto")
         assert any(held._held.values())
         [draft] = held.drafts.values()
         assert any(draft._held.values()) and draft.patience.spent is held.patience.spent
@@ -164,7 +164,7 @@ def test_answers_stay_and_drafts_are_captured_too(clock: Clock, quick: None):
 
 def test_wishes_that_are_none(quick: None):
     model = targets.model("llava")
-    assert forward.of(model, False) is None
+    assert captures.of(model, False) is None
     with pytest.raises(ValueError, match="compile must be one of True, False, auto, all; got 'sometimes'"):
         mmspec.enable(model, "ngram", compile="sometimes")
 

@@ -25,9 +25,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import mmspec
 from mmspec.kernels import cases, dispatch
+from mmspec.pipelines.host import tree_attention
 from mmspec.pipelines.patching.handle import Patch
-from mmspec.pipelines.targets import tree_attention as attention
-from mmspec.pipelines.targets import vlm
+from mmspec.pipelines.target import vlm
 from mmspec.types import Draft, Tree
 
 pytest.importorskip("triton")
@@ -236,7 +236,7 @@ def drafted(model: Any, drafter: Any, kind: str) -> tuple[Tensor, Repeated]:
 def test_a_draft_repeats_no_keys(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four heads share two of keys: by tree attention once it is proved here, else by sdpa in groups; stock repeats."""
     made = DRAFTERS["eagle"](targets.model("llava"))
-    attention.trusted.cache_clear()
+    tree_attention.trusted.cache_clear()
     told = nullcontext()
     if by == "sdpa":
         monkeypatch.setitem(cases.TOLERANCES["tree_attention"], torch.float32, (0.0, -1.0))
@@ -253,14 +253,14 @@ def test_a_draft_repeats_no_keys(by: str, monkeypatch: pytest.MonkeyPatch) -> No
             assert (rounds.largest > 0) == (by == "stock") and (rounds.sdpa == 0) == (by == "kernel")
         assert model.get_decoder().config._attn_implementation == "sdpa"
         assert [type(layer.self_attn) for layer in model.get_decoder().layers] == before
-    attention.trusted.cache_clear()
+    tree_attention.trusted.cache_clear()
 
 
 def test_a_chain_of_one_row_needs_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     """So flash attention, which takes none, can serve it; a tree needs one."""
     asked: list[Any] = []
-    bias = attention.causal_lower_right
-    monkeypatch.setattr(attention, "flash_serves", lambda *qkv: True)
+    bias = tree_attention.causal_lower_right
+    monkeypatch.setattr(tree_attention, "flash_serves", lambda *qkv: True)
 
     def noted(*size: int) -> Any:
         asked.append(size)
@@ -268,7 +268,7 @@ def test_a_chain_of_one_row_needs_no_mask(monkeypatch: pytest.MonkeyPatch) -> No
         found.__dict__["_pretended"] = FIRST  # it holds no numbers, and is anywhere
         return found
 
-    monkeypatch.setattr(attention, "causal_lower_right", noted)
+    monkeypatch.setattr(tree_attention, "causal_lower_right", noted)
     how = {"one": {"width": 1, "size": 5}, "tree": {"width": 3, "size": 14}}
     for tree, wanted in (("one", True), ("tree", False)):
         asked.clear()

@@ -18,7 +18,7 @@ import mmspec
 from mmspec.compile import capture, products
 from mmspec.compile import held as trusted
 from mmspec.compile.capture import PiecewiseFunction
-from mmspec.pipelines.targets import forward
+from mmspec.pipelines.target import captures
 
 MM, ADDMM = torch.ops.aten.mm.default, torch.ops.aten.addmm.default
 
@@ -153,7 +153,7 @@ def test_copies_follow_the_weights(
     layer, wanted = model.get_decoder().layers[1], [targets.generate(model, inputs)]
     drafter = eagle(model, depth=3, width=1, size=4) if drafts else "plain"
     with mmspec.enable(model, drafter, compile=True):
-        found, held = [targets.generate(model, inputs)], forward.of(model)
+        found, held = [targets.generate(model, inputs)], captures.of(model)
         functions = [*held._held.values()]
         assert functions and all(one is not None and one.copies for one in functions)
         assert any(copy.packed for one in functions for copy in one.copies) == packed

@@ -22,9 +22,10 @@ from mmspec.compile import held as trusted
 from mmspec.compile.capture import PiecewiseFunction
 from mmspec.drafters.plain import Plain
 from mmspec.kernels import reference_recurrent as ops
+from mmspec.pipelines.host import recurrent
+from mmspec.pipelines.host.recurrent_state import AcceptedPath, RecurrentLayers
 from mmspec.pipelines.serving.continuous import ContinuousBatcher
-from mmspec.pipelines.targets import forward, recurrent
-from mmspec.pipelines.targets.recurrent_state import AcceptedPath, RecurrentLayers
+from mmspec.pipelines.target import captures
 from mmspec.tree import from_parents
 
 B, H, K, V = 3, 2, 8, 6
@@ -204,7 +205,7 @@ def as_it_is(piece: Any, examples: list[Tensor]) -> Any:
 
 
 @pytest.fixture
-def captures(monkeypatch: pytest.MonkeyPatch) -> None:
+def capturing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces run as they are, and what cannot be captured fails."""
     monkeypatch.setattr(capture, "inductor", as_it_is)
     monkeypatch.setattr(trusted, "_OF", WeakKeyDictionary())
@@ -225,13 +226,13 @@ def right_at_first(inputs: dict[str, Tensor], full: Tensor, chained: bool) -> Sc
 
 @pytest.mark.parametrize("chained", [True, False], ids=["chain", "tree"])
 @pytest.mark.parametrize("name", COMPILED)
-def test_a_captured_forward_reads_and_leaves_the_same_state(name: str, chained: bool, captures: None) -> None:
+def test_a_captured_forward_reads_and_leaves_the_same_state(name: str, chained: bool, capturing: None) -> None:
     made = COMPILED[name]
     model, inputs = made.model(name), made.prompt(name, "ragged")
     full = made.generate(model, inputs)
     with mmspec.enable(model, right_at_first(inputs, full, chained), compile=True) as handle:
         assert torch.equal(made.generate(model, inputs), full)
-        held = forward.of(model)._held
+        held = captures.of(model)._held
     assert handle.stats.tokens_per_target_call > 2 and held and all(held.values())
 
 
@@ -250,13 +251,13 @@ class OffState(PiecewiseFunction):
         return [*found, last * 1.01]
 
 
-def test_a_capture_that_would_leave_another_state_is_not_used(captures: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forward, "PiecewiseFunction", OffState)
+def test_a_capture_that_would_leave_another_state_is_not_used(capturing: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(captures, "PiecewiseFunction", OffState)
     model, inputs = targets.model("qwen3_5"), targets.prompt("qwen3_5", "text only")
     full = targets.generate(model, inputs, max_new_tokens=6)
     with mmspec.enable(model, Plain(), compile=True), pytest.warns(UserWarning, match="away from the uncompiled"):
         assert torch.equal(targets.generate(model, inputs, max_new_tokens=6), full)
-    assert not any(forward.of(model)._held.values())
+    assert not any(captures.of(model)._held.values())
 
 
 def test_a_state_that_nobody_knows_is_refused_by_name() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import mmspec
 from mmspec.kernels import dispatch
-from mmspec.pipelines.targets.recurrent_state import AcceptedPath
+from mmspec.pipelines.host.recurrent_state import AcceptedPath
 
 LENGTH, PROMPT, TEMPERATURE = 4, 7, 2.0
 NEAR = 1e-4  # an error of this size in the probability of a token is seen

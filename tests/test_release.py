@@ -16,7 +16,7 @@ import torch
 
 import mmspec
 from mmspec.pipelines.host import release
-from mmspec.pipelines.targets.vlm import VlmTarget
+from mmspec.pipelines.target.vlm import VlmTarget
 
 ROOT = Path(__file__).parents[1]
 

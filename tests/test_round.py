@@ -37,10 +37,10 @@ from mmspec.compile.held import CompiledCache
 from mmspec.drafters.eagle import EagleConfig, EagleDrafter
 from mmspec.drafters.ngram import NgramDrafter
 from mmspec.drafters.plain import Plain
+from mmspec.pipelines.host.tree_attention import NAME
 from mmspec.pipelines.patching import drafting
 from mmspec.pipelines.serving.continuous import ContinuousBatcher
-from mmspec.pipelines.targets import forward
-from mmspec.pipelines.targets.tree_attention import NAME
+from mmspec.pipelines.target import captures
 from mmspec.rules import typical
 from mmspec.session import Session
 from mmspec.statistics import Stats
@@ -141,7 +141,7 @@ def test_compiled_is_stock(name: str, drafter: str, attn: str, quick: None, kind
     with mmspec.enable(model, DRAFTERS[drafter](model, None), compile=True):
         assert torch.equal(targets.generate(model, inputs), wanted)
         assert torch.equal(targets.generate(model, inputs), wanted)
-        held = forward.of(model)
+        held = captures.of(model)
         assert held._held and all(held._held.values())
         assert all(drafts._held and all(drafts._held.values()) for drafts in held.drafts.values())
 
@@ -165,7 +165,7 @@ def test_a_drafter_in_use_forgets_other_weights(quick: None):
     old = model.lm_head.weight
     with mmspec.enable(model, eagle(model, **CHAIN), compile=True):
         targets.generate(model, inputs)
-        (held,) = forward.of(model).drafts.values()
+        (held,) = captures.of(model).drafts.values()
         before = list(held._held.values())
         try:
             model.lm_head.weight = nn.Parameter(old.detach().clone())
@@ -192,7 +192,7 @@ def test_other_buffers_and_another_attention_are_captured_anew(quick: None):
                 targets.generate(model, inputs)
             model.set_attn_implementation("sdpa")
             targets.generate(model, inputs)
-            assert any(forward.of(model)._held.values())
+            assert any(captures.of(model)._held.values())
     finally:
         model.set_attn_implementation("eager")
         targets.model("llava").set_attn_implementation("sdpa")
@@ -227,7 +227,7 @@ def test_only_full_batches_of_captions_are_captured(quick: None):
     model, prompt = targets.model("llava"), targets.prompt("llava", "image first")
 
     def sizes() -> set[int]:
-        return {shape[0][2][0] for shape in forward.of(model)._held}
+        return {shape[0][2][0] for shape in captures.of(model)._held}
 
     with mmspec.enable(model, "ngram", compile=True):
         flow = ContinuousBatcher(model, None, 2, max_new_tokens=6)

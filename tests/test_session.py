@@ -13,9 +13,9 @@ import mmspec
 from mmspec.loop import decode, start
 from mmspec.pipelines.families import decoder_only
 from mmspec.pipelines.families import table as families
+from mmspec.pipelines.host.call import Call
 from mmspec.pipelines.patching.generate import row_seeds
-from mmspec.pipelines.sampling.request import Request, Sampler
-from mmspec.pipelines.targets.call import Call
+from mmspec.pipelines.target.request import Request, Sampler
 from mmspec.protocols import Target
 from mmspec.session import Row, Session
 from mmspec.statistics import Stats

@@ -17,8 +17,8 @@ from transformers.masking_utils import AttentionMaskInterface, flash_attention_m
 from transformers.modeling_utils import AttentionInterface
 
 import mmspec
-from mmspec.pipelines.targets import renamed
-from mmspec.pipelines.targets.decoder import decoder
+from mmspec.pipelines.host import renamed
+from mmspec.pipelines.host.decoder import decoder
 
 FLASH, FLEX = "flash_attention_2_here", "flex_attention"
 seen: list[tuple[int, int]] = []  # rows and queries of each call

@@ -12,7 +12,7 @@ from targets import IMAGE, VIDEO
 from torch import Tensor
 
 import mmspec
-from mmspec.pipelines.targets.image_tokens import media, placeholders
+from mmspec.pipelines.host.vision import media, placeholders
 
 P, F = IMAGE, VIDEO
 CONFIG = SimpleNamespace(

@@ -15,9 +15,9 @@ import mmspec
 from mmspec.app.bench.questions import Question
 from mmspec.app.bench.vlm_methods import VlmMethod
 from mmspec.app.devices import wait
+from mmspec.pipelines.host.vision import placeholders
 from mmspec.pipelines.prompts import chat_inputs
 from mmspec.pipelines.serving.batcher import answer_length
-from mmspec.pipelines.targets.image_tokens import placeholders
 from mmspec.statistics import Stats
 
 

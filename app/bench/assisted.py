@@ -14,7 +14,7 @@ from torch import nn
 from mmspec.checkpoints.save import save_drafter
 from mmspec.pipelines.drafters.draft_model import ModelDrafter
 from mmspec.pipelines.drafters.mtp import MtpDrafter
-from mmspec.pipelines.targets.decoder import decoder
+from mmspec.pipelines.host.decoder import decoder
 
 EARLY = 6  # a draft model has one in so many of its target's layers
 

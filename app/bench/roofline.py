@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mmspec.app.devices import wait
-from mmspec.pipelines.targets.decoder import decoder, head
+from mmspec.pipelines.host.decoder import decoder, head
 
 _SIDE, _TURNS = 1024, 20  # of the square matrices whose product is timed; how often each product is
 

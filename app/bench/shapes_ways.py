@@ -15,7 +15,7 @@ from torch import Tensor
 from mmspec.app.bench import vlm_methods
 from mmspec.app.bench.answers import VlmBench
 from mmspec.app.bench.shapes_models import Chat, Codes, Latents, Shape
-from mmspec.pipelines.targets.tree_attention import NAME as TREE
+from mmspec.pipelines.host.tree_attention import NAME as TREE
 from mmspec.statistics import Stats
 
 STOCK, COMPILED = "stock", "stock compiled"

@@ -12,10 +12,10 @@ from torch import Tensor
 from mmspec.drafters.blocks import path_after
 from mmspec.drafters.growth import Growth
 from mmspec.drafters.options import ALL, TreeOptions, grown
+from mmspec.pipelines.host.decoder import decoder
 from mmspec.pipelines.host.hooks import stock
-from mmspec.pipelines.targets.decoder import decoder
-from mmspec.pipelines.targets.masks import additive
-from mmspec.pipelines.targets.state import State
+from mmspec.pipelines.target.masks import additive
+from mmspec.pipelines.target.state import State
 from mmspec.protocols import Target, TargetInfo
 from mmspec.types import FINAL, Draft, Prompt, gather_rows
 

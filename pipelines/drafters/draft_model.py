@@ -18,12 +18,13 @@ from mmspec.drafters import prune, static_trees
 from mmspec.drafters.growth import Growth
 from mmspec.drafters.options import ALL, TreeOptions, grown
 from mmspec.pipelines.families.table import unwrap
+from mmspec.pipelines.host import readable
+from mmspec.pipelines.host.call import Call
+from mmspec.pipelines.host.decoder import decoder, readers
 from mmspec.pipelines.host.hooks import stock
-from mmspec.pipelines.targets import forward, tree_readers
-from mmspec.pipelines.targets.call import Call
-from mmspec.pipelines.targets.decoder import decoder, readers
-from mmspec.pipelines.targets.state import State
-from mmspec.pipelines.targets.vlm import VlmTarget, tap, untap
+from mmspec.pipelines.target import captures
+from mmspec.pipelines.target.state import State
+from mmspec.pipelines.target.vlm import VlmTarget, tap, untap
 from mmspec.protocols import Target, TargetInfo
 from mmspec.tree import chain
 from mmspec.types import Draft, Prompt, Tree, gather_rows
@@ -96,10 +97,10 @@ class ModelDrafter(Growth):
         if options.draft_vocab != ALL:
             raise ValueError("a draft model has a head of its own; leave draft_vocab out")
         name = stock(self.model).__name__
-        why = tree_readers.unsupported(self.model)
+        why = readable.unsupported(self.model)
         if why is not None:
             raise ValueError(f"{name} cannot draft: {why}")
-        vocab = tree_readers.head_shape(self.model)[0]
+        vocab = readable.head_shape(self.model)[0]
         if not target.vocab <= _PADDED * vocab or not vocab <= _PADDED * target.vocab:
             raise ValueError(
                 f"{name} has {vocab} tokens and {target.name} {target.vocab}; a draft model has the target's "
@@ -129,7 +130,7 @@ class ModelDrafter(Growth):
         with _tapped(self.model):
             call = _call(self.model, prompt.given, prompt).for_model(self.model)
             view = VlmTarget(self.model, ())
-            view.captured = forward.of(self.model, self.compile)
+            view.captured = captures.of(self.model, self.compile)
             state, read, raw = view.first(call, call.input_ids.shape[1] + self.nodes + 256)
         swaps = view.instead is not None or bool(readers(decoder(self.model)))
         held = DraftState(view, state, (True,) * len(raw), swaps)

@@ -20,10 +20,10 @@ from mmspec.drafters.feature import FeatureDrafter, prompt_stats
 from mmspec.drafters.options import ALL, TreeOptions, grown
 from mmspec.drafters.trained import placed
 from mmspec.pipelines.drafters import mtp_files
+from mmspec.pipelines.host import tree_attention
+from mmspec.pipelines.host.decoder import decoder, head
 from mmspec.pipelines.host.names import CACHE
-from mmspec.pipelines.targets import tree_attention as attention
-from mmspec.pipelines.targets.decoder import decoder, head
-from mmspec.pipelines.targets.masks import additive
+from mmspec.pipelines.target.masks import additive
 from mmspec.protocols import Target, TargetInfo
 from mmspec.ragged_cache import Lengths, RaggedBuffer
 from mmspec.types import FINAL, Prompt
@@ -184,7 +184,7 @@ class MtpDrafter(FeatureDrafter):
             ValueError: there are none, or they are incomplete, damaged or of a kind that is not known.
         """
         heads = mtp_files.heads(model, where)
-        strange = sorted(set(getattr(heads.config, "layer_types", None) or []) - set(attention.KINDS))
+        strange = sorted(set(getattr(heads.config, "layer_types", None) or []) - set(tree_attention.KINDS))
         if strange:
             raise ValueError(
                 f"the heads of {type(model).__name__} have {', '.join(strange)} layers, which keep a state beside keys "

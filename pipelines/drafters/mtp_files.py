@@ -23,8 +23,8 @@ from mmspec import __version__
 from mmspec.checkpoints.files import CONFIG, WEIGHTS, read_config
 from mmspec.pipelines.drafters import own_files
 from mmspec.pipelines.drawing.weight_files import listed
+from mmspec.pipelines.host.decoder import decoder
 from mmspec.pipelines.host.hooks import stock
-from mmspec.pipelines.targets.decoder import decoder
 
 # How the parts of a head are called, in each layout, by us: what stands before the block, and what after it. Of the
 # first, one of each is shared by all heads.

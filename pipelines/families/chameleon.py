@@ -14,10 +14,10 @@ from mmspec.pipelines.families.codebook import by_token
 from mmspec.pipelines.families.decoder_only import DecoderOnly, DecoderOnlyPatch
 from mmspec.pipelines.host.forward import Read
 from mmspec.pipelines.host.hooks import stock
+from mmspec.pipelines.host.processors.guidance import Guidance
 from mmspec.pipelines.patching.obstacles import Obstacle
-from mmspec.pipelines.sampling.guidance import Guidance
-from mmspec.pipelines.sampling.request import Request
-from mmspec.pipelines.targets.vlm import VlmTarget
+from mmspec.pipelines.target.request import Request
+from mmspec.pipelines.target.vlm import VlmTarget
 from mmspec.rules import Rule, exact
 
 MODES = ("text-only", "image-only")

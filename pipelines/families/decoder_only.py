@@ -8,20 +8,20 @@ from typing import Any
 from transformers import GenerationMixin
 
 from mmspec.pipelines.drafters import own_files
+from mmspec.pipelines.host import devices, renamed
+from mmspec.pipelines.host.call import Call, Current, current
+from mmspec.pipelines.host.decoder import decoder
 from mmspec.pipelines.host.hooks import stock
 from mmspec.pipelines.host.names import bound, translated
+from mmspec.pipelines.host.processors.guidance import Guidance
+from mmspec.pipelines.host.readable import head_shape, unsupported
 from mmspec.pipelines.host.release import advice
 from mmspec.pipelines.patching import assisted
 from mmspec.pipelines.patching.family import Family
 from mmspec.pipelines.patching.generate import generate, obstacle, or_stock, watched
 from mmspec.pipelines.patching.handle import Patch
 from mmspec.pipelines.patching.obstacles import BEAMS, Obstacle, shared_scale
-from mmspec.pipelines.sampling.guidance import Guidance
-from mmspec.pipelines.targets import devices, renamed
-from mmspec.pipelines.targets.call import Call, Current, current
-from mmspec.pipelines.targets.decoder import decoder
-from mmspec.pipelines.targets.tree_readers import head_shape, unsupported
-from mmspec.pipelines.targets.vlm import VlmTarget, tap, untap
+from mmspec.pipelines.target.vlm import VlmTarget, tap, untap
 from mmspec.protocols import TargetInfo
 
 

@@ -9,8 +9,8 @@ from transformers.generation.logits_process import PrefixConstrainedLogitsProces
 
 from mmspec.pipelines.families.codebook import by_token
 from mmspec.pipelines.families.decoder_only import DecoderOnly
-from mmspec.pipelines.targets.call import Call
-from mmspec.pipelines.targets.tree_readers import head_shape
+from mmspec.pipelines.host.call import Call
+from mmspec.pipelines.host.readable import head_shape
 from mmspec.rules import Rule, exact
 
 

@@ -12,10 +12,10 @@ from mmspec.pipelines.families.codebook import by_token
 from mmspec.pipelines.families.decoder_only import DecoderOnly
 from mmspec.pipelines.host.forward import Read, now
 from mmspec.pipelines.host.hooks import hold, release, stock
-from mmspec.pipelines.sampling.guidance import Guidance
-from mmspec.pipelines.targets.state import Listed, Onward, Places
-from mmspec.pipelines.targets.tree_readers import head_shape
-from mmspec.pipelines.targets.vlm import VlmTarget
+from mmspec.pipelines.host.processors.guidance import Guidance
+from mmspec.pipelines.host.readable import head_shape
+from mmspec.pipelines.target.state import Listed, Onward, Places
+from mmspec.pipelines.target.vlm import VlmTarget
 
 _one_at_a_time = threading.Lock()
 

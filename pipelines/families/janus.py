@@ -12,21 +12,21 @@ from transformers.generation.logits_process import ClassifierFreeGuidanceLogitsP
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from mmspec.pipelines.families.decoder_only import DecoderOnly, DecoderOnlyPatch
+from mmspec.pipelines.host.cache import RaggedCache
 from mmspec.pipelines.host.forward import Read, reading
 from mmspec.pipelines.host.hooks import stock
 from mmspec.pipelines.host.names import CACHE
+from mmspec.pipelines.host.processors.guidance import Guidance
+from mmspec.pipelines.host.processors.table import POINTWISE
+from mmspec.pipelines.host.vision import media
 from mmspec.pipelines.patching import drafting, obstacles
 from mmspec.pipelines.patching.generate import rounds, row_seeds, watching
 from mmspec.pipelines.patching.handle import Patch
 from mmspec.pipelines.patching.obstacles import Obstacle
-from mmspec.pipelines.sampling.guidance import Guidance
-from mmspec.pipelines.sampling.noise import TorchNoise
-from mmspec.pipelines.sampling.processors import POINTWISE
-from mmspec.pipelines.sampling.request import Request, Sampler
-from mmspec.pipelines.targets.cache import RaggedCache
-from mmspec.pipelines.targets.image_tokens import media
-from mmspec.pipelines.targets.state import Onward, State, selected
-from mmspec.pipelines.targets.vlm import VlmTarget
+from mmspec.pipelines.target.noise import TorchNoise
+from mmspec.pipelines.target.request import Request, Sampler
+from mmspec.pipelines.target.state import Onward, State, selected
+from mmspec.pipelines.target.vlm import VlmTarget
 from mmspec.protocols import TargetInfo
 from mmspec.rules import Rule, exact
 from mmspec.session import Row, Session

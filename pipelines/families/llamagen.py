@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
+from mmspec.pipelines.host import devices
 from mmspec.pipelines.host.forward import Tap
 from mmspec.pipelines.host.hooks import hold, release, stock
 from mmspec.pipelines.llamagen.pipeline import DecodingPlan
 from mmspec.pipelines.patching.family import Family
 from mmspec.pipelines.patching.handle import Patch
-from mmspec.pipelines.targets import devices
 from mmspec.protocols import TargetInfo
 from mmspec.session import Session
 

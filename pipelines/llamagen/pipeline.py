@@ -21,12 +21,13 @@ from mmspec.loop import decode, start
 from mmspec.models.llamagen import LlamaGenTransformer
 from mmspec.models.llamagen_vq import LlamaGenVQ
 from mmspec.pipelines.drawing.outputs import OUTPUTS, class_ids, seeds, wake
+from mmspec.pipelines.host import devices
+from mmspec.pipelines.host.processors.guidance import Guidance
 from mmspec.pipelines.llamagen import captions
-from mmspec.pipelines.sampling.guidance import Guidance
-from mmspec.pipelines.sampling.noise import CounterNoise
-from mmspec.pipelines.sampling.request import Request, Sampler, warpers
-from mmspec.pipelines.targets import devices, forward
-from mmspec.pipelines.targets.llamagen import Condition, LlamaGenTarget
+from mmspec.pipelines.target import captures
+from mmspec.pipelines.target.llamagen import Condition, LlamaGenTarget
+from mmspec.pipelines.target.noise import CounterNoise
+from mmspec.pipelines.target.request import Request, Sampler, warpers
 from mmspec.rules import Rule, exact
 from mmspec.session import Row, Session
 from mmspec.statistics import Stats
@@ -168,7 +169,7 @@ class LlamaGenPipeline(DiffusionPipeline):
         request = Request(Sampler(warpers(how), how["temperature"] > 0, noise))
         for row in rows:
             row.rule, row.request = plan.rule, request
-        held = forward.of(self.transformer, plan.compile)
+        held = captures.of(self.transformer, plan.compile)
         target = LlamaGenTarget(self.transformer, plan.drafter.features, guidance, held, len(rows))
         session, _ = start(target, plan.drafter, list(rows), condition)
         yield session

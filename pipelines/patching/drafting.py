@@ -21,8 +21,8 @@ from mmspec.drafters import adaptive
 from mmspec.drafters.dflash import BlockDrafter
 from mmspec.drafters.feature import FeatureDrafter
 from mmspec.drafters.heads import HeadsDrafter
-from mmspec.pipelines.host import hooks
-from mmspec.pipelines.targets import devices, forward
+from mmspec.pipelines.host import devices, hooks
+from mmspec.pipelines.target import captures
 from mmspec.protocols import Compilable, TargetInfo
 from mmspec.registry import DRAFTERS, USUAL, drafter_class
 from mmspec.switch import Known, Switch
@@ -167,7 +167,7 @@ def _captured(model: Any, drafter: Any, compile: bool | str, target: TargetInfo,
         return drafter.compiled(compile)
     if not (isinstance(drafter, FeatureDrafter | BlockDrafter) and drafter.capturable):
         return drafter
-    ours = forward.of(model, compile)
+    ours = captures.of(model, compile)
     assert ours is not None
     held = ours.drafts.setdefault(drafter.block, CompiledCache(type(drafter).__name__))
     alive = weakref.ref(model)  # what drafts for a model does not keep it

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
+from mmspec.pipelines.host.processors.guidance import Guidance
 from mmspec.pipelines.patching.obstacles import Obstacle
-from mmspec.pipelines.sampling.guidance import Guidance
-from mmspec.pipelines.sampling.request import Request
+from mmspec.pipelines.target.request import Request
 from mmspec.protocols import Target, TargetInfo
 from mmspec.rules import Rule
 

@@ -18,21 +18,20 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from mmspec.config import UnsupportedError
 from mmspec.loop import decode, start
 from mmspec.modes import each_module
-from mmspec.pipelines.host import release
+from mmspec.pipelines.host import devices, reach, release
+from mmspec.pipelines.host.cache import RaggedCache
+from mmspec.pipelines.host.call import Call, Custom, current
+from mmspec.pipelines.host.decoder import decoder, more_than_keys
 from mmspec.pipelines.host.names import CACHE
+from mmspec.pipelines.host.processors import followed
+from mmspec.pipelines.host.processors import guidance as guided
+from mmspec.pipelines.host.processors.stopping import Endings, unheard
+from mmspec.pipelines.host.processors.table import unsafe
 from mmspec.pipelines.patching import obstacles
 from mmspec.pipelines.patching.obstacles import Obstacle
-from mmspec.pipelines.sampling import followed
-from mmspec.pipelines.sampling import guidance as guided
-from mmspec.pipelines.sampling.noise import CounterNoise, Noise, TorchNoise
-from mmspec.pipelines.sampling.processors import unsafe
-from mmspec.pipelines.sampling.request import Request, Sampler
-from mmspec.pipelines.sampling.stopping import Endings, unheard
-from mmspec.pipelines.targets import devices, reach
-from mmspec.pipelines.targets.cache import RaggedCache
-from mmspec.pipelines.targets.call import Call, Custom, current
-from mmspec.pipelines.targets.decoder import decoder, more_than_keys
-from mmspec.pipelines.targets.state import State
+from mmspec.pipelines.target.noise import CounterNoise, Noise, TorchNoise
+from mmspec.pipelines.target.request import Request, Sampler
+from mmspec.pipelines.target.state import State
 from mmspec.protocols import Target
 from mmspec.session import Row, Session
 from mmspec.statistics import Stats

@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from mmspec.config import SpecConfig, UnsupportedError
+from mmspec.pipelines.host import devices
 from mmspec.pipelines.host.hooks import restore, swap
 from mmspec.pipelines.patching import drafting
 from mmspec.pipelines.patching.family import Family
 from mmspec.pipelines.patching.obstacles import Obstacle
-from mmspec.pipelines.targets import devices
 from mmspec.prefix_store import PrefixStore
 from mmspec.protocols import TargetInfo
 from mmspec.rules import Rule, exact

@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from mmspec.modes import each_module
+from mmspec.pipelines.host.decoder import decoder, head
 from mmspec.pipelines.host.hooks import stock
-from mmspec.pipelines.targets.decoder import decoder, head
-from mmspec.pipelines.targets.tree_readers import unfit_attention
+from mmspec.pipelines.host.readable import unfit_attention
 
 # modules of layers that choose a scale for all of their input
 _DYNAMIC = ("torch.ao.nn.quantized.dynamic", "torch.ao.nn.intrinsic.quantized.dynamic", "torch.nn.quantized.dynamic")

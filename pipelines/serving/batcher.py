@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mmspec.pipelines.families import table as families
-from mmspec.pipelines.targets.call import TYPES
+from mmspec.pipelines.host.call import TYPES
 from mmspec.statistics import Stats
 
 TOGETHER = 8192  # tokens of prompts that are read at once at most, padding included

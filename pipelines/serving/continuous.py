@@ -11,13 +11,13 @@ from torch import Tensor
 
 from mmspec.config import UnsupportedError
 from mmspec.loop import decode, start
+from mmspec.pipelines.host.call import Call
+from mmspec.pipelines.host.processors.stopping import Endings
+from mmspec.pipelines.host.processors.table import Processors
 from mmspec.pipelines.patching.generate import fixed_noise, obstacle
 from mmspec.pipelines.patching.handle import Patch
-from mmspec.pipelines.sampling.processors import Processors
-from mmspec.pipelines.sampling.request import Request, Sampler
-from mmspec.pipelines.sampling.stopping import Endings
 from mmspec.pipelines.serving.batcher import Batcher, FinishedPrompt, QueuedPrompt, out_of_memory
-from mmspec.pipelines.targets.call import Call
+from mmspec.pipelines.target.request import Request, Sampler
 from mmspec.session import Row, Session
 from mmspec.statistics import Stats
 

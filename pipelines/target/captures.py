@@ -20,13 +20,13 @@ from mmspec.compile.patience import Patience
 from mmspec.compile.version import PLAIN, fingerprint
 from mmspec.kernels import reference
 from mmspec.modes import computed_in, lasting
+from mmspec.pipelines.host import recurrent, tree_attention
+from mmspec.pipelines.host.cache import RaggedCache
+from mmspec.pipelines.host.decoder import decoder
 from mmspec.pipelines.host.forward import now
-from mmspec.pipelines.targets import masks, recurrent
-from mmspec.pipelines.targets import tree_attention as attention
-from mmspec.pipelines.targets.cache import RaggedCache
-from mmspec.pipelines.targets.decoder import decoder
-from mmspec.pipelines.targets.recurrent_state import RecurrentLayers
-from mmspec.pipelines.targets.state import State
+from mmspec.pipelines.host.recurrent_state import RecurrentLayers
+from mmspec.pipelines.target import masks
+from mmspec.pipelines.target.state import State
 
 
 class Forward(CompiledCache):
@@ -156,7 +156,7 @@ def _attending(target: Any, state: State, mask: Any) -> LayerAttention:
         keys, values = cache.update(k, v, layer)
         seen = masks[None if kinds is None else kinds[layer]]
         if tree:
-            out, _ = attention.attend(None, q, keys, values, seen, scaling=scale)  # type: ignore[arg-type]
+            out, _ = tree_attention.attend(None, q, keys, values, seen, scaling=scale)  # type: ignore[arg-type]
             return out.transpose(1, 2)
         return sdpa(q, keys, values, seen, scale)
 

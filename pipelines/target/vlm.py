@@ -16,19 +16,20 @@ from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREF
 from mmspec.config import ALL
 from mmspec.drafters.draft_vocab import DraftVocab
 from mmspec.modes import mode_of
+from mmspec.pipelines.host import devices, reach, recurrent, renamed, tree_attention
+from mmspec.pipelines.host.cache import RaggedCache
+from mmspec.pipelines.host.call import PICTURES, TYPES, Call
+from mmspec.pipelines.host.decoder import decoder, head, more_than_states, readers
+from mmspec.pipelines.host.exotic import by_path
 from mmspec.pipelines.host.forward import Read, Tap, during, reading
 from mmspec.pipelines.host.hooks import hold, release
 from mmspec.pipelines.host.names import CACHE
-from mmspec.pipelines.sampling.guidance import Guidance, NegativePrompt
-from mmspec.pipelines.targets import by_path, devices, forward, masks, prefixes, reach, recurrent, renamed
-from mmspec.pipelines.targets import prompt as prompts
-from mmspec.pipelines.targets import tree_attention as attention
-from mmspec.pipelines.targets.cache import RaggedCache
-from mmspec.pipelines.targets.call import PICTURES, TYPES, Call
-from mmspec.pipelines.targets.decoder import decoder, head, more_than_states, readers
-from mmspec.pipelines.targets.image_tokens import media
-from mmspec.pipelines.targets.model import ModelTarget
-from mmspec.pipelines.targets.state import Onward, Places, State, interleaved, positions_read
+from mmspec.pipelines.host.processors.guidance import Guidance, NegativePrompt
+from mmspec.pipelines.host.vision import media
+from mmspec.pipelines.prefix import prefixes
+from mmspec.pipelines.target import captured_prompt, captures, masks
+from mmspec.pipelines.target.model import ModelTarget
+from mmspec.pipelines.target.state import Onward, Places, State, interleaved, positions_read
 from mmspec.ragged_cache import Lengths
 from mmspec.session import Session
 from mmspec.tree import lone
@@ -93,7 +94,7 @@ class VlmTarget(ModelTarget):
         self.device = devices.execution(model.get_input_embeddings())
         self.inference = mode_of(model)
         patch = getattr(model, "_mmspec_patch", None)
-        self.captured = forward.of(model, patch.config.compile) if patch is not None else None
+        self.captured = captures.of(model, patch.config.compile) if patch is not None else None
         self.compiles_prompts = patch is not None and patch.config.compile == ALL
         config, self.stateful = decoder(model).config, more_than_states(decoder(model))
         self.by_tree = self.stateful or bool(recurrent.modules(decoder(model)))
@@ -101,13 +102,13 @@ class VlmTarget(ModelTarget):
         self.last = min((n - 1 for n in (self.table, turn) if n is not None), default=None)  # no node stands past it
         self.instead = renamed.for_drafts(decoder(model))
         name = self.instead or config._attn_implementation
-        self.eager, self.tree = name == "eager", name == attention.NAME
+        self.eager, self.tree = name == "eager", name == tree_attention.NAME
         self.shares = bool(getattr(config, "num_kv_shared_layers", 0))
         self.masks = masks.Masks.of(config, name)
         self.mixed = self.masks.mixed
         # the decoder's own FlashAttention reads a chain of one row, which is the end of its text
         flash = self.instead is not None and "flash" in config._attn_implementation
-        self.flash = flash and self.last is None and self.masks.kinds <= set(attention.KINDS)
+        self.flash = flash and self.last is None and self.masks.kinds <= set(tree_attention.KINDS)
 
     def embed(self, ids: Tensor) -> Tensor:
         return self.model.get_input_embeddings()(ids).to(ids.device)
@@ -166,7 +167,7 @@ class VlmTarget(ModelTarget):
         visual = media(new, self.model.config, arguments)
         config.prefill_chunk_size, chunk = None, config.prefill_chunk_size  # a RaggedCache takes a prompt in one piece
         try:
-            with reading(prompts.reader(self, slots, valid)) as given:
+            with reading(captured_prompt.reader(self, slots, valid)) as given:
                 out = self.model._prefill(ids, config, arguments, is_first_iteration=True)
         finally:
             config.prefill_chunk_size = chunk

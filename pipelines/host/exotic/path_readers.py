@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.functional import pad
 
+from mmspec.pipelines.host.exotic import by_path
+from mmspec.pipelines.host.exotic.by_path import OneChannel, Paths, RowCache
 from mmspec.pipelines.host.hooks import stock
 from mmspec.pipelines.host.names import bound, cache_name
-from mmspec.pipelines.targets import by_path
-from mmspec.pipelines.targets.by_path import OneChannel, Paths, RowCache
 
 
 class _Blocks:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from mmspec.modes import each_module
-from mmspec.pipelines.targets import path_readers, recurrent
+from mmspec.pipelines.host import recurrent
+from mmspec.pipelines.host.exotic import path_readers
 
 
 def decoder(model: Any) -> Any:

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from mmspec.models.llamagen import PREFIX, visible
 from mmspec.modes import mode_of
+from mmspec.pipelines.host.cache import RaggedCache
 from mmspec.pipelines.host.forward import reading
-from mmspec.pipelines.sampling.guidance import Guidance
-from mmspec.pipelines.targets.cache import RaggedCache
-from mmspec.pipelines.targets.forward import Forward
-from mmspec.pipelines.targets.masks import additive
-from mmspec.pipelines.targets.model import ModelTarget
-from mmspec.pipelines.targets.state import Onward, State, each_stream
+from mmspec.pipelines.host.processors.guidance import Guidance
+from mmspec.pipelines.target.captures import Forward
+from mmspec.pipelines.target.masks import additive
+from mmspec.pipelines.target.model import ModelTarget
+from mmspec.pipelines.target.state import Onward, State, each_stream
 from mmspec.ragged_cache import visibility
 from mmspec.session import Session
 from mmspec.tree import lone

@@ -16,7 +16,7 @@ from transformers.generation.stopping_criteria import (
 )
 
 from mmspec.modes import lasting
-from mmspec.pipelines.sampling.history import Texts
+from mmspec.pipelines.host.processors.history import Texts
 
 _KNOWN = {EosTokenCriteria, MaxLengthCriteria, StopStringCriteria}
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+from mmspec.pipelines.host import recurrent, renamed
+from mmspec.pipelines.host.decoder import decoder, head
+from mmspec.pipelines.host.exotic import path_readers
 from mmspec.pipelines.host.hooks import stock
-from mmspec.pipelines.targets import masks, path_readers, recurrent, renamed
-from mmspec.pipelines.targets.decoder import decoder, head
+from mmspec.pipelines.target import masks
 
 _LAYERS = set(masks.KINDS)
 _BLOCKS = ("index_kpool", "indexer_compress_ratio", "index_block_size")  # of an indexer that chooses blocks, not keys

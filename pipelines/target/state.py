@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mmspec.pipelines.targets.cache import RaggedCache
+from mmspec.pipelines.host.cache import RaggedCache
 from mmspec.ragged_cache import stacked
 from mmspec.types import Round
 

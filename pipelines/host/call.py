@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_map_only
 from transformers.generation.logits_process import LogitsProcessorList
 
 from mmspec.pipelines.host.names import CACHE
-from mmspec.pipelines.sampling import guidance as guided
-from mmspec.pipelines.sampling.guidance import Guidance, NegativePrompt
-from mmspec.pipelines.sampling.stopping import Endings
+from mmspec.pipelines.host.processors import guidance as guided
+from mmspec.pipelines.host.processors.guidance import Guidance, NegativePrompt
+from mmspec.pipelines.host.processors.stopping import Endings
 
 # what a call tells of each token, of which generated ones have the last one's
 TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids", "cross_attention_mask", "image_attention_mask")

@@ -5,12 +5,11 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+from mmspec.pipelines.host import devices, recurrent, tree_attention
 from mmspec.pipelines.host.forward import now
 from mmspec.pipelines.host.hooks import stock
-from mmspec.pipelines.targets import devices, recurrent
-from mmspec.pipelines.targets import tree_attention as attention
 
-TREES = ("sdpa", "eager", attention.NAME)  # what takes a tree's mask
+TREES = ("sdpa", "eager", tree_attention.NAME)  # what takes a tree's mask
 FLEX = "flex_attention"
 
 
@@ -41,7 +40,7 @@ def for_drafts(decoder: Any) -> str | None:
     """
     name = decoder.config._attn_implementation
     if name == "sdpa" and devices.execution(decoder).type == "cuda" and modules(decoder):
-        return attention.NAME
+        return tree_attention.NAME
     if name in TREES or not (name == FLEX or "flash" in name) or not modules(decoder):
         return None
     return "sdpa" if getattr(decoder, "_supports_sdpa", False) else "eager"

@@ -19,8 +19,8 @@ from torch import Tensor, return_types
 from torch.overrides import TorchFunctionMode
 
 from mmspec.kernels import reference_recurrent as ops
+from mmspec.pipelines.host import recurrent
 from mmspec.pipelines.host.forward import during, now
-from mmspec.pipelines.targets import recurrent
 from mmspec.ragged_cache import Lengths, visibility
 
 

@@ -16,8 +16,8 @@ from transformers.generation.logits_process import (
 )
 
 from mmspec.kernels import reference as ops
-from mmspec.pipelines.sampling.noise import CounterNoise, Noise
-from mmspec.pipelines.sampling.processors import POINTWISE, Processors
+from mmspec.pipelines.host.processors.table import POINTWISE, Processors
+from mmspec.pipelines.target.noise import CounterNoise, Noise
 from mmspec.session import Group
 from mmspec.types import Categorical, Draft, Scores
 

@@ -19,12 +19,12 @@ from mmspec.compile.capture import PiecewiseFunction, Uncapturable
 from mmspec.compile.held import compare, weights
 from mmspec.compile.version import PLAIN, fingerprint
 from mmspec.modes import computed_in, lasting
+from mmspec.pipelines.host.cache import RaggedCache
+from mmspec.pipelines.host.call import TYPES
 from mmspec.pipelines.host.forward import now, reading
 from mmspec.pipelines.host.names import CACHE
-from mmspec.pipelines.targets import masks
-from mmspec.pipelines.targets.cache import RaggedCache
-from mmspec.pipelines.targets.call import TYPES
-from mmspec.pipelines.targets.forward import Forward, PassThroughCache, capturable
+from mmspec.pipelines.target import masks
+from mmspec.pipelines.target.captures import Forward, PassThroughCache, capturable
 from mmspec.ragged_cache import RaggedBuffer
 from mmspec.types import FINAL
 

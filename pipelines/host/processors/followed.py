@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from mmspec.pipelines.sampling.reader import Reader, ReadText
+from mmspec.pipelines.host.processors.reader import Reader, ReadText
 from mmspec.session import Group
 from mmspec.types import NO_TOKEN, Draft
 

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from mmspec.pipelines.host.cache import RaggedCache
+from mmspec.pipelines.host.call import TYPES, Call
 from mmspec.pipelines.host.names import CACHE
-from mmspec.pipelines.targets import prefix_keys
-from mmspec.pipelines.targets.cache import RaggedCache
-from mmspec.pipelines.targets.call import TYPES, Call
-from mmspec.pipelines.targets.image_tokens import encoded, media
-from mmspec.pipelines.targets.prefix_keys import ASIDE, POSITIONS, Text
-from mmspec.pipelines.targets.state import Onward, State, positions_read
+from mmspec.pipelines.host.vision import encoded, media
+from mmspec.pipelines.prefix import prefix_keys
+from mmspec.pipelines.prefix.prefix_keys import ASIDE, POSITIONS, Text
+from mmspec.pipelines.target.state import Onward, State, positions_read
 from mmspec.prefix_store import Segment
 from mmspec.session import Session
 from mmspec.tree import chain

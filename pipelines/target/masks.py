@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mmspec.pipelines.targets import recurrent
-from mmspec.pipelines.targets import tree_attention as attention
-from mmspec.pipelines.targets.state import State
+from mmspec.pipelines.host import recurrent, tree_attention
+from mmspec.pipelines.target.state import State
 from mmspec.ragged_cache import visibility
 
 
@@ -140,12 +139,14 @@ class Masks:
 
     def _as_wanted(self, visible: Visibility, seen: Tensor, kind: str, dtype: torch.dtype, chain: bool) -> Tensor:
         """What a type of layers sees, as the attention implementation takes it."""
-        if self.name != attention.NAME:
+        if self.name != tree_attention.NAME:
             on_cpu = seen.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
             return additive(seen, dtype) if on_cpu or self.name == "eager" else seen
-        if kind not in attention.KINDS:
+        if kind not in tree_attention.KINDS:
             return seen
         state, window = visible.state, self.config.sliding_window if kind == "sliding_attention" else None
         at = state.cache.lengths
         causal = chain and at.even and not state.padded
-        return attention.marked(seen, at.device, state.open_slots, visible.ancestors, visible.depth, window, causal)
+        return tree_attention.marked(
+            seen, at.device, state.open_slots, visible.ancestors, visible.depth, window, causal
+        )

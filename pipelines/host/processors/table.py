@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers.generation import logits_process
 from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
 
-from mmspec.pipelines.sampling import history, nucleus
-from mmspec.pipelines.sampling.followed import OWN_STATE, Followed, follows
+from mmspec.pipelines.host.processors import history, nucleus
+from mmspec.pipelines.host.processors.followed import OWN_STATE, Followed, follows
 from mmspec.session import Group
 from mmspec.types import Draft
 

@@ -26,7 +26,7 @@ from mmspec.kernels import reference_recurrent as ops
 from mmspec.modes import each_module, uncast
 from mmspec.pipelines.host.forward import during, now
 from mmspec.pipelines.host.hooks import stock
-from mmspec.pipelines.targets.recurrent_state import RecurrentLayer, Writes
+from mmspec.pipelines.host.recurrent_state import RecurrentLayer, Writes
 
 
 @dataclass

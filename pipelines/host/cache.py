@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticLa
 
 from mmspec.kernels import dispatch
 from mmspec.pipelines.host.forward import now
-from mmspec.pipelines.targets.recurrent_state import AcceptedPath, RecurrentLayer, RecurrentLayers
+from mmspec.pipelines.host.recurrent_state import AcceptedPath, RecurrentLayer, RecurrentLayers
 from mmspec.prefix_store import Held
 from mmspec.ragged_cache import Lengths, RaggedBuffer, stacked
 

@@ -18,9 +18,9 @@ from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREF
 
 from mmspec.compile.version import Contents, fingerprint, held
 from mmspec.modes import ambient
+from mmspec.pipelines.host.call import PICTURES, TYPES, Call
 from mmspec.pipelines.host.names import CACHE
-from mmspec.pipelines.targets.call import PICTURES, TYPES, Call
-from mmspec.pipelines.targets.image_tokens import by_row, encoded, media
+from mmspec.pipelines.host.vision import by_row, encoded, media
 
 LEAST = 8  # tokens that a prompt has to share, or all of it is read
 # arguments that are told apart token by token, or that do not change what a forward computes of a token

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from mmspec.modes import Mode
-from mmspec.pipelines.sampling.guidance import Guidance
-from mmspec.pipelines.targets.state import State, each_stream
+from mmspec.pipelines.host.processors.guidance import Guidance
+from mmspec.pipelines.target.state import State, each_stream
 from mmspec.ragged_cache import Lengths
 from mmspec.session import Group, Session
 from mmspec.types import FINAL, LIKELIEST, RANKS, Draft, Round, Scores, Tree, fold, unfold
