@@ -29,6 +29,7 @@ INSIDE = {  # the order inside mmspec/: each part imports only its own rank and 
     "registry": 0,
     "ragged_cache": 0,
     "prefix_store": 0,
+    "prices": 0,
     "attention": 0,
     "piecewise": 0,
     "loop": 1,
