@@ -27,13 +27,12 @@ from real import loaded  # noqa: E402
 from mmspec.app.train import _values, train  # noqa: E402
 from mmspec.train.recipes import RECIPES  # noqa: E402
 
-MODULES = (
-    "argparse", "asyncio", "base64", "bisect", "calendar", "collections", "concurrent.futures", "configparser",
-    "contextlib", "copy", "csv", "datetime", "decimal", "difflib", "email.utils", "fractions", "functools", "glob",
-    "gzip", "hashlib", "heapq", "html", "http.client", "inspect", "io", "itertools", "json", "logging", "math", "operator",
-    "os", "os.path", "pathlib", "pickle", "pprint", "queue", "random", "re", "shutil", "socket", "sqlite3", "statistics",
-    "string", "subprocess", "tempfile", "textwrap", "threading", "time", "unittest", "urllib.parse", "uuid", "zipfile",
-)  # fmt: skip
+MODULES = """
+    argparse asyncio base64 bisect calendar collections concurrent.futures configparser contextlib copy csv
+    datetime decimal difflib email.utils fractions functools glob gzip hashlib heapq html http.client inspect io
+    itertools json logging math operator os os.path pathlib pickle pprint queue random re shutil socket sqlite3
+    statistics string subprocess tempfile textwrap threading time unittest urllib.parse uuid zipfile
+""".split()
 ASKING = (
     "Explain in your own words what `{name}` does. Its documentation says: {text}",
     "Give a short example in Python that uses `{name}`: {text}",
