@@ -32,7 +32,7 @@ MODULES = """
     datetime decimal difflib email.utils fractions functools glob gzip hashlib heapq html http.client inspect io
     itertools json logging math operator os os.path pathlib pickle pprint queue random re shutil socket sqlite3
     statistics string subprocess tempfile textwrap threading time unittest urllib.parse uuid zipfile
-""".split()
+"""
 ASKING = (
     "Explain in your own words what `{name}` does. Its documentation says: {text}",
     "Give a short example in Python that uses `{name}`: {text}",
@@ -45,7 +45,7 @@ SEED, LONGEST = 0, 400  # characters of a documentation string
 def prompts() -> list[str]:
     """One for each function and class that has a documentation string of its own, in an order that a seed fixes."""
     found: dict[str, str] = {}
-    for module in MODULES:
+    for module in MODULES.split():
         for name, one in sorted(vars(importlib.import_module(module)).items()):
             said = inspect.getdoc(one) if callable(one) and not name.startswith("_") else None
             if said and len(said) > 40:
