@@ -14,6 +14,7 @@ import mmspec
 from mmspec.app import embedded
 from mmspec.app.devices import EngineError, find_device, find_model, first_line, free_memory, load_quietly
 from mmspec.app.embedded import STOCK
+from mmspec.app.loading import model_and_processor
 from mmspec.app.preparing import THREADS, Preparing, ProcessorThreads
 from mmspec.compile.held import settled
 from mmspec.drafters.plain import Plain
@@ -258,14 +259,11 @@ def load(
 
     `options` are those of `mmspec.enable`.
     """
-    from transformers import AutoModelForImageTextToText, AutoProcessor
-
     load_quietly("transformers")
     where, place = find_model(model), find_device(device)
     kind = ("float32" if place.type == "cpu" else "auto") if dtype == "auto" else dtype
     try:
-        processor = AutoProcessor.from_pretrained(where)
-        network: Any = AutoModelForImageTextToText.from_pretrained(where, dtype=kind)
+        network, processor = model_and_processor(where, kind)
         network = network.to(place)
     except Exception as error:  # a missing folder, no network, an unknown architecture, too little memory: all fatal
         raise EngineError(f"cannot load the model {model!r}. {first_line(error)}") from error

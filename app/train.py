@@ -16,6 +16,7 @@ import torch
 
 from mmspec.app import train_block
 from mmspec.app.devices import EngineError, find_device, find_model, first_line, load_quietly
+from mmspec.app.loading import model_and_processor
 from mmspec.app.options import count, from_zero
 from mmspec.app.train_block import BLOCKS
 from mmspec.checkpoints.save import save_drafter
@@ -44,7 +45,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--data",
         required=True,
-        help="folder of images, .jsonl with image (or images) and prompt, hf:owner/name[:split], or drawn: scenes:N, "
+        help="folder of images, .jsonl with image (or images) and prompt (for a text model prompt alone), "
+        "hf:owner/name[:split], or drawn: scenes:N, "
         "clips:N, zoo:N; for a model that draws: prompts:FILE (one per line; class numbers for a class-conditional "
         "model) or pictures:N",
     )
@@ -113,8 +115,10 @@ def _values(option: str, items: list[str], now: dict[str, Any]) -> dict[str, Any
 
 
 def draws(target: str, data: str) -> bool:
-    """Whether a target makes pictures: it is a diffusers pipeline, or the data are bare prompts."""
-    return data.startswith(("prompts:", "pictures:")) or (Path(target) / "model_index.json").is_file()
+    """Whether a target makes pictures: it is a diffusers pipeline, or the data are bare prompts and it is no model of
+    transformers in a folder."""
+    bare = data.startswith(("prompts:", "pictures:")) and not (Path(target) / "config.json").is_file()
+    return bare or (Path(target) / "model_index.json").is_file()
 
 
 def _draftable(method: str) -> None:
@@ -204,6 +208,7 @@ def train(
         keep: GB of memory for traces.
     """
     from mmspec.pipelines.image_teacher import ImageTeacher
+    from mmspec.pipelines.prompts import text_alone
     from mmspec.pipelines.teacher import Teacher
 
     torch.manual_seed(recipe.seed)
@@ -218,6 +223,8 @@ def train(
     if heads not in (1, recipe.unroll):
         raise ValueError(f"a drafter of {heads} tokens a pass learns so many steps: set unroll={heads}, or tokens")
     samples = read(data, limit, recipe.seed)
+    if processor is not None and text_alone(processor) and any(sample.images for sample in samples):
+        raise ValueError(f"the target reads text alone, and {data} shows pictures; give a .jsonl of prompts without")
     texts = read(text, limit, recipe.seed) if text and recipe.texts else ()
     began = time.monotonic()
     features, of = drafter.features, getattr(drafter.config, "target", "") or model.config._name_or_path
@@ -262,16 +269,13 @@ def _opened(target: str, pictures: bool, dtype: torch.dtype) -> tuple[Any, Any]:
     Raises:
         EngineError: there is none of that name, or it cannot be loaded.
     """
-    from transformers import AutoModelForImageTextToText, AutoProcessor
-
     from mmspec.pipelines.llamagen.pipeline import LlamaGenPipeline
 
     where = find_model(target)
     try:
         load_quietly("transformers", *(["diffusers"] if pictures else []))
         if not pictures:
-            found = AutoModelForImageTextToText.from_pretrained(where, dtype=dtype)
-            return found, AutoProcessor.from_pretrained(where)
+            return model_and_processor(where, dtype)
         pipe = LlamaGenPipeline.from_pretrained(where, torch_dtype=dtype)
     except (OSError, ValueError) as error:
         raise EngineError(f"cannot load the target {target!r}. {first_line(error)}") from error

@@ -142,8 +142,8 @@ def markdown(facts: dict[str, Any], found: list[dict[str, Any]]) -> str:
     """The tables, under where they come from."""
     lines = ["# Drafters without weights on SmolLM2-135M-Instruct", "", *[f"- {k}: {v}" for k, v in facts.items()]]
     for kind in dict.fromkeys(one["kind"] for one in found):
-        lines += ["", f"## {kind}", "", "| method | over stock (quartiles) | of CPU time (quartiles) | ms a token | tokens "
-                  "a round | identical | n |", "|---|--:|--:|--:|--:|--:|--:|"]  # fmt: skip
+        heads = "over stock (quartiles) | of CPU time (quartiles) | ms a token | tokens a round | identical | n |"
+        lines += ["", f"## {kind}", "", f"| method | {heads}", "|---|" + "--:|" * 6]
         for one in (one for one in found if one["kind"] == kind):
             times, cpu = ("{median:.2f}x ({p25:.2f}-{p75:.2f})".format(**one[k]) for k in ("speedup", "cpu_speedup"))
             tau = "-" if one["tokens_per_call"] is None else f"{one['tokens_per_call']:.2f}"

@@ -69,6 +69,12 @@ def _summary(passage: str) -> RealPrompt:
     return RealPrompt(f"Summarize this text in its own words and phrases:\n\n{' '.join(passage.split())}")
 
 
+def _tests(count: int) -> RealPrompt:
+    """A file of tests that goes on."""
+    tests = (f"def test_add_{n}():\n    assert add({n}, {n + 1}) == {2 * n + 1}\n\n\n" for n in range(count))
+    return RealPrompt("".join(tests), chat=False)
+
+
 def repeating() -> list[RealPrompt]:
     """Summaries, corrections, edits of the standard library's functions, JSON and tables that go on."""
     rename = "Add type annotations to this function."
@@ -84,9 +90,9 @@ def repeating() -> list[RealPrompt]:
         _summary(_PASSAGES[1]),
         _edit(textwrap.indent, rename),
         _edit(inspect.getmodulename, comment),
-        RealPrompt("".join(f"def test_add_{n}():\n    assert add({n}, {n + 1}) == {2 * n + 1}\n\n\n" for n in range(4)), False),
-        RealPrompt("".join(f"| {n} | {n * n} | {n ** 3} |\n" for n in range(1, 9)), False),
-    ]  # fmt: skip
+        _tests(4),
+        RealPrompt("".join(f"| {n} | {n * n} | {n**3} |\n" for n in range(1, 9)), False),
+    ]
 
 
 def chats() -> list[RealPrompt]:

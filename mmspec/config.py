@@ -29,7 +29,8 @@ class SpecConfig:
         auto: turn drafting off where it does not pay, by the measured time of rounds and the number of accepted tokens,
             and try it again now and then. The distribution is kept. What a row draws from its seed may depend on the
             switch, and so on the clock, except with `reproducible` or greedy decoding. None: on for drafters of
-            text without weights (ngram, suffix, recycle) under a lossless rule, whose seeds draw the same either way.
+            text without weights (ngram, suffix, recycle) under a lossless rule, whose seeds draw the same either way;
+            they weigh each draft by the measured time of rounds of its size, and are not turned off.
         compile: capture the target's forward and a feature drafter's pass (for pictures of LlamaGen and Janus the
             forward only) and compile them, once for each shape; the first call takes up to a minute. What cannot be
             compiled runs uncompiled, with a warning. "all" also captures the decoder's reading of prompts without

@@ -1,4 +1,7 @@
-"""`auto=True`: turns drafting off where it costs more than it gains, and tries it again now and then."""
+"""`auto=True`: turns drafting off where it costs more than it gains, and tries it again now and then.
+
+A drafter that knows how much a draft promises is not turned off: it is told what drafts cost, and weighs each of them.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from mmspec.prices import DOUBT, MARGIN, Prices
 from mmspec.protocols import Drafter, Target, reported
 from mmspec.statistics import Stats
 from mmspec.tree import lone
@@ -29,6 +33,7 @@ class Known:
         self.plain: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=2 * PLAIN - 1))
         self.since: Counter[int] = Counter()  # drafted rounds since a plain one was timed
         self.seconds = self.lost = 0.0  # of all rounds; of those, by drafting
+        self.prices = Prices()  # of drafts, for drafters that weigh them
 
     def book(self, batch: int, drafted: bool, seconds: float, gained: float) -> None:
         """One round: what it took, and the tokens that a row gained on average."""
@@ -79,8 +84,8 @@ class _Memory:
     inner: Any
     on: bool
     stats: dict[str, float]
-    before_round: tuple[Stats, tuple[float, ...], int, bool] | None = (
-        None  # stats, their sums, batch size, drafted or not
+    before_round: tuple[Stats, tuple[float, ...], int, int, bool] | None = (
+        None  # stats, their sums, batch size, nodes, drafted or not
     )
 
     def select(self, rows: Tensor) -> _Memory:
@@ -96,16 +101,19 @@ class Switch:
     """Proposes what a drafter proposes, or nothing: once off, for the rest of these rows.
 
     Args:
-        drafter: fitted to its target.
+        drafter: fitted to its target. One with `prices` weighs every draft by itself and is never off: it is given the
+            measured ones, and where its drafts did not pay lately, they have to promise more.
         known: of this drafter on this target, from earlier calls.
     """
 
     def __init__(self, drafter: Drafter, known: Known) -> None:
-        self.drafter, self.known = drafter, known
+        self.weighs = hasattr(drafter, "prices")
+        self.drafter: Any = replace(drafter, prices=known.prices) if self.weighs else drafter  # type: ignore[type-var]
+        self.known = known
         self.features, self.nodes = drafter.features, drafter.nodes
 
     def start(self, session: Any, target: Target, prompt: Prompt) -> _Memory:
-        if not self.known.tries(_size(session)):
+        if not self.weighs and not self.known.tries(_size(session)):
             return _Memory(None, False, {})
         began, doubtful = time.perf_counter(), self.known.pays(_size(session)) is not True
         inner = self.drafter.start(session, target, prompt)
@@ -115,16 +123,19 @@ class Switch:
     def propose(self, session: Any, target: Target) -> Draft:
         memory, known, batch = session.memory, self.known, _size(session)
         self._book(memory)
-        if memory.on and known.pays(batch) is False:
+        if memory.on and known.pays(batch) is False and not self.weighs:
             memory.on, memory.inner = False, None
-        leave = not memory.on or known.wants_plain(batch)
+        known.prices.margin = DOUBT if self.weighs and known.pays(batch) is False else MARGIN
         draft = self._drafted(session, target) if memory.on else None
         nothing = draft is not None and draft.tree.size == 1 and getattr(self.drafter, "shares", False)
+        leave = not memory.on or known.wants_plain(batch)
         if draft is not None and leave:
             draft.tokens.tolist()  # waits for a GPU, so that this round's other parts take what they always take
-        judged = leave or not nothing  # where a search found nothing, the round cost what others do
-        memory.before_round = (session.stats, _sums(session.stats), batch, not leave) if judged else None
-        return lone(session.pending[:, None]) if draft is None or leave else draft
+        tested = lone(session.pending[:, None]) if draft is None or leave else draft
+        judged = leave or not nothing or self.weighs  # where a search found nothing, the round cost what others do
+        before = (session.stats, _sums(session.stats), batch, tested.tree.size, not leave and not nothing)
+        memory.before_round = before if judged else None
+        return tested
 
     def _drafted(self, session: Any, target: Target) -> Draft:
         """The drafter's draft; it finds its own memory in the session."""
@@ -139,12 +150,14 @@ class Switch:
         """Book the last round, if nothing but it was summed up meanwhile: rows that come bring sums of their own."""
         if memory.before_round is None:
             return
-        stats, before, batch, drafted = memory.before_round
+        stats, before, batch, nodes, drafted = memory.before_round
         seconds, drafting, rounds, rows, gained, tokens = (
             now - then for now, then in zip(_sums(stats), before, strict=True)
         )
         if rounds == 1 and gained == tokens:
-            self.known.book(batch, drafted, seconds if drafted else seconds - drafting, gained / rows)
+            taken = seconds if drafted else seconds - drafting
+            self.known.prices.book(batch, nodes, taken)
+            self.known.book(batch, drafted, taken, gained / rows)
 
 
 def _sums(stats: Stats) -> tuple[float, ...]:

@@ -25,6 +25,12 @@ def chat_inputs(
         clips: several pictures of a row are the frames of a clip; a processor that knows videos gets them as one.
         before: what every row was asked before and answered; its pictures stand in the first of these turns.
     """
+    if text_alone(processor):
+        if any(images):
+            raise ValueError("this model reads text alone, and was shown a picture; give prompts without pictures")
+        from transformers import BatchFeature
+
+        return BatchFeature(dict(_text_inputs(processor, prompts, system, start, before)))
     clips = clips and getattr(processor, "video_processor", None) is not None
     if getattr(processor, "chat_template", None):
         chats = [_chat(prompt, row, system, start, clips, before) for prompt, row in zip(prompts, images, strict=True)]
@@ -46,6 +52,30 @@ def chat_inputs(
     ]
     pictures = [list(row) for row in images] if any(images) else None
     return processor(images=pictures, text=texts, padding=True, padding_side="left", return_tensors="pt")
+
+
+def text_alone(processor: Any) -> bool:
+    """Whether no picture can be shown: it is a tokenizer."""
+    return not any(hasattr(processor, part) for part in ("tokenizer", "image_processor"))
+
+
+def _text_inputs(tokenizer: Any, prompts: Sequence[str], system: str, start: str, before: Turns) -> Any:
+    """The same by a tokenizer, whose template takes texts for the contents of turns."""
+    padding = {"padding": True, "return_tensors": "pt"}
+    tokenizer.padding_side = "left"
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if not getattr(tokenizer, "chat_template", None):
+        said = [line for turn in before for line in turn]
+        lines = [(system, *said, prompt, start) for prompt in prompts]
+        texts = ["\n".join(part for part in row if part or part is row[-2]) for row in lines]
+        return tokenizer(texts, **padding)
+    chats = [_chat(prompt, (), system, start, False, before) for prompt in prompts]
+    told = [[{**turn, "content": "".join(part["text"] for part in turn["content"])} for turn in chat] for chat in chats]
+    return tokenizer.apply_chat_template(
+        told, add_generation_prompt=not start, continue_final_message=bool(start), tokenize=True, return_dict=True,
+        **padding,
+    )  # fmt: skip
 
 
 def chat_text(processor: Any, prompt: str, pictures: int, system: str = "", start: str = "") -> str:

@@ -41,6 +41,7 @@ from mmspec.pipelines.host.tree_attention import NAME
 from mmspec.pipelines.patching import drafting
 from mmspec.pipelines.serving.continuous import ContinuousBatcher
 from mmspec.pipelines.target import captures
+from mmspec.prices import Prices
 from mmspec.rules import typical
 from mmspec.session import Session
 from mmspec.statistics import Stats
@@ -647,7 +648,9 @@ def test_drafters_without_weights_are_switched_where_nobody_asks(drafter: str, m
     always, plain, _ = drawn(auto=False)
     assert not isinstance(plain, Switch) and not isinstance(drawn(rule="typical(epsilon=0.3, delta=0.1)")[1], Switch)
     for pays in (True, False):
-        monkeypatch.setattr(Known, "pays", lambda self, batch, pays=pays: pays)
+        monkeypatch.setattr(
+            Prices, "cost", lambda self, batch, nodes, device, pays=pays: 1.0 if pays else float(nodes + 9)
+        )
         found, switch, stats = drawn()
         assert found == always and isinstance(switch, Switch)
         assert pays or not stats.drafted

@@ -31,12 +31,13 @@ class Question:
     category: str = "all"
 
 
-def read_questions(path: Path, count: int, others: int) -> tuple[list[Question], list[Question]]:
+def read_questions(path: Path, count: int, others: int, pictures: bool = True) -> tuple[list[Question], list[Question]]:
     """`count` questions spread over the data, and `others` further ones to tune on.
 
     Args:
         path: a .jsonl, .json or .parquet list with the fields of FIELDS, or a folder: of one such list (as in
             killthefullmoon/MMSpec, with its `images/`), or just of pictures.
+        pictures: whether questions show some; those of a model that reads text alone show none.
 
     Raises:
         BenchError: no such data, too few questions, or a list without pictures or prompts.
@@ -51,7 +52,7 @@ def read_questions(path: Path, count: int, others: int) -> tuple[list[Question],
     chosen = {i * len(rows) // count for i in range(count)}
     rest = [i for i in range(len(rows)) if i not in chosen]
     tuning = [rest[i * len(rest) // others] for i in range(others)]
-    measured, tuned = ([_question(rows[i], folder, i) for i in places] for places in (sorted(chosen), tuning))
+    measured, tuned = ([_question(rows[i], folder, i, pictures) for i in places] for places in (sorted(chosen), tuning))
     return measured, tuned
 
 
@@ -88,20 +89,22 @@ def _parquet(path: Path) -> list[dict[str, Any]]:
 READERS: dict[str, Callable[[Path], list[dict[str, Any]]]] = {".jsonl": _jsonl, ".json": _json, ".parquet": _parquet}
 
 
-def _question(row: dict[str, Any], folder: Path, number: int) -> Question:
+def _question(row: dict[str, Any], folder: Path, number: int, shown: bool) -> Question:
     try:
         refuse_videos(name for name in row if row[name])
     except VideoError as error:
         raise BenchError(f"question {number + 1}: {error}") from error
     found = {kind: next((row[n] for n in names if row.get(n)), None) for kind, names in FIELDS.items()}
     pictures, prompt = found["images"], found["prompt"]
-    if pictures is None or (prompt is None and set(row) != {"image"}):
+    if pictures is not None and not shown:
+        raise BenchError(f"question {number + 1} shows a picture, and the model reads text alone; give prompts without")
+    if (pictures is None and shown) or (prompt is None and set(row) != {"image"}):
         missing = "picture" if pictures is None else "prompt"
         raise BenchError(
             f"question {number + 1} has no {missing}: its fields are {', '.join(row)}. Pictures are looked for in "
             f"{', '.join(FIELDS['images'])}, prompts in {', '.join(FIELDS['prompt'])}"
         )
-    pictures = pictures if isinstance(pictures, list) else [pictures]
+    pictures = pictures if isinstance(pictures, list) else [] if pictures is None else [pictures]
     prompt = prompt[0] if isinstance(prompt, list) else prompt or ""  # of a conversation, the first turn
     category = str(found["category"]) if found["category"] else "all"
     return Question(tuple(_picture(one, folder) for one in pictures), str(prompt), category)

@@ -23,6 +23,7 @@ from mmspec.app.embedded import STOCK
 from mmspec.app.engine import load
 from mmspec.app.options import count, from_zero, where
 from mmspec.app.provenance import provenance
+from mmspec.pipelines.prompts import text_alone
 
 SINGLE = "not measured: transformers refuses assisted decoding at batch > 1"
 SWITCHED = "; a name with a comma is the same drafter with one of its parts switched off while it drafts"
@@ -70,7 +71,7 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
     bench = VlmBench(engine.model, engine.processor, args.max_new_tokens, args.seed)
     chosen = methods(bench.model, args)
     outcome.provenance = provenance(bench.model.device, bench.model.dtype) | {"model": args.model}
-    asked, others = questions(args)
+    asked, others = questions(args, not text_alone(bench.processor))
     best: dict[str, Any] = {}
     for batch, heat in [(batch, heat) for batch in args.batch for heat in args.temperature]:
         if args.tune:

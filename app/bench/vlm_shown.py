@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mmspec.app.bench.command import refuse
+from mmspec.app.bench.command import BenchError, refuse
 from mmspec.app.bench.questions import Question, read_questions
 from mmspec.app.options import count
 from mmspec.zoo import clips, language, scenes
@@ -75,16 +75,22 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0)
 
 
-def questions(args: argparse.Namespace) -> tuple[Questions, Questions]:
-    """By cell: what is measured, and what is tuned on."""
+def questions(args: argparse.Namespace, pictures: bool = True) -> tuple[Questions, Questions]:
+    """By cell: what is measured, and what is tuned on.
+
+    Args:
+        pictures: whether the model sees some; one that reads text alone is asked what a list has.
+    """
     others = args.tune_images if args.tune else 0
     if not args.tune:
         refuse(args, "nothing is tuned without --tune", tune_images=4)
     if "clip" not in args.shown:
         refuse(args, "only clips have frames (--shown clip)", frames=[8])
+    if args.data is None and not pictures:
+        raise BenchError(f"{args.model} reads text alone; name a list of prompts without pictures with --data")
     if args.data is not None:
         refuse(args, "--data shows your own pictures, and nothing drawn", shown=["picture"])
-        held = read_questions(args.data, args.images, others)
+        held = read_questions(args.data, args.images, others, pictures)
         if held[0][0].prompt:
             refuse(args, f"the questions of {args.data} have prompts of their own", prompt=None)
             return {Shown(): held[0]}, {Shown(): held[1]}

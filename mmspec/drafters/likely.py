@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
+
+from mmspec.prices import Price
 
 _WORTH = 0.05  # how likely a node has to be, for one row; every row more makes nodes dearer by an eighth of it
 _ON_CPU = 0.15  # the same where a node costs a tenth of a forward, and not next to nothing
 _SPARE = 0.3  # of that, for nodes that fill a tree up to a round size
-_GAIN = 0.25  # tokens that a draft has to promise, or none is made
+_GAIN = 0.25  # tokens that a draft has to promise, or none is made, where no price is known
+LEAST = 0.02  # how likely a node has to be where a price says how many are worth it
 
 Node = TypeVar("Node")
 
@@ -26,8 +29,9 @@ def filled(size: int) -> int:
 
 
 def likeliest(
-    root: Node, after: Callable[[Node], Iterable[tuple[float, Node]]], depth: int, size: int, least: float
-) -> list[tuple[Node, int]]:
+    root: Node, after: Callable[[Node], Iterable[tuple[float, Node]]], depth: int, size: int, least: float,
+    price: Price | None = None,
+) -> list[tuple[Node, int]]:  # fmt: skip
     """The nodes below a root that a draft wants, each with the place of its parent, the root's being 0.
 
     A node is as likely as its chance times those of its ancestors. Parents come before their children.
@@ -37,19 +41,37 @@ def likeliest(
         depth: of the longest path.
         size: nodes at most, the root included.
         least: how likely a node has to be.
+        price: the tokens that a draft of so many nodes has to gain; of those that do, the draft that gains most for
+            its price is chosen.
 
     Returns:
         Nothing if it all is not worth a draft.
     """
     nodes: list[tuple[Node, int]] = []
     heap = [(-1.0, 0, 0, 0, root)]  # likelihood, order, depth, parent, node
-    order, promised = 0, 0.0
+    order, promised, promises = 0, 0.0, list[float]()
     while heap and len(nodes) < size and (-heap[0][0] >= least or filled(len(nodes)) != len(nodes)):
         likely, _, level, parent, node = heapq.heappop(heap)
         nodes.append((node, parent))
         promised -= likely
+        promises.append(promised)
         for chance, child in after(node) if level < depth else ():
             if -likely * chance >= _SPARE * least:
                 order += 1
                 heapq.heappush(heap, (likely * chance, order, level + 1, len(nodes) - 1, child))
+    if price is not None:
+        return nodes[1 : worthwhile(promises, price)]
     return nodes[1:] if promised - 1 >= _GAIN else []
+
+
+def worthwhile(promises: Sequence[float], price: Price) -> int:
+    """How many nodes to draft, the root included, of those whose first so many promise a gain; 1: none.
+
+    Only round sizes are weighed, so that few shapes come up, and all nodes together.
+
+    Args:
+        promises: tokens that a row gains on average from the first node, the first two, ...; the first is 1.
+    """
+    sizes = [n for n in range(2, len(promises) + 1) if filled(n) == n or n == len(promises)]
+    best = max(sizes, key=lambda n: promises[n - 1] / price(n), default=1)
+    return best if promises[best - 1] > price(best) else 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -9,12 +10,18 @@ from typing import Any, ClassVar
 import torch
 
 from mmspec.config import chosen
+from mmspec.drafters.likely import worthwhile
 from mmspec.drafters.options import ChainOptions, sized
+from mmspec.prices import Price, Prices
 from mmspec.protocols import PerRow, Target, TargetInfo
 from mmspec.tree import chain
 from mmspec.types import NO_TOKEN, Draft, Prompt
 
-_USUAL = ChainOptions()
+_USUAL = ChainOptions(7, 1, 8)
+_RUNS = 5  # how many tokens in a row were guessed right before is told apart up to here, less one
+_DOUBT = 4.0  # tests that a first guess of a rate is worth
+_FIRST = 0.4  # that guess
+_LATEST = 200  # tests of a rate after which half of them are forgotten
 
 
 @dataclass
@@ -23,6 +30,28 @@ class Index:
 
     places: dict[tuple[int, ...], int] = field(default_factory=dict)
     read: int = 0  # tokens indexed so far
+    run: int = 0  # tokens in a row that were guessed right
+
+
+class Hits:
+    """How often a guess came true, by the length of its n-gram and by the guesses before that came true in a row.
+
+    Every token of an answer tests one, drafted or not.
+    """
+
+    def __init__(self) -> None:
+        self._cells: defaultdict[tuple[int, int], list[float]] = defaultdict(lambda: [0.0, 0.0])
+
+    def rate(self, order: int, run: int) -> float:
+        true, tests = self._cells[order, min(run, _RUNS - 1)]
+        return (true + _DOUBT * _FIRST) / (tests + _DOUBT)
+
+    def test(self, order: int, run: int, true: bool) -> None:
+        cell = self._cells[order, min(run, _RUNS - 1)]
+        cell[0] += true
+        cell[1] += 1
+        if cell[1] >= _LATEST:
+            cell[:] = [half / 2 for half in cell]
 
 
 @dataclass(frozen=True)
@@ -32,12 +61,15 @@ class NgramDrafter:
     Attributes:
         orders: lengths of the n-grams to match, tried in this order.
         options: `depth` is the longest chain proposed.
+        prices: what drafts cost, where that is measured: chains are then as long as it pays; None: as long as they can.
     """
 
     orders: tuple[int, ...] = (3, 2, 1)
     options: ChainOptions = _USUAL
     features: tuple[int, ...] = ()
     shares: ClassVar[bool] = True  # whether it drafts may depend on the clock, see `SpecConfig.auto`
+    hits: Hits = field(default_factory=Hits, repr=False, compare=False)
+    prices: Prices | None = field(default=None, repr=False, compare=False)
 
     @property
     def nodes(self) -> int:
@@ -51,14 +83,17 @@ class NgramDrafter:
         """
         chosen(_USUAL, given, "the ngram drafter")
         depth = sized(_USUAL, given)["depth"]
-        return replace(self, options=ChainOptions(depth, 1, depth + 1))
+        return replace(self, options=ChainOptions(depth, 1, depth + 1), hits=Hits())
 
     def start(self, session: Any, target: Target, prompt: Prompt) -> PerRow[Index]:
         return PerRow([Index() for _ in session.rows])
 
     def propose(self, session: Any, target: Target) -> Draft:
-        indexes = session.memory.values
-        found = [self._continuation(index, row.tokens) for index, row in zip(indexes, session.rows, strict=True)]
+        price = None if self.prices is None else self.prices.of(len(session.rows), session.pending.device.type)
+        found = [
+            self._continuation(index, row.tokens, price)
+            for index, row in zip(session.memory.values, session.rows, strict=True)
+        ]
         depth = max(map(len, found))
         chains = [
             [row.tokens[-1], *f, *[NO_TOKEN] * (depth - len(f))] for row, f in zip(session.rows, found, strict=True)
@@ -66,16 +101,39 @@ class NgramDrafter:
         tokens = torch.tensor(chains, device=session.pending.device)
         return Draft(tokens, chain(depth + 1, tokens.device).expand(len(chains)))
 
-    def _continuation(self, index: Index, tokens: list[int]) -> list[int]:
-        for end in range(
-            max(index.read, 1), len(tokens)
-        ):  # an n-gram that ends before `end` is followed by tokens[end]
-            for n in self.orders:
+    def _continuation(self, index: Index, tokens: list[int], price: Price | None) -> list[int]:
+        answered = index.read  # the prompt tests nothing
+        for end in range(max(index.read, 1), len(tokens)):
+            if answered:
+                self._test(index, tokens, end)
+            for n in self.orders:  # an n-gram that ends before `end` is followed by tokens[end]
                 if end >= n:
                     index.places[tuple(tokens[end - n : end])] = end
         index.read = len(tokens)
+        order, at = self._match(index, tokens, len(tokens))
+        copied = tokens[at : at + self.options.depth] if order else []
+        if price is None or not copied:
+            return copied
+        promises, likely = [1.0], 1.0
+        for step in range(len(copied)):
+            likely *= self.hits.rate(min(order + step, max(self.orders)), index.run + step)
+            promises.append(promises[-1] + likely)
+        return copied[: worthwhile(promises, price) - 1]
+
+    def _test(self, index: Index, tokens: list[int], end: int) -> None:
+        """What would have been guessed for tokens[end]."""
+        order, at = self._match(index, tokens, end)
+        if order:
+            true = tokens[at] == tokens[end]
+            self.hits.test(order, index.run, true)
+            index.run = index.run + 1 if true else 0
+        else:
+            index.run = 0
+
+    def _match(self, index: Index, tokens: list[int], end: int) -> tuple[int, int]:
+        """The longest n-gram before `end` that stood in the text before, and where what followed it is; 0: none."""
         for n in self.orders:
-            at = index.places.get(tuple(tokens[-n:])) if len(tokens) >= n else None
+            at = index.places.get(tuple(tokens[end - n : end])) if end >= n else None
             if at is not None:
-                return tokens[at : at + self.options.depth]
-        return []
+                return n, at
+        return 0, 0

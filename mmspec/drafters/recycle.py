@@ -6,15 +6,18 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import pairwise
+from statistics import median_low
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from mmspec.config import chosen
-from mmspec.drafters.likely import likeliest, worth
+from mmspec.drafters.likely import LEAST, likeliest, worth
 from mmspec.drafters.options import ChainOptions, sized
 from mmspec.modes import lasting
+from mmspec.prices import Price, Prices
 from mmspec.protocols import PerRow, Target, TargetInfo
 from mmspec.tree import chain, from_paths, in_order, lone
 from mmspec.types import LIKELIEST, NO_TOKEN, RANKS, Draft, Prompt, Round, Tree
@@ -23,6 +26,7 @@ _FIRST = (0.5, 0.2, 0.1, 0.06, 0.04, 0.03, 0.02, 0.02)  # how often the token of
 _DOUBT = 8.0  # tests that these are worth
 _LATEST = 200  # tests of a rank after which half of them are forgotten
 _FADES = 0.995  # what tests are worth after a round that did not draft their rank, so that it is tried again
+_STREAKS = 5  # how often the likeliest came in a row before is told apart up to here, less one
 _KEEPS = 8  # rounds that go by until a shape is chosen anew
 
 Path = tuple[int, ...]
@@ -38,7 +42,7 @@ class RecycleOptions(ChainOptions):
         size: nodes sent to the target in a round at most, the root included.
     """
 
-    depth: int = 6
+    depth: int = 8
     width: int = RANKS
     size: int = 32
 
@@ -91,7 +95,8 @@ class Successors:
     def __init__(self, vocab: int, device: torch.device) -> None:
         self.lock = threading.Lock()
         self.table = torch.full((vocab + 1, min(RANKS, vocab)), NO_TOKEN, dtype=torch.int32, device=device)
-        self.tests = [[0.0, 0.0] for _ in _FIRST]  # by rank: how often its token came, and was drafted
+        # by how often the likeliest token came in a row before, and by rank: how often its token came, and was drafted
+        self.tests = [[[0.0, 0.0] for _ in _FIRST] for _ in range(_STREAKS)]
         self._shapes: dict[Any, tuple[int, tuple[Path, ...]]] = {}  # with the rounds that it has been in use
 
     def learn(self, tokens: Tensor, ranked: Tensor) -> None:
@@ -103,37 +108,79 @@ class Successors:
         self.table[tokens.masked_fill(hole, len(self.table) - 1)] = ranked.to(self.table)
         self.table[-1] = NO_TOKEN
 
-    def tested(self, shape: Shape, path: Sequence[int]) -> None:
-        """Which of the nodes below those of an accepted path came true."""
+    def read(self, words: Tensor) -> None:
+        """Take what followed the words [B, T] of prompts for the likeliest after them; NO_TOKEN where there is none."""
+        spare, device = len(self.table) - 1, words.device
+        before, after = words[:, :-1].flatten(), words[:, 1:].flatten()
+        if not len(before):
+            return
+        hole = (before < 0) | (after < 0) | (before >= spare) | (after >= spare)
+        order = torch.arange(len(before), device=device)
+        latest = torch.full((spare + 1,), -1, device=device)
+        latest.scatter_reduce_(0, before.masked_fill(hole, spare), order, "amax")
+        new = torch.where(latest >= 0, after[latest.clamp(min=0)], NO_TOKEN).to(self.table)[:, None]
+        same = self.table == new
+        ranks = torch.arange(self.table.shape[1], device=device)
+        place = torch.where(same.any(1), same.int().argmax(1), ranks[-1])[:, None]  # of it, or of what it replaces
+        moved = torch.where(ranks <= place, torch.cat([new, self.table[:, :-1]], 1), self.table)
+        self.table.copy_(torch.where(new >= 0, moved, self.table))
+        self.table[-1] = NO_TOKEN
+
+    def tested(self, shape: Shape, path: Sequence[int], streak: int = 0) -> int | None:
+        """Which of the nodes below those of an accepted path came true.
+
+        Returns:
+            How often the likeliest token came in a row now; None: it was not drafted below the last node.
+        """
         for node, onward in zip(path, (*path[1:], 0), strict=True):
             for child, rank in shape.below[node].items():
-                test = self.tests[rank]
-                test[0] += child == onward
-                test[1] += 1
-                if test[1] >= _LATEST:
-                    test[:] = [half / 2 for half in test]
+                self._test(streak, rank, child == onward)
+            if onward:
+                streak = 0 if shape.below[node][onward] else streak + 1
+        return 0 if 0 in shape.below[path[-1]].values() else None
 
-    def rate(self, rank: int) -> float:
+    def compared(self, known: Sequence[int], token: int, streak: int) -> int:
+        """A token against what was known to follow, where nothing of it was drafted; the streak after it."""
+        for rank, one in enumerate(known):
+            if one != NO_TOKEN:
+                self._test(streak, rank, one == token)
+        return streak + 1 if known[0] == token else 0
+
+    def _test(self, streak: int, rank: int, true: bool) -> None:
+        test = self.tests[min(streak, _STREAKS - 1)][rank]
+        test[0] += true
+        test[1] += 1
+        if test[1] >= _LATEST:
+            test[:] = [half / 2 for half in test]
+
+    def rate(self, rank: int, streak: int = 0) -> float:
         """How often the token of a rank comes where it is drafted."""
-        true, tests = self.tests[rank]
+        true, tests = self.tests[min(streak, _STREAKS - 1)][rank]
         return (true + _DOUBT * _FIRST[rank]) / (tests + _DOUBT)
 
-    def shape(self, options: RecycleOptions, least: float) -> tuple[Path, ...]:
+    def shape(
+        self, options: RecycleOptions, least: float, streak: int = 0, price: Price | None = None
+    ) -> tuple[Path, ...]:
         """Paths of the nodes that are likely enough; none where they are not worth a draft."""
-        used, paths = self._shapes.get((options, least), (_KEEPS, ()))
+        streak = min(streak, _STREAKS - 1)
+        key = (options, least, streak)
+        used, paths = self._shapes.get(key, (_KEEPS, ()))
         if used == _KEEPS or not paths:
-            rates = [(self.rate(rank), rank) for rank in range(min(options.width, self.table.shape[1]))]
+            ranks = range(min(options.width, self.table.shape[1]))
+            rates = [[(self.rate(rank, before), rank) for rank in ranks] for before in range(_STREAKS)]
 
             def after(path: Path) -> list[tuple[float, Path]]:
-                return [(rate, (*path, rank)) for rate, rank in rates]
+                first = next((back for back, rank in enumerate(reversed(path)) if rank), streak + len(path))
+                return [(rate, (*path, rank)) for rate, rank in rates[min(first, _STREAKS - 1)]]
 
             root: Path = ()
-            used, paths = 0, tuple(path for path, _ in likeliest(root, after, options.depth, options.size, least))
+            found = likeliest(root, after, options.depth, options.size, least, price)
+            used, paths = 0, tuple(path for path, _ in found)
         drafted = {path[-1] for path in paths}
-        for rank, test in enumerate(self.tests):
+        for rank, test in enumerate(self.tests[streak]):
             if rank not in drafted:
                 test[:] = [_FADES * one for one in test]
-        self._shapes[options, least] = used + 1, paths
+        self._shapes[key] = used + 1, paths
         return paths
 
     def filled(self, shape: Shape, pending: Tensor) -> Tensor:
@@ -142,6 +189,14 @@ class Successors:
         for parents, ranks in shape.levels:
             tokens = torch.cat([tokens, self.table[tokens[:, parents], ranks].long()], 1)
         return tokens
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Of a row: the shape of its last draft, if it had one, and how often the likeliest token came in a row."""
+
+    shape: Shape | None = None
+    streak: int = 0
 
 
 @dataclass(frozen=True)
@@ -155,12 +210,14 @@ class RecycleDrafter:
 
     Attributes:
         successors: what was learnt so far; `fit` begins anew.
+        prices: what drafts cost, where that is measured; None: what they cost usually.
     """
 
     options: RecycleOptions = _USUAL
     features: tuple[int, ...] = (LIKELIEST,)
     shares: ClassVar[bool] = True
     successors: Successors | None = field(default=None, repr=False, compare=False)
+    prices: Prices | None = field(default=None, repr=False, compare=False)
 
     @property
     def nodes(self) -> int:
@@ -175,25 +232,54 @@ class RecycleDrafter:
         options = replace(chosen(_USUAL, given, "the recycle drafter"), **sized(_USUAL, given))
         return replace(self, options=options, successors=Successors(target.vocab, target.device))
 
-    def start(self, session: Any, target: Target, prompt: Prompt) -> PerRow[Shape | None]:
-        """Of each row, the shape that its last draft had; None: nothing was drafted for it."""
-        return PerRow([None] * len(session.rows))
-
-    def propose(self, session: Any, target: Target) -> Draft:
-        known, memory, pending = self.successors, session.memory, session.pending
+    def start(self, session: Any, target: Target, prompt: Prompt) -> PerRow[_Place]:
+        """Read the prompts' text tokens; those of pictures are left out."""
+        known = self.successors
         assert known is not None
         with known.lock:
-            self._learn(known, session.last, memory.values)
-            paths = known.shape(self.options, worth(len(session.rows), pending.device.type))
+            known.read(torch.where((prompt.visual == 0) & prompt.valid, prompt.ids, NO_TOKEN))
+        return PerRow([_Place() for _ in session.rows])
+
+    def propose(self, session: Any, target: Target) -> Draft:
+        known, places, pending = self.successors, session.memory.values, session.pending
+        assert known is not None
+        rows, device = len(session.rows), pending.device.type
+        price = None if self.prices is None else self.prices.of(rows, device)
+        least = worth(rows, device) if price is None else LEAST
+        with known.lock:
+            streaks = self._learn(known, session.last, places, [row.tokens[-1] for row in session.rows])
+            paths = known.shape(self.options, least, median_low(streaks), price)
             shape = shaped(paths, pending.device) if paths else None
-            memory.values = [shape] * len(session.rows)
+            session.memory.values = [_Place(shape, streak) for streak in streaks]
             if shape is None:
                 return lone(pending[:, None])
             return Draft(known.filled(shape, pending), shape.tree.expand(len(pending)))
 
-    def _learn(self, known: Successors, last: Round, shapes: list[Shape | None]) -> None:
+    def _learn(self, known: Successors, last: Round, places: list[_Place], pending: list[int]) -> list[int]:
+        """The last round's tokens and tests; of each row, how often the likeliest token came in a row."""
         assert last.scores.likeliest is not None
-        known.learn(last.draft.tokens, last.scores.likeliest)
-        for shape, path, proposed in zip(shapes, last.path, last.proposed, strict=True):
-            if shape is not None and proposed:
-                known.tested(shape, path)
+        tokens, before = last.draft.tokens, None
+        if (
+            self.prices is not None and tokens.device.type == "cpu"
+        ):  # what was known before, which a GPU has to wait for
+            ends = torch.tensor([path[-1] for path in last.path])
+            before = known.table[tokens.gather(1, ends[:, None])[:, 0]].tolist()
+        known.learn(tokens, last.scores.likeliest)
+        streaks = []
+        for row, (place, path, proposed) in enumerate(zip(places, last.path, last.proposed, strict=True)):
+            streak: int | None = None
+            now = place.streak
+            if place.shape is not None and proposed:
+                streak = known.tested(place.shape, path, now)
+                now = _onward(place.shape, path, now)
+            if streak is None:
+                streak = now if before is None else known.compared(before[row], pending[row], now)
+            streaks.append(streak)
+        return streaks
+
+
+def _onward(shape: Shape, path: Sequence[int], streak: int) -> int:
+    """The streak at the last node of a path."""
+    for node, onward in pairwise(path):
+        streak = 0 if shape.below[node][onward] else streak + 1
+    return streak

@@ -15,8 +15,9 @@ import torch
 
 from mmspec.config import chosen, whole
 from mmspec.drafters.automaton import SuffixAutomaton
-from mmspec.drafters.likely import filled, likeliest, worth
+from mmspec.drafters.likely import LEAST, filled, likeliest, worth
 from mmspec.drafters.options import ChainOptions, sized
+from mmspec.prices import Price, Prices
 from mmspec.protocols import PerRow, Target, TargetInfo
 from mmspec.tree import chain, from_parents, lone
 from mmspec.types import NO_TOKEN, Draft, Prompt
@@ -153,7 +154,9 @@ class Phrases:
             length = automaton.length[state]
         return list(found.values())
 
-    def drafted(self, matches: list[_Match], options: SuffixOptions, least: float) -> list[tuple[int, int]]:
+    def drafted(
+        self, matches: list[_Match], options: SuffixOptions, least: float, price: Price | None = None
+    ) -> list[tuple[int, int]]:
         """Tokens of the likeliest continuations and the nodes above them, the root being 0; nothing if it is not worth
         a draft."""
         automaton, state, length = _longest(matches)
@@ -163,7 +166,7 @@ class Phrases:
             return heapq.nlargest(options.width, found, key=itemgetter(0))
 
         root = _Guess(NO_TOKEN, state, length, (), 1.0)
-        nodes = likeliest(root, after, options.depth, options.size, least)
+        nodes = likeliest(root, after, options.depth, options.size, least, price)
         return [(guess.token, above) for guess, above in nodes]
 
 
@@ -192,12 +195,14 @@ class SuffixDrafter:
 
     Attributes:
         phrases: what was read so far; `fit` begins anew.
+        prices: what drafts cost, where that is measured; None: what they cost usually on a GPU.
     """
 
     options: SuffixOptions = _USUAL
     features: tuple[int, ...] = ()
     shares: ClassVar[bool] = True
     phrases: Phrases = field(default_factory=Phrases, repr=False, compare=False)
+    prices: Prices | None = field(default=None, repr=False, compare=False)
 
     @property
     def nodes(self) -> int:
@@ -223,10 +228,11 @@ class SuffixDrafter:
         return PerRow(found)
 
     def propose(self, session: Any, target: Target) -> Draft:
-        least = worth(len(session.rows))
+        price = None if self.prices is None else self.prices.of(len(session.rows), session.pending.device.type)
+        least = worth(len(session.rows)) if price is None else LEAST
         with self.phrases.lock:
             found = [
-                self._line(row.tokens, cursor, least)
+                self._line(row.tokens, cursor, least, price)
                 for row, cursor in zip(session.rows, session.memory.values, strict=True)
             ]
         longest = max(map(len, found))
@@ -242,10 +248,10 @@ class SuffixDrafter:
         root = torch.zeros_like(session.pending)[:, None]
         return Draft(tokens, from_parents(torch.cat([root, below[..., 1]], 1), self.options.depth))
 
-    def _line(self, tokens: list[int], cursor: _Cursor, least: float) -> list[tuple[int, int]]:
+    def _line(self, tokens: list[int], cursor: _Cursor, least: float, price: Price | None) -> list[tuple[int, int]]:
         cursor.matches = self.phrases.read(cursor.matches, tokens[cursor.read :])
         cursor.read = len(tokens)
-        return self.phrases.drafted(cursor.matches, self.options, least)
+        return self.phrases.drafted(cursor.matches, self.options, least, price)
 
 
 def _pieces(line: list[int]) -> Iterator[list[int]]:
