@@ -44,8 +44,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--data",
         required=True,
-        help="folder of images, .jsonl with image (or images) and prompt, hf:owner/name[:split], or drawn: scenes:N, "
-        "clips:N, zoo:N; for a model that draws: prompts:FILE (one per line; class numbers for a class-conditional "
+        help="folder of images, .jsonl with image (or images) and prompt, hf:owner/name[:split], or drawn: scenes:N; "
+        "for a model that draws: prompts:FILE (one per line; class numbers for a class-conditional "
         "model) or pictures:N",
     )
     parser.add_argument(

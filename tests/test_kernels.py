@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 import mmspec
+from benchmarks.suites import kernels as bench_kernels
+from benchmarks.suites import kernels_ways
 from mmspec import accept, rules
-from mmspec.app.bench import kernels as bench_kernels
-from mmspec.app.bench import kernels_ways, report
+from mmspec.app.bench import report
 from mmspec.app.bench.command import Outcome
 from mmspec.kernels import cases, dispatch
 from mmspec.kernels import reference as ops
@@ -639,7 +640,7 @@ def test_transformers_models_verify_trees_by_it(window: int | None, monkeypatch:
 
 
 def bench(*words: str) -> list[dict[str, Any]]:
-    """Records of `mmspec bench kernels` with these arguments."""
+    """Records of `python -m benchmarks kernels` with these arguments."""
     parser, outcome = argparse.ArgumentParser(), Outcome()
     bench_kernels.configure(parser)
     for _ in bench_kernels.measure(parser.parse_args(["--repeats", "2", "--sizes", "toy", *words]), outcome):
