@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Sequence
 
 import benchmarks
 from benchmarks.suites import SUITES
-from benchmarks.zoo import command as zoo
 from mmspec.app import cli
 from mmspec.app.bench import command as bench
 
@@ -21,8 +21,10 @@ def parser(words: Sequence[str] = ()) -> cli.Parser:
     made.set_defaults(run=bench.run)
     made.description = benchmarks.__doc__
     training = verbs.add_parser("zoo", help=TRAINING)
-    zoo.configure(training)
-    training.set_defaults(run=zoo.run)
+    if words and words[0] == "zoo":  # it needs diffusers, which suites do without
+        zoo = importlib.import_module("benchmarks.zoo.command")
+        zoo.configure(training)
+        training.set_defaults(run=zoo.run)
     return made
 
 
