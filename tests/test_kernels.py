@@ -1,6 +1,6 @@
 """Every kernel beside its definition: Triton's interpreter proves the arithmetic on a CPU, the same tests a real GPU.
 
-How near each must come, and why, stands in `kernels/cases.py`, since the benchmark refuses to time what is further off.
+How near each must come, and why, stands in `benchmarks/kernel_cases.py`: what is further off is not timed.
 The interpreter's `tl.dot` of bfloat16 is wrong, so the kernel multiplies in float32 there: the same products. Nor does
 it know what a GPU can hold or forbids, so `full` compiles all kernels for one.
 """
@@ -20,12 +20,13 @@ import torch
 from torch import Tensor
 
 import mmspec
+from benchmarks import kernel_cases as cases
 from benchmarks.suites import kernels as bench_kernels
 from benchmarks.suites import kernels_ways
 from mmspec import accept, rules
 from mmspec.app.bench import report
 from mmspec.app.bench.command import Outcome
-from mmspec.kernels import cases, dispatch
+from mmspec.kernels import dispatch
 from mmspec.kernels import reference as ops
 from mmspec.pipelines.host.names import CACHE
 from mmspec.rules import Masses, Trial

@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 
+from benchmarks import kernel_cases as cases
 from benchmarks.suites.kernels_ways import KernelMethod, contenders
 from mmspec.app.bench import report
 from mmspec.app.bench.command import BenchError, Outcome, say
 from mmspec.app.devices import find_device, wait
 from mmspec.app.options import count
 from mmspec.app.provenance import provenance
-from mmspec.kernels import cases, reference
+from mmspec.kernels import reference
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 COPIED = 2**30  # bytes of the copy that measures the bandwidth

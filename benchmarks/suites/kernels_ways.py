@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmspec.kernels import cases, dispatch, reference
+from benchmarks import kernel_cases as cases
+from mmspec.kernels import dispatch, reference
 
 Call = Callable[[], Any]
 

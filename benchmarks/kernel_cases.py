@@ -10,20 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmspec.kernels import reference
-
-Sizes = dict[str, int]
-Arguments = dict[str, Any]
+from mmspec.kernels import reference, smoke
+from mmspec.kernels.smoke import Arguments, Sizes, ancestors, parents
 
 # (relative, absolute) distance from the definition that is allowed, by operation and the dtype of its input.
 TOLERANCES: dict[str, dict[torch.dtype, tuple[float, float]]] = {
-    # sums of up to 10⁴ products in another order; outputs of magnitude 1
-    "tree_attention": {
-        torch.float32: (2e-6, 2e-6),
-        # the result is rounded to 8 bits, and so are the weights before they meet the values: two half-steps of 2⁻⁸
-        torch.bfloat16: (1.6e-2, 1.6e-2),
-        torch.float16: (2e-3, 2e-3),  # likewise with 11 bits
-    },
+    "tree_attention": smoke.TOLERANCES,
     # integers and one exact conversion; copies
     "uniform": {torch.int64: (0.0, 0.0)},
     "compact_rows": dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), (0.0, 0.0)),
@@ -63,37 +55,6 @@ class Case:
     real: Sizes
     in_place: str | None = None
     as_sets: bool = False
-
-
-def parents(batch: int, nodes: int) -> Tensor:
-    """Random trees, int64 [B, N]."""
-    above = torch.rand(batch, nodes) * torch.arange(nodes)
-    return above.long().clamp(min=0)
-
-
-def ancestors(parents: Tensor) -> Tensor:
-    """bool [B, N, N], a node counts among its own."""
-    B, N = parents.shape
-    found = torch.eye(N, dtype=torch.bool).repeat(B, 1, 1)
-    for node in range(1, N):
-        found[:, node] |= found[torch.arange(B), parents[:, node]]
-    return found
-
-
-def _attention(n: Sizes, device: torch.device, dtype: torch.dtype) -> Arguments:
-    B, N, T = n["B"], n["N"], n["T"]
-    lengths = (T - N - torch.randint(0, max(1, T // 4), (B,))).clamp(min=0)
-    lengths[0] = T - N  # the longest row; the others end with slots that are not theirs
-    keys, values = torch.randn(2, B, n["kv_heads"], T, n["D"], dtype=dtype)
-    for b in range(B):
-        keys[b, :, lengths[b] + N :] = values[b, :, lengths[b] + N :] = torch.nan
-    return {
-        "q": torch.randn(B, n["heads"], N, n["D"], dtype=dtype).to(device),
-        "keys": keys.to(device),
-        "values": values.to(device),
-        "lengths": lengths.to(device),
-        "bits": reference.bit_rows(ancestors(parents(B, N))).to(device),
-    }
 
 
 def _noise(n: Sizes, device: torch.device, dtype: torch.dtype) -> Arguments:
@@ -268,7 +229,7 @@ def _lines(a: Arguments, out: Any) -> int:
 CASES: dict[str, Case] = {
     "uniform": Case(_noise, size_of, {"B": 3, "N": 37}, {"B": 16, "N": 64}),
     "tree_attention": Case(
-        _attention, _attended, {"B": 2, "N": 7, "T": 75, "heads": 6, "kv_heads": 2, "D": 24},
+        smoke.attention, _attended, {"B": 2, "N": 7, "T": 75, "heads": 6, "kv_heads": 2, "D": 24},
         {"B": 1, "N": 60, "T": 4156, "heads": 28, "kv_heads": 4, "D": 128},
     ),
     "compact_rows": Case(
@@ -321,9 +282,7 @@ def distance(name: str, dtype: torch.dtype, result: Any, wanted: Any) -> str | N
     for place, (a, b) in enumerate(zip(tensors(result), tensors(wanted), strict=True)):
         if a.shape != b.shape or a.dtype != b.dtype:
             return f"result {place} is {a.dtype} {list(a.shape)}, wanted {b.dtype} {list(b.shape)}"
-        exact = not a.is_floating_point() or relative == absolute == 0
-        a, b = (t if exact else t.double() for t in (a, b))
-        near = (a == b) | (a.isnan() & b.isnan()) if exact else (a - b).abs() <= absolute + relative * b.abs()
+        near = smoke.near(a, b, relative, absolute)
         if not bool(near.all()):
             worst = (a.double() - b.double()).abs().nan_to_num(nan=torch.inf).max().item()
             return f"result {place}: {int((~near).sum())} of {near.numel()} entries are off, the worst by {worst:.2g}"
