@@ -31,6 +31,7 @@ check: $(VENV)/.mmspec-dev types
 types: $(VENV)/.mmspec-dev
 	rm -rf build/types && mkdir -p build/types/mmspec
 	ln -s $(addprefix ../../../,$(wildcard mmspec/*) pipelines kernels app) build/types/mmspec/
+	ln -s ../../benchmarks build/types/
 	$(RUN)/mypy
 
 test: $(VENV)/.mmspec-dev
@@ -44,10 +45,10 @@ bench: $(VENV)/.mmspec-dev
 
 # Installs nothing, so that it runs offline, on a machine that has torch already: in $(VENV) where there is one.
 gpu:
-	$(OFFLINE) PYTHONPATH=. $(or $(wildcard $(RUN)/python),$(PYTHON),python3) -m mmspec.app.cli bench gpu $(ARGS)
+	$(OFFLINE) PYTHONPATH=. $(or $(wildcard $(RUN)/python),$(PYTHON),python3) -m benchmarks gpu $(ARGS)
 
 zoo: $(VENV)/.mmspec-dev
-	$(OFFLINE) $(RUN)/python -m mmspec.app.cli zoo $(ARGS)
+	$(OFFLINE) $(RUN)/python -m benchmarks zoo $(ARGS)
 
 docs: $(VENV)/.mmspec-docs
 	NO_MKDOCS_2_WARNING=1 $(OFFLINE) $(RUN)/python -m mkdocs build --strict $(ARGS)

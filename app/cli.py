@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mmspec
@@ -27,24 +27,24 @@ COMMANDS = {  # verb: (module with configure(parser) and run(args) -> exit code,
     ),
     "train": ("mmspec.app.train", "train a drafter for a model"),
     "convert": ("mmspec.app.convert", "rewrite a drafter in another published layout"),
-    "zoo": ("mmspec.app.zoo.command", "train the embedded models again from nothing"),
     "doctor": ("mmspec.app.doctor", "check versions, device, compiler and what a new release changed; for bug reports"),
     "supported": ("mmspec.app.supported", "print the model families proved identical, the drafters and the rules"),
 }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb; the exit code."""
+def main(argv: Sequence[str] | None = None, build: Callable[[list[str]], argparse.ArgumentParser] | None = None) -> int:
+    """Run one verb, of the parser that `build` makes; the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a console that lacks a letter must not end a long run
             stream.reconfigure(errors="backslashreplace")
     quiet()
-    args = _parser(words).parse_args(words)
+    parser = (build or _parser)(words)
+    args = parser.parse_args(words)
     try:
         return args.run(args)
     except KeyboardInterrupt:
-        print(f"\nmmspec {args.verb}: stopped", file=sys.stderr)
+        print(f"\n{parser.prog}: stopped", file=sys.stderr)
         return 130
     except BrokenPipeError:  # `mmspec ... | head`: nobody reads any more
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -92,12 +92,7 @@ def _parser(words: list[str]) -> argparse.ArgumentParser:
     for name, (module, help_line) in COMMANDS.items():
         verb = verbs.add_parser(name, help=help_line)
         if name == called:
-            try:
-                chosen = importlib.import_module(module)
-            except ModuleNotFoundError as error:
-                if not module.startswith(str(error.name)):
-                    raise
-                parser.error(f"{name} is for developers and not installed: run `make {name}` in a clone of mmspec")
+            chosen = importlib.import_module(module)
             chosen.configure(verb)
             verb.set_defaults(run=chosen.run)
     return parser

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from mmspec import zoo
-from mmspec.zoo import recipes
 
 MODEL, DRAFTER = "scenes-video", "scenes-video-eagle"
 HYBRID = "scenes-hybrid"  # Qwen3.5's classes
 STOCK = "none"  # the drafter that is none: the stock path
 SHIPPED = "shipped"  # the drafter that a model ships with, such as a head in its own file; else one without weights
 IMAGE_MODEL, IMAGE_DRAFTER = "scenes-llamagen", "scenes-llamagen-heads"
+MAR_MODEL, MAR_DRAFT = "scenes-mar", "scenes-mar-draft"
 DRAFTERS = {MODEL: DRAFTER, HYBRID: SHIPPED, IMAGE_MODEL: IMAGE_DRAFTER}  # what fits each
 NOTE = (
     "note: {}, the model that comes with mmspec, knows only pictures from its own generator, such as the samples; its "
@@ -21,14 +21,14 @@ NOTE = (
 
 def resolve(name: str) -> str:
     """Folder of an embedded model's weights; any other name unchanged. FileNotFoundError if the weights are missing."""
-    if (name not in DRAFTERS and name not in recipes.DRAFTERS) or Path(name).exists():
+    if (name not in DRAFTERS and name not in zoo.DRAFTERS) or Path(name).exists():
         return name
     return str(zoo.path(name))
 
 
 def fitting(name: str, model: str) -> str:
     """The embedded drafter of a model that the name of a method means, such as eagle; any other name unchanged."""
-    return next((one for one in drafters(model) if recipes.DRAFTERS[one].method == name), name)
+    return next((one for one in drafters(model) if zoo.DRAFTERS[one].method == name), name)
 
 
 def drafter(model: str) -> str:
@@ -38,8 +38,8 @@ def drafter(model: str) -> str:
 
 def drafters(model: str) -> list[str]:
     """All embedded drafters that were made for an embedded model."""
-    made = [name for name, recipe in recipes.DRAFTERS.items() if recipe.target == model]
-    return [name for name in made if (zoo.weights() / name / "config.json").is_file()]
+    found = [name for name, made in zoo.DRAFTERS.items() if made.target == model]
+    return [name for name in found if (zoo.weights() / name / "config.json").is_file()]
 
 
 def speaks(model: str) -> bool:
@@ -49,6 +49,4 @@ def speaks(model: str) -> bool:
 
 def prompt() -> str:
     """The prompt under which the embedded model was trained to write a caption."""
-    from mmspec.zoo.language import PROMPTS
-
-    return PROMPTS["short"]
+    return zoo.PROMPTS["short"]

@@ -9,6 +9,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from mmspec import zoo
 from mmspec.app.embedded import SHIPPED, STOCK
 from mmspec.app.options import meant
 
@@ -88,10 +89,9 @@ def given(said: Iterable[str], drafter: Any = None) -> dict[str, Any]:
 
 def _known(drafter: Any) -> None:
     """Refuse a drafter that is neither a name nor can be a folder or a name on the Hub, before a model is loaded."""
-    from mmspec.zoo import recipes
 
     named = isinstance(drafter, str) and "/" not in drafter and not Path(drafter).exists()
-    if not named or drafter in (STOCK, SHIPPED, *recipes.DRAFTERS):
+    if not named or drafter in (STOCK, SHIPPED, *zoo.DRAFTERS):
         return
     from mmspec.registry import DRAFTERS
 
@@ -131,9 +131,8 @@ def told(drafter: Any = None) -> str:
 def kinds_of(drafter: Any) -> list[Any]:
     """The options of a drafter; of one that is known only once it is loaded, those of all."""
     from mmspec.registry import DRAFTERS
-    from mmspec.zoo import recipes
 
-    name = recipes.DRAFTERS[drafter].method if drafter in recipes.DRAFTERS else drafter
+    name = zoo.DRAFTERS[drafter].method if drafter in zoo.DRAFTERS else drafter
     name = PLAIN if name == STOCK else name
     if name in DRAFTERS:
         return [_options(name)]

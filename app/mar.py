@@ -14,10 +14,10 @@ from torch import Tensor
 
 from mmspec import zoo
 from mmspec.app.devices import EngineError, find_device, first_line, load_quietly, wait
-from mmspec.zoo.recipes import SCENES_MAR
+from mmspec.app.embedded import MAR_DRAFT, MAR_MODEL
 
 NAME = "mar"  # stands for the embedded model
-OWN = (NAME, SCENES_MAR.name)
+OWN = (NAME, MAR_MODEL)
 
 
 def draws(model: str) -> bool:
@@ -83,7 +83,7 @@ class MarSubject:
         """
         from mmspec.models.mar import MARTransformer2DModel
 
-        own, model = name == SCENES_MAR.draft, self.pipe.transformer
+        own, model = name == MAR_DRAFT, self.pipe.transformer
         if own and self.draft is not None:
             return self.draft
         try:
@@ -143,10 +143,10 @@ def load(model: str, device: str, dtype: str, **settings: Any) -> MarSubject:
     place, own = find_device(device), model in OWN
     kind = torch.float32 if dtype == "auto" else getattr(torch, dtype)
     try:
-        pipe = MARPipeline.from_pretrained(zoo.path(SCENES_MAR.name) if own else model, torch_dtype=kind).to(place)
+        pipe = MARPipeline.from_pretrained(zoo.path(MAR_MODEL) if own else model, torch_dtype=kind).to(place)
     except Exception as error:  # no such weights, other files, too little memory: all fatal
         raise EngineError(f"cannot load {model}: {first_line(error)}") from error
     made = MarSubject(pipe, **settings)
     if own:
-        made.draft = made.small(SCENES_MAR.draft)
+        made.draft = made.small(MAR_DRAFT)
     return made

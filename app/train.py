@@ -46,8 +46,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--data",
         required=True,
         help="folder of images, .jsonl with image (or images) and prompt (for a text model prompt alone), "
-        "hf:owner/name[:split], or drawn: scenes:N, "
-        "clips:N, zoo:N; for a model that draws: prompts:FILE (one per line; class numbers for a class-conditional "
+        "hf:owner/name[:split], or drawn: scenes:N; "
+        "for a model that draws: prompts:FILE (one per line; class numbers for a class-conditional "
         "model) or pictures:N",
     )
     parser.add_argument(

@@ -33,8 +33,8 @@ import transformers as T  # noqa: E402
 from drafters import Scripted  # noqa: E402
 
 import mmspec  # noqa: E402
-from mmspec.app.bench.shapes_models import REAL, TOY, Chat  # noqa: E402
-from mmspec.app.bench.shapes_published import MODELS  # noqa: E402
+from benchmarks.suites.shapes_models import REAL, TOY, Chat  # noqa: E402
+from benchmarks.suites.shapes_published import MODELS  # noqa: E402
 from mmspec.app.provenance import provenance  # noqa: E402
 from mmspec.compile import capture, graphs  # noqa: E402
 from mmspec.drafters.plain import Plain  # noqa: E402

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import transformers as T
 
-from mmspec.app.bench.shapes_models import REAL, TOY, Chat, on_paper
-from mmspec.app.bench.shapes_published import MODELS
+from benchmarks.suites.shapes_models import REAL, TOY, Chat, on_paper
+from benchmarks.suites.shapes_published import MODELS
 
 PER_LAUNCH, PER_GRAPH = 5e-6, 8e-6  # seconds of the host, assumed: an operation of torch, the replay of a graph
 REACHED = 0.85, 0.7  # of the memory's bandwidth and of the arithmetic that products reach, assumed
@@ -36,7 +36,7 @@ DEVICES = {
 
 
 @dataclass(frozen=True)
-class Text:
+class TextShape:
     """Of a text model: numbers that every forward reads, numbers a cached token keeps, and a state of fixed size."""
 
     read: float
@@ -46,13 +46,13 @@ class Text:
     hidden: int
 
 
-def text(name: str) -> Text:
+def text(name: str) -> TextShape:
     """Of a published shape: all but the vision tower and the table of embeddings is read."""
     t = MODELS[name].text[REAL]  # type: ignore[union-attr]
     H, V, width = t["hidden_size"], t["vocab_size"], t["hidden_size"] // t["num_attention_heads"]
     kv = width * t["num_key_value_heads"]
     layer = 2 * H * H + 2 * H * kv + 3 * H * t["intermediate_size"]
-    return Text(t["num_hidden_layers"] * layer + V * H, 2 * t["num_hidden_layers"] * kv, 0.0, V * H, H)
+    return TextShape(t["num_hidden_layers"] * layer + V * H, 2 * t["num_hidden_layers"] * kv, 0.0, V * H, H)
 
 
 def attention(c: T.Qwen3_5TextConfig) -> int:
@@ -61,16 +61,16 @@ def attention(c: T.Qwen3_5TextConfig) -> int:
     return c.hidden_size * (2 * queries + 2 * kv) + queries * c.hidden_size
 
 
-def hybrid_text() -> Text:
+def hybrid_text() -> TextShape:
     """Of the shape that Qwen3.5's configuration has where nothing is said, some 9 billion."""
     c = T.Qwen3_5TextConfig()
-    full = sum(kind == "full_attention" for kind in c.layer_types)
+    full = sum(kind == "full_attention" for kind in c.layer_types or ())
     linear, kv = c.num_hidden_layers - full, c.num_key_value_heads * c.head_dim
     keys, values = c.linear_num_key_heads * c.linear_key_head_dim, c.linear_num_value_heads * c.linear_value_head_dim
     H, delta = c.hidden_size, c.hidden_size * (2 * keys + 2 * values) + values * c.hidden_size
     read = full * attention(c) + linear * delta + c.num_hidden_layers * 3 * H * c.intermediate_size + c.vocab_size * H
     state = linear * c.linear_num_value_heads * c.linear_key_head_dim * c.linear_value_head_dim * 2  # kept in float32
-    return Text(read, 2 * full * kv, state, c.vocab_size * H, H)
+    return TextShape(read, 2 * full * kv, state, c.vocab_size * H, H)
 
 
 def seconds(device: Device, numbers: float, tokens: float, products: float, operations: int, replays: int) -> float:
@@ -79,12 +79,14 @@ def seconds(device: Device, numbers: float, tokens: float, products: float, oper
     return max(memory, arithmetic / (REACHED[1] * device.arithmetic), operations * PER_LAUNCH + replays * PER_GRAPH)
 
 
-def forward(t: Text, device: Device, context: int, batch: int, nodes: int, launched: dict[str, int]) -> float:
+def forward(t: TextShape, device: Device, context: int, batch: int, nodes: int, launched: dict[str, int]) -> float:
     kept = batch * (context * t.per_token + 2 * t.state)
     return seconds(device, t.read + kept, batch * nodes, t.read, launched["operations"], launched["graphs"])
 
 
-def drafting(t: Text, device: Device, own: float, depth: int, width: int, nodes: int, batch: int, rows: float) -> float:
+def drafting(
+    t: TextShape, device: Device, own: float, depth: int, width: int, nodes: int, batch: int, rows: float
+) -> float:
     """Of a feature drafter: every level reads its layer, and the rows of the target's head that it drafts by."""
     each = own + rows * t.hidden
     tokens = batch * (nodes / depth + width)
@@ -92,7 +94,7 @@ def drafting(t: Text, device: Device, own: float, depth: int, width: int, nodes:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ExpectedRound:
     """What is drafted for a model, and how.
 
     Attributes:
@@ -106,7 +108,7 @@ class Plan:
 
     model: str
     drafts: str
-    text: Text
+    text: TextShape
     own: float
     resident: float
     vocab: int
@@ -115,7 +117,7 @@ class Plan:
     nodes: int
 
 
-def vispec(name: str = "qwen2.5-vl-7b") -> Plan:
+def vispec(name: str = "qwen2.5-vl-7b") -> ExpectedRound:
     """ViSpec's published tree at the shapes of Qwen2.5-VL-7B."""
     shape, numbers = MODELS[name], on_paper(MODELS[name], REAL)
     assert isinstance(shape, Chat)
@@ -124,18 +126,20 @@ def vispec(name: str = "qwen2.5-vl-7b") -> Plan:
         parts = shape.feature_drafter("vispec", REAL).named_parameters()
         own = sum(p.numel() for part, p in parts if part.startswith(("fc", "block")))
     vocab = shape.text[REAL]["vocab_size"]
-    return Plan(name, "vispec round", text(name), own, sum(numbers.values()), vocab, c.depth, c.width, c.size + 1)
+    return ExpectedRound(
+        name, "vispec round", text(name), own, sum(numbers.values()), vocab, c.depth, c.width, c.size + 1
+    )
 
 
-def heads(depth: int = 8) -> Plan:
+def heads(depth: int = 8) -> ExpectedRound:
     """A chain by the multi-token-prediction head of a hybrid: a layer with attention, behind two inputs made one."""
     c, t = T.Qwen3_5TextConfig(), hybrid_text()
     own = 2 * c.hidden_size**2 + attention(c) + 3 * c.hidden_size * c.intermediate_size
     resident = t.read + own + t.head  # the table of embeddings is as large as the head
-    return Plan("a hybrid of 9B", "a chain of 8 read", t, own, resident, c.vocab_size, depth, 1, depth + 1)
+    return ExpectedRound("a hybrid of 9B", "a chain of 8 read", t, own, resident, c.vocab_size, depth, 1, depth + 1)
 
 
-def expected(plan: Plan, launched: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def expected(plan: ExpectedRound, launched: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """c for each device, context and batch."""
     t = plan.text
     for title, device in DEVICES.items():

@@ -21,7 +21,7 @@ from mmspec.config import chosen
 from mmspec.protocols import Target, TargetInfo
 from mmspec.tree import chain
 from mmspec.types import NO_TOKEN, Draft, Prompt
-from mmspec.zoo import language, scenes
+from mmspec.zoo import scenes
 
 ORDER = 3
 
@@ -74,11 +74,24 @@ class PhraseDrafter:
         return text[-self.options.depth :]
 
 
+def described(scene: scenes.Scene) -> str:
+    """A text such as you may have of pictures like yours; here they are drawn ones."""
+    rows, columns = ("at the top{}", "{}", "at the bottom{}"), (" left", "", " right")
+    places = [row.format(column) for row in rows for column in columns]
+    places[3:6] = "on the left", "in the centre", "on the right"
+    things = [f"a {t.size} {t.texture} {t.colour} {t.shape} {places[t.cell]}" for t in scene.things]
+    number = ("one object", "two objects", "three objects", "four objects", "five objects", "six objects")
+    told = f"The picture shows {number[len(things) - 1]} on a {scene.background} background: {', '.join(things)}."
+    first, *_, last = [f"the {t.colour} {t.shape}" for t in (scene.things[0], *scene.things)]
+    related = scenes.relations(scene.things[0], scene.things[-1])
+    return f"{told} {first.capitalize()} is {related[0]} {last}." if related else told
+
+
 if __name__ == "__main__":
     logging.disable_progress_bar()  # of loading weights
     processor = AutoProcessor.from_pretrained(zoo.path("scenes-video"))
     model = AutoModelForImageTextToText.from_pretrained(zoo.path("scenes-video"), dtype="float32")
-    texts = [language.short_caption(scenes.draw(np.random.default_rng(i))) for i in range(500)]
+    texts = [described(scenes.draw(np.random.default_rng(i))) for i in range(500)]
 
     picture = Image.open(zoo.samples() / "scene-01.png")
     content = [{"type": "image", "image": picture}, {"type": "text", "text": "Describe this image."}]

@@ -6,9 +6,11 @@ import os
 import sys
 from contextlib import nullcontext
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 os.environ.pop("TRITON_INTERPRET", None)
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # where benchmarks is
 
 import torch
 import triton
@@ -16,7 +18,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction, mangle_type
 
-from mmspec.kernels import cases, checks, dispatch
+from benchmarks import kernel_cases as cases
+from mmspec.kernels import checks, dispatch
 
 MODEL = {"D": 128, "heads": 28, "kv_heads": 4, "T": 1000, "V": 5000, "N": 60, "k": 1000, "C": 16, "R": 2, "layers": 1}
 WIDE = 256  # D of Gemma's heads

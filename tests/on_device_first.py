@@ -21,6 +21,7 @@ from unittest.mock import patch
 
 import torch
 
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # where benchmarks is
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton, as transformers does
 
@@ -31,10 +32,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 
+from benchmarks import kernel_cases as cases
 from mmspec.app.provenance import provenance
 from mmspec.compile import capture, graphs
 from mmspec.compile.capture import PiecewiseFunction
-from mmspec.kernels import cases, dispatch
+from mmspec.kernels import dispatch
 from mmspec.kernels import reference as ops
 from mmspec.pipelines.host import tree_attention
 

@@ -15,17 +15,19 @@ import torch
 from PIL import Image
 
 import mmspec
+from benchmarks.suites import SUITES, ablations, curves
+from benchmarks.suites import drawn as suite_drawn
+from benchmarks.zoo import clips
 from mmspec.app import embedded
 from mmspec.app.bench import command as bench
 from mmspec.app.bench import drafters as named
-from mmspec.app.bench import report, vlm_curves, vlm_methods, vlm_shown
+from mmspec.app.bench import report, vlm_methods, vlm_shown
 from mmspec.app.bench.answers import TimedCall
 from mmspec.app.bench.command import BenchError
 from mmspec.app.train import build
 from mmspec.drafters.block_config import BlockConfig
 from mmspec.drafters.dflash import BlockDrafter
 from mmspec.statistics import Stats
-from mmspec.zoo import clips
 
 METHODS = ("eagle", "vispec", "msd", "flash", "specvlm")
 SHAPES: dict[str, dict[str, Any]] = {
@@ -53,13 +55,13 @@ def drafters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def run(*words: object, suite: str = "vlm") -> int:
     parser = argparse.ArgumentParser()
-    bench.configure(parser)
+    bench.configure(parser, SUITES)
     return bench.run(parser.parse_args([suite, *map(str, words)]))
 
 
 def arguments(*words: object) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    bench.configure(parser)
+    bench.configure(parser, SUITES)
     return parser.parse_args(["vlm", *map(str, words)])
 
 
@@ -67,7 +69,7 @@ def arguments(*words: object) -> argparse.Namespace:
 
 
 def test_pictures_pairs_and_clips_of_several_lengths() -> None:
-    asked, _ = vlm_shown.questions(arguments("--shown", "picture", "pair", "clip", "--frames", 2, 4, "--images", 2))
+    asked, _ = suite_drawn.questions(arguments("--shown", "picture", "pair", "clip", "--frames", 2, 4, "--images", 2))
     assert [(s.kind, s.pictures, s.prompt) for s in asked] == [
         ("picture", 1, "short"), ("picture", 1, "long"), ("pair", 2, ""), ("clip", 2, ""), ("clip", 4, ""),
     ]  # fmt: skip
@@ -82,7 +84,7 @@ def test_pictures_pairs_and_clips_of_several_lengths() -> None:
 
 def test_tuning_shows_other_things() -> None:
     words = ("--shown", "picture", "pair", "clip", "--frames", 2, "--images", 3, "--tune", "--tune-images", 3)
-    measured, tuning = vlm_shown.questions(arguments(*words))
+    measured, tuning = suite_drawn.questions(arguments(*words))
     for shown in measured:
         seen = {q.images[0].tobytes() for q in measured[shown]}
         assert len(seen) == 3 and not seen & {q.images[0].tobytes() for q in tuning[shown]}
@@ -107,7 +109,7 @@ def test_every_cell_has_a_title_of_its_own() -> None:
 def test_all_are_those_made_for_the_model() -> None:
     assert set(embedded.drafters("scenes-video")) == {
         name
-        for name in embedded.recipes.DRAFTERS
+        for name in mmspec.zoo.DRAFTERS
         if name.startswith("scenes-video-") and (mmspec.zoo.weights() / name).is_dir()
     }
     with pytest.raises(BenchError, match="no drafter comes with 'elsewhere'; name the drafters"):
@@ -118,7 +120,7 @@ def test_all_are_those_made_for_the_model() -> None:
 @pytest.mark.parametrize("option", ["--drafters", "--drafter"])
 def test_every_suite_names_drafters_alike(suite: str, option: str, drafters: dict[str, Path], tmp_path: Path) -> None:
     parser = argparse.ArgumentParser()
-    bench.configure(parser)
+    bench.configure(parser, SUITES)
     twin = shutil.copytree(drafters["msd"], tmp_path / "twin")
     words = [suite, option, "ngram", drafters["eagle"], drafters["msd"], drafters["msd"], twin, "--model", "elsewhere"]
     found = named.read(parser.parse_args([str(word) for word in words]))
@@ -135,15 +137,15 @@ def test_every_suite_names_drafters_alike(suite: str, option: str, drafters: dic
 
 def test_methods_are_left_out_by_patterns(drafters: dict[str, Path]) -> None:
     words = ("--drafters", drafters["vispec"], "--ablate", "--without", "vispec,*", "*-*")
-    assert [m.name for m in vlm_methods.methods(tiny_llava.model(), arguments(*words))] == ["stock", "ngram", "vispec"]
+    assert [m.name for m in ablations.methods(tiny_llava.model(), arguments(*words))] == ["stock", "ngram", "vispec"]
 
 
-@pytest.mark.parametrize("method", sorted(vlm_methods.ABLATIONS))
+@pytest.mark.parametrize("method", sorted(ablations.ABLATIONS))
 def test_a_variant_has_the_same_weights_and_one_other_switch(method: str, drafters: dict[str, Path]) -> None:
     whole = mmspec.load_drafter(drafters[method])
     weights = whole.state_dict()
-    for variant in vlm_methods.ABLATIONS[method]:
-        made = vlm_methods.altered(whole, variant.config)
+    for variant in ablations.ABLATIONS[method]:
+        made = ablations.altered(whole, variant.config)
         assert made.state_dict().keys() <= weights.keys() and not made.training
         assert all(torch.equal(w, weights[name]) for name, w in made.state_dict().items())
         changed = {f.name for f in fields(made.config) if getattr(made.config, f.name) != getattr(whole.config, f.name)}
@@ -153,8 +155,8 @@ def test_a_variant_has_the_same_weights_and_one_other_switch(method: str, drafte
 
 def test_a_variant_that_wants_other_weights_is_refused(drafters: dict[str, Path]) -> None:
     with pytest.raises(ValueError, match="trained without out_norm"):
-        vlm_methods.altered(
-            vlm_methods.altered(mmspec.load_drafter(drafters["eagle"]), {"out_norm": False}), {"out_norm": True}
+        ablations.altered(
+            ablations.altered(mmspec.load_drafter(drafters["eagle"]), {"out_norm": False}), {"out_norm": True}
         )
 
 
@@ -218,7 +220,7 @@ def test_ablations_in_one_table(
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     for method in ("eagle", "vispec"):
-        monkeypatch.setitem(vlm_methods.ABLATIONS, method, vlm_methods.ABLATIONS[method][:2])
+        monkeypatch.setitem(ablations.ABLATIONS, method, ablations.ABLATIONS[method][:2])
     words = ["--drafters", drafters["eagle"], drafters["vispec"], "--ablate", "--shown", "clip", "--frames", 2,
              "--images", 1, "--batch", 1, "--temperature", 0, "--max-new-tokens", 6,
              "--without", "stock-static", "hf-prompt-lookup", "ngram"]  # fmt: skip
@@ -273,7 +275,7 @@ def test_curves_have_a_line_for_each_method(monkeypatch: pytest.MonkeyPatch, tmp
     ]  # fmt: skip
     records.append({**records[0], "method": "eagle, pruned", "variant_of": "eagle"})
     records.append({**records[0], "kind": "picture", "visual_tokens": 64})
-    vlm_curves.draw(records, tmp_path / "c.png", "title")
+    curves.draw(records, tmp_path / "c.png", "title")
     depths, speeds = drawn[0].axes
     assert [list(line.get_ydata()) for line in depths.lines] == [[1.0, 1.5, 2.0]] * 2
     assert [list(c.lines[0].get_xdata()) for c in speeds.containers] == [[128, 512]] * 2

@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.__main__ import parser as workshop
+from benchmarks.suites import gpu
 from mmspec.app import cli
-from mmspec.app.bench import gpu
 from mmspec.kernels import reference
 
 OPTIONAL = ("diffusers", "gradio", "timm", "av")
@@ -52,7 +53,7 @@ def test_stages_run_as_toys_where_optional_packages_are_absent(tmp_path: Path, s
     """Each leaves its file; the pictures' stage says what it lacks."""
     (tmp_path / "sitecustomize.py").write_text(LACKING.format(names=OPTIONAL))
     path = f"{tmp_path}:{gpu.ROOT}"
-    command = [sys.executable, "-m", "mmspec.app.cli", "bench", "gpu", "--toy", "--out", str(tmp_path / "out")]
+    command = [sys.executable, "-m", "benchmarks", "gpu", "--toy", "--out", str(tmp_path / "out")]
     command += ["--stages", *stages]
     ran = subprocess.run(
         command, cwd=gpu.ROOT, env={**_environment(), "PYTHONPATH": path}, capture_output=True, text=True, timeout=1100
@@ -92,7 +93,7 @@ def test_a_stage_that_fails_or_hangs_is_recorded_and_the_next_one_runs(
     monkeypatch.setattr(gpu, "STAGES", stages)
     out = tmp_path / "out"
     given = ["--toy", "--stages", *stages, "--out", str(out), "--minutes", "1.2"]
-    assert cli.main(["bench", "gpu", *given]) == 0
+    assert cli.main(["gpu", *given], workshop) == 0
     found = records(out)
     assert found["broken"]["came"] == "failed: exit code 3" and "why it broke" in found["broken"]["tail"]
     assert found["hangs"]["came"].startswith("out of time") and "so far" in found["hangs"]["tail"]
@@ -128,10 +129,10 @@ def test_a_first_check_sees_a_kernel_that_is_wrong(check: str, operation: str, m
 
 def test_real_stages_name_what_there_is() -> None:
     """Tests, suites and their options: each command's words are understood, though it is not run here."""
-    parser = cli._parser(["bench"])
+    parser = workshop()
     for stage in gpu.STAGES.values():
         for words in (stage.real, stage.toy):
-            if words[0] == "mmspec.app.cli":
+            if words[0] == "benchmarks":
                 parser.parse_args(list(words[1:]))
             else:
                 assert [(gpu.ROOT / word).exists() for word in words if word.endswith(".py")] == [True]

@@ -12,9 +12,11 @@ import tiny_llamagen
 import torch
 from PIL import Image
 
+from benchmarks.suites import SUITES, gallery
+from benchmarks.suites import image as judged_image
 from mmspec.app.bench import command as bench
-from mmspec.app.bench import gallery, image_methods, image_plain, report, report_image
 from mmspec.app.bench import image as bench_image
+from mmspec.app.bench import image_methods, image_plain, report, report_image
 from mmspec.app.bench.command import matching
 from mmspec.app.bench.image_methods import ImageMethod
 from mmspec.app.painter import ImageResult, ImageSubject
@@ -37,7 +39,7 @@ def classes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(*words: object) -> int:
     parser = argparse.ArgumentParser()
-    bench.configure(parser)
+    bench.configure(parser, SUITES)
     return bench.run(parser.parse_args(["image", *map(str, words)]))
 
 
@@ -235,11 +237,11 @@ def test_judges_pictures(text: Path, tmp_path: Path) -> None:
 
 def test_a_sweep_makes_curves(classes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     points = {"scaled": [(w, f"scaled(omega={w})") for w in (1.1, 3.0)]}
-    monkeypatch.setattr(image_methods, "sweeps", lambda codes: points)
+    monkeypatch.setattr(judged_image, "sweeps", lambda codes: points)
     words = ["--model", classes, "--device", "cpu", "--images", 0, "--quality-images", 6, "--quality-methods", "ar"]
     assert run(*words, "--sweep", "--noise-runs", 1, "--json", tmp_path / "out.json") == 0
     records = json.loads((tmp_path / "out.json").read_text())["records"]
-    lines = report_image.curves(records)
+    lines = judged_image.curves(records)
     assert sorted(r["parameter"] for r in lines["scaled"]) == [1.1, 3.0] and len(lines["distribution kept"]) == 1
     assert all(r["fd_real"] is None and r["faithfulness"] is None for r in records)  # classes have no real pictures
 

@@ -8,6 +8,8 @@ from dataclasses import replace
 import pytest
 import tiny_mar as tiny
 
+from benchmarks.__main__ import parser as workshop
+from benchmarks.suites import mar as judged_mar
 from mmspec.app import cli
 from mmspec.app.bench import mar
 from mmspec.app.mar import draws
@@ -40,17 +42,17 @@ def test_ways_cover_both_bases_and_every_mode():
 
 def test_quality_of_few_pictures(tmp_path, monkeypatch):
     call, groups = mar.call, []
-    monkeypatch.setattr(mar, "call", lambda *given: groups.append(given[3]) or call(*given))
+    monkeypatch.setattr(judged_mar, "call", lambda *given: groups.append(given[3]) or call(*given))
     figure = pytest.importorskip("matplotlib.figure")
     tiny.pipeline().save_pretrained(tmp_path / "model")
-    line = ["bench", "image", "--model", str(tmp_path / "model"), "--images", "1", "--quality-images", "5", "--json"]
+    line = ["image", "--model", str(tmp_path / "model"), "--images", "1", "--quality-images", "5", "--json"]
     line += [str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.svg")]
-    assert cli.main([*line, "--methods", "n=4", "--guidance", "1"]) == 0
+    assert cli.main([*line, "--methods", "n=4", "--guidance", "1"], workshop) == 0
     *speeds, record = json.loads((tmp_path / "out.json").read_text())["records"]
     assert {r["method"] for r in speeds} == {"all, plain head", "n=4"} and record["method"] == "n=4"
     assert (tmp_path / "out.svg").stat().st_size > 1000
     panel = figure.Figure().subplots()
-    mar.draw_curves(panel, [*speeds, record])
+    judged_mar.draw_curves(panel, [*speeds, record])
     (dot,) = (line for line in panel.lines if line.get_label() == "distribution: another")
     seconds = [r["seconds_per_image"] for r in speeds if (r["method"], r["batch"]) == ("n=4", 1)]
     assert list(dot.get_xdata()) == seconds and list(dot.get_ydata()) == [record["fd_all"]]

@@ -14,13 +14,15 @@ from weakref import WeakKeyDictionary, ref
 import pytest
 import torch
 
+from benchmarks.__main__ import parser as workshop
+from benchmarks.suites import shapes
+from benchmarks.suites.shapes import ShapeCell
+from benchmarks.suites.shapes_drawn import CodesWays, LatentsWays
+from benchmarks.suites.shapes_models import REAL, TOY, Chat, Latents, on_paper
+from benchmarks.suites.shapes_published import MODELS
+from benchmarks.suites.shapes_ways import ChatWays, Cost, ShapeMethod, load
 from mmspec.app import cli, compare
-from mmspec.app.bench import report, shapes
-from mmspec.app.bench.shapes import ShapeCell
-from mmspec.app.bench.shapes_drawn import CodesWays, LatentsWays
-from mmspec.app.bench.shapes_models import REAL, TOY, Chat, Latents, on_paper
-from mmspec.app.bench.shapes_published import MODELS
-from mmspec.app.bench.shapes_ways import ChatWays, Cost, ShapeMethod, load
+from mmspec.app.bench import report
 from mmspec.compile import capture
 from mmspec.compile import held as trusted
 from mmspec.kernels import dispatch
@@ -83,7 +85,7 @@ def run(out: Path, *words: str) -> Measured:
         patch.setattr(capture, "inductor", lambda piece, examples: piece)
         patch.setattr(trusted, "_OF", WeakKeyDictionary())
         patch.setattr(shapes.shapes_ways, "load", loaded)
-        assert cli.main(["bench", "shapes", "--sizes", TOY, "--json", str(out), *given]) == 0
+        assert cli.main(["shapes", "--sizes", TOY, "--json", str(out), *given], workshop) == 0
     return Measured(json.loads(out.read_text()), said.getvalue(), [*gone, left()])
 
 
@@ -99,7 +101,7 @@ def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    assert cli.main(["bench", "shapes", *words]) == 1
+    assert cli.main(["shapes", *words], workshop) == 1
     return capsys.readouterr().err
 
 

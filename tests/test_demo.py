@@ -28,8 +28,8 @@ from gradio.state_holder import SessionState
 from PIL import Image
 
 import mmspec
+from benchmarks.suites.faithful import PictureReader
 from mmspec.app import embedded, engine
-from mmspec.app.bench.faithful import PictureReader
 from mmspec.app.demo import caption_tab, guard, image_tab, image_view, look, plots, records, sight, view
 from mmspec.app.demo import command as demo
 from mmspec.app.demo.answer import (

@@ -137,7 +137,7 @@ def test_a_wrong_word_ends_a_verb_before_its_model_is_loaded(
         (["demo", "--port", "99999"], "'99999' is not a port; one is a number from 1 to 65535"),
         (["demo", "--time-limit", "-1"], "'-1' is not a number above 0"),
         ([], "mmspec: lossless speculative decoding"),
-        (["bench"], "what a round costs at the shapes"),
+        (["bench"], "static and continuous batches"),
     ],
 )  # fmt: skip
 def test_wrong_words_are_told_in_two_lines(words: list[str], told: str, capsys: pytest.CaptureFixture) -> None:

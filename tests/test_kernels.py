@@ -1,6 +1,6 @@
 """Every kernel beside its definition: Triton's interpreter proves the arithmetic on a CPU, the same tests a real GPU.
 
-How near each must come, and why, stands in `kernels/cases.py`, since the benchmark refuses to time what is further off.
+How near each must come, and why, stands in `benchmarks/kernel_cases.py`: what is further off is not timed.
 The interpreter's `tl.dot` of bfloat16 is wrong, so the kernel multiplies in float32 there: the same products. Nor does
 it know what a GPU can hold or forbids, so `full` compiles all kernels for one.
 """
@@ -20,11 +20,13 @@ import torch
 from torch import Tensor
 
 import mmspec
+from benchmarks import kernel_cases as cases
+from benchmarks.suites import kernels as bench_kernels
+from benchmarks.suites import kernels_ways
 from mmspec import accept, rules
-from mmspec.app.bench import kernels as bench_kernels
-from mmspec.app.bench import kernels_ways, report
+from mmspec.app.bench import report
 from mmspec.app.bench.command import Outcome
-from mmspec.kernels import cases, dispatch
+from mmspec.kernels import dispatch
 from mmspec.kernels import reference as ops
 from mmspec.pipelines.host import tree_attention
 from mmspec.pipelines.host.names import CACHE
@@ -638,7 +640,7 @@ def test_transformers_models_verify_trees_by_it(window: int | None, monkeypatch:
 
 
 def bench(*words: str) -> list[dict[str, Any]]:
-    """Records of `mmspec bench kernels` with these arguments."""
+    """Records of `python -m benchmarks kernels` with these arguments."""
     parser, outcome = argparse.ArgumentParser(), Outcome()
     bench_kernels.configure(parser)
     for _ in bench_kernels.measure(parser.parse_args(["--repeats", "2", "--sizes", "toy", *words]), outcome):

@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 
 import mmspec
-from mmspec.app import cli
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = ("app", "pipelines", "mmspec", "kernels")  # each imports only itself and what stands to its right
+FOLDERS = ("benchmarks", "app", "pipelines", "mmspec", "kernels")  # each imports itself and what stands to its right
 INSIDE = {  # the order inside mmspec/: each part imports only its own rank and lower ones
     "modes": 0,
     "media": 0,
@@ -39,7 +38,7 @@ INSIDE = {  # the order inside mmspec/: each part imports only its own rank and 
     "tree": 1,
     "models": 2,
     "drafters": 3,
-    "zoo": 3,  # scenes, texts and recipes, which train reads
+    "zoo": 3,  # scenes and prompts, which train reads
     "checkpoints": 4,
     "train": 4,
 }
@@ -59,7 +58,7 @@ def parse(source: str) -> ast.Module:
 def dotted(source: str) -> str:
     """Name under which a file is imported."""
     name = source.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-    return name if name.startswith("mmspec") else f"mmspec.{name}"
+    return name if name.startswith(("mmspec", "benchmarks")) else f"mmspec.{name}"
 
 
 def imports(source: str) -> set[str]:
@@ -79,10 +78,10 @@ def imports(source: str) -> set[str]:
 
 
 def folder_of(module: str) -> str | None:
-    """Which of the four folders a module of ours lies in; None for everybody else's."""
+    """Which of these folders a module of ours lies in; None for everybody else's."""
     parts = module.split(".")
     if parts[0] != "mmspec":
-        return None
+        return parts[0] if parts[0] == "benchmarks" else None
     return parts[1] if len(parts) > 1 and parts[1] in FOLDERS else "mmspec"
 
 
@@ -111,7 +110,7 @@ def test_imports_inside_mmspec_go_down(source: str):
             assert rank <= INSIDE[part], f"{source} imports {module}, which stands above it"
 
 
-@pytest.mark.parametrize("source", [source for source in SOURCES if not source.startswith("app/") and source != FACE])
+@pytest.mark.parametrize("source", [s for s in SOURCES if not s.startswith(("app/", "benchmarks/")) and s != FACE])
 def test_only_the_app_uses_the_face(source: str):
     """Whose names lead to all floors: `from mmspec import enable` is an import of pipelines, wherever it stands."""
     for module in imports(source):
@@ -184,22 +183,11 @@ def test_four_folders_are_no_packages_of_their_own():
         assert not list((ROOT / folder).rglob("__init__.py")), f"{folder}/__init__.py would shadow a PyPI package"
 
 
-def test_the_wheel_holds_every_folder():
+def test_the_wheel_holds_every_folder_but_the_workshop():
     declared = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
     holding = {dotted(source).rsplit(".", 1)[0] for source in SOURCES if not source.endswith("__init__.py")}
-    assert holding - declared == {"mmspec.app.zoo"}, "all but the trainers of the embedded models, for developers"
-
-
-@pytest.mark.parametrize("source", [source for source in SOURCES if not source.startswith(("app/zoo/", "app/cli"))])
-def test_nothing_needs_the_trainers_of_the_embedded_models(source: str):
-    assert "mmspec.app.zoo" not in (ROOT / source).read_text(encoding="utf-8")
-
-
-def test_a_verb_that_is_not_installed_says_how_to_get_it(monkeypatch, capsys):
-    monkeypatch.setitem(cli.COMMANDS, "zoo", ("mmspec.app.absent.command", "train"))
-    with pytest.raises(SystemExit):
-        cli.main(["zoo"])
-    assert "run `make zoo` in a clone of mmspec" in capsys.readouterr().err
+    assert {name for name in holding if not name.startswith("benchmarks")} <= declared
+    assert not any(name.startswith("benchmarks") for name in declared), "the workshop is for developers"
 
 
 def test_importing_the_face_is_light():

@@ -24,7 +24,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mmspec
-from mmspec.kernels import cases, dispatch
+from benchmarks import kernel_cases as cases
+from mmspec.kernels import dispatch
 from mmspec.pipelines.host import tree_attention
 from mmspec.pipelines.patching.handle import Patch
 from mmspec.pipelines.target import vlm

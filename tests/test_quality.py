@@ -9,8 +9,8 @@ import pytest
 import torch
 from PIL import Image
 
-from mmspec.app.bench import faithful, quality
-from mmspec.app.bench.quality import QualityError, frechet, precision_recall
+from benchmarks.suites import faithful, quality
+from benchmarks.suites.quality import QualityError, frechet, precision_recall
 from mmspec.zoo import pictures
 
 CPU = torch.device("cpu")

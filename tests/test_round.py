@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import mmspec
+from benchmarks.suites import SUITES, roofline
+from benchmarks.suites import round as bench_round
 from mmspec.app import compare
 from mmspec.app.bench import command as bench
-from mmspec.app.bench import roofline
-from mmspec.app.bench import round as bench_round
 from mmspec.compile import capture
 from mmspec.compile import held as trusted
 from mmspec.compile.capture import PiecewiseFunction, Uncapturable
@@ -570,7 +570,7 @@ def test_a_chain_has_depth_and_one_nodes(drafter: str):
             mmspec.enable(model, made, width=1, **wrong)
 
 
-# -- mmspec bench round ----------------------------------------------------------------------------------------------
+# -- benchmarks round -------------------------------------------------------------------------------------------------
 
 
 def test_the_bench_sets_a_drafter_of_random_weights_beside_each(tmp_path: Path):
@@ -593,7 +593,7 @@ def test_the_bench_says_where_a_round_goes(tmp_path: Path, quick: None, monkeypa
     folder = tiny_llava.save(tmp_path / "model")
     mmspec.save_drafter(EagleDrafter(EagleConfig(64, 32, 2, 2, 128, depth=3, width=1, size=4)), tmp_path / "drafter")
     parser = argparse.ArgumentParser()
-    bench.configure(parser)
+    bench.configure(parser, SUITES)
     words = ["--images", "2", "--prompt", "short", "--max-new-tokens", "12", "--profile"]
     words += ["--auto", "--methods", "plain", "plain compiled", "eagle", "eagle compiled"]  # no others
     words += ["--model", str(folder), "--drafter", str(tmp_path / "drafter"), "--json", str(tmp_path / "found.json")]

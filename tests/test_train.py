@@ -16,6 +16,7 @@ import torch
 from PIL import Image
 
 import mmspec
+from benchmarks.zoo import sources
 from mmspec.app import cli
 from mmspec.app.train import build, train
 from mmspec.drafters.eagle import EagleDrafter
@@ -550,7 +551,8 @@ def test_a_branch_is_charged_for_the_rows_that_it_leaves(questions: Path) -> Non
 # -- data ------------------------------------------------------------------------------------------------------------
 
 
-def test_drawn_clips_and_the_mixture_are_sources() -> None:
+def test_drawn_clips_and_the_mixture_are_sources_in_the_workshop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "DRAWN", data.DRAWN | sources.DRAWN)
     clips = data.read("clips:2")
     assert [len(s.load()) for s in clips] == [s.images for s in clips] == [8, 8]
     assert clips[0].load()[0].tobytes() != clips[0].load()[-1].tobytes() or clips[1].load()[0] != clips[1].load()[-1]
@@ -594,7 +596,7 @@ def test_batches_hold_what_is_alike_and_every_sample_comes() -> None:
 
 @pytest.mark.parametrize("method", ["eagle", "vispec", "msd", "flash", "specvlm"])
 def test_the_embedded_drafters_are_within_their_size(method: str) -> None:
-    from mmspec.zoo.recipes import DRAFTERS as ZOO
+    from benchmarks.zoo.recipes import DRAFTERS as ZOO
 
     recipe = ZOO[f"scenes-video-{method}"]
     assert recipe.recipe in RECIPES and recipe.method == method

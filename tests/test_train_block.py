@@ -14,6 +14,7 @@ from PIL import Image
 from test_block import BLOCK, INFO, MADE, MASK, H, Table, literal, put, rounds
 
 import mmspec
+from benchmarks.zoo.recipes import DRAFTERS
 from mmspec.app import train_block
 from mmspec.app.train import train
 from mmspec.app.train_block import build, layers_read
@@ -22,7 +23,6 @@ from mmspec.pipelines.teacher import Teacher
 from mmspec.train.data import read
 from mmspec.train.objective import _anchors, losses
 from mmspec.train.recipes import RECIPES
-from mmspec.zoo.recipes import DRAFTERS
 
 assert literal is not None
 

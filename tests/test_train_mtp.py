@@ -15,11 +15,11 @@ import torch
 from safetensors.torch import load_file
 
 import mmspec
+from benchmarks.zoo import vlm
+from benchmarks.zoo.recipes import SCENES_HYBRID, Hybrid, Vision
 from mmspec.app.train import train
-from mmspec.app.zoo import vlm
 from mmspec.pipelines.drafters.mtp import MtpDrafter
 from mmspec.train.recipes import RECIPES
-from mmspec.zoo.recipes import SCENES_HYBRID, Hybrid, Vision
 
 TINY = replace(
     SCENES_HYBRID, tokenizer_scenes=40, vision=Vision(width=24, layers=1, heads=2, feed_forward=32),

@@ -75,10 +75,10 @@ def test_no_file_was_left_out(installed: Path):
     for part in ("mmspec", "pipelines", "kernels", "app"):
         inside = installed if part == "mmspec" else installed / "mmspec"
         files = [path.relative_to(ROOT) for path in ROOT.glob(f"{part}/**/*") if path.is_file()]
-        files = [path for path in files if "__pycache__" not in path.parts and path.parts[:2] != ("app", "zoo")]
+        files = [path for path in files if "__pycache__" not in path.parts]
         missing = [str(path) for path in files if not (inside / path).exists()]
         assert not missing, f"not in the wheel: {missing}; see package-data in pyproject.toml"
-    assert not (installed / "mmspec" / "app" / "zoo").exists(), "the trainers of the embedded models are for developers"
+    assert not [*installed.rglob("benchmarks")], "the workshop is for developers"
 
 
 def test_the_command_is_declared(installed: Path):

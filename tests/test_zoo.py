@@ -11,12 +11,10 @@ import pytest
 import torch
 from PIL import Image
 
-from mmspec import zoo
-from mmspec.app.zoo import evaluate, pack, qwen, tower, watch
-from mmspec.app.zoo import fit as zoo_fit
-from mmspec.app.zoo import vlm as zoo_vlm
-from mmspec.zoo import clips, language, scenes, score
-from mmspec.zoo.recipes import (
+from benchmarks.zoo import clips, evaluate, language, pack, qwen, score, tower, watch
+from benchmarks.zoo import fit as zoo_fit
+from benchmarks.zoo import vlm as zoo_vlm
+from benchmarks.zoo.recipes import (
     SCENES_VIDEO,
     SCENES_VLM,
     DialogueTurn,
@@ -29,6 +27,8 @@ from mmspec.zoo.recipes import (
     Watching,
     ZooStage,
 )
+from mmspec import zoo
+from mmspec.zoo import scenes
 
 TINY = VlmRecipe(
     "tiny",
@@ -322,7 +322,7 @@ def test_sample_pictures_are_small_and_held_out():
 
 @pytest.mark.skipif(
     not (zoo.weights() / "scenes-video" / "config.json").is_file(),
-    reason="the weights of scenes-video are not here; train them with `mmspec zoo scenes-video`",
+    reason="the weights of scenes-video are not here; train them with `make zoo ARGS=scenes-video`",
 )
 def test_the_embedded_model_captions_held_out_scenes():
     from transformers import AutoModelForImageTextToText, AutoProcessor
@@ -331,7 +331,7 @@ def test_the_embedded_model_captions_held_out_scenes():
     processor = AutoProcessor.from_pretrained(folder)
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
     shown = evaluate.held_out(SCENES_VLM, 4, stream=2)
-    texts, tokens = evaluate.answer(model, processor, [([scene], language.PROMPTS["short"]) for scene in shown])
+    texts, tokens = evaluate.answer(model, processor, [([scene], zoo.PROMPTS["short"]) for scene in shown])
     tally = sum((score.score_caption(text, scene) for text, scene in zip(texts, shown, strict=True)), Counter())
     assert tokens > 25
     assert tally["object recall", "right"] >= 0.8 * tally["object recall", "of"]

@@ -9,12 +9,12 @@ import pytest
 import tiny_mar as tiny
 import torch
 
-from mmspec.app.zoo import mar as zoo_mar
+from benchmarks.zoo import classes
+from benchmarks.zoo import mar as zoo_mar
+from benchmarks.zoo.recipes import SCENES_MAR, MarRecipe
 from mmspec.models.mar import MARTransformer2DModel
 from mmspec.models.mar_scheduler import MARScheduler
 from mmspec.pipelines.mar.pipeline import MARPipeline
-from mmspec.zoo import classes
-from mmspec.zoo.recipes import SCENES_MAR, MarRecipe
 
 
 def short(steps: int) -> MarRecipe:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mmspec import registry
+from mmspec import registry, zoo
 from mmspec.app import embedded
 from mmspec.app.bench import drafters, report
 from mmspec.app.bench.answers import enabled
@@ -30,10 +30,10 @@ from mmspec.pipelines.prompts import chat_inputs
 from mmspec.pipelines.serving.batcher import Batcher, FinishedPrompt, StaticBatcher
 from mmspec.pipelines.serving.continuous import ContinuousBatcher
 from mmspec.statistics import Stats
-from mmspec.zoo import language, scenes
+from mmspec.zoo import scenes
 
 HELD_OUT = 7003  # first number of the seeds of scenes that no training, no evaluation and no other suite draws
-PROMPTS = (language.PROMPTS["long"], language.PROMPTS["short"], "How many objects are there?")  # in turn
+PROMPTS = (zoo.PROMPTS["long"], zoo.PROMPTS["short"], "How many objects are there?")  # in turn
 BASE = "static"
 EVENLY = {"do_sample": True, "temperature": 1e4, "top_k": 0, "top_p": 1.0}  # any token is as likely as any other
 
@@ -136,7 +136,7 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
 
 def questions(args: argparse.Namespace) -> list[Question]:
     """Pictures with one prompt, or with such whose answers are long, short and very short, in turn; or one's own."""
-    prompts = PROMPTS if args.prompt is None else (language.PROMPTS.get(args.prompt, args.prompt),)
+    prompts = PROMPTS if args.prompt is None else (zoo.PROMPTS.get(args.prompt, args.prompt),)
     if args.data is None:
         drawn = [scenes.draw(np.random.default_rng([HELD_OUT, args.seed, i])) for i in range(args.images)]
         return [Question((scenes.render(s),), prompts[i % len(prompts)]) for i, s in enumerate(drawn)]

@@ -8,7 +8,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -25,18 +25,8 @@ SUITES = {  # name: (module with configure(parser) and measure(args, outcome), o
     "vlm": ("mmspec.app.bench.vlm", "answers of a vision-language model, stock paths and drafters side by side"),
     "mmspec": ("mmspec.app.bench.published", "the same on the MMSpec benchmark, from its published folders"),
     "caption": ("mmspec.app.bench.caption", "many captions: static and continuous batches, with drafters and without"),
-    "image": ("mmspec.app.bench.image", "pictures of an autoregressive image model: speed, and how good they are"),
-    "round": ("mmspec.app.bench.round", "where the time of a round goes, and what it is against a plain step"),
-    "shapes": ("mmspec.app.bench.shapes", "what a round costs at the shapes of published models, with random weights"),
-    "nodes": ("mmspec.app.bench.nodes", "what verifying N nodes costs against one, on a hybrid with random weights"),
-    "turns": (
-        "mmspec.app.bench.turns",
-        "the first token of a second question, and of a second turn, with prefix_cache",
-    ),
-    "kernels": ("mmspec.app.bench.kernels", "kernels beside their definitions, as a share of the copy bandwidth"),
-    "gpu": ("mmspec.app.bench.gpu", "all that a GPU has to show, in stages; toys where there is none"),
+    "image": ("mmspec.app.bench.image", "pictures of an autoregressive image model, drawn plainly and with drafters"),
 }
-UNPLOTTED = ("shapes", "nodes", "turns", "gpu")
 BLOCK = 10**7  # seeds of one run of pictures
 
 
@@ -54,12 +44,13 @@ class Outcome:
     meaning: dict[str, str] = field(default_factory=dict)
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    """One sub-command per suite, with the options that all share."""
+def configure(parser: argparse.ArgumentParser, table: Mapping[str, tuple[str, str]] = SUITES) -> Any:
+    """One sub-command per suite, with the options that all share; what further sub-commands can be added to."""
     parser.description = "Measure speed side by side with stock transformers on this machine."
     suites = parser.add_subparsers(dest="suite", metavar="SUITE", required=True)
-    for name, (module, help_line) in SUITES.items():
+    for name, (module, help_line) in table.items():
         suite = suites.add_parser(name, help=help_line, description=help_line)
+        suite.set_defaults(module=module, prog=suite.prog)
         try:
             importlib.import_module(module).configure(suite)
         except ModuleNotFoundError as error:  # of an optional package, which the other suites do without
@@ -69,6 +60,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         files.add_argument("--markdown", type=Path, metavar="FILE", help="the tables as a page")
         files.add_argument("--wide", action="store_true", help="all columns on the screen, as --markdown has them")
         files.add_argument("--plot", type=Path, metavar="FILE", help="bars as .png, .svg or .pdf (needs matplotlib)")
+    return suites
 
 
 def run(args: argparse.Namespace) -> int:
@@ -77,16 +69,17 @@ def run(args: argparse.Namespace) -> int:
     try:
         if getattr(args, "missing", None):
             raise BenchError(f"it needs the package {args.missing}: pip install {args.missing}")
-        if args.suite in UNPLOTTED:
+        suite = importlib.import_module(args.module)
+        if not getattr(suite, "PLOTTED", True):
             refuse(args, "a plot shows speed-ups over plain decoding, which this suite does not measure", plot=None)
         if args.plot:
             report.check_plot(args.plot)
-        for _ in importlib.import_module(SUITES[args.suite][0]).measure(args, outcome):
+        for _ in suite.measure(args, outcome):
             outcome.meaning = report.meaning(outcome.records)
             if args.json:
                 _save(args.json, json.dumps(asdict(outcome), indent=0))
     except (BenchError, EngineError, MediaError, report.ReportError) as error:
-        print(f"mmspec bench {args.suite}: {error}", file=sys.stderr)
+        print(f"{args.prog}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         if outcome.records:

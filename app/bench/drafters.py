@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import mmspec
+from mmspec import zoo
 from mmspec.app import embedded, enabling
 from mmspec.app.bench.assisted import OF_MODEL
 from mmspec.app.bench.command import BenchError, say
 from mmspec.registry import DRAFTERS, drafter_class, name_of
-from mmspec.zoo import recipes
 
 ALL = "all"
 WEIGHTLESS = [name for name, entry in DRAFTERS.items() if not entry.trained and not entry.from_model]
@@ -65,13 +65,13 @@ def read(args: argparse.Namespace, trained: bool = False, model: Any = None) -> 
     try:
         return _loaded(names, model)
     except (FileNotFoundError, ValueError) as error:
-        there = dict.fromkeys([*(recipes.DRAFTERS[name].method for name in embedded.drafters(args.model)), *WEIGHTLESS])
+        there = dict.fromkeys([*(zoo.DRAFTERS[name].method for name in embedded.drafters(args.model)), *WEIGHTLESS])
         raise BenchError(f"--drafters: {error}; by name there are here {', '.join(there)}") from error
 
 
 def _named(name: str, model: str) -> list[str]:
     """The drafters that a word of --drafters means: a method means the embedded one of the model that follows it."""
-    here = {one: recipes.DRAFTERS[one].method for one in embedded.drafters(model)}
+    here = {one: zoo.DRAFTERS[one].method for one in embedded.drafters(model)}
     if name == ALL and not here:
         raise BenchError(f"--drafters {ALL}: no drafter comes with {model!r}; name the drafters to measure")
     if name == ALL:

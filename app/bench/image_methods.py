@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from mmspec.app.bench.command import BenchError
 from mmspec.app.painter import PLAIN, DrawingMethod
 from mmspec.drafters.jacobi import JacobiDrafter
 from mmspec.protocols import Target
@@ -176,29 +175,10 @@ def relaxed(
     """Every rule on the Jacobi drafter and on each feature drafter; `own` are further rules, by their specification."""
     rules = {**published(codes), **ours(codes), **{spec: spec for spec in own}}
     bases = [("jacobi", DrawingMethod("jacobi", dict(BASE))), *_feature(drafters)]
-    return [_with_rule(f"{base}+{name}", way, spec, budget) for base, way in bases for name, spec in rules.items()]
+    return [with_rule(f"{base}+{name}", way, spec, budget) for base, way in bases for name, spec in rules.items()]
 
 
-def swept(codes: int, budget: float | None, families: Sequence[str] = ()) -> list[ImageMethod]:
-    """The points of the curves of these families (none named: of all), on the Jacobi drafter.
-
-    Raises:
-        BenchError: a family that there is not.
-    """
-    curves = sweeps(codes)
-    unknown = [family for family in families if family not in curves]
-    if unknown:
-        raise BenchError(f"there is no family of rules {unknown[0]!r} to sweep; choose from {', '.join(curves)}")
-    base = DrawingMethod("jacobi", dict(BASE))
-    return [
-        _with_rule(f"{family} {value:g}", base, spec, budget, (family, value))
-        for family, points in curves.items()
-        if not families or family in families
-        for value, spec in points
-    ]
-
-
-def _with_rule(
+def with_rule(
     name: str, way: DrawingMethod, spec: str, budget: float | None, curve: tuple[str, float] | None = None
 ) -> ImageMethod:
     limit = {} if budget is None else {"budget": budget}

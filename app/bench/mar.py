@@ -1,27 +1,24 @@
-"""The suite of continuous image models: iterations, step annealing and speculation side by side, speed and quality."""
+"""The suite of continuous image models: iterations, step annealing and speculation side by side."""
 
 from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
-from PIL import Image
+import numpy as np
 
 from mmspec.app.bench.command import BenchError, Outcome, batches, matching, say, seeds_of
-from mmspec.app.bench.gallery import Gallery
-from mmspec.app.bench.judge import ImagePrompts, Judge
-from mmspec.app.bench.report import CURVES, Record, spread
+from mmspec.app.bench.report import Record, spread
 from mmspec.app.compare import Comparison, over
 from mmspec.app.devices import EngineError
-from mmspec.app.mar import OWN, MarImages, MarSubject, load
+from mmspec.app.mar import MarImages, MarSubject, load
 from mmspec.app.provenance import provenance
-from mmspec.zoo import classes
 
-SPEED, QUALITY = "mar", "mar-quality"  # the suites of the two kinds of record
+HELD_OUT = 2**31  # first seed of classes that no training draws
+SPEED = "mar"  # the suite of its records
 KEPT, OTHER, BENT = "kept", "another", "bent"  # what becomes of the distribution of one token an iteration
 
 
@@ -66,8 +63,17 @@ def call(model: MarSubject, way: MarMethod, labels: Sequence[int], seeds: Sequen
     return model.draw(labels, seeds, way.speculation, **way.call)
 
 
-def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
-    """Timing, then quality; yields whenever the outcome has grown."""
+Further = Callable[[MarSubject, list[MarMethod]], Iterator[None]]  # what is measured after the times
+
+
+def measure(
+    args: argparse.Namespace, outcome: Outcome, labels: Sequence[int] | None = None, further: Further | None = None
+) -> Iterator[None]:
+    """Timing, then what is further measured; yields whenever the outcome has grown.
+
+    Args:
+        labels: classes to draw; by default any, each as likely as the others.
+    """
     try:
         bench = load(args.model, args.device, args.dtype, guidance_scale=args.guidance, temperature=args.temperature)
     except EngineError as error:
@@ -80,14 +86,14 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
     model = bench.pipe.transformer
     outcome.provenance = provenance(model.device, model.dtype) | {"model": args.model, "settings": bench.settings}
     outcome.provenance["sampler"] = note or "the model's own"
-    samples = classes.held_out(max(args.images, args.quality_images), 2**31 + args.seed)
-    labels = [sample.label % model.config.classes for sample in samples]
+    if labels is None:
+        labels = np.random.default_rng([HELD_OUT, args.seed]).integers(2**31, size=args.images).tolist()
+    labels = [label % model.config.classes for label in labels]
     for batch in args.batch if args.images else ():
         outcome.records += timed(bench, chosen, labels[: args.images], batch, args.seed)
         yield
-    if args.quality_images:
-        real = [classes.render(sample) for sample in samples] if args.model in OWN else []
-        yield from judged(bench, chosen, labels, real, samples, args, outcome)
+    if further is not None:
+        yield from further(bench, chosen)
 
 
 def timed(bench: MarSubject, chosen: list[MarMethod], labels: list[int], batch: int, seed: int) -> list[Record]:
@@ -124,72 +130,3 @@ def _speed(way: MarMethod, made: dict[str, list[MarImages]], batch: int) -> Reco
         **spread("seconds_per_image", [call.seconds / len(call.images) for call in mine]), **work,
         "acceptance": mean("acceptance"), "divergence": mean("divergence"), "n": len(mine),
     }  # fmt: skip
-
-
-def judged(
-    bench: MarSubject,
-    chosen: list[MarMethod],
-    labels: list[int],
-    real: list[Image.Image],
-    samples: list[classes.Sample],
-    args: argparse.Namespace,
-    outcome: Outcome,
-) -> Iterator[None]:
-    """Quality of every way but those that draw the same pictures as another: by the plain head, or compiled."""
-    count, size = args.quality_images, args.quality_batch
-    scenes = [sample.picture for sample in samples[:count]] if real else []
-
-    def draw(way: MarMethod, run: int) -> Gallery:
-        asked = list(zip(labels[:count], seeds_of(run, count, args.seed), strict=True))
-        groups = [asked[first : first + size] for first in range(0, count, size)]
-        return Gallery([image for group in groups for image in call(bench, way, *zip(*group, strict=True)).images])
-
-    asked, device = ImagePrompts(labels[:count], scenes, real[:count]), bench.pipe.transformer.device
-    judge = Judge(partial(draw, MarMethod("all", KEPT)), (0, 2), asked, args.backbone, device)
-    (noise,) = judge.noise
-    for way in chosen:
-        if way.name.endswith(("plain head", "compiled")):
-            continue
-        _, distance, of_real, read = judge.look(draw(way, 1).images)
-        shares = {name: _share(read["facts"][name]) if read else None for name in ("colour", "shape")}
-        outcome.records.append({
-            "suite": QUALITY, "method": way.name, "distribution": way.distribution, "n": count,
-            "backbone": args.backbone, "noise": noise, "fd_all": distance, "note": "", "fd_real": of_real, **shares,
-        })  # fmt: skip
-        say(f"{way.name}: FD {distance:.4g} to all (noise {noise:.4g}), {of_real or 0:.4g} to real")
-        yield
-
-
-def _share(score: tuple[int, int]) -> float | None:
-    right, of = score
-    return right / of if of else None
-
-
-def draw_curves(panel: Any, records: Sequence[Record]) -> None:
-    """Fréchet distance over seconds a picture at the smallest batch, a mark for each way; the line is a run's noise."""
-    speeds = sorted((r for r in records if r["suite"] == SPEED), key=lambda r: -r["batch"])
-    seconds = {r["method"]: r["seconds_per_image"] for r in speeds}
-    for distribution, mark in ((KEPT, "^"), (OTHER, "o-"), (BENT, "x")):
-        some = [
-            r for r in records if r["suite"] == QUALITY and r["distribution"] == distribution and r["method"] in seconds
-        ]
-        some.sort(key=lambda r: seconds[r["method"]])
-        panel.plot(
-            [seconds[r["method"]] for r in some],
-            [r["fd_all"] for r in some],
-            mark,
-            label=f"distribution: {distribution}",
-            markersize=4,
-            linewidth=0.8,
-        )
-        for r in some:
-            panel.annotate(r["method"], (seconds[r["method"]], r["fd_all"]), fontsize=6)
-    noise = next((r["noise"] for r in records if r["suite"] == QUALITY), None)
-    if noise is not None:
-        panel.axhline(noise, color="#9aa3ad", label="two runs of all")
-    panel.set_xlabel("seconds a picture", fontsize=9)
-    panel.set_ylabel("Fréchet distance to all", fontsize=9)
-    panel.legend(fontsize=7)
-
-
-CURVES[QUALITY] = draw_curves

@@ -20,7 +20,8 @@ Record = dict[str, Any]
 
 STOCK_PATHS = ("stock", "stock-static")
 
-LAYOUTS: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("tables.yaml").read_text())
+TABLES = Path(__file__).with_name("tables.yaml")
+LAYOUTS: dict[str, dict[str, Any]] = yaml.safe_load(TABLES.read_text())
 CURVES: dict[str, Callable[[Any, list[Record]], None]] = {}  # by suite, what draws its records into a panel
 
 
@@ -49,10 +50,6 @@ def _identical(record: Record) -> str:
     return f"{record['identical_rate']:.0%}" if record["exact_seed"] and record["identical_rate"] is not None else "-"
 
 
-def _top(record: Record) -> str:
-    return ", ".join(f"{one['op']} {one['ms']:.2f} ms ({one['calls']:.0f})" for one in record["top"][:4])
-
-
 OWN: dict[str, Callable[[Record], str]] = {  # fields that are shown in a way of their own
     "drafter_visual_rows": _visual,
     "lossless": lambda r: "kept" if r["lossless"] else "bent",
@@ -60,15 +57,12 @@ OWN: dict[str, Callable[[Record], str]] = {  # fields that are shown in a way of
     "spent": _spent,
     "exact_seed": _identical,
     "refused": lambda r: "refused" if r.get("refused") else cell(r, "speedup_e2e ratio"),
-    "top": _top,
-    "way": lambda r: r["method"] + (f" ({r['way']})" if "way" in r else ""),
 }
 TITLES: dict[str, Callable[[Record], str]] = {  # that are more than a form
     "vlm": lambda r: r["cell"] + (f", {r['category']}" if r["category"] != "all" else ""),
     "caption": lambda r: (
         f"{r['captions']} {r.get('asked', 'captions')}, {r['rows']} row{'s' * (r['rows'] > 1)} at once"
     ),
-    "kernels": lambda r: f"{r['kernel']}, {r['dtype']}: {' '.join(f'{n} {size}' for n, size in r['sizes'].items())}",
 }
 
 

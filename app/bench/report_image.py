@@ -1,4 +1,4 @@
-"""Records of the image benchmark: what is read off timed calls and galleries, and the quality curves."""
+"""Records of the image benchmark: what is read off timed calls."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from mmspec.app.bench.report import CURVES, Record, spread
+from mmspec.app.bench.report import Record, spread
 from mmspec.app.compare import over
 from mmspec.statistics import Stats
 
 PLAIN = ("ar", "ar-static", "ar-compiled")
-SPEED, QUALITY = "image", "image-quality"  # the suites of the two kinds of record
+SPEED = "image"  # the suite of these records
 
 
 def figures(name: str, calls: dict[str, list[Any]], best: str, reads: int | None = None) -> Record:
@@ -70,30 +70,3 @@ def fastest(calls: dict[str, list[Any]]) -> str:
     """The plain path with the least time per picture."""
     here = [name for name in PLAIN if name in calls]
     return min(here, key=lambda name: statistics.median(call.seconds for call in calls[name]))
-
-
-def curves(records: Sequence[Record]) -> dict[str, list[Record]]:
-    """Quality records by the curve that they belong to; the single methods, lossless and bent, make one each."""
-    found: dict[str, list[Record]] = {}
-    for record in records:
-        if record["suite"] == QUALITY and record["fd_ar"] is not None:
-            found.setdefault(
-                record["family"] or ("distribution kept" if record["lossless"] else "distribution bent"), []
-            ).append(record)
-    return {name: sorted(some, key=lambda r: r["compression"]) for name, some in found.items()}
-
-
-def draw_curves(panel: Any, records: Sequence[Record]) -> None:
-    """Fréchet distance over tokens per forward, a line for each swept rule; the band is the noise of ar itself."""
-    for name, some in curves(records).items():
-        style = "o-" if some[0]["family"] else "^" if name == "distribution kept" else "x"
-        panel.plot([r["compression"] for r in some], [r["fd_ar"] for r in some], style, label=name, markersize=4)
-    noise = next((r["noise"] for r in records if r["suite"] == QUALITY and r["noise"]), None)
-    if noise:
-        panel.axhspan(min(noise), max(noise), color="#9aa3ad", alpha=0.3, label="two runs of ar")
-    panel.set_xlabel("tokens per forward", fontsize=9)
-    panel.set_ylabel("Fréchet distance to ar", fontsize=9)
-    panel.legend(fontsize=7)
-
-
-CURVES[QUALITY] = draw_curves

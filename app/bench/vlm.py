@@ -6,13 +6,12 @@ import argparse
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from mmspec.app import embedded
-from mmspec.app.bench import report, vlm_curves, vlm_methods, vlm_shown
+from mmspec.app.bench import report, vlm_methods, vlm_shown
 from mmspec.app.bench.answers import TimedCall, VlmBench
 from mmspec.app.bench.command import Outcome, batches, say
 from mmspec.app.bench.questions import Question
@@ -46,8 +45,6 @@ class VlmCell:
 def configure(parser: argparse.ArgumentParser) -> None:
     """What is asked, of whom, and by which methods."""
     conditions(parser, [1, 4], [0.0, 1.0], 256)
-    parser.add_argument("--curves", type=Path, metavar="FILE", help="tokens per call by depth, and speed-up by visual "
-        "tokens, as .png, .svg or .pdf (needs matplotlib)")  # fmt: skip
 
 
 def conditions(parser: argparse.ArgumentParser, batch: list[int], temperature: list[float], tokens: int) -> None:
@@ -63,10 +60,13 @@ def conditions(parser: argparse.ArgumentParser, batch: list[int], temperature: l
     where(parser)
 
 
-def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
+def measure(
+    args: argparse.Namespace,
+    outcome: Outcome,
+    methods: Callable[[Any, argparse.Namespace], list[VlmMethod]] = methods,
+    questions: Callable[[argparse.Namespace, bool], tuple[Questions, Questions]] = questions,
+) -> Iterator[None]:
     """All cells, one after the other; yields whenever the outcome has grown."""
-    if args.curves:
-        report.check_plot(args.curves)
     engine = load(args.model, STOCK, args.device, args.dtype, args.max_new_tokens, 0)
     bench = VlmBench(engine.model, engine.processor, args.max_new_tokens, args.seed)
     chosen = methods(bench.model, args)
@@ -86,8 +86,6 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
             told = [f"{r['method']} {r['speedup_e2e']:.2f}x" for r in found if r["n"] and r["category"] == "all"]
             say(f"{cell}: {'; '.join(told)}")
             yield
-    if args.curves:
-        vlm_curves.draw(outcome.records, args.curves, f"{args.model} on {outcome.provenance['device']}")
 
 
 def tune(bench: VlmBench, chosen: list[VlmMethod], cell: VlmCell, asked: Questions) -> dict[str, Any]:

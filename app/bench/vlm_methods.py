@@ -1,9 +1,9 @@
-"""The methods of the vlm suite: stock paths, drafters, and these with one of their parts switched off."""
+"""The methods of the vlm suite: stock paths and drafters."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,7 +15,6 @@ from mmspec.app.bench import drafters
 from mmspec.app.bench.assisted import ASSISTED
 from mmspec.app.bench.command import matching, say
 from mmspec.app.options import count
-from mmspec.drafters.specvlm import BRANCHES
 
 GRIDS: dict[str, tuple[dict[str, int], ...]] = {  # what --tune tries
     "lookup": tuple({"prompt_lookup_num_tokens": k} for k in (3, 5, 10)),
@@ -56,50 +55,10 @@ class VlmMethod:
         return ", ".join(part for part in (self.told, tree) if part)
 
 
-@dataclass(frozen=True)
-class Variant:
-    """A switch that is thrown when a trained drafter drafts: other values of its config, or options of `enable`."""
-
-    name: str
-    config: dict[str, Any] = field(default_factory=dict)
-    options: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def told(self) -> str:
-        return " ".join(f"{name}={value}" for name, value in {**self.config, **self.options}.items())
-
-
-# By a drafter's method. FLASH's chain drafts token by token with its first head, as EAGLE does.
-ABLATIONS: dict[str, tuple[Variant, ...]] = {
-    "eagle": tuple(Variant(f"pruned {share:.0%}", options={"prune": share}) for share in (0.5, 0.9)),
-    "vispec": (
-        Variant("no summaries", {"summaries": False}),
-        Variant("no global vector", {"global_vector": False}),
-        Variant("nothing of the adaptor", {"summaries": False, "global_vector": False}),
-        Variant("media as published", {"media": "merge"}),
-    ),
-    "flash": (
-        Variant("chain", {"tokens": 1}),
-        Variant("all rows", {"latents": 0}),
-        Variant("4.5 rows a latent", {"ratio": 4.5}),
-        Variant("16 rows a latent", {"ratio": 16.0}),
-        Variant("64 rows a latent", {"ratio": 64.0, "least": 1}),
-    ),
-    "specvlm": (
-        *(Variant(f"always {branch}", {"gate": branch}) for branch in BRANCHES),
-        Variant("always prune, 1 in 4", {"gate": "prune", "prune_ratio": 4}),
-        Variant("always pool, 1 in 4", {"gate": "pool", "pool_ratio": 4}),
-        Variant("always pool, 1 in 64", {"gate": "pool", "pool_ratio": 64}),
-    ),
-}
-
-
 def configure(parser: argparse.ArgumentParser) -> None:
     """Which methods are measured, and with what trees."""
     add = parser.add_argument
     drafters.configure(parser, " beside ngram")
-    add("--ablate", action="store_true", help="each drafter also with one of its parts switched off at a time, when "
-        "it drafts; nothing is trained again")  # fmt: skip
     add("--tune", action="store_true", help="choose each method's depth and tree on other images first")
     add("--tune-images", type=count, default=4, help="of them (default: %(default)s)")
     add("--depth", type=count, help="of the feature drafters, without --tune")
@@ -120,8 +79,14 @@ def stock(device: torch.device) -> list[VlmMethod]:
     ]
 
 
-def methods(model: Any, args: argparse.Namespace) -> list[VlmMethod]:
-    """The stock paths, prompt lookup as transformers has it, and mmspec with each drafter, stock's own path before."""
+def methods(
+    model: Any, args: argparse.Namespace, variants: Callable[[VlmMethod], Iterable[VlmMethod]] = lambda whole: ()
+) -> list[VlmMethod]:
+    """The stock paths, prompt lookup as transformers has it, and mmspec with each drafter, stock's own path before.
+
+    Args:
+        variants: of a drafter's method, which come after it.
+    """
     found = [
         *stock(model.device),
         VlmMethod("hf-prompt-lookup", {"prompt_lookup_num_tokens": 10}, grid="lookup", single=True),
@@ -134,7 +99,7 @@ def methods(model: Any, args: argparse.Namespace) -> list[VlmMethod]:
             found = [replace(m, options=drafters.options(args)) if m.name == title else m for m in found]
             continue
         whole = VlmMethod(title, drafter=drafter, options=flags, grid="feature drafter")
-        found += [*stocks_own(title, drafter), whole, *(variants(whole) if args.ablate else ())]
+        found += [*stocks_own(title, drafter), whole, *variants(whole)]
     return matching(found, None, args.without)
 
 
@@ -147,32 +112,3 @@ def stocks_own(title: str, drafter: Any) -> Iterator[VlmMethod]:
         yield VlmMethod(f"hf-{title}", how(drafter), single=True)
     except ValueError as error:
         say(f"without hf-{title}: {error}")
-
-
-def variants(whole: VlmMethod) -> Iterator[VlmMethod]:
-    """A drafter's method with each of its switches thrown; those that its config does not allow are left out."""
-    for variant in ABLATIONS.get(whole.drafter.method, ()):
-        try:
-            drafter = altered(whole.drafter, variant.config)
-        except ValueError as error:
-            say(f"without {whole.name}, {variant.name}: {error}")
-            continue
-        yield replace(
-            whole, name=f"{whole.name}, {variant.name}", drafter=drafter, options=whole.options | variant.options,
-            of=whole.name, told=variant.told,
-        )  # fmt: skip
-
-
-def altered(drafter: Any, changes: dict[str, Any]) -> Any:
-    """The same weights under a config with some values changed; what that has no place for is left out.
-
-    Raises:
-        ValueError: values that the config does not allow, or that want weights which the drafter does not have.
-    """
-    if not changes:
-        return drafter
-    made = type(drafter)(replace(drafter.config, **changes))
-    missing = made.load_state_dict(drafter.state_dict(), strict=False).missing_keys
-    if missing:
-        raise ValueError(f"it was trained without {', '.join(missing)}")
-    return made.eval()

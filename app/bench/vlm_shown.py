@@ -1,9 +1,8 @@
-"""What the vlm suite asks: drawn pictures, pairs and clips that no training draws, or questions of one's own."""
+"""What the vlm suite asks: drawn pictures that no training draws, or questions of one's own."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,8 +11,7 @@ import numpy as np
 from mmspec.app.bench.command import BenchError, refuse
 from mmspec.app.bench.questions import Question, read_questions
 from mmspec.app.options import count
-from mmspec.zoo import clips, language, scenes
-from mmspec.zoo.recipes import Mix
+from mmspec.zoo import PROMPTS, scenes
 
 HELD_OUT, TUNING = 7001, 7002  # first number of the seeds, which no training, no evaluation and no other suite draws
 
@@ -23,7 +21,7 @@ class Shown:
     """What the questions of a cell have in common.
 
     Attributes:
-        kind: one of KINDS, or "data".
+        kind: "picture", "pair", "clip" or "data".
         pictures: per question; 0: they differ.
         prompt: label of the prompts; empty where the kind has prompts of its own.
     """
@@ -37,28 +35,6 @@ class Shown:
         return ", ".join(part for part in (what, f"{self.prompt} prompt" if self.prompt else "") if part)
 
 
-def _picture(seeds: list[int], count: int) -> Question:
-    return Question((scenes.render(scenes.draw(np.random.default_rng(seeds))),))
-
-
-def _pair(seeds: list[int], count: int) -> Question:
-    """Two pictures, one of which is to be described."""
-    rng = np.random.default_rng([*seeds, 2])
-    pair = (scenes.draw(rng), scenes.draw(rng))
-    asked = language.pair_question(rng, pair, Mix())
-    while asked.kind != "pair-short":
-        asked = language.pair_question(rng, pair, Mix())
-    return Question(tuple(scenes.render(scene) for scene in pair), asked.prompt)
-
-
-def _clip(seeds: list[int], count: int) -> Question:
-    """A clip to be described; the same seeds give the same one, in however many frames."""
-    rng = np.random.default_rng([*seeds, 3])
-    clip = clips.draw(rng)
-    return Question(tuple(clips.frames(clip, count)), clips.describe(rng, clip).prompt)
-
-
-KINDS: dict[str, Callable[[list[int], int], Question]] = {"picture": _picture, "pair": _pair, "clip": _clip}
 Questions = dict[Shown, list[Question]]
 
 
@@ -67,12 +43,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     own = "questions of your own: a folder of pictures, a .jsonl, .json or .parquet list, or a folder of MMSpec's"
     add("--data", type=Path, metavar="PATH", help=own)
-    add("--shown", nargs="+", choices=KINDS, default=["picture"], help="drawn: single pictures, pairs of them, clips")
-    add("--frames", type=count, nargs="+", default=[8], help="of clips, a cell for each number (default: 8)")
-    add("--prompt", nargs="+", help="short, long, or texts of your own, a cell for each; default: short and long for "
-        "pictures, and for pairs and clips what the embedded models are asked in training")  # fmt: skip
+    add("--prompt", nargs="+", help="short, long, or texts of your own, a cell for each; default: short and long")
     add("--images", type=count, default=20, help="questions of a cell at batch 1 (default: %(default)s)")
     add("--seed", type=int, default=0)
+
+
+def tuned_on(args: argparse.Namespace) -> int:
+    """How many further questions the methods are tuned on."""
+    if not args.tune:
+        refuse(args, "nothing is tuned without --tune", tune_images=4)
+    return args.tune_images if args.tune else 0
 
 
 def questions(args: argparse.Namespace, pictures: bool = True) -> tuple[Questions, Questions]:
@@ -81,38 +61,27 @@ def questions(args: argparse.Namespace, pictures: bool = True) -> tuple[Question
     Args:
         pictures: whether the model sees some; one that reads text alone is asked what a list has.
     """
-    others = args.tune_images if args.tune else 0
-    if not args.tune:
-        refuse(args, "nothing is tuned without --tune", tune_images=4)
-    if "clip" not in args.shown:
-        refuse(args, "only clips have frames (--shown clip)", frames=[8])
+    others = tuned_on(args)
     if args.data is None and not pictures:
         raise BenchError(f"{args.model} reads text alone; name a list of prompts without pictures with --data")
-    if args.data is not None:
-        refuse(args, "--data shows your own pictures, and nothing drawn", shown=["picture"])
-        held = read_questions(args.data, args.images, others, pictures)
-        if held[0][0].prompt:
-            refuse(args, f"the questions of {args.data} have prompts of their own", prompt=None)
-            return {Shown(): held[0]}, {Shown(): held[1]}
-        return _asking(Shown(), *held, args.prompt)
-    measured: Questions = {}
-    tuning: Questions = {}
-    for kind in args.shown:
-        for pictures in args.frames if kind == "clip" else [{"picture": 1, "pair": 2}[kind]]:
-            drawn = [[KINDS[kind]([first, args.seed, i], pictures) for i in range(count)]
-                     for first, count in ((HELD_OUT, args.images), (TUNING, others))]  # fmt: skip
-            now, later = _asking(Shown(kind, pictures), drawn[0], drawn[1], args.prompt)
-            measured, tuning = measured | now, tuning | later
-    return measured, tuning
+    if args.data is None:
+        drawn = [[Question((scenes.render(scenes.draw(np.random.default_rng([first, args.seed, i]))),))
+                  for i in range(count)] for first, count in ((HELD_OUT, args.images), (TUNING, others))]  # fmt: skip
+        return asking(Shown("picture", 1), drawn[0], drawn[1], args.prompt)
+    held = read_questions(args.data, args.images, others, pictures)
+    if held[0][0].prompt:
+        refuse(args, f"the questions of {args.data} have prompts of their own", prompt=None)
+        return {Shown(): held[0]}, {Shown(): held[1]}
+    return asking(Shown(), *held, args.prompt)
 
 
-def _asking(
+def asking(
     shown: Shown, some: list[Question], others: list[Question], labels: list[str] | None
 ) -> tuple[Questions, Questions]:
     """The questions with the prompts of each label, or with their own."""
     if labels is None and some[0].prompt:
         return {shown: some}, {shown: others}
-    texts = {label: language.PROMPTS.get(label, label) for label in labels or ("short", "long")}
+    texts = {label: PROMPTS.get(label, label) for label in labels or ("short", "long")}
     now, later = ({replace(shown, prompt=label): [replace(q, prompt=text) for q in asked]
                    for label, text in texts.items()} for asked in (some, others))  # fmt: skip
     return now, later

@@ -132,7 +132,7 @@ def _captions(args: argparse.Namespace, eyes: Any, pictures: list[Path], clips: 
     from mmspec.app import engine as engines
     from mmspec.app.demo.caption_tab import Offer
     from mmspec.app.demo.duo import Duo
-    from mmspec.zoo import language, scenes
+    from mmspec.zoo import scenes
 
     own = embedded.speaks(args.model)
     drafter = args.drafter or embedded.drafter(args.model)
@@ -141,11 +141,11 @@ def _captions(args: argparse.Namespace, eyes: Any, pictures: list[Path], clips: 
     if engine.drafter is None:
         raise _Fatal(f"{args.model} cannot be accelerated: {'; '.join(engine.notes) or 'no drafter was given'}")
     duo = Duo(engine, eyes, args.time_limit)
-    prompts = list(language.PROMPTS.values()) if own else list(PROMPTS)
+    prompts = list(zoo.PROMPTS.values()) if own else list(PROMPTS)
     if pictures:
         duo.warm_up(str(pictures[0]), prompts[0])
     note = embedded.NOTE.format(args.model).removeprefix("note: ") if own else ""
-    hard, draw = (language.PROMPTS["long"], scenes.drawn) if own else ("", None)
+    hard, draw = (zoo.PROMPTS["long"], scenes.drawn) if own else ("", None)
     return duo, Offer(pictures, prompts, note, clips, OWN_FURTHER if own else FURTHER, hard, draw)
 
 

@@ -48,8 +48,7 @@ def read(source: str, limit: int | None = None, seed: int = 0) -> Sequence[Train
               files below its folder; lines without images are text alone;
             - `hf:owner/name[:split]`, a dataset with the same columns, or with `conversations`, of which the first
               turn is asked;
-            - `scenes:N`, `clips:N`, `zoo:N`: drawn pictures, drawn clips of eight frames, and the mixture for the
-              embedded models: a third single pictures, a sixth pairs, half clips of four to eight frames;
+            - `scenes:N`, drawn pictures, and whatever else DRAWN names;
             - `prompts:FILE`, one per line, without images; `pictures:N`, prompts of the zoo's picture generator.
         limit: use at most so many.
         seed: of what is drawn.
@@ -58,8 +57,8 @@ def read(source: str, limit: int | None = None, seed: int = 0) -> Sequence[Train
         ValueError: a source of another form, or one without samples.
     """
     kind, _, rest = source.partition(":")
-    if kind in _DRAWN and rest.isdecimal():
-        samples: Sequence[TrainingSample] = [_DRAWN[kind](index, seed) for index in range(int(rest))]
+    if kind in DRAWN and rest.isdecimal():
+        samples: Sequence[TrainingSample] = [DRAWN[kind](index, seed) for index in range(int(rest))]
     elif kind == "prompts" and Path(rest).is_file():
         samples = [
             TrainingSample(list, line.strip(), 0) for line in Path(rest).read_text().splitlines() if line.strip()
@@ -73,7 +72,7 @@ def read(source: str, limit: int | None = None, seed: int = 0) -> Sequence[Train
     else:
         raise ValueError(
             f"unknown data source {source!r}; give a folder of images, a .jsonl file, hf:owner/name[:split], "
-            "scenes:N, clips:N, zoo:N or, without images, prompts:FILE or pictures:N"
+            f"{':N, '.join(DRAWN)}:N or, without images, prompts:FILE"
         )
     if not samples:
         raise ValueError(f"{source} holds no samples; a folder needs images ({', '.join(sorted(_SUFFIXES))})")
@@ -176,42 +175,13 @@ def _asked(words: Any) -> str:
 
 
 def _scene(index: int, seed: int) -> TrainingSample:
-    from mmspec.zoo import language, scenes
+    from mmspec.zoo import PROMPTS, scenes
 
     def draw() -> list[Image.Image]:
         return [scenes.render(scenes.draw(np.random.default_rng([seed, 77, index])))]
 
-    prompts = tuple(language.PROMPTS.values())
+    prompts = tuple(PROMPTS.values())
     return TrainingSample(draw, prompts[index % len(prompts)])
-
-
-def _pair(index: int, seed: int) -> TrainingSample:
-    """Two pictures, one of which is to be told."""
-    from mmspec.zoo import language, scenes
-    from mmspec.zoo.recipes import Mix
-
-    rng = np.random.default_rng([seed, 79, index])
-    pair = (scenes.draw(rng), scenes.draw(rng))
-    told = language.pair_question(rng, pair, Mix())
-    while told.kind not in ("pair-short", "pair-names"):
-        told = language.pair_question(rng, pair, Mix())
-    return TrainingSample(lambda: [scenes.render(scene) for scene in pair], told.prompt, 2)
-
-
-def _clip(index: int, seed: int, frames: int = 8) -> TrainingSample:
-    """The frames of a clip, in which something moves."""
-    from mmspec.zoo import clips
-
-    rng = np.random.default_rng([seed, 80, index])
-    clip = clips.draw(rng)
-    return TrainingSample(lambda: clips.frames(clip, frames), clips.describe(rng, clip).prompt, frames)
-
-
-def _mixed(index: int, seed: int) -> TrainingSample:
-    turn = ("picture", "clip", "pair", "clip", "picture", "clip")[index % 6]
-    if turn == "clip":
-        return _clip(index, seed, int(np.random.default_rng([seed, 81, index]).integers(4, 9)))
-    return _pair(index, seed) if turn == "pair" else _scene(index // 2, seed)  # so that all its prompts come
 
 
 def _picture(index: int, seed: int) -> TrainingSample:
@@ -222,9 +192,8 @@ def _picture(index: int, seed: int) -> TrainingSample:
     return TrainingSample(list, pictures.caption(pictures.draw(rng), rng), 0)
 
 
-_DRAWN: dict[str, Callable[[int, int], TrainingSample]] = {
-    "scenes": _scene, "clips": _clip, "zoo": _mixed, "pictures": _picture,
-}  # fmt: skip
+# By name: a sample by its index and a seed. `benchmarks/zoo/sources.py` adds those of the embedded models' training.
+DRAWN: dict[str, Callable[[int, int], TrainingSample]] = {"scenes": _scene, "pictures": _picture}
 
 
 def batches(

@@ -1,9 +1,27 @@
-"""The embedded models and sample pictures that come with the package."""
+"""The embedded models and sample pictures that come with the package; `benchmarks/zoo` trains and draws them."""
 
 from pathlib import Path
+from typing import NamedTuple
 
 _HERE = Path(__file__).resolve().parent
 _SIGNS = ("config.json", "model_index.json")  # of a model, of a pipeline
+PROMPTS = {"short": "Describe this image.", "long": "Describe this image in detail."}  # that the models know
+
+
+class EmbeddedDrafter(NamedTuple):
+    """For which embedded model a drafter was trained, and by which method it drafts."""
+
+    target: str
+    method: str
+
+
+DRAFTERS = {
+    "scenes-llamagen-heads": EmbeddedDrafter("scenes-llamagen", "heads"),
+    **{
+        f"scenes-video-{method}": EmbeddedDrafter("scenes-video", method)
+        for method in ("eagle", "msd", "vispec", "flash", "specvlm", "block")
+    },
+}
 
 
 def weights() -> Path:
@@ -18,7 +36,7 @@ def path(name: str) -> Path:
         known = sorted(p.parent.name for name in _SIGNS for p in weights().glob(f"*/{name}"))
         raise FileNotFoundError(
             f"no embedded model {name!r}; choose from {', '.join(known) or '(none is installed)'}, "
-            f"or train it with `mmspec zoo {name}`"
+            f"or train it in a clone of mmspec with `make zoo ARGS={name}`"
         )
     return folder
 

@@ -1,4 +1,4 @@
-"""Small pictures with a prompt: one or two objects of the scene generator on a 2x2 grid, for image generators."""
+"""Small pictures with a prompt, shipped because the image model that comes with mmspec knows only these prompts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -48,17 +48,6 @@ def render(picture: Picture) -> Image.Image:
     return scenes.render(Scene(picture.background, things, picture.grain)).crop((0, 0, SIDE, SIDE))
 
 
-def covered(picture: Picture, side: int) -> np.ndarray:
-    """bool [side, side]: which squares of the picture its objects touch, by the boxes around them."""
-    step = SIDE / side
-    edges = np.arange(side) * step
-    touched = np.zeros((side, side), bool)
-    for thing in picture.things:
-        columns, rows = ((edges + step > at - thing.radius) & (edges < at + thing.radius) for at in (thing.x, thing.y))
-        touched |= rows[:, None] & columns
-    return touched
-
-
 def caption(picture: Picture, rng: np.random.Generator | None = None) -> str:
     """The prompt of a picture; with `rng`, sizes and the background are left out now and then."""
 
@@ -73,31 +62,6 @@ def caption(picture: Picture, rng: np.random.Generator | None = None) -> str:
     first, *others = (named(thing) for thing in picture.things)
     text = f"{first} {picture.relation} {others[0]}" if others else first
     return f"{text} on a {picture.background} background" if said() else text
-
-
-_LAYOUTS = {None: 0, "left of": 1, "right of": 1, "above": 2, "below": 2}  # one object, two in a row, two in a column
-_THING = (scenes.COLOURS, scenes.TEXTURES, scenes.SHAPES, scenes.SIZES)
-KINDS = (1 + len(BACKGROUNDS), 3, *(1 + len(words) for words in 2 * _THING))  # values of each number of `meaning`
-
-
-def meaning(picture: Picture, prompt: str) -> tuple[int, ...]:
-    """What a prompt says of its picture: background, layout, and by reading order what either object is.
-
-    Of an object colour, texture, shape and size, each from 1 on in the order of `scenes`; 0: unsaid, or no such object.
-    """
-    said = prompt.split()
-    background = 1 + [*BACKGROUNDS].index(picture.background) if "on" in said else 0
-    first, *others = picture.things
-    at = said.index(first.shape) + 1  # what is said of the second object stands behind the first one's shape
-    numbers = {first.cell: _numbers(first, said[:at])} | {thing.cell: _numbers(thing, said[at:]) for thing in others}
-    objects = [numbers[cell] for cell in sorted(numbers)] + [(0,) * len(_THING)]
-    return (background, _LAYOUTS[picture.relation], *objects[0], *objects[1])
-
-
-def _numbers(thing: Thing, said: list[str]) -> tuple[int, ...]:
-    size = 1 + [*scenes.SIZES].index(thing.size) if thing.size in said else 0
-    looks = zip(_THING[:3], (thing.colour, thing.texture, thing.shape), strict=True)
-    return (*(1 + [*words].index(word) for words, word in looks), size)
 
 
 def vocabulary() -> list[str]:

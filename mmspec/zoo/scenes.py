@@ -1,4 +1,4 @@
-"""Procedural scenes: one to six drawn objects on a background, with the relations and counts that hold there."""
+"""Drawn scenes, shipped because they are all that the embedded models know: the demo and the bench draw new ones."""
 
 from collections import Counter
 from dataclasses import dataclass

@@ -1,0 +1,91 @@
+"""Trained drafters with one of their parts switched off while they draft; nothing is trained again."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from mmspec.app.bench import vlm_methods
+from mmspec.app.bench.command import say
+from mmspec.app.bench.vlm_methods import VlmMethod
+from mmspec.drafters.specvlm import BRANCHES
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A switch that is thrown when a trained drafter drafts: other values of its config, or options of `enable`."""
+
+    name: str
+    config: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def told(self) -> str:
+        return " ".join(f"{name}={value}" for name, value in {**self.config, **self.options}.items())
+
+
+# By a drafter's method. FLASH's chain drafts token by token with its first head, as EAGLE does.
+ABLATIONS: dict[str, tuple[Variant, ...]] = {
+    "eagle": tuple(Variant(f"pruned {share:.0%}", options={"prune": share}) for share in (0.5, 0.9)),
+    "vispec": (
+        Variant("no summaries", {"summaries": False}),
+        Variant("no global vector", {"global_vector": False}),
+        Variant("nothing of the adaptor", {"summaries": False, "global_vector": False}),
+        Variant("media as published", {"media": "merge"}),
+    ),
+    "flash": (
+        Variant("chain", {"tokens": 1}),
+        Variant("all rows", {"latents": 0}),
+        Variant("4.5 rows a latent", {"ratio": 4.5}),
+        Variant("16 rows a latent", {"ratio": 16.0}),
+        Variant("64 rows a latent", {"ratio": 64.0, "least": 1}),
+    ),
+    "specvlm": (
+        *(Variant(f"always {branch}", {"gate": branch}) for branch in BRANCHES),
+        Variant("always prune, 1 in 4", {"gate": "prune", "prune_ratio": 4}),
+        Variant("always pool, 1 in 4", {"gate": "pool", "pool_ratio": 4}),
+        Variant("always pool, 1 in 64", {"gate": "pool", "pool_ratio": 64}),
+    ),
+}
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Whether they are measured."""
+    parser.add_argument("--ablate", action="store_true", help="each drafter also with one of its parts switched off at "
+        "a time, when it drafts; nothing is trained again")  # fmt: skip
+
+
+def methods(model: Any, args: argparse.Namespace) -> list[VlmMethod]:
+    """Those of the vlm suite, with their variants where they are wanted."""
+    return vlm_methods.methods(model, args, variants if args.ablate else lambda whole: ())
+
+
+def variants(whole: VlmMethod) -> Iterator[VlmMethod]:
+    """A drafter's method with each of its switches thrown; those that its config does not allow are left out."""
+    for variant in ABLATIONS.get(whole.drafter.method, ()):
+        try:
+            drafter = altered(whole.drafter, variant.config)
+        except ValueError as error:
+            say(f"without {whole.name}, {variant.name}: {error}")
+            continue
+        yield replace(
+            whole, name=f"{whole.name}, {variant.name}", drafter=drafter, options=whole.options | variant.options,
+            of=whole.name, told=variant.told,
+        )  # fmt: skip
+
+
+def altered(drafter: Any, changes: dict[str, Any]) -> Any:
+    """The same weights under a config with some values changed; what that has no place for is left out.
+
+    Raises:
+        ValueError: values that the config does not allow, or that want weights which the drafter does not have.
+    """
+    if not changes:
+        return drafter
+    made = type(drafter)(replace(drafter.config, **changes))
+    missing = made.load_state_dict(drafter.state_dict(), strict=False).missing_keys
+    if missing:
+        raise ValueError(f"it was trained without {', '.join(missing)}")
+    return made.eval()

@@ -1,0 +1,71 @@
+"""What the suites of vision-language models show beside single pictures: drawn pairs, and clips."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+import numpy as np
+
+from benchmarks.zoo import clips, language
+from benchmarks.zoo.recipes import Mix
+from mmspec.app.bench import vlm_shown
+from mmspec.app.bench.command import refuse
+from mmspec.app.bench.questions import Question
+from mmspec.app.bench.vlm_shown import HELD_OUT, TUNING, Questions, Shown
+from mmspec.app.options import count
+from mmspec.zoo import scenes
+
+
+def _pair(seeds: list[int], count: int) -> Question:
+    """Two pictures, one of which is to be described."""
+    rng = np.random.default_rng([*seeds, 2])
+    pair = (scenes.draw(rng), scenes.draw(rng))
+    asked = language.pair_question(rng, pair, Mix())
+    while asked.kind != "pair-short":
+        asked = language.pair_question(rng, pair, Mix())
+    return Question(tuple(scenes.render(scene) for scene in pair), asked.prompt)
+
+
+def _clip(seeds: list[int], count: int) -> Question:
+    """A clip to be described; the same seeds give the same one, in however many frames."""
+    rng = np.random.default_rng([*seeds, 3])
+    clip = clips.draw(rng)
+    return Question(tuple(clips.frames(clip, count)), clips.describe(rng, clip).prompt)
+
+
+KINDS: dict[str, Callable[[list[int], int], Question]] = {"pair": _pair, "clip": _clip}
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """What is shown."""
+    add = parser.add_argument
+    shown = ("picture", *KINDS)
+    add("--shown", nargs="+", choices=shown, default=["picture"], help="drawn: single pictures, pairs of them, clips")
+    add("--frames", type=count, nargs="+", default=[8], help="of clips, a cell for each number (default: 8)")
+
+
+def questions(args: argparse.Namespace, pictures: bool = True) -> tuple[Questions, Questions]:
+    """By cell: what is measured, and what is tuned on; pairs and clips have prompts of their own.
+
+    Args:
+        pictures: whether the model sees some.
+    """
+    if "clip" not in args.shown:
+        refuse(args, "only clips have frames (--shown clip)", frames=[8])
+    if args.data is not None:
+        refuse(args, "--data shows your own pictures, and nothing drawn", shown=["picture"])
+        return vlm_shown.questions(args, pictures)
+    measured: Questions = {}
+    tuning: Questions = {}
+    others = vlm_shown.tuned_on(args)
+    for kind in args.shown:
+        for frames in args.frames if kind == "clip" else [2]:
+            if kind == "picture":
+                now, later = vlm_shown.questions(args, pictures)
+            else:
+                drawn = [[KINDS[kind]([first, args.seed, i], frames) for i in range(count)]
+                         for first, count in ((HELD_OUT, args.images), (TUNING, others))]  # fmt: skip
+                now, later = vlm_shown.asking(Shown(kind, frames), drawn[0], drawn[1], args.prompt)
+            measured, tuning = measured | now, tuning | later
+    return measured, tuning

@@ -1,0 +1,64 @@
+"""Judges methods by many pictures of each: against plain drawing, against real pictures, and against the prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from benchmarks.suites import quality
+from benchmarks.suites.gallery import Gallery
+from benchmarks.suites.quality import QualityError
+from mmspec.app.bench.command import BenchError
+from mmspec.zoo.pictures import Picture
+
+
+@dataclass(frozen=True)
+class ImagePrompts:
+    """What is to be drawn: prompts or classes, and where they are known, the scenes that they describe."""
+
+    prompts: Sequence[Any]
+    scenes: Sequence[Picture] = ()
+    real: Sequence[Image.Image] = ()
+
+    def first(self, count: int) -> ImagePrompts:
+        return ImagePrompts(self.prompts[:count], self.scenes[:count], self.real[:count])
+
+
+class Judge:
+    """Looks at the same prompts drawn by each method: run 0 of plain drawing is the reference, the others are noise.
+
+    Attributes:
+        runs: what plain drawing gave, by the number of the run.
+        noise: the distances between these.
+    """
+
+    def __init__(
+        self, plain: Callable[[int], Gallery], runs: Sequence[int], asked: ImagePrompts, backbone: str,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        try:
+            self.features = quality.backbone(backbone, device)
+        except QualityError as error:
+            raise BenchError(str(error)) from error
+        self.asked, self.reader = asked, None
+        if asked.scenes:
+            from benchmarks.suites.faithful import PictureReader
+
+            self.reader = PictureReader(str(device))
+        self.runs = {run: plain(run) for run in runs}
+        seen = [self.features(run.images) for run in self.runs.values()]
+        self.reference, self.real = seen[0], self.features(asked.real) if asked.real else None
+        self.noise = [quality.frechet(a, b) for a, b in combinations(seen, 2)]
+
+    def look(self, images: Sequence[Image.Image]) -> tuple[Tensor, float, float | None, dict[str, Any]]:
+        """Their features, the distance to the reference and to real pictures, and what a reader finds in them."""
+        seen = self.features(images)
+        real = None if self.real is None else quality.frechet(self.real, seen)
+        read = self.reader.score(images, self.asked.scenes) if self.reader is not None else {}
+        return seen, quality.frechet(self.reference, seen), real, read

@@ -1,0 +1,177 @@
+"""The kernels suite: each kernel beside its definition and torch's own, as a share of the device's copy bandwidth."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from benchmarks import kernel_cases as cases
+from benchmarks.suites.kernels_ways import KernelMethod, contenders
+from mmspec.app.bench import report
+from mmspec.app.bench.command import BenchError, Outcome, say
+from mmspec.app.devices import find_device, wait
+from mmspec.app.options import count
+from mmspec.app.provenance import provenance
+from mmspec.kernels import reference
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+COPIED = 2**30  # bytes of the copy that measures the bandwidth
+NO_GPU = "unmeasured: needs a GPU"
+Judged = tuple[list[float], report.Record]  # seconds of each timed call; `checks`, the acceptance, and a `note`
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Which kernels, in which sizes."""
+    add = parser.add_argument
+    add("--only", nargs="+", choices=list(cases.CASES), metavar="KERNEL", help=f"some of {', '.join(cases.CASES)}")
+    add("--dtype", choices=DTYPES, default="bf16", help="of caches, logits and network outputs (default: %(default)s)")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
+    add("--sizes", choices=("toy", "real"), help="default: real on a GPU, toy elsewhere")
+    add("--set", nargs="+", default=[], metavar="NAME=N", help="other sizes, such as B=16 T=16444 N=32")
+    add("--repeats", type=count, default=20, help="timed calls (default: %(default)s)")
+    add("--compile", action=argparse.BooleanOptionalAction, help="torch.compile of the definitions; default: on a GPU")
+
+
+def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
+    """One cell per kernel; nothing is timed that has not come up with the definition's result first."""
+    device, dtype = find_device(args.device), DTYPES[args.dtype]
+    changed, kind = _sizes(args.set), args.sizes or ("real" if device.type == "cuda" else "toy")
+    bandwidth = copy_bandwidth(device, args.repeats)
+    outcome.provenance = provenance(device, dtype) | {
+        "model": "kernels",
+        "copy_gb_s": "unmeasured" if bandwidth is None else round(bandwidth / 1e9, 1),
+        "environment": {name: os.environ[name] for name in ("TRITON_INTERPRET",) if name in os.environ},
+    }
+    compiled = device.type == "cuda" if args.compile is None else args.compile
+    for name in args.only or cases.CASES:
+        case, known = cases.CASES[name], cases.TOLERANCES[name]
+        own = dtype if dtype in known else next(iter(known))
+        sizes = getattr(case, kind) | {k: v for k, v in changed.items() if k in getattr(case, kind)}
+        cell = {"suite": "kernels", "kernel": name, "dtype": str(own).removeprefix("torch."), "sizes": sizes}
+        found, moved = competed(name, sizes, device, own, compiled, args.repeats)
+        records = _records(found, moved, bandwidth)
+        outcome.records += [cell | {"tolerance": list(known[own])} | record for record in records]
+        yield
+
+
+def competed(
+    name: str, sizes: cases.Sizes, device: torch.device, dtype: torch.dtype, compiled: bool, repeats: int
+) -> tuple[dict[str, Judged], int | None]:
+    """What became of each contender, and the bytes that the operation has to move."""
+    torch.manual_seed(0)
+    try:
+        given = cases.CASES[name].make(sizes, device, dtype)
+        wanted = cases.apply(name, getattr(reference, name), given)
+    except Exception as error:  # most likely the memory; the other kernels go on
+        unknown = {"checks": "not run", "note": "not run: the definition gave nothing to check it by"}
+        return {"triton": ([], unknown), "definition": ([], {"checks": "failed", "note": failure(error)})}, None
+    found = {}
+    for contender, ways in contenders(name, given, compiled):
+        say(f"{name}: {contender}")
+        found[contender] = best(
+            {n: judged(name, dtype, contender, w, wanted, device, repeats) for n, w in ways.items()}
+        )
+    return found, cases.CASES[name].moved(given, wanted)
+
+
+def _sizes(pairs: list[str]) -> dict[str, int]:
+    try:
+        return {name: int(number) for name, number in (pair.split("=") for pair in pairs)}
+    except ValueError as error:
+        raise BenchError(f"--set takes sizes such as B=16 T=16444; got {' '.join(pairs)!r}") from error
+
+
+def best(found: dict[str, Judged]) -> Judged:
+    """The fastest of a contender's ways, and what became of the others; any of them where none could be timed."""
+
+    def middle(way: str) -> float:
+        times, _ = found[way]
+        return statistics.median(times) if times else math.inf
+
+    first, *others = sorted(found, key=middle)
+    times, said = found[first]
+    if others:
+        rest = {n: f"{1e3 * middle(n):.4f} ms" if found[n][0] else found[n][1]["note"] for n in others}
+        told = "; ".join(f"{n}: {what}" for n, what in rest.items())
+        fastest = f"{first} is the fastest; " if times else f"{first}: {said['note']}; "
+        said = said | {"way": first, "note": fastest + told}
+    return times, said
+
+
+def judged(
+    name: str, dtype: torch.dtype, contender: str, way: KernelMethod, wanted: Any, device: torch.device, repeats: int
+) -> Judged:
+    """One way: nothing is timed whose result is not the definition's, and nothing that goes wrong ends the run."""
+    acceptance = "failed"
+    try:
+        if contender == "triton" and not _runnable(device):
+            return [], {"checks": "not run", "note": f"{NO_GPU}; TRITON_INTERPRET=1 checks its arithmetic here"}
+        run = way.prepare()
+        wrong = cases.distance(name, dtype, way.shown(run()), wanted)
+        if wrong is not None:
+            return [], {"checks": "refused", "note": f"refused: {wrong}"}
+        if contender == "triton" and device.type != "cuda":
+            return [], {"checks": "passed in the interpreter", "note": NO_GPU}
+        acceptance = "passed"
+        return timed(run, device, repeats), {"checks": acceptance}
+    except Exception as error:  # a compiler, a launch or the memory may fail in any way, and the others go on
+        return [], {"checks": acceptance, "note": failure(error)}
+
+
+def failure(error: Exception) -> str:
+    """An error as a note: its kind and the first line of what it says."""
+    return ": ".join(["failed", type(error).__name__, *str(error).strip().splitlines()[:1]])
+
+
+def _runnable(device: torch.device) -> bool:
+    if device.type == "cuda":
+        return True
+    from mmspec.kernels import checks
+
+    return checks.INTERPRETED
+
+
+def timed(run: Callable[[], Any], device: torch.device, repeats: int) -> list[float]:
+    """Seconds of calls made one after the other, warm; on a GPU by its own clock, with an empty cache before each."""
+    if device.type == "cuda":
+        from triton.testing import do_bench
+
+        return [ms / 1e3 for ms in do_bench(run, warmup=50, rep=10 * repeats, return_mode="all")]
+    run()
+    found = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        run()
+        wait(device)
+        found.append(time.perf_counter() - began)
+    return found
+
+
+def copy_bandwidth(device: torch.device, repeats: int) -> float | None:
+    """Bytes per second, read and written, of a large copy; None where there is no GPU."""
+    if device.type != "cuda":
+        return None
+    source = torch.zeros(COPIED, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * COPIED / statistics.median(timed(lambda: target.copy_(source), device, repeats))
+
+
+def _records(found: dict[str, Judged], moved: int | None, bandwidth: float | None) -> Iterator[report.Record]:
+    """What is read off the timed calls of each contender, beside the definition."""
+    eager = [1e3 * t for t in found["definition"][0]]
+    for contender, (times, said) in found.items():
+        shown = report.spread("ms", [1e3 * t for t in times])
+        speed = moved / statistics.median(times) if moved and times else None
+        ratios = [
+            statistics.median(eager) / shown[key] if eager and times else None for key in ("ms", "ms_p75", "ms_p25")
+        ]
+        shown |= dict(zip(("speedup_e2e", "speedup_e2e_p25", "speedup_e2e_p75"), ratios, strict=True))
+        shown |= {"bytes": moved, "gb_s": speed and speed / 1e9, "roofline": speed and bandwidth and speed / bandwidth}
+        yield {"method": contender, **shown, "n": len(times), "stock_path": contender != "triton", **said}

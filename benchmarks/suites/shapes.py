@@ -1,0 +1,187 @@
+"""The shapes suite: what a round costs at the shapes of published models, with random weights; toys where no GPU is."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.suites import shapes_ways
+from benchmarks.suites.kernels import NO_GPU
+from benchmarks.suites.round import PARTS
+from benchmarks.suites.shapes_models import REAL, TOY, Chat, on_paper
+from benchmarks.suites.shapes_published import MODELS
+from benchmarks.suites.shapes_ways import STOCK, Cost, ShapeMethod
+from mmspec.app.bench import report
+from mmspec.app.bench.command import BenchError, Outcome, refuse, say
+from mmspec.app.compare import OWN, Comparison, free, over
+from mmspec.app.devices import EngineError, find_device, free_memory
+from mmspec.app.options import DTYPES, count
+from mmspec.app.provenance import provenance
+
+PLOTTED = False  # a plot shows speed-ups over plain decoding
+GIB = 2**30
+BATCHES = {REAL: (1, 4, 16), TOY: (1, 4)}
+TOKENS = {REAL: 32, TOY: 6}
+TOYS = {"model": "toys of published models, random weights", "real sizes": NO_GPU}
+UNTAUGHT = "weights are random: what a round costs counts, what it gains does not"
+
+
+@dataclass(frozen=True)
+class ShapeCell:
+    """One condition under which all ways are compared."""
+
+    model: str
+    sizes: str
+    context: int  # positions at the end of a call
+    batch: int
+
+    def __str__(self) -> str:
+        toy = "toy of " if self.sizes == TOY else ""
+        return f"{toy}{self.model}, context {self.context}, batch {self.batch}"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Which models, in which sizes, under which conditions."""
+    add = parser.add_argument
+    add("--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="MODEL", help=f"of {', '.join(MODELS)}")
+    add("--sizes", choices=(TOY, REAL), help="default: real on CUDA, toy elsewhere")
+    add("--contexts", type=count, nargs="+", metavar="N", help="positions at the end of a call, of vision-language "
+        "models; default: 1024 4096 16384, of toys 64 128 256, as far as the model has positions. Pictures have a "
+        "length of their own")  # fmt: skip
+    add("--batch", type=count, nargs="+", metavar="N", help="default: 1 4 16, of toys 1 4")
+    add("--drafters", nargs="+", metavar="NAME", help="only these of eagle, vispec, msd; default: all")
+    add("--tokens", type=count, help="new tokens of a call, the first included; default: 32, of toys 6. LlamaGen draws "
+        "whole pictures")  # fmt: skip
+    add("--repeats", type=count, default=3, help="timed calls (default: %(default)s)")
+    add("--compile", action=argparse.BooleanOptionalAction, help="also compiled, which takes a toy longer than all "
+        "else; default: on CUDA")  # fmt: skip
+    add("--device", help="default: the fastest there is; real sizes elsewhere than on CUDA want it named")
+    add("--dtype", choices=DTYPES, default="auto", help="default: bfloat16 on CUDA, float32 elsewhere")
+    add("--seed", type=int, default=0)
+
+
+def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
+    """All cells of one model after the other; yields whenever the outcome has grown."""
+    try:
+        device = find_device(args.device or "auto")
+    except EngineError as error:
+        raise BenchError(str(error)) from error
+    cuda = device.type == "cuda"
+    args.compile = cuda if args.compile is None else args.compile
+    sizes = args.sizes or (REAL if cuda else TOY)
+    dtype = {"auto": torch.bfloat16 if cuda else torch.float32}.get(args.dtype) or getattr(torch, args.dtype)
+    tokens = args.tokens or TOKENS[sizes]
+    if tokens < 2 or args.repeats < 1:
+        raise BenchError(f"a call needs --tokens 2 to have a round, and --repeats 1; got {tokens}, {args.repeats}")
+    if not any(isinstance(MODELS[name], Chat) for name in args.models):
+        refuse(args, "only vision-language models are measured at other lengths", contexts=None)
+    counts = {name: on_paper(MODELS[name], sizes) for name in args.models}
+    if sizes == REAL and not cuda and args.device is None:
+        wanted = ", ".join(f"{n} {dtype.itemsize * sum(c.values()) / GIB:.1f} GiB" for n, c in counts.items())
+        raise BenchError(
+            f"real sizes need a GPU, and there is none. In {str(dtype).removeprefix('torch.')} the weights alone want: "
+            f"{wanted}. Take --sizes {TOY}, or say --device {device.type} to run them here all the same"
+        )
+    shown = {"model": "published shapes, random weights"} if sizes == REAL else TOYS
+    outcome.provenance = provenance(device, dtype) | shown | {
+        "sizes": sizes, "parameters": counts, "tokens": tokens, "note": UNTAUGHT,
+    }  # fmt: skip
+    for name in args.models:
+        contexts = args.contexts if args.contexts and isinstance(MODELS[name], Chat) else MODELS[name].contexts[sizes]
+        cells = [ShapeCell(name, sizes, c, b) for c in contexts for b in args.batch or BATCHES[sizes]]
+        yield from _model(cells, counts[name], device, dtype, tokens, args, outcome)
+        free()  # the model went with its last cell
+
+
+def _model(
+    cells: list[ShapeCell], counts: dict[str, int], device: torch.device, dtype: torch.dtype, tokens: int,
+    args: argparse.Namespace, outcome: Outcome,
+) -> Iterator[None]:  # fmt: skip
+    """The cells of one model, which is built once, and only if one of them can be measured."""
+    free = free_memory(device)
+    why = {cell: refusal(cell, sum(counts.values()), dtype, free) for cell in cells}
+    subject, notes = None, dict[tuple[str, int], str]()
+    for cell in cells:
+        if why[cell]:
+            outcome.records.append(_record(cell, "all", note=why[cell]))
+        else:
+            if subject is None:
+                say(f"building {cell.model}, {cell.sizes}")
+                subject = shapes_ways.load(MODELS[cell.model], cell.sizes, device, dtype, tokens, args.seed)
+            if args.compile:  # what was compiled for other lengths counts against the limit of recompilations
+                torch.compiler.reset()
+            try:
+                ways = _asked(subject.ways(cell.context, cell.batch, args.compile), args.drafters)
+            except ValueError as error:
+                raise BenchError(str(error)) from error
+            found = measure_cell(cell, ways, args.repeats, device, notes)
+            outcome.records += found
+            say(f"{cell}: " + ", ".join(f"{r['method']} {r['c']:.2f}" for r in found if r["c"] is not None))
+        yield
+
+
+def _asked(ways: Iterable[ShapeMethod], drafters: list[str] | None) -> list[ShapeMethod]:
+    """The plain ones, and those of some drafters."""
+    return [way for way in ways if way.plain or drafters is None or way.name.split()[0] in drafters]
+
+
+def refusal(cell: ShapeCell, parameters: int, dtype: torch.dtype, free: int | None) -> str:
+    """Why a cell cannot be measured; empty: it may be tried."""
+    shape = MODELS[cell.model]
+    beyond = shape.beyond(cell.sizes, cell.context)
+    needs = dtype.itemsize * (parameters + shape.held(cell.sizes, cell.context, cell.batch))
+    if not beyond and free is not None and needs > free:
+        return f"not measured: needs {needs / GIB:.1f} GiB for weights and caches alone, {free / GIB:.1f} free"
+    return f"not measured: {beyond}" if beyond else ""
+
+
+def measure_cell(
+    cell: ShapeCell, ways: list[ShapeMethod], repeats: int, device: torch.device, notes: dict[tuple[str, int], str]
+) -> list[report.Record]:
+    """Warm each way up, measure its memory, then time all of them in turn.
+
+    Args:
+        notes: by way and batch, what was warned of: a shape that cannot be compiled is told of once.
+    """
+    comparison: Comparison[ShapeMethod, None, Cost] = Comparison(ways, lambda way, _: way.call())
+    comparison.warm_up(None, device=device)
+    notes |= {(name, cell.batch): note for name, note in comparison.notes.items() if note.startswith(OWN)}
+    made = comparison.measure([None] * repeats)
+    plain = {way.name: statistics.median(c.seconds for c in made[way.name]) for way in comparison.able if way.plain}
+    best = min(plain, key=plain.__getitem__, default=STOCK)
+    told = {way.name: comparison.notes.get(way.name, notes.get((way.name, cell.batch), "")) for way in ways}
+    return [_figures(cell, way, made, best, comparison.peaks, told[way.name]) for way in ways]
+
+
+def _figures(
+    cell: ShapeCell, way: ShapeMethod, made: dict[str, list[Cost]], best: str, peaks: dict[str, float | None], note: str
+) -> report.Record:
+    mine, stock = made.get(way.name, []), made.get(STOCK, [])
+    held, of_stock = peaks.get(way.name), peaks.get(STOCK)
+    parts = {name: sum(r.parts.get(name, 0.0) for r in mine) / len(mine) for name in PARTS} if mine else {}
+    return _record(cell, way.name, setting=way.setting, note=note) | {
+        **report.spread("step_ms", [1e3 * r.seconds for r in mine]),
+        **report.spread("c", over(mine, stock)),
+        **report.spread("c_best", over(mine, made.get(best, []))),
+        "stock_path": way.plain,
+        "best_stock": best,
+        "tokens_per_target_call": report.spread("t", [r.tokens for r in mine])["t"],
+        "parts_ms": {name: 1e3 * much for name, much in parts.items() if much},
+        "peak_mb": held,
+        "above_stock_mb": None if held is None or of_stock is None else held - of_stock,
+        "n": len(mine),
+    }
+
+
+def _record(cell: ShapeCell, method: str, setting: str = "", note: str = "") -> report.Record:
+    """A record in which nothing was measured."""
+    nothing = {key: None for name in ("step_ms", "c", "c_best") for key in report.spread(name, [])}
+    return {
+        "suite": "shapes", "cell": str(cell), "model": cell.model, "sizes": cell.sizes, "context": cell.context,
+        "batch": cell.batch, "method": method, "setting": setting, "stock_path": False, **nothing, "best_stock": STOCK,
+        "tokens_per_target_call": None, "parts_ms": {}, "peak_mb": None, "above_stock_mb": None, "n": 0, "note": note,
+    }  # fmt: skip

@@ -1,0 +1,115 @@
+"""What is timed at the published shapes: rounds of stock paths and of mmspec, on models with random weights."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import product
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from benchmarks.suites.shapes_models import Chat, Codes, Latents, Shape
+from mmspec.app.bench import vlm_methods
+from mmspec.app.bench.answers import VlmBench
+from mmspec.pipelines.host.tree_attention import NAME as TREE
+from mmspec.statistics import Stats
+
+STOCK, COMPILED = "stock", "stock compiled"
+SDPA = "sdpa"
+ROWS = 32768  # of a larger head that drafts read, where they do not read all
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a round of one call took and gave, on average.
+
+    Attributes:
+        seconds: of the whole round, or of a plain step.
+        tokens: that a row gains.
+        parts: seconds by part, by the host's clock.
+    """
+
+    seconds: float
+    tokens: float = 1.0
+    parts: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, seconds: float, stats: Stats | None) -> Cost:
+        if stats is None:
+            return cls(seconds)
+        parts = {name: spent / stats.rounds for name, spent in stats.seconds.items() if name != "prefill"}
+        return cls(seconds, stats.tokens_per_target_call, parts)
+
+
+@dataclass(frozen=True)
+class ShapeMethod:
+    """One way to generate; a call of it has a prefill and some rounds. Plain: nothing is drafted."""
+
+    name: str
+    call: Callable[[], Cost]
+    setting: str = ""
+    plain: bool = False
+
+
+class ChatWays:
+    """Stock `generate`, eager and compiled on a static cache, and mmspec with each drafter, by sdpa or as a tree."""
+
+    def __init__(self, shape: Chat, sizes: str, parts: dict[str, Any], tokens: int, seed: int) -> None:
+        model = parts.pop("target")
+        model.generation_config.pad_token_id = 0
+        self.shape, self.sizes, self.drafters = shape, sizes, parts
+        self.bench = VlmBench(model, None, tokens, seed)
+
+    def ways(self, context: int, batch: int, compile: bool) -> Iterator[ShapeMethod]:
+        inputs = self.shape.prompt(self.bench.model, self.sizes, context - self.bench.max_new_tokens, batch)
+        plain, static = vlm_methods.stock(self.bench.model.device)
+        found = [(plain, SDPA), *([(replace(static, name=COMPILED), SDPA)] if compile else [])]
+        hows: dict[str, dict[str, Any]] = {"": {}, " compiled": {"compile": True}} if compile else {"": {}}
+        if self.shape.text[self.sizes]["vocab_size"] > ROWS:  # of such a head, drafts may read a part
+            how, most = list(hows.items())[-1]
+            hows[f"{how} {ROWS} rows"] = most | {"draft_vocab": ROWS}
+        for (name, drafter), attend, (how, more) in product(self.drafters.items(), (SDPA, TREE), hows.items()):
+            c, title = drafter.config, f"{name}{' tree attention' if attend == TREE else ''}{how}"
+            if c.width == 1 and attend == TREE:
+                continue  # a chain is no tree
+            options = {"depth": c.depth, "width": c.width, "size": c.size, **more}
+            found.append((vlm_methods.VlmMethod(title, drafter=drafter, options=options), attend))
+        for method, attend in found:
+            call = partial(self._call, method, attend, inputs)
+            yield ShapeMethod(method.name, call, method.setting, plain=method.drafter is None)
+
+    def _call(self, method: vlm_methods.VlmMethod, attend: str, inputs: dict[str, Tensor]) -> Cost:
+        self.bench.model.set_attn_implementation(attend)
+        call = self.bench.call(method, 0.0, inputs, self.bench.seed)
+        if call.per_step is None:
+            raise RuntimeError("the call ended with its first token")
+        return Cost.of(call.per_step, call.stats)
+
+
+KINDS: dict[type[Shape], str] = {  # what has the ways of each kind; that which draws needs diffusers
+    Chat: "shapes_ways:ChatWays",
+    Codes: "shapes_drawn:CodesWays",
+    Latents: "shapes_drawn:LatentsWays",
+}
+
+
+class Ways(Protocol):
+    """A model and what drafts for it, with random weights."""
+
+    def ways(self, context: int, batch: int, compile: bool) -> Iterator[ShapeMethod]:
+        """All ways to generate under one condition."""
+
+
+def load(shape: Shape, sizes: str, device: torch.device, dtype: torch.dtype, tokens: int, seed: int) -> Ways:
+    """The model and its drafters with random weights, made where they are to run."""
+    torch.manual_seed(seed)
+    module, _, name = KINDS[type(shape)].partition(":")
+    kind: Any = getattr(importlib.import_module(f"benchmarks.suites.{module}"), name)
+    with torch.device(device):
+        parts = {name: part.eval() for name, part in shape.parts(sizes, dtype).items()}
+    made: Ways = kind(shape, sizes, parts, tokens, seed)
+    return made

@@ -1,0 +1,125 @@
+"""The turns suite: how soon the first token of a second question about a picture comes, and that of a second turn."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from benchmarks.suites import drawn
+from mmspec.app import embedded, enabling
+from mmspec.app.bench import report, vlm_shown
+from mmspec.app.bench.answers import TimedCall, VlmBench, enabled
+from mmspec.app.bench.command import BenchError, Outcome, say
+from mmspec.app.bench.questions import Question
+from mmspec.app.bench.vlm_methods import VlmMethod
+from mmspec.app.compare import Comparison, over
+from mmspec.app.embedded import STOCK
+from mmspec.app.engine import load
+from mmspec.app.options import count, where
+from mmspec.app.provenance import provenance
+from mmspec.pipelines.prompts import chat_inputs
+
+PLOTTED = False  # a plot shows speed-ups over plain decoding
+KEPT = "512MB"  # prefix_cache of the method that has one, unless --enable names it
+
+
+@dataclass(frozen=True)
+class Talk:
+    """What three calls about one picture took and gave."""
+
+    first: TimedCall
+    second: TimedCall  # another question about the same picture
+    turn: TimedCall  # that question after the first one and its answer
+    reused: float  # share of the prompts' tokens that were not read again
+    kept: int  # bytes, after all three
+
+    @property
+    def calls(self) -> tuple[TimedCall, ...]:
+        return self.first, self.second, self.turn
+
+
+@dataclass(frozen=True)
+class TurnsBench:
+    """A timed model, and what it is asked second."""
+
+    bench: VlmBench
+    other: str
+
+    def run(self, method: VlmMethod, question: Question) -> Talk:
+        """Three calls by a method that begins with nothing kept."""
+        bench = self.bench
+        with enabled(bench.model, method.drafter, **method.options) as handle:
+
+            def ask(prompt: str, before: tuple[tuple[str, str], ...] = ()) -> TimedCall:
+                inputs = chat_inputs(bench.processor, [prompt], [question.images], before=before)
+                stats = None if handle is None else handle.stats
+                return bench.timed(inputs.to(bench.model.device, bench.model.dtype), stats, do_sample=False)
+
+            first, second = ask(question.prompt), ask(self.other)
+            answer = bench.processor.batch_decode([list(first.answers[0])], skip_special_tokens=True)[0]
+            turn = ask(self.other, ((question.prompt, answer),))
+            read = {} if handle is None else handle.stats.prefix
+            kept = 0 if handle is None else handle.stats.kept_bytes
+        return Talk(first, second, turn, read.get("reused tokens", 0) / read.get("tokens", 1), kept)
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Of which model, what is shown, and what is asked second."""
+    add = parser.add_argument
+    add("--model", default=embedded.MODEL, help="folder, name on the Hub, or an embedded one: %(default)s, "
+        "scenes-hybrid")  # fmt: skip
+    add("--drafter", help="name or folder; default: what fits")
+    enabling.add(parser)
+    add("--second", default="What is in this image?", help="what is asked second (default: %(default)s)")
+    add("--max-new-tokens", type=count, default=32)
+    vlm_shown.configure(parser)
+    drawn.configure(parser)
+    where(parser)
+
+
+def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
+    """All cells, one after the other; yields whenever the outcome has grown."""
+    drafter = embedded.fitting(args.drafter or embedded.drafter(args.model), args.model)
+    try:
+        options = enabling.given(args.enable, drafter)
+    except enabling.EnableError as error:
+        raise BenchError(str(error)) from error
+    engine = load(args.model, STOCK, args.device, args.dtype, args.max_new_tokens, 0)
+    bench = VlmBench(engine.model, engine.processor, args.max_new_tokens, args.seed)
+    named = None if drafter == embedded.SHIPPED else embedded.resolve(drafter)
+    with enabled(bench.model, named or "suffix", **options) as handle:
+        made = handle.drafter
+    outcome.provenance = provenance(bench.model.device, bench.model.dtype) | {"model": args.model, "drafter": drafter}
+    kept = {"prefix_cache": KEPT} | options
+    whole = VlmMethod("whole prompts", drafter=made, options=options | {"prefix_cache": None})
+    chosen = [VlmMethod("stock"), whole, replace(whole, name="prefix_cache", options=kept)]
+    args.tune = False
+    for shown, some in drawn.questions(args)[0].items():
+        comparison = Comparison(chosen, TurnsBench(bench, args.second).run)
+        comparison.warm_up(some[0], ["stock"])
+        made_by = comparison.measure(some)
+        for method in comparison.able:
+            outcome.records.append(record(str(shown) or "picture", method.name, made_by[method.name], made_by["stock"]))
+            say(f"{shown}: {method.name} {outcome.records[-1]['second_share']:.2f}")
+        yield
+
+
+def record(cell: str, name: str, made: list[Talk], stock: list[Talk]) -> report.Record:
+    """Of one method: times to first tokens, and what share of the first question's those of the later calls take."""
+
+    def milliseconds(which: str) -> list[float]:
+        return [1e3 * getattr(talk, which).first for talk in made]
+
+    firsts = [talk.first for talk in made]
+    shares = {which: over([getattr(t, which) for t in made], firsts, "first") for which in ("second", "turn")}
+    same = [[c.answers for c in m.calls] == [c.answers for c in s.calls] for m, s in zip(made, stock, strict=True)]
+    return {
+        "suite": "turns", "cell": cell, "method": name, "n": len(made), "note": "",
+        **{f"{which}_ms": statistics.median(milliseconds(which)) for which in ("first", "second", "turn")},
+        **report.spread("second_share", shares["second"]), **report.spread("turn_share", shares["turn"]),
+        "reused": statistics.fmean(talk.reused for talk in made),
+        "kept_mb": statistics.fmean(talk.kept for talk in made) / 2**20,
+        "identical_rate": statistics.fmean(same),
+    }  # fmt: skip

@@ -1,0 +1,191 @@
+"""Scores an embedded VLM on held-out scenes, questions, picture pairs and clips, and writes its card."""
+
+import json
+import time
+from collections import Counter
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from benchmarks.zoo import card, clips, language, score
+from benchmarks.zoo.recipes import VlmRecipe
+from mmspec import zoo
+from mmspec.zoo import scenes
+from mmspec.zoo.scenes import Scene
+
+HELD_OUT = 4  # stream of random numbers; training uses 1 to 3
+SAMPLES = 12
+FRAMES = (4, 8)  # of the clips that are scored
+CLIP_SAMPLES, CLIP_FRAMES, CLIP_RATE, CLIP_SCALE = 4, 24, 8, 3  # of the clips that come along
+
+
+def held_out(recipe: VlmRecipe, count: int, stream: int = 0) -> list[Scene]:
+    """Scenes that no training step has drawn, the same ones every time."""
+    return [scenes.draw(np.random.default_rng([recipe.seed, HELD_OUT, stream, i])) for i in range(count)]
+
+
+def load(folder: Path) -> tuple[Any, Any]:
+    """The processor and, in float32, the model of a folder."""
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    return AutoProcessor.from_pretrained(folder), model
+
+
+@torch.no_grad()
+def answer(
+    model: Any,
+    processor: Any,
+    asked: list[tuple[list[Scene], str]],
+    batch: int = 30,
+) -> tuple[list[str], float]:
+    """Greedy answers to (pictures, prompt) pairs, and the mean number of generated tokens."""
+    texts, tokens, writer = [], 0, cast(Any, model)
+    for start in range(0, len(asked), batch):
+        part = asked[start : start + batch]
+        chats = [
+            [
+                {
+                    "role": "user",
+                    "content": [{"type": "image", "image": scenes.render(scene)} for scene in shown]
+                    + [{"type": "text", "text": prompt}],
+                }
+            ]
+            for shown, prompt in part
+        ]
+        inputs: Any = processor.apply_chat_template(
+            chats,  # type: ignore[arg-type]  # a picture is no text
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+            processor_kwargs={"padding": True},
+        )
+        inputs["pixel_values"] = inputs["pixel_values"].to(model.dtype)
+        out = writer.generate(**inputs, do_sample=False, max_new_tokens=320)[:, inputs["input_ids"].shape[1] :]
+        tokens += int((out != model.generation_config.pad_token_id).sum())
+        texts += processor.batch_decode(out, skip_special_tokens=True)
+    return texts, tokens / max(1, len(asked))
+
+
+def score_style(model: Any, processor: Any, shown: list[Scene], style: str) -> dict:
+    """Shares of right facts (with how many there were) in the captions of one style, and examples."""
+    texts, tokens = answer(model, processor, [([scene], zoo.PROMPTS[style]) for scene in shown])
+    tally = sum((score.score_caption(text, scene) for text, scene in zip(texts, shown, strict=True)), Counter())
+    facts = {fact: (tally[fact, "right"], tally[fact, "of"]) for fact, part in tally if part == "of"}
+    return {
+        "scenes": len(shown),
+        "tokens": tokens,
+        "facts": dict(sorted(facts.items())),
+        "examples": texts[:3],
+        "different words": len({word for text in texts for word in text.lower().split()}),
+    }
+
+
+def score_questions(
+    model: Any, processor: Any, recipe: VlmRecipe, shown: list[Scene], pairs: bool
+) -> dict[str, tuple[int, int]]:
+    """Exactly right answers by kind of question."""
+    rng = np.random.default_rng([recipe.seed, HELD_OUT, 9, int(pairs)])
+    asked, wanted = [], []
+    mix = replace(recipe.texts, shape_counts=recipe.stages[-1].mix.shape_counts)
+    for first, second in zip(shown[::2], shown[1::2], strict=False):
+        for _ in range(2):
+            here = [first, second] if pairs else [first if rng.random() < 0.5 else second]
+            exchange = (
+                language.pair_question(rng, (first, second), mix) if pairs else language.any_question(rng, here[0], mix)
+            )
+            asked.append((here, exchange.prompt))
+            wanted.append(exchange)
+    given, _ = answer(model, processor, asked)
+    scores: dict[str, tuple[int, int]] = {}
+    for exchange, text in zip(wanted, given, strict=True):
+        right, of = scores.get(exchange.kind, (0, 0))
+        scores[exchange.kind] = (right + (text.strip() == exchange.answer), of + 1)
+    return dict(sorted(scores.items()))
+
+
+def score_clips(model: Any, processor: Any, count: int, frames: int) -> dict:
+    """Shares of right facts in the captions of held-out clips of so many frames, and examples."""
+    held = clips.held_out(count)
+    asked = [([clips.at(clip, time) for time in clips.moments(frames)], clips.PROMPTS[0]) for clip in held]
+    texts, tokens = answer(model, processor, asked)
+    tally = sum((score.score_clip(text, clip) for text, clip in zip(texts, held, strict=True)), Counter())
+    facts = {fact: (tally[fact, "right"], tally[fact, "of"]) for fact, part in tally if part == "of"}
+    return {
+        "clips": count,
+        "frames": frames,
+        "tokens": tokens,
+        "facts": dict(sorted(facts.items())),
+        "examples": list(zip(texts[:3], map(clips.caption, held[:3]), strict=True)),
+    }
+
+
+def sees_clips(recipe: VlmRecipe) -> bool:
+    return any(turn.kind == "clip" for stage in recipe.stages for turn in stage.turns)
+
+
+def glance(recipe: VlmRecipe, model: Any, processor: Any, count: int = 30) -> str:
+    """One line on a few held-out scenes, for the log of a running training."""
+    was_training = model.training
+    model.eval()
+    shown = held_out(recipe, count, stream=1)
+    facts = score_style(model, processor, shown, "short")["facts"]
+    single, double = (score_questions(model, processor, recipe, shown, pairs) for pairs in (False, True))
+    seen = score_clips(model, processor, count, FRAMES[0])["facts"] if sees_clips(recipe) else {}
+    model.train(was_training)
+    told = {**facts, **{f"?{kind}": score for kind, score in (single | double).items()}}
+    told |= {f"clip-{fact}": score for fact, score in seen.items()}
+    return " ".join(f"{fact.replace(' ', '-')} {right}/{of}" for fact, (right, of) in told.items())
+
+
+def evaluate(recipe: VlmRecipe, folder: Path, work: Path, count: int) -> dict:
+    """Score the exported model in float32 on `count` held-out scenes; write results.json, README.md and the samples."""
+    processor, model = load(folder)
+    shown, begun = held_out(recipe, count), time.monotonic()
+    results = {
+        "short": score_style(model, processor, shown, "short"),
+        "long": score_style(model, processor, shown, "long"),
+        "questions": score_questions(model, processor, recipe, shown, False),
+        "pairs": score_questions(model, processor, recipe, shown, True),
+        "clips": [score_clips(model, processor, count, frames) for frames in FRAMES if sees_clips(recipe)],
+        "parameters": sum(weight.numel() for weight in model.parameters()),
+    }
+    report = work / "head" / "report.json"  # of what drafts for it
+    results["head tau"] = json.loads(report.read_text())["held_out_tau"] if report.is_file() else 0.0
+    results["seconds"] = time.monotonic() - begun
+    work.mkdir(parents=True, exist_ok=True)
+    (work / "results.json").write_text(json.dumps(results, indent=1))
+    (folder / "README.md").write_text(card.vlm_card(recipe, results, card.wall_minutes(work)))
+    if recipe.embedded and sees_clips(recipe):  # the one whose samples come along
+        save_samples(recipe)
+        save_clips()
+    return results
+
+
+def save_samples(recipe: VlmRecipe) -> None:
+    """The first held-out scenes of a stream of their own, as small PNGs."""
+    zoo.samples().mkdir(exist_ok=True)
+    for number, scene in enumerate(held_out(recipe, SAMPLES, stream=2), 1):
+        scenes.render(scene).save(zoo.samples() / f"scene-{number:02d}.png", optimize=True)
+
+
+def save_clips() -> None:
+    """Held-out clips in which something happens, as MP4; enlarged, so that their codec does not blur small patterns."""
+    import av
+
+    zoo.samples().mkdir(exist_ok=True)
+    lively = (clip for clip in clips.held_out(100, seed=2**31 + 1) if any(m.kind != "still" for m in clip.motions))
+    for number, clip in enumerate(islice(lively, CLIP_SAMPLES), 1):
+        with av.open(str(zoo.samples() / f"clip-{number}.mp4"), "w", options={"movflags": "faststart"}) as file:
+            stream = file.add_stream("libx264", rate=CLIP_RATE, options={"crf": "20", "preset": "veryslow"})
+            stream.width = stream.height = scenes.SIDE * CLIP_SCALE
+            stream.pix_fmt = "yuv420p"
+            for picture in clips.frames(clip, CLIP_FRAMES):
+                large = picture.resize((stream.width, stream.height), Image.Resampling.NEAREST)
+                file.mux(stream.encode(av.VideoFrame.from_image(large)))
+            file.mux(stream.encode())

@@ -1,0 +1,86 @@
+"""First stage of a zoo VLM: the vision tower alone learns what stands in every cell of the grid, by auxiliary heads."""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from benchmarks.zoo import fit, sheets
+from mmspec.zoo import scenes
+from mmspec.zoo.scenes import Scene
+
+FIELDS = {
+    "shape": ("none", *scenes.SHAPES),
+    "colour": tuple(scenes.COLOURS),
+    "texture": scenes.TEXTURES,
+    "size": tuple(scenes.SIZES),
+}
+IGNORED = -100
+See = Callable[[nn.Module, torch.Tensor], torch.Tensor]  # a tower and pictures [N, 3, S, S] to [N, tokens, width]
+
+
+def pixels(shown: list[Scene]) -> torch.Tensor:
+    """What the exported image processor makes of the rendered scenes: [B, 3, SIDE, SIDE] in -1..1."""
+    return sheets.pixels([scenes.render(scene) for scene in shown])
+
+
+def cell_labels(shown: list[Scene]) -> torch.Tensor:
+    """Class per scene, grid cell and field, [B, 9, 5]: FIELDS and the background; IGNORED where a cell is empty."""
+    labels = torch.full((len(shown), 9, len(FIELDS) + 1), IGNORED)
+    labels[:, :, 0] = 0
+    for row, scene in enumerate(shown):
+        labels[row, :, -1] = list(scenes.BACKGROUNDS).index(scene.background)
+        for thing in scene.things:
+            for column, (field, values) in enumerate(FIELDS.items()):
+                labels[row, thing.cell, column] = values.index(getattr(thing, field))
+    return labels
+
+
+def cell_of_patch(patch: int) -> torch.Tensor:
+    """Grid cell that holds the middle of each patch, in the order of the visual tokens."""
+    middle = (torch.arange(scenes.SIDE // patch) * patch + patch // 2) // scenes.CELL
+    return (middle[:, None] * 3 + middle[None]).flatten()
+
+
+class CellReader(nn.Module):
+    """The tower with one linear classifier per field on every patch; thrown away after the stage."""
+
+    cells: torch.Tensor  # of each patch
+
+    def __init__(self, tower: nn.Module, see: See, width: int, patch: int):
+        super().__init__()
+        self.tower, self.see = tower, see
+        self.classes = [len(values) for values in FIELDS.values()] + [len(scenes.BACKGROUNDS)]
+        self.norm = nn.LayerNorm(width)
+        self.heads = nn.Linear(width, sum(self.classes))
+        self.register_buffer("cells", cell_of_patch(patch), persistent=False)
+
+    def forward(self, pixel_values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Logits [B, patches, classes], one tensor per field."""
+        with fit.autocast():
+            seen = self.see(self.tower, pixel_values)
+        return self.heads(self.norm(seen.float())).split(self.classes, -1)
+
+    def loss(self, shown: list[Scene]) -> tuple[torch.Tensor, list[float]]:
+        """Mean cross entropy over the fields, and each field's share of right patches."""
+        return graded(self(pixels(shown)), cell_labels(shown)[:, self.cells])
+
+
+def graded(told: tuple[torch.Tensor, ...], labels: torch.Tensor) -> tuple[torch.Tensor, list[float]]:
+    """Mean cross entropy over the fields, and each field's share of right patches, from logits [B, patches, classes]
+    a field and labels [B, patches, fields], some IGNORED."""
+    total, right = torch.zeros(()), []
+    for column, logits in enumerate(told):
+        truth = labels[:, :, column]
+        total = total + F.cross_entropy(logits.flatten(0, 1), truth.flatten(), ignore_index=IGNORED)
+        known = truth != IGNORED
+        right.append((logits.argmax(-1) == truth)[known].float().mean().item())
+    return total / len(told), right
+
+
+def draw_scenes(seed: list[int], count: int) -> list[Scene]:
+    """`count` scenes of the stream `seed`."""
+    rng = np.random.default_rng(seed)
+    return [scenes.draw(rng) for _ in range(count)]

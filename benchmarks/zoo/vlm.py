@@ -1,0 +1,201 @@
+"""Builds and trains a vision-language model of the zoo from stock classes: tokenizer, tower, decoder, export."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import nn
+from transformers import PreTrainedTokenizerFast
+
+from benchmarks.zoo import fit as zoo_fit
+from benchmarks.zoo import language, lexicon, llava, pack, qwen, sheets, tower
+from benchmarks.zoo.recipes import Hybrid, Mix, VlmRecipe, ZooStage
+from mmspec.zoo import scenes
+
+# streams of random numbers: [recipe.seed, stream, step]
+TOWER, TEXTS = 1, 2
+KINDS: tuple[Any, ...] = (llava, qwen)  # modules of the same functions
+
+
+def kind(of: VlmRecipe | Any) -> Any:
+    """The module that knows the classes of a recipe, or of a model."""
+    if isinstance(of, VlmRecipe):
+        return qwen if isinstance(of.language, Hybrid) else llava
+    return next(module for module in KINDS if isinstance(of, module.MODEL))
+
+
+def build_tokenizer(recipe: VlmRecipe) -> PreTrainedTokenizerFast:
+    """Byte-level BPE learnt from generated texts of all kinds; the special tokens take the first ids."""
+    special = [*pack.SPECIAL, *kind(recipe).FRAME.special]
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    core.train_from_iterator(
+        _sample_texts(recipe),
+        trainers.BpeTrainer(
+            vocab_size=recipe.language.vocabulary,
+            special_tokens=special,
+            show_progress=False,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        ),
+    )
+    names = dict(zip(("pad_token", "bos_token", "eos_token"), pack.SPECIAL, strict=False))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        **names,
+        extra_special_tokens=special[3:],
+        model_max_length=recipe.language.positions,
+        padding_side="left",
+    )
+
+
+def _sample_texts(recipe: VlmRecipe) -> list[str]:
+    rng = np.random.default_rng([recipe.seed, TEXTS])
+    texts = []
+    for _ in range(recipe.tokenizer_scenes):
+        here = scenes.draw(rng)
+        told = [language.short(rng, here, recipe.texts), language.long(rng, here, recipe.texts)]
+        told.append(language.pair_question(rng, (here, scenes.draw(rng)), recipe.texts))
+        told += [language.any_question(rng, here, recipe.texts) for _ in range(4)]
+        texts += [text for exchange in told for text in (exchange.prompt, exchange.answer)]
+    return texts
+
+
+def build_processor(recipe: VlmRecipe, tokenizer: PreTrainedTokenizerFast) -> Any:
+    """The stock processor of the recipe's kind."""
+    return kind(recipe).build_processor(recipe, tokenizer)
+
+
+def build_model(recipe: VlmRecipe) -> Any:
+    """The untrained model in float32, initialised from the recipe's seed."""
+    torch.manual_seed(recipe.seed)
+    model = kind(recipe).build_model(recipe)
+    model.generation_config.update(
+        bos_token_id=pack.BOS, eos_token_id=pack.EOS, pad_token_id=pack.PAD, max_new_tokens=320
+    )
+    return model
+
+
+def train_tower(recipe: VlmRecipe, folder: Path, say: Callable[[str], None], stop: int | None = None) -> nn.Module:
+    """First stage; ends with the share of right cells by field in the log."""
+    torch.manual_seed(recipe.seed)
+    untrained, width = kind(recipe).build_tower(recipe)
+    reader = tower.CellReader(untrained, kind(recipe).see, width, recipe.vision.patch)
+    right: list[float] = []
+
+    def loss_of(step: int) -> tuple[torch.Tensor, int]:
+        shown = tower.draw_scenes([recipe.seed, TOWER, step], recipe.tower.batch)
+        loss, right[:] = reader.loss(shown)
+        return loss, recipe.tower.batch * len(reader.cells)
+
+    def watch(step: int) -> None:
+        if step % 50 == 0:
+            shares = zip((*tower.FIELDS, "background"), right, strict=True)
+            say("cells right: " + " ".join(f"{field} {share:.3f}" for field, share in shares))
+
+    zoo_fit.fit(reader, recipe.tower, loss_of, folder / "tower.pt", say, watch, stop)
+    return reader.tower
+
+
+def packed_loss(
+    model: Any,
+    batch: pack.Packed,
+    pixel_values: torch.Tensor,
+    weights: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Mean cross entropy of everything the assistant says, weighted by token id if `weights` [V] are given."""
+    with zoo_fit.autocast():
+        hidden = kind(model).packed_hidden(model, batch, pixel_values)
+        said = batch.labels != pack.IGNORED
+        logits = model.lm_head(hidden[said])
+    return F.cross_entropy(logits.float(), batch.labels[said], weight=weights)
+
+
+def emphasis(tokenizer: PreTrainedTokenizerFast, mix: Mix) -> torch.Tensor:
+    """Weight in the loss of every token id: `mix.emphasis` for numbers, relations, yes, no, stressed words; else 1."""
+    words = [*lexicon.NUMBERS, "left", "right", "above", "below", "yes", "no", "is", "are"]
+    weights = torch.ones(len(tokenizer))
+    for word in words:
+        for spelled in (word, word.capitalize(), " " + word):
+            ids = tokenizer.encode(spelled, add_special_tokens=False)
+            if len(ids) == 1:
+                weights[ids[0]] = mix.emphasis
+    for word in mix.stressed:
+        weights[tokenizer.encode(" " + word, add_special_tokens=False)[0]] = mix.emphasis
+    return weights
+
+
+@contextmanager
+def on_packed_rows(model: Any, compiled: bool) -> Iterator[None]:
+    """Within, the decoder reads packed rows, and the tower does not learn.
+
+    Compiled layer by layer and with the plain attention a step is faster on a CPU.
+    """
+    of_kind, decoder = kind(model), model.model.language_model
+    of_kind.tower_of(model).requires_grad_(False)
+    of_kind.branching(model, True)
+    decoder.set_attn_implementation("eager")
+    for layer in decoder.layers if compiled else ():
+        layer.compile(dynamic=False)
+    try:
+        yield
+    finally:
+        of_kind.branching(model, False)
+        for layer in decoder.layers:
+            layer._compiled_call_impl = None
+        decoder.set_attn_implementation("sdpa")
+
+
+def train_decoder(
+    recipe: VlmRecipe,
+    model: Any,
+    tokenizer: PreTrainedTokenizerFast,
+    folder: Path,
+    say: Callable[[str], None],
+    watch: Callable[[int], None] = lambda step: None,
+    stop: int | None = None,
+    compiled: bool = True,
+) -> None:
+    """The stages after the tower's: projector, decoder and head on packed texts; the tower stays as it is.
+
+    `stop` breaks off the first of the stages after that many steps.
+    """
+    of_kind = kind(model)
+
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    def look(step: int) -> None:
+        with torch.compiler.set_stance("force_eager"):  # generation has other shapes at every step
+            of_kind.branching(model, False)
+            watch(step)
+            of_kind.branching(model, True)
+
+    for stage in recipe.stages:
+        weights = emphasis(tokenizer, stage.mix)[: recipe.language.vocabulary]  # a stock processor adds tokens
+
+        def loss_of(step: int, stage: ZooStage = stage, weights: torch.Tensor = weights) -> tuple[torch.Tensor, int]:
+            turn, seed = stage.turns[step % len(stage.turns)], [recipe.seed, stage.stream, step]
+            shown, batch = pack.draw_batch(recipe, stage.mix, turn, stage.plan.batch, encode, seed, of_kind.FRAME)
+            return packed_loss(model, batch, tower.pixels(shown), weights), batch.ids.numel()
+
+        with on_packed_rows(model, compiled):
+            zoo_fit.fit(model, stage.plan, loss_of, folder / f"{stage.name}.pt", say, look, stop or stage.plan.stop)
+        if stop is not None:
+            break
+
+
+def export(model: Any, processor: Any, folder: Path) -> None:
+    """Weights in bfloat16 safetensors, processor, chat template and generation config."""
+    state = {name: weight.to(torch.bfloat16) for name, weight in model.state_dict().items()}
+    twin = type(model)(model.config)
+    twin.generation_config = model.generation_config
+    twin.load_state_dict(state)
+    twin.bfloat16().save_pretrained(folder)
+    processor.save_pretrained(folder)
+    sheets.readable(folder)

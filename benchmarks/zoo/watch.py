@@ -1,0 +1,103 @@
+"""Before a decoder tells what moves, its lower layers learn, by auxiliary heads, what happened in every cell."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from benchmarks.zoo import clips, fit, pack, tower
+from benchmarks.zoo.clips import Clip
+from benchmarks.zoo.recipes import VlmRecipe, Watching
+from benchmarks.zoo.vlm import kind, on_packed_rows
+from mmspec.zoo import scenes
+
+STREAM = 8  # of random numbers
+KINDS = tuple(clips.TOLD)
+FIELDS = {  # of a cell of the grid
+    "was": ("none", *scenes.SHAPES),  # shape at first
+    "colour": tuple(scenes.COLOURS),  # of what was there at first
+    "went": KINDS,  # what became of that
+    "came": KINDS,  # how that which is there at last came to be there
+}
+
+
+def cell_labels(shown: list[Clip]) -> Tensor:
+    """Class per clip, grid cell and field, [B, 9, 4]; IGNORED where there is nothing to say."""
+    labels = torch.full((len(shown), 9, len(FIELDS)), tower.IGNORED)
+    labels[:, :, 0] = 0
+    for row, clip in enumerate(shown):
+        for thing, motion in clip.parts:
+            kind = KINDS.index(motion.kind)
+            if motion.kind != "appears":
+                labels[row, thing.cell, 0] = 1 + scenes.SHAPES.index(thing.shape)
+                labels[row, thing.cell, 1] = list(scenes.COLOURS).index(thing.colour)
+                labels[row, thing.cell, 2] = kind
+            if motion.kind != "vanishes":
+                labels[row, clips.last_cell(thing, motion), 3] = kind
+    return labels
+
+
+class ClipReader(nn.Module):
+    """A model that ends with its lower layers, and a linear classifier per field on every patch of the last picture.
+
+    The classifiers are thrown away after the stage; `whole` gives the model its upper layers back.
+    """
+
+    cells: Tensor  # of each patch
+
+    def __init__(self, model: Any, recipe: VlmRecipe, plan: Watching) -> None:
+        super().__init__()
+        self.model, self.kind = model, kind(model)
+        decoder = model.model.language_model
+        self.upper, self.last = decoder.layers[plan.layers :], decoder.norm
+        decoder.layers, decoder.norm = decoder.layers[: plan.layers], nn.Identity()
+        self.classes = [len(values) for values in FIELDS.values()]
+        self.norm = nn.LayerNorm(recipe.language.width)
+        self.heads = nn.Linear(recipe.language.width, sum(self.classes))
+        self.register_buffer("cells", tower.cell_of_patch(recipe.vision.patch), persistent=False)
+
+    def whole(self) -> None:
+        """Put the upper layers back."""
+        decoder = self.model.model.language_model
+        decoder.layers, decoder.norm = decoder.layers.extend(self.upper), self.last
+
+    def forward(self, pixels: Tensor, pictures: int) -> tuple[Tensor, ...]:
+        """Logits [B, patches, classes], one tensor per field, from `pictures` pictures for each of B clips."""
+        patches, rows = len(self.cells), len(pixels) // pictures
+        shown = pack.pack([[]] * rows, pictures, patches, 0, self.kind.FRAME)
+        with fit.autocast():
+            hidden = self.kind.packed_hidden(self.model, shown, pixels)
+        visual = hidden[shown.ids == pack.IMAGE].unflatten(0, (rows, -1))
+        return self.heads(self.norm(visual[:, -patches:].float())).split(self.classes, -1)
+
+    def loss(self, shown: list[Clip], pixels: Tensor, pictures: int) -> tuple[Tensor, list[float]]:
+        """Mean cross entropy over the fields, and each field's share of right patches."""
+        return tower.graded(self(pixels, pictures), cell_labels(shown)[:, self.cells])
+
+
+def train(recipe: VlmRecipe, model: Any, folder: Path, say: Callable[[str], None], compiled: bool = True) -> None:
+    """The stage, or on from its checkpoint in `folder`; ends with the share of right cells by field in the log."""
+    plan = recipe.watching
+    assert plan is not None
+    torch.manual_seed(recipe.seed)
+    reader = ClipReader(model, recipe, plan)
+    right: list[float] = []
+
+    def loss_of(step: int) -> tuple[Tensor, int]:
+        rng = np.random.default_rng([recipe.seed, STREAM, step])
+        pictures = plan.pictures[step % len(plan.pictures)]
+        shown = [clips.draw(rng) for _ in range(plan.plan.batch * 2 // pictures)]
+        frames = [clips.at(clip, time) for clip in shown for time in clips.moments(pictures, rng)]
+        loss, right[:] = reader.loss(shown, tower.pixels(frames), pictures)
+        return loss, len(frames) * len(reader.cells)
+
+    def watch(step: int) -> None:
+        if step % 25 == 0:
+            say("cells right: " + " ".join(f"{field} {share:.3f}" for field, share in zip(FIELDS, right, strict=True)))
+
+    with on_packed_rows(model, compiled):
+        fit.fit(reader, plan.plan, loss_of, folder / "watching.pt", say, watch)
+    reader.whole()
