@@ -10,7 +10,7 @@ import torch
 
 from mmspec.config import chosen
 from mmspec.drafters.options import ChainOptions, sized
-from mmspec.protocols import PerRow, Target, TargetInfo
+from mmspec.protocols import PerRow, SessionView, Target, TargetInfo
 from mmspec.tree import chain
 from mmspec.types import NO_TOKEN, Draft, Prompt
 
@@ -53,10 +53,10 @@ class NgramDrafter:
         depth = sized(_USUAL, given)["depth"]
         return replace(self, options=ChainOptions(depth, 1, depth + 1))
 
-    def start(self, session: Any, target: Target, prompt: Prompt) -> PerRow[Index]:
+    def start(self, session: SessionView, target: Target, prompt: Prompt) -> PerRow[Index]:
         return PerRow([Index() for _ in session.rows])
 
-    def propose(self, session: Any, target: Target) -> Draft:
+    def propose(self, session: SessionView, target: Target) -> Draft:
         indexes = session.memory.values
         found = [self._continuation(index, row.tokens) for index, row in zip(indexes, session.rows, strict=True)]
         depth = max(map(len, found))

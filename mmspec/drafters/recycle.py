@@ -15,7 +15,7 @@ from mmspec.config import chosen
 from mmspec.drafters.likely import likeliest, worth
 from mmspec.drafters.options import ChainOptions, sized
 from mmspec.modes import lasting
-from mmspec.protocols import PerRow, Target, TargetInfo
+from mmspec.protocols import PerRow, SessionView, Target, TargetInfo
 from mmspec.tree import chain, from_paths, in_order, lone
 from mmspec.types import LIKELIEST, NO_TOKEN, RANKS, Draft, Prompt, Round, Tree
 
@@ -175,11 +175,11 @@ class RecycleDrafter:
         options = replace(chosen(_USUAL, given, "the recycle drafter"), **sized(_USUAL, given))
         return replace(self, options=options, successors=Successors(target.vocab, target.device))
 
-    def start(self, session: Any, target: Target, prompt: Prompt) -> PerRow[Shape | None]:
+    def start(self, session: SessionView, target: Target, prompt: Prompt) -> PerRow[Shape | None]:
         """Of each row, the shape that its last draft had; None: nothing was drafted for it."""
         return PerRow([None] * len(session.rows))
 
-    def propose(self, session: Any, target: Target) -> Draft:
+    def propose(self, session: SessionView, target: Target) -> Draft:
         known, memory, pending = self.successors, session.memory, session.pending
         assert known is not None
         with known.lock:

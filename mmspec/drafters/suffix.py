@@ -17,7 +17,7 @@ from mmspec.config import chosen, whole
 from mmspec.drafters.automaton import SuffixAutomaton
 from mmspec.drafters.likely import filled, likeliest, worth
 from mmspec.drafters.options import ChainOptions, sized
-from mmspec.protocols import PerRow, Target, TargetInfo
+from mmspec.protocols import PerRow, SessionView, Target, TargetInfo
 from mmspec.tree import chain, from_parents, lone
 from mmspec.types import NO_TOKEN, Draft, Prompt
 
@@ -212,7 +212,7 @@ class SuffixDrafter:
         options = replace(chosen(_USUAL, given, "the suffix drafter"), **sized(_USUAL, given))
         return replace(self, options=options, phrases=Phrases(options.memory))
 
-    def start(self, session: Any, target: Target, prompt: Prompt) -> PerRow[_Cursor]:
+    def start(self, session: SessionView, target: Target, prompt: Prompt) -> PerRow[_Cursor]:
         """Read the prompts' text tokens; those of pictures are left out."""
         words = torch.where((prompt.visual == 0) & prompt.valid, prompt.ids, NO_TOKEN).tolist()
         with self.phrases.lock:
@@ -222,7 +222,7 @@ class SuffixDrafter:
             ]
         return PerRow(found)
 
-    def propose(self, session: Any, target: Target) -> Draft:
+    def propose(self, session: SessionView, target: Target) -> Draft:
         least = worth(len(session.rows))
         with self.phrases.lock:
             found = [
