@@ -18,7 +18,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, logging
 import mmspec
 from mmspec import zoo
 from mmspec.config import chosen
-from mmspec.protocols import Target, TargetInfo
+from mmspec.protocols import SessionView, Target, TargetInfo
 from mmspec.tree import chain
 from mmspec.types import NO_TOKEN, Draft, Prompt
 from mmspec.zoo import scenes
@@ -59,10 +59,10 @@ class PhraseDrafter:
         """This drafter with the options given to `enable`; any target will do."""
         return replace(self, options=chosen(self.options, given, "PhraseDrafter"))
 
-    def start(self, session: Any, target: Target, prompt: Prompt) -> None:
+    def start(self, session: SessionView, target: Target, prompt: Prompt) -> None:
         """It remembers nothing of a row."""
 
-    def propose(self, session: Any, target: Target) -> Draft:
+    def propose(self, session: SessionView, target: Target) -> Draft:
         lines = [[row.tokens[-1], *self._after(row.tokens)] for row in session.rows]  # the root is decided already
         tokens = torch.tensor(lines, device=session.pending.device)  # [B, depth + 1]
         return Draft(tokens, chain(self.nodes, tokens.device).expand(len(lines)))  # no distribution: point masses

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mmspec.modes import Mode
+from mmspec.session import Row, Session
 from mmspec.types import Draft, Prompt, Round, Scores
 
 T = TypeVar("T")
@@ -40,6 +41,32 @@ class TargetInfo:
     ends: tuple[int, ...] | None = None
     grid: int = 0
     rope_theta: float = 0.0
+
+
+class SessionView(Protocol):
+    """What a drafter reads of a session; of it all it changes is `memory`, its own.
+
+    Attributes:
+        rows: the sequences under way, with their tokens.
+        pending: [B], the tokens that are decided and not yet in the target's cache.
+        emitted: [B], how many tokens are decided after each prompt.
+        seeds: [B], of each row's noise.
+        memory: what the drafter's `start` gave.
+        last: the round before, the prefill's at first.
+    """
+
+    memory: Any
+
+    @property
+    def rows(self) -> Sequence[Row]: ...
+    @property
+    def pending(self) -> Tensor: ...
+    @property
+    def emitted(self) -> Tensor: ...
+    @property
+    def seeds(self) -> Tensor: ...
+    @property
+    def last(self) -> Round: ...
 
 
 class Rows(Protocol):
@@ -102,7 +129,7 @@ class Target(Protocol):
     guidance: Any
     weighs: bool
 
-    def prefill(self, session: Any, inputs: Any, nodes: int) -> tuple[Prompt, Scores]:
+    def prefill(self, session: Session, inputs: Any, nodes: int) -> tuple[Prompt, Scores]:
         """Read the prompts of the session's rows into `session.cache`.
 
         Args:
@@ -113,10 +140,10 @@ class Target(Protocol):
             What a drafter may know of the prompts, and the scores [B, 1, V] after them.
         """
 
-    def score(self, session: Any, draft: Draft) -> Scores:
+    def score(self, session: Session, draft: Draft) -> Scores:
         """One forward over every node of the draft [B, N], each seeing the row's cache and its own ancestors."""
 
-    def commit(self, session: Any, round_: Round) -> None:
+    def commit(self, session: Session, round_: Round) -> None:
         """Keep the KV cache entries of the accepted nodes, drop the rest."""
 
     def embed(self, ids: Tensor) -> Tensor:
@@ -128,7 +155,7 @@ class Target(Protocol):
         One is given on the option `draft_vocab`, which needs a target that says which tokens end an answer.
         """
 
-    def weigh(self, logits: Tensor, session: Any, position: Tensor) -> Tensor:
+    def weigh(self, logits: Tensor, session: SessionView, position: Tensor) -> Tensor:
         """A drafter's logits [B, n, V] of the tokens at `position` [B, n], weighed as the target weighs its own."""
 
 
@@ -162,7 +189,7 @@ class Drafter(Protocol):
             ValueError: it was made for another target, has no use for an option, or a value makes no sense.
         """
 
-    def start(self, session: Any, target: Target, prompt: Prompt) -> Any:
+    def start(self, session: SessionView, target: Target, prompt: Prompt) -> Any:
         """Memory for these rows, filled from the prompt; the loop keeps it as `session.memory`.
 
         Returns:
@@ -170,7 +197,7 @@ class Drafter(Protocol):
             that remembers nothing.
         """
 
-    def propose(self, session: Any, target: Target) -> Draft:
+    def propose(self, session: SessionView, target: Target) -> Draft:
         """The next draft [B, N] for the rows under way, node 0 being `session.pending`.
 
         To be read: `session.rows[b].tokens` (prompt and answer so far, the pending token last), `session.memory`,

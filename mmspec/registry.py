@@ -6,7 +6,7 @@ import ast
 import importlib
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -26,49 +26,51 @@ class Entry:
 
     module: str
     cls: str
-    trained: bool
     about: str
+    _: KW_ONLY
+    trained: bool = False
     from_model: bool = False
 
 
 DRAFTERS: dict[str, Entry] = {
-    "ngram": Entry(
-        "mmspec.drafters.ngram",
-        "NgramDrafter",
-        False,
-        "prompt lookup, no weights",
-    ),
+    "ngram": Entry("mmspec.drafters.ngram", "NgramDrafter", "prompt lookup, no weights"),
     "suffix": Entry(
         "mmspec.drafters.suffix",
         "SuffixDrafter",
-        False,
         "what followed the same words in this run, no weights; where a model ships with nothing",
     ),
     "recycle": Entry(
-        "mmspec.drafters.recycle",
-        "RecycleDrafter",
-        False,
-        "what the model last found likeliest after each token, no weights",
+        "mmspec.drafters.recycle", "RecycleDrafter", "what the model last found likeliest after each token, no weights"
     ),
-    "plain": Entry("mmspec.drafters.plain", "Plain", False, "drafts nothing; for compile=True alone"),
-    "jacobi": Entry("mmspec.drafters.jacobi", "JacobiDrafter", False, "Jacobi window, no weights; for images"),
+    "plain": Entry("mmspec.drafters.plain", "Plain", "drafts nothing; for compile=True alone"),
+    "jacobi": Entry("mmspec.drafters.jacobi", "JacobiDrafter", "Jacobi window, no weights; for images"),
     "eagle": Entry(
-        "mmspec.drafters.eagle", "EagleDrafter", True, "EAGLE-2-style feature drafter; reads EAGLE, EAGLE-3"
+        "mmspec.drafters.eagle", "EagleDrafter", "EAGLE-2-style feature drafter; reads EAGLE, EAGLE-3", trained=True
     ),
-    "heads": Entry("mmspec.drafters.heads", "HeadsDrafter", True, "for pictures: heads that fill a Jacobi window"),
+    "heads": Entry(
+        "mmspec.drafters.heads", "HeadsDrafter", "for pictures: heads that fill a Jacobi window", trained=True
+    ),
     "block": Entry(
-        "mmspec.drafters.dflash", "BlockDrafter", True, "a block in one pass; reads DFlash, DSpark, DFlash2"
+        "mmspec.drafters.dflash", "BlockDrafter", "a block in one pass; reads DFlash, DSpark, DFlash2", trained=True
     ),
-    "vispec": Entry("mmspec.drafters.vispec", "ViSpecDrafter", True, "summaries of images, and a global image vector"),
-    "msd": Entry("mmspec.drafters.msd", "MsdDrafter", True, "images enter as their embeddings"),
-    "flash": Entry("mmspec.drafters.flash_vlm", "FlashDrafter", True, "images as latents, several tokens a pass"),
-    "specvlm": Entry("mmspec.drafters.specvlm", "SpecVlmDrafter", True, "image tokens compressed by what a gate picks"),
-    "model": Entry("mmspec.pipelines.drafters.draft_model", "ModelDrafter", False, "a smaller model: draft=…", True),
+    "vispec": Entry(
+        "mmspec.drafters.vispec", "ViSpecDrafter", "summaries of images, and a global image vector", trained=True
+    ),
+    "msd": Entry("mmspec.drafters.msd", "MsdDrafter", "images enter as their embeddings", trained=True),
+    "flash": Entry(
+        "mmspec.drafters.flash_vlm", "FlashDrafter", "images as latents, several tokens a pass", trained=True
+    ),
+    "specvlm": Entry(
+        "mmspec.drafters.specvlm", "SpecVlmDrafter", "image tokens compressed by what a gate picks", trained=True
+    ),
+    "model": Entry(
+        "mmspec.pipelines.drafters.draft_model", "ModelDrafter", "a smaller model: draft=…", from_model=True
+    ),
     "assistant": Entry(
-        "mmspec.pipelines.drafters.assistant", "AssistantDrafter", False, "Gemma-4's assistants: draft=…", True
+        "mmspec.pipelines.drafters.assistant", "AssistantDrafter", "Gemma-4's assistants: draft=…", from_model=True
     ),
     "mtp": Entry(
-        "mmspec.pipelines.drafters.mtp", "MtpDrafter", False, "the heads in the target's own checkpoint", True
+        "mmspec.pipelines.drafters.mtp", "MtpDrafter", "the heads in the target's own checkpoint", from_model=True
     ),
 }
 

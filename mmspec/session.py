@@ -82,7 +82,7 @@ class Session:
         self.rows = rows
         self.cache: Any = None  # Rows: the target's own state
         self.memory: Any = None  # Rows: the drafter's own state
-        self.last: Round | None = None
+        self.last: Round = None  # type: ignore[assignment]  # until the prompts are read, and once all rows have ended
         self.watched = False  # somebody wants to know which drafts were refused
         self.pending = torch.zeros(len(rows), dtype=torch.long, device=device)  # [B] decided, not yet in the cache
         self.emitted = torch.zeros(len(rows), dtype=torch.long, device=device)  # [B] tokens decided after the prompt
@@ -166,7 +166,7 @@ class Session:
         """Keep some rows, by index."""
         self.rows = [self.rows[i] for i in keep]
         if not keep:
-            self.last = self.cache = self.memory = None
+            self.last = self.cache = self.memory = None  # type: ignore[assignment]
             return
         index = torch.tensor(keep, device=self.pending.device)
         for name in _PER_ROW:

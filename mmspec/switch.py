@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mmspec.prices import DOUBT, MARGIN, Prices
 from mmspec.protocols import Drafter, Target, reported
+from mmspec.session import Session
 from mmspec.statistics import Stats
 from mmspec.tree import lone
 from mmspec.types import Draft, Prompt
@@ -112,7 +113,7 @@ class Switch:
         self.known = known
         self.features, self.nodes = drafter.features, drafter.nodes
 
-    def start(self, session: Any, target: Target, prompt: Prompt) -> _Memory:
+    def start(self, session: Session, target: Target, prompt: Prompt) -> _Memory:
         if not self.weighs and not self.known.tries(_size(session)):
             return _Memory(None, False, {})
         began, doubtful = time.perf_counter(), self.known.pays(_size(session)) is not True
@@ -120,7 +121,7 @@ class Switch:
         self.known.lost += doubtful * (time.perf_counter() - began)
         return _Memory(inner, True, reported(inner))
 
-    def propose(self, session: Any, target: Target) -> Draft:
+    def propose(self, session: Session, target: Target) -> Draft:
         memory, known, batch = session.memory, self.known, _size(session)
         self._book(memory)
         if memory.on and known.pays(batch) is False and not self.weighs:
@@ -137,7 +138,7 @@ class Switch:
         memory.before_round = before if judged else None
         return tested
 
-    def _drafted(self, session: Any, target: Target) -> Draft:
+    def _drafted(self, session: Session, target: Target) -> Draft:
         """The drafter's draft; it finds its own memory in the session."""
         memory = session.memory
         session.memory = memory.inner
@@ -166,6 +167,6 @@ def _sums(stats: Stats) -> tuple[float, ...]:
     return seconds, stats.seconds.get("draft", 0.0), stats.rounds, stats.row_rounds, stats.gained, stats.tokens
 
 
-def _size(session: Any) -> int:
+def _size(session: Session) -> int:
     """The power of two that these rows fill."""
     return 1 << (len(session.rows) - 1).bit_length()

@@ -18,7 +18,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from mmspec import zoo
 from mmspec.pipelines.host import recurrent, release
 from mmspec.pipelines.host.decoder import decoder
-from mmspec.protocols import Target, TargetInfo
+from mmspec.protocols import SessionView, Target, TargetInfo
 from mmspec.tree import from_parents
 from mmspec.types import Draft, Prompt
 
@@ -39,10 +39,10 @@ class _Known:
     def fit(self, target: TargetInfo, given: Mapping[str, Any]) -> _Known:
         return self
 
-    def start(self, session: Any, target: Target, prompt: Prompt) -> None:
+    def start(self, session: SessionView, target: Target, prompt: Prompt) -> None:
         return None
 
-    def propose(self, session: Any, target: Target) -> Draft:
+    def propose(self, session: SessionView, target: Target) -> Draft:
         row = session.rows[0]
         a, b, *_ = *self.answer[row.generated :], 0, 0
         tokens = [(a + 1) % self.vocab, a, (b + 1) % self.vocab, b]

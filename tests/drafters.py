@@ -173,7 +173,7 @@ def eagle(target: Any, nan: bool = False, **options: Any) -> EagleDrafter:
     third = {"features": (0, 1, 2), "parallel_norm": True, "fc_bias": False} if options.get("draft_vocab") else {}
     made = feature_drafter("eagle", target, **{**third, **options})
     if third:
-        made.draft_ids.copy_(torch.randperm(made.config.vocab)[: options["draft_vocab"]])
+        made.head.ids.copy_(torch.randperm(made.config.vocab)[: options["draft_vocab"]])
     with torch.no_grad():
         for weight in made.parameters() if nan else ():
             weight.fill_(float("nan"))

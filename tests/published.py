@@ -174,8 +174,8 @@ def ours(**changes) -> EagleDrafter:
     }
     c |= {"target": "somebody/target", "target_revision": "abc", "norm_eps": 1e-5, "rope_theta": 1e6}
     drafter = EagleDrafter(EagleConfig(**{**c, **changes}))
-    if drafter.lm_head is not None:
-        drafter.draft_ids.copy_(torch.randperm(V)[: drafter.config.draft_vocab].sort().values)
+    if drafter.head.own:
+        drafter.head.ids.copy_(torch.randperm(V)[: drafter.config.draft_vocab].sort().values)
     return drafter.eval()
 
 

@@ -72,7 +72,7 @@ def test_eagle3_computes_as_published(tmp_path, layout):
     logits = norm(z, t["norm.weight"]) @ t["lm_head.weight"].T
     torch.testing.assert_close(drafter.logits(z, None), logits, atol=1e-5, rtol=1e-4)
     best = logits.argmax(-1)
-    assert torch.equal(drafter.to_target(best), best + t["d2t"][best])
+    assert torch.equal(drafter.head.to_target(best), best + t["d2t"][best])
     assert drafter.config.features == ((2, 4, 6) if layout == "eagle3" else (1, 4, 7))
     assert drafter.config.target == ("" if layout == "eagle3" else "somebody/target")
 
@@ -125,7 +125,7 @@ def test_a_head_of_every_token_needs_no_map(tmp_path):
     config, t = eagle3()
     del t["d2t"], t["t2d"]
     t["lm_head.weight"] = torch.randn(V, H)
-    assert torch.equal(load(put(tmp_path, config, t)).draft_ids, torch.arange(V))
+    assert torch.equal(load(put(tmp_path, config, t)).head.ids, torch.arange(V))
     t["lm_head.weight"] = torch.randn(V - 1, H)
     with pytest.raises(ValueError, match="missing: d2t; extra: none"):
         load(put(tmp_path, config, t))

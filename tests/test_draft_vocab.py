@@ -228,9 +228,9 @@ def test_the_first_tokens_and_those_that_end_an_answer() -> None:
     for ends, told in ((None, [0, 1, 2, 3]), (2, [0, 1, 2, 3]), ([9, 2], [0, 1, 2, 3, 9])):
         model.generation_config.eos_token_id = ends
         with mmspec.enable(model, eagle(model), draft_vocab=4, **CHAIN) as handle:
-            assert handle.drafter.vocab.ids.tolist() == told
+            assert handle.drafter.head.vocab.ids.tolist() == told
             again = handle.drafter.fit(decoder_only.DecoderOnly().describe(model), handle.given)
-            assert again.vocab is handle.drafter.vocab and hash(handle.drafter.options)
+            assert again.head.vocab is handle.drafter.head.vocab and hash(handle.drafter.options)
     assert TreeOptions(draft_vocab=torch.tensor([5, 3, 5])).draft_vocab == (3, 5)
 
 

@@ -170,7 +170,7 @@ def made(**changes) -> EagleDrafter:
         parallel_norm=True, fc_bias=False, draft_vocab=V_D, depth=3, width=3, size=9,
     )  # fmt: skip
     drafter = EagleDrafter(replace(c, **changes)).eval().requires_grad_(False)
-    drafter.draft_ids.copy_(torch.randperm(targets.VOCAB)[:V_D].sort().values)
+    drafter.head.ids.copy_(torch.randperm(targets.VOCAB)[:V_D].sort().values)
     return drafter
 
 

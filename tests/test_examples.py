@@ -136,7 +136,7 @@ def test_a_type_checker_can_check_a_drafter(tmp_path: Path) -> None:
 
 def test_a_drafter_has_a_name_once_it_stands_in_the_table() -> None:
     """What docs/protocols.md says: one line, from outside."""
-    registry.DRAFTERS["mine"] = registry.Entry("mmspec.drafters.ngram", "NgramDrafter", False, "ours")
+    registry.DRAFTERS["mine"] = registry.Entry("mmspec.drafters.ngram", "NgramDrafter", "ours")
     assert type(registry.drafter_class("mine")()).__name__ == "NgramDrafter" and "mine" in registry.drafters()
 
 

@@ -57,6 +57,22 @@ def test_list_mle_is_the_formula(distributions: tuple[Tensor, Tensor], ranked: i
         assert list_mle(logits, p, ranked)[row].item() == pytest.approx(wanted, rel=1e-4, abs=1e-5)
 
 
+class ToyHead:
+    """A matrix, and the tokens of `own` that a drafter knows of it; None: all."""
+
+    def __init__(self, matrix: Tensor, own: Tensor | None) -> None:
+        self.matrix, self.own = matrix, own
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        return hidden @ self.matrix.T
+
+    def to_draft(self, x: Tensor) -> Tensor:
+        return x if self.own is None else x[..., self.own]
+
+    def to_target(self, ids: Tensor) -> Tensor:
+        return ids if self.own is None else self.own[ids]
+
+
 class Toy:
     """Network, drafter and teacher in one: features are turned, predictions recorded, the head is a matrix."""
 
@@ -65,7 +81,7 @@ class Toy:
     def __init__(self, own: Tensor | None = None) -> None:
         g = torch.Generator().manual_seed(5)
         self.turn, self.heads = torch.randn(H, H, generator=g), torch.randn(V, H, generator=g)
-        self.own, self.read, self.asked = own, [], []
+        self.head, self.read, self.asked = ToyHead(self.heads, own), [], []
 
     def __call__(
         self, embeds: Tensor, features: Tensor, visual: Tensor, valid: Tensor, steps: int, start: int,
@@ -75,17 +91,8 @@ class Toy:
         self.asked.append(rows)
         return [(features + embeds) @ self.turn + i for i in range(steps)]
 
-    def head(self, hidden: Tensor) -> Tensor:
-        return hidden @ self.heads.T
-
     def logits(self, hidden: Tensor, _: Any) -> Tensor:
-        return self.to_draft(self.head(hidden))
-
-    def to_draft(self, x: Tensor) -> Tensor:
-        return x if self.own is None else x[..., self.own]
-
-    def to_target(self, ids: Tensor) -> Tensor:
-        return ids if self.own is None else self.own[ids]
+        return self.head.to_draft(self.head(hidden))
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ import mmspec
 from benchmarks.zoo import sources
 from mmspec.app import cli
 from mmspec.app.train import build, train
+from mmspec.drafters.draft_vocab import TargetHead
 from mmspec.drafters.eagle import EagleDrafter
 from mmspec.drafters.feature import FeatureDrafter
 from mmspec.pipelines.prompts import chat_inputs
@@ -142,7 +143,7 @@ def test_a_drafter_that_returns_the_targets_features_has_no_loss_to_learn(questi
     class Head:
         masked = positioned = False
         logits = staticmethod(lambda z, teacher: teacher.head(z))
-        to_draft = to_target = staticmethod(lambda x: x)
+        head = TargetHead()
 
     _, agree = losses(Head, Perfect(0), run.teacher, trace, RECIPE)
     assert agree.all() and expected_tokens(agree) == 1 + RECIPE.unroll
@@ -500,12 +501,12 @@ def test_a_draft_vocabulary_is_the_answers_most_frequent_tokens(questions: Path,
     run.run()
     answers = run.answers(run.samples, "train")
     seen = Counter(token for answer in answers for token in answer)
-    ids = drafter.draft_ids.tolist()
+    ids = drafter.head.ids.tolist()
     assert ids == sorted(ids) and len(set(ids)) == 9
     assert min(seen[token] for token in ids) >= max(n for token, n in seen.items() if token not in ids)
     head = run.teacher.model.get_output_embeddings().weight
-    assert drafter.lm_head is not None
-    torch.testing.assert_close(drafter.lm_head.weight, head[ids])
+    assert drafter.head.own
+    torch.testing.assert_close(drafter.head.weight, head[ids])
 
 
 def test_answers_of_all_processes_count_for_the_draft_vocabulary(
@@ -516,7 +517,7 @@ def test_answers_of_all_processes_count_for_the_draft_vocabulary(
     other = torch.eye(last + 1, dtype=torch.long)[last] * 999  # counts of another process
     monkeypatch.setattr(run.accelerator, "reduce", lambda mine, how: mine + other if len(mine) == len(other) else mine)
     run.run()
-    assert last in drafter.draft_ids and run._seen([[1, 1, last]])[1] == 2 and run._seen([[]])[last] == 999
+    assert last in drafter.head.ids and run._seen([[1, 1, last]])[1] == 2 and run._seen([[]])[last] == 999
 
 
 def test_the_gate_learns_what_each_question_needs(questions: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from mmspec.app.painter import PLAIN, DrawingMethod
 from mmspec.drafters.jacobi import JacobiDrafter
-from mmspec.protocols import Target
+from mmspec.protocols import SessionView, Target
 from mmspec.types import NO_TOKEN, Draft
 
 WINDOWS = (8, 16, 32)
@@ -59,7 +59,7 @@ class ImageMethod:
 class Hostile(JacobiDrafter):
     """Windows of guesses that hardly ever are right, for targets whose distribution is a point mass."""
 
-    def propose(self, session: Any, target: Target) -> Draft:
+    def propose(self, session: SessionView, target: Target) -> Draft:
         draft = super().propose(session, target)
         if draft.tree.size == 1:
             return draft

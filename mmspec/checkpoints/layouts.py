@@ -42,6 +42,7 @@ _PLAIN: Keys = {"fc.weight": ("fc.weight",), "fc.bias": ("fc.bias",), **_block("
 # EAGLE's layer 0 has no input norm, but those of others with the same names may have one.
 _EAGLE: Keys = {**_PLAIN, "input_norm.weight": ("layers.0.input_layernorm.weight",)}
 _NEMO: Keys = {**_EAGLE, "out_norm.weight": ("norm.weight",)}
+_IN_FILES = {"head.weight": "lm_head.weight", "head.ids": "draft_ids"}  # our tensors: their names in our own files
 _MOST_FEATURES = 8  # that a drafter with a norm for each reads
 _EAGLE3: Keys = {
     "fc.weight": ("fc.weight",),
@@ -49,8 +50,8 @@ _EAGLE3: Keys = {
     "feature_norm.weight": ("midlayer.hidden_norm.weight",),
     **_block("midlayer"),
     "out_norm.weight": ("norm.weight",),
-    "lm_head.weight": ("lm_head.weight",),
-    "draft_ids": ("d2t",),  # as an offset: target id = row + d2t[row]
+    "head.weight": ("lm_head.weight",),
+    "head.ids": ("d2t",),  # as an offset: target id = row + d2t[row]
     **{f"fc_norm.{i}.weight": (f"fc_norm.{i}.weight",) for i in range(_MOST_FEATURES)},  # EAGLE-3.1
     "fused_norm.weight": ("input_norm.weight",),  # as for gpt-oss
 }
@@ -108,7 +109,7 @@ class Layout:
         seen: whether config.json and the tensors' names are of this layout.
         method: of the drafters that it holds; "": of any.
         layer: prefix of the decoder layer's tensors.
-        keys: our tensor: theirs. What is not listed has our own name.
+        keys: our tensor: theirs. What is not listed has our own name in files.
         optional: our tensors that a file may lack.
         dropped: their tensors that are passed over: copies of the target's, or derived from others.
         fixed: settings that the layout can be written with no other value of.
@@ -149,7 +150,7 @@ class Layout:
         return replace(self, keys=keys, optional=optional)
 
     def theirs(self, ours: str) -> tuple[str, ...]:
-        return self.keys.get(ours, (ours,))
+        return self.keys.get(ours, (_IN_FILES.get(ours, ours),))
 
     def drops(self, key: str) -> bool:
         return key in self.dropped or (bool(self.keys) and key.endswith("rotary_emb.inv_freq"))
@@ -206,8 +207,8 @@ LAYOUTS = {  # the first that is seen is it
         "DFlash, DSpark and DFlash2, as vLLM's speculators writes them",
         lambda config, keys: config.get("speculators_model_type") in ("dflash", "dspark", "dflash2"),
         method="block",
-        keys={**_DFLASH, "lm_head.weight": ("lm_head.weight",), "draft_ids": ("d2t",)},
-        optional=_PARTS | {"lm_head.weight", "draft_ids"},
+        keys={**_DFLASH, "head.weight": ("lm_head.weight",), "head.ids": ("d2t",)},
+        optional=_PARTS | {"head.weight", "head.ids"},
         dropped=("embed_tokens.weight", "t2d", "verifier_norm.weight", "verifier_lm_head.weight"),
         fixed={"rope_first": False, "bare_embeds": False},
         own_head=None,
@@ -258,7 +259,7 @@ LAYOUTS = {  # the first that is seen is it
         "EAGLE-3, as vLLM's speculators writes it",
         lambda config, keys: "speculators_model_type" in config,
         keys=_SPECULATORS,
-        optional=_NORMED | {"draft_ids", "mask_hidden"},
+        optional=_NORMED | {"head.ids", "mask_hidden"},
         dropped=("embed_tokens.weight", "t2d", "verifier_norm.weight", "verifier_lm_head.weight"),
         fixed={**_THREE, "qkv_bias": False},
         sizes={"draft_vocab": ("lm_head.weight", 0)},
@@ -308,7 +309,7 @@ LAYOUTS = {  # the first that is seen is it
         _has("midlayer."),
         layer="midlayer",
         keys=_EAGLE3,
-        optional=_NORMED | {"block.qkv.bias", "draft_ids"},
+        optional=_NORMED | {"block.qkv.bias", "head.ids"},
         dropped=("embed_tokens.weight", "t2d"),
         fixed={**_THREE, "norm_residual": False},
         sizes={"draft_vocab": ("lm_head.weight", 0)},

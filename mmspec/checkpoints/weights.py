@@ -58,8 +58,8 @@ def build(layout: Layout, tensors: dict[str, Tensor], cls: type[FeatureDrafter],
     for ours in expected:
         parts = [tensors[theirs] for theirs in layout.theirs(ours)]
         fused[ours] = parts[0] if len(parts) == 1 else torch.cat(parts)
-    if "draft_ids" in fused:
-        fused["draft_ids"] = _target_ids(layout, fused["draft_ids"].long(), tensors.get("t2d"), config)
+    if "head.ids" in fused:
+        fused["head.ids"] = _target_ids(layout, fused["head.ids"].long(), tensors.get("t2d"), config)
     drafter.load_state_dict(fused, assign=True)
     return drafter
 
@@ -67,7 +67,7 @@ def build(layout: Layout, tensors: dict[str, Tensor], cls: type[FeatureDrafter],
 def _zeros(layout: Layout, came: Mapping[str, Tensor], config: EagleConfig) -> dict[str, Tensor]:
     """What a file may lack because it would hold nothing but zeros."""
     found = {}
-    if "draft_ids" in layout.optional and config.draft_vocab == config.vocab:  # the head has every row, in order
+    if "head.ids" in layout.optional and config.draft_vocab == config.vocab:  # the head has every row, in order
         found["d2t"] = torch.zeros(config.vocab, dtype=torch.long)
     if _one_bias_switch(layout, config):
         found["img_fc.bias"] = torch.zeros(config.hidden, dtype=came["img_fc.weight"].dtype)
@@ -146,7 +146,7 @@ def _target_ids(layout: Layout, ids: Tensor, marked: Tensor | None, config: Eagl
         ids = ids + torch.arange(len(ids), device=ids.device)
     if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < config.vocab:
         raise ValueError(
-            f"{layout.theirs('draft_ids')[0]} gives token ids from {int(ids.min())} to {int(ids.max())}, outside the "
+            f"{layout.theirs('head.ids')[0]} gives token ids from {int(ids.min())} to {int(ids.max())}, outside the "
             f"vocabulary of {config.vocab}" + ("; it must hold offsets: target id − row" if layout.keys else "")
         )
     if layout.keys and marked is not None and not bool(marked.bool()[ids].all()):

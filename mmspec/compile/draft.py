@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
-from types import SimpleNamespace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -14,12 +13,14 @@ from torch.nn.functional import pad
 from mmspec.attention import LayerAttention
 from mmspec.compile.capture import PiecewiseFunction, Uncapturable
 from mmspec.drafters import static_trees as shapes
-from mmspec.drafters.blocks import FeatureMemory, path_after
+from mmspec.drafters.blocks import Decided, FeatureMemory, path_after
+from mmspec.drafters.draft_vocab import Head
 from mmspec.kernels import reference as ops
 from mmspec.modes import lasting
-from mmspec.protocols import Target
+from mmspec.protocols import SessionView, Target
+from mmspec.session import Row
 from mmspec.tree import bounds, chain, from_parents
-from mmspec.types import NO_TOKEN, Categorical, Draft, Prompt, Tree
+from mmspec.types import NO_TOKEN, Categorical, Draft, Prompt, Round, Tree
 
 _TIE = 1e-3  # how much less likely a token may be than the one drawn: rounding, of log-probabilities and noise
 
@@ -40,36 +41,49 @@ class Capturable(Protocol):
     Attributes:
         capturable: whether it is one, with these options.
         block: what stands for its weights, however often they are fitted.
-        own_head: whether its logits come from a head and a vocabulary of its own, or are not weighed.
-        vocab: part of the target's vocabulary that it drafts from.
+        head: what makes its logits; the target weighs none that come from a head of the drafter's own.
     """
 
     options: Any
-    vocab: Any
 
     @property
     def capturable(self) -> bool: ...
     @property
     def block(self) -> Any: ...
     @property
-    def own_head(self) -> bool: ...
+    def head(self) -> Head: ...
     @property
     def features(self) -> tuple[int, ...]: ...
     @property
     def nodes(self) -> int: ...
 
-    def start(self, session: Any, target: Target, prompt: Prompt) -> Any: ...
-    def propose(self, session: Any, target: Target) -> Draft: ...
-    def drawing(self, session: Any) -> bool: ...
+    def start(self, session: SessionView, target: Target, prompt: Prompt) -> Any: ...
+    def propose(self, session: SessionView, target: Target) -> Draft: ...
+    def drawing(self, session: SessionView) -> bool: ...
     def logits(self, hidden: Tensor, target: Target) -> Tensor: ...
     def parameters(self) -> Iterator[Tensor]: ...
     def buffers(self) -> Iterator[Tensor]: ...
 
-    def draft(self, session: Any, target: Target, hidden: Tensor, follow: Tensor, count: Tensor, draws: bool) -> Draft:
+    def draft(self, session: SessionView, target: Target, decided: Decided, draws: bool) -> Draft:
         """See `FeatureDrafter.draft`."""
 
     def attending(self, before: FeatureMemory, after: FeatureMemory, rows: int) -> LayerAttention:
         """See `FeatureDrafter.attending`."""
+
+
+@dataclass
+class _Within:
+    """What a draft that is captured sees of a session: tensors, and nothing of the host's."""
+
+    pending: Tensor
+    emitted: Tensor
+    seeds: Tensor
+    memory: Any
+    rows: Sequence[Row] = ()
+
+    @property
+    def last(self) -> Round:
+        raise Uncapturable("its draft reads the last round on the host")
 
 
 class CapturedDraft:
@@ -96,28 +110,39 @@ class CapturedDraft:
         self.features, self.nodes = drafter.features, drafter.nodes
         self.rows = 1 + (depth or drafter.options.depth)  # that a round can hand over, if the one before drafted
 
-    def start(self, session: Any, target: Target, prompt: Prompt) -> Any:
+    def start(self, session: SessionView, target: Target, prompt: Prompt) -> Any:
         self.held.check(self.drafter)
-        if self.drafter.vocab is not None:  # the head's rows are cut out, or renewed, as it is asked; not by a replay
+        if (
+            self.drafter.head.vocab is not None
+        ):  # the head's rows are cut out, or renewed, as it is asked; not by a replay
             assert prompt.embeds is not None
             self.drafter.logits(prompt.embeds[:1, :1], target)
         return self.drafter.start(session, target, prompt)
 
     @torch.no_grad()
-    def propose(self, session: Any, target: Target) -> Draft:
-        weighed = target.weighs and not self.drafter.own_head
+    def propose(self, session: SessionView, target: Target) -> Draft:
+        weighed = target.weighs and not self.drafter.head.own
         if weighed or session.last.kept.shape[1] > self.rows:
             return self.drafter.propose(session, target)
         memory: FeatureMemory = session.memory
-        hidden, follow, count = path_after(session)
+        hidden, follow, count, counts = path_after(session)
         missing = self.rows - follow.shape[1]  # rows past `count` mean nothing, and are written over
         inputs = [pad(hidden, (0, 0, 0, missing)), pad(follow, (0, missing)), count]
         inputs += [session.pending, session.emitted, session.seeds, *memory.state()]
         inputs = [t.contiguous() for t in inputs]  # such as counts that stand for all rows at once
-        after = memory.lengths.plus(session.last.counts, count)
+        after = memory.lengths.plus(counts, count)
         attend = self.drafter.attending(memory, replace(memory, lengths=after), self.rows)
         o, draws = self.drafter.options, self.drafter.drawing(session)
-        key = (o.tree, o.depth, o.width, o.size, self.drafter.vocab, draws, target.guidance, *(t.shape for t in inputs))
+        key = (
+            o.tree,
+            o.depth,
+            o.width,
+            o.size,
+            self.drafter.head.vocab,
+            draws,
+            target.guidance,
+            *(t.shape for t in inputs),
+        )
 
         def made() -> PiecewiseFunction:
             captured = self._capture(target, draws, inputs, memory)
@@ -149,20 +174,19 @@ class CapturedDraft:
 
         def run(hidden: Tensor, follow: Tensor, count: Tensor, *state: Tensor) -> list[Tensor]:
             pending, emitted, seeds, *rest = state
-            last = SimpleNamespace(counts=(self.rows,) * len(count))
+            decided = Decided(hidden, follow, count, (self.rows,) * len(count))
             with memory.passing(rest) as empty:
-                session = SimpleNamespace(pending=pending, emitted=emitted, seeds=seeds, memory=empty, last=last)
-                draft = drafter.draft(session, target, hidden, follow, count, draws)
+                draft = drafter.draft(_Within(pending, emitted, seeds, empty), target, decided, draws)
             tree = draft.tree
             return [draft.tokens, tree.parents, tree.depth, tree.ancestors, *_tensors(draft.q and draft.q.logits)]
 
         own = [*drafter.parameters(), *drafter.buffers(), *self.weights(), *_tensors(fixed)]
-        own += [] if drafter.vocab is None else drafter.vocab.tensors
+        own += [] if drafter.head.vocab is None else drafter.head.vocab.tensors
         with lasting():
             return PiecewiseFunction(run, [t.clone() for t in inputs], own)
 
 
-def check(draft: Draft, session: Any, vocab: int) -> None:
+def check(draft: Draft, session: SessionView, vocab: int) -> None:
     """Refuse a captured draft that would not keep the distribution or not fit the target; any other draft costs time at
     most.
 

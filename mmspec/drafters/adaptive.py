@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmspec.protocols import Drafter, Target, reported
+from mmspec.protocols import Drafter, SessionView, Target, reported
 from mmspec.types import NO_TOKEN, Draft, Prompt
 
 LENGTHS = 3  # that a chain may have: the longest, half of it and a quarter of it
@@ -66,11 +66,11 @@ class Adaptive:
         self.drafter = self.by_depth[max(by_depth)]
         self.features, self.nodes = self.drafter.features, self.drafter.nodes
 
-    def start(self, session: Any, target: Target, prompt: Prompt) -> _Lengths:
+    def start(self, session: SessionView, target: Target, prompt: Prompt) -> _Lengths:
         usual = list(self.by_depth)[len(self.by_depth) // 2]
         return _Lengths(self.drafter.start(session, target, prompt), [usual] * len(session.rows))
 
-    def propose(self, session: Any, target: Target) -> Draft:
+    def propose(self, session: SessionView, target: Target) -> Draft:
         memory: _Lengths = session.memory
         last = session.last
         memory.depths = [

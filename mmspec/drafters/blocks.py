@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from mmspec.attention import cut, sdpa
 from mmspec.drafters.rope import Rope, rotate
+from mmspec.protocols import SessionView
 from mmspec.ragged_cache import Lengths, RaggedBuffer, visibility
 from mmspec.types import gather_rows
 
@@ -254,12 +255,20 @@ class PassThroughMemory:
         return attend
 
 
-def path_after(session: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """What the last round decided, for a drafter to read.
+class Decided(NamedTuple):
+    """What a round decided, for a drafter to read; entries past a row's number are meaningless."""
 
-    Returns:
-        features [B, W, F] of the accepted nodes, the token [B, W] that follows each (the pending one follows the last),
-            and their number [B]; entries past that number are meaningless.
+    hidden: Tensor  # [B, W, F], features of the accepted nodes
+    follow: Tensor  # [B, W], the token that follows each; the pending one follows the last
+    number: Tensor  # [B], how many
+    counts: tuple[int, ...]  # the same on the host
+
+
+def path_after(session: SessionView) -> Decided:
+    """What the last round decided.
+
+    Raises:
+        ValueError: without features of the target.
     """
     last = session.last
     if last.scores.hidden is None:
@@ -268,4 +277,4 @@ def path_after(session: Any) -> tuple[Tensor, Tensor, Tensor]:
     tokens = gather_rows(last.draft.tokens, kept).clamp(min=0)
     follow = torch.cat([tokens[:, 1:], last.acceptance.next_token[:, None]], 1)
     follow = follow.scatter(1, (count - 1)[:, None], last.acceptance.next_token[:, None])
-    return gather_rows(last.scores.hidden, kept), follow, count
+    return Decided(gather_rows(last.scores.hidden, kept), follow, count, last.counts)

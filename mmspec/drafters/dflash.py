@@ -12,21 +12,21 @@ from torch import Tensor, nn
 from mmspec.attention import LayerAttention
 from mmspec.drafters import static_trees as shapes
 from mmspec.drafters.block_config import NO_CAP, BlockConfig, BlockOptions
-from mmspec.drafters.blocks import Attend, FeatureMemory, RMSNorm, attention, path_after
+from mmspec.drafters.blocks import Attend, Decided, FeatureMemory, RMSNorm, attention, path_after
 from mmspec.drafters.dflash_layer import BlockLayer, ConfidenceHead, MarkovHead, Selector
-from mmspec.drafters.draft_vocab import DraftHead
+from mmspec.drafters.draft_vocab import head_of
 from mmspec.drafters.layer import at_source, going
 from mmspec.drafters.options import ALL, grown
 from mmspec.drafters.rope import Turn, turn
 from mmspec.drafters.trained import check_fit, placed
 from mmspec.kernels import reference as ops
-from mmspec.protocols import Target, TargetInfo
+from mmspec.protocols import SessionView, Target, TargetInfo
 from mmspec.ragged_cache import Lengths, RaggedBuffer, visibility
 from mmspec.tree import Expand, chain, grow
 from mmspec.types import NO_TOKEN, Categorical, Draft, Prompt, gather_rows
 
 
-class BlockDrafter(DraftHead, nn.Module):
+class BlockDrafter(nn.Module):
     """A block of the pending token and mask tokens, denoised in one pass (DFlash, 2026, z-lab; DSpark; DFlash2).
 
     The target's features at `config.features`, normed and mixed by `fc`, give every layer keys and values, kept as its
@@ -40,7 +40,7 @@ class BlockDrafter(DraftHead, nn.Module):
     method = "block"
     Config = BlockConfig
     options = BlockOptions()
-    masked = True  # its training wants the embedding of the mask token
+    masked, positioned = True, False  # its training wants the embedding of the mask token
     layers: Any  # of BlockLayer
 
     def __init__(self, config: BlockConfig) -> None:
@@ -63,7 +63,7 @@ class BlockDrafter(DraftHead, nn.Module):
         read = c.hidden + c.markov_rank * c.confidence_markov
         self.confidence = ConfidenceHead(read) if c.confidence else None
         self.selector = Selector(c.vocab, c.hidden, c.selector_rank, c.selector_top) if c.selector_rank else None
-        self.add_head(c.hidden, c.draft_vocab)
+        self.head = head_of(c.hidden, c.draft_vocab)
 
     # -- what `enable` asks ------------------------------------------------------------------------------------------
 
@@ -79,8 +79,7 @@ class BlockDrafter(DraftHead, nn.Module):
     def capturable(self) -> bool:
         """Whether drafting is a function of tensors: no confidence is asked for, and what is drawn needs no spreading
         over the target's vocabulary."""
-        whole = self.lm_head is None and self.vocab is None
-        return not self.options.confidence and (whole or not self.options.draws)
+        return not self.options.confidence and (self.head.ids is None or not self.options.draws)
 
     @property
     def block(self) -> nn.Module:
@@ -125,7 +124,7 @@ class BlockDrafter(DraftHead, nn.Module):
     # -- drafting ----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def start(self, session: Any, target: Target, prompt: Prompt) -> FeatureMemory:
+    def start(self, session: SessionView, target: Target, prompt: Prompt) -> FeatureMemory:
         """Read the prompt's features but the last one's, as far as the layers see.
 
         Raises:
@@ -151,20 +150,21 @@ class BlockDrafter(DraftHead, nn.Module):
         return memory
 
     @torch.no_grad()
-    def propose(self, session: Any, target: Target) -> Draft:
-        return self.draft(session, target, *path_after(session), self.drawing(session))
+    def propose(self, session: SessionView, target: Target) -> Draft:
+        return self.draft(session, target, path_after(session), self.drawing(session))
 
-    def drawing(self, session: Any) -> bool:
+    def drawing(self, session: SessionView) -> bool:
         """Whether the next draft is drawn at random; where p is a point mass (greedy, seed-exact) it is not."""
         return self.options.draws and not session.last.scores.p.is_point
 
-    def draft(self, session: Any, target: Target, hidden: Tensor, follow: Tensor, count: Tensor, draws: bool) -> Draft:
+    def draft(self, session: SessionView, target: Target, decided: Decided, draws: bool) -> Draft:
         """Read what the last round decided, then draft a block; arguments as those of `FeatureDrafter.draft`."""
         o, memory, at = self.options, session.memory, session.memory.lengths
+        hidden, _, count, counts = decided
         context = self.hidden_norm(self.fc(hidden.to(self.fc.weight.dtype)))
         ahead = torch.arange(max(context.shape[1], self.config.block), device=context.device)
         read = self._turn(memory.positions[:, None] + ahead[: context.shape[1]])
-        memory.lengths, memory.positions = at.plus(session.last.counts, count), memory.positions + count
+        memory.lengths, memory.positions = at.plus(counts, count), memory.positions + count
         n = o.depth + (not self.config.anchored)
         x = self._masked(target, session.pending, n)
         by = self._turn(memory.positions[:, None] + ahead[:n])
@@ -215,8 +215,7 @@ class BlockDrafter(DraftHead, nn.Module):
     def logits(self, hidden: Tensor, target: Any) -> Tensor:
         """Logits [..., V_d] of every row by itself."""
         c = self.config
-        found = self.by_target(hidden, target) if self.lm_head is None else self.lm_head(hidden)
-        found = found.float() * c.logit_scale
+        found = self.head.logits(hidden, target).float() * c.logit_scale
         return found if c.softcap >= NO_CAP else (found / c.softcap).tanh() * c.softcap
 
     def after(
@@ -236,7 +235,7 @@ class BlockDrafter(DraftHead, nn.Module):
 
     # -- from rows to a draft ----------------------------------------------------------------------------------------
 
-    def _drafted(self, session: Any, hidden: Tensor, logits: Tensor, draws: bool) -> Draft:
+    def _drafted(self, session: SessionView, hidden: Tensor, logits: Tensor, draws: bool) -> Draft:
         o, pending = self.options, session.pending[:, None]
         noise = self._noise(session, logits.shape[-1]) if draws else None
         distributions = None
@@ -247,19 +246,19 @@ class BlockDrafter(DraftHead, nn.Module):
             first, expand = self._growth(pending, hidden, logits)
             size = min(o.size, 1 + o.width + (o.depth - 1) * o.width**2)
             below, tree = grow(first, expand, o.width, o.depth, size)
-            below = self.to_target(below)
+            below = self.head.to_target(below)
         else:
             plan = shapes.plan(o.tree, o.depth, hidden.device)
             first, expand = self._growth(pending, hidden, logits)
             below, distributions = shapes.fill(first, expand, plan, noise)
             below, tree = (
-                torch.where(below == NO_TOKEN, NO_TOKEN, self.to_target(below.clamp(min=0))),
+                torch.where(below == NO_TOKEN, NO_TOKEN, self.head.to_target(below.clamp(min=0))),
                 plan.tree.expand(len(below)),
             )
         distribution = None if distributions is None else Categorical(self._spread(distributions, session))
         return Draft(torch.cat([pending, below], 1), tree, distribution)
 
-    def _noise(self, session: Any, vocab: int) -> Callable[[int], Tensor]:
+    def _noise(self, session: SessionView, vocab: int) -> Callable[[int], Tensor]:
         seeds = ops.stream(session.seeds, ops.FRESH)
         return lambda level: ops.gumbel(seeds, session.emitted[:, None] + level, vocab)
 
@@ -281,7 +280,7 @@ class BlockDrafter(DraftHead, nn.Module):
             if noise is not None:
                 distributions.append(distribution.log_softmax(-1))
                 distribution = distributions[-1] + noise(level)
-            before = self.to_target(distribution.argmax(-1))
+            before = self.head.to_target(distribution.argmax(-1))
             tokens.append(before)
         below = torch.cat(tokens, 1)
         if stands:  # at least one token, so that there is a draft
@@ -315,16 +314,17 @@ class BlockDrafter(DraftHead, nn.Module):
         def expand(tokens: Tensor, came_from: Tensor) -> Tensor:
             if states[0] is not None:
                 states[0] = gather_rows(states[0], came_from)
-            return at(next(levels), self.to_target(tokens))
+            return at(next(levels), self.head.to_target(tokens))
 
         return at(0, pending)[:, 0], expand
 
-    def _spread(self, distributions: Tensor, session: Any) -> Tensor:
+    def _spread(self, distributions: Tensor, session: SessionView) -> Tensor:
         """Distributions [B, N, V_d] over the draft vocabulary as distributions over the target's."""
-        ids = self.draft_ids if self.lm_head is not None else None if self.vocab is None else self.vocab.ids
-        if ids is None:
+        if (ids := self.head.ids) is None:
             return distributions
-        whole = distributions.new_full((*distributions.shape[:2], session.last.scores.p.logits.shape[-1]), -torch.inf)
+        p = session.last.scores.p.logits
+        assert p is not None
+        whole = distributions.new_full((*distributions.shape[:2], p.shape[-1]), -torch.inf)
         return whole.index_copy(2, ids, distributions)
 
     # -- training ----------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
@@ -81,39 +81,83 @@ class DraftVocab:
         return rows
 
 
-class DraftHead:
-    """What scores a trained drafter's features: a head of its own over a vocabulary of its own, or the target's."""
+class Head(Protocol):
+    """What makes logits of a drafter's features, and the vocabulary that it drafts from.
 
-    masked: bool = False  # see mmspec.train.trace.Learns
-    positioned: bool = False
-    vocab: DraftVocab | None = None  # part of the target's that it drafts from; None: all, or one of its own
-    lm_head: nn.Linear | None
-    draft_ids: Tensor  # the target's id of each row of its own head
-
-    def add_head(self: Any, hidden: int, rows: int) -> None:
-        """A head of its own with so many rows; 0: none."""
-        self.lm_head = nn.Linear(hidden, rows, bias=False) if rows else None
-        if rows:
-            self.register_buffer("draft_ids", torch.arange(rows))
+    Attributes:
+        own: whether it is the drafter's, so that the target does not weigh its logits.
+        vocab: part of the target's vocabulary; None: all of it, or one of the head's own.
+        ids: [V_d], the target's id of each row of the logits; None: they are the target's own.
+    """
 
     @property
-    def own_head(self) -> bool:
-        """Whether its logits come from a head and a vocabulary of its own."""
-        return self.lm_head is not None
+    def own(self) -> bool: ...
+    @property
+    def vocab(self) -> DraftVocab | None: ...
+    @property
+    def ids(self) -> Tensor | None: ...
 
-    def by_target(self, hidden: Tensor, target: Target) -> Tensor:
-        """Logits [..., V_d] by the target's head."""
-        return target.head(hidden) if self.vocab is None else target.head(hidden, self.vocab)
+    def logits(self, hidden: Tensor, target: Target) -> Tensor:
+        """Logits [..., V_d] over the draft vocabulary of features [..., F]."""
 
     def to_target(self, ids: Tensor) -> Tensor:
         """Ids of the draft vocabulary as the target's."""
-        if self.lm_head is not None:
-            return self.draft_ids[ids]
+
+    def to_draft(self, logits: Tensor) -> Tensor:
+        """The target's logits [..., V] at the vocabulary that the drafter is trained on."""
+
+
+class TargetHead:
+    """The target's head, of which only the rows of `vocab` are read where that is given."""
+
+    own = False
+
+    def __init__(self, vocab: DraftVocab | None = None) -> None:
+        self.vocab = vocab
+
+    @property
+    def ids(self) -> Tensor | None:
+        return None if self.vocab is None else self.vocab.ids
+
+    def logits(self, hidden: Tensor, target: Target) -> Tensor:
+        return target.head(hidden) if self.vocab is None else target.head(hidden, self.vocab)
+
+    def to_target(self, ids: Tensor) -> Tensor:
         return ids if self.vocab is None else self.vocab.ids[ids]
 
     def to_draft(self, logits: Tensor) -> Tensor:
-        """The target's logits [..., V] at the drafter's own vocabulary."""
-        return logits if self.lm_head is None else logits[..., self.draft_ids]
+        return logits
+
+
+class ModelHead(TargetHead):
+    """That of a model which drafts: it makes logits over the target's tokens by itself."""
+
+    own = True
+
+
+class OwnHead(nn.Linear):
+    """A trained head over a vocabulary of its own."""
+
+    own, vocab = True, None
+    ids: Tensor
+
+    def __init__(self, hidden: int, rows: int) -> None:
+        super().__init__(hidden, rows, bias=False)
+        self.register_buffer("ids", torch.arange(rows))
+
+    def logits(self, hidden: Tensor, target: Target) -> Tensor:
+        return self(hidden)  # type: ignore[no-any-return]
+
+    def to_target(self, ids: Tensor) -> Tensor:
+        return self.ids[ids]
+
+    def to_draft(self, logits: Tensor) -> Tensor:
+        return logits[..., self.ids]
+
+
+def head_of(hidden: int, rows: int) -> TargetHead | OwnHead:
+    """A head of its own with so many rows; 0: the target's."""
+    return OwnHead(hidden, rows) if rows else TargetHead()
 
 
 def _plain(head: nn.Module) -> bool:

@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 from mmspec.drafters import static_trees as shapes
 from mmspec.drafters.blocks import Attend, Block, RMSNorm
+from mmspec.drafters.draft_vocab import head_of
 from mmspec.drafters.feature import FeatureDrafter
 from mmspec.drafters.options import ALL, TreeOptions, grown
 from mmspec.drafters.trained import TrainedConfig, check_fit, placed
-from mmspec.protocols import Target, TargetInfo
-from mmspec.tree import Expand, chain, marginal
-from mmspec.types import FINAL, Tree
+from mmspec.protocols import SessionView, Target, TargetInfo
+from mmspec.tree import chain
+from mmspec.types import FINAL
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ class EagleDrafter(FeatureDrafter):
         self.input_norm = _norm(c, c.input_norm)
         self.feature_norm = _norm(c, both)
         self.out_norm = _norm(c, c.out_norm or c.draft_vocab > 0)
-        self.add_head(c.hidden, c.draft_vocab)
+        self.head = head_of(c.hidden, c.draft_vocab)
 
     def fit(self, target: TargetInfo, given: Mapping[str, Any]) -> EagleDrafter:
         """The same weights with the user's options, on the target's device.
@@ -155,19 +156,20 @@ class EagleDrafter(FeatureDrafter):
         return torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
 
     def logits(self, hidden: Tensor, target: Target) -> Tensor:
-        if self.lm_head is not None:
-            return self.lm_head(hidden if self.config.norm_output else self.out_norm(hidden))
-        return self.by_target(hidden, target)
+        normed = not self.head.own or self.config.norm_output
+        return self.head.logits(hidden if normed else self.out_norm(hidden), target)
 
     def carry(self, z: Tensor) -> Tensor:
         """With a head of its own the drafter feeds back its output from before that head's norm, as EAGLE-3 does."""
-        return self.out_norm(z) if self.lm_head is None or self.config.norm_output else z
+        return self.out_norm(z) if not self.head.own or self.config.norm_output else z
 
     # -- mask rows ---------------------------------------------------------------------------------------------------
 
-    def _levels(self, session: Any, target: Target, f: Tensor) -> Tensor:
-        """Logits [B, depth, V_d] of the tokens at the levels below the root: of f [B, 1, H], and of rows of masks."""
-        if self.options.depth == 1 or self.mask_hidden is None:
+    def levels(self, session: SessionView, target: Target, f: Tensor) -> Tensor | None:
+        """Of f [B, 1, H], and of rows of masks."""
+        if self.mask_hidden is None:
+            return None
+        if self.options.depth == 1:
             return self.logits(f, target)
         n = self.options.depth - 1
         ids = session.pending[:, None].expand(-1, n)
@@ -175,17 +177,6 @@ class EagleDrafter(FeatureDrafter):
         seen, memory = chain(n, ids.device).ancestors.expand(len(ids), n, n), session.memory
         masks = self.mask_hidden.expand(len(ids), n, -1)
         return self.logits(torch.cat([f, self._read(memory, embeds, masks, memory.lengths, 0, seen)], 1), target)
-
-    def _chain(self, session: Any, target: Target, f: Tensor) -> tuple[Tensor, Tree]:
-        if not self.config.parallel:
-            return super()._chain(session, target, f)
-        tokens = self.to_target(self._levels(session, target, f).argmax(-1))
-        return tokens, chain(tokens.shape[1] + 1, f.device).expand(len(f))
-
-    def _growth(self, session: Any, target: Target, f: Tensor) -> tuple[Tensor, Expand]:
-        if not self.config.parallel:
-            return super()._growth(session, target, f)
-        return marginal(self._levels(session, target, f).float().log_softmax(-1))
 
 
 class Deeper(nn.Module):

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from mmspec.attention import LayerAttention
 from mmspec.drafters import prune
-from mmspec.drafters.blocks import FeatureMemory, beside, path_after
-from mmspec.drafters.draft_vocab import DraftHead
+from mmspec.drafters.blocks import Decided, FeatureMemory, beside, path_after
 from mmspec.drafters.growth import Growth
 from mmspec.drafters.layer import FeatureLayer
-from mmspec.protocols import Target
+from mmspec.protocols import SessionView, Target
 from mmspec.ragged_cache import Lengths, RaggedBuffer
 from mmspec.tree import chain
 from mmspec.types import Draft, Prompt, fold, gather_rows, unfold
 
 
-class FeatureDrafter(DraftHead, Growth, FeatureLayer):
+class FeatureDrafter(Growth, FeatureLayer):
     """Drafts with one such layer, whose keys and values of the rows read so far are its memory."""
 
     method: str
+    masked = positioned = False  # see mmspec.train.trace.Learns
     sees = False  # whether it treats visual rows in a way of its own
 
     @property
@@ -37,7 +35,7 @@ class FeatureDrafter(DraftHead, Growth, FeatureLayer):
     # -- drafting ----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def start(self, session: Any, target: Target, prompt: Prompt) -> FeatureMemory:
+    def start(self, session: SessionView, target: Target, prompt: Prompt) -> FeatureMemory:
         """Read the prompt: row j pairs the features at j with the embedding at j + 1; the last waits for its token.
 
         Raises:
@@ -45,8 +43,8 @@ class FeatureDrafter(DraftHead, Growth, FeatureLayer):
         """
         assert prompt.embeds is not None and prompt.hidden is not None
         (B, L), S = prompt.ids.shape, target.streams
-        if S > 1 and (self.own_head or self.sees):
-            what = "with an output head of its own" if self.own_head else f"of the method {self.method!r}"
+        if S > 1 and (self.head.own or self.sees):
+            what = "with an output head of its own" if self.head.own else f"of the method {self.method!r}"
             raise ValueError(f"a drafter {what} knows no guidance; use an EAGLE drafter without a head, or 'jacobi'")
         device, zero = prompt.ids.device, Lengths.of([0] * B, prompt.ids.device)
         onward, places = self._places(prompt)
@@ -116,24 +114,25 @@ class FeatureDrafter(DraftHead, Growth, FeatureLayer):
         """Called after each catching up, with the features [B, 1, F] of the last row that the target has read."""
 
     @torch.no_grad()
-    def propose(self, session: Any, target: Target) -> Draft:
-        return self.draft(session, target, *path_after(session), self.drawing(session))
+    def propose(self, session: SessionView, target: Target) -> Draft:
+        return self.draft(session, target, path_after(session), self.drawing(session))
 
-    def draft(self, session: Any, target: Target, hidden: Tensor, follow: Tensor, count: Tensor, draws: bool) -> Draft:
+    def draft(self, session: SessionView, target: Target, decided: Decided, draws: bool) -> Draft:
         """Catch up with what the last round decided, then grow what the options ask for.
 
         No value of a tensor is looked at, so that it can be captured.
 
         Args:
-            session: of it `memory`, `pending`, `emitted`, `seeds` and `last.counts` are read.
-            hidden, follow, count: as `path_after` gives them.
+            session: of it `memory`, `pending`, `emitted` and `seeds` are read.
+            decided: by the last round, as `path_after` gives it.
             draws: see `drawing`.
         """
         memory: FeatureMemory = session.memory
+        hidden, follow, count, counts = decided
         W = follow.shape[1]
         seen = None if W == 1 else chain(W, follow.device).ancestors.expand(len(follow), W, W)
         out = self._read(memory, _embed(target, follow), hidden, memory.lengths, 0, seen)
-        memory.lengths = memory.lengths.plus(session.last.counts, count)
+        memory.lengths = memory.lengths.plus(counts, count)
         memory.positions = memory.positions + count
         f = gather_rows(out, count[:, None] - 1)  # [B, 1, S·H]
         self.settle(memory, f)
@@ -154,7 +153,7 @@ class FeatureDrafter(DraftHead, Growth, FeatureLayer):
         return attend
 
     def step(
-        self, session: Any, target: Target, tokens: Tensor, f: Tensor, appended: int, ahead: Tensor,
+        self, session: SessionView, target: Target, tokens: Tensor, f: Tensor, appended: int, ahead: Tensor,
         seen: Tensor | None, level: int,
     ) -> Tensor:  # fmt: skip
         memory: FeatureMemory = session.memory

@@ -14,9 +14,7 @@ from mmspec.drafters.blocks import RMSNorm, runs, shares, spans_of, splice, spli
 from mmspec.drafters.eagle import EagleConfig, EagleDrafter
 from mmspec.drafters.layer import EncodedPrompt
 from mmspec.drafters.options import TreeOptions
-from mmspec.protocols import Target
-from mmspec.tree import Expand, chain, marginal
-from mmspec.types import Tree
+from mmspec.protocols import SessionView, Target
 
 
 @dataclass(frozen=True)
@@ -156,21 +154,12 @@ class FlashDrafter(EagleDrafter):
         """The features [B, n, K, H] of the K next rows, from the layer's output [B, n, H]."""
         return super().carry(self.heads(h))
 
-    def _levels(self, session: Any, target: Target, f: Tensor) -> Tensor:
-        """Logits [B, depth, V] of the tokens at the levels below the root, from the last row's output f [B, 1, H]."""
+    def levels(self, session: SessionView, target: Target, f: Tensor) -> Tensor | None:
+        """From the last row's output f [B, 1, H], by a head each."""
+        if self.config.tokens == 1:
+            return super().levels(session, target, f)
         depth = self.options.depth
         return self._weighed(session, target, self.ahead(f)[:, 0, :depth], torch.arange(depth, device=f.device))
-
-    def _chain(self, session: Any, target: Target, f: Tensor) -> tuple[Tensor, Tree]:
-        if self.config.tokens == 1:
-            return super()._chain(session, target, f)
-        tokens = self.to_target(self._levels(session, target, f).argmax(-1))
-        return tokens, chain(tokens.shape[1] + 1, f.device).expand(len(f))
-
-    def _growth(self, session: Any, target: Target, f: Tensor) -> tuple[Tensor, Expand]:
-        if self.config.tokens == 1:
-            return super()._growth(session, target, f)
-        return marginal(self._levels(session, target, f).float().log_softmax(-1))
 
     # -- training ----------------------------------------------------------------------------------------------------
 

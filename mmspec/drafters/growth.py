@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from mmspec.drafters import static_trees as shapes
+from mmspec.drafters.draft_vocab import OwnHead, TargetHead
 from mmspec.drafters.options import TreeOptions
 from mmspec.kernels import reference as ops
-from mmspec.protocols import Target
-from mmspec.tree import Expand, chain, grow
+from mmspec.protocols import SessionView, Target
+from mmspec.tree import Expand, chain, grow, marginal
 from mmspec.types import Categorical, Draft, Tree, gather_rows
 
 
@@ -30,6 +30,7 @@ class Growth:
     """A drafter that makes a feature of every node it proposes; it says how (`step`) and what follows it (`logits`)."""
 
     options = TreeOptions()  # of an instance: its own
+    head: TargetHead | OwnHead
 
     @property
     def nodes(self) -> int:
@@ -37,7 +38,7 @@ class Growth:
         return self.options.size
 
     def step(
-        self, session: Any, target: Target, tokens: Tensor, f: Tensor, appended: int, ahead: Tensor,
+        self, session: SessionView, target: Target, tokens: Tensor, f: Tensor, appended: int, ahead: Tensor,
         seen: Tensor | None, level: int,
     ) -> Tensor:  # fmt: skip
         """Features [B, n, F] of nodes of one level.
@@ -57,24 +58,20 @@ class Growth:
         """Logits [..., V_d] over the draft vocabulary from features [..., F]."""
         raise NotImplementedError
 
-    def to_target(self, ids: Tensor) -> Tensor:
-        """Ids of the draft vocabulary as the target's."""
-        return ids
-
-    @property
-    def own_head(self) -> bool:
-        """Whether its logits come from a head and a vocabulary of its own."""
-        return False
+    def levels(self, session: SessionView, target: Target, f: Tensor) -> Tensor | None:
+        """Logits [B, depth, V_d] of the tokens at all levels below the root, from its feature f [B, 1, F], where they
+        depend on no token of the draft; None: every level is a step."""
+        return None
 
     def at_level(self, f: Tensor, level: int | Tensor) -> Tensor:
         """Of what `step` gave for nodes of a level, the feature that stands before the head."""
         return f
 
-    def drawing(self, session: Any) -> bool:
+    def drawing(self, session: SessionView) -> bool:
         """Whether the next draft is drawn at random; where p is a point mass (greedy, seed-exact) it is not."""
         return self.options.draws and not session.last.scores.p.is_point
 
-    def grown(self, session: Any, target: Target, f: Tensor, draws: bool) -> Draft:
+    def grown(self, session: SessionView, target: Target, f: Tensor, draws: bool) -> Draft:
         """What the options ask for, from the feature f [B, 1, F] of the root."""
         o, q = self.options, None
         if o.tree == shapes.DYNAMIC:
@@ -85,30 +82,34 @@ class Growth:
             below, tree, q = self._static(session, target, f, draws)
         return Draft(torch.cat([session.pending[:, None], below], 1), tree, q)
 
-    def _weighed(self, session: Any, target: Target, f: Tensor, level: int | Tensor) -> Tensor:
+    def _weighed(self, session: SessionView, target: Target, f: Tensor, level: int | Tensor) -> Tensor:
         """Logits [B, n, V] of the tokens at `level` below the root's children, weighed as the target weighs its own."""
         logits = self.logits(self.at_level(f, level), target)
-        if not target.weighs or self.own_head:
+        if not target.weighs or self.head.own:
             return logits
         return target.weigh(logits, session, session.emitted[:, None] + level)
 
-    def _chain(self, session: Any, target: Target, f: Tensor) -> tuple[Tensor, Tree]:
+    def _chain(self, session: SessionView, target: Target, f: Tensor) -> tuple[Tensor, Tree]:
         depth, tokens = self.options.depth, []
+        if (levels := self.levels(session, target, f)) is not None:
+            return self.head.to_target(levels.argmax(-1)), chain(depth + 1, f.device).expand(len(f))
         ahead = torch.arange(depth, device=f.device).split(1)
         for level in range(depth):
-            tokens.append(self.to_target(self._weighed(session, target, f, level).argmax(-1)))  # [B, 1]
+            tokens.append(self.head.to_target(self._weighed(session, target, f, level).argmax(-1)))  # [B, 1]
             if level + 1 < depth:
                 f = self.step(session, target, tokens[-1], f, level, ahead[level], None, level + 1)
         return torch.cat(tokens, 1), chain(depth + 1, f.device).expand(len(f))
 
-    def _tree(self, session: Any, target: Target, f: Tensor) -> tuple[Tensor, Tree]:
+    def _tree(self, session: SessionView, target: Target, f: Tensor) -> tuple[Tensor, Tree]:
         o = self.options
         size = min(o.size, 1 + o.width + (o.depth - 1) * o.width**2)
         first, expand = self._growth(session, target, f)
         below, tree = grow(first, expand, o.width, o.depth, size)
-        return self.to_target(below), tree
+        return self.head.to_target(below), tree
 
-    def _static(self, session: Any, target: Target, f: Tensor, draws: bool) -> tuple[Tensor, Tree, Categorical | None]:
+    def _static(
+        self, session: SessionView, target: Target, f: Tensor, draws: bool
+    ) -> tuple[Tensor, Tree, Categorical | None]:
         """A static tree, and the distribution of what was drawn."""
 
         def noise(level: int) -> Tensor:
@@ -118,11 +119,13 @@ class Growth:
         seeds = ops.stream(session.seeds, ops.FRESH)
         first, expand = self._growth(session, target, f)
         below, q = shapes.fill(first, expand, plan, noise if draws else None)
-        return self.to_target(below), plan.tree.expand(len(f)), None if q is None else Categorical(q)
+        return self.head.to_target(below), plan.tree.expand(len(f)), None if q is None else Categorical(q)
 
-    def _growth(self, session: Any, target: Target, f: Tensor) -> tuple[Tensor, Expand]:
+    def _growth(self, session: SessionView, target: Target, f: Tensor) -> tuple[Tensor, Expand]:
         """Log-probabilities [B, V] after the root, and the way to those after a frontier."""
         o, depth = self.options, self.options.depth
+        if (levels := self.levels(session, target, f)) is not None:
+            return marginal(levels.float().log_softmax(-1))
         room = (depth - 1) * o.width if o.tree == shapes.DYNAMIC else self.nodes
         ahead = torch.arange(depth, device=f.device).split(1)
         state = _Frontier(f, torch.zeros(len(f), 1, room, dtype=torch.bool, device=f.device))
@@ -132,7 +135,7 @@ class Growth:
             before, seen = gather_rows(state.hidden, came_from), gather_rows(state.seen, came_from)
             own = torch.eye(k, dtype=torch.bool, device=f.device).expand(len(f), k, k)
             state.seen = torch.cat([seen[:, :, k:], own], 2)
-            ids, here = self.to_target(tokens), ahead[state.level]
+            ids, here = self.head.to_target(tokens), ahead[state.level]
             state.hidden = self.step(session, target, ids, before, n, here, state.seen, state.level + 1)
             state.appended, state.level = n + k, state.level + 1
             return self._weighed(session, target, state.hidden, state.level).float().log_softmax(-1)

@@ -17,7 +17,7 @@ from mmspec.config import chosen
 from mmspec.drafters.jacobi import ALONE, JacobiDrafter, WindowMemory, WindowOptions
 from mmspec.drafters.trained import FileConfig, beside
 from mmspec.kernels import reference as ops
-from mmspec.protocols import Target, TargetInfo
+from mmspec.protocols import SessionView, Target, TargetInfo
 from mmspec.types import FINAL, NO_TOKEN, Draft, Prompt, Round
 
 
@@ -156,7 +156,7 @@ class HeadsDrafter(nn.Module):
         found.held = held
         return found
 
-    def start(self, session: Any, target: Target, prompt: Prompt) -> HeadsMemory:
+    def start(self, session: SessionView, target: Target, prompt: Prompt) -> HeadsMemory:
         """What these rows carry.
 
         Raises:
@@ -171,17 +171,18 @@ class HeadsDrafter(nn.Module):
         if self.held is not None:
             self.held.check(self)
         seen, window = session.last.scores.hidden, self.jacobi.start(session, target, prompt)
+        assert seen is not None
         zeros = seen.new_zeros(len(seen), self.config.grid + 1, seen.shape[-1])
         return HeadsMemory(window.decided, window.ends, window.init, window.q, zeros)
 
     @torch.no_grad()
-    def propose(self, session: Any, target: Target) -> Draft:
+    def propose(self, session: SessionView, target: Target) -> Draft:
         draft = self.jacobi.propose(session, target)
         if draft.q is not None or draft.tree.size == 1:
             return draft
         return self.better(draft, self.view(session, draft), session, target)
 
-    def better(self, draft: Draft, view: View, session: Any, target: Target) -> Draft:
+    def better(self, draft: Draft, view: View, session: SessionView, target: Target) -> Draft:
         """A draft in which the heads' guesses take the place of those that are not the target's own."""
         guess = draft.tokens[:, 1:]
         position = session.emitted[:, None] + torch.arange(guess.shape[1], device=guess.device)
@@ -190,7 +191,7 @@ class HeadsDrafter(nn.Module):
         better = torch.where(view.own | (guess == NO_TOKEN), guess, better)
         return replace(draft, tokens=torch.cat([draft.tokens[:, :1], better], 1))
 
-    def view(self, session: Any, draft: Draft) -> View:
+    def view(self, session: SessionView, draft: Draft) -> View:
         """What the heads see of a draft with a window's guesses."""
         last, memory, C = session.last, session.memory, draft.tokens.shape[1] - 1
         column, size = torch.arange(C, device=draft.tokens.device), last.draft.tree.size
@@ -198,6 +199,7 @@ class HeadsDrafter(nn.Module):
         there, node = (node < size) & (size > 1), node.clamp(max=size - 1)
         fed = torch.where(there, last.draft.tokens.gather(1, node), NO_TOKEN)
         known = fed != NO_TOKEN
+        assert last.scores.hidden is not None
         said = last.scores.hidden.gather(1, node[..., None].expand(-1, -1, last.scores.hidden.shape[-1]))
         features = torch.cat([memory.features, said * known[..., None]], 1)
         around = torch.cat([memory.decided, draft.tokens[:, 1:]], 1)

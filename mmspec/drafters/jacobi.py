@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from mmspec.config import chosen, is_whole, one_of, whole
 from mmspec.kernels import reference as ops
 from mmspec.modes import lasting
-from mmspec.protocols import Target, TargetInfo
+from mmspec.protocols import SessionView, Target, TargetInfo
 from mmspec.tree import chain, from_paths, in_order, lone
 from mmspec.types import NO_TOKEN, Categorical, Draft, Prompt, Round, Tree
 
@@ -164,7 +164,7 @@ class JacobiDrafter:
         """
         return replace(self, vocab=target.vocab, options=chosen(WindowOptions(), given, "the jacobi drafter"))
 
-    def start(self, session: Any, target: Target, prompt: Prompt) -> WindowMemory:
+    def start(self, session: SessionView, target: Target, prompt: Prompt) -> WindowMemory:
         """What these rows carry.
 
         Raises:
@@ -182,20 +182,20 @@ class JacobiDrafter:
         decided = torch.full((B, grid[1] if grid else 1), NO_TOKEN, device=device)
         return WindowMemory(decided, ends, init)
 
-    def propose(self, session: Any, target: Target) -> Draft:
+    def propose(self, session: SessionView, target: Target) -> Draft:
         if self.options.window == 1:
             return lone(session.pending[:, None])
         session.memory.append(session.last)
         return self._guess(session)
 
     @torch.no_grad()
-    def _guess(self, session: Any) -> Draft:
+    def _guess(self, session: SessionView) -> Draft:
         memory, distribution, pending = session.memory, session.last.scores.p, session.pending
         shape = layout(self.options.window, self.options.proactive, pending.device)
         tree = shape.tree.expand(len(pending))
         column = torch.arange(self.options.window - 1, device=pending.device)
         position = session.emitted[:, None] + column  # [B, C], after the prompt
-        vocab = self.vocab if distribution.is_point else distribution.logits.shape[-1]
+        vocab = self.vocab if distribution.logits is None else distribution.logits.shape[-1]
 
         def noise(columns: int) -> Tensor:  # [B, columns, V], the same in every round
             return ops.gumbel(session.seeds, position[:, :columns], vocab)
@@ -222,7 +222,7 @@ class JacobiDrafter:
         return Draft(tokens, tree, Categorical(logits if tree.is_chain else logits[:, shape.entry]))
 
     def _carried(
-        self, session: Any, column: Tensor, coins: Tensor | None, noise: Noise
+        self, session: SessionView, column: Tensor, coins: Tensor | None, noise: Noise
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """The positions that the last round gave a distribution to, a prefix of each row: which, the new guesses, log
         p."""
@@ -237,9 +237,9 @@ class JacobiDrafter:
             line = layout(C + 1, self.options.proactive, column.device).line[last.acceptance.last]
             nodes = line.gather(1, nodes)
         known = (level <= C) & (last.draft.tokens.gather(1, nodes) != NO_TOKEN)
-        if distribution.is_point:
+        if distribution.ids is not None:
             return known, distribution.ids.gather(1, nodes), None
-        assert coins is not None
+        assert coins is not None and distribution.logits is not None
         rows = torch.arange(B, device=column.device)[:, None]
         log_p = distribution.logits[rows, nodes].float().log_softmax(-1)
         if self.options.coupling == "gumbel":
@@ -253,7 +253,7 @@ class JacobiDrafter:
         return known, _keep_or_redraw(log_p.exp(), q, x, coins), log_p
 
     def _first(
-        self, session: Any, known: Tensor, token: Tensor, coins: Tensor | None, vocab: int
+        self, session: SessionView, known: Tensor, token: Tensor, coins: Tensor | None, vocab: int
     ) -> tuple[Tensor, Callable[[], Tensor]]:
         """First guesses [B, C], and log q [B, C, V] when asked for: with chance `copy` a neighbour's token, or uniform.
 

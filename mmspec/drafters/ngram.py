@@ -13,7 +13,7 @@ from mmspec.config import chosen
 from mmspec.drafters.likely import worthwhile
 from mmspec.drafters.options import ChainOptions, sized
 from mmspec.prices import Price, Prices
-from mmspec.protocols import PerRow, Target, TargetInfo
+from mmspec.protocols import PerRow, SessionView, Target, TargetInfo
 from mmspec.tree import chain
 from mmspec.types import NO_TOKEN, Draft, Prompt
 
@@ -85,10 +85,10 @@ class NgramDrafter:
         depth = sized(_USUAL, given)["depth"]
         return replace(self, options=ChainOptions(depth, 1, depth + 1), hits=Hits())
 
-    def start(self, session: Any, target: Target, prompt: Prompt) -> PerRow[Index]:
+    def start(self, session: SessionView, target: Target, prompt: Prompt) -> PerRow[Index]:
         return PerRow([Index() for _ in session.rows])
 
-    def propose(self, session: Any, target: Target) -> Draft:
+    def propose(self, session: SessionView, target: Target) -> Draft:
         price = None if self.prices is None else self.prices.of(len(session.rows), session.pending.device.type)
         found = [
             self._continuation(index, row.tokens, price)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mmspec.config import chosen
-from mmspec.protocols import Target, TargetInfo
+from mmspec.protocols import SessionView, Target, TargetInfo
 from mmspec.tree import lone
 from mmspec.types import Draft, Prompt
 
@@ -33,8 +33,8 @@ class Plain:
         chosen(self.options, given, "plain decoding")
         return self
 
-    def start(self, session: Any, target: Target, prompt: Prompt) -> None:
+    def start(self, session: SessionView, target: Target, prompt: Prompt) -> None:
         return None
 
-    def propose(self, session: Any, target: Target) -> Draft:
+    def propose(self, session: SessionView, target: Target) -> Draft:
         return lone(session.pending[:, None])

@@ -18,7 +18,7 @@ from mmspec.drafters.likely import LEAST, likeliest, worth
 from mmspec.drafters.options import ChainOptions, sized
 from mmspec.modes import lasting
 from mmspec.prices import Price, Prices
-from mmspec.protocols import PerRow, Target, TargetInfo
+from mmspec.protocols import PerRow, SessionView, Target, TargetInfo
 from mmspec.tree import chain, from_paths, in_order, lone
 from mmspec.types import LIKELIEST, NO_TOKEN, RANKS, Draft, Prompt, Round, Tree
 
@@ -232,7 +232,7 @@ class RecycleDrafter:
         options = replace(chosen(_USUAL, given, "the recycle drafter"), **sized(_USUAL, given))
         return replace(self, options=options, successors=Successors(target.vocab, target.device))
 
-    def start(self, session: Any, target: Target, prompt: Prompt) -> PerRow[_Place]:
+    def start(self, session: SessionView, target: Target, prompt: Prompt) -> PerRow[_Place]:
         """Read the prompts' text tokens; those of pictures are left out."""
         known = self.successors
         assert known is not None

@@ -18,7 +18,7 @@ from mmspec.drafters.automaton import SuffixAutomaton
 from mmspec.drafters.likely import LEAST, filled, likeliest, worth
 from mmspec.drafters.options import ChainOptions, sized
 from mmspec.prices import Price, Prices
-from mmspec.protocols import PerRow, Target, TargetInfo
+from mmspec.protocols import PerRow, SessionView, Target, TargetInfo
 from mmspec.tree import chain, from_parents, lone
 from mmspec.types import NO_TOKEN, Draft, Prompt
 
@@ -217,7 +217,7 @@ class SuffixDrafter:
         options = replace(chosen(_USUAL, given, "the suffix drafter"), **sized(_USUAL, given))
         return replace(self, options=options, phrases=Phrases(options.memory))
 
-    def start(self, session: Any, target: Target, prompt: Prompt) -> PerRow[_Cursor]:
+    def start(self, session: SessionView, target: Target, prompt: Prompt) -> PerRow[_Cursor]:
         """Read the prompts' text tokens; those of pictures are left out."""
         words = torch.where((prompt.visual == 0) & prompt.valid, prompt.ids, NO_TOKEN).tolist()
         with self.phrases.lock:
@@ -227,7 +227,7 @@ class SuffixDrafter:
             ]
         return PerRow(found)
 
-    def propose(self, session: Any, target: Target) -> Draft:
+    def propose(self, session: SessionView, target: Target) -> Draft:
         price = None if self.prices is None else self.prices.of(len(session.rows), session.pending.device.type)
         least = worth(len(session.rows)) if price is None else LEAST
         with self.phrases.lock:

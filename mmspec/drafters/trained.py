@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Self
 
 from torch import nn
 
-from mmspec.drafters.draft_vocab import DraftVocab
+from mmspec.drafters.draft_vocab import DraftVocab, TargetHead
 from mmspec.drafters.options import ALL, TreeOptions
 from mmspec.drafters.rope import Rope
 from mmspec.protocols import TargetInfo
@@ -121,11 +121,12 @@ def placed(drafter: Any, target: TargetInfo, options: TreeOptions) -> Any:
     """
     fitted = beside(drafter, target)
     fitted.options = options
-    fitted.vocab = None if options.draft_vocab == ALL else DraftVocab.of(options.draft_vocab, target)
-    if fitted.vocab is not None and len(fitted.vocab.ids) < options.branches:
-        raise ValueError(
-            f"a tree with {options.branches} branches per node needs a draft_vocab of as many tokens; lower width"
-        )
+    if not fitted.head.own:
+        fitted.head = TargetHead(None if options.draft_vocab == ALL else DraftVocab.of(options.draft_vocab, target))
+        if (ids := fitted.head.ids) is not None and len(ids) < options.branches:
+            raise ValueError(
+                f"a tree with {options.branches} branches per node needs a draft_vocab of as many tokens; lower width"
+            )
     return fitted
 
 
@@ -137,7 +138,7 @@ def beside(drafter: Any, target: TargetInfo) -> Any:
         same = copy.copy(drafter)
         same.training = False
         return same
-    memo: dict[int, Any] = {id(getattr(drafter, "vocab", None)): None}
+    memo: dict[int, Any] = {id(head): head} if isinstance(head := getattr(drafter, "head", None), TargetHead) else {}
     for t in own:  # aliases, whose data can go elsewhere
         alias = t.detach()
         memo[id(t)] = nn.Parameter(alias, t.requires_grad) if isinstance(t, nn.Parameter) else alias

@@ -66,9 +66,9 @@ def cut_head(drafter: Any, teacher: Teaches, seen: Tensor) -> None:
     Ties go to the smaller id, and so do tokens that never occurred (EAGLE-3's code takes the tokens alike).
     """
     ranking = seen.sort(descending=True, stable=True).indices
-    ids = ranking[: drafter.config.draft_vocab].sort().values.to(drafter.draft_ids.device)
-    drafter.draft_ids.copy_(ids)
-    weight = drafter.lm_head.weight
+    ids = ranking[: drafter.config.draft_vocab].sort().values.to(drafter.head.ids.device)
+    drafter.head.ids.copy_(ids)
+    weight = drafter.head.weight
     for columns in torch.arange(weight.shape[1], device=weight.device).split(256):
         one_hot = torch.zeros(len(columns), weight.shape[1], device=weight.device, dtype=weight.dtype)
         one_hot.scatter_(1, columns[:, None], 1)
@@ -187,7 +187,7 @@ class Distillation:
         """Train to the recipe's end, from the last checkpoint if there is one; returns the held-out τ."""
         held, shown = self.lesson(self.held_out, "held-out"), self.lesson(self.samples, "train")
         told = self.lesson(self.texts, "text") if self.recipe.texts else None
-        if self.drafter.own_head:
+        if self.drafter.head.own:
             cut_head(self.drafter, self.teacher, self._seen(self.answers(self.samples, "train")))
         self.resume()
         wanted = self.accelerator.is_main_process

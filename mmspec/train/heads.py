@@ -15,7 +15,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from mmspec.drafters.heads import HeadsDrafter, View
-from mmspec.protocols import Target, TargetInfo
+from mmspec.protocols import SessionView, Target, TargetInfo
 from mmspec.train.data import TrainingSample
 from mmspec.train.distil import Distillation, bar
 from mmspec.train.trace import Teaches
@@ -57,11 +57,11 @@ class WindowRecorder:
     def fit(self, target: TargetInfo, given: Mapping[str, Any]) -> WindowRecorder:
         return WindowRecorder(self.heads.fit(target, {"window": self.nodes}), self.note, self.silent)
 
-    def start(self, session: Any, target: Target, prompt: Prompt) -> Any:
+    def start(self, session: SessionView, target: Target, prompt: Prompt) -> Any:
         return self.heads.start(session, target, prompt)
 
     @torch.no_grad()
-    def propose(self, session: Any, target: Target) -> Draft:
+    def propose(self, session: SessionView, target: Target) -> Draft:
         draft = self.heads.jacobi.propose(session, target)
         view = self.heads.view(session, draft)
         for b, row in enumerate(session.rows):

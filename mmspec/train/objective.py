@@ -100,13 +100,13 @@ def _compared(
         z = predicted[rows]
         with torch.no_grad():
             full = teacher.head(h).float()
-            target = drafter.to_draft(full)
+            target = drafter.head.to_draft(full)
             p = target.softmax(-1)
         before = trace.ids[:, 1:].roll(-step, 1)[rows]  # the token before the one that is foretold
         logits = _foretold(drafter, teacher, z, before)
-        drafted = drafter.to_target(logits.argmax(-1))
+        drafted = drafter.head.to_target(logits.argmax(-1))
         # A draft vocabulary cannot say the target's token everywhere; there it learns nothing (EAGLE-3's code).
-        sayable = (drafter.to_target(target.argmax(-1)) == full.argmax(-1)).float()
+        sayable = (drafter.head.to_target(target.argmax(-1)) == full.argmax(-1)).float()
         each = _weighted(logits, p, recipe)
         if recipe.feature_weight and z.shape == h.shape:
             each = each + recipe.feature_weight * F.smooth_l1_loss(z, h, reduction="none").mean(-1)
@@ -115,7 +115,7 @@ def _compared(
         total = total + recipe.step_decay**step * (each * sayable).sum() / sayable.sum().clamp(min=1)
         same = drafted == full.argmax(-1)
         if recipe.overlap:
-            same = torch.minimum(drafter.to_draft(full.softmax(-1)), logits.detach().softmax(-1)).sum(-1)
+            same = torch.minimum(drafter.head.to_draft(full.softmax(-1)), logits.detach().softmax(-1)).sum(-1)
         agree.append(same[counts[-1][rows]])
     return total, torch.stack(agree)
 

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from mmspec.drafters.blocks import path_after
+from mmspec.drafters.draft_vocab import ModelHead
 from mmspec.drafters.growth import Growth
 from mmspec.drafters.options import ALL, TreeOptions, grown
 from mmspec.pipelines.host.decoder import decoder
 from mmspec.pipelines.host.hooks import stock
 from mmspec.pipelines.target.masks import additive
 from mmspec.pipelines.target.state import State
-from mmspec.protocols import Target, TargetInfo
+from mmspec.protocols import SessionView, Target, TargetInfo
 from mmspec.types import FINAL, Draft, Prompt, gather_rows
 
 CLASSES = ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM")
@@ -35,6 +36,7 @@ class AssistantDrafter(Growth):
 
     method = "assistant"
     features = (FINAL,)
+    head = ModelHead()
 
     def __init__(self, model: Any) -> None:
         self.model, self.options = model, grown(_USUAL, {}, "the assistant", TreeOptions())
@@ -61,7 +63,7 @@ class AssistantDrafter(Growth):
         made.options = options
         return made
 
-    def start(self, session: Any, target: Any, prompt: Prompt) -> None:
+    def start(self, session: SessionView, target: Any, prompt: Prompt) -> None:
         """It reads what the target has cached.
 
         Raises:
@@ -70,13 +72,13 @@ class AssistantDrafter(Growth):
         _shared(target)
 
     @torch.no_grad()
-    def propose(self, session: Any, target: Any) -> Draft:
-        hidden, _, count = path_after(session)
+    def propose(self, session: SessionView, target: Any) -> Draft:
+        hidden, _, count, _ = path_after(session)
         f = self._read(session, target, session.pending[:, None], gather_rows(hidden, count[:, None] - 1))
         return self.grown(session, target, f, self.drawing(session))
 
     def step(
-        self, session: Any, target: Target, tokens: Tensor, f: Tensor, appended: int, ahead: Tensor,
+        self, session: SessionView, target: Target, tokens: Tensor, f: Tensor, appended: int, ahead: Tensor,
         seen: Tensor | None, level: int,
     ) -> Tensor:  # fmt: skip
         return self._read(session, target, tokens, f[..., : self.model.config.backbone_hidden_size])
@@ -127,10 +129,6 @@ class AssistantDrafter(Growth):
         if model.config.use_ordered_embeddings:
             return model.masked_embedding(own, model.lm_head.weight).to(hidden.device)
         return model.lm_head(own).to(hidden.device)
-
-    @property
-    def own_head(self) -> bool:
-        return True
 
 
 def _shared(target: Any) -> dict[str, int]:

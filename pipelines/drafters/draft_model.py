@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mmspec.drafters import prune, static_trees
+from mmspec.drafters.draft_vocab import ModelHead
 from mmspec.drafters.growth import Growth
 from mmspec.drafters.options import ALL, TreeOptions, grown
 from mmspec.pipelines.families.table import unwrap
@@ -25,7 +26,7 @@ from mmspec.pipelines.host.hooks import stock
 from mmspec.pipelines.target import captures
 from mmspec.pipelines.target.state import State
 from mmspec.pipelines.target.vlm import VlmTarget, tap, untap
-from mmspec.protocols import Target, TargetInfo
+from mmspec.protocols import SessionView, Target, TargetInfo
 from mmspec.tree import chain
 from mmspec.types import Draft, Prompt, Tree, gather_rows
 
@@ -64,6 +65,7 @@ class ModelDrafter(Growth):
     """
 
     method = "model"
+    head = ModelHead()
     features: tuple[int, ...] = ()
     compile: bool | str = False  # whether its forwards are captured, as a target's are
 
@@ -125,7 +127,7 @@ class ModelDrafter(Growth):
     # -- reading -----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def start(self, session: Any, target: Target, prompt: Prompt) -> DraftState:
+    def start(self, session: SessionView, target: Target, prompt: Prompt) -> DraftState:
         """Read the prompt, pictures included where the draft model knows what the call brought."""
         with _tapped(self.model):
             call = _call(self.model, prompt.given, prompt).for_model(self.model)
@@ -140,12 +142,12 @@ class ModelDrafter(Growth):
         return held
 
     @torch.no_grad()
-    def propose(self, session: Any, target: Target) -> Draft:
+    def propose(self, session: SessionView, target: Target) -> Draft:
         draws = self.options.draws and not session.last.scores.p.is_point
         with _tapped(self.model) if session.memory.swaps else nullcontext():
             return self.grown(session, target, self._catch_up(session), draws)
 
-    def _catch_up(self, session: Any) -> Tensor:
+    def _catch_up(self, session: SessionView) -> Tensor:
         """Read what the last round kept and the pending token, commit the former; logits [B, 1, V] after the latter.
 
         Of fresh rows the kept token is the prompt's last, which has been read.
@@ -182,7 +184,7 @@ class ModelDrafter(Growth):
         return raw[:, :n].to(asked)
 
     def step(
-        self, session: Any, target: Target, tokens: Tensor, f: Tensor, appended: int, ahead: Tensor,
+        self, session: SessionView, target: Target, tokens: Tensor, f: Tensor, appended: int, ahead: Tensor,
         seen: Tensor | None, level: int,
     ) -> Tensor:  # fmt: skip
         memory: DraftState = session.memory
@@ -201,10 +203,6 @@ class ModelDrafter(Growth):
         assert self.own is not None
         more = self.own.vocab - hidden.shape[-1]
         return torch.nn.functional.pad(hidden, (0, more), value=-torch.inf)  # cuts where it is negative
-
-    @property
-    def own_head(self) -> bool:
-        return True
 
 
 def _parents(depth: Tensor, ancestors: Tensor) -> Tensor:

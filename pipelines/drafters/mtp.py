@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from mmspec.compile import capture
 from mmspec.drafters import prune
 from mmspec.drafters.blocks import FeatureMemory, PassThroughMemory
+from mmspec.drafters.draft_vocab import head_of
 from mmspec.drafters.feature import FeatureDrafter, prompt_stats
 from mmspec.drafters.options import ALL, TreeOptions, grown
 from mmspec.drafters.trained import placed
@@ -24,7 +25,7 @@ from mmspec.pipelines.host import tree_attention
 from mmspec.pipelines.host.decoder import decoder, head
 from mmspec.pipelines.host.names import CACHE
 from mmspec.pipelines.target.masks import additive
-from mmspec.protocols import Target, TargetInfo
+from mmspec.protocols import SessionView, Target, TargetInfo
 from mmspec.ragged_cache import Lengths, RaggedBuffer
 from mmspec.types import FINAL, Prompt
 
@@ -165,7 +166,7 @@ class MtpDrafter(FeatureDrafter):
 
     def __init__(self, heads: mtp_files.MtpHeads, vocab: int, hidden: int, depth: int = DEPTH) -> None:
         super().__init__()
-        self.add_head(hidden, 0)
+        self.head = head_of(hidden, 0)
         self.heads, K = heads, len(heads.layers)
         self.config = MtpConfig(hidden, vocab, K, depth=K if K > 1 else depth)
         self.options = grown(self.config, {}, "the mtp drafter", TreeOptions())
@@ -226,10 +227,7 @@ class MtpDrafter(FeatureDrafter):
         return fitted
 
     def logits(self, hidden: Tensor, target: Target) -> Tensor:
-        return self.by_target(hidden, target)
-
-    def to_draft(self, logits: Tensor) -> Tensor:
-        return logits
+        return self.head.logits(hidden, target)
 
     def forward(
         self, embeds: Tensor, features: Tensor, visual: Tensor, valid: Tensor, steps: int, start: int = 0,
@@ -269,7 +267,7 @@ class MtpDrafter(FeatureDrafter):
             memory.context = f[..., : -self.config.hidden]
 
     @torch.no_grad()
-    def start(self, session: Any, target: Target, prompt: Prompt) -> HeadMemory:
+    def start(self, session: SessionView, target: Target, prompt: Prompt) -> HeadMemory:
         """Read the prompt: row j pairs the target's feature at j with the embedding at j + 1.
 
         Raises:
