@@ -64,7 +64,7 @@ class ModelDrafter(Growth):
 
     method = "model"
     features: tuple[int, ...] = ()
-    compile: bool | str = False  # whether its forwards are captured, as a target's are
+    compile: bool = False  # whether its forwards are captured, as a target's are
 
     def __init__(self, model: Any) -> None:
         self.model, self.options = model, grown(_USUAL, {}, "the model drafter", TreeOptions())
@@ -110,7 +110,7 @@ class ModelDrafter(Growth):
         made.features = (ATTENTION,) if prune.by_attention(options) else ()
         return made
 
-    def compiled(self, compile: bool | str) -> ModelDrafter:
+    def compiled(self, compile: bool) -> ModelDrafter:
         """The same, with its forwards captured and compiled as a target's are: all of a draft in one shape."""
         made = copy.copy(self)
         made.compile = compile
