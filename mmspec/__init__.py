@@ -17,6 +17,7 @@ _FACE = {
     "enable": "mmspec.pipelines.patch",
     "disable": "mmspec.pipelines.patch",
     "stats": "mmspec.pipelines.patch",
+    "refresh": "mmspec.pipelines.patch",
     "verify": "mmspec.pipelines.serving.verify",
     "stream": "mmspec.pipelines.serving.stream",
     "Handle": "mmspec.pipelines.patching.handle",

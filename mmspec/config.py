@@ -8,7 +8,6 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 ON_UNSUPPORTED = ("error", "fallback")
-AUTO, ALL = "auto", "all"
 T = TypeVar("T")
 
 
@@ -32,11 +31,9 @@ class SpecConfig:
             text without weights (ngram, suffix, recycle) under a lossless rule, whose seeds draw the same either way;
             they weigh each draft by the measured time of rounds of its size, and are not turned off.
         compile: capture the target's forward and a feature drafter's pass (for pictures of LlamaGen and Janus the
-            forward only) and compile them, once for each shape; the first call takes up to a minute. What cannot be
-            compiled runs uncompiled, with a warning. "all" also captures the decoder's reading of prompts without
-            padding, for the first four shapes of prompts that occur twice. "auto" starts uncompiled, and compiles a
-            shape once that takes at most a tenth of the time that all rounds have taken so far; captures that turn out
-            slower are dropped, and what cannot be compiled runs uncompiled without a warning.
+            forward only) and compile them, once for each shape; also the decoder's reading of prompts without padding,
+            for the first four shapes of prompts that occur twice. The first calls take up to a minute. What cannot be
+            compiled runs uncompiled, with a warning.
         prefix_cache: memory for the keys and values of prompts and answers, such as "512MB" (or a number of bytes), so
             that a prompt that begins like an earlier text with the same pictures is read only from where it differs;
             None: nothing is kept.
@@ -48,13 +45,17 @@ class SpecConfig:
     budget: float | None = None
     reproducible: bool = False
     auto: bool | None = None
-    compile: bool | str = False
+    compile: bool = False
     prefix_cache: str | int | None = None
     on_unsupported: str = "error"
 
     def __post_init__(self) -> None:
         one_of("on_unsupported", self.on_unsupported, ON_UNSUPPORTED)
-        one_of("compile", self.compile, (True, False, AUTO, ALL))
+        if not isinstance(self.compile, bool):
+            raise ValueError(
+                f"compile must be True or False; got {self.compile!r}. Write True, which does what 'all' did, also in "
+                "place of 'auto', which is no more"
+            )
         if self.budget is not None and not self.budget >= 0:
             raise ValueError(f"budget must be a distance ≥ 0, or None for no limit; got {self.budget!r}")
         if self.budget is not None and getattr(self.rule, "name", self.rule) == "exact":

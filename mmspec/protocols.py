@@ -101,7 +101,7 @@ class Reporting(Protocol):
 class Compilable(Protocol):
     """A drafter that has a forward of its own to capture and compile, as a target's is."""
 
-    def compiled(self, compile: bool | str) -> Any:
+    def compiled(self, compile: bool) -> Any:
         """The same drafter, with its forwards captured."""
 
 

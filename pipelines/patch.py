@@ -7,7 +7,9 @@ import warnings
 from typing import Any
 
 import torch
+from torch.nn import Module
 
+from mmspec.compile import version
 from mmspec.config import SpecConfig, UnsupportedError
 from mmspec.pipelines import untested
 from mmspec.pipelines.families import table as families
@@ -18,7 +20,7 @@ from mmspec.pipelines.patching.obstacles import soft_prompt
 from mmspec.registry import resolve_rule
 from mmspec.statistics import Stats
 
-__all__ = ["Handle", "UnsupportedError", "disable", "enable", "stats"]
+__all__ = ["Handle", "UnsupportedError", "disable", "enable", "refresh", "stats"]
 
 _log = logging.getLogger("mmspec")
 MPS = "2.13"  # torch from which on attention under a mask of every row is right there
@@ -89,6 +91,20 @@ def disable(model_or_pipe: Any) -> None:
         model_or_pipe: what was given to `enable`, or the model inside it.
     """
     put_on(families.unwrap(model_or_pipe), None)
+
+
+def refresh(model_or_pipe: Any) -> None:
+    """Have the next calls capture the model and read its prompts anew: for those who write to weights behind torch's
+    back (through `.data`, a numpy view or another process), which `compile` and `prefix_cache` do not see.
+
+    Args:
+        model_or_pipe: a module, such as a model or a drafter, enabled or not; or a pipeline, with all of its modules.
+    """
+    parts = getattr(model_or_pipe, "components", None)  # of diffusers
+    found = list(parts.values()) if isinstance(parts, dict) else [model_or_pipe]
+    if not any(isinstance(part, Module) for part in found):
+        found = [families.unwrap(model_or_pipe)]
+    version.refresh(*(part for part in found if isinstance(part, Module)))
 
 
 def stats(model_or_pipe: Any) -> Stats:

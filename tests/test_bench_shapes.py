@@ -84,6 +84,7 @@ def run(out: Path, *words: str) -> Measured:
         patch.setattr(torch, "compile", lambda f, **_: compiler(f, backend="eager", dynamic=False))
         patch.setattr(capture, "inductor", lambda piece, examples: piece)
         patch.setattr(trusted, "_OF", WeakKeyDictionary())
+        patch.setattr("mmspec.pipelines.target.captured_prompt.MOST", 0)  # prompts are captured in test_compiled_prompt
         patch.setattr(shapes.shapes_ways, "load", loaded)
         assert cli.main(["shapes", "--sizes", TOY, "--json", str(out), *given], workshop) == 0
     return Measured(json.loads(out.read_text()), said.getvalue(), [*gone, left()])
@@ -148,6 +149,9 @@ def test_compiled_ways_stand_beside_the_eager_ones(name, compiled):
 def test_tree_attention_runs_in_the_ways_that_say_so(compile: bool, monkeypatch):
     monkeypatch.setattr(capture, "inductor", lambda piece, examples: piece)
     monkeypatch.setattr(trusted, "_OF", WeakKeyDictionary())
+    monkeypatch.setattr(
+        "mmspec.pipelines.target.captured_prompt.MOST", 0
+    )  # prompts are captured in test_compiled_prompt
     attend, calls, served = dispatch.tree_attention, list[int](), dict[str, bool]()
     monkeypatch.setattr(dispatch, "tree_attention", lambda *a: calls.append(1) or attend(*a))
     ways = load(MODELS["qwen2.5-vl-7b"], TOY, CPU, torch.float32, 3, 0).ways(64, 1, compile)

@@ -54,6 +54,9 @@ def drafts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only drafts are captured, and their pieces run as they are; whatever falls back fails."""
     monkeypatch.setattr(capture, "inductor", as_it_is)
     monkeypatch.setattr(trusted, "_OF", WeakKeyDictionary())
+    monkeypatch.setattr(
+        "mmspec.pipelines.target.captured_prompt.MOST", 0
+    )  # prompts are captured in test_compiled_prompt
     monkeypatch.setattr(captures.Forward, "read", lambda self, target, *told: target.read(*told))
     warnings.simplefilter("error", UserWarning)
 
@@ -196,6 +199,9 @@ def proposed_both_ways(
 def test_by_the_compiler_too(name: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.undo()
     monkeypatch.setattr(trusted, "_OF", WeakKeyDictionary())
+    monkeypatch.setattr(
+        "mmspec.pipelines.target.captured_prompt.MOST", 0
+    )  # prompts are captured in test_compiled_prompt
     monkeypatch.setattr(captures.Forward, "read", lambda self, target, *told: target.read(*told))
     test_captured_drafts_are_what_the_drafter_proposes(name, "image first", monkeypatch)
 

@@ -194,8 +194,6 @@ def test_auto_is_refused_where_processes_share_a_model(monkeypatch: pytest.Monke
     monkeypatch.setattr(type(fast), "_tp_size", 2, raising=False)
     with pytest.raises(ValueError, match="auto times its rounds in each process by itself"):
         mmspec.enable(fast, "ngram", auto=True)
-    with pytest.raises(ValueError, match=r"auto times its rounds .* compile=True compiles at once"):
-        mmspec.enable(fast, "ngram", compile="auto")
     mmspec.enable(fast, "ngram").disable()
 
 

@@ -31,6 +31,9 @@ def pieces_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """No compiler runs, and whatever falls back fails."""
     monkeypatch.setattr(capture, "inductor", as_it_is)
     monkeypatch.setattr(trusted, "_OF", WeakKeyDictionary())
+    monkeypatch.setattr(
+        "mmspec.pipelines.target.captured_prompt.MOST", 0
+    )  # prompts are captured in test_compiled_prompt
     warnings.simplefilter("error", UserWarning)
 
 
@@ -79,7 +82,7 @@ def test_drafts_are_those_of_the_model_itself(
             answers.append((targets.generate(model, inputs, **how), [*seen]))
         seen.clear()
     (plain, one), (ours, other) = answers
-    captured = {key: one for _, _, held in captures.of(draft)._states for key, one in held.items()}
+    captured = captures.of(draft)._held
     assert all(captured.values()) and len(captured) == len({len(draft.tokens) for draft in other})
     assert torch.equal(plain, ours) and len(one) == len(other)
     for a, b in zip(one, other, strict=True):

@@ -39,6 +39,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only drafts are captured, and their pieces run as they are; whatever falls back fails."""
     monkeypatch.setattr(capture, "inductor", lambda piece, examples: piece)
     monkeypatch.setattr(trusted, "_OF", WeakKeyDictionary())
+    monkeypatch.setattr(
+        "mmspec.pipelines.target.captured_prompt.MOST", 0
+    )  # prompts are captured in test_compiled_prompt
     monkeypatch.setattr(captures.Forward, "read", lambda self, target, *told: target.read(*told))
     warnings.simplefilter("error", UserWarning)
 

@@ -45,7 +45,7 @@ def test_words_become_values(word: str, drafter: str | None, value: Any) -> None
         ("depth=0", "eagle", "depth must be a whole number ≥ 1"),
         ("depth=x", "/some/folder", "depth must be a whole number ≥ 1"),
         ("prune=2", None, "prune must be a share from 0 to 1"),
-        ("compile=maybe", None, "compile must be one of True, False, auto, all; got 'maybe'"),
+        ("compile=maybe", None, "compile must be True or False; got 'maybe'. Write True"),
         ("budget=-1", None, "budget must be a distance ≥ 0"),
         ("depth", None, "takes NAME=VALUE, such as depth=6; got 'depth'"),
     ],

@@ -46,6 +46,9 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     """Where graphs are recorded; pieces are not compiled, and nothing may fall back."""
     monkeypatch.setattr(capture, "inductor", as_it_is)
     monkeypatch.setattr(trusted, "_OF", WeakKeyDictionary())
+    monkeypatch.setattr(
+        "mmspec.pipelines.target.captured_prompt.MOST", 0
+    )  # prompts are captured in test_compiled_prompt
     monkeypatch.delenv(graphs.VARIABLE, raising=False)
     warnings.simplefilter("error", UserWarning)
     if request.param == "cuda":
@@ -438,6 +441,9 @@ class Frozen(tape.Tape):
 def test_a_wrong_graph_is_found_before_it_is_used(wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capture, "inductor", as_it_is)
     monkeypatch.setattr(trusted, "_OF", WeakKeyDictionary())
+    monkeypatch.setattr(
+        "mmspec.pipelines.target.captured_prompt.MOST", 0
+    )  # prompts are captured in test_compiled_prompt
     monkeypatch.setattr(graphs, "wanted", lambda tensors: True)
     monkeypatch.setattr(graphs, "Recorder", wrong)
     model, inputs = targets.model("llava"), targets.prompt("llava", "image first")
@@ -584,6 +590,9 @@ def test_graphs_are_proved_here() -> None:
 @GPU
 def test_compiled_by_the_compiler_is_stock_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trusted, "_OF", WeakKeyDictionary())
+    monkeypatch.setattr(
+        "mmspec.pipelines.target.captured_prompt.MOST", 0
+    )  # prompts are captured in test_compiled_prompt
     warnings.simplefilter("error", UserWarning)
     model = copy.deepcopy(targets.model("llava")).to("cuda")
     inputs = {name: t.to("cuda") for name, t in targets.prompt("llava", "image first").items()}

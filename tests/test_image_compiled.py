@@ -35,6 +35,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces are run, not compiled; and nothing may fall back to the stock forward."""
     monkeypatch.setattr(capture, "inductor", lambda piece, examples: piece)
     monkeypatch.setattr(trusted, "_OF", WeakKeyDictionary())
+    monkeypatch.setattr(
+        "mmspec.pipelines.target.captured_prompt.MOST", 0
+    )  # prompts are captured in test_compiled_prompt
     warnings.simplefilter("error", UserWarning)
 
 
@@ -174,6 +177,9 @@ def test_what_cannot_be_captured_runs_as_it_is(what: str, monkeypatch: pytest.Mo
     compilers = {"wrong": lambda piece, examples: lambda *a: [-t for t in piece(*a)], "no compiler": lambda *a: 1 / 0}
     monkeypatch.setattr(capture, "inductor", compilers[what])
     monkeypatch.setattr(trusted, "_OF", WeakKeyDictionary())
+    monkeypatch.setattr(
+        "mmspec.pipelines.target.captured_prompt.MOST", 0
+    )  # prompts are captured in test_compiled_prompt
     pipe = tiny_llamagen.pipeline()
     plain = draw(pipe)
     why = {"wrong": "away from", "no compiler": "ZeroDivisionError"}[what]

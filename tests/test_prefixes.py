@@ -131,7 +131,7 @@ def test_another_picture_is_read(name: str) -> None:
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "in place": lambda layer: layer.weight.detach().mul_(1.01),
     "of one number": lambda layer: layer.weight.detach()[:1, :1].add_(0.5),
-    "unseen by torch": lambda layer: layer.weight.data.mul_(1.01),
+    "unseen by torch": lambda layer: (layer.weight.data.mul_(1.01), mmspec.refresh(layer)),
     "replaced": lambda layer: setattr(layer, "weight", torch.nn.Parameter(layer.weight * 1.01)),
     "other data": lambda layer: setattr(layer.weight, "data", layer.weight.data * 1.01),
 }

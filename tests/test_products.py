@@ -123,23 +123,15 @@ def added(weight: Tensor) -> None:
     weight.add_(0.3)
 
 
-def through_data(weight: Tensor) -> None:
-    weight.data += 0.3 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(3))
-
-
 def elsewhere(weight: Any) -> None:
     weight.data = weight.data.flip(0).contiguous()
 
 
 def a_row(weight: Any) -> None:
-    weight.data[3, 5:9] = 0.5
+    weight[3, 5:9] = 0.5
 
 
-def from_outside(weight: Any) -> None:
-    weight.detach().numpy()[3] *= -1
-
-
-@pytest.mark.parametrize("write", [added, through_data, elsewhere, a_row, from_outside])
+@pytest.mark.parametrize("write", [added, elsewhere, a_row])
 @pytest.mark.parametrize(("drafts", "packed"), [(False, False), (True, False), (True, True)])
 def test_copies_follow_the_weights(
     write: Callable[[Tensor], None], drafts: bool, packed: bool, monkeypatch: pytest.MonkeyPatch
@@ -147,6 +139,9 @@ def test_copies_follow_the_weights(
     """Between two calls weights are written to: what is generated is what stock generates with the new ones."""
     monkeypatch.setattr(capture, "inductor", lambda piece, examples: piece)
     monkeypatch.setattr(trusted, "_OF", WeakKeyDictionary())
+    monkeypatch.setattr(
+        "mmspec.pipelines.target.captured_prompt.MOST", 0
+    )  # prompts are captured in test_compiled_prompt
     monkeypatch.setattr(products, "WIDE", 1 if packed else products.WIDE)
     warnings.simplefilter("error", UserWarning)
     model, inputs = copy.deepcopy(targets.model("llava")), targets.prompt("llava", "image first")
@@ -162,7 +157,7 @@ def test_copies_follow_the_weights(
                 write(weight)
         found.append(targets.generate(model, inputs))
         assert [*held._held.values()][: len(functions)] == functions, "nothing is captured anew"
-        heads = [copy for one in held.drafts.values() for copy in one._copies for part in copy.parts
+        heads = [copy for one in held.drafts.values() for copy in copies(one) for part in copy.parts
                  if part.weight is model.lm_head.weight]  # fmt: skip
         assert bool(heads) == drafts
         assert all(one.packed or torch.equal(one.tensor, model.lm_head.weight.T) for one in heads)
@@ -210,12 +205,16 @@ def test_regions_without_autocast_stay() -> None:
     torch.testing.assert_close(found, wanted)
 
 
-def fresh(held: trusted.CompiledCache) -> bool:
-    return all(torch.equal(one.tensor, torch.cat([part.matrix() for part in one.parts], 1)) for one in held._copies)
+def copies(held: trusted.Held) -> list[products.Joined]:
+    return [copy for one in held._held.values() if one is not None for copy in one.copies]
+
+
+def fresh(held: trusted.Held) -> bool:
+    return all(torch.equal(one.tensor, torch.cat([part.matrix() for part in one.parts], 1)) for one in copies(held))
 
 
 def test_a_renewal_that_is_interrupted_is_begun_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, held = Layer(), trusted.CompiledCache("a layer")
+    layer, held = Layer(), trusted.Held("a layer")
     held.check(layer)
     held.get("shape", lambda: capturing(layer, 5))
     renew, broken = products.Joined.renew, iter([KeyboardInterrupt()])
@@ -226,35 +225,24 @@ def test_a_renewal_that_is_interrupted_is_begun_anew(monkeypatch: pytest.MonkeyP
         renew(self)
 
     monkeypatch.setattr(products.Joined, "renew", interrupted)
-    added(layer.q.weight.data), added(layer.out.weight.data)
+    added(layer.q.weight.detach()), added(layer.out.weight.detach())
     with pytest.raises(KeyboardInterrupt):
         held.check(layer)
     assert not fresh(held)
     held.check(layer)
-    assert held._copies and fresh(held)
+    assert copies(held) and fresh(held)
 
 
-def test_a_renewal_that_fails_lets_all_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, held = Layer(), trusted.CompiledCache("a layer")
-    held.check(layer)
-    held.get("shape", lambda: capturing(layer, 5))
-    monkeypatch.setattr(products.Joined, "renew", lambda self: 1 / 0)
-    added(layer.q.weight.data)
-    held.check(layer)
-    assert not held._copies and not held._held
-
-
-def test_a_write_while_another_shape_is_captured_is_followed() -> None:
-    layer, held = Layer(), trusted.CompiledCache("a layer")
+def test_a_write_while_another_shape_is_captured_is_followed_by_the_next_call() -> None:
+    layer, held = Layer(), trusted.Held("a layer")
     held.check(layer)
     held.get("shape", lambda: capturing(layer, 5))
 
     def written() -> Any:
-        added(layer.q.weight.data)
+        added(layer.q.weight.detach())
         return capturing(Layer(), 5)
 
     held.get("other", written)
-    assert fresh(held)
     held.check(layer)
     assert fresh(held)
 
@@ -262,7 +250,7 @@ def test_a_write_while_another_shape_is_captured_is_followed() -> None:
 def test_copies_that_another_holds_are_renewed_before_they_are_taken() -> None:
     layer = Layer()
     first = capturing(layer, 5)
-    added(layer.q.weight.data)
+    added(layer.q.weight.detach())
     second = capturing(layer, 1)
     assert first.copies[0] is second.copies[0]
     assert torch.equal(first.copies[0].tensor[:, :12], layer.q.weight.T)

@@ -209,6 +209,9 @@ def capturing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces run as they are, and what cannot be captured fails."""
     monkeypatch.setattr(capture, "inductor", as_it_is)
     monkeypatch.setattr(trusted, "_OF", WeakKeyDictionary())
+    monkeypatch.setattr(
+        "mmspec.pipelines.target.captured_prompt.MOST", 0
+    )  # prompts are captured in test_compiled_prompt
     warnings.simplefilter("error", UserWarning)
 
 
@@ -239,6 +242,9 @@ def test_a_captured_forward_reads_and_leaves_the_same_state(name: str, chained: 
 @pytest.mark.full
 def test_by_the_compiler_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trusted, "_OF", WeakKeyDictionary())
+    monkeypatch.setattr(
+        "mmspec.pipelines.target.captured_prompt.MOST", 0
+    )  # prompts are captured in test_compiled_prompt
     warnings.simplefilter("error", UserWarning)
     test_a_captured_forward_reads_and_leaves_the_same_state("qwen3_5", False, None)
 

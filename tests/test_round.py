@@ -33,7 +33,7 @@ from mmspec.app.bench import command as bench
 from mmspec.compile import capture
 from mmspec.compile import held as trusted
 from mmspec.compile.capture import PiecewiseFunction, Uncapturable
-from mmspec.compile.held import CompiledCache
+from mmspec.compile.held import Held
 from mmspec.drafters.eagle import EagleConfig, EagleDrafter
 from mmspec.drafters.ngram import NgramDrafter
 from mmspec.drafters.plain import Plain
@@ -63,6 +63,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces are run, not compiled; and nothing may fall back to the stock forward."""
     monkeypatch.setattr(capture, "inductor", as_it_is)
     monkeypatch.setattr(trusted, "_OF", WeakKeyDictionary())
+    monkeypatch.setattr(
+        "mmspec.pipelines.target.captured_prompt.MOST", 0
+    )  # prompts are captured in test_compiled_prompt
     warnings.simplefilter("error", UserWarning)
 
 
@@ -178,7 +181,7 @@ def test_a_drafter_in_use_forgets_other_weights(quick: None):
 
 
 def test_other_buffers_and_another_attention_are_captured_anew(quick: None):
-    held, layer = CompiledCache("a layer"), nn.BatchNorm1d(2)
+    held, layer = Held("a layer"), nn.BatchNorm1d(2)
     held.check(layer)
     held._held["shape"] = None
     held.check(layer)
@@ -200,7 +203,7 @@ def test_other_buffers_and_another_attention_are_captured_anew(quick: None):
 
 
 def test_a_shape_is_captured_once_by_all_threads():
-    held, made, captured = CompiledCache("a layer"), [], SimpleNamespace(copies=[])
+    held, made, captured = Held("a layer"), [], SimpleNamespace()
 
     def capture() -> Any:
         made.append(time.sleep(0.1))
@@ -245,6 +248,9 @@ def test_only_full_batches_of_captions_are_captured(quick: None):
 @pytest.mark.parametrize("what", ["eager", "adapters", "wrong", "no compiler"])
 def test_what_cannot_be_captured_runs_as_it_is(what: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(trusted, "_OF", WeakKeyDictionary())
+    monkeypatch.setattr(
+        "mmspec.pipelines.target.captured_prompt.MOST", 0
+    )  # prompts are captured in test_compiled_prompt
     monkeypatch.setattr(capture, "inductor", as_it_is)
     model, inputs = targets.model("llava", "eager" if what == "eager" else "sdpa"), targets.prompt("llava", "text only")
     wanted = targets.generate(model, inputs)

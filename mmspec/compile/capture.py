@@ -126,6 +126,11 @@ class PiecewiseFunction:
         with uncast(self._device):  # what autocast casts is written in the pieces, and so is what it leaves alone
             return self._replay(partial(_cast, attend, self._device.type, self._cast), *inputs)
 
+    def renew(self) -> None:
+        """After weights were written to: copies of them, which it reads in their place, are made anew."""
+        for copy in self.copies:
+            copy.renew()
+
     def _replay(self, attend: LayerAttention, *inputs: Tensor) -> list[Tensor]:
         if self._graphs is not None:
             return self._graphs.run(self._run, inputs, self._weights, attend)

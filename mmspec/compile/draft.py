@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 
 from mmspec.attention import LayerAttention
 from mmspec.compile.capture import PiecewiseFunction, Uncapturable
+from mmspec.compile.held import Held
 from mmspec.drafters import static_trees as shapes
 from mmspec.drafters.blocks import Decided, FeatureMemory, path_after
 from mmspec.drafters.draft_vocab import Head
@@ -23,16 +24,6 @@ from mmspec.tree import bounds, chain, from_parents
 from mmspec.types import NO_TOKEN, Categorical, Draft, Prompt, Round, Tree
 
 _TIE = 1e-3  # how much less likely a token may be than the one drawn: rounding, of log-probabilities and noise
-
-
-class Held(Protocol):
-    """What was captured of some weights, by key."""
-
-    def check(self, module: Any) -> None:
-        """Drop captures of weights that the module no longer has."""
-
-    def get(self, key: Any, make: Callable[[], PiecewiseFunction]) -> PiecewiseFunction | None:
-        """What is held for a key, at its first call made; None where `make` raised, which is warned of."""
 
 
 class Capturable(Protocol):

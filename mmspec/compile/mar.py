@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from mmspec.compile.capture import PiecewiseFunction
-from mmspec.compile.held import CompiledCache, compare, weights
+from mmspec.compile.held import Held, compare, weights
 from mmspec.continuous import denoising as paths
 from mmspec.models.mar_head import Denoiser
 from mmspec.modes import computed_in, lasting
 
 
-class Steps(CompiledCache):
+class Steps(Held):
     """Compiled steps of one head, by shape."""
 
     def draw(self, net: Any, chain: paths.Chain, noise: Tensor, temperature: float = 1.0) -> paths.Path:

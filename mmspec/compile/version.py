@@ -1,158 +1,114 @@
-"""What a forward can read besides its inputs: a capture is valid as long as none of it changes."""
+"""The version of a model: as long as it stays, what was captured of the model, or kept of its prompts, is valid."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from functools import lru_cache
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from types import FunctionType, MethodType
-from typing import Any, NamedTuple
-from weakref import ref
+from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
 
-from mmspec.modes import each_module, hooked, hooked_everywhere, lasting
+from mmspec.modes import each_module, hooked, hooked_everywhere
 
-# Not looked at: what every module has (parameters and buffers are looked at apart), and what `generate` alone uses.
-_MODULE = {*vars(nn.Module())} - {"training"}
-_MODULE |= {"generation_config", "warnings_issued", "_previous_max_cache_length", "_output_capturing_hooks_installed"}
 PLAIN = {bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size}
-_MOST = 256  # entries of a list or dictionary that are looked at
-_DEEP = 4  # lists in lists
+# Attributes that are not looked at: those of every module (parameters and buffers are read apart), and of `generate`.
+_ASIDE = {*vars(nn.Module())} - {"training"}
+_ASIDE |= {"generation_config", "warnings_issued", "_previous_max_cache_length", "_output_capturing_hooks_installed"}
+_REFRESHED: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # how often `refresh` was called, by module
 
 
-class Fingerprint(NamedTuple):
-    """Equal if forwards read the same besides their inputs; made once a call, in about 1 µs for each module."""
+@dataclass(frozen=True)
+class Version:
+    """Equal to another one if a forward computes the same of the same inputs; made in about 1 µs for each module.
 
-    weights: list[Any]  # parameters and buffers: which they are, not what they hold
-    state: list[Any]  # classes, flags, plain attributes, functions and settings of all modules
-    why: str | None  # what keeps a captured forward from standing for the module, whatever it reads
+    Hold it as long as it is compared with others: it keeps its numbers from being given to other objects. A write that
+    goes past torch's counters (through `.data`, a numpy view, another process) is not seen; see `refresh`.
+
+    Attributes:
+        weights: which parameters and buffers there are.
+        state: classes, flags, plain attributes, functions, configurations, and calls of `refresh`.
+        written: of each parameter and buffer how often it was written to, and where it lies.
+        why: what keeps a capture from standing for the model's forward, such as hooks; None: nothing.
+    """
+
+    weights: list[Any]
+    state: list[Any]
+    written: list[Any]
+    why: str | None
+    _alive: list[Any] = field(compare=False, repr=False)  # weak references, by whose ids it tells objects apart
 
 
-def fingerprint(root: Any, kept: bool = False) -> Fingerprint:
+def version(root: Any, kept: bool = False) -> Version:
     """Of a module and all below it.
 
     Args:
-        kept: also tell whether tensors that are no parameters were replaced, and whether any was written to.
+        kept: also tell whether tensors that are neither parameters nor buffers were replaced.
     """
+    modules, alive, configs = list(each_module(root)), list[Any](), dict[int, Any]()
+    classes = {type(module): getattr(type(module), "_mmspec_stock", type(module)) for module in modules}
     weights: list[Any] = []
-    state: list[Any] = []
-    classes: dict[type, Any] = {}
-    configs: dict[int, Any] = {}
+    written: list[Any] = []
+    state: list[Any] = [sum(_REFRESHED.get(module, 0) for module in modules) if _REFRESHED else 0]
+
+    def known(thing: Any) -> int:
+        """A number that no other object has while this version is held."""
+        try:
+            alive.append(ref(thing))
+        except TypeError:
+            return id(thing)
+        return id(alive[-1])
+
+    def told(value: Any) -> Any:
+        if type(value) in PLAIN:
+            return value
+        if isinstance(value, Tensor):  # no capture can use it
+            return known(value) if kept else None
+        if isinstance(value, list | tuple | dict | set | frozenset):
+            parts = [*value, *value.values()] if isinstance(value, dict) else value
+            return type(value), len(value), [part for part in parts if type(part) in PLAIN]
+        return known(value) if callable(value) else type(value)
+
     why = "forward hooks are registered for all modules" if hooked_everywhere() else None
-    for module in each_module(root):
-        kind, held = type(module), vars(module)
-        if kind not in classes:
-            classes[kind] = getattr(kind, "_mmspec_stock", kind)
-        state.append(id(classes[kind]))
+    for module in modules:
+        held = vars(module)
+        state.append(id(classes[type(module)]))
         for tensors in (held["_parameters"], held["_buffers"]):
-            if tensors:
-                weights += [t if t is None else (id(t), t.dtype, t.device, t.shape) for t in tensors.values()]
-                if kept:
-                    weights += [0 if t is None or t.is_inference() else t._version for t in tensors.values()]
-        for name in held:
-            if name in _MODULE:
-                continue
+            for t in tensors.values():
+                weights.append(t if t is None else (known(t), t.dtype, t.device, t.shape))
+                written.append(t if t is None else _written(t))
+        for name in [name for name in held if name not in _ASIDE]:
             value = held[name]
-            state.append(name)
-            if type(value) in PLAIN:
-                state.append(value)
-            elif name.endswith("config") and hasattr(value, "__dict__"):
+            if name.endswith("config") and hasattr(value, "__dict__"):
                 configs[id(value)] = value
-                state.append(id(value))
-            else:
-                state.append(_token(value, kept))
+                value = None
+            state += [name, told(value)]
         if why is None and (found := _obstacle(module, held)) is not None:
             why = f"{_name(root, module)} {found}"
-    for stock in classes.values():
-        state += [_Same(stock), _Same(stock.forward)]
-    state += [_settings(config, kept) for config in configs.values()]
-    return Fingerprint(weights, state, why)
+    for config in (inner for outer in configs.values() for inner in _with_those_inside(outer)):
+        state += [known(config), *((name, told(value)) for name, value in vars(config).items())]
+    state += [(known(stock), known(stock.forward)) for stock in classes.values()]
+    return Version(weights, state, written, why, alive)
 
 
-def held(root: Any) -> list[Tensor]:
-    """The parameters and buffers of a module and all below it."""
-    found = (t for m in each_module(root) for t in (*m._parameters.values(), *m._buffers.values()))
-    return [t for t in found if t is not None]
+def refresh(*models: Any) -> None:
+    """Make what was captured and kept of these modules, and of those around and below them, invalid."""
+    for module in each_module(*models):
+        _REFRESHED[module] = _REFRESHED.get(module, 0) + 1
 
 
-class Contents:
-    """Which values some tensors hold: how often each was written to, where it lies, and what it makes of a vector.
-
-    The product with a fixed vector tells writes that torch does not count, such as those through `.data`, also to a
-    part of a tensor. It reads every tensor once, which takes about as long as a plain step.
-    """
-
-    def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
-        self.tensors = [t for t in tensors if t.layout is torch.strided and not t.is_meta]
-
-    @torch.no_grad()
-    def now(self) -> tuple[Any, ...]:
-        """To be compared with what it told before."""
-        where = [(t.data_ptr(), t.stride()) for t in self.tensors]
-        written = [0 if t.is_inference() else t._version for t in self.tensors]
-        found: dict[Any, list[Tensor]] = {}
-        for t in self.tensors:
-            digest = _digest(t)
-            found.setdefault((digest.device, digest.dtype), []).append(digest)
-        return written, where, [torch.cat(parts).view(torch.uint8).cpu().numpy().tobytes() for parts in found.values()]
+def _written(t: Tensor) -> tuple[int, int]:
+    where = t.data_ptr() if type(t) in (Tensor, nn.Parameter) and t.layout is torch.strided else 0
+    return 0 if t.is_inference() else t._version, where
 
 
-def _digest(t: Tensor) -> Tensor:
-    """A number for each row, which changes with what a product with these rows gives."""
-    rows = t.reshape(len(t), -1) if t.dim() > 1 and len(t) else t.reshape(1, -1)
-    if t.dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
-        return rows @ _direction(rows.shape[1], t.dtype, t.device)
-    return (rows.contiguous().view(torch.uint8) if rows.numel() else rows).sum(1, dtype=torch.int64)
-
-
-@lru_cache(maxsize=64)
-@lasting()
-def _direction(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.randn(width, generator=torch.Generator().manual_seed(0)).to(device, dtype)
-
-
-class _Same(ref):  # type: ignore[type-arg]
-    """Keeps nothing alive, and is equal to another of the same object as long as that lives."""
-
-    __slots__ = ()
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, _Same) and self() is not None and self() is other())
-
-    __hash__ = ref.__hash__
-
-
-def _token(value: Any, kept: bool, deep: int = _DEEP) -> Any:
-    """What can be compared later, in place of something that may change or go."""
-    kind = type(value)
-    if kind in PLAIN:
-        return value
-    if isinstance(value, Tensor):  # no capture can use it, so only its coming and going may count
-        return _Same(value) if kept else None
-    if isinstance(value, list | tuple | dict | set | frozenset):
-        if len(value) > _MOST or not deep:
-            return (kind, id(value), len(value))
-        parts = [*value, *value.values()] if isinstance(value, dict) else list(value)
-        tokens = [_token(part, kept, deep - 1) for part in parts]
-        return (kind, tokens)
-    if isinstance(value, MethodType):
-        return (_Same(value.__func__), id(value.__self__))
-    if not callable(value):
-        return id(kind)
-    try:
-        return _Same(value)
-    except TypeError:
-        return id(value)
-
-
-def _settings(config: Any, kept: bool, deep: int = _DEEP) -> list[Any]:
-    """A configuration and those inside it."""
-    found: list[Any] = []
+def _with_those_inside(config: Any) -> Iterator[Any]:
+    yield config
     for name, value in vars(config).items():
-        inner = deep and name.endswith("config") and hasattr(value, "__dict__")
-        found += [name, _settings(value, kept, deep - 1) if inner else _token(value, kept)]
-    return found
+        if name.endswith("config") and hasattr(value, "__dict__"):
+            yield from _with_those_inside(value)
 
 
 def _obstacle(module: Any, held: dict[str, Any]) -> str | None:
@@ -163,18 +119,14 @@ def _obstacle(module: Any, held: dict[str, Any]) -> str | None:
         return "is compiled by itself"
     if "_diffusers_hook" in held:
         return "has hooks of diffusers"
-    if "forward" not in held or _moves_alone(held.get("_hf_hook")):
+    # accelerate's own forward moves tensors between devices and does nothing else
+    if "forward" not in held or type(held.get("_hf_hook")).__module__ == "accelerate.hooks":
         return None
     forward = held["forward"]
     method = isinstance(forward, MethodType) and forward.__self__ is module
     if method and isinstance(forward.__func__, FunctionType) and not forward.__func__.__closure__:
         return None
     return "has a forward of its own"
-
-
-def _moves_alone(hook: Any) -> bool:
-    """Whether a module's own forward is accelerate's, which moves tensors between devices and does nothing else."""
-    return type(hook).__module__ == "accelerate.hooks"
 
 
 def _name(root: Any, module: Any) -> str:

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mmspec.compile.capture import PiecewiseFunction
-from mmspec.compile.draft import Held
 from mmspec.config import chosen
 from mmspec.drafters.jacobi import ALONE, JacobiDrafter, WindowMemory, WindowOptions
 from mmspec.drafters.trained import FileConfig, beside
@@ -110,7 +108,7 @@ class HeadsDrafter(nn.Module):
         super().__init__()
         self.config, c = config, config
         self.jacobi = JacobiDrafter(features=c.features)
-        self.held: Held | None = None
+        self.held: Any = None  # what is captured of them (mmspec.compile.held.Held); None: they run as they are
         wide = c.streams * c.hidden
         self.norms = nn.ModuleList(nn.RMSNorm(wide, 1e-6) for _ in range(4))
         self.embed_norm = nn.RMSNorm(c.hidden, 1e-6)
@@ -150,7 +148,7 @@ class HeadsDrafter(nn.Module):
         fitted.jacobi = replace(self.jacobi, vocab=target.vocab, options=options)
         return fitted
 
-    def captured(self, held: Held) -> HeadsDrafter:
+    def captured(self, held: Any) -> HeadsDrafter:
         """The same, with its forward captured and compiled, a function for each shape."""
         found = copy.copy(self)
         found.held = held
@@ -218,12 +216,8 @@ class HeadsDrafter(nn.Module):
 
     def _foretold(self, view: View, target: Target) -> Tensor:
         inputs = [t.contiguous() for t in self.inputs(view, target.embed)]
-        function = self.held and self.held.get(tuple(t.shape for t in inputs), lambda: self._capture(inputs))
+        function = self.held and self.held.forward(self, inputs)
         return function(_none, *inputs)[0] if function else self(*inputs)
-
-    def _capture(self, inputs: list[Tensor]) -> PiecewiseFunction:
-        own = [*self.parameters(), *self.buffers()]
-        return PiecewiseFunction(lambda *given: [self(*given)], [t.clone() for t in inputs], own)
 
     def forward(self, features: Tensor, known: Tensor, around: Tensor, fed: Tensor, place: Tensor) -> Tensor:
         """Final features [B, C, R·H] at the C positions; of what `View` has, embeddings in the place of tokens."""

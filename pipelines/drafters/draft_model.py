@@ -67,7 +67,7 @@ class ModelDrafter(Growth):
     method = "model"
     head = ModelHead()
     features: tuple[int, ...] = ()
-    compile: bool | str = False  # whether its forwards are captured, as a target's are
+    compile: bool = False  # whether its forwards are captured, as a target's are
 
     def __init__(self, model: Any) -> None:
         self.model, self.options = model, grown(_USUAL, {}, "the model drafter", TreeOptions())
@@ -112,7 +112,7 @@ class ModelDrafter(Growth):
         made.options, made.own = options, target
         return made
 
-    def compiled(self, compile: bool | str) -> ModelDrafter:
+    def compiled(self, compile: bool) -> ModelDrafter:
         """The same, with its forwards captured and compiled as a target's are: all of a draft in one shape."""
         made = copy.copy(self)
         made.compile = compile

@@ -13,10 +13,9 @@ from transformers import PreTrainedModel
 
 from mmspec.checkpoints.files import locate
 from mmspec.checkpoints.load import drafter_of, load_drafter
-from mmspec.compile import held as trusted
 from mmspec.compile.draft import CapturedDraft
-from mmspec.compile.held import CompiledCache
-from mmspec.config import AUTO, SpecConfig, option_names
+from mmspec.compile.held import Held, weights
+from mmspec.config import SpecConfig, option_names
 from mmspec.drafters import adaptive
 from mmspec.drafters.dflash import BlockDrafter
 from mmspec.drafters.feature import FeatureDrafter
@@ -119,7 +118,7 @@ def _names(name: str) -> list[str]:
 
 
 # What was captured of heads, by their first layer, which all fitted copies share.
-_HEADS: weakref.WeakKeyDictionary[Any, CompiledCache] = weakref.WeakKeyDictionary()
+_HEADS: weakref.WeakKeyDictionary[Any, Held] = weakref.WeakKeyDictionary()
 
 
 def proposer(model: Any, drafter: Any, config: SpecConfig, target: TargetInfo, drafts: bool = True) -> Any:
@@ -131,11 +130,10 @@ def proposer(model: Any, drafter: Any, config: SpecConfig, target: TargetInfo, d
     Raises:
         ValueError: `auto` where several processes share a model.
     """
-    if (config.auto or config.compile == AUTO) and devices.shared(model):
-        instead = "compile=True compiles at once" if config.compile == AUTO else "choose depth, width and size"
+    if config.auto and devices.shared(model):
         raise ValueError(
             "auto times its rounds in each process by itself, and those that share this model's weights have to run "
-            f"alike; leave auto out, and {instead}"
+            "alike; leave auto out, and choose depth, width and size"
         )
     compile = config.compile if drafts or isinstance(drafter, HeadsDrafter) else False
     if getattr(getattr(drafter, "options", None), "adaptive", False):
@@ -153,7 +151,7 @@ def _costs_no_seed(model: Any, drafter: Any, config: SpecConfig) -> bool:
     return SWITCHED and lossless and getattr(drafter, "shares", False) and not devices.shared(model)
 
 
-def _captured(model: Any, drafter: Any, compile: bool | str, target: TargetInfo, depth: int | None = None) -> Any:
+def _captured(model: Any, drafter: Any, compile: bool, target: TargetInfo, depth: int | None = None) -> Any:
     """What drafts as the drafter does, from captures of what it computes where that can be captured.
 
     Args:
@@ -162,16 +160,16 @@ def _captured(model: Any, drafter: Any, compile: bool | str, target: TargetInfo,
     if not compile:
         return drafter
     if isinstance(drafter, HeadsDrafter):
-        return drafter.captured(_HEADS.setdefault(drafter.enter, CompiledCache(type(drafter).__name__)))
+        return drafter.captured(_HEADS.setdefault(drafter.enter, Held(type(drafter).__name__)))
     if isinstance(drafter, Compilable):
         return drafter.compiled(compile)
     if not (isinstance(drafter, FeatureDrafter | BlockDrafter) and drafter.capturable):
         return drafter
-    ours = captures.of(model, compile)
+    ours = captures.of(model)
     assert ours is not None
-    held = ours.drafts.setdefault(drafter.block, CompiledCache(type(drafter).__name__))
+    held = ours.beside(drafter.block, type(drafter).__name__)
     alive = weakref.ref(model)  # what drafts for a model does not keep it
-    return CapturedDraft(drafter, lambda: trusted.weights(alive()), target.vocab, held, depth)
+    return CapturedDraft(drafter, lambda: weights(alive()), target.vocab, held, depth)
 
 
 def _known(model: Any, drafter: Any, config: SpecConfig, target: TargetInfo) -> Known:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 
-from mmspec.compile.version import Contents, fingerprint, held
+from mmspec.compile.version import version
 from mmspec.modes import ambient
 from mmspec.pipelines.host.call import PICTURES, TYPES, Call
 from mmspec.pipelines.host.names import CACHE
@@ -88,10 +88,10 @@ def texts(target: Any, call: Call) -> tuple[list[Text], str | None]:
     """The rows' prompts; or why all of them is read."""
     why = next((why for holds, why in _WHOLE if holds(target, call)), None)
     model, ids, arguments = target.model, call.input_ids, call.arguments
-    print_ = fingerprint(model)
-    if why is not None or print_.why is not None:
-        return [], why or print_.why
-    world = (print_.weights, print_.state, Contents(held(model)).now(), ambient(), target.features)
+    now = version(model)
+    if why is not None or now.why is not None:
+        return [], why or now.why
+    world = (now, ambient(), target.features)
     age, B, tower = target.prefixes.read_by(world), len(ids), encoded(model)
     visual, pads = media(ids, model.config, arguments).cpu(), _padding(call)
     pictures = {name: v for name, v in arguments.items() if name in tower and isinstance(v, Tensor)}

@@ -17,7 +17,7 @@ from mmspec.attention import LayerAttention, sdpa
 from mmspec.compile import capture
 from mmspec.compile.capture import PiecewiseFunction, Uncapturable
 from mmspec.compile.held import compare, weights
-from mmspec.compile.version import PLAIN, fingerprint
+from mmspec.compile.version import PLAIN, version
 from mmspec.modes import computed_in, lasting
 from mmspec.pipelines.host.cache import RaggedCache
 from mmspec.pipelines.host.call import TYPES
@@ -78,13 +78,13 @@ def _read(target: Any, slots: RaggedCache, run: Callable[..., Any], *args: Any, 
     full = key not in known.tried and len(known.tried) == MOST
     if known.seen[key] < AGAIN or full or held.failed(key):
         return run(**kwargs)
-    before = fingerprint(target.model, kept=True)
+    before = version(target.model, kept=True)
     out = run(**kwargs)
     known.tried[key] = type(out)
 
     def made() -> PiecewiseFunction:
         capturable(target)
-        if fingerprint(target.model, kept=True) != before:
+        if version(target.model, kept=True) != before:
             raise Uncapturable("its forward changes what its modules hold")
         if {name for name, value in out.items() if value is not None} != {_FINAL, CACHE}:
             raise Uncapturable("it gives more than its final features")

@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -15,9 +14,8 @@ from torch import Tensor
 from mmspec.attention import LayerAttention, sdpa
 from mmspec.compile import capture
 from mmspec.compile.capture import PiecewiseFunction, Uncapturable
-from mmspec.compile.held import CompiledCache, compare, weights
-from mmspec.compile.patience import Patience
-from mmspec.compile.version import PLAIN, fingerprint
+from mmspec.compile.held import Held, compare, weights
+from mmspec.compile.version import PLAIN, version
 from mmspec.kernels import reference
 from mmspec.modes import computed_in, lasting
 from mmspec.pipelines.host import recurrent, tree_attention
@@ -29,32 +27,8 @@ from mmspec.pipelines.target import masks
 from mmspec.pipelines.target.state import State
 
 
-class Forward(CompiledCache):
-    """Captured functions of one model: its forwards by shape, and the drafts of drafters that use its weights."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.drafts: WeakKeyDictionary[Any, CompiledCache] = WeakKeyDictionary()  # by the drafter's layer
-
-    def forget(self) -> None:
-        super().forget()
-        for held in self.drafts.values():  # drafters in use have these very ones
-            held.forget()
-
-    def renew(self) -> None:
-        super().renew()
-        for held in self.drafts.values():
-            held.renew()
-
-    def wait(self, patience: Patience | None) -> None:
-        super().wait(patience)
-        for held in list(self.drafts.values()):
-            held.wait(None if patience is None else replace(held.patience or Patience(), spent=patience.spent))
-
-    def check(self, module: Any) -> None:
-        super().check(module)
-        for held in list(self.drafts.values()):  # a draft uses the embedding and the head
-            held.within = self._states[0][0]
+class Forward(Held):
+    """Captured forwards of one model, by shape."""
 
     def read(self, target: Any, state: State, tokens: Tensor, places: Tensor, mask: Any) -> tuple[Tensor, ...]:
         """As `target.read`: raw logits [S·B, N, V], and the features [S·B, N, F] where the drafter asked for some."""
@@ -67,9 +41,9 @@ class Forward(CompiledCache):
 
         def made() -> PiecewiseFunction:
             capturable(target)  # before anything is read: what keeps more than these states bears no second reading
-            before = fingerprint(target.model, kept=True)
+            before = version(target.model, kept=True)
             wanted = [*stock(), *(t for layer in kept for t in layer.read())]
-            if fingerprint(target.model, kept=True) != before:
+            if version(target.model, kept=True) != before:
                 raise Uncapturable("its forward changes what its modules hold")
             captured = _capture(target, state, tokens, places)
             compare(

@@ -13,7 +13,6 @@ from torch.nn import functional as F
 from torch.nn.functional import pad
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 
-from mmspec.config import ALL
 from mmspec.drafters.draft_vocab import DraftVocab
 from mmspec.modes import mode_of
 from mmspec.pipelines.host import devices, reach, recurrent, renamed, tree_attention
@@ -95,7 +94,7 @@ class VlmTarget(ModelTarget):
         self.inference = mode_of(model)
         patch = getattr(model, "_mmspec_patch", None)
         self.captured = captures.of(model, patch.config.compile) if patch is not None else None
-        self.compiles_prompts = patch is not None and patch.config.compile == ALL
+        self.compiles_prompts = patch is not None and patch.config.compile
         config, self.stateful = decoder(model).config, more_than_states(decoder(model))
         self.by_tree = self.stateful or bool(recurrent.modules(decoder(model)))
         self.table, turn = reach.table(decoder(model)), reach.turn(decoder(model))
