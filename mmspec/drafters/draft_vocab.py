@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
@@ -81,34 +81,13 @@ class DraftVocab:
         return rows
 
 
-class Head(Protocol):
-    """What makes logits of a drafter's features, and the vocabulary that it drafts from.
+class TargetHead:
+    """What makes logits of a drafter's features: the target's head, or only its rows of `vocab`.
 
     Attributes:
-        own: whether it is the drafter's, so that the target does not weigh its logits.
-        vocab: part of the target's vocabulary; None: all of it, or one of the head's own.
+        own: whether the head is the drafter's, so that the target does not weigh its logits.
         ids: [V_d], the target's id of each row of the logits; None: they are the target's own.
     """
-
-    @property
-    def own(self) -> bool: ...
-    @property
-    def vocab(self) -> DraftVocab | None: ...
-    @property
-    def ids(self) -> Tensor | None: ...
-
-    def logits(self, hidden: Tensor, target: Target) -> Tensor:
-        """Logits [..., V_d] over the draft vocabulary of features [..., F]."""
-
-    def to_target(self, ids: Tensor) -> Tensor:
-        """Ids of the draft vocabulary as the target's."""
-
-    def to_draft(self, logits: Tensor) -> Tensor:
-        """The target's logits [..., V] at the vocabulary that the drafter is trained on."""
-
-
-class TargetHead:
-    """The target's head, of which only the rows of `vocab` are read where that is given."""
 
     own = False
 
@@ -120,12 +99,15 @@ class TargetHead:
         return None if self.vocab is None else self.vocab.ids
 
     def logits(self, hidden: Tensor, target: Target) -> Tensor:
+        """Logits [..., V_d] over the draft vocabulary of features [..., F]."""
         return target.head(hidden) if self.vocab is None else target.head(hidden, self.vocab)
 
     def to_target(self, ids: Tensor) -> Tensor:
+        """Ids of the draft vocabulary as the target's."""
         return ids if self.vocab is None else self.vocab.ids[ids]
 
     def to_draft(self, logits: Tensor) -> Tensor:
+        """The target's logits [..., V] at the vocabulary that the drafter is trained on."""
         return logits
 
 
@@ -136,7 +118,7 @@ class ModelHead(TargetHead):
 
 
 class OwnHead(nn.Linear):
-    """A trained head over a vocabulary of its own."""
+    """A trained head over a vocabulary of its own; its members are those of a TargetHead."""
 
     own, vocab = True, None
     ids: Tensor
@@ -155,7 +137,10 @@ class OwnHead(nn.Linear):
         return logits[..., self.ids]
 
 
-def head_of(hidden: int, rows: int) -> TargetHead | OwnHead:
+Head = TargetHead | OwnHead
+
+
+def head_of(hidden: int, rows: int) -> Head:
     """A head of its own with so many rows; 0: the target's."""
     return OwnHead(hidden, rows) if rows else TargetHead()
 

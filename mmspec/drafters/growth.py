@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mmspec.drafters import static_trees as shapes
-from mmspec.drafters.draft_vocab import OwnHead, TargetHead
+from mmspec.drafters.draft_vocab import Head
 from mmspec.drafters.options import TreeOptions
 from mmspec.kernels import reference as ops
 from mmspec.protocols import SessionView, Target
@@ -30,7 +30,7 @@ class Growth:
     """A drafter that makes a feature of every node it proposes; it says how (`step`) and what follows it (`logits`)."""
 
     options = TreeOptions()  # of an instance: its own
-    head: TargetHead | OwnHead
+    head: Head
 
     @property
     def nodes(self) -> int:
