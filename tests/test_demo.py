@@ -460,7 +460,7 @@ def test_a_picture_fills_its_grid_and_the_counts_add_up(easel: Easel, method: st
         assert sum(drawn.gains) == 63 and 0 < drawn.prefill < drawn.seconds
     assert pair.plain.accepted == 0 and pair.plain.forwards == 64
     assert pair.fast.accepted > 0 and pair.fast.accepted + pair.fast.forwards in (64, 65)  # the last may end in a draft
-    assert easel.painter.pipe._plan().reproducible  # plain again
+    assert easel.painter.pipe._plan(True).reproducible  # plain again
     html = image_view.pane(pair.fast, "mmspec", "about")
     assert html.count('<i class="mm-d') == pair.fast.accepted and html.count('<i class="mm-') == 64
     kind, words = image_view.acceptance(pair)

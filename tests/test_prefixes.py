@@ -274,6 +274,8 @@ def test_prefill_in_pieces_on_the_stock_path(name: str) -> None:
 
 def test_pictures_beside_embeddings_are_encoded_as_in_stock() -> None:
     """Llama-4 takes them beside embeddings only so."""
+    if (failed := zoo.stock_error("llama4")) is not None:
+        pytest.skip(failed)
     model, inputs = zoo.model("llama4"), zoo.prompt("llama4")
     inputs |= {"inputs_embeds": model.get_input_embeddings()(inputs["input_ids"]).detach()}
     want = zoo.generate(model, inputs)
