@@ -2,6 +2,7 @@
 
     python benchmarks/versions.py            # the floor, every minor up to the cap, and the newest of everything
     python benchmarks/versions.py 5.24.0     # this one alone, into its line of docs/versions.md
+    python benchmarks/versions.py --quick    # of the tests only those of calls, generate and the contract
 
 For each release: the contract's rows on its unpacked wheel, `mmspec doctor`, and the tests. An environment is a copy of
 .venv with another transformers; `newest` is .venv-newest, as `make test LOCK=` makes it.
@@ -19,6 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE, WORK = ROOT / "docs" / "versions.md", ROOT / "build" / "versions"
+QUICK = ("test_calls.py", "test_contract.py", "test_generate.py")
 RELEASES = ("5.22.2", "5.23.0", "5.24.0", "newest")
 _ROW = re.compile(r"^\| (\S+) \| ", re.MULTILINE)
 _HEAD = """# Supported versions
@@ -57,18 +59,19 @@ def environment(release: str) -> Path:
     return place / "bin" / "python"
 
 
-def tried(release: str) -> str:
+def tried(release: str, tests: tuple[str, ...]) -> str:
     """The release's line of the page."""
     python, began = environment(release), time.monotonic()
     code = "import torch, transformers as T, platform as p; print(T.__version__, torch.__version__, p.python_version())"
     name, torch, own = run(python, "-c", code)[1].split()[-3:]
     rows = run(python, "-m", "mmspec.pipelines.host.contract")[1].strip().splitlines()[-1]
     doctor = run(python, "-m", "mmspec.app.cli", "doctor")[0]
-    said = run(python, "-m", "pytest", "-n", "2", "--dist", "loadfile")[1]
+    said = run(python, "-m", "pytest", "-n", "2", "--dist", "loadfile", *tests)[1]
     counts = re.findall(r"\d+ (?:passed|failed|skipped|errors?)\b", said) or ["no test ran"]
     minutes = (time.monotonic() - began) / 60
     label = f"{name} (newest of everything)" if release == "newest" else name
     healthy = "ok" if doctor == 0 else "fails"
+    counts += ["of calls, generate and the contract"] if tests else []
     cells = (label, torch, own, rows.split(" (")[0], healthy, ", ".join(counts), f"{minutes:.0f}")
     return f"| {' | '.join(cells)} |"
 
@@ -76,8 +79,9 @@ def tried(release: str) -> str:
 def main(releases: list[str]) -> None:
     page = PAGE.read_text(encoding="utf-8") if PAGE.is_file() else ""
     lines = {line.split(" | ")[0]: line for line in page.splitlines() if re.match(r"\| \d", line)}
-    for release in releases or RELEASES:
-        line = tried(release)
+    quick = tuple(f"tests/{name}" for name in QUICK) if "--quick" in releases else ()
+    for release in [name for name in releases if name != "--quick"] or RELEASES:
+        line = tried(release, quick)
         lines[line.split(" | ")[0]] = line
         print(line)
     asked = re.search(r'"transformers(.*?)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"))
