@@ -25,11 +25,11 @@ RELEASES = ("5.22.2", "5.23.0", "5.24.0", "newest")
 _ROW = re.compile(r"^\| (\S+) \| ", re.MULTILINE)
 _HEAD = """# Supported versions
 
-mmspec is tested with transformers {range}. `constraints.txt` names the releases of all packages that `make` installs;
-`make test LOCK=` takes the newest that the ranges of `pyproject.toml` allow. With a release outside the range `enable`
-checks all that mmspec assumes of transformers (`pipelines/host/contract.py`): where it holds,
-mmspec says once that the release is untested, and runs; where it does not, `enable` raises UnsupportedError with the
-reason, or leaves the model as it is with `on_unsupported="fallback"`. `mmspec doctor` shows the same.
+mmspec is tested with transformers {range}. `constraints.txt` names the releases of all packages that `make`
+installs; `make test LOCK=` takes the newest that the ranges of `pyproject.toml` allow. With a release outside the range
+`enable` checks all that mmspec assumes of transformers (`pipelines/host/contract.py`). Where it holds, mmspec says once
+that the release is untested, and runs. Where it does not, `enable` raises UnsupportedError with the reason, or leaves
+the model as it is with `on_unsupported="fallback"`. `mmspec doctor` shows the same.
 
 Written by `python benchmarks/versions.py`. Contract: rows of assumptions that hold in the release's source. Doctor:
 eight tokens of the embedded models, plain and drafted.
