@@ -508,7 +508,7 @@ def test_rows_follow_from_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     for free in (2**40, 60 * 2**20, 1, None):
         monkeypatch.setattr(engines, "free_memory", lambda device, free=free: free)
         rows.append(engine.suggest_rows())
-    assert rows[0] == rows[3] == 10 and rows[2] == 1 and 1 <= rows[1] <= 10  # 6 nodes a row
+    assert rows[0] == rows[3] == 8 and rows[2] == 1 and 1 <= rows[1] <= 8  # 8 nodes a row
     monkeypatch.undo()
     assert engine.suggest_rows(frames=4) >= 1
     many = Engine(tiny_llava.model(), tiny_llava.processor(), eagle(engine.model, depth=4, width=8, size=32), 9)
@@ -519,7 +519,7 @@ def test_frames_are_a_clip_where_the_processor_knows_clips() -> None:
     shown: list[Any] = []
 
     class Template:
-        chat_template, video_processor = "there is one", object()
+        chat_template, image_processor, video_processor = "there is one", object(), object()
 
         def apply_chat_template(self, chats: Any, **_: Any) -> None:
             shown.append([part["type"] for part in chats[0][-1]["content"]])

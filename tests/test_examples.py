@@ -107,7 +107,8 @@ def test_it_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
     runpy.run_path(str(EXAMPLES / name), run_name="__main__")
     said = capsys.readouterr()
     assert CLAIMS[name](said.out, tmp_path), said.out
-    assert "%|" not in said.err and "deprecated" not in said.err  # the noise of libraries
+    bars = [line for line in said.err.splitlines() if "%|" in line and "answers (" not in line and "train:" not in line]
+    assert not bars and "deprecated" not in said.err  # the noise of libraries; training shows how far it is
     assert {path.name for path in tmp_path.iterdir()} <= {"picture.png", "run"}
 
 

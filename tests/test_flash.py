@@ -228,7 +228,7 @@ def test_levels_hold_the_heads_best_tokens_whatever_stands_above() -> None:
     drafter, seen = feature_drafter("flash", model, latents=3, least=1), []
     handle = mmspec.enable(model, drafter=drafter)
     ready = handle.drafter
-    levels, propose = ready._levels, ready.propose
+    levels, propose = ready.levels, ready.propose
 
     def kept(*args: Any) -> Tensor:
         seen.append(levels(*args))
@@ -246,7 +246,7 @@ def test_levels_hold_the_heads_best_tokens_whatever_stands_above() -> None:
         assert torch.equal(draft.tree.ancestors[0], from_parents(draft.tree.parents[:1], 5).ancestors[0])
         return draft
 
-    ready._levels, ready.propose = kept, proposed
+    ready.levels, ready.propose = kept, proposed
     targets.generate(model, inputs, max_new_tokens=8)
     mmspec.disable(model)
     assert seen

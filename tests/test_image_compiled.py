@@ -102,7 +102,7 @@ def test_auto_draws_the_picture_of_the_seed(rows: int, options: dict[str, Any], 
 def test_auto_draws_the_picture_of_the_seed_with_features(drafter: str, restless: None) -> None:
     pipe = tiny_llamagen.pipeline()
     shape = {"width": 1, "depth": 4, "size": 5} if drafter == "eagle chain" else {"width": 3, "depth": 3, "size": 12}
-    made = EagleDrafter(EagleConfig(32, 32, 2, 2, 64, **shape))
+    made = EagleDrafter(EagleConfig(32, 32, 2, 2, 64, rope="2d", grid=tiny_llamagen.SIZES["grid"], **shape))
     plain = draw(pipe)
     with mmspec.enable(pipe, made, reproducible=True, auto=True) as handle:
         for _ in range(3):
