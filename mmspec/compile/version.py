@@ -89,7 +89,7 @@ def version(root: Any, kept: bool = False) -> Version:
             why = f"{_name(root, module)} {found}"
     for config in (inner for outer in configs.values() for inner in _with_those_inside(outer)):
         state += [known(config), *((name, told(value)) for name, value in vars(config).items())]
-    state += [(known(stock), known(stock.forward)) for stock in classes.values()]
+    state += [(known(stock), known(stock.forward)) for stock in dict.fromkeys(classes.values())]
     return Version(weights, state, written, why, alive)
 
 
