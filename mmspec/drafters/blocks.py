@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from mmspec.attention import cut, sdpa
 from mmspec.drafters.rope import Rope, rotate
+from mmspec.linear import Linear, linear
 from mmspec.protocols import SessionView
 from mmspec.ragged_cache import Lengths, RaggedBuffer, visibility
 from mmspec.types import gather_rows
@@ -44,11 +45,11 @@ class Block(nn.Module):
         super().__init__()
         self.heads, self.kv_heads, self.rope = heads, kv_heads, rope
         self.head_dim = head_dim or hidden // heads
-        self.qkv = nn.Linear(inputs * hidden, (heads + 2 * kv_heads) * self.head_dim, bias=qkv_bias)
-        self.out = nn.Linear(heads * self.head_dim, hidden, bias=False)
+        self.qkv = Linear(inputs * hidden, (heads + 2 * kv_heads) * self.head_dim, bias=qkv_bias)
+        self.out = Linear(heads * self.head_dim, hidden, bias=False)
         self.mlp_norm = RMSNorm(hidden, eps)
-        self.gate_up = nn.Linear(hidden, 2 * intermediate, bias=False)
-        self.down = nn.Linear(intermediate, hidden, bias=False)
+        self.gate_up = Linear(hidden, 2 * intermediate, bias=False)
+        self.down = Linear(intermediate, hidden, bias=False)
 
     def forward(self, x: Tensor, residual: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """x [B, n, inputs·H] is what attention reads, residual [B, n, H] what it adds to; returns [B, n, H]."""
@@ -65,7 +66,7 @@ class Block(nn.Module):
         B, n, _ = x.shape
         first = self.heads * self.head_dim
         bias = None if self.qkv.bias is None else self.qkv.bias[first:]
-        heads = F.linear(x, self.qkv.weight[first:], bias).view(B, n, 2 * self.kv_heads, self.head_dim).transpose(1, 2)
+        heads = linear(x, self.qkv.weight[first:], bias).view(B, n, 2 * self.kv_heads, self.head_dim).transpose(1, 2)
         return rotate(heads[:, : self.kv_heads], positions, self.rope), heads[:, self.kv_heads :]
 
 

@@ -20,6 +20,7 @@ from mmspec.drafters.options import ALL, grown
 from mmspec.drafters.rope import Turn, turn
 from mmspec.drafters.trained import check_fit, placed
 from mmspec.kernels import reference as ops
+from mmspec.linear import Linear
 from mmspec.protocols import SessionView, Target, TargetInfo
 from mmspec.ragged_cache import Lengths, RaggedBuffer, visibility
 from mmspec.tree import Expand, chain, grow
@@ -48,7 +49,7 @@ class BlockDrafter(nn.Module):
         self.config = c = config
         self.options = self.chosen({})
         width, reads = c.head_dim or c.hidden // c.heads, len(c.features) * (c.target_hidden or c.hidden)
-        self.fc = nn.Linear(reads, c.hidden, bias=False)
+        self.fc = Linear(reads, c.hidden, bias=False)
         self.hidden_norm = RMSNorm(c.hidden, c.norm_eps)
         self.layers: Any = nn.ModuleList(  # of BlockLayers, which torch's type does not say
             BlockLayer(

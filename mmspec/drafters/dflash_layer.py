@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from mmspec.drafters.blocks import Attend, RMSNorm
 from mmspec.drafters.rope import Turn, turned
+from mmspec.linear import Linear, linear
 
 MARKOV = ("vanilla", "gated", "rnn")
 
@@ -22,7 +23,7 @@ class GroupedConv(nn.Module):
     def __init__(self, hidden: int, taps: int, group: int) -> None:
         super().__init__()
         self.base_kernel = nn.Parameter(torch.eye(taps)[0].view(1, taps, 1).repeat(2, 1, hidden))
-        self.kernel_projection = nn.Linear(hidden, 2 * taps * (hidden // group), bias=False)
+        self.kernel_projection = Linear(hidden, 2 * taps * (hidden // group), bias=False)
         nn.init.zeros_(self.kernel_projection.weight)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -54,13 +55,13 @@ class BlockLayer(nn.Module):
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.rope_first = rope_first
         self.input_norm = RMSNorm(hidden, eps)
-        self.qkv = nn.Linear(hidden, (heads + 2 * kv_heads) * head_dim, bias=bias)
-        self.out = nn.Linear(heads * head_dim, hidden, bias=bias)
+        self.qkv = Linear(hidden, (heads + 2 * kv_heads) * head_dim, bias=bias)
+        self.out = Linear(heads * head_dim, hidden, bias=bias)
         self.q_norm = RMSNorm(head_dim, eps) if qk_norm else nn.Identity()
         self.k_norm = RMSNorm(head_dim, eps) if qk_norm else nn.Identity()
         self.mlp_norm = RMSNorm(hidden, eps)
-        self.gate_up = nn.Linear(hidden, 2 * intermediate, bias=False)
-        self.down = nn.Linear(intermediate, hidden, bias=False)
+        self.gate_up = Linear(hidden, 2 * intermediate, bias=False)
+        self.down = Linear(intermediate, hidden, bias=False)
         self.attention_conv = GroupedConv(hidden, taps, group) if taps else None
         self.mlp_conv = GroupedConv(hidden, taps, group) if taps else None
 
@@ -80,7 +81,7 @@ class BlockLayer(nn.Module):
         """Keys and values [B, kv_heads, n, D] of features x [B, n, H], which are read without a norm of this layer."""
         first = self.heads * self.head_dim
         bias = None if self.qkv.bias is None else self.qkv.bias[first:]
-        k, v = self._split(F.linear(x, self.qkv.weight[first:], bias), (self.kv_heads, self.kv_heads))
+        k, v = self._split(linear(x, self.qkv.weight[first:], bias), (self.kv_heads, self.kv_heads))
         return self._turned(k, self.k_norm, by), v
 
     def _split(self, x: Tensor, heads: tuple[int, ...]) -> tuple[Tensor, ...]:
@@ -118,10 +119,10 @@ class MarkovHead(nn.Module):
         super().__init__()
         self.kind, self.rank = kind, rank
         self.w1 = nn.Embedding(vocab, rank)
-        self.w2 = nn.Linear(rank, draft_vocab, bias=False)
+        self.w2 = Linear(rank, draft_vocab, bias=False)
         nn.init.zeros_(self.w2.weight)  # at first nothing is added
-        self.gate_proj = nn.Linear(hidden + rank, rank) if kind == "gated" else None
-        self.joint_proj = nn.Linear(2 * rank + hidden, 3 * rank) if kind == "rnn" else None
+        self.gate_proj = Linear(hidden + rank, rank) if kind == "gated" else None
+        self.joint_proj = Linear(2 * rank + hidden, 3 * rank) if kind == "rnn" else None
 
     def forward(self, before: Tensor, hidden: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Added logits [B, k, V] after tokens [B, k], at the row of `hidden` [B, k, H], and the recurrence's state."""
@@ -144,7 +145,7 @@ class Selector(nn.Module):
         self.top = top
         self.predecessor = nn.Parameter(0.02 * torch.randn(vocab, rank))
         self.successor = nn.Parameter(torch.zeros(vocab, rank))
-        self.hidden = nn.Linear(hidden, rank, bias=False)
+        self.hidden = Linear(hidden, rank, bias=False)
 
     def forward(self, logits: Tensor, before: Tensor, hidden: Tensor) -> Tensor:
         """Logits [B, k, V] of tokens after `before` [B, k]: the `top` ones of `logits` scored anew, all others −∞."""
@@ -159,7 +160,7 @@ class ConfidenceHead(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.proj = nn.Linear(width, 1)
+        self.proj = Linear(width, 1)
 
     def forward(self, hidden: Tensor, before: Tensor | None) -> Tensor:
         """Probabilities [B] from [B, H] and, of the Markov head, [B, rank]."""

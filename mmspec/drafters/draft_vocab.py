@@ -8,8 +8,8 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from mmspec.linear import Linear, linear
 from mmspec.modes import lasting
 from mmspec.protocols import Target, TargetInfo
 
@@ -64,7 +64,7 @@ class DraftVocab:
         if not _plain(head):
             logits = head(hidden)
             return logits[..., self.ids.to(logits.device)]
-        return F.linear(hidden, *self._rows(head))
+        return linear(hidden, *self._rows(head))
 
     def _rows(self, head: nn.Module) -> list[Tensor]:
         """Its rows of weight and bias; where the head was written to since, renewed in their place."""
@@ -117,7 +117,7 @@ class ModelHead(TargetHead):
     own = True
 
 
-class OwnHead(nn.Linear):
+class OwnHead(Linear):
     """A trained head over a vocabulary of its own; its members are those of a TargetHead."""
 
     own, vocab = True, None
@@ -148,4 +148,9 @@ def head_of(hidden: int, rows: int) -> Head:
 def _plain(head: nn.Module) -> bool:
     """Whether it is a Linear and no more: not quantized, without hooks or adapters."""
     own, hooks = vars(head), (head._forward_hooks, head._forward_pre_hooks)
-    return type(head) is nn.Linear and type(head.weight) is nn.Parameter and "forward" not in own and not any(hooks)
+    return (
+        getattr(type(head), "_mmspec_stock", type(head)) in (nn.Linear, Linear)
+        and type(head.weight) is nn.Parameter
+        and "forward" not in own
+        and not any(hooks)
+    )

@@ -15,6 +15,7 @@ from mmspec.drafters.draft_vocab import head_of
 from mmspec.drafters.feature import FeatureDrafter
 from mmspec.drafters.options import ALL, TreeOptions, grown
 from mmspec.drafters.trained import TrainedConfig, check_fit, placed
+from mmspec.linear import Linear
 from mmspec.protocols import SessionView, Target, TargetInfo
 from mmspec.tree import chain
 from mmspec.types import FINAL
@@ -91,7 +92,7 @@ class EagleDrafter(FeatureDrafter):
         self.config = c = config
         self.options = self.chosen({})
         reads = len(c.features) * (c.target_hidden or c.hidden)
-        self.fc = nn.Linear(reads if c.parallel_norm else c.hidden + reads, c.hidden, bias=c.fc_bias)
+        self.fc = Linear(reads if c.parallel_norm else c.hidden + reads, c.hidden, bias=c.fc_bias)
         self.block = Block(
             c.hidden, c.intermediate, c.heads, c.kv_heads, c, c.norm_eps,
             inputs=2 if c.parallel_norm else 1, qkv_bias=c.qkv_bias, head_dim=c.head_dim or None,

@@ -14,6 +14,7 @@ from mmspec.drafters.blocks import RMSNorm, runs, shares, spans_of, splice, spli
 from mmspec.drafters.eagle import EagleConfig, EagleDrafter
 from mmspec.drafters.layer import EncodedPrompt
 from mmspec.drafters.options import TreeOptions
+from mmspec.linear import Linear
 from mmspec.protocols import SessionView, Target
 
 
@@ -87,8 +88,8 @@ class SarHeads(nn.Module):
 
     def __init__(self, hidden: int, width: int, count: int) -> None:
         super().__init__()
-        self.down = nn.Linear(hidden, width, bias=False)
-        self.up = nn.Linear(width, (count - 1) * hidden, bias=False)
+        self.down = Linear(hidden, width, bias=False)
+        self.up = Linear(width, (count - 1) * hidden, bias=False)
         nn.init.zeros_(self.up.weight)
 
     def forward(self, h: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from mmspec.config import chosen
 from mmspec.drafters.jacobi import ALONE, JacobiDrafter, WindowMemory, WindowOptions
 from mmspec.drafters.trained import FileConfig, beside
 from mmspec.kernels import reference as ops
+from mmspec.linear import Linear
 from mmspec.protocols import SessionView, Target, TargetInfo
 from mmspec.types import FINAL, NO_TOKEN, Draft, Prompt, Round
 
@@ -113,9 +114,9 @@ class HeadsDrafter(nn.Module):
         self.norms = nn.ModuleList(nn.RMSNorm(wide, 1e-6) for _ in range(4))
         self.embed_norm = nn.RMSNorm(c.hidden, 1e-6)
         self.column, self.place = nn.Embedding(c.columns, 16), nn.Embedding(c.grid, 16)
-        self.enter = nn.Linear(4 * (wide + c.hidden) + 33, c.intermediate)
-        self.inner = nn.Linear(c.intermediate, c.intermediate)
-        self.leave, self.gate = nn.Linear(c.intermediate, wide), nn.Linear(c.intermediate, 2)
+        self.enter = Linear(4 * (wide + c.hidden) + 33, c.intermediate)
+        self.inner = Linear(c.intermediate, c.intermediate)
+        self.leave, self.gate = Linear(c.intermediate, wide), Linear(c.intermediate, 2)
 
     @property
     def features(self) -> tuple[int, ...]:

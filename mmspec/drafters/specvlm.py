@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from mmspec.drafters.blocks import RMSNorm, Span, runs, shares, spans_of, splice, spliced
 from mmspec.drafters.eagle import EagleConfig, EagleDrafter
 from mmspec.drafters.layer import EncodedPrompt
+from mmspec.linear import Linear
 from mmspec.types import gather_rows
 
 BRANCHES = ("prune", "pool", "conv", "resampler", "text")
@@ -65,7 +66,7 @@ class Convolution(nn.Module):
     def __init__(self, hidden: int, ratio: int) -> None:
         super().__init__()
         self.ratio = ratio
-        self.taps = nn.Linear(ratio * hidden, hidden)
+        self.taps = Linear(ratio * hidden, hidden)
         with torch.no_grad():
             self.taps.weight.copy_(torch.eye(hidden).repeat(1, ratio) / ratio)
             self.taps.bias.zero_()
@@ -91,9 +92,9 @@ class Resampler(nn.Module):
         self.heads = config.resampler_heads
         self.queries = nn.Parameter(0.02 * torch.randn(config.queries, hidden))
         self.norm, self.query_norm = RMSNorm(hidden, config.norm_eps), RMSNorm(hidden, config.norm_eps)
-        self.q = nn.Linear(hidden, width, bias=False)
-        self.kv = nn.Linear(hidden, 2 * width, bias=False)
-        self.out = nn.Linear(width, hidden, bias=False)
+        self.q = Linear(hidden, width, bias=False)
+        self.kv = Linear(hidden, 2 * width, bias=False)
+        self.out = Linear(width, hidden, bias=False)
 
     def count(self, length: Tensor) -> Tensor:
         return length.clamp(max=len(self.queries))
@@ -116,8 +117,8 @@ class Gate(nn.Module):
     def __init__(self, reads: int, config: SpecVlmConfig) -> None:
         super().__init__()
         self.eps = config.norm_eps
-        self.down = nn.Linear(reads, config.gate_width)
-        self.up = nn.Linear(config.gate_width, len(config.branches))
+        self.down = Linear(reads, config.gate_width)
+        self.up = Linear(config.gate_width, len(config.branches))
         nn.init.zeros_(self.up.weight)
         nn.init.zeros_(self.up.bias)
 

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from mmspec.drafters.blocks import attention, runs, spans_of, splice, spliced
 from mmspec.drafters.eagle import EagleConfig, EagleDrafter
 from mmspec.drafters.layer import EncodedPrompt
+from mmspec.linear import Linear, linear
 from mmspec.types import gather_rows
 
 MEDIA = ("merge", "split")
@@ -49,8 +50,8 @@ class Adaptor(nn.Module):
         H, heads = config.hidden, config.heads
         D = config.head_dim or H // heads
         self.q = nn.Parameter(torch.randn(config.num_q, heads, D) * D**-0.5)
-        self.kv = nn.Linear(H, 2 * heads * D, bias=config.qkv_bias)
-        self.out = nn.Linear(heads * D, H, bias=False)
+        self.kv = Linear(H, 2 * heads * D, bias=config.qkv_bias)
+        self.out = Linear(heads * D, H, bias=False)
 
     def forward(self, images: Tensor, real: Tensor) -> Tensor:
         """[R, num_q, H] of R images [R, n, H], of which `real` [R, n] is not padding."""
@@ -79,14 +80,14 @@ class ViSpecDrafter(EagleDrafter):
         super().__init__(config)
         H = config.hidden
         self.adaptor = Adaptor(config)
-        self.img_fc = nn.Linear(2 * H, H)
+        self.img_fc = Linear(2 * H, H)
         with torch.no_grad():  # at first the feature passes as it is: text is drafted as before the vision part joined
             self.img_fc.weight.copy_(torch.eye(H, 2 * H))
             self.img_fc.bias.zero_()
 
     def inputs(self, embeds: Tensor, features: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         added = self.img_fc.bias if context is None else context
-        return super().inputs(embeds, F.linear(features, self.img_fc.weight[:, : self.config.hidden]) + added)
+        return super().inputs(embeds, linear(features, self.img_fc.weight[:, : self.config.hidden]) + added)
 
     def encode_prompt(
         self, embeds: Tensor, features: Tensor, visual: Tensor, valid: Tensor, positions: Tensor
@@ -114,4 +115,4 @@ class ViSpecDrafter(EagleDrafter):
     def _added(self, seen: Tensor) -> Tensor:
         """What img_fc adds to a feature: before the first image, then after each of R, from g [R, H]; [1 + R, H]."""
         seen = seen if self.config.global_vector else torch.zeros_like(seen)
-        return F.linear(F.pad(seen, (0, 0, 1, 0)), self.img_fc.weight[:, self.config.hidden :], self.img_fc.bias)
+        return linear(F.pad(seen, (0, 0, 1, 0)), self.img_fc.weight[:, self.config.hidden :], self.img_fc.bias)

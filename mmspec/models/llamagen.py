@@ -10,6 +10,8 @@ from diffusers.configuration_utils import register_to_config
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mmspec.linear import Linear
+
 PREFIX = -1  # the position of a prefix token
 
 
@@ -35,8 +37,8 @@ class _TokenAttention(nn.Module):
     def __init__(self, dim: int, heads: int, kv_heads: int) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.width = heads, kv_heads, dim // heads
-        self.wqkv = nn.Linear(dim, (heads + 2 * kv_heads) * self.width, bias=False)
-        self.wo = nn.Linear(dim, dim, bias=False)
+        self.wqkv = Linear(dim, (heads + 2 * kv_heads) * self.width, bias=False)
+        self.wo = Linear(dim, dim, bias=False)
 
     def forward(self, x: Tensor, turn: Tensor, mask: Tensor | None, past: Past | None, layer: int) -> Tensor:
         B, n, _ = x.shape
@@ -55,8 +57,8 @@ class _FeedForward(nn.Module):
     def __init__(self, dim: int, multiple_of: int) -> None:
         super().__init__()
         inner = -(-int(2 * 4 * dim / 3) // multiple_of) * multiple_of
-        self.w1, self.w3 = nn.Linear(dim, inner, bias=False), nn.Linear(dim, inner, bias=False)
-        self.w2 = nn.Linear(inner, dim, bias=False)
+        self.w1, self.w3 = Linear(dim, inner, bias=False), Linear(dim, inner, bias=False)
+        self.w2 = Linear(inner, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
@@ -92,7 +94,7 @@ class _ClassEmbedding(nn.Module):
 class _Projection(nn.Module):
     def __init__(self, width: int, dim: int) -> None:
         super().__init__()
-        self.fc1, self.fc2 = nn.Linear(width, dim, bias=False), nn.Linear(dim, dim, bias=False)
+        self.fc1, self.fc2 = Linear(width, dim, bias=False), Linear(dim, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
@@ -148,7 +150,7 @@ class LlamaGenTransformer(ModelMixin, ConfigMixin):
             _Layer(dim, heads, kv_heads or heads, multiple_of, norm_eps) for _ in range(num_layers)
         )
         self.norm = _Norm(dim, norm_eps)
-        self.output = nn.Linear(dim, vocab, bias=False)
+        self.output = Linear(dim, vocab, bias=False)
         table = turns(grid, dim // heads, rope_base)
         self.register_buffer("turns", table.view(torch.int32), persistent=False)  # as bits: a cast leaves them alone
 

@@ -15,7 +15,7 @@ from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREF
 
 from mmspec.drafters.draft_vocab import DraftVocab
 from mmspec.modes import mode_of
-from mmspec.pipelines.host import devices, reach, recurrent, renamed, tree_attention
+from mmspec.pipelines.host import devices, few_rows, reach, recurrent, renamed, tree_attention
 from mmspec.pipelines.host.cache import RaggedCache
 from mmspec.pipelines.host.call import PICTURES, TYPES, Call
 from mmspec.pipelines.host.decoder import decoder, head, more_than_states, readers
@@ -61,12 +61,14 @@ def tap(model: Any, features: tuple[int, ...]) -> None:
         hold(module, Tap, _mmspec_layer=layer)
     for module in _renamed(own):
         hold(module, renamed.Renamed)
+    few_rows.tap(own, head(model))
 
 
 def untap(model: Any, features: tuple[int, ...]) -> None:
     own = decoder(model)
     for module in (*(m for m, _ in readers(own)), *taps(model, features).values(), *_renamed(own)):
         release(module)
+    few_rows.untap(own, head(model))
 
 
 def _renamed(own: Any) -> list[Any]:

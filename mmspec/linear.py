@@ -1,0 +1,47 @@
+"""Products of a few rows with a weight, in the order of operands that a CPU is fastest with.
+
+On several threads MKL multiplies 2 to 16 rows of float32 by a weight as `nn.Linear` keeps it, [N, K], in two to four
+times the time that one row takes. With the weight as the left operand the threads share it, and it is read once, as for
+one row: a draft of eight tokens is verified in little more time than one token takes. No weight is copied.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+ROWS, ROWS_OF_ONE_THREAD = 16, 4  # at most; with more, the usual order is as fast
+ENTRIES = 1 << 16  # of a weight, at least; a smaller one stays in the CPU's cache
+_HAS_MKL = torch.backends.mkl.is_available()
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`F.linear` of x [..., K] with a weight [N, K]; sums may round otherwise in their last digits."""
+    rows = x.numel() // x.shape[-1] if x.numel() else 0
+    if not (1 < rows <= (ROWS if torch.get_num_threads() > 1 else ROWS_OF_ONE_THREAD) and gains(x, weight)):
+        return F.linear(x, weight, bias)
+    found = (weight @ x.reshape(rows, -1).t()).t().contiguous().view(*x.shape[:-1], -1)
+    return found if bias is None else found + bias
+
+
+def gains(x: Tensor, weight: Tensor) -> bool:
+    """Whether the weight comes first: plain float32 tensors on a CPU, and nobody traces the product or casts it."""
+    return (
+        _HAS_MKL
+        and type(x) is Tensor
+        and x.dtype == weight.dtype == torch.float32
+        and type(weight) in (Tensor, nn.Parameter)
+        and x.device.type == weight.device.type == "cpu"
+        and weight.numel() >= ENTRIES
+        and torch._C._len_torch_dispatch_stack() == 0
+        and not torch.is_autocast_enabled("cpu")
+        and not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
+    )
+
+
+class Linear(nn.Linear):
+    """An `nn.Linear` that multiplies by `linear`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return linear(input, self.weight, self.bias)
