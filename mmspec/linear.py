@@ -1,6 +1,6 @@
 """Products of a few rows with a weight, in the order of operands that a CPU is fastest with.
 
-On several threads MKL multiplies 2 to 16 rows of float32 by a weight as `nn.Linear` keeps it, [N, K], in two to four
+On several threads MKL multiplies 2 to 8 rows of float32 by a weight as `nn.Linear` keeps it, [N, K], in two to four
 times the time that one row takes. With the weight as the left operand the threads share it, and it is read once, as for
 one row: a draft of eight tokens is verified in little more time than one token takes. No weight is copied.
 """
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-ROWS, ROWS_OF_ONE_THREAD = 16, 4  # at most; with more, the usual order is as fast
+ROWS, ROWS_OF_ONE_THREAD = 8, 4  # at most; with more, the usual order is as fast
 ENTRIES = 1 << 16  # of a weight, at least; a smaller one stays in the CPU's cache
 _HAS_MKL = torch.backends.mkl.is_available()
 

@@ -37,7 +37,7 @@ def all_gain(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     return seen
 
 
-@pytest.mark.parametrize("shape", [(1, 2), (3, 5), (16,), (2, 2, 4)])
+@pytest.mark.parametrize("shape", [(1, 2), (3, 5), (8,), (2, 2, 2)])
 @pytest.mark.parametrize("bias", [False, True])
 def test_it_is_the_product(shape: tuple[int, ...], bias: bool, all_gain: list[tuple[int, ...]]) -> None:
     layer, x = Linear(K, N, bias), torch.randn(*shape, K)
@@ -55,7 +55,7 @@ def test_it_is_the_product(shape: tuple[int, ...], bias: bool, all_gain: list[tu
 def test_all_else_goes_the_usual_way(
     what: str, all_gain: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layer, rows = nn.Linear(K, N), {"one row": 1, "many rows": 17, "none": 0}.get(what, 4)
+    layer, rows = nn.Linear(K, N), {"one row": 1, "many rows": 9, "none": 0}.get(what, 4)
     x = torch.randn(rows, K)
     if what == "bfloat16":
         layer, x = layer.bfloat16(), x.bfloat16()

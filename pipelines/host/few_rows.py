@@ -27,7 +27,7 @@ class FewRows:
 def tap(*modules: Any) -> None:
     """All that gain of these modules and of those below them; nothing happens on a GPU."""
     for module in each_module(*(m for m in modules if m is not None)):
-        if stock(module) is nn.Linear and "forward" not in vars(module) and gains(module.weight.data, module.weight):
+        if stock(module) is nn.Linear and "forward" not in vars(module) and gains(*[module.weight.detach()] * 2):
             hold(module, FewRows)
 
 
