@@ -36,7 +36,7 @@ def test_identical_and_the_picture_matters() -> None:
     with mmspec.enable(model):
         report = mmspec.verify(model, inputs, 12)
     assert (report.ok, report.image_matters, report.tokens, report.rows) == (True, True, 12, 1)
-    assert "identical to stock generate on 1 of 1 rows; the picture matters" in str(report)
+    assert "identical to stock generate on 1 of 1 rows; another picture changes the answer" in str(report)
 
 
 def test_an_answer_that_no_picture_changes_is_no_fault() -> None:
@@ -61,7 +61,7 @@ def test_a_picture_that_is_lost_is_a_difference() -> None:
         model.generate = generate
         report = mmspec.verify(model, inputs, 12)
     assert (report.ok, report.image_matters) == (False, False) and report.gap is not None
-    assert "DIFFERS" in str(report) and "ANOTHER PICTURE CHANGED NOTHING" in str(report)
+    assert "DIFFERS" in str(report) and "ANOTHER PICTURE CHANGES NOTHING" in str(report)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,9 @@ def test_the_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert verify(folder, "--dtype", "float32", "--max-new-tokens", 8) == 0
     said = capsys.readouterr().out
     assert "identical to stock generate" in said
-    assert ("the picture matters" in said) == ("another picture gives another answer: the picture is read" in said)
+    assert ("another picture changes the answer" in said) == (
+        "another picture gives another answer: the picture is read" in said
+    )
 
 
 @pytest.mark.parametrize("number", ["0", "-3", "many"])

@@ -121,7 +121,9 @@ def untested() -> list[str]:
 
 def supported() -> str:
     """Print, and return, the model families that are proved identical, the drafters and the rules, one a line."""
-    lines = ["Proved token-identical to stock generate (greedy, fp32, sdpa and eager, batch 1 and ragged 4):"]
+    lines = [
+        "Proved token-identical to stock generate (greedy, fp32, sdpa and eager, one row and four of unequal length):"
+    ]
     lines += [f"  {kind:12s} {what}" for kind, what in PROVED.items()]
     lines += ["Pictures, token-identical likewise (greedy, and sampling with reproducible=True; fp32):"]
     lines += [f"  {kind:12s} {what}" for kind, what in PICTURES.items()]

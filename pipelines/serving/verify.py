@@ -53,10 +53,10 @@ class Report:
         these = f"these {self.tokens} tokens" if self.tokens > 1 else "this token"
         seen = {
             None: "no picture in these inputs",
-            True: "the picture matters",
+            True: "another picture changes the answer",
             False: f"the picture made no difference to {these}; ask for more"
             if self.identical
-            else "ANOTHER PICTURE CHANGED NOTHING",
+            else "ANOTHER PICTURE CHANGES NOTHING",
         }
         return f"{same}; {seen[self.image_matters]}; {self.tokens_per_target_call:.2f} tokens per target call"
 
