@@ -18,10 +18,10 @@ from mmspec.config import size_in_bytes
 
 BESIDE, AUTO = "beside", "auto"
 ENGINE, VLLM = "mmspec.app.engine:load", "mmspec.app.caption.vllm_engine:load"
-ON_EXISTING = ("skip", "overwrite", "append", "prepend")
-OUTPUTS = ("txt", "metadata", "parquet", "webdataset", "pairs")
+ON_EXISTING = ("skip", "overwrite", "append")
+OUTPUTS = ("txt", "metadata", "parquet", "webdataset")
 RARE = (  # what few people change: `--help-all` and docs/captioning.md tell of them, and --config holds them
-    "--column-image", "--column-text", "--column-tags", "--split", "--prompt-file", "--system", "--start-with",
+    "--column-image", "--column-text", "--column-tags", "--split", "--system", "--start-with",
     "--prepend", "--append", "--temperature", "--seed", "--dtype", "--fps", "--keyframes", "--max-frames",
     "--max-pixels", "--max-aspect", "--max-duration", "--timeout", "--max-bytes", "--max-memory", "--decoders",
     "--extension", "--on-existing", "--resume", "--limit", "--dedup", "--max-errors", "--compare",
@@ -148,9 +148,6 @@ class Options:
     prompt: str | None = _flag(
         "TEXT", None, "about every item; may hold {name} {dir} {tags} {existing}", section="what is asked"
     )
-    prompt_file: Path | None = _flag(
-        "FILE", None, "several prompts, weighted: each item gets one, always the same", type=Path
-    )
     system: str | None = _flag("TEXT", None, "system message")
     start_with: str | None = _flag("TEXT", None, "words that every answer begins with")
     prepend: str = _flag("TEXT", "", "put before every caption")
@@ -174,7 +171,7 @@ class Options:
     max_pixels_per_image: int | str = _flag(
         "N", AUTO, "larger pictures are made smaller; auto: as suits the model, none: never", type=_area
     )
-    seed: int = _flag("N", 0, "of weighted prompts, and of draws at a temperature above 0", type=int)
+    seed: int = _flag("N", 0, "of draws at a temperature above 0", type=int)
     dtype: str = _flag(None, AUTO, "of the weights", choices=DTYPES)
     engine: str = _flag(
         "NAME",
@@ -223,7 +220,7 @@ class Options:
     on_existing: str = _flag(
         None,
         "skip",
-        "existing captions not written by mmspec: keep, overwrite, append ours or prepend ours",
+        "captions and final files not written by mmspec: keep, overwrite, or append ours to captions",
         choices=ON_EXISTING,
     )
 
@@ -245,9 +242,7 @@ class Options:
     batch_size: int | str = _flag(
         "N", AUTO, "items at work at once on a device; auto: as many as fit, by the sizes of the pictures", type=_batch
     )
-    dedup: str | None = _flag(
-        None, None, "caption equal files, or pictures that look equal, once", choices=("exact", "phash")
-    )
+    dedup: str | None = _flag(None, None, "exact: caption equal files once", choices=("exact",))
     max_errors: int | None = _flag("N", None, "give up after so many failures", type=count)
     ray: bool = _switch(False, "run the workers on Ray, one per device of its cluster (extra: ray)")
     report: Path | None = _flag("FILE", None, "JSON with counts, speeds and acceptance", type=_report)

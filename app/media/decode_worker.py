@@ -33,7 +33,6 @@ class DecodeOrder:
 
     limits: MediaLimits
     frames: FramePolicy
-    phash: bool
     max_side: int | None
 
 
@@ -61,7 +60,7 @@ def _answer(packed: bytearray, order: DecodeOrder) -> tuple[dict[str, Any], list
         item = pickle.loads(packed)
         name = label(item)
         found = _decode(item, order)
-        facts = {name: getattr(found, name) for name in ("content", "phash", "seconds", "animated")}
+        facts = {name: getattr(found, name) for name in ("content", "seconds", "animated")}
         return {**facts, "frames": [frame.size for frame in found.frames]}, [frame.tobytes() for frame in found.frames]
     except MediaError as error:
         refusal = error
@@ -80,10 +79,10 @@ def _decode(item: Item, order: DecodeOrder) -> Media:
     content = hashlib.sha256(data).hexdigest()
     if item.kind == "video":
         frames, seconds = video.decode(data, name, order.frames, limits, order.max_side)
-        return Media(frames, content, None, seconds)
+        return Media(frames, content, seconds=seconds)
     picture = media.decode(data, name, limits.max_pixels, order.max_side, limits.max_aspect, limits.max_area)
     more = media.animated(data, name, limits.max_pixels, limits.max_aspect)
-    return Media((picture,), content, media.perceptual_hash(picture) if order.phash else None, animated=more)
+    return Media((picture,), content, animated=more)
 
 
 def label(item: Item) -> str:

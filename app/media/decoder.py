@@ -67,10 +67,8 @@ class Decoder:
         max_side: frames are made to fit into max_side x max_side before they leave their process.
     """
 
-    def __init__(
-        self, workers: int, limits: MediaLimits, frames: FramePolicy, phash: bool = False, max_side: int | None = None
-    ):
-        self._order = DecodeOrder(limits, frames, phash, max_side)
+    def __init__(self, workers: int, limits: MediaLimits, frames: FramePolicy, max_side: int | None = None):
+        self._order = DecodeOrder(limits, frames, max_side)
         self._count = max(1, workers)
         self._change = threading.Condition()
         self._waiting: deque[DecodeJob] = deque()
