@@ -167,7 +167,7 @@ class Options:
         type=_size)
     max_memory: int = _flag("SIZE", media.MAX_MEMORY, "most that decoding a file may take, file included (Linux)",
         shown="2G", type=_size)
-    decoders: int | None = _flag("N", None, "processes that decode, per model (default: as the cores allow)", type=count)
+    decoders: int | None = _flag("N", None, "processes that decode, per model; default: as cores allow", type=count)
 
     out: str = _flag("FOLDER", "captions", "for the captions, or 'beside' for beside the files", section="outputs")
     format: str | None = _flag("LIST", None, f"any of {','.join(OUTPUTS)}; default: metadata, and txt for items that "

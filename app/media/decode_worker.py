@@ -8,9 +8,8 @@ import json
 import os
 import pickle
 import signal
-import socket
-import struct
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +23,6 @@ from mmspec.media import Media, MediaError, MediaLimits
 if TYPE_CHECKING:
     from mmspec.app.media.items import Item
 
-LENGTH = struct.Struct("<Q")
-
 
 @dataclass(frozen=True)
 class DecodeOrder:
@@ -36,7 +33,7 @@ class DecodeOrder:
     max_side: int | None
 
 
-def serve(line: socket.socket, order: DecodeOrder) -> None:
+def serve(line: Connection, order: DecodeOrder) -> None:
     """What a worker process does: read an item off the line, answer with its frames, until the line breaks."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent decides what ends
     for library in ("OMP", "OPENBLAS", "MKL"):  # numpy is loaded for few pictures, and needs no threads for them
@@ -44,16 +41,18 @@ def serve(line: socket.socket, order: DecodeOrder) -> None:
     Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS or 0, order.limits.max_pixels)  # Pillow's own limit
     _limit_memory(order.limits.memory)
     with contextlib.suppress(OSError, EOFError):  # the parent has gone
-        send(line, b"{}")
+        line.send_bytes(b"{}")
         while True:
-            packed = receive(line)
+            packed = line.recv_bytes()
             _set_alarm(order.limits.seconds + 5)
             answer, frames = _answer(packed, order)
             _set_alarm(0)
-            send(line, json.dumps(answer).encode(), *frames)
+            line.send_bytes(json.dumps(answer).encode())
+            for frame in frames:
+                line.send_bytes(frame)
 
 
-def _answer(packed: bytearray, order: DecodeOrder) -> tuple[dict[str, Any], list[bytes]]:
+def _answer(packed: bytes, order: DecodeOrder) -> tuple[dict[str, Any], list[bytes]]:
     """What goes back for an item: facts or an error as plain data, never as a pickle; and the frames."""
     name = "item"
     try:
@@ -105,26 +104,3 @@ def _set_alarm(seconds: float) -> None:
     """Let the system end this process after a time (0: never), in case the parent is no longer there to do so."""
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_REAL, seconds)
-
-
-def send(line: socket.socket, message: bytes, *bulk: bytes) -> None:
-    """A message, and then bytes that it announces."""
-    line.sendall(LENGTH.pack(len(message)) + message)
-    for part in bulk:
-        line.sendall(part)
-
-
-def receive(line: socket.socket) -> bytearray:
-    return read(line, LENGTH.unpack(read(line, LENGTH.size))[0])
-
-
-def read(line: socket.socket, size: int) -> bytearray:
-    """Exactly so many bytes; EOFError where the line breaks."""
-    read = bytearray(size)
-    rest = memoryview(read)
-    while rest:
-        count = line.recv_into(rest)
-        if not count:
-            raise EOFError
-        rest = rest[count:]
-    return read
