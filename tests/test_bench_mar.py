@@ -10,16 +10,16 @@ import tiny_mar as tiny
 
 from benchmarks.__main__ import parser as workshop
 from benchmarks.suites import mar as judged_mar
+from benchmarks.suites import mar_ways as mar
 from mmspec.app import cli
-from mmspec.app.bench import mar
 from mmspec.app.mar import draws
 
 
 def test_the_suite_measures_a_folder(tmp_path, capsys):
     tiny.pipeline().save_pretrained(tmp_path / "model")
-    line = ["bench", "image", "--model", str(tmp_path / "model"), "--images", "2", "--batch", "2", "--json"]
+    line = ["image", "--model", str(tmp_path / "model"), "--images", "2", "--batch", "2", "--json"]
     line += [str(tmp_path / "out.json"), "--methods", "quarter*", "n=4", "self-2", "disa*", "--guidance", "1.5"]
-    assert cli.main(line) == 0
+    assert cli.main(line, workshop) == 0
     records = {r["method"]: r for r in json.loads((tmp_path / "out.json").read_text())["records"]}
     assert list(records) == ["all, plain head", "quarter, plain head", "n=4", "disa 9-4", "self-2"]
     assert records["all, plain head"]["speedup_e2e"] == 1.0 and records["all, plain head"]["passes"] == 8
@@ -62,8 +62,10 @@ def test_quality_of_few_pictures(tmp_path, monkeypatch):
 
 def test_a_folder_that_is_none_is_told(tmp_path, capsys):
     (tmp_path / "model_index.json").write_text('{"_class_name": "MARPipeline"}')
-    assert cli.main(["bench", "image", "--model", str(tmp_path)]) == 1
+    assert cli.main(["image", "--model", str(tmp_path)], workshop) == 1
     assert "cannot load" in capsys.readouterr().err
+    assert cli.main(["bench", "image", "--model", str(tmp_path)]) == 1
+    assert "generate --model" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("model", "known"), [("mar", True), ("scenes-mar", True), ("scenes-llamagen", False)])

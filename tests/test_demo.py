@@ -30,7 +30,7 @@ from PIL import Image
 import mmspec
 from benchmarks.suites.faithful import PictureReader
 from mmspec.app import embedded, engine
-from mmspec.app.demo import caption_tab, guard, image_tab, image_view, look, plots, records, sight, view
+from mmspec.app.demo import caption_tab, guard, image_tab, image_view, look, records, sight, view
 from mmspec.app.demo import command as demo
 from mmspec.app.demo.answer import (
     CORRECTED,
@@ -530,17 +530,16 @@ def test_few_bars_of_one_model_and_setting_come_first(bench: records.ResultFolde
     offered = records._offered(bench, "vlm")
     assert [made["value"] for made in offered[:5]] == list(bench.usual("vlm"))
     many = [{**RECORD, "model": f"m{n % 2}", "method": f"eagle-{n}", "speedup_e2e": 1 + n / 10} for n in range(30)]
-    bars = plots.bars(many, "speedup_e2e")
-    assert bars.count("<li class=") == plots.BARS <= 12 and "the best 12 of 30" in bars
-    assert "eagle-29 · m1" in bars and "eagle-17" not in bars
-    assert plots.named([{**RECORD, "method": "eagle", "file": f} for f in ("a.json", "b.json")]) == [
+    best = records.ranked(many, "speedup_e2e", "c").head(records.BARS)["method"].to_list()
+    assert len(best) == records.BARS <= 12 and best[0] == "eagle-29 · m1" and "eagle-17 · m1" not in best
+    assert records.named([{**RECORD, "method": "eagle", "file": f} for f in ("a.json", "b.json")]) == [
         "eagle · a.json",
         "eagle · b.json",
     ]
 
 
 def test_no_measurements_is_said_clearly(tmp_path: Path) -> None:
-    assert "No measurements yet" in records.draw(records.read(tmp_path / "nowhere"), records.Choice(""))
+    assert "No measurements yet" in records.origins(records.read(tmp_path / "nowhere"), records.Choice(""), ())
 
 
 RECORD = {
@@ -573,40 +572,34 @@ def bench(tmp_path: Path) -> records.ResultFolder:
 def test_records_are_filtered_and_escaped(bench: records.ResultFolder) -> None:
     assert bench.suites == ["vlm", "image"] and bench.choices("vlm", "batch") == ["all", "1", "4"]
     assert bench.choices("image", "distribution") == ["all", "lossless", "lossy"]
-    everything = records.draw(bench, records.Choice("vlm", records.TABLE))
-    assert "<i>" not in everything and "&lt;i&gt;" in everything and everything.count("<tr>") == 4
-    assert "c0ffee" in everything and "wall time" in everything
-    assert bench.trouble == ["b.json: it holds no records of mmspec bench"] and bench.trouble[0] in everything
+    everything = records.shown(bench, records.Choice("vlm"))
+    assert (
+        everything[3]["method"].to_list() == ["eagle", "stock", "<i>"] and everything[3]["speed-up, end to end"][0] == 2
+    )
+    assert "c0ffee" in everything[4] and "wall time" in everything[4]
+    assert bench.trouble == ["b.json: it holds no records of mmspec bench"] and bench.trouble[0] in everything[4]
     four = records.Choice("vlm", filters=("all", "4", "all", "all", "all"))
-    assert "eagle" not in records.draw(bench, four)
-    assert "No record passes" in records.draw(bench, records.Choice("vlm", methods=("eagle",), filters=four.filters))
-    bent = records.draw(bench, records.Choice("image", records.TABLE, filters=("all", "all", "all", "all", "lossy")))
-    assert "jacobi+scaled" in bent and ">ar" not in bent
+    assert "eagle" not in records.shown(bench, four)[3]["method"].to_list()
+    assert (
+        "No record passes" in records.shown(bench, records.Choice("vlm", methods=("eagle",), filters=four.filters))[4]
+    )
+    bent = records.shown(bench, records.Choice("image", filters=("all", "all", "all", "all", "lossy")))[3]
+    assert bent["method"].to_list() == ["jacobi+scaled"]
 
 
 def test_records_are_plotted(bench: records.ResultFolder) -> None:
-    bars = records.draw(bench, records.Choice("vlm"))
-    assert re.findall(r'<li class="(mm-\w+)"><span class="mm-who">(\w+)', bars) == [
-        ("mm-lossless", "eagle"),
-        ("mm-base", "stock"),
+    chosen = bench.chosen(records.Choice("vlm"))
+    bars = records.ranked(chosen, "speedup_e2e", "tokens_per_target_call")
+    assert bars[["method", "kind", "value"]].values.tolist() == [
+        ["eagle · scenes · batch 1", "lossless", 2.0],
+        ["stock · scenes · batch 1", "without mmspec", 1.0],
     ]
-    assert re.findall(r'mm-who">([^<]+)<', bars) == ["eagle · scenes", "stock · scenes"]  # fmt: skip
-    assert bars.count("mm-span") == 2 and "--w:80.00%" in bars  # of the upper quartile
-    dots = records.draw(bench, records.Choice("image", records.SCATTER, "compression", "spent"))
-    assert dots.count('class="mm-dot') == 2 and "jacobi+scaled · scenes: 3.5, 4" in dots
-    lines = records.draw(bench, records.Choice("vlm", records.DEPTHS))
-    assert lines.count("<polyline") == 3 and 'points="0.00,10.00 100.00,50.00"' in lines
-    assert "say nothing" in records.draw(bench, records.Choice("image", records.DEPTHS))
-
-
-@pytest.mark.parametrize(
-    ("values", "ticks"),
-    [([0.2, 4.5], [0, 1, 2, 3, 4, 5]), ([98.0, 99.5], [98, 98.5, 99, 99.5]), ([3.0], [3, 3.2, 3.4, 3.6, 3.8, 4])],
-)
-def test_ticks_are_round(values: list[float], ticks: list[float]) -> None:
-    axis = plots.Axis(values)
-    assert axis.ticks == pytest.approx(ticks)
-    assert all(0 <= axis.at(value) <= 100 for value in values)
+    assert bars["upper quartile"].to_list() == [2.5, 2.5]
+    dots = records.ranked(bench.chosen(records.Choice("image")), "compression", "spent")
+    assert dots[["value", "against"]].values.tolist() == [[4.0, 3.5], [1.0, 0.0]]
+    lines = records.depths(chosen, "speedup_e2e")
+    assert len(set(lines["method"])) == 3 and lines["kept"].to_list()[:2] == [0.9, 0.5]
+    assert records.depths(bench.chosen(records.Choice("image")), "spent").empty
 
 
 # ------------------------------------------------------------------------------------------------ the door

@@ -7,12 +7,11 @@ import json
 import os
 from pathlib import Path
 
-import clips
 import pytest
 from test_caption import FATAL, OK, SENSELESS, SOME_FAILED, caption, captions, journal, paint, photos, spoil  # noqa: F401
 
-FINALS = ("captions.parquet", "prompts.txt", "images.txt", "failed.jsonl", "webdataset/00000.tar")
-ALL = ("--format", "parquet,webdataset,pairs,metadata")
+FINALS = ("captions.parquet", "metadata.jsonl", "failed.jsonl", "webdataset/00000.tar")
+ALL = ("--format", "parquet,webdataset,metadata")
 NOTES = Path("captions/.mmspec/finals.log")
 
 
@@ -24,7 +23,7 @@ def killed(*_, **__) -> None:
     raise KilledError
 
 
-@pytest.mark.parametrize("name", (*FINALS, "videos.txt", "webdataset/00000.parquet"))
+@pytest.mark.parametrize("name", (*FINALS, "webdataset/00000.parquet"))
 def test_files_of_others_are_never_replaced(name: str, caption, capsys: pytest.CaptureFixture):
     from pyarrow import parquet, table
 
@@ -34,12 +33,6 @@ def test_files_of_others_are_never_replaced(name: str, caption, capsys: pytest.C
         parquet.write_table(table({"file_name": ["a.png"], "text": ["by hand"]}), path)
     else:
         path.write_text("by hand")
-    if name == "videos.txt":
-        assert caption("--out", "pictures", "--format", "pairs") == OK
-        Path("pictures", name).write_text("by hand")
-        assert caption("--out", "pictures", "--format", "pairs") == OK  # which needs no such list
-        assert Path("pictures", name).read_text() == "by hand"
-        clips.write_clip(path.with_name("clip.mp4"), clips.grey_steps(4))
     before = path.read_bytes()
     for options in (ALL, (*ALL, "--dry-run")):
         assert caption("--out", "beside", *options) == FATAL
@@ -50,25 +43,17 @@ def test_files_of_others_are_never_replaced(name: str, caption, capsys: pytest.C
         assert caption("--out", "beside", "--format", "txt") == OK and path.read_bytes() == before  # in nobody's way
 
 
-def test_final_files_of_ours_are_made_anew_until_somebody_edits_them(caption, photos: Path):
+def test_final_files_of_ours_are_made_anew(caption, photos: Path):
     spoil(photos)
     assert caption(*ALL) == SOME_FAILED
     paint(photos / "new.png")
-    assert caption(*ALL) == SOME_FAILED
-    made = {name: Path("captions", name).read_bytes() for name in FINALS}
-    assert made["images.txt"].split() == [name.encode() for name in captions()] and len(captions()) == 5
-    for name, content in made.items():
-        path = Path("captions", name)
-        if path.suffix != ".tar":  # it is known by the table beside it
-            path.write_bytes(content + b"edited")
-            assert caption(*ALL) == FATAL and path.read_bytes() == content + b"edited"
-            path.write_bytes(content)
-    assert caption(*ALL) == SOME_FAILED
+    Path("captions/metadata.jsonl").write_text("edited")
+    assert caption(*ALL) == SOME_FAILED and len(captions()) == 5
 
 
-@pytest.mark.parametrize("kills", range(8))
+@pytest.mark.parametrize("kills", range(6))
 def test_final_files_are_still_ours_after_a_kill(kills: int, caption, photos: Path, monkeypatch: pytest.MonkeyPatch):
-    """Whichever of the eight was the last that got its name: three of a tar, two of pairs, parquet and both jsonl."""
+    """Whichever of the six was the last that got its name: three of a tar, parquet and both jsonl."""
     spoil(photos)
     assert caption(*ALL) == SOME_FAILED
     paint(photos / "new.png")
@@ -83,29 +68,25 @@ def test_final_files_are_still_ours_after_a_kill(kills: int, caption, photos: Pa
     with monkeypatch.context() as patch, pytest.raises(KilledError):
         patch.setattr(os, "replace", replace)
         caption(*ALL)
-    assert named[0] == "run.yaml" and (kills < 7 or named[-1] == "failed.jsonl")
+    assert named[0] == "run.yaml" and (kills < 5 or named[-1] == "failed.jsonl")
     assert caption(*ALL) == SOME_FAILED and len(captions()) == 5
 
 
 def test_what_a_run_reads_it_does_not_replace(caption, photos: Path, capsys: pytest.CaptureFixture):
     assert caption(*ALL, "--out", "beside") == OK
-    listed = photos / "images.txt"
+    listed = photos / "metadata.jsonl"
     before = {path: path.read_bytes() for path in photos.iterdir() if path.is_file()}
-    cases = {
-        ("--prompt-file", "photos/prompts.txt"): "photos/prompts.txt would be replaced",
-        ("--report", "photos/metadata.jsonl"): "--report photos/metadata.jsonl would replace",
-    }
-    for words, reason in cases.items():
-        assert caption(*ALL, "--out", "beside", *words) == FATAL and reason in capsys.readouterr().err
+    words = ("--out", "beside", "--report", "photos/metadata.jsonl")
+    assert caption(*ALL, *words) == FATAL
+    assert "--report photos/metadata.jsonl would replace" in capsys.readouterr().err
     for path in (
-        "photos/images.txt",
         "photos/metadata.jsonl",
         "photos/captions.parquet",
         "photos/webdataset/00000.tar",
     ):
         assert caption(*ALL, "--out", "photos", folder=path) == FATAL
         assert f"{path} would be replaced" in capsys.readouterr().err
-    assert caption("--out", "elsewhere", "--report", "photos/images.txt", folder=listed) == FATAL
+    assert caption("--out", "elsewhere", "--report", "photos/metadata.jsonl", folder=listed) == FATAL
     paint(photos / "run.png")
     (photos / "run.yaml").write_text("limit: 1")
     assert caption("--out", "beside", "--extension", ".yaml", "--config", "photos/run.yaml") == FATAL
@@ -119,16 +100,6 @@ def test_without_notes_no_file_is_ours(caption, capsys: pytest.CaptureFixture):
     NOTES.unlink()
     assert caption(*ALL) == FATAL and "would be replaced" in capsys.readouterr().err
     assert made == {name: Path("captions", name).read_bytes() for name in made}
-
-
-def test_a_shard_with_a_damaged_table_is_not_ours(caption):
-    tar = Path("captions/webdataset/00000.tar")
-    assert caption("--format", "webdataset") == OK
-    for table in (b"", b"PAR1 cut off"):
-        tar.with_suffix(".parquet").write_bytes(table)
-        before = tar.read_bytes()
-        assert caption("--format", "webdataset", "--prompt", "w9") == FATAL
-        assert tar.read_bytes() == before and tar.with_suffix(".parquet").read_bytes() == table
 
 
 def test_a_report_replaces_nothing_but_a_report(caption, photos: Path, capsys: pytest.CaptureFixture):

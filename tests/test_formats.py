@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tarfile
 from pathlib import Path
 
@@ -79,13 +78,6 @@ def test_metadata_loads_as_a_videofolder(tmp_path: Path):
     )
     row = loaded.cast_column("video", datasets.Video(decode=False))[0]
     assert row["text"] == "it moves" and Path(row["video"]["path"]).read_bytes() == b"a video"
-
-
-def test_lines_of_other_people_stay_as_they_are(tmp_path: Path):
-    theirs = [{"note": "mine"}, {"file_name": "x.png", "text": "theirs", "label": 3}]
-    (path,) = make("metadata", [*theirs, record("a.png", "ours")], tmp_path)
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    assert lines == [*theirs, {"file_name": "a.png", "text": "ours"}]
 
 
 def test_parquet_has_a_row_a_record(pictures: Path):
@@ -172,15 +164,6 @@ def test_a_picture_that_is_gone_is_left_out_until_it_is_back(pictures: Path):
     assert captions_in(path) == 4
     with pytest.warns(UserWarning, match="is not among the inputs of this run"):
         make("webdataset", [record("unknown.png", "x")], pictures)
-
-
-def test_pairs_list_videos_or_else_images(tmp_path: Path):
-    rows = [record("b/1.mp4", "one\ntwo"), record("a.png", "x"), record("t.tar/3", "y"), record("2.webm", "🐟")]
-    assert {path.name for path in make("pairs", rows, tmp_path)} == {"prompts.txt", "videos.txt"}
-    assert (tmp_path / "videos.txt").read_text() == "b/1.mp4\n2.webm\n"
-    assert (tmp_path / "prompts.txt").read_text(encoding="utf-8") == "one two\n🐟\n"
-    make("pairs", rows[1:3], tmp_path / "images")
-    assert (tmp_path / "images" / "images.txt").read_text() == "a.png\n"
 
 
 @pytest.mark.parametrize("kind", FORMATS)

@@ -118,13 +118,6 @@ def test_a_file_with_brackets_in_its_name_is_no_pattern(tmp_path: Path):
     assert names(tmp_path / "a[1]{2}.png") == ["a[1]{2}.png"]
 
 
-def test_neighbours_are_what_lies_beside(tmp_path: Path):
-    put(tmp_path, "b/1.jpg", "b/1.png", "b/.2.png", "3.jpg")
-    (tmp_path / "b" / "1.txt").write_text("x")
-    assert open_inputs([f"{tmp_path}/b/1.jpg"]).neighbours(["1.jpg"]) == {"1.jpg", "1.png"}
-    assert open_inputs([tmp_path]).neighbours(["b/1.jpg", "x.tar/1"]) == {"b/1.jpg", "b/1.png"}
-
-
 @pytest.mark.parametrize("data, kind", [(MP4, "video"), (png(1), "image"), (b"no media", None)])
 def test_a_file_without_an_extension_is_known_by_its_beginning(tmp_path: Path, data: bytes, kind: str | None):
     (tmp_path / "0a1b2c").write_bytes(data)

@@ -117,9 +117,8 @@ def test_links_in_a_hostile_folder_lead_nowhere(tmp_path: Path):
     write_whole(folder / "x.txt", b"caption")
     assert precious.read_text() == "precious" and (folder / "x.txt").read_bytes() == b"caption"
     (folder / "metadata.jsonl").symlink_to(precious)
-    with pytest.raises(OutputError, match="is a link"):
-        Outputs(folder, "origin")
-    (folder / "metadata.jsonl").unlink()
+    with pytest.raises(OutputError, match="would be replaced"):
+        Outputs(folder, "origin").finals.claim(["metadata"], [], None)
     (folder / ".mmspec" / "worker-0.jsonl").symlink_to(precious)
     with pytest.raises(OSError, match="is a link"):
         Writer(folder, "worker-0")
@@ -137,8 +136,8 @@ def test_a_hostile_journal_deletes_nothing(tmp_path: Path):
     writer.close()
     outputs, sidecars = Outputs(folder, "origin"), Sidecars()
     sidecars.add("x.png")
-    assert outputs.stale(line, "x.txt", sidecars) is None
-    assert outputs.restore(line, "x.txt", None, force=False) and outputs.existing("y.png", "y.txt") is None
+    assert sidecars.kept(line, "x.png") == "x.txt"
+    assert outputs.restore(line, "x.txt", force=False) and outputs.existing("y.png", "y.txt") is None
     outputs.close()
     assert precious.read_text() == "precious"
 

@@ -13,19 +13,18 @@ from test_kill import photos  # noqa: F401 - a fixture
 
 from mmspec.app import cli
 from mmspec.app.caption import settings
-from mmspec.app.caption.dispatch import dispatch
 from mmspec.app.caption.model import FatalError
 from mmspec.app.caption.outputs import STATE, Outputs
 from mmspec.app.caption.plan import Planner
 from mmspec.app.caption.prompts import Prompts
 from mmspec.app.caption.run import Job
-from mmspec.app.caption.workers import STARTS, Processes, places
+from mmspec.app.caption.workers import STARTS, Crew, Processes, places
 from mmspec.app.media.inputs import open_inputs
 
 OK, FATAL = 0, 1
 ITEMS = 60
 BUSY = {  # what Ray does to a machine that has other things to do, too
-    "worker_niceness": "0",  # not to starve the actors
+    "worker_niceness": "0",  # not to starve the workers
     "memory_monitor_refresh_ms": "0",  # not to kill them when the machine is full
     "raylet_start_wait_time_s": "300", "worker_register_timeout_seconds": "300",
     "gcs_rpc_server_connect_timeout_s": "300", "gcs_server_request_timeout_seconds": "300",
@@ -49,9 +48,9 @@ def prepared(few: Path, out: Path, *words: str) -> tuple[Job, list]:
     options = settings.resolve(parser.parse_args([str(few), *words]))
     options = settings.fitted(options)
     outputs, shaping = Outputs(out, str(few)), settings.settings(options)
-    todo = Planner(options, shaping, Prompts.read(options.prompt), outputs).plan(open_inputs([few]))
+    todo = Planner(options, shaping, Prompts(options.prompt), outputs).plan(open_inputs([few]))
     outputs.close()
-    return Job(options, shaping, out, outputs.origin), todo.pending
+    return Job(options, shaping, out, outputs.origin, items=len(todo.pending) // 2), todo.pending
 
 
 def recorded(out: Path) -> dict[str, list[str]]:
@@ -67,7 +66,7 @@ def everything(out: Path) -> list[str]:
 def test_a_killed_worker_loses_nothing(few: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
     job, tasks = prepared(few, tmp_path / "out")
     told: list[str] = []
-    crew = Processes(job, ["cpu", "cpu"], "")
+    crew = Crew(job, Processes(), ["cpu", "cpu"], "")
 
     victims: list[str] = []
 
@@ -76,13 +75,13 @@ def test_a_killed_worker_loses_nothing(few: Path, tmp_path: Path, capsys: pytest
         told.append(result.name)
         if len(told) == 10:
             lines = {path.stem: path.read_bytes().count(b"\n") for path in (tmp_path / "out").glob(f"{STATE}/*.jsonl")}
-            victim = max(crew.members, key=lambda hand: lines.get(hand.slot, 0))
+            victim = max(crew.hands, key=lambda hand: lines.get(hand.slot, 0))
             victims.append(victim.slot)
-            os.kill(victim.process.pid, signal.SIGKILL)
+            os.kill(victim.pid, signal.SIGKILL)
 
     try:
-        dispatch(tasks, crew, job, report)
-        assert len(crew.members) == 2  # it was started again
+        crew.run(tasks, report)
+        assert len(crew.hands) == 2  # it was started again
     finally:
         crew.stop()
     names = sorted(path.name for path in few.iterdir())
@@ -97,10 +96,10 @@ def test_an_item_that_kills_its_workers_ends_as_a_failure(workers: int, few: Pat
     """The first worker dies with other items in hand, another start alone with it; then it is given to nobody."""
     poison = sorted(few.iterdir())[7].name
     job, tasks = prepared(few, tmp_path / "out", "--model", f"deadly:{poison}")
-    crew, told = Processes(job, ["cpu"] * workers, ""), {}
+    crew, told = Crew(job, Processes(), ["cpu"] * workers, ""), {}
     try:
-        dispatch(tasks, crew, job, lambda result: told.update({result.name: result.error}))
-        assert len(crew.members) == workers
+        crew.run(tasks, lambda result: told.update({result.name: result.error}))
+        assert len(crew.hands) == workers
     finally:
         crew.stop()
     assert {name: error for name, error in told.items() if error} == {poison: "KilledWorkerError"}
@@ -111,9 +110,9 @@ def test_an_item_that_kills_its_workers_ends_as_a_failure(workers: int, few: Pat
 
 def test_without_workers_the_run_ends_and_says_so(few: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
     job, tasks = prepared(few, tmp_path / "out", "--model", "stillborn")
-    crew = Processes(job, ["cpu"], "")
+    crew = Crew(job, Processes(), ["cpu"], "")
     with pytest.raises(FatalError, match=r"all workers have ended \(worker-0 on cpu has ended \(SIGKILL\)\)"):
-        dispatch(tasks, crew, job, lambda result: None)
+        crew.run(tasks, lambda result: None)
     crew.stop()
     assert capsys.readouterr().err.count("has ended") == STARTS
 
@@ -157,12 +156,12 @@ def test_names_of_devices():
 
 
 def test_ray(few: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Two actors on a Ray of this machine, one of them killed on the way."""
+    """Two workers on a Ray of this machine, one of them killed on the way."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (Path(__file__).parent.parent, Path(__file__).parent))))
     for name, value in BUSY.items():
         monkeypatch.setenv(f"RAY_{name}", value)
     ray = pytest.importorskip("ray")  # reads some of them now
-    from mmspec.app.caption.ray_run import Actors
+    from mmspec.app.caption.ray_run import OnRay
 
     ray.init(num_cpus=2, num_gpus=0, include_dashboard=False, object_store_memory=100 * 2**20, logging_level="error")
     try:
@@ -170,21 +169,20 @@ def test_ray(few: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         told: list[str] = []
         for too_many in ("0", "cpu,cpu,cpu"):
             with pytest.raises(FatalError, match=f"--devices {too_many} asks for .* the Ray cluster has 0 and 2"):
-                Actors(job, too_many, "")
-        crew = Actors(job, "cpu,cpu", "")
-        first = ray.get(crew.members[0].actor.process.remote())
+                OnRay().places(too_many)
+        crew = Crew(job, OnRay(), OnRay().places("cpu,cpu"), "")
 
         def report(result) -> None:
             told.append(result.name)
             if len(told) == 10:
-                os.kill(first, signal.SIGKILL)
+                os.kill(next(hand.pid for hand in crew.hands if hand.worked), signal.SIGKILL)
 
-        dispatch(tasks, crew, job, report)
-        assert len(crew.members) == 1
+        crew.run(tasks, report)
+        assert len(crew.hands) == 2
         crew.stop()
         names = sorted(path.name for path in few.iterdir())
         assert sorted(told) == names and everything(tmp_path / "out") == names
-        assert len(crew.summaries) == 1
+        assert crew.summaries
 
         (tmp_path / "asked").mkdir()
         words = ["caption", str(few), "--engine", "quick_engine:load", "--model", f"both:{tmp_path / 'asked'}"]

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from mmspec.app import embedded
-from mmspec.app.bench import drafters, mar, report_image
-from mmspec.app.bench.command import BenchError, Outcome, batches, matching, refuse, say, seeds_of
+from mmspec.app.bench import drafters, report_image
+from mmspec.app.bench.command import BenchError, Outcome, batches, matching, say, seeds_of
 from mmspec.app.bench.image_methods import ImageMethod, lossless, relaxed
 from mmspec.app.bench.image_plain import ImageBench
 from mmspec.app.bench.report import Record
@@ -29,10 +29,6 @@ from mmspec.zoo import pictures
 
 HELD_OUT = 2**31  # first seed of prompts that no training draws
 GRID = 8  # pictures of a method on the sheet
-OF_TOKENS: dict[str, Any] = {  # flags for models that draw tokens, and what they are if nobody says anything
-    "drafters": None, "enable": [], "prompts": None, "rule": [], "budget": None, "top_k": None, "grid": None,
-    "resume": False,
-}  # fmt: skip
 Further = Callable[[ImageBench, argparse.Namespace, Outcome], Iterator[None]]  # what is measured after the times
 
 
@@ -42,7 +38,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add(
         "--model",
         default=embedded.IMAGE_MODEL,
-        help="folder or name on the Hub of a LlamaGenPipeline; `mar`, or a MARPipeline's folder (%(default)s)",
+        help="folder or name on the Hub of a LlamaGenPipeline (%(default)s)",
     )
     drafters.configure(parser)
     add("--prompts", type=Path, metavar="FILE", help="prompts of your own, one a line (default: held-out scenes)")
@@ -64,9 +60,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def measure(args: argparse.Namespace, outcome: Outcome, further: Further | None = None) -> Iterator[None]:
     """Timing, then the sheet, then what is further measured; yields whenever the outcome has grown."""
     if draws(args.model):
-        refuse(args, "a MAR draws classes by its own drafts, so this bench has no use for that here", **OF_TOKENS)
-        yield from mar.measure(args, outcome)
-        return
+        raise BenchError(
+            f"{args.model} is a MAR: `mmspec generate --model {args.model} --compare` tells its speed, and in a clone "
+            "`python -m benchmarks image` measures all its ways"
+        )
     if args.images == 0 and args.grid is None and further is None:
         raise BenchError("nothing is asked for; give --images or --grid")
     settings = {"guidance_scale": args.guidance, "top_k": args.top_k, "temperature": args.temperature}

@@ -18,7 +18,6 @@ from typing import Any
 from mmspec import zoo
 from mmspec.app import embedded
 from mmspec.app.caption import report, settings
-from mmspec.app.caption.dispatch import dispatch
 from mmspec.app.caption.finals import FAILURES, OutputError
 from mmspec.app.caption.journal import write_whole
 from mmspec.app.caption.model import FatalError
@@ -29,7 +28,7 @@ from mmspec.app.caption.prompts import PromptError, Prompts
 from mmspec.app.caption.report import RunTally, TooManyErrorsError, plain
 from mmspec.app.caption.run import Job
 from mmspec.app.caption.settings import SettingsError
-from mmspec.app.caption.workers import Alone, Processes, places
+from mmspec.app.caption.workers import Alone, Crew, Processes, places
 from mmspec.app.enabling import EnableError
 from mmspec.app.media.inputs import Inputs, open_inputs
 from mmspec.app.media.items import Item
@@ -92,22 +91,19 @@ def _caption(options: Options) -> int:
         column_text=options.column_text, column_tags=options.column_tags, split=options.split,
     )  # fmt: skip
     options = settings.fitted(options)
-    prompts = Prompts.read(
-        options.prompt, options.prompt_file, system=options.system,
-        start=options.start_with, prepend=options.prepend, append=options.append,
-    )  # fmt: skip
+    said = (options.prompt, options.system, options.start_with, options.prepend, options.append)
+    prompts = Prompts(*(text or "" for text in said))
     settings.enable(options)  # what is wrong is said before anything is read or loaded
     shaping = settings.settings(options)
     slots = f"shard-{options.shard.replace('/', '-of-')}-" if options.shard else ""
     folder, origin = _folders(options, inputs)
-    outputs = Outputs(folder, origin, slots, look_only=options.dry_run)
+    outputs = Outputs(folder, origin, slots, look_only=options.dry_run, overwrite=options.on_existing == "overwrite")
     with contextlib.closing(outputs):
         listed = [getattr(place, "path", None) for place in inputs.places]  # of lists, tables and tars
-        read = filter(None, [options.prompt_file, options.config, *listed])
+        read = filter(None, [options.config, *listed])
         if options.report and not report.replaceable(options.report):
             raise OutputError(f"--report {options.report} would replace a file that is no report; name another")
-        names = (item.name for item in inputs.items())
-        outputs.finals.claim(options.kinds, names, read, options.report, outputs.ledger)
+        outputs.finals.claim(options.kinds, read, options.report)
         todo = Planner(options, shaping, prompts, outputs).plan(inputs)
         todo.pending = todo.pending[: options.limit]
         _say_plan(options, inputs, outputs, todo)
@@ -142,7 +138,7 @@ def _work(job: Job, slots: str, inputs: Inputs, outputs: Outputs, todo: Plan) ->
     try:
         with contextlib.closing(tally), _crew(job, slots, todo) as crew:
             comparison = crew.comparison if isinstance(crew, Alone) else None
-            dispatch(todo.pending, crew, job, tally.add, tally.start)
+            crew.run(todo.pending, tally.add, tally.start)
             if comparison is not None:
                 if comparison.kept:
                     tally.close()
@@ -186,14 +182,20 @@ def _report(options: Options, todo: Plan, tally: RunTally, workers: list, compar
 def _crew(job: Job, slots: str, todo: Plan) -> Iterator[Any]:
     """Who works: Ray, a process per device, or this process; they are told to stop in the end, whatever happens."""
     options = job.options
+    where: list[str] = []
     if options.ray:
-        from mmspec.app.caption.ray_run import Actors
+        from mmspec.app.caption.ray_run import OnRay
 
-        crew: Any = Actors(job, options.devices, slots)
+        starter: Any = OnRay()
+        where = starter.places(options.devices)
     elif len(where := places(options.devices)) > 1:
-        crew = Processes(replace(job, workers=len(where), items=-(-job.items // len(where))), where, slots)
+        starter = Processes()
     else:
-        crew = Alone(job, where[0], slots, len(todo.pending))
+        starter = None
+    if starter is None:
+        crew: Any = Alone(job, where[0], slots, len(todo.pending))
+    else:
+        crew = Crew(replace(job, workers=len(where), items=-(-job.items // len(where))), starter, where, slots)
     try:
         yield crew
     finally:
@@ -213,21 +215,21 @@ def _dry_run(job: Job, todo: Plan) -> int:
         chosen = replace(job.options, devices=workers[0], ray=False, compare=False, compile=False)
         trial = replace(job, folder=Path(folder), options=chosen)
         with _crew(trial, "", Plan(todo.pending[:1])) as crew:
-            dispatch(todo.pending[:1], crew, trial, RunTally(1, quiet=True, shown=False).add)
+            crew.run(todo.pending[:1], RunTally(1, quiet=True, shown=False).add)
             rows = crew.worker.rows  # as many at once as in the run
             wanted = max(2 * rows, 4)
             sample = todo.pending[:: max(1, len(todo.pending) // wanted)][:wanted]
             first, second = sample[:rows], sample[rows:] or sample  # few items: the same again, warm
             warm_up, measured = (RunTally(len(part), quiet=True, shown=False) for part in (first, second))
-            dispatch(first, crew, trial, warm_up.add)
+            crew.run(first, warm_up.add)
             measured.start()
-            dispatch(second, crew, trial, measured.add)
+            crew.run(second, measured.add)
         print(report.estimate(todo, measured, len(workers), crew.summaries[0]))
     return OK
 
 
 def _finish(options: Options, inputs: Inputs, outputs: Outputs) -> list[Path]:
-    return outputs.finish(options.kinds, options.on_existing != "skip", inputs.items, options.max_bytes)
+    return outputs.finish(options.kinds, inputs.items, options.max_bytes)
 
 
 def _wind_up(options: Options, inputs: Inputs, outputs: Outputs, todo: Plan, tally: RunTally) -> None:

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from mmspec.app.caption.journal import Record, line_of
-from mmspec.app.media.items import HEAD, VIDEO, FileSource, Source, kind_of, need, sniff
+from mmspec.app.media.items import HEAD, FileSource, Source, need, sniff
 from mmspec.media import MAX_BYTES, MediaError
 
-OURS = "ask"  # only records of our own have it; what others wrote into metadata.jsonl is kept as it is
 COLUMNS = {  # of the parquet files: what a record may tell the public
     **dict.fromkeys(
         ("file_name", "text", "kind", "existing", "prompt", "system", "start", "model", "drafter", "finish"), "string"
@@ -30,52 +29,26 @@ SHARD_SIZE = 1000  # samples
 MADE_FROM = b"mmspec"  # key in the parquet beside a shard, under which stands what the shard was made from
 
 
-METADATA, TABLE, PROMPTS, VIDEOS, IMAGES = (
-    "metadata.jsonl", "captions.parquet", "prompts.txt", "videos.txt", "images.txt",
-)  # fmt: skip
-NAMES = {  # by kind; the names of tars are numbers
-    "metadata": (METADATA,),
-    "parquet": (TABLE,),
-    "pairs": (PROMPTS, VIDEOS, IMAGES),
-}
+NAMES = {"metadata": "metadata.jsonl", "parquet": "captions.parquet"}  # by kind; the names of tars are numbers
 LIBRARIES = {"parquet": ("pyarrow",), "webdataset": ("pyarrow", "webdataset")}  # by kind
-Note = Callable[[Path, Path], None]  # told where a file is to be put, and where it lies complete
+Note = Callable[[Path], None]  # told where a file is to be put
 
 
-def metadata(records: Iterable[Record], folder: Path, **_: Any) -> list[Path]:
+def metadata(records: Iterable[Record], folder: Path, note: Note | None = None) -> list[Path]:
     """`metadata.jsonl`, which `load_dataset("imagefolder")` reads if it lies in the folder of the images."""
-    path = folder / METADATA
+    path = folder / NAMES["metadata"]
     some = _unless_empty(records)
     if some is None:
         return []
-    with replacing(path) as file:
-        for record in some:
-            shown = {name: record[name] for name in ("file_name", "text")} if OURS in record else record
-            file.write(line_of(shown))
+    with replacing(path, note) as file:
+        file.writelines(line_of({name: record[name] for name in ("file_name", "text")}) for record in some)
     return [path]
 
 
-def parquet(records: Iterable[Record], folder: Path, note: Note | None = None, **_: Any) -> list[Path]:
+def parquet(records: Iterable[Record], folder: Path, note: Note | None = None) -> list[Path]:
     """`captions.parquet`; not metadata.parquet, since `imagefolder` refuses a folder with two sorts of metadata."""
     some = _unless_empty(records)
-    return [] if some is None else [_write_table(some, folder / TABLE, note=note)]
-
-
-def pairs(records: Iterable[Record], folder: Path, note: Note | None = None, **_: Any) -> list[Path]:
-    """`prompts.txt` and `videos.txt`, line by line together, for trainers of video models such as finetrainers.
-
-    Only files are listed. Without any video it is the images and `images.txt`.
-    """
-    listed = [record for record in records if kind_of(record["file_name"])]
-    videos = [record for record in listed if kind_of(record["file_name"]) == VIDEO]
-    if not listed:
-        return []
-    captions, files = folder / PROMPTS, folder / list_of(record["file_name"] for record in listed)
-    captions.unlink(missing_ok=True)  # half a pair of the old and half of the new would be wrong and look right
-    for path, column in ((files, "file_name"), (captions, "text")):
-        with replacing(path, note) as file:
-            file.writelines(one_line(record[column]) + b"\n" for record in videos or listed)
-    return [captions, files]
+    return [] if some is None else [_write_table(some, folder / NAMES["parquet"], note=note)]
 
 
 def webdataset(
@@ -84,7 +57,7 @@ def webdataset(
     sources: Mapping[str, Source] | None = None,
     shard_size: int = SHARD_SIZE,
     max_bytes: int = MAX_BYTES,
-    **_: Any,
+    note: Note | None = None,
 ) -> list[Path]:
     """`webdataset/00000.tar` and so on with .jpg (.mp4 ...), .txt and .json, and beside each a parquet of its captions.
 
@@ -98,7 +71,9 @@ def webdataset(
         origin = hashlib.sha256(b"".join(line_of(_public(record)) for record in shard)).hexdigest().encode()
         if not path.is_file() or _origin(path) != origin:
             index = path.with_suffix(".parquet")
-            _write_table([], index, {MADE_FROM: b""})  # from here on the tar is ours, and not whole
+            _write_table([], index, {MADE_FROM: b""}, note)  # from here on the tar is ours, and not whole
+            if note is not None:
+                note(path)
             complete = _write_shard(shard, path, len(made) * shard_size, sources or {}, max_bytes)
             _write_table(shard, index, {MADE_FROM: origin} if complete else {MADE_FROM: b""})
         made.append(path)
@@ -115,25 +90,7 @@ FORMATS: dict[str, Callable[..., list[Path]]] = {
     "metadata": metadata,
     "parquet": parquet,
     "webdataset": webdataset,
-    "pairs": pairs,
 }
-
-
-def list_of(names: Iterable[str]) -> str:
-    """The list that `pairs` makes of items of these names."""
-    return VIDEOS if any(kind_of(name) == VIDEO for name in names) else IMAGES
-
-
-def strange_shards(folder: Path) -> list[str]:
-    """Tars that have the name of a shard, or of whose table there is one, and that `webdataset` has not made."""
-    there = {path.stem for path in (folder / "webdataset").glob("*") if path.suffix in (".tar", ".parquet")}
-    tars = [folder / "webdataset" / f"{stem}.tar" for stem in sorted(there) if stem.isdecimal()]
-    return [f"webdataset/{tar.name}" for tar in tars if _origin(tar) is None]
-
-
-def one_line(value: Any) -> bytes:
-    """A caption, or a name, as a line of a list."""
-    return " ".join(str(value).split("\n")).strip().encode("utf-8", "surrogateescape")
 
 
 @contextlib.contextmanager
@@ -148,7 +105,7 @@ def replacing(path: Path, note: Note | None = None) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         if note is not None:
-            note(path, partial)
+            note(path)
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)

@@ -93,11 +93,6 @@ class Ledger:
         """Why an item has no caption, if trying it was the last that happened."""
         return self._read(self.failures[name]) if name in self.failures else None
 
-    def earlier(self, name: str, ask: str, content: str | None) -> Record | None:
-        """The caption that an item had by these settings before the one it has now; None if it never had."""
-        records = map(self._read, reversed(self._older.get(name, ())))
-        return next((r for r in records if r.get("ask") == ask and content and r.get("content") == content), None)
-
     def texts(self, name: str) -> set[str]:
         """All captions the item ever had here."""
         places = [*self._older.get(name, ()), *([self.captions[name]] if name in self.captions else [])]
@@ -169,6 +164,13 @@ def parse(line: bytes) -> Record | None:
     except (ValueError, RecursionError):  # no JSON, no UTF-8, or nested as nothing of ours is
         return None
     return record if isinstance(record, dict) else None
+
+
+def lines_of(path: Path) -> Iterator[bytes]:
+    """Of a file, which need not be there."""
+    if path.is_file():
+        with open(path, "rb") as file:
+            yield from file
 
 
 def time_of(record: Record) -> float:

@@ -18,10 +18,10 @@ from mmspec.config import size_in_bytes
 
 BESIDE, AUTO = "beside", "auto"
 ENGINE, VLLM = "mmspec.app.engine:load", "mmspec.app.caption.vllm_engine:load"
-ON_EXISTING = ("skip", "overwrite", "append", "prepend")
-OUTPUTS = ("txt", "metadata", "parquet", "webdataset", "pairs")
+ON_EXISTING = ("skip", "overwrite", "append")
+OUTPUTS = ("txt", "metadata", "parquet", "webdataset")
 RARE = (  # what few people change: `--help-all` and docs/captioning.md tell of them, and --config holds them
-    "--column-image", "--column-text", "--column-tags", "--split", "--prompt-file", "--system", "--start-with",
+    "--column-image", "--column-text", "--column-tags", "--split", "--system", "--start-with",
     "--prepend", "--append", "--temperature", "--seed", "--dtype", "--fps", "--keyframes", "--max-frames",
     "--max-pixels", "--max-aspect", "--max-duration", "--timeout", "--max-bytes", "--max-memory", "--decoders",
     "--extension", "--on-existing", "--resume", "--limit", "--dedup", "--max-errors", "--compare",
@@ -58,12 +58,6 @@ def _size(text: str) -> int:
     if not size:
         raise argparse.ArgumentTypeError(f"{text!r} is no size above 0")
     return size
-
-
-def _shown(size: int) -> str:
-    """A size as `_size` reads it."""
-    unit = max(place for place in range(5) if size % 1024**place == 0)
-    return f"{size // 1024**unit}{' KMGT'[unit].strip()}"
 
 
 def _shard(text: str) -> str:
@@ -125,72 +119,43 @@ def _switch(default: bool | None, help: str) -> Any:
     return _flag(None, default, help + " (the default)" * bool(default), action=argparse.BooleanOptionalAction)
 
 
+# fmt: off
 @dataclass(frozen=True)
 class Options:
     """What a run was told."""
 
-    inputs: list[str] = _flag(
-        "INPUT",
-        [],
-        "folders, files, globs, lists (.txt), tables (.jsonl .csv .parquet), webdataset tars, "
-        "hf:owner/name; default: the sample drawings",
-        section="inputs",
-        nargs="*",
-    )
+    inputs: list[str] = _flag("INPUT", [], "folders, files, globs, lists (.txt), tables (.jsonl .csv .parquet), "
+        "webdataset tars, hf:owner/name; default: the sample drawings", section="inputs", nargs="*")
     recursive: bool = _switch(False, "look into subfolders too")
-    column_image: str | None = _flag(
-        "NAME", None, "column of a table that holds paths or bytes (default: found by name)"
-    )
+    column_image: str | None = _flag("NAME", None, "column of a table that holds paths or bytes; default: by name")
     column_text: str | None = _flag("NAME", None, "column of a table with the captions that are there already")
     column_tags: str | None = _flag("NAME", None, "column of a table for {tags}")
     split: str = _flag("NAME", "train", "of a data set hf:owner/name")
 
-    prompt: str | None = _flag(
-        "TEXT", None, "about every item; may hold {name} {dir} {tags} {existing}", section="what is asked"
-    )
-    prompt_file: Path | None = _flag(
-        "FILE", None, "several prompts, weighted: each item gets one, always the same", type=Path
-    )
+    prompt: str | None = _flag("TEXT", None, "about every item; may hold {name} {dir} {tags} {existing}",
+        section="what is asked")
     system: str | None = _flag("TEXT", None, "system message")
     start_with: str | None = _flag("TEXT", None, "words that every answer begins with")
     prepend: str = _flag("TEXT", "", "put before every caption")
     append: str = _flag("TEXT", "", "put after every caption")
 
-    model: str = _flag(
-        "NAME",
-        None,
-        f"name on the Hugging Face Hub, or a folder; default: the embedded one, {embedded.MODEL}",
-        section="the model",
-    )
-    drafter: str = _flag(
-        "NAME", None, "name, folder, 'ngram' (needs no weights) or 'none' (plain decoding); default: what fits"
-    )
+    model: str = _flag("NAME", None, "name on the Hugging Face Hub, or a folder; default: the embedded one, "
+        + embedded.MODEL, section="the model")
+    drafter: str = _flag("NAME", None, "name, folder, 'ngram' (needs no weights) or 'none' (plain decoding); default: "
+        "what fits")
     enable: list[str] = _flag("NAME=VALUE", [], **{k: v for k, v in enabling.FLAG.items() if k != "metavar"})
-    compile: bool | None = _switch(
-        None, "compile the model; without either, where the run is long enough to pay for it"
-    )
+    compile: bool | None = _switch(None, "compile the model; without either, where a run is long enough to gain")
     max_new_tokens: int = _flag("N", 128, "longest caption, in tokens", type=count)
     temperature: float = _flag("T", 0.0, "0 takes the likeliest token", type=from_zero)
-    max_pixels_per_image: int | str = _flag(
-        "N", AUTO, "larger pictures are made smaller; auto: as suits the model, none: never", type=_area
-    )
-    seed: int = _flag("N", 0, "of weighted prompts, and of draws at a temperature above 0", type=int)
+    max_pixels_per_image: int | str = _flag("N", AUTO, "larger pictures are made smaller; auto: as suits the model, "
+        "none: never", type=_area)
+    seed: int = _flag("N", 0, "of draws at a temperature above 0", type=int)
     dtype: str = _flag(None, AUTO, "of the weights", choices=DTYPES)
-    engine: str = _flag(
-        "NAME",
-        ENGINE,
-        "vllm: vLLM's offline engine (extra: vllm); or MODULE:FUNCTION, one of your own",
-        shown="",
-        type=_engine,
-    )
+    engine: str = _flag("NAME", ENGINE, "vllm: vLLM's offline engine (extra: vllm); or MODULE:FUNCTION, your own",
+        shown="", type=_engine)
 
-    frames: int | None = _flag(
-        "N",
-        None,
-        "frames of a video, evenly spread (8 unless --fps or --keyframes)",
-        type=count,
-        section="videos, and limits for hostile files",
-    )
+    frames: int | None = _flag("N", None, "frames of a video, evenly spread (8 unless --fps or --keyframes)",
+        type=count, section="videos, and limits for hostile files")
     fps: float | None = _flag("F", None, "frames of a video per second of it", type=_fps)
     keyframes: bool = _switch(False, "take the key frames of a video")
     max_frames: int = _flag("N", video.MAX_FRAMES, "at most, however they are chosen", type=count)
@@ -198,61 +163,37 @@ class Options:
     max_aspect: float = _flag("N", media.MAX_ASPECT, "longest picture, in widths", type=above_zero)
     max_duration: float = _flag("S", 3600.0, "longest video", type=above_zero)
     timeout: float = _flag("S", 60.0, "longest time to decode one file", type=above_zero)
-    max_bytes: int = _flag(
-        "SIZE", media.MAX_BYTES, "largest file; it is read into memory whole", shown=_shown(media.MAX_BYTES), type=_size
-    )
-    max_memory: int = _flag(
-        "SIZE",
-        media.MAX_MEMORY,
-        "most that decoding a file may take, the file included (on Linux)",
-        shown=_shown(media.MAX_MEMORY),
-        type=_size,
-    )
-    decoders: int | None = _flag(
-        "N", None, "processes that decode, per model (default: what the cores allow)", type=count
-    )
+    max_bytes: int = _flag("SIZE", media.MAX_BYTES, "largest file; it is read into memory whole", shown="512M",
+        type=_size)
+    max_memory: int = _flag("SIZE", media.MAX_MEMORY, "most that decoding a file may take, file included (Linux)",
+        shown="2G", type=_size)
+    decoders: int | None = _flag("N", None, "processes that decode, per model; default: as cores allow", type=count)
 
     out: str = _flag("FOLDER", "captions", "for the captions, or 'beside' for beside the files", section="outputs")
-    format: str | None = _flag(
-        "LIST",
-        None,
-        f"any of {','.join(OUTPUTS)}; default: metadata, and txt for items that are files of their own",
-        type=_formats,
-    )
+    format: str | None = _flag("LIST", None, f"any of {','.join(OUTPUTS)}; default: metadata, and txt for items that "
+        "are files of their own", type=_formats)
     extension: str = _flag(".EXT", ".txt", "of caption files", type=_extension)
-    on_existing: str = _flag(
-        None,
-        "skip",
-        "existing captions not written by mmspec: keep, overwrite, append ours or prepend ours",
-        choices=ON_EXISTING,
-    )
+    on_existing: str = _flag(None, "skip", "captions and final files not written by mmspec: keep, overwrite, or append "
+        "ours to captions", choices=ON_EXISTING)
 
-    config: Path | None = _flag(
-        "FILE", None, "YAML with any flags, as run.yaml beside the captions", type=Path, section="the run"
-    )
+    config: Path | None = _flag("FILE", None, "YAML with any flags, as run.yaml beside the captions", type=Path,
+        section="the run")
     resume: bool = _switch(True, "what is done is not done again")
     retry_failed: bool = _switch(False, "try again what failed before")
     limit: int | None = _flag("N", None, "caption at most N items in this run", type=count)
     dry_run: bool = _switch(False, "write nothing: counts, the first prompt, an estimate measured on a warm batch")
     shard: str | None = _flag("I/N", None, "only part I of N (0/4 ... 3/4), for several machines", type=_shard)
-    devices: str = _flag(
-        "LIST",
-        AUTO,
-        "auto, cpu, cuda, mps, or one worker process each: 0,1 or cuda:0,cuda:1 or cpu,cpu",
-        names=("--device",),
-        type=_devices,
-    )
-    batch_size: int | str = _flag(
-        "N", AUTO, "items at work at once on a device; auto: as many as fit, by the sizes of the pictures", type=_batch
-    )
-    dedup: str | None = _flag(
-        None, None, "caption equal files, or pictures that look equal, once", choices=("exact", "phash")
-    )
+    devices: str = _flag("LIST", AUTO, "auto, cpu, cuda, mps, or one worker each: 0,1 or cuda:0,cuda:1 or cpu,cpu",
+        names=("--device",), type=_devices)
+    batch_size: int | str = _flag("N", AUTO, "items at work at once on a device; auto: as many as fit, by the sizes "
+        "of the pictures", type=_batch)
+    dedup: str | None = _flag(None, None, "exact: caption equal files once", choices=("exact",))
     max_errors: int | None = _flag("N", None, "give up after so many failures", type=count)
     ray: bool = _switch(False, "run the workers on Ray, one per device of its cluster (extra: ray)")
     report: Path | None = _flag("FILE", None, "JSON with counts, speeds and acceptance", type=_report)
     compare: bool = _switch(True, "measure the speed-up over stock generate on a few of the items")
     quiet: bool = _switch(False, "do not print the captions")
+    # fmt: on
 
     @property
     def kinds(self) -> list[str]:

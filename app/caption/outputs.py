@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import errno
-import itertools
 import os
 import posixpath
+import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -13,8 +12,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from mmspec.app.caption import formats
-from mmspec.app.caption.finals import FAILURES, MERGED, Finals, OutputError, lines_of
-from mmspec.app.caption.journal import FAILED, Journal, Ledger, Record, digest, hold, line_of, parse, write_whole
+from mmspec.app.caption.finals import FAILURES, Finals, OutputError
+from mmspec.app.caption.journal import FAILED, Journal, Ledger, Record, digest, hold, line_of, write_whole
 from mmspec.app.media.items import Item
 
 STATE = ".mmspec"  # folder in the output folder: journals, locks, the resolved options
@@ -52,14 +51,10 @@ class Sidecars:
         alone = self._stems[here] == 1 and (here == name.casefold() or here not in self._names)
         return (_stem(name) if alone else name) + self.extension
 
-    def possible(self, name: str) -> set[str]:
-        """What its caption file may have been called at other times."""
-        return {_stem(name) + self.extension, name + self.extension}
-
-    def free(self, sidecar: str) -> bool:
-        """Whether no item that was added has this caption file."""
-        stem = sidecar.removesuffix(self.extension).casefold()
-        return stem not in self._names and self._stems[stem] != 1
+    def kept(self, record: Record | None, name: str) -> str:
+        """The caption file of an item that may have one of an earlier run already, which stays its own."""
+        before = (record or {}).get("sidecar")
+        return before if before in (_stem(name) + self.extension, name + self.extension) else self.of(name)
 
 
 class Writer:
@@ -70,11 +65,9 @@ class Writer:
         self.journal = Journal(folder / STATE / f"{slot}.jsonl")
         self._partial = folder / STATE / f"{slot}.partial"
 
-    def write(self, name: str, text: str, sidecar: str | None, stale: str | None, facts: Record) -> None:
-        """Record one caption; `stale` is the caption file of an earlier time that is to go."""
+    def write(self, name: str, text: str, sidecar: str | None, facts: Record) -> None:
+        """Record one caption, then write its caption file if it has one."""
         self.journal.append({"file_name": name, "text": text, "sidecar": sidecar, "time": time.time(), **facts})
-        if stale is not None:
-            (self.folder / stale).unlink(missing_ok=True)
         if sidecar is not None:
             write_text(self.folder, sidecar, text, self._partial)
 
@@ -93,18 +86,16 @@ class Outputs:
     `slots` is the beginning of the names of this run's journals; a run of a shard leaves those of other shards alone.
     """
 
-    def __init__(self, folder: Path, origin: str, slots: str = "", look_only: bool = False):
+    def __init__(self, folder: Path, origin: str, slots: str = "", look_only: bool = False, overwrite: bool = False):
         self.folder, self.origin, self.slots = folder, digest(os.fsencode(origin))[:16], slots
         self.state, self.look_only = folder / STATE, look_only
-        self.finals = Finals(folder, self.state)
+        self.finals = Finals(folder, self.state, overwrite)
         self._locks: list[int] = []
-        self.foreign: dict[str, str] = {}  # name: caption by somebody else
         try:
             if not look_only:
                 self.state.mkdir(parents=True, exist_ok=True)
                 self._lock()
             self.ledger = Ledger(self._journals())
-            self._read_metadata()
         except OSError as error:
             self.close()
             reason = error.strerror or error
@@ -113,50 +104,18 @@ class Outputs:
             self.close()
             raise
 
-    def reload(self) -> None:
-        """Read the journals again, with what the workers have written since."""
-        self.ledger.close()
-        self.ledger = Ledger(self._journals())
-        self._read_metadata()
-
     def existing(self, name: str, sidecar: str | None) -> str | None:
         """A caption in the output folder that is not ours, or one of ours that was edited since."""
-        if name in self.foreign:
-            return self.foreign[name]
         text = self.text_of(sidecar) if sidecar else None
         return text if text and text not in self.ledger.texts(name) else None
 
-    def recall(self, asked: Iterable[tuple[str, str]]) -> None:
-        """Let captions count again that items (by name) had by settings (by their `ask`) before they got others."""
-        with Journal(self.state / f"{self.slots}recalled.jsonl") as journal:
-            rest = iter(asked)
-            while part := list(itertools.islice(rest, formats.CHUNK)):
-                journal.append(*(record for name, ask in part if (record := self._recalled(name, ask))))
-        self.reload()
-
-    def _recalled(self, name: str, ask: str) -> Record | None:
-        now = self.ledger.get(name) or {}
-        record = self.ledger.earlier(name, ask, now.get("content"))
-        place = {fact: now[fact] for fact in ("stamp", "folder", "path") if fact in now}
-        return None if record is None else record | place | {"time": time.time()}
-
-    def restore(self, record: Record, sidecar: str, stale: str | None, force: bool) -> bool:
-        """Make the caption file of a recorded caption if it is missing, empty or moved; true if it was made."""
+    def restore(self, record: Record, sidecar: str, force: bool) -> bool:
+        """Make the caption file of a recorded caption if it is missing or empty; true if it was made."""
         text, there = str(record["text"]), self.text_of(sidecar)
-        if stale is not None:
-            (self.folder / stale).unlink(missing_ok=True)
         if there == text.strip() or (there and not force and there not in self.ledger.texts(record["file_name"])):
             return False
         write_text(self.folder, sidecar, text, self.state / f"{self.slots}restore.partial")
         return True
-
-    def stale(self, record: Record, sidecar: str, sidecars: Sidecars) -> str | None:
-        """The `x.txt` of a time when no `x.png` stood beside `x.jpg`, unless somebody edited it."""
-        before = record.get("sidecar")
-        own = sidecars.possible(str(record["file_name"]))
-        if before == sidecar or before not in own or not sidecars.free(before):
-            return None
-        return before if self.text_of(before) == str(record["text"]).strip() else None
 
     def text_of(self, sidecar: str) -> str | None:
         """What a caption file says; None if it is missing, or a folder, pipe or device has its name."""
@@ -169,9 +128,7 @@ class Outputs:
         except OSError:
             return None
 
-    def finish(
-        self, kinds: Collection[str], replace: bool, items: Callable[[], Iterable[Item]], most: int
-    ) -> list[Path]:
+    def finish(self, kinds: Collection[str], items: Callable[[], Iterable[Item]], most: int) -> list[Path]:
         """Make the final files of all journals, each in one step; what was made.
 
         Args:
@@ -180,13 +137,16 @@ class Outputs:
         """
         if not self._alone("finish.lock", FINISHING):
             raise OutputError(f"another run is still finishing {self.folder}; run the command again")
-        self.reload()
-        self.finals.refuse_strangers(kinds, self.ledger)
-        if replace:  # captions by another hand, with ours
-            self.foreign = {name: text for name, text in self.foreign.items() if name not in self.ledger.captions}
+        self.ledger.close()
+        self.ledger = Ledger(self._journals())  # with what the workers have written since
+        self.finals.refuse_strangers(kinds)
         made: list[Path] = []
         for kind in kinds:
-            made += self._make(kind, items, most)
+            if kind == "txt":
+                continue  # written as the items were finished
+            sources = {item.name: item.source for item in items()} if kind == "webdataset" else {}
+            more: dict[str, Any] = {"sources": sources, "max_bytes": most} if kind == "webdataset" else {}
+            made += formats.FORMATS[kind](self.ledger.all_captions(), self.folder, note=self.finals.note, **more)
         failures = self.folder / FAILURES
         lines = [line_of(record) for record in self.standing_failures(items)]
         if lines:
@@ -215,39 +175,6 @@ class Outputs:
             os.close(handle)
         self._locks.clear()
 
-    def _make(self, kind: str, items: Callable[[], Iterable[Item]], most: int) -> list[Path]:
-        if kind == "txt":
-            return []  # written as the items were finished
-        captions = self.ledger.all_captions()
-        if kind == "webdataset":
-            sources = {item.name: item.source for item in items()}
-            return formats.webdataset(captions, self.folder, sources, max_bytes=most)
-        if kind != "metadata":
-            return formats.FORMATS[kind](captions, self.folder, note=self.finals.note)
-        ours = (record for record in captions if record["file_name"] not in self.foreign)
-        return formats.metadata(itertools.chain(self._nameless, self._strangers(), ours), self.folder)
-
-    def _strangers(self) -> Iterator[Record]:
-        return (record for name, record in self._lines.items() if name in self.foreign)
-
-    def _read_metadata(self) -> None:
-        """Sort the lines of metadata.jsonl: our own, and those of somebody else."""
-        self.foreign = {}
-        self._nameless: list[Record] = []
-        self._lines: dict[str, Record] = {}
-        path = self.folder / MERGED
-        if path.is_symlink():  # it could lead to any file of the user's
-            raise OSError(errno.EINVAL, f"{path.name} there is a link or no file at all")
-        for line in lines_of(path):
-            record = parse(line)
-            if record is None:
-                continue
-            name, text = record.get("file_name"), str(record.get("text")).strip()
-            if name is None:
-                self._nameless.append(record)
-            elif text not in self.ledger.texts(str(name)):
-                self.foreign[str(name)], self._lines[str(name)] = text, record
-
     def _journals(self) -> list[Path]:
         return sorted(self.state.glob("*.jsonl")) if self.state.is_dir() else []
 
@@ -263,6 +190,8 @@ class Outputs:
                     raise OutputError(f"a worker of an earlier run still writes {path}; stop it, or wait for it")
         for path in self.state.glob(f"{self.slots}*.partial"):  # a worker of this run may have nothing to write there
             path.unlink(missing_ok=True)
+        for folder in self.state.glob(f"{self.slots}work-*" if self.slots else "*work-*"):
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _alone(self, name: str, patience: float = 0, shared: bool = False) -> bool:
         handle = os.open(self.state / name, os.O_RDWR | os.O_CREAT, 0o644)
@@ -281,10 +210,8 @@ def write_text(folder: Path, sidecar: str, text: str, partial: Path) -> None:
 
 
 def combined(existing: str | None, text: str, mode: str) -> str:
-    """The caption where one is there already, for --on-existing append and prepend."""
-    if not existing or mode not in ("append", "prepend"):
-        return text
-    return f"{existing} {text}" if mode == "append" else f"{text} {existing}"
+    """The caption where one is there already, for --on-existing append."""
+    return f"{existing} {text}" if existing and mode == "append" else text
 
 
 def facts_of(**facts: Any) -> Record:

@@ -27,7 +27,6 @@ class Task:
     stamp: str | None  # size and time of its file
     existing: str | None = None  # the caption that was there before any of ours
     sidecar: str | None = None  # caption file to write
-    stale: str | None = None  # caption file of an earlier time that is to go
 
 
 @dataclass
@@ -41,7 +40,6 @@ class Plan:
     kept: int = 0
     failed_before: int = 0
     anew: int = 0  # of those pending: they have a caption of ours, by another prompt or other settings
-    recalled: int = 0  # captioned so once before, and by something else since
     restored: int = 0
     unwritable: list[str] = field(default_factory=list)
 
@@ -57,7 +55,6 @@ class Plan:
             "to caption": len(self.pending),
             "of them anew, since the prompt or a setting is another than when they were captioned": self.anew,
             "done before": self.done,
-            "taken from the journal, where their caption by these settings stands": self.recalled,
             "kept (they have a caption of another origin; --on-existing says what else to do)": self.kept,
             "failed before (--retry-failed tries them again)": self.failed_before,
             "lost caption files made again": self.restored,
@@ -72,7 +69,7 @@ class Planner:
     def __init__(self, options: Options, settings: Settings, prompts: Prompts, outputs: Outputs):
         self.options, self.settings, self.prompts, self.outputs = options, settings, prompts, outputs
         self.frames = options.policy
-        self.reads_existing = any("{existing}" in text for text, _ in prompts.choices)
+        self.reads_existing = "{existing}" in prompts.prompt
 
     def plan(self, inputs: Inputs) -> Plan:
         """Sort all items of this run's shard. OutputError if the output folder is another data set's."""
@@ -84,31 +81,23 @@ class Planner:
             else:
                 todo.elsewhere += 1
         todo.items = len(mine)
-        for name in inputs.neighbours(item.name for item in mine):
-            sidecars.add(name)
-        self._recalled: list[tuple[str, str, str | None, str | None]] = []
         for item in mine:
             self._sort(item, sidecars if has_sidecar(item, self.options.format) else None, todo)
-        if self._recalled and not self.options.dry_run:
-            self.outputs.recall([(name, ask) for name, ask, *_ in self._recalled])
-        for name, _, sidecar, stale in self._recalled:
-            self._restore(self.outputs.ledger.get(name) or {}, sidecar, stale, todo)
         return todo
 
     def _sort(self, item: Item, sidecars: Sidecars | None, todo: Plan) -> None:
         options, outputs, name = self.options, self.outputs, item.name
         record, failure = outputs.ledger.get(name), outputs.ledger.failure(name)
-        sidecar = sidecars.of(name) if sidecars else None
+        sidecar = sidecars.kept(record, name) if sidecars else None
         if sidecar in outputs.finals.reserved:
             raise OutputError(f"{sidecar} would be the caption file of {name} and another file of this run as well; "
                 "choose another --extension, or rename the item")  # fmt: skip
-        stale = outputs.stale(record, sidecar, sidecars) if record and sidecar and sidecars else None
         stamp = stamp_of(item)
         same = record is not None and self._unchanged(record, item, stamp)
         came = item.existing or (record or {}).get("existing")  # what was there before any of ours
         if record and same and options.resume and record.get("ask") == self._asked(item, came)[1]:
             todo.done += 1
-            self._restore(record, sidecar, stale, todo)
+            self._restore(record, sidecar, todo)
             return
         there = outputs.existing(name, sidecar)
         if options.on_existing == "skip" and (there or (item.existing and not record and not self.reads_existing)):
@@ -124,22 +113,18 @@ class Planner:
                 f"{outputs.folder} already holds a caption of {name}, from another folder; "
                 "choose another --out, or --on-existing overwrite"
             )
-        if record and same and options.resume and self.outputs.ledger.earlier(name, ask, record.get("content")):
-            todo.recalled += 1
-            self._recalled.append((name, ask, sidecar, stale))
-            return
         todo.anew += same
-        todo.pending.append(Task(item, asked, ask, stamp, existing, sidecar, stale))
+        todo.pending.append(Task(item, asked, ask, stamp, existing, sidecar))
 
     def _asked(self, item: Item, existing: str | None) -> tuple[PromptChoice, str]:
         """What is asked about the item, and the name of all that shapes the answer but its content."""
-        asked = self.prompts.of(replace(item, existing=existing), self.options.seed)
+        asked = self.prompts.of(replace(item, existing=existing))
         more: Record = {}
         if item.kind == VIDEO:
             more = {"frames": self.frames}
             if not self.frames.startswith("uniform"):  # which is cut to it already
                 more["max_frames"] = self.options.max_frames
-        if existing and self.options.on_existing in ("append", "prepend"):
+        if existing and self.options.on_existing == "append":
             more |= {"on_existing": self.options.on_existing, "existing": existing}
         return asked, self.settings.ask(asked, **more)
 
@@ -151,12 +136,12 @@ class Planner:
         except MediaError:
             return False
 
-    def _restore(self, record: Record, sidecar: str | None, stale: str | None, todo: Plan) -> None:
+    def _restore(self, record: Record, sidecar: str | None, todo: Plan) -> None:
         if sidecar is None or self.options.dry_run:
             return
         try:
             force = self.options.on_existing == "overwrite"
-            todo.restored += self.outputs.restore(record, sidecar, stale, force)
+            todo.restored += self.outputs.restore(record, sidecar, force)
         except UnwritableTextError as error:
             todo.unwritable.append(str(error))
 

@@ -137,7 +137,6 @@ def write(
             "cut_off_at_max_new_tokens": tally.cut,
             "first_frame_of_an_animation": tally.animated,
             "done_before": todo.done,
-            "taken_from_the_journal": todo.recalled,
             "kept": todo.kept,
             "failed": tally.failed,
             "failed_before": todo.failed_before,

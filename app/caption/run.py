@@ -6,17 +6,16 @@ import contextlib
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from mmspec.app.caption.journal import Record, digest, key
+from mmspec.app.caption.journal import Ledger, Record, digest, key
 from mmspec.app.caption.model import Answers, FatalError, area_for, compiles, dtype_of, load, peak_memory, rows_for
 from mmspec.app.caption.options import Options
-from mmspec.app.caption.outputs import UnwritableTextError, Writer, combined, facts_of
+from mmspec.app.caption.outputs import STATE, UnwritableTextError, Writer, combined, facts_of
 from mmspec.app.caption.plan import Task
 from mmspec.app.caption.settings import Settings
-from mmspec.app.caption.twins import Twins
 from mmspec.app.media.decoder import AHEAD, Decoder, DecoderError
 from mmspec.app.media.video import FramePolicy
 from mmspec.media import Media, MediaLimits
@@ -54,6 +53,27 @@ class Result:
     animated: bool = False  # an image of which the first frame alone was shown
 
 
+@dataclass(eq=False)
+class Twin:
+    """The first of items that are the same: its answer once there is one, and who waits for it."""
+
+    name: str
+    text: str | None = None
+    finish: str = ""
+    followers: list[tuple[Task, Media]] = field(default_factory=list)
+
+
+def recorded_twins(folder: Path) -> dict[tuple[str, str], Twin]:
+    """What earlier runs recorded."""
+    with contextlib.closing(Ledger(sorted((folder / STATE).glob("*.jsonl")))) as ledger:
+        return {
+            (record["ask"], str(record.get("content"))): Twin(
+                str(record["file_name"]), str(record.get("answer", record["text"])), record.get("finish", "")
+            )
+            for record in ledger.all_captions() if "ask" in record
+        }  # fmt: skip
+
+
 class Worker:
     """Tasks in by `give`, results out by `step`; between the two they are decoded, asked and recorded."""
 
@@ -67,7 +87,9 @@ class Worker:
         self.notes = [*self.engine.notes, *filter(None, (capped, compiling))]
         self._decoders = options.decoders or max(1, min(4, cores() // (2 * job.workers)))
         self.sampler: Callable[..., None] | None = None  # is shown what the model is asked
-        self._twins = Twins(options.dedup, job.folder if options.resume else None) if options.dedup else None
+        self._twins: dict[tuple[str, str], Twin] = {}  # by ask and content, for --dedup
+        if options.dedup and options.resume:
+            self._twins = recorded_twins(job.folder)
         self._inbox: deque[Task] = deque()
         self._decoding: dict[str, Task] = {}
         self._waiting: deque[tuple[Task, Media]] = deque()
@@ -85,7 +107,7 @@ class Worker:
                 memory=options.max_memory, max_duration=options.max_duration,
                 max_aspect=options.max_aspect, max_area=self._area,
             )  # fmt: skip
-            self._decoder = stack.enter_context(Decoder(self._decoders, limits, policy, phash=options.dedup == "phash"))
+            self._decoder = stack.enter_context(Decoder(self._decoders, limits, policy))
             self._close = stack.pop_all()
 
     @property
@@ -94,9 +116,14 @@ class Worker:
         return max(2 * self.rows, PATIENCE + 1) + AHEAD * self._decoders
 
     @property
+    def in_hand(self) -> int:
+        """Tasks given and not finished."""
+        return self._at_work + len(self._held)
+
+    @property
     def busy(self) -> bool:
-        """Whether anything is in hand."""
-        return bool(self._at_work or self._held or self._results)
+        """Whether a step has anything to do or to return."""
+        return bool(self.in_hand or self._results)
 
     @property
     def _at_work(self) -> int:
@@ -169,12 +196,11 @@ class Worker:
                 self._fail(task, "", media)
 
     def _sort(self, task: Task, media: Media) -> None:
-        """An item that looks like one before gets that one's caption."""
-        if self._twins is None:
-            self._waiting.append((task, media))
-            return
-        twin = self._twins.of(task, media)
-        if twin is None:
+        """With --dedup, an item that is the same as one before gets that one's caption."""
+        twin = self._twins.get((task.ask, media.content))
+        if not self.job.options.dedup or twin is None or twin.name == task.item.name:
+            if self.job.options.dedup:
+                self._twins[task.ask, media.content] = Twin(task.item.name)
             self._waiting.append((task, media))
         elif twin.text is not None:
             self._keep(task, media, twin.text, twin_of=twin.name, finish=twin.finish)
@@ -203,21 +229,21 @@ class Worker:
 
     def _answer(self, answer: Any) -> None:
         task, media = self._asked.pop(answer.ticket)
-        followers = []
-        if self._twins is not None:
-            told = None if answer.error is not None else answer.text
-            followers = self._twins.settle(task, media, told, getattr(answer, "finish", ""))
+        twin = self._twins.get((task.ask, media.content), Twin(task.item.name))
+        followers, twin.followers = twin.followers, []
         self._following -= len(followers)
         if answer.error is not None:
-            self._waiting.extendleft(reversed(followers))
+            self._twins.pop((task.ask, media.content), None)
+            for follower, its in followers:  # the first of them is asked, the others wait for it
+                self._sort(follower, its)
             self._refused(task, media.content, answer.error)
             return
         self._answered, self._lost = True, False
         self._let_go()
-        finish = getattr(answer, "finish", "")  # not every engine tells
-        self._keep(task, media, answer.text, answer.tokens, answer.seconds, finish=finish)
+        twin.text, twin.finish = answer.text, getattr(answer, "finish", "")  # not every engine tells
+        self._keep(task, media, answer.text, answer.tokens, answer.seconds, finish=twin.finish)
         for follower, its in followers:
-            self._keep(follower, its, answer.text, twin_of=task.item.name, finish=finish)
+            self._keep(follower, its, answer.text, twin_of=twin.name, finish=twin.finish)
 
     def _refused(self, task: Task, content: str, error: Exception) -> None:
         lost, self._lost = self._lost, type(error).__name__ == LOST
@@ -237,12 +263,12 @@ class Worker:
         facts = about(task, media.content, self.job) | asdict(self.job.settings) | {"tokens": tokens}
         facts |= facts_of(
             prompt=task.asked.text, system=task.asked.system, start=task.asked.start, existing=task.existing,
-            twin_of=twin_of, phash=media.phash, length=media.seconds, seconds=round(seconds, 4), finish=finish,
+            twin_of=twin_of, length=media.seconds, seconds=round(seconds, 4), finish=finish,
             answer=answer if answer != text else None,
         )  # fmt: skip
         result = Result(task.item.name, text, tokens, seconds, twin_of=twin_of, finish=finish, animated=media.animated)
         try:
-            self._writer.write(task.item.name, text, task.sidecar, task.stale, facts)
+            self._writer.write(task.item.name, text, task.sidecar, facts)
         except UnwritableTextError as error:
             result = replace(result, error=type(error).__name__, message=str(error))
         self._results.append(result)

@@ -23,7 +23,7 @@ HEAD = b"# Repeat this run by: mmspec caption --config FILE\n"
 SAID_LATER = "config"  # the one flag that a config file cannot hold
 ONCE = (SAID_LATER, "retry_failed")  # what a run says for itself alone
 # One of these on the command line undoes the others of a config file.
-RIVALS = (("prompt", "prompt_file"), ("frames", "fps", "keyframes"))
+RIVALS = ("frames", "fps", "keyframes")
 
 
 OPTIONS = {one.name: one for one in fields(Options)}
@@ -136,9 +136,8 @@ def resolve(args: argparse.Namespace) -> Options:
     held: dict[str, Any] = {}
     if said.get("config"):
         held = _held(said["config"], flags)
-    for rivals in RIVALS:
-        if any(said.get(name, False) is not False for name in rivals):
-            held = {name: value for name, value in held.items() if name not in rivals}
+    if any(said.get(name, False) is not False for name in RIVALS):
+        held = {name: value for name, value in held.items() if name not in RIVALS}
     options = Options(**(held | said))
     if sum(map(bool, (options.frames, options.fps, options.keyframes))) > 1:
         raise SettingsError("--frames, --fps and --keyframes are three ways to choose frames; give one of them")
@@ -149,7 +148,7 @@ def fitted(options: Options) -> Options:
     """The options with a model, and the prompt and drafter that fit it, where nobody named one."""
     model = options.model or embedded.MODEL
     prompt = options.prompt
-    if prompt is None and options.prompt_file is None:
+    if prompt is None:
         prompt = embedded.prompt() if embedded.speaks(model) else PROMPT
     drafter = options.drafter or (embedded.STOCK if options.engine == VLLM else embedded.drafter(model))
     return replace(options, model=model, prompt=prompt, drafter=drafter)

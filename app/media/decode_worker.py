@@ -8,9 +8,8 @@ import json
 import os
 import pickle
 import signal
-import socket
-import struct
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +23,6 @@ from mmspec.media import Media, MediaError, MediaLimits
 if TYPE_CHECKING:
     from mmspec.app.media.items import Item
 
-LENGTH = struct.Struct("<Q")
-
 
 @dataclass(frozen=True)
 class DecodeOrder:
@@ -33,11 +30,10 @@ class DecodeOrder:
 
     limits: MediaLimits
     frames: FramePolicy
-    phash: bool
     max_side: int | None
 
 
-def serve(line: socket.socket, order: DecodeOrder) -> None:
+def serve(line: Connection, order: DecodeOrder) -> None:
     """What a worker process does: read an item off the line, answer with its frames, until the line breaks."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent decides what ends
     for library in ("OMP", "OPENBLAS", "MKL"):  # numpy is loaded for few pictures, and needs no threads for them
@@ -45,23 +41,25 @@ def serve(line: socket.socket, order: DecodeOrder) -> None:
     Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS or 0, order.limits.max_pixels)  # Pillow's own limit
     _limit_memory(order.limits.memory)
     with contextlib.suppress(OSError, EOFError):  # the parent has gone
-        send(line, b"{}")
+        line.send_bytes(b"{}")
         while True:
-            packed = receive(line)
+            packed = line.recv_bytes()
             _set_alarm(order.limits.seconds + 5)
             answer, frames = _answer(packed, order)
             _set_alarm(0)
-            send(line, json.dumps(answer).encode(), *frames)
+            line.send_bytes(json.dumps(answer).encode())
+            for frame in frames:
+                line.send_bytes(frame)
 
 
-def _answer(packed: bytearray, order: DecodeOrder) -> tuple[dict[str, Any], list[bytes]]:
+def _answer(packed: bytes, order: DecodeOrder) -> tuple[dict[str, Any], list[bytes]]:
     """What goes back for an item: facts or an error as plain data, never as a pickle; and the frames."""
     name = "item"
     try:
         item = pickle.loads(packed)
         name = label(item)
         found = _decode(item, order)
-        facts = {name: getattr(found, name) for name in ("content", "phash", "seconds", "animated")}
+        facts = {name: getattr(found, name) for name in ("content", "seconds", "animated")}
         return {**facts, "frames": [frame.size for frame in found.frames]}, [frame.tobytes() for frame in found.frames]
     except MediaError as error:
         refusal = error
@@ -80,10 +78,10 @@ def _decode(item: Item, order: DecodeOrder) -> Media:
     content = hashlib.sha256(data).hexdigest()
     if item.kind == "video":
         frames, seconds = video.decode(data, name, order.frames, limits, order.max_side)
-        return Media(frames, content, None, seconds)
+        return Media(frames, content, seconds=seconds)
     picture = media.decode(data, name, limits.max_pixels, order.max_side, limits.max_aspect, limits.max_area)
     more = media.animated(data, name, limits.max_pixels, limits.max_aspect)
-    return Media((picture,), content, media.perceptual_hash(picture) if order.phash else None, animated=more)
+    return Media((picture,), content, animated=more)
 
 
 def label(item: Item) -> str:
@@ -106,26 +104,3 @@ def _set_alarm(seconds: float) -> None:
     """Let the system end this process after a time (0: never), in case the parent is no longer there to do so."""
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_REAL, seconds)
-
-
-def send(line: socket.socket, message: bytes, *bulk: bytes) -> None:
-    """A message, and then bytes that it announces."""
-    line.sendall(LENGTH.pack(len(message)) + message)
-    for part in bulk:
-        line.sendall(part)
-
-
-def receive(line: socket.socket) -> bytearray:
-    return read(line, LENGTH.unpack(read(line, LENGTH.size))[0])
-
-
-def read(line: socket.socket, size: int) -> bytearray:
-    """Exactly so many bytes; EOFError where the line breaks."""
-    read = bytearray(size)
-    rest = memoryview(read)
-    while rest:
-        count = line.recv_into(rest)
-        if not count:
-            raise EOFError
-        rest = rest[count:]
-    return read

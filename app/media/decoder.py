@@ -7,18 +7,16 @@ import json
 import multiprocessing
 import pickle
 import signal
-import socket
 import threading
-import time
 from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from PIL import Image
 
-from mmspec.app.media.decode_worker import DecodeOrder, label, read, receive, send, serve
+from mmspec.app.media.decode_worker import DecodeOrder, label, serve
 from mmspec.app.media.video import FramePolicy
 from mmspec.media import Media, MediaError, MediaLimits, raising
 
@@ -42,24 +40,65 @@ class DecodeJob(NamedTuple):
     ticket: Hashable
     label: str  # how messages call the item
     packed: bytes  # the item, pickled
-    tries: int = 0
 
 
 @dataclass(eq=False)
 class DecodeWorker:
-    """A process, our end of the line to it, and what it has to finish by when."""
+    """A process, the line to it, and the item that it is at."""
 
-    process: Any
-    line: socket.socket
-    deadline: float
+    order: DecodeOrder
+    process: Any = None
+    line: Connection | None = None
     started: bool = False
     job: DecodeJob | None = None
+
+    def begin(self) -> None:
+        """Start a new process."""
+        self.line, theirs = multiprocessing.Pipe()
+        self.started = False
+        self.process = multiprocessing.get_context("spawn").Process(
+            target=serve, args=(theirs, self.order), name="mmspec-decoder", daemon=True
+        )
+        try:
+            self.process.start()
+        finally:
+            theirs.close()  # so that the line breaks when the process ends
+
+    def end(self, patience: float = 0) -> str:
+        """End the process, which may have `patience` seconds to do so itself; how it ended."""
+        if self.line is not None:
+            self.line.close()
+        if self.process is None or self.process.pid is None:
+            return ""
+        self.process.join(patience)
+        self.process.kill()
+        self.process.join()
+        code = self.process.exitcode or 0
+        with contextlib.suppress(ValueError):
+            return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        return f"signal {-code}"
+
+    def answers(self, seconds: float) -> bool:
+        """Whether there is an answer within so many seconds; one that is there by then is never too late."""
+        assert self.line is not None
+        return self.line.poll(seconds) or self.line.poll(0)
+
+    def ask(self, job: DecodeJob, seconds: float) -> Media | MediaError | None:
+        """The item decoded, or why not; None if that takes too long. EOFError or OSError if the process has died."""
+        assert self.line is not None
+        self.line.send_bytes(job.packed)
+        if not self.answers(seconds):
+            return None
+        answer = json.loads(self.line.recv_bytes())
+        sizes = answer.pop("frames", ())
+        frames = tuple(Image.frombytes("RGB", size, self.line.recv_bytes(3 * size[0] * size[1])) for size in sizes)
+        return MediaError(*answer["error"]) if "error" in answer else Media(frames, **answer)
 
 
 class Decoder:
     """Items in, decoded media or MediaErrors out, in the order in which they are ready; a context manager.
 
-    A thread of ours keeps the processes busy and within their time, whatever the caller is doing meanwhile. The process
+    A thread for each process keeps it busy and within its time, whatever the caller is doing meanwhile. The process
     that makes a Decoder must not be a daemon of multiprocessing, for those may start no others.
 
     Args:
@@ -67,29 +106,28 @@ class Decoder:
         max_side: frames are made to fit into max_side x max_side before they leave their process.
     """
 
-    def __init__(
-        self, workers: int, limits: MediaLimits, frames: FramePolicy, phash: bool = False, max_side: int | None = None
-    ):
-        self._order = DecodeOrder(limits, frames, phash, max_side)
-        self._count = max(1, workers)
+    def __init__(self, workers: int, limits: MediaLimits, frames: FramePolicy, max_side: int | None = None):
+        order, self._limits = DecodeOrder(limits, frames, max_side), limits
         self._change = threading.Condition()
         self._waiting: deque[DecodeJob] = deque()
         self._done: deque[tuple[Hashable, Media | MediaError]] = deque()
         self._inside = 0  # items submitted and not yet handed back
         self._held = 0  # bytes of finished frames
-        self._starts_failed = 0
         self._trouble: BaseException | None = DecoderError("a Decoder works inside its `with` only")
-        self._workers: list[DecodeWorker] = []
         self._closing = False
-        self._bell, self._rope = socket.socketpair()  # pulling the rope wakes the thread
-        self._thread = threading.Thread(target=self._keep_going, name="mmspec-decoder", daemon=True)
+        self._workers = [DecodeWorker(order) for _ in range(max(1, workers))]
+        self._threads = [
+            threading.Thread(target=self._keep_busy, args=(worker,), name="mmspec-decoder", daemon=True)
+            for worker in self._workers
+        ]
 
     def __enter__(self) -> Decoder:
         try:
-            for _ in range(self._count):
-                self._workers.append(self._hire())
+            for worker in self._workers:
+                worker.begin()
             self._trouble = None
-            self._thread.start()
+            for thread in self._threads:
+                thread.start()
         except BaseException:  # Ctrl-C, too: `with` does not call __exit__ for it here
             self.close()
             raise
@@ -100,23 +138,21 @@ class Decoder:
 
     def close(self) -> None:
         """End the processes, whatever they are at."""
-        self._closing = True
-        try:
-            self._pull()
-            if self._thread.is_alive():
-                self._thread.join(5)
-        finally:
+        with self._change:
+            self._closing = True
             self._trouble = self._trouble or DecoderError("the Decoder has been closed")
-            for worker in self._workers:
-                _dismiss(worker)
-            self._workers.clear()
-            self._bell.close()
-            self._rope.close()
+            self._change.notify_all()
+        for worker, thread in zip(self._workers, self._threads, strict=True):
+            while thread.is_alive():  # a new process may just be starting
+                with contextlib.suppress(AttributeError, OSError, ValueError):
+                    worker.process.kill()
+                thread.join(0.1)
+            worker.end()
 
     @property
     def room(self) -> int:
         """How many more items may be submitted before some are taken out."""
-        return max(0, AHEAD * self._count - self._inside)
+        return max(0, AHEAD * len(self._workers) - self._inside)
 
     def submit(self, ticket: Hashable, item: Item) -> None:
         """Have an item decoded; `ready` hands it back under this ticket."""
@@ -124,7 +160,7 @@ class Decoder:
         with self._change:
             self._waiting.append(job)
             self._inside += 1
-        self._pull()
+            self._change.notify_all()
 
     def ready(self, wait: float | None = 0) -> list[tuple[Hashable, Media | MediaError]]:
         """What is finished; waits so many seconds (None: as long as it takes) for the first, if any is to come."""
@@ -136,122 +172,70 @@ class Decoder:
             self._done.clear()
             self._inside -= len(finished)
             self._held = 0
-        if finished:
-            self._pull()
+            self._change.notify_all()
         return finished
 
-    def _pull(self) -> None:
-        with contextlib.suppress(OSError):  # closed, or so full that it rings anyway
-            self._rope.send(b"!", getattr(socket, "MSG_DONTWAIT", 0))
-
-    def _keep_going(self) -> None:
+    def _keep_busy(self, worker: DecodeWorker) -> None:
         try:
+            self._start(worker)
             while not self._closing:
-                self._hand_out()
-                deadline = min(worker.deadline for worker in self._workers)
-                lines: dict[Any, DecodeWorker] = {worker.line: worker for worker in self._workers}
-                left = None if deadline == float("inf") else max(0.0, deadline - time.monotonic())
-                for line in wait([*lines, self._bell], left):
-                    if line is self._bell:
-                        self._bell.recv(4096)
-                    else:
-                        self._listen(lines[line])
-                for worker in list(self._workers):
-                    if worker.deadline < time.monotonic() and not wait([worker.line], 0):  # it answered, unheard as yet
-                        self._replace(worker, timed_out=True)
+                with self._change:
+                    self._change.wait_for(lambda: self._closing or (self._waiting and self._held <= HELD_BYTES))
+                    if self._closing:
+                        return
+                    job = worker.job = self._waiting.popleft()
+                outcome = self._decode(worker, job)
+                with self._change:
+                    worker.job = None
+                    self._done.append((job.ticket, outcome))
+                    if isinstance(outcome, Media):
+                        self._held += sum(3 * frame.width * frame.height for frame in outcome.frames)
+                    self._change.notify_all()
         except BaseException as error:  # `ready` raises it where the caller sees it
             with self._change:
-                self._trouble = error
+                self._trouble = self._trouble or error
                 self._change.notify_all()
 
-    def _hand_out(self) -> None:
-        for worker in list(self._workers):
-            with self._change:
-                if not worker.started or worker.job or not self._waiting or self._held > HELD_BYTES:
-                    continue
-                worker.job = self._waiting.popleft()
-            worker.deadline = time.monotonic() + self._order.limits.seconds
-            try:
-                send(worker.line, worker.job.packed)
-            except OSError:  # it died while it had nothing to do, so no file is to blame
-                with self._change:
-                    self._waiting.appendleft(worker.job)
-                worker.job = None
-                self._replace(worker)
+    def _start(self, worker: DecodeWorker) -> None:
+        """Wait until the process has started, with a new one in the place of one that does not."""
+        for _ in range(STARTS):
+            late = not worker.answers(START_SECONDS)
+            if not late:
+                with contextlib.suppress(OSError, EOFError):
+                    assert worker.line is not None
+                    worker.line.recv_bytes()
+                    worker.started = True
+                    return
+            how = worker.end(0 if late else 1)
+            if self._closing:
+                break
+            worker.begin()
+        told = "takes too long to start" if late else f"ends before it has started ({how})"
+        guard = "does the main program guard itself by `if __name__ == '__main__':`?"
+        raise DecoderError(f"a decoder process {told}; {guard}")
 
-    def _listen(self, worker: DecodeWorker) -> None:
-        try:
-            answer = json.loads(receive(worker.line))
-            sizes = answer.pop("frames", ())
-            pictures = tuple(Image.frombytes("RGB", size, read(worker.line, 3 * size[0] * size[1])) for size in sizes)
-        except (OSError, EOFError):
+    def _decode(self, worker: DecodeWorker, job: DecodeJob) -> Media | MediaError:
+        """One item, in another process if need be."""
+        if not worker.process.is_alive():  # it died while it had nothing to do, so no file is to blame
             self._replace(worker)
-            return
-        worker.deadline = float("inf")
-        job, worker.job = worker.job, None
-        if job is None:
-            worker.started, self._starts_failed = True, 0
-            return
-        self._finish(job, MediaError(*answer["error"]) if "error" in answer else Media(pictures, **answer))
+        for _ in range(TRIES):
+            try:
+                outcome = worker.ask(job, self._limits.seconds)
+            except (OSError, EOFError):
+                how = self._replace(worker, 1)
+                continue
+            if outcome is not None:
+                return outcome
+            self._replace(worker)
+            reason = f"takes longer than {self._limits.seconds:g} s to decode"
+            return MediaError(job.label, reason, f"make it smaller, {raising('--timeout')}")
+        return MediaError(job.label, f"crashes the decoder ({how})", "save it again in another format, or leave it out")
 
-    def _finish(self, job: DecodeJob, outcome: Media | MediaError) -> None:
-        with self._change:
-            self._done.append((job.ticket, outcome))
-            if isinstance(outcome, Media):
-                self._held += sum(3 * frame.width * frame.height for frame in outcome.frames)
-            self._change.notify_all()
-
-    def _replace(self, worker: DecodeWorker, timed_out: bool = False) -> None:
-        """Put a new process in the place of one that died or takes too long, and settle what it was at."""
-        if not timed_out:
-            worker.process.join(1)  # its line is broken, so it is ending; how, is worth knowing
-        code = _dismiss(worker)
-        self._workers.remove(worker)
-        if not worker.started:
-            self._starts_failed += 1
-            if self._starts_failed >= STARTS:
-                how = "takes too long to start" if timed_out else f"ends before it has started ({_end(code)})"
-                guard = "does the main program guard itself by `if __name__ == '__main__':`?"
-                raise DecoderError(f"a decoder process {how}; {guard}")
-        self._workers.append(self._hire())
-        job = worker.job
-        if job is None:
-            return
-        if timed_out:
-            reason = f"takes longer than {self._order.limits.seconds:g} s to decode"
-            self._finish(job, MediaError(job.label, reason, f"make it smaller, {raising('--timeout')}"))
-        elif job.tries + 1 < TRIES:
-            with self._change:
-                self._waiting.appendleft(job._replace(tries=job.tries + 1))
-        else:
-            reason = f"crashes the decoder ({_end(code)})"
-            self._finish(job, MediaError(job.label, reason, "save it again in another format, or leave it out"))
-
-    def _hire(self) -> DecodeWorker:
-        ours, theirs = socket.socketpair()
-        process = multiprocessing.get_context("spawn").Process(
-            target=serve, args=(theirs, self._order), name="mmspec-decoder", daemon=True
-        )
-        try:
-            process.start()
-        finally:
-            theirs.close()  # so that the line breaks when the process ends
-        return DecodeWorker(process, ours, time.monotonic() + START_SECONDS)
-
-
-def _dismiss(worker: DecodeWorker) -> int | None:
-    """End a process and leave nothing of it; its exit code."""
-    worker.line.close()
-    worker.process.kill()
-    worker.process.join()
-    code = worker.process.exitcode
-    worker.process.close()
-    return code
-
-
-def _end(code: int | None) -> str:
-    if code is None or code >= 0:
-        return f"exit code {code}"
-    with contextlib.suppress(ValueError):
-        return signal.Signals(-code).name
-    return f"signal {-code}"
+    def _replace(self, worker: DecodeWorker, patience: float = 0) -> str:
+        """A new process; how the last one ended."""
+        how = worker.end(patience)
+        if self._closing:
+            raise DecoderError("the Decoder has been closed")
+        worker.begin()
+        self._start(worker)
+        return how

@@ -7,7 +7,7 @@ import hashlib
 import itertools
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -94,23 +94,6 @@ class Inputs:
     def left_out(self) -> Counter[str]:
         """How many files of the folders are no image or video by their names, by extension."""
         return sum((place.left_out() for place in self.places if isinstance(place, Folder)), Counter())
-
-    def neighbours(self, names: Iterable[str]) -> set[str]:
-        """Names of images and videos that lie beside those named, captioned or not: they decide how a `.txt` is called.
-
-        Only folders on this machine have such neighbours.
-        """
-        if self.root is None:
-            return set()
-        folders = {name.rpartition("/")[0] for name in names}
-        beside = set()
-        for folder in folders:
-            try:
-                listed = os.listdir(self.root / folder)
-            except OSError:  # a tar, a table, a folder that has gone
-                continue
-            beside |= {f"{folder}/{name}".lstrip("/") for name in listed if kind_of(name) and not name.startswith(".")}
-        return beside
 
     def _found(self) -> Iterator[Item]:
         for place in self.places:

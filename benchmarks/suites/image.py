@@ -30,7 +30,10 @@ QUALITY = "image-quality"  # the suite of its records
 UNKNOWN = ("fd_ar", "fd_over_noise", "fd_real", "precision", "recall", "faithfulness", "all_right", "compression",
            "spent", "spent_max")  # fmt: skip
 DEFAULT_QUALITY = ("ar", "jacobi-*-16", "jacobi-pac", "eagle*", "*+*")
-OF_TOKENS = {"real": None, "quality_methods": None, "noise_runs": 2, "sweep": None, "pictures": None}
+OF_TOKENS = {  # flags for models that draw tokens, and what they are if nobody says anything
+    "drafters": None, "enable": [], "prompts": None, "rule": [], "budget": None, "top_k": None, "grid": None,
+    "resume": False, "real": None, "quality_methods": None, "noise_runs": 2, "sweep": None, "pictures": None,
+}  # fmt: skip
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -53,8 +56,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
     """Timing, the sheet, then quality; yields whenever the outcome has grown."""
     if draws(args.model):
-        refuse(args, "a MAR draws classes by its own drafts, so this bench has no use for that here", **OF_TOKENS,
-               **image.OF_TOKENS)  # fmt: skip
+        refuse(args, "a MAR draws classes by its own drafts, so this bench has no use for that here", **OF_TOKENS)
         yield from mar.measure(args, outcome)
         return
     if not args.quality_images:

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
+from benchmarks.suites import mar_ways
 from benchmarks.suites.gallery import Gallery
 from benchmarks.suites.judge import ImagePrompts, Judge
+from benchmarks.suites.mar_ways import BENT, HELD_OUT, KEPT, OTHER, SPEED, MarMethod, call
 from benchmarks.zoo import classes
-from mmspec.app.bench import mar
 from mmspec.app.bench.command import Outcome, say, seeds_of
-from mmspec.app.bench.mar import BENT, HELD_OUT, KEPT, OTHER, SPEED, MarMethod, call
 from mmspec.app.bench.report import CURVES, Record
 from mmspec.app.mar import OWN, MarSubject
 
@@ -23,7 +23,7 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
     """Timing, then quality; yields whenever the outcome has grown."""
     samples = classes.held_out(max(args.images, args.quality_images), HELD_OUT + args.seed)
     further = partial(judged, samples, args, outcome) if args.quality_images else None
-    yield from mar.measure(args, outcome, [sample.label for sample in samples], further)
+    yield from mar_ways.measure(args, outcome, [sample.label for sample in samples], further)
 
 
 def judged(

@@ -224,20 +224,15 @@ def test_a_lossy_picture_is_named_so(visitor: shoot.Visitor) -> None:
 
 def test_the_drafters_tab_filters_and_plots(visitor: shoot.Visitor) -> None:
     visitor.open("Drafters")
-    visitor.wait_for("#mm-bench .mm-bars")
-    assert visitor.count("#mm-bench .mm-bars ol li") == 2
-    visitor.page.get_by_label("acceptance by depth").check()
-    visitor.wait_for("#mm-bench .mm-plot")
-    assert visitor.count("#mm-bench polyline") == 2
+    visitor.wait_for("#mm-bars :is(svg, canvas)")
+    visitor.page.get_by_role("tab", name="Acceptance by depth").click()
+    visitor.wait_for("#mm-lines :is(svg, canvas)")
     visitor.pick("Methods", "ngram")
-    visitor.page.wait_for_function("document.querySelectorAll('#mm-bench polyline').length === 1")
     visitor.pick("Suite", "image")
-    visitor.page.get_by_label("table").check()
-    visitor.wait_for("#mm-bench .mm-table")
-    visitor.page.wait_for_selector("#mm-bench th:text('jacobi+scaled')")
-    visitor.page.get_by_label("two measures").check()
-    visitor.page.wait_for_selector("#mm-bench .mm-dot")
-    visitor.page.locator("#mm-bench .mm-dot").first.focus()
+    visitor.page.get_by_role("tab", name="Table").click()
+    visitor.page.wait_for_selector("#mm-table td:has-text('jacobi+scaled')")
+    visitor.page.get_by_role("tab", name="Two measures").click()
+    visitor.wait_for("#mm-dots :is(svg, canvas)")
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
@@ -253,11 +248,11 @@ def test_a_phone_needs_no_scrolling_sideways(chromium: object, address: str, dar
     visiting.wait_for("#mm-paint-summary .mm-same")
     assert not visiting.too_wide
     visiting.open("Drafters")
-    visiting.wait_for("#mm-bench .mm-bars")
+    visiting.wait_for("#mm-bars :is(svg, canvas)")
     assert not visiting.too_wide
-    for view in ("two measures", "acceptance by depth"):
-        visiting.page.get_by_label(view).check()
-        visiting.page.wait_for_selector("#mm-bench .mm-plot")
+    for view, place in (("Two measures", "#mm-dots"), ("Acceptance by depth", "#mm-lines")):
+        visiting.page.get_by_role("tab", name=view).click()
+        visiting.page.wait_for_selector(f"{place} :is(svg, canvas)")
         assert not visiting.too_wide
     assert visiting.outside == [] and visiting.errors == []
     visiting.close()

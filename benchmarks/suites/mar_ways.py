@@ -1,4 +1,4 @@
-"""The suite of continuous image models: iterations, step annealing and speculation side by side."""
+"""The speed of continuous image models: iterations, step annealing and speculation side by side."""
 
 from __future__ import annotations
 
