@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 from PIL import Image
-from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from mmspec import zoo
-from mmspec.pipelines.host import recurrent, release
+from mmspec.pipelines.host import loading, recurrent, release
 from mmspec.pipelines.host.decoder import decoder
 from mmspec.protocols import SessionView, Target, TargetInfo
 from mmspec.tree import from_parents
@@ -77,8 +76,8 @@ def _proof(name: str, enable: Callable[..., Any]) -> str | None:
     words = [{"role": "user", "content": [{"type": "image", "image": picture}, {"type": "text", "text": "Describe."}]}]
     state = torch.get_rng_state()
     try:
-        model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
-        inputs = AutoProcessor.from_pretrained(folder).apply_chat_template(
+        model, processor = loading.model_and_processor(folder, torch.float32)
+        inputs = processor.apply_chat_template(
             words, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
         )
         said = {**inputs, "max_new_tokens": TOKENS, "do_sample": False}

@@ -19,7 +19,7 @@ from mmspec.drafters.draft_vocab import ModelHead
 from mmspec.drafters.growth import Growth
 from mmspec.drafters.options import ALL, TreeOptions, grown
 from mmspec.pipelines.families.table import unwrap
-from mmspec.pipelines.host import readable
+from mmspec.pipelines.host import loading, readable
 from mmspec.pipelines.host.call import Call
 from mmspec.pipelines.host.decoder import decoder, readers
 from mmspec.pipelines.host.hooks import stock
@@ -84,7 +84,7 @@ class ModelDrafter(Growth):
             ValueError: no such folder, or nothing that can draft.
         """
         if isinstance(draft, str | Path):
-            draft = _loaded(draft)
+            draft = loading.draft_model(draft)
         if not hasattr(draft, "generate") or not hasattr(draft, "config"):
             raise ValueError(f"a draft model is a model of transformers, or its folder; got {type(draft).__name__}")
         return cls(unwrap(draft))  # of a model that hands the writing on, the one that writes
@@ -264,19 +264,3 @@ def _leave_out(state: State, stay: Tensor) -> None:
     order = stay.to(torch.uint8).argsort(dim=1, stable=True)[:, stay.shape[1] - most :]
     state.cache.keep(order)
     state.open_slots, state.padded = gather_rows(stay, order), True
-
-
-def _loaded(name: str | Path) -> Any:
-    """A model from a folder, or from the hub's cache; nothing is fetched."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
-
-    try:
-        config = AutoConfig.from_pretrained(name, local_files_only=True)
-        pictures = type(config) in AutoModelForImageTextToText._model_mapping
-        auto = AutoModelForImageTextToText if pictures else AutoModelForCausalLM
-        return auto.from_pretrained(name, local_files_only=True, dtype="auto").eval()
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"draft={str(name)!r} is no model on this machine ({str(error).splitlines()[0]}); nothing is downloaded "
-            "unasked: load it with from_pretrained, and pass the model"
-        ) from error

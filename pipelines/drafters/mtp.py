@@ -23,6 +23,7 @@ from mmspec.drafters.trained import placed
 from mmspec.pipelines.drafters import mtp_files
 from mmspec.pipelines.host import tree_attention
 from mmspec.pipelines.host.decoder import decoder, head
+from mmspec.pipelines.host.mtp import MtpHeads
 from mmspec.pipelines.host.names import CACHE
 from mmspec.pipelines.target.masks import additive
 from mmspec.protocols import SessionView, Target, TargetInfo
@@ -164,7 +165,7 @@ class MtpDrafter(FeatureDrafter):
     positioned = True  # trained with the target's own position ids
     options = TreeOptions(depth=4, width=1, size=5, tree="chain")
 
-    def __init__(self, heads: mtp_files.MtpHeads, vocab: int, hidden: int, depth: int = DEPTH) -> None:
+    def __init__(self, heads: MtpHeads, vocab: int, hidden: int, depth: int = DEPTH) -> None:
         super().__init__()
         self.head = head_of(hidden, 0)
         self.heads, K = heads, len(heads.layers)
@@ -199,7 +200,7 @@ class MtpDrafter(FeatureDrafter):
         """A head to be trained for a model: the one that it ships with, or else a new one."""
         if mtp_files.found(model):
             return cls.of_model(model)
-        return cls(mtp_files.MtpHeads(model, 1), head(model).weight.shape[0], decoder(model).config.hidden_size)
+        return cls(MtpHeads(model, 1), head(model).weight.shape[0], decoder(model).config.hidden_size)
 
     @property
     def block(self) -> Any:  # type: ignore[override]

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, QuantizedCache, StaticLayer
 
 from mmspec.kernels import dispatch
 from mmspec.pipelines.host.forward import now
@@ -198,6 +198,10 @@ class RaggedCache(Cache):
     def only_keys(self) -> bool:
         """Whether keys and values are all it holds: only then can the caller be handed a cache."""
         return not (self.recurrent or self.indexed or self.pictures)
+
+    @staticmethod
+    def quantized(cache: Any) -> bool:
+        return isinstance(cache, QuantizedCache)
 
     @staticmethod
     def can_adopt(cache: Cache) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from transformers.generation.logits_process import LogitsProcessorList
+from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL, GenerateDecoderOnlyOutput
 
 from mmspec.pipelines.host.names import CACHE
 from mmspec.pipelines.host.processors import guidance as guided
@@ -19,9 +20,10 @@ from mmspec.pipelines.host.processors.stopping import Endings
 
 # what a call tells of each token, of which generated ones have the last one's
 TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids", "cross_attention_mask", "image_attention_mask")
-# what a prefill alone reads, beside what transformers lists as such
+# what a prefill alone reads
 PICTURES = (
     *("image_pixel_values", "flattened_patches", "audio_input_features", "audio_embed_sizes", "audio_attention_mask"),
+    *MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL,
 )
 
 
@@ -152,3 +154,8 @@ class Call:
         return replace(
             self, input_ids=ids.to(device), logits_processor=LogitsProcessorList(processors), arguments=arguments
         )
+
+
+def output(sequences: Tensor, cache: Any = None, scores: Any = None, logits: Any = None) -> Any:
+    """What `generate` returns where it returns a dict; `scores` and `logits`, [B, V] of each step."""
+    return GenerateDecoderOnlyOutput(sequences=sequences, scores=scores, logits=logits, **{CACHE: cache})  # type: ignore[arg-type]

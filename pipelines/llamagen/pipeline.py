@@ -13,7 +13,6 @@ from diffusers.image_processor import VaeImageProcessor
 from diffusers.pipelines.pipeline_loading_utils import LOADABLE_CLASSES
 from diffusers.utils import BaseOutput
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast, T5EncoderModel
 
 from mmspec.config import is_whole
 from mmspec.drafters.plain import Plain
@@ -23,11 +22,13 @@ from mmspec.models.llamagen_vq import LlamaGenVQ
 from mmspec.pipelines.drawing.outputs import OUTPUTS, class_ids, seeds, wake
 from mmspec.pipelines.host import devices
 from mmspec.pipelines.host.processors.guidance import Guidance
+from mmspec.pipelines.host.processors.table import warpers
+from mmspec.pipelines.host.text_encoder import PreTrainedTokenizerFast, T5EncoderModel
 from mmspec.pipelines.llamagen import captions
 from mmspec.pipelines.target import captures
 from mmspec.pipelines.target.llamagen import Condition, LlamaGenTarget
 from mmspec.pipelines.target.noise import CounterNoise
-from mmspec.pipelines.target.request import Request, Sampler, warpers
+from mmspec.pipelines.target.request import Request, Sampler
 from mmspec.rules import Rule, exact
 from mmspec.session import Row, Session
 from mmspec.statistics import Stats

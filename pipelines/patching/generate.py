@@ -12,15 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import QuantizedCache
-from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from mmspec.config import UnsupportedError
 from mmspec.loop import decode, start
 from mmspec.modes import each_module
 from mmspec.pipelines.host import devices, reach, release
 from mmspec.pipelines.host.cache import RaggedCache
-from mmspec.pipelines.host.call import Call, Custom, current
+from mmspec.pipelines.host.call import Call, Custom, current, output
 from mmspec.pipelines.host.decoder import decoder, more_than_keys
 from mmspec.pipelines.host.names import CACHE
 from mmspec.pipelines.host.processors import followed
@@ -60,10 +58,7 @@ _OBSTACLES: tuple[tuple[Callable[[Call], Any], str], ...] = (
     (lambda c: c.synced_gpus, "synced_gpus needs every process to run the same number of forwards"),
     (lambda c: c.collects("output_attentions"), "attention maps of a tree are not those of single steps"),
     (lambda c: c.collects("output_hidden_states"), "output_hidden_states is not collected over tree steps"),
-    (
-        lambda c: isinstance(c.cache, QuantizedCache),
-        "a quantized cache rounds the keys, and so changes the distribution",
-    ),
+    (lambda c: RaggedCache.quantized(c.cache), "a quantized cache rounds the keys, and so changes the distribution"),
     (lambda c: getattr(c.cache, "offloading", False), "an offloading cache saves memory that a draft needs at once"),
     (lambda c: c.filled and len(c.input_ids) > 1, "continuing a filled cache works for one row only"),
     (lambda c: c.owned and len(c.input_ids) > 1, "a cache of the caller's own is filled for one row only"),
@@ -314,12 +309,8 @@ class _Collected:
             mine = slots.hand_back(self.call.cache, self.read + length - 1)
         if not config.return_dict_in_generate:
             return sequences
-        return GenerateDecoderOnlyOutput(
-            sequences=sequences,  # type: ignore[arg-type]
-            scores=self._steps(0, length) if config.output_scores else None,  # type: ignore[arg-type]
-            logits=self._steps(1, length) if config.output_logits else None,  # type: ignore[arg-type]
-            **{CACHE: mine},
-        )
+        scores = self._steps(0, length) if config.output_scores else None
+        return output(sequences, mine, scores, self._steps(1, length) if config.output_logits else None)
 
     def _steps(self, which: int, length: int) -> tuple[Tensor, ...]:
         """One [B, V] a step; rows that had ended before repeat their last one."""

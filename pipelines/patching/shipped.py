@@ -9,6 +9,7 @@ from typing import Any
 
 from mmspec.checkpoints.files import CONFIG, read_config
 from mmspec.pipelines.drafters import own_files
+from mmspec.pipelines.host import loading
 from mmspec.pipelines.patching import drafting
 from mmspec.protocols import TargetInfo
 from mmspec.registry import PUBLISHED, USUAL
@@ -64,7 +65,7 @@ def _in_folder(folder: Path, target: TargetInfo, model: Any) -> Any:
         ValueError, OSError: it is neither.
     """
     kinds = read_config(folder).get("architectures")
-    if drafting.stock_model(kinds if isinstance(kinds, list) else []):
+    if loading.generates(kinds if isinstance(kinds, list) else []):
         return drafting.named("model", {"draft": folder})[0].fit(target, {})
     return drafting.opened(folder, target, model).fit(target, {})
 

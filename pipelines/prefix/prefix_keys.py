@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 
 from mmspec.compile.version import version
 from mmspec.modes import ambient
@@ -142,10 +141,9 @@ def _placed(call: Call) -> bool:
 def _unknown(model: Any, call: Call) -> bool:
     """Whether the prefill is given something that is not read by a vision tower alone."""
     known = encoded(model) | {"mm_encoder_outputs"}
-    names = (*PICTURES, *MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL)
     types = [call.arguments.get(name) for name in TYPES]
     wide = any(t is not None and t.shape != call.input_ids.shape for t in types)
-    return wide or any(call.arguments.get(name) is not None for name in names if name not in known)
+    return wide or any(call.arguments.get(name) is not None for name in PICTURES if name not in known)
 
 
 def _padding(call: Call) -> list[int]:

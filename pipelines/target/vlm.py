@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.functional import pad
-from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 
 from mmspec.drafters.draft_vocab import DraftVocab
 from mmspec.modes import mode_of
@@ -179,7 +178,7 @@ class VlmTarget(ModelTarget):
         positions = self._positions(ids, arguments)
         types = {name: arguments.pop(name)[:, -1:] for name in TYPES if arguments.get(name) is not None}
         places = self._places(positions, given, past + read)
-        read_once = {CACHE, *PICTURES, *MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL}
+        read_once = {CACHE, *PICTURES}
         arguments = {name: value for name, value in arguments.items() if name not in read_once}
         arguments |= {"attention_mask": None}
         state = State(slots, places, valid, types, arguments, padded=not bool(valid.all()))
