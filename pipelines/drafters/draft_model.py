@@ -23,6 +23,7 @@ from mmspec.pipelines.host import loading, readable
 from mmspec.pipelines.host.call import Call
 from mmspec.pipelines.host.decoder import decoder, readers
 from mmspec.pipelines.host.hooks import stock
+from mmspec.pipelines.host.loops import as_call
 from mmspec.pipelines.target import captures
 from mmspec.pipelines.target.state import State
 from mmspec.pipelines.target.vlm import VlmTarget, tap, untap
@@ -239,7 +240,7 @@ def _call(model: Any, given: Mapping[str, Any], prompt: Prompt) -> Call:
     answers = max(1, len(prompt.ids) // len(ids))  # to each prompt; only those that are drawn may be several
     found: Call = model.generate(
         input_ids=_known(model, ids.to(model.device)), **inputs, num_return_sequences=answers, max_new_tokens=1,
-        do_sample=answers > 1, custom_generate=_as_call,
+        do_sample=answers > 1, custom_generate=as_call,
     )  # fmt: skip
     return found
 
@@ -247,14 +248,6 @@ def _call(model: Any, given: Mapping[str, Any], prompt: Prompt) -> Call:
 def _known(model: Any, ids: Tensor) -> Tensor:
     """Ids that the draft model has an embedding of: the target may have more, for pictures or as padding."""
     return ids.clamp(max=model.get_input_embeddings().weight.shape[0] - 1)
-
-
-def _as_call(
-    model: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any,
-    **arguments: Any,
-) -> Call:  # fmt: skip
-    """Stands in for `_sample` at the end of `generate`."""
-    return Call(input_ids, logits_processor, stopping_criteria, generation_config, arguments=arguments)
 
 
 def _leave_out(state: State, stay: Tensor) -> None:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
-
-from transformers import GenerationMixin
 
 from mmspec.pipelines.drafters import own_files
 from mmspec.pipelines.host import devices, renamed
 from mmspec.pipelines.host.call import Call, Current, current
 from mmspec.pipelines.host.decoder import decoder
 from mmspec.pipelines.host.hooks import stock
-from mmspec.pipelines.host.names import bound, translated
+from mmspec.pipelines.host.loops import Loops, like_generate
+from mmspec.pipelines.host.names import translated
 from mmspec.pipelines.host.processors.guidance import Guidance
 from mmspec.pipelines.host.readable import head_shape, unsupported
 from mmspec.pipelines.host.release import advice
@@ -25,8 +23,8 @@ from mmspec.pipelines.target.vlm import VlmTarget, tap, untap
 from mmspec.protocols import TargetInfo
 
 
-class DecoderOnlyPatch:
-    """Mixin of an enabled model; `generate` lands in one of these for every mode that transformers has.
+class DecoderOnlyPatch(Loops):
+    """Mixin of an enabled model.
 
     Another thread may swap the class at any time. So methods take the stock ones from `stock(self)`, a call asks once
     for its Patch, and what belongs to the kind of model rather than to the model is asked of `patch.family`.
@@ -34,7 +32,7 @@ class DecoderOnlyPatch:
 
     _mmspec_patch: Patch
 
-    @functools.wraps(GenerationMixin.generate)
+    @like_generate
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         kwargs = translated(kwargs)
         custom = kwargs.get("custom_generate")
@@ -74,78 +72,30 @@ class DecoderOnlyPatch:
         if (patch := Patch.of(self)) is not None:
             patch.say(what)
 
-    def _maybe_prepare_encoder_kwargs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
-        """Where prompts are kept, pictures wait for the prefill, which may have read them before.
+    def _mmspec_keeps(self) -> bool:
+        patch = Patch.of(self)
+        return patch is not None and patch.prefixes is not None
 
-        Not those of prompts that are never kept, nor of stock's prefill in pieces, which does not take them.
-        """
-        patch, prepare = Patch.of(self), stock(self)._maybe_prepare_encoder_kwargs_for_generation
-        if patch is not None and patch.prefixes is not None and not self.config.is_encoder_decoder:  # type: ignore[attr-defined]
-            told = bound(prepare, *args, **kwargs)
-            config = told["generation_config"]
-            one = max(config.num_beams or 1, config.num_return_sequences or 1) == 1
-            if one and told["model_input_name"] != "inputs_embeds" and config.prefill_chunk_size is None:
-                return told["model_kwargs"]
-        return prepare(self, *args, **kwargs)
-
-    def _sample(
-        self,
-        input_ids: Any,
-        logits_processor: Any,
-        stopping_criteria: Any,
-        generation_config: Any,
-        synced_gpus: bool = False,
-        streamer: Any = None,
-        **model_kwargs: Any,
-    ) -> Any:
-        patch, now = Patch.of(self), _reached()
-        if patch is not None and now is not None and now.patch in patch.asked.values():
+    def _mmspec_run(self, call: Call) -> tuple[Any, ...]:
+        patch, now = Patch.of(self), current.get()
+        if patch is None:  # disabled since this call began
+            return ()
+        if now is not None and now.patch in patch.asked.values():
             patch = now.patch
-        call = Call(
-            input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, model_kwargs
-        )
-        if patch is not None:  # None: disabled since this call began
-            with or_stock(patch, call):
-                why = obstacle(self, call, patch)
-                if why is None:
-                    with patch.running(self):
-                        output, stats = generate(self, patch, call)
-                    patch.book(stats)
-                    return output
-                patch.family.decline(patch, why)
-        return stock(self)._sample(
-            self,
-            input_ids,
-            logits_processor,
-            stopping_criteria,
-            generation_config,
-            synced_gpus=synced_gpus,
-            streamer=streamer,
-            **model_kwargs,
-        )
+        with or_stock(patch, call):
+            why = obstacle(self, call, patch)
+            if why is None:
+                with patch.running(self):
+                    output, stats = generate(self, patch, call)
+                patch.book(stats)
+                return (output,)
+            patch.family.decline(patch, why)
+        return ()
 
-    def _beam_search(self, *args: Any, **kwargs: Any) -> Any:
-        _decline(self, BEAMS)
-        return stock(self)._beam_search(self, *args, **kwargs)
-
-    def _assisted_decoding(self, *args: Any, **kwargs: Any) -> Any:
-        _decline(self, "this kind of assisted decoding (early exit, other tokens) drafts by itself")
-        return stock(self)._assisted_decoding(self, *args, **kwargs)
-
-
-def _reached() -> Current | None:
-    """The call under way, which has come to a loop of ours."""
-    now = current.get()
-    if now is not None:
-        now.reached = True
-    return now
-
-
-def _decline(model: Any, reason: str) -> None:
-    _reached()
-    patch = Patch.of(model)
-    if patch is not None:
-        patch.family.decline(patch, Obstacle(reason))
+    def _mmspec_leave(self, beams: bool) -> None:
+        if (patch := Patch.of(self)) is not None:
+            why = "this kind of assisted decoding (early exit, other tokens) drafts by itself"
+            patch.family.decline(patch, Obstacle(BEAMS if beams else why))
 
 
 class DecoderOnly(Family):

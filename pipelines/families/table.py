@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from mmspec.pipelines.families.surveyed import FOUND, VERSION
-from mmspec.pipelines.host import loading, release
+from mmspec.pipelines.host import adapters, loading, release
 from mmspec.registry import RULES, drafters
 
 if TYPE_CHECKING:  # `mmspec supported` need not load what accelerates
@@ -107,8 +107,8 @@ def _inside(wrapper: Any) -> Any:
         return None
     if hasattr(wrapper, "_orig_mod"):  # torch.compile; it hands `generate` on to the model, whose class decides
         return wrapper._orig_mod
-    if hasattr(wrapper, "get_base_model"):  # PEFT
-        return wrapper.get_base_model()
+    if (adapted := adapters.inside(wrapper)) is not None:
+        return adapted
     return None if hasattr(wrapper, "generate") else getattr(wrapper, "model", None)  # transformers.pipeline
 
 

@@ -20,6 +20,9 @@ from mmspec.pipelines.host.processors.stopping import Endings
 
 # what a call tells of each token, of which generated ones have the last one's
 TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids", "cross_attention_mask", "image_attention_mask")
+BOTH_WAYS = (*TYPES, "block_sequence_ids")  # what may make a decoder read in both directions
+ENCODED = "mm_encoder_outputs"  # what became of pictures that were encoded before the prefill
+ONCE = ("logits_to_keep", "use_cache")  # what does not change what a forward computes of a token
 # what a prefill alone reads
 PICTURES = (
     *("image_pixel_values", "flattened_patches", "audio_input_features", "audio_embed_sizes", "audio_attention_mask"),
@@ -98,6 +101,17 @@ class Call:
     def filled(self) -> bool:
         """Whether it already holds something, as in a second turn of a conversation."""
         return self.cache is not None and int(self.cache.get_seq_length()) > 0
+
+    @property
+    def pieces(self) -> int | None:
+        """Tokens that stock's prefill reads at once; None: all of them."""
+        return self.generation_config.prefill_chunk_size  # type: ignore[no-any-return]
+
+    @cached_property
+    def pad(self) -> int:  # read from the device once, not for every column
+        """What fills rows that have ended."""
+        pad = self.generation_config._pad_token_tensor
+        return int(pad) if pad is not None else 0
 
     def unread(self, past: int) -> int:
         """How many tokens stock's `_prefill` reads, where `past` are cached already."""

@@ -22,6 +22,11 @@ def head(model: Any) -> Any:
     return inner.get_output_embeddings() if found is None and hasattr(inner, "get_output_embeddings") else found
 
 
+def text_and_head(model: Any) -> tuple[Any, Any]:
+    """What `get_decoder` gives, and what gives logits."""
+    return model.get_decoder(), head(model)
+
+
 def readers(text: Any) -> list[tuple[Any, type]]:
     """The modules of a decoder that read a draft in a way of their own, and what goes before the class of each."""
     ours = {module: reader for module in each_module(text) if (reader := path_readers.reader(module)) is not None}

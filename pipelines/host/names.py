@@ -33,6 +33,8 @@ if not CACHE:
 # Kosmos-2.5 counts what is cached under another name
 CACHED = "cache_length" if CACHE == "cache" else "past_key_values_length"
 
+FEATURES = "last_hidden_state"  # of what a decoder gives
+
 
 def translated(told: Mapping[str, Any]) -> dict[str, Any]:
     """A user's keyword arguments, the KV cache under the name of the installed release.

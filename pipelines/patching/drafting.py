@@ -44,10 +44,11 @@ def named(drafter: Any, given: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     if loading.is_model(drafter) and not hasattr(drafter, "generate"):  # a network of a layout that we read
         return drafter_of(drafter.config.to_dict(), drafter.state_dict()), rest
     from mmspec.pipelines.drafters import assistant, draft_model
+    from mmspec.pipelines.host.exotic import gemma4_assistant
 
     made = draft_model.ModelDrafter.of(drafter)
     kind = hooks.stock(made.model).__name__
-    return (assistant.AssistantDrafter(made.model) if kind in assistant.CLASSES else made), rest
+    return (assistant.AssistantDrafter(made.model) if kind in gemma4_assistant.CLASSES else made), rest
 
 
 def resolve(drafter: Any, given: Mapping[str, Any], target: TargetInfo, model: Any = None) -> Any:

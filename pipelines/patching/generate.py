@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -230,7 +229,7 @@ def watched(custom: Callable[..., Any], handle: Any) -> Callable[..., Any]:
 def _left_out(model: Any, call: Call) -> Iterator[str]:
     """What stock would have done besides, where the tokens do not depend on it."""
     config = call.generation_config
-    if config.prefill_chunk_size is not None:
+    if call.pieces is not None:
         yield "mmspec reads a prompt in one piece; prefill_chunk_size has no effect"
     if config.return_dict_in_generate and len(call.input_ids) > 1:
         yield "mmspec returns a KV cache for one row only: rows that ended at different times share no cache"
@@ -268,17 +267,12 @@ class _Collected:
                 self.kept.setdefault(id(row), []).extend(pairs)
         self._stream()
 
-    @cached_property
-    def _pad(self) -> int:  # read from the device once, not for every column
-        pad = self.call.generation_config._pad_token_tensor
-        return int(pad) if pad is not None else 0
-
     def length(self) -> int:
         longest, cut = max(len(row.tokens) for row in self.rows), self.ends.cut
         return (longest if cut is None else min(longest, cut)) - self.rows[0].start
 
     def _column(self, index: int) -> list[int]:
-        return [row.tokens[row.start + index] if index < row.generated else self._pad for row in self.rows]
+        return [row.tokens[row.start + index] if index < row.generated else self.call.pad for row in self.rows]
 
     def _stream(self, last: bool = False) -> None:
         """Put each column once no row can change it any more, as stock decoding would."""

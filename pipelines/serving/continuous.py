@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from mmspec.config import UnsupportedError
 from mmspec.loop import decode, start
 from mmspec.pipelines.host.call import Call
+from mmspec.pipelines.host.loops import as_call
 from mmspec.pipelines.host.processors.stopping import Endings
 from mmspec.pipelines.host.processors.table import Processors
 from mmspec.pipelines.patching.generate import fixed_noise, obstacle
@@ -128,7 +128,7 @@ class ContinuousBatcher(Batcher):
         """A session of these prompts after their prefill; None where the stock path has answered."""
         model, patch = self.model, self._handle
         drafter = patch.proposer if self._session.rows else patch.fitting(model)
-        call: Call = self._generate(group, custom_generate=_as_call)
+        call: Call = self._generate(group, custom_generate=as_call)
         why = obstacle(model, call, patch)
         if why is not None and len(group) > 1:  # which may be that they are several: `_admit` asks for each by itself
             raise UnsupportedError(why.reason)
@@ -158,11 +158,3 @@ class ContinuousBatcher(Batcher):
         self._target = patch.family.target(model, drafter.features, call.guidance)  # hooks may have come since
         guest, _ = start(self._target, drafter, rows, call)
         return guest
-
-
-def _as_call(
-    model: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any,
-    tokenizer: Any = None, **arguments: Any,
-) -> Call:  # fmt: skip
-    """Stands in for `_sample` at the end of `generate`; that it asks for `tokenizer` keeps `stop_strings` working."""
-    return Call(input_ids, logits_processor, stopping_criteria, generation_config, arguments=arguments)

@@ -13,15 +13,14 @@ from torch.nn import functional as F
 from torch.nn.functional import pad
 
 from mmspec.drafters.draft_vocab import DraftVocab
-from mmspec.modes import mode_of
-from mmspec.pipelines.host import devices, reach, recurrent, renamed, tree_attention
+from mmspec.pipelines.host import devices, reach, recurrent, renamed, step, tree_attention
 from mmspec.pipelines.host.cache import RaggedCache
-from mmspec.pipelines.host.call import PICTURES, TYPES, Call
+from mmspec.pipelines.host.call import Call
 from mmspec.pipelines.host.decoder import decoder, head, more_than_states, readers
 from mmspec.pipelines.host.exotic import by_path
 from mmspec.pipelines.host.forward import Read, Tap, during, reading
 from mmspec.pipelines.host.hooks import hold, release
-from mmspec.pipelines.host.names import CACHE
+from mmspec.pipelines.host.modes import mode_of
 from mmspec.pipelines.host.processors.guidance import Guidance, NegativePrompt
 from mmspec.pipelines.host.vision import media
 from mmspec.pipelines.prefix import prefixes
@@ -151,7 +150,7 @@ class VlmTarget(ModelTarget):
         Returns:
             The state, what a drafter may know of the prompt, and the raw logits [B, 1, V] after it.
         """
-        ids, config, arguments = call.input_ids, call.generation_config, call.arguments
+        ids, arguments = call.input_ids, call.arguments
         looking = getattr(decoder(self.model).config, "cross_attention_layers", None) or ()
         slots = RaggedCache.adopt(call.cache, ids.shape[0], ids.device, reserve, looking) if slots is None else slots
         past = slots.lengths.longest
@@ -159,28 +158,17 @@ class VlmTarget(ModelTarget):
         new = pad(ids, (max(0, read - ids.shape[1]), 0))[:, -read:]  # soft prompts have no ids
         mask = arguments.get("attention_mask")
         valid = ids.new_ones(len(ids), past + read, dtype=torch.bool) if mask is None else mask.bool()
-        arguments = {**arguments, CACHE: slots}
-        if self.shares and "logits_to_keep" in arguments:  # a number would make the decoder drop all other features
-            arguments["logits_to_keep"] = ids.new_full((1,), -1)
         visual = media(new, self.model.config, arguments)
-        config.prefill_chunk_size, chunk = None, config.prefill_chunk_size  # a RaggedCache takes a prompt in one piece
-        try:
-            with reading(captured_prompt.reader(self, slots, valid)) as given:
-                out = self.model._prefill(ids, config, arguments, is_first_iteration=True)
-        finally:
-            config.prefill_chunk_size = chunk
-        arguments = self.model._update_model_kwargs_for_generation(out, arguments, is_encoder_decoder=False)
+        decode = captured_prompt.reader(self, slots, valid)
+        given, out, arguments = step.prefill(self.model, call, slots, decode, self.shares)
         _check(slots, given.final.shape[1], read)
         embeds, hidden = self._embeds(given, new), self._features(given)
         if self.prefixes is not None and hidden is not None and self.streams == 1:
             slots.tell(hidden, embeds)
         slots.advance(read)
-        positions = self._positions(ids, arguments)
-        types = {name: arguments.pop(name)[:, -1:] for name in TYPES if arguments.get(name) is not None}
+        positions = step.next_positions(self.model, ids, arguments)
         places = self._places(positions, given, past + read)
-        read_once = {CACHE, *PICTURES}
-        arguments = {name: value for name, value in arguments.items() if name not in read_once}
-        arguments |= {"attention_mask": None}
+        types, arguments = step.split(arguments)
         state = State(slots, places, valid, types, arguments, padded=not bool(valid.all()))
         if self.prefixes is not None:
             state.cuts = prefixes.cuts(given.told, valid, past)
@@ -202,8 +190,7 @@ class VlmTarget(ModelTarget):
         """The same with the negative prompt beside: for a drafter the streams end together, on the feature axis."""
         ids, mask = negative.ids, negative.mask
         slots = RaggedCache(len(ids), ids.device, reserve)
-        with reading() as read:
-            out = self.model(ids, attention_mask=mask, use_cache=True, return_dict=True, **{CACHE: slots})
+        read, out = step.plain(self.model, ids, mask, slots)
         slots.advance(ids.shape[1])
         first = torch.full_like(prompt.ids[:, :1], slots.lengths.longest)
         both = interleaved(state, State(slots, Onward(first), mask.bool(), state.types))
@@ -218,12 +205,6 @@ class VlmTarget(ModelTarget):
     def _grid(self, read: Read) -> tuple[int, int] | None:
         """Rows and columns of the picture that is to come, where there is one."""
         return None
-
-    def _positions(self, ids: Tensor, arguments: dict[str, Any]) -> Tensor | None:
-        """The call's position ids with the next one at their end; None where the model's decoding step drops them."""
-        step = self.model.prepare_inputs_for_generation(ids[:, -1:], next_sequence_length=1, **arguments)
-        positions = arguments.pop("position_ids", None)
-        return None if step.get("position_ids") is None else positions
 
     def _places(self, positions: Tensor | None, read: Read, length: int) -> Places:
         """Where the tokens to come stand: from the call's position ids, else from those that the decoder was given.
@@ -260,20 +241,8 @@ class VlmTarget(ModelTarget):
 
     def _forward(self, state: State, ids: Tensor, places: Tensor, mask: Any) -> Any:
         """The model's own decoding step, over nodes [B·S, N]."""
-        arguments = {
-            **state.arguments,
-            CACHE: state.cache,
-            "position_ids": places,
-            **{name: t.expand(-1, ids.shape[1], *t.shape[2:]) for name, t in state.types.items()},
-        }
-        inputs = self.model.prepare_inputs_for_generation(ids, next_sequence_length=ids.shape[1], **arguments)
-        inputs["attention_mask"] = mask
-        if inputs.get("position_ids") is None:  # GLM-Image drops them, and would take a draft for a prompt
-            inputs["position_ids"] = places
-        if "logits_to_keep" in inputs:
-            inputs["logits_to_keep"] = 0
         with nullcontext() if mask is None or self.instead is None else during(attention=self.instead):
-            return self.model(**inputs, return_dict=True)
+            return step.step(self.model, state.arguments, state.types, state.cache, ids, places, mask)
 
     def reads(self, tree: Tree, lengths: Lengths) -> AbstractContextManager[None]:
         if not self.by_tree:
