@@ -11,9 +11,10 @@ from torch import Tensor
 from mmspec.pipelines.families import table as families
 from mmspec.pipelines.host import step
 from mmspec.pipelines.host.call import TYPES
+from mmspec.pipelines.host.decoder import head
+from mmspec.pipelines.host.tapping import tap, untap
 from mmspec.pipelines.host.vision import media, placeholders
 from mmspec.pipelines.prompts import chat_inputs
-from mmspec.pipelines.target.vlm import tap, untap
 from mmspec.train.data import TrainingSample
 from mmspec.train.trace import Trace
 
@@ -39,7 +40,7 @@ class Teacher:
         return self.model.get_input_embeddings()(ids)
 
     def head(self, hidden: Tensor) -> Tensor:
-        return self.model.get_output_embeddings()(hidden)
+        return head(self.model)(hidden)
 
     def _inputs(self, samples: Sequence[TrainingSample]) -> Any:
         inputs = chat_inputs(self.processor, [s.prompt for s in samples], [s.load() for s in samples])

@@ -15,8 +15,9 @@ import torch
 from PIL import Image
 
 from mmspec import zoo
-from mmspec.pipelines.host import loading, recurrent, release
-from mmspec.pipelines.host.decoder import decoder
+from mmspec.pipelines.host import loading, release
+from mmspec.pipelines.host.model import HostModel
+from mmspec.pipelines.host.readable import head_shape
 from mmspec.protocols import SessionView, Target, TargetInfo
 from mmspec.tree import from_parents
 from mmspec.types import Draft, Prompt
@@ -57,9 +58,9 @@ def refusal(model: Any, drafter: Any, enable: Callable[..., Any]) -> str | None:
     names = {*modules, type(model).__name__, type(drafter).__name__, *([drafter] if isinstance(drafter, str) else [])}
     if (why := release.broken(names)) is not None:
         return why
-    if not hasattr(model, "get_decoder"):  # a pipeline of ours
+    if not loading.is_model(model):  # a pipeline of ours
         return None
-    name = "scenes-hybrid" if recurrent.modules(decoder(model)) else "scenes-video"
+    name = "scenes-hybrid" if HostModel.of(model).recurrent else "scenes-video"
     with _lock:
         if name not in _found:
             _found[name] = None  # while it is made: the embedded model is enabled without it
@@ -82,7 +83,7 @@ def _proof(name: str, enable: Callable[..., Any]) -> str | None:
         )
         said = {**inputs, "max_new_tokens": TOKENS, "do_sample": False}
         want = model.generate(**said)
-        drafter = _Known(want[0, inputs["input_ids"].shape[1] :].tolist(), model.config.get_text_config().vocab_size)
+        drafter = _Known(want[0, inputs["input_ids"].shape[1] :].tolist(), head_shape(model)[0])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             with enable(model, drafter=drafter) as handle:

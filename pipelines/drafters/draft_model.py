@@ -24,9 +24,10 @@ from mmspec.pipelines.host.call import Call
 from mmspec.pipelines.host.decoder import decoder, readers
 from mmspec.pipelines.host.hooks import stock
 from mmspec.pipelines.host.loops import as_call
+from mmspec.pipelines.host.tapping import tap, untap
 from mmspec.pipelines.target import captures
 from mmspec.pipelines.target.state import State
-from mmspec.pipelines.target.vlm import VlmTarget, tap, untap
+from mmspec.pipelines.target.vlm import VlmTarget
 from mmspec.protocols import SessionView, Target, TargetInfo
 from mmspec.tree import chain
 from mmspec.types import Draft, Prompt, Tree, gather_rows

@@ -22,6 +22,7 @@ from mmspec.drafters.options import ALL, TreeOptions, grown
 from mmspec.drafters.trained import placed
 from mmspec.pipelines.drafters import mtp_files
 from mmspec.pipelines.host import tree_attention
+from mmspec.pipelines.host.assisted import drafted
 from mmspec.pipelines.host.decoder import decoder, head
 from mmspec.pipelines.host.mtp import MtpHeads
 from mmspec.pipelines.host.names import CACHE
@@ -171,10 +172,7 @@ class MtpDrafter(FeatureDrafter):
         self.heads, K = heads, len(heads.layers)
         self.config = MtpConfig(hidden, vocab, K, depth=K if K > 1 else depth)
         self.options = grown(self.config, {}, "the mtp drafter", TreeOptions())
-        self.eager = heads.config._attn_implementation == "eager"
-        kinds = getattr(heads.config, "layer_types", None) or ["full_attention"] * K
-        self.kinds = list(kinds)
-        self.windows = [heads.config.sliding_window if kind == "sliding_attention" else None for kind in kinds]
+        self.eager, self.kinds, self.windows = heads.attention == "eager", heads.kinds, heads.windows
         self.plain = K == 1 and self.windows == [None]  # masks need not know which row a slot holds
         self.by_kind = "layer_type" in inspect.signature(heads.rotary.forward).parameters if heads.rotary else False
 
@@ -186,14 +184,13 @@ class MtpDrafter(FeatureDrafter):
             ValueError: there are none, or they are incomplete, damaged or of a kind that is not known.
         """
         heads = mtp_files.heads(model, where)
-        strange = sorted(set(getattr(heads.config, "layer_types", None) or []) - set(tree_attention.KINDS))
+        strange = sorted(set(heads.kinds) - set(tree_attention.KINDS))
         if strange:
             raise ValueError(
                 f"the heads of {type(model).__name__} have {', '.join(strange)} layers, which keep a state beside keys "
                 "and values; drafter='mtp' knows full and sliding attention. Use drafter='ngram'"
             )
-        told = getattr(model.generation_config, "num_assistant_tokens", None)  # with which the model ships
-        return cls(heads, head(model).weight.shape[0], heads.config.hidden_size, told or DEPTH)
+        return cls(heads, head(model).weight.shape[0], heads.hidden, drafted(model) or DEPTH)
 
     @classmethod
     def untrained(cls, model: Any) -> MtpDrafter:
@@ -208,7 +205,7 @@ class MtpDrafter(FeatureDrafter):
 
     @property
     def capturable(self) -> bool:
-        return self.nodes > 1 and self.plain and self.heads.config._attn_implementation == "sdpa"
+        return self.nodes > 1 and self.plain and self.heads.attention == "sdpa"
 
     def fit(self, target: TargetInfo, given: Mapping[str, Any]) -> MtpDrafter:
         """The same heads with the user's options, on the target's device.

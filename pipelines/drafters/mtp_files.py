@@ -16,6 +16,7 @@ from mmspec.checkpoints.files import CONFIG, WEIGHTS, read_config
 from mmspec.pipelines.drafters import own_files
 from mmspec.pipelines.host.decoder import decoder
 from mmspec.pipelines.host.mtp import MtpHeads, filled
+from mmspec.pipelines.host.names import origin
 
 # How the parts of a head are called, in each layout, by us: what stands before the block, and what after it. Of the
 # first, one of each is shared by all heads.
@@ -131,7 +132,7 @@ def save(model: Any, heads: MtpHeads, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     marker = {"layout": "mtp", "method": "mtp", "version": __version__}
-    about = {"mmspec": marker, "target": getattr(model.config, "_name_or_path", "")}
+    about = {"mmspec": marker, "target": origin(model)[0]}
     (folder / CONFIG).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
 
 

@@ -81,7 +81,7 @@ class ChameleonTarget(VlmTarget):
     """The model with its head read directly."""
 
     def _logits(self, out: Any, read: Read) -> Tensor:
-        return self.model.get_output_embeddings()(read.final).to(self.device)
+        return self.output(read.final).to(self.device)
 
     def _grid(self, read: Read) -> tuple[int, int] | None:
         picture = _picture.get()

@@ -10,16 +10,18 @@ from mmspec.pipelines.host.call import Call, Current, current
 from mmspec.pipelines.host.decoder import decoder
 from mmspec.pipelines.host.hooks import stock
 from mmspec.pipelines.host.loops import Loops, like_generate
-from mmspec.pipelines.host.names import translated
+from mmspec.pipelines.host.model import HostModel, settled
+from mmspec.pipelines.host.names import origin, translated
 from mmspec.pipelines.host.processors.guidance import Guidance
 from mmspec.pipelines.host.readable import head_shape, unsupported
 from mmspec.pipelines.host.release import advice
+from mmspec.pipelines.host.tapping import tap, untap
 from mmspec.pipelines.patching import assisted
 from mmspec.pipelines.patching.family import Family
 from mmspec.pipelines.patching.generate import generate, obstacle, or_stock, watched
 from mmspec.pipelines.patching.handle import Patch
 from mmspec.pipelines.patching.obstacles import BEAMS, Obstacle, shared_scale
-from mmspec.pipelines.target.vlm import VlmTarget, tap, untap
+from mmspec.pipelines.target.vlm import VlmTarget
 from mmspec.protocols import TargetInfo
 
 
@@ -82,7 +84,7 @@ class DecoderOnlyPatch(Loops):
             return ()
         if now is not None and now.patch in patch.asked.values():
             patch = now.patch
-        with or_stock(patch, call):
+        with or_stock(patch, call), settled():
             why = obstacle(self, call, patch)
             if why is None:
                 with patch.running(self):
@@ -117,11 +119,10 @@ class DecoderOnly(Family):
         return unsupported(model) or shared_scale(model)
 
     def told(self, model: Any) -> str | None:
-        own = decoder(model)
-        instead = renamed.for_drafts(own)
+        host = HostModel.of(model)
+        instead, name = host.instead, host.attention
         if instead is None:
             return None
-        name = own.config._attn_implementation
         flash = "" if name == renamed.FLEX else ", and chains of one row"
         return (
             f"{name!r} takes no tree mask: prompts{flash} are read by it, other drafts by {instead!r}. The model keeps "
@@ -133,7 +134,7 @@ class DecoderOnly(Family):
         embedding, (vocab, hidden) = model.get_input_embeddings(), head_shape(model)
         ends = model.generation_config.eos_token_id
         return TargetInfo(
-            name=getattr(model.config, "_name_or_path", "") or type(model).__name__,
+            name=origin(model)[0] or type(model).__name__,
             vocab=vocab,
             hidden=hidden,
             embedding=embedding.weight.shape[-1],

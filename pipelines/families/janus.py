@@ -14,6 +14,7 @@ from mmspec.pipelines.host.call import output
 from mmspec.pipelines.host.exotic import janus
 from mmspec.pipelines.host.exotic.janus import Prepared
 from mmspec.pipelines.host.forward import Read, reading
+from mmspec.pipelines.host.model import settled
 from mmspec.pipelines.host.vision import media
 from mmspec.pipelines.patching import drafting, obstacles
 from mmspec.pipelines.patching.generate import rounds, row_seeds, watching
@@ -42,10 +43,11 @@ class JanusPatch(janus.UpToTheLoop, DecoderOnlyPatch):
         ready = self._prepared(*given, **kwargs)
         if not isinstance(ready, Prepared):
             return ready
-        why = _obstacle(self, patch, ready)
-        if why is None:
-            with patch.running(self):
-                return _draw(self, patch, ready)
+        with settled():
+            why = _obstacle(self, patch, ready)
+            if why is None:
+                with patch.running(self):
+                    return _draw(self, patch, ready)
         patch.decline(why)
         return self._stock_generate(*given, **kwargs)
 

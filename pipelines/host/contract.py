@@ -17,6 +17,7 @@ no model, no network, and nothing is imported. How a row is checked, by its thir
 
 from __future__ import annotations
 
+import re
 import sys
 import tomllib
 from collections.abc import Collection
@@ -70,7 +71,7 @@ ROWS: tuple[Assumption, ...] = tuple(Assumption(*row) for row in (
     ("transformers.generation.utils.GENERATION_MODES_MAPPING", "says", "_beam_search _assisted_decoding", "These modes are overridden to run the stock path with a warning", "host/loops"),
     ("transformers.generation.utils.GenerationMixin.generate", "line", "getattr(type(self), GENERATION_MODES_MAPPING[", "The loop is looked up on the model's class, which enable swaps", "host/loops"),
     ("transformers.generation.utils.GenerationMixin.generate", "line", "self, input_ids, logits_processor=prepared_logits_processor, stopping_criteria=prepared_stopping_criteria, generation_config=generation_config", "Our _sample is called with these arguments", "host/loops"),
-    ("transformers.generation.utils.GenerationMixin.generate", "knows", "inputs generation_config logits_processor stopping_criteria assistant_model streamer custom_generate", "Arguments of a call are looked at before stock reads them", "families/decoder_only patching/assisted"),
+    ("transformers.generation.utils.GenerationMixin.generate", "knows", "inputs generation_config logits_processor stopping_criteria assistant_model streamer custom_generate", "Arguments of a call are looked at before stock reads them", "families/decoder_only host/assisted"),
     ("transformers.generation.utils.GenerationMixin._sample", "order", "input_ids logits_processor stopping_criteria generation_config synced_gpus streamer", "Our _sample has stock's parameters, and hands a call on to it", "host/loops host/call"),
     ("transformers.generation.utils.GenerationMixin._sample", "calls", "._prefill .prepare_inputs_for_generation ._update_model_kwargs_for_generation", "Our loop makes the forwards that stock's makes", "target/vlm"),
     ("transformers.generation.utils.GenerationMixin._beam_search", "is", "", "A call with beams is handed on to it", "host/loops"),
@@ -84,7 +85,7 @@ ROWS: tuple[Assumption, ...] = tuple(Assumption(*row) for row in (
     ("transformers.generation.utils.GenerationMixin._prepare_special_tokens", "says", "_pad_token_tensor", "Rows that have ended are filled with the pad token", "patching/generate"),
     ("transformers.generation.utils.MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL", "says", "mm_encoder_outputs", "What the prefill alone reads is left out afterwards", "host/call host/vision"),
     ("transformers.generation.utils.GenerateDecoderOnlyOutput", "holds", "sequences scores logits cache|past_key_values", "A call with return_dict_in_generate returns one", "host/call"),
-    ("transformers.generation.configuration_utils.GenerationConfig", "says", "num_beams num_return_sequences do_sample prefill_chunk_size return_dict_in_generate output_scores output_logits output_attentions output_hidden_states is_assistant num_assistant_tokens prompt_lookup_num_tokens max_matching_ngram_size assistant_early_exit use_mtp", "These fields say what a call wants", "patching/generate patching/assisted patching/obstacles"),
+    ("transformers.generation.configuration_utils.GenerationConfig", "says", "num_beams num_return_sequences do_sample prefill_chunk_size return_dict_in_generate output_scores output_logits output_attentions output_hidden_states is_assistant num_assistant_tokens prompt_lookup_num_tokens max_matching_ngram_size assistant_early_exit use_mtp", "These fields say what a call wants", "patching/generate host/assisted patching/obstacles"),
     ("transformers.generation.streamers.BaseStreamer", "holds", "put end", "Streamers get each token once", "patching/generate host/streaming"),
     # -- the cache
     *((f"transformers.cache_utils.Cache.{method}", "order", names, "Our cache is called in its place", "host/cache")
@@ -240,6 +241,25 @@ ROWS: tuple[Assumption, ...] = tuple(Assumption(*row) for row in (
     ("peft.config.PromptLearningConfig", "holds", "is_prompt_learning", "Adapters that add virtual tokens are refused", "patching/obstacles", "PeftModel"),
 ))
 # fmt: on
+
+# What releases rename, beside the private names in ROWS; outside of `pipelines/host/` nothing is called so
+_RENAMED = """
+    past_key_values past_key_values_length cache_params cache_length logits_to_keep next_sequence_length model_kwargs
+    is_first_iteration mm_encoder_outputs mm_token_type_ids moe_mm_token_type_ids block_sequence_ids prefill_chunk_size
+    last_hidden_state is_encoder_decoder layer_types sliding_window use_sliding_window attention_chunk_size
+    cross_attention_layers num_kv_shared_layers is_kv_shared_layer shared_kv_states hc_mult hc_count index_kpool
+    index_block_size indexer_compress_ratio gradient_checkpointing original_max_seq_len get_rope_index get_decoder
+    get_output_embeddings get_text_config num_assistant_tokens use_mtp prompt_lookup_num_tokens max_matching_ngram_size
+    speculation_type assistant_early_exit assistant_tokenizer is_assistant active_peft_config peft_config
+    is_prompt_learning get_base_model base_layer adapter_names
+"""
+
+
+def unstable() -> set[str]:
+    """Names of transformers, accelerate and peft that a release may change, which this folder alone may spell."""
+    rows = (row for row in ROWS if not row.what.startswith("diffusers."))
+    words = (word for row in rows for word in re.findall(r"\w+", f"{row.what.rpartition('.')[2]} {row.names}"))
+    return {*_RENAMED.split(), *(word for word in words if word.startswith("_") and not word.startswith("__"))}
 
 
 def broken(where: str | Path | None = None, models: Collection[str] = ()) -> list[Assumption]:

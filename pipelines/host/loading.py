@@ -16,6 +16,7 @@ from transformers import (
     AutoProcessor,
     AutoTokenizer,
     BatchFeature,
+    CompileConfig,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
@@ -23,7 +24,7 @@ from mmspec.checkpoints import load
 from mmspec.drafters.feature import FeatureDrafter
 from mmspec.protocols import TargetInfo
 
-__all__ = ["BatchFeature", "draft_model", "generates", "is_model", "load_drafter", "model_and_processor"]
+__all__ = ["AutoProcessor", "BatchFeature", "CompileConfig", "load_drafter"]  # what others take from here, too
 WITH_PICTURES = frozenset(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values())  # class names
 
 
@@ -64,6 +65,11 @@ def _auto(config: Any) -> Any:
 def is_model(thing: Any) -> bool:
     """Whether it is a model of transformers, of whatever kind."""
     return isinstance(thing, transformers.PreTrainedModel)
+
+
+def stock_class(name: str) -> Any:
+    """A class of transformers, of a model that not every release has."""
+    return getattr(transformers, name)
 
 
 def generates(architectures: Iterable[str]) -> bool:
@@ -107,7 +113,7 @@ def load_drafter(
 
 def _number(target: Any, what: str) -> int:
     """A number of a model, or of the one of a name or folder: "layers" of its decoder or its "vocab"."""
-    config = getattr(target, "config", None)
+    config: Any = getattr(target, "config", None)
     if isinstance(target, (str, Path)):
         try:
             config = AutoConfig.from_pretrained(target)

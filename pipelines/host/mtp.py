@@ -30,6 +30,25 @@ class MtpHeads(MtpModel):
         self.rotary = copy.deepcopy(getattr(text, "rotary_emb", None))
         self.post_init()
 
+    @property
+    def attention(self) -> str:
+        """The implementation by which they attend."""
+        return str(self.config._attn_implementation)
+
+    @property
+    def kinds(self) -> list[str]:
+        """The type of each layer."""
+        return list(getattr(self.config, "layer_types", None) or ["full_attention"] * len(self.layers))
+
+    @property
+    def windows(self) -> list[int | None]:
+        """How many places each layer sees; None: all."""
+        return [self.config.sliding_window if kind == "sliding_attention" else None for kind in self.kinds]
+
+    @property
+    def hidden(self) -> int:
+        return int(self.config.hidden_size)
+
 
 def filled(model: Any, tensors: dict[str, Tensor]) -> MtpHeads:
     """Heads of the target's own classes holding exactly these tensors, which transformers converts as the target's.

@@ -10,9 +10,10 @@ from torch.nn import Parameter
 
 from mmspec.modes import each_module
 from mmspec.pipelines.host import adapters
-from mmspec.pipelines.host.decoder import decoder, text_and_head
+from mmspec.pipelines.host.assisted import assists
+from mmspec.pipelines.host.decoder import text_and_head
 from mmspec.pipelines.host.hooks import stock
-from mmspec.pipelines.host.readable import unfit_attention
+from mmspec.pipelines.host.model import HostModel
 
 # modules of layers that choose a scale for all of their input
 _DYNAMIC = ("torch.ao.nn.quantized.dynamic", "torch.ao.nn.intrinsic.quantized.dynamic", "torch.nn.quantized.dynamic")
@@ -41,9 +42,9 @@ def now(model: Any, config: Any, rows: int) -> Obstacle | None:
         config: the call's generation config.
         rows: of the call.
     """
-    if getattr(config, "is_assistant", False):
+    if assists(config):
         return Obstacle("it drafts for another model here, a few tokens at a time", always_falls_back=True)
-    why = unfit_attention(decoder(model)) or adapters.soft_prompt(adapters.generating(model)) or shared_scale(model)
+    why = HostModel.of(model).unfit or adapters.soft_prompt(adapters.generating(model)) or shared_scale(model)
     if why is not None:
         return Obstacle(why)
     if rows > 1 and adapters.by_row(model):

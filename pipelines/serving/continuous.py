@@ -18,6 +18,7 @@ from mmspec.pipelines.patching.generate import fixed_noise, obstacle
 from mmspec.pipelines.patching.handle import Patch
 from mmspec.pipelines.serving.batcher import Batcher, FinishedPrompt, QueuedPrompt, out_of_memory
 from mmspec.pipelines.target.request import Request, Sampler
+from mmspec.protocols import Target
 from mmspec.session import Row, Session
 from mmspec.statistics import Stats
 
@@ -46,9 +47,9 @@ class ContinuousBatcher(Batcher):
             ValueError: a model that is not enabled, or one that draws torch's own noise.
         """
         super().__init__(model, processor, rows, **generation)
-        self._handle: Any = Patch.of(self.model)
-        if self._handle is None:
+        if (patch := Patch.of(self.model)) is None:
             raise ValueError(f"{type(self.model).__name__} is not enabled; call mmspec.enable(model) first")
+        self._handle = patch
         if self._handle.config.reproducible:
             raise ValueError("reproducible=True draws torch's own noise, call by call; here each row has its seed")
         self.stats.lossless = self._handle.rule.lossless
@@ -56,7 +57,7 @@ class ContinuousBatcher(Batcher):
         self._restart()
 
     def _restart(self) -> None:
-        self._target: Any = None
+        self._target: Target | None = None
         self._request: Request | None = None  # which all rows share that process logits alike
         self._session = Session([], self.model.device)
 

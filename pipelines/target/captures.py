@@ -20,7 +20,6 @@ from mmspec.kernels import reference
 from mmspec.modes import computed_in, lasting
 from mmspec.pipelines.host import adapters, recurrent, tree_attention
 from mmspec.pipelines.host.cache import PassThroughCache
-from mmspec.pipelines.host.decoder import decoder
 from mmspec.pipelines.host.forward import now
 from mmspec.pipelines.host.recurrent_state import RecurrentLayers
 from mmspec.pipelines.target import masks
@@ -108,7 +107,7 @@ def _capture(target: Any, state: State, tokens: Tensor, places: Tensor) -> Piece
 def _attending(target: Any, state: State, mask: Any) -> LayerAttention:
     """What stands for the attentions in one forward: the new keys and values go into the cache, the mask as it is."""
     cache, tree = state.cache, target.tree
-    kinds = decoder(target.model).config.layer_types if isinstance(mask, dict) else None
+    kinds = target.host.kinds if isinstance(mask, dict) else None
     masks = mask if isinstance(mask, dict) else {None: mask}
 
     def attend(layer: int, scale: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

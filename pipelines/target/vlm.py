@@ -13,13 +13,12 @@ from torch.nn import functional as F
 from torch.nn.functional import pad
 
 from mmspec.drafters.draft_vocab import DraftVocab
-from mmspec.pipelines.host import devices, reach, recurrent, renamed, step, tree_attention
+from mmspec.pipelines.host import devices, reach, step, tree_attention
 from mmspec.pipelines.host.cache import RaggedCache
 from mmspec.pipelines.host.call import Call
-from mmspec.pipelines.host.decoder import decoder, head, more_than_states, readers
 from mmspec.pipelines.host.exotic import by_path
-from mmspec.pipelines.host.forward import Read, Tap, during, reading
-from mmspec.pipelines.host.hooks import hold, release
+from mmspec.pipelines.host.forward import Read, during, reading
+from mmspec.pipelines.host.model import HostModel
 from mmspec.pipelines.host.modes import mode_of
 from mmspec.pipelines.host.processors.guidance import Guidance, NegativePrompt
 from mmspec.pipelines.host.vision import media
@@ -30,46 +29,9 @@ from mmspec.pipelines.target.state import Onward, Places, State, interleaved, po
 from mmspec.ragged_cache import Lengths
 from mmspec.session import Session
 from mmspec.tree import lone
-from mmspec.types import FINAL, Prompt, Round, Scores, Tree
+from mmspec.types import Prompt, Round, Scores, Tree
 
 _RESERVE = 1024  # slots to reserve at once at most, beyond the prompt
-
-
-def taps(model: Any, features: tuple[int, ...]) -> dict[int | None, Any]:
-    """The modules to read: the decoder (under None), and the layers whose input the drafter reads, by number.
-
-    Raises:
-        ValueError: what enters its layers is several streams wide.
-    """
-    own = decoder(model)
-    streams = getattr(own.config, "hc_mult", None) or getattr(own.config, "hc_count", None) or 1  # hyper-connections
-    if streams > 1 and max(features, default=FINAL) >= 0:
-        raise ValueError(
-            f"{type(own).__name__} carries {streams} streams between its layers, where this drafter reads one; take a "
-            "drafter that reads the last features alone, or drafter='ngram', which fits any"
-        )
-    return {None: own, **{i: own.layers[i] for i in features if i >= 0}}
-
-
-def tap(model: Any, features: tuple[int, ...]) -> None:
-    own, heard = decoder(model), taps(model, features)
-    for module, reader in readers(own):
-        hold(module, reader)
-    for layer, module in heard.items():
-        hold(module, Tap, _mmspec_layer=layer)
-    for module in _renamed(own):
-        hold(module, renamed.Renamed)
-
-
-def untap(model: Any, features: tuple[int, ...]) -> None:
-    own = decoder(model)
-    for module in (*(m for m, _ in readers(own)), *taps(model, features).values(), *_renamed(own)):
-        release(module)
-
-
-def _renamed(own: Any) -> list[Any]:
-    """The attention modules that read a draft by another implementation than a prompt."""
-    return [] if renamed.for_drafts(own) is None else renamed.modules(own)
 
 
 class VlmTarget(ModelTarget):
@@ -86,26 +48,24 @@ class VlmTarget(ModelTarget):
         self, model: Any, features: tuple[int, ...], guidance: Guidance | None = None, prefixes: Any = None
     ) -> None:
         super().__init__(features, guidance)
-        self.prefixes, self.recurrent = prefixes, bool(prefixes and recurrent.modules(decoder(model)))
-        self.model, self.output = model, head(model)
+        self.host = host = HostModel.of(model)
+        self.prefixes, self.recurrent = prefixes, bool(prefixes and host.recurrent)
+        self.model, self.output = model, host.head
         self.device = devices.execution(model.get_input_embeddings())
         self.inference = mode_of(model)
         patch = getattr(model, "_mmspec_patch", None)
         self.captured = captures.of(model, patch.config.compile) if patch is not None else None
         self.compiles_prompts = patch is not None and patch.config.compile
-        config, self.stateful = decoder(model).config, more_than_states(decoder(model))
-        self.by_tree = self.stateful or bool(recurrent.modules(decoder(model)))
-        self.table, turn = reach.table(decoder(model)), reach.turn(decoder(model))
-        self.last = min((n - 1 for n in (self.table, turn) if n is not None), default=None)  # no node stands past it
-        self.instead = renamed.for_drafts(decoder(model))
-        name = self.instead or config._attn_implementation
+        self.stateful, self.by_tree = host.stateful, not host.only_keys
+        self.table, self.instead, self.shares = host.table, host.instead, host.shares
+        ends = (n - 1 for n in (host.table, host.turn) if n is not None)
+        self.last = min(ends, default=None)  # no node stands past it
+        name = host.instead or host.attention
         self.eager, self.tree = name == "eager", name == tree_attention.NAME
-        self.shares = bool(getattr(config, "num_kv_shared_layers", 0))
-        self.masks = masks.Masks.of(config, name)
+        self.masks = masks.Masks.of(host, name)
         self.mixed = self.masks.mixed
         # the decoder's own FlashAttention reads a chain of one row, which is the end of its text
-        flash = self.instead is not None and "flash" in config._attn_implementation
-        self.flash = flash and self.last is None and self.masks.kinds <= set(tree_attention.KINDS)
+        self.flash = host.flash and self.last is None and self.masks.kinds <= set(tree_attention.KINDS)
 
     def embed(self, ids: Tensor) -> Tensor:
         return self.model.get_input_embeddings()(ids).to(ids.device)
@@ -151,8 +111,8 @@ class VlmTarget(ModelTarget):
             The state, what a drafter may know of the prompt, and the raw logits [B, 1, V] after it.
         """
         ids, arguments = call.input_ids, call.arguments
-        looking = getattr(decoder(self.model).config, "cross_attention_layers", None) or ()
-        slots = RaggedCache.adopt(call.cache, ids.shape[0], ids.device, reserve, looking) if slots is None else slots
+        if slots is None:
+            slots = RaggedCache.adopt(call.cache, ids.shape[0], ids.device, reserve, self.host.crossed)
         past = slots.lengths.longest
         read = call.unread(past)
         new = pad(ids, (max(0, read - ids.shape[1]), 0))[:, -read:]  # soft prompts have no ids

@@ -105,9 +105,10 @@ def step(model: Any, embeds: Tensor, places: Tensor, mask: Any, slots: Any) -> T
     ).last_hidden_state
 
 
-def grid(model: Any) -> tuple[int, ...]:
+def grid(model: Any) -> tuple[int, int]:
     """Rows and columns of a picture."""
-    return tuple(model.model.vqmodel.quantize.quant_state_dims)
+    rows, columns = model.model.vqmodel.quantize.quant_state_dims
+    return rows, columns
 
 
 def tokens(model: Any) -> int:
