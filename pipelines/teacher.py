@@ -11,7 +11,7 @@ from torch import Tensor
 from mmspec.pipelines.families import table as families
 from mmspec.pipelines.host import step
 from mmspec.pipelines.host.call import TYPES
-from mmspec.pipelines.host.decoder import head
+from mmspec.pipelines.host.decoder import embedding, head
 from mmspec.pipelines.host.tapping import tap, untap
 from mmspec.pipelines.host.vision import media, placeholders
 from mmspec.pipelines.prompts import chat_inputs
@@ -37,7 +37,7 @@ class Teacher:
         untap(self.model, self.features)
 
     def embed(self, ids: Tensor) -> Tensor:
-        return self.model.get_input_embeddings()(ids)
+        return embedding(self.model)(ids)
 
     def head(self, hidden: Tensor) -> Tensor:
         return head(self.model)(hidden)

@@ -21,7 +21,7 @@ from mmspec.drafters.options import ALL, TreeOptions, grown
 from mmspec.pipelines.families.table import unwrap
 from mmspec.pipelines.host import loading, readable
 from mmspec.pipelines.host.call import Call
-from mmspec.pipelines.host.decoder import decoder, readers
+from mmspec.pipelines.host.decoder import decoder, embedding, readers
 from mmspec.pipelines.host.hooks import stock
 from mmspec.pipelines.host.loops import as_call
 from mmspec.pipelines.host.tapping import tap, untap
@@ -248,7 +248,7 @@ def _call(model: Any, given: Mapping[str, Any], prompt: Prompt) -> Call:
 
 def _known(model: Any, ids: Tensor) -> Tensor:
     """Ids that the draft model has an embedding of: the target may have more, for pictures or as padding."""
-    return ids.clamp(max=model.get_input_embeddings().weight.shape[0] - 1)
+    return ids.clamp(max=embedding(model).weight.shape[0] - 1)
 
 
 def _leave_out(state: State, stay: Tensor) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from mmspec.pipelines.drafters import own_files
 from mmspec.pipelines.host import devices, renamed
 from mmspec.pipelines.host.call import Call, Current, current
-from mmspec.pipelines.host.decoder import decoder
+from mmspec.pipelines.host.decoder import decoder, embedding
 from mmspec.pipelines.host.hooks import stock
 from mmspec.pipelines.host.loops import Loops, like_generate
 from mmspec.pipelines.host.model import HostModel, settled
@@ -131,15 +131,15 @@ class DecoderOnly(Family):
 
     def describe(self, model: Any) -> TargetInfo:
         """What a drafter has to fit."""
-        embedding, (vocab, hidden) = model.get_input_embeddings(), head_shape(model)
+        table, (vocab, hidden) = embedding(model), head_shape(model)
         ends = model.generation_config.eos_token_id
         return TargetInfo(
             name=origin(model)[0] or type(model).__name__,
             vocab=vocab,
             hidden=hidden,
-            embedding=embedding.weight.shape[-1],
+            embedding=table.weight.shape[-1],
             layers=len(decoder(model).layers),
-            device=devices.execution(embedding),
+            device=devices.execution(table),
             dtype=model.dtype,
             ends=() if ends is None else tuple(ends) if isinstance(ends, list) else (ends,),
         )

@@ -6,11 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
-from mmspec.pipelines.families.codebook import by_token
 from mmspec.pipelines.families.decoder_only import DecoderOnly
 from mmspec.pipelines.host.call import Call
+from mmspec.pipelines.host.exotic import pictures
 from mmspec.pipelines.host.processors.table import constrained
-from mmspec.pipelines.host.readable import head_shape
 from mmspec.rules import Rule, exact
 
 
@@ -24,6 +23,4 @@ class Emu3(DecoderOnly):
         return asked if constrained(call.logits_processor) else exact
 
     def codebook(self, model: Any) -> Tensor:
-        """The codes of the visual tokens, on their places in the vocabulary."""
-        codes = model.model.vqmodel.quantize.embedding.weight
-        return by_token(codes, model.vocabulary_mapping.img2bpe, head_shape(model)[0])
+        return pictures.emu3(model)

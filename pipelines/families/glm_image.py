@@ -7,13 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmspec.pipelines.families.codebook import by_token
 from mmspec.pipelines.families.decoder_only import DecoderOnly
+from mmspec.pipelines.host.exotic import pictures
 from mmspec.pipelines.host.exotic.glm_image import Listing
 from mmspec.pipelines.host.forward import Read
 from mmspec.pipelines.host.hooks import hold, release
 from mmspec.pipelines.host.processors.guidance import Guidance
-from mmspec.pipelines.host.readable import head_shape
 from mmspec.pipelines.target.state import Listed, Onward, Places
 from mmspec.pipelines.target.vlm import VlmTarget
 
@@ -52,6 +51,4 @@ class GlmImage(DecoderOnly):
         release(model.model)
 
     def codebook(self, model: Any) -> Tensor:
-        """The codes of the head's first tokens; behind them stand the marks of a picture's beginning and end."""
-        codes = torch.nn.functional.normalize(model.model.vqmodel.quantize.embedding.weight, dim=-1)
-        return by_token(codes, {i: i for i in range(len(codes))}, head_shape(model)[0])
+        return pictures.glm_image(model)

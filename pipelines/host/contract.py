@@ -181,9 +181,9 @@ ROWS: tuple[Assumption, ...] = tuple(Assumption(*row) for row in (
     ("transformers.models.janus.modeling_janus.JanusForConditionalGeneration.generate", "calls", "._get_logits_processor ._prepare_static_cache .prepare_inputs_for_generation", "Stock prepares a picture's arguments, and we take them from these calls", "host/exotic/janus", "JanusForConditionalGeneration"),
     ("transformers.models.janus.modeling_janus.JanusForConditionalGeneration.generate", "says", "generation_mode generation_config input_ids inputs_embeds", "Image mode is told from text by these", "host/exotic/janus", "JanusForConditionalGeneration"),
     ("transformers.models.janus.modeling_janus.JanusForConditionalGeneration", "holds", "prepare_embeddings_for_image_generation", "Codes are embedded by it", "host/exotic/janus", "JanusForConditionalGeneration"),
-    ("transformers.models.glm_image.modeling_glm_image.GlmImageModel", "holds", "get_rope_index _cached_decode_position_ids", "The prefill lists the positions of a picture's tokens there", "families/glm_image", "GlmImageForConditionalGeneration"),
-    ("transformers.models.emu3.modeling_emu3.Emu3ImageVocabularyMapping", "holds", "img2bpe", "Codes of a picture are found by their tokens", "families/emu3", "Emu3ForConditionalGeneration"),
-    ("transformers.models.chameleon.modeling_chameleon.ChameleonImageVocabularyMapping", "holds", "img2bpe image_tokens", "Codes of a picture are found by their tokens", "families/chameleon", "ChameleonForConditionalGeneration"),
+    ("transformers.models.glm_image.modeling_glm_image.GlmImageModel", "holds", "get_rope_index _cached_decode_position_ids", "The prefill lists the positions of a picture's tokens there", "host/exotic/glm_image", "GlmImageForConditionalGeneration"),
+    ("transformers.models.emu3.modeling_emu3.Emu3ImageVocabularyMapping", "holds", "img2bpe", "Codes of a picture are found by their tokens", "host/exotic/pictures", "Emu3ForConditionalGeneration"),
+    ("transformers.models.chameleon.modeling_chameleon.ChameleonImageVocabularyMapping", "holds", "img2bpe image_tokens", "Codes of a picture are found by their tokens", "host/exotic/pictures", "ChameleonForConditionalGeneration"),
     # -- logits processors and stopping criteria
     *((f"transformers.generation.logits_process.{cls}", "holds", names, "It is applied along each node's path",
        "host/processors/history") for cls, names in (
@@ -249,7 +249,7 @@ _RENAMED = """
     last_hidden_state is_encoder_decoder layer_types sliding_window use_sliding_window attention_chunk_size
     cross_attention_layers num_kv_shared_layers is_kv_shared_layer shared_kv_states hc_mult hc_count index_kpool
     index_block_size indexer_compress_ratio gradient_checkpointing original_max_seq_len get_rope_index get_decoder
-    get_output_embeddings get_text_config num_assistant_tokens use_mtp prompt_lookup_num_tokens max_matching_ngram_size
+    get_input_embeddings get_output_embeddings get_text_config num_assistant_tokens use_mtp prompt_lookup_num_tokens max_matching_ngram_size
     speculation_type assistant_early_exit assistant_tokenizer is_assistant active_peft_config peft_config
     is_prompt_learning get_base_model base_layer adapter_names
 """

@@ -23,6 +23,11 @@ def head(model: Any) -> Any:
     return inner.get_output_embeddings() if found is None and hasattr(inner, "get_output_embeddings") else found
 
 
+def embedding(model: Any) -> Any:
+    """What embeds token ids."""
+    return model.get_input_embeddings()
+
+
 def text_and_head(model: Any) -> tuple[Any, Any]:
     """What `get_decoder` gives, and what gives logits."""
     return model.get_decoder(), head(model)

@@ -14,7 +14,7 @@ from torch import Tensor
 from mmspec.compile.version import Version, version
 from mmspec.modes import each_module
 from mmspec.pipelines.host import reach, recurrent, renamed
-from mmspec.pipelines.host.decoder import decoder, head, more_than_states
+from mmspec.pipelines.host.decoder import decoder, embedding, head, more_than_states
 from mmspec.pipelines.host.exotic import ties
 
 _KNOWN: WeakKeyDictionary[Any, tuple[Version, HostModel]] = WeakKeyDictionary()
@@ -28,6 +28,7 @@ class HostModel:
     Attributes:
         decoder: the module with the text's layers.
         head: what gives logits.
+        embedding: what embeds token ids.
         attention: the implementation that the decoder's config names.
         instead: the one that reads drafts in its place; None: it reads them itself.
         unfit: why neither reads a tree; None: one does.
@@ -46,6 +47,7 @@ class HostModel:
 
     decoder: Any
     head: Any
+    embedding: Any
     attention: str
     instead: str | None
     unfit: str | None
@@ -68,7 +70,7 @@ class HostModel:
         if seen is not None and (found := seen.get(id(model))) is not None:
             return found
         kept, now = _KNOWN.get(model), version(model)
-        if kept is None or kept[0] != now or kept[1].decoder is not decoder(model) or kept[1].head is not head(model):
+        if kept is None or kept[0] != now or not kept[1]._is_of(model):
             kept = _KNOWN[model] = now, cls._read(model)
         if seen is not None:
             seen[id(model)] = kept[1]
@@ -81,6 +83,7 @@ class HostModel:
         return cls(
             decoder=text,
             head=head(model),
+            embedding=embedding(model),
             attention=config._attn_implementation,
             instead=renamed.for_drafts(text),
             unfit=renamed.unfit(text),
@@ -96,6 +99,11 @@ class HostModel:
             stateful=more_than_states(text),
             cacheless=any(map(_checkpoints, each_module(model.get_decoder()))),
         )
+
+    def _is_of(self, model: Any) -> bool:
+        """Whether these are its own modules, and no copies with the same weights."""
+        own = (decoder(model), head(model), embedding(model))
+        return all(a is b for a, b in zip(own, (self.decoder, self.head, self.embedding), strict=True))
 
     @property
     def only_keys(self) -> bool:

@@ -51,7 +51,7 @@ class VlmTarget(ModelTarget):
         self.host = host = HostModel.of(model)
         self.prefixes, self.recurrent = prefixes, bool(prefixes and host.recurrent)
         self.model, self.output = model, host.head
-        self.device = devices.execution(model.get_input_embeddings())
+        self.device = devices.execution(host.embedding)
         self.inference = mode_of(model)
         patch = getattr(model, "_mmspec_patch", None)
         self.captured = captures.of(model, patch.config.compile) if patch is not None else None
@@ -68,14 +68,14 @@ class VlmTarget(ModelTarget):
         self.flash = host.flash and self.last is None and self.masks.kinds <= set(tree_attention.KINDS)
 
     def embed(self, ids: Tensor) -> Tensor:
-        return self.model.get_input_embeddings()(ids).to(ids.device)
+        return self.host.embedding(ids).to(ids.device)
 
     def logits(self, hidden: Tensor, vocab: DraftVocab | None = None) -> Tensor:
         return self.output(hidden) if vocab is None else vocab.logits(self.output, hidden)
 
     def bare_embed(self, ids: Tensor) -> Tensor:
         """Input embeddings [..., H] before the norm that belongs to a table (Muse-Glimmer's); else as `embed`."""
-        table = self.model.get_input_embeddings()
+        table = self.host.embedding
         return F.embedding(ids, table.weight).to(ids.device) if hasattr(table, "embed_norm") else self.embed(ids)
 
     def prefill(self, session: Session, inputs: Call, nodes: int) -> tuple[Prompt, Scores]:
