@@ -81,8 +81,8 @@ def run(args: argparse.Namespace) -> int:
 def _drafter(args: argparse.Namespace) -> str:
     """Rewrite a drafter; what to say of it."""
     from mmspec.checkpoints.files import CONFIG, WEIGHTS
-    from mmspec.checkpoints.load import load_drafter
     from mmspec.checkpoints.save import save_drafter
+    from mmspec.pipelines.host.loading import load_drafter
 
     useless = [flag for flag, name in OF_PIPELINES.items() if getattr(args, name) is not None]
     if useless:

@@ -14,11 +14,11 @@ import mmspec
 from mmspec.app import embedded
 from mmspec.app.devices import EngineError, find_device, find_model, first_line, free_memory, load_quietly
 from mmspec.app.embedded import STOCK
-from mmspec.app.loading import model_and_processor
 from mmspec.app.preparing import THREADS, Preparing, ProcessorThreads
 from mmspec.compile.held import settled
 from mmspec.drafters.plain import Plain
 from mmspec.pipelines.families import table as families
+from mmspec.pipelines.host.loading import model_and_processor
 from mmspec.pipelines.prompts import chat_inputs
 from mmspec.pipelines.serving.batcher import TOGETHER, Batcher, FinishedPrompt, StaticBatcher, answer_length
 from mmspec.pipelines.serving.continuous import ContinuousBatcher

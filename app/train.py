@@ -16,7 +16,6 @@ import torch
 
 from mmspec.app import train_block
 from mmspec.app.devices import EngineError, find_device, find_model, first_line, load_quietly
-from mmspec.app.loading import model_and_processor
 from mmspec.app.options import count, from_zero
 from mmspec.app.train_block import BLOCKS
 from mmspec.checkpoints.save import save_drafter
@@ -207,6 +206,7 @@ def train(
         answers: a folder of the target's answers, to share between runs.
         keep: GB of memory for traces.
     """
+    from mmspec.pipelines.host.training import Accelerator
     from mmspec.pipelines.image_teacher import ImageTeacher
     from mmspec.pipelines.prompts import text_alone
     from mmspec.pipelines.teacher import Teacher
@@ -232,7 +232,9 @@ def train(
     with Teacher(model, processor, features) if processor else ImageTeacher(model, features) as teacher:
         drafter.to(model.device)
         kind = HeadsTraining if drafter.method == "heads" else Distillation
-        run = kind(drafter, teacher, samples, recipe, out, texts, answers, about, int(keep * 2**30))
+        run = kind(
+            drafter, teacher, samples, recipe, out, texts, answers, about, int(keep * 2**30), accelerator=Accelerator()
+        )
         tau = run.run()
     if run.accelerator.is_main_process:
         write(drafter.eval(), model, out / "drafter")
@@ -275,6 +277,8 @@ def _opened(target: str, pictures: bool, dtype: torch.dtype) -> tuple[Any, Any]:
     try:
         load_quietly("transformers", *(["diffusers"] if pictures else []))
         if not pictures:
+            from mmspec.pipelines.host.loading import model_and_processor
+
             return model_and_processor(where, dtype)
         pipe = LlamaGenPipeline.from_pretrained(where, torch_dtype=dtype)
     except (OSError, ValueError) as error:

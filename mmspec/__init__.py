@@ -27,7 +27,7 @@ _FACE = {
     "Step": "mmspec.pipelines.serving.stream",
     "UnsupportedError": "mmspec.config",
     "supported": "mmspec.pipelines.families.table",
-    "load_drafter": "mmspec.checkpoints.load",
+    "load_drafter": "mmspec.pipelines.host.loading",
     "save_drafter": "mmspec.checkpoints.save",
     "push_drafter": "mmspec.checkpoints.save",
     "LlamaGenPipeline": "mmspec.pipelines.llamagen.pipeline",

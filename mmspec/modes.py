@@ -8,28 +8,11 @@ from functools import cache
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
-from torch.nn import Module, Parameter
 from torch.nn.modules import module as everywhere
 
 T = TypeVar("T")
 Mode = type[AbstractContextManager[None]]
-_PLAIN = {Parameter, Tensor, type(None)}
-_HOOKS = {"_hf_hook", "_diffusers_hook"}  # attributes of modules whose weights accelerate or diffusers may move
-_REWRITTEN = {"dynamic", "longrope"}  # rotary embeddings that write their frequencies anew as the text grows
-_KNOWN = {"torch", "transformers", "diffusers", "mmspec"}  # modules of other packages may keep what they compute
 _INERT = "transformers.utils.output_capturing"  # its hooks stay once installed, and sleep unless a call asks for them
-
-
-def mode_of(*models: Any) -> Mode:
-    """torch.inference_mode where all these models work under it, else torch.no_grad, as in stock `generate`.
-
-    Inference mode may break weights of tensor subclasses, such as quantized ones. It would also turn weights that are
-    moved, buffers that are written, and tensors that hooks or unknown modules keep into inference tensors.
-    """
-    if hooked_everywhere() or not all(_bears(module) for module in each_module(*models)):
-        return torch.no_grad
-    return torch.inference_mode
 
 
 def each_module(*models: Any) -> Iterator[Any]:
@@ -86,25 +69,6 @@ def uncast(device: torch.device) -> Iterator[None]:
             yield
     else:
         yield
-
-
-def _bears(module: Any) -> bool:
-    own = (*module._parameters.values(), *module._buffers.values())
-    held = vars(module)
-    return (
-        _PLAIN.issuperset(map(type, own))
-        and all(t is None or t.layout is torch.strided for t in own)
-        and _HOOKS.isdisjoint(held)
-        and "forward" not in held
-        and type(module).__module__.partition(".")[0] in _KNOWN
-        and not hooked(module)
-        and _leaves_buffers(module)
-    )
-
-
-def _leaves_buffers(module: Module) -> bool:
-    kinds = vars(module).get("rope_type", "default")  # one, or one for each type of layers
-    return _REWRITTEN.isdisjoint(kinds.values() if isinstance(kinds, dict) else [kinds])
 
 
 @contextmanager

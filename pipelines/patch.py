@@ -13,10 +13,9 @@ from mmspec.compile import version
 from mmspec.config import SpecConfig, UnsupportedError
 from mmspec.pipelines import untested
 from mmspec.pipelines.families import table as families
-from mmspec.pipelines.host import release
+from mmspec.pipelines.host import adapters, release
 from mmspec.pipelines.patching import drafting, shipped
 from mmspec.pipelines.patching.handle import Handle, Patch, put_on
-from mmspec.pipelines.patching.obstacles import soft_prompt
 from mmspec.registry import resolve_rule
 from mmspec.statistics import Stats
 
@@ -58,7 +57,7 @@ def enable(model_or_pipe: Any, drafter: Any = None, **options: Any) -> Handle:
     config, given = SpecConfig.split(options)
     *wrappers, model = families.opened(model_or_pipe)
     family = families.of(model)
-    why = next(filter(None, map(soft_prompt, wrappers)), None) or family.unsupported(model)
+    why = next(filter(None, map(adapters.soft_prompt, wrappers)), None) or family.unsupported(model)
     if why is None and not release.tested():
         why = untested.refusal(model, drafter, enable)
     if why is not None:

@@ -28,7 +28,7 @@ def chat_inputs(
     if text_alone(processor):
         if any(images):
             raise ValueError("this model reads text alone, and was shown a picture; give prompts without pictures")
-        from transformers import BatchFeature
+        from mmspec.pipelines.host.loading import BatchFeature
 
         return BatchFeature(dict(_text_inputs(processor, prompts, system, start, before)))
     clips = clips and getattr(processor, "video_processor", None) is not None

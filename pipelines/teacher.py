@@ -9,14 +9,16 @@ import torch
 from torch import Tensor
 
 from mmspec.pipelines.families import table as families
-from mmspec.pipelines.host.forward import reading
+from mmspec.pipelines.host import step
+from mmspec.pipelines.host.call import TYPES
+from mmspec.pipelines.host.decoder import embedding, head
+from mmspec.pipelines.host.tapping import tap, untap
 from mmspec.pipelines.host.vision import media, placeholders
 from mmspec.pipelines.prompts import chat_inputs
-from mmspec.pipelines.target.vlm import tap, untap
 from mmspec.train.data import TrainingSample
 from mmspec.train.trace import Trace
 
-_PER_TOKEN = ("token_type_ids", "mm_token_type_ids", "attention_mask")
+_PER_TOKEN = (*TYPES[:2], "attention_mask")
 
 
 class Teacher:
@@ -35,10 +37,10 @@ class Teacher:
         untap(self.model, self.features)
 
     def embed(self, ids: Tensor) -> Tensor:
-        return self.model.get_input_embeddings()(ids)
+        return embedding(self.model)(ids)
 
     def head(self, hidden: Tensor) -> Tensor:
-        return self.model.get_output_embeddings()(hidden)
+        return head(self.model)(hidden)
 
     def _inputs(self, samples: Sequence[TrainingSample]) -> Any:
         inputs = chat_inputs(self.processor, [s.prompt for s in samples], [s.load() for s in samples])
@@ -76,10 +78,7 @@ class Teacher:
             for name, t in types.items():
                 t[b, :n] = inputs[name][b, mask[b]]
                 t[b, n:] = inputs[name][b, -1]
-        with reading() as read:
-            self.model(
-                input_ids=ids, attention_mask=valid.long(), use_cache=False, logits_to_keep=1, **arguments, **types
-            )
+        read = step.cacheless(self.model, ids, valid, {**arguments, **types})
         final, found = read.final, read.features(self.features)
         embeds = read.told.get("inputs_embeds")
         embeds = self.embed(ids) if embeds is None else embeds

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 from PIL import Image
-from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from mmspec import zoo
-from mmspec.pipelines.host import recurrent, release
-from mmspec.pipelines.host.decoder import decoder
+from mmspec.pipelines.host import loading, release
+from mmspec.pipelines.host.model import HostModel
+from mmspec.pipelines.host.readable import head_shape
 from mmspec.protocols import SessionView, Target, TargetInfo
 from mmspec.tree import from_parents
 from mmspec.types import Draft, Prompt
@@ -58,9 +58,9 @@ def refusal(model: Any, drafter: Any, enable: Callable[..., Any]) -> str | None:
     names = {*modules, type(model).__name__, type(drafter).__name__, *([drafter] if isinstance(drafter, str) else [])}
     if (why := release.broken(names)) is not None:
         return why
-    if not hasattr(model, "get_decoder"):  # a pipeline of ours
+    if not loading.is_model(model):  # a pipeline of ours
         return None
-    name = "scenes-hybrid" if recurrent.modules(decoder(model)) else "scenes-video"
+    name = "scenes-hybrid" if HostModel.of(model).recurrent else "scenes-video"
     with _lock:
         if name not in _found:
             _found[name] = None  # while it is made: the embedded model is enabled without it
@@ -77,13 +77,13 @@ def _proof(name: str, enable: Callable[..., Any]) -> str | None:
     words = [{"role": "user", "content": [{"type": "image", "image": picture}, {"type": "text", "text": "Describe."}]}]
     state = torch.get_rng_state()
     try:
-        model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
-        inputs = AutoProcessor.from_pretrained(folder).apply_chat_template(
+        model, processor = loading.model_and_processor(folder, torch.float32)
+        inputs = processor.apply_chat_template(
             words, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
         )
         said = {**inputs, "max_new_tokens": TOKENS, "do_sample": False}
         want = model.generate(**said)
-        drafter = _Known(want[0, inputs["input_ids"].shape[1] :].tolist(), model.config.get_text_config().vocab_size)
+        drafter = _Known(want[0, inputs["input_ids"].shape[1] :].tolist(), head_shape(model)[0])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             with enable(model, drafter=drafter) as handle:

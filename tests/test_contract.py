@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 from packaging.specifiers import SpecifierSet
 
-from mmspec.pipelines.drafters import assistant
 from mmspec.pipelines.host import contract, recurrent, source
 from mmspec.pipelines.host.contract import ROWS, TESTED, Assumption, broken, judged
-from mmspec.pipelines.host.exotic import path_readers
+from mmspec.pipelines.host.exotic import gemma4_assistant, path_readers
 from mmspec.pipelines.host.processors import stopping
 from mmspec.pipelines.host.processors import table as processors
 
@@ -200,7 +199,7 @@ def test_everything_imported_from_inside_a_package_has_a_row():
 def test_tables_of_names_have_rows():
     scans = {name for row in ROWS if row.how == "calls" for name in row.names.split() if not name.startswith(".")}
     assert scans == set(recurrent.SCANS) == set(source.ARGUMENTS)
-    assert set(path_readers.READERS) <= MODELS and set(assistant.CLASSES) <= MODELS
+    assert set(path_readers.READERS) <= MODELS and set(gemma4_assistant.CLASSES) <= MODELS
     ours = {*processors.HISTORY, *processors.UNSORTED, *stopping._KNOWN}
     whats = {row.what for row in ROWS}
     lack = {f"{cls.__module__}.{cls.__name__}" for cls in ours} - whats

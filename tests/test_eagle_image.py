@@ -25,6 +25,7 @@ from mmspec.kernels import reference as ops
 from mmspec.loop import decode, start
 from mmspec.models import llamagen
 from mmspec.pipelines.host.processors.guidance import Guidance
+from mmspec.pipelines.host.training import Accelerator
 from mmspec.pipelines.image_teacher import ImageTeacher
 from mmspec.pipelines.target.llamagen import Condition, LlamaGenTarget
 from mmspec.pipelines.target.noise import CounterNoise
@@ -494,7 +495,7 @@ def distilling(out: Path, recipe: Recipe = RECIPE, prompts: int = 12) -> Distill
     made = build_for_pictures("eagle", pipe, 24)
     teacher = ImageTeacher(pipe, made.features)
     teacher.__enter__()
-    return Distillation(made, teacher, tiny_llamagen.samples(prompts), recipe, out)
+    return Distillation(made, teacher, tiny_llamagen.samples(prompts), recipe, out, accelerator=Accelerator())
 
 
 def test_the_trace_is_what_drawing_saw(tmp_path: Path) -> None:

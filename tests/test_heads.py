@@ -15,6 +15,7 @@ from mmspec.app import cli
 from mmspec.app.train import build_for_pictures
 from mmspec.compile import capture
 from mmspec.drafters.heads import HeadsConfig, HeadsDrafter, View
+from mmspec.pipelines.host.training import Accelerator
 from mmspec.pipelines.image_teacher import ImageTeacher
 from mmspec.train.data import TrainingSample
 from mmspec.train.heads import HeadsTraining, WindowRecorder
@@ -166,7 +167,7 @@ def training(out: Path, recipe: Any = RECIPE, prompts: int = 13) -> HeadsTrainin
     assert isinstance(made, HeadsDrafter) and made.config.streams == 2
     teacher = ImageTeacher(pipe, made.features)
     teacher.__enter__()
-    return HeadsTraining(made, teacher, tiny_llamagen.samples(prompts), recipe, out)
+    return HeadsTraining(made, teacher, tiny_llamagen.samples(prompts), recipe, out, accelerator=Accelerator())
 
 
 def test_training_raises_what_a_forward_gives(tmp_path: Path) -> None:

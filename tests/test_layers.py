@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import mmspec
+from mmspec.pipelines.host import contract
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("benchmarks", "app", "pipelines", "mmspec", "kernels")  # each imports itself and what stands to its right
@@ -44,6 +45,14 @@ INSIDE = {  # the order inside mmspec/: each part imports only its own rank and 
 }
 FACE = "mmspec/__init__.py"  # imports upwards, but lazily and by name
 DIFFUSERS = ("mmspec/models/", "pipelines/")
+HOST = "pipelines/host/"
+HOSTS = {"transformers", "peft", "accelerate"}
+UNSTABLE = contract.unstable()
+SPELLED_BELOW = {  # by the core, of modules that accelerate or transformers have hooked
+    "mmspec/modes.py": {"transformers.utils.output_capturing"},
+    "mmspec/compile/version.py": {"_hf_hook", "accelerate.hooks"},
+}
+FORMATS = "mmspec/checkpoints/"  # reads and writes files whose fields are called so
 SAYS_NOTHING = {"utils.py", "helpers.py", "common.py", "misc.py"}
 SOURCES = sorted(path.relative_to(ROOT).as_posix() for folder in FOLDERS for path in ROOT.glob(f"{folder}/**/*.py"))
 
@@ -140,6 +149,46 @@ def test_imports_from_outside(source: str):
         outside = [module for module in imports(source) if module.startswith("transformers.")]
         targets = [module for module in outside if module.endswith(("ForConditionalGeneration", "ForCausalLM"))]
         assert not targets, f"{source} knows a target's class: {targets}"
+
+
+OUTSIDE = [source for source in SOURCES if not source.startswith((HOST, "benchmarks/"))]
+CORE = [source for source in OUTSIDE if not source.startswith(("app/", FORMATS))]
+
+
+@pytest.mark.parametrize("source", OUTSIDE)
+def test_only_the_host_imports_transformers(source: str):
+    found = {module for module in imports(source) if module.split(".")[0] in HOSTS}
+    assert not found, f"{source} imports {min(found)}; what is known of it belongs in {HOST}"
+
+
+def spelled(source: str) -> set[tuple[str, int]]:
+    """Strings, attributes, keywords, parameters and definitions of a file, with their lines."""
+    found = set()
+    for node in ast.walk(parse(source)):
+        each = (getattr(node, field, None) for field in ("value", "attr", "arg", "name"))
+        found |= {(word, getattr(node, "lineno", 0)) for word in each if isinstance(word, str)}
+    return found
+
+
+@pytest.mark.parametrize("source", CORE)
+def test_only_the_host_spells_what_releases_rename(source: str):
+    for word, line in spelled(source):
+        theirs = word in UNSTABLE or (word.split(".")[0] in HOSTS and re.fullmatch(r"\w+(\.\w+)+", word))
+        known = word in SPELLED_BELOW.get(source, ())
+        assert known or not theirs, f"{source}:{line} spells {word!r}; ask HostModel, or add to {HOST}"
+
+
+@pytest.mark.parametrize("source", [s for s in CORE if s.startswith("pipelines/") and "/mar/" not in s])
+def test_only_the_host_looks_into_configs(source: str):
+    for node in ast.walk(parse(source)):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "hasattr"):
+            of = ast.unparse(node.args[0])
+            assert not of.endswith("config"), f"{source}:{node.lineno} looks into {of}; ask HostModel"
+
+
+def test_the_host_has_names_of_its_own_to_keep():
+    assert {"_sample", "_prefill", "_attn_implementation", "past_key_values", "_hf_hook"} <= UNSTABLE
+    assert any(word in UNSTABLE for source in SOURCES if source.startswith(HOST) for word, _ in spelled(source))
 
 
 @pytest.mark.parametrize("source", SOURCES)

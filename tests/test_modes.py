@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 import mmspec
 from mmspec.app.bench.image_methods import Hostile
-from mmspec.modes import each_in, mode_of
+from mmspec.modes import each_in
+from mmspec.pipelines.host.modes import mode_of
 from mmspec.pipelines.host.names import CACHE
 from mmspec.pipelines.patching import generate
 from mmspec.pipelines.target import vlm

@@ -13,7 +13,7 @@ import transformers as T
 
 import mmspec
 from mmspec.app import cli
-from mmspec.app.loading import model_and_processor
+from mmspec.pipelines.host.loading import model_and_processor
 from mmspec.pipelines.prompts import chat_inputs, text_alone
 
 TEMPLATE = (

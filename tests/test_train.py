@@ -22,6 +22,7 @@ from mmspec.app.train import build, train
 from mmspec.drafters.draft_vocab import TargetHead
 from mmspec.drafters.eagle import EagleDrafter
 from mmspec.drafters.feature import FeatureDrafter
+from mmspec.pipelines.host.training import Accelerator
 from mmspec.pipelines.prompts import chat_inputs
 from mmspec.pipelines.teacher import Teacher
 from mmspec.ragged_cache import Lengths, RaggedBuffer
@@ -81,7 +82,7 @@ def _run(
     drafter = drafter or _drafter()
     teacher = Teacher(model, processor, drafter.features)
     teacher.__enter__()
-    return Distillation(drafter, teacher, data.read(str(questions)), recipe, out, **options)
+    return Distillation(drafter, teacher, data.read(str(questions)), recipe, out, **options, accelerator=Accelerator())
 
 
 def test_the_trace_is_what_generation_saw(questions: Path) -> None:

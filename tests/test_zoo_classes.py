@@ -15,6 +15,7 @@ import mmspec
 from mmspec.app import cli
 from mmspec.pipelines.families import table as families
 from mmspec.pipelines.families.surveyed import FOUND, VERSION
+from mmspec.pipelines.host import loading
 from mmspec.pipelines.host.names import CACHE
 from mmspec.pipelines.serving.continuous import ContinuousBatcher
 
@@ -73,8 +74,8 @@ def test_every_page_tells_the_same_of_what_is_proved(capsys: pytest.CaptureFixtu
 
 
 def test_a_class_that_is_new_is_called_untested(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = {**families.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, "tomorrow": "TomorrowForConditionalGeneration"}
-    monkeypatch.setattr(families, "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES", names)
+    names = {*loading.WITH_PICTURES, "TomorrowForConditionalGeneration"}
+    monkeypatch.setattr(loading, "WITH_PICTURES", names)
     assert "TomorrowForConditionalGeneration" in mmspec.supported()
 
 

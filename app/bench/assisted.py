@@ -8,13 +8,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import transformers
 from torch import nn
 
 from mmspec.checkpoints.save import save_drafter
 from mmspec.pipelines.drafters.draft_model import ModelDrafter
 from mmspec.pipelines.drafters.mtp import MtpDrafter
 from mmspec.pipelines.host.decoder import decoder
+from mmspec.pipelines.host.loading import stock_class
 
 EARLY = 6  # a draft model has one in so many of its target's layers
 
@@ -48,7 +48,7 @@ def _dflash(drafter: Any) -> dict[str, Any]:
     same.config = replace(drafter.config, bare_embeds=True)
     with tempfile.TemporaryDirectory() as folder:
         save_drafter(same, folder, "muse-glimmer")
-        theirs = transformers.MuseGlimmerAssistantModel.from_pretrained(folder)
+        theirs = stock_class("MuseGlimmerAssistantModel").from_pretrained(folder)
     own = next(drafter.parameters())
     return {"assistant_model": theirs.to(own.device, own.dtype).eval(), "speculation_type": "dflash"}
 

@@ -17,9 +17,10 @@ from mmspec.app.painter import ImageResult, ImageSubject
 from mmspec.models.llamagen import PREFIX, visible
 from mmspec.pipelines.host.hooks import restore, swap
 from mmspec.pipelines.host.processors.guidance import Guidance
+from mmspec.pipelines.host.processors.table import warpers
 from mmspec.pipelines.target.llamagen import Condition, LlamaGenTarget
 from mmspec.pipelines.target.noise import CounterNoise
-from mmspec.pipelines.target.request import Request, Sampler, warpers
+from mmspec.pipelines.target.request import Request, Sampler
 from mmspec.pipelines.target.state import each_stream
 from mmspec.session import Row, Session
 from mmspec.tree import lone

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from transformers import CompileConfig
 
 from mmspec import registry
 from mmspec.app.bench import drafters
 from mmspec.app.bench.assisted import ASSISTED
 from mmspec.app.bench.command import matching, say
 from mmspec.app.options import count
+from mmspec.pipelines.host.loading import CompileConfig
 
 GRIDS: dict[str, tuple[dict[str, int], ...]] = {  # what --tune tries
     "lookup": tuple({"prompt_lookup_num_tokens": k} for k in (3, 5, 10)),

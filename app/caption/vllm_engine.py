@@ -119,7 +119,7 @@ def load(
         from vllm import EngineArgs, LLMEngine, SamplingParams
     except ImportError as error:
         raise FatalError(f"--engine vllm needs vLLM ({error}); {installing('vllm')}") from error
-    from transformers import AutoProcessor
+    from mmspec.pipelines.host.loading import AutoProcessor
 
     depth = options.pop("depth", DRAFT)
     if drafter != STOCK:

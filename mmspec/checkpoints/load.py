@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,32 +15,21 @@ from mmspec.drafters.feature import FeatureDrafter
 from mmspec.protocols import TargetInfo
 from mmspec.registry import drafter_class
 
+Sizes = TargetInfo | Callable[[str], int]
+
 
 def load_drafter(
     name_or_path: str | Path,
     *,
-    target: Any = None,
+    target: Sizes | None = None,
     revision: str | None = None,
     allow_pickle: bool = False,
     layout: str | None = None,
 ) -> FeatureDrafter:
-    """A drafter with its weights, frozen and in eval mode, in the types of the file; `enable` fits it to its target.
+    """A drafter from a folder, a file or the hub: see `pipelines.host.loading`, which knows the sizes of any target.
 
     Args:
-        name_or_path: a folder, a file with config.json beside it, or owner/name on the hub.
-        target: what it drafts for: a model, its TargetInfo, or its name or folder. Needed where the file does not say
-            which layers it reads (EAGLE-3 as published). A name also replaces the one recorded in the file.
-        revision: branch, tag or commit on the hub.
-        allow_pickle: run the code that a .bin file asks for; only for files whose author you trust.
-        layout: one of `layouts.LAYOUTS`; None: what config.json and the tensors' names show. An MSD drafter whose
-            config.json was lost needs it: its tensors are those of an EAGLE drafter.
-
-    Returns:
-        The drafter; hand it to `enable(model, drafter=...)`, or use it several times.
-
-    Raises:
-        FileNotFoundError: nothing there, or no config.json or weights in it.
-        ValueError: an unknown layout, missing, extra or misshapen tensors, a damaged file, a network we do not have.
+        target: the TargetInfo of what it drafts for, or what gives a number of it: "layers" of its decoder or "vocab".
     """
     path = files.locate(name_or_path, revision)
     try:
@@ -49,13 +38,11 @@ def load_drafter(
         made = drafter_of(config, tensors, target=target, layout=layout)
     except ValueError as error:
         raise ValueError(f"{name_or_path}: {error}") from error
-    if isinstance(target, (str, Path)):
-        made.config = replace(made.config, target=str(target))
     return made
 
 
 def drafter_of(
-    config: dict[str, Any], tensors: dict[str, Tensor], *, target: Any = None, layout: str | None = None
+    config: dict[str, Any], tensors: dict[str, Tensor], *, target: Sizes | None = None, layout: str | None = None
 ) -> FeatureDrafter:
     """The same from what a file holds, or a module of somebody else: its config, and its tensors by name.
 
@@ -71,7 +58,7 @@ def drafter_of(
             table = table.over(settings.layers(config))
             weights.check_keys(table, tensors)
         made = drafter_class(settings.method_of(name, config))
-        found = settings.read(name, config, shapes, partial(_of_target, target), made.Config)
+        found = settings.read(name, config, shapes, target if callable(target) else partial(_of, target), made.Config)
         drafter = weights.build(table, tensors, made, found)
     except (TypeError, ArithmeticError, AttributeError, LookupError, RuntimeError, MemoryError) as error:
         # what a setting or a tensor that nobody thought of does to the arithmetic of shapes
@@ -80,22 +67,5 @@ def drafter_of(
     return drafter.eval().requires_grad_(False)
 
 
-def _of_target(target: Any, what: str) -> int | None:
-    """A number of a target, "layers" of its decoder or its "vocab": of a TargetInfo, a model, or a name or folder."""
-    if target is None:
-        return None
-    if isinstance(target, TargetInfo):
-        return int(getattr(target, what))
-    if isinstance(target, (str, Path)):
-        from transformers import AutoConfig
-
-        try:
-            config = AutoConfig.from_pretrained(target)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"the config of the target {str(target)!r} could not be read: {error}") from error
-    else:
-        config = getattr(target, "config", None)
-    if not hasattr(config, "get_text_config"):
-        raise ValueError(f"target must be a model, or the name or folder of one; got a {type(target).__name__}")
-    text = config.get_text_config(decoder=True)
-    return int(text.num_hidden_layers if what == "layers" else text.vocab_size)
+def _of(target: TargetInfo | None, what: str) -> int | None:
+    return None if target is None else int(getattr(target, what))

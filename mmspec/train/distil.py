@@ -84,16 +84,16 @@ class Distillation:
         texts: prompts without, for recipes whose stages ask for them.
         answers: folder of the answers, which runs of the same target, data and way of answering share; default: `out`.
         about: what the answers depend on besides the prompts and the recipe: the target, the data.
+        accelerator: accelerate's, of this process.
         room: bytes of traces kept in memory, of all lessons together, so that a sample is not read again.
     """
 
     def __init__(
         self, drafter: Any, teacher: Teaches, samples: Sequence[TrainingSample], recipe: Recipe, out: Path,
         texts: Sequence[TrainingSample] = (), answers: Path | None = None, about: str = "", room: int = 0,
+        *, accelerator: Any,
     ) -> None:  # fmt: skip
-        from accelerate import Accelerator
-
-        self.accelerator = Accelerator()
+        self.accelerator = accelerator
         self.drafter, self.teacher, self.recipe, self.out = drafter, teacher, recipe, out
         self.written, self.about, self.room = answers or out, about, room
         if len(samples) <= recipe.held_out:

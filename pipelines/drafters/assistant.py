@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,14 +12,13 @@ from mmspec.drafters.blocks import path_after
 from mmspec.drafters.draft_vocab import ModelHead
 from mmspec.drafters.growth import Growth
 from mmspec.drafters.options import ALL, TreeOptions, grown
-from mmspec.pipelines.host.decoder import decoder
+from mmspec.pipelines.host.exotic import gemma4_assistant as gemma
 from mmspec.pipelines.host.hooks import stock
 from mmspec.pipelines.target.masks import additive
 from mmspec.pipelines.target.state import State
 from mmspec.protocols import SessionView, Target, TargetInfo
 from mmspec.types import FINAL, Draft, Prompt, gather_rows
 
-CLASSES = ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM")
 _USUAL = TreeOptions(depth=4, width=1, size=5, tree="chain")  # how it recommends to draft
 
 
@@ -50,11 +48,11 @@ class AssistantDrafter(Growth):
         Raises:
             ValueError: made for another target, or an option that it has no use for.
         """
-        options, config = grown(_USUAL, given, "the assistant", TreeOptions()), self.model.config
+        options = grown(_USUAL, given, "the assistant", TreeOptions())
         if options.draft_vocab != ALL or options.prune:
             what = "an assistant has a head of its own and reads the target's cache"
             raise ValueError(f"{what}; leave draft_vocab and prune out")
-        mine = {"width": config.backbone_hidden_size, "vocabulary": config.get_text_config().vocab_size}
+        mine = gemma.sizes(self.model)
         theirs = {"width": target.hidden, "vocabulary": target.vocab}
         wrong = [f"{name} {mine[name]} (target: {theirs[name]})" for name in mine if mine[name] != theirs[name]]
         if wrong:
@@ -81,12 +79,12 @@ class AssistantDrafter(Growth):
         self, session: SessionView, target: Target, tokens: Tensor, f: Tensor, appended: int, ahead: Tensor,
         seen: Tensor | None, level: int,
     ) -> Tensor:  # fmt: skip
-        return self._read(session, target, tokens, f[..., : self.model.config.backbone_hidden_size])
+        return self._read(session, target, tokens, f[..., : gemma.sizes(self.model)["width"]])
 
     def _read(self, session: Any, target: Any, tokens: Tensor, hidden: Tensor) -> Tensor:
         """Features [B, n, H + H_a] of tokens [B, n] after features [B, n, H]: the next one's, and its head's."""
         model, state, n = self.model, session.cache, tokens.shape[1]
-        home, dtype = model.pre_projection.weight.device, model.pre_projection.weight.dtype
+        home, dtype = gemma.enters(model).device, gemma.enters(model).dtype
         x = torch.cat([target.embed(tokens), hidden.to(target.embed(tokens).dtype)], -1).to(home, dtype)
         held = {kind: state.cache.slots[i] for kind, i in _shared(target).items()}
         longest = state.cache.lengths.longest
@@ -94,41 +92,25 @@ class AssistantDrafter(Growth):
             kind: (s.keys[:, :, :longest].to(home), s.values[:, :, :longest].to(home)) for kind, s in held.items()
         }
         places = state.places.at((session.emitted - 1)[:, None]).expand(-1, n).to(home)
-        known = inspect.signature(model.model.forward).parameters
-        every = (
-            {"logits_to_keep": torch.arange(n, device=home)} if "logits_to_keep" in known else {}
-        )  # and not the last
-        out = model.model(
-            inputs_embeds=model.pre_projection(x),
-            attention_mask=self._masks(state, n, home),
-            position_ids=places,
-            shared_kv_states=shared,
-            use_cache=False,
-            **every,
-        ).last_hidden_state
-        return torch.cat([model.post_projection(out), out], -1).to(tokens.device)
+        return gemma.read(model, x, self._masks(state, n, home), places, shared).to(tokens.device)
 
     def _masks(self, state: State, n: int, home: torch.device) -> dict[str, Tensor]:
         """What nodes see of each row's cache, [B, 1, n, T] for each kind of layers: all, or the last of it."""
-        at, config = state.cache.lengths, self.model.config.get_text_config()
+        at = state.cache.lengths
         slot = torch.arange(at.longest, device=at.device.device)
         past = torch.nn.functional.pad(
             state.open_slots, (0, max(0, at.longest - state.open_slots.shape[1])), value=True
         )
         every = past[:, : at.longest] & (slot < at.device[:, None])
-        near = every & (slot >= at.device[:, None] - 1 - config.sliding_window)
+        near = every & (slot >= at.device[:, None] - 1 - gemma.window(self.model))
         both = {"full_attention": every, "sliding_attention": near}
         masks = {kind: seen[:, None, None].expand(-1, 1, n, -1).to(home) for kind, seen in both.items()}
-        if config._attn_implementation == "eager":
+        if gemma.eager(self.model):
             return {kind: additive(mask, self.model.dtype) for kind, mask in masks.items()}
         return masks
 
     def logits(self, hidden: Tensor, target: Any) -> Tensor:
-        model = self.model
-        own = hidden[..., model.config.backbone_hidden_size :].to(model.lm_head.weight.device)
-        if model.config.use_ordered_embeddings:
-            return model.masked_embedding(own, model.lm_head.weight).to(hidden.device)
-        return model.lm_head(own).to(hidden.device)
+        return gemma.logits(self.model, hidden).to(hidden.device)
 
 
 def _shared(target: Any) -> dict[str, int]:
@@ -137,9 +119,7 @@ def _shared(target: Any) -> dict[str, int]:
     Raises:
         ValueError: the target is of another architecture.
     """
-    layers = [layer.self_attn for layer in decoder(target.model).layers if hasattr(layer, "self_attn")]
-    own = [each for each in layers if not getattr(each, "is_kv_shared_layer", True)]
-    found = {each.layer_type: each.layer_idx for each in own}
+    found = gemma.shared(target.model)
     if not found or target.streams > 1:
         name = stock(target.model).__name__
         raise ValueError(f"{name} shares no keys and values with an assistant; Gemma-4 does, without guidance_scale")

@@ -19,13 +19,15 @@ from mmspec.drafters.draft_vocab import ModelHead
 from mmspec.drafters.growth import Growth
 from mmspec.drafters.options import ALL, TreeOptions, grown
 from mmspec.pipelines.families.table import unwrap
-from mmspec.pipelines.host import readable
+from mmspec.pipelines.host import loading, readable
 from mmspec.pipelines.host.call import Call
-from mmspec.pipelines.host.decoder import decoder, readers
+from mmspec.pipelines.host.decoder import decoder, embedding, readers
 from mmspec.pipelines.host.hooks import stock
+from mmspec.pipelines.host.loops import as_call
+from mmspec.pipelines.host.tapping import tap, untap
 from mmspec.pipelines.target import captures
 from mmspec.pipelines.target.state import State
-from mmspec.pipelines.target.vlm import VlmTarget, tap, untap
+from mmspec.pipelines.target.vlm import VlmTarget
 from mmspec.protocols import SessionView, Target, TargetInfo
 from mmspec.tree import chain
 from mmspec.types import Draft, Prompt, Tree, gather_rows
@@ -84,7 +86,7 @@ class ModelDrafter(Growth):
             ValueError: no such folder, or nothing that can draft.
         """
         if isinstance(draft, str | Path):
-            draft = _loaded(draft)
+            draft = loading.draft_model(draft)
         if not hasattr(draft, "generate") or not hasattr(draft, "config"):
             raise ValueError(f"a draft model is a model of transformers, or its folder; got {type(draft).__name__}")
         return cls(unwrap(draft))  # of a model that hands the writing on, the one that writes
@@ -239,22 +241,14 @@ def _call(model: Any, given: Mapping[str, Any], prompt: Prompt) -> Call:
     answers = max(1, len(prompt.ids) // len(ids))  # to each prompt; only those that are drawn may be several
     found: Call = model.generate(
         input_ids=_known(model, ids.to(model.device)), **inputs, num_return_sequences=answers, max_new_tokens=1,
-        do_sample=answers > 1, custom_generate=_as_call,
+        do_sample=answers > 1, custom_generate=as_call,
     )  # fmt: skip
     return found
 
 
 def _known(model: Any, ids: Tensor) -> Tensor:
     """Ids that the draft model has an embedding of: the target may have more, for pictures or as padding."""
-    return ids.clamp(max=model.get_input_embeddings().weight.shape[0] - 1)
-
-
-def _as_call(
-    model: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any,
-    **arguments: Any,
-) -> Call:  # fmt: skip
-    """Stands in for `_sample` at the end of `generate`."""
-    return Call(input_ids, logits_processor, stopping_criteria, generation_config, arguments=arguments)
+    return ids.clamp(max=embedding(model).weight.shape[0] - 1)
 
 
 def _leave_out(state: State, stay: Tensor) -> None:
@@ -264,19 +258,3 @@ def _leave_out(state: State, stay: Tensor) -> None:
     order = stay.to(torch.uint8).argsort(dim=1, stable=True)[:, stay.shape[1] - most :]
     state.cache.keep(order)
     state.open_slots, state.padded = gather_rows(stay, order), True
-
-
-def _loaded(name: str | Path) -> Any:
-    """A model from a folder, or from the hub's cache; nothing is fetched."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
-
-    try:
-        config = AutoConfig.from_pretrained(name, local_files_only=True)
-        pictures = type(config) in AutoModelForImageTextToText._model_mapping
-        auto = AutoModelForImageTextToText if pictures else AutoModelForCausalLM
-        return auto.from_pretrained(name, local_files_only=True, dtype="auto").eval()
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"draft={str(name)!r} is no model on this machine ({str(error).splitlines()[0]}); nothing is downloaded "
-            "unasked: load it with from_pretrained, and pass the model"
-        ) from error

@@ -22,7 +22,9 @@ from mmspec.drafters.options import ALL, TreeOptions, grown
 from mmspec.drafters.trained import placed
 from mmspec.pipelines.drafters import mtp_files
 from mmspec.pipelines.host import tree_attention
+from mmspec.pipelines.host.assisted import drafted
 from mmspec.pipelines.host.decoder import decoder, head
+from mmspec.pipelines.host.mtp import MtpHeads
 from mmspec.pipelines.host.names import CACHE
 from mmspec.pipelines.target.masks import additive
 from mmspec.protocols import SessionView, Target, TargetInfo
@@ -164,16 +166,13 @@ class MtpDrafter(FeatureDrafter):
     positioned = True  # trained with the target's own position ids
     options = TreeOptions(depth=4, width=1, size=5, tree="chain")
 
-    def __init__(self, heads: mtp_files.MtpHeads, vocab: int, hidden: int, depth: int = DEPTH) -> None:
+    def __init__(self, heads: MtpHeads, vocab: int, hidden: int, depth: int = DEPTH) -> None:
         super().__init__()
         self.head = head_of(hidden, 0)
         self.heads, K = heads, len(heads.layers)
         self.config = MtpConfig(hidden, vocab, K, depth=K if K > 1 else depth)
         self.options = grown(self.config, {}, "the mtp drafter", TreeOptions())
-        self.eager = heads.config._attn_implementation == "eager"
-        kinds = getattr(heads.config, "layer_types", None) or ["full_attention"] * K
-        self.kinds = list(kinds)
-        self.windows = [heads.config.sliding_window if kind == "sliding_attention" else None for kind in kinds]
+        self.eager, self.kinds, self.windows = heads.attention == "eager", heads.kinds, heads.windows
         self.plain = K == 1 and self.windows == [None]  # masks need not know which row a slot holds
         self.by_kind = "layer_type" in inspect.signature(heads.rotary.forward).parameters if heads.rotary else False
 
@@ -185,21 +184,20 @@ class MtpDrafter(FeatureDrafter):
             ValueError: there are none, or they are incomplete, damaged or of a kind that is not known.
         """
         heads = mtp_files.heads(model, where)
-        strange = sorted(set(getattr(heads.config, "layer_types", None) or []) - set(tree_attention.KINDS))
+        strange = sorted(set(heads.kinds) - set(tree_attention.KINDS))
         if strange:
             raise ValueError(
                 f"the heads of {type(model).__name__} have {', '.join(strange)} layers, which keep a state beside keys "
                 "and values; drafter='mtp' knows full and sliding attention. Use drafter='ngram'"
             )
-        told = getattr(model.generation_config, "num_assistant_tokens", None)  # with which the model ships
-        return cls(heads, head(model).weight.shape[0], heads.config.hidden_size, told or DEPTH)
+        return cls(heads, head(model).weight.shape[0], heads.hidden, drafted(model) or DEPTH)
 
     @classmethod
     def untrained(cls, model: Any) -> MtpDrafter:
         """A head to be trained for a model: the one that it ships with, or else a new one."""
         if mtp_files.found(model):
             return cls.of_model(model)
-        return cls(mtp_files.MtpHeads(model, 1), head(model).weight.shape[0], decoder(model).config.hidden_size)
+        return cls(MtpHeads(model, 1), head(model).weight.shape[0], decoder(model).config.hidden_size)
 
     @property
     def block(self) -> Any:  # type: ignore[override]
@@ -207,7 +205,7 @@ class MtpDrafter(FeatureDrafter):
 
     @property
     def capturable(self) -> bool:
-        return self.nodes > 1 and self.plain and self.heads.config._attn_implementation == "sdpa"
+        return self.nodes > 1 and self.plain and self.heads.attention == "sdpa"
 
     def fit(self, target: TargetInfo, given: Mapping[str, Any]) -> MtpDrafter:
         """The same heads with the user's options, on the target's device.

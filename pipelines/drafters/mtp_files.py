@@ -1,30 +1,22 @@
-"""Multi-token-prediction heads in a model's own checkpoint: which layouts there are, and the layers built from them."""
+"""Multi-token-prediction heads in a model's own checkpoint: which layouts there are."""
 
 from __future__ import annotations
 
-import copy
 import json
 import re
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-from transformers.core_model_loading import PrefixChange, convert_and_load_state_dict_in_model
-from transformers.modeling_layers import MtpLayer, MtpModel
-from transformers.modeling_utils import LoadStateDictConfig, PreTrainedModel
-from transformers.utils import logging
+from torch import Tensor
 
 from mmspec import __version__
 from mmspec.checkpoints.files import CONFIG, WEIGHTS, read_config
 from mmspec.pipelines.drafters import own_files
-from mmspec.pipelines.drawing.weight_files import listed
 from mmspec.pipelines.host.decoder import decoder
-from mmspec.pipelines.host.hooks import stock
+from mmspec.pipelines.host.mtp import MtpHeads, filled
+from mmspec.pipelines.host.names import origin
 
 # How the parts of a head are called, in each layout, by us: what stands before the block, and what after it. Of the
 # first, one of each is shared by all heads.
@@ -42,18 +34,6 @@ _EACH = {
 }  # `layers.{N}.*`: DeepSeek-V3, GLM-4.5, GLM-4.5V, GLM-OCR, Step-3.7
 _OF_TARGET = ("shared_head.head", "shared_head.output", "embed_tokens")  # copies of the target's head and embedding
 _PREFIX = re.compile(r"^(?:model\.|language_model\.)*")
-
-
-class MtpHeads(MtpModel):
-    """`count` further layers of a model's own classes, each behind its two norms and a projection; their rotary."""
-
-    def __init__(self, model: Any, count: int) -> None:
-        config, text = _config(model, count), decoder(model)
-        PreTrainedModel.__init__(self, config)  # MtpModel's own would take the target in, and wants a config that tells
-        block, norm = block_class(text), stock(text.norm)
-        self.layers = nn.ModuleList(MtpLayer(config, block, norm, k) for k in range(count))
-        self.rotary = copy.deepcopy(getattr(text, "rotary_emb", None))
-        self.post_init()
 
 
 def found(model: Any, where: Path | None = None) -> dict[str, Path]:
@@ -100,7 +80,7 @@ def heads(model: Any, where: Path | None = None) -> MtpHeads:
     layers, source = len(decoder(model).layers), own_files.tensors(names)
     try:
         ours = renamed({str(_place(key, layers)): tensor for key, tensor in source.items()})
-        return _filled(model, ours)
+        return filled(model, ours)
     except ValueError as error:
         raise ValueError(f"the multi-token-prediction heads in {where}: {error}") from error
 
@@ -146,13 +126,13 @@ def save(model: Any, heads: MtpHeads, folder: Path) -> None:
         ValueError: heads that would not come back as they are.
     """
     tensors = published(heads)
-    again = _filled(model, renamed(tensors)).state_dict()
+    again = filled(model, renamed(tensors)).state_dict()
     if len(heads.layers) != 1 or any(not torch.equal(again[k], t.to(again[k])) for k, t in heads.state_dict().items()):
         raise ValueError("only a single head, of a model whose checkpoint holds its tensors as they are, can be saved")
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     marker = {"layout": "mtp", "method": "mtp", "version": __version__}
-    about = {"mmspec": marker, "target": getattr(model.config, "_name_or_path", "")}
+    about = {"mmspec": marker, "target": origin(model)[0]}
     (folder / CONFIG).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
 
 
@@ -166,60 +146,3 @@ def saved(folder: Path) -> bool:
         return False
     marker = read_config(folder).get("mmspec")
     return isinstance(marker, dict) and marker.get("method") == "mtp"
-
-
-def _filled(model: Any, tensors: dict[str, Tensor]) -> MtpHeads:
-    """Heads of the target's own classes holding exactly these tensors, which transformers converts as the target's."""
-    count = len({key.split(".")[1] for key in tensors})
-    made = MtpHeads(model, count)
-    load = LoadStateDictConfig(weight_mapping=_conversions(model), device_map={"": "cpu"}, dtype=model.dtype)
-    with _quiet():
-        info, _ = convert_and_load_state_dict_in_model(model=made, state_dict=dict(tensors), load_config=load)
-    wrong = [f"{name} is {list(mine)}, expected {list(theirs)}" for name, mine, theirs in info.mismatched_keys]
-    lack, more = sorted(info.missing_keys), sorted(info.unexpected_keys)
-    if lack or more or wrong:
-        raise ValueError(
-            f"missing: {listed(lack)}; unexpected: {listed(more)}; wrong shapes: {listed(sorted(wrong))}. Is the "
-            "checkpoint complete, of this model, and not quantized?"
-        )
-    return made.eval()
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """No progress bar for a few tensors."""
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
-
-
-def _conversions(model: Any) -> list[Any]:
-    """What transformers makes of the target's own layers when it loads them, such as one tensor of single experts."""
-    kinds = dict.fromkeys((decoder(model).config.model_type, model.config.model_type))
-    each = [get_checkpoint_conversion_mapping(kind) or [] for kind in kinds]
-    return [one for some in each for one in some if not isinstance(one, PrefixChange)]
-
-
-def block_class(text: Any) -> type:
-    """The class of the target's layers, one with attention where they are of several classes."""
-    own: Iterable[Any] = reversed(list(text.layers))
-    return next((stock(layer) for layer in own if hasattr(layer, "self_attn")), stock(text.layers[-1]))
-
-
-def _config(model: Any, count: int) -> Any:
-    """The text config, for `count` further layers whose attention sees everything unless the config says otherwise."""
-    config = copy.deepcopy(decoder(model).config)
-    for name, own in (("layer_types", "mtp_layer_types"), ("mlp_layer_types", "mtp_mlp_layer_types")):
-        kinds = getattr(config, name, None)
-        if kinds is not None:
-            usual = "full_attention" if name == "layer_types" else kinds[-1]
-            setattr(config, name, list(getattr(config, own, None) or [usual] * count)[:count])
-    config.num_hidden_layers = count
-    if hasattr(config, "first_k_dense_replace"):  # of the target's layers; heads have experts
-        config.first_k_dense_replace = 0
-    config._attn_implementation = "eager" if config._attn_implementation == "eager" else "sdpa"
-    return config

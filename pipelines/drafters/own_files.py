@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mmspec.checkpoints.files import CONFIG, INDEX, WEIGHTS, index_of
+from mmspec.pipelines.host.names import origin
 
 
 def folder(model: Any) -> Path | None:
@@ -18,14 +19,13 @@ def folder(model: Any) -> Path | None:
 
     Nothing is downloaded.
     """
-    name = getattr(model.config, "_name_or_path", "") or ""
+    name, revision = origin(model)
     if not name or Path(name).is_dir():
         return Path(name) if name else None
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
     try:
-        revision = getattr(model.config, "_commit_hash", None)
         found = try_to_load_from_cache(name, CONFIG, revision=revision)
     except HFValidationError:  # no name of the hub
         return None

@@ -34,10 +34,3 @@ def seeds(generator: Any, rows: int) -> list[int]:
         return [seeds(each, 1)[0] for each in generator]
     device = "cpu" if generator is None else generator.device
     return torch.randint(2**62, (rows,), generator=generator, device=device).tolist()
-
-
-def wake(module: Any) -> None:
-    """Bring a module that diffusers has offloaded to its device, as a call of `forward` would."""
-    hook = getattr(module, "_hf_hook", None)
-    if hook is not None:
-        hook.pre_forward(module)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from mmspec.config import UnsupportedError
-from mmspec.pipelines.families.codebook import by_token
 from mmspec.pipelines.families.decoder_only import DecoderOnly, DecoderOnlyPatch
+from mmspec.pipelines.host.exotic import pictures
 from mmspec.pipelines.host.forward import Read
 from mmspec.pipelines.host.hooks import stock
 from mmspec.pipelines.host.processors.guidance import Guidance
@@ -48,16 +48,15 @@ class PictureTokens:
         Raises:
             ValueError: some prompts end with the beginning of a picture and some do not, or the marks have no id.
         """
-        names, vq = model.config.vocabulary_map, model.config.vq_config
+        names = pictures.chameleon_marks(model)
         missing = [name for name in (_BEGIN, _END) if name not in names]
         if missing:
             raise ValueError(f"a picture stands between {_BEGIN} and {_END}; config.vocabulary_map lacks {missing}")
         begun = {int(token) == names[_BEGIN] for token in ids[:, -1]}
         if len(begun) > 1:
             raise ValueError(f"either all prompts end with {_BEGIN} or none; these differ, generate them in two calls")
-        side = vq.resolution // 2 ** (len(vq.channel_multiplier) - 1)
-        codes = torch.tensor(model.model.vocabulary_mapping.image_tokens, device=ids.device)
-        return cls(int(not begun.pop()), side, names[_BEGIN], names[_END], codes)
+        side, codes = pictures.chameleon_tokens(model)
+        return cls(int(not begun.pop()), side, names[_BEGIN], names[_END], torch.tensor(codes, device=ids.device))
 
     @property
     def length(self) -> int:
@@ -81,7 +80,7 @@ class ChameleonTarget(VlmTarget):
     """The model with its head read directly."""
 
     def _logits(self, out: Any, read: Read) -> Tensor:
-        return self.model.get_output_embeddings()(read.final).to(self.device)
+        return self.output(read.final).to(self.device)
 
     def _grid(self, read: Read) -> tuple[int, int] | None:
         picture = _picture.get()
@@ -142,6 +141,4 @@ class Chameleon(DecoderOnly):
         super().decline(patch, why)
 
     def codebook(self, model: Any) -> Tensor:
-        """The codes of the picture tokens, on their places in the vocabulary."""
-        mapping = model.model.vocabulary_mapping
-        return by_token(model.model.vqmodel.quantize.embedding.weight, mapping.img2bpe, model.config.vocab_size)
+        return pictures.chameleon(model)

@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
-
-from transformers import GenerationMixin
 
 from mmspec.pipelines.drafters import own_files
 from mmspec.pipelines.host import devices, renamed
 from mmspec.pipelines.host.call import Call, Current, current
-from mmspec.pipelines.host.decoder import decoder
+from mmspec.pipelines.host.decoder import decoder, embedding
 from mmspec.pipelines.host.hooks import stock
-from mmspec.pipelines.host.names import bound, translated
+from mmspec.pipelines.host.loops import Loops, like_generate
+from mmspec.pipelines.host.model import HostModel, settled
+from mmspec.pipelines.host.names import origin, translated
 from mmspec.pipelines.host.processors.guidance import Guidance
 from mmspec.pipelines.host.readable import head_shape, unsupported
 from mmspec.pipelines.host.release import advice
+from mmspec.pipelines.host.tapping import tap, untap
 from mmspec.pipelines.patching import assisted
 from mmspec.pipelines.patching.family import Family
 from mmspec.pipelines.patching.generate import generate, obstacle, or_stock, watched
 from mmspec.pipelines.patching.handle import Patch
 from mmspec.pipelines.patching.obstacles import BEAMS, Obstacle, shared_scale
-from mmspec.pipelines.target.vlm import VlmTarget, tap, untap
+from mmspec.pipelines.target.vlm import VlmTarget
 from mmspec.protocols import TargetInfo
 
 
-class DecoderOnlyPatch:
-    """Mixin of an enabled model; `generate` lands in one of these for every mode that transformers has.
+class DecoderOnlyPatch(Loops):
+    """Mixin of an enabled model.
 
     Another thread may swap the class at any time. So methods take the stock ones from `stock(self)`, a call asks once
     for its Patch, and what belongs to the kind of model rather than to the model is asked of `patch.family`.
@@ -34,7 +34,7 @@ class DecoderOnlyPatch:
 
     _mmspec_patch: Patch
 
-    @functools.wraps(GenerationMixin.generate)
+    @like_generate
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         kwargs = translated(kwargs)
         custom = kwargs.get("custom_generate")
@@ -74,78 +74,30 @@ class DecoderOnlyPatch:
         if (patch := Patch.of(self)) is not None:
             patch.say(what)
 
-    def _maybe_prepare_encoder_kwargs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
-        """Where prompts are kept, pictures wait for the prefill, which may have read them before.
+    def _mmspec_keeps(self) -> bool:
+        patch = Patch.of(self)
+        return patch is not None and patch.prefixes is not None
 
-        Not those of prompts that are never kept, nor of stock's prefill in pieces, which does not take them.
-        """
-        patch, prepare = Patch.of(self), stock(self)._maybe_prepare_encoder_kwargs_for_generation
-        if patch is not None and patch.prefixes is not None and not self.config.is_encoder_decoder:  # type: ignore[attr-defined]
-            told = bound(prepare, *args, **kwargs)
-            config = told["generation_config"]
-            one = max(config.num_beams or 1, config.num_return_sequences or 1) == 1
-            if one and told["model_input_name"] != "inputs_embeds" and config.prefill_chunk_size is None:
-                return told["model_kwargs"]
-        return prepare(self, *args, **kwargs)
-
-    def _sample(
-        self,
-        input_ids: Any,
-        logits_processor: Any,
-        stopping_criteria: Any,
-        generation_config: Any,
-        synced_gpus: bool = False,
-        streamer: Any = None,
-        **model_kwargs: Any,
-    ) -> Any:
-        patch, now = Patch.of(self), _reached()
-        if patch is not None and now is not None and now.patch in patch.asked.values():
+    def _mmspec_run(self, call: Call) -> tuple[Any, ...]:
+        patch, now = Patch.of(self), current.get()
+        if patch is None:  # disabled since this call began
+            return ()
+        if now is not None and now.patch in patch.asked.values():
             patch = now.patch
-        call = Call(
-            input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, model_kwargs
-        )
-        if patch is not None:  # None: disabled since this call began
-            with or_stock(patch, call):
-                why = obstacle(self, call, patch)
-                if why is None:
-                    with patch.running(self):
-                        output, stats = generate(self, patch, call)
-                    patch.book(stats)
-                    return output
-                patch.family.decline(patch, why)
-        return stock(self)._sample(
-            self,
-            input_ids,
-            logits_processor,
-            stopping_criteria,
-            generation_config,
-            synced_gpus=synced_gpus,
-            streamer=streamer,
-            **model_kwargs,
-        )
+        with or_stock(patch, call), settled():
+            why = obstacle(self, call, patch)
+            if why is None:
+                with patch.running(self):
+                    output, stats = generate(self, patch, call)
+                patch.book(stats)
+                return (output,)
+            patch.family.decline(patch, why)
+        return ()
 
-    def _beam_search(self, *args: Any, **kwargs: Any) -> Any:
-        _decline(self, BEAMS)
-        return stock(self)._beam_search(self, *args, **kwargs)
-
-    def _assisted_decoding(self, *args: Any, **kwargs: Any) -> Any:
-        _decline(self, "this kind of assisted decoding (early exit, other tokens) drafts by itself")
-        return stock(self)._assisted_decoding(self, *args, **kwargs)
-
-
-def _reached() -> Current | None:
-    """The call under way, which has come to a loop of ours."""
-    now = current.get()
-    if now is not None:
-        now.reached = True
-    return now
-
-
-def _decline(model: Any, reason: str) -> None:
-    _reached()
-    patch = Patch.of(model)
-    if patch is not None:
-        patch.family.decline(patch, Obstacle(reason))
+    def _mmspec_leave(self, beams: bool) -> None:
+        if (patch := Patch.of(self)) is not None:
+            why = "this kind of assisted decoding (early exit, other tokens) drafts by itself"
+            patch.family.decline(patch, Obstacle(BEAMS if beams else why))
 
 
 class DecoderOnly(Family):
@@ -167,11 +119,10 @@ class DecoderOnly(Family):
         return unsupported(model) or shared_scale(model)
 
     def told(self, model: Any) -> str | None:
-        own = decoder(model)
-        instead = renamed.for_drafts(own)
+        host = HostModel.of(model)
+        instead, name = host.instead, host.attention
         if instead is None:
             return None
-        name = own.config._attn_implementation
         flash = "" if name == renamed.FLEX else ", and chains of one row"
         return (
             f"{name!r} takes no tree mask: prompts{flash} are read by it, other drafts by {instead!r}. The model keeps "
@@ -180,15 +131,15 @@ class DecoderOnly(Family):
 
     def describe(self, model: Any) -> TargetInfo:
         """What a drafter has to fit."""
-        embedding, (vocab, hidden) = model.get_input_embeddings(), head_shape(model)
+        table, (vocab, hidden) = embedding(model), head_shape(model)
         ends = model.generation_config.eos_token_id
         return TargetInfo(
-            name=getattr(model.config, "_name_or_path", "") or type(model).__name__,
+            name=origin(model)[0] or type(model).__name__,
             vocab=vocab,
             hidden=hidden,
-            embedding=embedding.weight.shape[-1],
+            embedding=table.weight.shape[-1],
             layers=len(decoder(model).layers),
-            device=devices.execution(embedding),
+            device=devices.execution(table),
             dtype=model.dtype,
             ends=() if ends is None else tuple(ends) if isinstance(ends, list) else (ends,),
         )

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
 
-from mmspec.pipelines.families.codebook import by_token
 from mmspec.pipelines.families.decoder_only import DecoderOnly
 from mmspec.pipelines.host.call import Call
-from mmspec.pipelines.host.readable import head_shape
+from mmspec.pipelines.host.exotic import pictures
+from mmspec.pipelines.host.processors.table import constrained
 from mmspec.rules import Rule, exact
 
 
@@ -21,10 +20,7 @@ class Emu3(DecoderOnly):
 
     def rule(self, asked: Rule, call: Call) -> Rule:
         """A relaxed rule is for pictures, which a grammar keeps on their grid: text stays exact."""
-        drawing = any(type(p) is PrefixConstrainedLogitsProcessor for p in call.logits_processor)
-        return asked if drawing else exact
+        return asked if constrained(call.logits_processor) else exact
 
     def codebook(self, model: Any) -> Tensor:
-        """The codes of the visual tokens, on their places in the vocabulary."""
-        codes = model.model.vqmodel.quantize.embedding.weight
-        return by_token(codes, model.vocabulary_mapping.img2bpe, head_shape(model)[0])
+        return pictures.emu3(model)

@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mmspec.pipelines.families.codebook import by_token
 from mmspec.pipelines.families.decoder_only import DecoderOnly
-from mmspec.pipelines.host.forward import Read, now
-from mmspec.pipelines.host.hooks import hold, release, stock
+from mmspec.pipelines.host.exotic import pictures
+from mmspec.pipelines.host.exotic.glm_image import Listing
+from mmspec.pipelines.host.forward import Read
+from mmspec.pipelines.host.hooks import hold, release
 from mmspec.pipelines.host.processors.guidance import Guidance
-from mmspec.pipelines.host.readable import head_shape
 from mmspec.pipelines.target.state import Listed, Onward, Places
 from mmspec.pipelines.target.vlm import VlmTarget
-
-_one_at_a_time = threading.Lock()
-
-
-class _Told:
-    """Mixin of the inner model, which keeps the list on itself: each call records its own, in any thread."""
-
-    def get_rope_index(self, *args: Any, **kwargs: Any) -> Any:
-        with _one_at_a_time:
-            index = stock(self).get_rope_index(self, *args, **kwargs)
-            if (read := now().read) is not None:
-                read.listed = self._cached_decode_position_ids  # type: ignore[attr-defined]
-        return index
 
 
 class GlmTarget(VlmTarget):
@@ -58,13 +44,11 @@ class GlmImage(DecoderOnly):
 
     def tap(self, model: Any, features: tuple[int, ...]) -> None:
         super().tap(model, features)
-        hold(model.model, _Told)
+        hold(model.model, Listing)
 
     def untap(self, model: Any, features: tuple[int, ...]) -> None:
         super().untap(model, features)
         release(model.model)
 
     def codebook(self, model: Any) -> Tensor:
-        """The codes of the head's first tokens; behind them stand the marks of a picture's beginning and end."""
-        codes = torch.nn.functional.normalize(model.model.vqmodel.quantize.embedding.weight, dim=-1)
-        return by_token(codes, {i: i for i in range(len(codes))}, head_shape(model)[0])
+        return pictures.glm_image(model)

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.generation.logits_process import ClassifierFreeGuidanceLogitsProcessor, LogitsProcessorList
-from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from mmspec.pipelines.families.decoder_only import DecoderOnly, DecoderOnlyPatch
 from mmspec.pipelines.host.cache import RaggedCache
+from mmspec.pipelines.host.call import output
+from mmspec.pipelines.host.exotic import janus
+from mmspec.pipelines.host.exotic.janus import Prepared
 from mmspec.pipelines.host.forward import Read, reading
-from mmspec.pipelines.host.hooks import stock
-from mmspec.pipelines.host.names import CACHE
-from mmspec.pipelines.host.processors.guidance import Guidance
-from mmspec.pipelines.host.processors.table import POINTWISE
+from mmspec.pipelines.host.model import settled
 from mmspec.pipelines.host.vision import media
 from mmspec.pipelines.patching import drafting, obstacles
 from mmspec.pipelines.patching.generate import rounds, row_seeds, watching
@@ -34,80 +31,38 @@ from mmspec.tree import lone
 from mmspec.types import Prompt, Scores, unfold
 
 
-@dataclass(eq=False)
-class Prepared(Exception):
-    """Carries what stock's `generate` made of its arguments out of it, at the point where its loop would begin."""
-
-    ids: Tensor  # [2B, L], the prompts, then the same with pads for words
-    embeds: Tensor  # [2B, L, H]
-    arguments: dict[str, Any]  # of `prepare_inputs_for_generation`
-    processors: LogitsProcessorList
-    config: Any
-
-
-_preparing: ContextVar[dict[str, Any] | None] = ContextVar("mmspec_janus", default=None)
-
-
-class JanusPatch(DecoderOnlyPatch):
+class JanusPatch(janus.UpToTheLoop, DecoderOnlyPatch):
     """Text goes the ordinary way; for pictures stock prepares the arguments, and leaves its loop to a session."""
 
     def generate(  # type: ignore[override]  # stock's own arguments
         self, inputs: Any = None, attention_mask: Any = None, logits_processor: Any = None, **kwargs: Any
     ) -> Any:
-        def stock_generate() -> Any:  # which adds to the list of processors that it is given
-            processors = LogitsProcessorList(logits_processor or ())
-            return stock(self).generate(self, inputs, attention_mask, processors, **kwargs)
-
-        patch = Patch.of(self)
+        given, patch = (inputs, attention_mask, logits_processor), Patch.of(self)
         if patch is None or kwargs.get("generation_mode", "text") != "image":
-            return stock_generate()
-        token = _preparing.set({})
-        try:
-            return stock_generate()  # an argument that stock refuses
-        except Prepared as prepared:
-            ready = prepared.with_traceback(None)  # which would hold on to all of stock's tensors
-        finally:
-            _preparing.reset(token)
-        why = _obstacle(self, patch, ready)
-        if why is None:
-            with patch.running(self):
-                return _draw(self, patch, ready)
+            return self._stock_generate(*given, **kwargs)
+        ready = self._prepared(*given, **kwargs)
+        if not isinstance(ready, Prepared):
+            return ready
+        with settled():
+            why = _obstacle(self, patch, ready)
+            if why is None:
+                with patch.running(self):
+                    return _draw(self, patch, ready)
         patch.decline(why)
-        return stock_generate()
-
-    def _get_logits_processor(self, *args: Any, **kwargs: Any) -> Any:
-        made = stock(self)._get_logits_processor(self, *args, **kwargs)
-        seen = _preparing.get()
-        if seen is not None:
-            seen.update(processors=made, config=kwargs["generation_config"])
-        return made
-
-    def _prepare_static_cache(self, *args: Any, **kwargs: Any) -> Any:
-        """No cache of stock's own while it prepares; some versions cannot even make theirs."""
-        if _preparing.get() is not None:
-            return None
-        return stock(self)._prepare_static_cache(self, *args, **kwargs)
-
-    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
-        seen = _preparing.get()
-        if seen is None:
-            return stock(self).prepare_inputs_for_generation(self, *args, **kwargs)
-        raise Prepared(kwargs.pop("input_ids"), kwargs.pop("inputs_embeds"), kwargs, **seen)
+        return self._stock_generate(*given, **kwargs)
 
 
 def _obstacle(model: Any, patch: Patch, ready: Prepared) -> Obstacle | None:
     """Why these pictures have to be drawn on the stock path, or None."""
-    config, processors = ready.config, list(ready.processors)
-    if ready.arguments.get(CACHE) is not None:
+    config = ready.config
+    if ready.owns_cache:
         return Obstacle("a cache of the caller's own in image mode is filled by the stock loop only")
     if config.output_scores or config.output_logits or config.output_attentions or config.output_hidden_states:
         return Obstacle("scores, logits, attentions and hidden states of image mode come from the stock loop only")
-    if not any(type(p) is ClassifierFreeGuidanceLogitsProcessor for p in processors):
+    if not ready.guided:
         return Obstacle("image mode without guidance (guidance_scale ≤ 1) does not run in stock either")
-    known = POINTWISE | {ClassifierFreeGuidanceLogitsProcessor}
-    strange = [type(p).__name__ for p in processors if type(p) not in known]
-    if strange:
-        why = f"the logits processor {strange[0]} reads the prompt in image mode, or keeps state"
+    if ready.strange:
+        why = f"the logits processor {ready.strange[0]} reads the prompt in image mode, or keeps state"
         return Obstacle(why, always_falls_back=True)
     return obstacles.now(model, config, len(ready.ids)) or _unfit(model, patch)
 
@@ -128,7 +83,7 @@ class JanusTarget(VlmTarget):
         return self.model.prepare_embeddings_for_image_generation(ids).to(ids.device)
 
     def logits(self, hidden: Tensor, vocab: Any = None) -> Tensor:
-        return self.model.model.generation_head(hidden)
+        return janus.head(self.model, hidden)
 
     def prefill(  # type: ignore[override]  # what stock prepares for pictures
         self, session: Session, inputs: Prepared, nodes: int
@@ -138,10 +93,8 @@ class JanusTarget(VlmTarget):
         order = torch.arange(rows, device=inputs.ids.device).view(2, -1).T.flatten()
         embeds, arguments = inputs.embeds[order], {k: selected(v, order, rows) for k, v in inputs.arguments.items()}
         slots = RaggedCache(rows, inputs.ids.device, L + session.rows[0].limit + nodes)
-        arguments |= {CACHE: slots}
-        given = self.model.prepare_inputs_for_generation(input_ids=inputs.ids[order], inputs_embeds=embeds, **arguments)
         with reading() as read:
-            out = self.model.model.language_model(**given)
+            out = janus.prefill(self.model, inputs.ids[order], embeds, arguments, slots)
         slots.advance(L)
         given = read.told.get("position_ids")  # without any, stock counts the slots of the cache
         first = inputs.ids.new_full((rows, 1), L) if given is None else given[:, -1:] + 1
@@ -155,22 +108,16 @@ class JanusTarget(VlmTarget):
             hidden=hidden,
             visual=media(ids, self.model.config, {}),
             valid=valid[::2],
-            grid=tuple(self.model.model.vqmodel.quantize.quant_state_dims),
+            grid=janus.grid(self.model),
         )
         end, root = None if hidden is None else hidden[:, -1:], lone(prompt.ids[:, -1:])
         return prompt, self.scores(self._logits(out, read)[:, -1:], session, root, end)
 
     def _forward(self, state: State, ids: Tensor, places: Tensor, mask: Any) -> Any:
-        return self.model.model.language_model(
-            inputs_embeds=self.embed(ids),
-            position_ids=places,
-            attention_mask=mask,
-            **{CACHE: state.cache},
-            use_cache=True,
-        )
+        return janus.step(self.model, self.embed(ids), places, mask, state.cache)
 
     def _logits(self, out: Any, read: Read) -> Tensor:
-        return self.model.model.generation_head(out.last_hidden_state).to(self.device)
+        return self.logits(out).to(self.device)
 
 
 def _draw(model: Any, patch: Patch, ready: Prepared) -> Any:
@@ -184,13 +131,11 @@ def _draw(model: Any, patch: Patch, ready: Prepared) -> Any:
     drafter = patch.fitted[info]
     patch.relaxes(bool(config.do_sample))
     noise = TorchNoise() if config.do_sample and patch.config.reproducible else None
-    at = [type(p) is ClassifierFreeGuidanceLogitsProcessor for p in ready.processors].index(True)
-    guidance = Guidance(ready.processors[at].guidance_scale, widen=False, before=tuple(ready.processors[:at]))
-    warpers = LogitsProcessorList(ready.processors[at + 1 :])
+    guidance, warpers = ready.split
     # stock draws from distributions of the model's own precision, so its noise has that too
     request = Request(Sampler(warpers, bool(config.do_sample), noise), widen=noise is None)
     target = JanusTarget(model, drafter.features, guidance)
-    count, limit = len(ready.ids) // 2, model.model.vision_model.config.num_image_tokens
+    count, limit = len(ready.ids) // 2, janus.tokens(model)
     seeds = row_seeds(model, count, config.do_sample and noise is None)
     rows = [Row([], 0, limit, seed, index=b, rule=patch.rule, request=request) for b, seed in enumerate(seeds)]
     with torch.no_grad():
@@ -202,12 +147,12 @@ def _draw(model: Any, patch: Patch, ready: Prepared) -> Any:
     sequences = torch.tensor([row.tokens for row in rows], dtype=ready.ids.dtype, device=ready.ids.device)
     if not config.return_dict_in_generate:
         return sequences
-    return GenerateDecoderOnlyOutput(sequences=sequences)  # type: ignore[arg-type]
+    return output(sequences)
 
 
 def _describe_pictures(model: Any) -> TargetInfo:
     """What a drafter has to fit in image mode: the head for codes."""
-    return replace(DecoderOnly().describe(model), vocab=model.model.vqmodel.config.num_embeddings, ends=None)
+    return replace(DecoderOnly().describe(model), vocab=janus.codes(model), ends=None)
 
 
 class Janus(DecoderOnly):
@@ -220,5 +165,4 @@ class Janus(DecoderOnly):
         return exact
 
     def codebook(self, model: Any) -> Tensor:
-        """The codes as the decoder of pictures sees them, [V, c]."""
-        return torch.nn.functional.normalize(model.model.vqmodel.quantize.embedding.weight.detach(), dim=-1)
+        return janus.codebook(model)

@@ -11,6 +11,7 @@ from torch import Tensor
 from mmspec.pipelines.host import devices
 from mmspec.pipelines.host.forward import Tap
 from mmspec.pipelines.host.hooks import hold, release, stock
+from mmspec.pipelines.host.names import origin
 from mmspec.pipelines.llamagen.pipeline import DecodingPlan
 from mmspec.pipelines.patching.family import Family
 from mmspec.pipelines.patching.handle import Patch
@@ -48,7 +49,7 @@ class LlamaGen(Family):
     def describe(self, model: Any) -> TargetInfo:
         transformer = model.transformer
         c = transformer.config
-        name = str(getattr(model.config, "_name_or_path", None) or type(model).__name__)
+        name = str(origin(model)[0] or type(model).__name__)
         where = devices.execution(transformer)
         wide = {"hidden": c.dim, "embedding": c.dim, "grid": c.grid, "rope_theta": c.rope_base}
         return TargetInfo(name, c.vocab, layers=c.num_layers, device=where, dtype=transformer.dtype, **wide)

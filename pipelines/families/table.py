@@ -5,10 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-import transformers
-from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-
 from mmspec.pipelines.families.surveyed import FOUND, VERSION
+from mmspec.pipelines.host import adapters, loading, release
 from mmspec.registry import RULES, drafters
 
 if TYPE_CHECKING:  # `mmspec supported` need not load what accelerates
@@ -109,14 +107,14 @@ def _inside(wrapper: Any) -> Any:
         return None
     if hasattr(wrapper, "_orig_mod"):  # torch.compile; it hands `generate` on to the model, whose class decides
         return wrapper._orig_mod
-    if hasattr(wrapper, "get_base_model"):  # PEFT
-        return wrapper.get_base_model()
+    if (adapted := adapters.inside(wrapper)) is not None:
+        return adapted
     return None if hasattr(wrapper, "generate") else getattr(wrapper, "model", None)  # transformers.pipeline
 
 
 def untested() -> list[str]:
     """The image-text-to-text classes of the installed transformers that the survey did not try."""
-    return sorted(set(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()) - FOUND.keys())
+    return sorted(loading.WITH_PICTURES - FOUND.keys())
 
 
 def supported() -> str:
@@ -136,7 +134,7 @@ def supported() -> str:
     lines += [f"Of {len(FOUND)} image-text-to-text classes of transformers {VERSION}, {same} are token-identical:"]
     lines += [f"  docs/models.md lists them. Refused: {', '.join(refused)}"]
     lines += [f"  Failing in transformers itself: {', '.join(failing)}"] if failing else []
-    lines += [f"  Untested, of transformers {transformers.__version__}: {', '.join(unknown)}"] if unknown else []
+    lines += [f"  Untested, of transformers {release.installed()}: {', '.join(unknown)}"] if unknown else []
     lines += ["Any other decoder-only model with full or sliding attention is checked when it is enabled.", "Drafters:"]
     lines += [f"  {name:12s} {what}" for name, what in drafters().items()]
     lines += ["Rules:", *(f"  {name}" for name in RULES)]

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, QuantizedCache, StaticLayer
 
 from mmspec.kernels import dispatch
 from mmspec.pipelines.host.forward import now
@@ -200,6 +200,10 @@ class RaggedCache(Cache):
         return not (self.recurrent or self.indexed or self.pictures)
 
     @staticmethod
+    def quantized(cache: Any) -> bool:
+        return isinstance(cache, QuantizedCache)
+
+    @staticmethod
     def can_adopt(cache: Cache) -> bool:
         """Whether every layer still holds all its keys: no sliding windows, no recurrent states."""
         return all(type(layer) in (DynamicLayer, StaticLayer) for layer in cache.layers)
@@ -233,6 +237,21 @@ class RaggedCache(Cache):
             else:
                 cache.update(keys, values, index)
         return cache
+
+
+class PassThroughCache(RaggedCache):
+    """Hands the new keys and values on as if nothing were cached, and knows whose they are."""
+
+    is_initialized = True
+
+    def __init__(self, past: int) -> None:
+        super().__init__(1, torch.device("cpu"), 0)
+        self.advance(past)
+        self.fresh: tuple[int, Tensor, Tensor, None] | None = None
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
+        self.fresh = (layer_idx, key_states, value_states, None)
+        return key_states, value_states
 
 
 class Layers:

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from transformers.generation.logits_process import LogitsProcessorList
+from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL, GenerateDecoderOnlyOutput
 
 from mmspec.pipelines.host.names import CACHE
 from mmspec.pipelines.host.processors import guidance as guided
@@ -19,9 +20,13 @@ from mmspec.pipelines.host.processors.stopping import Endings
 
 # what a call tells of each token, of which generated ones have the last one's
 TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids", "cross_attention_mask", "image_attention_mask")
-# what a prefill alone reads, beside what transformers lists as such
+BOTH_WAYS = (*TYPES, "block_sequence_ids")  # what may make a decoder read in both directions
+ENCODED = "mm_encoder_outputs"  # what became of pictures that were encoded before the prefill
+ONCE = ("logits_to_keep", "use_cache")  # what does not change what a forward computes of a token
+# what a prefill alone reads
 PICTURES = (
     *("image_pixel_values", "flattened_patches", "audio_input_features", "audio_embed_sizes", "audio_attention_mask"),
+    *MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL,
 )
 
 
@@ -97,6 +102,17 @@ class Call:
         """Whether it already holds something, as in a second turn of a conversation."""
         return self.cache is not None and int(self.cache.get_seq_length()) > 0
 
+    @property
+    def pieces(self) -> int | None:
+        """Tokens that stock's prefill reads at once; None: all of them."""
+        return self.generation_config.prefill_chunk_size  # type: ignore[no-any-return]
+
+    @cached_property
+    def pad(self) -> int:  # read from the device once, not for every column
+        """What fills rows that have ended."""
+        pad = self.generation_config._pad_token_tensor
+        return int(pad) if pad is not None else 0
+
     def unread(self, past: int) -> int:
         """How many tokens stock's `_prefill` reads, where `past` are cached already."""
         embeds, mask, L = (
@@ -152,3 +168,8 @@ class Call:
         return replace(
             self, input_ids=ids.to(device), logits_processor=LogitsProcessorList(processors), arguments=arguments
         )
+
+
+def output(sequences: Tensor, cache: Any = None, scores: Any = None, logits: Any = None) -> Any:
+    """What `generate` returns where it returns a dict; `scores` and `logits`, [B, V] of each step."""
+    return GenerateDecoderOnlyOutput(sequences=sequences, scores=scores, logits=logits, **{CACHE: cache})  # type: ignore[arg-type]

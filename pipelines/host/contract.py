@@ -17,6 +17,7 @@ no model, no network, and nothing is imported. How a row is checked, by its thir
 
 from __future__ import annotations
 
+import re
 import sys
 import tomllib
 from collections.abc import Collection
@@ -65,27 +66,27 @@ _SCANS = "A draft's tree is read by replacing these functions inside the forward
 # fmt: off
 ROWS: tuple[Assumption, ...] = tuple(Assumption(*row) for row in (
     # -- generate and its loop
-    ("transformers.generation.utils.GENERATION_MODES_MAPPING", "line", "GenerationMode.SAMPLE: '_sample'", "Sampling is accelerated by overriding _sample", "families/decoder_only"),
-    ("transformers.generation.utils.GENERATION_MODES_MAPPING", "line", "GenerationMode.GREEDY_SEARCH: '_sample'", "Greedy decoding is accelerated by overriding _sample", "families/decoder_only"),
-    ("transformers.generation.utils.GENERATION_MODES_MAPPING", "says", "_beam_search _assisted_decoding", "These modes are overridden to run the stock path with a warning", "families/decoder_only"),
-    ("transformers.generation.utils.GenerationMixin.generate", "line", "getattr(type(self), GENERATION_MODES_MAPPING[", "The loop is looked up on the model's class, which enable swaps", "families/decoder_only"),
-    ("transformers.generation.utils.GenerationMixin.generate", "line", "self, input_ids, logits_processor=prepared_logits_processor, stopping_criteria=prepared_stopping_criteria, generation_config=generation_config", "Our _sample is called with these arguments", "families/decoder_only"),
-    ("transformers.generation.utils.GenerationMixin.generate", "knows", "inputs generation_config logits_processor stopping_criteria assistant_model streamer custom_generate", "Arguments of a call are looked at before stock reads them", "families/decoder_only patching/assisted"),
-    ("transformers.generation.utils.GenerationMixin._sample", "order", "input_ids logits_processor stopping_criteria generation_config synced_gpus streamer", "Our _sample has stock's parameters, and hands a call on to it", "families/decoder_only host/call"),
+    ("transformers.generation.utils.GENERATION_MODES_MAPPING", "line", "GenerationMode.SAMPLE: '_sample'", "Sampling is accelerated by overriding _sample", "host/loops"),
+    ("transformers.generation.utils.GENERATION_MODES_MAPPING", "line", "GenerationMode.GREEDY_SEARCH: '_sample'", "Greedy decoding is accelerated by overriding _sample", "host/loops"),
+    ("transformers.generation.utils.GENERATION_MODES_MAPPING", "says", "_beam_search _assisted_decoding", "These modes are overridden to run the stock path with a warning", "host/loops"),
+    ("transformers.generation.utils.GenerationMixin.generate", "line", "getattr(type(self), GENERATION_MODES_MAPPING[", "The loop is looked up on the model's class, which enable swaps", "host/loops"),
+    ("transformers.generation.utils.GenerationMixin.generate", "line", "self, input_ids, logits_processor=prepared_logits_processor, stopping_criteria=prepared_stopping_criteria, generation_config=generation_config", "Our _sample is called with these arguments", "host/loops"),
+    ("transformers.generation.utils.GenerationMixin.generate", "knows", "inputs generation_config logits_processor stopping_criteria assistant_model streamer custom_generate", "Arguments of a call are looked at before stock reads them", "families/decoder_only host/assisted"),
+    ("transformers.generation.utils.GenerationMixin._sample", "order", "input_ids logits_processor stopping_criteria generation_config synced_gpus streamer", "Our _sample has stock's parameters, and hands a call on to it", "host/loops host/call"),
     ("transformers.generation.utils.GenerationMixin._sample", "calls", "._prefill .prepare_inputs_for_generation ._update_model_kwargs_for_generation", "Our loop makes the forwards that stock's makes", "target/vlm"),
-    ("transformers.generation.utils.GenerationMixin._beam_search", "is", "", "A call with beams is handed on to it", "families/decoder_only"),
-    ("transformers.generation.utils.GenerationMixin._assisted_decoding", "is", "", "A call that drafts by itself is handed on to it", "families/decoder_only"),
+    ("transformers.generation.utils.GenerationMixin._beam_search", "is", "", "A call with beams is handed on to it", "host/loops"),
+    ("transformers.generation.utils.GenerationMixin._assisted_decoding", "is", "", "A call that drafts by itself is handed on to it", "host/loops"),
     ("transformers.generation.utils.GenerationMixin._prefill", "takes", "input_ids generation_config model_kwargs is_first_iteration", "The prompt is read by the model's own prefill", "target/vlm"),
     ("transformers.generation.utils.GenerationMixin._prefill", "says", "cache|past_key_values prefill_chunk_size _mask_length get_seq_length", "It fills the cache of its model_kwargs, in one piece where prefill_chunk_size is None", "target/vlm host/call"),
-    ("transformers.generation.utils.GenerationMixin.prepare_inputs_for_generation", "takes", "input_ids next_sequence_length cache|past_key_values attention_mask inputs_embeds is_first_iteration", "Each draft becomes the arguments of a forward by it", "target/vlm families/janus host/names"),
+    ("transformers.generation.utils.GenerationMixin.prepare_inputs_for_generation", "takes", "input_ids next_sequence_length cache|past_key_values attention_mask inputs_embeds is_first_iteration", "Each draft becomes the arguments of a forward by it", "target/vlm host/exotic/janus host/names"),
     ("transformers.generation.utils.GenerationMixin._update_model_kwargs_for_generation", "takes", "outputs model_kwargs is_encoder_decoder", "It gives the arguments of the step after the prefill", "target/vlm"),
-    ("transformers.generation.utils.GenerationMixin._maybe_prepare_encoder_kwargs_for_generation", "order", "inputs_tensor model_kwargs model_input_name generation_config", "It is overridden, so that kept prompts need no vision tower", "families/decoder_only"),
+    ("transformers.generation.utils.GenerationMixin._maybe_prepare_encoder_kwargs_for_generation", "order", "inputs_tensor model_kwargs model_input_name generation_config", "It is overridden, so that kept prompts need no vision tower", "host/loops"),
     ("transformers.generation.utils.GenerationMixin._prepare_cache_for_generation", "says", "_is_user_defined", "A cache of the caller's own is told from one that generate made", "host/call"),
     ("transformers.generation.utils.GenerationMixin._prepare_special_tokens", "says", "_pad_token_tensor", "Rows that have ended are filled with the pad token", "patching/generate"),
-    ("transformers.generation.utils.MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL", "says", "mm_encoder_outputs", "What the prefill alone reads is left out afterwards", "target/vlm prefix/prefix_keys host/vision"),
-    ("transformers.generation.utils.GenerateDecoderOnlyOutput", "holds", "sequences scores logits cache|past_key_values", "A call with return_dict_in_generate returns one", "patching/generate families/janus"),
-    ("transformers.generation.configuration_utils.GenerationConfig", "says", "num_beams num_return_sequences do_sample prefill_chunk_size return_dict_in_generate output_scores output_logits output_attentions output_hidden_states is_assistant num_assistant_tokens prompt_lookup_num_tokens max_matching_ngram_size assistant_early_exit use_mtp", "These fields say what a call wants", "patching/generate patching/assisted patching/obstacles"),
-    ("transformers.generation.streamers.BaseStreamer", "holds", "put end", "Streamers get each token once", "patching/generate serving/stream"),
+    ("transformers.generation.utils.MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL", "says", "mm_encoder_outputs", "What the prefill alone reads is left out afterwards", "host/call host/vision"),
+    ("transformers.generation.utils.GenerateDecoderOnlyOutput", "holds", "sequences scores logits cache|past_key_values", "A call with return_dict_in_generate returns one", "host/call"),
+    ("transformers.generation.configuration_utils.GenerationConfig", "says", "num_beams num_return_sequences do_sample prefill_chunk_size return_dict_in_generate output_scores output_logits output_attentions output_hidden_states is_assistant num_assistant_tokens prompt_lookup_num_tokens max_matching_ngram_size assistant_early_exit use_mtp", "These fields say what a call wants", "patching/generate host/assisted patching/obstacles"),
+    ("transformers.generation.streamers.BaseStreamer", "holds", "put end", "Streamers get each token once", "patching/generate host/streaming"),
     # -- the cache
     *((f"transformers.cache_utils.Cache.{method}", "order", names, "Our cache is called in its place", "host/cache")
       for method, names in (
@@ -106,7 +107,7 @@ ROWS: tuple[Assumption, ...] = tuple(Assumption(*row) for row in (
     ("transformers.cache_utils.DynamicLayer.lazy_initialization", "order", "key_states value_states", "A caller's cache is given views of ours", "host/cache"),
     ("transformers.cache_utils.StaticLayer.update", "order", "key_states value_states", "A caller's static cache is filled by it", "host/cache"),
     ("transformers.cache_utils.DynamicCache", "is", "", "A call that returns its cache gets one", "host/cache host/call host/processors/reader"),
-    ("transformers.cache_utils.QuantizedCache", "is", "", "A call with one runs the stock path", "patching/generate"),
+    ("transformers.cache_utils.QuantizedCache", "is", "", "A call with one runs the stock path", "host/cache"),
     # -- attention, masks, modules
     ("transformers.integrations.sdpa_attention.sdpa_attention_forward", "order", "module query key value attention_mask dropout scaling", "Tree attention hands on to it what it does not read itself", "host/tree_attention"),
     ("transformers.modeling_utils.AttentionInterface", "holds", "get_interface", "Tree attention is registered there, and stock attention found", "host/tree_attention"),
@@ -122,10 +123,10 @@ ROWS: tuple[Assumption, ...] = tuple(Assumption(*row) for row in (
     ("transformers.modeling_outputs.CausalLMOutputWithPast", "holds", "logits cache|past_key_values", "A forward gives logits; the reader in a processor's copy returns one", "target/vlm host/processors/reader"),
     ("transformers.modeling_utils.PreTrainedModel", "holds", "get_decoder config _is_stateful _supports_sdpa tp_size base_model", "The decoder, and what it supports, are found by these", "host/decoder host/readable host/renamed host/devices"),
     ("transformers.modeling_utils.EmbeddingAccessMixin", "holds", "get_input_embeddings get_output_embeddings", "The embedding and the head are found by these", "host/decoder target/vlm teacher"),
-    ("transformers.configuration_utils.PreTrainedConfig|PretrainedConfig", "says", "_attn_implementation _name_or_path _commit_hash get_text_config is_encoder_decoder", "A model's attention, files and text config are found by these", "drafters/own_files host/renamed drafters/draft_model"),
+    ("transformers.configuration_utils.PreTrainedConfig|PretrainedConfig", "says", "_attn_implementation _name_or_path _commit_hash get_text_config is_encoder_decoder", "A model's attention, files and text config are found by these", "drafters/own_files host/renamed host/loading"),
     ("transformers.activations.ACT2FN", "is", "", "A convolution's activation is looked up by name", "host/recurrent"),
-    ("transformers.models.auto.auto_factory._BaseAutoModelClass", "holds", "_model_mapping from_pretrained", "A draft model is loaded by the class that its config has", "drafters/draft_model"),
-    ("transformers.models.auto.modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES", "is", "", "Model classes of this release are listed by it", "families/table"),
+    ("transformers.models.auto.auto_factory._BaseAutoModelClass", "holds", "_model_mapping from_pretrained", "A draft model is loaded by the class that its config has", "host/loading"),
+    ("transformers.models.auto.modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES", "is", "", "Model classes of this release are listed by it", "host/loading"),
     # -- layers with a recurrent state
     *((f"transformers.models.{file}.modeling_{file}.{cls}.forward", "calls", calls, _SCANS, "host/recurrent", cls)
       for file, cls, calls in (
@@ -177,12 +178,12 @@ ROWS: tuple[Assumption, ...] = tuple(Assumption(*row) for row in (
     ("transformers.models.qwen4_exp.modeling_qwen4_exp.Qwen4ExpTextModel.forward", "says", "indexer_position_ids", "Positions of what is cached are kept with the first indexer", "host/cache", "Qwen4ExpTextQSAIndexer"),
     ("transformers.models.inkling2.modeling_inkling2.Inkling2RelativePositionBias|Inkling2RelativeLogits.forward", "order", "hidden_states|relative_states relative_distance|query_positions position_ids|key_positions", "The bias is by distance in the text, not between slots", "host/exotic/path_readers", "Inkling2TextModel Inkling2Model Inkling2RelativePositionBias Inkling2RelativeLogits"),
     # -- families
-    ("transformers.models.janus.modeling_janus.JanusForConditionalGeneration.generate", "calls", "._get_logits_processor ._prepare_static_cache .prepare_inputs_for_generation", "Stock prepares a picture's arguments, and we take them from these calls", "families/janus", "JanusForConditionalGeneration"),
-    ("transformers.models.janus.modeling_janus.JanusForConditionalGeneration.generate", "says", "generation_mode generation_config input_ids inputs_embeds", "Image mode is told from text by these", "families/janus", "JanusForConditionalGeneration"),
-    ("transformers.models.janus.modeling_janus.JanusForConditionalGeneration", "holds", "prepare_embeddings_for_image_generation", "Codes are embedded by it", "families/janus", "JanusForConditionalGeneration"),
-    ("transformers.models.glm_image.modeling_glm_image.GlmImageModel", "holds", "get_rope_index _cached_decode_position_ids", "The prefill lists the positions of a picture's tokens there", "families/glm_image", "GlmImageForConditionalGeneration"),
-    ("transformers.models.emu3.modeling_emu3.Emu3ImageVocabularyMapping", "holds", "img2bpe", "Codes of a picture are found by their tokens", "families/emu3", "Emu3ForConditionalGeneration"),
-    ("transformers.models.chameleon.modeling_chameleon.ChameleonImageVocabularyMapping", "holds", "img2bpe image_tokens", "Codes of a picture are found by their tokens", "families/chameleon", "ChameleonForConditionalGeneration"),
+    ("transformers.models.janus.modeling_janus.JanusForConditionalGeneration.generate", "calls", "._get_logits_processor ._prepare_static_cache .prepare_inputs_for_generation", "Stock prepares a picture's arguments, and we take them from these calls", "host/exotic/janus", "JanusForConditionalGeneration"),
+    ("transformers.models.janus.modeling_janus.JanusForConditionalGeneration.generate", "says", "generation_mode generation_config input_ids inputs_embeds", "Image mode is told from text by these", "host/exotic/janus", "JanusForConditionalGeneration"),
+    ("transformers.models.janus.modeling_janus.JanusForConditionalGeneration", "holds", "prepare_embeddings_for_image_generation", "Codes are embedded by it", "host/exotic/janus", "JanusForConditionalGeneration"),
+    ("transformers.models.glm_image.modeling_glm_image.GlmImageModel", "holds", "get_rope_index _cached_decode_position_ids", "The prefill lists the positions of a picture's tokens there", "host/exotic/glm_image", "GlmImageForConditionalGeneration"),
+    ("transformers.models.emu3.modeling_emu3.Emu3ImageVocabularyMapping", "holds", "img2bpe", "Codes of a picture are found by their tokens", "host/exotic/pictures", "Emu3ForConditionalGeneration"),
+    ("transformers.models.chameleon.modeling_chameleon.ChameleonImageVocabularyMapping", "holds", "img2bpe image_tokens", "Codes of a picture are found by their tokens", "host/exotic/pictures", "ChameleonForConditionalGeneration"),
     # -- logits processors and stopping criteria
     *((f"transformers.generation.logits_process.{cls}", "holds", names, "It is applied along each node's path",
        "host/processors/history") for cls, names in (
@@ -196,32 +197,32 @@ ROWS: tuple[Assumption, ...] = tuple(Assumption(*row) for row in (
         ("SuppressTokensAtBeginLogitsProcessor", "begin_suppress_tokens begin_index"),
         ("ExponentialDecayLengthPenalty", "regulation_start regulation_factor eos_token_id"),
       )),
-    ("transformers.generation.logits_process.LogitsProcessorList", "is", "", "Processors of a call come in one", "host/call host/processors/guidance target/request"),
-    ("transformers.generation.logits_process.TemperatureLogitsWarper", "is", "", "It is applied to all nodes at once", "host/processors/table target/request"),
-    ("transformers.generation.logits_process.TopKLogitsWarper", "holds", "top_k filter_value", "It is applied to all nodes at once", "host/processors/table target/request"),
+    ("transformers.generation.logits_process.LogitsProcessorList", "is", "", "Processors of a call come in one", "host/call host/processors/guidance host/processors/table host/exotic/janus"),
+    ("transformers.generation.logits_process.TemperatureLogitsWarper", "is", "", "It is applied to all nodes at once", "host/processors/table"),
+    ("transformers.generation.logits_process.TopKLogitsWarper", "holds", "top_k filter_value", "It is applied to all nodes at once", "host/processors/table"),
     ("transformers.generation.logits_process.TopPLogitsWarper", "holds", "top_p filter_value min_tokens_to_keep", "It has a faster twin on a GPU", "host/processors/table host/processors/nucleus"),
     ("transformers.generation.logits_process.NoBadWordsLogitsProcessor", "line", "class NoBadWordsLogitsProcessor(SequenceBiasLogitsProcessor)", "It is applied along each node's path", "host/processors/history"),
     ("transformers.generation.logits_process.PrefixConstrainedLogitsProcessor", "holds", "_prefix_allowed_tokens_fn", "Its function is asked about each node", "host/processors/table host/processors/history"),
     ("transformers.generation.logits_process.PrefixConstrainedLogitsProcessor.__init__", "order", "prefix_allowed_tokens_fn num_beams", "It is made anew for the nodes of a tree", "host/processors/history"),
     ("transformers.generation.logits_process.UnbatchedClassifierFreeGuidanceLogitsProcessor", "holds", "guidance_scale model unconditional_context", "A second stream of the batch takes its place", "host/processors/guidance"),
     ("transformers.generation.logits_process.UnbatchedClassifierFreeGuidanceLogitsProcessor", "says", "input_ids attention_mask first_pass log_softmax", "The negative prompt is taken from its context", "host/processors/guidance"),
-    ("transformers.generation.logits_process.ClassifierFreeGuidanceLogitsProcessor", "holds", "guidance_scale", "Guidance of image mode is taken from it", "families/janus", "JanusForConditionalGeneration"),
+    ("transformers.generation.logits_process.ClassifierFreeGuidanceLogitsProcessor", "holds", "guidance_scale", "Guidance of image mode is taken from it", "host/exotic/janus", "JanusForConditionalGeneration"),
     ("transformers.generation.stopping_criteria.StoppingCriteriaList", "is", "", "Criteria of a call come in one", "host/processors/stopping"),
     ("transformers.generation.stopping_criteria.MaxLengthCriteria", "holds", "max_length", "A row's limit is read from it", "host/processors/stopping"),
     ("transformers.generation.stopping_criteria.EosTokenCriteria", "holds", "eos_token_id", "A row's ends are read from it", "host/processors/stopping"),
     ("transformers.generation.stopping_criteria.StopStringCriteria", "holds", "maximum_token_len", "It is asked about the end of each row", "host/processors/stopping"),
     ("transformers.generation.stopping_criteria.MaxTimeCriteria", "is", "", "It is asked once a round", "host/processors/stopping"),
     # -- drafters made of transformers models
-    ("transformers.modeling_layers.MtpLayer.__init__", "order", "config decoder_layer_cls norm_cls layer_idx", "MTP heads are built of it", "drafters/mtp_files", _MTP),
-    ("transformers.modeling_layers.MtpLayer", "holds", "enorm hnorm eh_proj mtp_block post_norm", "A checkpoint's tensors are renamed to these", "drafters/mtp_files", _MTP),
+    ("transformers.modeling_layers.MtpLayer.__init__", "order", "config decoder_layer_cls norm_cls layer_idx", "MTP heads are built of it", "host/mtp", _MTP),
+    ("transformers.modeling_layers.MtpLayer", "holds", "enorm hnorm eh_proj mtp_block post_norm", "A checkpoint's tensors are renamed to these", "host/mtp", _MTP),
     ("transformers.modeling_layers.MtpLayer.forward", "takes", "inputs_embeds previous_hidden_state position_embeddings attention_mask position_ids cache|past_key_values", "MTP heads are called by it", "drafters/mtp", _MTP),
-    ("transformers.modeling_layers.MtpModel", "is", "", "MTP heads are a kind of it", "drafters/mtp_files", _MTP),
-    ("transformers.core_model_loading.convert_and_load_state_dict_in_model", "takes", "model state_dict load_config", "MTP heads are filled as transformers fills the model", "drafters/mtp_files", _MTP),
-    ("transformers.core_model_loading.PrefixChange", "is", "", "Renamings of the whole model are left out", "drafters/mtp_files", _MTP),
-    ("transformers.conversion_mapping.get_checkpoint_conversion_mapping", "order", "model_type", "It says how a checkpoint's tensors become the model's", "drafters/mtp_files", _MTP),
-    ("transformers.modeling_utils.LoadStateDictConfig", "holds", "weight_mapping device_map dtype", "MTP heads are filled as transformers fills the model", "drafters/mtp_files", _MTP),
-    ("transformers.core_model_loading.convert_and_load_state_dict_in_model", "says", "mismatched_keys missing_keys unexpected_keys", "An incomplete checkpoint is refused by these", "drafters/mtp_files", _MTP),
-    ("transformers.utils.logging", "says", "is_progress_bar_enabled disable_progress_bar enable_progress_bar", "A few tensors are loaded without a progress bar", "drafters/mtp_files", _MTP),
+    ("transformers.modeling_layers.MtpModel", "is", "", "MTP heads are a kind of it", "host/mtp", _MTP),
+    ("transformers.core_model_loading.convert_and_load_state_dict_in_model", "takes", "model state_dict load_config", "MTP heads are filled as transformers fills the model", "host/mtp", _MTP),
+    ("transformers.core_model_loading.PrefixChange", "is", "", "Renamings of the whole model are left out", "host/mtp", _MTP),
+    ("transformers.conversion_mapping.get_checkpoint_conversion_mapping", "order", "model_type", "It says how a checkpoint's tensors become the model's", "host/mtp", _MTP),
+    ("transformers.modeling_utils.LoadStateDictConfig", "holds", "weight_mapping device_map dtype", "MTP heads are filled as transformers fills the model", "host/mtp", _MTP),
+    ("transformers.core_model_loading.convert_and_load_state_dict_in_model", "says", "mismatched_keys missing_keys unexpected_keys", "An incomplete checkpoint is refused by these", "host/mtp", _MTP),
+    ("transformers.utils.logging", "says", "is_progress_bar_enabled disable_progress_bar enable_progress_bar", "A few tensors are loaded without a progress bar", "host/mtp", _MTP),
     ("transformers.models.gemma4_assistant.modeling_gemma4_assistant.Gemma4AssistantForCausalLM", "holds", "pre_projection post_projection masked_embedding lm_head model", "The assistant is called part by part", "drafters/assistant", _ASSISTANT),
     ("transformers.models.gemma4.modeling_gemma4.Gemma4TextModel.forward", "says", "shared_kv_states", "The assistant's layers read the target's keys and values", "drafters/assistant", _ASSISTANT),
     ("transformers.models.gemma4.modeling_gemma4.Gemma4TextAttention", "holds", "is_kv_shared_layer layer_type layer_idx", "The layers with keys of their own are found by these", "drafters/assistant", _ASSISTANT),
@@ -240,6 +241,25 @@ ROWS: tuple[Assumption, ...] = tuple(Assumption(*row) for row in (
     ("peft.config.PromptLearningConfig", "holds", "is_prompt_learning", "Adapters that add virtual tokens are refused", "patching/obstacles", "PeftModel"),
 ))
 # fmt: on
+
+# What releases rename, beside the private names in ROWS; outside of `pipelines/host/` nothing is called so
+_RENAMED = """
+    past_key_values past_key_values_length cache_params cache_length logits_to_keep next_sequence_length model_kwargs
+    is_first_iteration mm_encoder_outputs mm_token_type_ids moe_mm_token_type_ids block_sequence_ids prefill_chunk_size
+    last_hidden_state is_encoder_decoder layer_types sliding_window use_sliding_window attention_chunk_size
+    cross_attention_layers num_kv_shared_layers is_kv_shared_layer shared_kv_states hc_mult hc_count index_kpool
+    index_block_size indexer_compress_ratio gradient_checkpointing original_max_seq_len get_rope_index get_decoder
+    get_input_embeddings get_output_embeddings get_text_config num_assistant_tokens use_mtp prompt_lookup_num_tokens max_matching_ngram_size
+    speculation_type assistant_early_exit assistant_tokenizer is_assistant active_peft_config peft_config
+    is_prompt_learning get_base_model base_layer adapter_names
+"""
+
+
+def unstable() -> set[str]:
+    """Names of transformers, accelerate and peft that a release may change, which this folder alone may spell."""
+    rows = (row for row in ROWS if not row.what.startswith("diffusers."))
+    words = (word for row in rows for word in re.findall(r"\w+", f"{row.what.rpartition('.')[2]} {row.names}"))
+    return {*_RENAMED.split(), *(word for word in words if word.startswith("_") and not word.startswith("__"))}
 
 
 def broken(where: str | Path | None = None, models: Collection[str] = ()) -> list[Assumption]:

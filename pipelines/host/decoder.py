@@ -7,6 +7,7 @@ from typing import Any
 from mmspec.modes import each_module
 from mmspec.pipelines.host import recurrent
 from mmspec.pipelines.host.exotic import path_readers
+from mmspec.pipelines.host.hooks import stock
 
 
 def decoder(model: Any) -> Any:
@@ -22,10 +23,20 @@ def head(model: Any) -> Any:
     return inner.get_output_embeddings() if found is None and hasattr(inner, "get_output_embeddings") else found
 
 
+def embedding(model: Any) -> Any:
+    """What embeds token ids."""
+    return model.get_input_embeddings()
+
+
+def text_and_head(model: Any) -> tuple[Any, Any]:
+    """What `get_decoder` gives, and what gives logits."""
+    return model.get_decoder(), head(model)
+
+
 def readers(text: Any) -> list[tuple[Any, type]]:
     """The modules of a decoder that read a draft in a way of their own, and what goes before the class of each."""
     ours = {module: reader for module in each_module(text) if (reader := path_readers.reader(module)) is not None}
-    rest = [(module, recurrent.reader(type(module))) for module in recurrent.modules(text) if module not in ours]
+    rest = [(module, recurrent.reader(stock(module))) for module in recurrent.modules(text) if module not in ours]
     return [*ours.items(), *rest]
 
 

@@ -22,6 +22,13 @@ def execution(module: torch.nn.Module) -> torch.device:
     return torch.device("cpu") if weight is None else weight.device
 
 
+def wake(module: Any) -> None:
+    """Bring a module that diffusers has offloaded to its device, as a call of `forward` would."""
+    hook = getattr(module, "_hf_hook", None)
+    if hook is not None:
+        hook.pre_forward(module)
+
+
 def moved(before: TargetInfo, now: TargetInfo) -> bool:
     """Whether a target computes elsewhere, or in another dtype."""
     return (before.device, before.dtype) != (now.device, now.dtype)

@@ -33,6 +33,19 @@ if not CACHE:
 # Kosmos-2.5 counts what is cached under another name
 CACHED = "cache_length" if CACHE == "cache" else "past_key_values_length"
 
+FEATURES = "last_hidden_state"  # of what a decoder gives
+
+
+def origin(model: Any) -> tuple[str, str | None]:
+    """The folder or hub name that a model or pipeline was loaded from, "" where nobody knows, and the revision."""
+    config = model.config
+    return getattr(config, "_name_or_path", None) or "", getattr(config, "_commit_hash", None)
+
+
+def own_setting(model: Any, name: str) -> Any:
+    """What a model's config says under a name of ours; None: nothing."""
+    return getattr(model.config, name, None)
+
 
 def translated(told: Mapping[str, Any]) -> dict[str, Any]:
     """A user's keyword arguments, the KV cache under the name of the installed release.

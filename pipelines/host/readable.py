@@ -20,10 +20,14 @@ _STRANGE = {
 }
 
 
+def two_parts(model: Any) -> bool:
+    """Whether an encoder reads the prompt, and what is generated stands alone."""
+    return bool(getattr(model.config, "is_encoder_decoder", False))
+
+
 def unsupported(model: Any) -> str | None:
     """Why this model cannot be accelerated, or None."""
-    config = model.config
-    if getattr(config, "is_encoder_decoder", False):
+    if two_parts(model):
         return "it is an encoder-decoder model; only decoder-only models are supported"
     if stock(model).__name__ in _STRANGE:
         return _STRANGE[stock(model).__name__]
@@ -52,7 +56,7 @@ def unsupported(model: Any) -> str | None:
     layers -= recurrent.KINDS if kept else set()
     if layers - _LAYERS:
         return f"it has {', '.join(sorted(layers - _LAYERS))} layers, whose state cannot be rolled back to a tree node"
-    return unfit_attention(text)
+    return renamed.unfit(text)
 
 
 def head_shape(model: Any) -> tuple[int, int]:
@@ -61,15 +65,3 @@ def head_shape(model: Any) -> tuple[int, int]:
     if hasattr(last, "out_features"):
         return last.out_features, last.in_features
     return last.weight.shape[0], last.weight.shape[1]
-
-
-def unfit_attention(text: Any) -> str | None:
-    """Why the attention that a decoder's config names cannot read a tree, nor another in its place; or None."""
-    asked = text.config._attn_implementation
-    if asked in renamed.TREES or renamed.for_drafts(text) is not None:
-        return None
-    return (
-        f"its attention is {asked!r}, which takes no tree mask; load it with attn_implementation='sdpa', or call "
-        f"model.set_attn_implementation('sdpa') (allowed: {', '.join(sorted(renamed.TREES))}, and FlashAttention and "
-        "flex_attention, for which sdpa reads the drafts)"
-    )

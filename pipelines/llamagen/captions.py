@@ -43,6 +43,6 @@ def read(texts: list[str], tokenizer: Any, encoder: Any, length: int, device: to
             f"reads {length} at most, so shorten it"
         )
     ids, mask = (torch.tensor(found[name], device=device) for name in ("input_ids", "attention_mask"))
-    features = encoder(ids, attention_mask=mask).last_hidden_state * mask[..., None]
+    features = encoder(ids, attention_mask=mask)[0] * mask[..., None]
     place = (torch.arange(length, device=device) + mask.sum(1, keepdim=True)) % length  # what was right moves left
     return features.gather(1, place[..., None].expand_as(features)), mask.bool().gather(1, place)

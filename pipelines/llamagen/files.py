@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, T5EncoderModel
 
 from mmspec.models.llamagen import LlamaGenTransformer
 from mmspec.models.llamagen_vq import LlamaGenVQ
 from mmspec.pipelines.drawing.weight_files import count, filled, need, tensors_in
+from mmspec.pipelines.host.text_encoder import encoder_and_tokenizer
 from mmspec.pipelines.llamagen.pipeline import LlamaGenPipeline
 
 OF = "LlamaGen"
@@ -66,8 +66,7 @@ def pipeline(
     grid = None if image_size is None else image_size // codes.downsample
     parts: dict[str, Any] = {}
     if text_encoder is not None:
-        parts["text_encoder"] = T5EncoderModel.from_pretrained(text_encoder, dtype="auto")
-        parts["tokenizer"] = AutoTokenizer.from_pretrained(text_encoder)
+        parts["text_encoder"], parts["tokenizer"] = encoder_and_tokenizer(text_encoder)
     return LlamaGenPipeline(transformer(read(path, allow_pickle), grid, heads), codes, **parts)
 
 

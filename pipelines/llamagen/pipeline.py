@@ -13,21 +13,22 @@ from diffusers.image_processor import VaeImageProcessor
 from diffusers.pipelines.pipeline_loading_utils import LOADABLE_CLASSES
 from diffusers.utils import BaseOutput
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast, T5EncoderModel
 
 from mmspec.config import is_whole
 from mmspec.drafters.plain import Plain
 from mmspec.loop import decode, start
 from mmspec.models.llamagen import LlamaGenTransformer
 from mmspec.models.llamagen_vq import LlamaGenVQ
-from mmspec.pipelines.drawing.outputs import OUTPUTS, class_ids, seeds, wake
+from mmspec.pipelines.drawing.outputs import OUTPUTS, class_ids, seeds
 from mmspec.pipelines.host import devices
 from mmspec.pipelines.host.processors.guidance import Guidance
+from mmspec.pipelines.host.processors.table import warpers
+from mmspec.pipelines.host.text_encoder import PreTrainedTokenizerFast, T5EncoderModel
 from mmspec.pipelines.llamagen import captions
 from mmspec.pipelines.target import captures
 from mmspec.pipelines.target.llamagen import Condition, LlamaGenTarget
 from mmspec.pipelines.target.noise import CounterNoise
-from mmspec.pipelines.target.request import Request, Sampler, warpers
+from mmspec.pipelines.target.request import Request, Sampler
 from mmspec.rules import Rule, exact
 from mmspec.session import Row, Session
 from mmspec.statistics import Stats
@@ -163,7 +164,7 @@ class LlamaGenPipeline(DiffusionPipeline):
     ) -> Iterator[Session]:
         """The session after each round, the prefill's first; it still holds the rows that ended in that round."""
         plan, home = self._plan(how["temperature"] > 0), devices.execution(self.transformer)
-        wake(self.transformer)
+        devices.wake(self.transformer)
         condition = Condition(condition.what.to(home), condition.valid.to(home))
         noise = CounterNoise() if plan.reproducible else None
         request = Request(Sampler(warpers(how), how["temperature"] > 0, noise))
@@ -226,7 +227,7 @@ class LlamaGenPipeline(DiffusionPipeline):
         return features.to(self.transformer.dtype), valid
 
     def _picture(self, tokens: Tensor, output_type: str) -> Any:
-        wake(self.vqvae)
+        devices.wake(self.vqvae)
         tokens = tokens.to(devices.execution(self.vqvae))
         return self.image_processor.postprocess(self.vqvae.decode(tokens).float(), output_type)
 

@@ -18,8 +18,10 @@ from torch import Tensor
 from mmspec.config import is_whole
 from mmspec.models.mar import MARTransformer2DModel
 from mmspec.models.mar_scheduler import MARScheduler
-from mmspec.modes import Mode, each_in, mode_of
-from mmspec.pipelines.drawing.outputs import OUTPUTS, class_ids, seeds, wake
+from mmspec.modes import Mode, each_in
+from mmspec.pipelines.drawing.outputs import OUTPUTS, class_ids, seeds
+from mmspec.pipelines.host import devices
+from mmspec.pipelines.host.modes import mode_of
 from mmspec.pipelines.mar.loop import GUIDANCE, STEPS, MarRunner, MarState, canvas, distribution, plain
 from mmspec.pipelines.mar.plan import MarStats, Speculation, tally
 from mmspec.pipelines.mar.speculate import draw
@@ -134,7 +136,7 @@ class MARPipeline(DiffusionPipeline):
         }  # fmt: skip
         how = self._settings(given, output_type)
         labels = self._labels(class_labels)
-        wake(self.transformer)
+        devices.wake(self.transformer)
         runner, speculation, told = self._runner(how, fast_head, compile), self._speculation, None
         draft_runner = runner
         if speculation is not None:
@@ -236,7 +238,7 @@ class MARPipeline(DiffusionPipeline):
 
     def picture(self, tokens: Tensor, output_type: str = "pil") -> Any:
         """Pictures of tokens [B, grid², channels], as the call returns them; zero where nothing is drawn yet."""
-        wake(self.vae)
+        devices.wake(self.vae)
         grid = self.transformer.config.grid
         latents = tokens.transpose(1, 2).unflatten(2, (grid, grid)) / self.vae.config.scaling_factor
         pixels = self.vae.decode(latents.to(self.vae.dtype)).sample.clamp(-1, 1)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from mmspec.drafters.ngram import NgramDrafter
+from mmspec.pipelines.host import assisted
+from mmspec.pipelines.host.assisted import Assistance
 from mmspec.pipelines.patching import drafting
 from mmspec.pipelines.patching.handle import Patch
 from mmspec.pipelines.patching.obstacles import Obstacle
-
-# of a generation config; the first that is set counts, as in stock, and the last says what an assistant is
-_FIELDS = ("prompt_lookup_num_tokens", "use_mtp", "speculation_type")
 
 
 @dataclass(frozen=True)
@@ -32,46 +30,20 @@ class DraftRequest:
 
 
 def asked(model: Any, kwargs: Mapping[str, Any]) -> tuple[DraftRequest, dict[str, Any]] | None:
-    """What a call of `generate` asks to draft with, and its arguments without that; None: nothing, or only stock knows.
-
-    Stock alone drafts with a model of other tokens (`assistant_tokenizer`) or with its own first layers
-    (`assistant_early_exit`); and beams take no drafts.
-    """
-    config = kwargs.get("generation_config") or model.generation_config
-    assistant = kwargs.get("assistant_model")
-
-    def value(name: str) -> Any:
-        told = kwargs.get(name)
-        return getattr(config, name, None) if told is None else told
-
-    stocks = value("assistant_early_exit") or kwargs.get("assistant_tokenizer") is not None
-    if stocks or (value("num_beams") or 1) > 1:
-        return None
-    found = _found(value, assistant)
-    if found is None:
-        return None
-    rest = {name: each for name, each in kwargs.items() if name not in ("assistant_model", *_FIELDS)}
-    if any(getattr(config, name, None) for name in _FIELDS):
-        rest["generation_config"] = copy.deepcopy(config)
-        for name in _FIELDS:
-            setattr(rest["generation_config"], name, None)
-    return found, rest
+    """What a call of `generate` asks to draft with, and its arguments without that; None: nothing, or only stock
+    knows."""
+    found = assisted.asked(model, kwargs)
+    return None if found is None else (_request(found[0]), found[1])
 
 
-def _found(value: Any, assistant: Any) -> DraftRequest | None:
-    count, orders = value("prompt_lookup_num_tokens"), value("max_matching_ngram_size") or 2
-    if count is not None:
-        key = ("ngram", int(count), int(orders))
-        return DraftRequest(
-            key, NgramDrafter(orders=tuple(range(int(orders), 0, -1))), {"depth": int(count), "width": 1}
-        )
-    if value("use_mtp"):
+def _request(wish: Assistance) -> DraftRequest:
+    if wish.how == "lookup":
+        drafter = NgramDrafter(orders=tuple(range(wish.orders, 0, -1)))
+        return DraftRequest(("ngram", wish.count, wish.orders), drafter, {"depth": wish.count, "width": 1})
+    if wish.how == "mtp":
         return DraftRequest("mtp", "mtp", {})
-    if assistant is not None:
-        own = getattr(assistant, "generation_config", None)  # a block drafter has none: it drafts a block
-        depth = getattr(own, "num_assistant_tokens", None)
-        return DraftRequest((id(assistant), depth), assistant, {"depth": depth, "width": 1} if depth else {})
-    return None
+    given = {"depth": wish.count, "width": 1} if wish.count else {}
+    return DraftRequest((id(wish.model), wish.count), wish.model, given)
 
 
 def patch_for(model: Any, patch: Patch, what: DraftRequest) -> Patch:

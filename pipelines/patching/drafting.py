@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
-
-import transformers
-from transformers import PreTrainedModel
 
 from mmspec.checkpoints.files import locate
 from mmspec.checkpoints.load import drafter_of, load_drafter
@@ -20,7 +17,7 @@ from mmspec.drafters import adaptive
 from mmspec.drafters.dflash import BlockDrafter
 from mmspec.drafters.feature import FeatureDrafter
 from mmspec.drafters.heads import HeadsDrafter
-from mmspec.pipelines.host import devices, hooks
+from mmspec.pipelines.host import devices, hooks, loading
 from mmspec.pipelines.target import captures
 from mmspec.protocols import Compilable, TargetInfo
 from mmspec.registry import DRAFTERS, USUAL, drafter_class
@@ -29,11 +26,6 @@ from mmspec.switch import Known, Switch
 SWITCHED = True  # whether drafters without weights are turned off where nobody asks for it and they do not pay
 # By model and by the drafter's layer, or its class where it has none: what is known outlives `disable`.
 _KNOWN: WeakKeyDictionary[Any, WeakKeyDictionary[Any, dict[Any, Known]]] = WeakKeyDictionary()
-
-
-def stock_model(architectures: Iterable[str]) -> bool:
-    """Whether one of these is a model of transformers that generates."""
-    return any(hasattr(getattr(transformers, str(name), None), "generate") for name in architectures)
 
 
 def named(drafter: Any, given: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -47,15 +39,16 @@ def named(drafter: Any, given: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
         if "draft" not in rest:
             raise ValueError(f"drafter={drafter!r} needs draft=…: a loaded model of transformers, or its folder")
         drafter = rest.pop("draft")
-    elif not isinstance(drafter, PreTrainedModel):
+    elif not loading.is_model(drafter):
         return drafter, rest
-    if isinstance(drafter, PreTrainedModel) and not hasattr(drafter, "generate"):  # a network of a layout that we read
+    if loading.is_model(drafter) and not hasattr(drafter, "generate"):  # a network of a layout that we read
         return drafter_of(drafter.config.to_dict(), drafter.state_dict()), rest
     from mmspec.pipelines.drafters import assistant, draft_model
+    from mmspec.pipelines.host.exotic import gemma4_assistant
 
     made = draft_model.ModelDrafter.of(drafter)
     kind = hooks.stock(made.model).__name__
-    return (assistant.AssistantDrafter(made.model) if kind in assistant.CLASSES else made), rest
+    return (assistant.AssistantDrafter(made.model) if kind in gemma4_assistant.CLASSES else made), rest
 
 
 def resolve(drafter: Any, given: Mapping[str, Any], target: TargetInfo, model: Any = None) -> Any:

@@ -6,33 +6,30 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cached_property
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import QuantizedCache
-from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from mmspec.config import UnsupportedError
 from mmspec.loop import decode, start
-from mmspec.modes import each_module
 from mmspec.pipelines.host import devices, reach, release
 from mmspec.pipelines.host.cache import RaggedCache
-from mmspec.pipelines.host.call import Call, Custom, current
-from mmspec.pipelines.host.decoder import decoder, more_than_keys
+from mmspec.pipelines.host.call import Call, Custom, current, output
+from mmspec.pipelines.host.model import HostModel
 from mmspec.pipelines.host.names import CACHE
 from mmspec.pipelines.host.processors import followed
 from mmspec.pipelines.host.processors import guidance as guided
 from mmspec.pipelines.host.processors.stopping import Endings, unheard
 from mmspec.pipelines.host.processors.table import unsafe
 from mmspec.pipelines.patching import obstacles
+from mmspec.pipelines.patching.handle import Patch
 from mmspec.pipelines.patching.obstacles import Obstacle
 from mmspec.pipelines.target.noise import CounterNoise, Noise, TorchNoise
 from mmspec.pipelines.target.request import Request, Sampler
 from mmspec.pipelines.target.state import State
-from mmspec.protocols import Target
+from mmspec.protocols import Drafter, Target
 from mmspec.session import Row, Session
 from mmspec.statistics import Stats
 from mmspec.types import Round
@@ -40,12 +37,12 @@ from mmspec.types import Round
 watching: ContextVar[Callable[[Round], None] | None] = ContextVar("mmspec_watching", default=None)  # see stream.py
 
 
-def _stateful(model: Any, call: Call, patch: Any) -> Obstacle | None:
+def _stateful(model: Any, host: HostModel, call: Call, patch: Patch) -> Obstacle | None:
     """A processor that may not be asked about drafts: it is never skipped, never guessed."""
     processors, rows = list(call.logits_processor), len(call.input_ids)
     if patch.family.guided and processors and guided.stands_for(processors[0], model):
         processors = processors[1:]
-    lossless, more = patch.family.rule(patch.rule, call).lossless, more_than_keys(decoder(model))
+    lossless, more = patch.family.rule(patch.rule, call).lossless, not host.only_keys
     why = unsafe(processors) or followed.unfit(processors, rows, lossless, more)
     why = why or unheard(call.stopping_criteria, rows, call.scored)
     return Obstacle(why, always_falls_back=True) if why else None
@@ -60,10 +57,7 @@ _OBSTACLES: tuple[tuple[Callable[[Call], Any], str], ...] = (
     (lambda c: c.synced_gpus, "synced_gpus needs every process to run the same number of forwards"),
     (lambda c: c.collects("output_attentions"), "attention maps of a tree are not those of single steps"),
     (lambda c: c.collects("output_hidden_states"), "output_hidden_states is not collected over tree steps"),
-    (
-        lambda c: isinstance(c.cache, QuantizedCache),
-        "a quantized cache rounds the keys, and so changes the distribution",
-    ),
+    (lambda c: RaggedCache.quantized(c.cache), "a quantized cache rounds the keys, and so changes the distribution"),
     (lambda c: getattr(c.cache, "offloading", False), "an offloading cache saves memory that a draft needs at once"),
     (lambda c: c.filled and len(c.input_ids) > 1, "continuing a filled cache works for one row only"),
     (lambda c: c.owned and len(c.input_ids) > 1, "a cache of the caller's own is filled for one row only"),
@@ -71,25 +65,30 @@ _OBSTACLES: tuple[tuple[Callable[[Call], Any], str], ...] = (
 )
 
 
-def obstacle(model: Any, call: Call, patch: Any) -> Obstacle | None:
+def obstacle(model: Any, call: Call, patch: Patch) -> Obstacle | None:
     """Why this call on an enabled model has to run the stock path, or None."""
     found = next((Obstacle(why) for holds, why in _OBSTACLES if holds(call)), None)
-    here = obstacles.now(model, call.generation_config, len(call.input_ids))
-    found = here or found or _kept(model, call) or _turning(model, call) or _tied(model, call)
+    here, host = obstacles.now(model, call.generation_config, len(call.input_ids)), HostModel.of(model)
+    found = here or found or _kept(host, call) or _turning(host, call)
+    if found is None and (tied := host.tied(call.arguments.get("attention_mask"))) is not None:
+        found = Obstacle(tied)
     found = found or _elsewhere(model, patch, call)
-    return found or _cacheless(model) or _stateful(model, call, patch)
+    if found is None and host.cacheless:  # a training loop that generates in between
+        why = "gradient checkpointing in training mode takes the cache away from the layers; call model.eval() first"
+        found = Obstacle(why, always_falls_back=True)
+    return found or _stateful(model, host, call, patch)
 
 
-def _kept(model: Any, call: Call) -> Obstacle | None:
+def _kept(host: HostModel, call: Call) -> Obstacle | None:
     """A cache that the caller wants to see again, of layers that keep more than keys and values."""
-    if call.owned and more_than_keys(decoder(model)):
+    if call.owned and not host.only_keys:
         return Obstacle("a cache of the caller's own is filled with keys and values only, and its layers keep more")
     return None
 
 
-def _turning(model: Any, call: Call) -> Obstacle | None:
+def _turning(host: HostModel, call: Call) -> Obstacle | None:
     """Of a model whose rotary frequencies change with the length: whether they may do so in this call."""
-    turn = reach.turn(decoder(model))
+    turn = host.turn
     if turn is None:
         return None
     L, given = call.input_ids.shape[1], call.arguments.get("position_ids")
@@ -106,26 +105,7 @@ def _turning(model: Any, call: Call) -> Obstacle | None:
     )
 
 
-def _tied(model: Any, call: Call) -> Obstacle | None:
-    """Padding whose blocks tie, where stock's sort chooses among them, or that shifts all pools of an indexer."""
-    config, mask = decoder(model).config, call.arguments.get("attention_mask")
-    blocks = "minimax_m3_sparse" in (getattr(config, "layer_types", None) or ())
-    if mask is None or not (blocks or getattr(config, "index_kpool", None)):
-        return None
-    padding = (mask.cumsum(1) == 0).sum(1)
-    if not blocks:
-        why = "its indexer counts pools from the first token on; leave out the padding that all rows have"
-        return Obstacle(why) if int(padding.min()) else None
-    size, most = config.index_block_size, int(padding.max())
-    if most < size:
-        return None
-    return Obstacle(
-        f"its indexer chooses among blocks of {size} slots, and a row has {most} slots of padding; such blocks tie, "
-        f"and stock breaks ties as its sort pleases. Batch prompts that differ by fewer than {size} tokens"
-    )
-
-
-def _elsewhere(model: Any, patch: Any, call: Call) -> Obstacle | None:
+def _elsewhere(model: Any, patch: Patch, call: Call) -> Obstacle | None:
     """Noise on another device than the distribution is not what stock would draw there."""
     fixed = patch.config.reproducible and call.generation_config.do_sample
     if fixed and call.for_model(model).input_ids.device != call.input_ids.device:
@@ -134,16 +114,7 @@ def _elsewhere(model: Any, patch: Any, call: Call) -> Obstacle | None:
     return None
 
 
-def _cacheless(model: Any) -> Obstacle | None:
-    """A training loop that generates in between."""
-    held = (vars(module) for module in each_module(model.get_decoder()))
-    if any(own.get("gradient_checkpointing") and own.get("training", True) for own in held):
-        why = "gradient checkpointing in training mode takes the cache away from the layers; call model.eval() first"
-        return Obstacle(why, always_falls_back=True)
-    return None
-
-
-def generate(model: Any, handle: Any, call: Call) -> tuple[Any, Stats]:
+def generate(model: Any, handle: Patch, call: Call) -> tuple[Any, Stats]:
     """Run one call to its end: the stock return value, and what happened."""
     config, drafter = call.generation_config, handle.fitting(model)
     for what in _left_out(model, call):
@@ -173,7 +144,7 @@ def generate(model: Any, handle: Any, call: Call) -> tuple[Any, Stats]:
 
 
 @contextmanager
-def or_stock(patch: Any, call: Call) -> Iterator[None]:
+def or_stock(patch: Patch, call: Call) -> Iterator[None]:
     """On a release of transformers that mmspec was not tested with: where something fails before anything of the answer
     has left, say so and go on behind the block, where stock runs, from the random numbers that it would have drawn."""
     if release.tested():
@@ -193,7 +164,7 @@ def or_stock(patch: Any, call: Call) -> Iterator[None]:
             torch.cuda.set_rng_state(state, number)
 
 
-def fixed_noise(patch: Any, sample: bool) -> Noise | None:
+def fixed_noise(patch: Patch, sample: bool) -> Noise | None:
     """What the draws of a call are fixed by before anything is drafted: stock's noise with `reproducible`; where drafts
     follow from what other rows wrote, that of the row's own seed, so that what it draws does not; else None."""
     if not sample or patch.config.reproducible:
@@ -202,7 +173,7 @@ def fixed_noise(patch: Any, sample: bool) -> Noise | None:
 
 
 def rounds(
-    target: Target, drafter: Any, rows: list[Row], inputs: Any, watch: Callable[[Round], None] | None
+    target: Target, drafter: Drafter, rows: list[Row], inputs: Any, watch: Callable[[Round], None] | None
 ) -> Iterator[tuple[Session, Round]]:
     """The prefill's round and all that follow; `watch` gets each of them."""
     session, first = start(target, drafter, rows, inputs)
@@ -213,7 +184,7 @@ def rounds(
         yield session, round_
 
 
-def watched(custom: Callable[..., Any], handle: Any) -> Callable[..., Any]:
+def watched(custom: Callable[..., Any], handle: Patch) -> Callable[..., Any]:
     """The same `custom_generate`; a warning says so where it makes no call that mmspec could accelerate."""
 
     @functools.wraps(custom)
@@ -235,11 +206,11 @@ def watched(custom: Callable[..., Any], handle: Any) -> Callable[..., Any]:
 def _left_out(model: Any, call: Call) -> Iterator[str]:
     """What stock would have done besides, where the tokens do not depend on it."""
     config = call.generation_config
-    if config.prefill_chunk_size is not None:
+    if call.pieces is not None:
         yield "mmspec reads a prompt in one piece; prefill_chunk_size has no effect"
     if config.return_dict_in_generate and len(call.input_ids) > 1:
         yield "mmspec returns a KV cache for one row only: rows that ended at different times share no cache"
-    elif config.return_dict_in_generate and more_than_keys(decoder(model)):
+    elif config.return_dict_in_generate and not HostModel.of(model).only_keys:
         yield "mmspec returns no KV cache of layers that keep more than keys and values"
 
 
@@ -273,17 +244,12 @@ class _Collected:
                 self.kept.setdefault(id(row), []).extend(pairs)
         self._stream()
 
-    @cached_property
-    def _pad(self) -> int:  # read from the device once, not for every column
-        pad = self.call.generation_config._pad_token_tensor
-        return int(pad) if pad is not None else 0
-
     def length(self) -> int:
         longest, cut = max(len(row.tokens) for row in self.rows), self.ends.cut
         return (longest if cut is None else min(longest, cut)) - self.rows[0].start
 
     def _column(self, index: int) -> list[int]:
-        return [row.tokens[row.start + index] if index < row.generated else self._pad for row in self.rows]
+        return [row.tokens[row.start + index] if index < row.generated else self.call.pad for row in self.rows]
 
     def _stream(self, last: bool = False) -> None:
         """Put each column once no row can change it any more, as stock decoding would."""
@@ -314,12 +280,8 @@ class _Collected:
             mine = slots.hand_back(self.call.cache, self.read + length - 1)
         if not config.return_dict_in_generate:
             return sequences
-        return GenerateDecoderOnlyOutput(
-            sequences=sequences,  # type: ignore[arg-type]
-            scores=self._steps(0, length) if config.output_scores else None,  # type: ignore[arg-type]
-            logits=self._steps(1, length) if config.output_logits else None,  # type: ignore[arg-type]
-            **{CACHE: mine},
-        )
+        scores = self._steps(0, length) if config.output_scores else None
+        return output(sequences, mine, scores, self._steps(1, length) if config.output_logits else None)
 
     def _steps(self, which: int, length: int) -> tuple[Tensor, ...]:
         """One [B, V] a step; rows that had ended before repeat their last one."""

@@ -9,9 +9,11 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from mmspec.modes import each_module
-from mmspec.pipelines.host.decoder import decoder, head
+from mmspec.pipelines.host import adapters
+from mmspec.pipelines.host.assisted import assists
+from mmspec.pipelines.host.decoder import text_and_head
 from mmspec.pipelines.host.hooks import stock
-from mmspec.pipelines.host.readable import unfit_attention
+from mmspec.pipelines.host.model import HostModel
 
 # modules of layers that choose a scale for all of their input
 _DYNAMIC = ("torch.ao.nn.quantized.dynamic", "torch.ao.nn.intrinsic.quantized.dynamic", "torch.nn.quantized.dynamic")
@@ -40,32 +42,20 @@ def now(model: Any, config: Any, rows: int) -> Obstacle | None:
         config: the call's generation config.
         rows: of the call.
     """
-    if getattr(config, "is_assistant", False):
+    if assists(config):
         return Obstacle("it drafts for another model here, a few tokens at a time", always_falls_back=True)
-    why = unfit_attention(decoder(model)) or soft_prompt(_preparing(model)) or shared_scale(model)
+    why = HostModel.of(model).unfit or adapters.soft_prompt(adapters.generating(model)) or shared_scale(model)
     if why is not None:
         return Obstacle(why)
-    if rows > 1 and _adapters_by_row(model):
+    if rows > 1 and adapters.by_row(model):
         why = "adapter_names counts on rows that stay to the end, and here rows leave as they end"
         return Obstacle(why, always_falls_back=True)
     return None
 
 
-def soft_prompt(wrapper: Any) -> str | None:
-    """Why a PEFT wrapper's active adapter cannot be followed, or None, also for what is no such wrapper."""
-    adapter: Any = getattr(wrapper, "active_peft_config", None)
-    if not getattr(adapter, "is_prompt_learning", False):
-        return None
-    kind = getattr(adapter.peft_type, "value", adapter.peft_type)
-    return (
-        f"its active PEFT adapter is {kind}, which puts virtual tokens before the prompt that drafts and positions do "
-        "not know; adapters in the weights, such as LoRA, are supported"
-    )
-
-
 def shared_scale(model: Any) -> str | None:
     """Why layers that quantize their input with one scale for all tokens of a forward cannot read a draft, or None."""
-    found = next(filter(_scales_together, each_module(model.get_decoder(), head(model))), None)
+    found = next(filter(_scales_together, each_module(*text_and_head(model))), None)
     if found is None:
         return None
     return (
@@ -89,17 +79,3 @@ def _scales_together(module: Any) -> bool:
 
 def _read(settings: Any, name: str) -> Any:
     return settings.get(name) if isinstance(settings, dict) else getattr(settings, name, None)
-
-
-def _preparing(model: Any) -> Any:
-    """The PEFT wrapper whose `generate` runs now: it lends the model its own `prepare_inputs_for_generation`."""
-    return getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)
-
-
-def _adapters_by_row(model: Any) -> bool:
-    """Whether PEFT gives each row of this call its own adapter, as its hooks tell."""
-    return hasattr(model, "peft_config") and any(
-        "adapter_names" in getattr(hook, "keywords", ())
-        for module in model.modules()
-        for hook in module._forward_pre_hooks.values()
-    )

@@ -9,6 +9,8 @@ from typing import Any
 
 from mmspec.checkpoints.files import CONFIG, read_config
 from mmspec.pipelines.drafters import own_files
+from mmspec.pipelines.host import loading
+from mmspec.pipelines.host.names import own_setting
 from mmspec.pipelines.patching import drafting
 from mmspec.protocols import TargetInfo
 from mmspec.registry import PUBLISHED, USUAL
@@ -49,7 +51,7 @@ def _folders(model: Any, where: Path | None) -> list[Path]:
     """Folders that may hold a drafter: the one that the model's config names, then those of usual names."""
     if where is None:
         return []
-    told = getattr(model.config, "drafter", None)
+    told = own_setting(model, "drafter")
     names = [told] if isinstance(told, str) else []
     inside = [
         Path(name) for name in (*names, *FOLDERS) if not Path(name).is_absolute() and ".." not in Path(name).parts
@@ -64,7 +66,7 @@ def _in_folder(folder: Path, target: TargetInfo, model: Any) -> Any:
         ValueError, OSError: it is neither.
     """
     kinds = read_config(folder).get("architectures")
-    if drafting.stock_model(kinds if isinstance(kinds, list) else []):
+    if loading.generates(kinds if isinstance(kinds, list) else []):
         return drafting.named("model", {"draft": folder})[0].fit(target, {})
     return drafting.opened(folder, target, model).fit(target, {})
 

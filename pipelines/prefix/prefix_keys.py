@@ -14,17 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 
 from mmspec.compile.version import version
 from mmspec.modes import ambient
-from mmspec.pipelines.host.call import PICTURES, TYPES, Call
+from mmspec.pipelines.host.call import ENCODED, ONCE, PICTURES, TYPES, Call
 from mmspec.pipelines.host.names import CACHE
 from mmspec.pipelines.host.vision import by_row, encoded, media
 
 LEAST = 8  # tokens that a prompt has to share, or all of it is read
 # arguments that are told apart token by token, or that do not change what a forward computes of a token
-ASIDE = {"attention_mask", "position_ids", CACHE, "logits_to_keep", "use_cache", *TYPES}
+ASIDE = {"attention_mask", "position_ids", CACHE, *ONCE, *TYPES}
 # columns of a key: the id, two of the pictures, two of the call, the types, and from here on the positions
 POSITIONS = 5 + len(TYPES)
 
@@ -77,7 +76,7 @@ _WHOLE: tuple[tuple[Callable[[Any, Call], Any], str], ...] = (
     (lambda t, c: c.filled or c.owned, "the cache is the caller's own"),
     (lambda t, c: c.arguments.get("inputs_embeds") is not None, "the prompt is given as embeddings"),
     (lambda t, c: not _placed(c), "its positions are left to the model"),
-    (lambda t, c: c.arguments.get("mm_encoder_outputs"), "its pictures were encoded before the prefill"),
+    (lambda t, c: c.arguments.get(ENCODED), "its pictures were encoded before the prefill"),
     (lambda t, c: _unknown(t.model, c), "it has inputs that are neither text nor pictures"),
     (lambda t, c: _holes(c), "its attention mask has holes, or padding at its end"),
     (lambda t, c: len(c.input_ids) == 1 and c.returns_cache and _padding(c)[0], "the cache is asked for with padding"),
@@ -141,11 +140,10 @@ def _placed(call: Call) -> bool:
 
 def _unknown(model: Any, call: Call) -> bool:
     """Whether the prefill is given something that is not read by a vision tower alone."""
-    known = encoded(model) | {"mm_encoder_outputs"}
-    names = (*PICTURES, *MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL)
+    known = encoded(model) | {ENCODED}
     types = [call.arguments.get(name) for name in TYPES]
     wide = any(t is not None and t.shape != call.input_ids.shape for t in types)
-    return wide or any(call.arguments.get(name) is not None for name in names if name not in known)
+    return wide or any(call.arguments.get(name) is not None for name in PICTURES if name not in known)
 
 
 def _padding(call: Call) -> list[int]:

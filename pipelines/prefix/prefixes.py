@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mmspec.pipelines.host.cache import RaggedCache
-from mmspec.pipelines.host.call import TYPES, Call
+from mmspec.pipelines.host.call import BOTH_WAYS, ONCE, TYPES, Call
 from mmspec.pipelines.host.names import CACHE
 from mmspec.pipelines.host.vision import encoded, media
 from mmspec.pipelines.prefix import prefix_keys
@@ -172,7 +172,7 @@ def _row(target: Any, call: Call, text: Text, begin: int, end: int) -> Call:
         elif name not in tower and name not in ASIDE:
             by_row = isinstance(value, Tensor) and value.dim() and len(value) == B
             arguments[name] = value[one] if by_row else value
-    arguments |= {name: call.arguments[name] for name in ("logits_to_keep", "use_cache") if name in call.arguments}
+    arguments |= {name: call.arguments[name] for name in ONCE if name in call.arguments}
     arguments |= text.media if begin < text.behind <= end else {}
     return replace(call, input_ids=ids, arguments=arguments)
 
@@ -208,7 +208,7 @@ def cuts(told: Mapping[str, Any], valid: Tensor, past: int) -> Tensor:
     B, n = len(valid), valid.shape[1] - past
     mask, place = told.get("attention_mask"), torch.arange(past, past + n, device=valid.device)
     furthest = place.expand(B, n)
-    if any(told.get(name) is not None for name in (*TYPES, "block_sequence_ids")):
+    if any(told.get(name) is not None for name in BOTH_WAYS):
         furthest = furthest + n
     for one in mask.values() if isinstance(mask, dict) else [mask]:
         if isinstance(one, Tensor) and one.dim() == 4:

@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mmspec.pipelines.families import table as families
+from mmspec.pipelines.host import readable
+from mmspec.pipelines.host.assisted import setting
 from mmspec.pipelines.host.call import TYPES
 from mmspec.statistics import Stats
 
@@ -150,9 +152,9 @@ class Batcher:
 
     def _setting(self, name: str) -> Any:
         """A setting of `generate`, as it is given here, in a configuration given here, or in the model's own."""
-        configs = (self.generation.get("generation_config"), self.model.generation_config)
-        found = (self.generation.get(name), *(getattr(config, name, None) for config in configs))
-        return next((value for value in found if value is not None), None)
+        told = self.generation.get(name)
+        own = (self.generation.get("generation_config"), self.model.generation_config)
+        return setting(name, *own) if told is None else told
 
     def _generate(self, group: list[QueuedPrompt], **how: Any) -> Any:
         own = self.model.generation_config.pad_token_id
@@ -166,7 +168,7 @@ class Batcher:
         """One call of `generate` from beginning to end."""
         with seeded(group[0].seed, self.model):
             out = self._generate(group)
-        if not self.model.config.is_encoder_decoder:
+        if not readable.two_parts(self.model):
             out = out[:, max(one.length for one in group) :]
         now = time.perf_counter()
         for one, row in zip(group, out.tolist(), strict=True):

@@ -7,17 +7,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from mmspec.config import UnsupportedError
 from mmspec.loop import decode, start
 from mmspec.pipelines.host.call import Call
+from mmspec.pipelines.host.loops import as_call
 from mmspec.pipelines.host.processors.stopping import Endings
 from mmspec.pipelines.host.processors.table import Processors
 from mmspec.pipelines.patching.generate import fixed_noise, obstacle
 from mmspec.pipelines.patching.handle import Patch
 from mmspec.pipelines.serving.batcher import Batcher, FinishedPrompt, QueuedPrompt, out_of_memory
 from mmspec.pipelines.target.request import Request, Sampler
+from mmspec.protocols import Target
 from mmspec.session import Row, Session
 from mmspec.statistics import Stats
 
@@ -46,9 +47,9 @@ class ContinuousBatcher(Batcher):
             ValueError: a model that is not enabled, or one that draws torch's own noise.
         """
         super().__init__(model, processor, rows, **generation)
-        self._handle: Any = Patch.of(self.model)
-        if self._handle is None:
+        if (patch := Patch.of(self.model)) is None:
             raise ValueError(f"{type(self.model).__name__} is not enabled; call mmspec.enable(model) first")
+        self._handle = patch
         if self._handle.config.reproducible:
             raise ValueError("reproducible=True draws torch's own noise, call by call; here each row has its seed")
         self.stats.lossless = self._handle.rule.lossless
@@ -56,7 +57,7 @@ class ContinuousBatcher(Batcher):
         self._restart()
 
     def _restart(self) -> None:
-        self._target: Any = None
+        self._target: Target | None = None
         self._request: Request | None = None  # which all rows share that process logits alike
         self._session = Session([], self.model.device)
 
@@ -128,7 +129,7 @@ class ContinuousBatcher(Batcher):
         """A session of these prompts after their prefill; None where the stock path has answered."""
         model, patch = self.model, self._handle
         drafter = patch.proposer if self._session.rows else patch.fitting(model)
-        call: Call = self._generate(group, custom_generate=_as_call)
+        call: Call = self._generate(group, custom_generate=as_call)
         why = obstacle(model, call, patch)
         if why is not None and len(group) > 1:  # which may be that they are several: `_admit` asks for each by itself
             raise UnsupportedError(why.reason)
@@ -158,11 +159,3 @@ class ContinuousBatcher(Batcher):
         self._target = patch.family.target(model, drafter.features, call.guidance)  # hooks may have come since
         guest, _ = start(self._target, drafter, rows, call)
         return guest
-
-
-def _as_call(
-    model: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any,
-    tokenizer: Any = None, **arguments: Any,
-) -> Call:  # fmt: skip
-    """Stands in for `_sample` at the end of `generate`; that it asks for `tokenizer` keeps `stop_strings` working."""
-    return Call(input_ids, logits_processor, stopping_criteria, generation_config, arguments=arguments)

@@ -11,11 +11,9 @@ from queue import SimpleQueue
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import StoppingCriteria
-from transformers.generation.streamers import BaseStreamer
 
 from mmspec.pipelines.families import table as families
+from mmspec.pipelines.host.streaming import StepStreamer, Stopped
 from mmspec.pipelines.patching.generate import watching
 from mmspec.types import Round
 
@@ -78,22 +76,24 @@ def stream(
             work.join()
 
 
-class _Relay(BaseStreamer):
+class _Relay:
     """Puts steps into a queue: from rounds where the model is enabled, from streamed tokens where it is not."""
 
     def __init__(self, stop: threading.Event | None) -> None:
         self.steps: SimpleQueue[Step | BaseException | None] = SimpleQueue()
         self.closed = threading.Event()
         self._ends = [self.closed, *([stop] if stop is not None else [])]
-        self._prompt_seen = self._in_rounds = False
+        self._in_rounds = False
 
     def run(self, model: Any, inputs: Any, settings: dict[str, Any]) -> None:
         self._thread, self._began = threading.get_ident(), time.perf_counter()
-        criteria = [*(settings.get("stopping_criteria") or ()), _Asked(self._ends)]
+        criteria = [*(settings.get("stopping_criteria") or ()), Stopped(self._ends)]
         self._hook = model.register_forward_hook(self._read)
         watching.set(self._round)
         try:
-            model.generate(**inputs, **{**settings, "streamer": self, "stopping_criteria": criteria})
+            model.generate(
+                **inputs, **{**settings, "streamer": StepStreamer(self._streamed), "stopping_criteria": criteria}
+            )
             self.steps.put(None)
         except BaseException as error:  # it belongs to whoever iterates
             self.steps.put(error)
@@ -113,28 +113,9 @@ class _Relay(BaseStreamer):
         self._in_rounds = True
         self._send(round_.new[0], round_.counts[0] - 1, round_.refused[0])
 
-    def put(self, value: Tensor) -> None:
-        if not self._prompt_seen:  # `generate` streams the prompt first
-            self._prompt_seen = True
-        elif not self._in_rounds:
-            self._send(tuple(value.flatten().tolist()), 0)
-
-    def end(self) -> None:
-        pass
+    def _streamed(self, tokens: list[int]) -> None:
+        if not self._in_rounds:
+            self._send(tuple(tokens), 0)
 
     def _send(self, tokens: tuple[int, ...], accepted: int, corrected: bool = False) -> None:
         self.steps.put(Step(tokens, accepted, time.perf_counter() - self._began, corrected))
-
-
-class _Asked(StoppingCriteria):
-    """Ends every row once somebody asked for it."""
-
-    looks_at_nothing = True  # see endings.py
-
-    def __init__(self, ends: list[threading.Event]) -> None:
-        self.ends = ends
-
-    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
-        return torch.full(
-            (len(input_ids),), any(e.is_set() for e in self.ends), dtype=torch.bool, device=input_ids.device
-        )

@@ -19,19 +19,18 @@ from mmspec.compile.capture import PiecewiseFunction, Uncapturable
 from mmspec.compile.held import compare, weights
 from mmspec.compile.version import PLAIN, version
 from mmspec.modes import computed_in, lasting
-from mmspec.pipelines.host.cache import RaggedCache
-from mmspec.pipelines.host.call import TYPES
+from mmspec.pipelines.host.cache import PassThroughCache, RaggedCache
+from mmspec.pipelines.host.call import BOTH_WAYS
 from mmspec.pipelines.host.forward import now, reading
-from mmspec.pipelines.host.names import CACHE
+from mmspec.pipelines.host.names import CACHE, FEATURES
 from mmspec.pipelines.target import masks
-from mmspec.pipelines.target.captures import Forward, PassThroughCache, capturable
+from mmspec.pipelines.target.captures import Forward, capturable
 from mmspec.ragged_cache import RaggedBuffer
 from mmspec.types import FINAL
 
 MOST = 4  # shapes of prompts that are captured of a model
 AGAIN = 2  # times that a shape has come up when it is captured
-_MASK, _FINAL = "attention_mask", "last_hidden_state"
-_BLOCKS = (*TYPES, "block_sequence_ids")  # arguments that may make a decoder read in both directions
+_MASK = "attention_mask"
 
 
 @dataclass
@@ -86,9 +85,9 @@ def _read(target: Any, slots: RaggedCache, run: Callable[..., Any], *args: Any, 
         capturable(target)
         if version(target.model, kept=True) != before:
             raise Uncapturable("its forward changes what its modules hold")
-        if {name for name, value in out.items() if value is not None} != {_FINAL, CACHE}:
+        if {name for name, value in out.items() if value is not None} != {FEATURES, CACHE}:
             raise Uncapturable("it gives more than its final features")
-        return _checked(target, slots, partial(run, **kwargs), given, out[_FINAL])
+        return _checked(target, slots, partial(run, **kwargs), given, out[FEATURES])
 
     held.get(key, made, quiet=True)
     return out
@@ -99,7 +98,7 @@ def _replayed(target: Any, slots: RaggedCache, kind: type, captured: PiecewiseFu
     hidden, *features = captured(_attending(slots), *tensors)
     if (read := now().read) is not None:
         read.layers.update(zip(_layers(target), features, strict=True))
-    return kind(**{_FINAL: hidden, CACHE: slots})
+    return kind(**{FEATURES: hidden, CACHE: slots})
 
 
 def _checked(
@@ -117,7 +116,7 @@ def _checked(
         mask = dict.fromkeys(masks.KINDS, seen) if target.mixed else seen
         with capture.Cut(cache, masked=True), reading() as read:
             out = run(**now, **{CACHE: cache, _MASK: mask})
-        return [out[_FINAL], *(read.layers[i] for i in _layers(target))]
+        return [out[FEATURES], *(read.layers[i] for i in _layers(target))]
 
     with lasting():
         captured = PiecewiseFunction(read, [t.clone() for t in tensors], weights(target.model), graphed=False)
@@ -148,4 +147,4 @@ def _attending(slots: RaggedCache) -> LayerAttention:
 def _causal(told: dict[str, Any]) -> bool:
     """Whether a decoder that is told this reads from left to right: any mask knows of padding alone."""
     mask = told.get(_MASK)
-    return (mask is None or mask.dim() == 2) and all(told.get(name) is None for name in _BLOCKS)
+    return (mask is None or mask.dim() == 2) and all(told.get(name) is None for name in BOTH_WAYS)

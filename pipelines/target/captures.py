@@ -18,9 +18,8 @@ from mmspec.compile.held import Held, compare, weights
 from mmspec.compile.version import PLAIN, version
 from mmspec.kernels import reference
 from mmspec.modes import computed_in, lasting
-from mmspec.pipelines.host import recurrent, tree_attention
-from mmspec.pipelines.host.cache import RaggedCache
-from mmspec.pipelines.host.decoder import decoder
+from mmspec.pipelines.host import adapters, recurrent, tree_attention
+from mmspec.pipelines.host.cache import PassThroughCache
 from mmspec.pipelines.host.forward import now
 from mmspec.pipelines.host.recurrent_state import RecurrentLayers
 from mmspec.pipelines.target import masks
@@ -79,7 +78,7 @@ def capturable(target: Any) -> None:
         raise Uncapturable("its attention is 'eager'; load it with attn_implementation='sdpa'")
     if target.stateful:
         raise Uncapturable("its layers keep more than keys, values and recurrent states")
-    if any(hasattr(module, "base_layer") for module in target.model.modules()):
+    if adapters.unmerged(target.model):
         raise Uncapturable("it has adapters, which may be switched at any time; merge them first")
 
 
@@ -105,25 +104,10 @@ def _capture(target: Any, state: State, tokens: Tensor, places: Tensor) -> Piece
         return PiecewiseFunction(read, inputs, own, variants=(37, 53))
 
 
-class PassThroughCache(RaggedCache):
-    """Hands the new keys and values on as if nothing were cached, and knows whose they are."""
-
-    is_initialized = True
-
-    def __init__(self, past: int) -> None:
-        super().__init__(1, torch.device("cpu"), 0)
-        self.advance(past)
-        self.fresh: tuple[int, Tensor, Tensor, None] | None = None
-
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
-        self.fresh = (layer_idx, key_states, value_states, None)
-        return key_states, value_states
-
-
 def _attending(target: Any, state: State, mask: Any) -> LayerAttention:
     """What stands for the attentions in one forward: the new keys and values go into the cache, the mask as it is."""
     cache, tree = state.cache, target.tree
-    kinds = decoder(target.model).config.layer_types if isinstance(mask, dict) else None
+    kinds = target.host.kinds if isinstance(mask, dict) else None
     masks = mask if isinstance(mask, dict) else {None: mask}
 
     def attend(layer: int, scale: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from mmspec.models.llamagen import PREFIX, visible
-from mmspec.modes import mode_of
 from mmspec.pipelines.host.cache import RaggedCache
 from mmspec.pipelines.host.forward import reading
+from mmspec.pipelines.host.modes import mode_of
 from mmspec.pipelines.host.processors.guidance import Guidance
 from mmspec.pipelines.target.captures import Forward
 from mmspec.pipelines.target.masks import additive

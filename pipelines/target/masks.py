@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mmspec.pipelines.host import recurrent, tree_attention
+from mmspec.pipelines.host.model import HostModel
 from mmspec.pipelines.target.state import State
 from mmspec.ragged_cache import visibility
 
@@ -65,14 +66,14 @@ class Visibility:
         return self.near(window) | (open_there & (slot < prompt)[:, None])
 
 
-# layer type → what it sees, given its config. Layers with an index choose among what the mask shows them.
-KINDS: dict[str, Callable[[Visibility, Any], Tensor]] = {
-    "full_attention": lambda visible, config: visible.all,
-    "sliding_attention": lambda visible, config: visible.near(config.sliding_window),
-    "chunked_attention": lambda visible, config: visible.chunk(config.attention_chunk_size),
-    "indexed_attention": lambda visible, config: visible.all,
-    "minimax_m3_sparse": lambda visible, config: visible.all,
-    "reference_sliding_attention": lambda visible, config: visible.near_or_prompt(config.sliding_window),
+# layer type → what it sees. Layers with an index choose among what the mask shows them.
+KINDS: dict[str, Callable[[Visibility, HostModel], Tensor]] = {
+    "full_attention": lambda visible, host: visible.all,
+    "sliding_attention": lambda visible, host: visible.near(host.window),
+    "chunked_attention": lambda visible, host: visible.chunk(host.chunk or 0),
+    "indexed_attention": lambda visible, host: visible.all,
+    "minimax_m3_sparse": lambda visible, host: visible.all,
+    "reference_sliding_attention": lambda visible, host: visible.near_or_prompt(host.window or 0),
 }
 _ATTENTION_OF = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}  # types with a recurrence, too
 _SEES_ALL = ("full_attention", "indexed_attention", "minimax_m3_sparse")
@@ -89,26 +90,24 @@ class Masks:
     """The masks that a decoder wants.
 
     Attributes:
-        config: its own.
+        host: the facts of the model.
         name: the attention implementation that reads drafts.
         kinds: the types of its attentions.
         mixed: whether it takes one for each type, rather than one for all layers.
     """
 
-    config: Any
+    host: HostModel
     name: str
     kinds: frozenset[str]
     mixed: bool
 
     @classmethod
-    def of(cls, config: Any, name: str) -> Masks:
-        told = getattr(config, "layer_types", None) or ()
-        if told:
-            kinds = frozenset(_ATTENTION_OF.get(kind, kind) for kind in told) - recurrent.KINDS
+    def of(cls, host: HostModel, name: str) -> Masks:
+        if host.kinds:
+            kinds = frozenset(_ATTENTION_OF.get(kind, kind) for kind in host.kinds) - recurrent.KINDS
         else:  # all layers have the same window, or none
-            sliding = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-            kinds = frozenset(["sliding_attention" if sliding else "full_attention"])
-        return cls(config, name, kinds, bool(told) and not kinds.issubset(_SEES_ALL))
+            kinds = frozenset(["sliding_attention" if host.window and host.slides else "full_attention"])
+        return cls(host, name, kinds, bool(host.kinds) and not kinds.issubset(_SEES_ALL))
 
     @property
     def plain(self) -> bool:
@@ -117,9 +116,9 @@ class Masks:
 
     def causal(self, n: int) -> bool:
         """Whether in every layer each of n tokens sees all before it: what is near reaches as far."""
-        near = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
-        reach = (getattr(self.config, near[kind]) for kind in self.kinds if kind in near)
-        return self.kinds <= {"full_attention", *near} and all(size >= n for size in reach)
+        near = {"sliding_attention": self.host.window, "chunked_attention": self.host.chunk}
+        reach = (near[kind] for kind in self.kinds if kind in near)
+        return self.kinds <= {"full_attention", *near} and all(size is not None and size >= n for size in reach)
 
     def made(self, visible: Visibility, dtype: torch.dtype, chain: bool) -> Any:
         """One mask, bool or additive [B, 1, n, T], or one for each type of layers.
@@ -130,7 +129,7 @@ class Masks:
         """
 
         def of(kind: str) -> Tensor:
-            return self._as_wanted(visible, KINDS[kind](visible, self.config)[:, None], kind, dtype, chain)
+            return self._as_wanted(visible, KINDS[kind](visible, self.host)[:, None], kind, dtype, chain)
 
         if not self.mixed:
             return of("sliding_attention" if self.kinds == {"sliding_attention"} else "full_attention")
@@ -144,7 +143,7 @@ class Masks:
             return additive(seen, dtype) if on_cpu or self.name == "eager" else seen
         if kind not in tree_attention.KINDS:
             return seen
-        state, window = visible.state, self.config.sliding_window if kind == "sliding_attention" else None
+        state, window = visible.state, self.host.window if kind == "sliding_attention" else None
         at = state.cache.lengths
         causal = chain and at.even and not state.padded
         return tree_attention.marked(

@@ -8,15 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.generation.logits_process import (
-    LogitsProcessorList,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
 from mmspec.kernels import reference as ops
-from mmspec.pipelines.host.processors.table import POINTWISE, Processors
+from mmspec.pipelines.host.processors.table import LogitsProcessorList, Processors, pointwise
 from mmspec.pipelines.target.noise import CounterNoise, Noise
 from mmspec.session import Group
 from mmspec.types import Categorical, Draft, Scores
@@ -42,7 +36,7 @@ class Sampler:
         sample: bool = True,
         noise: Noise | None = None,
     ) -> None:
-        stock = isinstance(processors, LogitsProcessorList)
+        stock = isinstance(processors, list)
         self.process: Process = Processors(processors) if stock else processors  # type: ignore[arg-type, assignment]
         self.sample = sample
         self.noise: Noise | None = noise if sample else None
@@ -63,7 +57,7 @@ class Sampler:
         """
         if not self.sample:
             return logits
-        chosen: Any = LogitsProcessorList(p for p in getattr(self.process, "processors", []) if type(p) in POINTWISE)
+        chosen: Any = pointwise(getattr(self.process, "processors", []))
         warped = chosen(position.reshape(-1, 1), logits.float().flatten(0, 1)).view_as(logits)
         if not isinstance(self.noise, CounterNoise):
             return warped
@@ -108,15 +102,3 @@ class Request:
         processed = self.sampler.process(wide, rows, draft)
         kept = (processed, raw.to(torch.float32)) if self.keep else (None, None)
         return Scores(self.sampler.realised(processed, rows, draft), hidden, *kept)
-
-
-def warpers(how: dict[str, Any]) -> LogitsProcessorList:
-    """Temperature, then top-k, then top-p."""
-    chosen = LogitsProcessorList()
-    if how["temperature"] not in (0, 1):
-        chosen.append(TemperatureLogitsWarper(float(how["temperature"])))
-    if how["top_k"]:
-        chosen.append(TopKLogitsWarper(how["top_k"]))
-    if how["top_p"] < 1:
-        chosen.append(TopPLogitsWarper(how["top_p"]))
-    return chosen

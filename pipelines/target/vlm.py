@@ -11,18 +11,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.functional import pad
-from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 
 from mmspec.drafters.draft_vocab import DraftVocab
-from mmspec.modes import mode_of
-from mmspec.pipelines.host import devices, few_rows, reach, recurrent, renamed, tree_attention
+from mmspec.pipelines.host import devices, reach, step, tree_attention
 from mmspec.pipelines.host.cache import RaggedCache
-from mmspec.pipelines.host.call import PICTURES, TYPES, Call
-from mmspec.pipelines.host.decoder import decoder, head, more_than_states, readers
+from mmspec.pipelines.host.call import Call
 from mmspec.pipelines.host.exotic import by_path
-from mmspec.pipelines.host.forward import Read, Tap, during, reading
-from mmspec.pipelines.host.hooks import hold, release
-from mmspec.pipelines.host.names import CACHE
+from mmspec.pipelines.host.forward import Read, during, reading
+from mmspec.pipelines.host.model import HostModel
+from mmspec.pipelines.host.modes import mode_of
 from mmspec.pipelines.host.processors.guidance import Guidance, NegativePrompt
 from mmspec.pipelines.host.vision import media
 from mmspec.pipelines.prefix import prefixes
@@ -32,48 +29,9 @@ from mmspec.pipelines.target.state import Onward, Places, State, interleaved, po
 from mmspec.ragged_cache import Lengths
 from mmspec.session import Session
 from mmspec.tree import lone
-from mmspec.types import FINAL, Prompt, Round, Scores, Tree
+from mmspec.types import Prompt, Round, Scores, Tree
 
 _RESERVE = 1024  # slots to reserve at once at most, beyond the prompt
-
-
-def taps(model: Any, features: tuple[int, ...]) -> dict[int | None, Any]:
-    """The modules to read: the decoder (under None), and the layers whose input the drafter reads, by number.
-
-    Raises:
-        ValueError: what enters its layers is several streams wide.
-    """
-    own = decoder(model)
-    streams = getattr(own.config, "hc_mult", None) or getattr(own.config, "hc_count", None) or 1  # hyper-connections
-    if streams > 1 and max(features, default=FINAL) >= 0:
-        raise ValueError(
-            f"{type(own).__name__} carries {streams} streams between its layers, where this drafter reads one; take a "
-            "drafter that reads the last features alone, or drafter='ngram', which fits any"
-        )
-    return {None: own, **{i: own.layers[i] for i in features if i >= 0}}
-
-
-def tap(model: Any, features: tuple[int, ...]) -> None:
-    own, heard = decoder(model), taps(model, features)
-    for module, reader in readers(own):
-        hold(module, reader)
-    for layer, module in heard.items():
-        hold(module, Tap, _mmspec_layer=layer)
-    for module in _renamed(own):
-        hold(module, renamed.Renamed)
-    few_rows.tap(own, head(model))
-
-
-def untap(model: Any, features: tuple[int, ...]) -> None:
-    own = decoder(model)
-    for module in (*(m for m, _ in readers(own)), *taps(model, features).values(), *_renamed(own)):
-        release(module)
-    few_rows.untap(own, head(model))
-
-
-def _renamed(own: Any) -> list[Any]:
-    """The attention modules that read a draft by another implementation than a prompt."""
-    return [] if renamed.for_drafts(own) is None else renamed.modules(own)
 
 
 class VlmTarget(ModelTarget):
@@ -90,36 +48,34 @@ class VlmTarget(ModelTarget):
         self, model: Any, features: tuple[int, ...], guidance: Guidance | None = None, prefixes: Any = None
     ) -> None:
         super().__init__(features, guidance)
-        self.prefixes, self.recurrent = prefixes, bool(prefixes and recurrent.modules(decoder(model)))
-        self.model, self.output = model, head(model)
-        self.device = devices.execution(model.get_input_embeddings())
+        self.host = host = HostModel.of(model)
+        self.prefixes, self.recurrent = prefixes, bool(prefixes and host.recurrent)
+        self.model, self.output = model, host.head
+        self.device = devices.execution(host.embedding)
         self.inference = mode_of(model)
         patch = getattr(model, "_mmspec_patch", None)
         self.captured = captures.of(model, patch.config.compile) if patch is not None else None
         self.compiles_prompts = patch is not None and patch.config.compile
-        config, self.stateful = decoder(model).config, more_than_states(decoder(model))
-        self.by_tree = self.stateful or bool(recurrent.modules(decoder(model)))
-        self.table, turn = reach.table(decoder(model)), reach.turn(decoder(model))
-        self.last = min((n - 1 for n in (self.table, turn) if n is not None), default=None)  # no node stands past it
-        self.instead = renamed.for_drafts(decoder(model))
-        name = self.instead or config._attn_implementation
+        self.stateful, self.by_tree = host.stateful, not host.only_keys
+        self.table, self.instead, self.shares = host.table, host.instead, host.shares
+        ends = (n - 1 for n in (host.table, host.turn) if n is not None)
+        self.last = min(ends, default=None)  # no node stands past it
+        name = host.instead or host.attention
         self.eager, self.tree = name == "eager", name == tree_attention.NAME
-        self.shares = bool(getattr(config, "num_kv_shared_layers", 0))
-        self.masks = masks.Masks.of(config, name)
+        self.masks = masks.Masks.of(host, name)
         self.mixed = self.masks.mixed
         # the decoder's own FlashAttention reads a chain of one row, which is the end of its text
-        flash = self.instead is not None and "flash" in config._attn_implementation
-        self.flash = flash and self.last is None and self.masks.kinds <= set(tree_attention.KINDS)
+        self.flash = host.flash and self.last is None and self.masks.kinds <= set(tree_attention.KINDS)
 
     def embed(self, ids: Tensor) -> Tensor:
-        return self.model.get_input_embeddings()(ids).to(ids.device)
+        return self.host.embedding(ids).to(ids.device)
 
     def logits(self, hidden: Tensor, vocab: DraftVocab | None = None) -> Tensor:
         return self.output(hidden) if vocab is None else vocab.logits(self.output, hidden)
 
     def bare_embed(self, ids: Tensor) -> Tensor:
         """Input embeddings [..., H] before the norm that belongs to a table (Muse-Glimmer's); else as `embed`."""
-        table = self.model.get_input_embeddings()
+        table = self.host.embedding
         return F.embedding(ids, table.weight).to(ids.device) if hasattr(table, "embed_norm") else self.embed(ids)
 
     def prefill(self, session: Session, inputs: Call, nodes: int) -> tuple[Prompt, Scores]:
@@ -154,36 +110,25 @@ class VlmTarget(ModelTarget):
         Returns:
             The state, what a drafter may know of the prompt, and the raw logits [B, 1, V] after it.
         """
-        ids, config, arguments = call.input_ids, call.generation_config, call.arguments
-        looking = getattr(decoder(self.model).config, "cross_attention_layers", None) or ()
-        slots = RaggedCache.adopt(call.cache, ids.shape[0], ids.device, reserve, looking) if slots is None else slots
+        ids, arguments = call.input_ids, call.arguments
+        if slots is None:
+            slots = RaggedCache.adopt(call.cache, ids.shape[0], ids.device, reserve, self.host.crossed)
         past = slots.lengths.longest
         read = call.unread(past)
         new = pad(ids, (max(0, read - ids.shape[1]), 0))[:, -read:]  # soft prompts have no ids
         mask = arguments.get("attention_mask")
         valid = ids.new_ones(len(ids), past + read, dtype=torch.bool) if mask is None else mask.bool()
-        arguments = {**arguments, CACHE: slots}
-        if self.shares and "logits_to_keep" in arguments:  # a number would make the decoder drop all other features
-            arguments["logits_to_keep"] = ids.new_full((1,), -1)
         visual = media(new, self.model.config, arguments)
-        config.prefill_chunk_size, chunk = None, config.prefill_chunk_size  # a RaggedCache takes a prompt in one piece
-        try:
-            with reading(captured_prompt.reader(self, slots, valid)) as given:
-                out = self.model._prefill(ids, config, arguments, is_first_iteration=True)
-        finally:
-            config.prefill_chunk_size = chunk
-        arguments = self.model._update_model_kwargs_for_generation(out, arguments, is_encoder_decoder=False)
+        decode = captured_prompt.reader(self, slots, valid)
+        given, out, arguments = step.prefill(self.model, call, slots, decode, self.shares)
         _check(slots, given.final.shape[1], read)
         embeds, hidden = self._embeds(given, new), self._features(given)
         if self.prefixes is not None and hidden is not None and self.streams == 1:
             slots.tell(hidden, embeds)
         slots.advance(read)
-        positions = self._positions(ids, arguments)
-        types = {name: arguments.pop(name)[:, -1:] for name in TYPES if arguments.get(name) is not None}
+        positions = step.next_positions(self.model, ids, arguments)
         places = self._places(positions, given, past + read)
-        read_once = {CACHE, *PICTURES, *MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL}
-        arguments = {name: value for name, value in arguments.items() if name not in read_once}
-        arguments |= {"attention_mask": None}
+        types, arguments = step.split(arguments)
         state = State(slots, places, valid, types, arguments, padded=not bool(valid.all()))
         if self.prefixes is not None:
             state.cuts = prefixes.cuts(given.told, valid, past)
@@ -205,8 +150,7 @@ class VlmTarget(ModelTarget):
         """The same with the negative prompt beside: for a drafter the streams end together, on the feature axis."""
         ids, mask = negative.ids, negative.mask
         slots = RaggedCache(len(ids), ids.device, reserve)
-        with reading() as read:
-            out = self.model(ids, attention_mask=mask, use_cache=True, return_dict=True, **{CACHE: slots})
+        read, out = step.plain(self.model, ids, mask, slots)
         slots.advance(ids.shape[1])
         first = torch.full_like(prompt.ids[:, :1], slots.lengths.longest)
         both = interleaved(state, State(slots, Onward(first), mask.bool(), state.types))
@@ -221,12 +165,6 @@ class VlmTarget(ModelTarget):
     def _grid(self, read: Read) -> tuple[int, int] | None:
         """Rows and columns of the picture that is to come, where there is one."""
         return None
-
-    def _positions(self, ids: Tensor, arguments: dict[str, Any]) -> Tensor | None:
-        """The call's position ids with the next one at their end; None where the model's decoding step drops them."""
-        step = self.model.prepare_inputs_for_generation(ids[:, -1:], next_sequence_length=1, **arguments)
-        positions = arguments.pop("position_ids", None)
-        return None if step.get("position_ids") is None else positions
 
     def _places(self, positions: Tensor | None, read: Read, length: int) -> Places:
         """Where the tokens to come stand: from the call's position ids, else from those that the decoder was given.
@@ -263,20 +201,8 @@ class VlmTarget(ModelTarget):
 
     def _forward(self, state: State, ids: Tensor, places: Tensor, mask: Any) -> Any:
         """The model's own decoding step, over nodes [B·S, N]."""
-        arguments = {
-            **state.arguments,
-            CACHE: state.cache,
-            "position_ids": places,
-            **{name: t.expand(-1, ids.shape[1], *t.shape[2:]) for name, t in state.types.items()},
-        }
-        inputs = self.model.prepare_inputs_for_generation(ids, next_sequence_length=ids.shape[1], **arguments)
-        inputs["attention_mask"] = mask
-        if inputs.get("position_ids") is None:  # GLM-Image drops them, and would take a draft for a prompt
-            inputs["position_ids"] = places
-        if "logits_to_keep" in inputs:
-            inputs["logits_to_keep"] = 0
         with nullcontext() if mask is None or self.instead is None else during(attention=self.instead):
-            return self.model(**inputs, return_dict=True)
+            return step.step(self.model, state.arguments, state.types, state.cache, ids, places, mask)
 
     def reads(self, tree: Tree, lengths: Lengths) -> AbstractContextManager[None]:
         if not self.by_tree:

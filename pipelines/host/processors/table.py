@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 from transformers.generation import logits_process
-from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
+from transformers.generation.logits_process import LogitsProcessorList, PrefixConstrainedLogitsProcessor
 
 from mmspec.pipelines.host.processors import history, nucleus
 from mmspec.pipelines.host.processors.followed import OWN_STATE, Followed, follows
@@ -65,7 +65,7 @@ def unsafe(processors: Iterable[Any]) -> str | None:
 class Processors:
     """A LogitsProcessorList over trees: each node is processed with exactly its own prefix."""
 
-    def __init__(self, processors: logits_process.LogitsProcessorList) -> None:
+    def __init__(self, processors: LogitsProcessorList) -> None:
         self.processors = processors
         self.need_history = any(type(p) in HISTORY for p in processors)
         self._texts = history.Texts()
@@ -89,3 +89,24 @@ class Processors:
                 assert before is not None
                 logits = HISTORY[type(p)](p, logits, before)
         return logits
+
+
+def pointwise(processors: Iterable[Any]) -> LogitsProcessorList:
+    return LogitsProcessorList(p for p in processors if type(p) in POINTWISE)
+
+
+def constrained(processors: Iterable[Any]) -> bool:
+    """Whether a `prefix_allowed_tokens_fn` says which tokens may come."""
+    return any(type(p) is PrefixConstrainedLogitsProcessor for p in processors)
+
+
+def warpers(how: dict[str, Any]) -> LogitsProcessorList:
+    """Temperature, then top-k, then top-p."""
+    chosen = LogitsProcessorList()
+    if how["temperature"] not in (0, 1):
+        chosen.append(logits_process.TemperatureLogitsWarper(float(how["temperature"])))
+    if how["top_k"]:
+        chosen.append(logits_process.TopKLogitsWarper(how["top_k"]))
+    if how["top_p"] < 1:
+        chosen.append(logits_process.TopPLogitsWarper(how["top_p"]))
+    return chosen

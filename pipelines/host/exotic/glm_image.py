@@ -1,0 +1,22 @@
+"""GLM-Image: the prefill lists the positions of a picture's tokens beforehand, and keeps the list on the model."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from mmspec.pipelines.host.forward import now
+from mmspec.pipelines.host.hooks import stock
+
+_one_at_a_time = threading.Lock()
+
+
+class Listing:
+    """Mixin of the inner model: each call records its own list, in any thread."""
+
+    def get_rope_index(self, *args: Any, **kwargs: Any) -> Any:
+        with _one_at_a_time:
+            index = stock(self).get_rope_index(self, *args, **kwargs)
+            if (read := now().read) is not None:
+                read.listed = self._cached_decode_position_ids  # type: ignore[attr-defined]
+        return index

@@ -1,0 +1,130 @@
+"""Janus: pictures have a loop of their own in stock's `generate`; here it stops where that loop would begin."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation.logits_process import ClassifierFreeGuidanceLogitsProcessor, LogitsProcessorList
+
+from mmspec.pipelines.host.hooks import stock
+from mmspec.pipelines.host.names import CACHE
+from mmspec.pipelines.host.processors.guidance import Guidance
+from mmspec.pipelines.host.processors.table import POINTWISE
+
+
+@dataclass(eq=False)
+class Prepared(Exception):
+    """Carries what stock's `generate` made of its arguments out of it, at the point where its loop would begin."""
+
+    ids: Tensor  # [2B, L], the prompts, then the same with pads for words
+    embeds: Tensor  # [2B, L, H]
+    arguments: dict[str, Any]  # of `prepare_inputs_for_generation`
+    processors: LogitsProcessorList
+    config: Any
+
+    @property
+    def owns_cache(self) -> bool:
+        """Whether the call came with a cache of the caller's own."""
+        return self.arguments.get(CACHE) is not None
+
+    @property
+    def split(self) -> tuple[Guidance, LogitsProcessorList]:
+        """Guidance, with the processors before it, and those behind it."""
+        at = [type(p) is ClassifierFreeGuidanceLogitsProcessor for p in self.processors].index(True)
+        scale, before = self.processors[at].guidance_scale, tuple(self.processors[:at])
+        return Guidance(scale, widen=False, before=before), LogitsProcessorList(self.processors[at + 1 :])
+
+    @property
+    def guided(self) -> bool:
+        return any(type(p) is ClassifierFreeGuidanceLogitsProcessor for p in self.processors)
+
+    @property
+    def strange(self) -> list[str]:
+        """Classes of processors that read the prompt, or may keep state."""
+        known = POINTWISE | {ClassifierFreeGuidanceLogitsProcessor}
+        return [type(p).__name__ for p in self.processors if type(p) not in known]
+
+
+_preparing: ContextVar[dict[str, Any] | None] = ContextVar("mmspec_janus", default=None)
+
+
+class UpToTheLoop:
+    """Mixin of a Janus model."""
+
+    def _stock_generate(
+        self, inputs: Any, attention_mask: Any, logits_processor: Any, **kwargs: Any
+    ) -> Any:  # which adds to the list of processors that it is given
+        processors = LogitsProcessorList(logits_processor or ())
+        return stock(self).generate(self, inputs, attention_mask, processors, **kwargs)
+
+    def _prepared(self, *args: Any, **kwargs: Any) -> Prepared | Any:
+        """What stock makes of the arguments of a call for pictures; or what it returns of those that it refuses."""
+        token = _preparing.set({})
+        try:
+            return self._stock_generate(*args, **kwargs)  # an argument that stock refuses
+        except Prepared as prepared:
+            return prepared.with_traceback(None)  # which would hold on to all of stock's tensors
+        finally:
+            _preparing.reset(token)
+
+    def _get_logits_processor(self, *args: Any, **kwargs: Any) -> Any:
+        made = stock(self)._get_logits_processor(self, *args, **kwargs)
+        seen = _preparing.get()
+        if seen is not None:
+            seen.update(processors=made, config=kwargs["generation_config"])
+        return made
+
+    def _prepare_static_cache(self, *args: Any, **kwargs: Any) -> Any:
+        """No cache of stock's own while it prepares; some versions cannot even make theirs."""
+        if _preparing.get() is not None:
+            return None
+        return stock(self)._prepare_static_cache(self, *args, **kwargs)
+
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        seen = _preparing.get()
+        if seen is None:
+            return stock(self).prepare_inputs_for_generation(self, *args, **kwargs)
+        raise Prepared(kwargs.pop("input_ids"), kwargs.pop("inputs_embeds"), kwargs, **seen)
+
+
+def prefill(model: Any, ids: Tensor, embeds: Tensor, arguments: dict[str, Any], slots: Any) -> Any:
+    """Stock's first forward, into this cache: the features [2B, L, H] of its language model."""
+    arguments = arguments | {CACHE: slots}
+    given = model.prepare_inputs_for_generation(input_ids=ids, inputs_embeds=embeds, **arguments)
+    return model.model.language_model(**given).last_hidden_state
+
+
+def step(model: Any, embeds: Tensor, places: Tensor, mask: Any, slots: Any) -> Tensor:
+    """The features [2B, N, H] of one forward of the language model."""
+    return model.model.language_model(
+        inputs_embeds=embeds, position_ids=places, attention_mask=mask, **{CACHE: slots}, use_cache=True
+    ).last_hidden_state
+
+
+def grid(model: Any) -> tuple[int, int]:
+    """Rows and columns of a picture."""
+    rows, columns = model.model.vqmodel.quantize.quant_state_dims
+    return rows, columns
+
+
+def tokens(model: Any) -> int:
+    """Of a picture."""
+    return int(model.model.vision_model.config.num_image_tokens)
+
+
+def codes(model: Any) -> int:
+    """How many codes there are."""
+    return int(model.model.vqmodel.config.num_embeddings)
+
+
+def codebook(model: Any) -> Tensor:
+    """The codes as the decoder of pictures sees them, [V, c]."""
+    return torch.nn.functional.normalize(model.model.vqmodel.quantize.embedding.weight.detach(), dim=-1)
+
+
+def head(model: Any, hidden: Tensor) -> Tensor:
+    return model.model.generation_head(hidden)

@@ -1,0 +1,125 @@
+"""Models of transformers by name: which class loads one, what prepares its inputs, and what a drafter has to know."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
+    BatchFeature,
+    CompileConfig,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+from mmspec.checkpoints import load
+from mmspec.drafters.feature import FeatureDrafter
+from mmspec.protocols import TargetInfo
+
+__all__ = ["AutoProcessor", "BatchFeature", "CompileConfig", "load_drafter"]  # what others take from here, too
+WITH_PICTURES = frozenset(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values())  # class names
+
+
+def model_and_processor(where: str | Path, dtype: Any) -> tuple[Any, Any]:
+    """The model, and its processor; of a model of text alone its tokenizer.
+
+    Raises:
+        OSError, ValueError: there is no such model, or none that writes text.
+    """
+    auto = _auto(AutoConfig.from_pretrained(where))
+    processor = AutoTokenizer if auto is AutoModelForCausalLM else AutoProcessor
+    return auto.from_pretrained(where, dtype=dtype), processor.from_pretrained(where)
+
+
+def draft_model(name: str | Path) -> Any:
+    """A model from a folder, or from the hub's cache; nothing is fetched.
+
+    Raises:
+        ValueError: there is none on this machine.
+    """
+    try:
+        auto = _auto(AutoConfig.from_pretrained(name, local_files_only=True))
+        return auto.from_pretrained(name, local_files_only=True, dtype="auto").eval()
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"draft={str(name)!r} is no model on this machine ({str(error).splitlines()[0]}); nothing is downloaded "
+            "unasked: load it with from_pretrained, and pass the model"
+        ) from error
+
+
+def _auto(config: Any) -> Any:
+    """What loads a model with this config; of text alone, AutoModelForCausalLM."""
+    sees = type(config) in AutoModelForImageTextToText._model_mapping
+    text = type(config) in AutoModelForCausalLM._model_mapping
+    return AutoModelForCausalLM if text and not sees else AutoModelForImageTextToText
+
+
+def is_model(thing: Any) -> bool:
+    """Whether it is a model of transformers, of whatever kind."""
+    return isinstance(thing, transformers.PreTrainedModel)
+
+
+def stock_class(name: str) -> Any:
+    """A class of transformers, of a model that not every release has."""
+    return getattr(transformers, name)
+
+
+def generates(architectures: Iterable[str]) -> bool:
+    """Whether one of these is the class of a model of transformers that generates."""
+    return any(hasattr(getattr(transformers, str(name), None), "generate") for name in architectures)
+
+
+def load_drafter(
+    name_or_path: str | Path,
+    *,
+    target: Any = None,
+    revision: str | None = None,
+    allow_pickle: bool = False,
+    layout: str | None = None,
+) -> FeatureDrafter:
+    """A drafter with its weights, frozen and in eval mode, in the types of the file; `enable` fits it to its target.
+
+    Args:
+        name_or_path: a folder, a file with config.json beside it, or owner/name on the hub.
+        target: what it drafts for: a model, its TargetInfo, or its name or folder. Needed where the file does not say
+            which layers it reads (EAGLE-3 as published). A name also replaces the one recorded in the file.
+        revision: branch, tag or commit on the hub.
+        allow_pickle: run the code that a .bin file asks for; only for files whose author you trust.
+        layout: one of `layouts.LAYOUTS`; None: what config.json and the tensors' names show. An MSD drafter whose
+            config.json was lost needs it: its tensors are those of an EAGLE drafter.
+
+    Returns:
+        The drafter; hand it to `enable(model, drafter=...)`, or use it several times.
+
+    Raises:
+        FileNotFoundError: nothing there, or no config.json or weights in it.
+        ValueError: an unknown layout, missing, extra or misshapen tensors, a damaged file, a network we do not have.
+    """
+    known = target is None or isinstance(target, TargetInfo)
+    told = target if known else partial(_number, target)
+    made = load.load_drafter(name_or_path, target=told, revision=revision, allow_pickle=allow_pickle, layout=layout)
+    if isinstance(target, (str, Path)):
+        made.config = replace(made.config, target=str(target))
+    return made
+
+
+def _number(target: Any, what: str) -> int:
+    """A number of a model, or of the one of a name or folder: "layers" of its decoder or its "vocab"."""
+    config: Any = getattr(target, "config", None)
+    if isinstance(target, (str, Path)):
+        try:
+            config = AutoConfig.from_pretrained(target)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"the config of the target {str(target)!r} could not be read: {error}") from error
+    if not hasattr(config, "get_text_config"):
+        raise ValueError(f"target must be a model, or the name or folder of one; got a {type(target).__name__}")
+    text = config.get_text_config(decoder=True)
+    return int(text.num_hidden_layers if what == "layers" else text.vocab_size)

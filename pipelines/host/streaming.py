@@ -1,0 +1,40 @@
+"""What watches a call of `generate`: a streamer and a stopping criterion of transformers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import StoppingCriteria
+from transformers.generation.streamers import BaseStreamer
+
+
+class StepStreamer(BaseStreamer):
+    """Calls `each` with the new tokens of a step, one of each row; the prompt, which comes first, is left out."""
+
+    def __init__(self, each: Callable[[list[int]], None]) -> None:
+        self._each, self._prompt_seen = each, False
+
+    def put(self, value: Tensor) -> None:
+        if self._prompt_seen:
+            self._each(value.flatten().tolist())
+        self._prompt_seen = True
+
+    def end(self) -> None:
+        pass
+
+
+class Stopped(StoppingCriteria):
+    """Ends every row once one of these events is set."""
+
+    looks_at_nothing = True  # see stopping.py
+
+    def __init__(self, events: Sequence[threading.Event]) -> None:
+        self.events = events
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        ended = any(event.is_set() for event in self.events)
+        return torch.full((len(input_ids),), ended, dtype=torch.bool, device=input_ids.device)
