@@ -18,6 +18,7 @@ from mmspec.pipelines.host import contract
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("benchmarks", "app", "pipelines", "mmspec", "kernels")  # each imports itself and what stands to its right
 INSIDE = {  # the order inside mmspec/: each part imports only its own rank and lower ones
+    "linear": 0,
     "modes": 0,
     "media": 0,
     "types": 0,

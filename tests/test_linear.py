@@ -37,7 +37,7 @@ def all_gain(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     return seen
 
 
-@pytest.mark.parametrize("shape", [(1, 2), (3, 5), (8,), (2, 2, 2)])
+@pytest.mark.parametrize("shape", [(1, 2), (2, 3), (8,), (2, 2, 2)])
 @pytest.mark.parametrize("bias", [False, True])
 def test_it_is_the_product(shape: tuple[int, ...], bias: bool, all_gain: list[tuple[int, ...]]) -> None:
     layer, x = Linear(K, N, bias), torch.randn(*shape, K)
