@@ -1,4 +1,4 @@
-"""The one place where captions meet a model: load it, enable mmspec on it, turn pictures and a prompt into texts."""
+"""An enabled model that captions: it is loaded, mmspec is enabled on it, pictures and a prompt become texts."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def each_module(*models: Any) -> Iterator[Any]:
     for module in pending:
         yield module
         for child in module._modules.values():
-            if child is not None and id(child) not in seen:  # whoever asks for its truth asks for its length
+            if child is not None and id(child) not in seen:  # bool(child) would call its __len__
                 seen.add(id(child))
                 pending.append(child)
 

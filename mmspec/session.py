@@ -36,7 +36,7 @@ class Row:
     index: int = 0  # place in the call that it came with
     rule: Rule = exact  # what is kept of a draft
     request: Any = None  # what its call asked of the target: how logits become a distribution, arguments of forwards
-    text: Any = None  # what tells its prompt apart, where targets keep what they have read
+    text: Any = None  # cache key of the prompt, for a target with a prefix cache
     done: bool = False
     spent: float = 0.0  # distance from the target's distribution that a relaxed rule cost; set when the row is let go
 

@@ -1,4 +1,4 @@
-"""What a captioning run leaves in its output folder, and what an earlier run or another hand already left there."""
+"""The files of a captioning run, and existing files of earlier runs or other tools."""
 
 from __future__ import annotations
 

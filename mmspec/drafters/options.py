@@ -1,4 +1,4 @@
-"""The options of drafters that grow a chain or a tree: what the user gave, the drafter's recommendations elsewhere."""
+"""Options of drafters that grow a chain or a tree: the user's override what the drafter recommends."""
 
 from __future__ import annotations
 

@@ -204,7 +204,7 @@ class Handle:
         self.let_go()
 
     def let_go(self) -> None:
-        """Keep the model no longer, unless a `with` goes on."""
+        """Drop the reference to the model, unless inside a `with` block."""
         if not self._patch.open:
             self._held = None
 
