@@ -48,7 +48,7 @@ def version(root: Any, kept: bool = False) -> Version:
         kept: also tell whether tensors that are neither parameters nor buffers were replaced.
     """
     modules, alive, configs = list(each_module(root)), list[Any](), dict[int, Any]()
-    classes = {type(module): getattr(type(module), "_mmspec_stock", type(module)) for module in modules}
+    classes = [getattr(kind, "_mmspec_stock", kind) for kind in map(type, modules)]  # another thread may swap them
     weights: list[Any] = []
     written: list[Any] = []
     state: list[Any] = [sum(_REFRESHED.get(module, 0) for module in modules) if _REFRESHED else 0]
@@ -72,9 +72,9 @@ def version(root: Any, kept: bool = False) -> Version:
         return known(value) if callable(value) else type(value)
 
     why = "forward hooks are registered for all modules" if hooked_everywhere() else None
-    for module in modules:
+    for module, own in zip(modules, classes, strict=True):
         held = vars(module)
-        state.append(id(classes[type(module)]))
+        state.append(id(own))
         for tensors in (held["_parameters"], held["_buffers"]):
             for t in tensors.values():
                 weights.append(t if t is None else (known(t), t.dtype, t.device, t.shape))
@@ -89,7 +89,7 @@ def version(root: Any, kept: bool = False) -> Version:
             why = f"{_name(root, module)} {found}"
     for config in (inner for outer in configs.values() for inner in _with_those_inside(outer)):
         state += [known(config), *((name, told(value)) for name, value in vars(config).items())]
-    state += [(known(stock), known(stock.forward)) for stock in dict.fromkeys(classes.values())]
+    state += [(known(stock), known(stock.forward)) for stock in dict.fromkeys(classes)]
     return Version(weights, state, written, why, alive)
 
 

@@ -9,7 +9,7 @@ from mmspec.pipelines.host import devices, renamed
 from mmspec.pipelines.host.call import Call, Current, current
 from mmspec.pipelines.host.decoder import decoder, embedding
 from mmspec.pipelines.host.hooks import stock
-from mmspec.pipelines.host.loops import Loops, like_generate
+from mmspec.pipelines.host.loops import like_generate, loops
 from mmspec.pipelines.host.model import HostModel, settled
 from mmspec.pipelines.host.names import origin, translated
 from mmspec.pipelines.host.processors.guidance import Guidance
@@ -25,7 +25,35 @@ from mmspec.pipelines.target.vlm import VlmTarget
 from mmspec.protocols import TargetInfo
 
 
-class DecoderOnlyPatch(Loops):
+def _keeps(model: Any) -> bool:
+    patch = Patch.of(model)
+    return patch is not None and patch.prefixes is not None
+
+
+def _run(model: Any, call: Call) -> tuple[Any, ...]:
+    patch, now = Patch.of(model), current.get()
+    if patch is None:  # disabled since this call began
+        return ()
+    if now is not None and now.patch in patch.asked.values():
+        patch = now.patch
+    with or_stock(patch, call), settled():
+        why = obstacle(model, call, patch)
+        if why is None:
+            with patch.running(model):
+                output, stats = generate(model, patch, call)
+            patch.book(stats)
+            return (output,)
+        patch.family.decline(patch, why)
+    return ()
+
+
+def _leave(model: Any, beams: bool) -> None:
+    if (patch := Patch.of(model)) is not None:
+        why = "this kind of assisted decoding (early exit, other tokens) drafts by itself"
+        patch.family.decline(patch, Obstacle(BEAMS if beams else why))
+
+
+class DecoderOnlyPatch(loops(_run, _leave, _keeps)):  # type: ignore[misc]
     """Mixin of an enabled model.
 
     Another thread may swap the class at any time. So methods take the stock ones from `stock(self)`, a call asks once
@@ -73,31 +101,6 @@ class DecoderOnlyPatch(Loops):
     def _say(self, what: str) -> None:
         if (patch := Patch.of(self)) is not None:
             patch.say(what)
-
-    def _mmspec_keeps(self) -> bool:
-        patch = Patch.of(self)
-        return patch is not None and patch.prefixes is not None
-
-    def _mmspec_run(self, call: Call) -> tuple[Any, ...]:
-        patch, now = Patch.of(self), current.get()
-        if patch is None:  # disabled since this call began
-            return ()
-        if now is not None and now.patch in patch.asked.values():
-            patch = now.patch
-        with or_stock(patch, call), settled():
-            why = obstacle(self, call, patch)
-            if why is None:
-                with patch.running(self):
-                    output, stats = generate(self, patch, call)
-                patch.book(stats)
-                return (output,)
-            patch.family.decline(patch, why)
-        return ()
-
-    def _mmspec_leave(self, beams: bool) -> None:
-        if (patch := Patch.of(self)) is not None:
-            why = "this kind of assisted decoding (early exit, other tokens) drafts by itself"
-            patch.family.decline(patch, Obstacle(BEAMS if beams else why))
 
 
 class DecoderOnly(Family):

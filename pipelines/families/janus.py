@@ -39,8 +39,8 @@ class JanusPatch(janus.UpToTheLoop, DecoderOnlyPatch):
     ) -> Any:
         given, patch = (inputs, attention_mask, logits_processor), Patch.of(self)
         if patch is None or kwargs.get("generation_mode", "text") != "image":
-            return self._stock_generate(*given, **kwargs)
-        ready = self._prepared(*given, **kwargs)
+            return janus.stock_generate(self, *given, **kwargs)
+        ready = janus.prepared(self, *given, **kwargs)
         if not isinstance(ready, Prepared):
             return ready
         with settled():
@@ -49,7 +49,7 @@ class JanusPatch(janus.UpToTheLoop, DecoderOnlyPatch):
                 with patch.running(self):
                     return _draw(self, patch, ready)
         patch.decline(why)
-        return self._stock_generate(*given, **kwargs)
+        return janus.stock_generate(self, *given, **kwargs)
 
 
 def _obstacle(model: Any, patch: Patch, ready: Prepared) -> Obstacle | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from transformers import GenerationMixin
@@ -14,65 +15,66 @@ from mmspec.pipelines.host.names import bound
 like_generate = functools.wraps(GenerationMixin.generate)
 
 
-def reached() -> None:
+def loops(
+    run: Callable[[Any, Call], tuple[Any, ...]], leave: Callable[[Any, bool], None], keeps: Callable[[Any], bool]
+) -> type:
+    """A mixin of enabled models; `generate` lands in one of its methods for every mode that transformers has.
+
+    Another thread may swap a model's class at any time, so these are functions, and stock's methods come from
+    `stock(self)`.
+
+    Args:
+        run: what a call returns, alone in a tuple; (): stock has to run it.
+        leave: says why a call, with beams or with drafts of its own, runs in stock's loop.
+        keeps: whether a model's prompts are kept, so that pictures may wait for the prefill, which may have read them
+            before.
+    """
+
+    class Loops:
+        def _maybe_prepare_encoder_kwargs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+            """Not for prompts that are never kept, nor for stock's prefill in pieces, which does not take pictures."""
+            prepare = stock(self)._maybe_prepare_encoder_kwargs_for_generation
+            if keeps(self) and not self.config.is_encoder_decoder:  # type: ignore[attr-defined]
+                told = bound(prepare, *args, **kwargs)
+                config = told["generation_config"]
+                one = max(config.num_beams or 1, config.num_return_sequences or 1) == 1
+                if one and told["model_input_name"] != "inputs_embeds" and config.prefill_chunk_size is None:
+                    return told["model_kwargs"]
+            return prepare(self, *args, **kwargs)
+
+        def _sample(
+            self,
+            input_ids: Any,
+            logits_processor: Any,
+            stopping_criteria: Any,
+            generation_config: Any,
+            synced_gpus: bool = False,
+            streamer: Any = None,
+            **model_kwargs: Any,
+        ) -> Any:
+            _reached()
+            given = (input_ids, logits_processor, stopping_criteria, generation_config)
+            if found := run(self, Call(*given, synced_gpus, streamer, model_kwargs)):
+                return found[0]
+            return stock(self)._sample(self, *given, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs)
+
+        def _beam_search(self, *args: Any, **kwargs: Any) -> Any:
+            _reached()
+            leave(self, True)
+            return stock(self)._beam_search(self, *args, **kwargs)
+
+        def _assisted_decoding(self, *args: Any, **kwargs: Any) -> Any:
+            _reached()
+            leave(self, False)
+            return stock(self)._assisted_decoding(self, *args, **kwargs)
+
+    return Loops
+
+
+def _reached() -> None:
     """The call under way has come to a loop of ours."""
     if (now := current.get()) is not None:
         now.reached = True
-
-
-class Loops:
-    """Mixin of an enabled model; `generate` lands in one of these for every mode that transformers has.
-
-    Another thread may swap the class at any time, so methods take the stock ones from `stock(self)`.
-    """
-
-    def _mmspec_run(self, call: Call) -> tuple[Any, ...]:
-        """What the call returns, alone in a tuple; (): stock has to run it."""
-        return ()
-
-    def _mmspec_leave(self, beams: bool) -> None:
-        """Say why a call with beams, or one that drafts by itself, runs in stock's loop."""
-
-    def _mmspec_keeps(self) -> bool:
-        """Whether prompts are kept, so that pictures may wait for the prefill, which may have read them before."""
-        return False
-
-    def _maybe_prepare_encoder_kwargs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
-        """Not for prompts that are never kept, nor for stock's prefill in pieces, which does not take pictures."""
-        prepare = stock(self)._maybe_prepare_encoder_kwargs_for_generation
-        if self._mmspec_keeps() and not self.config.is_encoder_decoder:  # type: ignore[attr-defined]
-            told = bound(prepare, *args, **kwargs)
-            config = told["generation_config"]
-            one = max(config.num_beams or 1, config.num_return_sequences or 1) == 1
-            if one and told["model_input_name"] != "inputs_embeds" and config.prefill_chunk_size is None:
-                return told["model_kwargs"]
-        return prepare(self, *args, **kwargs)
-
-    def _sample(
-        self,
-        input_ids: Any,
-        logits_processor: Any,
-        stopping_criteria: Any,
-        generation_config: Any,
-        synced_gpus: bool = False,
-        streamer: Any = None,
-        **model_kwargs: Any,
-    ) -> Any:
-        reached()
-        given = (input_ids, logits_processor, stopping_criteria, generation_config)
-        if found := self._mmspec_run(Call(*given, synced_gpus, streamer, model_kwargs)):
-            return found[0]
-        return stock(self)._sample(self, *given, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs)
-
-    def _beam_search(self, *args: Any, **kwargs: Any) -> Any:
-        reached()
-        self._mmspec_leave(beams=True)
-        return stock(self)._beam_search(self, *args, **kwargs)
-
-    def _assisted_decoding(self, *args: Any, **kwargs: Any) -> Any:
-        reached()
-        self._mmspec_leave(beams=False)
-        return stock(self)._assisted_decoding(self, *args, **kwargs)
 
 
 def as_call(

@@ -52,24 +52,24 @@ class Prepared(Exception):
 _preparing: ContextVar[dict[str, Any] | None] = ContextVar("mmspec_janus", default=None)
 
 
+def stock_generate(model: Any, inputs: Any, attention_mask: Any, logits_processor: Any, **kwargs: Any) -> Any:
+    processors = LogitsProcessorList(logits_processor or ())  # stock adds to the list that it is given
+    return stock(model).generate(model, inputs, attention_mask, processors, **kwargs)
+
+
+def prepared(model: Any, *args: Any, **kwargs: Any) -> Prepared | Any:
+    """What stock makes of the arguments of a call for pictures; or what it returns, disabled since."""
+    token = _preparing.set({})
+    try:
+        return stock_generate(model, *args, **kwargs)  # an argument that stock refuses
+    except Prepared as found:
+        return found.with_traceback(None)  # which would hold on to all of stock's tensors
+    finally:
+        _preparing.reset(token)
+
+
 class UpToTheLoop:
     """Mixin of a Janus model."""
-
-    def _stock_generate(
-        self, inputs: Any, attention_mask: Any, logits_processor: Any, **kwargs: Any
-    ) -> Any:  # which adds to the list of processors that it is given
-        processors = LogitsProcessorList(logits_processor or ())
-        return stock(self).generate(self, inputs, attention_mask, processors, **kwargs)
-
-    def _prepared(self, *args: Any, **kwargs: Any) -> Prepared | Any:
-        """What stock makes of the arguments of a call for pictures; or what it returns of those that it refuses."""
-        token = _preparing.set({})
-        try:
-            return self._stock_generate(*args, **kwargs)  # an argument that stock refuses
-        except Prepared as prepared:
-            return prepared.with_traceback(None)  # which would hold on to all of stock's tensors
-        finally:
-            _preparing.reset(token)
 
     def _get_logits_processor(self, *args: Any, **kwargs: Any) -> Any:
         made = stock(self)._get_logits_processor(self, *args, **kwargs)
