@@ -75,7 +75,11 @@ def lossless(drafters: Sequence[tuple[str, Any]]) -> list[ImageMethod]:
     drawn: dict[str, dict[str, Any]] = {f"{c}-{w}": {"window": w, "coupling": c} for c in COUPLINGS for w in WINDOWS}
     drawn |= {f"{init}-16": {**BASE, "init": init} for init in INITS}
     drawn |= {f"exact-seed-{w}": {"window": w, **exact} for w in (16, 32)}
-    coupled = {"maximal": {"coupling": "maximal"}, "gumbel": {"coupling": "gumbel"}, "exact-seed": exact}
+    coupled: dict[str, dict[str, Any]] = {
+        "maximal": {"coupling": "maximal"},
+        "gumbel": {"coupling": "gumbel"},
+        "exact-seed": exact,
+    }
     drawn |= {f"{name}-{w}-compiled": {"window": w, **compiled, **how}
               for name, how in coupled.items() for w in (16, 24, 32)}  # fmt: skip
     drawn |= {f"{name}-32-auto": {"window": 32, **coupled[name], **auto} for name in ("maximal", "exact-seed")}
