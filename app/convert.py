@@ -32,20 +32,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("src", help="folder, file with config.json beside it, or owner/name on the Hub; or `llamagen`, `mar`")
     add("dst", type=Path, help="folder to write; after `llamagen` or `mar`, the transformer's file")
     add("--layout", choices=tuple(LAYOUTS), metavar="NAME", default="mmspec", help="layout to write (%(default)s)")
-    add(
-        "--from",
-        dest="source",
-        choices=tuple(LAYOUTS),
-        metavar="NAME",
-        help="layout to read (default: what the files show)",
-    )
+    add("--from", dest="source", choices=tuple(LAYOUTS), metavar="NAME", help="layout to read; default: as files show")
     add("--target", help="model it drafts for, name or folder; needed where the files do not say which layers it reads")
     add("--revision", help="branch, tag or commit of SRC on the hub")
-    add(
-        "--allow-pickle",
-        action="store_true",
-        help="run the code in a .bin file; only if you trust its author (llamagen: none is run, see there)",
-    )
+    add("--allow-pickle", action="store_true", help="run the code in a .bin file; only if you trust its author "
+        "(llamagen: none is run, see there)")  # fmt: skip
     add("--overwrite", action="store_true", help="replace what is in the folder to write")
     group = parser.add_argument_group(
         LLAMAGEN,

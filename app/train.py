@@ -37,45 +37,26 @@ def configure(parser: argparse.ArgumentParser) -> None:
     others = [name for name in BLOCKS if name not in trained]
     methods = [*trained, *others, "mtp"]
     parser.description = "Train a drafter for a model, by its own answers about your data. Rerun the command to resume."
-    parser.add_argument(
-        "--method", choices=methods, default="eagle", metavar="NAME", help=f"{', '.join(methods)} (%(default)s)"
-    )
-    parser.add_argument("--target", required=True, help="folder or hub name of the model to draft for")
-    parser.add_argument(
-        "--data",
-        required=True,
-        help="folder of images, .jsonl with image (or images) and prompt (for a text model prompt alone), "
-        "hf:owner/name[:split], or drawn: scenes:N; "
-        "for a model that draws: prompts:FILE (one per line; class numbers for a class-conditional "
-        "model) or pictures:N",
-    )
-    parser.add_argument(
-        "--text",
-        help="prompts without pictures, for recipes with a stage on text: prompts:FILE, .jsonl or hf:owner/name[:split]"
-        "; 'none': leave these stages out",
-    )
-    parser.add_argument("--out", type=Path, required=True, help="folder of the run")
-    parser.add_argument(
-        "--recipe", choices=sorted(RECIPES), metavar="NAME",
-        help=f"default: the published recipe of the method; of {', '.join(sorted(RECIPES))}",
-    )  # fmt: skip
-    parser.add_argument(
-        "--set",
-        nargs="*",
-        default=[],
-        metavar="NAME=VALUE",
-        help="change values of the recipe, such as steps=200 held_out=8",
-    )
-    parser.add_argument("--intermediate", type=count, help="width of the drafter's MLP; default: the target's")
-    parser.add_argument(
-        "--shape", nargs="*", default=[], metavar="NAME=VALUE",
-        help="other values of the drafter's config, such as draft_vocab=8192 (a head of its own, for the most frequent "
-        "tokens of the answers), num_q=4 or depth=6",
-    )  # fmt: skip
-    parser.add_argument("--answers", type=Path, help="folder of the target's answers, to share between runs")
-    parser.add_argument("--keep", type=from_zero, default=0.0, metavar="GB", help="memory for features to use again")
-    parser.add_argument("--limit", type=count, help="use at most so many samples")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps ... (%(default)s)")
+    add = parser.add_argument
+    add("--method", choices=methods, default="eagle", metavar="NAME", help=f"{', '.join(methods)} (%(default)s)")
+    add("--target", required=True, help="folder or hub name of the model to draft for")
+    add("--data", required=True, help="folder of images, .jsonl with image (or images) and prompt (for a text model "
+        "prompt alone), hf:owner/name[:split], or drawn: scenes:N; for a model that draws: prompts:FILE (one per line; "
+        "class numbers for a class-conditional model) or pictures:N")  # fmt: skip
+    add("--text", help="prompts without pictures, for recipes with a stage on text: prompts:FILE, .jsonl or "
+        "hf:owner/name[:split]; 'none': leave these stages out")  # fmt: skip
+    add("--out", type=Path, required=True, help="folder of the run")
+    add("--recipe", choices=sorted(RECIPES), metavar="NAME", help="default: the published recipe of the method; of "
+        f"{', '.join(sorted(RECIPES))}")  # fmt: skip
+    sets: dict[str, Any] = {"nargs": "*", "default": [], "metavar": "NAME=VALUE"}
+    add("--set", help="change values of the recipe, such as steps=200 held_out=8", **sets)
+    add("--intermediate", type=count, help="width of the drafter's MLP; default: the target's")
+    add("--shape", help="other values of the drafter's config, such as draft_vocab=8192 (a head of its own, for the "
+        "most frequent tokens of the answers), num_q=4 or depth=6", **sets)  # fmt: skip
+    add("--answers", type=Path, help="folder of the target's answers, to share between runs")
+    add("--keep", type=from_zero, default=0.0, metavar="GB", help="memory for features to use again")
+    add("--limit", type=count, help="use at most so many samples")
+    add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps ... (%(default)s)")
 
 
 def _recipe(args: argparse.Namespace) -> Recipe:

@@ -13,12 +13,13 @@ from test_kill import photos  # noqa: F401 - a fixture
 
 from mmspec.app import cli
 from mmspec.app.caption import settings
+from mmspec.app.caption.crew import STARTS, Crew, Processes
 from mmspec.app.caption.model import FatalError
 from mmspec.app.caption.outputs import STATE, Outputs
 from mmspec.app.caption.plan import Planner
 from mmspec.app.caption.prompts import Prompts
 from mmspec.app.caption.run import Job
-from mmspec.app.caption.workers import STARTS, Crew, Processes, places
+from mmspec.app.caption.workers import places
 from mmspec.app.media.inputs import open_inputs
 
 OK, FATAL = 0, 1
@@ -47,10 +48,10 @@ def prepared(few: Path, out: Path, *words: str) -> tuple[Job, list]:
     words = ("--engine", "quick_engine:load", "--model", "quick", "--max-new-tokens", "10", *words)
     options = settings.resolve(parser.parse_args([str(few), *words]))
     options = settings.fitted(options)
-    outputs, shaping = Outputs(out, str(few)), settings.settings(options)
+    outputs, shaping = Outputs(out, str(few)), settings.shaping(options)
     todo = Planner(options, shaping, Prompts(options.prompt), outputs).plan(open_inputs([few]))
     outputs.close()
-    return Job(options, shaping, out, outputs.origin, items=len(todo.pending) // 2), todo.pending
+    return Job(options, shaping, out, outputs.origin, items=len(todo.pending)), todo.pending
 
 
 def recorded(out: Path) -> dict[str, list[str]]:

@@ -71,47 +71,33 @@ class Hostile(JacobiDrafter):
 def lossless(drafters: Sequence[tuple[str, Any]]) -> list[ImageMethod]:
     """The methods that keep the target's distribution; `drafters` are (name, folder or drafter) of trained ones."""
 
-    def jacobi(name: str, **options: Any) -> ImageMethod:
-        return ImageMethod(f"jacobi-{name}", DrawingMethod("jacobi", options))
-
-    return [
-        ImageMethod("ar"),
-        ImageMethod("ar-static", plain="static"),
-        ImageMethod("ar-compiled", plain="compiled"),
-        *(jacobi(f"{coupling}-{w}", window=w, coupling=coupling) for coupling in COUPLINGS for w in WINDOWS),
-        *(jacobi(f"{init}-16", **BASE, init=init) for init in INITS),
-        jacobi("exact-seed-16", window=16, reproducible=True),
-        jacobi("exact-seed-32", window=32, reproducible=True),
-        *(
-            jacobi(f"{name}-{w}-compiled", window=w, compile=True, **how)
-            for name, how in (
-                ("maximal", {"coupling": "maximal"}),
-                ("gumbel", {"coupling": "gumbel"}),
-                ("exact-seed", {"reproducible": True}),
-            )
-            for w in (16, 24, 32)
-        ),
-        jacobi("maximal-32-auto", window=32, coupling="maximal", auto=True),
-        jacobi("exact-seed-32-auto", window=32, reproducible=True, auto=True),
-        *(
-            ImageMethod(f"hostile-16{name}", DrawingMethod(Hostile(), {"window": 16, "reproducible": True, **options}))
-            for name, options in (("", {}), ("-auto", {"auto": True}))
-        ),
-        jacobi("pac", window=32, coupling="maximal", proactive=(3, 3)),
-        *(ImageMethod(name, way) for name, way in _feature(drafters)),
-        *(
-            ImageMethod(f"{name}-exact-seed", DrawingMethod(drafter, {"reproducible": True}))
-            for name, drafter in _split(drafters)[0]
-        ),
-        *(
-            ImageMethod(
-                f"{name}-exact-seed-{w}{how}", DrawingMethod(drafter, {"window": w, "reproducible": True, **options})
-            )
-            for name, drafter in _split(drafters)[1]
-            for how, options in (("", {}), ("-compiled", {"compile": True}))
-            for w in (16, 32)
-        ),
+    exact, auto, compiled = ({name: True} for name in ("reproducible", "auto", "compile"))
+    drawn: dict[str, dict[str, Any]] = {f"{c}-{w}": {"window": w, "coupling": c} for c in COUPLINGS for w in WINDOWS}
+    drawn |= {f"{init}-16": {**BASE, "init": init} for init in INITS}
+    drawn |= {f"exact-seed-{w}": {"window": w, **exact} for w in (16, 32)}
+    coupled: dict[str, dict[str, Any]] = {
+        "maximal": {"coupling": "maximal"},
+        "gumbel": {"coupling": "gumbel"},
+        "exact-seed": exact,
+    }
+    drawn |= {f"{name}-{w}-compiled": {"window": w, **compiled, **how}
+              for name, how in coupled.items() for w in (16, 24, 32)}  # fmt: skip
+    drawn |= {f"{name}-32-auto": {"window": 32, **coupled[name], **auto} for name in ("maximal", "exact-seed")}
+    drawn |= {"pac": {"window": 32, "coupling": "maximal", "proactive": (3, 3)}}
+    hostile = {"window": 16, **exact}
+    ways = [(f"jacobi-{name}", DrawingMethod("jacobi", options)) for name, options in drawn.items()]
+    ways += [
+        ("hostile-16", DrawingMethod(Hostile(), hostile)),
+        ("hostile-16-auto", DrawingMethod(Hostile(), hostile | auto)),
     ]
+    ways += _feature(drafters)
+    trees, windows = _split(drafters)
+    ways += [(f"{name}-exact-seed", DrawingMethod(drafter, exact)) for name, drafter in trees]
+    both = [(w, how, more) for how, more in (("", {}), ("-compiled", compiled)) for w in (16, 32)]
+    ways += [(f"{name}-exact-seed-{w}{how}", DrawingMethod(drafter, {"window": w, **exact, **more}))
+             for name, drafter in windows for w, how, more in both]  # fmt: skip
+    plain = [ImageMethod("ar"), ImageMethod("ar-static", plain="static"), ImageMethod("ar-compiled", plain="compiled")]
+    return plain + [ImageMethod(name, way) for name, way in ways]
 
 
 def published(codes: int) -> dict[str, str]:

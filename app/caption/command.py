@@ -18,6 +18,7 @@ from typing import Any
 from mmspec import zoo
 from mmspec.app import embedded
 from mmspec.app.caption import report, settings
+from mmspec.app.caption.crew import Crew, Processes
 from mmspec.app.caption.finals import FAILURES, OutputError
 from mmspec.app.caption.journal import write_whole
 from mmspec.app.caption.model import FatalError
@@ -28,7 +29,7 @@ from mmspec.app.caption.prompts import PromptError, Prompts
 from mmspec.app.caption.report import RunTally, TooManyErrorsError, plain
 from mmspec.app.caption.run import Job
 from mmspec.app.caption.settings import SettingsError
-from mmspec.app.caption.workers import Alone, Crew, Processes, places
+from mmspec.app.caption.workers import Alone, places
 from mmspec.app.enabling import EnableError
 from mmspec.app.media.inputs import Inputs, open_inputs
 from mmspec.app.media.items import Item
@@ -94,7 +95,7 @@ def _caption(options: Options) -> int:
     said = (options.prompt, options.system, options.start_with, options.prepend, options.append)
     prompts = Prompts(*(text or "" for text in said))
     settings.enable(options)  # what is wrong is said before anything is read or loaded
-    shaping = settings.settings(options)
+    shaping = settings.shaping(options)
     slots = f"shard-{options.shard.replace('/', '-of-')}-" if options.shard else ""
     folder, origin = _folders(options, inputs)
     outputs = Outputs(folder, origin, slots, look_only=options.dry_run, overwrite=options.on_existing == "overwrite")
@@ -182,20 +183,15 @@ def _report(options: Options, todo: Plan, tally: RunTally, workers: list, compar
 def _crew(job: Job, slots: str, todo: Plan) -> Iterator[Any]:
     """Who works: Ray, a process per device, or this process; they are told to stop in the end, whatever happens."""
     options = job.options
-    where: list[str] = []
     if options.ray:
         from mmspec.app.caption.ray_run import OnRay
 
-        starter: Any = OnRay()
-        where = starter.places(options.devices)
+        ray = OnRay()
+        crew: Any = Crew(job, ray, ray.places(options.devices), slots)
     elif len(where := places(options.devices)) > 1:
-        starter = Processes()
+        crew = Crew(job, Processes(), where, slots)
     else:
-        starter = None
-    if starter is None:
-        crew: Any = Alone(job, where[0], slots, len(todo.pending))
-    else:
-        crew = Crew(replace(job, workers=len(where), items=-(-job.items // len(where))), starter, where, slots)
+        crew = Alone(job, where[0], slots, len(todo.pending))
     try:
         yield crew
     finally:

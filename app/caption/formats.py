@@ -41,7 +41,8 @@ def metadata(records: Iterable[Record], folder: Path, note: Note | None = None) 
     if some is None:
         return []
     with replacing(path, note) as file:
-        file.writelines(line_of({name: record[name] for name in ("file_name", "text")}) for record in some)
+        for record in some:
+            file.write(line_of({name: record[name] for name in ("file_name", "text") if name in record}))
     return [path]
 
 

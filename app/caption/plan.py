@@ -6,12 +6,13 @@ import functools
 import hashlib
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from mmspec.app.caption.journal import Record, digest
 from mmspec.app.caption.options import Options
 from mmspec.app.caption.outputs import OutputError, Outputs, Sidecars, UnwritableTextError
 from mmspec.app.caption.prompts import PromptChoice, Prompts
-from mmspec.app.caption.settings import Settings
+from mmspec.app.caption.settings import ask
 from mmspec.app.media.inputs import Inputs
 from mmspec.app.media.items import VIDEO, Item
 from mmspec.media import MediaError
@@ -66,8 +67,8 @@ class Plan:
 class Planner:
     """Decides about one item after the other; only changed ones of which there is a record are read for it."""
 
-    def __init__(self, options: Options, settings: Settings, prompts: Prompts, outputs: Outputs):
-        self.options, self.settings, self.prompts, self.outputs = options, settings, prompts, outputs
+    def __init__(self, options: Options, shaping: dict[str, Any], prompts: Prompts, outputs: Outputs):
+        self.options, self.shaping, self.prompts, self.outputs = options, shaping, prompts, outputs
         self.frames = options.policy
         self.reads_existing = "{existing}" in prompts.prompt
 
@@ -104,8 +105,8 @@ class Planner:
             todo.kept += 1
             return
         existing = there or came
-        asked, ask = self._asked(item, existing)
-        if failure and failure.get("ask") == ask and failure.get("stamp") == stamp and not options.retry_failed:
+        asked, named = self._asked(item, existing)
+        if failure and failure.get("ask") == named and failure.get("stamp") == stamp and not options.retry_failed:
             todo.failed_before += 1
             return
         if record and not same and record.get("folder") != outputs.origin and options.on_existing != "overwrite":
@@ -114,7 +115,7 @@ class Planner:
                 "choose another --out, or --on-existing overwrite"
             )
         todo.anew += same
-        todo.pending.append(Task(item, asked, ask, stamp, existing, sidecar))
+        todo.pending.append(Task(item, asked, named, stamp, existing, sidecar))
 
     def _asked(self, item: Item, existing: str | None) -> tuple[PromptChoice, str]:
         """What is asked about the item, and the name of all that shapes the answer but its content."""
@@ -126,7 +127,7 @@ class Planner:
                 more["max_frames"] = self.options.max_frames
         if existing and self.options.on_existing == "append":
             more |= {"on_existing": self.options.on_existing, "existing": existing}
-        return asked, self.settings.ask(asked, **more)
+        return asked, ask(self.shaping | vars(asked) | more)
 
     def _unchanged(self, record: Record, item: Item, stamp: str | None) -> bool:
         if stamp and record.get("stamp") == stamp and record.get("folder") == self.outputs.origin:

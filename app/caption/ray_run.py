@@ -22,6 +22,7 @@ class OnRay:
         self._ours = not ray.is_initialized()
         if self._ours:
             ray.init(include_dashboard=False, log_to_driver=False, logging_level="error")  # type: ignore[arg-type]
+        self.nodes = max(1, len([node for node in ray.nodes() if node["Alive"]]))
 
     def start(self, job: Any, place: str, *rest: Any) -> Any:
         task = self.ray.remote(num_cpus=1, num_gpus=int(place.startswith("cuda")), max_retries=0)(serve)

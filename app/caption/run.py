@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from mmspec.app.caption.model import Answers, FatalError, area_for, compiles, dt
 from mmspec.app.caption.options import Options
 from mmspec.app.caption.outputs import STATE, UnwritableTextError, Writer, combined, facts_of
 from mmspec.app.caption.plan import Task
-from mmspec.app.caption.settings import Settings
 from mmspec.app.media.decoder import AHEAD, Decoder, DecoderError
 from mmspec.app.media.video import FramePolicy
 from mmspec.media import Media, MediaLimits
@@ -30,7 +29,7 @@ class Job:
     """What every worker of a run is told once; travels to other processes and machines."""
 
     options: Options
-    settings: Settings
+    shaping: dict[str, Any]  # what shapes the answers
     folder: Path
     origin: str
     workers: int = 1  # on this machine, to share its cores
@@ -220,8 +219,8 @@ class Worker:
         self.flow = self.engine.flow(self.rows)
 
     def _ask(self, flow: Answers, task: Task, media: Media) -> None:
-        name, settings = task.item.name, self.job.settings
-        seed = 0 if settings.seed is None else int(digest(f"{settings.seed} {media.content}".encode())[:12], 16)
+        name, drawn = task.item.name, self.job.shaping["seed"]
+        seed = 0 if drawn is None else int(digest(f"{drawn} {media.content}".encode())[:12], 16)
         if self.sampler is not None:
             self.sampler(media.frames, task.asked)
         self._asked[name] = (task, media)
@@ -260,7 +259,7 @@ class Worker:
         finish: str = "",
     ) -> None:  # fmt: skip
         text = combined(task.existing, task.asked.caption(answer), self.job.options.on_existing)
-        facts = about(task, media.content, self.job) | asdict(self.job.settings) | {"tokens": tokens}
+        facts = about(task, media.content, self.job) | self.job.shaping | {"tokens": tokens}
         facts |= facts_of(
             prompt=task.asked.text, system=task.asked.system, start=task.asked.start, existing=task.existing,
             twin_of=twin_of, length=media.seconds, seconds=round(seconds, 4), finish=finish,

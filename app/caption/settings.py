@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ SAID_LATER = "config"  # the one flag that a config file cannot hold
 ONCE = (SAID_LATER, "retry_failed")  # what a run says for itself alone
 # One of these on the command line undoes the others of a config file.
 RIVALS = ("frames", "fps", "keyframes")
+SHAPING = ("model", "drafter", "max_new_tokens", "temperature", "dtype", "engine", "max_pixels_per_image")
 
 
 OPTIONS = {one.name: one for one in fields(Options)}
@@ -31,30 +32,6 @@ OPTIONS = {one.name: one for one in fields(Options)}
 
 class SettingsError(Exception):
     """The options, or the file that holds them, make no sense."""
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What shapes an answer besides the item and what was asked about it."""
-
-    model: str
-    drafter: str
-    max_new_tokens: int
-    temperature: float
-    seed: int | None  # None when nothing is drawn
-    dtype: str = AUTO
-    engine: str = ENGINE
-    max_pixels_per_image: int | str = AUTO
-    enable: str = ""  # what of --enable changes what is drawn
-
-    def ask(self, asked: Any, **more: Any) -> str:
-        """Name of all that shapes the answer but the content: the settings, what was asked (a dataclass), and `more`.
-
-        Only what differs from its default counts, so that an option that is new does not undo what was done before.
-        """
-        usual = {"dtype": AUTO, "engine": ENGINE, "max_pixels_per_image": AUTO, "max_frames": video.MAX_FRAMES}
-        facts = vars(self) | vars(asked) | more
-        return key("", **{name: value for name, value in facts.items() if value not in ("", usual.get(name, ""))})
 
 
 class Flags:
@@ -180,15 +157,20 @@ def replaceable(path: Path) -> bool:
         return file.read(len(HEAD)) == HEAD
 
 
-def settings(options: Options) -> Settings:
-    """What shapes the answers."""
-    names = ("model", "drafter", "max_new_tokens", "temperature", "dtype", "engine", "max_pixels_per_image")
+def shaping(options: Options) -> dict[str, Any]:
+    """What shapes an answer besides the item and what was asked about it; no seed where nothing is drawn."""
     drawn = sorted(word for word in options.enable if word.partition("=")[0] in enabling.DRAWN)
-    return Settings(
-        enable=" ".join(drawn),
-        seed=options.seed if options.temperature > 0 else None,
-        **{n: getattr(options, n) for n in names},
-    )
+    seed = options.seed if options.temperature > 0 else None
+    return {name: getattr(options, name) for name in SHAPING} | {"enable": " ".join(drawn), "seed": seed}
+
+
+def ask(facts: dict[str, Any]) -> str:
+    """Name of all that shapes an answer but the content.
+
+    Only what differs from its default counts, so that an option that is new does not undo what was done before.
+    """
+    usual = {"dtype": AUTO, "engine": ENGINE, "max_pixels_per_image": AUTO, "max_frames": video.MAX_FRAMES}
+    return key("", **{name: value for name, value in facts.items() if value not in ("", usual.get(name, ""))})
 
 
 def _held(path: Path, flags: Flags) -> dict[str, Any]:

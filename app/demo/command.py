@@ -195,7 +195,7 @@ def build(
             with gr.Tab("Image, continuous" if easel is not None else "Image"):
                 mar_tab.build(studio, one)
         with gr.Tab("Drafters"):
-            records.build(records.read(results))
+            records.build(records.read(results), page)
     return page
 
 

@@ -217,7 +217,7 @@ def shown(bench: ResultFolder, choice: Choice) -> tuple[Any, ...]:
     )
 
 
-def build(bench: ResultFolder) -> None:
+def build(bench: ResultFolder, page: gr.Blocks) -> None:
     """Lay the tab out in the page under construction."""
     if not bench.records:
         gr.HTML(origins(bench, Choice(""), ()), elem_id="mm-bench")
@@ -256,7 +256,7 @@ def build(bench: ResultFolder) -> None:
 
     gr.on([c.input for c in controls], redraw, chosen, views, **QUICK)  # not .change: another suite changes them all
     suite.change(other, suite, controls, **QUICK).then(redraw, chosen, views, **QUICK)
-    gr.context.Context.root_block.load(redraw, chosen, views, **QUICK)
+    page.load(redraw, chosen, views, **QUICK)
 
 
 def _offered(bench: ResultFolder, suite: str) -> list[dict[str, Any]]:
