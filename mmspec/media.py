@@ -6,7 +6,6 @@ import contextlib
 import errno
 import io
 import math
-import operator
 import os
 import stat
 import warnings
@@ -45,7 +44,6 @@ STRANGERS = (  # place, bytes there, what that is and what to do with it
     (8, b"AVI ", "is a video, not an image", "give it the extension .avi"),
 )
 # The lowest 8 frequencies of the discrete cosine transform (DCT-II) of 32 values, for the perceptual hash.
-COSINES = [[math.cos(math.pi * (2 * place + 1) * wave / 64) for place in range(32)] for wave in range(8)]
 
 
 def raising(flag: str) -> str:
@@ -88,7 +86,6 @@ class Media:
 
     frames: tuple[Image.Image, ...]
     content: str  # sha256 of the bytes
-    phash: int | None = None  # 64-bit perceptual hash of an image, if asked for
     seconds: float | None = None  # length of a video
     animated: bool = False  # an image of which further frames were left out
 
@@ -266,22 +263,6 @@ def shrunk(picture: Image.Image, max_side: int | None) -> Image.Image:
     """The picture, made to fit into max_side x max_side."""
     size = picture.size if max_side is None else fitting(picture.size, max_side)
     return picture if size == picture.size else picture.resize(size, Image.Resampling.BICUBIC, reducing_gap=2.0)
-
-
-def perceptual_hash(picture: Image.Image) -> int:
-    """pHash in 64 bits: which of the 8 x 8 lowest DCT frequencies of the 32 x 32 grey picture exceed their median.
-
-    Pictures that look alike differ in few bits; (a ^ b).bit_count() is the distance.
-    """
-    grey = picture.convert("L").resize((32, 32), Image.Resampling.LANCZOS, reducing_gap=2.0).tobytes()
-    lines = [[_dot(cosine, grey[start : start + 32]) for start in range(0, 1024, 32)] for cosine in COSINES]
-    waves = [round(_dot(cosine, line), 6) for cosine in COSINES for line in lines]  # rounded: a flat picture has zeros
-    median = sum(sorted(waves)[31:33]) / 2
-    return sum(1 << place for place, wave in enumerate(reversed(waves)) if wave > median)
-
-
-def _dot(left: list[float], right: list[float] | bytes) -> float:
-    return sum(map(operator.mul, left, right))
 
 
 def _formats(data: bytes, path: Path | str) -> tuple[str, ...]:
