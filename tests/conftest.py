@@ -2,6 +2,7 @@
 
 import gc
 import os
+import zlib
 from collections.abc import Generator
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -20,15 +21,28 @@ BEGAN = pytest.StashKey[float]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--full", action="store_true", help="run the tests marked `full` too (make test-all)")
+    parser.addoption("--full", action="store_true", help="run all tests, and all cases of each (make test-all)")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--full"):
         return
-    left_out = [item for item in items if item.get_closest_marker("full")]
-    items[:] = [item for item in items if not item.get_closest_marker("full")]
-    config.hook.pytest_deselected(items=left_out)
+    first: set[str] = set()
+    runs = [(item, _runs(item, first)) for item in items]
+    config.hook.pytest_deselected(items=[item for item, yes in runs if not yes])
+    items[:] = [item for item, yes in runs if yes]
+
+
+def _runs(item: pytest.Item, first: set[str]) -> bool:
+    """Without `--full`: not what is marked `full`; of a test marked `every(n)` the first case, and one in n others,
+    spread over all of its parameters by their names."""
+    if item.get_closest_marker("full"):
+        return False
+    every, name = item.get_closest_marker("every"), item.nodeid.partition("[")[0]
+    if every is None or name not in first:
+        first.add(name)
+        return True
+    return zlib.crc32(item.nodeid.encode()) % every.args[0] == 0
 
 
 def spent() -> float:

@@ -39,16 +39,10 @@ def records(out: Path) -> dict[str, dict[str, Any]]:
     return {record["stage"]: record for record in found["records"]}
 
 
-OF_EACH_KIND = [
-    "first",
-    "kernels",
-    "identical",
-    "bandwidth",
-    "more shapes",
-]  # tests, a script, a suite, one that lacks a package
+QUICK = ["bandwidth", "more shapes"]  # a suite, and one that lacks a package
 
 
-@pytest.mark.parametrize("stages", [OF_EACH_KIND, pytest.param([*gpu.STAGES], marks=pytest.mark.full)], ids=len)
+@pytest.mark.parametrize("stages", [QUICK, pytest.param([*gpu.STAGES], marks=pytest.mark.full)], ids=len)
 def test_stages_run_as_toys_where_optional_packages_are_absent(tmp_path: Path, stages: list[str]) -> None:
     """Each leaves its file; the pictures' stage says what it lacks."""
     (tmp_path / "sitecustomize.py").write_text(LACKING.format(names=OPTIONAL))

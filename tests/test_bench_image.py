@@ -211,6 +211,7 @@ def test_times_methods_side_by_side(classes: Path, tmp_path: Path, capsys: pytes
         assert page.size == (8 * 12 + 4, 4 * 26 + 4)  # eight columns; ar-static is ar
 
 
+@pytest.mark.full
 def test_judges_pictures(text: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     words = ["--model", text, "--device", "cpu", "--images", 0, "--quality-images", 4, "--quality-batch", 3]

@@ -382,6 +382,7 @@ def test_computes_as_published(tmp_path, make, how):
 
 @pytest.mark.parametrize("name", MADE)
 @pytest.mark.parametrize("kind", ["image first", "ragged"])
+@pytest.mark.every(2)
 def test_greedy_is_stock(tmp_path, name, kind):
     model, folder = targets.model("llava"), put(tmp_path, *MADE[name][1]())
     with mmspec.enable(model, drafter=load(folder)):
@@ -409,6 +410,7 @@ def test_confidence_shortens_drafts(tmp_path):
 
 @pytest.mark.parametrize("name", ["dflash", "dspark", "dflash2", "speculators dspark"])
 @pytest.mark.parametrize("tree", ["chain", "mc_sim_7b_63"])
+@pytest.mark.every(3)
 def test_drawn_drafts_come_from_their_laws(tmp_path, name, tree):
     """Over many seeds a draft's first token, and the second after it, follow the distribution that was recorded."""
     from types import SimpleNamespace as Some

@@ -157,6 +157,7 @@ DEFAULT = {*((name, "ragged") for name in RAGGED), *((name, "image first") for n
         for kind in ("ragged", "image first")
     ],
 )
+@pytest.mark.every(9)
 def test_captured_drafts_are_what_the_drafter_proposes(name: str, kind: str, monkeypatch: pytest.MonkeyPatch):
     model, inputs = targets.model("llava"), targets.prompt("llava", kind)
     make, options = CASES[name]
@@ -169,6 +170,7 @@ HEADS = {"heads": {}, "tree of heads": {"depth": 3, "width": 3, "size": 10}, "fe
 
 @pytest.mark.parametrize("kind", ["ragged video", "image first"])
 @pytest.mark.parametrize("name", HEADS)
+@pytest.mark.every(8)
 def test_captured_heads_are_what_the_heads_propose(
     name: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -281,6 +283,7 @@ OTHER = below(lambda tokens: (tokens + 1) % targets.VOCAB)
         (CHAIN | {"draws": True}, 4, lambda distribution: distribution + 1e-5, None),
     ],
 )  # fmt: skip
+@pytest.mark.every(4)
 def test_a_captured_draft_is_used_if_it_keeps_the_law(
     options: dict[str, Any], which: int, change: Any, why: str | None, monkeypatch: pytest.MonkeyPatch
 ):

@@ -353,6 +353,7 @@ def distributions(seed: int, vocab: int) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("siblings", [1, 2, 3])
 @pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.every(2)
 def test_one_verified_position_has_the_law_p(seed: int, siblings: int) -> None:
     """Σ over every draft of q(draft) · distribution(output | draft) is p; the grid's own error is left, 1/GRID a
     token."""

@@ -94,6 +94,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("method", "options"), CASES)
+@pytest.mark.every(2)
 def test_it_drafts_as_if_the_others_could_not_be(
     method: str, options: dict[str, Any], drafts: list[list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -333,6 +333,7 @@ GUESSES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("how", ["greedy", "seed-exact"])
 @pytest.mark.parametrize("guess", GUESSES)
+@pytest.mark.every(2)
 def test_the_same_tokens_as_plain_decoding(how: str, guess: str) -> None:
     """Four ragged rows that end at different times, against each of them decoded plainly and alone."""
     rows = [3, 0, 11, 7]

@@ -187,6 +187,7 @@ NETWORKS = {
 
 @pytest.mark.parametrize("network", NETWORKS)
 @pytest.mark.parametrize("kind", ["several images", "ragged"])
+@pytest.mark.every(2)
 def test_greedy_is_stock(network, kind):
     model, inputs = targets.model("qwen2_5_vl"), targets.prompt("qwen2_5_vl", kind)
     want = targets.generate(model, inputs)

@@ -23,6 +23,7 @@ def expected() -> Any:
     return module
 
 
+@pytest.mark.full
 def test_a_captured_round_replays_a_graph_for_each_attention(expected: Any) -> None:
     """So many host launches less; and each layer adds as many, as the script takes for granted."""
     kept = json.loads((ROOT / "benchmarks/results/expected.json").read_text())["launches"]["qwen2.5-vl-7b"]

@@ -126,6 +126,7 @@ def sampled(model: Any, inputs: dict[str, Tensor], drafter: Any, **options: Any)
 
 @pytest.mark.parametrize("drafter", ["ngram", "random tree", "right within", "drawn", "eagle tree"])
 @pytest.mark.parametrize("how", SAMPLING)
+@pytest.mark.every(12)
 def test_sampling_has_the_stock_law(llava: Any, how: str, drafter: str) -> None:
     inputs, options = prompt("text only"), SAMPLING[how]
     oracle = Oracle.of(
@@ -218,6 +219,7 @@ HISTORY: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("drafter", ["ngram", "right within", "holes", "random tree"])
 @pytest.mark.parametrize("how", HISTORY)
+@pytest.mark.every(4)
 def test_processors_see_every_node_with_its_own_prefix(llava: Any, how: str, drafter: str) -> None:
     stock, fast = stock_and_fast(llava, prompt("ragged"), drafter, **HISTORY[how])
     assert torch.equal(stock, fast)
@@ -633,6 +635,7 @@ def test_copies_are_stock(llava: Any, drafter: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
 @pytest.mark.parametrize("drafter", ["ngram", "eagle tree"])
+@pytest.mark.every(2)
 def test_threads_on_one_model(name: str, drafter: str) -> None:
     model = targets.model(name)
     prompts = [

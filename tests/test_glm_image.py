@@ -42,6 +42,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return seen
 
 
+@pytest.mark.full
 def test_a_picture_of_1024_pixels_is_the_stock_picture_in_fewer_forwards(told: list[Any]) -> None:
     model, thw = image_targets.model("glm_image"), grids(1024, 1024)
     assert thw.tolist() == [[1, 32, 32], [1, 16, 16]]

@@ -55,6 +55,7 @@ def held(model: Any) -> list[Any]:
 @pytest.mark.parametrize(
     ("kind", "scale", "window"), [("text", 3.0, 5), ("class", 1.0, 5), ("text", 3.0, 1), ("text", 3.0, 30)]
 )
+@pytest.mark.every(2)
 def test_compiled_draws_the_picture_of_the_seed(kind: str, scale: float, window: int, quick: None) -> None:
     pipe = tiny_llamagen.pipeline(kind)
     plain = draw(pipe, kind, guidance_scale=scale)
@@ -65,6 +66,7 @@ def test_compiled_draws_the_picture_of_the_seed(kind: str, scale: float, window:
 
 
 @pytest.mark.parametrize("options", [{"coupling": "maximal"}, {"coupling": "gumbel"}, {"proactive": (2, 3)}], ids=str)
+@pytest.mark.every(2)
 def test_compiled_draws_what_the_same_method_draws_uncompiled(options: dict[str, Any], quick: None) -> None:
     pipe, found = tiny_llamagen.pipeline(), []
     for compile in (False, True):
@@ -201,6 +203,7 @@ def test_a_model_in_another_precision_is_captured_anew(quick: None) -> None:
 
 
 @pytest.mark.parametrize("name", ["janus", "emu3", "glm_image", "chameleon guided"])
+@pytest.mark.every(3)
 def test_other_models_that_draw_are_compiled_too(name: str, quick: None) -> None:
     model, call = image_targets.model(name), PAINTERS[name].call(2)
     with mmspec.enable(model, "jacobi", window=4):

@@ -440,6 +440,7 @@ def test_disable_leaves_no_trace(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PAINTERS)
+@pytest.mark.every(2)
 def test_two_threads_draw_on_one_model(name: str) -> None:
     model, calls = image_targets.model(name), [PAINTERS[name].call(rows) for rows in (1, 2, 3)]
     expected = [plain(name, call) for call in calls]

@@ -242,6 +242,7 @@ def verifiable(noise: str, shape: str) -> dict[str, Any]:
 @needs_triton
 @pytest.mark.parametrize("shape", ["tree", "chain"])
 @pytest.mark.parametrize("noise", NOISES)
+@pytest.mark.every(2)
 def test_verification_equals_its_definition(noise: str, shape: str, many_parts: None):
     agree("verify_point_mass", F32, verifiable(noise, shape))
 
@@ -252,6 +253,7 @@ BROKEN = {"nan": torch.nan, "inf": torch.inf, "nothing possible": -torch.inf}
 @needs_triton
 @pytest.mark.parametrize("run", [triton, lambda name: getattr(ops, name)], ids=["kernel", "definition"])
 @pytest.mark.parametrize("broken", BROKEN)
+@pytest.mark.every(3)
 def test_nothing_is_drawn_from_what_is_no_law(broken: str, run: Any, many_parts: None):
     """By whatever draws; the other rows draw as before, and there is a likeliest token still."""
     sound = torch.randn(4, 2, 300, device=DEVICE)

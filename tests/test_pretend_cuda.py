@@ -118,6 +118,7 @@ def by(drafters: Iterable[str], *cases: str) -> list[Any]:
 
 
 @pytest.mark.parametrize(("drafter", "where"), by(DRAFTERS, "one", "two"))
+@pytest.mark.every(6)
 def test_a_model_on_one_device_or_two(drafter: str, where: str) -> None:
     made = DRAFTERS[drafter](targets.model("llava"))
     with Pretend():
@@ -144,6 +145,7 @@ class There(drafters.Scripted):
 
 
 @pytest.mark.parametrize("sample", [False, True])
+@pytest.mark.every(2)
 def test_rows_that_advance_unevenly_over_two_devices(sample: bool) -> None:
     """Trees move their entries down on both devices, rows append at lengths of their own, and do not leave together."""
     inputs = targets.prompt("llava", "ragged")
@@ -160,6 +162,7 @@ def test_rows_that_advance_unevenly_over_two_devices(sample: bool) -> None:
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("attention", ["sdpa", "mmspec_tree"])
+@pytest.mark.every(3)
 def test_weights_in_float32_under_autocast(drafter: str, attention: str) -> None:
     """Keys are then float32, turned by positions, and values are not; what a round gives is that of autocast itself."""
     made = DRAFTERS[drafter](targets.model("llava"))
@@ -234,6 +237,7 @@ def drafted(model: Any, drafter: Any, kind: str) -> tuple[Tensor, Repeated]:
 
 
 @pytest.mark.parametrize("by", ["kernel", "sdpa", "stock"])
+@pytest.mark.every(2)
 def test_a_draft_repeats_no_keys(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four heads share two of keys: by tree attention once it is proved here, else by sdpa in groups; stock repeats."""
     made = DRAFTERS["eagle"](targets.model("llava"))

@@ -38,6 +38,7 @@ CASES += [("qwen2_5_vl", "ragged video", method) for method in ("eagle", "specvl
 
 
 @pytest.mark.parametrize(("name", "kind", "method"), CASES)
+@pytest.mark.every(2)
 def test_every_method_drafts_on_fewer_rows_and_the_output_is_the_targets(name: str, kind: str, method: str) -> None:
     model, inputs = targets.model(name), targets.prompt(name, kind)
     more = {"latents": 3, "least": 1} if method == "flash" else {}

@@ -54,6 +54,7 @@ def forwards(name: str, run: Any) -> int:
 @pytest.mark.parametrize("sample", [False, True])
 @pytest.mark.parametrize("how", [*JACOBI, *HOSTILE])
 @pytest.mark.parametrize("name", remote.MODELS)
+@pytest.mark.every(8)
 def test_the_picture_is_the_stock_picture(name: str, how: str, sample: bool) -> None:
     """Text, a picture, text, perhaps another picture: greedy, and from the same seed."""
     model, (expected, state) = remote.model(name), stock(name, sample)
@@ -89,6 +90,7 @@ class Dictated(LogitsProcessor):
 
 @pytest.mark.parametrize("options", [{"window": 6}, {"coupling": "gumbel"}, {"coupling": "none", "proactive": (2, 3)}])
 @pytest.mark.parametrize("name", remote.MODELS)
+@pytest.mark.every(3)
 def test_every_token_is_drawn_from_the_stock_distribution(name: str, options: dict[str, Any]) -> None:
     """Whatever was drawn, its scores are those that stock's loop has at that place."""
     with mmspec.enable(remote.model(name), drafter="jacobi", **options):
@@ -101,6 +103,7 @@ def test_every_token_is_drawn_from_the_stock_distribution(name: str, options: di
     torch.testing.assert_close(torch.cat(out.scores), torch.cat(dictated.seen), atol=2e-4, rtol=1e-4)
 
 
+@pytest.mark.full
 def test_sampled_codes_have_the_stock_law() -> None:
     """The first two codes of a guided picture: counted, against the distribution of the model's two streams."""
     model, words, begin = remote.model("lumina_mgpt"), [1, 5, 6], [remote.OPEN, remote.SIZES + 1, remote.SIZES + 1]

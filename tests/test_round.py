@@ -139,6 +139,7 @@ CASES += [pytest.param("gemma3", "eagle tree", NAME, marks=FULL)]
 
 
 @pytest.mark.parametrize("name, drafter, attn", CASES)
+@pytest.mark.every(6)
 def test_compiled_is_stock(name: str, drafter: str, attn: str, quick: None, kind: str = "ragged"):
     model, inputs = targets.model(name, attn), targets.prompt(name, kind)
     wanted = targets.generate(targets.model(name), inputs)
@@ -594,6 +595,7 @@ def test_the_bench_sets_a_drafter_of_random_weights_beside_each(tmp_path: Path):
     assert other.config == mine.config and not torch.equal(other.block.qkv.weight, mine.block.qkv.weight)
 
 
+@pytest.mark.full
 def test_the_bench_says_where_a_round_goes(tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(compare, "PEAKS", 1)
     folder = tiny_llava.save(tmp_path / "model")

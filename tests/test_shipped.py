@@ -159,6 +159,7 @@ def block(**more: Any) -> Any:
 
 @pytest.mark.parametrize("kind", ["image first", "ragged"])
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl", NAME])
+@pytest.mark.every(2)
 def test_dflash(name: str, kind: str) -> None:
     """Also with several rows, on static caches and on hybrids, where stock raises."""
     model, inputs, assistant = targets.model(name), targets.prompt(name, kind), block()
@@ -216,6 +217,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl", NAME])
+@pytest.mark.every(5)
 def test_a_draft_model(name: str, options: str) -> None:
     model, draft = targets.model(name), small(name)
     for kind in ("image last", "ragged"):
@@ -232,6 +234,7 @@ def test_a_draft_model(name: str, options: str) -> None:
 
 @pytest.mark.parametrize("name", targets.FAMILIES)
 @pytest.mark.parametrize("kind", ["ragged", "image last"])
+@pytest.mark.every(2)
 def test_the_target_itself_drafts_without_a_miss(name: str, kind: str) -> None:
     """It sees the same pictures at the same positions, and nothing that was refused."""
     model, inputs = targets.model(name), targets.prompt(name, kind)

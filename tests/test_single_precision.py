@@ -162,6 +162,7 @@ TEXTS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("sample", [False, True], ids=["greedy", "seed-exact"])
 @pytest.mark.parametrize("case", TEXTS)
+@pytest.mark.every(3)
 def test_texts_are_the_stock_ones(case: str, sample: bool) -> None:
     name, options = TEXTS[case]
     model, inputs = targets.model("llava"), targets.prompt("llava", "ragged")

@@ -111,6 +111,7 @@ def test_it_learns_and_drafts(tmp_path, questions, method):
 
 
 @pytest.mark.parametrize("method", ["dflash", "dspark"])
+@pytest.mark.every(2)
 def test_it_learns_texts_by_heart(tmp_path, questions, method):
     """After 120 steps on the same few answers, all rows of a block foretell the tokens at their own places."""
     model, processor = tiny_llava.model(), tiny_llava.processor()

@@ -163,6 +163,7 @@ FOLLOWED = [bound, of_its_class, scaled, turned, activated, parametrized, soften
 @pytest.mark.parametrize("drafter", [pytest.param(lambda model: Plain(), id="plain"),
                                      pytest.param(eagle, id="eagle", marks=pytest.mark.full)])  # fmt: skip
 @pytest.mark.parametrize("change", LEFT_ALONE, ids=lambda change: change.__name__)
+@pytest.mark.every(2)
 def test_what_runs_with_a_module_is_run(change: Callable[[Model], Undo], drafter: Any, model: Model) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
@@ -190,6 +191,7 @@ def test_why_nothing_is_captured_is_said_once(change: Callable[[Model], Undo], m
 
 
 @pytest.mark.parametrize("change", FOLLOWED, ids=lambda change: change.__name__)
+@pytest.mark.every(6)
 def test_what_a_forward_reads_is_captured_anew(change: Callable[[Model], Undo], model: Model) -> None:
     with mmspec.enable(model, Plain(), compile=True):
         plain = answer(model)
@@ -259,6 +261,7 @@ def test_hooked_activations_may_train_a_probe(model: Model) -> None:
 
 @pytest.mark.parametrize("first", ["inside", "outside"])
 @pytest.mark.parametrize("drafter", [lambda model: Plain(), eagle], ids=["plain", "eagle"])
+@pytest.mark.every(4)
 def test_inside_and_outside_of_autocast(first: str, drafter: Any, model: Model) -> None:
     def around(where: str) -> Any:
         return torch.autocast("cpu", torch.bfloat16) if where == "inside" else nullcontext()
@@ -315,6 +318,7 @@ def test_gradient_checkpointing_in_training_mode_is_stock(compile: bool, model: 
 @pytest.mark.parametrize("drafter", [pytest.param(lambda model: Plain(), id="plain"),
                                      pytest.param(eagle, id="eagle", marks=pytest.mark.full)])  # fmt: skip
 @pytest.mark.parametrize("whole", [False, True], ids=["wrapped", "in place"])
+@pytest.mark.every(4)
 def test_layers_that_are_compiled_by_themselves(compile: bool, drafter: Any, whole: bool, model: Model) -> None:
     wanted, layers = answer(model), model.get_decoder().layers
     for at, one in enumerate(layers):
@@ -407,6 +411,7 @@ def test_refresh_reaches_what_is_around_and_below() -> None:
     assert [version(part) == was for part, was in zip(parts, before, strict=True)] == [False, False, False, True]
 
 
+@pytest.mark.full
 def test_what_is_written_behind_torchs_back_is_read_after_refresh(model: Model) -> None:
     with mmspec.enable(model, eagle(model), compile=True, prefix_cache="64MB") as handle:
         plain = answer(model)

@@ -219,6 +219,7 @@ TEXT += [("eagle auto", "one"), ("eagle", "top-p")]
 
 
 @pytest.mark.parametrize(("drafter", "call"), TEXT)
+@pytest.mark.every(9)
 def test_waits_of_text(drafter: str, call: str) -> None:
     name, options = OPTIONS[drafter]
     made, (kind, how) = DRAFTERS[name](targets.model("llava")), CALLS[call]
@@ -291,6 +292,7 @@ def unless_full(cases: Iterable[Any], *dearest: Any) -> list[Any]:
 
 @pytest.mark.parametrize("call", unless_full(["one", "ragged", "sampled"], "one"))
 @pytest.mark.parametrize("drafter", unless_full(SHIPPED, "mtp, three heads"))
+@pytest.mark.every(2)
 def test_waits_of_what_models_ship_with(drafter: str, call: str, tmp_path: Path, no_interpreter: None) -> None:
     with Pretend() as pretended:
         (model, made), rounds = SHIPPED[drafter](tmp_path), Rounds(pretended)
@@ -348,6 +350,7 @@ PICTURES += [("eagle", rule, {"tree": "mc_sim_7b_63"}) for rule in RULES[:2]]
 
 
 @pytest.mark.parametrize(("drafter", "rule", "options"), PICTURES)
+@pytest.mark.every(2)
 def test_waits_of_pictures(drafter: str, rule: str, options: dict[str, Any]) -> None:
     pipe = tiny_llamagen.pipeline("class", grid=3)
     own = {"heads": test_heads.heads, "eagle": test_eagle_image.drafter}
@@ -390,6 +393,7 @@ def test_waits_of_models_that_draw(painter: str, rows: int, no_interpreter: None
 
 
 @pytest.mark.parametrize("painter", ["emu3_5", "lumina_mgpt"])
+@pytest.mark.every(2)
 def test_waits_of_processors_that_keep_state(
     painter: str, no_interpreter: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

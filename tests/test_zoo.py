@@ -222,6 +222,7 @@ def test_cells_of_a_clip_say_what_was_there_and_what_became_of_it():
                 assert came == went and last[cell].shape == thing.shape
 
 
+@pytest.mark.full
 def test_the_stage_before_clips_learns_and_leaves_tower_and_upper_layers_alone(tmp_path: Path):
     torch.manual_seed(0)
     model = zoo_vlm.build_model(TINY)
@@ -285,6 +286,7 @@ def test_clips_are_trained_on_from_any_weights(tokenizer, tmp_path: Path):
 
 
 @pytest.mark.parametrize("recipe", [TINY, TINY_HYBRID], ids=["llava", "qwen"])
+@pytest.mark.every(2)
 def test_training_resumes_bit_exactly(recipe, tmp_path: Path):
     ends, tokenizer, kind = [], zoo_vlm.build_tokenizer(recipe), zoo_vlm.kind(recipe)
     for folder, stops in ((tmp_path / "whole", (None,)), (tmp_path / "halves", (2, None))):

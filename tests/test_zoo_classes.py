@@ -31,6 +31,7 @@ def test_identical_or_refused_as_the_table_says(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", TALKING)
+@pytest.mark.every(3)
 def test_another_picture_changes_the_text(case: str) -> None:
     """A model that ignores its pictures would prove little."""
     model = zoo.model(case)
@@ -84,6 +85,7 @@ def test_a_class_that_is_new_is_called_untested(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("drafter", ["ngram", "random tree"])
 @pytest.mark.parametrize("case", ["mistral_large4", "glm5_next"])
+@pytest.mark.every(2)
 def test_scores_of_an_indexer_that_tie(case: str, drafter: str) -> None:
     """Of two heads both are often 0, and of equal scores stock's `topk` takes others in a wider tensor."""
     model = zoo.model(case)
@@ -129,6 +131,7 @@ LAYERS = {
 
 
 @pytest.mark.parametrize("case", LAYERS.values(), ids=LAYERS)
+@pytest.mark.every(3)
 def test_a_seed_gives_what_it_gives_stock(case: str) -> None:
     model, inputs = zoo.model(case), zoo.prompt(case, "ragged")
 
@@ -143,6 +146,7 @@ def test_a_seed_gives_what_it_gives_stock(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", [*LAYERS.values(), "idefics", "phi4_multimodal"])
+@pytest.mark.every(2)
 def test_prompts_that_share_their_rows_answer_as_if_alone(case: str) -> None:
     model, options = zoo.model(case), {"max_new_tokens": 12, "do_sample": False, "eos_token_id": list(range(5, 20))}
     asked = [zoo.prompt(case, rows, picture) for picture, rows in enumerate(("one", "early", "late", "one", "early"))]
