@@ -39,7 +39,7 @@ def records(out: Path) -> dict[str, dict[str, Any]]:
     return {record["stage"]: record for record in found["records"]}
 
 
-QUICK = ["bandwidth", "more shapes"]  # a suite, and one that lacks a package
+QUICK = ["first", "bandwidth", "more shapes"]  # a script, a suite, one that lacks a package
 
 
 @pytest.mark.parametrize("stages", [QUICK, pytest.param([*gpu.STAGES], marks=pytest.mark.full)], ids=len)
@@ -62,7 +62,8 @@ def test_stages_run_as_toys_where_optional_packages_are_absent(tmp_path: Path, s
     first = {record["check"]: record for record in files["first"]["records"]}
     assert list(first) == list(on_device_first.CHECKS) and all(record["unmeasured"] for record in first.values())
     assert [name for name, record in first.items() if record["passed"] is not True] == ["work spaces"]
-    assert files["identical"]["summary"]["float32"]["identical"] == 4
+    if "identical" in files:
+        assert files["identical"]["summary"]["float32"]["identical"] == 4
     for name in files.keys() & {"bandwidth", "shapes", "embedded"}:
         assert files[name]["records"] and files[name]["provenance"]["device_type"] == "cpu"
 
