@@ -108,7 +108,7 @@ def random_draft(seed: int, drawn: bool, batch: int = 12) -> tuple[Draft, Catego
 
 @pytest.mark.parametrize("budget", [None, 0.0, 0.15, 0.6])
 @pytest.mark.parametrize("spec", ALL)
-@pytest.mark.every(4)
+@pytest.mark.every(12)
 def test_a_tree_is_walked_as_one_child_after_the_other(spec: str, budget: float | None) -> None:
     """Every part of the acceptance, number for number; what was charged, to rounding once a budget has cut it short."""
     if (spec == "exact" or "grouped" in spec) and budget is not None:
@@ -186,7 +186,7 @@ def meta(
 
 @pytest.mark.parametrize("budget", [None, 0.15])
 @pytest.mark.parametrize("spec", ALL)
-@pytest.mark.every(3)
+@pytest.mark.every(6)
 def test_no_walk_reads_the_device(spec: str, budget: float | None) -> None:
     if spec == "exact" or "grouped" in spec:
         budget = None

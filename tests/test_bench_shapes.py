@@ -122,7 +122,7 @@ def test_drafters_draft_the_published_trees(sizes):
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.every(2)
+@pytest.mark.every(8)
 def test_a_cell_has_c_of_every_way(name, eager):
     records = eager.of(name)
     assert [r["method"] for r in records] == [*PLAIN[name], *DRAFTED[name]]

@@ -392,6 +392,7 @@ def test_greedy_is_stock(tmp_path, name, kind):
 
 @pytest.mark.parametrize("options", [{"width": 3, "size": 12}, {"tree": "mc_sim_7b_63"}, {"depth": 2}])
 @pytest.mark.parametrize("name", ["dflash", "dspark, rnn", "dflash2", "speculators dflash"])
+@pytest.mark.every(2)
 def test_trees_are_stock(tmp_path, name, options):
     model, folder = targets.model("llava"), put(tmp_path, *MADE[name][1]())
     with mmspec.enable(model, drafter=load(folder), **options):

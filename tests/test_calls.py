@@ -75,6 +75,7 @@ def chat(model: Any, enabled: bool, padded: bool, drafter: Any) -> list[Any]:
 
 @pytest.mark.parametrize("drafter", ["random tree", "ngram", "eagle chain"])
 @pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.every(2)
 def test_turns_that_send_the_new_ids_alone(llava: Any, drafter: str, padded: bool) -> None:
     stock = chat(llava, False, padded, None)
     assert chat(llava, True, padded, DRAFTERS[drafter](llava, Oracle({}))) == stock
@@ -117,6 +118,7 @@ def test_ids_of_32_bits(llava: Any, do_sample: bool) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.3, "min_new_tokens": 4, "suppress_tokens": [5, 6]}])
 @pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.every(3)
 def test_ids_on_the_cpu_and_the_model_on_a_gpu(options: dict[str, Any], rows: int) -> None:
     """Stock moves what the forward reads; ids and scores stay where they came from."""
     pretend = pytest.importorskip("pretend_cuda")

@@ -170,7 +170,7 @@ HEADS = {"heads": {}, "tree of heads": {"depth": 3, "width": 3, "size": 10}, "fe
 
 @pytest.mark.parametrize("kind", ["ragged video", "image first"])
 @pytest.mark.parametrize("name", HEADS)
-@pytest.mark.every(8)
+@pytest.mark.every(12)
 def test_captured_heads_are_what_the_heads_propose(
     name: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -228,6 +228,7 @@ class Branching(EagleDrafter):
 
 @pytest.mark.parametrize("what, why", [("a branch", "tracing"), ("no compiler", "ZeroDivisionError")])
 @pytest.mark.parametrize("options", [CHAIN, TREE], ids=["chain", "tree"])
+@pytest.mark.every(3)
 def test_what_cannot_be_captured_is_drafted_as_it_is(
     what: str, why: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ):
@@ -283,7 +284,7 @@ OTHER = below(lambda tokens: (tokens + 1) % targets.VOCAB)
         (CHAIN | {"draws": True}, 4, lambda distribution: distribution + 1e-5, None),
     ],
 )  # fmt: skip
-@pytest.mark.every(4)
+@pytest.mark.every(8)
 def test_a_captured_draft_is_used_if_it_keeps_the_law(
     options: dict[str, Any], which: int, change: Any, why: str | None, monkeypatch: pytest.MonkeyPatch
 ):

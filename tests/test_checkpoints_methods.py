@@ -71,7 +71,7 @@ SWITCHED = [
 
 
 @pytest.mark.parametrize(("method", "name"), SWITCHED)
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 def test_a_setting_is_kept_or_the_layout_refuses(tmp_path, method, name):
     """No layout loses a setting in silence: what it writes reads back the same, or nothing is written."""
     plain = drafter_of(method).config

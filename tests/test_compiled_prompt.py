@@ -64,7 +64,7 @@ def lengths(calls: list[dict[str, Any]]) -> list[int]:
 
 
 @pytest.mark.parametrize("name", CAPTURED)
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 def test_what_comes_up_again_is_replayed(name: str, replays: list[int]):
     calls = pictures(name)
     same(targets.model(name), *calls)

@@ -91,6 +91,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("case", CHANGES)
+@pytest.mark.every(2)
 def test_one_thing_renamed_is_told(tmp_path: Path, case: str):
     name, old, new, sentences = CHANGES[case]
     text = (INSTALLED / name).read_text(encoding="utf-8")

@@ -353,7 +353,7 @@ def distributions(seed: int, vocab: int) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("siblings", [1, 2, 3])
 @pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 def test_one_verified_position_has_the_law_p(seed: int, siblings: int) -> None:
     """Σ over every draft of q(draft) · distribution(output | draft) is p; the grid's own error is left, 1/GRID a
     token."""
@@ -464,6 +464,7 @@ VERIFY = {
         (hostile_tree, "one number for all nodes", False),
     ],
 )
+@pytest.mark.every(2)
 def test_joint_law_of_several_tokens(draw: object, how: str, sound: bool) -> None:
     """All 27 texts of three tokens, decoded in speculative rounds, against the chain rule; planted errors stand out."""
     target = Markov(3, seed=1)

@@ -69,7 +69,7 @@ def proposed(monkeypatch: pytest.MonkeyPatch) -> list[Draft]:
         ("qwen3_5", "ragged video", CHAIN),
     ],
 )
-@pytest.mark.every(3)
+@pytest.mark.every(6)
 def test_drafts_are_those_of_the_model_itself(
     name: str, kind: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -94,7 +94,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("method", "options"), CASES)
-@pytest.mark.every(2)
+@pytest.mark.every(6)
 def test_it_drafts_as_if_the_others_could_not_be(
     method: str, options: dict[str, Any], drafts: list[list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,6 +149,7 @@ RENEWALS = {
 @pytest.mark.parametrize("change", RENEWALS)
 @pytest.mark.parametrize("compile", [False, True])
 @torch.no_grad()
+@pytest.mark.every(3)
 def test_weights_that_change_renew_the_rows(compile: bool, change: str, drafts: list[list[Any]]) -> None:
     model, inputs = copy.deepcopy(targets.model("llava")), targets.prompt("llava", "text only")
     with mmspec.enable(model, eagle(model), draft_vocab=EVEN, compile=compile, **TREE):

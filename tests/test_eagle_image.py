@@ -460,6 +460,7 @@ class Biased(EagleDrafter):
         ({"tree": "mc_sim_7b_63", "draws": True}, Biased, False),
     ],
 )
+@pytest.mark.every(2)
 def test_the_joint_law_of_three_tokens(options: dict[str, Any], kind: type[EagleDrafter], sound: bool) -> None:
     """All 64 texts, decoded in rounds, against the chain rule; a draft distribution that is not the true one stands
     out."""

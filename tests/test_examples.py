@@ -102,7 +102,7 @@ def test_every_example_has_a_claim() -> None:
 
 
 @pytest.mark.parametrize("name", sorted({path.name for path in EXAMPLES.glob("*.py")} - SERVERS))
-@pytest.mark.every(5)
+@pytest.mark.every(12)
 def test_it_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     monkeypatch.setattr(sys, "argv", [name, *WORDS.get(name, [])])
     runpy.run_path(str(EXAMPLES / name), run_name="__main__")

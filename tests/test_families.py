@@ -72,7 +72,7 @@ def identical(name: str, attn: str, kind: str, drafter: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "attn", "kind", "drafter"), named(COVER))
-@pytest.mark.every(18)
+@pytest.mark.every(12)
 def test_token_identical(name: str, attn: str, kind: str, drafter: str) -> None:
     identical(name, attn, kind, drafter)
 
@@ -107,7 +107,7 @@ def test_the_targets_prove_something(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", targets.FAMILIES)
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 def test_another_image_changes_the_output(name: str) -> None:
     """And to what it is for stock decoding: the picture is never dropped or kept from the call before."""
     model = targets.model(name)
@@ -166,7 +166,7 @@ def relative_gap(model: Any, inputs: dict[str, Tensor], full: Tensor, at: int) -
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl", "gemma3", "paligemma"])
-@pytest.mark.every(3)
+@pytest.mark.every(6)
 def test_bf16_differs_only_where_the_target_is_undecided(name: str, record_property: Callable[..., None]) -> None:
     """At the first difference of a text the target's two best tokens are as good as equal; the rate is reported."""
     model, differing, total = half(name), 0, 0

@@ -175,6 +175,7 @@ def overflowing(model: Any, value: float, after: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("drafter", ["ngram", "right within", "random tree", "drawn", "eagle tree"])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.every(2)
 def test_logits_that_are_no_law_raise_as_in_stock(llava: Any, value: float, drafter: str) -> None:
     inputs = prompt("ragged")
     oracle = Oracle.of(inputs["input_ids"], targets.generate(llava, inputs))
@@ -219,7 +220,7 @@ HISTORY: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("drafter", ["ngram", "right within", "holes", "random tree"])
 @pytest.mark.parametrize("how", HISTORY)
-@pytest.mark.every(4)
+@pytest.mark.every(12)
 def test_processors_see_every_node_with_its_own_prefix(llava: Any, how: str, drafter: str) -> None:
     stock, fast = stock_and_fast(llava, prompt("ragged"), drafter, **HISTORY[how])
     assert torch.equal(stock, fast)
@@ -278,6 +279,7 @@ def test_a_grammar_with_a_memory_is_asked_what_stock_asks(llava: Any, kind: str)
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "right within", "holes", "random tree"])
+@pytest.mark.every(2)
 def test_a_grammar_that_says_it_has_none_is_asked_about_drafts(
     llava: Any, drafter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -301,6 +303,7 @@ def letters() -> T.PreTrainedTokenizerFast:
 
 @pytest.mark.parametrize("where", [0, 1, 4, 9])
 @pytest.mark.parametrize("drafter", ["ngram", "always right", "right within"])
+@pytest.mark.every(2)
 def test_stop_strings(llava: Any, drafter: str, where: int) -> None:
     """A string of two tokens, found inside drafts; of four rows each ends at its own place."""
     tokenizer, inputs = letters(), prompt("ragged")
@@ -363,6 +366,7 @@ CRITERIA = (Odd, FirstRow, EveryRow)
 
 @pytest.mark.parametrize("drafter", ["right within", "always right", "random tree"])
 @pytest.mark.parametrize("kind", CRITERIA)
+@pytest.mark.every(2)
 def test_a_condition_of_the_users_own_hears_what_stock_tells_it(llava: Any, kind: type[Odd], drafter: str) -> None:
     told = []
     for options in ({"eos_token_id": 2}, {}):
@@ -520,6 +524,7 @@ def second_turn(sequences: Tensor, name: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("kind", CACHES)
 @pytest.mark.parametrize("turns", ["both", "only the first", "only the second"])
+@pytest.mark.every(2)
 def test_a_cache_of_the_users_over_two_turns(llava: Any, kind: str, turns: str) -> None:
     """The first turn fills the user's cache, the second goes on from it; either may run enabled or stock."""
 
@@ -635,7 +640,7 @@ def test_copies_are_stock(llava: Any, drafter: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
 @pytest.mark.parametrize("drafter", ["ngram", "eagle tree"])
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 def test_threads_on_one_model(name: str, drafter: str) -> None:
     model = targets.model(name)
     prompts = [
@@ -680,6 +685,7 @@ def test_transformers_pipeline() -> None:
 
 @pytest.mark.parametrize("order", ["wrapped, then enabled", "enabled, then wrapped"])
 @pytest.mark.parametrize("drafter", ["ngram", "eagle tree"])
+@pytest.mark.every(2)
 def test_peft(order: str, drafter: str) -> None:
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")

@@ -364,7 +364,7 @@ CASES = {  # drafter, kind, rows of each call
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.every(3)
+@pytest.mark.every(6)
 def test_enabled_models_give_what_stock_gives(case: str, device: str) -> None:
     name, kind, rows = CASES[case]
     model = copy.deepcopy(targets.model("llava")).to(device)

@@ -55,7 +55,7 @@ def held(model: Any) -> list[Any]:
 @pytest.mark.parametrize(
     ("kind", "scale", "window"), [("text", 3.0, 5), ("class", 1.0, 5), ("text", 3.0, 1), ("text", 3.0, 30)]
 )
-@pytest.mark.every(2)
+@pytest.mark.every(6)
 def test_compiled_draws_the_picture_of_the_seed(kind: str, scale: float, window: int, quick: None) -> None:
     pipe = tiny_llamagen.pipeline(kind)
     plain = draw(pipe, kind, guidance_scale=scale)
@@ -66,7 +66,7 @@ def test_compiled_draws_the_picture_of_the_seed(kind: str, scale: float, window:
 
 
 @pytest.mark.parametrize("options", [{"coupling": "maximal"}, {"coupling": "gumbel"}, {"proactive": (2, 3)}], ids=str)
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 def test_compiled_draws_what_the_same_method_draws_uncompiled(options: dict[str, Any], quick: None) -> None:
     pipe, found = tiny_llamagen.pipeline(), []
     for compile in (False, True):
@@ -91,6 +91,7 @@ def restless(monkeypatch: pytest.MonkeyPatch) -> None:
      (1, {"compile": True})],
     ids=str,
 )  # fmt: skip
+@pytest.mark.every(2)
 def test_auto_draws_the_picture_of_the_seed(rows: int, options: dict[str, Any], quick: None, restless: None) -> None:
     pipe = tiny_llamagen.pipeline()
     plain = draw(pipe, rows=rows)
@@ -175,6 +176,7 @@ def test_a_round_reads_once(quick: None) -> None:
 
 
 @pytest.mark.parametrize("what", ["wrong", "no compiler"])
+@pytest.mark.every(2)
 def test_what_cannot_be_captured_runs_as_it_is(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     compilers = {"wrong": lambda piece, examples: lambda *a: [-t for t in piece(*a)], "no compiler": lambda *a: 1 / 0}
     monkeypatch.setattr(capture, "inductor", compilers[what])
@@ -203,7 +205,7 @@ def test_a_model_in_another_precision_is_captured_anew(quick: None) -> None:
 
 
 @pytest.mark.parametrize("name", ["janus", "emu3", "glm_image", "chameleon guided"])
-@pytest.mark.every(3)
+@pytest.mark.every(6)
 def test_other_models_that_draw_are_compiled_too(name: str, quick: None) -> None:
     model, call = image_targets.model(name), PAINTERS[name].call(2)
     with mmspec.enable(model, "jacobi", window=4):

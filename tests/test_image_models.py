@@ -68,6 +68,7 @@ def greedy(name: str, rows: int) -> tuple[dict[str, Any], Tensor]:
 
 
 @pytest.mark.parametrize(("name", "how"), cases(PAINTERS, ["jacobi", *HOSTILE, *KNOWING]))
+@pytest.mark.every(4)
 def test_greedy_is_token_identical(name: str, how: str) -> None:
     model = image_targets.model(name)
     for rows in (1, 3):
@@ -119,6 +120,7 @@ def sampled(name: str, rows: int, how: str) -> tuple[dict[str, Any], Tensor, Ten
 
 
 @pytest.mark.parametrize(("name", "how"), cases(STOCK, ["jacobi", "ngram", "random tree", "drawn", "eagle chain"]))
+@pytest.mark.every(2)
 def test_the_same_seed_gives_the_stock_picture(name: str, how: str) -> None:
     model = image_targets.model(name)
     for rows, (sampling, options) in zip((1, 3), SAMPLING.items(), strict=True):
@@ -140,6 +142,7 @@ def sampled_text(name: str, kind: str) -> tuple[dict[str, Any], int, Tensor, Ten
 @pytest.mark.parametrize(
     ("name", "how"), cases(["llava", "qwen2_5_vl", "gemma3", "paligemma"], ["ngram", "random tree", "jacobi"])
 )
+@pytest.mark.every(2)
 def test_the_same_seed_gives_the_stock_text(name: str, how: str) -> None:
     """Also for text about pictures, and for rows that end before the others."""
     model = targets.model(name)
@@ -440,7 +443,7 @@ def test_disable_leaves_no_trace(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PAINTERS)
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 def test_two_threads_draw_on_one_model(name: str) -> None:
     model, calls = image_targets.model(name), [PAINTERS[name].call(rows) for rows in (1, 2, 3)]
     expected = [plain(name, call) for call in calls]

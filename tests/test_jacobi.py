@@ -169,6 +169,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("coupling", "init", "window"), CASES)
+@pytest.mark.every(2)
 def test_every_coupling_and_init_keeps_the_joint_law(coupling: str, init: str, window: int) -> None:
     toy = Toy(**WEAK)
     assert surprise(toy, jacobi(toy, window=window, init=init, coupling=coupling), 5) < LOSSLESS
@@ -188,6 +189,7 @@ def test_all_of_them_keep_the_joint_law(coupling: str, init: str, window: int, p
 @pytest.mark.parametrize(
     ("proactive", "window", "vocab"), [((2, 2), 2, 4), ((2, 3), 5, 4), ((3, 3), 4, 3), ((3, 2), 4, 2)]
 )
+@pytest.mark.every(2)
 def test_a_proactive_tree_keeps_the_joint_law(coupling: str, proactive: Any, window: int, vocab: int) -> None:
     toy = Toy(vocab=vocab)
     length = {2: 7, 3: 5, 4: 4}[vocab]
@@ -197,6 +199,7 @@ def test_a_proactive_tree_keeps_the_joint_law(coupling: str, proactive: Any, win
 @pytest.mark.parametrize("kind", ["two", "forced", "ties"])
 @pytest.mark.parametrize("coupling", ["none", "maximal", "gumbel"])
 @pytest.mark.parametrize("proactive", [None, (3, 2)])
+@pytest.mark.every(3)
 def test_hostile_laws_are_kept(kind: str, coupling: str, proactive: Any) -> None:
     """Laws with −inf entries, forced tokens, and p = q everywhere, which leaves no residual."""
     toy = Toy(vocab=3, kind=kind)

@@ -99,6 +99,7 @@ def _id(value: Any) -> str | None:
     [pytest.param(*c, marks=FULL if c[1] == F16 else ()) for c in COMBINATIONS],
     ids=_id,
 )
+@pytest.mark.every(2)
 def test_kernel_equals_its_definition(name: str, dtype: torch.dtype, many_parts: None):
     agree(name, dtype, made(name, dtype))
 
@@ -128,6 +129,7 @@ ODD: list[tuple[str, dict[str, int]]] = [
 
 @needs_triton
 @pytest.mark.parametrize(("name", "sizes"), ODD)
+@pytest.mark.every(2)
 def test_odd_sizes(name: str, sizes: dict[str, int]):
     agree(name, torch.int64 if name == "uniform" else F32, made(name, **sizes))
 
@@ -163,6 +165,7 @@ def test_noise_is_that_of_the_definition_bit_for_bit():
 @needs_triton
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("view", ["plain", "padded", "window", "strided", "nothing"])
+@pytest.mark.every(2)
 def test_attention_sees_what_it_should(splits: int, view: str):
     given = made("tree_attention", T=140 if splits > 1 else 75)
     B, n = given["bits"].shape[:2]
@@ -242,7 +245,7 @@ def verifiable(noise: str, shape: str) -> dict[str, Any]:
 @needs_triton
 @pytest.mark.parametrize("shape", ["tree", "chain"])
 @pytest.mark.parametrize("noise", NOISES)
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 def test_verification_equals_its_definition(noise: str, shape: str, many_parts: None):
     agree("verify_point_mass", F32, verifiable(noise, shape))
 
@@ -253,7 +256,7 @@ BROKEN = {"nan": torch.nan, "inf": torch.inf, "nothing possible": -torch.inf}
 @needs_triton
 @pytest.mark.parametrize("run", [triton, lambda name: getattr(ops, name)], ids=["kernel", "definition"])
 @pytest.mark.parametrize("broken", BROKEN)
-@pytest.mark.every(3)
+@pytest.mark.every(6)
 def test_nothing_is_drawn_from_what_is_no_law(broken: str, run: Any, many_parts: None):
     """By whatever draws; the other rows draw as before, and there is a likeliest token still."""
     sound = torch.randn(4, 2, 300, device=DEVICE)
@@ -539,6 +542,7 @@ def test_a_tree_too_large_for_the_kernel_is_the_definitions_unless_forced(monkey
     "rule, operation",
     [("exact", "uniform"), ("lantern(k=10, lam=2.0)", "lantern_accept"), ("gsd(group=5)", "logit_window")],
 )
+@pytest.mark.every(2)
 def test_pictures_are_the_same_by_kernels(rule: str, operation: str, monkeypatch: pytest.MonkeyPatch):
     """The same noise, in the same order: every token of a sampled picture, whatever rule keeps drafts."""
     pytest.importorskip("diffusers")

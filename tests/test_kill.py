@@ -84,6 +84,7 @@ def test_200_items_and_10_kills(devices: str, photos: Path, tmp_path: Path):
 
 @pytest.mark.parametrize("devices", ("cpu", "cpu,cpu"))
 @pytest.mark.parametrize("group", (False, True), ids=("one", "all"))
+@pytest.mark.every(2)
 def test_sigterm_winds_up(devices: str, group: bool, photos: Path, tmp_path: Path):
     """As Ctrl-C does, whether it goes to the run alone (containers) or to all its processes (SLURM)."""
     out, held = tmp_path / "out", tmp_path / "held"

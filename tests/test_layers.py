@@ -100,6 +100,7 @@ def test_there_is_something_to_check():
 
 
 @pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.every(2)
 def test_imports_go_down(source: str):
     home = folder_of(dotted(source))
     below = FOLDERS[FOLDERS.index(home) :]
@@ -140,6 +141,7 @@ def test_no_file_reaches_itself_by_imports():
 
 
 @pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.every(2)
 def test_imports_from_outside(source: str):
     tops = {module.split(".")[0] for module in imports(source)}
     for bare in ("kernels", "pipelines", "app"):
@@ -157,6 +159,7 @@ CORE = [source for source in OUTSIDE if not source.startswith(("app/", FORMATS))
 
 
 @pytest.mark.parametrize("source", OUTSIDE)
+@pytest.mark.every(2)
 def test_only_the_host_imports_transformers(source: str):
     found = {module for module in imports(source) if module.split(".")[0] in HOSTS}
     assert not found, f"{source} imports {min(found)}; what is known of it belongs in {HOST}"
@@ -193,6 +196,7 @@ def test_the_host_has_names_of_its_own_to_keep():
 
 
 @pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.every(2)
 def test_a_file_says_what_it_is_for(source: str):
     assert Path(source).name not in SAYS_NOTHING, f"{source}: the name says nothing of what is in it"
     if not (ROOT / source).read_text(encoding="utf-8").strip():
@@ -212,6 +216,7 @@ def test_a_class_name_stands_for_one_thing():
 
 
 @pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.every(2)
 def test_no_except_swallows_everything(source: str):
     for node in ast.walk(parse(source)):
         if isinstance(node, ast.ExceptHandler):

@@ -304,7 +304,7 @@ DRAFTS = {
 
 @pytest.mark.parametrize("name", DRAFTS)
 @pytest.mark.parametrize("kind", ["text", "class"])
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 def test_drafts_do_not_change_a_seed_s_picture(kind, name):
     pipe = tiny.pipeline(kind, vocab=VOCAB)
     how = {"top_k": 40, "top_p": 0.9, "temperature": 0.9, "output_type": "latent"}
@@ -562,7 +562,7 @@ def draw_embedded(pipe: Any, prompts: list[str], rows: list[int]) -> Tensor:
 
 @pytest.mark.parametrize("window", [1, 8, 64])
 @pytest.mark.parametrize("rows", [[2], [0, 1, 2, 3]], ids=["batch-1", "batch-4"])
-@pytest.mark.every(3)
+@pytest.mark.every(9)
 def test_the_embedded_model_draws_the_very_same_picture(embedded: Any, window: int, rows: list[int]) -> None:
     pipe, alone = embedded
     with mmspec.enable(pipe, drafter="jacobi", window=window, reproducible=True) as handle:

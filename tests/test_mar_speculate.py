@@ -118,6 +118,7 @@ MODES = {
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.every(2)
 def test_pictures_have_the_law_of_plain_drawing(mode, plain):
     x, told = pictures(mar_plan.Speculation(**MODES[mode]), 60)
     summary = told.summary()

@@ -48,7 +48,7 @@ def prompts(kind: str, **more: Any) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("kind", ["image first", "ragged", "ragged video"])
-@pytest.mark.every(6)
+@pytest.mark.every(12)
 def test_the_tokens_are_the_targets(qwen: Any, options: str, kind: str) -> None:
     inputs = prompts(kind)
     full = targets.generate(qwen, inputs)
@@ -62,7 +62,7 @@ def test_the_tokens_are_the_targets(qwen: Any, options: str, kind: str) -> None:
 
 @pytest.mark.parametrize("heads", [1, 3])
 @pytest.mark.parametrize("kind", ["image last", "several images", "text only", "ragged"])
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 def test_heads_that_know_nothing_cost_no_token(heads: int, kind: str, tmp_path: Path) -> None:
     model, inputs = copy.deepcopy(targets.model(NAME)), prompts(kind)
     own_drafters.shipped(model, tmp_path, own_drafters.qwen_heads(model, heads))
@@ -166,6 +166,7 @@ def stock_drafts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[int]]]:
 
 @pytest.mark.parametrize("much", [0.05, 0.3])
 @pytest.mark.parametrize("heads", [1, 3])
+@pytest.mark.every(2)
 def test_drafts_are_those_of_transformers(
     heads: int, much: float, tmp_path: Path, stock_drafts: list[list[int]]
 ) -> None:

@@ -205,6 +205,7 @@ def test_a_shallow_copy_is_a_stock_model_of_its_own(drafter: str) -> None:
 
 
 @pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.every(2)
 def test_a_compiled_model(whole: bool) -> None:
     """`torch.compile(model)` hands `generate` on; its own forward still gives the model's logits."""
     torch.compiler.reset()
@@ -356,6 +357,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("how", CHANGES)
 @pytest.mark.parametrize("drafter", ["ngram", "eagle tree"])
+@pytest.mark.every(2)
 def test_a_running_call_ends_as_it_began(drafter: str, how: str) -> None:
     model, gate, got = fresh(), Gate(), []
     want = targets.generate(model, prompt())

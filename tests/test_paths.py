@@ -129,6 +129,7 @@ CASES = {
 
 @pytest.mark.parametrize("T", [6, 25])
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.every(2)
 def test_the_targets_law_comes_out(case, T):
     steps = chain(T)
     target, draft, settings = CASES[case]

@@ -62,7 +62,7 @@ def talks(model: Any, inputs: Inputs, **options: Any) -> tuple[list[Inputs], lis
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("kind", ["image first", "ragged"])
 @pytest.mark.parametrize("name", ["llava", "qwen2_vl", "qwen3_5"])
-@pytest.mark.every(5)
+@pytest.mark.every(12)
 def test_later_questions_and_turns_are_answered_as_stock_answers_them(name: str, kind: str, drafter: str) -> None:
     model, inputs = targets.model(name), targets.prompt(name, kind)
     asked, want = talks(model, inputs)
@@ -78,7 +78,7 @@ def test_later_questions_and_turns_are_answered_as_stock_answers_them(name: str,
 
 
 @pytest.mark.parametrize("name", [name for name in targets.FAMILIES if name not in ("llava", "qwen2_vl", "qwen3_5")])
-@pytest.mark.every(3)
+@pytest.mark.every(6)
 def test_every_family(name: str) -> None:
     model = targets.model(name)
     for kind in ("several images", "ragged"):
@@ -356,7 +356,7 @@ def told(hybrid: tuple[Any, Any], batch: int) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 def test_heads_of_a_hybrid_say_what_stock_says_over_many_calls(hybrid: tuple[Any, Any], batch: int) -> None:
     want = told(hybrid, batch)
     for options in ({}, {"depth": 4, "width": 3, "size": 12}):

@@ -145,7 +145,7 @@ class There(drafters.Scripted):
 
 
 @pytest.mark.parametrize("sample", [False, True])
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 def test_rows_that_advance_unevenly_over_two_devices(sample: bool) -> None:
     """Trees move their entries down on both devices, rows append at lengths of their own, and do not leave together."""
     inputs = targets.prompt("llava", "ragged")
@@ -162,7 +162,7 @@ def test_rows_that_advance_unevenly_over_two_devices(sample: bool) -> None:
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("attention", ["sdpa", "mmspec_tree"])
-@pytest.mark.every(3)
+@pytest.mark.every(6)
 def test_weights_in_float32_under_autocast(drafter: str, attention: str) -> None:
     """Keys are then float32, turned by positions, and values are not; what a round gives is that of autocast itself."""
     made = DRAFTERS[drafter](targets.model("llava"))
@@ -185,6 +185,7 @@ def test_ids_on_the_cpu(drafter: str) -> None:
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.every(2)
 def test_without_triton_the_definitions_run_and_it_is_said_once(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made = DRAFTERS[drafter](targets.model("llava"))
     with Pretend(), warnings.catch_warnings(record=True) as told:
@@ -303,6 +304,7 @@ def janus_split() -> Any:
 
 
 @pytest.mark.parametrize("drafter", ["jacobi", "eagle"])
+@pytest.mark.every(2)
 def test_janus_draws_over_two_devices(drafter: str) -> None:
     call = image_targets.PAINTERS["janus"].call(2)
     stock = image_targets.draw(image_targets.model("janus"), call)
@@ -316,6 +318,7 @@ def test_janus_draws_over_two_devices(drafter: str) -> None:
 
 
 @pytest.mark.parametrize("drafter", ["jacobi", "eagle"])
+@pytest.mark.every(2)
 def test_an_offloaded_pipeline_drafts_where_it_draws(drafter: str) -> None:
     """Its parts lie on the CPU until they are asked for; the codes of a rule travel once."""
     how = {"class_labels": [3], "output_type": "latent"}

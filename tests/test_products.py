@@ -133,7 +133,7 @@ def a_row(weight: Any) -> None:
 
 @pytest.mark.parametrize("write", [added, elsewhere, a_row])
 @pytest.mark.parametrize(("drafts", "packed"), [(False, False), (True, False), (True, True)])
-@pytest.mark.every(5)
+@pytest.mark.every(10)
 def test_copies_follow_the_weights(
     write: Callable[[Tensor], None], drafts: bool, packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -54,7 +54,7 @@ def forwards(name: str, run: Any) -> int:
 @pytest.mark.parametrize("sample", [False, True])
 @pytest.mark.parametrize("how", [*JACOBI, *HOSTILE])
 @pytest.mark.parametrize("name", remote.MODELS)
-@pytest.mark.every(8)
+@pytest.mark.every(12)
 def test_the_picture_is_the_stock_picture(name: str, how: str, sample: bool) -> None:
     """Text, a picture, text, perhaps another picture: greedy, and from the same seed."""
     model, (expected, state) = remote.model(name), stock(name, sample)
@@ -90,7 +90,7 @@ class Dictated(LogitsProcessor):
 
 @pytest.mark.parametrize("options", [{"window": 6}, {"coupling": "gumbel"}, {"coupling": "none", "proactive": (2, 3)}])
 @pytest.mark.parametrize("name", remote.MODELS)
-@pytest.mark.every(3)
+@pytest.mark.every(6)
 def test_every_token_is_drawn_from_the_stock_distribution(name: str, options: dict[str, Any]) -> None:
     """Whatever was drawn, its scores are those that stock's loop has at that place."""
     with mmspec.enable(remote.model(name), drafter="jacobi", **options):
@@ -176,6 +176,7 @@ def test_a_processor_that_says_where_its_state_lies_is_followed(monkeypatch: pyt
 
 
 @pytest.mark.parametrize(("sample", "why"), [(True, "a caller's logits processors"), (False, "greedy")])
+@pytest.mark.every(2)
 def test_a_relaxed_rule_without_effect_is_said_once(sample: bool, why: str) -> None:
     """To mmspec Lumina-mGPT's pictures are text."""
     model = remote.model("lumina_mgpt")

@@ -139,7 +139,7 @@ CASES += [pytest.param("gemma3", "eagle tree", NAME, marks=FULL)]
 
 
 @pytest.mark.parametrize("name, drafter, attn", CASES)
-@pytest.mark.every(6)
+@pytest.mark.every(12)
 def test_compiled_is_stock(name: str, drafter: str, attn: str, quick: None, kind: str = "ragged"):
     model, inputs = targets.model(name, attn), targets.prompt(name, kind)
     wanted = targets.generate(targets.model(name), inputs)
@@ -247,6 +247,7 @@ def test_only_full_batches_of_captions_are_captured(quick: None):
 
 
 @pytest.mark.parametrize("what", ["eager", "adapters", "wrong", "no compiler"])
+@pytest.mark.every(2)
 def test_what_cannot_be_captured_runs_as_it_is(what: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(trusted, "_OF", WeakKeyDictionary())
     monkeypatch.setattr(
@@ -338,6 +339,7 @@ def test_drafting_is_on_where_it_pays(drafted: float, gains: list[int], share: f
 
 @pytest.mark.parametrize("rounds", [5, 30, 300])
 @pytest.mark.parametrize("drafted", [1.1, 1.8, 3.8])
+@pytest.mark.every(2)
 def test_a_hostile_drafter_costs_less_than_three_percent(drafted: float, rounds: int):
     """Beside what learning costs, once: trials are rare, and still made."""
     world = World(1.0, drafted)
@@ -432,6 +434,7 @@ class Told(Known):
 
 @pytest.mark.parametrize("drafter", ["eagle chain", "eagle tree", "ngram", "jacobi", "always right"])
 @pytest.mark.parametrize("kind", ["image first", "ragged"])
+@pytest.mark.every(2)
 def test_auto_is_stock_whatever_it_chooses(drafter: str, kind: str):
     model, inputs = targets.model("llava"), targets.prompt("llava", kind)
     wanted = targets.generate(model, inputs)
@@ -467,6 +470,7 @@ def same_drafts(always: dict[Any, list[int]], later: dict[Any, list[int]]) -> in
 
 
 @pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.every(2)
 def test_a_drafter_whose_drafts_were_left_out_proposes_what_it_would_have(compile: bool, quick: None):
     model, inputs, drafts = targets.model("llava"), targets.prompt("llava", "ragged"), []
     drafter = eagle(model, **CHAIN)

@@ -246,6 +246,7 @@ def test_a_chain_does_what_the_closed_form_says(spec: str) -> None:
 
 @pytest.mark.parametrize("spec", ALL)
 @pytest.mark.parametrize("drawn", [True, False])
+@pytest.mark.every(2)
 def test_charges_bound_the_distance_among_siblings(spec: str, drawn: bool) -> None:
     """Three siblings, drawn without replacement, or certain: mean charge ≥ distance from p, both 0 for `exact`."""
     p, q = distributions(5, 4)
@@ -277,7 +278,7 @@ def random_chains(seed: int, dense: bool) -> tuple[Draft, Categorical, Tensor, T
 
 @pytest.mark.parametrize("budget", [None, 0.0, 0.15])
 @pytest.mark.parametrize("spec", ALL)
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 def test_advance_is_walk_on_the_same_noise(spec: str, budget: float | None) -> None:
     if "grouped" in spec and budget is not None:
         pytest.skip("grouped takes no budget")
@@ -298,6 +299,7 @@ def test_advance_is_walk_on_the_same_noise(spec: str, budget: float | None) -> N
 
 @pytest.mark.parametrize("spec", [*MONOTONE, *GSD])
 @pytest.mark.parametrize("tree", [False, True])
+@pytest.mark.every(2)
 def test_a_row_is_never_charged_more_than_its_budget(spec: str, tree: bool) -> None:
     """Rounds on random drafts until the budget is gone; from then on, and with budget=0, the rule is `exact`."""
     rule, none = rule_of(spec, 0.15), rule_of(spec, 0.0)
@@ -372,7 +374,7 @@ def test_a_drafter_that_misstates_q_is_seen(drafts: list[tuple[int, ...]] | int)
     "spec", ["lantern(k=2, lam=3.0)", "scaled(omega=2.0)", "typical(epsilon=0.1, delta=0.5)", "pooled(cells=2)"]
 )
 @pytest.mark.parametrize("drafts", [3, SIBLINGS], ids=["chain", "siblings"])
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 def test_charges_bound_the_distance_of_whole_texts(spec: str, drafts: list[tuple[int, ...]] | int) -> None:
     model = TableModel()
     noise = distance(run(model, Drawn(model, drafts), exact, ROWS)[0], model.joint(), 4)

@@ -93,6 +93,7 @@ def together(handle: Any, calls: list[Call], gap: int) -> list[Row]:
 
 @pytest.mark.parametrize("drafter", GUESTS)
 @pytest.mark.parametrize("gap", [1, 3])
+@pytest.mark.every(2)
 def test_rows_admitted_one_by_one_are_as_if_alone(drafter: str, gap: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model = targets.model(NAME)
     lengths = [21, 5, 17, 9, 1, 12]

@@ -115,6 +115,7 @@ def small(name: str, noise: float = 0.02) -> Any:
 
 @pytest.mark.parametrize("kind", ["image first", "ragged", "text only"])
 @pytest.mark.parametrize("name", ["llava", NAME])
+@pytest.mark.every(2)
 def test_stock_arguments_run_in_the_loop(name: str, kind: str) -> None:
     """Also with several rows and on hybrids, where stock raises; the same tokens, and drafts of what was asked for."""
     model, inputs = targets.model(name), targets.prompt(name, kind)
@@ -159,7 +160,7 @@ def block(**more: Any) -> Any:
 
 @pytest.mark.parametrize("kind", ["image first", "ragged"])
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl", NAME])
-@pytest.mark.every(2)
+@pytest.mark.every(6)
 def test_dflash(name: str, kind: str) -> None:
     """Also with several rows, on static caches and on hybrids, where stock raises."""
     model, inputs, assistant = targets.model(name), targets.prompt(name, kind), block()
@@ -217,7 +218,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl", NAME])
-@pytest.mark.every(5)
+@pytest.mark.every(10)
 def test_a_draft_model(name: str, options: str) -> None:
     model, draft = targets.model(name), small(name)
     for kind in ("image last", "ragged"):

@@ -75,7 +75,7 @@ def name_of(model: Any) -> str:
 @everywhere(FLASH, FLEX)
 @pytest.mark.parametrize("kind", ["image first", "ragged"])
 @pytest.mark.parametrize("drafter", ["ngram", "random tree", "right within"])
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 def test_identical_to_stock_with_that_attention(model: Any, kind: str, drafter: str) -> None:
     inputs = targets.prompt(name_of(model), kind)
     full = targets.generate(model, inputs)

@@ -163,7 +163,7 @@ FOLLOWED = [bound, of_its_class, scaled, turned, activated, parametrized, soften
 @pytest.mark.parametrize("drafter", [pytest.param(lambda model: Plain(), id="plain"),
                                      pytest.param(eagle, id="eagle", marks=pytest.mark.full)])  # fmt: skip
 @pytest.mark.parametrize("change", LEFT_ALONE, ids=lambda change: change.__name__)
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 def test_what_runs_with_a_module_is_run(change: Callable[[Model], Undo], drafter: Any, model: Model) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
@@ -191,7 +191,7 @@ def test_why_nothing_is_captured_is_said_once(change: Callable[[Model], Undo], m
 
 
 @pytest.mark.parametrize("change", FOLLOWED, ids=lambda change: change.__name__)
-@pytest.mark.every(6)
+@pytest.mark.every(12)
 def test_what_a_forward_reads_is_captured_anew(change: Callable[[Model], Undo], model: Model) -> None:
     with mmspec.enable(model, Plain(), compile=True):
         plain = answer(model)
@@ -261,7 +261,7 @@ def test_hooked_activations_may_train_a_probe(model: Model) -> None:
 
 @pytest.mark.parametrize("first", ["inside", "outside"])
 @pytest.mark.parametrize("drafter", [lambda model: Plain(), eagle], ids=["plain", "eagle"])
-@pytest.mark.every(4)
+@pytest.mark.every(8)
 def test_inside_and_outside_of_autocast(first: str, drafter: Any, model: Model) -> None:
     def around(where: str) -> Any:
         return torch.autocast("cpu", torch.bfloat16) if where == "inside" else nullcontext()
@@ -318,7 +318,7 @@ def test_gradient_checkpointing_in_training_mode_is_stock(compile: bool, model: 
 @pytest.mark.parametrize("drafter", [pytest.param(lambda model: Plain(), id="plain"),
                                      pytest.param(eagle, id="eagle", marks=pytest.mark.full)])  # fmt: skip
 @pytest.mark.parametrize("whole", [False, True], ids=["wrapped", "in place"])
-@pytest.mark.every(4)
+@pytest.mark.every(8)
 def test_layers_that_are_compiled_by_themselves(compile: bool, drafter: Any, whole: bool, model: Model) -> None:
     wanted, layers = answer(model), model.get_decoder().layers
     for at, one in enumerate(layers):

@@ -292,7 +292,7 @@ def unless_full(cases: Iterable[Any], *dearest: Any) -> list[Any]:
 
 @pytest.mark.parametrize("call", unless_full(["one", "ragged", "sampled"], "one"))
 @pytest.mark.parametrize("drafter", unless_full(SHIPPED, "mtp, three heads"))
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 def test_waits_of_what_models_ship_with(drafter: str, call: str, tmp_path: Path, no_interpreter: None) -> None:
     with Pretend() as pretended:
         (model, made), rounds = SHIPPED[drafter](tmp_path), Rounds(pretended)
@@ -350,7 +350,7 @@ PICTURES += [("eagle", rule, {"tree": "mc_sim_7b_63"}) for rule in RULES[:2]]
 
 
 @pytest.mark.parametrize(("drafter", "rule", "options"), PICTURES)
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 def test_waits_of_pictures(drafter: str, rule: str, options: dict[str, Any]) -> None:
     pipe = tiny_llamagen.pipeline("class", grid=3)
     own = {"heads": test_heads.heads, "eagle": test_eagle_image.drafter}
@@ -382,6 +382,7 @@ def test_waits_of_continuous_pictures(drafter: str, kind: str) -> None:
 
 @pytest.mark.parametrize("rows", unless_full([1, 2], 1))
 @pytest.mark.parametrize("painter", ["janus", "emu3", "glm_image", "chameleon"])
+@pytest.mark.every(2)
 def test_waits_of_models_that_draw(painter: str, rows: int, no_interpreter: None) -> None:
     call = image_targets.PAINTERS[painter].call(rows)
     with Pretend() as pretended:

@@ -85,7 +85,7 @@ def per_round(model: Any, drafter: Any, **how: Any) -> Counter[str]:
 @pytest.mark.filterwarnings("ignore:Unfeasible length")
 @pytest.mark.parametrize("drafter", DRAFTER)
 @pytest.mark.parametrize("how", HOW)
-@pytest.mark.every(5)
+@pytest.mark.every(12)
 def test_a_round_waits_once_whatever_is_asked_of_it(model: Any, how: str, drafter: str) -> None:
     proposer = made(model, drafter)
     cost = per_round(model, proposer, **HOW[how]())

@@ -23,6 +23,7 @@ TALKING = [case for case in zoo.CASES if zoo.picture_of(case) is not None and FO
 
 
 @pytest.mark.parametrize("case", zoo.CASES)
+@pytest.mark.every(2)
 def test_identical_or_refused_as_the_table_says(case: str) -> None:
     found, known = survey.acceptance(case), FOUND[survey.name_of(case)] or survey.SAME
     if transformers.__version__ != VERSION and survey.STOCK in known + found:  # one of them cannot be compared
@@ -31,7 +32,7 @@ def test_identical_or_refused_as_the_table_says(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", TALKING)
-@pytest.mark.every(3)
+@pytest.mark.every(9)
 def test_another_picture_changes_the_text(case: str) -> None:
     """A model that ignores its pictures would prove little."""
     model = zoo.model(case)
@@ -85,7 +86,7 @@ def test_a_class_that_is_new_is_called_untested(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("drafter", ["ngram", "random tree"])
 @pytest.mark.parametrize("case", ["mistral_large4", "glm5_next"])
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 def test_scores_of_an_indexer_that_tie(case: str, drafter: str) -> None:
     """Of two heads both are often 0, and of equal scores stock's `topk` takes others in a wider tensor."""
     model = zoo.model(case)
@@ -131,7 +132,7 @@ LAYERS = {
 
 
 @pytest.mark.parametrize("case", LAYERS.values(), ids=LAYERS)
-@pytest.mark.every(3)
+@pytest.mark.every(12)
 def test_a_seed_gives_what_it_gives_stock(case: str) -> None:
     model, inputs = zoo.model(case), zoo.prompt(case, "ragged")
 
@@ -146,7 +147,7 @@ def test_a_seed_gives_what_it_gives_stock(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", [*LAYERS.values(), "idefics", "phi4_multimodal"])
-@pytest.mark.every(2)
+@pytest.mark.every(6)
 def test_prompts_that_share_their_rows_answer_as_if_alone(case: str) -> None:
     model, options = zoo.model(case), {"max_new_tokens": 12, "do_sample": False, "eos_token_id": list(range(5, 20))}
     asked = [zoo.prompt(case, rows, picture) for picture, rows in enumerate(("one", "early", "late", "one", "early"))]
@@ -195,6 +196,7 @@ COMPILED = {"qwen3_5_moe", "lfm3_vl", "nemotron_h_omni", "unlimited_ocr"}  # see
 
 
 @pytest.mark.parametrize("case", [case for case in LAYERS.values() if case not in COMPILED])
+@pytest.mark.every(2)
 def test_left_uncompiled_the_text_is_the_same(case: str) -> None:
     """From the first round on, whose draft a capture would be compared on."""
     model, inputs = zoo.model(case), zoo.prompt(case, "ragged")
