@@ -1,6 +1,7 @@
 """The contract with transformers, diffusers, accelerate and peft: each row on what is installed; that each can fail."""
 
 import ast
+import re
 import subprocess
 import sys
 import time
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 from mmspec.pipelines.host import contract, recurrent, source
 from mmspec.pipelines.host.contract import ROWS, TESTED, Assumption, broken, judged
@@ -37,7 +39,13 @@ def with_file(folder: Path, name: str, text: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("row", ROWS, ids=named)
+LOCKED = re.search(r"^transformers==(\S+)", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
+assert LOCKED is not None
+OLDER = Version(source.version("transformers")) < Version(LOCKED[1])  # it may lack models that came later
+HERE = judged() if OLDER else ROWS
+
+
+@pytest.mark.parametrize("row", HERE, ids=named)
 def test_a_row_holds(row: Assumption):
     found = source.look(row.what)
     assert not isinstance(found, str), f"DRIFT: {row._replace(found=found)}"
@@ -239,7 +247,7 @@ def test_the_command_imports_nothing_and_takes_a_second():
         "sorted({'torch', 'transformers', 'diffusers', 'accelerate', 'peft'} & set(sys.modules)))"
     )
     out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True).stdout.split("\n")
-    assert out[0] == f"{len(ROWS)} rows hold (transformers {source.version('transformers')})"
+    assert out[0] == f"{len(HERE)} rows hold (transformers {source.version('transformers')})"
     code, seconds, modules = out[1].split(" ", 2)
     assert code == "0" and modules == "[]" and float(seconds) < 3, "1 s where nothing else runs"
 
