@@ -27,6 +27,11 @@ def each_module(*models: Any) -> Iterator[Any]:
                 pending.append(child)
 
 
+def stock_class(kind: type) -> Any:
+    """The class that a swap put another in front of (`pipelines/host/hooks.py`); of any other class itself."""
+    return getattr(kind, "_mmspec_stock", None) or kind
+
+
 def hooked(module: Any) -> bool:
     """Whether hooks run before or after its forward."""
     if not (module._forward_pre_hooks or module._forward_hooks):

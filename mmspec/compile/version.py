@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor, nn
 
-from mmspec.modes import each_module, hooked, hooked_everywhere
+from mmspec.modes import each_module, hooked, hooked_everywhere, stock_class
 
 PLAIN = {bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size}
 # Attributes that are not looked at: those of every module (parameters and buffers are read apart), and of `generate`.
@@ -48,7 +48,7 @@ def version(root: Any, kept: bool = False) -> Version:
         kept: also tell whether tensors that are neither parameters nor buffers were replaced.
     """
     modules, alive, configs = list(each_module(root)), list[Any](), dict[int, Any]()
-    classes = [getattr(kind, "_mmspec_stock", kind) for kind in map(type, modules)]  # another thread may swap them
+    classes = [stock_class(type(module)) for module in modules]  # another thread may swap them
     weights: list[Any] = []
     written: list[Any] = []
     state: list[Any] = [sum(_REFRESHED.get(module, 0) for module in modules) if _REFRESHED else 0]

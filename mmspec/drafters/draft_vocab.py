@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mmspec.linear import Linear, linear
-from mmspec.modes import lasting
+from mmspec.modes import lasting, stock_class
 from mmspec.protocols import Target, TargetInfo
 
 _MADE: WeakValueDictionary[tuple[tuple[int, ...], torch.device], DraftVocab] = WeakValueDictionary()
@@ -149,7 +149,7 @@ def _plain(head: nn.Module) -> bool:
     """Whether it is a Linear and no more: not quantized, without hooks or adapters."""
     own, hooks = vars(head), (head._forward_hooks, head._forward_pre_hooks)
     return (
-        getattr(type(head), "_mmspec_stock", type(head)) in (nn.Linear, Linear)
+        stock_class(type(head)) in (nn.Linear, Linear)
         and type(head.weight) is nn.Parameter
         and "forward" not in own
         and not any(hooks)

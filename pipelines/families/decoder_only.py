@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from mmspec.pipelines.drafters import own_files
-from mmspec.pipelines.host import devices, renamed
+from mmspec.pipelines.host import devices, few_rows, renamed
 from mmspec.pipelines.host.call import Call, Current, current
-from mmspec.pipelines.host.decoder import decoder, embedding
+from mmspec.pipelines.host.decoder import decoder, embedding, head
 from mmspec.pipelines.host.hooks import stock
 from mmspec.pipelines.host.loops import like_generate, loops
 from mmspec.pipelines.host.model import HostModel, settled
@@ -110,9 +110,11 @@ class DecoderOnly(Family):
 
     def tap(self, model: Any, features: tuple[int, ...]) -> None:
         tap(model, features)
+        few_rows.tap(decoder(model), head(model))
 
     def untap(self, model: Any, features: tuple[int, ...]) -> None:
         untap(model, features)
+        few_rows.untap(decoder(model), head(model))
 
     def target(self, model: Any, features: tuple[int, ...], guidance: Guidance | None) -> VlmTarget:
         patch = Patch.of(model)

@@ -7,12 +7,14 @@ import threading
 import weakref
 from typing import Any
 
+from mmspec.modes import stock_class
+
 _LOCK = threading.RLock()  # enable and disable may come from any thread
 
 
 def stock(instance: Any) -> Any:
     """The instance's own class. Mixins call it in place of `super()`, which breaks once another thread has swapped."""
-    return getattr(type(instance), "_mmspec_stock", None) or type(instance)
+    return stock_class(type(instance))
 
 
 def swap(instance: Any, mixin: type, **attributes: Any) -> None:

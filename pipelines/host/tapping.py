@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from mmspec.pipelines.host import few_rows, renamed
-from mmspec.pipelines.host.decoder import decoder, head, readers
+from mmspec.pipelines.host import renamed
+from mmspec.pipelines.host.decoder import decoder, readers
 from mmspec.pipelines.host.forward import Tap
 from mmspec.pipelines.host.hooks import hold, release
 from mmspec.types import FINAL
@@ -40,14 +40,12 @@ def tap(model: Any, features: tuple[int, ...]) -> None:
         hold(module, Tap, _mmspec_layer=layer)
     for module in _renamed(own):
         hold(module, renamed.Renamed)
-    few_rows.tap(own, head(model))
 
 
 def untap(model: Any, features: tuple[int, ...]) -> None:
     own = decoder(model)
     for module in (*(m for m, _ in readers(own)), *_read(own, features).values(), *_renamed(own)):
         release(module)
-    few_rows.untap(own, head(model))
 
 
 def _renamed(own: Any) -> list[Any]:
