@@ -84,7 +84,7 @@ def main(releases: list[str]) -> None:
         line = tried(release, quick)
         lines[line.split(" | ")[0]] = line
         print(line)
-    asked = re.search(r'"transformers(.*?)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    asked = re.search(r'"transformers([<>=].*?)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     assert asked is not None
     page = _HEAD.format(range=asked[1]) + "\n".join(lines.values()) + f"\n\n{platform.system()}, CPU.\n"
     PAGE.write_text(page, encoding="utf-8")

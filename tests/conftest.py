@@ -16,7 +16,7 @@ if not torch.cuda.is_available():
 
 torch.set_num_threads(1)
 
-BUDGET = 18 * 60  # seconds of processor time for all tests without `--full`; above it the dearest are named
+BUDGET = 17 * 60  # seconds of processor time for all tests without `--full`; above it the dearest are named
 BEGAN = pytest.StashKey[float]()
 
 

@@ -135,7 +135,8 @@ def test_a_cell_has_c_of_every_way(name, eager):
     assert eager.written["provenance"]["sizes"] == TOY and f"toy of {name}" in eager.said
 
 
-@pytest.mark.parametrize("name", [COMPILED[0], *(pytest.param(n, marks=FULL) for n in COMPILED[1:])])
+@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.full
 def test_compiled_ways_stand_beside_the_eager_ones(name, compiled):
     records = {r["method"]: r for r in compiled.of(name)}
     known = {f"{m}{how}" for m in (*PLAIN[name], *DRAFTED[name]) for how in ("", " compiled")}

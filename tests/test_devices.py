@@ -230,6 +230,7 @@ distributed.destroy_process_group()
 """
 
 
+@pytest.mark.full
 def test_processes_that_share_a_model_draw_alike(tmp_path: Path) -> None:
     """On a mesh of their own, and on one with other axes."""
     command = [sys.executable, "-c", RANK]

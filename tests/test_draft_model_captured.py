@@ -65,7 +65,7 @@ def proposed(monkeypatch: pytest.MonkeyPatch) -> list[Draft]:
         pytest.param("llava", "image first", DRAWS, marks=pytest.mark.full),
         pytest.param("llava", "ragged", CHAIN, marks=pytest.mark.full),
         ("llava", "ragged", TREE),
-        ("llava", "ragged", DRAWS),
+        pytest.param("llava", "ragged", DRAWS, marks=pytest.mark.full),
         ("qwen3_5", "ragged video", CHAIN),
     ],
 )

@@ -46,7 +46,7 @@ def whole_lines(out: Path) -> list[dict]:
     return [json.loads(line) for path in journals for line in path.read_bytes().split(b"\n")[:-1]]
 
 
-@pytest.mark.parametrize("devices", ("cpu", "cpu,cpu"))
+@pytest.mark.parametrize("devices", [pytest.param("cpu", marks=pytest.mark.full), "cpu,cpu"])
 def test_200_items_and_10_kills(devices: str, photos: Path, tmp_path: Path):
     out, held, rng = tmp_path / "out", tmp_path / "held", np.random.default_rng(200)
     held.write_text(str(MOST // len(devices.split(","))))

@@ -379,6 +379,7 @@ def test_a_running_call_ends_as_it_began(drafter: str, how: str) -> None:
     assert {name: type(part) for name, part in model.named_modules()} == before
 
 
+@pytest.mark.full
 def test_threads_that_switch_while_others_generate() -> None:
     model = fresh()
     want, before = targets.generate(model, prompt()), {name: type(part) for name, part in model.named_modules()}
