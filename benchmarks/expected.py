@@ -4,7 +4,7 @@
 
 Launches are counted in narrow models of the true class and of few layers, since they do not depend on the width, and
 each layer adds as many: what a round asks of torch, and how many graphs it replays. The kernels of mmspec count as what
-they launch; a graph is played by `tests/tape.py`. Bytes and arithmetic follow from the published shapes
+what they launch; a graph is played by `pretend_graphs.py` of the tests. Bytes and arithmetic follow from published shapes
 (`expected_bytes.py`). The time of a forward is that of its bytes or of its arithmetic, whichever is longer, or of its
 launches where the host is slower.
 """
@@ -25,12 +25,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support"), str(ROOT / "benchmarks")]
 
 import expected_bytes as by_shape  # noqa: E402
-import tape  # noqa: E402
+import pretend_graphs  # noqa: E402
 import transformers as T  # noqa: E402
-from drafters import Scripted  # noqa: E402
+from hostile_drafters import Scripted  # noqa: E402
 
 import mmspec  # noqa: E402
 from benchmarks.suites.shapes_models import REAL, TOY, Chat  # noqa: E402
@@ -66,7 +66,7 @@ class Launched(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class Tape(tape.Tape):
+class Tape(pretend_graphs.Tape):
     """Counts its replays, and keeps what is played from being counted again."""
 
     played = 0

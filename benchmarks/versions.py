@@ -79,7 +79,7 @@ def tried(release: str, tests: tuple[str, ...]) -> str:
 def main(releases: list[str]) -> None:
     page = PAGE.read_text(encoding="utf-8") if PAGE.is_file() else ""
     lines = {line.split(" | ")[0]: line for line in page.splitlines() if re.match(r"\| \d", line)}
-    quick = tuple(f"tests/{name}" for name in QUICK) if "--quick" in releases else ()
+    quick = tuple(f"tests/host/{name}" for name in QUICK) if "--quick" in releases else ()
     for release in [name for name in releases if name != "--quick"] or RELEASES:
         line = tried(release, quick)
         lines[line.split(" | ")[0]] = line

@@ -53,7 +53,11 @@ class GpuStage:
     needs: tuple[str, ...] = ()
 
 
-_TESTS, _DEVICE, _FIRST = ("pytest", "-p", "no:cacheprovider"), "tests/on_device.py", "tests/on_device_first.py"
+_TESTS, _DEVICE, _FIRST = (
+    ("pytest", "-p", "no:cacheprovider"),
+    "tests/support/on_device.py",
+    "tests/support/on_device_first.py",
+)
 _BENCH = ("benchmarks",)
 _GOAL = ("--models", "qwen2.5-vl-7b", "--drafters", "vispec", "--contexts", "1024", "4096", "--batch", "1", "4")
 _TOY = ("--sizes", "toy", "--device", "cpu", "--repeats", "1")
@@ -69,8 +73,8 @@ STAGES: dict[str, GpuStage] = {
     "kernels": GpuStage(
         "every kernel gives what its definition gives, odd sizes, all dtypes",
         0.14,
-        (*_TESTS, "tests/test_kernels.py", "--full"),
-        (*_TESTS, "tests/test_kernels.py", "-k", "equals_its_definition and (uniform or compact or gaussian)"),
+        (*_TESTS, "tests/kernels/test_kernels.py", "--full"),
+        (*_TESTS, "tests/kernels/test_kernels.py", "-k", "equals_its_definition and (uniform or compact or gaussian)"),
         ("pytest", "triton"),
     ),
     "identical": GpuStage(
@@ -82,8 +86,8 @@ STAGES: dict[str, GpuStage] = {
     "graphs": GpuStage(
         "captured pieces and CUDA graphs: the same logits, no memory kept, moved weights, two threads, two streams",
         0.12,
-        (*_TESTS, "tests/test_graphs.py"),
-        (*_TESTS, "tests/test_graphs.py", "-k", "leave_nothing or outlive or take_turns or recorded_anew"),
+        (*_TESTS, "tests/compile/test_graphs.py"),
+        (*_TESTS, "tests/compile/test_graphs.py", "-k", "leave_nothing or outlive or take_turns or recorded_anew"),
         ("pytest",),
     ),
     "bandwidth": GpuStage(

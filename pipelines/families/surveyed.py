@@ -1,4 +1,4 @@
-"""What `python tests/survey.py` found of image-text-to-text classes; written by it, so do not edit."""
+"""What `tests/support/survey.py` found of image-text-to-text classes; written by it, so do not edit."""
 
 VERSION = "5.24.0"  # of transformers
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import tiny_llamagen
 import tiny_llava
-from browser import shoot
 from PIL import Image
 
 from mmspec.zoo import scenes
+from tests.browser import shoot
 
 _WHY = shoot.missing()
 pytestmark = [pytest.mark.skipif(_WHY is not None, reason=str(_WHY)), pytest.mark.timeout(1800)]

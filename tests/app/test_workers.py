@@ -1,0 +1,197 @@
+"""Several workers, as processes and on Ray: all work, and what a killed one had in hand is done by the others."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from mmspec.app import cli
+from mmspec.app.caption import settings
+from mmspec.app.caption.crew import STARTS, Crew, Processes
+from mmspec.app.caption.model import FatalError
+from mmspec.app.caption.outputs import STATE, Outputs
+from mmspec.app.caption.plan import Planner
+from mmspec.app.caption.prompts import Prompts
+from mmspec.app.caption.run import Job
+from mmspec.app.caption.workers import places
+from mmspec.app.media.inputs import open_inputs
+from tests.app.test_kill import photos  # noqa: F401 - a fixture
+
+OK, FATAL = 0, 1
+ITEMS = 60
+BUSY = {  # what Ray does to a machine that has other things to do, too
+    "worker_niceness": "0",  # not to starve the workers
+    "memory_monitor_refresh_ms": "0",  # not to kill them when the machine is full
+    "raylet_start_wait_time_s": "300", "worker_register_timeout_seconds": "300",
+    "gcs_rpc_server_connect_timeout_s": "300", "gcs_server_request_timeout_seconds": "300",
+}  # fmt: skip
+
+
+@pytest.fixture
+def few(photos: Path, tmp_path: Path) -> Path:  # noqa: F811
+    folder = tmp_path / "few"
+    folder.mkdir()
+    for path in sorted(photos.iterdir())[:ITEMS]:
+        os.link(path, folder / path.name)
+    return folder
+
+
+def prepared(few: Path, out: Path, *words: str) -> tuple[Job, list]:
+    """The job and the tasks of a run with the quick engine."""
+    parser = argparse.ArgumentParser()
+    settings.configure(parser)
+    words = ("--engine", "quick_engine:load", "--model", "quick", "--max-new-tokens", "10", *words)
+    options = settings.resolve(parser.parse_args([str(few), *words]))
+    options = settings.fitted(options)
+    outputs, shaping = Outputs(out, str(few)), settings.shaping(options)
+    todo = Planner(options, shaping, Prompts(options.prompt), outputs).plan(open_inputs([few]))
+    outputs.close()
+    return Job(options, shaping, out, outputs.origin, items=len(todo.pending)), todo.pending
+
+
+def recorded(out: Path) -> dict[str, list[str]]:
+    """Which items each journal holds; a killed worker may have left half a line behind."""
+    whole = {path.stem: path.read_bytes().split(b"\n")[:-1] for path in out.glob(f"{STATE}/*.jsonl")}
+    return {slot: [json.loads(line)["file_name"] for line in lines] for slot, lines in whole.items()}
+
+
+def everything(out: Path) -> list[str]:
+    return sorted(name for names in recorded(out).values() for name in names)
+
+
+def test_a_killed_worker_loses_nothing(few: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+    job, tasks = prepared(few, tmp_path / "out")
+    told: list[str] = []
+    crew = Crew(job, Processes(), ["cpu", "cpu"], "")
+
+    victims: list[str] = []
+
+    def report(result) -> None:
+        """Kills the worker with the most behind it: on a busy machine the other one may not have begun."""
+        told.append(result.name)
+        if len(told) == 10:
+            lines = {path.stem: path.read_bytes().count(b"\n") for path in (tmp_path / "out").glob(f"{STATE}/*.jsonl")}
+            victim = max(crew.hands, key=lambda hand: lines.get(hand.slot, 0))
+            victims.append(victim.slot)
+            os.kill(victim.pid, signal.SIGKILL)
+
+    try:
+        crew.run(tasks, report)
+        assert len(crew.hands) == 2  # it was started again
+    finally:
+        crew.stop()
+    names = sorted(path.name for path in few.iterdir())
+    assert sorted(told) == names and everything(tmp_path / "out") == names
+    assert all(recorded(tmp_path / "out").values())  # both had a part
+    assert f"{victims[0]} on cpu has ended (SIGKILL); it is started again" in capsys.readouterr().err
+    assert {"worker-0", "worker-1"} - {*victims} <= {summary["worker"] for summary in crew.summaries}
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_item_that_kills_its_workers_ends_as_a_failure(workers: int, few: Path, tmp_path: Path):
+    """The first worker dies with other items in hand, another start alone with it; then it is given to nobody."""
+    poison = sorted(few.iterdir())[7].name
+    job, tasks = prepared(few, tmp_path / "out", "--model", f"deadly:{poison}")
+    crew, told = Crew(job, Processes(), ["cpu"] * workers, ""), {}
+    try:
+        crew.run(tasks, lambda result: told.update({result.name: result.error}))
+        assert len(crew.hands) == workers
+    finally:
+        crew.stop()
+    assert {name: error for name, error in told.items() if error} == {poison: "KilledWorkerError"}
+    assert len(told) == ITEMS and everything(tmp_path / "out") == sorted(told)
+    left = prepared(few, tmp_path / "out", "--model", f"deadly:{poison}")[1]
+    assert poison not in [task.item.name for task in left], "the next run leaves it alone"
+
+
+def test_without_workers_the_run_ends_and_says_so(few: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+    job, tasks = prepared(few, tmp_path / "out", "--model", "stillborn")
+    crew = Crew(job, Processes(), ["cpu"], "")
+    with pytest.raises(FatalError, match=r"all workers have ended \(worker-0 on cpu has ended \(SIGKILL\)\)"):
+        crew.run(tasks, lambda result: None)
+    crew.stop()
+    assert capsys.readouterr().err.count("has ended") == STARTS
+
+
+@pytest.mark.parametrize("trouble", ["unloadable", "lost"])
+def test_one_device_that_fails_does_not_end_the_run(trouble: str, few: Path, tmp_path: Path, capsys):
+    out = tmp_path / "out"
+    words = [
+        "caption",
+        str(few),
+        "--out",
+        str(out),
+        "--engine",
+        "quick_engine:load",
+        "--max-new-tokens",
+        "10",
+        "--quiet",
+    ]
+    code = cli.main([*words, "--model", f"{trouble}:cpu:1", "--devices", "cpu,cpu:1"])
+    said = capsys.readouterr().err
+    assert "worker-1 on cpu:1: " in said
+    done = [json.loads(line)["file_name"] for line in (out / "metadata.jsonl").read_text().splitlines()]
+    failures = out / "failed.jsonl"
+    failed = [json.loads(line) for line in failures.read_text().splitlines()] if failures.exists() else []
+    assert sorted(done + [line["file_name"] for line in failed]) == sorted(path.name for path in few.iterdir())
+    if trouble == "unloadable":
+        assert code == OK and not failed and "no memory on cpu:1; the others go on" in said
+    else:  # the item on which it showed is named, all others are captioned
+        assert {line["error"] for line in failed} == {"AcceleratorError"} and len(done) > ITEMS / 2
+        assert "the device works no more" in said and "it is started again" in said
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_run(few: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+    words = ["caption", str(few), "--out", str(tmp_path / "out"), "--engine", "quick_engine:nothing"]
+    assert cli.main([*words, "--devices", "cpu,cpu"]) == FATAL
+    assert "on cpu: no engine 'quick_engine:nothing'" in capsys.readouterr().err
+
+
+def test_names_of_devices():
+    assert places("0,1") == ["cuda:0", "cuda:1"] and places("cpu, cpu") == ["cpu", "cpu"] and places("mps") == ["mps"]
+
+
+def test_ray(few: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Two workers on a Ray of this machine, one of them killed on the way."""
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join(map(str, (Path(__file__).parents[2], Path(__file__).parents[1] / "support")))
+    )
+    for name, value in BUSY.items():
+        monkeypatch.setenv(f"RAY_{name}", value)
+    ray = pytest.importorskip("ray")  # reads some of them now
+    from mmspec.app.caption.ray_run import OnRay
+
+    ray.init(num_cpus=2, num_gpus=0, include_dashboard=False, object_store_memory=100 * 2**20, logging_level="error")
+    try:
+        job, tasks = prepared(few, tmp_path / "out")
+        told: list[str] = []
+        for too_many in ("0", "cpu,cpu,cpu"):
+            with pytest.raises(FatalError, match=f"--devices {too_many} asks for .* the Ray cluster has 0 and 2"):
+                OnRay().places(too_many)
+        crew = Crew(job, OnRay(), OnRay().places("cpu,cpu"), "")
+
+        def report(result) -> None:
+            told.append(result.name)
+            if len(told) == 10:
+                os.kill(next(hand.pid for hand in crew.hands if hand.worked), signal.SIGKILL)
+
+        crew.run(tasks, report)
+        assert len(crew.hands) == 2
+        crew.stop()
+        names = sorted(path.name for path in few.iterdir())
+        assert sorted(told) == names and everything(tmp_path / "out") == names
+        assert crew.summaries
+
+        (tmp_path / "asked").mkdir()
+        words = ["caption", str(few), "--engine", "quick_engine:load", "--model", f"both:{tmp_path / 'asked'}"]
+        words += ["--ray", "--quiet"]
+        assert cli.main([*words, "--devices", "cpu,cpu", "--out", str(tmp_path / "two"), "--limit", "20"]) == OK
+        assert len(recorded(tmp_path / "two")) == 2 and all(recorded(tmp_path / "two").values())
+        assert len((tmp_path / "two" / "metadata.jsonl").read_text().splitlines()) == 20
+    finally:
+        ray.shutdown()

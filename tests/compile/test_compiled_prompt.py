@@ -1,0 +1,174 @@
+"""`compile=True`: prompts of a shape that comes up again are read by a capture of the decoder, and read the same."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import pytest
+import tiny_vlms
+import torch
+from hostile_drafters import eagle
+
+import mmspec
+from mmspec.compile import capture
+from mmspec.compile import held as trusted
+from mmspec.pipelines.host.names import CACHE
+from mmspec.pipelines.target import captured_prompt, captures
+
+CAPTURED = ("llava", "llava_next", "qwen2_vl", "qwen2_5_vl", "smolvlm", "idefics3", "internvl")
+THEIRS = ("qwen3_5", "lfm2_vl", "paligemma")  # a recurrence, or a prompt that is read in both directions
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts alone are captured, and their pieces run as they are; nothing is known of any model."""
+    monkeypatch.setattr(capture, "inductor", lambda piece, examples: piece)
+    monkeypatch.setattr(captures.Forward, "read", lambda self, target, *told: target.read(*told))
+    monkeypatch.setattr(trusted, "_OF", WeakKeyDictionary())
+    warnings.simplefilter("error", UserWarning)
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The lengths of the prompts that captures have read."""
+    found: list[int] = []
+    replayed = captured_prompt._replayed
+
+    def counted(*args: Any) -> Any:
+        out = replayed(*args)
+        found.append(out.last_hidden_state.shape[1])
+        return out
+
+    monkeypatch.setattr(captured_prompt, "_replayed", counted)
+    return found
+
+
+def same(model: Any, *calls: dict[str, Any], drafter: Any = "ngram", **options: Any) -> None:
+    """Calls of an enabled model give what they give without."""
+    wanted = [tiny_vlms.generate(model, inputs, max_new_tokens=6) for inputs in calls]
+    with mmspec.enable(model, drafter, compile=True, **options):
+        for inputs, want in zip(calls, wanted, strict=True):
+            assert torch.equal(tiny_vlms.generate(model, inputs, max_new_tokens=6), want)
+
+
+def pictures(name: str, count: int = 4, kind: str = "image first") -> list[dict[str, Any]]:
+    """Prompts of the same shape, whose pictures differ."""
+    return [tiny_vlms.prompt(name, kind, picture_seed=seed) for seed in range(count)]
+
+
+def lengths(calls: list[dict[str, Any]]) -> list[int]:
+    return [call["input_ids"].shape[1] for call in calls]
+
+
+@pytest.mark.parametrize("name", CAPTURED)
+@pytest.mark.every(4)
+def test_what_comes_up_again_is_replayed(name: str, replays: list[int]):
+    calls = pictures(name)
+    same(tiny_vlms.model(name), *calls)
+    assert replays == lengths(calls)[captured_prompt.AGAIN :]
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_other_decoders_read_by_themselves(name: str, replays: list[int]):
+    same(tiny_vlms.model(name), *pictures(name))
+    assert not replays
+
+
+def test_a_drafter_reads_the_features_of_a_replay(replays: list[int]):
+    model, calls = tiny_vlms.model("llava"), pictures("llava")
+    drafter = eagle(model, draft_vocab=64)
+    heard: list[torch.Tensor] = []
+    start = type(drafter).start
+    same(model, *calls, drafter=drafter)
+    assert replays
+    for compile in (False, True):
+        with pytest.MonkeyPatch.context() as patch, mmspec.enable(model, drafter, compile=compile):
+            patch.setattr(type(drafter), "start", lambda *told: (heard.append(told[3].hidden), start(*told))[1])
+            tiny_vlms.generate(model, calls[0])
+    torch.testing.assert_close(*heard, rtol=1e-4, atol=1e-4)
+
+
+def test_rows_of_a_batch_are_replayed_and_padded_ones_are_not(replays: list[int]):
+    even = tiny_vlms.prompt("llava", "image first", rows=[0, 0, 0])
+    padded = {**even, "attention_mask": even["attention_mask"].clone()}
+    padded["attention_mask"][1, :2] = 0
+    same(tiny_vlms.model("llava"), *[even] * 3, *[padded] * 3)
+    assert replays == lengths([even])
+
+
+def test_behind_a_cached_text_the_decoder_reads_by_itself(replays: list[int]):
+    model = tiny_vlms.text()
+    ids = torch.randint(5, 100, (1, 12), generator=torch.Generator().manual_seed(0))
+
+    def turns() -> list[int]:
+        first = model.generate(ids, max_new_tokens=8, do_sample=False, return_dict_in_generate=True)
+        more = torch.cat([first.sequences, ids], 1)
+        return model.generate(more, **{CACHE: getattr(first, CACHE)}, max_new_tokens=8, do_sample=False).tolist()
+
+    wanted = turns()
+    with mmspec.enable(model, "ngram", compile=True):
+        assert [turns() for _ in range(3)] == [wanted] * 3
+    assert replays == [12]
+
+
+def test_weights_that_were_written_to_are_read(replays: list[int]):
+    model, calls = copy.deepcopy(tiny_vlms.model("llava")), pictures("llava", 3)
+    same(model, *calls)
+    for weight in model.get_decoder().parameters():
+        weight.data = weight.data.roll(1, 0)
+    same(model, *calls)
+    assert len(replays) == 1 + 3
+
+
+def test_other_weights_are_captured_anew(replays: list[int]):
+    model, calls = copy.deepcopy(tiny_vlms.model("llava")), pictures("llava", 3)
+    same(model, *calls)
+    for layer in model.get_decoder().layers:
+        layer.mlp.up_proj.weight = torch.nn.Parameter(-layer.mlp.up_proj.weight.data)
+    same(model, *calls)
+    assert len(replays) == 1 + 2
+
+
+def test_hooks_see_the_prompt(replays: list[int]):
+    model, calls, seen = copy.deepcopy(tiny_vlms.model("llava")), pictures("llava", 3), []
+    same(model, *calls)
+    layer = model.get_decoder().layers[1]
+    handle = layer.register_forward_hook(lambda module, told, out: seen.append(told[0].shape[1]))
+    same(model, calls[0])
+    handle.remove()
+    assert seen.count(*lengths(calls[:1])) == 2 and len(replays) == 1
+
+
+def test_only_so_many_shapes_are_captured(replays: list[int]):
+    model, g = tiny_vlms.text(), torch.Generator().manual_seed(0)
+    calls = [{"input_ids": torch.randint(5, 100, (1, n), generator=g)} for n in range(8, 9 + captured_prompt.MOST)]
+    same(model, *calls * 3)
+    assert replays == lengths(calls)[: captured_prompt.MOST]
+
+
+def test_windows_that_reach_as_far_as_the_prompt(replays: list[int]):
+    model, g = tiny_vlms.text("Mistral", sliding_window=16), torch.Generator().manual_seed(0)
+    calls = [{"input_ids": torch.randint(5, 100, (1, n), generator=g)} for n in (16, 17)]
+    same(model, *calls * 3)
+    assert replays == [16]
+
+
+def test_what_gives_another_text_is_not_used(monkeypatch: pytest.MonkeyPatch, replays: list[int]):
+    """A decoder that reads in both directions without a word of it."""
+    attended = captured_prompt._attending
+    monkeypatch.setattr(captured_prompt, "_attending", lambda slots: lambda *told: attended(slots)(*told).flip(2))
+    same(tiny_vlms.model("llava"), *pictures("llava"))
+    assert not replays
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
+def test_in_bfloat16(name: str, replays: list[int]):
+    model = copy.deepcopy(tiny_vlms.model(name)).bfloat16()
+    calls = [{k: v.bfloat16() if v.is_floating_point() else v for k, v in call.items()} for call in pictures(name, 3)]
+    with mmspec.enable(model, "ngram", compile=True):
+        for call in calls:
+            tiny_vlms.generate(model, call)
+    assert replays == lengths(calls)[-1:]

@@ -1,0 +1,107 @@
+"""What a draft model reads is captured as a target's forward is, and drafts the same."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import pytest
+import tiny_vlms
+import torch
+
+import mmspec
+from mmspec.compile import capture
+from mmspec.compile import held as trusted
+from mmspec.compile.capture import PiecewiseFunction
+from mmspec.drafters.growth import Growth
+from mmspec.pipelines.drafters.draft_model import ModelDrafter
+from mmspec.pipelines.target import captures
+from mmspec.types import Draft
+from tests.compile.test_captured import as_it_is
+
+CHAIN, DRAWS = {"depth": 3, "width": 1}, {"tree": "chain", "depth": 3, "draws": True}
+TREE = {"depth": 3, "width": 2, "size": 8}
+SAMPLED = {"do_sample": True, "temperature": 30.0, "top_k": 0}
+
+
+@pytest.fixture(autouse=True)
+def pieces_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No compiler runs, and whatever falls back fails."""
+    monkeypatch.setattr(capture, "inductor", as_it_is)
+    monkeypatch.setattr(trusted, "_OF", WeakKeyDictionary())
+    monkeypatch.setattr(
+        "mmspec.pipelines.target.captured_prompt.MOST", 0
+    )  # prompts are captured in test_compiled_prompt
+    warnings.simplefilter("error", UserWarning)
+
+
+def draft_of(model: Any) -> Any:
+    """A model that agrees with it now and then."""
+    draft = copy.deepcopy(model)
+    with torch.no_grad():
+        for weight in draft.get_decoder().layers.parameters():
+            weight.add_(0.02 * weight.std().nan_to_num() * torch.randn_like(weight))
+    return draft
+
+
+def proposed(monkeypatch: pytest.MonkeyPatch) -> list[Draft]:
+    """Every draft from now on."""
+    found: list[Draft] = []
+    grown = Growth.grown
+
+    def told(self: Any, *args: Any) -> Draft:
+        found.append(grown(self, *args))
+        return found[-1]
+
+    monkeypatch.setattr(ModelDrafter, "grown", told)
+    return found
+
+
+@pytest.mark.parametrize(
+    "name, kind, options",
+    [
+        pytest.param("llava", "image first", DRAWS, marks=pytest.mark.full),
+        pytest.param("llava", "ragged", CHAIN, marks=pytest.mark.full),
+        ("llava", "ragged", TREE),
+        pytest.param("llava", "ragged", DRAWS, marks=pytest.mark.full),
+        ("qwen3_5", "ragged video", CHAIN),
+    ],
+)
+@pytest.mark.every(6)
+def test_drafts_are_those_of_the_model_itself(
+    name: str, kind: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model, inputs = tiny_vlms.model(name), tiny_vlms.prompt(name, kind)
+    draft, how = draft_of(model), SAMPLED if "draws" in options else {}
+    seen, answers = proposed(monkeypatch), []
+    for compiling in (False, True):
+        torch.manual_seed(7)
+        with mmspec.enable(model, draft, compile=compiling, **options):
+            answers.append((tiny_vlms.generate(model, inputs, **how), [*seen]))
+        seen.clear()
+    (plain, one), (ours, other) = answers
+    captured = captures.of(draft)._held
+    assert all(captured.values()) and len(captured) == len({len(draft.tokens) for draft in other})
+    assert torch.equal(plain, ours) and len(one) == len(other)
+    for a, b in zip(one, other, strict=True):
+        assert torch.equal(a.tokens, b.tokens) and torch.equal(a.tree.parents, b.tree.parents)
+        assert (a.q is None) == (b.q is None)
+        if a.q is not None:
+            torch.testing.assert_close(a.q.logits.softmax(-1), b.q.logits.softmax(-1), rtol=1e-3, atol=1e-4)
+
+
+def test_other_weights_and_options_are_captured_anew() -> None:
+    model, inputs = tiny_vlms.model("llava"), tiny_vlms.prompt("llava", "ragged")
+    draft, made = draft_of(model), []
+    full = tiny_vlms.generate(model, inputs, max_new_tokens=6)
+    for options, change in ((CHAIN, False), (CHAIN, False), (CHAIN, True), (CHAIN | {"depth": 4}, False)):
+        if change:
+            draft.load_state_dict({name: -t for name, t in draft.state_dict().items()}, assign=True)
+        before = PiecewiseFunction.made
+        with mmspec.enable(model, "model", draft=draft, compile=True, **options):
+            assert torch.equal(tiny_vlms.generate(model, inputs, max_new_tokens=6), full)
+        made.append(PiecewiseFunction.made - before)
+    assert made[0] and not made[1] and made[2] and made[3]

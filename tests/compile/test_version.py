@@ -1,0 +1,429 @@
+"""compile=True follows what changes in a model between two calls; what a capture would leave out is not captured."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import time
+import types
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import pytest
+import tiny_vlms
+import torch
+import transformers as T
+from hostile_drafters import eagle
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+import mmspec
+from mmspec.compile import capture
+from mmspec.compile import held as trusted
+from mmspec.compile.capture import PiecewiseFunction
+from mmspec.compile.version import version
+from mmspec.drafters.plain import Plain
+from mmspec.pipelines.host.decoder import decoder, more_than_keys
+from mmspec.pipelines.target import captures
+
+Model = Any
+Undo = Callable[[], None]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces are run, not compiled; what falls back fails where it is not expected."""
+    monkeypatch.setattr(capture, "inductor", lambda piece, examples: piece)
+    monkeypatch.setattr(trusted, "_OF", WeakKeyDictionary())
+    monkeypatch.setattr(
+        "mmspec.pipelines.target.captured_prompt.MOST", 0
+    )  # prompts are captured in test_compiled_prompt
+    warnings.filterwarnings("error", "mmspec", UserWarning)
+
+
+@pytest.fixture
+def model() -> Model:
+    return copy.deepcopy(tiny_vlms.model("llava"))
+
+
+def answer(model: Model, **options: Any) -> list[int]:
+    inputs = tiny_vlms.prompt("llava", "text only")
+    return tiny_vlms.generate(model, inputs, max_new_tokens=8, **options)[0].tolist()
+
+
+def stock(model: Model) -> list[int]:
+    """What the same model gives without mmspec, whatever it is in now."""
+    handle = type(model)._mmspec_patch
+    mmspec.disable(model)
+    try:
+        return answer(model)
+    finally:
+        handle = mmspec.enable(model, handle.drafter, compile=True)
+        assert handle is not None
+
+
+def layer(model: Model) -> Any:
+    return model.get_decoder().layers[1]
+
+
+# -- what changes, and how it is undone -------------------------------------------------------------------------------
+
+
+def steered(model: Model) -> Undo:
+    """A vector added to what a layer gives."""
+    vector = 3 * torch.randn(tiny_vlms.HIDDEN, generator=torch.Generator().manual_seed(3))
+    return layer(model).register_forward_hook(lambda module, given, out: out + vector).remove
+
+
+def autoencoded(model: Model) -> Undo:
+    """A sparse code in place of what an MLP is given, as an SAE intervention does."""
+    code = torch.randn(tiny_vlms.HIDDEN, 16, generator=torch.Generator().manual_seed(4)) / 4
+    hook = layer(model).mlp.register_forward_pre_hook(lambda module, given: ((given[0] @ code).relu() @ code.T,))
+    return hook.remove
+
+
+def everywhere(model: Model) -> Undo:
+    def doubled(module: Any, given: Any, out: Any) -> Any:
+        return 2 * out if module is layer(model).mlp else None
+
+    return nn.modules.module.register_module_forward_hook(doubled).remove
+
+
+def patched(model: Model) -> Undo:
+    mlp = layer(model).mlp
+    before, mlp.forward = mlp.forward, lambda x: 3 * before(x)
+    return lambda: delattr(mlp, "forward")
+
+
+def bound(model: Model) -> Undo:
+    """As packages of kernels put their own forwards in."""
+    mlp = layer(model).mlp
+    mlp.forward = types.MethodType(lambda self, x: self.down_proj(self.act_fn(self.up_proj(x))), mlp)
+    return lambda: delattr(mlp, "forward")
+
+
+def of_its_class(model: Model) -> Undo:
+    kind = type(layer(model).mlp)
+    before = kind.forward
+    kind.forward = lambda self, x: 3 * before(self, x)
+    return lambda: setattr(kind, "forward", before)
+
+
+def put(owner: Any, name: str, value: Any) -> Undo:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    return lambda: setattr(owner, name, before)
+
+
+def scaled(model: Model) -> Undo:
+    return put(layer(model).self_attn, "scaling", 2.0)
+
+
+def turned(model: Model) -> Undo:
+    return put(model.get_decoder().rotary_emb, "attention_scaling", 3.0)
+
+
+def activated(model: Model) -> Undo:
+    return put(layer(model).mlp, "act_fn", nn.Tanh())
+
+
+def parametrized(model: Model) -> Undo:
+    class Halved(nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            return weight / 2
+
+    projection = layer(model).mlp.down_proj
+    parametrize.register_parametrization(projection, "weight", Halved())
+    return lambda: parametrize.remove_parametrizations(projection, "weight", leave_parametrized=False)
+
+
+def softened(model: Model) -> Undo:
+    """What a forward reads from a configuration."""
+    mlp = layer(model).mlp
+    kind, before = type(mlp), type(mlp).forward
+    model.get_decoder().config.temper = 1.0
+    kind.forward = lambda self, x: before(self, x) * self.config.temper
+    model.get_decoder().config.temper = 2.5
+    return lambda: setattr(kind, "forward", before)
+
+
+LEFT_ALONE = {
+    steered: "model.language_model.layers.1 has forward hooks",
+    autoencoded: "mlp has forward hooks",
+    everywhere: "for all modules",
+    patched: "mlp has a forward of its own",
+}
+FOLLOWED = [bound, of_its_class, scaled, turned, activated, parametrized, softened]
+
+
+@pytest.mark.parametrize("drafter", [pytest.param(lambda model: Plain(), id="plain"),
+                                     pytest.param(eagle, id="eagle", marks=pytest.mark.full)])  # fmt: skip
+@pytest.mark.parametrize("change", LEFT_ALONE, ids=lambda change: change.__name__)
+@pytest.mark.every(4)
+def test_what_runs_with_a_module_is_run(change: Callable[[Model], Undo], drafter: Any, model: Model) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        with mmspec.enable(model, drafter(model), compile=True):
+            undo = change(model)  # before the first call
+            assert answer(model) == stock(model)
+            undo()
+            plain = answer(model)
+            assert plain == stock(model)
+            undo = change(model)  # between calls
+            assert answer(model) == stock(model) != plain
+            undo()
+            assert answer(model) == plain
+
+
+@pytest.mark.parametrize("change", LEFT_ALONE, ids=lambda change: change.__name__)
+def test_why_nothing_is_captured_is_said_once(change: Callable[[Model], Undo], model: Model) -> None:
+    undo = change(model)
+    expected = pytest.warns(UserWarning, match=f"uncompiled: .*{LEFT_ALONE[change]}")
+    with mmspec.enable(model, Plain(), compile=True), expected as told:
+        answer(model)
+        answer(model)
+    undo()
+    assert len(told) == 1 and not any(captures.of(model)._held.values())
+
+
+@pytest.mark.parametrize("change", FOLLOWED, ids=lambda change: change.__name__)
+@pytest.mark.every(12)
+def test_what_a_forward_reads_is_captured_anew(change: Callable[[Model], Undo], model: Model) -> None:
+    with mmspec.enable(model, Plain(), compile=True):
+        plain = answer(model)
+        undo = change(model)
+        changed = answer(model)
+        assert changed == stock(model) != plain
+        assert all(captures.of(model)._held.values())
+        undo()
+        assert answer(model) == plain == stock(model)
+
+
+def test_what_changes_with_every_call_is_captured_no_more(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trusted, "_DROPS", 2)
+    made = PiecewiseFunction.made
+    with mmspec.enable(model, Plain(), compile=True), pytest.warns(UserWarning, match="changes from call to call"):
+        for call in range(4):
+            layer(model).self_attn.scaling = 0.25 + call
+            fast = answer(model)
+    assert PiecewiseFunction.made - made == 2 and fast == answer(model)
+
+
+class Keeps(nn.Module):
+    """Remembers what it gave, as modules of remote code do; what kind of thing is said by its name."""
+
+    def __init__(self, mlp: Any, what: str) -> None:
+        super().__init__()
+        self.mlp, self.what, self.last, self.calls = mlp, what, None, 0
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.mlp(x)
+        if self.what == "tensor":
+            self.last = out
+        elif self.what == "count":
+            self.calls += 1
+        else:
+            self.seen += 1
+        return out
+
+
+@pytest.mark.parametrize("what", ["tensor", "count", "buffer"])
+def test_modules_that_keep_something_keep_it_compiled_too(what: str, model: Model) -> None:
+    layer(model).mlp = kept = Keeps(layer(model).mlp, what)
+    wanted = answer(model)
+    last = kept.last
+    expected = pytest.warns(UserWarning, match="uncompiled: its forward changes what its modules hold")
+    with mmspec.enable(model, Plain(), compile=True), expected:
+        assert answer(model) == wanted
+    if what == "tensor":
+        torch.testing.assert_close(kept.last, last, rtol=1e-4, atol=1e-4)
+        probe = nn.Linear(tiny_vlms.HIDDEN, 1)
+        probe(kept.last).sum().backward()
+
+
+def test_hooked_activations_may_train_a_probe(model: Model) -> None:
+    seen: list[Tensor] = []
+    hook = layer(model).register_forward_hook(lambda module, given, out: seen.append(out))
+    with mmspec.enable(model, Plain()):
+        answer(model)
+    hook.remove()
+    assert len(seen) == 8 and not any(t.is_inference() for t in seen)
+    nn.Linear(tiny_vlms.HIDDEN, 1)(torch.cat(seen, 1)).sum().backward()
+
+
+# -- autocast, training -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("first", ["inside", "outside"])
+@pytest.mark.parametrize("drafter", [lambda model: Plain(), eagle], ids=["plain", "eagle"])
+@pytest.mark.every(8)
+def test_inside_and_outside_of_autocast(first: str, drafter: Any, model: Model) -> None:
+    def around(where: str) -> Any:
+        return torch.autocast("cpu", torch.bfloat16) if where == "inside" else nullcontext()
+
+    order = [first, "outside" if first == "inside" else "inside"] * 2
+    wanted = {}
+    for where in order[:2]:
+        with around(where):
+            wanted[where] = answer(model)
+    with mmspec.enable(model, drafter(model), compile=True):
+        for where in order:
+            with around(where):
+                assert answer(model) == wanted[where]
+        held = captures.of(model)
+    assert held._held and all(held._held.values())
+    assert all(drafts._held and all(drafts._held.values()) for drafts in held.drafts.values())
+
+
+def test_training_mode_and_back(model: Model) -> None:
+    for one in model.get_decoder().layers:
+        one.self_attn.attention_dropout = 0.9
+    with mmspec.enable(model, Plain(), compile=True):
+        plain = answer(model)
+        model.train()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            torch.manual_seed(1)
+            dropped = answer(model)
+        assert dropped != plain and not any(captures.of(model)._held.values())
+        model.eval()
+        assert answer(model) == plain
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_gradient_checkpointing_in_training_mode_is_stock(compile: bool, model: Model) -> None:
+    model.train()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        model.gradient_checkpointing_enable()
+    wanted = answer(model)
+    with mmspec.enable(model, Plain(), compile=compile) as handle:
+        with pytest.warns(UserWarning, match="stock path: gradient checkpointing in training mode"):
+            assert answer(model) == wanted
+        assert handle.stats.rounds == 0
+        model.eval()
+        warnings.simplefilter("ignore", UserWarning)  # that input embeddings have a hook now
+        assert answer(model) == answer(tiny_vlms.model("llava")) and handle.stats.rounds > 0
+
+
+# -- compiled by others, quantised ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("drafter", [pytest.param(lambda model: Plain(), id="plain"),
+                                     pytest.param(eagle, id="eagle", marks=pytest.mark.full)])  # fmt: skip
+@pytest.mark.parametrize("whole", [False, True], ids=["wrapped", "in place"])
+@pytest.mark.every(8)
+def test_layers_that_are_compiled_by_themselves(compile: bool, drafter: Any, whole: bool, model: Model) -> None:
+    wanted, layers = answer(model), model.get_decoder().layers
+    for at, one in enumerate(layers):
+        if whole:
+            one.compile(backend="eager")
+        else:
+            layers[at] = torch.compile(one, backend="eager")
+    told = pytest.warns(UserWarning, match="uncompiled") if compile else nullcontext()
+    with mmspec.enable(model, drafter(model), compile=compile), told:
+        assert answer(model) == wanted == answer(model)
+
+
+# -- the version itself -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", tiny_vlms.FAMILIES)
+def test_a_call_leaves_the_version_as_it_was(name: str) -> None:
+    model = copy.deepcopy(tiny_vlms.model(name))
+    if more_than_keys(decoder(model)):
+        pytest.skip("layers with a state read drafts by a forward of ours, and are not captured")
+    before = version(model)
+    assert before.why is None
+    with mmspec.enable(model, Plain()):
+        tiny_vlms.generate(model, tiny_vlms.prompt(name, "image first"), max_new_tokens=3)
+        assert version(model) == before
+    model(**tiny_vlms.prompt(name, "image first"), output_hidden_states=True)  # leaves hooks of transformers behind
+    model.generation_config.max_new_tokens = 7
+    assert version(model) == before
+
+
+def test_it_keeps_nothing_alive() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    model.note = model.forward
+    gone, kept = weakref.ref(model), version(model)
+    del model
+    gc.collect()
+    assert gone() is None and kept.state
+
+
+def test_it_is_made_in_a_moment() -> None:
+    small = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = T.Qwen2Config(**small, num_hidden_layers=28, vocab_size=128, bos_token_id=1, eos_token_id=2)
+    model, times = T.Qwen2ForCausalLM(config), []
+    for _ in range(20):
+        start = time.perf_counter()
+        version(model)
+        times.append(time.perf_counter() - start)
+    assert min(times) < 0.02, "about a millisecond, on a machine at rest"
+
+
+@pytest.fixture(autouse=True)
+def forgotten() -> Iterator[None]:
+    yield
+    torch._dynamo.reset()
+
+
+WRITES: list[Callable[[nn.Parameter], Any]] = [
+    lambda t: t.add_(1),
+    lambda t: t[..., -1:].fill_(3) if t.dim() else t.mul_(2),
+    lambda t: setattr(t, "data", t.data.clone()),
+]
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_it_tells_what_torch_knows_to_be_written(write: Callable[[nn.Parameter], Any]) -> None:
+    layer = nn.Linear(4, 4)
+    before = version(layer)
+    assert before == version(layer)
+    with torch.no_grad():
+        write(layer.weight)
+    after = version(layer)
+    assert after != before and (after.weights, after.state) == (before.weights, before.state)
+
+
+def test_another_weight_at_the_same_address_is_another_weight() -> None:
+    """What is freed may lie, and be numbered, as what comes next."""
+    layer = nn.Linear(4, 4, bias=False)
+    for _ in range(20):
+        before = version(layer)
+        layer.weight = None
+        layer.weight = nn.Parameter(torch.ones(4, 4))
+        assert version(layer).weights != before.weights
+
+
+def test_refresh_reaches_what_is_around_and_below() -> None:
+    whole, other = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))), nn.Linear(2, 2)
+    parts = [whole, whole[1], whole[1][0], other]
+    before = [version(part) for part in parts]
+    mmspec.refresh(whole[1])
+    assert [version(part) == was for part, was in zip(parts, before, strict=True)] == [False, False, False, True]
+
+
+@pytest.mark.full
+def test_what_is_written_behind_torchs_back_is_read_after_refresh(model: Model) -> None:
+    with mmspec.enable(model, eagle(model), compile=True, prefix_cache="64MB") as handle:
+        plain = answer(model)
+        layer(model).mlp.down_proj.weight.detach().numpy()[:] *= -1
+        model.lm_head.weight.data.mul_(-1)
+        mmspec.refresh(model)
+        assert answer(model) == stock(model) != plain
+        read = handle.stats.prefix["reused tokens"]
+    assert not read
+
+
+@pytest.mark.parametrize("value", ["all", "auto", "sometimes", 2, None])
+def test_compile_is_true_or_false(value: Any, model: Model) -> None:
+    with pytest.raises(ValueError, match=f"compile must be True or False; got {value!r}. Write True"):
+        mmspec.enable(model, "ngram", compile=value)

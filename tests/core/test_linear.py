@@ -1,0 +1,88 @@
+"""Products of a few rows are those of `F.linear`, and the stock path keeps its own."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import tiny_vlms
+import torch
+from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
+
+import mmspec
+from mmspec import linear as few
+from mmspec.linear import Linear, linear
+
+N, K = 384, 256
+
+
+@pytest.fixture
+def all_gain(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Every weight counts as large enough; the shapes that were multiplied in the other order."""
+    seen: list[tuple[int, ...]] = []
+    gains = few.gains
+
+    def counted(x: torch.Tensor, weight: torch.Tensor) -> bool:
+        if found := gains(x, weight):
+            seen.append(tuple(x.shape))
+        return found
+
+    monkeypatch.setattr(few, "_HAS_MKL", True)
+    monkeypatch.setattr(few, "ROWS_OF_ONE_THREAD", few.ROWS)
+    monkeypatch.setattr(few, "ENTRIES", 1)
+    monkeypatch.setattr(few, "gains", counted)
+    return seen
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (2, 3), (8,), (2, 2, 2)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_it_is_the_product(shape: tuple[int, ...], bias: bool, all_gain: list[tuple[int, ...]]) -> None:
+    layer, x = Linear(K, N, bias), torch.randn(*shape, K)
+    with torch.no_grad():
+        found = layer(x)
+    assert all_gain == [(*shape, K)] and found.is_contiguous() and found.shape == (*shape, N)
+    torch.testing.assert_close(found, F.linear(x, layer.weight, layer.bias), rtol=1e-5, atol=1e-5)
+    with torch.no_grad():
+        assert torch.equal(layer(x.reshape(-1, K)), found.reshape(-1, N)), "its rows alone decide"
+
+
+@pytest.mark.parametrize(
+    "what", ["one row", "many rows", "none", "bfloat16", "autocast", "gradients", "traced", "small", "subclass"]
+)
+def test_all_else_goes_the_usual_way(
+    what: str, all_gain: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer, rows = nn.Linear(K, N), {"one row": 1, "many rows": 9, "none": 0}.get(what, 4)
+    x = torch.randn(rows, K)
+    if what == "bfloat16":
+        layer, x = layer.bfloat16(), x.bfloat16()
+    if what == "small":
+        monkeypatch.setattr(few, "ENTRIES", N * K + 1)
+    if what == "subclass":
+        x = x.as_subclass(type("Other", (torch.Tensor,), {}))
+    with torch.set_grad_enabled(what == "gradients"), torch.autocast("cpu", torch.bfloat16, what == "autocast"):
+        if what == "traced":
+            names = [
+                str(node.target) for node in make_fx(lambda *given: linear(*given))(x, layer.weight.data).graph.nodes
+            ]
+            assert "aten.mm.default" in names and "aten.clone.default" not in names
+        else:
+            assert torch.equal(linear(x, layer.weight, layer.bias), F.linear(x, layer.weight, layer.bias))
+    assert all_gain == []
+
+
+def test_a_draft_is_read_by_it_and_the_stock_path_is_not(all_gain: list[tuple[int, ...]]) -> None:
+    model, inputs = copy.deepcopy(tiny_vlms.model("llava")), tiny_vlms.prompt("llava", "ragged")
+    want, before = tiny_vlms.generate(model, inputs), [type(module) for module in model.modules()]
+    with mmspec.enable(model, drafter="ngram") as handle:
+        assert torch.equal(tiny_vlms.generate(model, inputs), want)
+        read = len(all_gain)
+        assert read > handle.stats.rounds and isinstance(copy.deepcopy(model).lm_head, nn.Linear)
+        assert type(pickle.loads(pickle.dumps(model.lm_head))) is nn.Linear
+        with torch.no_grad():
+            model(**inputs)
+        assert len(all_gain) == read, "a forward of the user's own is stock's"
+    assert [type(module) for module in model.modules()] == before

@@ -1,0 +1,557 @@
+"""Rules: what each one does to the distribution of the output, in closed form, through the geometries and over whole
+texts."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from table_targets import CPU, Drawn, Holes, TableModel, distance, excess, run
+from torch import Tensor
+
+from mmspec.accept import along_path, chances, verify_chain, verify_point_mass, verify_tree
+from mmspec.kernels import reference as ops
+from mmspec.registry import RULES, resolve_rule
+from mmspec.rules import Masses, Rule, Trial, exact
+from mmspec.session import Row, Session
+from mmspec.statistics import Stats
+from mmspec.tree import chain, from_parents
+from mmspec.types import NO_TOKEN, Categorical, Draft
+
+V = 7
+CODES = torch.randn(V, 3, generator=torch.Generator().manual_seed(3))
+MONOTONE = [  # relaxed, with the ordinary residual, and never below min(1, p/q)
+    "lantern(k=3, delta=0.3)",
+    "lantern(k=3, lam=4.0)",
+    "scaled(omega=1.7)",
+    "scaled(omega=3.0, nu=0.4)",
+    "pooled(cells=3)",
+    "pooled(radius=0.8)",
+    "typical(epsilon=0.1, delta=0.5)",
+]
+GSD = ["gsd(group=3)", "gsd(group=5, distance=1.2, gap=0.2)"]
+GROUPED = ["grouped(cells=3)", "grouped(radius=0.8)"]
+ALL = ["exact", *MONOTONE, *GSD, *GROUPED]
+
+
+def rule_of(spec: str, budget: float | None = None, vocab: int = V) -> Rule:
+    codes = CODES if vocab == V else torch.randn(vocab, 3, generator=torch.Generator().manual_seed(4))
+    return resolve_rule(spec, codes, budget)
+
+
+def distributions(seed: int, vocab: int = V) -> tuple[Tensor, Tensor]:
+    """p and q; every third p has tokens that it excludes, as top-k leaves it."""
+    g = torch.Generator().manual_seed(seed)
+    p, q = (1.5 * torch.randn(2, vocab, generator=g, dtype=torch.float64)).unbind()
+    if seed % 3 == 0:
+        p = p.masked_fill(p < p.topk(vocab // 2).values[-1], -math.inf)
+    return p.softmax(-1), q.softmax(-1)
+
+
+PAIRS = [distributions(seed) for seed in range(30)]
+
+
+def tv(a: Tensor, b: Tensor) -> float:
+    return float((a - b).abs().sum() / 2)
+
+
+def weighed(rule: Rule, p: Tensor, q: Tensor, depth: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    """For every token as the draft: the strict chance to keep it, the rule's, and the charge; [V] each."""
+    n = len(p)
+    trial = Trial(torch.arange(n), torch.full((n,), depth), Masses.of(p.expand(n, n)), Masses.of(q.expand(n, n)))
+    strict, f = chances(rule, trial)
+    return strict, f, (f - strict).abs() if rule.charge is None else rule.charge(trial)
+
+
+def outcome(rule: Rule, p: Tensor, q: Tensor, depth: int = 1) -> Tensor:
+    """The distribution of the output, Σ_x q(x)[f(x)·1_x + (1 − f(x))·residual]."""
+    f = weighed(rule, p, q, depth)[1]
+    rest = rule.residual(p[None], q[None])[0]
+    return q * f + (q * (1 - f)).sum() * rest / rest.sum()
+
+
+# -- in closed form --------------------------------------------------------------------------------------------------
+
+
+def test_exact_is_the_law_p() -> None:
+    for p, q in PAIRS:
+        assert tv(outcome(exact, p, q), p) < 1e-15
+
+
+@pytest.mark.parametrize("spec", MONOTONE)
+def test_distance_is_the_acceptance_that_was_gained(spec: str) -> None:
+    gains = []
+    for (p, q), depth in itertools.product(PAIRS, (1, 3)):
+        strict, f, charge = weighed(rule_of(spec), p, q, depth)
+        assert (f >= strict).all() and (f <= 1).all()
+        gain = float((q * (f - strict)).sum())
+        assert abs(tv(outcome(rule_of(spec), p, q, depth), p) - gain) < 1e-12
+        assert abs(float((q * charge).sum()) - gain) < 1e-12 and gain <= tv(p, q) + 1e-12
+        gains.append(gain)
+    assert max(gains) > 0.05, "the rule does relax"
+
+
+@pytest.mark.parametrize("spec", GROUPED)
+def test_grouped_keeps_the_law_of_cells(spec: str) -> None:
+    rule = rule_of(spec)
+    cell = ops.partition(CODES, **({"cells": 3} if "cells" in spec else {"radius": 0.8}))
+    assert 1 < int(cell.max()) + 1 < V
+    apart = []
+    for p, q in PAIRS:
+        distribution, charge = outcome(rule, p, q), weighed(rule, p, q)[2]
+        assert (ops.cell_sums(distribution, cell) - ops.cell_sums(p, cell)).abs().max() < 1e-14
+        inside = 0.0
+        for c in range(int(cell.max()) + 1):
+            member = (cell == c) & (p > 0)
+            P, Q = p[member].sum(), q[member].sum()
+            if P > 0:
+                inside += float(torch.minimum(P, Q)) * tv(p[member] / P, q[member] / Q)
+        assert abs(tv(distribution, p) - inside) < 1e-14 and abs(float((q * charge).sum()) - inside) < 1e-14
+        apart.append(tv(distribution, p))
+    assert max(apart) > 0.05
+
+
+@pytest.mark.parametrize("spec", ALL)
+def test_nothing_that_p_excludes_comes_out(spec: str) -> None:
+    for p, q in PAIRS[::3]:
+        assert (p == 0).any()
+        assert (weighed(rule_of(spec), p, q)[1][p == 0] == 0).all()
+        assert outcome(rule_of(spec), p, q)[p == 0].sum() == 0
+
+
+@pytest.mark.parametrize("spec", GSD)
+def test_gsd_as_published_refuses_more_than_it_must(spec: str) -> None:
+    """Its windows are no partition; |f − min(1, p/q)| still bounds the distance. `pooled` never falls below."""
+    below = 0
+    for p, q in PAIRS:
+        strict, f, charge = weighed(rule_of(spec), p, q)
+        below += int((f < strict - 1e-12).sum())
+        away = tv(outcome(rule_of(spec), p, q), p)
+        more, less = float((q * (f - strict).clamp(min=0)).sum()), float((q * (strict - f).clamp(min=0)).sum())
+        assert abs(float((q * charge).sum()) - more - less) < 1e-12 and away <= max(more, less) + 1e-12
+        assert less > more or abs(away - more) < 1e-12
+    assert below > 0
+
+
+def test_gsd_is_its_formula() -> None:
+    """min(1, Σp/Σq) over a window of the order of p, token by token."""
+    unit = torch.nn.functional.normalize(CODES, dim=-1)
+    for p, q in PAIRS:
+        order = sorted(range(V), key=lambda x: (float(p[x]), x))
+        f = weighed(rule_of(GSD[1]), p, q)[1]
+        for x in range(V):
+            at = order.index(x)
+            near = order[max(0, at - 2) : at + 3]
+            C = [y for y in near if p[y] > 0 and (unit[x] - unit[y]).norm() <= 1.2 and abs(p[x] - p[y]) < 0.2]
+            want = min(1.0, float(p[C].sum() / q[C].sum())) if p[x] > 0 else 0.0
+            assert abs(float(f[x]) - want) < 1e-12
+
+
+def test_typical_is_its_formula() -> None:
+    """Tokens above min(ε, δ·exp(−H)) stand for sure, all others as under `exact`, token by token."""
+    sure = 0
+    for p, q in PAIRS:
+        entropy = -sum(float(x) * math.log(float(x)) for x in p if x > 0)
+        strict, f, _ = weighed(rule_of("typical(epsilon=0.1, delta=0.5)"), p, q)
+        for x in range(V):
+            above = float(p[x]) > min(0.1, 0.5 * math.exp(-entropy))
+            assert float(f[x]) == (1.0 if above else float(strict[x]))
+            sure += above and float(strict[x]) < 1
+    assert sure > 10
+
+
+def test_delta_bounds_one_draft_that_is_not_random_and_no_other() -> None:
+    rule, drawn = rule_of("lantern(k=6, delta=0.1)"), []
+    for p, q in PAIRS:
+        for x in range(V):
+            point = torch.zeros(V, dtype=torch.float64)
+            point[x] = 1
+            assert tv(outcome(rule, p, point), p) <= 0.1 + 1e-12
+        drawn.append(tv(outcome(rule, p, q), p))
+    assert max(drawn) > 0.15
+
+
+@pytest.mark.parametrize("lam", [1.2, 2.0, 5.0])
+def test_lam_bounds_every_draft(lam: float) -> None:
+    for p, q in PAIRS:
+        kept = float(torch.minimum(p, q).sum())
+        assert tv(outcome(rule_of(f"lantern(k=6, lam={lam})"), p, q), p) <= min((lam - 1) * kept, tv(p, q)) + 1e-12
+
+
+def test_scaled_relaxes_early_drafts_more_and_never_refuses_more_than_exact() -> None:
+    p, q = distributions(1)
+    gains = [tv(outcome(rule_of("scaled(omega=2.0, nu=0.3)"), p, q, depth), p) for depth in (1, 2, 3, 4, 9)]
+    assert gains == sorted(gains, reverse=True) and gains[0] > gains[1] > 0
+    assert gains[-1] < 1e-15, "ω would be below 1"
+
+
+@pytest.mark.parametrize("released", [False, True])
+def test_the_residual_of_lantern_as_released_breaks_the_identity(released: bool) -> None:
+    """A refusal in its dynamic tree removes x and all of its k neighbours, not what was borrowed: more is lost."""
+    rule, near = rule_of("lantern(k=3, delta=0.3)"), ops.nearest(CODES, 3).long()
+
+    def all_neighbours(p: Tensor, q: Tensor) -> Tensor:
+        rest = ops.positive_residual(p, q).scatter(-1, near[q.argmax(-1)], 0.0)
+        return torch.where(rest.sum(-1, keepdim=True) > 0, rest, torch.ones_like(rest))
+
+    rule = replace(rule, residual=all_neighbours) if released else rule
+    error = 0.0
+    for p, _ in PAIRS:
+        for x in range(V):
+            q = torch.zeros(V, dtype=torch.float64)
+            q[x] = 1
+            strict, f, _ = weighed(rule, p, q)
+            error = max(error, abs(tv(outcome(rule, p, q), p) - float(f[x] - strict[x])))
+    assert error > 0.2 if released else error < 1e-12
+
+
+# -- through the geometries ------------------------------------------------------------------------------------------
+
+GRID = 4000
+
+
+def siblings_of(p: Tensor, q: Tensor | None, tokens: tuple[int, ...], rule: Rule) -> tuple[Tensor, Tensor]:
+    """Law [V] of the token after the root and mean charge, for fixed siblings drawn without replacement from q."""
+    n = len(tokens)
+    tree = chain(2, CPU) if n == 1 else from_parents(torch.zeros(1, n + 1, dtype=torch.long), 1)
+    draft = Draft(torch.tensor([[0, *tokens]]).expand(GRID, -1), tree.expand(GRID))
+    if q is not None:
+        stated = q.log().expand(n + 1, -1).clone()
+        for rank in range(1, n):
+            stated[rank + 1, list(tokens[:rank])] = -math.inf
+        draft = replace(draft, q=Categorical(stated.expand(GRID, -1, -1)))
+    u = ((torch.arange(GRID, dtype=torch.float64) + 0.5) / GRID)[:, None].expand(-1, n + 1)
+    acceptance = along_path(draft, Categorical(p.log().expand(GRID, n + 1, -1)), rule, u)
+    first = torch.where(
+        acceptance.count > 1, draft.tokens.gather(1, acceptance.last[:, None])[:, 0], acceptance.next_token
+    )
+    charge = torch.zeros(()) if acceptance.tv_cost is None else acceptance.tv_cost.mean()
+    return torch.bincount(first, minlength=len(p)) / GRID, charge
+
+
+@pytest.mark.parametrize("spec", ALL)
+def test_a_chain_does_what_the_closed_form_says(spec: str) -> None:
+    p, q = distributions(4, 5)
+    rule, distribution, charge = rule_of(spec, vocab=5), torch.zeros(5, dtype=torch.float64), 0.0
+    for x in range(5):
+        each, cost = siblings_of(p, q, (x,), rule)
+        distribution, charge = distribution + q[x] * each, charge + float(q[x] * cost)
+    assert tv(distribution, outcome(rule, p, q)) < 5 / GRID
+    want = float((q * weighed(rule, p, q)[2]).sum())
+    assert abs(charge - want) < 1e-9 and (spec in GSD or abs(want - tv(outcome(rule, p, q), p)) < 1e-9)
+
+
+@pytest.mark.parametrize("spec", ALL)
+@pytest.mark.parametrize("drawn", [True, False])
+@pytest.mark.every(2)
+def test_charges_bound_the_distance_among_siblings(spec: str, drawn: bool) -> None:
+    """Three siblings, drawn without replacement, or certain: mean charge ≥ distance from p, both 0 for `exact`."""
+    p, q = distributions(5, 4)
+    rule, distribution, charge = rule_of(spec, vocab=4), torch.zeros(4, dtype=torch.float64), 0.0
+    for tokens in itertools.permutations(range(4), 3) if drawn else [(2, 0, 1)]:
+        weight, left = 1.0, 1.0
+        for x in tokens if drawn else ():
+            weight, left = weight * float(q[x]) / left, left - float(q[x])
+        each, cost = siblings_of(p, q if drawn else None, tokens, rule)
+        distribution, charge = distribution + weight * each, charge + weight * float(cost)
+    away = tv(distribution, p)
+    assert away <= charge + 4 / GRID
+    assert (away < 4 / GRID and charge == 0) if rule.lossless else charge > 0
+
+
+def random_chains(seed: int, dense: bool) -> tuple[Draft, Categorical, Tensor, Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    B, N = 200, 1 + seed % 7
+    tokens = torch.randint(0, V, (B, N), generator=g)
+    tokens[:, 1:][torch.rand(B, N - 1, generator=g) < 0.1] = NO_TOKEN
+    p = 2 * torch.randn(B, N, V, generator=g, dtype=torch.float64)
+    q = (p.roll(1, 1) + torch.randn(B, N, V, generator=g, dtype=torch.float64)) if dense else None
+    if seed % 2:
+        p = p.masked_fill(p < p.topk(4).values[..., -1:], -math.inf)
+    u, spent = torch.rand(2, B, N, generator=g, dtype=torch.float64)
+    tree = chain(N, CPU).expand(B)
+    return Draft(tokens, tree, None if q is None else Categorical(q)), Categorical(p), u, 0.2 * spent[:, 0]
+
+
+@pytest.mark.parametrize("budget", [None, 0.0, 0.15])
+@pytest.mark.parametrize("spec", ALL)
+@pytest.mark.every(4)
+def test_advance_is_walk_on_the_same_noise(spec: str, budget: float | None) -> None:
+    if "grouped" in spec and budget is not None:
+        pytest.skip("grouped takes no budget")
+    rule, length = rule_of(spec, budget), 0
+    for seed, dense in itertools.product(range(1, 21), (True, False)):
+        draft, distribution, u, spent = random_chains(seed, dense)
+        spent = torch.zeros_like(spent) if budget is None else spent
+        fast, slow = verify_chain(draft, distribution, rule, u, spent), verify_tree(draft, distribution, rule, u, spent)
+        for name in ("accepted", "count", "last", "next_token"):
+            assert torch.equal(getattr(fast, name), getattr(slow, name)), name
+        assert (fast.tv_cost is None) == (slow.tv_cost is None) == rule.lossless
+        assert fast.tv_cost is None or torch.allclose(fast.tv_cost, slow.tv_cost, rtol=0, atol=1e-14)
+        if rule is exact and not dense:
+            assert torch.equal(fast.next_token, verify_point_mass(draft, distribution, u).next_token)
+        length = max(length, int(fast.count.max()))
+    assert length > 3
+
+
+@pytest.mark.parametrize("spec", [*MONOTONE, *GSD])
+@pytest.mark.parametrize("tree", [False, True])
+@pytest.mark.every(2)
+def test_a_row_is_never_charged_more_than_its_budget(spec: str, tree: bool) -> None:
+    """Rounds on random drafts until the budget is gone; from then on, and with budget=0, the rule is `exact`."""
+    rule, none = rule_of(spec, 0.15), rule_of(spec, 0.0)
+    spent = torch.zeros(200, dtype=torch.float64)
+    for seed in range(20):
+        draft, distribution, u, _ = random_chains(6 + 7 * seed, dense=True)
+        if tree:
+            shape = from_parents(torch.tensor([[0, 0, 0, 0, 1, 1, 2]]), 3).expand(200)
+            draft = replace(draft, tree=shape)
+        before, acceptance = spent, along_path(draft, distribution, rule, u, spent)
+        strict = along_path(draft, distribution, exact, u)
+        spent = spent + acceptance.tv_cost
+        assert (acceptance.tv_cost >= 0).all() and float(spent.max()) <= 0.15 + 1e-12
+        broke = before >= 0.15
+        frugal = along_path(draft, distribution, none, u)
+        assert (frugal.tv_cost == 0).all() and torch.equal(frugal.accepted, strict.accepted)
+        assert torch.equal(frugal.next_token, strict.next_token) and torch.equal(
+            acceptance.next_token[broke], strict.next_token[broke]
+        )
+    assert (spent >= 0.15 - 1e-12).any() and broke.any()
+
+
+def test_a_point_mass_leaves_nothing_to_relax() -> None:
+    """Greedy targets and seed-exact ones: every rule keeps exactly what p is, on chains and trees, by every path."""
+    for spec in ALL:
+        for seed in (3, 4):
+            draft, distribution, u, _ = random_chains(seed, dense=True)
+            draft = replace(
+                draft, tokens=draft.tokens.where(torch.rand(draft.tokens.shape) < 0.3, distribution.logits.argmax(-1))
+            )
+            point = Categorical(ids=distribution.logits.argmax(-1))
+            fast, slow = along_path(draft, point, rule_of(spec), u), verify_tree(draft, point, rule_of(spec), u)
+            assert torch.equal(fast.accepted, slow.accepted) and torch.equal(fast.next_token, slow.next_token)
+
+
+def test_broken_laws_beyond_the_path_change_nothing() -> None:
+    draft, distribution, u, _ = random_chains(6, dense=True)
+    for spec in ALL:
+        sound = along_path(draft, distribution, rule_of(spec), u)
+        beyond = torch.arange(7) > sound.count[:, None]  # the first refused node still needs its q, and its parent's p
+        p = distribution.logits.masked_fill((beyond | (torch.arange(7) == sound.count[:, None]))[..., None], math.nan)
+        q = draft.q.logits.masked_fill(beyond[..., None], math.nan)
+        broken = along_path(replace(draft, q=Categorical(q)), Categorical(p), rule_of(spec), u)
+        assert torch.equal(sound.next_token, broken.next_token) and torch.equal(sound.accepted, broken.accepted)
+        assert sound.tv_cost is None or torch.equal(sound.tv_cost, broken.tv_cost)
+
+
+# -- over whole texts ------------------------------------------------------------------------------------------------
+
+SIBLINGS = [(0, 0), (0, 1), (1, 0), (2,)]
+ROWS = 12000
+
+
+@pytest.mark.parametrize("drafts", [3, SIBLINGS], ids=["chain", "siblings"])
+@pytest.mark.parametrize("kind", [Drawn, Holes])
+def test_exact_has_the_law_of_whole_texts(kind: type[Drawn], drafts: list[tuple[int, ...]] | int) -> None:
+    model = TableModel()
+    samples, rows, session = run(model, kind(model, drafts), exact, ROWS)
+    assert excess(samples, model.joint(), 4) < 5
+    assert session.stats.tokens_per_target_call > 1.3
+    assert session.stats.lossless and session.stats.spent == 0 and all(row.spent == 0 for row in rows)
+
+
+@pytest.mark.parametrize("drafts", [3, SIBLINGS], ids=["chain", "siblings"])
+def test_a_drafter_that_misstates_q_is_seen(drafts: list[tuple[int, ...]] | int) -> None:
+    model = TableModel()
+    samples, _, _ = run(model, Drawn(model, drafts, honest=False), exact, ROWS)
+    assert excess(samples, model.joint(), 4) > 50
+
+
+@pytest.mark.parametrize(
+    "spec", ["lantern(k=2, lam=3.0)", "scaled(omega=2.0)", "typical(epsilon=0.1, delta=0.5)", "pooled(cells=2)"]
+)
+@pytest.mark.parametrize("drafts", [3, SIBLINGS], ids=["chain", "siblings"])
+@pytest.mark.every(4)
+def test_charges_bound_the_distance_of_whole_texts(spec: str, drafts: list[tuple[int, ...]] | int) -> None:
+    model = TableModel()
+    noise = distance(run(model, Drawn(model, drafts), exact, ROWS)[0], model.joint(), 4)
+    for budget in (None, 0.05):
+        samples, rows, session = run(model, Drawn(model, drafts), rule_of(spec, budget, vocab=4), ROWS, seed=1)
+        spent = [row.spent for row in rows]
+        assert distance(samples, model.joint(), 4) - noise < sum(spent) / ROWS + 0.01
+        assert (excess(samples, model.joint(), 4) > 20) == (budget is None), "the relaxation is seen where it is large"
+        assert abs(session.stats.spent - sum(spent)) < 1e-6 and not session.stats.lossless
+        assert budget is None or max(spent) <= budget + 1e-12
+
+
+def test_a_rows_charge_goes_where_the_row_goes() -> None:
+    def session(first: int, n: int) -> Session:
+        rule = rule_of("scaled(omega=2.0)")
+        made = Session([Row([0], 1, 9, seed=first + b, rule=rule) for b in range(n)], CPU)
+        made.spent = torch.arange(first, first + n, dtype=torch.float64)
+        made.cache = made.memory = Holder()
+        return made
+
+    one, two = session(0, 4), session(4, 2)
+    one.select([3, 1])
+    one.admit(two)
+    assert one.spent.tolist() == [3, 1, 4, 5]
+    rows = one.rows
+    rows[1].done = rows[2].done = True
+    one.retire()
+    assert one.spent.tolist() == [3, 5] and [row.spent for row in rows] == [0, 1, 4, 0]
+    assert one.stats.spent == 5 and not one.stats.lossless and "charged 5.000" in str(one.stats)
+    total = Stats()
+    total.add(one.stats)
+    assert total.spent == 5 and not total.lossless and Stats().lossless
+
+
+class Holder:
+    """State of rows that nothing is asked of."""
+
+    def select(self, rows: Tensor) -> Holder:
+        return self
+
+    def join(self, other: Holder) -> Holder:
+        return self
+
+
+# -- names -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", ALL)
+def test_a_rules_name_makes_the_same_rule(spec: str) -> None:
+    rule = rule_of(spec)
+    again = resolve_rule(rule.name, CODES)
+    assert again.name == rule.name and resolve_rule(rule) is rule
+    assert {s.split("(")[0] for s in ALL} == set(RULES)
+    p, q = PAIRS[1]
+    assert torch.equal(outcome(rule, p, q), outcome(again, p, q))
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ("lantrn(k=3)", "unknown rule 'lantrn'; choose from exact, lantern, scaled"),
+        ("lantern", "lantern needs k; its parameters are k, delta, lam"),
+        ("lantern(k=3)", "delta or lam, exactly one"),
+        ("lantern(k=3, delta=0.1, lam=2.0)", "exactly one"),
+        ("lantern(k=0, lam=2.0)", "k must be a whole number from 1 to V − 1 = 6; got 0"),
+        ("lantern(k=7, lam=2.0)", "got 7"),
+        ("lantern(k=2.5, lam=2.0)", "got 2.5"),
+        ("lantern(k=3, delta=0.0)", "delta must be in"),
+        ("lantern(k=3, delta=1.5)", "got 1.5"),
+        ("lantern(k=3, lam=1.0)", "lam must be above 1"),
+        ("scaled(omega=0.9)", "omega must be at least 1; got 0.9"),
+        ("scaled(omega=2.0, nu=-1.0)", "nu must be at least 0"),
+        ("scaled(omega=2.0, mu=1)", "scaled knows no mu; its parameters are omega, nu"),
+        ("scaled(2.0)", "reads like"),
+        ("scaled(omega='2')", "reads like"),
+        ("scaled(omega=__import__('os'))", "reads like"),
+        ("scaled(omega=None)", "omega must be at least 1; got None"),
+        ("scaled(", "reads like"),
+        ("exact(k=1)", "exact knows no k; its parameters are none"),
+        ("typical(epsilon=0.3)", "typical needs delta; its parameters are epsilon, delta"),
+        ("typical(epsilon=1.5, delta=0.3)", "epsilon must be in (0, 1]; got 1.5"),
+        ("gsd(group=0)", "group must be"),
+        ("gsd(group=5, gap=2.0)", "gap must be"),
+        ("grouped", "radius or cells"),
+        ("grouped(cells=8)", "from 1 to V = 7"),
+        ("pooled(radius=3.0)", "radius must be"),
+    ],
+)
+def test_a_wrong_rule_says_what_is_allowed(spec: str, says: str) -> None:
+    with pytest.raises(ValueError) as raised:
+        resolve_rule(spec, CODES)
+    assert says in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "spec", ["lantern(k=3, lam=2.0)", "grouped(cells=2)", "pooled(cells=2)", "gsd(group=3, distance=1.0)"]
+)
+def test_a_rule_that_compares_codes_asks_for_them(spec: str) -> None:
+    with pytest.raises(ValueError, match=r"a codebook \[V, c\] is needed"):
+        resolve_rule(spec)
+
+
+def test_budgets() -> None:
+    for wrong in (-0.1, math.nan):
+        with pytest.raises(ValueError, match="budget must be"):
+            resolve_rule("scaled(omega=2.0)", budget=wrong)
+    with pytest.raises(ValueError, match="use pooled"):
+        rule_of("grouped(cells=3)", 0.5)
+    assert resolve_rule("exact", budget=1.0) is exact
+    assert rule_of("pooled(cells=3)", 0.5).budget == 0.5 and rule_of("pooled(cells=3)").budget is None
+
+
+# -- the arithmetic --------------------------------------------------------------------------------------------------
+
+
+def test_gumbel_noise_draws_from_the_law_and_depends_on_seed_and_position_alone() -> None:
+    p, _ = distributions(1)
+    seeds, position = torch.arange(300), torch.arange(100).expand(300, -1)
+    noise = ops.gumbel(seeds, position, V)
+    drawn = (p.log() + noise).argmax(-1).flatten()
+    assert excess(drawn[:, None], p, V) < 4 and noise.isfinite().all()
+    assert torch.equal(noise[7:8, 20:30], ops.gumbel(seeds[7:8], torch.arange(20, 30)[None], V))
+    pairs = torch.stack([drawn[:-1], drawn[1:]], 1)
+    assert excess(pairs, (p[:, None] * p).flatten(), V) < 4
+
+
+def test_streams_of_one_seed_share_nothing() -> None:
+    seeds, counter = torch.arange(200)[:, None], torch.arange(200)
+    tags = (ops.COINS, ops.GUMBEL, ops.FRESH, ops.COUPLE)
+    streams = [ops.uniform(ops.stream(seeds, tag), counter) for tag in tags]
+    assert torch.equal(streams[0], ops.uniform(seeds, counter))
+    for a, b in itertools.combinations(streams, 2):
+        assert not torch.isin(a, b).any() and abs(float((a * b).mean()) - 0.25) < 5 * 0.22 / 200
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 100])
+def test_nearest_are_the_nearest(chunk: int) -> None:
+    unit = torch.nn.functional.normalize(CODES, dim=-1)
+    found = ops.nearest(5 * CODES, V - 1, chunk)
+    for x in range(V):
+        others = sorted((y for y in range(V) if y != x), key=lambda y: float((unit[x] - unit[y]).norm()))
+        assert found[x].tolist() == others
+
+
+@pytest.mark.parametrize("radius", [0.0, 0.3, 0.7, 2.0])
+def test_cells_are_balls(radius: float) -> None:
+    codes = torch.nn.functional.normalize(torch.randn(200, 4, generator=torch.Generator().manual_seed(0)), dim=-1)
+    cell = ops.partition(3 * codes, radius=radius)
+    same = cell[:, None] == cell
+    assert float(torch.cdist(codes, codes)[same].max()) <= 2 * radius + 1e-3
+    assert sorted(set(cell.tolist())) == list(range(int(cell.max()) + 1))
+    assert int(cell.max()) + 1 == {0.0: 200, 2.0: 1}.get(radius, int(cell.max()) + 1)
+
+
+@pytest.mark.parametrize("cells", [1, 2, 17, 200])
+def test_as_many_cells_as_asked_for(cells: int) -> None:
+    codes = torch.randn(200, 4, generator=torch.Generator().manual_seed(0))
+    assert len(set(ops.partition(codes, cells=cells).tolist())) == cells
+    assert len(set(ops.partition(codes[:1].expand(9, -1), cells=5).tolist())) == 1, "equal codes stay together"
+
+
+def test_borrowed_is_the_longest_prefix_within_the_bound() -> None:
+    masses, bounds = torch.rand(500, 6, dtype=torch.float64) / 6, torch.rand(500, dtype=torch.float64)
+    got = ops.borrowed(masses, bounds)
+    for row, bound, have in zip(masses.tolist(), bounds.tolist(), got.tolist(), strict=True):
+        assert have == max(c for c in itertools.accumulate(row, initial=0.0) if c <= bound)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 6, 30])
+def test_rank_window_is_a_slice_of_the_order(size: int) -> None:
+    p = torch.randint(0, 5, (60, 9), generator=torch.Generator().manual_seed(0)).double() / 20  # with many ties
+    x = torch.arange(60) % 9
+    ids, inside = ops.rank_window(p, x, size)
+    for b in range(60):
+        order = sorted(range(9), key=lambda y: (float(p[b, y]), y))
+        at = order.index(int(x[b]))
+        window = [y for y in order[max(0, at - size // 2) : at + size - size // 2] if p[b, y] > 0]
+        got = ids[b][inside[b]].tolist()
+        assert (int(x[b]) in got) == (p[b, x[b]] > 0) and len(set(got)) == len(got) == len(window)
+        assert sorted(float(p[b, y]) for y in got) == [float(p[b, y]) for y in window]

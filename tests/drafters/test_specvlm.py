@@ -1,0 +1,232 @@
+"""SpecVLM: every branch against a slow transcription, the gate on the question, and the gate that learns."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import tiny_vlms
+import torch
+from hostile_drafters import feature_drafter
+from torch import Tensor
+from torch.nn import functional as F
+
+import mmspec
+from mmspec.drafters.specvlm import BRANCHES, SELECT, Convolution, Resampler, SpecVlmConfig, SpecVlmDrafter, question
+from tests.drafters.test_flash import LAYOUTS, H, norm, randomised, row, rows
+
+RATIO = {"prune_ratio": 3, "pool_ratio": 3, "conv_ratio": 2, "queries": 3, "gate_width": 8, "resampler_heads": 2}
+
+
+def specvlm(**options: Any) -> SpecVlmDrafter:
+    return randomised(SpecVlmDrafter(SpecVlmConfig(H, 24, 2, 2, 40, **{**RATIO, **options})))
+
+
+def brief(drafter: SpecVlmDrafter, name: str, e: Tensor, f: Tensor) -> list[tuple[Tensor, int]]:
+    """(residual, place) of every row that a branch leaves of one image's rows."""
+    c, n = drafter.config, len(e)
+    through = [row(drafter, e[i], f[i])[1] for i in range(n)]
+    if name == "prune":
+        C = max(1, n // c.prune_ratio)
+        return [(through[(k + 1) * n // C - 1], (k + 1) * n // C - 1) for k in range(C)]
+    if name == "pool":
+        C = max(1, n // c.pool_ratio)
+        ends = [(k * n // C, (k + 1) * n // C) for k in range(C)]
+        return [(row(drafter, e[i:j].mean(0), f[i:j].mean(0))[1], j - 1) for i, j in ends]
+    if name == "conv":
+        taps, r, out = drafter.compressors["conv"].taps, c.conv_ratio, []
+        for i in range(0, n, r):
+            window = [through[min(i + t, n - 1)] for t in range(r)]
+            out.append((taps.weight @ torch.cat(window) + taps.bias, min(i + r, n) - 1))
+        return out
+    if name == "resampler":
+        R, D, out = drafter.compressors["resampler"], H // 2, []
+        for k, q in enumerate(R.queries[: min(n, c.queries)]):
+            seen = [norm(t, R.norm.weight) for t in through]
+            query, o = R.q.weight @ norm(q, R.query_norm.weight), []
+            for head in range(2):
+                part = slice(head * D, (head + 1) * D)
+                keys = torch.stack([(R.kv.weight[:H] @ t)[part] for t in seen])
+                values = torch.stack([(R.kv.weight[H:] @ t)[part] for t in seen])
+                o.append((keys @ query[part] / D**0.5).softmax(0) @ values)
+            out.append((q + R.out.weight @ torch.cat(o), n - min(n, c.queries) + k))
+        return out
+    return []
+
+
+def literal(drafter: SpecVlmDrafter, name: str, given: dict[str, Tensor], b: int) -> list[tuple[Tensor, ...]]:
+    """(x, residual, position, source) of every row that enters for one sequence, row by row."""
+    e, f, kind, valid = (given[k][b] for k in ("embeds", "features", "visual", "valid"))
+    out, j = [], 0
+    while j < len(e):
+        stop = j + 1
+        if valid[j] and kind[j] == 0:
+            out.append((*row(drafter, e[j], f[j]), torch.tensor(j), torch.tensor(j)))
+        elif valid[j]:
+            while stop < len(e) and kind[stop] == kind[j]:
+                stop += 1
+            for residual, place in brief(drafter, name, e[j:stop], f[j:stop]):
+                x = norm(residual, drafter.input_norm.weight)
+                out.append((x, residual, torch.tensor(j + place), torch.tensor(-1)))
+        j = stop
+    return out
+
+
+def same_rows(encoded: Any, b: int, wanted: list[tuple[Tensor, ...]]) -> None:
+    real = encoded.valid[b]
+    assert int(real.sum()) == len(wanted)
+    for name, values in zip(("x", "residual", "positions", "source"), zip(*wanted, strict=True), strict=True):
+        torch.testing.assert_close(getattr(encoded, name)[b][real], torch.stack(values), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", BRANCHES)
+def test_what_enters_is_the_formula(name: str, layout: str) -> None:
+    drafter, given = specvlm(gate=name), rows(layout)
+    with torch.no_grad():
+        encoded = drafter.encode_prompt(**given)
+        for b in range(len(encoded.x)):
+            same_rows(encoded, b, literal(drafter, name, given, b))
+
+
+def test_the_rows_of_a_batch_go_through_branches_of_their_own() -> None:
+    drafter = specvlm()
+    given = {k: v.repeat(5, *[1] * (v.dim() - 1)) for k, v in rows("several").items()}
+    drafter.choose = lambda *_: torch.tensor([3, 1, 4, 0, 2])  # type: ignore[method-assign]
+    with torch.no_grad():
+        encoded = drafter.encode_prompt(**given)
+        for b, number in enumerate((3, 1, 4, 0, 2)):
+            same_rows(encoded, b, literal(drafter, BRANCHES[number], given, b))
+    assert encoded.stats == {f"branch {name}": 1.0 for name in BRANCHES}
+
+
+def test_pool_and_convolution_are_torchs_own() -> None:
+    x, r = torch.randn(2, 12, H), 3
+    conv, there = randomised(Convolution(H, r)), torch.ones(2, 12, dtype=torch.bool)
+    kernel = conv.taps.weight.view(H, r, H).transpose(1, 2)
+    with torch.no_grad():
+        wanted = F.conv1d(x.transpose(1, 2), kernel, conv.taps.bias, stride=r).transpose(1, 2)
+        torch.testing.assert_close(conv(x, there)[0], wanted, rtol=1e-4, atol=1e-5)
+        fresh = Convolution(H, r)(x, there)[0]
+        torch.testing.assert_close(fresh, F.avg_pool1d(x.transpose(1, 2), r).transpose(1, 2), rtol=1e-4, atol=1e-5)
+
+
+def test_published_lengths() -> None:
+    """LLaVA-1.5 and 1.6: 28/28/192/2/0 of 576 rows and 144/144/960/2/0 of 2880."""
+    drafter = SpecVlmDrafter(SpecVlmConfig(H, 24, 2, 2, 40))
+    counts = [drafter._count(name, torch.tensor([576, 2880])).tolist() for name in BRANCHES]
+    assert counts == [[28, 144], [28, 144], [192, 960], [2, 2], [0, 0]]
+
+
+def test_a_resampler_looks_at_its_own_image_only() -> None:
+    resampler = randomised(Resampler(SpecVlmConfig(H, 24, 2, 2, 40)))
+    x = torch.randn(1, 9, H)
+    there = torch.arange(9)[None] < 6
+    with torch.no_grad():
+        torch.testing.assert_close(resampler(x, there)[0], resampler(x[:, :6], there[:, :6])[0], rtol=1e-4, atol=1e-5)
+
+
+# -- the gate --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kinds", "asked"),
+    [
+        ([0, 1, 1, 1, 0, 0, 0], [5, 6]),  # the row right behind the image is the image's
+        ([0, 1, 1, 0, 2, 2, 0, 0], [7]),  # behind the last image
+        ([0, 0, 1, 1, 1], [0, 1]),  # nothing behind it: all text
+        ([0, 0, 1, 1, 0], [0, 1, 4]),
+        ([0, 0, 0], [0, 1, 2]),
+        ([-1, -1, 0, 1, 1, 0, 0], [6]),
+    ],
+)
+def test_the_question_is_the_text_behind_the_last_image(kinds: list[int], asked: list[int]) -> None:
+    kinds = torch.tensor([kinds])
+    assert question(kinds.clamp(min=0), kinds >= 0)[0].nonzero()[:, 0].tolist() == asked
+
+
+def test_the_gate_is_the_formula_and_its_best_branch_is_taken() -> None:
+    drafter, given = specvlm(), rows("ragged")
+    f, visual, valid = (given[k] for k in ("features", "visual", "valid"))
+    gate, asked = drafter.gate, question(visual, valid)
+    with torch.no_grad():
+        found = gate(gate.asked(f, visual, valid))
+        for b in range(len(f)):
+            q = torch.stack(
+                [f[b, j] / (f[b, j].square().mean() + 1e-6).sqrt() for j in range(f.shape[1]) if asked[b, j]]
+            )
+            h = gate.down.weight @ q.mean(0) + gate.down.bias
+            wanted = gate.up.weight @ (h * torch.sigmoid(h)) + gate.up.bias
+            torch.testing.assert_close(found[b], wanted, rtol=1e-4, atol=1e-5)
+        assert torch.equal(drafter.choose(f, visual, valid), found.argmax(-1))
+
+
+def test_while_it_learns_every_branch_is_drawn_and_pruning_is_random() -> None:
+    drafter, given = specvlm().train(), rows("one image")
+    torch.manual_seed(0)
+    drawn = torch.cat([drafter.choose(given["features"], given["visual"], given["valid"]) for _ in range(200)])
+    assert min(torch.bincount(drawn, minlength=5).tolist()) > 20
+    drafter.config = replace(drafter.config, gate="prune")
+    places = {tuple(drafter.encode_prompt(**given).positions[0].tolist()) for _ in range(40)}
+    assert len(places) > 10 and all(len(set(p)) == 7 and list(p) == sorted(p) for p in places)
+    drafter.eval()
+    assert len({tuple(drafter.encode_prompt(**given).positions[0].tolist()) for _ in range(4)}) == 1
+
+
+CASES = [("llava", "ragged", gate) for gate in (SELECT, *BRANCHES, "none")] + [("qwen2_5_vl", "ragged video", SELECT)]
+
+
+@pytest.mark.parametrize(("name", "kind", "gate"), CASES)
+def test_the_output_is_the_targets_and_stats_tell_the_branch(name: str, kind: str, gate: str) -> None:
+    model, inputs = tiny_vlms.model(name), tiny_vlms.prompt(name, kind)
+    options: dict[str, Any] = {"branches": (), "gate": SELECT} if gate == "none" else {"gate": gate}
+    drafter = feature_drafter("specvlm", model, **{**RATIO, **options}, depth=3, width=3, size=10)
+    stock = tiny_vlms.generate(model, inputs)
+    with mmspec.enable(model, drafter=drafter) as handle:
+        assert torch.equal(stock, tiny_vlms.generate(model, inputs))
+        told = handle.stats.drafter
+    branches = {k: v for k, v in told.items() if k.startswith("branch")}
+    if gate == "none":
+        assert not branches and told["visual rows"] == told["visual rows before"]
+    else:
+        assert sum(branches.values()) == 3, "of four prompts one has no picture"
+        assert told["visual rows"] < told["visual rows before"]
+        assert gate == SELECT or branches[f"branch {gate}"] == 3
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"branches": ("pool", "crop")}, "branches are some of prune"),
+        ({"branches": ("pool", "pool")}, "each once"),
+        ({"branches": ("pool",), "gate": "conv"}, "gate is 'select' or one of"),
+        ({"prune_ratio": 0}, "prune_ratio must be"),
+        ({"resampler_heads": 3}, "does not divide"),
+        ({"parallel_norm": True}, "EAGLE"),
+    ],
+)
+def test_impossible_configs_are_refused(wrong: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        SpecVlmConfig(H, 24, 2, 2, 40, **wrong)
+
+
+def test_a_config_survives_json() -> None:
+    config = SpecVlmConfig(H, 24, 2, 2, 40, branches=("pool", "text"))
+    assert SpecVlmConfig.of({**config.to_dict(), "branches": ["pool", "text"]}) == config
+
+
+def test_gradients_reach_every_branch() -> None:
+    drafter = specvlm(branches=("prune", "pool", "conv", "resampler")).train()
+    given = {k: v.repeat(4, *[1] * (v.dim() - 1)) for k, v in rows("several").items()}
+    drafter.choose = lambda *_: torch.arange(4)  # type: ignore[method-assign]
+    steps = drafter(given["embeds"], given["features"], given["visual"], given["valid"], 2)
+    sum(s.square().sum() for s in steps).backward()
+    for name, weight in drafter.named_parameters():
+        assert name.startswith("gate") or (weight.grad is not None and bool(weight.grad.abs().sum() > 0)), name
+
+
+def test_the_embedded_size_fits() -> None:
+    norms = {"embed_norm": True, "out_norm": True, "fc_bias": False}
+    config = SpecVlmConfig(192, 512, 3, 3, 2048, head_dim=64, **norms, resampler_width=64, gate_width=64)
+    assert sum(w.numel() for w in SpecVlmDrafter(config).parameters()) * 2 < 1.4e6

@@ -1,0 +1,217 @@
+"""Every image-text-to-text class of transformers: token-identical to stock `generate`, or refused with its reason."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import survey
+import torch
+import transformers
+import vlm_classes as zoo
+from hostile_drafters import DRAFTERS, Oracle, eagle
+
+import mmspec
+from mmspec.app import cli
+from mmspec.pipelines.families import table as families
+from mmspec.pipelines.families.surveyed import FOUND, VERSION
+from mmspec.pipelines.host import loading
+from mmspec.pipelines.host.names import CACHE
+from mmspec.pipelines.serving.continuous import ContinuousBatcher
+
+TALKING = [case for case in zoo.CASES if zoo.picture_of(case) is not None and FOUND[survey.name_of(case)] is None]
+
+
+@pytest.mark.parametrize("case", zoo.CASES)
+@pytest.mark.every(3)
+def test_identical_or_refused_as_the_table_says(case: str) -> None:
+    found, known = survey.acceptance(case), FOUND[survey.name_of(case)] or survey.SAME
+    if transformers.__version__ != VERSION and survey.STOCK in known + found:  # one of them cannot be compared
+        return
+    assert found == known
+
+
+@pytest.mark.parametrize("case", TALKING)
+@pytest.mark.every(9)
+def test_another_picture_changes_the_text(case: str) -> None:
+    """A model that ignores its pictures would prove little."""
+    model = zoo.model(case)
+    first, second = (zoo.generate(model, zoo.prompt(case, picture=seed)) for seed in (1, 9))
+    assert not torch.equal(first, second)
+
+
+@pytest.fixture(autouse=True)
+def stock_generates(request: pytest.FixtureRequest) -> None:
+    """Where stock fails there is nothing to compare with; which classes these are is in the table."""
+    case = getattr(request.node, "callspec", None) and request.node.callspec.params.get("case")
+    if case in zoo.CASES and "table_says" not in request.node.name and (failed := zoo.stock_error(case)) is not None:
+        pytest.skip(failed)
+
+
+def test_no_class_is_left_out() -> None:
+    """Of the release that was surveyed; `mmspec.supported()` names as untested what a newer one brings."""
+    left_out = {"PI0ForConditionalGeneration"}  # it acts, and does not generate
+    left_out |= {"Apertus1p5ForConditionalGeneration", "HYV4VLForConditionalGeneration"}
+    left_out |= {"Inkling2LoopForConditionalGeneration"}
+    assert transformers.__version__ != VERSION or set(families.untested()) == left_out
+
+
+def test_the_page_says_what_the_table_says() -> None:
+    assert survey.PAGE.read_text() == survey.page(FOUND, VERSION)
+    tried = {survey.name_of(case) for case in zoo.CASES} | set(survey.families())
+    assert tried <= FOUND.keys() and (transformers.__version__ != VERSION or tried == FOUND.keys())
+
+
+def test_every_page_tells_the_same_of_what_is_proved(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["supported"]) == 0
+    pages = {"supported": capsys.readouterr().out, "models": survey.PAGE.read_text()}
+    pages["README"] = (survey.ROOT / "README.md").read_text()
+    same = sum(why is None for why in FOUND.values())
+    assert len(families.PROVED) == 12
+    for page, text in pages.items():
+        text = " ".join(text.split())
+        for said in ("tiny random models of these very classes", "one row and three rows of unequal length", str(same)):
+            assert said in text, f"{page} lacks: {said}"
+        assert "twelve families also with sdpa and eager attention, one row and four" in text, page
+
+
+def test_a_class_that_is_new_is_called_untested(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {*loading.WITH_PICTURES, "TomorrowForConditionalGeneration"}
+    monkeypatch.setattr(loading, "WITH_PICTURES", names)
+    assert "TomorrowForConditionalGeneration" in mmspec.supported()
+
+
+# -- conditions ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "random tree"])
+@pytest.mark.parametrize("case", ["mistral_large4", "glm5_next"])
+@pytest.mark.every(4)
+def test_scores_of_an_indexer_that_tie(case: str, drafter: str) -> None:
+    """Of two heads both are often 0, and of equal scores stock's `topk` takes others in a wider tensor."""
+    model = zoo.model(case)
+    for rows in zoo.ROWS:
+        inputs = zoo.prompt(case, rows)
+        full = zoo.generate(model, inputs, max_new_tokens=40)
+        with mmspec.enable(model, DRAFTERS[drafter](model, Oracle.of(inputs["input_ids"], full))) as handle:
+            assert torch.equal(zoo.generate(model, inputs, max_new_tokens=40), full)
+        assert handle.stats.rounds
+
+
+def test_padding_in_all_rows_shifts_pools() -> None:
+    model, inputs = zoo.model("glm5_next"), zoo.prompt("glm5_next")
+    padded = {name: torch.nn.functional.pad(t, (2, 0)) for name, t in inputs.items() if name != "pixel_values"}
+    with mmspec.enable(model), pytest.raises(mmspec.UnsupportedError, match="counts pools from the first token"):
+        zoo.generate(model, padded)
+
+
+def test_scales_that_change_at_once_are_refused_in_words() -> None:
+    model = copy.deepcopy(zoo.model("llama4"))
+    for module in model.modules():
+        if hasattr(module, "attn_temperature_tuning"):
+            module.attn_temperature_tuning, module.floor_scale = True, 16.0
+    with mmspec.enable(model), pytest.raises(mmspec.UnsupportedError, match="within the first 128"):
+        zoo.generate(model, zoo.prompt("llama4"))
+
+
+# -- beyond greedy decoding ------------------------------------------------------------------------------------------
+
+LAYERS = {
+    "gated delta": "qwen3_5_moe",
+    "convolutions and windows": "lfm3_vl",
+    "state space duality": "nemotron_h_omni",
+    "chunks": "llama4",
+    "an indexer": "mistral_large4",
+    "blocks of keys": "minimax_m3_vl",
+    "pools of keys": "glm5_next",
+    "blocks of what is seen, and the last few tokens": "qwen4_exp",
+    "distances by slots": "inkling2",
+    "a window beside the prompt": "unlimited_ocr",
+    "a picture in the cache": "mllama",
+}
+
+
+@pytest.mark.parametrize("case", LAYERS.values(), ids=LAYERS)
+@pytest.mark.every(12)
+def test_a_seed_gives_what_it_gives_stock(case: str) -> None:
+    model, inputs = zoo.model(case), zoo.prompt(case, "ragged")
+
+    def drawn(seed: int) -> torch.Tensor:
+        torch.manual_seed(seed)
+        return zoo.generate(model, inputs, do_sample=True, temperature=0.8, top_k=40)
+
+    stock = [drawn(seed) for seed in range(3)]
+    with mmspec.enable(model, reproducible=True) as handle:
+        assert all(torch.equal(drawn(seed), full) for seed, full in enumerate(stock))
+    assert handle.stats.rounds
+
+
+@pytest.mark.parametrize("case", [*LAYERS.values(), "idefics", "phi4_multimodal"])
+@pytest.mark.every(6)
+def test_prompts_that_share_their_rows_answer_as_if_alone(case: str) -> None:
+    model, options = zoo.model(case), {"max_new_tokens": 12, "do_sample": False, "eos_token_id": list(range(5, 20))}
+    asked = [zoo.prompt(case, rows, picture) for picture, rows in enumerate(("one", "early", "late", "one", "early"))]
+    want = [zoo.generate(model, one, **options)[0, one["input_ids"].shape[1] :].tolist() for one in asked]
+    with mmspec.enable(model, drafter=DRAFTERS["random tree"](model, None)):
+        flow = ContinuousBatcher(model, None, 2, **options)
+        found, waiting = {}, list(enumerate(asked))
+        while waiting or flow.busy:
+            while waiting and flow.free:
+                flow.add(*waiting.pop(0))
+            found.update({end.ticket: (end.error, end.tokens) for end in flow.step()})
+    assert [found[number] for number in range(len(asked))] == [(None, tokens) for tokens in want]
+
+
+def test_blocks_of_padding_alone_are_left_to_stock() -> None:
+    """Their keys tie, and which of them stock chooses is up to its sort."""
+    model, inputs = zoo.model("minimax_m3_vl"), zoo.prompt("minimax_m3_vl", "ragged")
+    inputs = {
+        name: torch.nn.functional.pad(t, (8, 0)) if t.shape == inputs["input_ids"].shape else t
+        for name, t in inputs.items()
+    }
+    with mmspec.enable(model), pytest.raises(mmspec.UnsupportedError, match="differ by fewer than 8 tokens"):
+        zoo.generate(model, inputs)
+
+
+@pytest.mark.parametrize("case", ["qwen3_5_moe", "mistral_large4", "mllama"])
+def test_a_cache_that_keys_alone_would_not_fill_is_left_to_stock(case: str) -> None:
+    model, inputs = zoo.model(case), zoo.prompt(case)
+    full = zoo.generate(model, inputs)
+    with mmspec.enable(model):
+        with pytest.warns(UserWarning, match="no KV cache"):
+            told = zoo.generate(model, inputs, return_dict_in_generate=True)
+        assert torch.equal(told.sequences, full) and getattr(told, CACHE) is None
+        own = transformers.DynamicCache(config=model.config.get_text_config())
+        with pytest.raises(mmspec.UnsupportedError, match="its layers keep more"):
+            zoo.generate(model, inputs, **{CACHE: own})
+
+
+def test_queries_that_are_scaled_by_the_slots_of_the_cache() -> None:
+    model, inputs = zoo.model("llama4"), zoo.prompt("llama4")
+    with mmspec.enable(model), pytest.raises(mmspec.UnsupportedError, match="scales change past 8064"):
+        zoo.generate(model, inputs, max_new_tokens=8100)
+
+
+COMPILED = {"qwen3_5_moe", "lfm3_vl", "nemotron_h_omni", "unlimited_ocr"}  # see test_recurrent.py
+
+
+@pytest.mark.parametrize("case", [case for case in LAYERS.values() if case not in COMPILED])
+@pytest.mark.every(2)
+def test_left_uncompiled_the_text_is_the_same(case: str) -> None:
+    """From the first round on, whose draft a capture would be compared on."""
+    model, inputs = zoo.model(case), zoo.prompt(case, "ragged")
+    full = zoo.generate(model, inputs)
+    with mmspec.enable(model, compile=True), pytest.warns(UserWarning, match="uncompiled"):
+        assert torch.equal(zoo.generate(model, inputs), full)
+
+
+@pytest.mark.parametrize("case", ["qwen4_exp", "glm5_next"])
+def test_drafters_of_inner_layers_are_refused_where_these_carry_several_streams(case: str) -> None:
+    """What was enabled before stays; the last features are one stream."""
+    model, inputs = zoo.model(case), zoo.prompt(case)
+    want = zoo.generate(model, inputs)
+    with mmspec.enable(model, eagle(model, depth=3, width=1)) as handle:
+        with pytest.raises(ValueError, match="carries 4 streams between its layers"):
+            mmspec.enable(model, eagle(model, draft_vocab=50))
+        assert torch.equal(zoo.generate(model, inputs), want) and handle.stats.rounds > 0
+    assert not [module for module in model.modules() if hasattr(type(module), "_mmspec_stock")]

@@ -1,0 +1,414 @@
+"""Calls that say their prompt, their ids or their cache in another way than usual: as stock answers, or refused."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import tiny_image_models
+import tiny_vlms
+import torch
+import transformers as T
+from hostile_drafters import DRAFTERS, Oracle, Scripted, _random
+from torch import Tensor
+
+import mmspec
+from mmspec.pipelines.host.names import CACHE
+from mmspec.pipelines.patch import UnsupportedError
+
+PLAIN = {"do_sample": False, "max_new_tokens": 16}
+
+
+@pytest.fixture
+def llava() -> Any:
+    """A tiny LLaVA of this test alone."""
+    return copy.deepcopy(tiny_vlms.model("llava"))
+
+
+def words(count: int, seed: int = 3, rows: int = 1) -> Tensor:
+    return torch.randint(5, 100, (rows, count), generator=torch.Generator().manual_seed(seed))
+
+
+# -- what the prefill reads ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("drafter", ["random tree", "ngram", "eagle tree"])
+@pytest.mark.parametrize("mask", ["ones", "padded"])
+def test_soft_prompts_before_the_ids(llava: Any, drafter: str, mask: str) -> None:
+    """More embeddings than ids: the cache, the one handed back too, counts what was read, not the ids."""
+    ids = words(6)
+    soft = torch.randn(1, 5, tiny_vlms.HIDDEN, generator=torch.Generator().manual_seed(1))
+    embeds = torch.cat([soft, llava.get_input_embeddings()(ids)], 1).detach()
+    valid = torch.ones(1, 11, dtype=torch.long)
+    valid[0, 0] = int(mask == "ones")
+
+    def call() -> Any:
+        inputs = {"input_ids": ids, "inputs_embeds": embeds, "attention_mask": valid}
+        return llava.generate(**inputs, **PLAIN, return_dict_in_generate=True)
+
+    stock = call()
+    with mmspec.enable(llava, drafter=DRAFTERS[drafter](llava, Oracle.of(ids, stock.sequences))) as handle:
+        fast = call()
+    assert torch.equal(stock.sequences, fast.sequences) and handle.stats.tokens == 16
+    assert getattr(stock, CACHE).get_seq_length() == getattr(fast, CACHE).get_seq_length() == 11 + 15
+
+
+def chat(model: Any, enabled: bool, padded: bool, drafter: Any) -> list[Any]:
+    """Three turns, of which the later ones send their new ids alone, with a mask of the whole."""
+    cache, seen, found = T.DynamicCache(), torch.ones(1, 0, dtype=torch.long), []
+    for turn in range(3):
+        ids = words(7 - turn, seed=turn)
+        mask = torch.ones_like(ids)
+        mask[0, 0] = int(turn > 0 or not padded)
+        mask = torch.cat([seen, mask], 1)
+        if enabled:
+            mmspec.enable(model, drafter=drafter)
+        out = model.generate(input_ids=ids, attention_mask=mask, **{CACHE: cache}, **PLAIN)
+        mmspec.disable(model)
+        new = out.shape[1] - ids.shape[1]
+        seen = torch.cat([mask, torch.ones(1, new - 1, dtype=torch.long)], 1)  # the last token is not in the cache
+        found.append((out.tolist(), int(cache.get_seq_length())))
+    return found
+
+
+@pytest.mark.parametrize("drafter", ["random tree", "ngram", "eagle chain"])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.every(2)
+def test_turns_that_send_the_new_ids_alone(llava: Any, drafter: str, padded: bool) -> None:
+    stock = chat(llava, False, padded, None)
+    assert chat(llava, True, padded, DRAFTERS[drafter](llava, Oracle({}))) == stock
+    assert [length for _, length in stock] == [7 + 15, 7 + 6 + 30, 7 + 6 + 5 + 45]
+
+
+@pytest.mark.parametrize("drafter", ["random tree", "eagle tree"])
+def test_a_prompt_longer_than_a_model_keeps_its_cache_for(drafter: str) -> None:
+    """Phi-3 makes its cache anew where the text passes the original length, whatever its rotary embedding."""
+    model = tiny_vlms.text("Phi3", head_dim=None, original_max_position_embeddings=16)
+    for count in (10, 20):
+        ids = words(count)
+        stock = model.generate(ids, **PLAIN)
+        with mmspec.enable(model, drafter=DRAFTERS[drafter](model, Oracle.of(ids, stock))):
+            assert torch.equal(model.generate(ids, **PLAIN), stock)
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
+def test_prefill_in_pieces_is_said_to_have_no_effect(name: str) -> None:
+    model = copy.deepcopy(tiny_vlms.model(name))
+    inputs = tiny_vlms.prompt(name, "text only")
+    stock = tiny_vlms.generate(model, inputs, prefill_chunk_size=4)
+    with mmspec.enable(model), pytest.warns(UserWarning, match="prefill_chunk_size has no effect") as said:
+        for _ in range(2):
+            assert torch.equal(tiny_vlms.generate(model, inputs, prefill_chunk_size=4), stock)
+    assert len([w for w in said if "prefill_chunk_size" in str(w.message)]) == 1
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_ids_of_32_bits(llava: Any, do_sample: bool) -> None:
+    ids = words(9, rows=2).int()
+    how = {"max_new_tokens": 8, "do_sample": do_sample, "return_dict_in_generate": True}
+    stock = llava.generate(ids, **how)
+    with mmspec.enable(llava, drafter="ngram"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fast = llava.generate(ids, **how)
+    assert fast.sequences.dtype == stock.sequences.dtype == torch.int64
+    assert do_sample or torch.equal(fast.sequences, stock.sequences)
+
+
+@pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.3, "min_new_tokens": 4, "suppress_tokens": [5, 6]}])
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.every(3)
+def test_ids_on_the_cpu_and_the_model_on_a_gpu(options: dict[str, Any], rows: int) -> None:
+    """Stock moves what the forward reads; ids and scores stay where they came from."""
+    pretend = pytest.importorskip("pretend_cuda")
+    model, ids = tiny_vlms.text(), words(9, rows=rows)
+    call = {"input_ids": ids, **PLAIN, **options, "eos_token_id": 7, "return_dict_in_generate": True}
+    call |= {"output_scores": True, "attention_mask": torch.ones_like(ids)}
+    stock = model.generate(**call)
+    pretend.place(model, "cuda:0")
+    with pretend.Pretend(), mmspec.enable(model, drafter="ngram") as handle, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fast = model.generate(**call)
+        assert fast.sequences.device.type == fast.scores[0].device.type == "cpu"
+    assert fast.sequences.tolist() == stock.sequences.tolist() and handle.stats.tokens > 0
+
+
+# -- caches ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["error", "fallback"])
+@pytest.mark.parametrize("kind", [T.DynamicCache, lambda: T.DynamicCache(config=tiny_vlms.model("llava").config)])
+def test_an_empty_cache_of_the_users_for_several_rows(llava: Any, policy: str, kind: Any) -> None:
+    inputs, theirs, mine = tiny_vlms.prompt("llava", "ragged"), kind(), kind()
+    stock = tiny_vlms.generate(llava, inputs, **{CACHE: theirs})
+    with mmspec.enable(llava, on_unsupported=policy):
+        if policy == "error":
+            with pytest.raises(UnsupportedError, match="one row only"):
+                tiny_vlms.generate(llava, inputs, **{CACHE: mine})
+            return
+        with pytest.warns(UserWarning, match="one row only"):
+            fast = tiny_vlms.generate(llava, inputs, **{CACHE: mine})
+    assert torch.equal(stock, fast) and mine.get_seq_length() == theirs.get_seq_length() == stock.shape[1] - 1
+
+
+def test_several_rows_without_a_cache_say_so(llava: Any) -> None:
+    inputs = tiny_vlms.prompt("llava", "ragged")
+    stock = tiny_vlms.generate(llava, inputs, return_dict_in_generate=True)
+    with mmspec.enable(llava) as handle, pytest.warns(UserWarning, match="KV cache for one row only") as said:
+        for _ in range(2):
+            fast = tiny_vlms.generate(llava, inputs, return_dict_in_generate=True)
+            assert torch.equal(fast.sequences, stock.sequences) and getattr(fast, CACHE) is None
+    assert len([w for w in said if "KV cache" in str(w.message)]) == 1 and handle.stats.tokens > 0
+
+
+def test_the_cache_of_a_guided_call_is_that_of_the_prompt_alone() -> None:
+    """Both streams share a batch and a cache; what comes back has one row, and is as long as stock's."""
+    model, full = tiny_image_models.model("emu3"), tiny_image_models.PAINTERS["emu3"].call(1)
+    stock = model.generate(**full, return_dict_in_generate=True)
+    with mmspec.enable(model, drafter="jacobi", window=5):
+        fast = model.generate(**full, return_dict_in_generate=True)
+    assert torch.equal(stock.sequences, fast.sequences)
+    for mine, theirs in zip(getattr(fast, CACHE).layers, getattr(stock, CACHE).layers, strict=True):
+        torch.testing.assert_close(mine.keys, theirs.keys, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("attn", ["sdpa", "eager"])
+def test_a_cache_that_was_filled_under_autocast(attn: str) -> None:
+    """Values are in bfloat16 there and keys in float32; a turn without autocast goes on in float32, as in stock."""
+    model, ids = copy.deepcopy(tiny_vlms.model("llava", attn)), words(9)
+
+    def talk() -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = model.generate(ids, do_sample=False, max_new_tokens=1, return_dict_in_generate=True)
+        turn = torch.cat([out.sequences, words(7, seed=4)], 1)
+        return model.generate(turn, **{CACHE: getattr(out, CACHE)}, **PLAIN)
+
+    stock = talk()
+    with mmspec.enable(model, drafter=Scripted(_random)):
+        assert torch.equal(talk(), stock)
+
+
+# -- positions -------------------------------------------------------------------------------------------------------
+
+
+OPT = {"ffn_dim": 96, "word_embed_proj_dim": 64, "intermediate_size": None, "num_key_value_heads": None}
+LEARNED = {
+    "OPT": lambda: tiny_vlms.text("OPT", **OPT, head_dim=None, max_position_embeddings=32),
+    "BioGPT": lambda: tiny_vlms.text("BioGpt", head_dim=None, num_key_value_heads=None, max_position_embeddings=32),
+}
+
+
+@pytest.mark.parametrize("drafter", ["random tree", "right within", "always right", "eagle tree"])
+@pytest.mark.parametrize("name", LEARNED)
+def test_a_text_that_fills_the_table_of_positions(name: str, drafter: str) -> None:
+    """Drafts near the last position reach past the table; only what stock reads may fail."""
+    model, ids = LEARNED[name](), words(20)
+    stock = model.generate(ids, max_new_tokens=13, do_sample=False)  # the last one is not read any more
+    with pytest.raises(IndexError):
+        model.generate(ids, max_new_tokens=14, do_sample=False)
+    made = DRAFTERS[drafter](model, Oracle.of(ids, stock))
+    with mmspec.enable(model, drafter=made):
+        assert torch.equal(model.generate(ids, max_new_tokens=13, do_sample=False), stock)
+        with pytest.raises(IndexError, match="32 learned positions"):
+            model.generate(ids, max_new_tokens=14, do_sample=False)
+        ended = model.generate(ids, max_new_tokens=40, do_sample=False, eos_token_id=int(stock[0, -1]))
+    assert torch.equal(ended, model.generate(ids, max_new_tokens=40, do_sample=False, eos_token_id=int(stock[0, -1])))
+
+
+@pytest.mark.parametrize("drafter", ["random tree", "right within"])
+def test_padded_rows_near_the_end_of_the_table(drafter: str) -> None:
+    model, ids = LEARNED["OPT"](), words(20, rows=2)
+    mask = torch.ones_like(ids)
+    mask[1, :6], ids[1, :6] = 0, 0
+    call = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 13, "do_sample": False}
+    stock = model.generate(**call)
+    with mmspec.enable(model, drafter=DRAFTERS[drafter](model, Oracle.of(ids, stock))):
+        assert torch.equal(model.generate(**call), stock)
+
+
+def longrope() -> dict[str, Any]:
+    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    return tiny_vlms.rope(**factors, original_max_position_embeddings=32) | {"rope_type": "longrope"}
+
+
+def dynamic() -> dict[str, Any]:
+    return tiny_vlms.rope(factor=4.0) | {"rope_type": "dynamic"}
+
+
+GROWING = {
+    "dynamic": lambda: tiny_vlms.text("Llama", max_position_embeddings=32, rope_parameters=dynamic()),
+    "longrope": lambda: tiny_vlms.text(
+        "Phi3",
+        head_dim=None,
+        rope_parameters=longrope(),
+        original_max_position_embeddings=32,
+    ),
+}
+
+
+@pytest.mark.parametrize("drafter", ["random tree", "right within", "always right"])
+@pytest.mark.parametrize("name", GROWING)
+def test_rotary_frequencies_that_change_with_the_length(name: str, drafter: str) -> None:
+    """Up to the trained length a draft does not turn them, however far it reaches; past it stock takes over."""
+    model, ids = GROWING[name](), words(20)
+    for new in (13, 14, 30):
+        stock = model.generate(ids, max_new_tokens=new, do_sample=False)
+        made = DRAFTERS[drafter](model, Oracle.of(ids, stock))
+        with mmspec.enable(model, drafter=made, on_unsupported="fallback") as handle, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert torch.equal(model.generate(ids, max_new_tokens=new, do_sample=False), stock)
+        assert (handle.stats.tokens > 0) == (new == 13)
+    with mmspec.enable(model), pytest.raises(UnsupportedError, match="may reach 33"):
+        model.generate(ids, max_new_tokens=14, do_sample=False)
+
+
+def test_rotary_frequencies_of_a_padded_batch() -> None:
+    model, ids = GROWING["dynamic"](), words(20, rows=3)
+    mask = torch.ones_like(ids)
+    mask[1, :6], ids[1, :6] = 0, 0
+    call = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 13, "do_sample": False}
+    stock = model.generate(**call)
+    with mmspec.enable(model, drafter=Scripted(_random)):
+        assert torch.equal(model.generate(**call), stock)
+
+
+EXAONE = {"model_type": "exaone4", "sliding_window": None, "layer_types": ["full_attention"] * 3}
+DROPPED: dict[str, Any] = {
+    "EXAONE-4.5": lambda: (
+        T.Exaone4_5_Config,
+        T.Exaone4_5_ForConditionalGeneration,
+        EXAONE,
+        {"num_key_value_heads": 2},
+    ),
+    "HyperCLOVA X": lambda: (
+        T.HyperCLOVAXVisionV2Config,
+        T.HyperCLOVAXVisionV2ForConditionalGeneration,
+        {"model_type": "hyperclovax"},
+        {"model_type": "qwen2_5_vl"},
+    ),
+}
+
+
+def dropping(name: str) -> Any:
+    """A model whose `prepare_inputs_for_generation` drops the positions; it then counts slots, padding included."""
+    config, kind, words, eyes = DROPPED[name]()
+    shape = {"depth": 2, "out_hidden_size": tiny_vlms.HIDDEN, "window_size": 56, "fullatt_block_indexes": [1]}
+    vision = {**tiny_vlms.QWEN_VISION, **shape, **eyes}
+    torch.manual_seed(0)
+    return tiny_vlms.enlarged(kind(config(text_config={**tiny_vlms.PLAIN, **words}, vision_config=vision)))
+
+
+@pytest.mark.parametrize("drafter", ["random tree", "eagle tree"])
+@pytest.mark.parametrize("name", DROPPED)
+def test_padded_rows_of_models_that_drop_positions(name: str, drafter: str) -> None:
+    model, ids = dropping(name), words(14, rows=3)
+    mask = torch.ones_like(ids)
+    mask[1, :5], mask[2, :9] = 0, 0
+    call = {"input_ids": ids * mask, "attention_mask": mask, **PLAIN}
+    stock = model.generate(**call)
+    with mmspec.enable(model, drafter=DRAFTERS[drafter](model, Oracle.of(ids, stock))):
+        assert torch.equal(model.generate(**call), stock)
+        cache, theirs = T.DynamicCache(), T.DynamicCache()
+        first = model.generate(ids[:1], **{CACHE: cache}, **PLAIN)
+    again = {"input_ids": torch.cat([first, ids[1:2, :4]], 1), **PLAIN}
+    model.generate(ids[:1], **{CACHE: theirs}, **PLAIN)
+    stock = model.generate(**again, **{CACHE: theirs})
+    with mmspec.enable(model, drafter=DRAFTERS[drafter](model, Oracle.of(again["input_ids"], stock))):
+        assert torch.equal(model.generate(**again, **{CACHE: cache}), stock)
+
+
+# -- what is refused, or told ----------------------------------------------------------------------------------------
+
+
+def test_a_model_that_is_its_own_assistant() -> None:
+    model, ids = tiny_vlms.text(), words(9)
+    stock = model.generate(ids, assistant_early_exit=1, **PLAIN)
+    with mmspec.enable(model), pytest.raises(UnsupportedError, match="assisted decoding"):
+        model.generate(ids, assistant_early_exit=1, **PLAIN)
+    with mmspec.enable(model, on_unsupported="fallback"), pytest.warns(UserWarning, match="assisted decoding"):
+        assert torch.equal(model.generate(ids, assistant_early_exit=1, **PLAIN), stock)
+
+
+def test_an_enabled_model_as_the_assistant_of_another() -> None:
+    model, ids = tiny_vlms.text(), words(9)
+    large = tiny_vlms.text("Llama", num_hidden_layers=4)
+    stock = large.generate(ids, assistant_model=model, **PLAIN)
+    with mmspec.enable(model), pytest.warns(UserWarning, match="stock path: it drafts for another model"):
+        assert torch.equal(large.generate(ids, assistant_model=model, **PLAIN), stock)
+
+
+def plain_loop(
+    model: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **kwargs: Any
+) -> Tensor:
+    """A loop of the user's own."""
+    out = model._prefill(input_ids, generation_config, kwargs)
+    for _ in range(6):
+        kwargs = model._update_model_kwargs_for_generation(out, kwargs)
+        input_ids = torch.cat([input_ids, out.logits[:, -1].argmax(-1)[:, None]], 1)
+        out = model(**model.prepare_inputs_for_generation(input_ids, next_sequence_length=1, **kwargs))
+    return input_ids
+
+
+def sample_then_look(model: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """Goes on from the cache that `_sample` has filled."""
+    tokens = model._sample(*args, **kwargs)
+    logits = model(tokens[:, -1:], **{CACHE: kwargs[CACHE]}).logits
+    return torch.cat([tokens, logits[:, -1].argmax(-1)[:, None]], 1)
+
+
+def test_custom_generate(llava: Any) -> None:
+    call = {"input_ids": words(9), **PLAIN}
+    for custom, told in ((plain_loop, "custom_generate"), (sample_then_look, None)):
+        stock = llava.generate(**call, custom_generate=custom)
+        with mmspec.enable(llava) as handle, warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            assert torch.equal(llava.generate(**call, custom_generate=custom), stock)
+        assert [told in str(w.message) for w in said if "mmspec" in str(w.message)] == [True] * (told is not None)
+        assert (handle.stats.tokens > 0) == (told is None)
+
+
+def ask_again(model: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Makes calls of its own, with caches of their own."""
+    return model.generate(input_ids.repeat(2, 1), **PLAIN)
+
+
+def test_custom_generate_that_calls_generate(llava: Any) -> None:
+    call = {"input_ids": words(9), **PLAIN, "custom_generate": ask_again}
+    stock = llava.generate(**call)
+    with mmspec.enable(llava) as handle, warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        assert torch.equal(llava.generate(**call), stock) and handle.stats.tokens == 32
+
+
+def test_custom_generate_over_several_rows(llava: Any) -> None:
+    call = {"input_ids": words(9, rows=2), **PLAIN, "custom_generate": sample_then_look}
+    stock = llava.generate(**call)
+    with mmspec.enable(llava, on_unsupported="fallback"), pytest.warns(UserWarning, match="one row only"):
+        assert torch.equal(llava.generate(**call), stock)
+    with mmspec.enable(llava), pytest.raises(UnsupportedError, match="one row only"):
+        llava.generate(**call)
+
+
+# -- what has no effect, or is not accelerated -------------------------------------------------------------------------
+
+
+def test_outputs_that_stock_leaves_out_are_left_out(llava: Any) -> None:
+    inputs = tiny_vlms.prompt("llava", "text only")
+    full = tiny_vlms.generate(llava, inputs, max_new_tokens=6)
+    with mmspec.enable(llava, drafter="ngram") as handle:
+        assert torch.equal(tiny_vlms.generate(llava, inputs, max_new_tokens=6, output_hidden_states=True), full)
+    assert handle.stats.rounds
+
+
+@pytest.mark.parametrize("shape", [(1, 0), (0, 4)])
+def test_prompts_without_tokens(llava: Any, shape: tuple[int, int]) -> None:
+    with mmspec.enable(llava), pytest.raises(mmspec.UnsupportedError, match="input_ids is empty"):
+        llava.generate(torch.zeros(shape, dtype=torch.long), max_new_tokens=2)
+
+
+def test_stocks_continuous_batches_are_said_not_to_be_accelerated(llava: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(llava), "init_continuous_batching", lambda self: self)
+    with mmspec.enable(llava), pytest.warns(UserWarning, match="does not accelerate generate_batch") as said:
+        assert llava.init_continuous_batching() is llava.init_continuous_batching() is llava
+    assert len(said) == 1

@@ -1,0 +1,456 @@
+"""The life of a patch: on and off, nested, copied, wrapped, in threads, and gone with its model."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import subprocess
+import sys
+import threading
+import warnings
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_vlms
+import torch
+import transformers as T
+from hostile_drafters import DRAFTERS, Oracle, Scripted
+from torch import Tensor
+
+import mmspec
+from mmspec.drafters.ngram import NgramDrafter
+from mmspec.pipelines.patching.handle import Patch
+
+
+def fresh(name: str = "llava") -> Any:
+    """A tiny model that no other test holds."""
+    return tiny_vlms.model.__wrapped__(name)
+
+
+def prompt(kind: str = "image first", **more: Any) -> dict[str, Tensor]:
+    return tiny_vlms.prompt("llava", kind, **more)
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def of(drafter: str, model: Any) -> Any:
+    return DRAFTERS[drafter](model, Oracle({}))
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+
+
+LAST = ("disabled", "disabled by its handle", "left its with", "enabled again", "enabled")
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "eagle tree"])
+@pytest.mark.parametrize("state", LAST)
+def test_a_model_goes_with_its_last_reference(no_collector: None, state: str, drafter: str) -> None:
+    """By counting references alone, with the handle in hand once it is not in force: a GPU's memory is wanted back."""
+    model = fresh()
+    made = of(drafter, model) if drafter != "ngram" else NgramDrafter()
+    drafted, alive = weakref.ref(made), weakref.ref(model)
+    handle = mmspec.enable(model, drafter=made)
+    tiny_vlms.generate(model, prompt("ragged"))
+    if state == "disabled":
+        mmspec.disable(model)
+    elif state == "disabled by its handle":
+        handle.disable()
+    elif state == "left its with":
+        with handle:
+            tiny_vlms.generate(model, prompt())
+    elif state == "enabled again":
+        mmspec.enable(model)
+    assert handle.model is model
+    if state == "enabled":
+        del handle, model
+    else:
+        del model
+        with pytest.raises(ReferenceError, match="keep the model"):
+            _ = handle.model
+        handle.disable()
+        assert "gone" in repr(handle)
+        del handle
+    assert alive() is None
+    del made
+    assert drafted() is None, "and its drafter with it"
+
+
+def test_a_handle_keeps_its_model_while_it_is_in_force() -> None:
+    with mmspec.enable(fresh()) as handle:
+        with mmspec.enable(handle.model):
+            pass
+        tiny_vlms.generate(handle.model, prompt())
+    assert handle.stats.tokens == 24
+    handle = mmspec.enable(fresh())
+    gc.collect()
+    tiny_vlms.generate(handle.model, prompt())
+    assert handle.stats.tokens == 24
+
+
+def test_many_rounds_of_on_and_off_leave_nothing(no_collector: None) -> None:
+    model = fresh()
+    drafters = [of("ngram", model), of("eagle tree", model)]
+
+    def turn(count: int) -> int:
+        for index in range(count):
+            mmspec.enable(model, drafter=drafters[index % 2])
+            if index % 3 == 0:
+                mmspec.enable(model)
+            if index % 5 == 0:
+                with mmspec.enable(model, drafter=drafters[1]):
+                    pass
+            mmspec.disable(model)
+        gc.collect()
+        return len(gc.get_objects())
+
+    turn(3)
+    before = turn(10)
+    assert abs(turn(100) - before) < 50
+    assert type(model) is T.LlavaForConditionalGeneration
+
+
+# -- on and off ------------------------------------------------------------------------------------------------------
+
+
+def test_leaving_an_inner_with_gives_back_the_outer_one() -> None:
+    model = fresh()
+    with mmspec.enable(model, drafter="ngram") as outer:
+        with mmspec.enable(model, drafter=of("eagle tree", model)) as inner:
+            with mmspec.enable(model, drafter=of("eagle-3", model)) as innermost:
+                tiny_vlms.generate(model, prompt())
+            tiny_vlms.generate(model, prompt())
+        tiny_vlms.generate(model, prompt())
+        assert [h.stats.tokens for h in (outer, inner, innermost)] == [24, 24, 24]
+        assert mmspec.stats(model) is outer.stats
+    assert type(model) is T.LlavaForConditionalGeneration
+
+
+def test_a_with_gives_back_what_stood_there_however() -> None:
+    """An `enable` without `with` comes back after one; what was disabled inside of a `with` stays disabled."""
+    model = fresh()
+    plain = mmspec.enable(model, depth=2)
+    with mmspec.enable(model, depth=3):
+        assert mmspec.stats(model) is not plain.stats
+    assert mmspec.stats(model) is plain.stats
+    with mmspec.enable(model, depth=4) as handle:
+        mmspec.disable(model)
+    assert type(model) is T.LlavaForConditionalGeneration
+    with mmspec.enable(model, depth=4) as handle:
+        mmspec.enable(model, depth=5)
+    assert type(model) is T.LlavaForConditionalGeneration
+    with pytest.raises(ZeroDivisionError), mmspec.enable(model), mmspec.enable(model):
+        _ = handle.stats.tokens / 0
+    assert type(model) is T.LlavaForConditionalGeneration
+
+
+def test_withs_that_end_in_another_order() -> None:
+    """As those of two threads may: the one that goes on longer stays, and nothing comes back that has ended."""
+    model = fresh()
+    first, second = mmspec.enable(model, depth=2), None
+    first.__enter__()
+    second = mmspec.enable(model, depth=3)
+    second.__enter__()
+    first.__exit__()
+    assert mmspec.stats(model) is second.stats
+    second.__exit__()
+    assert type(model) is T.LlavaForConditionalGeneration
+
+
+def test_a_patch_that_cannot_be_put_on_leaves_the_one_before() -> None:
+    model = fresh()
+
+    class Greedy(Scripted):
+        features = (99,)
+
+    kept = mmspec.enable(model, drafter=of("eagle tree", model))
+    before = {name: type(part) for name, part in model.named_modules()}
+    with pytest.raises(IndexError):
+        mmspec.enable(model, drafter=Greedy(lambda *_: ([], [])))
+    assert {name: type(part) for name, part in model.named_modules()} == before
+    tiny_vlms.generate(model, prompt())
+    assert kept.stats.tokens == 24
+
+
+# -- copies ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "eagle tree"])
+def test_a_shallow_copy_is_a_stock_model_of_its_own(drafter: str) -> None:
+    """It shares the parts, as shallow copies do; each can be enabled and disabled without the other."""
+    model = fresh()
+    want = tiny_vlms.generate(model, prompt())
+    handle = mmspec.enable(model, drafter=of(drafter, model))
+    twin = copy.copy(model)
+    assert type(twin) is T.LlavaForConditionalGeneration
+    assert torch.equal(tiny_vlms.generate(twin, prompt()), want) and handle.stats.tokens == 0
+    other = mmspec.enable(twin, drafter=of("eagle tree", model))
+    assert torch.equal(tiny_vlms.generate(model, prompt()), want) and handle.stats.tokens == 24
+    mmspec.disable(model)
+    assert torch.equal(tiny_vlms.generate(twin, prompt()), want) and other.stats.tokens == 24
+    mmspec.disable(twin)
+    assert {type(part).__mro__[0] for part in model.modules()} == {type(part) for part in fresh().modules()}
+
+
+# -- wrappers --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.every(2)
+def test_a_compiled_model(whole: bool) -> None:
+    """`torch.compile(model)` hands `generate` on; its own forward still gives the model's logits."""
+    torch.compiler.reset()
+    model, ids = tiny_vlms.text(), torch.randint(5, 90, (1, 9))
+    options = {"max_new_tokens": 24, "do_sample": False}
+    want = model.generate(ids, **options)
+    with torch.no_grad():
+        logits = model(ids).logits
+    wrapped = torch.compile(model, backend="eager", fullgraph=whole)
+    with mmspec.enable(wrapped, drafter=of("eagle tree", model)) as handle:
+        assert handle.model is model
+        assert torch.equal(wrapped.generate(ids, **options), want)
+        assert handle.stats.tokens == 24 and mmspec.stats(wrapped) is handle.stats
+        with torch.no_grad():
+            torch.testing.assert_close(wrapped(ids, use_cache=False).logits, logits, rtol=1e-4, atol=1e-4)
+    mmspec.enable(wrapped)
+    mmspec.disable(wrapped)
+    assert type(model) is T.LlamaForCausalLM
+    assert torch.equal(wrapped.generate(ids, **options), want)
+    torch.compiler.reset()
+
+
+def prompted(model: Any, kind: str) -> Any:
+    peft = pytest.importorskip("peft")
+    config = {
+        "prompt tuning": lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+        "p-tuning": lambda: peft.PromptEncoderConfig(
+            task_type="CAUSAL_LM", num_virtual_tokens=4, encoder_hidden_size=16
+        ),
+        "prefix tuning": lambda: peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+    }[kind]()
+    torch.manual_seed(4)
+    return peft.get_peft_model(model, config).eval()
+
+
+@pytest.mark.parametrize("kind", ["prompt tuning", "p-tuning", "prefix tuning"])
+def test_adapters_that_put_tokens_before_the_prompt(kind: str) -> None:
+    """Refused with the reason, at `enable` where it is seen, at the call where it came later; else stock."""
+    ids, options = torch.randint(5, 90, (2, 9)), {"max_new_tokens": 12, "do_sample": False}
+    wrapped = prompted(tiny_vlms.text(), kind)
+    stock = wrapped.generate(input_ids=ids, **options)
+    with pytest.raises(mmspec.UnsupportedError, match=r"virtual tokens.*LoRA"):
+        mmspec.enable(wrapped)
+    with pytest.warns(UserWarning, match="virtual tokens"):
+        mmspec.enable(wrapped, on_unsupported="fallback")
+    assert torch.equal(wrapped.generate(input_ids=ids, **options), stock)
+    model = tiny_vlms.text()
+    plain = model.generate(input_ids=ids, **options)
+    handle = mmspec.enable(model)
+    wrapped = prompted(model, kind)
+    with pytest.raises(mmspec.UnsupportedError, match="virtual tokens"):
+        wrapped.generate(input_ids=ids, **options)
+    with wrapped.disable_adapter():
+        assert torch.equal(wrapped.generate(input_ids=ids, **options), plain)
+    assert handle.stats.tokens == 24
+    mmspec.disable(wrapped)
+    assert type(model) is T.LlamaForCausalLM
+    with mmspec.enable(model, on_unsupported="fallback"), pytest.warns(UserWarning, match="virtual tokens"):
+        assert torch.equal(wrapped.generate(input_ids=ids, **options), stock)
+
+
+def test_an_adapter_for_each_row() -> None:
+    """Rows leave as they end, which PEFT's list of names does not see: such calls run as stock does, with a warning."""
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(
+        tiny_vlms.text(), peft.LoraConfig(r=4, init_lora_weights=False, task_type="CAUSAL_LM"), "one"
+    )
+    torch.manual_seed(6)
+    model.add_adapter("two", peft.LoraConfig(r=4, init_lora_weights=False, task_type="CAUSAL_LM"))
+    model.eval()
+    ids, names = torch.randint(5, 90, (3, 9)), ["one", "two", "__base__"]
+    free = model.generate(input_ids=ids, adapter_names=names, max_new_tokens=12, do_sample=False)
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": int(free[1, 12])}
+    stock = model.generate(input_ids=ids, adapter_names=names, **options)
+    assert bool((stock[1] == 0).any()) and not bool((stock[1] == 0).all(0))
+    alone = model.generate(input_ids=ids[:1], adapter_names=names[:1], **options)
+    with mmspec.enable(model) as handle:
+        with pytest.warns(UserWarning, match="adapter_names"):
+            assert torch.equal(model.generate(input_ids=ids, adapter_names=names, **options), stock)
+        assert handle.stats.tokens == 0
+        assert torch.equal(model.generate(input_ids=ids[:1], adapter_names=names[:1], **options), alone)
+        assert handle.stats.tokens > 0
+
+
+# -- what changes after enable ---------------------------------------------------------------------------------------
+
+
+def test_another_attention_after_enable() -> None:
+    """Seen at every call: a kernel that takes no tree mask would read it as something else."""
+    model = fresh()
+    want = tiny_vlms.generate(model, prompt())
+    with mmspec.enable(model, drafter=of("eagle tree", model)) as handle:
+        model.model.language_model.config._attn_implementation = "paged|eager"
+        with pytest.raises(mmspec.UnsupportedError, match=r"attention is.*set_attn_implementation\('sdpa'\)"):
+            tiny_vlms.generate(model, prompt())
+        model.set_attn_implementation("eager")
+        assert torch.equal(tiny_vlms.generate(model, prompt()), want)
+        model.set_attn_implementation("sdpa")
+        assert torch.equal(tiny_vlms.generate(model, prompt()), want) and handle.stats.tokens == 48
+
+
+def test_an_enabled_model_as_another_ones_assistant() -> None:
+    model, assistant = tiny_vlms.text(), tiny_vlms.text(num_hidden_layers=1)
+    ids = torch.randint(5, 90, (1, 9))
+    options = {"max_new_tokens": 20, "do_sample": False}
+    stock = model.generate(input_ids=ids, assistant_model=assistant, **options)
+    with mmspec.enable(assistant) as handle, pytest.warns(UserWarning, match="drafts for another model"):
+        assert torch.equal(model.generate(input_ids=ids, assistant_model=assistant, **options), stock)
+        assert handle.stats.tokens == 0
+        assistant.generate(input_ids=ids, **options)
+        assert handle.stats.tokens == 20
+
+
+def test_early_exit_of_the_model_itself() -> None:
+    model, ids = tiny_vlms.text(num_hidden_layers=3), torch.randint(5, 90, (1, 9))
+    options = {"max_new_tokens": 20, "do_sample": False, "assistant_early_exit": 1}
+    stock = model.generate(input_ids=ids, **options)
+    with mmspec.enable(model), pytest.raises(mmspec.UnsupportedError, match="assisted decoding"):
+        model.generate(input_ids=ids, **options)
+    with mmspec.enable(model, on_unsupported="fallback"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert torch.equal(model.generate(input_ids=ids, **options), stock)
+
+
+# -- threads ---------------------------------------------------------------------------------------------------------
+
+
+class Gate(T.StoppingCriteria):
+    """Lets a call go on to its third step, then waits until it is opened."""
+
+    def __init__(self) -> None:
+        self.reached, self.opened, self.steps = threading.Event(), threading.Event(), 0
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        self.steps += 1
+        if self.steps == 3:
+            self.reached.set()
+            assert self.opened.wait(60)
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+CHANGES = {
+    "disable": lambda model: mmspec.disable(model),
+    "another drafter": lambda model: mmspec.enable(model, drafter="ngram"),
+    "the same again": lambda model: mmspec.enable(model, drafter=of("eagle tree", model)),
+    "on and off": lambda model: [mmspec.enable(model, drafter=of("eagle-3", model)), mmspec.disable(model)],
+}
+
+
+@pytest.mark.parametrize("how", CHANGES)
+@pytest.mark.parametrize("drafter", ["ngram", "eagle tree"])
+@pytest.mark.every(2)
+def test_a_running_call_ends_as_it_began(drafter: str, how: str) -> None:
+    model, gate, got = fresh(), Gate(), []
+    want = tiny_vlms.generate(model, prompt())
+    before = {name: type(part) for name, part in model.named_modules()}
+    handle = mmspec.enable(model, drafter=of(drafter, model))
+
+    def work() -> None:
+        got.append(tiny_vlms.generate(model, prompt(), stopping_criteria=T.StoppingCriteriaList([gate])))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert gate.reached.wait(60)
+    CHANGES[how](model)
+    assert torch.equal(tiny_vlms.generate(model, prompt()), want), "a call that begins now"
+    gate.opened.set()
+    thread.join()
+    assert torch.equal(got[0], want) and handle.stats.tokens == 24
+    mmspec.disable(model)
+    assert {name: type(part) for name, part in model.named_modules()} == before
+
+
+@pytest.mark.full
+def test_threads_that_switch_while_others_generate() -> None:
+    model = fresh()
+    want, before = tiny_vlms.generate(model, prompt()), {name: type(part) for name, part in model.named_modules()}
+    drafters, wrong, stop = [of("ngram", model), of("eagle tree", model)], [], threading.Event()
+
+    def generate() -> None:
+        try:
+            for _ in range(6):
+                if not torch.equal(tiny_vlms.generate(model, prompt()), want):
+                    wrong.append("other tokens")
+        except Exception as error:
+            wrong.append(error)
+
+    def switch(index: int) -> None:
+        try:
+            while not stop.is_set():
+                mmspec.enable(model, drafter=drafters[index])
+                with mmspec.enable(model, drafter=drafters[1 - index]):
+                    pass
+                mmspec.disable(model)
+        except Exception as error:
+            wrong.append(error)
+
+    workers = [threading.Thread(target=generate) for _ in range(3)]
+    switches = [threading.Thread(target=switch, args=(index,)) for index in range(2)]
+    for thread in (*workers, *switches):
+        thread.start()
+    for thread in workers:
+        thread.join()
+    stop.set()
+    for thread in switches:
+        thread.join()
+    mmspec.disable(model)
+    assert not wrong
+    assert {name: type(part) for name, part in model.named_modules()} == before
+
+
+def test_switching_while_a_stream_runs() -> None:
+    model = fresh()
+    inputs = prompt()
+    want = tiny_vlms.generate(model, inputs)[0, inputs["input_ids"].shape[1] :].tolist()
+    handle, tokens = mmspec.enable(model, drafter=of("eagle tree", model)), []
+    for index, step in enumerate(mmspec.stream(model, inputs, max_new_tokens=24, do_sample=False)):
+        tokens += step.tokens
+        if index == 1:
+            mmspec.enable(model, drafter="ngram")
+        if index == 2:
+            mmspec.disable(model)
+    assert tokens == want and handle.stats.tokens == 24
+    assert Patch.of(model) is None and type(model) is T.LlavaForConditionalGeneration
+
+
+# -- the face --------------------------------------------------------------------------------------------------------
+
+
+def test_what_users_name_lies_in_the_face() -> None:
+    for name in mmspec.__all__:
+        assert getattr(mmspec, name) is not None, name
+    model = fresh()
+    with mmspec.enable(model) as handle:
+        assert isinstance(handle, mmspec.Handle) and isinstance(handle.config, mmspec.SpecConfig)
+        assert isinstance(mmspec.stats(model), mmspec.Stats)
+    assert issubclass(mmspec.UnsupportedError, ValueError)
+
+
+def test_a_script_that_ends_while_a_model_is_enabled_says_nothing():
+    code = "import mmspec, targets, torch\nmodel = tiny_vlms.model('llava')\nhandle = mmspec.enable(model, 'ngram')"
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        cwd=Path(__file__).parents[1] / "support",
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 0 and "Traceback" not in ended.stderr and "Exception ignored" not in ended.stderr

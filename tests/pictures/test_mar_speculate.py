@@ -1,0 +1,305 @@
+"""Speculation on MAR: pictures have the distribution of plain drawing, each goes its own way, and planted errors are
+seen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tiny_mar as tiny
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from mmspec.continuous import cspd
+from mmspec.continuous import denoising as paths
+from mmspec.pipelines.mar import loop as mar_loop
+from mmspec.pipelines.mar import plan as mar_plan
+from mmspec.pipelines.mar import speculate as mar_speculate
+from tests.host.test_paths import energy_distance, p_value
+
+N, L, C = 3000, 4, 4
+
+
+@dataclass
+class Toy:
+    """A "MAR" of known distribution: a token is Gaussian around `pull` times the mean of the tokens known, plus
+    `shift`.
+
+    Without the class it is pulled half as much. It has what the loops ask of a model.
+    """
+
+    pull: float = 0.9
+    shift: float = 0.0
+    std: float = 0.5
+
+    tokens = L
+    device = torch.device("cpu")
+    config = SimpleNamespace(channels=C, classes=5)
+
+    def __call__(self, tokens: Tensor, known: Tensor, labels: Tensor, counts: Any = None) -> Tensor:
+        mean = (tokens * known[..., None]).sum(1) / known.sum(1, keepdim=True).clamp(min=1)
+        pull = torch.where(labels < self.config.classes, self.pull, self.pull / 2)
+        return (pull[:, None] * mean + self.shift)[:, None].repeat(1, L, 1)
+
+    @property
+    def diffloss(self) -> Any:
+        on = SimpleNamespace
+        return on(bind=lambda chain: on(on=lambda z, null, weight: Steered(chain, self.std, z, null, weight)))
+
+
+@dataclass
+class Steered:
+    """The exact ε of Gaussian tokens around z [R, C]; a `Net`."""
+
+    chain: paths.Chain
+    std: float
+    z: Tensor
+    null: Tensor | None
+    guidance: Tensor | None
+
+    def at(self, x: Tensor, k: int) -> paths.Output:
+        out, null = self.along(x[:, None], slice(k, k + 1))
+        return out[:, 0], None if null is None else null[:, 0]
+
+    def along(self, x: Tensor, steps: slice = slice(None)) -> paths.Output:
+        root, rest = (t[steps, None] for t in self.chain.table[:, :2].unbind(1))
+
+        def eps(z: Tensor) -> Tensor:
+            return rest * (x - root * z[:, None]) / (root**2 * self.std**2 + rest**2)
+
+        out = torch.cat([eps(self.z), torch.full_like(x, 0.7)], -1)
+        return out, None if self.null is None else eps(self.null)
+
+    def take(self, rows: Tensor) -> Steered:
+        z, null, guidance = (None if t is None else t[rows] for t in (self.z, self.null, self.guidance))
+        return Steered(self.chain, self.std, z, null, guidance)
+
+
+NEAR = Toy(0.8, 0.05)  # a draft much like the model
+
+
+def pictures(how: mar_plan.Speculation | None, seed: int, scale: float = 1.5) -> tuple[Tensor, Any]:
+    """Tokens [N, L, C] of N pictures of one class, in the order in which they were drawn; and what happened."""
+    torch.manual_seed(seed)
+    model, scheduler = Toy(), tiny.scheduler()
+    distribution = mar_loop.distribution(L, L, scale, "linear", 12, "linear", 1.0)
+    brush, told = mar_loop.MarRunner(model, scheduler, distribution), mar_plan.tally(L)
+    drawn = mar_loop.canvas(model, torch.ones(N, dtype=torch.long), torch.randint(2**62, (N,)).tolist())
+    draft_runner = brush if how is None or how.draft is None else mar_loop.MarRunner(how.draft, scheduler, distribution)
+    for _ in mar_loop.plain(brush, drawn) if how is None else mar_speculate.draw(brush, drawn, how, draft_runner, told):
+        pass
+    return drawn.tokens.gather(1, drawn.order[..., None].expand(-1, -1, C)), told
+
+
+@pytest.fixture(scope="module")
+def plain() -> Tensor:
+    return pictures(None, 50)[0]
+
+
+def joint(a: Tensor, b: Tensor) -> float:
+    """The smallest p of tests on tokens, and on sums and differences of two of them, times the number of tests."""
+    pairs = [(i, j) for i in range(L) for j in range(i)]
+    seen = [
+        [*t.unbind(1), *(sign(t[:, i], t[:, j]) for i, j in pairs for sign in (torch.add, torch.sub))] for t in (a, b)
+    ]
+    return len(seen[0]) * min(p_value(*both) for both in zip(*seen, strict=True))
+
+
+MODES = {
+    "self": {"ahead": 3},
+    "self, eta 1": {"ahead": 2, "eta": 1.0},
+    "a draft": {"ahead": 3, "draft": NEAR},
+    "a draft, eta 0.6": {"ahead": 2, "draft": NEAR, "eta": 0.6},
+    "prefill": {"ahead": 3, "prefill": 0.3},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.every(2)
+def test_pictures_have_the_law_of_plain_drawing(mode, plain):
+    x, told = pictures(mar_plan.Speculation(**MODES[mode]), 60)
+    summary = told.summary()
+    assert 0.2 < summary["acceptance"] < 0.95 and summary["refused"] > N / 10
+    assert joint(x, plain) > 1e-3
+    assert energy_distance(x.flatten(1), plain.flatten(1)) < 0.02
+
+
+@pytest.mark.parametrize("mode", ["self", "a draft"])
+def test_keeping_every_draft_is_seen(mode, monkeypatch, plain):
+    monkeypatch.setattr(mar_speculate, "_ratios", lambda brush, drafts, *more: torch.full((len(drafts),), 9.0))
+    assert joint(pictures(mar_plan.Speculation(**MODES[mode]), 60)[0], plain) < 1e-3
+
+
+def test_keeping_what_follows_a_refusal_is_seen(monkeypatch, plain):
+    """No rollback: drafts that knew a refused token stay."""
+    stand = mar_speculate._stand
+
+    def each(drawn: Any, draft: Any, facts: Any, *more: Any) -> Any:
+        standing, _, found, whole = stand(drawn, draft, [(True, *fact[1:]) for fact in facts], *more)
+        return standing, [i for i, (kept, *_) in enumerate(facts) if not kept], found, whole
+
+    monkeypatch.setattr(mar_speculate, "_stand", each)
+    assert joint(pictures(mar_plan.Speculation(Toy(0.9, 0.5), 3), 60)[0], plain) < 1e-3
+
+
+def test_a_wrong_prefix_is_seen(monkeypatch, plain):
+    """Drafts are tested as if no more than one token were known."""
+    read = mar_loop.MarRunner.read
+
+    def blind(self: Any, tokens: Tensor, order: Tensor, counts: list[int], labels: Tensor) -> Tensor:
+        return read(self, tokens, order, [min(n, 1) for n in counts], labels)
+
+    monkeypatch.setattr(mar_loop.MarRunner, "read", blind)
+    assert joint(pictures(mar_plan.Speculation(**MODES["self"]), 60)[0], plain) < 1e-3
+
+
+def test_drawing_anew_from_the_whole_law_is_seen(monkeypatch, plain):
+    """Refused tokens come from the model's distribution, not from what is left over of it."""
+    monkeypatch.setattr(paths, "leftover_chance", lambda ratio, eta: torch.ones_like(ratio, dtype=torch.float64))
+    assert joint(pictures(mar_plan.Speculation(Toy(0.9, 0.3), 3), 60)[0], plain) < 1e-3
+
+
+def test_a_trial_with_the_noise_of_the_draft_is_seen(monkeypatch, plain):
+    """The refused draft and the first trial in its place start alike."""
+    monkeypatch.setattr(mar_speculate, "DRAFTS", mar_loop.PATHS)
+    assert joint(pictures(mar_plan.Speculation(**MODES["self"]), 60)[0], plain) < 1e-3
+
+
+def test_cspd_is_seen(plain):
+    """The published rule, with the same draft."""
+    x, told = pictures(mar_plan.Speculation(NEAR, 3, "cspd"), 60)
+    assert told.rounds == 2
+    assert joint(x, plain) < 1e-3
+
+
+# -- one picture among others -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["self", "a draft", "cspd", "annealed"])
+def test_a_picture_does_not_depend_on_its_neighbours(mode):
+    pipe, settings = tiny.pipeline(), {}
+    own = {"self": {}, "annealed": {"ahead": 3}, "a draft": {"draft": tiny.pipeline(2), "ahead": 3}}
+    pipe.enable_speculation(**own.get(mode, {"draft": tiny.transformer(2), "rule": "cspd"}))
+    if mode == "annealed":
+        settings = {"num_diffusion_steps": (9, 5), "annealing": "two-stage"}
+    alone = pipe([2], generator=tiny.seeded(7), output_type="latent", guidance_scale=1.5, **settings)
+    among = pipe([0, 2, 1], generator=tiny.seeded(1, 7, 2), output_type="latent", guidance_scale=1.5, **settings)
+    torch.testing.assert_close(among.tokens[1], alone.tokens[0], atol=5e-3, rtol=1e-3)
+
+
+def test_rows_accept_for_themselves():
+    pipe, counts = tiny.pipeline(), []
+    pipe.enable_speculation(ahead=3)
+    canvas = mar_loop.MarState
+    original = canvas.put
+
+    def put(self: Any, *args: Any) -> None:
+        counts.append(list(self.counts))
+        original(self, *args)
+
+    try:
+        canvas.put = put
+        out = pipe([0, 1, 2, 3], generator=tiny.seeded(1, 2, 3, 4), output_type="latent", guidance_scale=1.5)
+    finally:
+        canvas.put = original
+    assert any(len(set(now)) > 2 for now in counts)
+    assert out.work["passes"] < 16 and out.told.summary()["tested"] > 10
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0])
+def test_the_model_as_its_own_draft_is_always_kept(scale):
+    pipe = tiny.pipeline()
+    pipe.enable_speculation(draft=tiny.transformer(0), ahead=4, eta=1.0)
+    out = pipe([0, 1], generator=tiny.seeded(1, 2), output_type="latent", guidance_scale=scale)
+    told = out.told.summary()
+    assert told["acceptance"] > 0.99 and abs(told["divergence"]) < 1e-3 and told["rounds"] == 4
+    assert out.work["passes"] == 4 and out.work["draft_passes"] == 16
+
+
+def test_speculation_is_switched_on_and_off():
+    pipe = tiny.pipeline()
+    want = pipe([1], generator=tiny.seeded(3), output_type="latent").tokens
+    pipe.enable_speculation()
+    out = pipe([1], generator=tiny.seeded(3), output_type="latent")
+    assert out.told is not None and out.work["passes"] < 16
+    pipe.disable_speculation()
+    again = pipe([1], generator=tiny.seeded(3), output_type="latent")
+    assert again.told is None and torch.equal(again.tokens, want)
+
+
+def test_cspds_passes_do_not_depend_on_what_is_kept():
+    pipe, passes = tiny.pipeline(), []
+    for width in (0.01, 1e6):
+        pipe.enable_speculation(draft=tiny.transformer(2), rule="cspd", ahead=4, prefill=0.15, width=width)
+        out = pipe([0, 1], generator=tiny.seeded(1, 2), output_type="latent")
+        passes.append(out.work["passes"])
+        assert out.told.rounds == 4 and out.work["draft_passes"] == 13  # ⌊0.15 · 16⌋ + 1 tokens before
+    assert passes == [7, 7]
+
+
+def test_cspd_shares_its_noise(monkeypatch):
+    """With the target as its own draft and every token alone, the two paths are one, and nothing is replaced."""
+    seen = []
+    original = cspd.log_chance
+    monkeypatch.setattr(cspd, "log_chance", lambda *args: seen.append(original(*args)) or seen[-1])
+    pipe = tiny.pipeline(final_noise=False)
+    pipe.enable_speculation(draft=tiny.transformer(0), rule="cspd", ahead=1)
+    pipe([0], generator=tiny.seeded(1), output_type="latent", guidance_scale=1.0)
+    assert len(seen) == 16 and all(float(chance.min()) > -1e-3 for chance in seen)
+
+
+def test_cspd_keeps_nothing_by_a_chance_that_is_no_number(monkeypatch):
+    monkeypatch.setattr(cspd, "log_chance", lambda x, *args: torch.full((len(x),), float("nan")))
+    pipe = tiny.pipeline()
+    pipe.enable_speculation(draft=tiny.transformer(2), rule="cspd")
+    assert pipe([0], generator=tiny.seeded(1), output_type="latent").told.refused == 16
+
+
+class Copies(TorchFunctionMode):
+    """Lists by which tensors are indexed: on a GPU each is a copy from the host that waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lists: list[Any] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in ("__getitem__", "__setitem__"):
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            self.lists += [part for part in index if isinstance(part, list)]
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("draft", [None, 2])
+def test_no_tensor_is_indexed_by_a_list(draft):
+    """Nor by one of any length: what is known to the host goes to the device packed, see `mar_drafts.indices`."""
+    pipe = tiny.pipeline()
+    pipe.enable_speculation(draft=None if draft is None else tiny.transformer(draft), ahead=3)
+    with Copies() as copies:
+        out = pipe([0, 1, 2], generator=tiny.seeded(1, 2, 3), output_type="latent", num_diffusion_steps=(8, 4))
+    assert out.told.refused > 0 and copies.lists == []
+
+
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"rule": "lantern"}, "rule must be one of gaussian_path, cspd; got 'lantern'"),
+    ({"ahead": 0}, "ahead must be a whole number ≥ 1; got 0"),
+    ({"ahead": 2.5}, "ahead must be a whole number ≥ 1; got 2.5"),
+    ({"eta": 0.0}, "eta must be in \\(0, 1\\]; got 0.0"),
+    ({"prefill": 2}, "prefill must be in \\[0, 1\\]"),
+    ({"rule": "cspd"}, "needs a draft model"),
+    ({"draft": tiny.transformer(grid=3)}, "a draft must have the model's grid, 4; this one has 3"),
+])  # fmt: skip
+def test_senseless_settings_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        tiny.pipeline().enable_speculation(**settings)
+
+
+def test_what_has_no_density_is_refused():
+    with pytest.raises(ValueError, match="final_noise=True"):
+        tiny.pipeline(final_noise=False).enable_speculation()
+    pipe = tiny.pipeline()
+    pipe.enable_speculation()
+    with pytest.raises(ValueError, match="num_inference_steps=16 \\(got 5\\)"):
+        pipe([0], num_inference_steps=5)

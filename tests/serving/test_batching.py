@@ -1,0 +1,532 @@
+"""Prompts that flow through a few rows: each gets what it would have got alone, and what fails, fails alone."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import tiny_llava
+import tiny_vlms
+import torch
+from hostile_drafters import eagle, feature_drafter
+from PIL import Image
+from tiny_vlms import FAMILIES, IMAGE
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
+
+import mmspec
+from mmspec.app import engine as engines
+from mmspec.app.engine import Engine
+from mmspec.drafters.plain import Plain
+from mmspec.pipelines.families import decoder_only
+from mmspec.pipelines.host.cache import RaggedCache
+from mmspec.pipelines.prompts import chat_inputs
+from mmspec.pipelines.serving import batcher as intake
+from mmspec.pipelines.serving import continuous as batching
+from mmspec.pipelines.serving.batcher import Batcher, StaticBatcher
+from mmspec.pipelines.serving.continuous import ContinuousBatcher, FinishedPrompt
+
+KINDS = ("image first", "image first", "text only", "several images", "image last", "image first", "image last")
+GUESTS: dict[str, Callable[[Any], Any]] = {
+    "plain": lambda model: Plain(),
+    "ngram": lambda model: "ngram",
+    "suffix": lambda model: "suffix",
+    "recycle": lambda model: "recycle",
+    "eagle chain": lambda model: eagle(model, depth=3, width=1, size=4),
+    "eagle tree": lambda model: eagle(model, depth=3, width=3, size=9),
+    "adaptive": lambda model: eagle(model, depth=8, width=1, size=9, adaptive=True),
+    "vispec": lambda model: feature_drafter("vispec", model, depth=3, width=3, size=9),
+}
+ENDS = list(range(5, 30))  # so many end-of-sequence ids that answers have very different lengths
+
+
+def prompts(name: str, kinds: tuple[str, ...] = KINDS) -> list[dict[str, Tensor]]:
+    return [tiny_vlms.prompt(name, kind, seed) for seed, kind in enumerate(kinds)]
+
+
+def alone(model: Any, inputs: dict[str, Tensor], **options: Any) -> list[int]:
+    out = tiny_vlms.generate(model, inputs, **settings(**options))
+    return out[0, inputs["input_ids"].shape[1] :].tolist()
+
+
+def settings(**options: Any) -> dict[str, Any]:
+    return {"max_new_tokens": 10, "do_sample": False, **options}
+
+
+def drain(flow: Batcher, asked: list[dict[str, Tensor]], seeds: list[int] | None = None) -> list[FinishedPrompt]:
+    """Everything through the flow, added as room is; the ends in the order of the prompts."""
+    found: dict[Any, FinishedPrompt] = {}
+    waiting = list(enumerate(asked))
+    while waiting or flow.busy:
+        while waiting and flow.free:
+            number, inputs = waiting.pop(0)
+            flow.add(number, inputs, seeds[number] if seeds else 0)
+        for end in flow.step():
+            assert end.ticket not in found
+            found[end.ticket] = end
+    assert flow.free == flow.rows
+    return [found[number] for number in range(len(asked))]
+
+
+def answers(flow: Batcher, asked: list[dict[str, Tensor]], seeds: list[int] | None = None) -> list[list[int]]:
+    ends = drain(flow, asked, seeds)
+    assert [end.error for end in ends] == [None] * len(asked)
+    return [end.tokens for end in ends]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [n if n in ("llava", "qwen2_5_vl", "smolvlm") else pytest.param(n, marks=pytest.mark.full) for n in FAMILIES],
+)
+def test_every_family_answers_as_if_alone(name: str) -> None:
+    model, asked = tiny_vlms.model(name), prompts(name)
+    options = settings(eos_token_id=ENDS, max_new_tokens=16)
+    want = [alone(model, one, **options) for one in asked]
+    with mmspec.enable(model, drafter=eagle(model, depth=3, width=3, size=9)):
+        assert answers(ContinuousBatcher(model, None, 3, **options), asked) == want
+    assert len({len(tokens) for tokens in want}) > 2
+
+
+@pytest.mark.parametrize("drafter", GUESTS)
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.every(2)
+def test_every_drafter_in_any_number_of_rows(drafter: str, rows: int) -> None:
+    model, asked = tiny_vlms.model("llava"), prompts("llava")
+    want = [alone(model, one, eos_token_id=ENDS) for one in asked]
+    with mmspec.enable(model, drafter=GUESTS[drafter](model)):
+        flow = ContinuousBatcher(model, None, rows, **settings(eos_token_id=ENDS))
+        assert answers(flow, asked) == want
+        assert flow.stats.tokens == sum(map(len, want)) == mmspec.stats(model).tokens
+        assert flow.stats.row_rounds <= rows * flow.stats.rounds
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"), [("llava_next", ("image first",) * 5), ("qwen3_vl", ("video", "image first") * 2)]
+)
+def test_pictures_of_any_size_and_clips(name: str, kinds: tuple[str, ...]) -> None:
+    model, asked = tiny_vlms.model(name), prompts(name, kinds)
+    assert len({one["input_ids"].shape[1] for one in asked}) > 1
+    want = [alone(model, one) for one in asked]
+    with mmspec.enable(model):
+        assert answers(ContinuousBatcher(model, None, 3, **settings()), asked) == want
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"repetition_penalty": 1.5, "pad_token_id": 7},  # padding must not count as text
+        {"min_new_tokens": 6, "eos_token_id": ENDS},
+        {"max_new_tokens": None, "max_length": 30},
+        {"max_new_tokens": 1},
+        {"bad_words_ids": [[9], [11, 12]], "no_repeat_ngram_size": 2},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_generation_settings_hold_for_each_row(options: dict[str, Any]) -> None:
+    model, asked = tiny_vlms.model("llava"), prompts("llava", KINDS[:5])
+    want = [alone(model, one, **options) for one in asked]
+    with mmspec.enable(model, drafter=eagle(model, depth=3, width=3, size=9)):
+        assert answers(ContinuousBatcher(model, None, 3, **settings(**options)), asked) == want
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "eagle tree", "adaptive"])
+@pytest.mark.every(2)
+def test_sampled_rows_are_fixed_by_their_seeds(drafter: str) -> None:
+    """Whoever the neighbours are, and whatever number of rows and order they come in."""
+    model, asked = tiny_vlms.model("llava"), prompts("llava")
+    options = {"do_sample": True, "temperature": 1.3, "max_new_tokens": 12, "eos_token_id": ENDS[:8]}
+    seeds = [11, 12, 13, 14, 15, 16, 17]
+    with mmspec.enable(model, drafter=GUESTS[drafter](model)):
+        want = [
+            answers(ContinuousBatcher(model, None, 1, **options), [one], [seed])[0]
+            for one, seed in zip(asked, seeds, strict=True)
+        ]
+        assert answers(ContinuousBatcher(model, None, 3, **options), asked, seeds) == want
+        assert answers(ContinuousBatcher(model, None, 4, **options), asked[::-1], seeds[::-1]) == want[::-1]
+        other = answers(ContinuousBatcher(model, None, 3, **options), asked, [s + 1 for s in seeds])
+    assert sum(a != b for a, b in zip(other, want, strict=True)) > 3
+
+
+def test_waiting_prompts_of_one_shape_are_read_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, asked = tiny_vlms.model("llava"), prompts("llava", ("image first",) * 9)
+    read: list[int] = []
+    unhurt = batching.start
+    monkeypatch.setattr(batching, "start", lambda *a: read.append(len(a[3].input_ids)) or unhurt(*a))
+    with mmspec.enable(model, drafter=Plain()):
+        answers(ContinuousBatcher(model, None, 4, **settings(max_new_tokens=3)), asked)
+    assert read == [1, 3, 4, 1]
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+
+
+def slots_held(flow: ContinuousBatcher) -> int:
+    cache = flow._session.cache
+    return max(layer.keys.shape[2] for layer in cache.cache.slots) if cache is not None else 0
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "eagle tree"])
+def test_the_cache_does_not_grow_with_the_number_of_prompts(drafter: str) -> None:
+    """Short and long answers in turn, one after the other into three rows that never run empty."""
+    model = tiny_vlms.model("llava")
+    asked = prompts("llava", KINDS[:3] * 20)
+    with mmspec.enable(model, drafter=GUESTS[drafter](model)):
+        flow, held = ContinuousBatcher(model, None, 3, **settings(eos_token_id=ENDS, max_new_tokens=12)), []
+        longest = max(one["input_ids"].shape[1] for one in asked) + 12 + flow._handle.drafter.nodes
+        for number, inputs in enumerate(asked):
+            flow.add(number, inputs)
+            while not flow.free:
+                flow.step()
+                held.append(slots_held(flow))
+                memory = getattr(flow._session.memory, "slots", None)
+                assert memory is None or memory.keys.shape[2] <= longest + 256
+        while flow.busy:
+            flow.step()
+    assert 0 < max(held) <= longest * 5 // 4
+
+
+def test_one_huge_prompt_does_not_widen_the_cache_for_ever() -> None:
+    model = tiny_vlms.model("llava")
+    short, long = tiny_vlms.prompt("llava", "text only"), tiny_vlms.prompt("llava", "text only")
+    long["input_ids"] = torch.randint(5, 100, (1, 300), generator=torch.Generator().manual_seed(0))
+    long["attention_mask"] = torch.ones_like(long["input_ids"])
+    with mmspec.enable(model, drafter=Plain()):
+        flow = ContinuousBatcher(model, None, 2, **settings(max_new_tokens=8))
+        flow.add("short", short)
+        flow.step()
+        flow.add("long", long)
+        flow.step()
+        assert slots_held(flow) >= 300
+        for number in range(6):
+            while not flow.free:
+                flow.step()
+            flow.add(number, short)
+            flow.step()
+        assert slots_held(flow) < 100
+
+
+def caches() -> set[RaggedCache]:
+    """All that there are."""
+    gc.collect()
+    return {thing for thing in gc.get_objects() if issubclass(type(thing), RaggedCache)}
+
+
+def test_nothing_is_held_once_all_rows_have_ended() -> None:
+    model, others = tiny_vlms.model("llava"), caches()  # of other tests
+    with mmspec.enable(model, drafter=GUESTS["eagle tree"](model)):
+        flow = ContinuousBatcher(model, None, 3, **settings(max_new_tokens=6))
+        asked = prompts("llava", KINDS[:4])
+        pixels = weakref.ref(asked[0]["pixel_values"])
+        drain(flow, asked)
+        del asked
+        assert caches() <= others and pixels() is None and flow._session.memory is None
+
+
+# -- failures --------------------------------------------------------------------------------------------------------
+
+
+def broken(name: str = "llava") -> dict[str, Tensor]:
+    """A picture too few for its placeholders."""
+    inputs = tiny_vlms.prompt(name, "image first")
+    inputs["input_ids"] = inputs["input_ids"].clone()
+    inputs["input_ids"][0, -1] = IMAGE
+    return inputs
+
+
+@pytest.mark.parametrize("kind", [ContinuousBatcher, StaticBatcher])
+def test_a_prompt_that_cannot_be_read_fails_alone(kind: type[Batcher]) -> None:
+    model = tiny_vlms.model("llava")
+    asked = prompts("llava", ("image first",) * 6)
+    asked[3] = broken()
+    with mmspec.enable(model):
+        ends = drain(kind(model, None, 4, **settings(max_new_tokens=8)), asked)
+    assert [end.ticket for end in ends if end.error is not None] == [3]
+    assert isinstance(ends[3].error, (ValueError, IndexError, RuntimeError)) and not ends[3].tokens
+    for number in (0, 1, 2, 4, 5):
+        assert ends[number].tokens == alone(model, asked[number], max_new_tokens=8)
+
+
+class Fussy(Plain):
+    """Breaks a round as soon as one text has three tokens more than its prompt and begins in a certain way."""
+
+    def __init__(self, start: list[int]) -> None:
+        self.start_of_text = start
+
+    def propose(self, session: Any, target: Any) -> Any:
+        if any(row.generated > 2 and row.tokens[: row.start] == self.start_of_text for row in session.rows):
+            raise RuntimeError("one text breaks the round of all")
+        return super().propose(session, target)
+
+
+def test_a_prompt_that_breaks_a_round_fails_alone() -> None:
+    model, asked = tiny_vlms.model("llava"), prompts("llava")
+    guilty = asked[2]["input_ids"][0].tolist()
+    want = [alone(model, one) for one in asked]
+    with mmspec.enable(model, drafter=Fussy(guilty)):
+        ends = drain(ContinuousBatcher(model, None, 3, **settings()), asked)
+    assert [str(end.error) for end in ends if end.error] == ["one text breaks the round of all"]
+    assert [end.tokens for end in ends] == [[] if n == 2 else tokens for n, tokens in enumerate(want)]
+
+
+@pytest.mark.parametrize("where", ["read", "join", "round"])
+def test_rows_are_halved_when_memory_runs_out(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room for two rows only, wherever it shows; nothing is lost."""
+    model, asked = tiny_vlms.model("llava"), prompts("llava")
+    want = [alone(model, one) for one in asked]
+
+    def check(count: int) -> None:
+        if count > 2:
+            raise torch.OutOfMemoryError("out of memory")
+
+    with mmspec.enable(model):
+        flow = ContinuousBatcher(model, None, 5, **settings())
+        if where == "read":
+            unhurt = batching.start
+            monkeypatch.setattr(
+                batching, "start", lambda *a: (check(len(a[3].input_ids) + len(flow.running)), unhurt(*a))[1]
+            )
+        elif where == "join":
+            join = RaggedCache.join
+            monkeypatch.setattr(
+                RaggedCache, "join", lambda a, b: (check(len(a.lengths.host) + len(b.lengths.host)), join(a, b))[1]
+            )
+        else:
+            propose = type(flow._handle.drafter).propose
+            monkeypatch.setattr(
+                type(flow._handle.drafter), "propose", lambda d, s, t: (check(len(s.rows)), propose(d, s, t))[1]
+            )
+        assert answers(flow, asked) == want
+    assert flow.rows in (1, 2)
+
+
+def test_a_prompt_too_large_by_itself_costs_only_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, asked = tiny_vlms.model("llava"), prompts("llava")
+    unhurt = batching.start
+
+    def start(*args: Any) -> Any:
+        if asked[3]["input_ids"].shape[1] == args[3].input_ids.shape[1]:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+        return unhurt(*args)
+
+    monkeypatch.setattr(batching, "start", start)
+    with mmspec.enable(model):
+        flow = ContinuousBatcher(model, None, 4, **settings())
+        ends = drain(flow, asked)
+    assert [n for n, end in enumerate(ends) if end.error] == [3] and flow.rows == 4
+    assert all(end.tokens == alone(model, one) for n, (end, one) in enumerate(zip(ends, asked, strict=True)) if n != 3)
+
+
+class Keeps(LogitsProcessor):
+    """Unknown to mmspec, so that it may keep state."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores.roll(1, -1)
+
+
+def test_calls_that_cannot_be_accelerated_are_answered_all_the_same() -> None:
+    model, asked = tiny_vlms.model("llava"), prompts("llava", KINDS[:3])
+    want = [alone(model, one, logits_processor=[Keeps()]) for one in asked]
+    with mmspec.enable(model), pytest.warns(UserWarning, match="stock path: the logits processor Keeps"):
+        assert answers(ContinuousBatcher(model, None, 3, **settings(logits_processor=[Keeps()])), asked) == want
+
+
+class Odd(StoppingCriteria):
+    """Ends a row at a multiple of seven."""
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        return input_ids[:, -1] % 7 == 0
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_criterion_of_the_users_ends_each_row_as_if_alone(sampled: bool) -> None:
+    model, asked, seeds = tiny_vlms.model("llava"), prompts("llava", ("image first",) * 5), [1, 2, 3, 4, 5]
+    options = settings(stopping_criteria=[Odd()], eos_token_id=ENDS, do_sample=sampled, max_new_tokens=16)
+    with mmspec.enable(model, drafter="ngram"):
+        want = [
+            answers(ContinuousBatcher(model, None, 1, **options), [one], [seed])[0]
+            for one, seed in zip(asked, seeds, strict=True)
+        ]
+        flow = ContinuousBatcher(model, None, 3, **options)
+        assert answers(flow, asked, seeds) == want and flow.stats.tokens == sum(map(len, want))
+    assert sampled or want == [alone(model, one, **options) for one in asked]
+
+
+def test_beams_are_answered_by_stock() -> None:
+    model, asked = tiny_vlms.model("llava"), prompts("llava", KINDS[:3])
+    options = settings(num_beams=2, eos_token_id=ENDS)
+    want = [alone(model, one, **options) for one in asked]
+    with mmspec.enable(model, on_unsupported="fallback"), pytest.warns(UserWarning, match="beam search"):
+        assert answers(ContinuousBatcher(model, None, 3, **options), asked) == want
+
+
+def test_refusals() -> None:
+    model = tiny_vlms.model("llava")
+    with pytest.raises(ValueError, match="not enabled"):
+        ContinuousBatcher(model, None, 2)
+    with mmspec.enable(model):
+        with pytest.raises(ValueError, match="rows must be at least 1; got 0"):
+            ContinuousBatcher(model, None, 0)
+        with pytest.raises(ValueError, match="one answer here; got num_return_sequences=2"):
+            ContinuousBatcher(model, None, 2, num_return_sequences=2)
+        with pytest.raises(ValueError, match="one prompt at a time; got 4"):
+            ContinuousBatcher(model, None, 2).add(0, tiny_vlms.prompt("llava", "ragged"))
+    with mmspec.enable(model, reproducible=True), pytest.raises(ValueError, match="each row has its seed"):
+        ContinuousBatcher(model, None, 2)
+
+
+# -- static batches --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sampled", [True, False])
+def test_static_batches_leave_the_callers_noise_alone(sampled: bool) -> None:
+    model, asked = tiny_vlms.model("llava"), prompts("llava", KINDS[:3])
+    options = settings(do_sample=sampled)
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    want = answers(StaticBatcher(model, None, 1, **options), asked, [1, 2, 3])
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(6)
+    assert answers(StaticBatcher(model, None, 1, **options), asked, [1, 2, 3]) == want
+    assert (answers(StaticBatcher(model, None, 1, **options), asked, [4, 5, 6]) != want) is sampled
+
+
+def test_static_batches_know_the_ends_that_a_call_names() -> None:
+    model, asked = tiny_vlms.model("llava"), prompts("llava")
+    for ends in ({"eos_token_id": ENDS}, {"generation_config": GenerationConfig(eos_token_id=ENDS, pad_token_id=0)}):
+        want = [alone(model, one, **ends) for one in asked]
+        assert answers(StaticBatcher(model, None, 3, **settings(**ends)), asked) == want
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_static_batches_give_the_same_answers(enabled: bool) -> None:
+    model, asked = tiny_vlms.model("llava"), prompts("llava")
+    model.generation_config.eos_token_id = ENDS
+    try:
+        want = [alone(model, one) for one in asked]
+        if enabled:
+            mmspec.enable(model)
+        assert answers(StaticBatcher(model, None, 3, **settings()), asked) == want
+    finally:
+        mmspec.disable(model)
+        model.generation_config.eos_token_id = None
+
+
+def test_static_batches_are_halved_when_memory_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, asked = tiny_vlms.model("llava"), prompts("llava", ("image first",) * 5)
+    want = [alone(model, one) for one in asked]
+    unhurt = Batcher._generate
+
+    def generate(self: Batcher, group: list[intake.QueuedPrompt], **how: Any) -> Any:
+        if len(group) > 1:
+            raise MemoryError
+        return unhurt(self, group, **how)
+
+    monkeypatch.setattr(Batcher, "_generate", generate)
+    flow = StaticBatcher(model, None, 4, **settings())
+    assert answers(flow, asked) == want and flow.rows == 1
+
+
+# -- the engine ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Asked:
+    text: str
+    system: str = ""
+    start: str = ""
+
+
+def picture(seed: int, size: tuple[int, int] = (30, 40)) -> Image.Image:
+    noise = torch.randint(0, 256, (*size, 3), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+    return Image.fromarray(noise.numpy())
+
+
+def captioned(flow: Any, asked: list[tuple[list[Image.Image], Asked]]) -> list[Any]:
+    for number, (frames, question) in enumerate(asked):
+        flow.add(number, frames, question, seed=number)
+    found = []
+    while flow.busy:
+        found += flow.step()
+    return sorted(found, key=lambda answer: answer.ticket)
+
+
+QUESTIONS = [
+    ([picture(0)], Asked("w5 w6")),
+    ([picture(1, (50, 20))], Asked("w7 w8 w9 w10", system="w11 w12")),
+    ([picture(2)], Asked("w5", start="w20 w21")),
+    ([picture(3), picture(4), picture(5)], Asked("w5 w6")),
+    ([picture(6)], Asked("w5 w6", start="w20", system="w9")),
+]
+
+
+@pytest.mark.parametrize("drafter", [None, "ngram"])
+def test_engine_captions_continuously(drafter: str | None) -> None:
+    """Each as stock generate captions it alone; answers hold the beginning that was asked for."""
+    model, processor = tiny_llava.model(), tiny_llava.processor()
+    want = []
+    for frames, asked in QUESTIONS:
+        inputs = chat_inputs(processor, [asked.text], [frames], asked.system, asked.start)
+        out = model.generate(**inputs, max_new_tokens=9, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+        text = processor.decode(out, skip_special_tokens=True).strip()
+        want.append(f"{asked.start} {text}".strip())
+    engine = Engine(model, processor, drafter, 9)
+    found = captioned(engine.flow(3), QUESTIONS)
+    assert [answer.text for answer in found] == want and [answer.error for answer in found] == [None] * 5
+    assert all(answer.tokens == 9 and answer.seconds > 0 for answer in found)
+    assert len(set(want)) == 5
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_engine_falls_back_to_static_batches(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoder_only.DecoderOnly, "unsupported", lambda self, model: "it is not what it seems")
+    engine = Engine(tiny_llava.model(), tiny_llava.processor(), "ngram", 9, temperature)
+    assert engine.drafter is None and engine.notes == [
+        "mmspec leaves LlavaForConditionalGeneration as it is: it is not what it seems"
+    ]
+    found = captioned(engine.flow(2), QUESTIONS)
+    monkeypatch.undo()
+    again = captioned(Engine(tiny_llava.model(), tiny_llava.processor(), "ngram", 9).flow(2), QUESTIONS)
+    assert [a.error for a in found] == [None] * 5
+    assert ([a.text for a in found] == [a.text for a in again]) is (temperature == 0)
+
+
+def test_engine_fails_items_alone() -> None:
+    """A placeholder in the prompt, which asks for a picture that is not there; and no picture at all but a number."""
+    engine = Engine(tiny_llava.model(), tiny_llava.processor(), "ngram", 5)
+    found = captioned(
+        engine.flow(2), [QUESTIONS[0], ([picture(1)], Asked("w5 <image>")), ([7], Asked("w5")), QUESTIONS[2]]
+    )  # type: ignore[list-item]
+    assert [answer.ticket for answer in found if answer.error] == [1, 2]
+    assert found[0].text and found[3].text and not found[1].text
+
+
+def test_rows_follow_from_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(tiny_llava.model(), tiny_llava.processor(), "ngram", 9)
+    rows = []
+    for free in (2**40, 60 * 2**20, 1, None):
+        monkeypatch.setattr(engines, "free_memory", lambda device, free=free: free)
+        rows.append(engine.suggest_rows())
+    assert rows[0] == rows[3] == 8 and rows[2] == 1 and 1 <= rows[1] <= 8  # 8 nodes a row
+    monkeypatch.undo()
+    assert engine.suggest_rows(frames=4) >= 1
+    many = Engine(tiny_llava.model(), tiny_llava.processor(), eagle(engine.model, depth=4, width=8, size=32), 9)
+    assert many.suggest_rows() == 2  # 64 nodes a forward
+
+
+def test_frames_are_a_clip_where_the_processor_knows_clips() -> None:
+    shown: list[Any] = []
+
+    class Template:
+        chat_template, image_processor, video_processor = "there is one", object(), object()
+
+        def apply_chat_template(self, chats: Any, **_: Any) -> None:
+            shown.append([part["type"] for part in chats[0][-1]["content"]])
+
+    for frames in (1, 3):
+        chat_inputs(Template(), ["what?"], [[picture(n) for n in range(frames)]], clips=True)
+    chat_inputs(Template(), ["what?"], [[picture(n) for n in range(3)]])
+    assert shown == [["image", "text"], ["video", "text"], ["image", "image", "image", "text"]]

@@ -1,0 +1,372 @@
+"""`prefix_cache`: what a prompt shares with an earlier one is not read again, and nothing that is generated changes."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import tiny_vlms
+import torch
+import transformers as T
+import vlm_classes as zoo
+from hostile_drafters import eagle, feature_drafter
+from PIL import Image
+from tiny_vlms import CLOSE, IMAGE, OPEN, VIDEO
+from torch import Tensor
+
+import mmspec
+from mmspec import zoo as embedded
+from mmspec.config import SpecConfig, size_in_bytes
+from mmspec.pipelines.host.names import CACHE
+from mmspec.pipelines.serving.continuous import ContinuousBatcher
+
+Inputs = dict[str, Tensor]
+DRAFTERS: dict[str, Callable[[Any], Any]] = {
+    "plain": lambda model: "plain",
+    "suffix": lambda model: "suffix",
+    "eagle tree": lambda model: eagle(model, depth=3, width=3, size=9),
+    "vispec": lambda model: feature_drafter("vispec", model, depth=3, width=1, size=4),
+}
+SAID = {"suppress_tokens": [IMAGE, VIDEO, OPEN, CLOSE]}  # no answer may hold what stands for a picture
+WORDS = (20, 9, 12)
+
+
+def further(inputs: Inputs, words: Tensor) -> Inputs:
+    """The same prompts with these words [B, n] behind them."""
+    longer = {"input_ids": words, "attention_mask": torch.ones_like(words)}
+    longer |= {name: torch.zeros_like(words) for name in inputs if name.endswith("token_type_ids")}
+    return inputs | {name: torch.cat([inputs[name], more], 1) for name, more in longer.items()}
+
+
+def asks(inputs: Inputs, lengths: tuple[int, ...] = WORDS) -> list[Inputs]:
+    """Several questions behind the same prompt."""
+    drawn = torch.Generator().manual_seed(3)
+    rows = len(inputs["input_ids"])
+    return [further(inputs, torch.randint(5, 100, (rows, n), generator=drawn)) for n in lengths]
+
+
+def talks(model: Any, inputs: Inputs, **options: Any) -> tuple[list[Inputs], list[Tensor]]:
+    """Three questions and a second turn of the first one; and what stock says to each."""
+    asked = asks(inputs)
+    said = [tiny_vlms.generate(model, one, **SAID, **options) for one in asked]
+    answer = said[0][:, asked[0]["input_ids"].shape[1] :]
+    asked += asks(further(asked[0], answer), (5,))
+    return asked, [*said, tiny_vlms.generate(model, asked[-1], **SAID, **options)]
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("kind", ["image first", "ragged"])
+@pytest.mark.parametrize("name", ["llava", "qwen2_vl", "qwen3_5"])
+@pytest.mark.every(12)
+def test_later_questions_and_turns_are_answered_as_stock_answers_them(name: str, kind: str, drafter: str) -> None:
+    model, inputs = tiny_vlms.model(name), tiny_vlms.prompt(name, kind)
+    asked, want = talks(model, inputs)
+    with mmspec.enable(model, DRAFTERS[drafter](model), prefix_cache="64MB") as handle:
+        found = [tiny_vlms.generate(model, one, **SAID) for one in asked]
+        stats = handle.stats
+    assert all(map(torch.equal, found, want))
+    lengths = [int(one["attention_mask"].sum()) for one in asked]
+    assert stats.prefix["tokens"] == sum(lengths) and not stats.read_whole
+    least = lengths[0] - 20 * len(want[0])  # all but the last words of one question at least
+    assert stats.prefix["reused tokens"] >= least and 0 < stats.kept_bytes < 64 * 2**20
+    assert "not read again" in str(stats)
+
+
+@pytest.mark.parametrize("name", [name for name in tiny_vlms.FAMILIES if name not in ("llava", "qwen2_vl", "qwen3_5")])
+@pytest.mark.every(6)
+def test_every_family(name: str) -> None:
+    model = tiny_vlms.model(name)
+    for kind in ("several images", "ragged"):
+        asked, want = talks(model, tiny_vlms.prompt(name, kind))
+        with mmspec.enable(model, "plain", prefix_cache="64MB") as handle:
+            assert all(
+                torch.equal(tiny_vlms.generate(model, one, **SAID), said) for one, said in zip(asked, want, strict=True)
+            )
+        both_ways = "its prompts are read in both directions" in handle.stats.read_whole
+        assert both_ways == (name == "paligemma")
+        assert handle.stats.prefix.get("reused tokens", 0) > 0 or both_ways or kind == "ragged"
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen3_5"])
+def test_seeds_draw_the_same(name: str) -> None:
+    model, drawn = tiny_vlms.model(name), {"do_sample": True, "temperature": 1.3}
+    asked = asks(tiny_vlms.prompt(name, "image first"))
+
+    def drawing(**options: Any) -> list[Tensor]:
+        with mmspec.enable(model, "plain", reproducible=True, **options):
+            found = []
+            for seed, one in enumerate(asked):
+                torch.manual_seed(seed)
+                found.append(tiny_vlms.generate(model, one, **SAID, **drawn))
+            return found
+
+    assert all(map(torch.equal, drawing(prefix_cache="1MB"), drawing()))
+
+
+def reused(model: Any, *asked: Inputs, between: Callable[[Any], Any] = lambda model: None) -> float:
+    """Tokens that are not read again when the last is asked, after `between`; it is answered as stock answers it."""
+    with mmspec.enable(model, "plain", prefix_cache="64MB") as handle:
+        for one in asked[:-1]:
+            tiny_vlms.generate(model, one, **SAID)
+        before = handle.stats.prefix["reused tokens"]
+        between(model)
+        found = tiny_vlms.generate(model, asked[-1], **SAID)
+    assert torch.equal(found, tiny_vlms.generate(model, asked[-1], **SAID))
+    return float(handle.stats.prefix["reused tokens"] - before)
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2_vl", "qwen3_5"])
+def test_another_picture_is_read(name: str) -> None:
+    model = tiny_vlms.model(name)
+    mine, other = (tiny_vlms.prompt(name, "image last", picture_seed=seed) for seed in (1, 2))
+    assert torch.equal(mine["input_ids"], other["input_ids"])
+    words = int((mine["input_ids"] != IMAGE).long().cumprod(1).sum())
+    assert reused(model, *asks(mine, (9,)), *asks(other, (9,))) <= words
+    assert reused(model, *asks(mine, (9, 9))) >= mine["input_ids"].shape[1] - (name == "qwen3_5")
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "in place": lambda layer: layer.weight.detach().mul_(1.01),
+    "of one number": lambda layer: layer.weight.detach()[:1, :1].add_(0.5),
+    "unseen by torch": lambda layer: (layer.weight.data.mul_(1.01), mmspec.refresh(layer)),
+    "replaced": lambda layer: setattr(layer, "weight", torch.nn.Parameter(layer.weight * 1.01)),
+    "other data": lambda layer: setattr(layer.weight, "data", layer.weight.data * 1.01),
+}
+
+
+@pytest.mark.parametrize("how", CHANGES)
+def test_what_other_weights_left_is_not_used(how: str) -> None:
+    model = copy.deepcopy(tiny_vlms.model("llava"))
+    asked = asks(tiny_vlms.prompt("llava", "image first"))
+    change = lambda model: CHANGES[how](model.get_decoder().layers[1].mlp.down_proj)  # noqa: E731
+    assert reused(model, *asked[:2], between=change) == 0
+    assert reused(model, *asked[:2]) > 0
+
+
+def test_what_is_read_under_other_conditions_is_not_used() -> None:
+    model = copy.deepcopy(tiny_vlms.model("llava"))
+    asked = asks(tiny_vlms.prompt("llava", "image first"))
+    assert reused(model, *asked[:2], between=lambda model: model.set_attn_implementation("eager")) == 0
+    assert reused(model, *asked[:2], between=lambda model: model.double()) == 0
+    with mmspec.enable(model, "plain", prefix_cache="64MB") as handle:
+        hook = model.get_decoder().layers[0].register_forward_hook(lambda *_: None)
+        for one in asked[:2]:
+            tiny_vlms.generate(model, one, **SAID)
+        hook.remove()
+    assert not handle.stats.prefix and "has forward hooks" in next(iter(handle.stats.read_whole))
+
+
+def test_the_tower_is_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, asked, seen = tiny_vlms.model("qwen2_vl"), asks(tiny_vlms.prompt("qwen2_vl", "image first")), []
+    tower, forward = model.model.visual, type(model.model.visual).forward
+    monkeypatch.setattr(type(tower), "forward", lambda *args, **more: seen.append(1) or forward(*args, **more))
+    with mmspec.enable(model, "plain", prefix_cache="64MB"):
+        for one in asked:
+            tiny_vlms.generate(model, one, **SAID)
+    assert len(seen) == 1
+
+
+def test_the_budget_holds_and_the_latest_stay() -> None:
+    model = tiny_vlms.model("llava")
+    prompts = [asks(tiny_vlms.prompt("llava", "image first", seed), (9, 9)) for seed in range(4)]
+    with mmspec.enable(model, "plain", prefix_cache="64MB") as handle:
+        tiny_vlms.generate(model, prompts[0][0], **SAID)
+        one = handle.stats.kept_bytes
+    assert one > 1000
+    with mmspec.enable(model, "plain", prefix_cache=int(2.5 * one)) as handle:
+        for first, _ in prompts:
+            tiny_vlms.generate(model, first, **SAID)
+            assert handle.stats.kept_bytes <= 2.5 * one
+        assert handle.stats.prefix["reused tokens"] == 0
+        for place, read in ((3, False), (0, True)):  # the latest is kept, the first has gone
+            before = handle.stats.prefix["reused tokens"]
+            tiny_vlms.generate(model, prompts[place][1], **SAID)
+            assert (handle.stats.prefix["reused tokens"] == before) == read
+    with mmspec.enable(model, "plain", prefix_cache=100) as handle:
+        for question in prompts[0]:
+            tiny_vlms.generate(model, question, **SAID)
+    assert handle.stats.kept_bytes == 0 and handle.stats.prefix["reused tokens"] == 0
+
+
+def test_nothing_is_kept_once_it_is_off() -> None:
+    model, [first, second] = (
+        copy.deepcopy(tiny_vlms.model("llava")),
+        asks(tiny_vlms.prompt("llava", "image first"), (9, 9)),
+    )
+    handle = mmspec.enable(model, "plain", prefix_cache="64MB")
+    tiny_vlms.generate(model, first, **SAID)
+    store, alive = weakref.ref(type(model)._mmspec_patch.prefixes), weakref.ref(model)
+    mmspec.disable(model)
+    del handle
+    gc.collect()
+    assert store() is None
+    handle = mmspec.enable(model, "plain", prefix_cache="64MB")
+    tiny_vlms.generate(model, second, **SAID)
+    assert handle.stats.prefix["reused tokens"] == 0
+    mmspec.disable(model)
+    mmspec.enable(model, "plain", prefix_cache="64MB")
+    tiny_vlms.generate(model, first, **SAID)
+    del model
+    gc.collect()
+    assert alive() is None
+    with mmspec.enable(tiny_vlms.model("llava"), "plain") as handle:
+        tiny_vlms.generate(tiny_vlms.model("llava"), first, **SAID)
+    assert not handle.stats.prefix and not handle.stats.kept_bytes
+
+
+def test_two_threads() -> None:
+    model, [mine, other] = (
+        tiny_vlms.model("qwen3_5"),
+        [tiny_vlms.prompt("qwen3_5", "image last", seed) for seed in (1, 2)],
+    )
+    asked = [asks(mine, (9, 12, 7, 11)), asks(other, (10, 8, 13, 9))]
+    want = [[tiny_vlms.generate(model, one, **SAID) for one in some] for some in asked]
+    found: list[list[Tensor]] = [[], []]
+
+    def ask(place: int) -> None:
+        found[place] += [tiny_vlms.generate(model, one, **SAID) for one in asked[place]]
+
+    with mmspec.enable(model, "suffix", prefix_cache="64MB") as handle:
+        threads = [threading.Thread(target=ask, args=(place,)) for place in (0, 1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert all(all(map(torch.equal, *pair)) for pair in zip(found, want, strict=True))
+    assert handle.stats.prefix["reused tokens"] > 0
+
+
+def test_continuous_batches_share_what_they_read() -> None:
+    model = tiny_vlms.model("qwen3_5")
+    asked = asks(tiny_vlms.prompt("qwen3_5", "image last"), (9, 12, 7, 11, 9))
+    want = [tiny_vlms.generate(model, one, **SAID)[0, one["input_ids"].shape[1] :].tolist() for one in asked]
+    with mmspec.enable(model, eagle(model, depth=3, width=3, size=9), prefix_cache="64MB") as handle:
+        batches = ContinuousBatcher(model, None, 2, max_new_tokens=24, do_sample=False, **SAID)
+        for ticket, one in enumerate(asked):
+            batches.add(ticket, one)
+        found = {}
+        while batches.busy:
+            found |= {done.ticket: done.tokens for done in batches.step()}
+    assert [found[ticket] for ticket in range(len(asked))] == want
+    assert handle.stats.prefix["reused tokens"] >= 4 * (asked[0]["input_ids"].shape[1] - 10)
+
+
+def test_calls_that_are_left_alone_say_why() -> None:
+    model, inputs = tiny_vlms.model("llava"), tiny_vlms.prompt("llava", "image first")
+    cache = getattr(tiny_vlms.generate(model, inputs, **SAID, return_dict_in_generate=True), CACHE)
+    turn = further({name: inputs[name] for name in ("input_ids", "attention_mask")}, torch.full((1, 24), 7))
+    want = tiny_vlms.generate(model, turn, **SAID, **{CACHE: copy.deepcopy(cache)})
+    with mmspec.enable(model, "plain", prefix_cache="64MB") as handle:
+        assert torch.equal(tiny_vlms.generate(model, turn, **SAID, **{CACHE: cache}), want)
+        tiny_vlms.generate(model, inputs, **SAID, num_return_sequences=2, do_sample=True)
+    assert list(handle.stats.read_whole.items()) == [
+        ("the cache is the caller's own", 1),
+        ("its pictures were encoded before the prefill", 2),
+    ]
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
+def test_prefill_in_pieces_on_the_stock_path(name: str) -> None:
+    """Stock takes no pictures there that are not encoded yet."""
+    model, inputs = tiny_vlms.model(name), tiny_vlms.prompt(name, "image first")
+    options = {"prefill_chunk_size": 4, "encoder_repetition_penalty": 1.3}
+    want = tiny_vlms.generate(model, inputs, **options)
+    with mmspec.enable(model, prefix_cache="64MB"), pytest.warns(UserWarning, match="stock path"):
+        assert torch.equal(tiny_vlms.generate(model, inputs, **options), want)
+
+
+def test_pictures_beside_embeddings_are_encoded_as_in_stock() -> None:
+    """Llama-4 takes them beside embeddings only so."""
+    if (failed := zoo.stock_error("llama4")) is not None:
+        pytest.skip(failed)
+    model, inputs = zoo.model("llama4"), zoo.prompt("llama4")
+    inputs |= {"inputs_embeds": model.get_input_embeddings()(inputs["input_ids"]).detach()}
+    want = zoo.generate(model, inputs)
+    with mmspec.enable(model, prefix_cache="64MB"):
+        assert torch.equal(zoo.generate(model, inputs), want)
+
+
+@pytest.mark.parametrize(("said", "size"), [("512MB", 2**29), ("1.5 GiB", 3 * 2**29), (7, 7), ("2k", 2048), (None, 0)])
+def test_sizes(said: Any, size: int) -> None:
+    assert SpecConfig(prefix_cache=said).kept_bytes == size
+
+
+@pytest.mark.parametrize("said", ["much", -1, True, "3 XB", 1.5])
+def test_sizes_that_are_none(said: Any) -> None:
+    with pytest.raises(ValueError, match=r"prefix_cache: .* is no size, as 512M"):
+        SpecConfig(prefix_cache=said)
+    with pytest.raises(ValueError, match="is no size"):
+        size_in_bytes(said)
+
+
+# -- heads that the model ships with, on a hybrid ----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def hybrid() -> tuple[Any, Any]:
+    """The embedded model with recurrent layers and a head of its own, and its processor."""
+    folder = embedded.path("scenes-hybrid")
+    model = T.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    return model.eval(), T.AutoProcessor.from_pretrained(folder)
+
+
+Turn = tuple[str, tuple[int, ...], str]  # who, the pictures shown, the words
+
+FIRST: list[list[Turn]] = [
+    [("user", (1,), "Describe this image.")],
+    [("user", (1,), "Describe this image in detail.")],
+    [("user", (2,), "Describe this image.")],
+    [("user", (1, 2), "Describe this image.")],
+    [("user", (2, 1), "Describe this image in detail.")],
+]
+
+
+def chat(processor: Any, talks: list[list[Turn]]) -> Inputs:
+    """The inputs of these conversations, one a row."""
+    messages = [
+        [
+            {"role": who, "content": [*({"type": "image"} for _ in shown), {"type": "text", "text": words}]}
+            for who, shown, words in talk
+        ]
+        for talk in talks
+    ]
+    texts = [processor.apply_chat_template(talk, add_generation_prompt=True) for talk in messages]
+    numbers = [[number for _, shown, _ in talk for number in shown] for talk in talks]
+    pictures = [[Image.open(embedded.samples() / f"scene-{n:02d}.png").convert("RGB") for n in row] for row in numbers]
+    made = processor(text=texts, images=pictures, padding=True, padding_side="left", return_tensors="pt")
+    return dict(made)
+
+
+def told(hybrid: tuple[Any, Any], batch: int) -> list[list[str]]:
+    """First turns, then second ones behind them, and the first ones again; they share pictures and beginnings."""
+    model, processor = hybrid
+
+    def said(talks: list[list[Turn]]) -> list[str]:
+        inputs = chat(processor, talks)
+        out = model.generate(**inputs, max_new_tokens=16, do_sample=False)
+        return processor.batch_decode(out[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)  # type: ignore[no-any-return]
+
+    groups = [[FIRST[(at + i) % len(FIRST)] for i in range(batch)] for at in range(len(FIRST))]
+    found = [said(group) for group in groups]
+    second: Turn = ("user", (), "Describe this image in detail.")
+    for group, answers in zip(groups, list(found), strict=True):
+        found.append(
+            said([[*talk, ("assistant", (), words), second] for talk, words in zip(group, answers, strict=True)])
+        )
+    return [*found, *map(said, groups)]
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.every(4)
+def test_heads_of_a_hybrid_say_what_stock_says_over_many_calls(hybrid: tuple[Any, Any], batch: int) -> None:
+    want = told(hybrid, batch)
+    for options in ({}, {"depth": 4, "width": 3, "size": 12}):
+        with mmspec.enable(hybrid[0], "mtp", prefix_cache="64MB", **options) as handle:
+            assert told(hybrid, batch) == want
+            stats = handle.stats
+        assert stats.accepted > stats.rounds / 2 and stats.prefix["reused tokens"] > 0
