@@ -3,8 +3,8 @@
     python benchmarks/expected.py --out benchmarks/results/expected.json
 
 Launches are counted in narrow models of the true class and of few layers, since they do not depend on the width, and
-each layer adds as many: what a round asks of torch, and how many graphs it replays. The kernels of mmspec count as what
-what they launch; a graph is played by `pretend_graphs.py` of the tests. Bytes and arithmetic follow from published shapes
+each layer adds as many: what a round asks of torch, and how many graphs it replays. mmspec's kernels count as what
+they launch; a graph is played by `tests/support/pretend_graphs.py`. Bytes and arithmetic follow from published shapes
 (`expected_bytes.py`). The time of a forward is that of its bytes or of its arithmetic, whichever is longer, or of its
 launches where the host is slower.
 """
