@@ -569,7 +569,7 @@ def test_a_cancelled_prompt_frees_its_row(kind: type[Batcher]) -> None:
             flow.add(number, inputs)
         if kind is ContinuousBatcher:
             assert not flow.step()
-            assert [(ticket, len(tokens)) for ticket, tokens in flow.written()] == [(0, 2), (1, 2)]
+            assert [(ticket, len(tokens)) for ticket, tokens, _ in flow.written()] == [(0, 2), (1, 2)]
         flow.cancel(0)
         flow.cancel(3)
         ends = {}

@@ -133,8 +133,8 @@ class Batcher:
         self._waiting = [one for one in self._waiting if one.ticket != ticket]
         self._finished = [one for one in self._finished if one.ticket != ticket]
 
-    def written(self) -> Iterator[tuple[Hashable, list[int]]]:
-        """The prompts under way, each with the tokens that it has so far."""
+    def written(self) -> Iterator[tuple[Hashable, list[int], Stats]]:
+        """The prompts under way, each with the tokens that it has so far, and what happened."""
         yield from ()
 
     def step(self) -> list[FinishedPrompt]:

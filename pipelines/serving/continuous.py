@@ -72,10 +72,10 @@ class ContinuousBatcher(Batcher):
             if row.asked is not None and row.asked.ticket == ticket:  # type: ignore[attr-defined]
                 row.asked, row.done = None, True  # type: ignore[attr-defined]
 
-    def written(self) -> Iterator[tuple[Hashable, list[int]]]:
+    def written(self) -> Iterator[tuple[Hashable, list[int], Stats]]:
         for row in self._session.rows:
             if row.asked is not None:  # type: ignore[attr-defined]
-                yield row.asked.ticket, row.tokens[row.start :]  # type: ignore[attr-defined]
+                yield row.asked.ticket, row.tokens[row.start :], row.stats  # type: ignore[attr-defined]
 
     def step(self) -> list[FinishedPrompt]:
         """Read waiting prompts into free rows, then one round of all rows; returns what has finished."""
