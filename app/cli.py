@@ -20,6 +20,7 @@ COMMANDS = {  # verb: (module with configure(parser) and run(args) -> exit code,
     "caption": ("mmspec.app.caption.command", "caption images and videos: folders, lists, tables, tars, data sets"),
     "generate": ("mmspec.app.generate", "draw pictures from prompts with an autoregressive image model"),
     "demo": ("mmspec.app.demo.command", "see it at work in the browser"),
+    "serve": ("mmspec.app.serve.command", "answer OpenAI's chat protocol, many clients at once"),
     "verify": ("mmspec.app.verify", "check that output is unchanged on your model and image"),
     "bench": (
         "mmspec.app.bench.command",

@@ -104,13 +104,17 @@ class Engine:
             flow.step()
 
     def flow(self, rows: int, **settings: Any) -> Captioner:
-        """Continuous captioning, `rows` answers at once; static batches where mmspec cannot accelerate the model."""
+        """Continuous captioning, `rows` answers at once."""
+        return Captioner(self, self.batcher(rows, **settings))
+
+    def batcher(self, rows: int, **settings: Any) -> Batcher:
+        """Takes prompts, `rows` of them at once; static batches where mmspec cannot accelerate the model."""
         batches: type[Batcher] = StaticBatcher
         if self.compilable:
             batches = ContinuousBatcher
             if self.drafter is None:
                 mmspec.enable(self.model, drafter=Plain(), **self.options)
-        return Captioner(self, batches(self.model, self.processor, rows, **(self.settings | settings)))
+        return batches(self.model, self.processor, rows, **(self.settings | settings))
 
     def suggest_rows(self, frames: int = 1, size: tuple[int, int] = PICTURE) -> int:
         """How many answers to write at once to begin with; a flow halves it when memory runs out all the same.

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import ipaddress
 import math
+import socket
 from collections.abc import Iterable
 from typing import Any
 
@@ -24,6 +26,27 @@ def door(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is not a port; one is a number from 1 to 65535")
     return int(text)
+
+
+def is_local(host: str) -> bool:
+    """Whether only this machine can reach a server that listens there."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:  # a name
+        return False
+
+
+def check_port(host: str, port: int, otherwise: str) -> None:
+    """OSError if somebody listens there already, which says what to do `otherwise`."""
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as listening:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind(address)
+    except (OSError, OverflowError) as error:
+        raise OSError(f"cannot listen at {host}:{port} ({error}); {otherwise}") from error
 
 
 def from_zero(text: str) -> float:

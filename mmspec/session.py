@@ -136,15 +136,9 @@ class Session:
 
     def count(self, round_: Round) -> None:
         """Book a round after the prefill."""
-        stats = self.stats
-        stats.rounds += 1
-        stats.row_rounds += len(round_.counts)
-        stats.drafted += sum(round_.proposed)
-        for count, new in zip(round_.counts, round_.new, strict=True):
-            accepted = min(count - 1, len(new))  # a row may end among its accepted tokens
-            stats.gained += len(new)
-            stats.accepted += accepted
-            stats.accepted_by_depth.update(range(1, accepted + 1))
+        self.stats.rounds += 1
+        for counts in zip(round_.counts, round_.new, round_.proposed, strict=True):
+            self.stats.count(*counts)
 
     def group(self, index: Tensor) -> Group:
         """Some of the rows, as far as logits depend on them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 
@@ -69,6 +70,15 @@ class Stats:
     def acceptance(self, depth: int) -> float:
         """Share of a row's rounds in which at least `depth` drafted tokens were kept."""
         return self.accepted_by_depth[depth] / self.row_rounds if self.row_rounds else 0.0
+
+    def count(self, nodes: int, new: Sequence[int], proposed: int) -> None:
+        """Book a row's part of a round: accepted nodes with the root, the tokens that it took, those proposed."""
+        accepted = min(nodes - 1, len(new))  # a row may end among its accepted tokens
+        self.row_rounds += 1
+        self.drafted += proposed
+        self.gained += len(new)
+        self.accepted += accepted
+        self.accepted_by_depth.update(range(1, accepted + 1))
 
     def add(self, other: Stats) -> None:
         for name in ("rounds", "tokens", "row_rounds", "gained", "drafted", "accepted", "spent"):

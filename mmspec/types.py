@@ -43,6 +43,12 @@ class Categorical:
         assert self.logits is not None
         return self.logits.to(torch.promote_types(self.logits.dtype, torch.float32)).logsumexp(-1)
 
+    def spread(self, like: Tensor | None) -> Categorical:
+        """The same point mass as logits [B, N, V], of the type and the V of those of other rows."""
+        assert self.ids is not None and like is not None
+        logits = like.new_full((*self.ids.shape, like.shape[-1]), -torch.inf)
+        return Categorical(logits.scatter_(-1, self.ids.clamp(min=0)[..., None], 0.0))
+
     def mass(self, nodes: Tensor, tokens: Tensor) -> Tensor:
         """Probability, as `ops.widest`, of tokens [B, K] or [B, K, M] by what is at nodes [B, K]; 0 for holes."""
         if self.logits is not None:
@@ -215,6 +221,8 @@ def join(a: T, b: T, fills: Mapping[str, int], name: str = "") -> T:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         shape = [max(x, y) for x, y in zip(a.shape[1:], b.shape[1:], strict=True)]
         return torch.cat([_filled(t, shape, fills.get(name, 0)) for t in (a, b)])  # type: ignore[return-value]
+    if isinstance(a, Categorical) and isinstance(b, Categorical) and a.is_point != b.is_point:
+        a, b = (d if d.logits is not None else d.spread(o.logits) for d, o in ((a, b), (b, a)))  # type: ignore[assignment]
     if a is None or b is None:  # such as the distribution of a draft, which an empty one has not
         return None  # type: ignore[return-value]
     if hasattr(a, "__dataclass_fields__"):

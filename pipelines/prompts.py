@@ -8,6 +8,7 @@ from typing import Any
 from PIL import Image
 
 Turns = Sequence[tuple[str, str]]  # what was asked and answered
+Chat = Sequence[dict[str, Any]]  # turns as chat templates take them, each with a list of parts
 
 
 def chat_inputs(
@@ -25,33 +26,68 @@ def chat_inputs(
         clips: several pictures of a row are the frames of a clip; a processor that knows videos gets them as one.
         before: what every row was asked before and answered; its pictures stand in the first of these turns.
     """
-    if text_alone(processor):
-        if any(images):
-            raise ValueError("this model reads text alone, and was shown a picture; give prompts without pictures")
-        from mmspec.pipelines.host.loading import BatchFeature
+    clips = clips and bool(template(processor)) and getattr(processor, "video_processor", None) is not None
+    chats = [_chat(prompt, row, system, start, clips, before) for prompt, row in zip(prompts, images, strict=True)]
+    return inputs_of(processor, chats, bool(start))
 
-        return BatchFeature(dict(_text_inputs(processor, prompts, system, start, before)))
-    clips = clips and getattr(processor, "video_processor", None) is not None
-    if getattr(processor, "chat_template", None):
-        chats = [_chat(prompt, row, system, start, clips, before) for prompt, row in zip(prompts, images, strict=True)]
-        return processor.apply_chat_template(
-            chats,
-            add_generation_prompt=not start,
-            continue_final_message=bool(start),
-            tokenize=True,
-            return_dict=True,
-            return_tensors="pt",
-            processor_kwargs={"padding": True, "padding_side": "left"},
-        )
+
+def inputs_of(processor: Any, chats: Sequence[Chat], start: bool = False) -> Any:
+    """Left-padded inputs, one row per chat: turns {role, content: parts of type text, image or video}.
+
+    Args:
+        start: whether the last turn is the beginning of the answer.
+
+    Raises:
+        ValueError: a picture for a model of text alone.
+    """
+    alone = text_alone(processor)
+    parts = [[part for turn in chat for part in turn["content"]] for chat in chats]
+    pictures = [[part["image"] for part in row if part["type"] == "image"] for row in parts]
+    if alone and any(part["type"] != "text" for row in parts for part in row):
+        raise ValueError("this model reads text alone, and was shown a picture; give prompts without pictures")
+    if alone:
+        processor.padding_side = "left"
+        if processor.pad_token is None:
+            processor.pad_token = processor.eos_token
+    if template(processor):
+        padding = {"padding": True, "padding_side": "left"}
+        how = {"padding": True} if alone else {"processor_kwargs": padding}
+        found = processor.apply_chat_template(
+            [_plain(chat) for chat in chats] if alone else chats,
+            add_generation_prompt=not start, continue_final_message=start,
+            tokenize=True, return_dict=True, return_tensors="pt", **how,
+        )  # fmt: skip
+    else:
+        texts = [_untemplated(processor, chat) for chat in chats]
+        shown = {} if alone else {"images": pictures if any(pictures) else None, "padding_side": "left"}
+        found = processor(text=texts, padding=True, return_tensors="pt", **shown)
+    if not alone:
+        return found
+    from mmspec.pipelines.host.loading import BatchFeature
+
+    return BatchFeature(dict(found))
+
+
+def template(processor: Any) -> Any:
+    """Its chat template, if it has one."""
+    return getattr(processor, "chat_template", None)
+
+
+def _plain(chat: Chat) -> list[dict[str, Any]]:
+    """With texts for the contents of turns, as a tokenizer's template takes them."""
+    return [{**turn, "content": "".join(part["text"] for part in turn["content"])} for turn in chat]
+
+
+def _untemplated(processor: Any, chat: Chat) -> str:
+    """A chat where there is no template: a line for a turn's pictures, one for each of its texts."""
     marker = getattr(processor, "image_token", None) or ""
-    marker = getattr(marker, "content", marker)
-    said = [line for turn in before for line in turn]
-    texts = [
-        "\n".join(part for part in (system, marker * len(row), *said, prompt, start) if part or part is prompt)
-        for prompt, row in zip(prompts, images, strict=True)
-    ]
-    pictures = [list(row) for row in images] if any(images) else None
-    return processor(images=pictures, text=texts, padding=True, padding_side="left", return_tensors="pt")
+    marker = str(getattr(marker, "content", marker))
+    lines = []
+    for turn in chat:
+        kinds = [part["type"] for part in turn["content"]]
+        lines.append(marker * kinds.count("image"))
+        lines += [part["text"] for part in turn["content"] if part["type"] == "text"]
+    return "\n".join(filter(None, lines))
 
 
 def text_alone(processor: Any) -> bool:
@@ -59,38 +95,17 @@ def text_alone(processor: Any) -> bool:
     return not any(hasattr(processor, part) for part in ("tokenizer", "image_processor"))
 
 
-def _text_inputs(tokenizer: Any, prompts: Sequence[str], system: str, start: str, before: Turns) -> Any:
-    """The same by a tokenizer, whose template takes texts for the contents of turns."""
-    padding = {"padding": True, "return_tensors": "pt"}
-    tokenizer.padding_side = "left"
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    if not getattr(tokenizer, "chat_template", None):
-        said = [line for turn in before for line in turn]
-        lines = [(system, *said, prompt, start) for prompt in prompts]
-        texts = ["\n".join(part for part in row if part or part is row[-2]) for row in lines]
-        return tokenizer(texts, **padding)
-    chats = [_chat(prompt, (), system, start, False, before) for prompt in prompts]
-    told = [[{**turn, "content": "".join(part["text"] for part in turn["content"])} for turn in chat] for chat in chats]
-    return tokenizer.apply_chat_template(
-        told, add_generation_prompt=not start, continue_final_message=bool(start), tokenize=True, return_dict=True,
-        **padding,
-    )  # fmt: skip
-
-
 def chat_text(processor: Any, prompt: str, pictures: int, system: str = "", start: str = "") -> str:
     """The same turn as text, with the processor's mark in the place of each of so many pictures."""
-    if getattr(processor, "chat_template", None):
-        chat: Any = _chat(prompt, [None] * pictures, system, start, False, ())
-        for turn in chat:
-            turn["content"] = [{k: v for k, v in part.items() if k != "image"} for part in turn["content"]]
-        text = processor.apply_chat_template(
-            chat, add_generation_prompt=not start, continue_final_message=bool(start), tokenize=False
-        )
-        return str(text)
-    marker = getattr(processor, "image_token", None) or ""
-    marker = str(getattr(marker, "content", marker))
-    return "\n".join(part for part in (system, marker * pictures, prompt, start) if part or part is prompt)
+    chat = _chat(prompt, [None] * pictures, system, start, False, ())
+    if not template(processor):
+        return _untemplated(processor, chat)
+    for turn in chat:
+        turn["content"] = [{k: v for k, v in part.items() if k != "image"} for part in turn["content"]]
+    text = processor.apply_chat_template(
+        chat, add_generation_prompt=not start, continue_final_message=bool(start), tokenize=False
+    )
+    return str(text)
 
 
 def _chat(

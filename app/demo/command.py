@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 from mmspec import media, zoo
 from mmspec.app import embedded, enabling
 from mmspec.app.media import inputs, items
-from mmspec.app.options import above_zero, door, where
+from mmspec.app.options import above_zero, check_port, door, where
 
 ABOUT = (
     "The same words and pictures from the same models in fewer steps: guess ahead, check the whole guess in one call."
@@ -66,7 +65,8 @@ def run(args: argparse.Namespace) -> int:
 
     try:
         auth = guard.credentials(args.host, args.auth or os.environ.get("MMSPEC_DEMO_AUTH"))
-        _check_port(args.host, args.port)  # before the models are loaded, which takes a while
+        if args.port is not None:  # before the models are loaded, which takes a while
+            check_port(args.host, args.port, "choose another --port, or none: a free one is found")
         pictures, clips = examples(args.examples)
         with sight.decoder() as eyes:
             page = load(args, eyes, pictures, clips)
@@ -82,20 +82,6 @@ def run(args: argparse.Namespace) -> int:
         print(f"mmspec demo: {error}", file=sys.stderr)
         return 1
     return 0
-
-
-def _check_port(host: str, port: int | None) -> None:
-    """_Fatal if somebody listens at the port already; without one, a free one is looked for later."""
-    if port is None:
-        return
-    try:
-        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, socket.SOCK_STREAM) as door:
-            door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            door.bind(address)
-    except (OSError, OverflowError) as error:
-        advice = "choose another --port, or none: a free one is found"
-        raise _Fatal(f"cannot listen at {host}:{port} ({error}); {advice}") from error
 
 
 class _Fatal(Exception):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import ipaddress
 from abc import ABCMeta
 from typing import Any
 
 import gradio as gr
 from gradio_client import utils as client_utils
+
+from mmspec.app.options import is_local
 
 ADDRESS = "The demo fetches nothing from the network. Download the file and upload it."
 
@@ -78,13 +79,3 @@ def credentials(host: str, auth: str | None) -> tuple[str, str] | None:
     if not (user and colon and password):
         raise DoorError("--auth takes USER:PASSWORD, both not empty, with a colon between them")
     return user, password
-
-
-def is_local(host: str) -> bool:
-    """Whether only this machine can reach a server that listens there."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:  # a name
-        return False

@@ -28,6 +28,7 @@ class FinishedPrompt:
 
     Attributes:
         tokens: what was generated, the end-of-sequence token included.
+        stats: of its rounds alone; empty where mmspec took no part.
         seconds: since the prompt was first read; rows that run at once share the time.
         error: why there is no answer; None: there is one.
     """
@@ -36,6 +37,7 @@ class FinishedPrompt:
     tokens: list[int] = field(default_factory=list)
     seconds: float = 0.0
     error: Exception | None = None
+    stats: Stats = field(default_factory=Stats)
 
 
 @dataclass(eq=False)
@@ -45,6 +47,7 @@ class QueuedPrompt:
     ticket: Hashable
     inputs: dict[str, Any]
     seed: int
+    settings: dict[str, Any] = field(default_factory=dict)  # of `generate`, for this prompt alone
     begun: float = 0.0  # when it was first read
     apart: bool = False  # to run with no other beside it: it, or a neighbour, broke a round
     rows: int = 0  # how many ran at once when memory first did not suffice
@@ -60,7 +63,7 @@ class QueuedPrompt:
         if self.apart or not all(isinstance(value, Tensor) and value.dim() for value in others.values()):
             return None
         texts = frozenset(self.inputs.keys() - others.keys())
-        return texts, tuple(sorted((name, tuple(value.shape[1:])) for name, value in others.items()))
+        return self.settings, texts, tuple(sorted((name, tuple(value.shape[1:])) for name, value in others.items()))
 
 
 class Batcher:
@@ -109,20 +112,30 @@ class Batcher:
         """Whether there is anything that has not been handed back yet."""
         return bool(self._waiting or self.running or self._finished)
 
-    def add(self, ticket: Hashable, inputs: Any, seed: int = 0) -> None:
+    def add(self, ticket: Hashable, inputs: Any, seed: int = 0, **settings: Any) -> None:
         """One prompt; it is read once a row is free.
 
         Args:
             ticket: comes back with the answer.
             inputs: what a processor returned for one prompt, unpadded; on any device.
             seed: of its noise, ≥ 0; without effect where nothing is drawn.
+            **settings: as for `model.generate`, for this prompt, before those of all.
 
         Raises:
             ValueError: not one prompt.
         """
         if len(inputs["input_ids"]) != 1:
             raise ValueError(f"add takes one prompt at a time; got {len(inputs['input_ids'])}")
-        self._waiting.append(QueuedPrompt(ticket, dict(inputs), seed))
+        self._waiting.append(QueuedPrompt(ticket, dict(inputs), seed, settings))
+
+    def cancel(self, ticket: Hashable) -> None:
+        """Give up a prompt: it is not read, or its row is free before the next round; nothing is handed back of it."""
+        self._waiting = [one for one in self._waiting if one.ticket != ticket]
+        self._finished = [one for one in self._finished if one.ticket != ticket]
+
+    def written(self) -> Iterator[tuple[Hashable, list[int], Stats]]:
+        """The prompts under way, each with the tokens that it has so far, and what happened."""
+        yield from ()
 
     def step(self) -> list[FinishedPrompt]:
         """A part of the work; returns what has finished."""
@@ -150,10 +163,11 @@ class Batcher:
             one.begun = one.begun or time.perf_counter()
         return group
 
-    def _setting(self, name: str) -> Any:
+    def _setting(self, name: str, prompt: QueuedPrompt | None = None) -> Any:
         """A setting of `generate`, as it is given here, in a configuration given here, or in the model's own."""
-        told = self.generation.get(name)
-        own = (self.generation.get("generation_config"), self.model.generation_config)
+        given = self.generation | (prompt.settings if prompt else {})
+        told = given.get(name)
+        own = (given.get("generation_config"), self.model.generation_config)
         return setting(name, *own) if told is None else told
 
     def _generate(self, group: list[QueuedPrompt], **how: Any) -> Any:
@@ -161,8 +175,9 @@ class Batcher:
         pads = [x for x in (own, getattr(self._tokenizer, "pad_token_id", None)) if x is not None]
         inputs = _padded([one.inputs for one in group], pads[0] if pads else 0)
         inputs = {k: v.to(self.model.device) if isinstance(v, Tensor) else v for k, v in inputs.items()}
-        tokenizer = {"tokenizer": self._tokenizer} if "stop_strings" in self.generation else {}
-        return self.model.generate(**inputs, **tokenizer, **self.generation, **how)
+        settings = self.generation | group[0].settings
+        tokenizer = {"tokenizer": self._tokenizer} if "stop_strings" in settings else {}
+        return self.model.generate(**inputs, **tokenizer, **settings, **how)
 
     def _answer(self, group: list[QueuedPrompt]) -> None:
         """One call of `generate` from beginning to end."""
@@ -172,7 +187,7 @@ class Batcher:
             out = out[:, max(one.length for one in group) :]
         now = time.perf_counter()
         for one, row in zip(group, out.tolist(), strict=True):
-            tokens = row[: answer_length(row, self._setting("eos_token_id"))]
+            tokens = row[: answer_length(row, self._setting("eos_token_id", one))]
             self._finished.append(FinishedPrompt(one.ticket, tokens, now - one.begun))
 
     def _again(self, group: list[QueuedPrompt], error: Exception) -> None:

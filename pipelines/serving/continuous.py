@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ class _PromptRow(Row):
     """A row that knows what it answers, until it has."""
 
     asked: QueuedPrompt | None = None
+    stats: Stats = field(default_factory=Stats)
 
 
 class ContinuousBatcher(Batcher):
@@ -58,12 +60,22 @@ class ContinuousBatcher(Batcher):
 
     def _restart(self) -> None:
         self._target: Target | None = None
-        self._request: Request | None = None  # which all rows share that process logits alike
         self._session = Session([], self.model.device)
 
     @property
     def running(self) -> list[QueuedPrompt]:
         return [row.asked for row in self._session.rows if row.asked is not None]  # type: ignore[attr-defined]
+
+    def cancel(self, ticket: Hashable) -> None:
+        super().cancel(ticket)
+        for row in self._session.rows:
+            if row.asked is not None and row.asked.ticket == ticket:  # type: ignore[attr-defined]
+                row.asked, row.done = None, True  # type: ignore[attr-defined]
+
+    def written(self) -> Iterator[tuple[Hashable, list[int], Stats]]:
+        for row in self._session.rows:
+            if row.asked is not None:  # type: ignore[attr-defined]
+                yield row.asked.ticket, row.tokens[row.start :], row.stats  # type: ignore[attr-defined]
 
     def step(self) -> list[FinishedPrompt]:
         """Read waiting prompts into free rows, then one round of all rows; returns what has finished."""
@@ -81,7 +93,9 @@ class ContinuousBatcher(Batcher):
     def _round(self) -> None:
         assert self._target is not None
         try:
-            next(decode(self._session, self._target, self._handle.proposer))
+            now = next(decode(self._session, self._target, self._handle.proposer))
+            for row, *counts in zip(self._session.rows, now.counts, now.new, now.proposed, strict=True):
+                row.stats.count(*counts)  # type: ignore[attr-defined]
         except Exception as error:  # half of the state may have been written
             self._interrupted([], error)
 
@@ -91,7 +105,8 @@ class ContinuousBatcher(Batcher):
         for row in session.rows:
             if row.done and (asked := row.asked) is not None:  # type: ignore[attr-defined]
                 row.asked = None  # type: ignore[attr-defined]
-                self._finished.append(FinishedPrompt(asked.ticket, row.tokens[row.start :], now - asked.begun))
+                tokens, stats = row.tokens[row.start :], row.stats  # type: ignore[attr-defined]
+                self._finished.append(FinishedPrompt(asked.ticket, tokens, now - asked.begun, stats=stats))
         if not self.running:
             session.retire()
         self.stats.add(session.stats)
@@ -119,6 +134,15 @@ class ContinuousBatcher(Batcher):
             return False
         return True
 
+    def _shared(self, prompt: QueuedPrompt) -> Request | None:
+        """The request of a row whose logits are processed alike, so that those of all such rows are at once."""
+
+        def processing(one: QueuedPrompt) -> dict[str, Any]:
+            return {name: value for name, value in one.settings.items() if name != "max_new_tokens"}
+
+        alike = (row for row in self._session.rows if processing(row.asked or prompt) == processing(prompt))  # type: ignore[attr-defined]
+        return next((row.request for row in alike if row.asked is not None), None)  # type: ignore[attr-defined]
+
     def _interrupted(self, group: list[QueuedPrompt], error: Exception) -> None:
         """Rows are left half written: all of them start again from their prompts, and so does the group."""
         everyone = list(dict.fromkeys([*self.running, *group]))
@@ -142,11 +166,12 @@ class ContinuousBatcher(Batcher):
             call.generation_config,
             Endings(call.stopping_criteria, 1, call.input_ids.device),
         )
-        self._together = not (processors.need_history or call.guidance) and config.max_new_tokens is not None
+        self._together = not (processors.private or call.guidance) and config.max_new_tokens is not None
+        if not self._together and len(group) > 1:
+            raise UnsupportedError("these settings hold for one prompt")
         sample = bool(config.do_sample)
-        request = patch.family.request(Request(Sampler(processors, sample, fixed_noise(patch, sample))))
-        if not processors.need_history:  # nothing of it belongs to this prompt alone
-            request = self._request = self._request or request
+        request = None if processors.private else self._shared(group[0])
+        request = request or patch.family.request(Request(Sampler(processors, sample, fixed_noise(patch, sample))))
         most, rule = ends.limit - call.input_ids.shape[1], patch.keeps_by(call, sample)
         rows: list[Row] = []
         for one in group:  # a row's tokens are its own, without padding

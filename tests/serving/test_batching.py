@@ -530,3 +530,55 @@ def test_frames_are_a_clip_where_the_processor_knows_clips() -> None:
         chat_inputs(Template(), ["what?"], [[picture(n) for n in range(frames)]], clips=True)
     chat_inputs(Template(), ["what?"], [[picture(n) for n in range(3)]])
     assert shown == [["image", "text"], ["video", "text"], ["image", "image", "image", "text"]]
+
+
+def test_each_prompt_has_settings_of_its_own() -> None:
+    """Greedy and drawn rows, of any length, side by side; each as if alone, with statistics of its own."""
+    model, asked = targets.model("llava"), prompts("llava")[:5]
+    own: list[dict[str, Any]] = [
+        {"max_new_tokens": 12},
+        {"do_sample": True, "temperature": 0.7},
+        {"do_sample": True, "top_p": 0.5, "max_new_tokens": 7},
+        {"repetition_penalty": 1.5},
+        {},
+    ]
+    with mmspec.enable(model, drafter=eagle(model, depth=3, width=3, size=9)):
+        found = []
+        for rows in (1, 5):
+            flow = ContinuousBatcher(model, None, rows, **settings())
+            for number, (inputs, how) in enumerate(zip(asked, own, strict=True)):
+                flow.add(number, inputs, number, **how)
+            ends = {}
+            while flow.busy:
+                ends |= {end.ticket: end for end in flow.step()}
+            found.append([ends[number].tokens for number in range(5)])
+            total = [sum(getattr(end.stats, name) for end in ends.values()) for name in ("row_rounds", "accepted")]
+            assert total == [flow.stats.row_rounds, flow.stats.accepted]
+    assert found[0] == found[1]
+    for number in (0, 3, 4):
+        assert found[0][number] == alone(model, asked[number], **own[number])
+    assert [len(tokens) for tokens in found[0]] == [12, 10, 7, 10, 10]
+
+
+@pytest.mark.parametrize("kind", [ContinuousBatcher, StaticBatcher])
+def test_a_cancelled_prompt_frees_its_row(kind: type[Batcher]) -> None:
+    model, asked = targets.model("llava"), prompts("llava")[:4]
+    with mmspec.enable(model, drafter=Plain()):
+        flow = kind(model, None, 2, **settings())
+        for number, inputs in enumerate(asked):
+            flow.add(number, inputs)
+        if kind is ContinuousBatcher:
+            assert not flow.step()
+            assert [(ticket, len(tokens)) for ticket, tokens, _ in flow.written()] == [(0, 2), (1, 2)]
+        flow.cancel(0)
+        flow.cancel(3)
+        ends = {}
+        while flow.busy:
+            ends |= {end.ticket: end.tokens for end in flow.step()}
+            assert len(flow.running) <= 2
+        assert ends == {number: alone(model, asked[number]) for number in (1, 2)}
+        flow.add(5, asked[0])
+        flow.step()
+        for ticket in (5, 1):  # the last row, and a prompt that is not there
+            flow.cancel(ticket)
+        assert flow.step() == [] and not flow.busy

@@ -68,6 +68,7 @@ class Processors:
     def __init__(self, processors: LogitsProcessorList) -> None:
         self.processors = processors
         self.need_history = any(type(p) in HISTORY for p in processors)
+        self.private = self.need_history or any(map(follows, processors))  # of the rows of one call
         self._texts = history.Texts()
         self._steps: list[Any] = []
         for known, group in groupby(processors, lambda p: type(p) in POINTWISE or type(p) in HISTORY):

@@ -1,0 +1,199 @@
+"""A request of OpenAI's chat protocol: its fields, the pictures that it shows, its answer's text, and errors."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, Literal
+from urllib.request import url2pathname, urlopen
+
+from PIL import Image
+from pydantic import BaseModel, Field, ValidationError
+
+from mmspec.app.media.decoder import Decoder
+from mmspec.app.media.items import IMAGE, Item
+from mmspec.app.media.video import FramePolicy
+from mmspec.media import MediaError, MediaLimits, read
+
+SECONDS = 20.0  # that fetching, and decoding, a picture may take
+KINDS = {429: "rate_limit_error", 500: "server_error"}  # of errors; all others are the request's
+NEUTRAL: dict[str, tuple[Any, ...]] = {  # what is not offered: the values under which it changes nothing
+    "n": (1,), "logprobs": (False,), "top_logprobs": (0,), "logit_bias": ({},), "tools": ([],), "functions": ([],),
+    "presence_penalty": (0,), "frequency_penalty": (0,), "tool_choice": ("none", "auto"), "audio": (),
+    "response_format": ({"type": "text"},),
+}  # fmt: skip
+
+
+class ChatError(Exception):
+    """A request that is not answered: the status, and the body in OpenAI's format."""
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+        kind = KINDS.get(status, "invalid_request_error")
+        self.status, self.body = status, {"message": message, "type": kind, "param": param, "code": code}
+        super().__init__(message)
+
+
+class _Address(BaseModel):
+    url: str
+
+
+class _Part(BaseModel):
+    type: Literal["text", "image_url"]
+    text: str = ""
+    image_url: _Address = _Address(url="")
+
+
+class _Message(BaseModel):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[_Part]
+
+    @property
+    def parts(self) -> list[_Part]:
+        return [_Part(type="text", text=self.content)] if isinstance(self.content, str) else self.content
+
+
+class ChatRequest(BaseModel, extra="allow"):
+    """The fields that are taken; those of NEUTRAL are refused, and others have no effect."""
+
+    messages: list[_Message] = Field(min_length=1)
+    model: str | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0)
+    seed: int = Field(default_factory=lambda: secrets.randbits(31))
+    stop: str | list[str] | None = None
+    stream: bool = False
+    stream_options: dict[str, Any] | None = None
+
+    @classmethod
+    def parse(cls, body: bytes) -> ChatRequest:
+        """ChatError where it is none, or asks for what is not offered."""
+        try:
+            found = cls.model_validate_json(body)
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(map(str, first["loc"])) or None
+            raise ChatError(400, f"{place or 'the body'}: {first['msg']}", place) from error
+        for name, value in (found.model_extra or {}).items():
+            if value is not None and value not in NEUTRAL.get(name, (value,)):
+                raise ChatError(400, f"{name} is not offered here; leave it out", name, "unsupported_parameter")
+        if found.messages[-1].role == "assistant":
+            raise ChatError(400, "the last message has to be the user's; got the assistant's", "messages")
+        return found
+
+    @property
+    def stops(self) -> list[str]:
+        return [stop for stop in ([self.stop] if isinstance(self.stop, str) else self.stop or []) if stop]
+
+    def settings(self, temperature: float, most: int) -> dict[str, Any]:
+        """For `generate`; the arguments stand in for what the request leaves open."""
+        warmth = temperature if self.temperature is None else self.temperature
+        drawn = {"temperature": warmth, "top_p": self.top_p, "top_k": self.top_k} if warmth else {}
+        most = self.max_completion_tokens or self.max_tokens or most
+        return {"max_new_tokens": most, "do_sample": bool(warmth), **drawn}
+
+    def chat(self, picture: Any) -> Iterator[dict[str, Any]]:
+        """The turns as chat templates take them; `picture(url)` is what an address shows."""
+        for message in self.messages:
+            shown = [
+                {"type": "text", "text": part.text}
+                if part.type == "text"
+                else {"type": "image", "image": picture(part.image_url.url)}
+                for part in message.parts
+            ]
+            yield {"role": message.role.replace("developer", "system"), "content": shown}
+
+
+@dataclass(frozen=True)
+class _Bytes:
+    """A source of bytes at hand."""
+
+    data: bytes
+    path: None = None
+
+    def read(self, max_bytes: int = 0) -> bytes:
+        return self.data
+
+
+class Pictures:
+    """Pictures by their addresses, decoded in processes of their own; a context manager.
+
+    Args:
+        limits: of a picture.
+        folder: below which `file://` addresses are read; None: nowhere.
+        http: whether addresses on the network are fetched, wherever this machine can reach.
+        decoders: processes.
+    """
+
+    def __init__(self, limits: MediaLimits, folder: Path | None, http: bool, decoders: int) -> None:
+        self._limits, self._folder, self._http = limits, folder and folder.resolve(), http
+        self._decoders = [Decoder(1, limits, FramePolicy("uniform", 1)) for _ in range(decoders)]
+        self._free: SimpleQueue[Decoder] = SimpleQueue()
+
+    def __enter__(self) -> Pictures:
+        for decoder in self._decoders:
+            self._free.put(decoder.__enter__())
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for decoder in self._decoders:
+            decoder.close()
+
+    def load(self, url: str) -> Image.Image:
+        """ChatError with the reason where it cannot be shown."""
+        decoder = self._free.get()
+        try:
+            decoder.submit(url, Item("picture", IMAGE, _Bytes(self._bytes(url))))
+            ((_, found),) = decoder.ready(None)
+        except MediaError as error:
+            found = error
+        finally:
+            self._free.put(decoder)
+        if isinstance(found, MediaError):
+            advice = found.what_to_do.split(", or raise")[0]
+            raise ChatError(400, f"the picture {found.reason}; {advice}", "messages", "invalid_image")
+        return found.frames[0]
+
+    def _bytes(self, url: str) -> bytes:
+        kind, _, rest = url.partition(":")
+        if kind == "file" and self._folder is not None:
+            path = Path(url2pathname(rest.removeprefix("//"))).resolve()
+            if path.is_relative_to(self._folder):
+                return read(path, self._limits.max_bytes)
+        if kind == "data" or (kind in ("http", "https") and self._http):
+            try:
+                with urlopen(url, timeout=SECONDS) as answer:
+                    return bytes(answer.read(self._limits.max_bytes + 1))
+            except (OSError, ValueError) as error:
+                raise MediaError("picture", f"cannot be fetched ({error})", "send it as a data URL") from error
+        reason = f"has an address that this server does not open ({url[:60]!r})"
+        raise MediaError("picture", reason, "send it as a data URL, or see --allow-http and --allow-files")
+
+
+class AnswerText:
+    """The text of a growing answer, up to the first stop string; `stopped` says whether one was found."""
+
+    def __init__(self, tokenizer: Any, stops: list[str]) -> None:
+        self._tokenizer, self._stops, self.stopped = tokenizer, stops, False
+        self._text, self._begin, self._end, self._sent = "", 0, 0, 0
+
+    def read(self, tokens: list[int], last: bool) -> str:
+        """The text that is new and certain: not the bytes of half a character, nor what may begin a stop string."""
+        before, now = (
+            self._tokenizer.decode(some, skip_special_tokens=True)
+            for some in (tokens[self._begin : self._end], tokens[self._begin :])
+        )
+        if last or not now.endswith("\ufffd"):
+            self._text += now[len(before) :]
+            self._begin, self._end = self._end, len(tokens)
+        places = [place for stop in self._stops if (place := self._text.find(stop)) >= 0]
+        self.stopped, self._text = bool(places), self._text[: min(places, default=None)]
+        begins = (n for stop in self._stops for n in range(len(stop)) if self._text.endswith(stop[:n]))
+        sure = len(self._text) - (0 if last or self.stopped else max(begins, default=0))
+        piece, self._sent = self._text[self._sent : sure], max(self._sent, sure)
+        return piece

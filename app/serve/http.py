@@ -1,0 +1,210 @@
+"""The addresses of the server: /v1/models, /v1/chat/completions and /health, in OpenAI's formats."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.exceptions import HTTPException
+
+from mmspec.app.devices import first_line
+from mmspec.app.engine import Engine
+from mmspec.app.serve.chat import AnswerText, ChatError, ChatRequest, Pictures
+from mmspec.app.serve.worker import ModelThread
+from mmspec.pipelines.prompts import inputs_of
+from mmspec.pipelines.serving.batcher import answer_length
+
+Piece = tuple[str, str | None, dict[str, Any]]  # text; of the last one, why it ends, and what is told of the whole
+
+
+@dataclass
+class Service:
+    """What the addresses share.
+
+    Attributes:
+        name: of the model, as clients call it.
+        most: new tokens of an answer whose request does not say how many.
+        temperature: the same.
+        queue: how many requests may wait beside those that are answered.
+        max_bytes: of a request.
+        key: that clients have to name; None: nobody is asked.
+        open: requests under way.
+    """
+
+    engine: Engine
+    worker: ModelThread
+    pictures: Pictures
+    name: str
+    most: int = 512
+    temperature: float = 0.0
+    queue: int = 256
+    max_bytes: int = 32 * 2**20
+    key: str | None = None
+    open: int = 0
+
+    async def body(self, request: Request) -> bytes:
+        """ChatError where the key is wrong, there is no room for another request, or the body is too large."""
+        self.enter(request)
+        if self.open >= self.worker.batches.rows + self.queue:
+            raise ChatError(
+                429, f"{self.open} requests are open, as many as may be; try again later", None, "queue_full"
+            )
+        data = bytearray()
+        async for some in request.stream():
+            data += some
+            if len(data) > self.max_bytes:
+                raise ChatError(413, f"a request may have {self.max_bytes} bytes (--max-bytes); send smaller pictures")
+        return bytes(data)
+
+    def enter(self, request: Request) -> None:
+        """ChatError 401 for a client without the key."""
+        given = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if self.key is not None and not secrets.compare_digest(given.encode(), self.key.encode()):
+            raise ChatError(401, "a key is asked for: Authorization: Bearer KEY", None, "invalid_api_key")
+
+    def model(self, name: str) -> dict[str, Any]:
+        """What is told of the model; ChatError 404 for one that is not here."""
+        if name != self.name:
+            raise ChatError(404, f"no model {name!r} here; this is {self.name!r}", "model", "model_not_found")
+        return {"id": self.name, "object": "model", "created": 0, "owned_by": "mmspec"}
+
+    async def answer(self, asked: ChatRequest) -> AsyncIterator[Piece]:
+        """The pieces of an answer; an empty one first, once the prompt is prepared."""
+        began = time.perf_counter()
+        self.open += 1
+        try:
+            inputs, settings = await self._prepared(asked)
+            yield "", None, {}
+            reader, most, length = self.engine.processor, settings["max_new_tokens"], inputs["input_ids"].shape[1]
+            writer = AnswerText(getattr(reader, "tokenizer", reader), asked.stops)
+            async for tokens, stats, done, _ in self.worker.answer(inputs, asked.seed % 2**63, settings):
+                if not (done or asked.stream or asked.stops):
+                    continue
+                piece = writer.read(tokens, done)
+                if not (done or writer.stopped):
+                    yield piece, None, {}
+                    continue
+                ends = answer_length([*tokens, -1], self.engine.model.generation_config.eos_token_id) <= len(tokens)
+                usage = {
+                    "prompt_tokens": length,
+                    "completion_tokens": len(tokens),
+                    "total_tokens": length + len(tokens),
+                }
+                told = {
+                    "target_calls": stats.row_rounds,
+                    "drafted_tokens": stats.drafted,
+                    "accepted_tokens": stats.accepted,
+                    "tokens_per_target_call": round(stats.tokens_per_target_call, 4),
+                    "seconds": round(time.perf_counter() - began, 6),
+                }
+                cut = len(tokens) >= most and not ends and not writer.stopped
+                yield piece, "length" if cut else "stop", {"usage": usage, "mmspec": told}
+                return
+        finally:
+            self.open -= 1
+
+    async def _prepared(self, asked: ChatRequest) -> tuple[Any, dict[str, Any]]:
+        """What the model reads, and the settings of `generate`."""
+        chat = await asyncio.to_thread(lambda: [*asked.chat(self.pictures.load)])
+        try:
+            job = self.engine.threads.submit(lambda processor: inputs_of(processor, [chat]))
+            inputs = (await asyncio.wrap_future(job)).to(self.engine.model.dtype)
+        except Exception as error:  # a chat that the template refuses, a picture too small for the processor
+            raise ChatError(400, f"the model cannot read this chat ({first_line(error)})", "messages") from error
+        length, context = inputs["input_ids"].shape[1], self.engine.model.config.get_text_config()
+        settings = asked.settings(self.temperature, self.most)
+        room = getattr(context, "max_position_embeddings", 2**62) - length
+        if room < 1:
+            why = f"the prompt has {length} tokens, {1 - room} too many for this model and an answer; shorten it"
+            raise ChatError(400, why, "messages", "context_length_exceeded")
+        return inputs, settings | {"max_new_tokens": min(settings["max_new_tokens"], room)}
+
+
+def build(service: Service) -> FastAPI:
+    """The server over a loaded model."""
+    app = FastAPI(title="mmspec", openapi_url=None)
+
+    @app.exception_handler(ChatError)
+    @app.exception_handler(HTTPException)
+    @app.exception_handler(Exception)
+    async def refused(_: Request, error: Any) -> JSONResponse:
+        if not isinstance(error, ChatError):
+            status = getattr(error, "status_code", 500)
+            error = ChatError(status, str(getattr(error, "detail", None) or first_line(error)))
+        return JSONResponse({"error": error.body}, error.status)
+
+    @app.get("/health")
+    async def health() -> dict[str, Any]:
+        batches = service.worker.batches
+        return {"status": "ok", "open": service.open, "running": len(batches.running), "rows": batches.rows}
+
+    @app.get("/v1/models")
+    async def models(request: Request) -> dict[str, Any]:
+        service.enter(request)
+        return {"object": "list", "data": [service.model(service.name)]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(request: Request, name: str) -> dict[str, Any]:
+        service.enter(request)
+        return service.model(name)
+
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request) -> Any:
+        asked = ChatRequest.parse(await service.body(request))
+        service.model(asked.model or service.name)
+        pieces = service.answer(asked)
+        frame = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": service.name}
+        if asked.stream:
+            await _while_connected(request, anext(pieces))  # so that a wrong request has a status of its own
+            return StreamingResponse(_events(asked, pieces, frame), media_type="text/event-stream")
+        told = await _while_connected(request, _all(pieces))
+        message = {"role": "assistant", "content": "".join(text for text, _, _ in told)}
+        choice = {"index": 0, "message": message, "finish_reason": told[-1][1], "logprobs": None}
+        return frame | {"object": "chat.completion", "choices": [choice], **told[-1][2]}
+
+    return app
+
+
+async def _all(pieces: AsyncIterator[Piece]) -> list[Piece]:
+    return [piece async for piece in pieces]
+
+
+async def _while_connected(request: Request, work: Any) -> Any:
+    """The work's result; it is given up where the client leaves, which is all that can still be received."""
+    job, gone = asyncio.ensure_future(work), asyncio.ensure_future(request.receive())
+    try:
+        await asyncio.wait({job, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not job.done():
+            raise ChatError(499, "the client has left")
+        return job.result()
+    finally:
+        job.cancel()
+        gone.cancel()
+
+
+async def _events(asked: ChatRequest, pieces: AsyncIterator[Piece], frame: dict[str, Any]) -> AsyncIterator[str]:
+    """An answer as server-sent events; what goes wrong now is an event, too."""
+    frame = frame | {"object": "chat.completion.chunk"}
+    delta: dict[str, Any] = {"role": "assistant", "content": ""}
+    try:
+        async for text, finish, told in pieces:
+            choice = {"index": 0, "delta": delta | {"content": text}, "finish_reason": finish, "logprobs": None}
+            usage = told.pop("usage", None)
+            yield _event(frame | {"choices": [choice], **told})
+            if usage and (asked.stream_options or {}).get("include_usage"):
+                yield _event(frame | {"choices": [], "usage": usage})
+            delta = {}
+    except Exception as error:  # the status has been sent
+        yield _event({"error": ChatError(500, first_line(error)).body})
+    yield "data: [DONE]\n\n"
+
+
+def _event(value: dict[str, Any]) -> str:
+    return f"data: {json.dumps(value)}\n\n"

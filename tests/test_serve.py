@@ -1,0 +1,273 @@
+"""`mmspec serve` through OpenAI's own client: the texts of model.generate, streams, limits, and rows that are freed."""
+
+from __future__ import annotations
+
+import base64
+import io
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import uvicorn
+from PIL import Image
+
+from mmspec import media, zoo
+from mmspec.app import embedded
+from mmspec.app import engine as engines
+from mmspec.app.serve.chat import AnswerText, Pictures
+from mmspec.app.serve.http import Service, build
+from mmspec.app.serve.worker import ModelThread
+from mmspec.pipelines.prompts import chat_inputs
+
+SAMPLES = sorted(zoo.samples().glob("*.png"))
+PROMPT = zoo.PROMPTS["long"]
+ROWS = 8
+
+
+def url(data: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(data).decode()}"
+
+
+def asking(address: str, prompt: str = PROMPT) -> list[dict[str, Any]]:
+    shown = {"type": "image_url", "image_url": {"url": address}}
+    return [{"role": "user", "content": [shown, {"type": "text", "text": prompt}]}]
+
+
+@pytest.fixture(scope="module")
+def engine() -> engines.Engine:
+    return engines.load(embedded.MODEL, embedded.DRAFTER, "cpu", "auto", 64, 0.0)
+
+
+@pytest.fixture(scope="module")
+def service(engine: engines.Engine) -> Iterator[Service]:
+    limits = media.MediaLimits(max_pixels=100_000, max_bytes=200_000, seconds=20)
+    with ModelThread(engine.batcher(ROWS)) as worker, Pictures(limits, zoo.samples(), False, 1) as pictures:
+        yield Service(engine, worker, pictures, embedded.MODEL, most=128, max_bytes=500_000)
+
+
+@pytest.fixture(scope="module")
+def base(service: Service) -> Iterator[str]:
+    server = uvicorn.Server(uvicorn.Config(build(service), port=0, log_level="error"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    server.should_exit = True
+    thread.join()
+
+
+@pytest.fixture(scope="module")
+def client(base: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{base}/v1", api_key="none", max_retries=0)
+
+
+def ask(client: openai.OpenAI, messages: Any, **how: Any) -> Any:
+    return client.chat.completions.create(model=embedded.MODEL, messages=messages, **how)
+
+
+@lru_cache
+def stock(engine: engines.Engine, path: Path, prompt: str = PROMPT, most: int = 128) -> str:
+    inputs = chat_inputs(engine.processor, [prompt], [[media.load_image(path)]])
+    out = engine.model.generate(**inputs, max_new_tokens=most, do_sample=False)
+    return engine.processor.batch_decode(out[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)[0]
+
+
+def idle(base: str) -> None:
+    """Until no request is open and no row is taken."""
+    for _ in range(500):
+        told = httpx.get(f"{base}/health").json()
+        if told["open"] == told["running"] == 0:
+            return
+        time.sleep(0.02)
+    raise AssertionError(told)
+
+
+def test_an_answer_is_that_of_generate_streamed_or_not(client: openai.OpenAI, engine: engines.Engine) -> None:
+    want, messages = stock(engine, SAMPLES[0]), asking(url(SAMPLES[0].read_bytes()))
+    whole = ask(client, messages, temperature=0)
+    (choice,) = whole.choices
+    assert (choice.message.content, choice.finish_reason) == (want, "stop")
+    assert whole.usage.total_tokens == whole.usage.prompt_tokens + whole.usage.completion_tokens
+    told = whole.mmspec
+    assert 0 < told["accepted_tokens"] <= told["drafted_tokens"]
+    assert told["target_calls"] < whole.usage.completion_tokens and told["tokens_per_target_call"] > 1
+    chunks = list(ask(client, messages, temperature=0, stream=True, stream_options={"include_usage": True}))
+    pieces = [chunk.choices[0].delta.content for chunk in chunks if chunk.choices]
+    assert "".join(pieces) == want and len(pieces) > 3
+    assert chunks[-2].choices[0].finish_reason == "stop" and chunks[-1].usage == whole.usage
+    assert chunks[-2].mmspec["target_calls"] == told["target_calls"]
+    cut = ask(client, messages, max_tokens=3)
+    assert (cut.choices[0].finish_reason, cut.usage.completion_tokens) == ("length", 3)
+    assert want.startswith(cut.choices[0].message.content)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_strings_end_an_answer_and_are_left_out(
+    client: openai.OpenAI, engine: engines.Engine, base: str, stream: bool
+) -> None:
+    want = stock(engine, SAMPLES[0])
+    stop = want[len(want) // 2 :][:5]
+    found = ask(client, asking(url(SAMPLES[0].read_bytes())), stop=[stop, "never"], stream=stream)
+    answers = list(found) if stream else [found]
+    text = "".join((c.choices[0].delta if stream else c.choices[0].message).content or "" for c in answers)
+    assert text == want[: want.index(stop)] and answers[-1].choices[0].finish_reason == "stop"
+    idle(base)
+
+
+def test_a_seed_fixes_what_is_drawn(client: openai.OpenAI) -> None:
+    messages = asking(url(SAMPLES[1].read_bytes()))
+    how = {"temperature": 1.5, "top_p": 0.95, "max_tokens": 12}
+    with ThreadPoolExecutor(6) as pool:
+        texts = list(
+            pool.map(lambda seed: ask(client, messages, seed=seed, **how).choices[0].message.content, [1, 2, 3] * 2)
+        )
+    assert texts[:3] == texts[3:] and len(set(texts)) == 3
+
+
+def test_turns_and_files_below_the_folder(client: openai.OpenAI, engine: engines.Engine) -> None:
+    want = stock(engine, SAMPLES[2])
+    messages = asking(SAMPLES[2].resolve().as_uri())
+    assert ask(client, messages).choices[0].message.content == want
+    more = [*messages, {"role": "assistant", "content": want}, {"role": "user", "content": "How many objects?"}]
+    inputs = chat_inputs(
+        engine.processor, ["How many objects?"], [[media.load_image(SAMPLES[2])]], before=[(PROMPT, want)]
+    )
+    out = engine.model.generate(**inputs, max_new_tokens=12, do_sample=False)
+    second = engine.processor.batch_decode(out[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)[0]
+    assert ask(client, more, max_tokens=12).choices[0].message.content == second
+
+
+def test_64_clients_at_once(client: openai.OpenAI, engine: engines.Engine, base: str) -> None:
+    paths = SAMPLES[:4]
+    want = [stock(engine, path, zoo.PROMPTS["short"], 7) for path in paths]
+    addresses = [url(path.read_bytes()) for path in paths]
+
+    def one(number: int) -> str:
+        messages = asking(addresses[number % 4], zoo.PROMPTS["short"])
+        if number % 2:
+            return ask(client, messages, max_tokens=7).choices[0].message.content
+        return "".join(chunk.choices[0].delta.content for chunk in ask(client, messages, max_tokens=7, stream=True))
+
+    with ThreadPoolExecutor(64) as pool:
+        assert list(pool.map(one, range(64))) == want * 16
+    idle(base)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_frees_its_row(client: openai.OpenAI, base: str, service: Service, stream: bool) -> None:
+    messages = asking(url(SAMPLES[0].read_bytes()))
+    endless = {"max_tokens": 5000, "temperature": 2.0, "top_p": 1.0, "seed": 1}
+    if stream:
+        answer = ask(client, messages, stream=True, **endless)
+        for _ in range(3):
+            next(answer)
+        assert httpx.get(f"{base}/health").json()["running"] == 1
+        answer.close()
+    else:
+        with pytest.raises(openai.APITimeoutError):
+            ask(client, messages, timeout=0.05, **endless)
+    idle(base)
+    assert not service.worker.batches.busy
+
+
+def test_a_full_queue_is_said(client: openai.OpenAI, base: str, service: Service) -> None:
+    service.queue, queue = 1 - ROWS, service.queue
+    try:
+        messages = asking(url(SAMPLES[0].read_bytes()))
+        answer = ask(client, messages, stream=True, max_tokens=5000, temperature=2.0, seed=1)
+        next(answer)
+        with pytest.raises(openai.RateLimitError, match="1 requests are open") as refused:
+            ask(client, messages)
+        assert refused.value.code == "queue_full" and refused.value.type == "rate_limit_error"
+        answer.close()
+        idle(base)
+        assert ask(client, messages).choices[0].message.content
+    finally:
+        service.queue = queue
+
+
+def large() -> str:
+    held = io.BytesIO()
+    Image.new("RGB", (400, 400)).save(held, "PNG")
+    return url(held.getvalue())
+
+
+BAD = {
+    "not a picture": (asking(url(b"no picture")), {}, 400, "the picture is not an image"),
+    "too many pixels": (asking(large()), {}, 400, "over 0 million"),
+    "too many bytes": (asking(url(b"\0" * 250_000)), {}, 400, "MiB, over"),
+    "a large body": (asking(url(b"\0" * 500_000)), {}, 413, "500000 bytes"),
+    "an address": (asking("http://127.0.0.1:1/a.png"), {}, 400, "does not open"),
+    "another file": (asking("file:///etc/passwd"), {}, 400, "does not open"),
+    "way out": (asking((zoo.samples() / ".." / "__init__.py").as_uri()), {}, 400, "does not open"),
+    "no data": (asking("data:image/png;base64,"), {}, 400, "empty"),
+    "tools": (asking(large()), {"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tools is not"),
+    "several": (asking(large()), {"n": 2}, 400, "n is not offered"),
+    "temperature": (asking(large()), {"temperature": -1}, 400, "temperature: Input should be greater"),
+    "nobody": ([], {}, 400, "messages: List should have at least 1 item"),
+    "robot": ([{"role": "robot", "content": "?"}], {}, 400, "messages.0.role"),
+    "answered": ([{"role": "assistant", "content": "?"}], {}, 400, "has to be the user's"),
+    "long": ([{"role": "user", "content": "word " * 9000}], {}, 400, "too many for this model"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_errors_in_openais_format(client: openai.OpenAI, base: str, name: str) -> None:
+    messages, how, status, says = BAD[name]
+    with pytest.raises(openai.APIStatusError, match=says) as refused:
+        ask(client, messages, **how)
+    assert refused.value.status_code == status and refused.value.type == "invalid_request_error"
+    idle(base)
+
+
+def test_models_keys_and_strange_addresses(client: openai.OpenAI, base: str, service: Service) -> None:
+    assert [model.id for model in client.models.list()] == [embedded.MODEL]
+    assert client.models.retrieve(embedded.MODEL).owned_by == "mmspec"
+    with pytest.raises(openai.NotFoundError, match="no model 'gpt-9' here; this is 'scenes-video'"):
+        client.chat.completions.create(model="gpt-9", messages=asking(""))
+    assert httpx.get(f"{base}/v1/nothing").json()["error"]["type"] == "invalid_request_error"
+    assert httpx.post(f"{base}/v1/chat/completions", content="{").json()["error"]["message"].startswith("the body")
+    service.key = "secret"
+    try:
+        with pytest.raises(openai.AuthenticationError, match="a key is asked for"):
+            client.models.list()
+        assert list(client.with_options(api_key="secret").models.list())
+    finally:
+        service.key = None
+
+
+class Letters:
+    """A tokenizer whose tokens are bytes of UTF-8."""
+
+    def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
+        return bytes(tokens).decode(errors="replace")
+
+
+@pytest.mark.parametrize("step", [1, 2, 5])
+@pytest.mark.parametrize(
+    ("text", "stops", "want"),
+    [
+        ("a é–𝄞 b", [], "a é–𝄞 b"),
+        ("so END. ENDING", ["ENDI", "x"], "so END. "),
+        ("so EN", ["END"], "so EN"),
+        ("abab", ["bab", "ab"], ""),
+    ],
+)
+def test_text_comes_in_whole_characters_and_without_stop_strings(
+    step: int, text: str, stops: list[str], want: str
+) -> None:
+    writer, tokens, pieces = AnswerText(Letters(), stops), [*text.encode()], []
+    for end in [*range(step, len(tokens), step), len(tokens)]:
+        pieces.append(writer.read(tokens[:end], end == len(tokens)))
+        assert "\ufffd" not in pieces[-1]
+        if writer.stopped:
+            break
+    assert "".join(pieces) == want and writer.stopped == (want != text)
