@@ -105,7 +105,8 @@ TABLE: tuple[tuple[tuple[str, ...], str], ...] = (
         painter without colours; the desert; a small boat; a teacher; a hidden door; music""",
     ),
     (
-        ("Write an e-mail that asks {}.", "Write a polite letter that asks {}.", "Write a short message that tells {}."),
+        ("Write an e-mail that asks {}.", "Write a polite letter that asks {}.",
+         "Write a short message that tells {}."),
         """my boss for a day off; a shop to take back a jacket; my neighbour to be quieter at night; a professor for a
         meeting; a friend to feed my fish; a hotel for a quiet room; my colleague for the figures of last month; the
         bank about a missing payment; a school for its timetable; the library to keep a book for me; my team about the

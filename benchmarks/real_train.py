@@ -33,8 +33,8 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=1600, help="prompts at most")
     args = parser.parse_args()
     recipe = RECIPES["eagle"].with_(
-        steps=500, batch=12, lr=1e-3, muon=True, token_weight=1.0, unroll=4, max_new_tokens=112, writing=48, held_out=24,
-        seed=SEED,
+        steps=500, batch=12, lr=1e-3, muon=True, token_weight=1.0, unroll=4, vocabulary=8192, max_new_tokens=112,
+        writing=48, held_out=24, seed=SEED,
     )  # fmt: skip
     recipe = recipe.with_(**_values("--set", args.set, {f.name: getattr(recipe, f.name) for f in fields(recipe)}))
     args.out.mkdir(parents=True, exist_ok=True)
@@ -42,7 +42,7 @@ def main() -> None:
     if not data.exists():  # a run that goes on keeps its own, whatever Python's version
         data.write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in lessons(SEED)))
     model, tokenizer = loaded()
-    train(model, tokenizer, "eagle", str(data), args.out, recipe, intermediate=768, limit=args.limit)
+    train(model, tokenizer, "eagle", str(data), args.out, recipe, intermediate=1024, limit=args.limit, keep=4.0)
 
 
 if __name__ == "__main__":
