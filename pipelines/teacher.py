@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmspec.drafters.draft_vocab import DraftVocab
 from mmspec.pipelines.families import table as families
 from mmspec.pipelines.host import step
 from mmspec.pipelines.host.call import TYPES
@@ -39,8 +40,10 @@ class Teacher:
     def embed(self, ids: Tensor) -> Tensor:
         return embedding(self.model)(ids)
 
-    def head(self, hidden: Tensor) -> Tensor:
-        return head(self.model)(hidden)
+    def head(self, hidden: Tensor, vocab: DraftVocab | None = None) -> Tensor:
+        """Logits [..., V], or of a draft vocabulary [..., V_d], of final features [..., H]."""
+        made = head(self.model)
+        return made(hidden) if vocab is None else vocab.logits(made, hidden)
 
     def _inputs(self, samples: Sequence[TrainingSample]) -> Any:
         inputs = chat_inputs(self.processor, [s.prompt for s in samples], [s.load() for s in samples])

@@ -7,6 +7,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from reprlib import repr as briefly
 from typing import Any
 
 from safetensors.torch import save_file
@@ -112,7 +113,7 @@ def _check(name: str, said: dict[str, Any], shapes: dict[str, tuple[int, ...]], 
         alike = key in plain and {read, value} <= {*plain[key]}
         several = isinstance(read, tuple) and isinstance(value, tuple) and {*read} == {*value} and len({*read}) == 1
         if read != value and not alike and not several:
-            lost.append(f"{key} is {value!r}, and would be read as {read!r}")
+            lost.append(f"{key} is {briefly(value)}, and would be read as {briefly(read)}")
     if lost:
         raise ValueError(f"the layout {name!r} cannot hold this drafter: {'; '.join(lost)}. Use layout 'mmspec'")
 

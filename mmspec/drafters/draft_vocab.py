@@ -108,7 +108,7 @@ class TargetHead:
 
     def to_draft(self, logits: Tensor) -> Tensor:
         """The target's logits [..., V] at the vocabulary that the drafter is trained on."""
-        return logits
+        return logits if self.vocab is None else logits[..., self.vocab.ids]
 
 
 class ModelHead(TargetHead):

@@ -37,6 +37,8 @@ class EagleConfig(TrainedConfig):
         norm_output: the output is normed before it is fed back, not only before the head (EAGLE-3.1).
         parallel, mask_token: rows that carry `mask_hidden` and this token's embedding foretell all further tokens in
             one pass (P-EAGLE).
+        proposes: ids of the target's tokens that it was trained to propose, on the target's head, and proposes from
+            unless `draft_vocab` says otherwise; (): all.
     """
 
     named: ClassVar[str] = "an EAGLE config"
@@ -51,6 +53,7 @@ class EagleConfig(TrainedConfig):
     norm_output: bool = False
     parallel: bool = False
     mask_token: int = 0
+    proposes: tuple[int, ...] = ()
     fc_bias: bool = True
     qkv_bias: bool = False
     depth: int = 5
@@ -128,13 +131,14 @@ class EagleDrafter(FeatureDrafter):
         Raises:
             ValueError: an option that it does not have, or values that do not go together or not with its head.
         """
-        c, options = self.config, grown(self.config, given, self.method, TreeOptions())
+        c, told = self.config, {"draft_vocab": self.config.proposes} if self.config.proposes else {}
+        options = grown(c, {**told, **given}, self.method, TreeOptions())
         if options.draft_vocab != ALL and c.draft_vocab:
             raise ValueError(f"this drafter has a head of its own, with {c.draft_vocab} rows; leave draft_vocab out")
         if options.draws and c.draft_vocab:
             raise ValueError("draws=True needs the target's own head; this drafter has one of its own")
         if options.draws and options.draft_vocab != ALL:
-            raise ValueError("draws=True needs all of the target's head; leave draft_vocab out, or give draws=False")
+            raise ValueError("draws=True needs all of the target's head; give draft_vocab='all', or draws=False")
         return options
 
     def inputs(self, embeds: Tensor, features: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from mmspec.drafters.draft_vocab import DraftVocab, TargetHead
 from mmspec.train import gate
 from mmspec.train.data import TrainingSample, UnreadableError, batches, lengths_sorted
 from mmspec.train.muon import Muon
@@ -60,13 +61,17 @@ def _opened(samples: dict[int, TrainingSample], broken: dict[int, str]) -> dict[
     return found
 
 
-def cut_head(drafter: Any, teacher: Teaches, seen: Tensor) -> None:
-    """Give a drafter with a vocabulary of its own the most frequent tokens, by counts [V], with the target's rows.
+def most_frequent(seen: Tensor, count: int) -> Tensor:
+    """Ids of so many tokens, ascending, by counts [V].
 
     Ties go to the smaller id, and so do tokens that never occurred (EAGLE-3's code takes the tokens alike).
     """
-    ranking = seen.sort(descending=True, stable=True).indices
-    ids = ranking[: drafter.config.draft_vocab].sort().values.to(drafter.head.ids.device)
+    return seen.sort(descending=True, stable=True).indices[:count].sort().values
+
+
+def cut_head(drafter: Any, teacher: Teaches, seen: Tensor) -> None:
+    """Give a drafter with a head of its own the most frequent tokens, by counts [V], with the target's rows."""
+    ids = most_frequent(seen, drafter.config.draft_vocab).to(drafter.head.ids.device)
     drafter.head.ids.copy_(ids)
     weight = drafter.head.weight
     for columns in torch.arange(weight.shape[1], device=weight.device).split(256):
@@ -74,6 +79,13 @@ def cut_head(drafter: Any, teacher: Teaches, seen: Tensor) -> None:
         one_hot.scatter_(1, columns[:, None], 1)
         with torch.no_grad():
             weight[:, columns] = teacher.head(one_hot)[:, ids].T.to(weight.dtype)
+
+
+def narrow(drafter: Any, seen: Tensor, count: int) -> None:
+    """Let a drafter on the target's head learn and propose the most frequent tokens alone, by counts [V]."""
+    ids = most_frequent(seen, count)
+    drafter.config = replace(drafter.config, proposes=tuple(ids.tolist()))
+    drafter.head = TargetHead(DraftVocab(ids))
 
 
 class Distillation:
@@ -105,6 +117,11 @@ class Distillation:
             raise ValueError(
                 "this recipe begins with text alone; give prompts without pictures (--text), or train without "
                 "(--text none)"
+            )
+        if recipe.vocabulary and (drafter.head.own or not hasattr(drafter.config, "proposes")):
+            raise ValueError(
+                f"vocabulary={recipe.vocabulary} is for drafters of EAGLE's layer on the target's head; this "
+                f"{drafter.method!r} has another, so leave it out"
             )
         asked = [replace(s, prompt=f"{s.prompt} {recipe.suffix}") if recipe.suffix else s for s in samples]
         self.held_out, self.samples, self.texts = asked[: recipe.held_out], asked[recipe.held_out :], list(texts)
@@ -189,6 +206,8 @@ class Distillation:
         told = self.lesson(self.texts, "text") if self.recipe.texts else None
         if self.drafter.head.own:
             cut_head(self.drafter, self.teacher, self._seen(self.answers(self.samples, "train")))
+        elif self.recipe.vocabulary:
+            narrow(self.drafter, self._seen(self.answers(self.samples, "train")), self.recipe.vocabulary)
         self.resume()
         wanted = self.accelerator.is_main_process
         steps = tqdm(total=self.recipe.steps, initial=self.step, desc="train", **bar(wanted))

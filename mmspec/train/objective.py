@@ -94,28 +94,31 @@ def _compared(
     counts = [token_after if asked is None else asked]
     for i in range(1, len(outputs)):
         counts.append(counts[-1] & F.pad(token_after[:, i:], (0, i)))
+    foretold = torch.stack([rows.roll(step, 1) for step, rows in enumerate(counts)]).any(0)  # wraps none that counts
+    with torch.no_grad():  # once for all steps: the head of a small target costs as much as a quarter of its layers
+        full = teacher.head(wanted[foretold]).float()
+        best, target = full.argmax(-1), drafter.head.to_draft(full)
+        # A draft vocabulary cannot say the target's token everywhere; there it learns nothing (EAGLE-3's code).
+        says = (drafter.head.to_target(target.argmax(-1)) == best).float()
+        law, among = target.softmax(-1), drafter.head.to_draft(full.softmax(-1)) if recipe.overlap else None
+    place = foretold.flatten().cumsum(0).view_as(foretold) - 1
     total, agree = wanted.new_zeros(()), []
     for step, (predicted, rows) in enumerate(zip(outputs, counts, strict=True)):
-        h = torch.cat([wanted[:, step:], wanted[:, :step]], 1)[rows]  # wraps only where `rows` is false
-        z = predicted[rows]
-        with torch.no_grad():
-            full = teacher.head(h).float()
-            target = drafter.head.to_draft(full)
-            p = target.softmax(-1)
+        z, at = predicted[rows], place.roll(-step, 1)[rows]
+        p, sayable = law[at], says[at]
         before = trace.ids[:, 1:].roll(-step, 1)[rows]  # the token before the one that is foretold
         logits = _foretold(drafter, teacher, z, before)
         drafted = drafter.head.to_target(logits.argmax(-1))
-        # A draft vocabulary cannot say the target's token everywhere; there it learns nothing (EAGLE-3's code).
-        sayable = (drafter.head.to_target(target.argmax(-1)) == full.argmax(-1)).float()
         each = _weighted(logits, p, recipe)
-        if recipe.feature_weight and z.shape == h.shape:
+        if recipe.feature_weight and z.shape[-1] == wanted.shape[-1]:
+            h = wanted.roll(-step, 1)[rows]
             each = each + recipe.feature_weight * F.smooth_l1_loss(z, h, reduction="none").mean(-1)
         if recipe.confidence_weight:
             each = each + recipe.confidence_weight * _doubt(drafter, z, before, p, logits)
         total = total + recipe.step_decay**step * (each * sayable).sum() / sayable.sum().clamp(min=1)
-        same = drafted == full.argmax(-1)
-        if recipe.overlap:
-            same = torch.minimum(drafter.head.to_draft(full.softmax(-1)), logits.detach().softmax(-1)).sum(-1)
+        same = drafted == best[at]
+        if among is not None:
+            same = torch.minimum(among[at], logits.detach().softmax(-1)).sum(-1)
         agree.append(same[counts[-1][rows]])
     return total, torch.stack(agree)
 

