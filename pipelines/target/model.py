@@ -103,8 +103,7 @@ class ModelTarget:
         """Whether a round of these rows is worth a capture."""
         return True
 
-    # -- from logits to the distribution
-    # ----------------------------------------------------------------------------------------
+    # -- from logits to the distribution ------------------------------------------------------------------------------
 
     def guided(self, raw: Tensor, position: Tensor) -> Tensor:
         """[B, n, V] of raw logits [B·S, n, V] of the new tokens number `position` [B, n]."""

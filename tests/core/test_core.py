@@ -306,8 +306,7 @@ def test_walk_greedy_with_a_law_of_the_drafter() -> None:
     assert torch.equal(draft.tokens[:, 1:][on_path], ids.gather(1, draft.tree.parents)[:, 1:][on_path])
 
 
-# -- the distribution of the output
-# -------------------------------------------------------------------------------------------
+# -- the distribution of the output ----------------------------------------------------------------------------------
 
 GRID = 20000
 

@@ -361,8 +361,7 @@ def test_knowing_the_targets_noise_pays(monkeypatch: pytest.MonkeyPatch) -> None
     assert with_noise.accepted > 1.5 * without.accepted, (with_noise.accepted, without.accepted, model.config.vocab)
 
 
-# -- the distribution
-# ---------------------------------------------------------------------------------------------------------
+# -- the distribution ------------------------------------------------------------------------------------------------
 
 
 class Rows:

@@ -133,8 +133,7 @@ def drawn(toy: Toy, drafter: Any, seeds: list[int], lengths: list[int]) -> tuple
     return [row.tokens[1:] for row in rows], session
 
 
-# -- the distribution of the output
-# -------------------------------------------------------------------------------------------
+# -- the distribution of the output ----------------------------------------------------------------------------------
 
 
 def surprise(toy: Toy, drafter: Any, length: int, rows: int = 10000) -> float:

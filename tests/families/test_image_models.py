@@ -163,8 +163,7 @@ def test_a_right_guess_is_kept_while_sampling(name: str) -> None:
     assert handle.stats.tokens_per_target_call > 4
 
 
-# -- sampling, by the distribution
-# --------------------------------------------------------------------------------------------
+# -- sampling, by the distribution -----------------------------------------------------------------------------------
 
 
 def first_two(model: Any, call: dict[str, Any], scale: float, temperature: float) -> Tensor:

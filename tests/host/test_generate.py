@@ -57,8 +57,7 @@ def stock_and_fast(
     return stock, fast
 
 
-# -- sampling: the distribution
-# -----------------------------------------------------------------------------------------------
+# -- sampling: the distribution --------------------------------------------------------------------------------------
 
 SAMPLING: dict[str, dict[str, Any]] = {
     "temperature": {"temperature": 0.7, "top_k": 0},
