@@ -1,8 +1,8 @@
 """Products of a few rows with a weight, in the order of operands that a CPU is fastest with.
 
-On several threads MKL multiplies 2 to 8 rows of float32 by a weight as `nn.Linear` keeps it, [N, K], in two to four
-times the time that one row takes. With the weight as the left operand the threads share it, and it is read once, as for
-one row: a draft of eight tokens is verified in little more time than one token takes. No weight is copied.
+On several threads MKL multiplies 2 to 8 rows of float32 by a weight as `nn.Linear` keeps it, [N, K], in about twice the
+time that one row takes. With the weight as the left operand the threads share it, and it is read once: four rows take
+little longer than one, and eight less than half as long again (docs/speed.md). No weight is copied.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
 
 import pytest
 import tiny_vlms
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import mmspec
 from mmspec import linear as few
@@ -86,3 +88,18 @@ def test_a_draft_is_read_by_it_and_the_stock_path_is_not(all_gain: list[tuple[in
             model(**inputs)
         assert len(all_gain) == read, "a forward of the user's own is stock's"
     assert [type(module) for module in model.modules()] == before
+
+
+def test_the_bench_of_few_rows_times_both_ways_behind_the_same_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])  # the script adds to it
+    from benchmarks import few_rows
+
+    c = LlamaConfig(vocab_size=9, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    model = LlamaForCausalLM(c).eval()
+    cache = DynamicCache(config=c)
+    ids = torch.arange(9)[None]
+    with torch.inference_mode():
+        model(input_ids=ids[:, :4], past_key_values=cache, use_cache=True)
+        for way in few_rows.WAYS.values():
+            assert few_rows.seconds(model, ids[:, 4:], cache, way) > 0
+            assert cache.get_seq_length() == 4 and type(model.lm_head) is way
