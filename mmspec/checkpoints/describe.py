@@ -9,8 +9,7 @@ from functools import partial
 from typing import Any
 
 from mmspec import __version__
-from mmspec.checkpoints import dflash as blocks
-from mmspec.checkpoints import rotary
+from mmspec.checkpoints import dflash, rotary
 from mmspec.checkpoints.layouts import layout_named
 from mmspec.checkpoints.settings import RECORDED
 from mmspec.drafters.eagle import EagleConfig
@@ -151,7 +150,7 @@ def _nemo(architecture: str, c: EagleConfig) -> dict[str, Any]:
 
 _WRITERS: dict[str, Callable[[Any], dict[str, Any]]] = {
     **{
-        name: partial(blocks.describe, name)
+        name: partial(dflash.describe, name)
         for name in ("speculators-block", "muse-glimmer", "hunyuan-dflash", "dflash")
     },
     "speculators": _speculators,

@@ -9,8 +9,7 @@ from functools import partial
 from reprlib import repr as briefly
 from typing import Any, TypeGuard
 
-from mmspec.checkpoints import dflash as blocks
-from mmspec.checkpoints import rotary
+from mmspec.checkpoints import dflash, rotary
 from mmspec.checkpoints.layouts import Layout, layout_named
 from mmspec.drafters.block_config import BlockConfig
 from mmspec.drafters.eagle import EagleConfig
@@ -115,7 +114,7 @@ def _block(
     if flat.get("vocab_size") is None and "t2d" not in shapes:
         flat = {**flat, "vocab_size": target("vocab")}
     fc = "encoder.fc.weight" if name == "muse-glimmer" else "fc.weight"
-    values = blocks.settings(name, flat, shapes, _layer(flat, shapes, "layers.0", fc))
+    values = dflash.settings(name, flat, shapes, _layer(flat, shapes, "layers.0", fc))
     _check_kinds(BlockConfig, values)
     return BlockConfig(**values)
 
@@ -250,7 +249,7 @@ def refuse(name: str, config: Mapping[str, Any], shapes: Mapping[str, Shape]) ->
         )
     kinds = flat.get("layer_types")
     if denoises:
-        needs += blocks.needs(flat)
+        needs += dflash.needs(flat)
     elif isinstance(kinds, list) and "sliding_attention" in kinds:
         needs.append("attention within a sliding window")
     if layout.layer == "midlayer" and layers(config) > 1:

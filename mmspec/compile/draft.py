@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from mmspec.attention import LayerAttention
 from mmspec.compile.capture import PiecewiseFunction, Uncapturable
 from mmspec.compile.held import Held
-from mmspec.drafters import static_trees as shapes
+from mmspec.drafters import static_trees
 from mmspec.drafters.blocks import Decided, FeatureMemory, path_after
 from mmspec.drafters.draft_vocab import Head
 from mmspec.kernels import reference as ops
@@ -150,18 +150,18 @@ class CapturedDraft:
     def _draft(self, found: list[Tensor]) -> Draft:
         tokens, parents, depth, ancestors, *distribution = found
         o = self.drafter.options
-        if o.tree == shapes.DYNAMIC:
+        if o.tree == static_trees.DYNAMIC:
             families: tuple[int, ...] | None = bounds(parents.shape[1], o.width, o.depth)
         else:
             assert o.tree is not None
-            families = shapes.plan(o.tree, o.depth, parents.device).tree.families
+            families = static_trees.plan(o.tree, o.depth, parents.device).tree.families
         tree = Tree(parents, depth, ancestors, o.tree == "chain", families)
         return Draft(tokens, tree, Categorical(*distribution) if distribution else None)
 
     def _capture(self, target: Target, draws: bool, inputs: list[Tensor], memory: FeatureMemory) -> PiecewiseFunction:
         drafter, o, device = self.drafter, self.drafter.options, inputs[0].device
-        static = o.tree != shapes.DYNAMIC
-        fixed = [chain(self.rows, device), shapes.plan(o.tree, o.depth, device) if static else None]
+        static = o.tree != static_trees.DYNAMIC
+        fixed = [chain(self.rows, device), static_trees.plan(o.tree, o.depth, device) if static else None]
 
         def run(hidden: Tensor, follow: Tensor, count: Tensor, *state: Tensor) -> list[Tensor]:
             pending, emitted, seeds, *rest = state

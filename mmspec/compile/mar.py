@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mmspec.compile.capture import PiecewiseFunction
 from mmspec.compile.held import Held, compare, weights
-from mmspec.continuous import denoising as paths
+from mmspec.continuous import denoising
 from mmspec.models.mar_head import Denoiser
 from mmspec.modes import computed_in, lasting
 
@@ -18,10 +18,10 @@ from mmspec.modes import computed_in, lasting
 class Steps(Held):
     """Compiled steps of one head, by shape."""
 
-    def draw(self, net: Any, chain: paths.Chain, noise: Tensor, temperature: float = 1.0) -> paths.Path:
-        """As `paths.draw`; the tokens are filled up to a power of two, so that few shapes come up."""
+    def draw(self, net: Any, chain: denoising.Chain, noise: Tensor, temperature: float = 1.0) -> denoising.Path:
+        """As `denoising.draw`; the tokens are filled up to a power of two, so that few shapes come up."""
         if not isinstance(net, Denoiser):
-            return paths.draw(net, chain, noise, temperature)
+            return denoising.draw(net, chain, noise, temperature)
         R = len(noise)
         full = 1 << (R - 1).bit_length()
         if full > R:
@@ -30,19 +30,19 @@ class Steps(Held):
         path = self._draw(net, chain, noise, temperature)
         return path if full == R else path.take(slice(R))
 
-    def _draw(self, net: Denoiser, chain: paths.Chain, noise: Tensor, temperature: float) -> paths.Path:
+    def _draw(self, net: Denoiser, chain: denoising.Chain, noise: Tensor, temperature: float) -> denoising.Path:
         start, shaken = noise[:, 0].contiguous(), chain.shaken(noise[:, 1:], temperature).transpose(0, 1).contiguous()
         step = self._step(net, chain, start, shaken[0])
         if step is None:
-            return paths.draw(net, chain, noise, temperature)
+            return denoising.draw(net, chain, noise, temperature)
         x, states, spread = start, [start], []
         for k in range(len(chain)):
             x, log_std = step(_unattended, *_inputs(net, chain, x, shaken[k], k))
             states.append(x)
             spread.append(log_std)
-        return paths.Path(torch.stack(states, 1), noise[:, 1:], torch.stack(spread, 1))
+        return denoising.Path(torch.stack(states, 1), noise[:, 1:], torch.stack(spread, 1))
 
-    def _step(self, net: Denoiser, chain: paths.Chain, x: Tensor, noise: Tensor) -> PiecewiseFunction | None:
+    def _step(self, net: Denoiser, chain: denoising.Chain, x: Tensor, noise: Tensor) -> PiecewiseFunction | None:
         key = (x.shape, net.guidance is None, x.device, net.cond.dtype)
         given = _inputs(net, chain, x, noise, 0)
 
@@ -52,7 +52,7 @@ class Steps(Held):
             mine = captured(None, *given)  # type: ignore[arg-type]  # there is no attention
             compare(
                 mine,
-                paths.step(x, net.at(x, 0), net.guidance, noise, chain.steps[0]),
+                denoising.step(x, net.at(x, 0), net.guidance, noise, chain.steps[0]),
                 computed_in(net.cond.dtype, x.device),
             )
             return captured
@@ -63,7 +63,7 @@ class Steps(Held):
 of = Steps.of
 
 
-def _inputs(net: Denoiser, chain: paths.Chain, x: Tensor, noise: Tensor, k: int) -> list[Tensor]:
+def _inputs(net: Denoiser, chain: denoising.Chain, x: Tensor, noise: Tensor, k: int) -> list[Tensor]:
     inputs = [x, noise, chain.numbers[k], net.modulation(k)]
     return inputs if net.guidance is None else [*inputs, net.guidance]
 
@@ -72,7 +72,7 @@ def _function(net: Denoiser) -> Callable[..., list[Tensor]]:
     """A step as a function of tensors, for as many tokens as `net` has."""
 
     def step(x: Tensor, noise: Tensor, numbers: Tensor, table: Tensor, *guidance: Tensor) -> list[Tensor]:
-        return list(paths.step(x, net.out(x, table), guidance[0] if guidance else None, noise, numbers.unbind(0)))
+        return list(denoising.step(x, net.out(x, table), guidance[0] if guidance else None, noise, numbers.unbind(0)))
 
     return step
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mmspec.attention import LayerAttention
-from mmspec.drafters import static_trees as shapes
+from mmspec.drafters import static_trees
 from mmspec.drafters.block_config import NO_CAP, BlockConfig, BlockOptions
 from mmspec.drafters.blocks import Attend, Decided, FeatureMemory, RMSNorm, attention, path_after
 from mmspec.drafters.dflash_layer import BlockLayer, ConfidenceHead, MarkovHead, Selector
@@ -243,15 +243,15 @@ class BlockDrafter(nn.Module):
         if o.tree == "chain":
             below, distributions, depth = self._chain(pending, hidden, logits, noise)
             tree = chain(depth + 1, below.device).expand(len(below))
-        elif o.tree == shapes.DYNAMIC:
+        elif o.tree == static_trees.DYNAMIC:
             first, expand = self._growth(pending, hidden, logits)
             size = min(o.size, 1 + o.width + (o.depth - 1) * o.width**2)
             below, tree = grow(first, expand, o.width, o.depth, size)
             below = self.head.to_target(below)
         else:
-            plan = shapes.plan(o.tree, o.depth, hidden.device)
+            plan = static_trees.plan(o.tree, o.depth, hidden.device)
             first, expand = self._growth(pending, hidden, logits)
-            below, distributions = shapes.fill(first, expand, plan, noise)
+            below, distributions = static_trees.fill(first, expand, plan, noise)
             below, tree = (
                 torch.where(below == NO_TOKEN, NO_TOKEN, self.head.to_target(below.clamp(min=0))),
                 plan.tree.expand(len(below)),

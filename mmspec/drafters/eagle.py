@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from mmspec.drafters import static_trees as shapes
+from mmspec.drafters import static_trees
 from mmspec.drafters.blocks import Attend, Block, RMSNorm
 from mmspec.drafters.draft_vocab import head_of
 from mmspec.drafters.feature import FeatureDrafter
@@ -59,7 +59,7 @@ class EagleConfig(TrainedConfig):
     depth: int = 5
     width: int = 8
     size: int = 32
-    tree: str = shapes.DYNAMIC
+    tree: str = static_trees.DYNAMIC
 
     def __post_init__(self) -> None:
         super().__post_init__()

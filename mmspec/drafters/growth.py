@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mmspec.drafters import static_trees as shapes
+from mmspec.drafters import static_trees
 from mmspec.drafters.draft_vocab import Head
 from mmspec.drafters.options import TreeOptions
 from mmspec.kernels import reference as ops
@@ -74,7 +74,7 @@ class Growth:
     def grown(self, session: SessionView, target: Target, f: Tensor, draws: bool) -> Draft:
         """What the options ask for, from the feature f [B, 1, F] of the root."""
         o, q = self.options, None
-        if o.tree == shapes.DYNAMIC:
+        if o.tree == static_trees.DYNAMIC:
             below, tree = self._tree(session, target, f)
         elif o.tree == "chain" and not draws:
             below, tree = self._chain(session, target, f)
@@ -115,10 +115,10 @@ class Growth:
         def noise(level: int) -> Tensor:
             return ops.gumbel(seeds, session.emitted[:, None] + level, first.shape[-1])
 
-        plan = shapes.plan(self.options.tree, self.options.depth, f.device)
+        plan = static_trees.plan(self.options.tree, self.options.depth, f.device)
         seeds = ops.stream(session.seeds, ops.FRESH)
         first, expand = self._growth(session, target, f)
-        below, q = shapes.fill(first, expand, plan, noise if draws else None)
+        below, q = static_trees.fill(first, expand, plan, noise if draws else None)
         return self.head.to_target(below), plan.tree.expand(len(f)), None if q is None else Categorical(q)
 
     def _growth(self, session: SessionView, target: Target, f: Tensor) -> tuple[Tensor, Expand]:
@@ -126,7 +126,7 @@ class Growth:
         o, depth = self.options, self.options.depth
         if (levels := self.levels(session, target, f)) is not None:
             return marginal(levels.float().log_softmax(-1))
-        room = (depth - 1) * o.width if o.tree == shapes.DYNAMIC else self.nodes
+        room = (depth - 1) * o.width if o.tree == static_trees.DYNAMIC else self.nodes
         ahead = torch.arange(depth, device=f.device).split(1)
         state = _Frontier(f, torch.zeros(len(f), 1, room, dtype=torch.bool, device=f.device))
 

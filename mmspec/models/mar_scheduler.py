@@ -12,7 +12,7 @@ from diffusers.configuration_utils import register_to_config
 from diffusers.schedulers.scheduling_ddpm import DDPMSchedulerOutput
 from torch import Tensor
 
-from mmspec.continuous import denoising as paths
+from mmspec.continuous import denoising
 from mmspec.continuous.denoising import Chain
 
 
@@ -82,7 +82,7 @@ class MARScheduler(SchedulerMixin, ConfigMixin):
             out: [..., 2·C], the network's ε and v.
             k: int64, counted from the noisiest step.
         """
-        return paths.kernel(x, (out.float(), None), None, self._row(k, x))
+        return denoising.kernel(x, (out.float(), None), None, self._row(k, x))
 
     def _row(self, k: Tensor, x: Tensor) -> list[Tensor]:
         """The numbers [..., 1] of the steps numbered k."""
@@ -103,7 +103,7 @@ class MARScheduler(SchedulerMixin, ConfigMixin):
         noise = torch.randn(sample.shape, generator=generator, device=sample.device, dtype=sample.dtype)
         noisy = self.config["final_noise"] | (k + 1 < len(clock))
         shaken = noisy[:, None] * self.config["temperature"] * noise
-        before, _ = paths.step(sample, (model_output.float(), None), None, shaken, self._row(k, sample))
+        before, _ = denoising.step(sample, (model_output.float(), None), None, shaken, self._row(k, sample))
         root, rest = self.current.table.to(sample.device)[k, :2, None].unbind(1)
         clean = (sample - rest * model_output.chunk(2, -1)[0]) / root
         return DDPMSchedulerOutput(before, clean) if return_dict else (before, clean)

@@ -8,8 +8,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from mmspec.continuous import cspd
-from mmspec.continuous import denoising as paths
+from mmspec.continuous import cspd, denoising
 from mmspec.pipelines.mar.loop import DRAFTS, PATHS, MarRunner, MarState, coins, fresh, normal
 from mmspec.pipelines.mar.plan import MarStats, Speculation
 
@@ -39,7 +38,7 @@ def cspd_rounds(
         yield drawn
 
 
-def _next(draft_runner: MarRunner, drawn: MarState, turn: int) -> paths.Path:
+def _next(draft_runner: MarRunner, drawn: MarState, turn: int) -> denoising.Path:
     """The draft's own token of every picture, written there."""
     B, device = len(drawn.order), drawn.order.device
     rows, at = torch.arange(B, device=device), torch.full((B,), turn, device=device)
@@ -57,7 +56,7 @@ def _judge(
     z: Tensor,
     turns: list[int],
     last: int,
-    drafted: list[paths.Path],
+    drafted: list[denoising.Path],
     how: Speculation,
     stats: MarStats,
 ) -> None:
@@ -73,7 +72,7 @@ def _judge(
     C = drawn.tokens.shape[2]
     chosen, guided = z[:, rows, drawn.order[rows, at]], torch.full_like(at, last)
     own = fresh(runner, chosen, drawn, rows, at, runner.distribution.steps[turns[0]], DRAFTS, guided)
-    theirs = paths.joined(drafted)
+    theirs = denoising.joined(drafted)
     p, q = cspd.end(own, chain, tau), cspd.end(theirs, chain, tau)
     chance = cspd.log_chance(theirs.x, p, q, how.width)
     wrong = (~(coins(seeds, L, at, 0).log() < chance)).nonzero()[:, 0]  # a NaN keeps nothing

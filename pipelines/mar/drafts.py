@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmspec.continuous import denoising as paths
+from mmspec.continuous import denoising
 from mmspec.pipelines.mar.loop import DRAFTS, MarRunner, MarState, fresh
 
 
@@ -51,10 +51,10 @@ class MarDraft:
     turn: int
     z: Tensor
     certain: bool = False
-    path: paths.Path | None = None
+    path: denoising.Path | None = None
 
     @property
-    def drawn(self) -> paths.Path:
+    def drawn(self) -> denoising.Path:
         """The path."""
         assert self.path is not None, f"the token at turn {self.turn} of picture {self.row} was not drafted"
         return self.path

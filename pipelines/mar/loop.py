@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mmspec.compile import mar as mar_compiled
-from mmspec.continuous import denoising as paths
+from mmspec.continuous import denoising
 from mmspec.continuous.denoising import Net
 from mmspec.kernels import dispatch as ops
 from mmspec.kernels.reference import quantile, stream
@@ -145,14 +145,14 @@ class MarRunner:
     passes: int = 0
     rows: int = 0
     evaluations: int = 0
-    chain: Callable[[int], paths.Chain] = field(init=False)
-    draw: paths.Draw = field(init=False)
+    chain: Callable[[int], denoising.Chain] = field(init=False)
+    draw: denoising.Draw = field(init=False)
 
     def __post_init__(self) -> None:
         device = self.model.device
         self.chain = cache(lambda steps: self.scheduler.chain(steps, device))
         steps = mar_compiled.of(self.model.diffloss, self.compile)
-        self.draw = paths.draw if steps is None else steps.draw
+        self.draw = denoising.draw if steps is None else steps.draw
         self._bound = cache(lambda steps: self.model.diffloss.bind(self.chain(steps)))
         self._guidance = torch.tensor(self.distribution.guidance, dtype=torch.float32, device=device)
 
@@ -200,7 +200,7 @@ def plain(runner: MarRunner, drawn: MarState, upto: int | None = None) -> Iterat
 def fresh(
     runner: MarRunner, z: Tensor, drawn: MarState, rows: Tensor, turns: Tensor, steps: int, kind: int,
     guided: Tensor | None = None,
-) -> paths.Path:  # fmt: skip
+) -> denoising.Path:  # fmt: skip
     """Paths of tokens at `turns` [R] of pictures `rows` [R], all of as many steps; z [streams, R, D].
 
     `guided` [R] are the turns whose guidance counts; None: their own.

@@ -10,7 +10,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from mmspec.continuous import denoising as paths
+from mmspec.continuous import denoising
 from mmspec.pipelines.mar.cspd import cspd_rounds
 from mmspec.pipelines.mar.drafts import Cells, MarDraft, SelfDrafter, SmallerDrafter, by_steps, indices, places
 from mmspec.pipelines.mar.loop import DRAFTS, PATHS, MarRunner, MarState, coins, normal, plain
@@ -66,7 +66,7 @@ def exact(
         z, source, at = _verify(runner, drawn, drafts, here, x, drafter)
         ratio = _ratios(runner, drafts, here, z)
         eta = torch.tensor([1.0 if draft.certain else how.eta for draft in drafts], device=z.device)
-        chance = paths.chance(ratio, eta)
+        chance = denoising.chance(ratio, eta)
         kept = coins(drawn.seeds[here.of], L, here.at, 0) < chance
         stats.rounds += 1
         facts = torch.stack([kept, chance, -ratio], 1).tolist()
@@ -116,9 +116,9 @@ def _ratios(runner: MarRunner, drafts: list[MarDraft], here: Cells, z: Tensor) -
     ratio, tested = torch.zeros(len(drafts), device=z.device), [i for i, d in enumerate(drafts) if not d.certain]
     alike = [(steps, [tested[i] for i in index]) for steps, index in by_steps(runner, [here.turns[i] for i in tested])]
     for (steps, some), these in zip(alike, indices(z.device, *(some for _, some in alike)), strict=True):
-        chain, drawn = runner.chain(steps), paths.joined([drafts[i].drawn for i in some])
+        chain, drawn = runner.chain(steps), denoising.joined([drafts[i].drawn for i in some])
         runner.evaluations += len(some) * len(chain) * (1 + runner.distribution.guided)
-        ratio[these] = paths.log_ratio(
+        ratio[these] = denoising.log_ratio(
             drawn, runner.net(z[:, these], here.at[these], steps), chain, runner.distribution.temperature
         )
     return ratio
@@ -173,7 +173,7 @@ def _chains(
         seeds = drawn.seeds[here.of]
 
         def again(
-            rows: Tensor, trial: int, at: Tensor = here.at, chain: paths.Chain = chain, seeds: Tensor = seeds
+            rows: Tensor, trial: int, at: Tensor = here.at, chain: denoising.Chain = chain, seeds: Tensor = seeds
         ) -> tuple[Tensor, Tensor]:
             noise = normal(seeds[rows], PATHS, L, at[rows], trial, len(chain), C)
             return noise, coins(seeds[rows], L, at[rows], trial + 1)
@@ -184,7 +184,7 @@ def _chains(
         if R:
             q = drafter.runner.net(torch.stack([draft.z for draft, _ in some[:R]], 1), here.at[:R], steps)
             by = torch.full((R,), eta, device=device)
-            x, trials, others = paths.leftover(p, q, chain, again, by, tau, AT_ONCE, runner.draw, beside)
+            x, trials, others = denoising.leftover(p, q, chain, again, by, tau, AT_ONCE, runner.draw, beside)
             drawn.put(here.of[:R], here.at[:R], x)
         else:
             others = runner.draw(p, chain, beside, tau)

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmspec import accept
 from mmspec.accept import verify_tree
-from mmspec.drafters import static_trees as shapes
+from mmspec.drafters import static_trees
 from mmspec.kernels import reference as ops
 from mmspec.rules import Masses, Rule, Trial, exact
 from mmspec.tree import bounds, chain, children, from_parents, from_paths, grow
@@ -83,8 +83,8 @@ def trees(seed: int, batch: int, g: torch.Generator) -> Tree:
         tree = from_parents(random_parents(batch, size, g), size)
         return replace(tree, families=bounds(size))
     if kind == 2:
-        name = list(shapes.SHAPES)[seed % len(shapes.SHAPES)]
-        return shapes.plan(name, 4, CPU).tree.expand(batch)
+        name = list(static_trees.SHAPES)[seed % len(static_trees.SHAPES)]
+        return static_trees.plan(name, 4, CPU).tree.expand(batch)
     if kind == 3:
         first = torch.randn(batch, V, generator=g).log_softmax(-1)
         return grow(first, lambda tokens, _: torch.randn(*tokens.shape, V, generator=g).log_softmax(-1), 3, 4, 12)[1]
@@ -222,7 +222,7 @@ def calls(tree: Tree) -> int:
 
 def test_work_grows_with_the_most_children_and_not_with_the_nodes() -> None:
     """Four children at most: 25 nodes take four steps, and as many calls as a tree of five nodes does."""
-    published = shapes.plan("mc_sim_7b_63", 5, CPU).tree
+    published = static_trees.plan("mc_sim_7b_63", 5, CPU).tree
     small, _ = from_paths([(0,), (1,), (2,), (3,)], CPU)
     assert published.size == 26 and small.size == 5
     assert calls(published) == calls(small) < 300

@@ -17,7 +17,7 @@ from transformers.generation import LogitsProcessorList, TemperatureLogitsWarper
 import mmspec
 from mmspec.app import cli
 from mmspec.app.train import build_for_pictures
-from mmspec.drafters import static_trees as shapes
+from mmspec.drafters import static_trees
 from mmspec.drafters.eagle import EagleConfig, EagleDrafter
 from mmspec.drafters.rope import Rope, rotate
 from mmspec.kernels import reference as ops
@@ -39,7 +39,7 @@ from tests.core.test_core import chi_square
 
 CPU = torch.device("cpu")
 GRID = tiny_llamagen.SIZES["grid"]
-STATIC = [name for name in shapes.SHAPES if name != "chain"]
+STATIC = [name for name in static_trees.SHAPES if name != "chain"]
 
 
 def drafter(seed: int = 0, **options: Any) -> EagleDrafter:
@@ -71,18 +71,18 @@ COUNTS = {  # nodes per depth, as recounted from the authors' lists
 }
 
 
-@pytest.mark.parametrize("name", shapes.SHAPES)
+@pytest.mark.parametrize("name", static_trees.SHAPES)
 def test_published_shapes(name: str) -> None:
-    plan = shapes.plan(name, 5, CPU)
+    plan = static_trees.plan(name, 5, CPU)
     assert torch.bincount(plan.tree.depth[0])[1:].tolist() == COUNTS[name]
     assert plan.tree.is_chain == (name == "chain")
 
 
-@pytest.mark.parametrize("name", shapes.SHAPES)
+@pytest.mark.parametrize("name", static_trees.SHAPES)
 @pytest.mark.parametrize("draws", [False, True])
 def test_each_node_has_its_rank_among_its_parents_children(name: str, draws: bool) -> None:
     """Against a literal reading: follow each path, take the child of that rank; q lacks the siblings before it."""
-    V, B, plan = 30, 3, shapes.plan(name, 5, CPU)
+    V, B, plan = 30, 3, static_trees.plan(name, 5, CPU)
 
     def distribution(path: list[int]) -> Tensor:
         g = torch.Generator().manual_seed(hash(tuple(path)) % 2**31)
@@ -101,11 +101,13 @@ def test_each_node_has_its_rank_among_its_parents_children(name: str, draws: boo
     g = torch.Generator().manual_seed(5)
     gumbel = torch.randn(5, B, 1, V, generator=g, dtype=torch.float64) if draws else None
     noise = None if gumbel is None else gumbel.__getitem__
-    tokens, q = shapes.fill(distribution([]).expand(B, V), expand, plan, noise)
+    tokens, q = static_trees.fill(distribution([]).expand(B, V), expand, plan, noise)
     assert (q is not None) == draws
     for b in range(B):
         found: dict[tuple[int, ...], list[int]] = {(): []}
-        for node, path in enumerate(sorted(shapes.nodes(shapes.SHAPES[name]), key=lambda n: (len(n), n)), 1):
+        for node, path in enumerate(
+            sorted(static_trees.nodes(static_trees.SHAPES[name]), key=lambda n: (len(n), n)), 1
+        ):
             above = found[path[:-1]]
             order = distribution(above) + (0 if gumbel is None else gumbel[len(above), b, 0])
             ranked = order.argsort(descending=True).tolist()
@@ -119,10 +121,10 @@ def test_each_node_has_its_rank_among_its_parents_children(name: str, draws: boo
 
 def test_what_the_law_excludes_is_a_hole() -> None:
     distribution = torch.tensor([0.0, -torch.inf, 0.5, -torch.inf])
-    tokens, q = shapes.fill(
+    tokens, q = static_trees.fill(
         distribution.expand(2, 4),
         lambda t, _: distribution.expand(2, t.shape[1], 4),
-        shapes.plan("mc_sim_7b_63", 5, CPU),
+        static_trees.plan("mc_sim_7b_63", 5, CPU),
         lambda level: torch.zeros(2, 1, 4),
     )
     assert tokens[:, :4].tolist() == [[2, 0, -1, -1]] * 2
@@ -154,8 +156,8 @@ def test_a_tree_of_the_users_own() -> None:
     made = fitted(drafter(), tree=[[0, 0], [1], [0, 1]])  # prefixes may be left out
     assert made.options.tree == ((0,), (1,), (0, 0), (0, 1))
     assert (made.options.depth, made.options.branches, made.nodes) == (2, 2, 5)
-    named = [list(path) for path in shapes.nodes(shapes.SHAPES["mc_sim_7b_63"])]
-    theirs, mine = (shapes.plan(fitted(drafter(), tree=t).options.tree, 5, CPU) for t in ("mc_sim_7b_63", named))
+    named = [list(path) for path in static_trees.nodes(static_trees.SHAPES["mc_sim_7b_63"])]
+    theirs, mine = (static_trees.plan(fitted(drafter(), tree=t).options.tree, 5, CPU) for t in ("mc_sim_7b_63", named))
     assert torch.equal(theirs.tree.parents, mine.tree.parents) and theirs.tree.families == mine.tree.families
 
 

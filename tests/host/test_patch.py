@@ -446,7 +446,7 @@ def test_what_users_name_lies_in_the_face() -> None:
 
 
 def test_a_script_that_ends_while_a_model_is_enabled_says_nothing():
-    code = "import mmspec, targets, torch\nmodel = tiny_vlms.model('llava')\nhandle = mmspec.enable(model, 'ngram')"
+    code = "import mmspec, tiny_vlms, torch\nmodel = tiny_vlms.model('llava')\nhandle = mmspec.enable(model, 'ngram')"
     ended = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code],
         cwd=Path(__file__).parents[1] / "support",

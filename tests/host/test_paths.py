@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmspec.continuous import cspd
-from mmspec.continuous import denoising as paths
+from mmspec.continuous import cspd, denoising
 from mmspec.continuous.denoising import Chain, Path
 from mmspec.models.mar_scheduler import MARScheduler
 
@@ -43,11 +42,11 @@ class Known:
         log = torch.log(self.weights) - 0.5 * (apart**2).sum(-1) / var
         return rest * (log.softmax(-1)[..., None] * apart).sum(-2) / var
 
-    def at(self, x: Tensor, k: int) -> paths.Output:
+    def at(self, x: Tensor, k: int) -> denoising.Output:
         out = self.along(x[:, None], slice(k, k + 1))
         return out[0][:, 0], None if out[1] is None else out[1][:, 0]
 
-    def along(self, x: Tensor, steps: slice = slice(None)) -> paths.Output:
+    def along(self, x: Tensor, steps: slice = slice(None)) -> denoising.Output:
         root, rest = (t[steps, None] for t in self.chain.table[:, :2].unbind(1))
         eps = self.eps(x, root, rest)
         out = torch.cat([eps, torch.full_like(eps, self.share)], -1)
@@ -69,11 +68,11 @@ def noise(seed: int, steps: Chain, count: int = N) -> Tensor:
     return torch.randn(count, len(steps) + 1, C, generator=torch.Generator().manual_seed(seed))
 
 
-def speculate(p: Known, q: Known, eta: float = 1.0, tau: float = 1.0, ratio=paths.log_ratio, back=None) -> tuple:
+def speculate(p: Known, q: Known, eta: float = 1.0, tau: float = 1.0, ratio=denoising.log_ratio, back=None) -> tuple:
     """N tokens by the exact rule, which of them were accepted, and the trials of the others."""
     coin, steps = torch.Generator().manual_seed(99), p.chain
-    draft = paths.draw(q, steps, noise(1, steps), tau)
-    kept = torch.rand(N, generator=coin) < paths.chance(ratio(draft, p, steps, tau), eta)
+    draft = denoising.draw(q, steps, noise(1, steps), tau)
+    kept = torch.rand(N, generator=coin) < denoising.chance(ratio(draft, p, steps, tau), eta)
     rows = (~kept).nonzero()[:, 0]
     x, trials = draft.x.clone(), torch.zeros(0)
 
@@ -81,13 +80,13 @@ def speculate(p: Known, q: Known, eta: float = 1.0, tau: float = 1.0, ratio=path
         return noise(1000 + trial, steps, len(waiting)), torch.rand(len(waiting), generator=coin)
 
     if len(rows):
-        left = paths.leftover(p.take(rows), q.take(rows), steps, fresh, torch.full((len(rows),), back or eta), tau)
+        left = denoising.leftover(p.take(rows), q.take(rows), steps, fresh, torch.full((len(rows),), back or eta), tau)
         x[rows], trials = left[0], torch.tensor(left[1])
     return x, kept, trials
 
 
 def direct(p: Known, tau: float = 1.0, seed: int = 11) -> Tensor:
-    return paths.draw(p, p.chain, noise(seed, p.chain), tau).x
+    return denoising.draw(p, p.chain, noise(seed, p.chain), tau).x
 
 
 def p_value(a: Tensor, b: Tensor) -> float:
@@ -149,9 +148,9 @@ def always(path: Path, net: Known, steps: Chain, tau: float) -> Tensor:
 
 def no_determinant(path: Path, net: Known, steps: Chain, tau: float) -> Tensor:
     """Without the terms of the standard deviations."""
-    own = torch.stack([paths.kernel(path.states[:, k], net.at(path.states[:, k], k), None, steps.steps[k])[1]
+    own = torch.stack([denoising.kernel(path.states[:, k], net.at(path.states[:, k], k), None, steps.steps[k])[1]
                        for k in range(len(steps))], 1)  # fmt: skip
-    return paths.log_ratio(path, net, steps, tau) - (path.log_std - own).sum((1, 2))
+    return denoising.log_ratio(path, net, steps, tau) - (path.log_std - own).sum((1, 2))
 
 
 def swapped_spread(path: Path, net: Known, steps: Chain, tau: float) -> Tensor:
@@ -159,7 +158,7 @@ def swapped_spread(path: Path, net: Known, steps: Chain, tau: float) -> Tensor:
     eps, out = path.noise, net.along(path.states[:, :-1])
     total = torch.zeros(len(eps))
     for k in range(len(steps)):
-        mean, _ = paths.kernel(path.states[:, k], (out[0][:, k], None), None, steps.steps[k])
+        mean, _ = denoising.kernel(path.states[:, k], (out[0][:, k], None), None, steps.steps[k])
         z = (path.states[:, k + 1] - mean) * torch.exp(-path.log_std[:, k]) / tau
         total += 0.5 * (eps[:, k] ** 2 - z**2).sum(1)
     return total
@@ -167,7 +166,7 @@ def swapped_spread(path: Path, net: Known, steps: Chain, tau: float) -> Tensor:
 
 def shared_noise(path: Path, net: Known, steps: Chain, tau: float) -> Tensor:
     """The target at its own states under the draft's noise, as if the two paths were one."""
-    own = paths.draw(net, steps, torch.cat([path.states[:, :1], path.noise], 1), tau)
+    own = denoising.draw(net, steps, torch.cat([path.states[:, :1], path.noise], 1), tau)
     far = 0.5 * (((path.x - own.x) / own.log_std[:, -1].exp() / 42) ** 2).sum(1)
     return (path.log_std - own.log_std).sum((1, 2)) - far
 
@@ -195,7 +194,7 @@ def test_cspd_is_seen_to_be_approximate(share):
     steps = chain(25, final_noise=False)
     p, q = gaussian(steps, share=share), gaussian(steps, 0.1)
     shared = noise(1, steps)
-    draft, own = paths.draw(q, steps, shared), paths.draw(p, steps, shared)
+    draft, own = denoising.draw(q, steps, shared), denoising.draw(p, steps, shared)
     of_p, of_q = cspd.end(own, steps), cspd.end(draft, steps)
     coin = torch.Generator().manual_seed(5)
     kept = torch.rand(N, generator=coin).log() < cspd.log_chance(draft.x, of_p, of_q)
@@ -240,8 +239,8 @@ def test_cspd_is_its_published_formula():
 def test_acceptance_is_the_best_there_is(shift):
     """1 − TV of the tokens' own distributions: per-step tests would keep far less."""
     steps = chain(100)
-    draft = paths.draw(gaussian(steps, shift), steps, noise(1, steps))
-    kept = paths.chance(paths.log_ratio(draft, gaussian(steps), steps)).mean()
+    draft = denoising.draw(gaussian(steps, shift), steps, noise(1, steps))
+    kept = denoising.chance(denoising.log_ratio(draft, gaussian(steps), steps)).mean()
     overlap = math.erfc(shift * math.sqrt(C) / 0.5 / 2 / math.sqrt(2))
     assert float(kept) == pytest.approx(overlap, abs=0.025)
 
@@ -249,14 +248,14 @@ def test_acceptance_is_the_best_there_is(shift):
 @pytest.mark.parametrize(("T", "tau"), [(6, 1.0), (100, 1.0), (25, 0.8)])
 def test_a_draft_of_the_target_is_kept(T, tau):
     steps = chain(T)
-    path = paths.draw(gaussian(steps, share=0.3), steps, noise(1, steps), tau)
-    assert paths.log_ratio(path, gaussian(steps, share=0.3), steps, tau).abs().max() < 1e-4 * T
+    path = denoising.draw(gaussian(steps, share=0.3), steps, noise(1, steps), tau)
+    assert denoising.log_ratio(path, gaussian(steps, share=0.3), steps, tau).abs().max() < 1e-4 * T
 
 
 def test_the_ratio_has_mean_one():
     steps = chain(25)
-    path = paths.draw(gaussian(steps, 0.05), steps, noise(1, steps))
-    ratio = paths.log_ratio(path, gaussian(steps), steps).exp()
+    path = denoising.draw(gaussian(steps, 0.05), steps, noise(1, steps))
+    ratio = denoising.log_ratio(path, gaussian(steps), steps).exp()
     assert float(ratio.mean()) == pytest.approx(1, abs=4 * float(ratio.std()) / N**0.5)
 
 
@@ -272,15 +271,15 @@ def test_trials_after_a_refusal(eta):
 
 def test_without_noise_there_is_no_ratio():
     for steps, tau in ((chain(6, final_noise=False), 1.0), (chain(6), 0.0)):
-        path = paths.draw(gaussian(steps), steps, noise(1, steps), tau)
+        path = denoising.draw(gaussian(steps), steps, noise(1, steps), tau)
         with pytest.raises(ValueError, match="final_noise=True"):
-            paths.log_ratio(path, gaussian(steps), steps, tau)
+            denoising.log_ratio(path, gaussian(steps), steps, tau)
 
 
 def test_a_broken_network_ends(monkeypatch):
-    monkeypatch.setattr(paths, "TRIALS", 8)
+    monkeypatch.setattr(denoising, "TRIALS", 8)
     steps = chain(6)
     broken = gaussian(steps, float("nan"))
     with pytest.raises(RuntimeError, match="trials gave no token"):
-        paths.leftover(gaussian(steps), broken, steps, lambda rows, trial: (noise(trial, steps, len(rows)),
+        denoising.leftover(gaussian(steps), broken, steps, lambda rows, trial: (noise(trial, steps, len(rows)),
                        torch.rand(len(rows))), torch.full((3,), 0.9))  # fmt: skip

@@ -14,7 +14,7 @@ from diffusers import DDPMScheduler
 import mmspec
 from mmspec.compile import mar as mar_compiled
 from mmspec.compile.capture import PiecewiseFunction
-from mmspec.continuous import denoising as paths
+from mmspec.continuous import denoising
 from mmspec.models import mar_head
 from mmspec.models.mar import mar
 from mmspec.models.mar_head import SHAPES, PlainHead
@@ -153,7 +153,7 @@ def test_chains_are_their_formulas(net, guided, final, skip):
     strength = torch.tensor([1.0, 2.5, 0.5]) if guided else None
     of = (z[0], z[1] if guided else None, strength)
     bound = PlainHead(model.diffloss, chain, *of) if net == "plain" else model.diffloss.bind(chain).on(*of)
-    x = paths.draw(bound, chain, noise, tau).x
+    x = denoising.draw(bound, chain, noise, tau).x
     for row in range(3):
         both = (z[0, row].double(), z[1, row].double() if guided else None)
         weight = float(strength[row]) if guided else 1.0
@@ -312,10 +312,10 @@ def test_tables_in_chunks_change_nothing(budget, monkeypatch):
     model, chain = tiny.transformer(), tiny.scheduler().chain(9)
     z, noise, states = torch.randn(2, 3, 24), torch.randn(3, len(chain) + 1, C), torch.randn(3, len(chain), C)
     whole = model.diffloss.bind(chain).on(z[0], z[1], torch.full((3,), 2.0))
-    want, along = paths.draw(whole, chain, noise), whole.along(states)
+    want, along = denoising.draw(whole, chain, noise), whole.along(states)
     monkeypatch.setattr(mar_head, "BUDGET", budget)
     parts = model.diffloss.bind(chain).on(z[0], z[1], torch.full((3,), 2.0))
-    torch.testing.assert_close(paths.draw(parts, chain, noise).x, want.x, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(denoising.draw(parts, chain, noise).x, want.x, rtol=1e-5, atol=1e-4)
     for one, other in zip(parts.along(states), along, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
     assert len(parts.table[1]) < len(chain)

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from mmspec.continuous import cspd
-from mmspec.continuous import denoising as paths
+from mmspec.continuous import cspd, denoising
 from mmspec.pipelines.mar import loop as mar_loop
 from mmspec.pipelines.mar import plan as mar_plan
 from mmspec.pipelines.mar import speculate as mar_speculate
@@ -54,17 +53,17 @@ class Toy:
 class Steered:
     """The exact ε of Gaussian tokens around z [R, C]; a `Net`."""
 
-    chain: paths.Chain
+    chain: denoising.Chain
     std: float
     z: Tensor
     null: Tensor | None
     guidance: Tensor | None
 
-    def at(self, x: Tensor, k: int) -> paths.Output:
+    def at(self, x: Tensor, k: int) -> denoising.Output:
         out, null = self.along(x[:, None], slice(k, k + 1))
         return out[:, 0], None if null is None else null[:, 0]
 
-    def along(self, x: Tensor, steps: slice = slice(None)) -> paths.Output:
+    def along(self, x: Tensor, steps: slice = slice(None)) -> denoising.Output:
         root, rest = (t[steps, None] for t in self.chain.table[:, :2].unbind(1))
 
         def eps(z: Tensor) -> Tensor:
@@ -158,7 +157,7 @@ def test_a_wrong_prefix_is_seen(monkeypatch, plain):
 
 def test_drawing_anew_from_the_whole_law_is_seen(monkeypatch, plain):
     """Refused tokens come from the model's distribution, not from what is left over of it."""
-    monkeypatch.setattr(paths, "leftover_chance", lambda ratio, eta: torch.ones_like(ratio, dtype=torch.float64))
+    monkeypatch.setattr(denoising, "leftover_chance", lambda ratio, eta: torch.ones_like(ratio, dtype=torch.float64))
     assert joint(pictures(mar_plan.Speculation(Toy(0.9, 0.3), 3), 60)[0], plain) < 1e-3
 
 
