@@ -33,7 +33,8 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=1600, help="prompts at most")
     args = parser.parse_args()
     recipe = RECIPES["eagle"].with_(
-        steps=500, batch=12, lr=1e-3, muon=True, token_weight=1.0, unroll=4, vocabulary=8192, max_new_tokens=112,
+        steps=240, batch=12, lr=3e-3, muon=True, feature_weight=0.5, token_weight=1.0, clip=1.0, unroll=4,
+        vocabulary=8192, max_new_tokens=112,
         writing=48, held_out=24, seed=SEED,
     )  # fmt: skip
     recipe = recipe.with_(**_values("--set", args.set, {f.name: getattr(recipe, f.name) for f in fields(recipe)}))
@@ -42,7 +43,11 @@ def main() -> None:
     if not data.exists():  # a run that goes on keeps its own, whatever Python's version
         data.write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in lessons(SEED)))
     model, tokenizer = loaded()
-    train(model, tokenizer, "eagle", str(data), args.out, recipe, intermediate=1024, limit=args.limit, keep=4.0)
+    chain = {"depth": 3, "width": 1, "size": 4, "tree": "chain"}  # four rows take about the time of one
+    train(
+        model, tokenizer, "eagle", str(data), args.out, recipe, intermediate=1024, shape=chain, limit=args.limit,
+        keep=4.0,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":
