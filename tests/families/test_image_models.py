@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from functools import cache
 from typing import Any
@@ -402,6 +403,27 @@ def test_relaxed_rules_reach_every_model(name: str, rule: str) -> None:
         with mmspec.enable(model, drafter="jacobi", rule=rule, budget=0.0) as bound:
             seeded(model, call)
         assert bent.stats.spent > 0 and bound.stats.spent <= 1e-9
+
+
+def test_greedy_lantern_on_anole_pays_for_every_token_that_is_not_likeliest() -> None:
+    """Its neighbours are found by hand, in the raw codes, as the authors find them; every token stands by them."""
+    model, call = image_targets.model("chameleon guided"), PAINTERS["chameleon guided"].call(1)
+    drawing = {**call, "do_sample": False, "output_scores": True, "return_dict_in_generate": True}
+    codes = model.model.vqmodel.quantize.embedding.weight
+    with torch.no_grad():
+        codes /= codes.norm(dim=-1, keepdim=True)  # so that both distances are one
+    apart, first = torch.cdist(codes, codes).fill_diagonal_(math.inf), model.model.vocabulary_mapping.image_tokens[0]
+    with mmspec.enable(model, drafter="jacobi", rule="lantern(k=40, delta=0.9)") as handle:
+        out = model.generate(**drawing)
+    paid = 0
+    for token, scores in zip(out.sequences[0, -len(out.scores) :].tolist(), out.scores, strict=True):
+        p = scores[0].double().softmax(-1)
+        if token == int(p.argmax()):
+            continue
+        sums = p[apart[token - first].argsort()[:40] + first].cumsum(0)
+        assert float(p[token]) + max([0.0, *sums[sums <= 0.9].tolist()]) >= float(p.max()) - 1e-6
+        paid += 1
+    assert handle.stats.spent == paid > 2
 
 
 def test_text_stays_exact_under_a_rule_for_pictures() -> None:
