@@ -407,7 +407,7 @@ def test_relaxed_rules_reach_every_model(name: str, rule: str) -> None:
 
 def test_greedy_lantern_on_anole_pays_for_every_token_that_is_not_likeliest() -> None:
     """Its neighbours are found by hand, in the raw codes, as the authors find them; every token stands by them."""
-    model, call = image_targets.model("chameleon guided"), PAINTERS["chameleon guided"].call(1)
+    model, call = tiny_image_models.model("chameleon guided"), PAINTERS["chameleon guided"].call(1)
     drawing = {**call, "do_sample": False, "output_scores": True, "return_dict_in_generate": True}
     codes = model.model.vqmodel.quantize.embedding.weight
     with torch.no_grad():
