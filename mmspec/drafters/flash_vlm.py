@@ -17,7 +17,6 @@ from mmspec.drafters.options import TreeOptions
 from mmspec.linear import Linear
 from mmspec.protocols import SessionView, Target
 
-
 PUBLISHED = "published"
 
 

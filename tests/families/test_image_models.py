@@ -553,3 +553,55 @@ def test_a_pipeline_draws_the_same_picture_for_the_same_generator(glm_pipeline: 
     assert fast == stock
     assert handle.stats.tokens == 261
     assert type(encoder) is T.GlmImageForConditionalGeneration
+
+
+# -- pipelines whose text model writes -------------------------------------------------------------------------------
+
+
+class Words:
+    """A tokenizer that knows numbers, and the chat templates of the pipelines below."""
+
+    pad_token_id, eos_token_id, model_max_length = 0, 2, 12
+
+    @property
+    def tokenizer(self) -> Words:
+        return self
+
+    def apply_chat_template(self, *args: Any, tokenize: bool = True, **kwargs: Any) -> Any:
+        return self("") if tokenize else ""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        ids = torch.tensor([[1, 5, 6, 7, 8, 5, 6]])
+        return T.BatchEncoding({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+
+    def decode(self, ids: Tensor, **kwargs: Any) -> str:
+        return " ".join(map(str, ids.tolist()))
+
+    def batch_decode(self, ids: Tensor, **kwargs: Any) -> list[str]:
+        return [self.decode(row) for row in ids]
+
+
+def test_the_text_model_of_a_diffusers_pipeline_is_found_where_it_writes() -> None:
+    import diffusers as D
+
+    writer, parts = tiny_vlms.model("llava"), {"scheduler": None, "vae": None, "transformer": None}
+    flux = D.Flux2Pipeline(text_encoder=writer, tokenizer=Words(), **parts)
+    ernie = D.ErnieImagePipeline(text_encoder=None, tokenizer=None, pe=writer, pe_tokenizer=Words(), **parts)
+    for pipe, write in (
+        (flux, lambda: flux.upsample_prompt("w5")),
+        (ernie, lambda: ernie._enhance_prompt_with_pe("w5", torch.device("cpu"), temperature=1.0, top_p=1.0)),
+    ):
+        expected = write()
+        with mmspec.enable(pipe, drafter="ngram") as handle:
+            if pipe is ernie:
+                assert write() == expected
+            else:
+                torch.manual_seed(0)
+                assert write()
+            assert handle.stats.rounds and mmspec.stats(pipe) is handle.stats
+        assert not hasattr(type(writer), "_mmspec_patch")
+    ernie.register_modules(text_encoder=tiny_vlms.model("qwen2_vl"))
+    with pytest.raises(TypeError, match=r"several models that can write: .*; enable one of them, as pipe"):
+        mmspec.enable(ernie, drafter="ngram")
+    with pytest.raises(TypeError, match="a pipeline that generates tokens; got ErnieImagePipeline"):
+        mmspec.enable(D.ErnieImagePipeline(text_encoder=None, tokenizer=None, **parts))
