@@ -24,7 +24,7 @@ OK, FATAL = 0, 1
 EXACT = "exact"  # the rule that changes nothing
 OWN, PLAIN = "mmspec", "plain"  # the two sides of --compare
 SELF = "self"  # the drafter of a MAR's own drafts
-MAR_TAKES = ("window", "rule")
+MAR_TAKES = ("window", "rule", "prefill", "width")
 SHORT: tuple[tuple[str, str, dict[str, Any]], ...] = (  # of `--enable`, with a flag of their own
     ("--window", "tokens that jacobi looks at in one forward of the model", {"metavar": "N"}),
     ("--coupling", "how jacobi redraws its guesses: none, maximal or gumbel", {}),
@@ -253,7 +253,7 @@ def _said_mar(args: argparse.Namespace) -> dict[str, Any]:
     strange = [*(["--top-k"] if args.top_k is not None else []), *(name for name in said if name not in MAR_TAKES)]
     if strange:
         raise GenerateError(
-            f"{strange[0]} is for models that draw ids; this one is a MAR, which takes {' and '.join(MAR_TAKES)}"
+            f"{strange[0]} is for models that draw ids; this one is a MAR, which takes {', '.join(MAR_TAKES)}"
         )
     if args.drafter == STOCK and said:
         raise GenerateError(f"{' and '.join(said)} need a drafter; {STOCK!r} draws without")
@@ -264,13 +264,13 @@ def _speculation(args: argparse.Namespace, model: MarSubject, said: dict[str, An
     """How a MAR drafts; `jacobi`, the default of this command, means the model's own drafts."""
     how: dict[str, Any] | None = None
     if args.drafter != STOCK:
-        given = {"ahead": said.get("window"), "rule": said.get("rule", EXACT)}
+        given = {**said, "ahead": said.get("window"), "window": None}
         how = {name: value for name, value in given.items() if value not in (None, EXACT)}
         if args.drafter not in ("jacobi", SELF):
             how["draft"] = model.small(args.drafter)
     note = ""
-    if args.compare or how is not None:
-        note = model.singly(args.compare or said.get("rule") != "cspd")
+    if (args.compare or how is not None) and said.get("rule") != "cspd":  # that takes any schedule and sampler
+        note = model.singly()
     if note:
         print(f"note: {note}", file=sys.stderr)
     return how
@@ -296,4 +296,5 @@ def _told_mar(
     if base:
         yield "plainly: " + sums(base, f"of the {'unbent' if bent else 'same'} distribution")
     if bent:
-        yield f"not lossless: cspd(width={cspd.WIDTH:g}) bends the distribution; by how much is not measured"
+        width = said.get("width", cspd.WIDTH)
+        yield f"not lossless: cspd(width={width:g}) bends the distribution; by how much is not measured"

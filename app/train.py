@@ -221,6 +221,7 @@ def train(
         write(drafter.eval(), model, out / "drafter")
         report = {
             "held_out_tau": tau,
+            "curve": run.curve,
             "minutes": (time.monotonic() - began) / 60,
             "cpu_minutes_of_steps": run.seconds / 60,
             "method": method,

@@ -19,6 +19,24 @@ def positive_residual(p: Tensor, q: Tensor) -> Tensor:
     return torch.where(rest.sum(-1, keepdim=True) > 0, rest, p)
 
 
+def emptied_residual(p: Tensor, q: Tensor, around: Tensor, borrows: Tensor, certain: Tensor) -> Tensor:
+    """(p − q)+ once tokens around a refused x were taken out of p, or out of q (Jang et al. 2024, as released).
+
+    Args:
+        p, q: [..., V].
+        around: int64 [..., M], the tokens that are taken out.
+        borrows: bool [...], where they are.
+        certain: bool [...], x was not drawn at random: they leave p, else q.
+
+    Returns:
+        [..., V]; p where nothing would be left.
+    """
+    gone = torch.zeros_like(p, dtype=torch.bool).scatter_(-1, around, True) & borrows[..., None]
+    of_p = gone & certain[..., None]
+    rest = (torch.where(of_p, 0.0, p) - torch.where(gone & ~of_p, 0.0, q)).clamp_(min=0)
+    return torch.where(rest.sum(-1, keepdim=True) > 0, rest, p)
+
+
 def scaled_ratio(p_x: Tensor, q_x: Tensor, omega: Tensor | float) -> Tensor:
     """min(1, ω·p(x)/q(x)), 0 where p(x) = 0; at least `exact_ratio` for every ω ≥ 1."""
     return torch.where(p_x > 0, (omega * p_x / q_x).clamp(max=1.0), 0.0)

@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 from mmspec.kernels import dispatch
 from mmspec.kernels import reference as ops
-from mmspec.rules import Masses, Rule, Trial, exact
+from mmspec.rules import Masses, Rule, Trial, exact, ordinary
 from mmspec.tree import bounds, children, siblings
 from mmspec.types import NO_TOKEN, Acceptance, Categorical, Draft, Tree, gather_rows, join, select
 
@@ -34,7 +34,9 @@ def along_path(
         Acceptance; `next_token` is drawn from p after the last accepted node, or from the residual where its children
             were rejected.
     """
-    if distribution.is_point or (rule is exact and draft.q is None):  # all rules agree where p is a point mass
+    if distribution.is_point and distribution.logits is not None and rule.greedy is not None:
+        return verify_greedy(draft, distribution, rule, spent)
+    if distribution.is_point or (rule is exact and draft.q is None):  # all other rules agree where p is a point mass
         return verify_point_mass(draft, distribution, u)
     assert u is not None
     return (verify_chain if draft.tree.is_chain else verify_tree)(draft, distribution, rule, u, spent)
@@ -48,6 +50,28 @@ def verify_point_mass(draft: Draft, distribution: Categorical, u: Tensor | None)
         return Acceptance(*ops.follow(distribution.ids, tokens, tree.parents, above))
     found = dispatch.verify_point_mass(distribution.logits, tokens, tree.parents, above, u)
     return Acceptance(found.accepted, found.count, found.last, found.token)
+
+
+def verify_greedy(draft: Draft, distribution: Categorical, rule: Rule, spent: Tensor | None) -> Acceptance:
+    """At temperature 0: the deepest node whose whole line stands, by itself or by the rule; what is not likeliest costs
+    1. The likeliest token follows."""
+    tokens, tree, best = draft.tokens, draft.tree, distribution.ids
+    assert best is not None
+    nodes, vocab = torch.arange(tree.size, device=tokens.device).expand_as(tokens), _vocabulary(draft, distribution)
+    p, q = _masses(Categorical(distribution.logits), tree.parents, vocab), _masses(_drawn_from(draft), nodes, vocab)
+    likeliest, root = best.gather(1, tree.parents) == tokens, tree.depth == 0
+    trial = Trial(tokens.clamp(min=0), tree.depth, p, q)
+    other = rule.greedy(trial) & (trial.p_x > 0) & ~likeliest & ~root  # type: ignore[misc]
+    line = tree.ancestors.to(ops.widest(tokens.device))
+    cost = (line @ other.to(line)[..., None])[..., 0]
+    stands = root | ((likeliest | other) & (tokens != NO_TOKEN))
+    if rule.budget is not None:
+        stands = stands & (cost + (0.0 if spent is None else spent[:, None]) <= rule.budget)
+    whole = (line @ (~stands).to(line)[..., None])[..., 0] == 0
+    last = torch.where(whole, tree.depth, -1).argmax(1)
+    accepted, at = gather_rows(tree.ancestors, last[:, None])[:, 0], last[:, None]
+    count, follows = tree.depth.gather(1, at)[:, 0] + 1, best.gather(1, at)[:, 0]
+    return Acceptance(accepted, count, last, follows, cost.gather(1, at)[:, 0])
 
 
 def verify_chain(
@@ -70,14 +94,16 @@ def verify_chain(
     match[:, 1:] = (u[:, :-1] < f) & (x != NO_TOKEN)
     accepted, count, last = ops.standing(match, None)
     after = count.clamp(max=N - 1)
-    refused = (count < N) & (tokens.gather(1, after[:, None])[:, 0] != NO_TOKEN)
+    tried = tokens.gather(1, after[:, None])[:, 0]
+    refused = (count < N) & (tried != NO_TOKEN)
     charged = None
     if rule.relaxed is not None:
         tested = accepted[:, 1:] | (refused[:, None] & (nodes[:, 1:] == after[:, None]))
         charged = torch.where(tested, charge, 0.0).sum(1)
     noise, chance = u.gather(1, last[:, None])[:, 0], pad(f, (1, 0)).gather(1, after[:, None])[:, 0]
     noise = torch.where(refused, ops.remaining(noise, chance), noise)
-    return Acceptance(accepted, count, last, _drawn(rule, distribution, last, q, after, refused, noise, vocab), charged)
+    drawn = _drawn(rule, distribution, last, q, tried.clamp(min=0), after, refused, noise, vocab)
+    return Acceptance(accepted, count, last, drawn, charged)
 
 
 def _drawn(
@@ -85,15 +111,17 @@ def _drawn(
     distribution: Categorical,
     last: Tensor,
     q: Categorical,
+    x: Tensor,
     after: Tensor,
     refused: Tensor,
     noise: Tensor,
     vocab: int,
 ) -> Tensor:
-    """The next token [B]: from p after node `last`, or where the draft at `after` was refused, from what p has left."""
-    if distribution.logits is None or rule.residual is not ops.positive_residual:
+    """The next token [B]: from p after node `last`, or where the draft x at `after` was refused, from its residual."""
+    if distribution.logits is None or rule.residual is not ordinary:
         p = distribution.weights(last, vocab)
-        return ops.categorical(torch.where(refused[:, None], rule.residual(p, q.weights(after, vocab)), p), noise)
+        rest = rule.residual(Trial(x, after, Masses.of(p), Masses.of(q.weights(after, vocab))))
+        return ops.categorical(torch.where(refused[:, None], rest, p), noise)
     p, drafted = gather_rows(distribution.logits, last[:, None])[:, 0], after[:, None]
     if q.logits is not None:
         drawn: Tensor = dispatch.residual_sample(p, noise, q=gather_rows(q.logits, drafted)[:, 0], rows=refused)
@@ -175,7 +203,7 @@ def _refused(
         strict[at], chance = chances(rule, trial)
         if rule.relaxed is not None:
             f[at], charge[at] = chance, _charge(rule, trial, strict[at], chance)
-        rest = rule.residual(now, q)
+        rest = rule.residual(trial)
         torch.where(real[at][..., None], rest / rest.sum(-1, keepdim=True), now, out=now)
     return p, strict, f, charge
 

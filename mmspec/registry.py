@@ -135,50 +135,54 @@ RULES: dict[str, Callable[..., Rule]] = {  # those with a `codebook` compare tok
 }
 
 
-def resolve_rule(spec: str | Rule, codebook: Tensor | None = None, budget: float | None = None) -> Rule:
+def resolve_rule(
+    spec: str | Rule, codebook: Tensor | None = None, budget: float | None = None, embeddings: Tensor | None = None
+) -> Rule:
     """A rule from its name and parameters, as in "exact" or "lantern(k=10, lam=2.0)", or from itself.
 
     Args:
-        spec: parameters are given by name, as numbers.
+        spec: parameters are given by name, as numbers or words in quotes.
         codebook: [V, c], the target's codes; on the device where the rule will work.
         budget: the most that a row may cost in total variation; None: no limit.
+        embeddings: [V, H], the target's table of input embeddings.
 
     Raises:
         ValueError: an unknown rule or parameter, a value out of range, no codebook where one is needed.
     """
-    rule = spec if isinstance(spec, Rule) else _made(spec, codebook)
+    rule = spec if isinstance(spec, Rule) else _made(spec, {"codebook": codebook, "embeddings": embeddings})
     limited = rule if budget is None else replace(rule, budget=budget)
     return rule if rule.lossless else limited
 
 
-def _made(spec: str, codebook: Tensor | None) -> Rule:
+def _made(spec: str, tables: dict[str, Tensor | None]) -> Rule:
     name, given = _parsed(spec)
     if name not in RULES:
         raise ValueError(f"unknown rule {name!r}; choose from {', '.join(RULES)}")
     allowed = dict(inspect.signature(RULES[name]).parameters)
-    coded = allowed.pop("codebook", None)
+    coded = {table: allowed.pop(table) for table in tables if table in allowed}
     missing = [key for key, p in allowed.items() if p.default is p.empty and key not in given]
     wrong = missing or sorted(set(given) - set(allowed))
     if wrong:
         what = "needs" if missing else "knows no"
         raise ValueError(f"{name} {what} {wrong[0]}; its parameters are {', '.join(allowed) or 'none'}; got {spec!r}")
-    if coded is not None and coded.default is coded.empty and codebook is None:
+    if any(p.default is p.empty and tables[table] is None for table, p in coded.items()):
         raise ValueError(
             f"a codebook [V, c] is needed: {name} compares tokens by their codes, and this target brings none; "
             "choose exact, scaled, or gsd without a distance"
         )
-    return RULES[name](**given) if coded is None else RULES[name](codebook, **given)
+    return RULES[name](**{table: tables[table] for table in coded}, **given)
 
 
 def _parsed(spec: str) -> tuple[str, dict[str, Any]]:
-    """Name and parameters of "name" or "name(key=number, …)"."""
+    """Name and parameters of "name" or "name(key=number, key='word', …)"."""
     try:
         call = ast.parse(spec.strip(), mode="eval").body
         if isinstance(call, ast.Name):
             return call.id, {}
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and not call.args:
             given = {each.arg: ast.literal_eval(each.value) for each in call.keywords if each.arg}
-            if len(given) == len(call.keywords) and all(type(v) in (int, float, type(None)) for v in given.values()):
+            plain = (int, float, str, type(None))
+            if len(given) == len(call.keywords) and all(type(value) in plain for value in given.values()):
                 return call.func.id, given
     except (SyntaxError, ValueError):
         pass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -63,9 +63,10 @@ class Rule:
     """When to keep a drafted token, and the distribution of what replaces a refused one; pure functions, in
     `ops.widest`.
 
-    `ratio(p_x, q_x)`, of probabilities [...], is the chance to keep x and `residual(p, q)`, of distributions [..., V],
-    gives weights over V. A relaxed rule keeps x with the chance `relaxed(trial)` [...] instead and costs
-    |relaxed − ratio| for every test; it keeps nothing that p excludes. Where p is a point mass, nothing can be relaxed.
+    `ratio(p_x, q_x)`, of probabilities [...], is the chance to keep x and `residual(trial)` gives weights [..., V] of
+    what replaces it. A relaxed rule keeps x with the chance `relaxed(trial)` [...] instead and costs
+    |relaxed − ratio| for every test; it keeps nothing that p excludes. At temperature 0, `greedy(trial)` [...] says
+    whether x stands beside the likeliest token; where that is None, nothing is relaxed there.
 
     Charges: with the ordinary residual (p − q)+ and relaxed ≥ ratio = min(1, p/q), the distribution of a token is, in
     total variation, exactly E[charge] away from p, and no rule that accepts as often is nearer. Summed over a row,
@@ -80,9 +81,10 @@ class Rule:
 
     name: str
     ratio: Callable[[Tensor, Tensor], Tensor]
-    residual: Callable[[Tensor, Tensor], Tensor]
+    residual: Callable[[Trial], Tensor]
     lossless: bool = False
     relaxed: Callable[[Trial], Tensor] | None = None
+    greedy: Callable[[Trial], Tensor] | None = None
     charge: Callable[[Trial], Tensor] | None = None
     budget: float | None = None
 
@@ -93,12 +95,18 @@ class Rule:
             raise ValueError(f"budget must be a distance ≥ 0, or None for no limit; got {self.budget!r}")
         if self.charge is not None:
             raise ValueError(
-                f"{self.name} cannot be cut short by a budget: it is exact for cells as a whole; use pooled"
+                f"{self.name} cannot be cut short by a budget: its cost is not only the acceptance that it gains; use "
+                "pooled, or a rule with the ordinary residual"
             )
 
 
-exact = Rule("exact", ops.exact_ratio, ops.positive_residual, lossless=True)
-_relaxed = partial(Rule, ratio=ops.exact_ratio, residual=ops.positive_residual)
+def ordinary(trial: Trial) -> Tensor:
+    """(p − q)+, the residual of all rules but those that say otherwise."""
+    return ops.positive_residual(trial.p.all, trial.q.all)
+
+
+exact = Rule("exact", ops.exact_ratio, ordinary, lossless=True)
+_relaxed = partial(Rule, ratio=ops.exact_ratio, residual=ordinary)
 
 
 class _Carried:
@@ -114,19 +122,52 @@ class _Carried:
         return self.held[device]
 
 
-def lantern(codebook: Tensor, *, k: int, delta: float | None = None, lam: float | None = None) -> Rule:
+def only(rule: Rule, tokens: Tensor) -> Rule:
+    """A relaxed rule for some tokens, bool [n], and no others, which are kept as by `exact`, at no cost.
+
+    Rules whose cost is not only the acceptance that they gain have no meaning for a part of the tokens; for these it is
+    `exact`.
+    """
+    if rule.relaxed is None or rule.charge is not None:
+        return exact
+    carried, relaxed, greedy = _Carried(tokens), rule.relaxed, rule.greedy
+
+    def among(x: Tensor) -> Tensor:
+        here = carried.on(x.device)
+        return here[x.clamp(max=len(here) - 1)] & (x < len(here))
+
+    def some(trial: Trial) -> Tensor:
+        return torch.where(among(trial.x), relaxed(trial), rule.ratio(trial.p_x, trial.q_x))
+
+    def stands(trial: Trial) -> Tensor:
+        assert greedy is not None
+        return among(trial.x) & greedy(trial)
+
+    return replace(rule, relaxed=some, greedy=None if greedy is None else stands)
+
+
+def lantern(
+    codebook: Tensor, *, k: int, delta: float | None = None, lam: float | None = None, residual: str = "ordinary"
+) -> Rule:
     """x borrows the mass of its nearest codes, a prefix of the k nearest whose mass stays within a bound.
 
     Bounded by `delta` it is LANTERN (Jang et al. 2024, §4), by (lam − 1)·p(x) LANTERN++ (Park et al. 2025, §3). A token
     is at most lam − 1 away from p, in total variation; `delta` bounds only a single draft that is not random.
 
-    The authors' code differs in three ways. It finds neighbours among the raw codes, here they are among the
-    normalised ones, which are all that most tokenizers see; with the same neighbours the chances are the same. After a
-    refusal it takes the neighbours out of p (dynamic trees) or out of q (static ones), too; here the ordinary (p − q)+
-    is left, so that the cost is what the distribution of a token loses. And it relaxes greedy decoding; here nothing
-    is relaxed at temperature 0, where every rule is `exact`.
+    At temperature 0, x stands where p(x) with what it borrows reaches the largest p; it costs 1 where x is not the
+    likeliest token.
+
+    The authors' code finds neighbours among the raw codes; here they are among the normalised ones, which are all that
+    most tokenizers see. With the same neighbours the chances are the same.
+
+    Args:
+        residual: what a refusal leaves. "ordinary" is (p − q)+, so that the cost is what the distribution of a token
+            loses. "published" is that of the authors' code: where x could borrow of any code, its k + 1 nearest are
+            first taken out of p, if the draft was not random (dynamic trees), or out of q (static trees). Its cost is
+            a bound.
     """
     most = len(codebook) - 1
+    _among("residual", residual, ("ordinary", "published"))
     _check("k", k, lambda k: isinstance(k, int) and 1 <= k <= most, f"a whole number from 1 to V − 1 = {most}")
     if (delta is None) == (lam is None):
         raise ValueError(f"lantern takes delta or lam, exactly one of them; got delta={delta!r}, lam={lam!r}")
@@ -134,19 +175,41 @@ def lantern(codebook: Tensor, *, k: int, delta: float | None = None, lam: float 
         _check("delta", delta, lambda delta: 0 < delta <= 1, "in (0, 1]")
     else:
         _check("lam", lam, lambda lam: lam > 1, "above 1")
-    near = _Carried(ops.nearest(codebook, k))
+    found = ops.nearest(codebook, min(k + 1, most))
+    near, and_next = _Carried(found[:, :k].contiguous()), _Carried(found)
+
+    def bound(trial: Trial) -> Tensor | float:
+        return float(delta) if lam is None else (lam - 1) * trial.p_x  # type: ignore[arg-type]
+
+    def reaches(trial: Trial) -> Tensor:
+        masses = trial.p.at(near.on(trial.x.device)[trial.x].long())
+        return trial.p_x + ops.borrowed(masses, bound(trial))
 
     def relaxed(trial: Trial) -> Tensor:
-        here = near.on(trial.x.device)
         if trial.p.lines is not None:
+            here = near.on(trial.x.device)
             kept: Tensor = dispatch.lantern_accept(*trial.p.lines, trial.x, trial.q_x, here, delta, lam)[1]
             return kept
-        bound = delta if lam is None else (lam - 1) * trial.p_x
-        assert bound is not None
-        return ops.exact_ratio(trial.p_x + ops.borrowed(trial.p.at(here[trial.x].long()), bound), trial.q_x)
+        return ops.exact_ratio(reaches(trial), trial.q_x)
+
+    def published(trial: Trial) -> Tensor:
+        around = and_next.on(trial.x.device)[trial.x].long()
+        borrows = trial.p.at(around[..., :1])[..., 0] <= bound(trial)
+        return ops.emptied_residual(trial.p.all, trial.q.all, around, borrows, trial.q_x == 1)
+
+    def charge(trial: Trial) -> Tensor:
+        strict, f = ops.exact_ratio(trial.p_x, trial.q_x), torch.where(trial.p_x > 0, relaxed(trial), 0.0)
+        a, b = published(trial), ordinary(trial)
+        apart = (a / a.sum(-1, keepdim=True) - b / b.sum(-1, keepdim=True)).abs().sum(-1) / 2
+        return f - strict + (1 - f) * apart
 
     limit = f"delta={delta}" if lam is None else f"lam={lam}"
-    return _relaxed(f"lantern(k={k}, {limit})", relaxed=relaxed)
+    made = _relaxed(
+        f"lantern(k={k}, {limit})", relaxed=relaxed, greedy=lambda trial: reaches(trial) >= trial.p.all.amax(-1)
+    )
+    if residual == "ordinary":
+        return made
+    return replace(made, name=f"lantern(k={k}, {limit}, residual='published')", residual=published, charge=charge)
 
 
 def scaled(*, omega: float, nu: float = 0.0) -> Rule:
@@ -181,7 +244,15 @@ def typical(*, epsilon: float, delta: float) -> Rule:
     return _relaxed(f"typical(epsilon={epsilon}, delta={delta})", relaxed=relaxed)
 
 
-def gsd(codebook: Tensor | None = None, *, group: int, distance: float | None = None, gap: float | None = None) -> Rule:
+def gsd(
+    codebook: Tensor | None = None,
+    embeddings: Tensor | None = None,
+    *,
+    group: int,
+    distance: float | None = None,
+    gap: float | None = None,
+    space: str = "codes",
+) -> Rule:
     """Grouped speculative decoding as published (So et al. 2025, §4): min(1, p(C)/q(C)), C around x in the order of p.
 
     Different tokens have different windows, so the chance can also be less than min(1, p/q): then x is refused more
@@ -191,18 +262,23 @@ def gsd(codebook: Tensor | None = None, *, group: int, distance: float | None = 
 
     Args:
         group: size of the window of ranks, x included.
-        distance: leave out codes further from x than this; the authors' code measures between input embeddings instead.
+        distance: leave out codes further from x than this.
+        space: measure `distance` between normalised "codes", or as the authors' code between the model's input
+            "embeddings" [V, H] as they are.
         gap: leave out tokens whose probability differs from p(x) by this or more.
     """
     _check("group", group, lambda group: isinstance(group, int) and group >= 1, "a whole number of at least 1")
     if gap is not None:
         _check("gap", gap, lambda gap: 0 < gap <= 1, "in (0, 1], or None")
+    _among("space", space, ("codes", "embeddings"))
     codes = None
     if distance is not None:
         _check("distance", distance, lambda distance: distance > 0, "above 0, or None")
-        if codebook is None:
-            raise ValueError("a codebook [V, c] is needed to measure distance; pass one, or leave distance out")
-        codes = _Carried(torch.nn.functional.normalize(codebook.float(), dim=-1))
+        if (codebook if space == "codes" else embeddings) is None:
+            what = "a codebook [V, c] is" if space == "codes" else "input embeddings [V, H] are"
+            raise ValueError(f"{what} needed to measure distance; pass one, or leave distance out")
+        unit = torch.nn.functional.normalize
+        codes = _Carried(embeddings.detach() if space != "codes" else unit(codebook.float(), dim=-1))  # type: ignore
 
     def relaxed(trial: Trial) -> Tensor:
         if trial.p.lines is not None:
@@ -213,12 +289,14 @@ def gsd(codebook: Tensor | None = None, *, group: int, distance: float | None = 
         p, q = trial.p.at(ids), trial.q.at(ids)
         if codes is not None:
             here = codes.on(ids.device)
-            member = member & ((here[ids] - here[trial.x][..., None, :]).norm(dim=-1) <= distance)
+            apart = here[ids].float() - here[trial.x][..., None, :].float()
+            member = member & (apart.norm(dim=-1) <= distance)
         if gap is not None:
             member = member & ((p - trial.p_x[..., None]).abs() < gap)
         return ops.exact_ratio(torch.where(member, p, 0.0).sum(-1), torch.where(member, q, 0.0).sum(-1))
 
-    return _relaxed(f"gsd(group={group}, distance={distance}, gap={gap})", relaxed=relaxed)
+    where = "" if space == "codes" else f", space={space!r}"
+    return _relaxed(f"gsd(group={group}, distance={distance}, gap={gap}{where})", relaxed=relaxed)
 
 
 def grouped(codebook: Tensor, *, radius: float | None = None, cells: int | None = None) -> Rule:
@@ -236,8 +314,8 @@ def grouped(codebook: Tensor, *, radius: float | None = None, cells: int | None 
         apart = (p / P[..., None] - q / Q[..., None]).abs().sum(-1) / 2
         return torch.where(trial.p_x > 0, ops.exact_ratio(P, Q) * apart, 0.0)
 
-    def residual(p: Tensor, q: Tensor) -> Tensor:
-        return ops.cell_residual(p, q, cell.on(p.device))
+    def residual(trial: Trial) -> Tensor:
+        return ops.cell_residual(trial.p.all, trial.q.all, cell.on(trial.x.device))
 
     return Rule(name, ops.exact_ratio, residual, relaxed=partial(_cell_ratio, cell=cell), charge=charge)
 
@@ -275,6 +353,11 @@ def _cells(codebook: Tensor, rule: str, radius: float | None, cells: int | None)
         _check("cells", cells, lambda n: isinstance(n, int) and 1 <= n <= most, f"a whole number from 1 to V = {most}")
     given = f"radius={radius}" if cells is None else f"cells={cells}"
     return _Carried(ops.partition(codebook, radius, cells)), f"{rule}({given})"
+
+
+def _among(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}")
 
 
 def _check(name: str, value: Any, fine: Callable[[Any], bool], allowed: str) -> None:

@@ -22,17 +22,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Categorical:
-    """A distribution over V tokens at each of N nodes: either logits, or (a point mass) only the token it always gives.
+    """A distribution over V tokens at each of N nodes: logits, or (a point mass) only the token it always gives.
 
-    Logits are log-weights up to a constant, −inf for what cannot happen. Exactly one of the two is given.
+    Logits are log-weights up to a constant, −inf for what cannot happen. A point mass on the likeliest token may hold
+    them as well, for a rule that relaxes greedy decoding.
     """
 
     logits: Tensor | None = None  # [B, N, V]
     ids: Tensor | None = None  # [B, N]
 
     def __post_init__(self) -> None:
-        if (self.logits is None) == (self.ids is None):
-            raise ValueError("a Categorical holds either logits [B, N, V] or ids [B, N]; give exactly one of them")
+        if self.logits is None and self.ids is None:
+            raise ValueError("a Categorical holds logits [B, N, V] or ids [B, N]; give one of them")
 
     @property
     def is_point(self) -> bool:
@@ -51,9 +52,9 @@ class Categorical:
 
     def mass(self, nodes: Tensor, tokens: Tensor) -> Tensor:
         """Probability, as `ops.widest`, of tokens [B, K] or [B, K, M] by what is at nodes [B, K]; 0 for holes."""
-        if self.logits is not None:
+        if self.ids is None:
+            assert self.logits is not None
             return ops.token_mass(self.logits, self.log_z, nodes, tokens)
-        assert self.ids is not None
         drawn = self.ids.gather(1, nodes)
         return ((drawn if tokens.dim() == 2 else drawn[..., None]) == tokens).to(ops.widest(tokens.device))
 

@@ -72,8 +72,8 @@ def enable(model_or_pipe: Any, drafter: Any = None, **options: Any) -> Handle:
     if target.device.type == "mps" and torch.__version__ < MPS:
         warnings.warn(f"torch {torch.__version__} may attend wrongly on MPS; use torch {MPS} or newer", stacklevel=2)
     ready = drafting.resolve(drafter, given, target, model)  # may fail: what was enabled before stays
-    codes = None if config.rule == "exact" else family.codebook(model)
-    rule = resolve_rule(config.rule, codes, config.budget)
+    codes, table = (None, None) if config.rule == "exact" else (family.codebook(model), family.embeddings(model))
+    rule = resolve_rule(config.rule, codes, config.budget, table)
     proposer = drafting.proposer(model, ready, config, target, family.captures_drafts)
     patch = Patch(family, ready, config, rule, proposer, given, target)
     if (note := family.told(model)) is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 from PIL import Image
 
 from mmspec.app.bench.command import BenchError
+from mmspec.app.bench.protocols import PROTOCOLS, questions_of
 from mmspec.app.media.inputs import images
 from mmspec.media import decode, load_image
 from mmspec.train.data import VideoError, refuse_videos
@@ -36,14 +37,15 @@ def read_questions(path: Path, count: int, others: int, pictures: bool = True) -
 
     Args:
         path: a .jsonl, .json or .parquet list with the fields of FIELDS, or a folder: of one such list (as in
-            killthefullmoon/MMSpec, with its `images/`), or just of pictures.
+            killthefullmoon/MMSpec, with its `images/`), or just of pictures; or hf:owner/name[/config][:split] with
+            these fields, or a name of PROTOCOLS.
         pictures: whether questions show some; those of a model that reads text alone show none.
 
     Raises:
         BenchError: no such data, too few questions, or a list without pictures or prompts.
     """
     folder = path if path.is_dir() else path.parent
-    rows = list(_rows(path))
+    rows = _rows(path)
     if len(rows) < count + others:
         raise BenchError(
             f"{path} holds {len(rows)} questions; {count} are to be measured and {others} to be tuned on. "
@@ -56,7 +58,9 @@ def read_questions(path: Path, count: int, others: int, pictures: bool = True) -
     return measured, tuned
 
 
-def _rows(path: Path) -> Iterable[dict[str, Any]]:
+def _rows(path: Path) -> Sequence[dict[str, Any]]:
+    if not path.exists() and (found := questions_of(str(path))) is not None:
+        return found
     if path.is_dir():
         lists = sorted(p for p in path.iterdir() if p.suffix in READERS)
         if len(lists) > 1:
@@ -65,7 +69,10 @@ def _rows(path: Path) -> Iterable[dict[str, Any]]:
             return [{"image": str(picture.resolve())} for picture in images(path)]
         path = lists[0]
     if path.suffix not in READERS or not path.is_file():
-        raise BenchError(f"no questions in {str(path)!r}; give a folder or a file ending in {', '.join(READERS)}")
+        raise BenchError(
+            f"no questions in {str(path)!r}; give a folder, a file ending in {', '.join(READERS)}, "
+            f"hf:owner/name[:split], or one of {', '.join(PROTOCOLS)}"
+        )
     return READERS[path.suffix](path)
 
 

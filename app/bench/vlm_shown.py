@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from mmspec.app.bench.command import BenchError, refuse
+from mmspec.app.bench.protocols import PROTOCOLS
 from mmspec.app.bench.questions import Question, read_questions
 from mmspec.app.options import count
 from mmspec.zoo import PROMPTS, scenes
@@ -41,7 +42,10 @@ Questions = dict[Shown, list[Question]]
 def configure(parser: argparse.ArgumentParser) -> None:
     """What is shown and asked, and how often."""
     add = parser.add_argument
-    own = "questions of your own: a folder of pictures, a .jsonl, .json or .parquet list, or a folder of MMSpec's"
+    own = (
+        "questions: a folder of pictures, a .jsonl, .json or .parquet list, a folder of MMSpec's, "
+        f"hf:owner/name[:split], or one of {', '.join(PROTOCOLS)}"
+    )
     add("--data", type=Path, metavar="PATH", help=own)
     add("--prompt", nargs="+", help="short, long, or texts of your own, a cell for each; default: short and long")
     add("--images", type=count, default=20, help="questions of a cell at batch 1 (default: %(default)s)")

@@ -10,13 +10,13 @@ from mmspec.app.demo import look
 from mmspec.app.demo.answer import DONE
 from mmspec.app.demo.desk import Desk
 from mmspec.app.demo.look import duration
-from mmspec.app.demo.sketch import MAX_AHEAD, MAX_GUIDANCE, ClassWish, Sketch, Studio, Two
+from mmspec.app.demo.sketch import CSPD, MAX_AHEAD, MAX_GUIDANCE, ClassWish, Sketch, Studio, Two
 from mmspec.app.demo.tab import QUICK, Tab, tie
 
 PLAIN = ("Plain", "one token an iteration: a pass of the model for each")
 START = look.hint(
     "Choose a class and press <b>Draw</b>. The picture is drawn twice from the same seed, one after the other: token "
-    "by token, then with drafts that keep the model's distribution."
+    "by token, then with drafts; all modes but CSpD's keep the model's distribution."
 )
 
 
@@ -70,6 +70,8 @@ def summary(two: Two) -> str:
         )
     bars = look.times([(name, [("decode", s.seconds)]) for name, s in (("plain", two.plain), ("mmspec", two.fast))])
     badge = ("chance", "another picture of the same distribution: lossless, but with noise of its own")
+    if two.wish.mode == CSPD:
+        badge = ("chance", "approximate: a picture of another distribution")
     if two.speed_up is None:
         badge = ("open", "nothing to compare" if two.over else "not compared yet")
     return look.summary(two.speed_up, about, bars, look.badge(*badge, two.over), fewer)
@@ -85,8 +87,10 @@ def build(studio: Studio, desk: Desk) -> Classes:
             with gr.Row():
                 draw = gr.Button("Draw", variant="primary", min_width=80)
                 stop = gr.Button("Stop", variant="stop", interactive=False, min_width=80)
-            mode = gr.Dropdown(studio.modes, value=studio.modes[0], label="Exact speculation with")
+            mode = gr.Dropdown(studio.modes, value=studio.modes[0], label="Speculation with")
             ahead = gr.Slider(1, MAX_AHEAD, ClassWish.ahead, step=1, label="Ahead", info="tokens drafted in a round")
+            prefill = gr.Slider(0, 1, ClassWish.prefill, step=0.05, label="Prefill",
+                                info="share that the model draws before anything is drafted")  # fmt: skip
             with gr.Accordion("Sampling", open=False):
                 seed = gr.Number(0, label="Seed", precision=0, minimum=0, info="of both pictures")
                 guidance = gr.Slider(1, MAX_GUIDANCE, studio.guidance, step=0.5, label="Guidance",
@@ -97,6 +101,6 @@ def build(studio: Studio, desk: Desk) -> Classes:
             with gr.Row(equal_height=True):
                 plain, fast = (gr.HTML(empty, min_width=300) for empty in tab.empty())
     panes = [told, plain, fast]
-    tie(tab, [draw.click], tab.run, [label, mode, ahead, seed, guidance], panes, panes, [draw, stop])
+    tie(tab, [draw.click], tab.run, [label, mode, ahead, prefill, seed, guidance], panes, panes, [draw, stop])
     stop.click(tab.stop, None, None, **QUICK)
     return tab

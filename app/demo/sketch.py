@@ -20,6 +20,7 @@ MAX_AHEAD = 16
 MAX_GUIDANCE = 20
 FEWER = 4  # times fewer passes than tokens: how such models are drawn where exactness is not asked
 ITSELF, SMALLER = "its own drafts", "drafts of a smaller MAR"
+CSPD = "drafts of a smaller MAR by CSpD's rule, approximate"
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class ClassWish:
     label: str
     mode: str = ITSELF
     ahead: int = 4
+    prefill: float = 0.0
     seed: int = 0
     guidance: float = 3.0
 
@@ -81,17 +83,19 @@ class Studio(Race):
         self.note = model.singly()  # for both alike
         self.grid = model.pipe.transformer.config.grid
         self.guidance = model.settings.get("guidance_scale", model.pipe.config.defaults.get("guidance_scale", 3.0))
-        self.modes = [ITSELF] + [SMALLER] * (model.draft is not None)
+        self.modes = [ITSELF] + [SMALLER, CSPD] * (model.draft is not None)
 
     def begin(self, wish: ClassWish, stop: threading.Event) -> tuple[Two, int]:
-        within(wish, {"ahead": (1, MAX_AHEAD), "seed": (0, MAX_SEED), "guidance": (1, MAX_GUIDANCE)})
+        within(wish, {"ahead": (1, MAX_AHEAD), "prefill": (0, 1), "seed": (0, MAX_SEED), "guidance": (1, MAX_GUIDANCE)})
         if wish.mode not in self.modes:
             raise RefusedError(f"No mode {wish.mode!r} here; choose from {', '.join(self.modes)}.")
         return Two(self.blank(), self.blank(), wish), self.model.label(wish.label)
 
     def side(self, both: Two, one: Sketch, asked: int, limits: Limits) -> Iterator[None]:
         wish = both.wish
-        how: dict[str, Any] = {"ahead": wish.ahead} | ({"draft": self.model.draft} if wish.mode == SMALLER else {})
+        how: dict[str, Any] = {"ahead": wish.ahead, "prefill": wish.prefill}
+        how |= {} if wish.mode == ITSELF else {"draft": self.model.draft}
+        how |= {"rule": "cspd"} if wish.mode == CSPD else {}
         settings = {"guidance_scale": wish.guidance}
 
         def paint(seen: Any) -> MarImages:

@@ -26,16 +26,16 @@ class Dataset:
 
     @cached_property
     def count(self) -> int | None:
-        return sum(len(part) for part in self._parts.values())
+        return sum(len(part) for part in self.parts.values())
 
     def check(self) -> None:
         """MediaError if it cannot be loaded or has no such column."""
-        for part in self._parts.values():
+        for part in self.parts.values():
             self._column(part)
 
     def items(self, name_of: Callable[[Path], str]) -> Iterator[Item]:
         folders = tuple(media.dataset_folders(self._address[0] if self.where.startswith("hf:") else self.where))
-        for split, part in self._parts.items():
+        for split, part in self.parts.items():
             name, (column, kind) = f"{self._name}/{split}", self._column(part)
             pickled = pickle.dumps(part.select_columns([column]))
             notes = part.select_columns(self.columns.notes) if self.columns.notes else None
@@ -57,7 +57,7 @@ class Dataset:
         return name, split or self.split
 
     @cached_property
-    def _parts(self) -> dict[str, Any]:
+    def parts(self) -> dict[str, Any]:
         """The splits that are wanted, with nothing decoded."""
         datasets = need("datasets", self.where)
         name, split = self._address
@@ -92,6 +92,9 @@ def _name_and_config(address: str) -> tuple[str, str | None]:
 
 def _undecoded(part: Any) -> Any:
     for name, feature in part.features.items():
-        if getattr(feature, "decode", False):
-            part = part.cast_column(name, type(feature)(decode=False))
+        listed = isinstance(feature, list)
+        inner = feature[0] if listed else getattr(feature, "feature", feature)  # of a list of pictures
+        if getattr(inner, "decode", False):
+            raw = type(inner)(decode=False)
+            part = part.cast_column(name, raw if inner is feature else [raw])
     return part

@@ -31,7 +31,7 @@ UNKNOWN = ("fd_ar", "fd_over_noise", "fd_real", "precision", "recall", "faithful
            "spent", "spent_max")  # fmt: skip
 DEFAULT_QUALITY = ("ar", "jacobi-*-16", "jacobi-pac", "eagle*", "*+*")
 OF_TOKENS: dict[str, Any] = {  # flags for models that draw tokens, and what they are if nobody says anything
-    "drafters": None, "enable": [], "prompts": None, "rule": [], "budget": None, "top_k": None, "grid": None,
+    "enable": [], "prompts": None, "rule": [], "budget": None, "top_k": None, "grid": None,
     "resume": False, "real": None, "quality_methods": None, "noise_runs": 2, "sweep": None, "pictures": None,
 }  # fmt: skip
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from mmspec.app.provenance import provenance
 
 HELD_OUT = 2**31  # first seed of classes that no training draws
 SPEED = "mar"  # the suite of its records
+DRAFT = "draft"  # the embedded one
 KEPT, OTHER, BENT = "kept", "another", "bent"  # what becomes of the distribution of one token an iteration
 
 
@@ -32,8 +34,12 @@ class MarMethod:
     speculation: dict[str, Any] | None = None
 
 
-def ways(tokens: int, steps: int, draft: Any) -> list[MarMethod]:
-    """Plain drawing by the head as it is defined, with all iterations and with a quarter of them; then all else."""
+def ways(tokens: int, steps: int, drafts: Mapping[str, Any]) -> list[MarMethod]:
+    """Plain drawing by the head as it is defined, with all iterations and with a quarter of them; then all else.
+
+    Args:
+        drafts: smaller models by their names.
+    """
     some, fewer = [tokens // 4, tokens // 8, tokens // 16], max(4, steps // 5)
     found = [
         MarMethod("all, plain head", KEPT, {"num_inference_steps": tokens, "fast_head": False}),
@@ -47,16 +53,26 @@ def ways(tokens: int, steps: int, draft: Any) -> list[MarMethod]:
         ),
         *(MarMethod(f"self-{K}", KEPT, speculation={"ahead": K}) for K in (2, 4, 8)),
     ]  # fmt: skip
-    if draft is not None:
-        found += [MarMethod(f"draft-{K}", KEPT, speculation={"draft": draft, "ahead": K}) for K in (2, 4, 8)]
-        cspd = {"draft": draft, "rule": "cspd", "prefill": 0.15}
-        found += [MarMethod(f"cspd-{K}", BENT, speculation={**cspd, "ahead": K}) for K in (4, 8)]
+    for name, draft in drafts.items():
+        mark = "" if name == DRAFT else f" {name}"
+        found += [MarMethod(f"draft-{K}{mark}", KEPT, speculation={"draft": draft, "ahead": K}) for K in (2, 4, 8)]
+        cspd = {"draft": draft, "rule": "cspd", "prefill": 0.15}  # as published, with its two schedules
+        found += [MarMethod(f"cspd-{K}{mark}", BENT, speculation={**cspd, "ahead": K}) for K in (4, 8)]
+        fewer_too = {"num_inference_steps": some[0]}
+        found += [MarMethod(f"cspd-8{mark} n={some[0]}", BENT, fewer_too, {**cspd, "ahead": 8})]
     compiled = {"all", f"n={some[0]}", "self-4", "self-8", "draft-4"}
     return found + [
         replace(way, name=f"{way.name}, compiled", call={**way.call, "compile": True})
         for way in found
         if way.name in compiled
     ]
+
+
+def _draft(bench: MarSubject, name: str) -> Any:
+    try:
+        return bench.small(name)
+    except EngineError as error:
+        raise BenchError(str(error)) from error
 
 
 def call(model: MarSubject, way: MarMethod, labels: Sequence[int], seeds: Sequence[int]) -> MarImages:
@@ -78,11 +94,14 @@ def measure(
         bench = load(args.model, args.device, args.dtype, guidance_scale=args.guidance, temperature=args.temperature)
     except EngineError as error:
         raise BenchError(str(error)) from error
+    drafts = {DRAFT: bench.draft} if bench.draft is not None else {}
+    if args.drafters:
+        drafts = {Path(name).name: _draft(bench, name) for name in args.drafters}
     note = bench.singly()
     if note:
         say(note)
     steps = bench.pipe.config.defaults.get("num_diffusion_steps", 100)
-    chosen = matching(ways(bench.tokens, steps, bench.draft), args.methods, args.without)
+    chosen = matching(ways(bench.tokens, steps, drafts), args.methods, args.without)
     model = bench.pipe.transformer
     outcome.provenance = provenance(model.device, model.dtype) | {"model": args.model, "settings": bench.settings}
     outcome.provenance["sampler"] = note or "the model's own"

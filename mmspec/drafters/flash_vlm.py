@@ -17,6 +17,8 @@ from mmspec.drafters.options import TreeOptions
 from mmspec.linear import Linear
 from mmspec.protocols import SessionView, Target
 
+PUBLISHED = "published"
+
 
 @dataclass(frozen=True)
 class FlashConfig(EagleConfig):
@@ -28,6 +30,8 @@ class FlashConfig(EagleConfig):
         latents: the most that stand for one image or frame; 0: its rows stay as they are.
         least: the fewest of them.
         ratio: visual rows for each latent, between these bounds (published: 576 rows to 64 latents).
+        formula: of the latents, "normed" or "published", see LatentCompressor.
+        heads_as: "residual" or "published", see SarHeads and PublishedHeads.
     """
 
     input_norm: bool = True
@@ -37,11 +41,16 @@ class FlashConfig(EagleConfig):
     latents: int = 64
     least: int = 4
     ratio: float = 9.0
+    formula: str = "normed"
+    heads_as: str = "residual"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.tokens < 1:
             raise ValueError(f"tokens must be ≥ 1; got {self.tokens!r}")
+        for name, known in (("formula", ("normed", PUBLISHED)), ("heads_as", ("residual", PUBLISHED))):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} must be one of {', '.join(known)}; got {getattr(self, name)!r}")
         if self.latents < 0 or (self.latents and not 1 <= self.least <= self.latents) or self.ratio < 1:
             raise ValueError(
                 "latents is 0, or 1 ≤ least ≤ latents with a ratio ≥ 1; got "
@@ -52,8 +61,9 @@ class FlashConfig(EagleConfig):
 class LatentCompressor(nn.Module):
     """Learned queries A that read an image's features F: softmax(s · A norm(F)ᵀ) F (FLASH, arXiv 2505.12728, §3).
 
-    The paper's formula has neither norm nor scale. With the products of thousands of channels the softmax is then all
-    but a choice of one row; so here F is normed and s is learned, from the usual 1/√width on. A longer run is read by
+    The paper's formula, softmax(A Fᵀ) F, has neither norm nor scale (`formula="published"`). With the products of
+    thousands of channels the softmax is then all but a choice of one row; so by default F is normed and s is learned,
+    from the usual 1/√width on. A longer run is read by
     more of the queries, at even strides. Each query also has an embedding, which takes the place of the next token's.
     """
 
@@ -62,8 +72,10 @@ class LatentCompressor(nn.Module):
         self.least, self.ratio = config.least, config.ratio
         self.queries = nn.Parameter(torch.randn(config.latents, width))
         self.embed = nn.Parameter(0.02 * torch.randn(config.latents, config.hidden))
-        self.norm = RMSNorm(width, config.norm_eps)
-        self.scale = nn.Parameter(torch.tensor(width**-0.5))
+        self.normed = config.formula != PUBLISHED
+        if self.normed:
+            self.norm = RMSNorm(width, config.norm_eps)
+            self.scale = nn.Parameter(torch.tensor(width**-0.5))
 
     def count(self, length: Tensor) -> Tensor:
         """Latents [R] for runs of `length` rows, never more than these."""
@@ -74,7 +86,10 @@ class LatentCompressor(nn.Module):
         """Embeddings [R, C, H] and latents [R, C, F] of features [R, n, F], of which those `there` [R, n] count."""
         number = torch.arange(int(count.max()), device=count.device) * len(self.queries) // count[:, None]
         number = number.clamp(max=len(self.queries) - 1)  # past a run's own count
-        scores = self.scale * self.queries[number] @ self.norm(features).transpose(1, 2)
+        queries, keys = self.queries[number], features
+        if self.normed:
+            queries, keys = self.scale * queries, self.norm(features)
+        scores = queries @ keys.transpose(1, 2)
         weights = scores.float().masked_fill(~there[:, None], -torch.inf).softmax(-1)
         return self.embed[number], weights.to(features.dtype) @ features
 
@@ -98,6 +113,20 @@ class SarHeads(nn.Module):
         return torch.cat([h[..., None, :], h[..., None, :] + more], -2)
 
 
+class PublishedHeads(nn.Module):
+    """K features from one by one wide network, W₂ SiLU(W₁ h) with 4·H hidden units, as the authors' code has it."""
+
+    def __init__(self, hidden: int, count: int) -> None:
+        super().__init__()
+        self.down = Linear(hidden, 4 * hidden)
+        self.up = Linear(4 * hidden, count * hidden)
+
+    def forward(self, h: Tensor) -> Tensor:
+        """[…, K, H] of h […, H]."""
+        found: Tensor = self.up(F.silu(self.down(h))).unflatten(-1, (-1, h.shape[-1]))
+        return found
+
+
 class FlashDrafter(EagleDrafter):
     """Latent-aware compression and semi-autoregressive drafting (FLASH, arXiv 2505.12728).
 
@@ -115,7 +144,9 @@ class FlashDrafter(EagleDrafter):
         c, reads = config, len(config.features) * (config.target_hidden or config.hidden)
         if c.latents:
             self.latent = LatentCompressor(c, reads)
-        if c.tokens > 1:
+        if c.tokens > 1 and c.heads_as == PUBLISHED:
+            self.heads: nn.Module = PublishedHeads(c.hidden, c.tokens)
+        elif c.tokens > 1:
             self.heads = SarHeads(c.hidden, c.head_width or c.hidden // 2, c.tokens)
 
     def chosen(self, given: Mapping[str, Any]) -> TreeOptions:

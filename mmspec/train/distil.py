@@ -129,6 +129,7 @@ class Distillation:
         self.network, *prepared = self.accelerator.prepare(drafter, *self.optimizers)
         self.optimizers = prepared
         self.step, self.seconds = 0, 0.0  # and the processor's time that the steps took
+        self.curve: list[dict[str, float]] = []  # the loss and the held-out τ as they were measured on the way
         out.mkdir(parents=True, exist_ok=True)
 
     # -- answers -----------------------------------------------------------------------------------------------------
@@ -220,6 +221,7 @@ class Distillation:
             self.step += 1
             if self.step % measure_every == 0 or self.step == self.recipe.steps:
                 tau = self.measure(held)
+                self.curve.append({"step": self.step, "loss": loss, "held_out_tau": tau})
                 tqdm.write(f"step {self.step}: loss {loss:.3f}, held-out tau {tau:.2f} (chain of {self.recipe.unroll})")
             steps.set_postfix(loss=f"{loss:.3f}", tau=f"{expected_tokens(agree):.2f}", held_out_tau=f"{tau:.2f}")
             steps.update()
@@ -293,6 +295,7 @@ class Distillation:
         state = {
             "step": self.step,
             "seconds": self.seconds,
+            "curve": self.curve,
             "recipe": json.dumps(asdict(self.recipe)),
             "drafter": self.accelerator.unwrap_model(self.network).state_dict(),
             "optimizers": [o.state_dict() for o in self.optimizers],
@@ -312,7 +315,7 @@ class Distillation:
         state = torch.load(self.checkpoint, map_location=self.accelerator.device, weights_only=True)
         if json.loads(state["recipe"]) != json.loads(json.dumps(asdict(self.recipe))):
             raise ValueError(f"{self.checkpoint} was made with another recipe; choose another --out, or delete it")
-        self.step, self.seconds = state["step"], state["seconds"]
+        self.step, self.seconds, self.curve = state["step"], state["seconds"], state.get("curve", [])
         self.accelerator.unwrap_model(self.network).load_state_dict(state["drafter"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)

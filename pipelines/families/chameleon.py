@@ -11,9 +11,11 @@ from torch import Tensor
 
 from mmspec.config import UnsupportedError
 from mmspec.pipelines.families.decoder_only import DecoderOnly, DecoderOnlyPatch
+from mmspec.pipelines.host.call import Call
 from mmspec.pipelines.host.exotic import pictures
 from mmspec.pipelines.host.forward import Read
 from mmspec.pipelines.host.hooks import stock
+from mmspec.pipelines.host.processors import followed
 from mmspec.pipelines.host.processors.guidance import Guidance
 from mmspec.pipelines.patching.obstacles import Obstacle
 from mmspec.pipelines.target.request import Request
@@ -129,9 +131,11 @@ class Chameleon(DecoderOnly):
         picture = _picture.get()
         return request if picture is None else replace(request, allowed=picture.allowed)
 
-    def rule(self, asked: Rule, call: Any) -> Rule:
-        """A relaxed rule is for pictures: text stays exact."""
-        return exact if _picture.get() is None else asked
+    def rule(self, asked: Rule, call: Call) -> Rule:
+        """A relaxed rule is for pictures, of the image mode or of Lumina-mGPT's processors: text stays exact."""
+        if _picture.get() is not None:
+            return asked
+        return exact if followed.picture_tokens(call.logits_processor) is None else super().rule(asked, call)
 
     def decline(self, patch: Any, why: Obstacle) -> None:
         if _picture.get() is not None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+
 from mmspec.pipelines.drafters import own_files
 from mmspec.pipelines.host import devices, few_rows, renamed
 from mmspec.pipelines.host.call import Call, Current, current
@@ -12,6 +14,7 @@ from mmspec.pipelines.host.hooks import stock
 from mmspec.pipelines.host.loops import like_generate, loops
 from mmspec.pipelines.host.model import HostModel, settled
 from mmspec.pipelines.host.names import origin, translated
+from mmspec.pipelines.host.processors import followed
 from mmspec.pipelines.host.processors.guidance import Guidance
 from mmspec.pipelines.host.readable import head_shape, unsupported
 from mmspec.pipelines.host.release import advice
@@ -23,6 +26,7 @@ from mmspec.pipelines.patching.handle import Patch
 from mmspec.pipelines.patching.obstacles import BEAMS, Obstacle, shared_scale
 from mmspec.pipelines.target.vlm import VlmTarget
 from mmspec.protocols import TargetInfo
+from mmspec.rules import Rule, only
 
 
 def _keeps(model: Any) -> bool:
@@ -115,6 +119,15 @@ class DecoderOnly(Family):
     def untap(self, model: Any, features: tuple[int, ...]) -> None:
         untap(model, features)
         few_rows.untap(decoder(model), head(model))
+
+    def embeddings(self, model: Any) -> Tensor | None:
+        table: Tensor = embedding(model).weight
+        return table if len(table) == self.describe(model).vocab else None
+
+    def rule(self, asked: Rule, call: Call) -> Rule:
+        """Where a call's processors know which tokens are a picture's, a relaxed rule is for these."""
+        tokens = None if asked.lossless else followed.picture_tokens(call.logits_processor)
+        return asked if tokens is None else only(asked, tokens)
 
     def target(self, model: Any, features: tuple[int, ...], guidance: Guidance | None) -> VlmTarget:
         patch = Patch.of(model)

@@ -164,5 +164,8 @@ class Janus(DecoderOnly):
         """A relaxed rule is for pictures: text stays exact."""
         return exact
 
+    def embeddings(self, model: Any) -> None:
+        """Codes enter through a table and an aligner of their own."""
+
     def codebook(self, model: Any) -> Tensor:
         return janus.codebook(model)

@@ -58,6 +58,9 @@ class LlamaGen(Family):
         """[V, c], the vectors that the tokens stand for."""
         return model.vqvae.codebook()  # type: ignore[no-any-return]
 
+    def embeddings(self, model: Any) -> Tensor:
+        return model.transformer.tok_embeddings.weight  # type: ignore[no-any-return]
+
     def tap(self, model: Any, features: tuple[int, ...]) -> None:
         for i, layer in _layers(model, features).items():
             hold(layer, Tap, _mmspec_layer=i)

@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from mmspec.pipelines.families.surveyed import FOUND, VERSION
-from mmspec.pipelines.host import adapters, loading, release
+from mmspec.pipelines.host import adapters, loading, release, text_encoder
 from mmspec.registry import RULES, drafters
 
 if TYPE_CHECKING:  # `mmspec supported` need not load what accelerates
@@ -109,7 +109,10 @@ def _inside(wrapper: Any) -> Any:
         return wrapper._orig_mod
     if (adapted := adapters.inside(wrapper)) is not None:
         return adapted
-    return None if hasattr(wrapper, "generate") else getattr(wrapper, "model", None)  # transformers.pipeline
+    if hasattr(wrapper, "generate"):
+        return None
+    found = text_encoder.writer(wrapper)  # a diffusers pipeline
+    return found if found is not None else getattr(wrapper, "model", None)  # transformers.pipeline
 
 
 def untested() -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 import torch
@@ -18,52 +18,58 @@ def cspd_rounds(
 ) -> Iterator[MarState]:
     """CSpD (Wang et al. 2024, arXiv 2411.11925) as its authors' code draws; approximate, see `mmspec.continuous.cspd`.
 
-    After the prefill the draft draws `ahead` tokens, one by one on its own tokens. The model then draws the same tokens
-    all at once, from what it knew before them and with the same noise; each is kept or replaced for itself, and none
-    is forgotten because one before it was not kept. So the number of passes does not depend on what is kept.
+    After the prefill the draft draws `ahead` iterations of the schedule, each on its own tokens. The model then draws
+    the same tokens all at once, from what it knew before them and with the same noise; each is kept or replaced for
+    itself, and none is forgotten because one before it was not kept. So the number of passes does not depend on what is
+    kept.
 
     Two things differ from that code. Blocks begin where the prefill ends, there at multiples of `ahead`; and without a
     prefill the first block is drafted from nothing, where that code lets the model draw one step first.
     """
-    L, begin = drawn.order.shape[1], drawn.counts[0]
-    while begin < L:
-        end, before = min(L, begin + how.ahead), drawn.tokens.clone()
-        drafted = [_next(draft_runner, drawn, turn) for turn in range(begin, end)]
+    iterations = [turns for turns in runner.distribution.turns if turns[0] >= drawn.counts[0]]
+    for number in range(0, len(iterations), how.ahead):
+        block = iterations[number : number + how.ahead]
+        begin, end, before = block[0][0], block[-1][1], drawn.tokens.clone()
+        drafted = [_next(draft_runner, drawn, range(*turns)) for turns in block]
         z = runner.read(before, drawn.order, [begin] * len(before), drawn.labels)
         stats.rounds += 1
-        for _, some in groupby(range(begin, end), lambda turn: runner.distribution.steps[turn]):
-            turns = list(some)
-            _judge(runner, drawn, z, turns, end - 1, [drafted[turn - begin] for turn in turns], how, stats)
-        drawn.counts, begin = [end] * len(before), end
+        for _, some in groupby(zip(block, drafted, strict=True), lambda one: runner.distribution.steps[one[0][0]]):
+            alike, theirs = zip(*some, strict=True)
+            _judge(runner, drawn, z, range(alike[0][0], alike[-1][1]), end - 1, theirs, how, stats)
+        drawn.counts = [end] * len(before)
         yield drawn
 
 
-def _next(draft_runner: MarRunner, drawn: MarState, turn: int) -> denoising.Path:
-    """The draft's own token of every picture, written there."""
+def _next(draft_runner: MarRunner, drawn: MarState, turns: range) -> denoising.Path:
+    """The draft's own tokens of one iteration, turn by turn those of every picture, written there."""
     B, device = len(drawn.order), drawn.order.device
-    rows, at = torch.arange(B, device=device), torch.full((B,), turn, device=device)
-    z = draft_runner.read(drawn.tokens, drawn.order, [turn] * B, drawn.labels)
-    path = fresh(
-        draft_runner, z[:, rows, drawn.order[:, turn]], drawn, rows, at, draft_runner.distribution.steps[turn], DRAFTS
-    )
+    rows, at = _every(B, turns, device)
+    z = draft_runner.read(drawn.tokens, drawn.order, [turns[0]] * B, drawn.labels)
+    chosen, steps = z[:, rows, drawn.order[rows, at]], draft_runner.distribution.steps[turns[0]]
+    path = fresh(draft_runner, chosen, drawn, rows, at, steps, DRAFTS)
     drawn.put(rows, at, path.x)
     return path
+
+
+def _every(pictures: int, turns: range, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The pictures and turns of all these tokens, turn by turn."""
+    rows = torch.arange(pictures, device=device).repeat(len(turns))
+    return rows, torch.arange(turns.start, turns.stop, device=device).repeat_interleave(pictures)
 
 
 def _judge(
     runner: MarRunner,
     drawn: MarState,
     z: Tensor,
-    turns: list[int],
+    turns: range,
     last: int,
-    drafted: list[denoising.Path],
+    drafted: Sequence[denoising.Path],
     how: Speculation,
     stats: MarStats,
 ) -> None:
     """Keep or replace each of the tokens at `turns`; the guidance is that of the turn `last`, as published."""
     B, L, device = *drawn.order.shape, drawn.order.device
-    rows = torch.arange(B, device=device).repeat(len(turns))
-    at = torch.tensor(turns, device=device).repeat_interleave(B)
+    rows, at = _every(B, turns, device)
     chain, tau, seeds = (
         runner.chain(runner.distribution.steps[turns[0]]),
         runner.distribution.temperature,

@@ -17,10 +17,10 @@ class Speculation:
 
     Attributes:
         draft: a smaller MAR on the same VAE; None: the model itself, by what it knew before the drafted tokens.
-        ahead: tokens drafted in a round.
+        ahead: tokens drafted in a round; for "cspd", iterations of the schedule, of one or several tokens each.
         rule: "gaussian_path" keeps the model's distribution; "cspd", as published, does not.
         eta: of the exact rule, in (0, 1]; lower keeps less and bounds the trials after a refusal by 1/(1 − η).
-        prefill: share of the tokens that the model draws plainly before any is drafted.
+        prefill: share of the iterations that the model draws plainly before anything is drafted.
         width: of CSpD's test.
     """
 

@@ -26,16 +26,16 @@ def draw(
     """Draw all pictures; `draft_runner` is the runner of the draft, or `runner` itself.
 
     Raises:
-        ValueError: the distribution draws several tokens in an iteration.
+        ValueError: the distribution draws several tokens in an iteration, and the rule is the exact one.
     """
-    L = drawn.order.shape[1]
-    if len(runner.distribution.turns) != L:
+    L, turns = drawn.order.shape[1], runner.distribution.turns
+    if how.rule != "cspd" and len(turns) != L:
         raise ValueError(
-            f"speculation keeps the distribution of one token an iteration; pass num_inference_steps={L} (got "
-            f"{len(runner.distribution.turns)}), or disable_speculation()"
+            f"the exact rule keeps the distribution of one token an iteration; pass num_inference_steps={L} (got "
+            f"{len(turns)}), or disable_speculation()"
         )
     if how.prefill:
-        yield from plain(runner, drawn, min(L, math.floor(L * how.prefill) + 1))
+        yield from plain(runner, drawn, turns[min(len(turns) - 1, math.floor(len(turns) * how.prefill))][1])
     if how.rule == "cspd":
         yield from cspd_rounds(runner, drawn, how, draft_runner, stats)
     else:

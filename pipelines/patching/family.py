@@ -44,6 +44,10 @@ class Family:
         """The code of each token of the head, [V, c], for rules that know which tokens look alike; text has none."""
         return None
 
+    def embeddings(self, model: Any) -> Tensor | None:
+        """The input embedding of each token of the head, [V, H]; None: it has another vocabulary."""
+        return None
+
     def tap(self, model: Any, features: tuple[int, ...]) -> None:
         """Record the features that a drafter reads of the model, from now on.
 

@@ -42,8 +42,7 @@ def _stateful(model: Any, host: HostModel, call: Call, patch: Patch) -> Obstacle
     processors, rows = list(call.logits_processor), len(call.input_ids)
     if patch.family.guided and processors and guided.stands_for(processors[0], model):
         processors = processors[1:]
-    lossless, more = patch.family.rule(patch.rule, call).lossless, not host.only_keys
-    why = unsafe(processors) or followed.unfit(processors, rows, lossless, more)
+    why = unsafe(processors) or followed.unfit(processors, rows, not host.only_keys)
     why = why or unheard(call.stopping_criteria, rows, call.scored)
     return Obstacle(why, always_falls_back=True) if why else None
 

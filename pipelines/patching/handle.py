@@ -98,17 +98,17 @@ class Patch:
         """The rule of a call; it is said once where that is `exact`, though `enable` named another."""
         rule = self.family.rule(self.rule, call)
         self.relaxes(sample)
-        if sample and rule.lossless and not self.rule.lossless:
+        if rule.lossless and not self.rule.lossless and (sample or self.rule.greedy is not None):
             self.say(
-                f"mmspec keeps drafts of this call by 'exact', not by {self.rule.name!r}: a relaxed rule is for a "
-                "model's own mode of drawing pictures, and to mmspec this call writes text, as do pictures that a "
-                "caller's logits processors draw"
+                f"mmspec keeps drafts of this call by 'exact', not by {self.rule.name!r}: a relaxed rule is for "
+                "pictures, and to mmspec this call writes text; where it writes both, the rule must leave the ordinary "
+                "residual"
             )
         return rule
 
     def relaxes(self, sample: bool) -> None:
         """Say once that a relaxed rule has no effect on a call that takes the likeliest tokens."""
-        if not sample and not self.rule.lossless:
+        if not sample and not self.rule.lossless and self.rule.greedy is None:
             self.say(
                 f"the rule {self.rule.name!r} has no effect on greedy calls, which keep drafts by 'exact'; sample "
                 "(do_sample=True, or temperature above 0) for it"

@@ -44,7 +44,7 @@ class Sampler:
     def realised(self, processed: Tensor, session: Group, draft: Draft) -> Categorical:
         """p after each node, from logits that the processors have seen."""
         if not self.sample:
-            return Categorical(ids=ops.likeliest(processed))
+            return Categorical(None if session.rows[0].rule.greedy is None else processed, ops.likeliest(processed))
         if self.noise is None:
             return Categorical(processed)
         return Categorical(ids=self.noise.draw(processed, session, draft))
@@ -94,10 +94,11 @@ class Request:
             logits: [B, N, V], guided.
             raw: [B, N, V], of the conditional stream.
         """
-        wide = logits.to(torch.float32) if self.widen and not self.bare else logits
+        bare = self.bare and rows.rows[0].rule.greedy is None
+        wide = logits.to(torch.float32) if self.widen and not bare else logits
         if self.allowed is not None:
             wide = self.allowed(wide, rows.emitted[:, None] + draft.tree.depth)
-        if self.bare:
+        if bare:
             return Scores(Categorical(ids=ops.likeliest(wide)), hidden)
         processed = self.sampler.process(wide, rows, draft)
         kept = (processed, raw.to(torch.float32)) if self.keep else (None, None)

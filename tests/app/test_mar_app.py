@@ -17,7 +17,7 @@ from mmspec.app.demo import command as demo
 from mmspec.app.demo import mar_tab
 from mmspec.app.demo.answer import DONE, STOPPED, TIMED_OUT
 from mmspec.app.demo.desk import Desk, RefusedError
-from mmspec.app.demo.sketch import ITSELF, SMALLER, ClassWish, Studio
+from mmspec.app.demo.sketch import CSPD, ITSELF, SMALLER, ClassWish, Studio
 
 VISIT: Any = SimpleNamespace(session_hash="me")
 
@@ -68,7 +68,9 @@ def test_what_is_drawn_instead_of_the_published_sampler_is_told(tmp_path, capsys
     for words, notes, out in (
         (["--drafter", "none"], [], "4.0 passes a batch"),
         ([], [singly, noise], "head evaluations"),
-        (bent, [singly], "not lossless: cspd(width=42) bends the distribution"),
+        (bent, [], "not lossless: cspd(width=42) bends the distribution"),
+        (bent, [], "; 1.0 passes a batch"),
+        ([*bent, "--enable", "prefill=0.5"], [], "; 4.0 passes a batch"),  # ⌊0.5 · 4⌋ + 1 of 4, then a block
     ):
         assert run(tmp_path / "model", "1", *words, "-o", tmp_path / "one.png") == 0
         said = capsys.readouterr()
@@ -98,15 +100,16 @@ def test_bad_input_says_why(folder, words, why, tmp_path, capsys):
 # -- the demo ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", [ITSELF, SMALLER])
+@pytest.mark.parametrize("mode", [ITSELF, SMALLER, CSPD])
 def test_two_pictures_side_by_side(studio, mode):
-    *_, two = studio.run(ClassWish("blue star", mode, 3, 5, 1.5), threading.Event())
+    *_, two = studio.run(ClassWish("blue star", mode, 3, 0.2, 5, 1.5), threading.Event())
     assert two.over and two.plain.state == two.fast.state == DONE and two.speed_up > 0
     assert two.plain.passes == 16 and two.fast.passes < 17 and all(two.fast.known) and two.fast.image is not None
     assert two.plain.told == {} and two.fast.told["tested"] > 0
     shown = mar_tab.pane(two.fast, "mmspec", "about")
     assert "16 of 16 tokens drawn" in shown and f"{two.fast.work['evaluations']}" in shown
     said = mar_tab.summary(two)
+    assert ("lossless" in said) == (mode != CSPD)
     assert f"16 → {two.fast.passes}" in said and ("mm-gain" in said) == (two.speed_up >= 1)
     assert two.fewer[0] == 4 and "Plain drawing in 4 passes" in said  # what such models are drawn with otherwise
 
@@ -128,6 +131,7 @@ def test_a_run_can_be_stopped(studio):
         (ClassWish("teapot"), "'teapot' is none"),
         (ClassWish("0", "magic"), "choose from its own drafts, drafts of a smaller MAR"),
         (ClassWish("0", ahead=99), "between 1 and 16"),
+        (ClassWish("0", prefill=1.5), "between 0 and 1"),
     ],
 )
 def test_a_wish_that_is_not_drawn_says_why(studio, wish, why):
@@ -139,9 +143,9 @@ def test_the_tabs_events(studio):
     tab = mar_tab.Classes(studio, Desk())
     assert len(tab.begin(VISIT)) == 5
     summary, _, fast = ([one for one in part if isinstance(one, str)] for part in
-                        zip(*tab.run(VISIT, "red circle", ITSELF, 4, 7, 2.0), strict=True))  # fmt: skip
+                        zip(*tab.run(VISIT, "red circle", ITSELF, 4, 0.1, 7, 2.0), strict=True))  # fmt: skip
     assert "another picture of the same distribution" in summary[-1] and 'src="data:image/png;base64,' in fast[-1]
-    (refused,) = tab.run(VISIT, "red circle", "magic", 4, 7, 2.0)
+    (refused,) = tab.run(VISIT, "red circle", "magic", 4, 0.1, 7, 2.0)
     assert 'role="alert"' in refused[0]
 
 

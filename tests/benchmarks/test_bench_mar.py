@@ -32,12 +32,26 @@ def test_the_suite_measures_a_folder(tmp_path, capsys):
 
 
 def test_ways_cover_both_bases_and_every_mode():
-    names = {way.name: way for way in mar.ways(64, 50, object())}
+    names = {way.name: way for way in mar.ways(64, 50, {"draft": object(), "mar-b": object()})}
     assert names["quarter, plain head"].call["num_inference_steps"] == 16
     assert {way.distribution for name, way in names.items() if name.startswith(("self", "draft", "all"))} == {mar.KEPT}
     assert names["cspd-4"].distribution == mar.BENT and names["n=16"].distribution == mar.OTHER
+    assert names["cspd-8 mar-b n=16"].speculation["draft"] is names["draft-2 mar-b"].speculation["draft"]
+    assert names["cspd-8 n=16"].call == {"num_inference_steps": 16} and names["cspd-8 n=16"].distribution == mar.BENT
     assert names["self-4, compiled"] == replace(names["self-4"], name="self-4, compiled", call={"compile": True})
-    assert not any(name.startswith(("draft", "cspd")) for name in (way.name for way in mar.ways(64, 50, None)))
+    assert not any(name.startswith(("draft", "cspd")) for name in (way.name for way in mar.ways(64, 50, {})))
+
+
+def test_drafts_of_ones_own(tmp_path):
+    tiny.pipeline().save_pretrained(tmp_path / "model")
+    tiny.transformer(2).save_pretrained(tmp_path / "small")
+    line = ["image", "--model", str(tmp_path / "model"), "--images", "1", "--batch", "1", "--guidance", "1"]
+    line += ["--json", str(tmp_path / "out.json"), "--methods", "cspd-4*", "cspd-8*", "--drafters"]
+    assert cli.main([*line, str(tmp_path / "small")], workshop) == 0
+    records = {r["method"]: r for r in json.loads((tmp_path / "out.json").read_text())["records"]}
+    assert set(records) == {"all, plain head", "cspd-4 small", "cspd-8 small", "cspd-8 small n=4"}
+    assert records["cspd-4 small"]["draft_rows"] > 0 and records["cspd-8 small n=4"]["passes"] == 2
+    assert cli.main([*line, str(tmp_path / "nowhere")], workshop) == 1
 
 
 def test_quality_of_few_pictures(tmp_path, monkeypatch):

@@ -64,7 +64,7 @@ def _row(
             path.append(node)
             p, noise = distribution.logits[b, node].double().softmax(-1)[None], u[b, node, None]
         else:
-            rest = rule.residual(p, q)
+            rest = rule.residual(trial)
             p, noise = rest / rest.sum(-1, keepdim=True), ops.remaining(noise, f)
     return path, ops.categorical(p, noise), charged
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mmspec.accept import verify_point_mass, verify_tree
 from mmspec.kernels import reference as ops
-from mmspec.rules import Rule, exact
+from mmspec.rules import Masses, Rule, Trial, exact, ordinary
 from mmspec.tree import chain, from_parents, from_paths, grow
 from mmspec.types import NO_TOKEN, Categorical, Draft, Tree
 
@@ -338,10 +338,10 @@ def distance_of_one_position(p: Tensor, q: Tensor, rule: Rule, siblings: int) ->
 
 
 BIASED = [
-    pytest.param(Rule("residual p", ops.exact_ratio, lambda p, q: p), id="residual is p"),
-    pytest.param(Rule("ratio", lambda p, q: (1.2 * p / q).clamp(max=1), ops.positive_residual), id="ratio too large"),
-    pytest.param(Rule("ratio p", lambda p, q: p, ops.positive_residual), id="ratio forgets q"),
-    pytest.param(Rule("always", lambda p, q: (p >= 0).to(p.dtype), ops.positive_residual), id="keeps everything"),
+    pytest.param(Rule("residual p", ops.exact_ratio, lambda trial: trial.p.all), id="residual is p"),
+    pytest.param(Rule("ratio", lambda p, q: (1.2 * p / q).clamp(max=1), ordinary), id="ratio too large"),
+    pytest.param(Rule("ratio p", lambda p, q: p, ordinary), id="ratio forgets q"),
+    pytest.param(Rule("always", lambda p, q: (p >= 0).to(p.dtype), ordinary), id="keeps everything"),
 ]
 
 
@@ -371,7 +371,7 @@ def test_the_closed_form_says_the_same(rule: Rule) -> None:
     """Σ_x q(x)[f(x)·1_x + (1−f(x))·residual_x], the identity that every rule rests on."""
     p, q = distributions(0, 5)
     f = rule.ratio(p, q)
-    rest = rule.residual(p[None], q[None])[0]
+    rest = rule.residual(Trial(torch.zeros(()), torch.ones(()), Masses.of(p), Masses.of(q)))
     distribution = q * f + (q * (1 - f)).sum() * rest / rest.sum()
     distance = float((distribution - p).abs().sum() / 2)
     assert (distance < 1e-12) == (rule is exact)

@@ -123,6 +123,23 @@ def test_latents_are_the_papers_on_features_of_unit_size() -> None:
         torch.testing.assert_close(found, (latent.queries @ F.transpose(1, 2)).softmax(-1) @ F, rtol=1e-4, atol=1e-5)
 
 
+def test_the_formula_and_the_heads_as_published() -> None:
+    """softmax(A Fᵀ) F of features as they are, and all K features from one network, W₂ SiLU(W₁ h)."""
+    drafter = flash(formula="published", heads_as="published", latents=8, least=8)
+    F, h = torch.randn(2, 20, H), torch.randn(2, 5, H)
+    with torch.no_grad():
+        _, found = drafter.latent(F, torch.ones(2, 20, dtype=torch.bool), torch.tensor([8, 8]))
+        torch.testing.assert_close(found, (drafter.latent.queries @ F.transpose(1, 2)).softmax(-1) @ F)
+        wide = torch.nn.functional.silu(h @ drafter.heads.down.weight.T + drafter.heads.down.bias)
+        wanted = (wide @ drafter.heads.up.weight.T + drafter.heads.up.bias).view(2, 5, 3, H)
+        torch.testing.assert_close(drafter.heads(h), wanted)
+    assert wide.shape[-1] == 4 * H and {"latent.norm.weight", "latent.scale"}.isdisjoint(drafter.state_dict())
+    given = rows("several")
+    steps = drafter.train()(given["embeds"], given["features"], given["visual"], given["valid"], 3)
+    sum(s.square().sum() for s in steps).backward()
+    assert all(w.grad is not None and bool(w.grad.abs().sum() > 0) for w in drafter.parameters())
+
+
 def test_the_published_size_is_576_rows_to_64_latents() -> None:
     latent = LatentCompressor(FlashConfig(H, 24, 2, 2, 40), H)
     assert latent.count(torch.tensor([576, 64, 9, 3, 1, 9999])).tolist() == [64, 7, 4, 3, 1, 64]
@@ -276,7 +293,8 @@ def test_one_token_a_pass_drafts_as_eagle_does() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"tokens": 0}, {"latents": 4, "least": 5}, {"ratio": 0.5}, {"latents": -1}, {"least": 0}]
+    "wrong",
+    [{"tokens": 0}, {"latents": 4, "least": 5}, {"ratio": 0.5}, {"latents": -1}, {"least": 0}, {"formula": "tokens"}],
 )
 def test_impossible_configs_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"tokens|latents"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from functools import cache
 from typing import Any
@@ -404,6 +405,27 @@ def test_relaxed_rules_reach_every_model(name: str, rule: str) -> None:
         assert bent.stats.spent > 0 and bound.stats.spent <= 1e-9
 
 
+def test_greedy_lantern_on_anole_pays_for_every_token_that_is_not_likeliest() -> None:
+    """Its neighbours are found by hand, in the raw codes, as the authors find them; every token stands by them."""
+    model, call = tiny_image_models.model("chameleon guided"), PAINTERS["chameleon guided"].call(1)
+    drawing = {**call, "do_sample": False, "output_scores": True, "return_dict_in_generate": True}
+    codes = model.model.vqmodel.quantize.embedding.weight
+    with torch.no_grad():
+        codes /= codes.norm(dim=-1, keepdim=True)  # so that both distances are one
+    apart, first = torch.cdist(codes, codes).fill_diagonal_(math.inf), model.model.vocabulary_mapping.image_tokens[0]
+    with mmspec.enable(model, drafter="jacobi", rule="lantern(k=40, delta=0.9)") as handle:
+        out = model.generate(**drawing)
+    paid = 0
+    for token, scores in zip(out.sequences[0, -len(out.scores) :].tolist(), out.scores, strict=True):
+        p = scores[0].double().softmax(-1)
+        if token == int(p.argmax()):
+            continue
+        sums = p[apart[token - first].argsort()[:40] + first].cumsum(0)
+        assert float(p[token]) + max([0.0, *sums[sums <= 0.9].tolist()]) >= float(p.max()) - 1e-6
+        paid += 1
+    assert handle.stats.spent == paid > 2
+
+
 def test_text_stays_exact_under_a_rule_for_pictures() -> None:
     text = {**tiny_image_models.ragged(tiny_image_models.PROMPTS), "max_new_tokens": 12, "max_length": None}
     for name in ("janus", "chameleon", "emu3"):
@@ -531,3 +553,55 @@ def test_a_pipeline_draws_the_same_picture_for_the_same_generator(glm_pipeline: 
     assert fast == stock
     assert handle.stats.tokens == 261
     assert type(encoder) is T.GlmImageForConditionalGeneration
+
+
+# -- pipelines whose text model writes -------------------------------------------------------------------------------
+
+
+class Words:
+    """A tokenizer that knows numbers, and the chat templates of the pipelines below."""
+
+    pad_token_id, eos_token_id, model_max_length = 0, 2, 12
+
+    @property
+    def tokenizer(self) -> Words:
+        return self
+
+    def apply_chat_template(self, *args: Any, tokenize: bool = True, **kwargs: Any) -> Any:
+        return self("") if tokenize else ""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        ids = torch.tensor([[1, 5, 6, 7, 8, 5, 6]])
+        return T.BatchEncoding({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+
+    def decode(self, ids: Tensor, **kwargs: Any) -> str:
+        return " ".join(map(str, ids.tolist()))
+
+    def batch_decode(self, ids: Tensor, **kwargs: Any) -> list[str]:
+        return [self.decode(row) for row in ids]
+
+
+def test_the_text_model_of_a_diffusers_pipeline_is_found_where_it_writes() -> None:
+    import diffusers as D
+
+    writer, parts = tiny_vlms.model("llava"), {"scheduler": None, "vae": None, "transformer": None}
+    flux = D.Flux2Pipeline(text_encoder=writer, tokenizer=Words(), **parts)
+    ernie = D.ErnieImagePipeline(text_encoder=None, tokenizer=None, pe=writer, pe_tokenizer=Words(), **parts)
+    for pipe, write in (
+        (flux, lambda: flux.upsample_prompt("w5")),
+        (ernie, lambda: ernie._enhance_prompt_with_pe("w5", torch.device("cpu"), temperature=1.0, top_p=1.0)),
+    ):
+        expected = write()
+        with mmspec.enable(pipe, drafter="ngram") as handle:
+            if pipe is ernie:
+                assert write() == expected
+            else:
+                torch.manual_seed(0)
+                assert write()
+            assert handle.stats.rounds and mmspec.stats(pipe) is handle.stats
+        assert not hasattr(type(writer), "_mmspec_patch")
+    ernie.register_modules(text_encoder=tiny_vlms.model("qwen2_vl"))
+    with pytest.raises(TypeError, match=r"several models that can write: .*; enable one of them, as pipe"):
+        mmspec.enable(ernie, drafter="ngram")
+    with pytest.raises(TypeError, match="a pipeline that generates tokens; got ErnieImagePipeline"):
+        mmspec.enable(D.ErnieImagePipeline(text_encoder=None, tokenizer=None, **parts))

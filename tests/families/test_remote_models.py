@@ -21,6 +21,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 import mmspec
 from mmspec.pipelines.host.names import CACHE
 from mmspec.pipelines.host.processors.reader import Reader
+from mmspec.rules import lantern
 
 JACOBI: dict[str, dict[str, Any]] = {"jacobi": {}, "jacobi tree": {"proactive": (2, 3)}}
 HOSTILE = ["ngram", "random tree", "holes", "broken chain", "always wrong", "always right", "drawn", "empty"]
@@ -170,22 +171,71 @@ def test_a_processor_that_says_where_its_state_lies_is_followed(monkeypatch: pyt
         assert own.seen["steps"] == [0], "the call's own processors stay as they came"
         with pytest.warns(UserWarning, match="for one row only"):
             assert torch.equal(counted(rows=2)[0], expected[0])
-    relaxed = mmspec.enable(model, drafter="jacobi", rule="typical(epsilon=0.3, delta=0.1)")
-    with relaxed, pytest.warns(UserWarning, match="a relaxed rule could lead to tokens that it forbids"):
-        assert torch.equal(counted(), expected)
 
 
-@pytest.mark.parametrize(("sample", "why"), [(True, "a caller's logits processors"), (False, "greedy")])
-@pytest.mark.every(2)
-def test_a_relaxed_rule_without_effect_is_said_once(sample: bool, why: str) -> None:
-    """To mmspec Lumina-mGPT's pictures are text."""
-    model = remote.model("lumina_mgpt")
-    with mmspec.enable(model, drafter="jacobi", rule="typical(epsilon=0.3, delta=0.1)") as handle:
-        with pytest.warns(UserWarning, match=why) as said:
-            model.generate(**remote.call("lumina_mgpt"), do_sample=sample)
-        assert sum("typical" in str(one.message) for one in said) == 1
-        drawn("lumina_mgpt", do_sample=sample)  # where a warning is an error
-        assert handle.stats.rounds
+GSD = "gsd(group=14, distance=9.0, gap=0.15, space='embeddings')"
+RULES = [GSD, "typical(epsilon=0.3, delta=0.1)", "lantern(k=8, lam=3.0)"]
+
+
+def lawful(name: str, text: list[int]) -> int:
+    """The number of codes in a text whose first picture stands on its grid, and which has none outside of pictures."""
+    begin, codes = text.index(remote.OPEN), [token >= remote.FIRST_CODE for token in text]
+    assert not any(codes[:begin])
+    if name in remote.EMU:
+        head = text.index(remote.IMG, begin) + 1
+        height, width = (int(n) for n in remote.Digits().decode(torch.tensor(text[begin + 1 : head - 1])).split("*"))
+        lines = [True] * width + [False]
+        grid = (lines * height)[:-1]
+    else:
+        head = begin + 3
+        height, width = (2 * (token - remote.SIZES) for token in text[begin + 1 : head])
+        grid = ([True] * width + [False]) * height
+    assert codes[head : head + len(grid)] == grid and text[head + len(grid)] == remote.CLOSE
+    return sum(codes)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("name", ["emu3_5", "lumina_mgpt", "lumina_mgpt 2"])
+def test_a_relaxed_rule_keeps_the_grid(name: str, rule: str) -> None:
+    """What the processors forbid is never kept; only picture tokens cost anything."""
+    model, made = remote.model(name), rule
+    if name in remote.EMU and "lantern" in rule:
+        with pytest.raises(ValueError, match="this target brings none"):
+            mmspec.enable(model, drafter="jacobi", rule=rule)
+        made = lantern(torch.randn(VOCAB, 4, generator=torch.Generator().manual_seed(1)), k=8, lam=3.0)
+    costs = {}
+    for budget in (None, 0.0):
+        with mmspec.enable(model, drafter="jacobi", rule=made, budget=budget) as handle:
+            tokens = drawn(name, do_sample=True, temperature=6.0)[0]
+        assert lawful(name, tokens[0].tolist()) > 8 and not handle.stats.lossless
+        costs[budget] = handle.stats.spent
+    assert costs[None] > 0.2 and costs[0.0] <= 1e-9
+
+
+def test_text_beside_pictures_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lumina-mGPT without its processors writes text, and so does a rule with no meaning for a part of the tokens."""
+    model, call = remote.model("lumina_mgpt"), remote.call("lumina_mgpt")
+    with mmspec.enable(model, drafter="jacobi", rule=RULES[1]) as handle:
+        with pytest.warns(UserWarning, match="to mmspec this call writes text"):
+            model.generate(call["input_ids"], max_new_tokens=8, do_sample=True)
+        assert handle.stats.spent == 0
+    with mmspec.enable(model, drafter="jacobi", rule="grouped(radius=0.5)") as handle:
+        with pytest.warns(UserWarning, match="must leave the ordinary residual"):
+            model.generate(**call, do_sample=True)
+        assert handle.stats.spent == 0 and handle.stats.rounds
+
+
+@pytest.mark.parametrize(("rule", "relaxes"), [(RULES[1], False), ("lantern(k=60, delta=1.0)", True)])
+def test_greedy_pictures_are_relaxed_by_lantern_alone(rule: str, relaxes: bool) -> None:
+    model, expected = remote.model("lumina_mgpt"), stock("lumina_mgpt", False)[0]
+    with mmspec.enable(model, drafter="jacobi", rule=rule) as handle:
+        if relaxes:
+            tokens = drawn("lumina_mgpt", do_sample=False)[0]
+        else:
+            with pytest.warns(UserWarning, match="no effect on greedy calls"):
+                tokens = model.generate(**remote.call("lumina_mgpt"), do_sample=False)
+    assert lawful("lumina_mgpt", tokens[0].tolist()) and torch.equal(tokens, expected) != relaxes
+    assert (handle.stats.spent > 0) == relaxes and handle.stats.spent == int(handle.stats.spent)
 
 
 def test_a_processor_that_holds_a_stock_cache_runs_the_stock_path() -> None:

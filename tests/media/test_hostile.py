@@ -268,7 +268,7 @@ def test_nothing_is_left_behind(ending: str, tmp_path: Path):
         textwrap.dedent(f"""
         import os, signal, sys, time
         signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever started the tests may ignore it
-        sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
+        sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests" / "support")!r}]
         from mmspec.app.media.decoder import Decoder
         from mmspec.media import MediaLimits
         from mmspec.app.media.video import FramePolicy

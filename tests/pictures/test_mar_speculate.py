@@ -239,6 +239,21 @@ def test_cspds_passes_do_not_depend_on_what_is_kept():
     assert passes == [7, 7]
 
 
+def test_cspd_draws_by_a_schedule_of_several_tokens():
+    """Four iterations of a cosine schedule, two of them drafted; the exact rule takes no such schedule."""
+    pipe, settings = tiny.pipeline(), {"num_inference_steps": 4, "output_type": "latent"}
+    plain = pipe([0, 1], generator=tiny.seeded(1, 2), **settings)
+    assert plain.work["passes"] == 4
+    pipe.enable_speculation(draft=tiny.transformer(2), rule="cspd", ahead=2, prefill=0.3)
+    out = pipe([0, 1], generator=tiny.seeded(1, 2), **settings)
+    first = mar_loop.distribution(16, 4, 3.0, "linear", 9, "linear", 1.0).turns[1][1]  # ⌊0.3 · 4⌋ + 1 iterations before
+    assert out.work["passes"] == 3 and out.work["draft_passes"] == 2 and out.told.rounds == 1
+    assert sum(out.told.tested) == 2 * (16 - first) and out.told.tested[first - 1] == 0
+    pipe.enable_speculation()
+    with pytest.raises(ValueError, match=r"the exact rule keeps .*pass num_inference_steps=16 \(got 4\)"):
+        pipe([0], num_inference_steps=4)
+
+
 def test_cspd_shares_its_noise(monkeypatch):
     """With the target as its own draft and every token alone, the two paths are one, and nothing is replaced."""
     seen = []

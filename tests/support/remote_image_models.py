@@ -24,7 +24,7 @@ from mmspec.pipelines.host.names import CACHE
 
 EOS, OPEN, CLOSE, LINE, IMG = 2, 40, 41, 42, 43  # end of text; a picture's beginning and end; end of a row; codes begin
 TIMES, ZERO, SIZES = 9, 10, 50  # Emu3.5 writes sizes in digits, "4*3"; Lumina has a token for each size
-FIRST_CODE = 60  # codes are 60 … 127
+FIRST_CODE = BOV = 60  # codes are 60 … 127; Emu3.5's module has the second name for it
 
 
 class Digits:

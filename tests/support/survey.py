@@ -88,6 +88,21 @@ def table(found: dict[str, str], version: str) -> str:
     return "\n".join([*lines, "}", ""])
 
 
+WRITERS = {  # pipelines of diffusers and their component
+    "ErnieImagePipeline": "pe",
+    "Flux2Pipeline": "text_encoder",
+    "GlmImagePipeline": "vision_language_encoder",
+    "Kandinsky6TI2VAPipeline": "text_encoder",
+    "LTX2Pipeline": "text_encoder",
+    "LTX2ConditionPipeline": "text_encoder",
+    "LTX2DFRPipeline": "text_encoder",
+    "LTX2ImageToVideoPipeline": "text_encoder",
+    "LTX2InContextPipeline": "text_encoder",
+    "LongCatImagePipeline": "text_encoder",
+    "QwenImageLayeredPipeline": "text_encoder",
+}
+
+
 def page(found: dict[str, str | None], version: str) -> str:
     same = [name for name, why in found.items() if why is None]
     failing = {name: why for name, why in found.items() if why and why.startswith(STOCK)}
@@ -120,6 +135,24 @@ def page(found: dict[str, str | None], version: str) -> str:
         "| class | why |",
         "|---|---|",
         *(f"| `{name}` | {why} |" for name, why in failing.items()),
+        "",
+        f"## diffusers pipelines whose text model writes ({len(WRITERS)})",
+        "",
+        fill(
+            "`enable(pipe)` finds the component that writes, as to lengthen a prompt, in any pipeline of diffusers "
+            "whose own code calls a `generate`; the picture's own steps are not tokens, and stay as they are. In "
+            "0.42.1 these are, with the components that can write:",
+            120,
+        ),
+        "",
+        *(f"- `{name}`: `{part}`" for name, part in WRITERS.items()),
+        "",
+        fill(
+            "Two of them, Flux2 and Ernie-Image, were run with tiny random models; GLM-Image is proved identical. "
+            "Where several can write, as an LTX2 with a `prompt_enhancer`, enable one of them: "
+            "`enable(pipe.prompt_enhancer)`.",
+            120,
+        ),
         "",
     ]
     return "\n".join(lines)

@@ -202,7 +202,9 @@ def test_training_pays(questions: Path, tmp_path: Path) -> None:
     with mmspec.enable(model, drafter=tmp_path / "drafter", depth=3, width=1) as after:
         assert all(map(torch.equal, answers(), stock))
     assert after.stats.tokens_per_target_call > before.stats.tokens_per_target_call + 0.5
-    assert json.loads((tmp_path / "report.json").read_text())["held_out_tau"] > 1.0
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["held_out_tau"] > 1.0 and report["curve"][-1]["step"] == report["recipe"]["steps"]
+    assert report["curve"][-1]["held_out_tau"] > 1.0 and report["curve"][-1]["loss"] > 0
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -35,12 +36,11 @@ def follows(processor: Any) -> bool:
     return type(processor).__name__ in _KNOWN or bool(getattr(processor, OWN_STATE, False))
 
 
-def unfit(processors: Any, rows: int, lossless: bool, more: bool) -> str | None:
+def unfit(processors: Any, rows: int, more: bool) -> str | None:
     """Why processors cannot be followed, or None.
 
     Args:
         rows: of the call.
-        lossless: whether the call's rule is.
         more: whether the model's layers keep more than keys and values.
     """
     for p in filter(follows, processors):
@@ -49,12 +49,27 @@ def unfit(processors: Any, rows: int, lossless: bool, more: bool) -> str | None:
             return f"{name} keeps state, and so do the model's layers: it could not read a draft on its own"
         if rows > 1:
             return f"{name} keeps state, which is followed for one row only; generate row by row"
-        if not lossless:
-            return f"{name} keeps state, which a relaxed rule could lead to tokens that it forbids"
         if getattr(p, "unconditional_type", "no_text") != "no_text":  # Emu3.5's, for pictures made of pictures
             return f"{name} guides by two more prompts, each of which would be read token by token"
         if any(isinstance(thing, Cache) and int(thing.get_seq_length()) for thing in _within(vars(p))):
             return f"{name} has been used by a stock call and holds its cache; make a new one for each call"
+    return None
+
+
+def picture_tokens(processors: Any) -> Tensor | None:
+    """Which tokens are a picture's, bool [n], all others not, as processors that are followed say; None: none says so.
+
+    Lumina-mGPT's has a list, Emu3.5's a constant of its module, the first of them.
+    """
+    for p in filter(follows, processors):
+        listed = getattr(p, "image_token_list", None)
+        first = getattr(sys.modules.get(type(p).__module__), "BOV", None)
+        if listed is None and isinstance(first, int):
+            listed = range(first, p.model.config.vocab_size)
+        if listed:
+            tokens = torch.zeros(max(listed) + 1, dtype=torch.bool)
+            tokens[list(listed)] = True
+            return tokens
     return None
 
 

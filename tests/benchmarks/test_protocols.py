@@ -1,0 +1,68 @@
+"""Benchmarks of the Hub: files of the same fields, asked as the field asks them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from PIL import Image
+
+from mmspec.app.bench.command import BenchError
+from mmspec.app.bench.protocols import LETTER, PROTOCOLS, SHORT
+from mmspec.app.bench.questions import read_questions
+
+PICTURE = Image.new("RGB", (8, 6), "red")
+FIELDS: dict[str, dict[str, Any]] = {  # a row of each data set, and nothing of what it holds besides
+    "scienceqa": {"hint": "", "choices": ["a cat", "a dog"], "subject": "biology"},
+    "mm-vet": {"capability": "rec,ocr"},
+    "textvqa": {"ocr_tokens": ["exit"]},
+    "mme": {"category": "code"},
+    "vizwiz": {"answers": ["none"]},
+    "seed-bench": {**{f"choice_{letter}": f"choice {letter}" for letter in "abcd"}, "image": [PICTURE, PICTURE]},
+    "chartqa": {"type": "human_test"},
+    "llava-bench": {"category": "detail"},
+}
+ASKED = {
+    "scienceqa": f"what is it?\nA. a cat\nB. a dog{LETTER}",
+    "seed-bench": f"what is it?\nA. choice a\nB. choice b\nC. choice c\nD. choice d{LETTER}",
+    "mm-vet": "what is it?",
+    "llava-bench": "what is it?",
+}
+
+
+@pytest.mark.parametrize("name", PROTOCOLS)
+def test_a_row_is_asked_as_the_field_asks_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Any, ...]] = []
+
+    def load(where: str, config: str | None, split: str) -> datasets.Dataset:
+        asked.append((where, config, split))
+        row = {"image": PICTURE, "question": "what is it?", **FIELDS[name]}
+        one = datasets.Image()
+        return datasets.Dataset.from_list([row] * 4).cast_column(
+            "image", [one] if isinstance(row["image"], list) else one
+        )
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    measured, _ = read_questions(Path(name), 3, 1)
+    assert len(measured) == 3 and {q.prompt for q in measured} == {ASKED.get(name, f"what is it?{SHORT}")}
+    shown = FIELDS[name].get("image", [PICTURE])
+    assert [picture.size for picture in measured[0].images] == [(8, 6)] * len(shown)
+    assert measured[0].category == FIELDS[name].get(PROTOCOLS[name].category or "", "all")
+    assert len(asked) == 1 and f"hf:{asked[0][0]}" in PROTOCOLS[name].where and asked[0][2] in PROTOCOLS[name].where
+
+
+def test_any_data_set_with_the_usual_fields(tmp_path: Path) -> None:
+    rows = [{"image": PICTURE, "prompt": f"question {i}", "task": "ocr"} for i in range(3)]
+    made = datasets.Dataset.from_list(rows).cast_column("image", datasets.Image())
+    for split in ("test", "train"):
+        made.to_parquet(tmp_path / "set" / f"{split}.parquet")
+    (question,) = read_questions(Path(f"hf:{tmp_path / 'set'}:test"), 1, 0)[0]
+    assert question.prompt == "question 0" and question.category == "ocr" and question.images[0].size == (8, 6)
+    with pytest.raises(BenchError, match=r"has the splits \w+, \w+; name one"):
+        read_questions(Path(f"hf:{tmp_path / 'set'}"), 1, 0)
+    with pytest.raises(BenchError, match="cannot be loaded"):
+        read_questions(Path(f"hf:{tmp_path / 'nowhere'}"), 1, 0)
+    with pytest.raises(BenchError, match="or one of scienceqa, mm-vet, textvqa"):
+        read_questions(Path("scienceqb"), 1, 0)
