@@ -77,7 +77,7 @@ class Engine:
         self.options = dict(options or {})  # of `enable`
         self.sampling = temperature > 0
         warmth = {"do_sample": True, "temperature": temperature} if self.sampling else {"do_sample": False}
-        self.settings = {"max_new_tokens": max_new_tokens, "num_beams": 1, **warmth}
+        self.settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "num_beams": 1, **warmth}
         tokenizer = getattr(processor, "tokenizer", processor)
         tokenizer.padding_side = "left"
         if tokenizer.pad_token is None:
@@ -86,6 +86,13 @@ class Engine:
         self.notes: list[str] = []
         if drafter is not None:
             self._enable()
+
+    def keep_to(self, schema: dict[str, Any]) -> None:
+        """Let every answer be JSON of this schema; EngineError where that cannot be."""
+        try:
+            self.settings["logits_processor"] = [mmspec.json_grammar(self.processor, schema)]
+        except (ImportError, ValueError) as error:
+            raise EngineError(str(error)) from error
 
     @property
     def compilable(self) -> bool:
@@ -232,10 +239,11 @@ class Captioner:
             finished = self._batches.step()
         for one in finished:
             assert isinstance(one.ticket, _Ticket)
-            text = self._text(one.ticket, one.tokens) if one.error is None else ""
-            found.append(
-                CaptionResult(one.ticket.ticket, text, len(one.tokens), one.seconds, one.error, self._finish(one))
-            )
+            error, finish = one.error, self._finish(one)
+            if finish == "length" and "logits_processor" in self.engine.settings:
+                error, finish = ValueError(f"no whole JSON in {len(one.tokens)} tokens; raise --max-new-tokens"), ""
+            text = self._text(one.ticket, one.tokens) if error is None else ""
+            found.append(CaptionResult(one.ticket.ticket, text, len(one.tokens), one.seconds, error, finish))
         return found
 
     def _finish(self, one: FinishedPrompt) -> str:

@@ -138,6 +138,7 @@ class Options:
     start_with: str | None = _flag("TEXT", None, "words that every answer begins with")
     prepend: str = _flag("TEXT", "", "put before every caption")
     append: str = _flag("TEXT", "", "put after every caption")
+    json_schema: Path | None = _flag("FILE", None, "every caption is JSON of this schema (extra: json)", type=Path)
 
     model: str = _flag("NAME", None, "name on the Hugging Face Hub, or a folder; default: the embedded one, "
         + embedded.MODEL, section="the model")

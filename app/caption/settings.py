@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from dataclasses import fields, replace
 from pathlib import Path
@@ -118,6 +119,12 @@ def resolve(args: argparse.Namespace) -> Options:
     options = Options(**(held | said))
     if sum(map(bool, (options.frames, options.fps, options.keyframes))) > 1:
         raise SettingsError("--frames, --fps and --keyframes are three ways to choose frames; give one of them")
+    if options.json_schema is not None:
+        schema(options)
+        around = [name for name in ("start_with", "prepend", "append") if getattr(options, name)]
+        if around or options.engine != ENGINE:
+            what = spelled(around[0])[0] if around else "--engine"
+            raise SettingsError(f"--json-schema and {what} do not go together; leave one of them out")
     return options
 
 
@@ -129,6 +136,19 @@ def fitted(options: Options) -> Options:
         prompt = embedded.prompt() if embedded.speaks(model) else PROMPT
     drafter = options.drafter or (embedded.STOCK if options.engine == VLLM else embedded.drafter(model))
     return replace(options, model=model, prompt=prompt, drafter=drafter)
+
+
+def schema(options: Options) -> dict[str, Any] | None:
+    """What --json-schema names; SettingsError where that is no JSON object."""
+    if options.json_schema is None:
+        return None
+    try:
+        found = json.loads(options.json_schema.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"--json-schema {options.json_schema} cannot be read as JSON ({error})") from error
+    if not isinstance(found, dict):
+        raise SettingsError(f"--json-schema {options.json_schema} holds a {type(found).__name__}; give an object")
+    return found
 
 
 def enable(options: Options) -> dict[str, Any]:
@@ -161,7 +181,9 @@ def shaping(options: Options) -> dict[str, Any]:
     """What shapes an answer besides the item and what was asked about it; no seed where nothing is drawn."""
     drawn = sorted(word for word in options.enable if word.partition("=")[0] in enabling.DRAWN)
     seed = options.seed if options.temperature > 0 else None
-    return {name: getattr(options, name) for name in SHAPING} | {"enable": " ".join(drawn), "seed": seed}
+    kept_to = schema(options)
+    grammar = {} if kept_to is None else {"json_schema": key("", **kept_to)}
+    return {name: getattr(options, name) for name in SHAPING} | {"enable": " ".join(drawn), "seed": seed} | grammar
 
 
 def ask(facts: dict[str, Any]) -> str:

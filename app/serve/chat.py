@@ -23,7 +23,6 @@ KINDS = {429: "rate_limit_error", 500: "server_error"}  # of errors; all others 
 NEUTRAL: dict[str, tuple[Any, ...]] = {  # what is not offered: the values under which it changes nothing
     "n": (1,), "logprobs": (False,), "top_logprobs": (0,), "logit_bias": ({},), "tools": ([],), "functions": ([],),
     "presence_penalty": (0,), "frequency_penalty": (0,), "tool_choice": ("none", "auto"), "audio": (),
-    "response_format": ({"type": "text"},),
 }  # fmt: skip
 
 
@@ -55,6 +54,15 @@ class _Message(BaseModel):
         return [_Part(type="text", text=self.content)] if isinstance(self.content, str) else self.content
 
 
+class _Schema(BaseModel):
+    value: dict[str, Any] = Field(alias="schema")
+
+
+class _Format(BaseModel):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: _Schema | None = None
+
+
 class ChatRequest(BaseModel, extra="allow"):
     """The fields that are taken; those of NEUTRAL are refused, and others have no effect."""
 
@@ -67,6 +75,7 @@ class ChatRequest(BaseModel, extra="allow"):
     top_k: int = Field(0, ge=0)
     seed: int = Field(default_factory=lambda: secrets.randbits(31))
     stop: str | list[str] | None = None
+    response_format: _Format = _Format(type="text")
     stream: bool = False
     stream_options: dict[str, Any] | None = None
 
@@ -82,6 +91,8 @@ class ChatRequest(BaseModel, extra="allow"):
         for name, value in (found.model_extra or {}).items():
             if value is not None and value not in NEUTRAL.get(name, (value,)):
                 raise ChatError(400, f"{name} is not offered here; leave it out", name, "unsupported_parameter")
+        if found.response_format.type == "json_schema" and found.response_format.json_schema is None:
+            raise ChatError(400, "response_format: a json_schema is asked for and none is given", "response_format")
         if found.messages[-1].role == "assistant":
             raise ChatError(400, "the last message has to be the user's; got the assistant's", "messages")
         return found
@@ -89,6 +100,13 @@ class ChatRequest(BaseModel, extra="allow"):
     @property
     def stops(self) -> list[str]:
         return [stop for stop in ([self.stop] if isinstance(self.stop, str) else self.stop or []) if stop]
+
+    @property
+    def kept_to(self) -> dict[str, Any] | None:
+        """That the answer keeps to."""
+        told = self.response_format.json_schema
+        anything = {"type": "object"} if self.response_format.type == "json_object" else None
+        return anything if told is None else told.value
 
     def settings(self, temperature: float, most: int) -> dict[str, Any]:
         """For `generate`; the arguments stand in for what the request leaves open."""

@@ -18,6 +18,7 @@ from mmspec.app.devices import first_line
 from mmspec.app.engine import Engine
 from mmspec.app.serve.chat import AnswerText, ChatError, ChatRequest, Pictures
 from mmspec.app.serve.worker import ModelThread
+from mmspec.pipelines.host.processors.grammar import json_grammar
 from mmspec.pipelines.prompts import inputs_of
 from mmspec.pipelines.serving.batcher import answer_length
 
@@ -120,6 +121,12 @@ class Service:
             raise ChatError(400, f"the model cannot read this chat ({first_line(error)})", "messages") from error
         length, context = inputs["input_ids"].shape[1], self.engine.model.config.get_text_config()
         settings = asked.settings(self.temperature, self.most)
+        if asked.kept_to is not None:
+            try:
+                grammar = await asyncio.to_thread(json_grammar, self.engine.processor, asked.kept_to)
+            except (ImportError, ValueError) as error:
+                raise ChatError(400, f"response_format: {error}", "response_format") from error
+            settings["logits_processor"] = [grammar]
         room = getattr(context, "max_position_embeddings", 2**62) - length
         if room < 1:
             why = f"the prompt has {length} tokens, {1 - room} too many for this model and an answer; shorten it"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import threading
 import time
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from mmspec.app import engine as engines
 from mmspec.app.serve.chat import AnswerText, Pictures
 from mmspec.app.serve.http import Service, build
 from mmspec.app.serve.worker import ModelThread
+from mmspec.pipelines.host.processors.grammar import json_grammar
 from mmspec.pipelines.prompts import chat_inputs
 
 SAMPLES = sorted(zoo.samples().glob("*.png"))
@@ -145,6 +147,28 @@ def test_turns_and_files_below_the_folder(client: openai.OpenAI, engine: engines
     assert ask(client, more, max_tokens=12).choices[0].message.content == second
 
 
+def test_answers_in_json(client: openai.OpenAI, engine: engines.Engine) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"text": {"type": "string", "maxLength": 9}, "sure": {"type": "boolean"}},
+        "required": ["text", "sure"],
+        "additionalProperties": False,
+    }
+    told = {"type": "json_schema", "json_schema": {"name": "caption", "schema": schema, "strict": True}}
+    messages = asking(url(SAMPLES[0].read_bytes()))
+    found = ask(client, messages, response_format=told, max_tokens=40)
+    inputs = chat_inputs(engine.processor, [PROMPT], [[media.load_image(SAMPLES[0])]])
+    grammar = json_grammar(engine.processor, schema)
+    out = engine.model.generate(**inputs, max_new_tokens=40, do_sample=False, logits_processor=[grammar])
+    want = engine.processor.batch_decode(out[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)[0]
+    assert found.choices[0].message.content == want and set(json.loads(want)) == {"text", "sure"}
+    assert found.mmspec["target_calls"] < found.usage.completion_tokens / 2
+    assert (
+        ask(client, messages, response_format={"type": "json_object"}, max_tokens=4).choices[0].message.content[0]
+        == "{"
+    )
+
+
 def test_64_clients_at_once(client: openai.OpenAI, engine: engines.Engine, base: str) -> None:
     paths = SAMPLES[:4]
     want = [stock(engine, path, zoo.PROMPTS["short"], 7) for path in paths]
@@ -209,6 +233,13 @@ BAD = {
     "another file": (asking("file:///etc/passwd"), {}, 400, "does not open"),
     "way out": (asking((zoo.samples() / ".." / "__init__.py").as_uri()), {}, 400, "does not open"),
     "no data": (asking("data:image/png;base64,"), {}, 400, "empty"),
+    "no schema": (asking(large()), {"response_format": {"type": "json_schema"}}, 400, "none is given"),
+    "a wrong schema": (
+        asking(url(SAMPLES[0].read_bytes())),
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "thing"}}}},
+        400,
+        "response_format: the JSON schema cannot be kept to",
+    ),
     "tools": (asking(large()), {"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tools is not"),
     "several": (asking(large()), {"n": 2}, 400, "n is not offered"),
     "temperature": (asking(large()), {"temperature": -1}, 400, "temperature: Input should be greater"),
