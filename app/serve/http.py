@@ -13,6 +13,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from mmspec.app.devices import first_line
 from mmspec.app.engine import Engine
@@ -22,6 +23,7 @@ from mmspec.pipelines.host.processors.grammar import json_grammar
 from mmspec.pipelines.prompts import inputs_of
 from mmspec.pipelines.serving.batcher import answer_length
 
+UPLOAD = 60.0  # seconds that a request may take to come
 Piece = tuple[str, str | None, dict[str, Any]]  # text; of the last one, why it ends, and what is told of the whole
 
 
@@ -58,10 +60,20 @@ class Service:
                 429, f"{self.open} requests are open, as many as may be; try again later", None, "queue_full"
             )
         data = bytearray()
-        async for some in request.stream():
-            data += some
-            if len(data) > self.max_bytes:
-                raise ChatError(413, f"a request may have {self.max_bytes} bytes (--max-bytes); send smaller pictures")
+        self.open += 1
+        try:
+            async with asyncio.timeout(UPLOAD):
+                async for some in request.stream():
+                    data += some
+                    if len(data) > self.max_bytes:
+                        why = f"a request may have {self.max_bytes} bytes (--max-bytes); send smaller pictures"
+                        raise ChatError(413, why)
+        except TimeoutError as error:
+            raise ChatError(408, f"the request is not here after {UPLOAD:g} s; send smaller pictures") from error
+        except ClientDisconnect as error:
+            raise ChatError(499, "the client has left") from error
+        finally:
+            self.open -= 1
         return bytes(data)
 
     def enter(self, request: Request) -> None:

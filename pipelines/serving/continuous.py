@@ -72,6 +72,8 @@ class ContinuousBatcher(Batcher):
         for row in self._session.rows:
             if row.asked is not None and row.asked.ticket == ticket:  # type: ignore[attr-defined]
                 row.asked, row.done = None, True  # type: ignore[attr-defined]
+        if not self.running:  # nobody may ask for another step
+            self._session.retire()
 
     def written(self) -> Iterator[tuple[Hashable, list[int], Stats]]:
         for row in self._session.rows:
