@@ -438,6 +438,7 @@ class Asked:
     text: str
     system: str = ""
     start: str = ""
+    further: tuple[str, ...] = ()
 
 
 def picture(seed: int, size: tuple[int, int] = (30, 40)) -> Image.Image:
