@@ -267,8 +267,8 @@ class Captioner:
         """The result of an item once all of its prompts are answered; the first that fails fails the item."""
         if ticket.rest and result.error is None:
             self._several[ticket.ticket] = [None] * (1 + len(ticket.rest))
-            for prompt in reversed(ticket.rest):
-                self._batches.add(*prompt, ahead=True)
+            for prompt, inputs, seed in reversed(ticket.rest):
+                self._batches.add(prompt, inputs, seed, ahead=True)
         several = self._several.get(ticket.ticket)
         if several is None:
             return [result]

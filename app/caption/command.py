@@ -93,8 +93,8 @@ def _caption(options: Options) -> int:
     )  # fmt: skip
     options = settings.fitted(options)
     first, *further = options.prompt
-    said = (first, options.system, options.start_with, options.prepend, options.append)
-    prompts = Prompts(*(text or "" for text in said), tuple(further))
+    system, start = options.system or "", options.start_with or ""
+    prompts = Prompts(first, system, start, options.prepend, options.append, tuple(further))
     settings.enable(options)  # what is wrong is said before anything is read or loaded
     shaping = settings.shaping(options)
     slots = f"shard-{options.shard.replace('/', '-of-')}-" if options.shard else ""

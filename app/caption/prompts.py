@@ -63,8 +63,11 @@ class Prompts:
         place = PurePosixPath(item.name)
         folder = "" if place.parent == PurePosixPath() else place.parent.as_posix()
         values = {"name": place.stem, "dir": folder, "tags": ", ".join(item.tags), "existing": item.existing or ""}
-        *texts, further = vars(self).values()
-        return PromptChoice(*(text.format_map(values) for text in texts), tuple(t.format_map(values) for t in further))
+        text, system, start, prepend, append, *further = (
+            said.format_map(values)
+            for said in (self.prompt, self.system, self.start, self.prepend, self.append, *self.further)
+        )
+        return PromptChoice(text, system, start, prepend, append, tuple(further))
 
 
 def _check(text: str, what: str) -> None:
