@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from PIL import Image
@@ -42,6 +42,9 @@ class CaptionPrompt(Protocol):
     @property
     def start(self) -> str: ...
 
+    @property
+    def further(self) -> Sequence[str]: ...
+
 
 @dataclass(frozen=True)
 class CaptionResult:
@@ -50,7 +53,9 @@ class CaptionResult:
     Attributes:
         tokens: how many were generated.
         seconds: since its prompt was first read; answers that are written at once share the time.
-        finish: "stop" where the model ended it, "length" where it was cut off at the most tokens allowed.
+        finish: "stop" where the model ended it, "length" where it, or another of several, was cut off at the most
+            tokens allowed.
+        further: the answers to the further prompts.
         error: why there is no text; None: there is one.
     """
 
@@ -60,6 +65,7 @@ class CaptionResult:
     seconds: float = 0.0
     error: Exception | None = None
     finish: str = ""
+    further: tuple[str, ...] = ()
 
 
 class Engine:
@@ -77,7 +83,7 @@ class Engine:
         self.options = dict(options or {})  # of `enable`
         self.sampling = temperature > 0
         warmth = {"do_sample": True, "temperature": temperature} if self.sampling else {"do_sample": False}
-        self.settings = {"max_new_tokens": max_new_tokens, "num_beams": 1, **warmth}
+        self.settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "num_beams": 1, **warmth}
         tokenizer = getattr(processor, "tokenizer", processor)
         tokenizer.padding_side = "left"
         if tokenizer.pad_token is None:
@@ -86,6 +92,13 @@ class Engine:
         self.notes: list[str] = []
         if drafter is not None:
             self._enable()
+
+    def keep_to(self, schema: dict[str, Any]) -> None:
+        """Let every answer be JSON of this schema; EngineError where that cannot be."""
+        try:
+            self.settings["logits_processor"] = [mmspec.json_grammar(self.processor, schema)]
+        except (ImportError, ValueError) as error:
+            raise EngineError(str(error)) from error
 
     @property
     def compilable(self) -> bool:
@@ -165,11 +178,13 @@ class Engine:
 
 @dataclass(frozen=True, eq=False)
 class _Ticket:
-    """What is needed to read an answer: whose it is, and how it was made to begin."""
+    """What is needed to read an answer: whose it is, how it was made to begin, and which of several it is."""
 
     ticket: Hashable
     start: str
     prompt: list[int]
+    number: int = 0
+    rest: tuple[Any, ...] = ()  # of the first of several: what `add` of the batches takes for the others
 
 
 class Captioner:
@@ -178,6 +193,7 @@ class Captioner:
     def __init__(self, engine: Engine, batches: Batcher) -> None:
         self.engine, self._batches = engine, batches
         self._preparing = Preparing(engine.threads)
+        self._several: dict[Hashable, list[CaptionResult | None]] = {}  # items of several prompts, with what is there
 
     @property
     def rows(self) -> int:
@@ -200,13 +216,20 @@ class Captioner:
         return self._batches.stats
 
     def add(self, ticket: Hashable, frames: Sequence[Image.Image], asked: CaptionPrompt, seed: int = 0) -> None:
-        """One picture, or the frames of one clip, and what is asked about it; `seed` fixes what is drawn."""
+        """One picture, or the frames of one clip, and what is asked about it; `seed` fixes what is drawn.
 
-        def job(processor: Any) -> tuple[_Ticket, Any, int]:
-            inputs = chat_inputs(processor, [asked.text], [frames], asked.system, asked.start, clips=True)
+        Further prompts join once the first is answered: what `prefix_cache` keeps of the picture is not read again.
+        """
+
+        def one(processor: Any, number: int, text: str, rest: tuple[Any, ...] = ()) -> tuple[_Ticket, Any, int]:
+            inputs = chat_inputs(processor, [text], [frames], asked.system, asked.start, clips=True)
             inputs = inputs.to(self.engine.model.dtype)
             prompt = inputs["input_ids"][0].tolist() if asked.start else []
-            return _Ticket(ticket, asked.start, prompt), inputs, seed
+            return _Ticket(ticket, asked.start, prompt, number, rest), inputs, seed + number
+
+        def job(processor: Any) -> tuple[_Ticket, Any, int]:
+            rest = tuple(one(processor, number, text) for number, text in enumerate(asked.further, 1))
+            return one(processor, 0, asked.text, rest)
 
         self._preparing.add(ticket, job)
 
@@ -232,11 +255,38 @@ class Captioner:
             finished = self._batches.step()
         for one in finished:
             assert isinstance(one.ticket, _Ticket)
-            text = self._text(one.ticket, one.tokens) if one.error is None else ""
-            found.append(
-                CaptionResult(one.ticket.ticket, text, len(one.tokens), one.seconds, one.error, self._finish(one))
-            )
+            error, finish = one.error, self._finish(one)
+            if finish == "length" and "logits_processor" in self.engine.settings:
+                error, finish = ValueError(f"no whole JSON in {len(one.tokens)} tokens; raise --max-new-tokens"), ""
+            text = self._text(one.ticket, one.tokens) if error is None else ""
+            result = CaptionResult(one.ticket.ticket, text, len(one.tokens), one.seconds, error, finish)
+            found += self._gathered(one.ticket, result)
         return found
+
+    def _gathered(self, ticket: _Ticket, result: CaptionResult) -> list[CaptionResult]:
+        """The result of an item once all of its prompts are answered; the first that fails fails the item."""
+        if ticket.rest and result.error is None:
+            self._several[ticket.ticket] = [None] * (1 + len(ticket.rest))
+            for prompt, inputs, seed in reversed(ticket.rest):
+                self._batches.add(prompt, inputs, seed, ahead=True)
+        several = self._several.get(ticket.ticket)
+        if several is None:
+            return [result]
+        several[ticket.number] = result
+        results = [one for one in several if one is not None]
+        if len(results) < len(several):
+            return []
+        del self._several[ticket.ticket]
+        return [
+            replace(
+                results[0],
+                tokens=sum(one.tokens for one in results),
+                seconds=sum(one.seconds for one in results),
+                error=next((one.error for one in results if one.error is not None), None),
+                finish="length" if any(one.finish == "length" for one in results) else results[0].finish,
+                further=tuple(one.text for one in results[1:]),
+            )
+        ]
 
     def _finish(self, one: FinishedPrompt) -> str:
         """Why an answer ends: as long as it may be and without an end of its own, it was cut off."""

@@ -27,6 +27,7 @@ _FACE = {
     "Step": "mmspec.pipelines.serving.stream",
     "UnsupportedError": "mmspec.config",
     "supported": "mmspec.pipelines.families.table",
+    "json_grammar": "mmspec.pipelines.host.processors.grammar",
     "load_drafter": "mmspec.pipelines.host.loading",
     "save_drafter": "mmspec.checkpoints.save",
     "push_drafter": "mmspec.checkpoints.save",

@@ -92,8 +92,9 @@ def _caption(options: Options) -> int:
         column_text=options.column_text, column_tags=options.column_tags, split=options.split,
     )  # fmt: skip
     options = settings.fitted(options)
-    said = (options.prompt, options.system, options.start_with, options.prepend, options.append)
-    prompts = Prompts(*(text or "" for text in said))
+    first, *further = options.prompt
+    system, start = options.system or "", options.start_with or ""
+    prompts = Prompts(first, system, start, options.prepend, options.append, tuple(further))
     settings.enable(options)  # what is wrong is said before anything is read or loaded
     shaping = settings.shaping(options)
     slots = f"shard-{options.shard.replace('/', '-of-')}-" if options.shard else ""
@@ -203,7 +204,8 @@ def _dry_run(job: Job, todo: Plan) -> int:
     if not todo.pending:
         return OK
     asked = todo.pending[0].asked
-    for what, text in (("system", asked.system), ("prompt", asked.text), ("answers begin", asked.start)):
+    prompts = (("prompt", text) for text in (asked.text, *asked.further))
+    for what, text in (("system", asked.system), *prompts, ("answers begin", asked.start)):
         if text:
             print(f"{what}: {plain(text)}")
     workers = places(job.options.devices)

@@ -59,7 +59,10 @@ def load(options: Options, place: str) -> Model:
         ) from error
     try:
         asked = (options.model, options.drafter, place, options.dtype, options.max_new_tokens, options.temperature)
-        return loader(*asked, **told)
+        engine: Any = loader(*asked, **told)
+        if (schema := settings.schema(options)) is not None:
+            engine.keep_to(schema)
+        return engine  # type: ignore[no-any-return]
     except Exception as error:  # whatever a model or somebody's engine meets while it loads ends the run
         named = isinstance(error, FatalError) or type(error).__name__ == "EngineError"
         raise FatalError(str(error) if named else f"{type(error).__name__}: {error}") from error

@@ -132,12 +132,13 @@ class Options:
     column_tags: str | None = _flag("NAME", None, "column of a table for {tags}")
     split: str = _flag("NAME", "train", "of a data set hf:owner/name")
 
-    prompt: str | None = _flag("TEXT", None, "about every item; may hold {name} {dir} {tags} {existing}",
-        section="what is asked")
+    prompt: list[str] = _flag("TEXT", [], "about every item; may hold {name} {dir} {tags} {existing}; given again and "
+        "again: a caption for each", section="what is asked", action="append")
     system: str | None = _flag("TEXT", None, "system message")
     start_with: str | None = _flag("TEXT", None, "words that every answer begins with")
     prepend: str = _flag("TEXT", "", "put before every caption")
     append: str = _flag("TEXT", "", "put after every caption")
+    json_schema: Path | None = _flag("FILE", None, "every caption is JSON of this schema (extra: json)", type=Path)
 
     model: str = _flag("NAME", None, "name on the Hugging Face Hub, or a folder; default: the embedded one, "
         + embedded.MODEL, section="the model")

@@ -70,7 +70,7 @@ class Planner:
     def __init__(self, options: Options, shaping: dict[str, Any], prompts: Prompts, outputs: Outputs):
         self.options, self.shaping, self.prompts, self.outputs = options, shaping, prompts, outputs
         self.frames = options.policy
-        self.reads_existing = "{existing}" in prompts.prompt
+        self.reads_existing = any("{existing}" in prompt for prompt in prompts.asked)
 
     def plan(self, inputs: Inputs) -> Plan:
         """Sort all items of this run's shard. OutputError if the output folder is another data set's."""

@@ -25,6 +25,7 @@ class PromptChoice:
     start: str = ""  # the model's answer is made to begin with this
     prepend: str = ""  # these two are set around the answer afterwards, unseen by the model
     append: str = ""
+    further: tuple[str, ...] = ()  # what is asked about the same item, too
 
     def caption(self, answer: str) -> str:
         """The caption that a model's answer gives; `start` is put before it unless it is there already."""
@@ -36,26 +37,37 @@ class PromptChoice:
 
 @dataclass(frozen=True)
 class Prompts:
-    """The prompt, and what goes with it; each may hold variables."""
+    """The prompt, what goes with it, and further prompts about the same item; each may hold variables."""
 
     prompt: str
     system: str = ""
     start: str = ""
     prepend: str = ""
     append: str = ""
+    further: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if not self.prompt.strip():
+        if not all(text.strip() for text in self.asked):
             raise PromptError("the prompt is empty; write what to ask")
         for what, text in vars(self).items():
-            _check(text, what)
+            for one in (text,) if isinstance(text, str) else text:
+                _check(one, "prompt" if what == "further" else what)
+
+    @property
+    def asked(self) -> tuple[str, ...]:
+        """All prompts."""
+        return self.prompt, *self.further
 
     def of(self, item: Item) -> PromptChoice:
         """What to ask about an item."""
         place = PurePosixPath(item.name)
         folder = "" if place.parent == PurePosixPath() else place.parent.as_posix()
         values = {"name": place.stem, "dir": folder, "tags": ", ".join(item.tags), "existing": item.existing or ""}
-        return PromptChoice(*(text.format_map(values) for text in vars(self).values()))
+        text, system, start, prepend, append, *further = (
+            said.format_map(values)
+            for said in (self.prompt, self.system, self.start, self.prepend, self.append, *self.further)
+        )
+        return PromptChoice(text, system, start, prepend, append, tuple(further))
 
 
 def _check(text: str, what: str) -> None:

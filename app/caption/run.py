@@ -57,7 +57,7 @@ class Twin:
     """The first of items that are the same: its answer once there is one, and who waits for it."""
 
     name: str
-    text: str | None = None
+    texts: list[str] | None = None
     finish: str = ""
     followers: list[tuple[Task, Media]] = field(default_factory=list)
 
@@ -67,10 +67,15 @@ def recorded_twins(folder: Path) -> dict[tuple[str, str], Twin]:
     with contextlib.closing(Ledger(sorted((folder / STATE).glob("*.jsonl")))) as ledger:
         return {
             (record["ask"], str(record.get("content"))): Twin(
-                str(record["file_name"]), str(record.get("answer", record["text"])), record.get("finish", "")
+                str(record["file_name"]), _answers(record), record.get("finish", "")
             )
             for record in ledger.all_captions() if "ask" in record
         }  # fmt: skip
+
+
+def _answers(record: Record) -> list[str]:
+    """What the model said, as recorded: kept apart where the captions are not just that."""
+    return record.get("answers") or record.get("captions") or [str(record.get("answer", record["text"]))]
 
 
 class Worker:
@@ -159,7 +164,7 @@ class Worker:
             "rows": getattr(self.flow, "rows", 0),
             "peak_memory": peak_memory(self.engine),
         }
-        facts |= facts_of(dtype=dtype_of(self.engine))
+        facts |= facts_of(dtype=dtype_of(self.engine), prefix=getattr(stats, "prefix", None) or None)
         if stats is not None and stats.rounds:
             facts |= {
                 "target_calls": stats.target_calls,
@@ -201,8 +206,8 @@ class Worker:
             if self.job.options.dedup:
                 self._twins[task.ask, media.content] = Twin(task.item.name)
             self._waiting.append((task, media))
-        elif twin.text is not None:
-            self._keep(task, media, twin.text, twin_of=twin.name, finish=twin.finish)
+        elif twin.texts is not None:
+            self._keep(task, media, twin.texts, twin_of=twin.name, finish=twin.finish)
         else:
             self._following += 1
             twin.followers.append((task, media))
@@ -239,10 +244,11 @@ class Worker:
             return
         self._answered, self._lost = True, False
         self._let_go()
-        twin.text, twin.finish = answer.text, getattr(answer, "finish", "")  # not every engine tells
-        self._keep(task, media, answer.text, answer.tokens, answer.seconds, finish=twin.finish)
+        texts = twin.texts = [answer.text, *getattr(answer, "further", ())]
+        twin.finish = getattr(answer, "finish", "")  # not every engine tells
+        self._keep(task, media, texts, answer.tokens, answer.seconds, finish=twin.finish)
         for follower, its in followers:
-            self._keep(follower, its, answer.text, twin_of=twin.name, finish=twin.finish)
+            self._keep(follower, its, texts, twin_of=twin.name, finish=twin.finish)
 
     def _refused(self, task: Task, content: str, error: Exception) -> None:
         lost, self._lost = self._lost, type(error).__name__ == LOST
@@ -255,19 +261,25 @@ class Worker:
             raise FatalError(f"the model fails on every item. {type(error).__name__}: {error}") from error
 
     def _keep(
-        self, task: Task, media: Media, answer: str, tokens: int = 0, seconds: float = 0.0, twin_of: str = "",
+        self, task: Task, media: Media, answers: list[str], tokens: int = 0, seconds: float = 0.0, twin_of: str = "",
         finish: str = "",
     ) -> None:  # fmt: skip
-        text = combined(task.existing, task.asked.caption(answer), self.job.options.on_existing)
+        mode, further = self.job.options.on_existing, task.asked.further
+        texts = [combined(task.existing, task.asked.caption(answer), mode) for answer in answers]
         facts = about(task, media.content, self.job) | self.job.shaping | {"tokens": tokens}
         facts |= facts_of(
             prompt=task.asked.text, system=task.asked.system, start=task.asked.start, existing=task.existing,
             twin_of=twin_of, length=media.seconds, seconds=round(seconds, 4), finish=finish,
-            answer=answer if answer != text else None,
+            answer=answers[0] if answers[0] != texts[0] else None,
         )  # fmt: skip
-        result = Result(task.item.name, text, tokens, seconds, twin_of=twin_of, finish=finish, animated=media.animated)
+        if further:
+            facts |= {"prompts": [task.asked.text, *further], "captions": texts}
+            facts |= {"answers": answers} if answers != texts else {}
+        result = Result(
+            task.item.name, " | ".join(texts), tokens, seconds, twin_of=twin_of, finish=finish, animated=media.animated
+        )
         try:
-            self._writer.write(task.item.name, text, task.sidecar, facts)
+            self._writer.write(task.item.name, texts[0], task.sidecar, facts)
         except UnwritableTextError as error:
             result = replace(result, error=type(error).__name__, message=str(error))
         self._results.append(result)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from dataclasses import fields, replace
 from pathlib import Path
@@ -23,6 +24,7 @@ HEAD = b"# Repeat this run by: mmspec caption --config FILE\n"
 SAID_LATER = "config"  # the one flag that a config file cannot hold
 ONCE = (SAID_LATER, "retry_failed")  # what a run says for itself alone
 # One of these on the command line undoes the others of a config file.
+KEPT = "1GB"  # prefix_cache where several prompts are asked about a picture
 RIVALS = ("frames", "fps", "keyframes")
 SHAPING = ("model", "drafter", "max_new_tokens", "temperature", "dtype", "engine", "max_pixels_per_image")
 
@@ -73,6 +75,8 @@ class Flags:
                 if not isinstance(value, bool):
                     raise SettingsError(f"{origin}: {name} is true or false; got {value!r}")
                 words.append(flag if value else flag.replace("--", "--no-"))
+            elif isinstance(value, list) and takes.get("action") == "append":
+                words += [f"{flag}={one}" for one in value]
             elif isinstance(value, list) and "nargs" in takes:
                 words += [flag, *map(str, value)] if value else []
             elif isinstance(value, list | dict):
@@ -118,23 +122,44 @@ def resolve(args: argparse.Namespace) -> Options:
     options = Options(**(held | said))
     if sum(map(bool, (options.frames, options.fps, options.keyframes))) > 1:
         raise SettingsError("--frames, --fps and --keyframes are three ways to choose frames; give one of them")
+    if len(options.prompt) > 1 and options.engine != ENGINE:
+        raise SettingsError(f"--engine {options.engine} takes one --prompt; got {len(options.prompt)}")
+    if options.json_schema is not None:
+        schema(options)
+        around = [name for name in ("start_with", "prepend", "append") if getattr(options, name)]
+        if around or options.engine != ENGINE:
+            what = spelled(around[0])[0] if around else "--engine"
+            raise SettingsError(f"--json-schema and {what} do not go together; leave one of them out")
     return options
 
 
 def fitted(options: Options) -> Options:
     """The options with a model, and the prompt and drafter that fit it, where nobody named one."""
     model = options.model or embedded.MODEL
-    prompt = options.prompt
-    if prompt is None:
-        prompt = embedded.prompt() if embedded.speaks(model) else PROMPT
+    prompt = options.prompt or [embedded.prompt() if embedded.speaks(model) else PROMPT]
     drafter = options.drafter or (embedded.STOCK if options.engine == VLLM else embedded.drafter(model))
     return replace(options, model=model, prompt=prompt, drafter=drafter)
 
 
+def schema(options: Options) -> dict[str, Any] | None:
+    """What --json-schema names; SettingsError where that is no JSON object."""
+    if options.json_schema is None:
+        return None
+    try:
+        found = json.loads(options.json_schema.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"--json-schema {options.json_schema} cannot be read as JSON ({error})") from error
+    if not isinstance(found, dict):
+        raise SettingsError(f"--json-schema {options.json_schema} holds a {type(found).__name__}; give an object")
+    return found
+
+
 def enable(options: Options) -> dict[str, Any]:
-    """What --enable says, by name; EnableError where that cannot be meant."""
-    own = options.engine == ENGINE
-    return enabling.given(options.enable, options.drafter) if own else enabling.unchecked(options.enable)
+    """What --enable says, by name, and what several prompts need; EnableError where it cannot be meant."""
+    if options.engine != ENGINE:
+        return enabling.unchecked(options.enable)
+    several = {"prefix_cache": KEPT} if len(options.prompt) > 1 else {}
+    return several | enabling.given(options.enable, options.drafter)
 
 
 def dumped(options: Options) -> bytes:
@@ -144,6 +169,7 @@ def dumped(options: Options) -> bytes:
         for name, value in vars(options).items()
         if name not in ONCE and value is not None
     }
+    plain["prompt"] = options.prompt[0] if len(options.prompt) == 1 else options.prompt
     return HEAD + yaml.safe_dump(plain, sort_keys=False, allow_unicode=True).encode()
 
 
@@ -161,7 +187,9 @@ def shaping(options: Options) -> dict[str, Any]:
     """What shapes an answer besides the item and what was asked about it; no seed where nothing is drawn."""
     drawn = sorted(word for word in options.enable if word.partition("=")[0] in enabling.DRAWN)
     seed = options.seed if options.temperature > 0 else None
-    return {name: getattr(options, name) for name in SHAPING} | {"enable": " ".join(drawn), "seed": seed}
+    kept_to = schema(options)
+    grammar = {} if kept_to is None else {"json_schema": key("", **kept_to)}
+    return {name: getattr(options, name) for name in SHAPING} | {"enable": " ".join(drawn), "seed": seed} | grammar
 
 
 def ask(facts: dict[str, Any]) -> str:
@@ -169,7 +197,13 @@ def ask(facts: dict[str, Any]) -> str:
 
     Only what differs from its default counts, so that an option that is new does not undo what was done before.
     """
-    usual = {"dtype": AUTO, "engine": ENGINE, "max_pixels_per_image": AUTO, "max_frames": video.MAX_FRAMES}
+    usual = {
+        "further": (),
+        "dtype": AUTO,
+        "engine": ENGINE,
+        "max_pixels_per_image": AUTO,
+        "max_frames": video.MAX_FRAMES,
+    }
     return key("", **{name: value for name, value in facts.items() if value not in ("", usual.get(name, ""))})
 
 

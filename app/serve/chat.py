@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +20,11 @@ from mmspec.app.media.video import FramePolicy
 from mmspec.media import MediaError, MediaLimits, read
 
 SECONDS = 20.0  # that fetching, and decoding, a picture may take
+COLD = 1e-5  # a temperature under which an answer is greedy: logits over it might be infinite
 KINDS = {429: "rate_limit_error", 500: "server_error"}  # of errors; all others are the request's
 NEUTRAL: dict[str, tuple[Any, ...]] = {  # what is not offered: the values under which it changes nothing
     "n": (1,), "logprobs": (False,), "top_logprobs": (0,), "logit_bias": ({},), "tools": ([],), "functions": ([],),
     "presence_penalty": (0,), "frequency_penalty": (0,), "tool_choice": ("none", "auto"), "audio": (),
-    "response_format": ({"type": "text"},),
 }  # fmt: skip
 
 
@@ -55,6 +56,15 @@ class _Message(BaseModel):
         return [_Part(type="text", text=self.content)] if isinstance(self.content, str) else self.content
 
 
+class _Schema(BaseModel):
+    value: dict[str, Any] = Field(alias="schema")
+
+
+class _Format(BaseModel):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: _Schema | None = None
+
+
 class ChatRequest(BaseModel, extra="allow"):
     """The fields that are taken; those of NEUTRAL are refused, and others have no effect."""
 
@@ -67,6 +77,7 @@ class ChatRequest(BaseModel, extra="allow"):
     top_k: int = Field(0, ge=0)
     seed: int = Field(default_factory=lambda: secrets.randbits(31))
     stop: str | list[str] | None = None
+    response_format: _Format = _Format(type="text")
     stream: bool = False
     stream_options: dict[str, Any] | None = None
 
@@ -82,6 +93,8 @@ class ChatRequest(BaseModel, extra="allow"):
         for name, value in (found.model_extra or {}).items():
             if value is not None and value not in NEUTRAL.get(name, (value,)):
                 raise ChatError(400, f"{name} is not offered here; leave it out", name, "unsupported_parameter")
+        if found.response_format.type == "json_schema" and found.response_format.json_schema is None:
+            raise ChatError(400, "response_format: a json_schema is asked for and none is given", "response_format")
         if found.messages[-1].role == "assistant":
             raise ChatError(400, "the last message has to be the user's; got the assistant's", "messages")
         return found
@@ -90,20 +103,30 @@ class ChatRequest(BaseModel, extra="allow"):
     def stops(self) -> list[str]:
         return [stop for stop in ([self.stop] if isinstance(self.stop, str) else self.stop or []) if stop]
 
+    @property
+    def kept_to(self) -> dict[str, Any] | None:
+        """That the answer keeps to."""
+        told = self.response_format.json_schema
+        anything = {"type": "object"} if self.response_format.type == "json_object" else None
+        return anything if told is None else told.value
+
     def settings(self, temperature: float, most: int) -> dict[str, Any]:
         """For `generate`; the arguments stand in for what the request leaves open."""
         warmth = temperature if self.temperature is None else self.temperature
+        warmth = warmth if warmth > COLD else 0
         drawn = {"temperature": warmth, "top_p": self.top_p, "top_k": self.top_k} if warmth else {}
         most = self.max_completion_tokens or self.max_tokens or most
         return {"max_new_tokens": most, "do_sample": bool(warmth), **drawn}
 
     def chat(self, picture: Any) -> Iterator[dict[str, Any]]:
-        """The turns as chat templates take them; `picture(url)` is what an address shows."""
+        """The turns as chat templates take them; `picture(url, before)` is what an address shows, after the pictures
+        before it, to which it is added."""
+        before: list[Image.Image] = []
         for message in self.messages:
             shown = [
                 {"type": "text", "text": part.text}
                 if part.type == "text"
-                else {"type": "image", "image": picture(part.image_url.url)}
+                else {"type": "image", "image": picture(part.image_url.url, before)}
                 for part in message.parts
             ]
             yield {"role": message.role.replace("developer", "system"), "content": shown}
@@ -144,20 +167,30 @@ class Pictures:
         for decoder in self._decoders:
             decoder.close()
 
-    def load(self, url: str) -> Image.Image:
-        """ChatError with the reason where it cannot be shown."""
-        decoder = self._free.get()
+    def load(self, url: str, before: list[Image.Image]) -> Image.Image:
+        """ChatError with the reason where it cannot be shown, or where a request shows too many pixels in all."""
         try:
-            decoder.submit(url, Item("picture", IMAGE, _Bytes(self._bytes(url))))
-            ((_, found),) = decoder.ready(None)
+            found = self._decoded(url, self._bytes(url))
         except MediaError as error:
             found = error
-        finally:
-            self._free.put(decoder)
         if isinstance(found, MediaError):
             advice = found.what_to_do.split(", or raise")[0]
             raise ChatError(400, f"the picture {found.reason}; {advice}", "messages", "invalid_image")
+        before.append(found.frames[0])
+        pixels, most = sum(one.width * one.height for one in before), self._limits.max_pixels
+        if pixels > most:
+            why = f"the first {len(before)} pictures have {pixels} pixels, over {most} for all of a request"
+            raise ChatError(400, f"{why}; send fewer or smaller ones", "messages", "invalid_image")
         return found.frames[0]
+
+    def _decoded(self, url: str, data: bytes) -> Any:
+        decoder = self._free.get()
+        try:
+            decoder.submit(url, Item("picture", IMAGE, _Bytes(data)))
+            ((_, found),) = decoder.ready(None)
+            return found
+        finally:
+            self._free.put(decoder)
 
     def _bytes(self, url: str) -> bytes:
         kind, _, rest = url.partition(":")
@@ -168,11 +201,20 @@ class Pictures:
         if kind == "data" or (kind in ("http", "https") and self._http):
             try:
                 with urlopen(url, timeout=SECONDS) as answer:
-                    return bytes(answer.read(self._limits.max_bytes + 1))
+                    return b"".join(self._pieces(answer))
             except (OSError, ValueError) as error:
                 raise MediaError("picture", f"cannot be fetched ({error})", "send it as a data URL") from error
         reason = f"has an address that this server does not open ({url[:60]!r})"
         raise MediaError("picture", reason, "send it as a data URL, or see --allow-http and --allow-files")
+
+    def _pieces(self, answer: Any) -> Iterator[bytes]:
+        """An answer from the network, up to one byte too many; OSError where it comes too slowly."""
+        end, room = time.monotonic() + SECONDS, self._limits.max_bytes + 1
+        while room and (data := answer.read1(min(room, 2**16))):
+            yield data
+            room -= len(data)
+            if time.monotonic() > end:
+                raise TimeoutError(f"not here after {SECONDS:g} s")
 
 
 class AnswerText:
@@ -183,7 +225,12 @@ class AnswerText:
         self._text, self._begin, self._end, self._sent = "", 0, 0, 0
 
     def read(self, tokens: list[int], last: bool) -> str:
-        """The text that is new and certain: not the bytes of half a character, nor what may begin a stop string."""
+        """The text that is new and certain: not the bytes of half a character, nor what may begin a stop string.
+
+        An answer that is written once more from its beginning brings nothing new until it is as long as it was.
+        """
+        if len(tokens) <= self._end and not last:
+            return ""
         before, now = (
             self._tokenizer.decode(some, skip_special_tokens=True)
             for some in (tokens[self._begin : self._end], tokens[self._begin :])

@@ -27,7 +27,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--max-new-tokens", type=count, default=512, metavar="N", help="where a request names none (%(default)s)")
     add("--temperature", type=from_zero, default=0.0, metavar="T", help="where a request names none (%(default)s)")
     add("--max-bytes", type=count, default=32 * 2**20, metavar="N", help="of a request, and a picture (%(default)s)")
-    add("--max-pixels", type=count, default=MAX_PIXELS, metavar="N", help="of a picture (%(default)s)")
+    add("--max-pixels", type=count, default=MAX_PIXELS, metavar="N", help="of a request's pictures (%(default)s)")
     add("--decoders", type=count, default=2, metavar="N", help="processes that decode pictures (%(default)s)")
     add("--allow-files", type=Path, metavar="FOLDER", help="read pictures by file:// addresses below it")
     add("--allow-http", action="store_true", help="fetch pictures from any address that this machine can reach")

@@ -13,14 +13,17 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from mmspec.app.devices import first_line
 from mmspec.app.engine import Engine
 from mmspec.app.serve.chat import AnswerText, ChatError, ChatRequest, Pictures
 from mmspec.app.serve.worker import ModelThread
+from mmspec.pipelines.host.processors.grammar import json_grammar
 from mmspec.pipelines.prompts import inputs_of
 from mmspec.pipelines.serving.batcher import answer_length
 
+UPLOAD = 60.0  # seconds that a request may take to come
 Piece = tuple[str, str | None, dict[str, Any]]  # text; of the last one, why it ends, and what is told of the whole
 
 
@@ -57,10 +60,20 @@ class Service:
                 429, f"{self.open} requests are open, as many as may be; try again later", None, "queue_full"
             )
         data = bytearray()
-        async for some in request.stream():
-            data += some
-            if len(data) > self.max_bytes:
-                raise ChatError(413, f"a request may have {self.max_bytes} bytes (--max-bytes); send smaller pictures")
+        self.open += 1
+        try:
+            async with asyncio.timeout(UPLOAD):
+                async for some in request.stream():
+                    data += some
+                    if len(data) > self.max_bytes:
+                        why = f"a request may have {self.max_bytes} bytes (--max-bytes); send smaller pictures"
+                        raise ChatError(413, why)
+        except TimeoutError as error:
+            raise ChatError(408, f"the request is not here after {UPLOAD:g} s; send smaller pictures") from error
+        except ClientDisconnect as error:
+            raise ChatError(499, "the client has left") from error
+        finally:
+            self.open -= 1
         return bytes(data)
 
     def enter(self, request: Request) -> None:
@@ -120,6 +133,12 @@ class Service:
             raise ChatError(400, f"the model cannot read this chat ({first_line(error)})", "messages") from error
         length, context = inputs["input_ids"].shape[1], self.engine.model.config.get_text_config()
         settings = asked.settings(self.temperature, self.most)
+        if asked.kept_to is not None:
+            try:
+                grammar = await asyncio.to_thread(json_grammar, self.engine.processor, asked.kept_to)
+            except (ImportError, ValueError) as error:
+                raise ChatError(400, f"response_format: {error}", "response_format") from error
+            settings["logits_processor"] = [grammar]
         room = getattr(context, "max_position_embeddings", 2**62) - length
         if room < 1:
             why = f"the prompt has {length} tokens, {1 - room} too many for this model and an answer; shorten it"

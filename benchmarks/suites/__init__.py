@@ -13,6 +13,7 @@ SUITES = command.SUITES | {
     "shapes": ("benchmarks.suites.shapes", "what a round costs at the shapes of published models, with random weights"),
     "nodes": ("benchmarks.suites.nodes", "what verifying N nodes costs against one, on a hybrid with random weights"),
     "turns": ("benchmarks.suites.turns", "the first token of a second question and a second turn, with prefix_cache"),
+    "prompts": ("benchmarks.suites.prompts", "several prompts about each picture in one run, beside a run for each"),
     "kernels": ("benchmarks.suites.kernels", "kernels beside their definitions, as a share of the copy bandwidth"),
     "gpu": ("benchmarks.suites.gpu", "all that a GPU has to show, in stages; toys where there is none"),
 }

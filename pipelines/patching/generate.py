@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mmspec.config import UnsupportedError
 from mmspec.loop import decode, start
+from mmspec.pipelines.drafters import forced
 from mmspec.pipelines.host import devices, reach, release
 from mmspec.pipelines.host.cache import RaggedCache
 from mmspec.pipelines.host.call import Call, Custom, current, output
@@ -129,6 +130,7 @@ def generate(model: Any, handle: Patch, call: Call) -> tuple[Any, Stats]:
         Row(tokens, len(tokens), ends.limit, seed, ends.eos, ends.of(b), b, rule, request)
         for b, (tokens, seed) in enumerate(zip(ours.input_ids.tolist(), seeds, strict=True))
     ]
+    drafter = forced.beside(drafter, rows)
     target = handle.family.target(model, drafter.features, ours.guidance)
     collected = _Collected(call, ends, keep)
     state, watch = None, watching.get()

@@ -112,13 +112,14 @@ class Batcher:
         """Whether there is anything that has not been handed back yet."""
         return bool(self._waiting or self.running or self._finished)
 
-    def add(self, ticket: Hashable, inputs: Any, seed: int = 0, **settings: Any) -> None:
+    def add(self, ticket: Hashable, inputs: Any, seed: int = 0, ahead: bool = False, **settings: Any) -> None:
         """One prompt; it is read once a row is free.
 
         Args:
             ticket: comes back with the answer.
             inputs: what a processor returned for one prompt, unpadded; on any device.
             seed: of its noise, ≥ 0; without effect where nothing is drawn.
+            ahead: of all that wait; such as what begins like a text that has just been answered.
             **settings: as for `model.generate`, for this prompt, before those of all.
 
         Raises:
@@ -126,7 +127,7 @@ class Batcher:
         """
         if len(inputs["input_ids"]) != 1:
             raise ValueError(f"add takes one prompt at a time; got {len(inputs['input_ids'])}")
-        self._waiting.append(QueuedPrompt(ticket, dict(inputs), seed, settings))
+        self._waiting.insert(0 if ahead else len(self._waiting), QueuedPrompt(ticket, dict(inputs), seed, settings))
 
     def cancel(self, ticket: Hashable) -> None:
         """Give up a prompt: it is not read, or its row is free before the next round; nothing is handed back of it."""

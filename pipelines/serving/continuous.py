@@ -11,6 +11,7 @@ import torch
 
 from mmspec.config import UnsupportedError
 from mmspec.loop import decode, start
+from mmspec.pipelines.drafters import forced
 from mmspec.pipelines.host.call import Call
 from mmspec.pipelines.host.loops import as_call
 from mmspec.pipelines.host.processors.stopping import Endings
@@ -71,6 +72,8 @@ class ContinuousBatcher(Batcher):
         for row in self._session.rows:
             if row.asked is not None and row.asked.ticket == ticket:  # type: ignore[attr-defined]
                 row.asked, row.done = None, True  # type: ignore[attr-defined]
+        if not self.running:  # nobody may ask for another step
+            self._session.retire()
 
     def written(self) -> Iterator[tuple[Hashable, list[int], Stats]]:
         for row in self._session.rows:
@@ -93,7 +96,8 @@ class ContinuousBatcher(Batcher):
     def _round(self) -> None:
         assert self._target is not None
         try:
-            now = next(decode(self._session, self._target, self._handle.proposer))
+            drafter = forced.beside(self._handle.proposer, self._session.rows)
+            now = next(decode(self._session, self._target, drafter))
             for row, *counts in zip(self._session.rows, now.counts, now.new, now.proposed, strict=True):
                 row.stats.count(*counts)  # type: ignore[attr-defined]
         except Exception as error:  # half of the state may have been written
@@ -181,6 +185,7 @@ class ContinuousBatcher(Batcher):
                 tokens, len(tokens), limit, one.seed, ends.eos, stop, rule=rule, request=request, asked=one
             )
             rows.append(row)
+        drafter = forced.beside(drafter, rows)
         self._target = patch.family.target(model, drafter.features, call.guidance)  # hooks may have come since
         guest, _ = start(self._target, drafter, rows, call)
         return guest

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,14 @@ import quick_engine
 import tiny_llava
 import yaml
 from PIL import Image
+from transformers import CLIPVisionModel
 
 from mmspec.app import cli
 from mmspec.app.caption import model as modelling
 from mmspec.app.caption import run as running
 from mmspec.app.caption import settings
 from mmspec.app.caption.model import FatalError
+from mmspec.pipelines.prefix import prefix_keys
 
 OK, FATAL, SENSELESS, SOME_FAILED, INTERRUPTED = 0, 1, 2, 3, 130
 GOOD = ("a.png", "b.jpg", "c.webp", "d.png")
@@ -535,6 +538,102 @@ def test_dedup(caption, photos: Path):
     paint(photos / "new.png", seed="a.png")
     assert caption("--dedup", "exact") == OK
     assert journal()[-1]["twin_of"] in ("a.png", "z.png")  # earlier runs count
+
+
+SEVERAL = ("w5 w6", "w7 {name}", "w8")
+WORDS = [word for prompt in SEVERAL for word in ("--prompt", prompt)]
+
+
+@pytest.mark.parametrize("drafter", ["none", "ngram"])
+def test_several_prompts_are_answered_as_if_each_was_asked_alone(
+    truly, photos: Path, drafter: str, monkeypatch: pytest.MonkeyPatch
+):
+    from pyarrow import parquet
+
+    monkeypatch.setattr(prefix_keys, "LEAST", 1)  # prompts are short here
+    shutil.copy(photos / "a.png", photos / "z.png")
+    alone = []
+    for number, prompt in enumerate(SEVERAL):
+        assert truly("--prompt", prompt, "--out", f"alone-{number}", "--append", "!", drafter=drafter) == OK
+        alone.append(captions(f"alone-{number}"))
+    more = ("--append", "!", "--format", "txt,metadata,parquet", "--report", "report.json", "--no-compare")
+    assert truly(*WORDS, *more, drafter=drafter) == OK
+    [worker] = json.loads(Path("report.json").read_text())["workers"]
+    assert worker["prefix"]["prompts"] == 15 and worker["prefix"]["reused tokens"] >= 10 * 4  # of a picture
+    found = {record["file_name"]: record for record in lines("captions/metadata.jsonl")}
+    for name in (*GOOD, "z.png"):
+        assert found[name]["captions"] == [texts[name] for texts in alone]
+        assert found[name]["text"] == alone[0][name] == Path("captions", name).with_suffix(".txt").read_text().strip()
+    table = parquet.read_table("captions/captions.parquet")
+    assert table["captions"].to_pylist() == [found[name]["captions"] for name in table["file_name"].to_pylist()]
+    assert all(record["prompts"][0] == "w5 w6" and len(record["prompts"]) == 3 for record in journal())
+    assert table["tokens"].to_pylist() == [18] * 5
+    assert truly(*WORDS, *more, drafter=drafter) == OK and len(journal()) == 5  # nothing is done twice
+    assert truly(*WORDS[:4], "--append", "!", drafter=drafter) == OK and len(journal()) == 10
+
+
+def test_a_picture_is_encoded_once_for_several_prompts(model: Path, monkeypatch: pytest.MonkeyPatch):
+    from mmspec.app import engine
+    from mmspec.app.caption.prompts import PromptChoice
+
+    monkeypatch.setattr(prefix_keys, "LEAST", 1)
+    seen, stock = [], CLIPVisionModel.forward
+    for kept in ("64MB", None):
+        loaded = engine.load(str(model), "ngram", "cpu", "auto", 5, 0, prefix_cache=kept)
+        pictures: list[int] = []
+        tower = type(loaded.model.model.vision_tower)
+
+        def forward(self, pixel_values, *args, to=pictures, stock=stock, **kwargs):
+            to.append(len(pixel_values))
+            return stock(self, pixel_values, *args, **kwargs)
+
+        monkeypatch.setattr(tower, "forward", forward)  # with a hook prompts are read whole
+        flow = loaded.flow(2)
+        for number in range(3):
+            frame = Image.new("RGB", (30, 40), (number * 80, 0, 0))
+            flow.add(number, [frame], PromptChoice("w5 w6", further=("w7", "w8 w9")))
+        found = {}
+        while flow.busy:
+            found |= {answer.ticket: (answer.text, *answer.further) for answer in flow.step()}
+        seen.append((sum(pictures), found))
+    assert seen[0] == (3, seen[1][1]) and seen[1][0] == 9
+    assert [len(texts) for texts in seen[0][1].values()] == [3] * 3
+
+
+def test_several_prompts_of_which_one_fails(truly, photos: Path, monkeypatch: pytest.MonkeyPatch):
+    from mmspec.pipelines.serving.batcher import FinishedPrompt
+    from mmspec.pipelines.serving.continuous import ContinuousBatcher
+
+    step, count = ContinuousBatcher.step, iter(range(99))
+
+    def failing(self) -> list[FinishedPrompt]:
+        return [replace(end, error=ValueError("no")) if next(count) == 5 else end for end in step(self)]
+
+    monkeypatch.setattr(ContinuousBatcher, "step", failing)
+    assert truly(*WORDS, "--no-compare") == SOME_FAILED
+    assert len(captions()) == 3 and len(lines("captions/failed.jsonl")) == 1
+    assert truly(*WORDS, "--retry-failed") == OK and len(captions()) == 4
+
+
+def test_several_prompts_and_equal_files(truly, photos: Path):
+    shutil.copy(photos / "a.png", photos / "z.png")
+    more = (*WORDS[:2], *WORDS[4:], "--dedup", "exact", "--prepend", "a ", "--no-compare")
+    assert truly(*more) == OK
+    shutil.copy(photos / "a.png", photos / "y.png")  # of another run
+    assert truly(*more) == OK and journal()[-1]["twin_of"] in ("a.png", "z.png")
+    found = {record["file_name"]: record["captions"] for record in lines("captions/metadata.jsonl")}
+    assert found["a.png"] == found["z.png"] == found["y.png"] and all(t.startswith("a ") for t in found["y.png"])
+
+
+def test_several_prompts_are_kept_and_checked(truly, caption, capsys: pytest.CaptureFixture):
+    assert truly(*WORDS, "--no-compare") == OK
+    assert yaml.safe_load(Path("captions/run.yaml").read_text())["prompt"] == list(SEVERAL)
+    assert truly("--config", "captions/run.yaml") == OK and len(journal()) == 4
+    assert truly("--dry-run", *WORDS, "--out", "other") == OK
+    told = capsys.readouterr().out
+    assert all(f"prompt: {text.format(name='a')}" in told for text in SEVERAL)
+    assert caption(*WORDS) == SENSELESS and "takes one --prompt; got 3" in capsys.readouterr().err
+    assert truly("--prompt", "w5", "--prompt", "{nme}") == SENSELESS and "{nme}" in capsys.readouterr().err
 
 
 def test_formats(caption):

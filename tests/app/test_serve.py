@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
+import json
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -15,16 +18,20 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import torch
 import uvicorn
 from PIL import Image
 
 from mmspec import media, zoo
 from mmspec.app import embedded
 from mmspec.app import engine as engines
+from mmspec.app.serve import chat
 from mmspec.app.serve.chat import AnswerText, Pictures
 from mmspec.app.serve.http import Service, build
 from mmspec.app.serve.worker import ModelThread
+from mmspec.pipelines.host.processors.grammar import json_grammar
 from mmspec.pipelines.prompts import chat_inputs
+from mmspec.pipelines.serving import continuous
 
 SAMPLES = sorted(zoo.samples().glob("*.png"))
 PROMPT = zoo.PROMPTS["long"]
@@ -130,6 +137,8 @@ def test_a_seed_fixes_what_is_drawn(client: openai.OpenAI) -> None:
             pool.map(lambda seed: ask(client, messages, seed=seed, **how).choices[0].message.content, [1, 2, 3] * 2)
         )
     assert texts[:3] == texts[3:] and len(set(texts)) == 3
+    cold, greedy = (ask(client, messages, temperature=t, max_tokens=12) for t in (1e-39, 0))
+    assert cold.choices == greedy.choices
 
 
 def test_turns_and_files_below_the_folder(client: openai.OpenAI, engine: engines.Engine) -> None:
@@ -143,6 +152,28 @@ def test_turns_and_files_below_the_folder(client: openai.OpenAI, engine: engines
     out = engine.model.generate(**inputs, max_new_tokens=12, do_sample=False)
     second = engine.processor.batch_decode(out[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)[0]
     assert ask(client, more, max_tokens=12).choices[0].message.content == second
+
+
+def test_answers_in_json(client: openai.OpenAI, engine: engines.Engine) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"text": {"type": "string", "maxLength": 9}, "sure": {"type": "boolean"}},
+        "required": ["text", "sure"],
+        "additionalProperties": False,
+    }
+    told = {"type": "json_schema", "json_schema": {"name": "caption", "schema": schema, "strict": True}}
+    messages = asking(url(SAMPLES[0].read_bytes()))
+    found = ask(client, messages, response_format=told, max_tokens=40)
+    inputs = chat_inputs(engine.processor, [PROMPT], [[media.load_image(SAMPLES[0])]])
+    grammar = json_grammar(engine.processor, schema)
+    out = engine.model.generate(**inputs, max_new_tokens=40, do_sample=False, logits_processor=[grammar])
+    want = engine.processor.batch_decode(out[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)[0]
+    assert found.choices[0].message.content == want and set(json.loads(want)) == {"text", "sure"}
+    assert found.mmspec["target_calls"] < found.usage.completion_tokens / 2
+    assert (
+        ask(client, messages, response_format={"type": "json_object"}, max_tokens=4).choices[0].message.content[0]
+        == "{"
+    )
 
 
 def test_64_clients_at_once(client: openai.OpenAI, engine: engines.Engine, base: str) -> None:
@@ -194,6 +225,59 @@ def test_a_full_queue_is_said(client: openai.OpenAI, base: str, service: Service
         service.queue = queue
 
 
+def test_requests_under_way_count_as_open(base: str, service: Service) -> None:
+    service.queue, queue, tries = 1 - ROWS, service.queue, 200
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: here\r\nContent-Length: 9\r\n\r\n"
+    try:
+        with socket.create_connection(("127.0.0.1", int(base.rpartition(":")[2]))) as slow:
+            slow.sendall(head)
+            while not httpx.get(f"{base}/health").json()["open"] and (tries := tries - 1):
+                time.sleep(0.01)
+            assert httpx.post(f"{base}/v1/chat/completions", content="{}").status_code == 429
+        idle(base)
+    finally:
+        service.queue = queue
+
+
+def test_a_stream_goes_on_where_its_row_begins_again(
+    client: openai.OpenAI, engine: engines.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Too little memory in a round: all rows are read once more, and what a client has it does not get again."""
+    rounds, decode = iter(range(10**6)), continuous.decode
+
+    def short(*args: Any) -> Any:
+        if next(rounds) == 5:
+            raise torch.OutOfMemoryError
+        return decode(*args)
+
+    monkeypatch.setattr(continuous, "decode", short)
+    messages = [asking(url(path.read_bytes())) for path in SAMPLES[:2]]
+
+    def one(asked: Any) -> str:
+        return "".join(chunk.choices[0].delta.content for chunk in ask(client, asked, stream=True))
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(one, messages)) == [stock(engine, path) for path in SAMPLES[:2]]
+
+
+def test_a_slow_address_is_given_up_and_keeps_no_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat, "SECONDS", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as there, Pictures(media.MediaLimits(), None, True, 1) as pictures:
+
+        def drip() -> None:
+            with there.accept()[0] as line, contextlib.suppress(OSError):
+                line.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n")
+                while True:
+                    line.sendall(b"x")
+                    time.sleep(0.02)
+
+        thread = threading.Thread(target=drip)
+        thread.start()
+        with pytest.raises(chat.ChatError, match="not here after"):
+            pictures.load(f"http://127.0.0.1:{there.getsockname()[1]}/a.png", [])
+        thread.join()
+
+
 def large() -> str:
     held = io.BytesIO()
     Image.new("RGB", (400, 400)).save(held, "PNG")
@@ -203,12 +287,25 @@ def large() -> str:
 BAD = {
     "not a picture": (asking(url(b"no picture")), {}, 400, "the picture is not an image"),
     "too many pixels": (asking(large()), {}, 400, "over 0 million"),
+    "too many pictures": (
+        [{"role": "user", "content": asking(url(SAMPLES[0].read_bytes()))[0]["content"][:1] * 11}],
+        {},
+        400,
+        "for all of",
+    ),
     "too many bytes": (asking(url(b"\0" * 250_000)), {}, 400, "MiB, over"),
     "a large body": (asking(url(b"\0" * 500_000)), {}, 413, "500000 bytes"),
     "an address": (asking("http://127.0.0.1:1/a.png"), {}, 400, "does not open"),
     "another file": (asking("file:///etc/passwd"), {}, 400, "does not open"),
     "way out": (asking((zoo.samples() / ".." / "__init__.py").as_uri()), {}, 400, "does not open"),
     "no data": (asking("data:image/png;base64,"), {}, 400, "empty"),
+    "no schema": (asking(large()), {"response_format": {"type": "json_schema"}}, 400, "none is given"),
+    "a wrong schema": (
+        asking(url(SAMPLES[0].read_bytes())),
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "thing"}}}},
+        400,
+        "response_format: the JSON schema cannot be kept to",
+    ),
     "tools": (asking(large()), {"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tools is not"),
     "several": (asking(large()), {"n": 2}, 400, "n is not offered"),
     "temperature": (asking(large()), {"temperature": -1}, 400, "temperature: Input should be greater"),

@@ -49,7 +49,7 @@ def prepared(few: Path, out: Path, *words: str) -> tuple[Job, list]:
     options = settings.resolve(parser.parse_args([str(few), *words]))
     options = settings.fitted(options)
     outputs, shaping = Outputs(out, str(few)), settings.shaping(options)
-    todo = Planner(options, shaping, Prompts(options.prompt), outputs).plan(open_inputs([few]))
+    todo = Planner(options, shaping, Prompts(*options.prompt), outputs).plan(open_inputs([few]))
     outputs.close()
     return Job(options, shaping, out, outputs.origin, items=len(todo.pending)), todo.pending
 

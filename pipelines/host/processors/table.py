@@ -12,6 +12,7 @@ from transformers.generation.logits_process import LogitsProcessorList, PrefixCo
 
 from mmspec.pipelines.host.processors import history, nucleus
 from mmspec.pipelines.host.processors.followed import OWN_STATE, Followed, follows
+from mmspec.pipelines.host.processors.grammar import Grammar, GrammarProcessor
 from mmspec.session import Group
 from mmspec.types import Draft
 
@@ -45,6 +46,10 @@ HISTORY: dict[type, history.Definition] = {
 }
 
 
+def _known_to_us(processor: Any) -> bool:
+    return type(processor) in POINTWISE or type(processor) in HISTORY or type(processor) is GrammarProcessor
+
+
 def unsafe(processors: Iterable[Any]) -> str | None:
     """Why rejected nodes might disturb one of these processors, or None."""
     for p in processors:
@@ -54,7 +59,7 @@ def unsafe(processors: Iterable[Any]) -> str | None:
                 f"{name} asks a prefix_allowed_tokens_fn that may keep state, which rejected drafts would disturb; if "
                 f"its answer depends on its arguments alone, say so: prefix_allowed_tokens_fn.{PURE} = True"
             )
-        if type(p) not in POINTWISE and type(p) not in HISTORY and not follows(p):
+        if not (_known_to_us(p) or follows(p)):
             return (
                 f"{name} may keep state that rejected drafts would disturb; if all that it remembers lies in its "
                 f"attributes, say so: {type(p).__name__}.{OWN_STATE} = True"
@@ -63,17 +68,23 @@ def unsafe(processors: Iterable[Any]) -> str | None:
 
 
 class Processors:
-    """A LogitsProcessorList over trees: each node is processed with exactly its own prefix."""
+    """A LogitsProcessorList over trees: each node is processed with exactly its own prefix.
+
+    Attributes:
+        grammar: the first one, if there is any.
+        private: whether it serves the rows of one call alone.
+    """
 
     def __init__(self, processors: LogitsProcessorList) -> None:
         self.processors = processors
         self.need_history = any(type(p) in HISTORY for p in processors)
-        self.private = self.need_history or any(map(follows, processors))  # of the rows of one call
         self._texts = history.Texts()
         self._steps: list[Any] = []
-        for known, group in groupby(processors, lambda p: type(p) in POINTWISE or type(p) in HISTORY):
-            run = list(group)
+        for known, group in groupby(processors, _known_to_us):
+            run = [Grammar(p) if type(p) is GrammarProcessor else p for p in group]
             self._steps += run if known else [Followed(run)]
+        self.grammar = next((step for step in self._steps if isinstance(step, Grammar)), None)
+        self.private = self.need_history or any(isinstance(step, (Followed, Grammar)) for step in self._steps)
 
     def __call__(self, logits: Tensor, session: Group, draft: Draft) -> Tensor:
         """Process float logits [B, N, V]; the tokens before node n are the row's own and n's line of ancestors."""
@@ -84,7 +95,7 @@ class Processors:
                 logits = UNSORTED[type(p)](p, logits.flatten(0, 1)).view_as(logits)
             elif type(p) in POINTWISE:
                 logits = p(no_tokens, logits.flatten(0, 1)).view_as(logits)
-            elif isinstance(p, Followed):
+            elif isinstance(p, (Followed, Grammar)):
                 logits = p(logits, session, draft)
             else:
                 assert before is not None

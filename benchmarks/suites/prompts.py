@@ -1,0 +1,121 @@
+"""The prompts suite: several prompts about each picture, asked in one run, beside a run for each of them."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+import mmspec
+from mmspec.app import embedded
+from mmspec.app.bench import report
+from mmspec.app.bench.caption import HELD_OUT
+from mmspec.app.bench.command import Outcome, say
+from mmspec.app.caption.prompts import PromptChoice
+from mmspec.app.caption.settings import KEPT
+from mmspec.app.compare import Comparison, Side, over
+from mmspec.app.devices import wait
+from mmspec.app.engine import Engine, load
+from mmspec.app.options import count, where
+from mmspec.app.provenance import provenance
+from mmspec.zoo import scenes
+
+PLOTTED = False  # a plot shows speed-ups over plain decoding
+PROMPTS = (
+    "Describe this image in two or three sentences.",
+    "How many objects are there?",
+    "What is in this image?",
+)
+BASE = "a run for each prompt"
+
+
+@dataclass(frozen=True)
+class PromptsRun:
+    """One pass over all pictures: wall time, the answers by picture, the share of prompts' tokens not read again."""
+
+    seconds: float
+    answers: list[tuple[str, ...]]
+    reused: float
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Of which model, and what it is asked."""
+    add = parser.add_argument
+    add("--model", default=embedded.MODEL, help="folder, name on the Hub, or an embedded one (%(default)s)")
+    add("--drafter", help="name or folder; default: what fits")
+    add("--prompt", nargs="+", default=list(PROMPTS), help="what is asked about each picture")
+    add("--images", type=count, default=24, help="pictures (default: %(default)s)")
+    add("--size", type=count, help="pixels of a side, for models that read pictures at their own size")
+    add("--rows", type=count, nargs="+", default=[1, 4, 8], help="answers written at once (default: 1 4 8)")
+    add("--turns", type=count, default=5, help="timed runs of each (default: %(default)s)")
+    add("--max-new-tokens", type=count, default=128)
+    add("--seed", type=int, default=0)
+    where(parser)
+
+
+def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
+    """All numbers of rows, one after the other; yields whenever the outcome has grown."""
+    drafter = embedded.fitting(args.drafter or embedded.drafter(args.model), args.model)
+    engine = load(args.model, drafter, args.device, args.dtype, args.max_new_tokens, 0)
+    drawn = [scenes.render(scenes.draw(np.random.default_rng([HELD_OUT, args.seed, i]))) for i in range(args.images)]
+    pictures = [one.resize((args.size, args.size)) if args.size else one for one in drawn]
+    outcome.provenance = provenance(engine.model.device, engine.model.dtype) | {"model": args.model, "drafter": drafter}
+    sides = [Side(BASE, None), Side("one run", KEPT), Side("one run, nothing kept", None)]
+    for rows in args.rows:
+
+        def run(side: Side, shown: list[Image.Image], rows: int = rows) -> PromptsRun:
+            mmspec.enable(engine.model, drafter=engine.drafter, prefix_cache=side.how)
+            asked = [[prompt] for prompt in args.prompt] if side.name == BASE else [args.prompt]
+            return _run(engine, shown, asked, rows)
+
+        comparison = Comparison(sides, run)
+        comparison.warm_up(pictures[: rows + 2], [BASE])
+        made = comparison.measure([pictures] * args.turns)
+        for side in comparison.able:
+            outcome.records.append(
+                record(side.name, rows, len(args.prompt) * len(pictures), made[side.name], made[BASE])
+            )
+            say(f"{rows} at once: {side.name} {outcome.records[-1]['seconds']:.1f} s")
+        yield
+
+
+def _run(engine: Engine, shown: list[Image.Image], asked: list[list[str]], rows: int) -> PromptsRun:
+    """A pass for each list of prompts; pictures are prepared by the processor within the time."""
+    answers: list[tuple[str, ...]] = [()] * len(shown)
+    reused = tokens = 0.0
+    wait(engine.model.device)
+    began = time.perf_counter()
+    for first, *further in asked:
+        flow, waiting = engine.flow(rows), list(enumerate(shown))
+        while waiting or flow.busy:
+            while waiting and flow.free:
+                number, picture = waiting.pop(0)
+                flow.add(number, [picture], PromptChoice(first, further=tuple(further)))
+            for answer in flow.step():
+                if answer.error is not None:
+                    raise answer.error
+                answers[int(answer.ticket)] += (answer.text, *answer.further)  # type: ignore[call-overload]
+        reused, tokens = (
+            have + flow.stats.prefix.get(name, 0) for have, name in ((reused, "reused tokens"), (tokens, "tokens"))
+        )
+    wait(engine.model.device)
+    return PromptsRun(time.perf_counter() - began, answers, reused / (tokens or 1))
+
+
+def record(name: str, rows: int, captions: int, made: list[PromptsRun], base: list[PromptsRun]) -> dict[str, Any]:
+    """Of one way: its time against that of a run for each prompt, and whether the answers are the same."""
+    seconds = [run.seconds for run in made]
+    same = [
+        a == b for run, other in zip(made, base, strict=True) for a, b in zip(run.answers, other.answers, strict=True)
+    ]
+    return {
+        "suite": "prompts", "method": name, "rows": rows, "captions": captions, "n": len(made), "note": "",
+        "seconds": statistics.median(seconds), **report.spread("speedup", over(base, made)),
+        "reused": statistics.fmean(run.reused for run in made), "identical_rate": statistics.fmean(same),
+    }  # fmt: skip

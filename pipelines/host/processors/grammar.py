@@ -1,0 +1,170 @@
+"""Answers that keep to a grammar: which tokens may come after each node of a draft, and which have to."""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers import LogitsProcessor
+
+from mmspec.session import Group, Row
+from mmspec.types import NO_TOKEN, Draft
+
+
+class Parse:
+    """One answer, read token by token; any other text may follow, of which only what differs is read anew."""
+
+    def __init__(self, matcher: Any, ends: frozenset[int]) -> None:
+        self._matcher, self._ends = matcher, ends
+        self._text: list[int] = []
+
+    def go(self, text: list[int]) -> bool:
+        """Read this text; whether the grammar allows it and it has not ended."""
+        keep = min(len(text), len(self._text))
+        while text[:keep] != self._text[:keep]:
+            keep -= 1
+        if keep < len(self._text):
+            self._matcher.rollback(len(self._text) - keep)
+            del self._text[keep:]
+        for token in text[keep:]:
+            if token in self._ends or self._matcher.try_consume_tokens([token]) != 1:
+                return False
+            self._text.append(token)
+        return True
+
+    @property
+    def mask(self) -> bytes:
+        """The tokens that may come next, a bit each."""
+        return bytes(self._matcher.compute_bitmask())
+
+    def forced(self, text: list[int], most: int) -> list[int]:
+        """The tokens that have to follow this text: where the grammar has one continuation, as it is tokenized."""
+        if not self.go(text):
+            return []
+        found = [int(token) for token in self._matcher.compute_ff_tokens()[:most]]
+        if len(found) < most and self.go(text + found) and self._matcher.is_stopped():
+            found.append(min(self._ends))
+        return found
+
+
+class GrammarProcessor(LogitsProcessor):  # type: ignore[misc]
+    """Allows the tokens that a grammar allows; in `model.generate(logits_processor=[...])`, enabled or not.
+
+    On an enabled model each node of a draft is masked by its own path, and tokens that the grammar forces are drafted.
+    Stock `generate` uses one of these for one call at a time; answers begin behind the prompt of its first step.
+    """
+
+    def __init__(self, tokenizer: Any, grammar: str) -> None:
+        """
+        Args:
+            tokenizer: llguidance's.
+            grammar: in llguidance's form.
+        """
+        self._tokenizer, self._grammar = tokenizer, grammar
+        self._prompts: list[list[int]] = []
+        self._length = 0
+        self._parses: list[Parse] = []
+
+    def parse(self) -> Parse:
+        """Of an answer that begins."""
+        from llguidance import LLMatcher
+
+        return Parse(LLMatcher(self._tokenizer, self._grammar), frozenset(self._tokenizer.eos_tokens))
+
+    def masked(self, scores: Tensor, masks: list[bytes | None]) -> Tensor:
+        """Scores [n, V], each masked by its own bits; None leaves them as they are."""
+        size = max((len(mask) for mask in masks if mask), default=0)
+        if not size:
+            return scores
+        held = torch.frombuffer(bytearray(b"".join(mask or b"\xff" * size for mask in masks)), dtype=torch.uint8)
+        places = torch.arange(8, dtype=torch.uint8, device=scores.device)
+        bits = held.view(len(masks), size, 1).to(scores.device) >> places
+        allowed = (bits & 1).bool().flatten(1)[:, : scores.shape[-1]]
+        allowed = pad(allowed, (0, scores.shape[-1] - allowed.shape[1]))
+        return scores.masked_fill(~allowed, -torch.inf)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """One step of stock decoding: ids [B, L] and scores [B, V]."""
+        texts, length = input_ids.tolist(), input_ids.shape[1]
+        begin = len(self._prompts[0]) if self._prompts else length
+        same = begin < length <= self._length + 1 and [text[:begin] for text in texts] == self._prompts
+        if not same:
+            self._prompts, begin = texts, length
+            self._parses = [self.parse() for _ in texts]
+        self._length = length
+        answers = zip(self._parses, texts, strict=True)
+        return self.masked(scores, [parse.mask if parse.go(text[begin:]) else None for parse, text in answers])
+
+
+class Grammar:
+    """A GrammarProcessor over the drafts of a call."""
+
+    def __init__(self, processor: GrammarProcessor) -> None:
+        self._processor = processor
+        self._parses: dict[int, Parse] = {}
+
+    def parse(self, row: Row) -> Parse:
+        """That of a row of this call."""
+        if row.index not in self._parses:
+            self._parses[row.index] = self._processor.parse()
+        return self._parses[row.index]
+
+    def __call__(self, scores: Tensor, session: Group, draft: Draft) -> Tensor:
+        """Scores [B, N, V], each node's masked by its path; below a forbidden token nothing can be accepted."""
+        masks: list[bytes | None] = []
+        for row, tokens, parents in zip(session.rows, draft.tokens.tolist(), draft.tree.parents.tolist(), strict=True):
+            parse, answer = self.parse(row), row.tokens[row.start :]
+            lines: list[list[int] | None] = [answer if parse.go(answer) else None]
+            masks.append(None if lines[0] is None else parse.mask)
+            for token, parent in zip(tokens[1:], parents[1:], strict=True):
+                above = lines[parent]
+                line = None if above is None or token == NO_TOKEN else [*above, token]
+                lines.append(line if line is not None and parse.go(line) else None)
+                masks.append(None if lines[-1] is None else parse.mask)
+        return self._processor.masked(scores.flatten(0, 1), masks).view_as(scores)
+
+
+def json_grammar(processor: Any, schema: dict[str, Any] | str) -> GrammarProcessor:
+    """A logits processor for `model.generate(logits_processor=[...])` that lets through JSON of a schema alone.
+
+    The JSON has no white space between its parts. Tokens that the schema forces, such as the names of required fields,
+    are drafted on an enabled model, beside what the drafter proposes; output is that of stock `generate` with the same
+    processor. An answer that `max_new_tokens` cuts off is no JSON.
+
+    Args:
+        processor: of the model, or its tokenizer; a fast one.
+        schema: JSON Schema.
+
+    Raises:
+        ImportError: llguidance is not installed.
+        ValueError: a schema that is none, or that llguidance does not know; a tokenizer without JSON's characters.
+    """
+    try:
+        from llguidance import LLMatcher
+    except ImportError as error:
+        raise ImportError("grammars need llguidance: pip install llguidance (the extra json of mmspec)") from error
+    own = _tokenizer(getattr(processor, "tokenizer", processor))
+    try:
+        text = schema if isinstance(schema, str) else json.dumps(schema)
+        grammar = LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_flexible": False})
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"the JSON schema cannot be read: {error}") from error
+    wrong, said = LLMatcher.validate_grammar_with_warnings(grammar, own)
+    if wrong:
+        raise ValueError(f"the JSON schema cannot be kept to: {'; '.join(said)}")
+    return GrammarProcessor(own, grammar)
+
+
+@lru_cache(maxsize=4)
+def _tokenizer(tokenizer: Any) -> Any:
+    """llguidance's view of a tokenizer; making it takes about a second."""
+    from llguidance.hf import from_tokenizer
+
+    if not getattr(tokenizer, "is_fast", False):
+        raise ValueError(f"a grammar needs a fast tokenizer; {type(tokenizer).__name__} is none")
+    made = from_tokenizer(tokenizer)
+    return made

@@ -1,0 +1,210 @@
+"""Answers in JSON: always valid, those of stock generate, in fewer rounds where the schema forces tokens."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+from torch import Tensor
+
+import mmspec
+from mmspec import media, zoo
+from mmspec.app import embedded
+from mmspec.app import engine as engines
+from mmspec.app.cli import main
+from mmspec.pipelines.drafters import forced
+from mmspec.pipelines.prompts import chat_inputs
+from mmspec.pipelines.serving.continuous import ContinuousBatcher
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "background": {"type": "string", "maxLength": 8},
+        "objects": {
+            "type": "array",
+            "minItems": 1,
+            "maxItems": 1,
+            "items": {
+                "type": "object",
+                "properties": {
+                    "size": {"enum": ["small", "large"]},
+                    "count": {"type": "integer", "minimum": 0, "maximum": 9},
+                },
+                "required": ["size", "count"],
+                "additionalProperties": False,
+            },
+        },
+    },
+    "required": ["background", "objects"],
+    "additionalProperties": False,
+}
+SAMPLES = sorted(zoo.samples().glob("*.png"))
+OWN = [*embedded.drafters(embedded.MODEL)]
+MOST = 64
+
+
+@cache
+def engine() -> engines.Engine:
+    return engines.load(embedded.MODEL, "none", "cpu", "auto", MOST, 0.0)
+
+
+@cache
+def prompts(count: int = 2) -> Any:
+    pictures = [[media.load_image(path)] for path in SAMPLES[:count]]
+    return chat_inputs(engine().processor, ["Describe this image."] * count, pictures)
+
+
+def grammar() -> Any:
+    return mmspec.json_grammar(engine().processor, SCHEMA)
+
+
+def generate(inputs: Any, **how: Any) -> Tensor:
+    how = {"max_new_tokens": MOST, "do_sample": False, "logits_processor": [grammar()]} | how
+    return engine().model.generate(**inputs, **how)[:, inputs["input_ids"].shape[1] :]
+
+
+@cache
+def stock() -> Tensor:
+    return generate(prompts())
+
+
+def texts(rows: Any) -> list[str]:
+    return engine().processor.batch_decode(rows, skip_special_tokens=True)
+
+
+def valid(text: str) -> bool:
+    jsonschema.validate(json.loads(text), SCHEMA)
+    return True
+
+
+@pytest.mark.parametrize("drafter", ["plain", "suffix", "recycle", *OWN, "ngram", "eagle chain", "adaptive"])
+@pytest.mark.every(3)
+def test_json_is_that_of_stock_and_forced_tokens_save_rounds(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, rounds = engine().model, []
+    options = {"eagle chain": {"depth": 3, "width": 1, "size": 4}, "adaptive": {"adaptive": True, "width": 1}}
+    own = zoo.path(embedded.DRAFTER) if drafter in options else drafter
+    own = zoo.path(drafter) if drafter in OWN else own
+    for _ in range(2):
+        with mmspec.enable(model, drafter=own, **options.get(drafter, {})) as handle:
+            assert torch.equal(generate(prompts()), stock())
+            rounds.append(handle.stats.rounds)
+        monkeypatch.setattr(forced, "beside", lambda drafter, rows: drafter)
+    assert rounds[0] < 0.8 * rounds[1]
+    assert all(map(valid, texts(stock())))
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_drawn_json_is_valid_and_with_stocks_noise_stocks(draws: bool) -> None:
+    """With `draws` the drafter says q; tokens that are forced are point masses beside it."""
+    model, how = engine().model, {"do_sample": True, "temperature": 1.2, "top_k": 50}
+    torch.manual_seed(3)
+    want = generate(prompts(), **how)
+    tree = {"tree": [[0], [1], [0, 0]], "draws": True} if draws else {}
+    with mmspec.enable(model, drafter=zoo.path(embedded.DRAFTER), reproducible=not draws, **tree) as handle:
+        torch.manual_seed(3)
+        found = generate(prompts(), **how)
+        assert handle.stats.accepted > 20
+    assert all(map(valid, texts(found)))
+    assert draws or torch.equal(found, want)
+
+
+def test_rows_with_a_grammar_beside_rows_without() -> None:
+    model, one = engine().model, prompts(1)
+    plain = generate(one, logits_processor=None)[0].tolist()
+    with mmspec.enable(model, drafter=zoo.path(embedded.DRAFTER)):
+        flow = ContinuousBatcher(model, engine().processor, 3, max_new_tokens=MOST, do_sample=False)
+        for number in range(6):
+            inputs = {name: value[:1] for name, value in prompts(1).items()}
+            flow.add(number, inputs, **({"logits_processor": [grammar()]} if number % 2 else {}))
+        ends = {}
+        while flow.busy:
+            ends |= {end.ticket: end for end in flow.step()}
+    assert [end.error for end in ends.values()] == [None] * 6
+    json_rows = [texts([ends[number].tokens])[0] for number in (1, 3, 5)]
+    assert len(set(json_rows)) == 1 and valid(json_rows[0])
+    assert json_rows[0] == texts(generate(one))[0]
+    assert {tuple(ends[number].tokens) for number in (0, 2, 4)} == {tuple(plain[: len(ends[0].tokens)])}
+
+
+def test_a_parse_goes_anywhere() -> None:
+    tokenizer = engine().processor.tokenizer
+    text = tokenizer.encode('{"background":"red","objects":[{"size":"small","count":3}]}', add_special_tokens=False)
+    parse, fresh = grammar().parse(), lambda: grammar().parse()
+    other = tokenizer.encode('{"background":"bl', add_special_tokens=False)
+    for go in (text, text[:9], other, text[:3], [], text, [*text, tokenizer.eos_token_id], [*text[:5], 7, 7, 7], other):
+        again = fresh()
+        assert parse.go(go) == again.go(go)
+        assert parse.mask == again.mask
+    assert fresh().forced([], 16) == tokenizer.encode('{"background":"', add_special_tokens=False)
+    assert fresh().forced([], 2) == text[:2]
+    assert fresh().forced(text, 16) == [tokenizer.eos_token_id]
+
+
+def test_one_processor_serves_one_call_after_the_other() -> None:
+    one = grammar()
+    for count in (1, 2):
+        assert texts(generate(prompts(count), logits_processor=[one])) == texts(stock())[:count]
+    beams = generate(prompts(1), logits_processor=[one], num_beams=2)
+    assert valid(texts(beams)[0])
+
+
+@pytest.mark.parametrize(
+    ("schema", "says"),
+    [
+        ({"type": "thing"}, "cannot be kept to: .*[Ii]nvalid type"),
+        ("{", "cannot be read|cannot be kept to"),
+        ({"type": "object", "not": {}}, "Unimplemented keys"),
+    ],
+)
+def test_schemas_that_cannot_be_kept_to_are_refused(schema: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        mmspec.json_grammar(engine().processor, schema)
+
+
+def test_a_slow_tokenizer_is_refused() -> None:
+    with pytest.raises(ValueError, match="a grammar needs a fast tokenizer; object is none"):
+        mmspec.json_grammar(object(), SCHEMA)
+
+
+def test_captions_are_json_and_a_cut_one_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    schema, out = tmp_path / "schema.json", tmp_path / "out"
+    schema.write_text(json.dumps(SCHEMA))
+    words = ["caption", *map(str, SAMPLES[:3]), "--out", str(out), "--json-schema", str(schema), "--no-compare"]
+
+    def recorded() -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (out / "metadata.jsonl").read_text().splitlines()]
+
+    assert main([*words, "--max-new-tokens", "9"]) == 3
+    assert "no whole JSON in 9 tokens; raise --max-new-tokens" in (out / "failed.jsonl").read_text()
+    assert main(words) == 0
+    assert [valid(record["text"]) for record in recorded()] == [True] * 3
+    assert recorded()[0]["text"] == texts(stock())[0]
+    capsys.readouterr()
+    other = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False}
+    schema.write_text(json.dumps(other))
+    assert main(words) == 0  # anew, for the schema is another
+    assert {record["text"][:6] for record in recorded()} == {'{"a":1'}
+
+
+@pytest.mark.parametrize(
+    ("text", "more", "says"),
+    [
+        ("[1]", [], "holds a list; give an object"),
+        ("{", [], "cannot be read as JSON"),
+        ('{"type": "thing"}', [], "cannot be kept to"),
+        ("{}", ["--start-with", "A"], "--json-schema and --start-with do not go together"),
+        ("{}", ["--engine", "quick_engine:load"], "--json-schema and --engine do not go together"),
+    ],
+)
+def test_what_the_command_refuses(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, more: list[str], says: str
+) -> None:
+    (tmp_path / "schema.json").write_text(text)
+    words = [str(SAMPLES[0]), "--out", str(tmp_path / "out"), "--json-schema", str(tmp_path / "schema.json")]
+    assert main(["caption", *words, *more]) != 0
+    assert says in capsys.readouterr().err
