@@ -139,7 +139,8 @@ class ImageSubject:
     def _rule(self, spec: str, budget: float | None) -> Rule:
         if (spec, budget) not in self._rules:
             codebook = self.pipe.vqvae.codebook().detach().to(self.device)
-            self._rules[spec, budget] = resolve_rule(spec, codebook, budget)
+            table = self.pipe.transformer.tok_embeddings.weight
+            self._rules[spec, budget] = resolve_rule(spec, codebook, budget, table)
         return self._rules[spec, budget]
 
     def paint(self, asked: Sequence[str] | Sequence[int], seeds: Sequence[int], **settings: Any) -> ImageResult:

@@ -12,8 +12,8 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, logging
 
 import mmspec
 from mmspec import registry, zoo
-from mmspec.kernels.reference import exact_ratio, positive_residual
-from mmspec.rules import Rule, Trial
+from mmspec.kernels.reference import exact_ratio
+from mmspec.rules import Rule, Trial, ordinary
 
 
 def likely(*, least: float) -> Rule:
@@ -24,7 +24,7 @@ def likely(*, least: float) -> Rule:
     def relaxed(trial: Trial) -> torch.Tensor:
         return torch.where(trial.p_x >= least, 1.0, exact_ratio(trial.p_x, trial.q_x))
 
-    return Rule(f"likely(least={least})", exact_ratio, positive_residual, relaxed=relaxed)
+    return Rule(f"likely(least={least})", exact_ratio, ordinary, relaxed=relaxed)
 
 
 registry.RULES["likely"] = likely  # from here on it has a name, wherever rules are named
