@@ -13,6 +13,7 @@ import numpy as np
 from PIL import Image
 
 import mmspec
+from benchmarks.zoo import clips
 from mmspec.app import embedded
 from mmspec.app.bench import report
 from mmspec.app.bench.caption import HELD_OUT
@@ -51,7 +52,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--drafter", help="name or folder; default: what fits")
     add("--prompt", nargs="+", default=list(PROMPTS), help="what is asked about each picture")
     add("--images", type=count, default=24, help="pictures (default: %(default)s)")
-    add("--size", type=count, help="pixels of a side, for models that read pictures at their own size")
+    add("--frames", type=count, default=1, help="of clips, where more than 1: what is shown takes longer to read")
     add("--rows", type=count, nargs="+", default=[1, 4, 8], help="answers written at once (default: 1 4 8)")
     add("--turns", type=count, default=5, help="timed runs of each (default: %(default)s)")
     add("--max-new-tokens", type=count, default=128)
@@ -63,13 +64,12 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
     """All numbers of rows, one after the other; yields whenever the outcome has grown."""
     drafter = embedded.fitting(args.drafter or embedded.drafter(args.model), args.model)
     engine = load(args.model, drafter, args.device, args.dtype, args.max_new_tokens, 0)
-    drawn = [scenes.render(scenes.draw(np.random.default_rng([HELD_OUT, args.seed, i]))) for i in range(args.images)]
-    pictures = [one.resize((args.size, args.size)) if args.size else one for one in drawn]
+    pictures = [_drawn(np.random.default_rng([HELD_OUT, args.seed, i]), args.frames) for i in range(args.images)]
     outcome.provenance = provenance(engine.model.device, engine.model.dtype) | {"model": args.model, "drafter": drafter}
     sides = [Side(BASE, None), Side("one run", KEPT), Side("one run, nothing kept", None)]
     for rows in args.rows:
 
-        def run(side: Side, shown: list[Image.Image], rows: int = rows) -> PromptsRun:
+        def run(side: Side, shown: list[list[Image.Image]], rows: int = rows) -> PromptsRun:
             mmspec.enable(engine.model, drafter=engine.drafter, prefix_cache=side.how)
             asked = [[prompt] for prompt in args.prompt] if side.name == BASE else [args.prompt]
             return _run(engine, shown, asked, rows)
@@ -79,13 +79,17 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
         made = comparison.measure([pictures] * args.turns)
         for side in comparison.able:
             outcome.records.append(
-                record(side.name, rows, len(args.prompt) * len(pictures), made[side.name], made[BASE])
+                record(side.name, rows, args.frames, len(args.prompt) * len(pictures), made[side.name], made[BASE])
             )
             say(f"{rows} at once: {side.name} {outcome.records[-1]['seconds']:.1f} s")
         yield
 
 
-def _run(engine: Engine, shown: list[Image.Image], asked: list[list[str]], rows: int) -> PromptsRun:
+def _drawn(rng: np.random.Generator, frames: int) -> list[Image.Image]:
+    return [scenes.render(scenes.draw(rng))] if frames == 1 else list(clips.frames(clips.draw(rng), frames))
+
+
+def _run(engine: Engine, shown: list[list[Image.Image]], asked: list[list[str]], rows: int) -> PromptsRun:
     """A pass for each list of prompts; pictures are prepared by the processor within the time."""
     answers: list[tuple[str, ...]] = [()] * len(shown)
     reused = tokens = 0.0
@@ -96,7 +100,7 @@ def _run(engine: Engine, shown: list[Image.Image], asked: list[list[str]], rows:
         while waiting or flow.busy:
             while waiting and flow.free:
                 number, picture = waiting.pop(0)
-                flow.add(number, [picture], PromptChoice(first, further=tuple(further)))
+                flow.add(number, picture, PromptChoice(first, further=tuple(further)))
             for answer in flow.step():
                 if answer.error is not None:
                     raise answer.error
@@ -108,14 +112,17 @@ def _run(engine: Engine, shown: list[Image.Image], asked: list[list[str]], rows:
     return PromptsRun(time.perf_counter() - began, answers, reused / (tokens or 1))
 
 
-def record(name: str, rows: int, captions: int, made: list[PromptsRun], base: list[PromptsRun]) -> dict[str, Any]:
+def record(
+    name: str, rows: int, frames: int, captions: int, made: list[PromptsRun], base: list[PromptsRun]
+) -> dict[str, Any]:
     """Of one way: its time against that of a run for each prompt, and whether the answers are the same."""
     seconds = [run.seconds for run in made]
     same = [
         a == b for run, other in zip(made, base, strict=True) for a, b in zip(run.answers, other.answers, strict=True)
     ]
     return {
-        "suite": "prompts", "method": name, "rows": rows, "captions": captions, "n": len(made), "note": "",
+        "suite": "prompts", "method": name, "frames": frames, "rows": rows, "captions": captions,
+        "n": len(made), "note": "",
         "seconds": statistics.median(seconds), **report.spread("speedup", over(base, made)),
         "reused": statistics.fmean(run.reused for run in made), "identical_rate": statistics.fmean(same),
     }  # fmt: skip
