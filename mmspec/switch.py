@@ -143,7 +143,8 @@ class Switch:
         memory = session.memory
         session.memory = memory.inner
         try:
-            return self.drafter.propose(session, target)
+            draft: Draft = self.drafter.propose(session, target)
+            return draft
         finally:
             session.memory = memory
 

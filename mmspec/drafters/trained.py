@@ -94,7 +94,8 @@ def check_fit(c: Any, target: TargetInfo) -> None:
     if not c.draft_vocab:
         wanted["head width"] = (c.hidden, target.hidden)
     wrong = [f"{name} {mine} (target: {theirs})" for name, (mine, theirs) in wanted.items() if mine != theirs]
-    turns, asked = (c.rope, c.grid), ("1d", 0)
+    turns: tuple[Any, ...] = (c.rope, c.grid)
+    asked: tuple[Any, ...] = ("1d", 0)
     if target.grid:
         turns, asked = (*turns, c.rope_theta), ("2d", target.grid, target.rope_theta)
     if turns != asked:

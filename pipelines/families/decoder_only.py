@@ -76,7 +76,8 @@ class DecoderOnlyPatch(loops(_run, _leave, _keeps)):  # type: ignore[misc]
         if patch is not None and drafts is not None:
             patch, kwargs = assisted.patch_for(self, patch, drafts[0]), drafts[1]
         around = current.get()
-        call = Current({**dict(zip(("inputs",), args, strict=False)), **kwargs}, patch, around and around.custom)
+        given = {**dict(zip(("inputs",), args, strict=False)), **kwargs}
+        call = Current(given, patch, None if around is None else around.custom)
         token = current.set(call)
         try:
             found = super().generate(*args, **kwargs)  # type: ignore[misc]

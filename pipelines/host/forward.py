@@ -93,6 +93,6 @@ class Tap:
             read.layers[layer] = args[0] if args else kwargs["hidden_states"]
             return run(*args, **kwargs)
         output = run(*args, **kwargs) if under_way.decode is None else under_way.decode(run, *args, **kwargs)
-        read.told, read.final = kwargs, getattr(output, "last_hidden_state", None)
-        read.final = output[0] if read.final is None else read.final
+        final = getattr(output, "last_hidden_state", None)
+        read.told, read.final = kwargs, output[0] if final is None else final
         return output

@@ -65,7 +65,7 @@ class DecodingPlan:
     drafter: Any
     rule: Rule
     reproducible: bool
-    compile: bool | str = False
+    compile: bool = False
     book: Callable[[Stats], None] = lambda stats: None
 
 
