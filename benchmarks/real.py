@@ -176,7 +176,7 @@ def records(kind: str, made: dict[str, list[RealCall]], notes: dict[str, str]) -
     best = min(paths, key=paths.__getitem__)
     for name, calls in made.items():
         total = sum(one.tokens for one in calls)
-        did = {key: sum(one.did[key] for one in calls) for key in calls[0].did} if calls[0].did else {}
+        did = {key: sum((one.did or {}).get(key, 0.0) for one in calls) for key in calls[0].did or {}}
         yield {
             "kind": kind,
             "method": name,

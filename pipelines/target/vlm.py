@@ -155,10 +155,11 @@ class VlmTarget(ModelTarget):
         first = torch.full_like(prompt.ids[:, :1], slots.lengths.longest)
         both = interleaved(state, State(slots, Onward(first), mask.bool(), state.types))
         assert prompt.embeds is not None
+        features = self._features(read)
         prompt = replace(
             prompt,
             embeds=_beside(prompt.embeds, self._embeds(read, ids)),
-            hidden=None if prompt.hidden is None else _beside(prompt.hidden, self._features(read)),
+            hidden=None if prompt.hidden is None or features is None else _beside(prompt.hidden, features),
         )
         return both, prompt, torch.stack([raw, self._logits(out, read)[:, -1:]], 1).flatten(0, 1)
 
