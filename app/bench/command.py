@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         for _ in suite.measure(args, outcome):
             outcome.meaning = report.meaning(outcome.records)
             if args.json:
-                _save(args.json, json.dumps(_short(asdict(outcome)), indent=0))
+                _save(args.json, json.dumps(_rounded(asdict(outcome)), indent=0))
     except (BenchError, EngineError, MediaError, report.ReportError) as error:
         print(f"{args.prog}: {error}", file=sys.stderr)
         return 1
@@ -95,19 +95,19 @@ def _tell(args: argparse.Namespace, outcome: Outcome, began: float) -> None:
     outcome.provenance |= {"seconds": round(time.perf_counter() - began, 1), "load_average_at_end": load_average()}
     print(report.table(outcome.records, args.wide))
     if args.json:
-        _save(args.json, json.dumps(_short(asdict(outcome)), indent=0))
+        _save(args.json, json.dumps(_rounded(asdict(outcome)), indent=0))
     if args.markdown:
         _save(args.markdown, report.markdown(outcome.records, outcome.provenance, outcome.tuned))
     if args.plot:
         report.plot(outcome.records, args.plot, f"{outcome.provenance['model']} on {outcome.provenance['device']}")
 
 
-def _short(value: Any) -> Any:
+def _rounded(value: Any) -> Any:
     """The same with numbers of six significant digits, since result files are kept."""
     if isinstance(value, dict):
-        return {name: _short(one) for name, one in value.items()}
+        return {name: _rounded(one) for name, one in value.items()}
     if isinstance(value, list | tuple):
-        return [_short(one) for one in value]
+        return [_rounded(one) for one in value]
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 

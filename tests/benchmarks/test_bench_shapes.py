@@ -9,10 +9,11 @@ from io import StringIO
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import pytest
 import torch
+import uncompiled
 
 from benchmarks.__main__ import parser as workshop
 from benchmarks.suites import shapes
@@ -23,8 +24,6 @@ from benchmarks.suites.shapes_published import MODELS
 from benchmarks.suites.shapes_ways import ChatWays, Cost, ShapeMethod, load
 from mmspec.app import cli, compare
 from mmspec.app.bench import report
-from mmspec.compile import capture
-from mmspec.compile import held as trusted
 from mmspec.kernels import dispatch
 
 CPU, FULL = torch.device("cpu"), pytest.mark.full
@@ -82,9 +81,7 @@ def run(out: Path, *words: str) -> Measured:
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as said:
         patch.setattr(compare, "PEAKS", 1)
         patch.setattr(torch, "compile", lambda f, **_: compiler(f, backend="eager", dynamic=False))
-        patch.setattr(capture, "inductor", lambda piece, examples: piece)
-        patch.setattr(trusted, "_OF", WeakKeyDictionary())
-        patch.setattr("mmspec.pipelines.target.captured_prompt.MOST", 0)  # prompts are captured in test_compiled_prompt
+        uncompiled.pieces(patch)
         patch.setattr(shapes.shapes_ways, "load", loaded)
         assert cli.main(["shapes", "--sizes", TOY, "--json", str(out), *given], workshop) == 0
     return Measured(json.loads(out.read_text()), said.getvalue(), [*gone, left()])
@@ -149,11 +146,7 @@ def test_compiled_ways_stand_beside_the_eager_ones(name, compiled):
 
 @pytest.mark.parametrize("compile", [False, pytest.param(True, marks=FULL)])
 def test_tree_attention_runs_in_the_ways_that_say_so(compile: bool, monkeypatch):
-    monkeypatch.setattr(capture, "inductor", lambda piece, examples: piece)
-    monkeypatch.setattr(trusted, "_OF", WeakKeyDictionary())
-    monkeypatch.setattr(
-        "mmspec.pipelines.target.captured_prompt.MOST", 0
-    )  # prompts are captured in test_compiled_prompt
+    uncompiled.pieces(monkeypatch)
     attend, calls, served = dispatch.tree_attention, list[int](), dict[str, bool]()
     monkeypatch.setattr(dispatch, "tree_attention", lambda *a: calls.append(1) or attend(*a))
     ways = load(MODELS["qwen2.5-vl-7b"], TOY, CPU, torch.float32, 3, 0).ways(64, 1, compile)

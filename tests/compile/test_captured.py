@@ -15,6 +15,7 @@ import pytest
 import tiny_image_models
 import tiny_vlms
 import torch
+import uncompiled
 from hostile_drafters import DRAFTERS, Oracle, eagle, feature_drafter
 from torch import Tensor
 
@@ -52,12 +53,7 @@ def as_it_is(piece: Any, examples: list[Tensor]) -> Any:
 @pytest.fixture(autouse=True)
 def drafts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only drafts are captured, and their pieces run as they are; whatever falls back fails."""
-    monkeypatch.setattr(capture, "inductor", as_it_is)
-    monkeypatch.setattr(trusted, "_OF", WeakKeyDictionary())
-    monkeypatch.setattr(
-        "mmspec.pipelines.target.captured_prompt.MOST", 0
-    )  # prompts are captured in test_compiled_prompt
-    monkeypatch.setattr(captures.Forward, "read", lambda self, target, *told: target.read(*told))
+    uncompiled.pieces(monkeypatch, as_it_is, drafts_alone=True)
     warnings.simplefilter("error", UserWarning)
 
 

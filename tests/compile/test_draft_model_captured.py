@@ -5,15 +5,13 @@ from __future__ import annotations
 import copy
 import warnings
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import pytest
 import tiny_vlms
 import torch
+import uncompiled
 
 import mmspec
-from mmspec.compile import capture
-from mmspec.compile import held as trusted
 from mmspec.compile.capture import PiecewiseFunction
 from mmspec.drafters.growth import Growth
 from mmspec.pipelines.drafters.draft_model import ModelDrafter
@@ -29,11 +27,7 @@ SAMPLED = {"do_sample": True, "temperature": 30.0, "top_k": 0}
 @pytest.fixture(autouse=True)
 def pieces_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """No compiler runs, and whatever falls back fails."""
-    monkeypatch.setattr(capture, "inductor", as_it_is)
-    monkeypatch.setattr(trusted, "_OF", WeakKeyDictionary())
-    monkeypatch.setattr(
-        "mmspec.pipelines.target.captured_prompt.MOST", 0
-    )  # prompts are captured in test_compiled_prompt
+    uncompiled.pieces(monkeypatch, as_it_is)
     warnings.simplefilter("error", UserWarning)
 
 

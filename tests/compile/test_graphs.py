@@ -20,10 +20,12 @@ import pretend_streams
 import pytest
 import tiny_vlms
 import torch
+import uncompiled
 from hostile_drafters import DRAFTERS, Oracle
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 from torch.utils._python_dispatch import TorchDispatchMode
+from uncompiled import as_it_is
 
 import mmspec
 from mmspec.compile import capture, graphs
@@ -36,19 +38,10 @@ GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 DEPTH = 4
 
 
-def as_it_is(piece: Any, examples: list[Tensor]) -> Any:
-    """In the place of a compiler."""
-    return piece
-
-
 @pytest.fixture(params=["tape", pytest.param("cuda", marks=GPU)])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Where graphs are recorded; pieces are not compiled, and nothing may fall back."""
-    monkeypatch.setattr(capture, "inductor", as_it_is)
-    monkeypatch.setattr(trusted, "_OF", WeakKeyDictionary())
-    monkeypatch.setattr(
-        "mmspec.pipelines.target.captured_prompt.MOST", 0
-    )  # prompts are captured in test_compiled_prompt
+    uncompiled.pieces(monkeypatch)
     monkeypatch.delenv(graphs.VARIABLE, raising=False)
     warnings.simplefilter("error", UserWarning)
     if request.param == "cuda":
@@ -440,11 +433,7 @@ class Frozen(pretend_graphs.Tape):
 
 @pytest.mark.parametrize("wrong", [Silent, Frozen])
 def test_a_wrong_graph_is_found_before_it_is_used(wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capture, "inductor", as_it_is)
-    monkeypatch.setattr(trusted, "_OF", WeakKeyDictionary())
-    monkeypatch.setattr(
-        "mmspec.pipelines.target.captured_prompt.MOST", 0
-    )  # prompts are captured in test_compiled_prompt
+    uncompiled.pieces(monkeypatch)
     monkeypatch.setattr(graphs, "wanted", lambda tensors: True)
     monkeypatch.setattr(graphs, "Recorder", wrong)
     model, inputs = tiny_vlms.model("llava"), tiny_vlms.prompt("llava", "image first")

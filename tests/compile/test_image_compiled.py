@@ -11,6 +11,7 @@ import pytest
 import tiny_image_models
 import tiny_llamagen
 import torch
+import uncompiled
 from tiny_image_models import PAINTERS
 from torch import Tensor
 
@@ -33,11 +34,7 @@ FULL = pytest.mark.full
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces are run, not compiled; and nothing may fall back to the stock forward."""
-    monkeypatch.setattr(capture, "inductor", lambda piece, examples: piece)
-    monkeypatch.setattr(trusted, "_OF", WeakKeyDictionary())
-    monkeypatch.setattr(
-        "mmspec.pipelines.target.captured_prompt.MOST", 0
-    )  # prompts are captured in test_compiled_prompt
+    uncompiled.pieces(monkeypatch)
     warnings.simplefilter("error", UserWarning)
 
 

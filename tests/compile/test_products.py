@@ -6,11 +6,11 @@ import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import pytest
 import tiny_vlms
 import torch
+import uncompiled
 from hostile_drafters import eagle
 from torch import Tensor, fx, nn
 
@@ -138,11 +138,7 @@ def test_copies_follow_the_weights(
     write: Callable[[Tensor], None], drafts: bool, packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between two calls weights are written to: what is generated is what stock generates with the new ones."""
-    monkeypatch.setattr(capture, "inductor", lambda piece, examples: piece)
-    monkeypatch.setattr(trusted, "_OF", WeakKeyDictionary())
-    monkeypatch.setattr(
-        "mmspec.pipelines.target.captured_prompt.MOST", 0
-    )  # prompts are captured in test_compiled_prompt
+    uncompiled.pieces(monkeypatch)
     monkeypatch.setattr(products, "WIDE", 1 if packed else products.WIDE)
     warnings.simplefilter("error", UserWarning)
     model, inputs = copy.deepcopy(tiny_vlms.model("llava")), tiny_vlms.prompt("llava", "image first")

@@ -21,9 +21,11 @@ import pytest
 import tiny_llava
 import tiny_vlms
 import torch
+import uncompiled
 from hostile_drafters import DRAFTERS, Oracle, eagle
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention as sdpa
+from uncompiled import as_it_is
 
 import mmspec
 from benchmarks.suites import SUITES, roofline
@@ -53,19 +55,10 @@ FOREIGN = torch.ones(3)
 CHAIN = {"depth": 3, "width": 1, "size": 4}
 
 
-def as_it_is(piece: Any, examples: list[Tensor]) -> Any:
-    """In the place of a compiler."""
-    return piece
-
-
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces are run, not compiled; and nothing may fall back to the stock forward."""
-    monkeypatch.setattr(capture, "inductor", as_it_is)
-    monkeypatch.setattr(trusted, "_OF", WeakKeyDictionary())
-    monkeypatch.setattr(
-        "mmspec.pipelines.target.captured_prompt.MOST", 0
-    )  # prompts are captured in test_compiled_prompt
+    uncompiled.pieces(monkeypatch)
     warnings.simplefilter("error", UserWarning)
 
 

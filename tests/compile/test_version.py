@@ -11,18 +11,17 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import pytest
 import tiny_vlms
 import torch
 import transformers as T
+import uncompiled
 from hostile_drafters import eagle
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 import mmspec
-from mmspec.compile import capture
 from mmspec.compile import held as trusted
 from mmspec.compile.capture import PiecewiseFunction
 from mmspec.compile.version import version
@@ -37,11 +36,7 @@ Undo = Callable[[], None]
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces are run, not compiled; what falls back fails where it is not expected."""
-    monkeypatch.setattr(capture, "inductor", lambda piece, examples: piece)
-    monkeypatch.setattr(trusted, "_OF", WeakKeyDictionary())
-    monkeypatch.setattr(
-        "mmspec.pipelines.target.captured_prompt.MOST", 0
-    )  # prompts are captured in test_compiled_prompt
+    uncompiled.pieces(monkeypatch)
     warnings.filterwarnings("error", "mmspec", UserWarning)
 
 

@@ -6,19 +6,17 @@ import copy
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import pytest
 import tiny_image_models
 import tiny_llamagen
 import tiny_vlms
 import torch
+import uncompiled
 from hostile_drafters import eagle, feature_drafter
 from torch import Tensor, nn
 
 import mmspec
-from mmspec.compile import capture
-from mmspec.compile import held as trusted
 from mmspec.compile.capture import PiecewiseFunction
 from mmspec.compile.draft import CapturedDraft
 from mmspec.drafters.draft_vocab import DraftVocab
@@ -37,12 +35,7 @@ EVEN = range(0, tiny_vlms.VOCAB, 2)  # so that an id next to one that it holds i
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only drafts are captured, and their pieces run as they are; whatever falls back fails."""
-    monkeypatch.setattr(capture, "inductor", lambda piece, examples: piece)
-    monkeypatch.setattr(trusted, "_OF", WeakKeyDictionary())
-    monkeypatch.setattr(
-        "mmspec.pipelines.target.captured_prompt.MOST", 0
-    )  # prompts are captured in test_compiled_prompt
-    monkeypatch.setattr(captures.Forward, "read", lambda self, target, *told: target.read(*told))
+    uncompiled.pieces(monkeypatch, drafts_alone=True)
     warnings.simplefilter("error", UserWarning)
 
 

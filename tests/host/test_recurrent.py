@@ -11,13 +11,13 @@ from weakref import WeakKeyDictionary
 import pytest
 import tiny_vlms
 import torch
+import uncompiled
 import vlm_classes as zoo
 from hostile_drafters import DRAFTERS, Oracle, Scripted
 from torch import Tensor
 from torch.nn import functional as F
 
 import mmspec
-from mmspec.compile import capture
 from mmspec.compile import held as trusted
 from mmspec.compile.capture import PiecewiseFunction
 from mmspec.drafters.plain import Plain
@@ -199,19 +199,10 @@ def test_a_node_costs_its_key_value_decay_and_input(monkeypatch: pytest.MonkeyPa
 COMPILED = {"qwen3_5": tiny_vlms, "lfm2_vl": tiny_vlms, "lfm3_vl": zoo, "nemotron_h_omni": zoo, "qwen3_5_moe": zoo}
 
 
-def as_it_is(piece: Any, examples: list[Tensor]) -> Any:
-    """In the place of a compiler."""
-    return piece
-
-
 @pytest.fixture
 def capturing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces run as they are, and what cannot be captured fails."""
-    monkeypatch.setattr(capture, "inductor", as_it_is)
-    monkeypatch.setattr(trusted, "_OF", WeakKeyDictionary())
-    monkeypatch.setattr(
-        "mmspec.pipelines.target.captured_prompt.MOST", 0
-    )  # prompts are captured in test_compiled_prompt
+    uncompiled.pieces(monkeypatch)
     warnings.simplefilter("error", UserWarning)
 
 
