@@ -85,9 +85,10 @@ class Dataset:
 
 
 def _name_and_config(address: str) -> tuple[str, str | None]:
-    """`owner/name/config` in two parts; a folder is none of these."""
+    """`owner/name/config` in two parts; the path of a folder, there or not, is none of these."""
     parts = address.split("/", 2)
-    return (address, None) if len(parts) < 3 or Path(address).is_dir() else ("/".join(parts[:2]), parts[2])
+    folder = address.startswith(("/", ".", "~")) or Path(address).is_absolute() or Path(address).is_dir()
+    return (address, None) if len(parts) < 3 or folder else ("/".join(parts[:2]), parts[2])
 
 
 def _undecoded(part: Any) -> Any:

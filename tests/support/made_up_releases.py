@@ -104,11 +104,14 @@ def tried(model_name: str) -> dict[str, Any]:
 
 
 def main(folder: str, *names: str) -> None:
-    import torch  # before the forks, which then need not load it again
+    import accelerate  # noqa: F401 - before the forks, which then need not load them again
+    import torch
+    import torch._dynamo
+    import torchvision  # type: ignore[import-untyped]  # noqa: F401
 
     torch.set_num_threads(1)
     for number, name in enumerate(names):
-        model = VIDEO if number % 3 == 2 else HYBRID
+        model = HYBRID if name == "nothing" or _QWEN in RELEASES[name][0] else VIDEO
         reading, writing = os.pipe()
         if os.fork() == 0:
             sys.path.insert(0, str(made(Path(folder, str(number)), name)))
