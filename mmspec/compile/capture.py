@@ -5,12 +5,14 @@ from __future__ import annotations
 import operator
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial, wraps
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.passes.split_module import split_module
 from torch.nn import functional as F
@@ -164,12 +166,17 @@ def _own_casts() -> Iterator[None]:
         torch.set_autocast_cache_enabled(before)
 
 
+def _one_mode() -> AbstractContextManager[Any]:
+    """The fake tensors that a trace notes are all of one mode: else torch makes one for each, a third of the time."""
+    return tracing(TracingContext(FakeTensorMode(allow_fallback_kernels=True)))
+
+
 def _traced(
     function: Callable[..., Any], inputs: Sequence[Tensor], own: Iterable[Tensor]
 ) -> tuple[fx.GraphModule, list[Tensor]]:
     """The graph of `function` with the weights that it uses as further inputs, and those weights."""
     try:
-        with _own_casts():
+        with _own_casts(), _one_mode():
             graph = make_fx(function)(*inputs)
     except RuntimeError as error:  # a branch on the value of a tensor, an operation that cannot be recorded
         raise Uncapturable(str(error).strip().splitlines()[0]) from error
@@ -208,7 +215,7 @@ def _joined(
         del held[place]
     graph.recompile()
     takes = [*held.values(), *(copy.given for copy in copies.values())]
-    with uncast(inputs[0].device):  # what autocast casts is in the graph, and so is what it leaves alone
+    with uncast(inputs[0].device), _one_mode():  # what autocast casts is in the graph, and so is what it leaves alone
         whole = make_fx(graph)(*inputs, *takes)
     whole.graph.set_codegen(fx.graph.CodeGen())
     whole.recompile()
