@@ -118,6 +118,7 @@ def test_drafters_draft_the_published_trees(sizes):
                 assert (c.depth, c.width, c.size) == ((8, 1, 9) if name == "smolvlm-500m" else TREES[method])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.every(8)
 def test_a_cell_has_c_of_every_way(name, eager):

@@ -87,6 +87,7 @@ def test_drafts_are_those_of_the_model_itself(
             torch.testing.assert_close(a.q.logits.softmax(-1), b.q.logits.softmax(-1), rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.full
 def test_other_weights_and_options_are_captured_anew() -> None:
     model, inputs = tiny_vlms.model("llava"), tiny_vlms.prompt("llava", "ragged")
     draft, made = draft_of(model), []

@@ -201,8 +201,8 @@ def test_a_model_in_another_precision_is_captured_anew(quick: None) -> None:
         assert torch.equal(fast, draw(pipe, rows=1)) and all(held(pipe.transformer))
 
 
-@pytest.mark.parametrize("name", ["janus", "emu3", "glm_image", "chameleon guided"])
-@pytest.mark.every(6)
+@pytest.mark.parametrize("name", ["emu3", "janus", "glm_image", "chameleon guided"])
+@pytest.mark.every(12)
 def test_other_models_that_draw_are_compiled_too(name: str, quick: None) -> None:
     model, call = tiny_image_models.model(name), PAINTERS[name].call(2)
     with mmspec.enable(model, "jacobi", window=4):

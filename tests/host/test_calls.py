@@ -118,7 +118,7 @@ def test_ids_of_32_bits(llava: Any, do_sample: bool) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.3, "min_new_tokens": 4, "suppress_tokens": [5, 6]}])
 @pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.every(3)
+@pytest.mark.every(12)
 def test_ids_on_the_cpu_and_the_model_on_a_gpu(options: dict[str, Any], rows: int) -> None:
     """Stock moves what the forward reads; ids and scores stay where they came from."""
     pretend = pytest.importorskip("pretend_cuda")

@@ -220,7 +220,7 @@ def right_at_first(inputs: dict[str, Tensor], full: Tensor, chained: bool) -> Sc
 
 @pytest.mark.parametrize("chained", [True, False], ids=["chain", "tree"])
 @pytest.mark.parametrize("name", COMPILED)
-@pytest.mark.every(12)
+@pytest.mark.every(24)
 def test_a_captured_forward_reads_and_leaves_the_same_state(name: str, chained: bool, capturing: None) -> None:
     made = COMPILED[name]
     model, inputs = made.model(name), made.prompt(name, "ragged")

@@ -184,6 +184,7 @@ def test_another_recipe_does_not_take_over_a_run(
         _run(tmp_path, questions, RECIPE.with_(lr=1e-3)).run()
 
 
+@pytest.mark.full
 def test_training_pays(questions: Path, tmp_path: Path) -> None:
     """From the command's own function to an enabled model: a trained drafter is accepted more than an untrained one."""
     model, processor = tiny_llava.model(), tiny_llava.processor()
