@@ -12,7 +12,7 @@ from mmspec.app.caption.journal import Journal, lines_of, parse
 from mmspec.app.media.items import need
 
 FAILURES = "failed.jsonl"  # made by every run in which anything failed
-SHARD = re.compile(r"webdataset/\d+\.(tar|parquet)")
+SHARD = re.compile(r"webdataset/\d+\.tar")
 
 
 class OutputError(Exception):
@@ -68,6 +68,12 @@ class Finals:
         if name not in self._noted():
             with Journal(self._log) as log:
                 log.append({"file": name})
+
+    def drop_shards(self, made: Collection[Path]) -> None:
+        """Remove tars of a time when there were more captions, and no others."""
+        for name in self._noted():
+            if SHARD.fullmatch(name) and self.folder / name not in made:
+                (self.folder / name).unlink(missing_ok=True)
 
     def _made_at(self, path: Path, kinds: Collection[str]) -> bool:
         """Whether a run that makes files of these kinds may put one there."""

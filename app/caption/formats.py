@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
 import json
 import os
@@ -27,11 +26,10 @@ COLUMNS = {  # of the parquet files: what a record may tell the public
 }
 CHUNK = 4096  # records written at once
 SHARD_SIZE = 1000  # samples
-MADE_FROM = b"mmspec"  # key in the parquet beside a shard, under which stands what the shard was made from
 
 
 NAMES = {"metadata": "metadata.jsonl", "parquet": "captions.parquet"}  # by kind; the names of tars are numbers
-LIBRARIES = {"parquet": ("pyarrow",), "webdataset": ("pyarrow", "webdataset")}  # by kind
+LIBRARIES = {"parquet": ("pyarrow",), "webdataset": ("webdataset",)}  # by kind
 Note = Callable[[Path], None]  # told where a file is to be put
 
 
@@ -50,7 +48,7 @@ def metadata(records: Iterable[Record], folder: Path, note: Note | None = None) 
 def parquet(records: Iterable[Record], folder: Path, note: Note | None = None) -> list[Path]:
     """`captions.parquet`; not metadata.parquet, since `imagefolder` refuses a folder with two sorts of metadata."""
     some = _unless_empty(records)
-    return [] if some is None else [_write_table(some, folder / NAMES["parquet"], note=note)]
+    return [] if some is None else [_write_table(some, folder / NAMES["parquet"], note)]
 
 
 def webdataset(
@@ -61,30 +59,16 @@ def webdataset(
     max_bytes: int = MAX_BYTES,
     note: Note | None = None,
 ) -> list[Path]:
-    """`webdataset/00000.tar` and so on with .jpg (.mp4 ...), .txt and .json, and beside each a parquet of its captions.
+    """`webdataset/00000.tar` and so on, with .jpg (.mp4 ...), .txt and .json of each record.
 
-    A shard that was made from the same records is left as it is. Records are left out whose item is not in `sources`
-    (by `file_name`) and has no `path` of its own.
+    Records are left out whose item is not in `sources` (by `file_name`) and has no `path` of its own.
     """
     made: list[Path] = []
     rest = iter(records)
     while shard := list(itertools.islice(rest, shard_size)):
         path = folder / "webdataset" / f"{len(made):05}.tar"
-        origin = hashlib.sha256(b"".join(line_of(_public(record)) for record in shard)).hexdigest().encode()
-        if not path.is_file() or _origin(path) != origin:
-            index = path.with_suffix(".parquet")
-            _write_table([], index, {MADE_FROM: b""}, note)  # from here on the tar is ours, and not whole
-            if note is not None:
-                note(path)
-            complete = _write_shard(shard, path, len(made) * shard_size, sources or {}, max_bytes)
-            _write_table(shard, index, {MADE_FROM: origin} if complete else {MADE_FROM: b""})
+        _write_shard(shard, path, len(made) * shard_size, sources or {}, max_bytes, note)
         made.append(path)
-    for number in itertools.count(len(made)):  # of a time when there were more captions, or smaller shards
-        path = folder / "webdataset" / f"{number:05}.tar"
-        if _origin(path) is None:
-            return made
-        path.unlink(missing_ok=True)
-        path.with_suffix(".parquet").unlink()
     return made
 
 
@@ -113,13 +97,11 @@ def replacing(path: Path, note: Note | None = None) -> Iterator[BinaryIO]:
         partial.unlink(missing_ok=True)
 
 
-def _write_table(
-    records: Iterable[Record], path: Path, facts: dict[bytes, bytes] | None = None, note: Note | None = None
-) -> Path:
+def _write_table(records: Iterable[Record], path: Path, note: Note | None = None) -> Path:
     arrow, writers = need("pyarrow", str(path)), need("pyarrow.parquet", str(path))
     kinds = {kind: getattr(arrow, kind)() for kind in COLUMNS.values() if kind != "list"}
     columns = {name: (kinds | {"list": arrow.list_(arrow.string())})[kind] for name, kind in COLUMNS.items()}
-    schema = arrow.schema(list(columns.items()), metadata=facts)
+    schema = arrow.schema(list(columns.items()))
     rest = iter(records)
     with replacing(path, note) as file, writers.ParquetWriter(file, schema) as writer:
         while part := list(itertools.islice(rest, CHUNK)):
@@ -128,23 +110,22 @@ def _write_table(
     return path
 
 
-def _write_shard(shard: list[Record], path: Path, first: int, sources: Mapping[str, Source], max_bytes: int) -> bool:
-    """Whether all samples could be written; what could not be read is left out, with a warning."""
+def _write_shard(
+    shard: list[Record], path: Path, first: int, sources: Mapping[str, Source], max_bytes: int, note: Note | None
+) -> None:
+    """One tar; what cannot be read is left out, with a warning."""
     writers = need("webdataset", str(path))
-    complete = True
-    with replacing(path) as file, writers.TarWriter(file, encoder=False, mtime=0) as tar:
+    with replacing(path, note) as file, writers.TarWriter(file, encoder=False, mtime=0) as tar:
         for number, record in enumerate(shard, first):
             try:
                 data = _source(record, sources).read(max_bytes)
             except MediaError as error:
                 warnings.warn(f"left out of {path}: {error}", stacklevel=2)
-                complete = False
                 continue
             _, extension = sniff(data[:HEAD]) or ("", Path(record["file_name"]).suffix.lower() or ".bin")
             facts = json.dumps(_public(record)).encode()
             text = str(record["text"]).encode("utf-8", "replace")
             tar.write({"__key__": f"{number:09}", extension[1:]: data, "txt": text, "json": facts})
-    return complete
 
 
 def _source(record: Record, sources: Mapping[str, Source]) -> Source:
@@ -154,21 +135,6 @@ def _source(record: Record, sources: Mapping[str, Source]) -> Source:
     if "path" in record:
         return FileSource(Path(record["path"]))
     raise MediaError(name, "is not among the inputs of this run", "name all inputs whose captions belong into the tars")
-
-
-def _origin(tar: Path) -> bytes | None:
-    """What a shard of ours was made from, empty if that is not whole; None if it is not one of ours.
-
-    Neither is one whose table is damaged: ours are replaced in one step.
-    """
-    index = tar.with_suffix(".parquet")
-    if not index.is_file():
-        return None
-    parquet_files = need("pyarrow.parquet", str(index))
-    try:
-        return (parquet_files.read_schema(index).metadata or {}).get(MADE_FROM)
-    except Exception:  # a damaged file may raise anything
-        return None
 
 
 def _public(record: Record) -> Record:

@@ -147,6 +147,8 @@ class Outputs:
             sources = {item.name: item.source for item in items()} if kind == "webdataset" else {}
             more: dict[str, Any] = {"sources": sources, "max_bytes": most} if kind == "webdataset" else {}
             made += formats.FORMATS[kind](self.ledger.all_captions(), self.folder, note=self.finals.note, **more)
+            if kind == "webdataset":
+                self.finals.drop_shards(made)
         failures = self.folder / FAILURES
         lines = [line_of(record) for record in self.standing_failures(items)]
         if lines:

@@ -1,4 +1,4 @@
-"""The Drafters tab: the bench's records, chosen by suite and filters, and where each number comes from."""
+"""The Drafters tab: the bench's records, a run at a time, as bars and as a table, and where each number comes from."""
 
 from __future__ import annotations
 
@@ -38,12 +38,10 @@ MEASURES = {  # what records may hold: (label, unit)
     "spent": ("distortion charged a picture", ""),
     "spent_per_token": ("distortion charged a token", ""),
 }
-SETTINGS = ("model", "kernel", "batch", "rows", "context", "temperature", "prompt", "file")  # that tell records apart
-ALL = "all"
-FILTERS = ("model", "batch", "temperature", "prompt", "distribution")
-MOST = 400  # records of a table, or dots
+SETTINGS = ("kernel", "batch", "rows", "context", "temperature", "prompt")  # that tell records of a run apart
+USUAL = "vlm.json"  # the run that is shown first, where it is there
+MOST = 400  # records of a table
 BARS = 12
-LINES = 8  # of acceptance by depth
 COLOURS = {"lossless": "#16a34a", "lossy": "#ea580c", "without mmspec": "#788496"}
 NONE = (
     '<p class="mm-hint">No measurements yet: there is no record in <code>{}</code>. <code>mmspec bench</code> writes '
@@ -53,81 +51,44 @@ Records = Sequence[dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Choice:
-    """What of the records is shown."""
-
-    suite: str
-    measure: str = "speedup_e2e"
-    across: str = "tokens_per_target_call"
-    methods: tuple[str, ...] = ()  # none: all
-    filters: tuple[str, ...] = (ALL,) * len(FILTERS)
-
-
-@dataclass(frozen=True)
 class ResultFolder:
-    """All records of a folder, and what the files say about themselves."""
+    """The runs of a folder by the names of their files, each as the bench writes it.
+
+    Attributes:
+        trouble: files that could not be read.
+    """
 
     folder: Path
-    records: list[dict[str, Any]]
-    provenance: dict[str, dict[str, Any]]  # by file name
-    meaning: dict[str, str]  # of the fields, as the files tell
-    trouble: list[str]  # files that could not be read
+    runs: dict[str, dict[str, Any]]
+    trouble: list[str]
 
     @property
-    def suites(self) -> list[str]:
-        """The one with the most to say about speed-ups first."""
-        found = dict.fromkeys(str(r.get("suite", "?")) for r in self.records)
-        return sorted(found, key=lambda suite: (suite != "vlm", suite))
+    def first(self) -> str:
+        """The run that is shown first."""
+        return USUAL if USUAL in self.runs else next(iter(self.runs))
 
-    def of(self, suite: str) -> list[dict[str, Any]]:
-        return [r for r in self.records if str(r.get("suite", "?")) == suite]
+    def records(self, run: str) -> Records:
+        return list(self.runs[run]["records"])
 
-    def measures(self, suite: str) -> list[str]:
-        """Those that this suite has values of."""
-        return [name for name in MEASURES if any(r.get(name) is not None for r in self.of(suite))]
-
-    def choices(self, suite: str, name: str) -> list[str]:
-        """What a filter can be set to."""
-        found = {_field(record, name) for record in self.of(suite)} - {None}
-        return [ALL, *map(str, sorted(found, key=lambda v: (isinstance(v, str), v)))]
-
-    def usual(self, suite: str) -> tuple[str, ...]:
-        """What the filters are set to at first: one model and one setting, those of the suite's first record."""
-        first = self.of(suite)[0]
-        known = ((name, _field(first, name)) for name in FILTERS)
-        return tuple(ALL if name == "distribution" or value is None else str(value) for name, value in known)
-
-    def chosen(self, choice: Choice) -> list[dict[str, Any]]:
-        wanted = [(n, v) for n, v in zip(FILTERS, choice.filters, strict=True) if v and v != ALL]
-        found = [r for r in self.of(choice.suite) if all(str(_field(r, n)) == v for n, v in wanted)]
-        return [r for r in found if not choice.methods or str(r.get("method")) in choice.methods][:MOST]
-
-
-def _field(record: dict[str, Any], name: str) -> Any:
-    if name == "distribution":
-        lossless = record.get("lossless")
-        return None if lossless is None else "lossless" if lossless else "lossy"
-    return record.get(name)
+    def measures(self, run: str) -> list[str]:
+        """Those that a run has values of."""
+        return [name for name in MEASURES if any(r.get(name) is not None for r in self.records(run))]
 
 
 def read(folder: Path) -> ResultFolder:
     """The records of every *.json of a folder; a file that is none of the bench's is named, never fatal."""
-    records: list[dict[str, Any]] = []
-    provenance: dict[str, dict[str, Any]] = {}
-    meaning: dict[str, str] = {}
-    trouble = []
+    found = ResultFolder(folder, {}, [])
     for path in sorted(folder.glob("*.json")):
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-            provenance[path.name] = told = dict(content["provenance"])
-            model = {"model": told["model"]} if told.get("model") else {}
-            rows = [{**model, **row, "file": path.name} for row in content.get("records", ()) if MEASURES.keys() & row]
-            meaning |= {str(k): str(v) for k, v in dict(content.get("meaning", {})).items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            trouble.append(f"{path.name}: it holds no records of mmspec bench")
+            rows = [dict(row) for row in content.get("records", ()) if MEASURES.keys() & row]
+            told = {name: dict(content.get(name, {})) for name in ("provenance", "meaning")}
+        except (OSError, ValueError, TypeError, AttributeError):
+            found.trouble.append(f"{path.name}: it holds no records of mmspec bench")
             continue
-        records += rows
-    return ResultFolder(folder, records, provenance, meaning, trouble)
+        if rows:
+            found.runs[path.name] = {"records": rows, **told}
+    return found
 
 
 def kind(record: dict[str, Any]) -> str:
@@ -139,7 +100,7 @@ def kind(record: dict[str, Any]) -> str:
 
 def named(records: Records) -> list[str]:
     """The records' methods, with whatever else tells them apart."""
-    telling = [name for name in SETTINGS if name == "model" or len({str(r.get(name)) for r in records}) > 1]
+    telling = [name for name in SETTINGS if len({str(r.get(name)) for r in records}) > 1]
     words = {"batch": "batch {}", "rows": "{} rows", "context": "context {}", "temperature": "T {}"}
     said = [[words.get(t, "{}").format(r[t]) for t in telling if r.get(t) is not None] for r in records]
     return [" · ".join([str(r.get("method", "?")), *rest]) for r, rest in zip(records, said, strict=True)]
@@ -151,24 +112,14 @@ def value(record: dict[str, Any], name: str) -> float:
     return float(found) if isinstance(found, (int, float)) else math.nan
 
 
-def ranked(records: Records, measure: str, across: str) -> pd.DataFrame:
-    """A row a record, the most of the measure first: who it is, its kind, both measures and the quartiles."""
+def ranked(records: Records, measure: str) -> pd.DataFrame:
+    """A row a record, the most of the measure first: who it is, its kind, the measure and its quartiles."""
     frame = pd.DataFrame({
-        "method": named(records), "kind": list(map(kind, records)),
-        "value": [value(r, measure) for r in records], "against": [value(r, across) for r in records],
+        "method": named(records), "kind": list(map(kind, records)), "value": [value(r, measure) for r in records],
         "lower quartile": [value(r, f"{measure}_p25") for r in records],
         "upper quartile": [value(r, f"{measure}_p75") for r in records],
     })  # fmt: skip
     return frame[frame["value"].notna()].sort_values("value", ascending=False, kind="stable")
-
-
-def depths(records: Records, measure: str) -> pd.DataFrame:
-    """How often a draft is right up to a depth: of the records with the most of the measure."""
-    known = [r for r in records if r.get("acceptance_by_depth")]
-    known = sorted(known, key=lambda r: -value(r, measure) if math.isfinite(value(r, measure)) else 0.0)[:LINES]
-    rows = [(name, depth, kept) for name, r in zip(named(known), known, strict=True)
-            for depth, kept in enumerate(r["acceptance_by_depth"], 1)]  # fmt: skip
-    return pd.DataFrame(rows, columns=["method", "depth", "kept"])
 
 
 def table(records: Records, measure: str) -> pd.DataFrame:
@@ -181,96 +132,59 @@ def table(records: Records, measure: str) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def origins(bench: ResultFolder, choice: Choice, records: Records) -> str:
-    """What the measures mean; commit, device, versions, whatever the files say of how they were made."""
+def origins(bench: ResultFolder, run: str, measure: str) -> str:
+    """What the measure means; commit, device, versions, whatever the file says of how it was made."""
     parts = [f'<p class="mm-badge mm-different">left out {escape(t)}</p>' for t in bench.trouble]
-    if not bench.records:
+    if not bench.runs:
         return "".join([*parts, NONE.format(escape(str(bench.folder)))])
-    if not records:
-        parts.append('<p class="mm-hint">No record passes these filters. Set one of them back to “all”.</p>')
-    for name in dict.fromkeys((choice.measure, choice.across)):
-        if name in bench.meaning:
-            said = f"<b>{escape(MEASURES[name][0])}</b>: {escape(bench.meaning[name])}"
-            parts.append(f'<p class="mm-small">{said}</p>')
-    for name in sorted({r["file"] for r in records}):
-        told = "".join(
-            f"<div><dt>{escape(str(k))}</dt><dd>{escape(v if isinstance(v, str) else json.dumps(v))}</dd></div>"
-            for k, v in bench.provenance[name].items()
-        )
-        summary = f"<summary>Where {escape(name)} comes from</summary>"
-        parts.append(f'<details class="mm-origin">{summary}<dl>{told}</dl></details>')
-    return "".join(parts)
-
-
-def shown(bench: ResultFolder, choice: Choice) -> tuple[Any, ...]:
-    """What the bars, the dots, the lines, the table and the notes show of a choice."""
-    records = bench.chosen(choice)
-    frame, (label, unit) = ranked(records, choice.measure, choice.across), MEASURES[choice.measure]
-    up, right = f"{label}{unit and f' in{unit}' if unit != '×' else ' (×)'}", MEASURES[choice.across][0]
-    dots = frame[frame["against"].notna()]
-    return (
-        gr.BarPlot(frame.head(BARS), y_title=up),
-        gr.ScatterPlot(dots, y_title=up, x_title=right),
-        depths(records, choice.measure),
-        table(records, choice.measure),
-        origins(bench, choice, records),
+    told = bench.runs[run]
+    if measure in told["meaning"]:
+        said = f"<b>{escape(MEASURES[measure][0])}</b>: {escape(str(told['meaning'][measure]))}"
+        parts.append(f'<p class="mm-small">{said}</p>')
+    rows = "".join(
+        f"<div><dt>{escape(str(k))}</dt><dd>{escape(v if isinstance(v, str) else json.dumps(v))}</dd></div>"
+        for k, v in told["provenance"].items()
     )
+    summary = f"<summary>Where {escape(run)} comes from</summary>"
+    return "".join([*parts, f'<details class="mm-origin">{summary}<dl>{rows}</dl></details>'])
+
+
+def shown(bench: ResultFolder, run: str, measure: str) -> tuple[Any, ...]:
+    """What the bars, the table and the notes show of a run."""
+    records, (label, unit) = bench.records(run)[:MOST], MEASURES[measure]
+    title = f"{label}{unit and f' in{unit}' if unit != '×' else ' (×)'}"
+    bars = gr.BarPlot(ranked(records, measure).head(BARS), y_title=title)
+    return bars, table(records, measure), origins(bench, run, measure)
 
 
 def build(bench: ResultFolder, page: gr.Blocks) -> None:
     """Lay the tab out in the page under construction."""
-    if not bench.records:
-        gr.HTML(origins(bench, Choice(""), ()), elem_id="mm-bench")
+    if not bench.runs:
+        gr.HTML(origins(bench, "", ""), elem_id="mm-bench")
         return
-    first = bench.suites[0]
     with gr.Row(elem_id="mm-filters"):
-        suite = gr.Dropdown(bench.suites, value=first, label="Suite", min_width=140)
-        labels = (*(name.capitalize() for name in FILTERS), "Measure", "Against", "Methods (none: all)")
-        controls = [
-            gr.Dropdown(label=label, min_width=160, multiselect=label.startswith("Methods"), **offered)
-            for label, offered in zip(labels, _offered(bench, first), strict=True)
-        ]
+        run = gr.Dropdown([(Path(name).stem, name) for name in bench.runs], value=bench.first, label="Run")
+        measure = gr.Dropdown(**_measures(bench, bench.first), label="Measure")
     coloured: dict[str, Any] = {"color": "kind", "color_map": COLOURS, "color_title": "", "height": 420}
-    views: list[Any] = []
-    with gr.Tab("Bars"):
-        views.append(gr.BarPlot(x="method", y="value", x_title="", sort="-y", x_label_angle=-40,
-                                tooltip="all", elem_id="mm-bars", **coloured))  # fmt: skip
-    with gr.Tab("Two measures"):
-        views.append(gr.ScatterPlot(x="against", y="value", tooltip="all", elem_id="mm-dots", **coloured))
-    with gr.Tab("Acceptance by depth"):
-        title = "share of the rounds in which at least so many drafted tokens were kept"
-        views.append(gr.LinePlot(x="depth", y="kept", color="method", title=title, height=420, elem_id="mm-lines"))
-    with gr.Tab("Table"):
-        views.append(gr.Dataframe(interactive=False, wrap=True, pinned_columns=1, elem_id="mm-table"))
-    views.append(gr.HTML("", elem_id="mm-bench"))
-    chosen: list[Any] = [suite, *controls]
+    views: list[Any] = [
+        gr.BarPlot(x="method", y="value", x_title="", sort="-y", x_label_angle=-40, tooltip="all", elem_id="mm-bars",
+                   **coloured),
+        gr.Dataframe(interactive=False, wrap=True, pinned_columns=1, show_search="filter", elem_id="mm-table"),
+        gr.HTML("", elem_id="mm-bench"),
+    ]  # fmt: skip
 
-    def redraw(suite: str, *values: Any) -> tuple[Any, ...]:
-        *filters, measure, across, methods = values
-        known = bench.measures(suite)
-        measure, across = (m if m in known else known[0] for m in (measure, across))
-        return shown(bench, Choice(suite, measure, across, tuple(methods or ()), tuple(filters)))
+    def redraw(run: str, measure: str) -> tuple[Any, ...]:
+        known = bench.measures(run)
+        return shown(bench, run, measure if measure in known else known[0])
 
-    def other(suite: str) -> list[Any]:
-        return [gr.update(**made) for made in _offered(bench, suite)]
-
-    gr.on([c.input for c in controls], redraw, chosen, views, **QUICK)  # not .change: another suite changes them all
-    suite.change(other, suite, controls, **QUICK).then(redraw, chosen, views, **QUICK)
-    page.load(redraw, chosen, views, **QUICK)
+    measure.input(redraw, [run, measure], views, **QUICK)  # not .change: another run changes it
+    run.change(lambda run: gr.update(**_measures(bench, run)), run, measure, **QUICK).then(
+        redraw, [run, measure], views, **QUICK
+    )
+    page.load(redraw, [run, measure], views, **QUICK)
 
 
-def _offered(bench: ResultFolder, suite: str) -> list[dict[str, Any]]:
-    """Choices and values of the controls after the suite, in their order."""
-    offered: list[dict[str, Any]] = []
-    for name, usual in zip(FILTERS, bench.usual(suite), strict=True):
-        found = bench.choices(suite, name)
-        offered.append({"choices": found, "value": usual, "visible": len(found) > 2})
-    names = bench.measures(suite)
-    measures = [(MEASURES[name][0], name) for name in names]
-    second = next((n for n in ("tokens_per_target_call", "spent", "compression") if n in names), names[0])
-    return [
-        *offered,
-        {"choices": measures, "value": names[0]},
-        {"choices": measures, "value": second},
-        {"choices": bench.choices(suite, "method")[1:], "value": []},
-    ]
+def _measures(bench: ResultFolder, run: str) -> dict[str, Any]:
+    """Choices and value of the control."""
+    names = bench.measures(run)
+    return {"choices": [(MEASURES[name][0], name) for name in names], "value": names[0]}

@@ -524,24 +524,6 @@ def test_text_from_the_model_is_escaped() -> None:
 # ------------------------------------------------------------------------------------------------ the bench's records
 
 
-def test_few_bars_of_one_model_and_setting_come_first(bench: records.ResultFolder) -> None:
-    """Every bar is named with its model; of more than twelve the best are shown."""
-    assert bench.usual("vlm") == ("scenes", "1", "0.0", "all", "all")
-    offered = records._offered(bench, "vlm")
-    assert [made["value"] for made in offered[:5]] == list(bench.usual("vlm"))
-    many = [{**RECORD, "model": f"m{n % 2}", "method": f"eagle-{n}", "speedup_e2e": 1 + n / 10} for n in range(30)]
-    best = records.ranked(many, "speedup_e2e", "c").head(records.BARS)["method"].to_list()
-    assert len(best) == records.BARS <= 12 and best[0] == "eagle-29 · m1" and "eagle-17 · m1" not in best
-    assert records.named([{**RECORD, "method": "eagle", "file": f} for f in ("a.json", "b.json")]) == [
-        "eagle · a.json",
-        "eagle · b.json",
-    ]
-
-
-def test_no_measurements_is_said_clearly(tmp_path: Path) -> None:
-    assert "No measurements yet" in records.origins(records.read(tmp_path / "nowhere"), records.Choice(""), ())
-
-
 RECORD = {
     "suite": "vlm", "batch": 1, "temperature": 0.0, "speedup_e2e": 2.0, "speedup_e2e_p25": 1.5, "speedup_e2e_p75": 2.5,
     "tokens_per_target_call": 3.0, "acceptance_by_depth": [0.9, 0.5],
@@ -554,52 +536,44 @@ def bench(tmp_path: Path) -> records.ResultFolder:
         {**RECORD, "method": "eagle"},
         {**RECORD, "method": "<i>", "batch": 4, "speedup_e2e": None},
         {**RECORD, "method": "stock", "speedup_e2e": 1.0},
+    ]
+    pictures = [
         {"suite": "image", "method": "jacobi+scaled", "lossless": False, "spent": 3.5, "compression": 4.0},
         {"suite": "image", "method": "ar", "lossless": True, "spent": 0.0, "compression": 1.0},
     ]
-    content = {
-        "provenance": {"commit": "c0ffee", "model": "scenes"},
-        "records": made,
-        "meaning": {"speedup_e2e": "wall time"},
-    }
-    (tmp_path / "a.json").write_text(json.dumps(content))
+    told = {"provenance": {"commit": "c0ffee", "model": "scenes"}, "meaning": {"speedup_e2e": "wall time"}}
+    (tmp_path / "vlm.json").write_text(json.dumps(told | {"records": made}))
+    (tmp_path / "a.json").write_text(json.dumps(told | {"records": pictures}))
     (tmp_path / "b.json").write_text("{broken")
     (tmp_path / "expected.json").write_text(json.dumps({"provenance": {}, "expected": []}))  # the bench's, no records
     (tmp_path / "reads.json").write_text(json.dumps({"provenance": {}, "records": [{"method": "ar", "reads": 261}]}))
     return records.read(tmp_path)
 
 
-def test_records_are_filtered_and_escaped(bench: records.ResultFolder) -> None:
-    assert bench.suites == ["vlm", "image"] and bench.choices("vlm", "batch") == ["all", "1", "4"]
-    assert bench.choices("image", "distribution") == ["all", "lossless", "lossy"]
-    everything = records.shown(bench, records.Choice("vlm"))
-    assert (
-        everything[3]["method"].to_list() == ["eagle", "stock", "<i>"] and everything[3]["speed-up, end to end"][0] == 2
-    )
-    assert "c0ffee" in everything[4] and "wall time" in everything[4]
-    assert bench.trouble == ["b.json: it holds no records of mmspec bench"] and bench.trouble[0] in everything[4]
-    four = records.Choice("vlm", filters=("all", "4", "all", "all", "all"))
-    assert "eagle" not in records.shown(bench, four)[3]["method"].to_list()
-    assert (
-        "No record passes" in records.shown(bench, records.Choice("vlm", methods=("eagle",), filters=four.filters))[4]
-    )
-    bent = records.shown(bench, records.Choice("image", filters=("all", "all", "all", "all", "lossy")))[3]
-    assert bent["method"].to_list() == ["jacobi+scaled"]
+def test_runs_are_shown_one_at_a_time(bench: records.ResultFolder) -> None:
+    assert list(bench.runs) == ["a.json", "vlm.json"] and bench.first == "vlm.json"
+    assert bench.trouble == ["b.json: it holds no records of mmspec bench"]
+    assert bench.measures("a.json") == ["compression", "spent"]
+    _, rows, notes = records.shown(bench, "vlm.json", "speedup_e2e")
+    assert rows["method"].to_list() == ["eagle", "stock", "<i>"] and rows["speed-up, end to end"][0] == 2
+    assert "c0ffee" in notes and "wall time" in notes and bench.trouble[0] in notes
+    assert records.shown(bench, "a.json", "spent")[1]["distribution"].to_list() == ["lossy", "without mmspec"]
 
 
-def test_records_are_plotted(bench: records.ResultFolder) -> None:
-    chosen = bench.chosen(records.Choice("vlm"))
-    bars = records.ranked(chosen, "speedup_e2e", "tokens_per_target_call")
+def test_of_many_bars_the_best_are_shown(bench: records.ResultFolder) -> None:
+    bars = records.ranked(bench.records("vlm.json"), "speedup_e2e")
     assert bars[["method", "kind", "value"]].values.tolist() == [
-        ["eagle · scenes · batch 1", "lossless", 2.0],
-        ["stock · scenes · batch 1", "without mmspec", 1.0],
+        ["eagle · batch 1", "lossless", 2.0],
+        ["stock · batch 1", "without mmspec", 1.0],
     ]
     assert bars["upper quartile"].to_list() == [2.5, 2.5]
-    dots = records.ranked(bench.chosen(records.Choice("image")), "compression", "spent")
-    assert dots[["value", "against"]].values.tolist() == [[4.0, 3.5], [1.0, 0.0]]
-    lines = records.depths(chosen, "speedup_e2e")
-    assert len(set(lines["method"])) == 3 and lines["kept"].to_list()[:2] == [0.9, 0.5]
-    assert records.depths(bench.chosen(records.Choice("image")), "spent").empty
+    many = [{**RECORD, "method": f"eagle-{n}", "speedup_e2e": 1 + n / 10} for n in range(30)]
+    best = records.ranked(many, "speedup_e2e").head(records.BARS)["method"].to_list()
+    assert len(best) == records.BARS <= 12 and best[0] == "eagle-29" and "eagle-17" not in best
+
+
+def test_no_measurements_is_said_clearly(tmp_path: Path) -> None:
+    assert "No measurements yet" in records.origins(records.read(tmp_path / "nowhere"), "", "")
 
 
 # ------------------------------------------------------------------------------------------------ the door

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from mmspec.app.caption.finals import Finals
 from tests.app.test_caption import FATAL, OK, SENSELESS, SOME_FAILED, caption, captions, journal, paint, photos, spoil  # noqa: F401
 
 FINALS = ("captions.parquet", "metadata.jsonl", "failed.jsonl", "webdataset/00000.tar")
@@ -24,7 +25,7 @@ def killed(*_, **__) -> None:
     raise KilledError
 
 
-@pytest.mark.parametrize("name", (*FINALS, "webdataset/00000.parquet"))
+@pytest.mark.parametrize("name", FINALS)
 def test_files_of_others_are_never_replaced(name: str, caption, capsys: pytest.CaptureFixture):
     from pyarrow import parquet, table
 
@@ -52,9 +53,9 @@ def test_final_files_of_ours_are_made_anew(caption, photos: Path):
     assert caption(*ALL) == SOME_FAILED and len(captions()) == 5
 
 
-@pytest.mark.parametrize("kills", range(6))
+@pytest.mark.parametrize("kills", range(4))
 def test_final_files_are_still_ours_after_a_kill(kills: int, caption, photos: Path, monkeypatch: pytest.MonkeyPatch):
-    """Whichever of the six was the last that got its name: three of a tar, parquet and both jsonl."""
+    """Whichever of the four was the last that got its name: parquet, a tar and both jsonl."""
     spoil(photos)
     assert caption(*ALL) == SOME_FAILED
     paint(photos / "new.png")
@@ -69,8 +70,19 @@ def test_final_files_are_still_ours_after_a_kill(kills: int, caption, photos: Pa
     with monkeypatch.context() as patch, pytest.raises(KilledError):
         patch.setattr(os, "replace", replace)
         caption(*ALL)
-    assert named[0] == "run.yaml" and (kills < 5 or named[-1] == "failed.jsonl")
+    assert named[0] == "run.yaml" and (kills < 3 or named[-1] == "failed.jsonl")
     assert caption(*ALL) == SOME_FAILED and len(captions()) == 5
+
+
+def test_tars_that_are_too_many_go_and_those_of_others_stay(tmp_path: Path):
+    finals, folder = Finals(tmp_path, tmp_path / ".mmspec"), tmp_path / "webdataset"
+    folder.mkdir()
+    for number in range(4):
+        (folder / f"{number:05}.tar").touch()
+    for number in range(3):
+        finals.note(folder / f"{number:05}.tar")
+    finals.drop_shards([folder / "00000.tar"])
+    assert sorted(path.name for path in folder.iterdir()) == ["00000.tar", "00003.tar"]
 
 
 def test_what_a_run_reads_it_does_not_replace(caption, photos: Path, capsys: pytest.CaptureFixture):

@@ -15,7 +15,6 @@ from PIL import Image
 from mmspec.app.caption import formats
 from mmspec.app.caption.formats import FORMATS, replacing
 from mmspec.app.media.inputs import open_inputs
-from mmspec.app.media.items import FileSource
 
 TEXTS = {"a.png": "a red\nbird", "b/2.jpg": 'ein "Fisch" 🐟', "b/c.webp": "", "d.png": "d"}
 
@@ -108,8 +107,6 @@ def test_shards_load_with_webdataset_and_as_inputs(pictures: Path, tmp_path: Pat
     items = list(open_inputs([str(pictures / "out/webdataset/{00000..00001}.tar")]).items())
     assert [item.existing or "" for item in items] == list(TEXTS.values())
     assert [item.source.read() for item in items] == [(pictures / name).read_bytes() for name in TEXTS]
-    index = pq.read_table(shards[1].with_suffix(".parquet"))
-    assert index["file_name"].to_pylist() == ["d.png"]
 
 
 def test_shards_take_their_pictures_from_any_source(pictures: Path, tmp_path: Path):
@@ -121,36 +118,6 @@ def test_shards_take_their_pictures_from_any_source(pictures: Path, tmp_path: Pa
     found = list(open_inputs([second]).items())
     assert [item.existing for item in found] == ["new 0", "new 1", "new 2", "new 3"]
     assert [item.source.read() for item in found] == [item.source.read() for item in items]
-
-
-def test_only_shards_that_changed_are_made_again(pictures: Path):
-    class Counted(FileSource):
-        reads: list[str] = []
-
-        def read(self, max_bytes: int = 0) -> bytes:
-            self.reads.append(self.path.name)
-            return super().read(max_bytes)
-
-    rows, sources = records(pictures), {name: Counted(pictures / name) for name in TEXTS}
-    make("webdataset", rows, pictures, sources=sources, shard_size=2)
-    Counted.reads.clear()
-    make("webdataset", rows, pictures, sources=sources, shard_size=2)
-    assert Counted.reads == []
-    rows[3]["text"] = "another"
-    make("webdataset", rows, pictures, sources=sources, shard_size=2)
-    assert Counted.reads == ["c.webp", "d.png"]
-    (pictures / "webdataset/00000.parquet").unlink()  # killed between a tar and its index
-    make("webdataset", rows, pictures, sources=sources, shard_size=2)
-    assert Counted.reads == ["c.webp", "d.png", "a.png", "2.jpg"]
-
-
-def test_shards_that_are_too_many_go_and_those_of_others_stay(pictures: Path):
-    rows = records(pictures)
-    assert len(make("webdataset", rows, pictures, shard_size=1)) == 4
-    (pictures / "webdataset/00004.tar").write_bytes(b"not ours")
-    assert len(make("webdataset", rows, pictures, shard_size=2)) == 2
-    left = sorted(path.name for path in (pictures / "webdataset").iterdir())
-    assert left == ["00000.parquet", "00000.tar", "00001.parquet", "00001.tar", "00004.tar"]
 
 
 def test_a_picture_that_is_gone_is_left_out_until_it_is_back(pictures: Path):

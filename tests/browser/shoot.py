@@ -214,9 +214,6 @@ def _draw(visitor: Visitor, prompt: str | None, dark: bool) -> None:
 def _look(visitor: Visitor, prompt: str | None, dark: bool) -> None:
     visitor.open("Drafters")
     visitor.wait_for("#mm-bench")
-    if dark and visitor.count("#mm-lines"):
-        visitor.page.get_by_role("tab", name="Acceptance by depth").click()
-        visitor.wait_for("#mm-lines :is(svg, canvas)")
 
 
 def main() -> int:
