@@ -23,7 +23,11 @@ from mmspec.media import MediaError
 T = TypeVar("T")
 SUITES = {  # name: (module with configure(parser) and measure(args, outcome), one line of help)
     "vlm": ("mmspec.app.bench.vlm", "answers of a vision-language model, stock paths and drafters side by side"),
+    "mmspec": ("mmspec.app.bench.published", "the same on the MMSpec benchmark, from its published folders"),
+    "caption": ("mmspec.app.bench.caption", "many captions: static and continuous batches, with drafters and without"),
+    "image": ("mmspec.app.bench.image", "pictures of an autoregressive image model, drawn plainly and with drafters"),
 }
+BLOCK = 10**7  # seeds of one run of pictures
 
 
 class BenchError(Exception):
@@ -55,6 +59,7 @@ def configure(parser: argparse.ArgumentParser, table: Mapping[str, tuple[str, st
         files.add_argument("--json", type=Path, metavar="FILE", help="records with provenance, kept up after each cell")
         files.add_argument("--markdown", type=Path, metavar="FILE", help="the tables as a page")
         files.add_argument("--wide", action="store_true", help="all columns on the screen, as --markdown has them")
+        files.add_argument("--plot", type=Path, metavar="FILE", help="bars as .png, .svg or .pdf (needs matplotlib)")
     return suites
 
 
@@ -65,11 +70,15 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, "missing", None):
             raise BenchError(f"it needs the package {args.missing}: pip install {args.missing}")
         suite = importlib.import_module(args.module)
+        if not getattr(suite, "PLOTTED", True):
+            refuse(args, "a plot shows speed-ups over plain decoding, which this suite does not measure", plot=None)
+        if args.plot:
+            report.check_plot(args.plot)
         for _ in suite.measure(args, outcome):
             outcome.meaning = report.meaning(outcome.records)
             if args.json:
                 _save(args.json, json.dumps(_rounded(asdict(outcome)), indent=0))
-    except (BenchError, EngineError, MediaError) as error:
+    except (BenchError, EngineError, MediaError, report.ReportError) as error:
         print(f"{args.prog}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -89,6 +98,8 @@ def _tell(args: argparse.Namespace, outcome: Outcome, began: float) -> None:
         _save(args.json, json.dumps(_rounded(asdict(outcome)), indent=0))
     if args.markdown:
         _save(args.markdown, report.markdown(outcome.records, outcome.provenance, outcome.tuned))
+    if args.plot:
+        report.plot(outcome.records, args.plot, f"{outcome.provenance['model']} on {outcome.provenance['device']}")
 
 
 def _rounded(value: Any) -> Any:
@@ -139,6 +150,11 @@ def batches(some: Sequence[T], size: int) -> list[list[T]]:
     """Single ones, or windows that overlap by half, so that there are enough calls to take quartiles of."""
     starts = range(0, len(some), max(1, size // 2))
     return [[some[(start + i) % len(some)] for i in range(size)] for start in starts]
+
+
+def seeds_of(run: int, count: int, seed: int) -> list[int]:
+    """Seeds of `count` pictures; run 0 is the reference of plain drawing, and no two runs share one."""
+    return [BLOCK * (1 + run) + seed * 10**5 + i for i in range(count)]
 
 
 def say(line: str) -> None:

@@ -33,7 +33,7 @@ class Question:
 
 
 def read_questions(path: Path, count: int, others: int, pictures: bool = True) -> tuple[list[Question], list[Question]]:
-    """`count` questions spread over the data (0: all), and `others` further ones to tune on.
+    """`count` questions spread over the data, and `others` further ones to tune on.
 
     Args:
         path: a .jsonl, .json or .parquet list with the fields of FIELDS, or a folder: of one such list (as in
@@ -46,7 +46,6 @@ def read_questions(path: Path, count: int, others: int, pictures: bool = True) -
     """
     folder = path if path.is_dir() else path.parent
     rows = _rows(path)
-    count = count or max(1, len(rows) - others)
     if len(rows) < count + others:
         raise BenchError(
             f"{path} holds {len(rows)} questions; {count} are to be measured and {others} to be tuned on. "

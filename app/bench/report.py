@@ -1,16 +1,19 @@
-"""Records of a benchmark as a table on the screen, and as Markdown; `tables.yaml` says what is shown."""
+"""Records of a benchmark as a table on the screen, as Markdown, and as a plot; `tables.yaml` says what is shown."""
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 
 from mmspec.app.compare import over
+from mmspec.app.extras import installing
 from mmspec.statistics import Stats
 
 Record = dict[str, Any]
@@ -19,6 +22,7 @@ STOCK_PATHS = ("stock", "stock-static")
 
 TABLES = Path(__file__).with_name("tables.yaml")
 LAYOUTS: dict[str, dict[str, Any]] = yaml.safe_load(TABLES.read_text())
+CURVES: dict[str, Callable[[Any, list[Record]], None]] = {}  # by suite, what draws its records into a panel
 
 
 def number(value: float | None, form: str) -> str:
@@ -32,12 +36,33 @@ def _visual(record: Record) -> str:
     return "-" if rows is None else f"{rows:.0f}/{record['visual_tokens']:.0f}"
 
 
+def _shares(record: Record) -> str:
+    held = record["shares"]
+    return "-" if held is None else " ".join(f"{100 * held[part]:.0f}" for part in ("draft", "verify", "other"))
+
+
+def _spent(record: Record) -> str:
+    none = record["lossless"] or record["spent"] is None
+    return "-" if none else f"{record['spent']:.2f} ({record['spent_max']:.2f})"
+
+
+def _identical(record: Record) -> str:
+    return f"{record['identical_rate']:.0%}" if record["exact_seed"] and record["identical_rate"] is not None else "-"
+
+
 OWN: dict[str, Callable[[Record], str]] = {  # fields that are shown in a way of their own
     "drafter_visual_rows": _visual,
+    "lossless": lambda r: "kept" if r["lossless"] else "bent",
+    "shares": _shares,
+    "spent": _spent,
+    "exact_seed": _identical,
     "refused": lambda r: "refused" if r.get("refused") else cell(r, "speedup_e2e ratio"),
 }
 TITLES: dict[str, Callable[[Record], str]] = {  # that are more than a form
     "vlm": lambda r: r["cell"] + (f", {r['category']}" if r["category"] != "all" else ""),
+    "caption": lambda r: (
+        f"{r['captions']} {r.get('asked', 'captions')}, {r['rows']} row{'s' * (r['rows'] > 1)} at once"
+    ),
 }
 
 
@@ -56,6 +81,10 @@ def cell(record: Record, spec: str) -> str:
     if form == "ratio":
         return f"{value:.2f}x ({record[name + '_p25']:.2f}-{record[name + '_p75']:.2f})"
     return (form or "{}").format(value / float(unit) if unit else value, **record)
+
+
+class ReportError(Exception):
+    """A report that cannot be made; the message says what to do."""
 
 
 def spread(name: str, values: Sequence[float | None]) -> Record:
@@ -167,3 +196,49 @@ def markdown(records: list[Record], provenance: Record, tuned: Record) -> str:
     lines += ["## What the columns mean", "", *(f"- `{name}`: {text}" for name, text in meaning(records).items())]
     chosen = [f"- {cell}: {m} {found['chosen']}" for cell, methods in tuned.items() for m, found in methods.items()]
     return "\n".join([*lines, *(["", "## Tuned on other images", "", *chosen] if chosen else [])]) + "\n"
+
+
+def check_plot(path: Path) -> None:
+    """ReportError now rather than after the measurement, where no plot could be written."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ReportError(f"a plot needs matplotlib: {installing('bench')}, or leave --plot out")
+    if path.suffix.lower() not in (".png", ".svg", ".pdf"):
+        raise ReportError(f"a plot is a .png, .svg or .pdf file; got {str(path)!r}")
+
+
+def plot(records: list[Record], path: Path, title: str) -> None:
+    """Speed-ups, one panel a cell, the whiskers being the quartiles; quality against speed where it was measured."""
+    check_plot(path)
+    from matplotlib.figure import Figure
+
+    shown = {name: [r for r in rows if r.get("speedup_e2e") is not None] for name, rows in sections(records).items()}
+    shown = {name: rows for name, rows in shown.items() if rows}
+    curves = next((CURVES[r["suite"]] for r in records if r["suite"] in CURVES), None)
+    count = len(shown) + (curves is not None)
+    across = min(2, max(1, count))
+    down = max(1, -(-count // across))
+    bars = max(map(len, shown.values()), default=0)
+    figure = Figure(figsize=(6.4 * across, 0.9 + max(2.3, 0.22 * bars) * down), layout="constrained")
+    panels = figure.subplots(down, across, squeeze=False).ravel()
+    for panel, (name, rows) in zip(panels, shown.items(), strict=False):
+        _bars(panel, name, rows)
+    if curves is not None:
+        curves(panels[len(shown)], records)
+    for panel in panels[count:]:
+        panel.set_visible(False)
+    figure.suptitle(title, fontsize=10)
+    figure.savefig(path, dpi=150)
+
+
+def _bars(panel: Any, name: str, rows: list[Record]) -> None:
+    middle = [r["speedup_e2e"] for r in rows]
+    low, high = ([r[f"speedup_e2e_{end}"] for r in rows] for end in ("p25", "p75"))
+    whiskers = [np.subtract(middle, low), np.subtract(high, middle)]
+    colours = ["#9aa3ad" if r["stock_path"] else "#2f6fb0" for r in rows]
+    panel.barh([r["method"] for r in rows], middle, xerr=whiskers, color=colours, ecolor="#333333", capsize=2)
+    panel.axvline(1.0, color="#333333", linewidth=0.8)
+    panel.invert_yaxis()
+    panel.set_title(name, fontsize=9)
+    panel.set_xlabel("speed-up over plain decoding, end to end", fontsize=9)
+    for place, value in enumerate(middle):
+        panel.text(0.03, place, f"{value:.2f}x", va="center", fontsize=8, color="white")

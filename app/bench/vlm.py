@@ -71,7 +71,6 @@ def measure(
     bench = VlmBench(engine.model, engine.processor, args.max_new_tokens, args.seed)
     chosen = methods(bench.model, args)
     outcome.provenance = provenance(bench.model.device, bench.model.dtype) | {"model": args.model}
-    outcome.provenance |= {"data": str(args.data)} if args.data else {}
     asked, others = questions(args, not text_alone(bench.processor))
     best: dict[str, Any] = {}
     for batch, heat in [(batch, heat) for batch in args.batch for heat in args.temperature]:

@@ -11,6 +11,7 @@ import numpy as np
 from mmspec.app.bench.command import BenchError, refuse
 from mmspec.app.bench.protocols import PROTOCOLS
 from mmspec.app.bench.questions import Question, read_questions
+from mmspec.app.options import count
 from mmspec.zoo import PROMPTS, scenes
 
 HELD_OUT, TUNING = 7001, 7002  # first number of the seeds, which no training, no evaluation and no other suite draws
@@ -47,9 +48,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     add("--data", type=Path, metavar="PATH", help=own)
     add("--prompt", nargs="+", help="short, long, or texts of your own, a cell for each; default: short and long")
-    add(
-        "--images", type=int, default=20, help="questions of a cell at batch 1; 0: all of --data (default: %(default)s)"
-    )
+    add("--images", type=count, default=20, help="questions of a cell at batch 1 (default: %(default)s)")
     add("--seed", type=int, default=0)
 
 
@@ -67,8 +66,6 @@ def questions(args: argparse.Namespace, pictures: bool = True) -> tuple[Question
         pictures: whether the model sees some; one that reads text alone is asked what a list has.
     """
     others = tuned_on(args)
-    if args.images < (args.data is None):
-        raise BenchError(f"--images is a number from 1 on, or 0 for all questions of --data; got {args.images}")
     if args.data is None and not pictures:
         raise BenchError(f"{args.model} reads text alone; name a list of prompts without pictures with --data")
     if args.data is None:

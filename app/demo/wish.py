@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from mmspec.app.bench.image_methods import sweeps
 from mmspec.app.demo.answer import MAX_PROMPT
 from mmspec.app.demo.desk import MAX_SEED, RefusedError, within
 
 MAX_WINDOW = 64
 MAX_GUIDANCE = 20
 LOSSLESS = "off"
+FAMILIES = tuple(sweeps(1024))  # of rules that bend the distribution, each with settings from mild to bold
 STEPS = 5  # of boldness
-PUBLISHED_CODES = 16384  # that lantern's published k is a share of
 SEED_EXACT = "jacobi, seed-exact"
 METHODS: dict[str, dict[str, Any]] = {  # options of the Jacobi drafter; the window comes from the page
     SEED_EXACT: {"reproducible": True},
@@ -22,30 +23,6 @@ METHODS: dict[str, dict[str, Any]] = {  # options of the Jacobi drafter; the win
     "jacobi, proactive tree (SJD-PAC)": {"coupling": "maximal", "proactive": (3, 3)},
 }
 TRAINED: dict[str, dict[str, Any]] = {"trained drafter": {}, "trained drafter, seed-exact": {"reproducible": True}}
-
-
-def sweeps(codes: int) -> dict[str, list[tuple[float, str]]]:
-    """For each family of rules, its parameter from mild to bold and the rule with it."""
-    k = min(10, codes - 1)
-    shares = [cells for share in (0.75, 0.5, 0.25, 0.125, 0.0625) if (cells := int(codes * share)) > 0]
-    groups = [g for g in (3, 5, 10, 25, 50) if g <= codes]
-    return {
-        "typical": [(d, f"typical(epsilon=0.3, delta={d})") for d in (0.5, 0.2, 0.05, 0.01, 0.002)],
-        "scaled": [(w, f"scaled(omega={w})") for w in (1.25, 1.5, 2.0, 3.0, 6.0)],
-        "lantern": [(d, f"lantern(k={published_k(codes)}, delta={d})") for d in (0.02, 0.05, 0.1, 0.2, 0.4)],
-        "lantern++": [(lam, f"lantern(k={k}, lam={lam})") for lam in (1.5, 2.0, 5.0, 10.0, 20.0)],
-        "gsd": [(float(g), f"gsd(group={g})") for g in groups],
-        "grouped": [(float(c), f"grouped(cells={c})") for c in shares],
-        "pooled": [(float(c), f"pooled(cells={c})") for c in shares],
-    }
-
-
-def published_k(codes: int) -> int:
-    """LANTERN's 1000 nearest of 16384 codes, as a share of another codebook."""
-    return max(1, min(codes - 1, round(1000 * codes / PUBLISHED_CODES)))
-
-
-FAMILIES = tuple(sweeps(1024))  # of rules that bend the distribution
 
 
 def seed_exact(method: str) -> bool:

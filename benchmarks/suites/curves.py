@@ -1,49 +1,23 @@
-"""Curves: of the vlm suite tokens per call by depth and speed-up by visual tokens; of pictures quality by speed."""
+"""Curves of the vlm suite: tokens per call by depth, and speed-up by visual tokens, a line for each method."""
 
 from __future__ import annotations
 
-import argparse
-import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mmspec.app.bench.command import BenchError
-from mmspec.app.bench.report import Record
+from mmspec.app.bench.report import Record, check_plot
 
 Condition = tuple[float, int]  # temperature and batch
-
-
-def configure(parser: argparse.ArgumentParser, shown: str) -> None:
-    """The option; `shown` says what is drawn."""
-    parser.add_argument("--curves", type=Path, metavar="FILE", help=f"{shown}: .png, .svg or .pdf")
-
-
-def check(path: Path | None) -> None:
-    """BenchError now rather than after the measurement, where nothing could be drawn."""
-    if path is not None and importlib.util.find_spec("matplotlib") is None:
-        raise BenchError("--curves needs matplotlib: pip install matplotlib, or leave it out")
-    if path is not None and path.suffix.lower() not in (".png", ".svg", ".pdf"):
-        raise BenchError(f"--curves is a .png, .svg or .pdf file; got {str(path)!r}")
-
-
-def panel(draw: Callable[[Any, Sequence[Record]], None], records: Sequence[Record], path: Path) -> None:
-    """What `draw` makes of the records in one panel."""
-    check(path)
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
-    draw(figure.subplots(), records)
-    figure.savefig(path, dpi=150)
 
 
 def draw(records: Sequence[Record], path: Path, title: str) -> None:
     """Two panels for each temperature and number of rows, of the records that are no variants.
 
     Raises:
-        BenchError: no matplotlib, or a path that ends in something else than .png, .svg or .pdf.
+        ReportError: no matplotlib, or a path that ends in something else than .png, .svg or .pdf.
     """
-    check(path)
+    check_plot(path)
     from matplotlib.figure import Figure
 
     shown = [r for r in records if r["n"] and r["category"] == "all" and not r["variant_of"]]

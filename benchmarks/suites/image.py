@@ -9,15 +9,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.suites import curves, gallery, image_speed, mar, quality
+from benchmarks.suites import gallery, mar, quality
 from benchmarks.suites.gallery import Gallery
-from benchmarks.suites.image_methods import BASE, ImageMethod, seeds_of, with_rule
-from benchmarks.suites.image_plain import ImageBench
-from benchmarks.suites.image_report import charges
 from benchmarks.suites.judge import ImagePrompts, Judge
-from mmspec.app.bench.command import BenchError, Outcome, matching, refuse, say
-from mmspec.app.bench.report import Record
-from mmspec.app.demo.wish import sweeps
+from mmspec.app.bench import image
+from mmspec.app.bench.command import BenchError, Outcome, matching, refuse, say, seeds_of
+from mmspec.app.bench.image_methods import BASE, ImageMethod, sweeps, with_rule
+from mmspec.app.bench.image_plain import ImageBench
+from mmspec.app.bench.report import CURVES, Record
+from mmspec.app.bench.report_image import charges
 from mmspec.app.devices import EngineError
 from mmspec.app.mar import draws
 from mmspec.app.media.inputs import images
@@ -37,9 +37,8 @@ OF_TOKENS: dict[str, Any] = {  # flags for models that draw tokens, and what the
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Of the times, and how many pictures are judged."""
-    image_speed.configure(parser)
-    curves.configure(parser, "quality by tokens per forward")
+    """As of `mmspec bench image`, and how many pictures are judged."""
+    image.configure(parser)
     good = parser.add_argument_group("how good the pictures are")
     good.add_argument("--quality-images", type=int, default=0, metavar="N", help="pictures per method; 0: not measured")
     good.add_argument("--quality-methods", nargs="+", metavar="PATTERN", help=f"default: {' '.join(DEFAULT_QUALITY)}")
@@ -56,19 +55,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
     """Timing, the sheet, then quality; yields whenever the outcome has grown."""
-    curves.check(args.curves)
     if draws(args.model):
         refuse(args, "a MAR draws classes by its own drafts, so this bench has no use for that here", **OF_TOKENS)
         yield from mar.measure(args, outcome)
-        if args.curves:
-            curves.panel(mar.draw_curves, outcome.records, args.curves)
         return
     if not args.quality_images:
         why = "no quality is measured without --quality-images N"
-        refuse(args, why, curves=None, quality_methods=None, sweep=None, pictures=None, real=None)
-    yield from image_speed.measure(args, outcome, judged if args.quality_images else None)
-    if args.curves:
-        curves.panel(draw_curves, outcome.records, args.curves)
+        refuse(args, why, quality_methods=None, sweep=None, pictures=None, real=None)
+    yield from image.measure(args, outcome, judged if args.quality_images else None)
 
 
 def judged(bench: ImageBench, args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
@@ -76,7 +70,7 @@ def judged(bench: ImageBench, args: argparse.Namespace, outcome: Outcome) -> Ite
     known = {"suite": QUALITY, "n": args.quality_images, "backbone": args.backbone}
     left = [
         m for m in methods(bench.painter, args)
-        if not image_speed.there(outcome.records, method=m.name, setting=m.setting, **known)
+        if not image.there(outcome.records, method=m.name, setting=m.setting, **known)
     ]  # fmt: skip
     for record in judge_all(bench, left, ask(bench.painter, args), args) if left else ():
         outcome.records.append(record)
@@ -85,7 +79,7 @@ def judged(bench: ImageBench, args: argparse.Namespace, outcome: Outcome) -> Ite
 
 def methods(painter: ImageSubject, args: argparse.Namespace) -> list[ImageMethod]:
     """What is judged, the points of the curves included."""
-    known = image_speed.methods(painter, args)
+    known = image.methods(painter, args)
     eagles = any(m.name.startswith("eagle") for m in known)
     wanted = args.quality_methods or args.methods or [p for p in DEFAULT_QUALITY if eagles or p != "eagle*"]
     found = [m for m in matching(known, wanted, args.without) if not m.plain]
@@ -114,10 +108,10 @@ def swept(codes: int, budget: float | None, families: Sequence[str] = ()) -> lis
 
 def ask(painter: ImageSubject, args: argparse.Namespace) -> ImagePrompts:
     """As many prompts as are judged, with the scenes that they describe and their real pictures, or the user's."""
-    prompts = image_speed.prompts(painter, args, args.quality_images)
+    prompts = image.prompts(painter, args, args.quality_images)
     if args.prompts is None and not painter.classes:
         refuse(args, "held-out scenes have real pictures of their own; --real is for your own --prompts", real=None)
-        scenes = [scene for scene, _ in pictures.held_out(len(prompts), image_speed.HELD_OUT + args.seed)]
+        scenes = [scene for scene, _ in pictures.held_out(len(prompts), image.HELD_OUT + args.seed)]
         return ImagePrompts(prompts, scenes, [pictures.render(scene) for scene in scenes])
     return ImagePrompts(prompts, real=[load_image(path) for path in images(args.real)] if args.real else ())
 
@@ -173,7 +167,7 @@ def judge_all(
         yield facts
 
 
-def families(records: Sequence[Record]) -> dict[str, list[Record]]:
+def curves(records: Sequence[Record]) -> dict[str, list[Record]]:
     """Quality records by the curve that they belong to; the single methods, lossless and bent, make one each."""
     found: dict[str, list[Record]] = {}
     for record in records:
@@ -186,7 +180,7 @@ def families(records: Sequence[Record]) -> dict[str, list[Record]]:
 
 def draw_curves(panel: Any, records: Sequence[Record]) -> None:
     """Fréchet distance over tokens per forward, a line for each swept rule; the band is the noise of ar itself."""
-    for name, some in families(records).items():
+    for name, some in curves(records).items():
         style = "o-" if some[0]["family"] else "^" if name == "distribution kept" else "x"
         panel.plot([r["compression"] for r in some], [r["fd_ar"] for r in some], style, label=name, markersize=4)
     noise = next((r["noise"] for r in records if r["suite"] == QUALITY and r["noise"]), None)
@@ -195,3 +189,6 @@ def draw_curves(panel: Any, records: Sequence[Record]) -> None:
     panel.set_xlabel("tokens per forward", fontsize=9)
     panel.set_ylabel("Fréchet distance to ar", fontsize=9)
     panel.legend(fontsize=7)
+
+
+CURVES[QUALITY] = draw_curves

@@ -9,12 +9,11 @@ from typing import Any
 
 from benchmarks.suites import mar_ways
 from benchmarks.suites.gallery import Gallery
-from benchmarks.suites.image_methods import seeds_of
 from benchmarks.suites.judge import ImagePrompts, Judge
 from benchmarks.suites.mar_ways import BENT, HELD_OUT, KEPT, OTHER, SPEED, MarMethod, call
 from benchmarks.zoo import classes
-from mmspec.app.bench.command import Outcome, say
-from mmspec.app.bench.report import Record
+from mmspec.app.bench.command import Outcome, say, seeds_of
+from mmspec.app.bench.report import CURVES, Record
 from mmspec.app.mar import OWN, MarSubject
 
 QUALITY = "mar-quality"  # the suite of its records
@@ -91,3 +90,6 @@ def draw_curves(panel: Any, records: Sequence[Record]) -> None:
     panel.set_xlabel("seconds a picture", fontsize=9)
     panel.set_ylabel("Fréchet distance to all", fontsize=9)
     panel.legend(fontsize=7)
+
+
+CURVES[QUALITY] = draw_curves

@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.suites.image_methods import seeds_of
-from mmspec.app.bench.command import BenchError, Outcome, batches, matching, say
+from mmspec.app.bench.command import BenchError, Outcome, batches, matching, say, seeds_of
 from mmspec.app.bench.report import Record, spread
 from mmspec.app.compare import Comparison, over
 from mmspec.app.devices import EngineError

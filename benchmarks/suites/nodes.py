@@ -23,6 +23,7 @@ from mmspec.drafters.plain import NoOptions, Plain
 from mmspec.tree import chain
 from mmspec.types import Draft
 
+PLOTTED = False  # a plot shows speed-ups over plain decoding
 VOCAB = 8192
 
 

@@ -13,10 +13,10 @@ import numpy as np
 from PIL import Image
 
 import mmspec
-from benchmarks.suites.caption import HELD_OUT
 from benchmarks.zoo import clips
 from mmspec.app import embedded
 from mmspec.app.bench import report
+from mmspec.app.bench.caption import HELD_OUT
 from mmspec.app.bench.command import Outcome, say
 from mmspec.app.caption.prompts import PromptChoice
 from mmspec.app.caption.settings import KEPT
@@ -27,6 +27,7 @@ from mmspec.app.options import count, where
 from mmspec.app.provenance import provenance
 from mmspec.zoo import scenes
 
+PLOTTED = False  # a plot shows speed-ups over plain decoding
 PROMPTS = (
     "Describe this image in two or three sentences.",
     "How many objects are there?",

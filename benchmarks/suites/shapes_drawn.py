@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.suites import image_methods
-from benchmarks.suites.image_methods import seeds_of
-from benchmarks.suites.image_plain import ImageBench
 from benchmarks.suites.shapes_models import Codes, Latents
 from benchmarks.suites.shapes_ways import COMPILED, STOCK, Cost, ShapeMethod
 from mmspec.app import painter
+from mmspec.app.bench import image_methods
+from mmspec.app.bench.command import seeds_of
+from mmspec.app.bench.image_plain import ImageBench
 from mmspec.app.devices import wait
 from mmspec.models.llamagen_vq import LlamaGenVQ
 from mmspec.models.mar_scheduler import MARScheduler

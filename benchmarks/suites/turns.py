@@ -21,6 +21,7 @@ from mmspec.app.options import count, where
 from mmspec.app.provenance import provenance
 from mmspec.pipelines.prompts import chat_inputs
 
+PLOTTED = False  # a plot shows speed-ups over plain decoding
 KEPT = "512MB"  # prefix_cache of the method that has one, unless --enable names it
 
 

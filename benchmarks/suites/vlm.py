@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from pathlib import Path
 
 from benchmarks.suites import ablations, curves, drawn
-from mmspec.app.bench import vlm
+from mmspec.app.bench import report, vlm
 from mmspec.app.bench.command import Outcome
 
 
@@ -15,12 +16,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     vlm.configure(parser)
     ablations.configure(parser)
     drawn.configure(parser)
-    curves.configure(parser, "tokens per call by depth, and speed-up by visual tokens")
+    parser.add_argument("--curves", type=Path, metavar="FILE", help="tokens per call by depth, and speed-up by visual "
+        "tokens, as .png, .svg or .pdf (needs matplotlib)")  # fmt: skip
 
 
 def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
     """All cells, one after the other; yields whenever the outcome has grown."""
-    curves.check(args.curves)
+    if args.curves:
+        report.check_plot(args.curves)
     yield from vlm.measure(args, outcome, ablations.methods, drawn.questions)
     if args.curves:
         curves.draw(outcome.records, args.curves, f"{args.model} on {outcome.provenance['device']}")

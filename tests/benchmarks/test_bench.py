@@ -191,7 +191,7 @@ def test_says_what_is_wrong_with_a_list(tmp_path: Path, content: str, count: int
         (["caption", "--data", "{}", "--prompt", "short"], "--prompt: the questions of "),
         (["round", "--tune"], "--tune: the round bench tunes nothing; leave it out"),
         (["shapes", "--sizes", "toy", "--models", "llamagen-xl", "--contexts", "9"], "--contexts: only vision-"),
-        (["image", "--curves", "x.png"], "--curves: no quality is measured without --quality-images N"),
+        (["nodes", "--plot", "x.png"], "--plot: a plot shows speed-ups over plain decoding, which this suite does not"),
         (["image", "--sweep", "--real", "{}"], "--sweep and --real: no quality is measured without --quality-images N"),
         (["image", "--model", "mar", "--rule", "x", "--prompts", "y"], "--prompts and --rule: a MAR draws classes by"),
     ],
@@ -277,15 +277,13 @@ def test_own_questions_are_grouped_by_category(model: Path, tmp_path: Path) -> N
     assert {r["n"] for r in found if r["category"] == "t1"} == {2}
 
 
-def test_curves_need_a_file_that_can_be_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for suite in ("vlm", "image"):
-        assert cli.main([suite, "--curves", str(tmp_path / "out.docx")], workshop) == 1
-        assert ".png, .svg or .pdf" in capsys.readouterr().err
-
-
-def test_a_number_of_pictures_is_needed_where_they_are_drawn(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--images", "0") == 1
-    assert "--images is a number from 1 on, or 0 for all questions of --data; got 0" in capsys.readouterr().err
+def test_plots(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    words = [*QUICK, "--batch", 1, "--temperature", 0, "--without", "stock-static"]
+    assert run("--model", model, *words, "--plot", tmp_path / "out.svg") == 0
+    assert (tmp_path / "out.svg").stat().st_size > 1000
+    assert run("--model", model, *words, "--plot", tmp_path / "out.docx") == 1
+    assert ".png, .svg or .pdf" in capsys.readouterr().err
 
 
 def test_refuses_unknown_methods(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -300,7 +298,7 @@ def test_the_kernels_suite_knows_no_such_device(capsys: pytest.CaptureFixture[st
     assert "no device 'foo' here" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", ["--batch 0", "--depth -1", "--max-new-tokens x", "--temperature -1"])
+@pytest.mark.parametrize("words", ["--images 0", "--batch 0", "--depth -1", "--max-new-tokens x", "--temperature -1"])
 def test_values_that_cannot_be_meant_are_refused_before_the_work(words: str, capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit) as stop:
         run(*words.split())

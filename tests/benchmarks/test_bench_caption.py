@@ -1,4 +1,4 @@
-"""The caption suite: static and continuous batches of the same captions, on a tiny model."""
+"""`mmspec bench caption`: static and continuous batches of the same captions, on a tiny model."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import pytest
 import tiny_llava
 from PIL import Image
 
-from benchmarks.__main__ import parser as workshop
-from benchmarks.suites import caption
 from mmspec.app import cli, compare
+from mmspec.app.bench import caption
 
 
 @pytest.fixture(scope="module")
@@ -25,11 +24,11 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, str]:
     (folder / "asked.jsonl").write_text("\n".join(map(json.dumps, rows)))
     model = tiny_llava.save(folder / "model")
     out, page = folder / "out.json", folder / "out.md"
-    words = ["caption", "--model", str(model), "--data", str(folder / "asked.jsonl"), "--images", "5"]
+    words = ["bench", "caption", "--model", str(model), "--data", str(folder / "asked.jsonl"), "--images", "5"]
     words += ["--rows", "1", "2", "--turns", "2", "--max-new-tokens", "6", "--device", "cpu"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compare, "PEAKS", 1)
-        assert cli.main([*words, "--json", str(out), "--markdown", str(page)], workshop) == 0
+        assert cli.main([*words, "--json", str(out), "--markdown", str(page)]) == 0
     return json.loads(out.read_text()), page.read_text()
 
 
@@ -50,12 +49,12 @@ def test_unrelated_texts_are_drawn_alike_by_every_method(tmp_path: Path) -> None
     model, out = tiny_llava.save(tmp_path / "model"), tmp_path / "out.json"
     for number in range(4):  # two batches of one shape
         Image.new("RGB", (28, 28), (50 * number, 90, 200)).save(tmp_path / f"{number}.png")
-    words = ["caption", "--model", str(model), "--data", str(tmp_path), "--images", "4", "--rows", "2"]
+    words = ["bench", "caption", "--model", str(model), "--data", str(tmp_path), "--images", "4", "--rows", "2"]
     words += ["--prompt", "w5", "--drafters", "suffix", "recycle", "ngram", "--without", "*ngram", "--turns", "1"]
     words += ["--unrelated", "--max-new-tokens", "40", "--device", "cpu", "--json", str(out)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compare, "PEAKS", 1)
-        assert cli.main(words, workshop) == 0
+        assert cli.main(words) == 0
     records = json.loads(out.read_text())["records"]
     assert [r["method"] for r in records] == ["static", "static + suffix", "static + recycle"]
     assert all(r["identical_rate"] == 1 and r["asked"] == "unrelated texts" for r in records)
@@ -79,5 +78,5 @@ def test_the_default_prompts_ask_for_long_and_short_answers() -> None:
 @pytest.mark.parametrize("wrong", [["--rows", "0"], ["--turns", "0"], ["--images", "0"]])
 def test_refusals(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
-        cli.main(["caption", *wrong], workshop)
+        cli.main(["bench", "caption", *wrong])
     assert "'0' is not a whole number from 1 on" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The image suite: the arithmetic of its records, its methods, and whole runs on a tiny random pipeline."""
+"""`mmspec bench image`: the arithmetic of its records, its methods, and whole runs on a tiny random pipeline."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ import tiny_llamagen
 import torch
 from PIL import Image
 
-from benchmarks.suites import SUITES, gallery, image_methods, image_plain, image_report
+from benchmarks.suites import SUITES, gallery
 from benchmarks.suites import image as judged_image
-from benchmarks.suites import image_speed as bench_image
-from benchmarks.suites.image_methods import ImageMethod
 from mmspec.app.bench import command as bench
-from mmspec.app.bench import report
+from mmspec.app.bench import image as bench_image
+from mmspec.app.bench import image_methods, image_plain, report, report_image
 from mmspec.app.bench.command import matching
-from mmspec.app.demo.wish import published_k, sweeps
+from mmspec.app.bench.image_methods import ImageMethod
 from mmspec.app.painter import ImageResult, ImageSubject
 from mmspec.registry import resolve_rule
 from mmspec.statistics import Stats
@@ -63,8 +62,8 @@ def test_figures_of_known_calls() -> None:
         "jacobi": [painting(1.0, 7, verify=0.5, draft=0.1, other=0.1, prefill=0.3)],
         "jacobi+scaled": [painting(0.5, 3, spent=(0.5, 1.5), fill=1, verify=0.3)],
     }
-    assert image_report.fastest(made) == "ar-static"
-    found = image_report.figures("jacobi", made, "ar-static")
+    assert report_image.fastest(made) == "ar-static"
+    found = report_image.figures("jacobi", made, "ar-static")
     assert found["speedup_e2e"] == pytest.approx(2.0)
     assert found["speedup_decode"] == pytest.approx(1.5 / 0.7)
     assert found["speedup_vs_best_plain"] == pytest.approx(1.6)
@@ -74,11 +73,11 @@ def test_figures_of_known_calls() -> None:
     assert found["shares"] == pytest.approx({"draft": 1 / 7, "verify": 5 / 7, "other": 1 / 7})
     assert found["identical_rate"] == 1.0 and found["n"] == 1 and not found["stock_path"]
     made["ar"] = [painting(2.0, 15, spent=(0.0, 0.0), verify=1.5)]
-    rule = image_report.figures("jacobi+scaled", made, "ar-static")
+    rule = report_image.figures("jacobi+scaled", made, "ar-static")
     assert (rule["spent"], rule["spent_max"], rule["spent_per_token"]) == (1.0, 1.5, 1.0 / 16)
     assert rule["identical_rate"] == 0.0 and rule["forwards"] == 4 and rule["compression"] == 4.0
     assert rule["seconds_per_image"] == 0.25
-    failed = image_report.figures("eagle", made, "ar-static")
+    failed = report_image.figures("eagle", made, "ar-static")
     assert failed["n"] == 0 and failed["speedup_e2e"] is failed["compression"] is failed["spent"] is None
 
 
@@ -96,13 +95,13 @@ def test_a_gallery_sums_up_its_calls() -> None:
 @pytest.mark.parametrize("codes", [64, 1024, 16384])
 def test_every_rule_of_the_table_is_one(codes: int) -> None:
     specs = [*image_methods.published(codes).values(), *image_methods.ours(codes).values()]
-    specs += [spec for points in sweeps(codes).values() for _, spec in points]
+    specs += [spec for points in image_methods.sweeps(codes).values() for _, spec in points]
     if codes < 1000:
         codebook = torch.randn(codes, 4)
         assert not any(resolve_rule(spec, codebook).lossless for spec in specs)
     k = [int(spec.split("k=")[1].split(",")[0]) for spec in specs if "k=" in spec]
-    assert max(k) == max(10, published_k(codes)) < codes
-    assert published_k(16384) == 1000
+    assert max(k) == max(10, image_methods.published_k(codes)) < codes
+    assert image_methods.published_k(16384) == 1000
 
 
 def test_methods_are_chosen_by_pattern() -> None:
@@ -218,7 +217,7 @@ def test_judges_pictures(text: Path, tmp_path: Path) -> None:
     words = ["--model", text, "--device", "cpu", "--images", 0, "--quality-images", 4, "--quality-batch", 3]
     words += ["--quality-methods", "jacobi-exact*16", "jacobi+scaled", "--noise-runs", 1]
     kept = ["--pictures", tmp_path / "pictures", "--json", tmp_path / "out.json"]
-    assert run(*words, *kept, "--curves", tmp_path / "out.svg") == 0
+    assert run(*words, *kept, "--plot", tmp_path / "out.svg") == 0
     found = json.loads((tmp_path / "out.json").read_text())
     records = {r["method"]: r for r in found["records"]}
     assert set(records) == {"ar", "jacobi-exact-seed-16", "jacobi+scaled"}
@@ -243,7 +242,7 @@ def test_a_sweep_makes_curves(classes: Path, tmp_path: Path, monkeypatch: pytest
     words = ["--model", classes, "--device", "cpu", "--images", 0, "--quality-images", 6, "--quality-methods", "ar"]
     assert run(*words, "--sweep", "--noise-runs", 1, "--json", tmp_path / "out.json") == 0
     records = json.loads((tmp_path / "out.json").read_text())["records"]
-    lines = judged_image.families(records)
+    lines = judged_image.curves(records)
     assert sorted(r["parameter"] for r in lines["scaled"]) == [1.1, 3.0] and len(lines["distribution kept"]) == 1
     assert all(r["fd_real"] is None and r["faithfulness"] is None for r in records)  # classes have no real pictures
 
@@ -302,7 +301,7 @@ def test_bad_input(classes: Path, capsys: pytest.CaptureFixture[str], words: lis
 def test_layouts_show_every_record_that_they_title() -> None:
     made = {"ar": [painting(2.0, 15, verify=1.5)]}
     facts = ImageMethod("ar").facts
-    record = {"suite": "image", "batch": 1, **facts, **image_report.figures("ar", made, "ar"), "note": "a note"}
+    record = {"suite": "image", "batch": 1, **facts, **report_image.figures("ar", made, "ar"), "note": "a note"}
     page = report.markdown([record], {"model": "m"}, {})
     assert "## batch 1" in page and "| ar | kept | 1.00x (1.00-1.00) |" in page and "ar: a note" in page
     assert "`forwards`" in page and "`ttft_ms`" not in page

@@ -60,7 +60,7 @@ def test_quality_of_few_pictures(tmp_path, monkeypatch):
     figure = pytest.importorskip("matplotlib.figure")
     tiny.pipeline().save_pretrained(tmp_path / "model")
     line = ["image", "--model", str(tmp_path / "model"), "--images", "1", "--quality-images", "5", "--json"]
-    line += [str(tmp_path / "out.json"), "--curves", str(tmp_path / "out.svg")]
+    line += [str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.svg")]
     assert cli.main([*line, "--methods", "n=4", "--guidance", "1"], workshop) == 0
     *speeds, record = json.loads((tmp_path / "out.json").read_text())["records"]
     assert {r["method"] for r in speeds} == {"all, plain head", "n=4"} and record["method"] == "n=4"
@@ -78,6 +78,8 @@ def test_a_folder_that_is_none_is_told(tmp_path, capsys):
     (tmp_path / "model_index.json").write_text('{"_class_name": "MARPipeline"}')
     assert cli.main(["image", "--model", str(tmp_path)], workshop) == 1
     assert "cannot load" in capsys.readouterr().err
+    assert cli.main(["bench", "image", "--model", str(tmp_path)]) == 1
+    assert "generate --model" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("model", "known"), [("mar", True), ("scenes-mar", True), ("scenes-llamagen", False)])

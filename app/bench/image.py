@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.suites import image_report
-from benchmarks.suites.image_methods import ImageMethod, lossless, relaxed, seeds_of
-from benchmarks.suites.image_plain import ImageBench
 from mmspec.app import embedded
-from mmspec.app.bench import drafters
-from mmspec.app.bench.command import BenchError, Outcome, batches, matching, say
+from mmspec.app.bench import drafters, report_image
+from mmspec.app.bench.command import BenchError, Outcome, batches, matching, say, seeds_of
+from mmspec.app.bench.image_methods import ImageMethod, lossless, relaxed
+from mmspec.app.bench.image_plain import ImageBench
 from mmspec.app.bench.report import Record
 from mmspec.app.compare import Comparison
 from mmspec.app.devices import EngineError, first_line
+from mmspec.app.mar import draws
 from mmspec.app.options import count, from_zero, where
 from mmspec.app.painter import ImageSubject, load, sheet
 from mmspec.app.provenance import provenance
@@ -59,6 +59,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def measure(args: argparse.Namespace, outcome: Outcome, further: Further | None = None) -> Iterator[None]:
     """Timing, then the sheet, then what is further measured; yields whenever the outcome has grown."""
+    if draws(args.model):
+        raise BenchError(
+            f"{args.model} is a MAR: `mmspec generate --model {args.model} --compare` tells its speed, and in a clone "
+            "`python -m benchmarks image` measures all its ways"
+        )
     if args.images == 0 and args.grid is None and further is None:
         raise BenchError("nothing is asked for; give --images or --grid")
     settings = {"guidance_scale": args.guidance, "top_k": args.top_k, "temperature": args.temperature}
@@ -142,21 +147,21 @@ def timed(
     bench: ImageBench, chosen: list[ImageMethod], prompts: Sequence[Any], batch: int, before: list[Record]
 ) -> list[Record]:
     """Warm each method up, then time all of them in turn on each batch; nothing if all are measured already."""
-    if all(there(before, suite=image_report.SPEED, batch=batch, method=m.name) for m in chosen):
+    if all(there(before, suite=report_image.SPEED, batch=batch, method=m.name) for m in chosen):
         return []
     torch.compiler.reset()  # what was compiled for other lengths counts against the limit of recompilations
-    before[:] = [r for r in before if (r["suite"], r.get("batch")) != (image_report.SPEED, batch)]
+    before[:] = [r for r in before if (r["suite"], r.get("batch")) != (report_image.SPEED, batch)]
     groups = batches(list(zip(prompts, seeds_of(1, len(prompts), bench.seed), strict=True)), batch)
     comparison = Comparison(chosen, bench.call)
     comparison.warm_up(groups[0], ["ar"], read=lambda method: not method.plain)  # what is compiled cannot be watched
     made = comparison.measure(groups)
-    best = image_report.fastest(made)
-    slower = {name: f"slower than {best} here" for name in image_report.PLAIN if name in made and name != best}
-    facts = {"suite": image_report.SPEED, "batch": batch}
+    best = report_image.fastest(made)
+    slower = {name: f"slower than {best} here" for name in report_image.PLAIN if name in made and name != best}
+    facts = {"suite": report_image.SPEED, "batch": batch}
     return [
         facts
         | m.facts
-        | image_report.figures(m.name, made, best, comparison.reads.get(m.name))
+        | report_image.figures(m.name, made, best, comparison.reads.get(m.name))
         | {"note": comparison.notes.get(m.name, slower.get(m.name, ""))}
         for m in chosen
     ]

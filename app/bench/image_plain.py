@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.suites.image_methods import ImageMethod
+from mmspec.app.bench.image_methods import ImageMethod
 from mmspec.app.devices import wait
 from mmspec.app.painter import ImageResult, ImageSubject
 from mmspec.models.llamagen import PREFIX, visible

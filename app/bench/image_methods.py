@@ -1,4 +1,4 @@
-"""The methods that the image suite compares: plain paths, drafters, and relaxed rules."""
+"""The methods that `mmspec bench image` compares: plain paths, drafters, and relaxed rules."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from mmspec.app.demo.wish import published_k
 from mmspec.app.painter import PLAIN, DrawingMethod
 from mmspec.drafters.jacobi import JacobiDrafter
 from mmspec.protocols import SessionView, Target
@@ -18,8 +17,8 @@ WINDOWS = (8, 16, 32)
 COUPLINGS = ("none", "maximal", "gumbel")
 INITS = ("horizontal", "vertical", "mixture")
 BASE = {"window": 16, "coupling": "maximal"}  # the Jacobi drafter under every relaxed rule
-BLOCK = 10**7  # seeds of one run of pictures
 STATIC = {"tree": "naive_extend_57", "draws": True}  # the tree of LANTERN++, filled by drawing
+PUBLISHED_CODES = 16384  # that lantern's published k is a share of
 
 
 @dataclass(frozen=True)
@@ -123,6 +122,27 @@ def ours(codes: int) -> dict[str, str]:
     }
 
 
+def sweeps(codes: int) -> dict[str, list[tuple[float, str]]]:
+    """For each family of rules, its parameter from mild to bold and the rule with it."""
+    k = min(10, codes - 1)
+    shares = [cells for share in (0.75, 0.5, 0.25, 0.125, 0.0625) if (cells := int(codes * share)) > 0]
+    groups = [g for g in (3, 5, 10, 25, 50) if g <= codes]
+    return {
+        "typical": [(d, f"typical(epsilon=0.3, delta={d})") for d in (0.5, 0.2, 0.05, 0.01, 0.002)],
+        "scaled": [(w, f"scaled(omega={w})") for w in (1.25, 1.5, 2.0, 3.0, 6.0)],
+        "lantern": [(d, f"lantern(k={published_k(codes)}, delta={d})") for d in (0.02, 0.05, 0.1, 0.2, 0.4)],
+        "lantern++": [(lam, f"lantern(k={k}, lam={lam})") for lam in (1.5, 2.0, 5.0, 10.0, 20.0)],
+        "gsd": [(float(g), f"gsd(group={g})") for g in groups],
+        "grouped": [(float(c), f"grouped(cells={c})") for c in shares],
+        "pooled": [(float(c), f"pooled(cells={c})") for c in shares],
+    }
+
+
+def published_k(codes: int) -> int:
+    """LANTERN's 1000 nearest of 16384 codes, as a share of another codebook."""
+    return max(1, min(codes - 1, round(1000 * codes / PUBLISHED_CODES)))
+
+
 def _split(drafters: Sequence[tuple[str, Any]]) -> tuple[list[tuple[str, Any]], list[tuple[str, Any]]]:
     """Feature drafters, which draft trees; and heads, which fill windows."""
     windows = [(name, drafter) for name, drafter in drafters if name.partition(":")[0] == "heads"]
@@ -149,8 +169,3 @@ def with_rule(
 ) -> ImageMethod:
     limit = {} if budget is None else {"budget": budget}
     return ImageMethod(name, DrawingMethod(way.drafter, {**way.options, "rule": spec, **limit}), curve=curve)
-
-
-def seeds_of(run: int, count: int, seed: int) -> list[int]:
-    """Seeds of `count` pictures; run 0 is the reference of plain drawing, and no two runs share one."""
-    return [BLOCK * (1 + run) + seed * 10**5 + i for i in range(count)]
