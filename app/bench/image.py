@@ -16,7 +16,8 @@ import torch
 from mmspec.app import embedded
 from mmspec.app.bench import drafters, gallery, measures, report_image
 from mmspec.app.bench.command import BenchError, Outcome, batches, matching, say, seeds_of
-from mmspec.app.bench.image_methods import ImageMethod, lossless, relaxed
+from mmspec.app.bench.image_methods import Hostile, ImageMethod, lossless, relaxed
+from mmspec.app.bench.image_model import load
 from mmspec.app.bench.image_plain import ImageBench
 from mmspec.app.bench.pictures import prompts_of
 from mmspec.app.bench.report import Record
@@ -24,7 +25,7 @@ from mmspec.app.compare import Comparison
 from mmspec.app.devices import EngineError
 from mmspec.app.mar import draws
 from mmspec.app.options import count, from_zero, where
-from mmspec.app.painter import ImageSubject, load, sheet
+from mmspec.app.painter import ImageSubject, sheet
 from mmspec.app.provenance import provenance
 from mmspec.zoo import pictures
 
@@ -39,7 +40,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add(
         "--model",
         default=embedded.IMAGE_MODEL,
-        help="folder or name on the Hub of a LlamaGenPipeline (%(default)s)",
+        help="folder or name on the Hub of a LlamaGenPipeline, a Janus, an Emu3 or a diffusers pipeline, or a Python "
+        "file of your own with `load` and `draw` (%(default)s)",
     )
     drafters.configure(parser)
     add("--prompts", type=Path, metavar="FILE", help="prompts of your own, one a line, or the captions of COCO "
@@ -107,9 +109,10 @@ def measure(args: argparse.Namespace, outcome: Outcome, further: Further | None 
 
 def methods(painter: ImageSubject, args: argparse.Namespace) -> list[ImageMethod]:
     """All that could be measured."""
-    codes = painter.pipe.transformer.config.vocab
-    trained = list(drafters.read(args, trained=True, model=painter.pipe.transformer).items())
-    known = lossless(trained) + relaxed(codes, trained, args.rule, args.budget)
+    trained = list(drafters.read(args, trained=True, model=painter.model).items())
+    known = lossless(trained) + relaxed(painter.codes, trained, args.rule, args.budget)
+    if not painter.static:
+        known = [m for m in known if not m.plain and not isinstance(m.way.drafter, Hostile)]
     given, named = drafters.options(args), [drafter for _, drafter in trained]
     return [replace(m, way=replace(m.way, options={**m.way.options, **given})) if m.way.drafter in named else m
             for m in known]  # fmt: skip

@@ -80,7 +80,7 @@ def methods(painter: ImageSubject, args: argparse.Namespace) -> list[ImageMethod
     eagles = any(m.name.startswith("eagle") for m in known)
     wanted = args.quality_methods or args.methods or [p for p in DEFAULT_QUALITY if eagles or p != "eagle*"]
     found = [m for m in matching(known, wanted, args.without) if not m.plain]
-    codes = painter.pipe.transformer.config.vocab
+    codes = painter.codes
     return found + ([] if args.sweep is None else swept(codes, args.budget, args.sweep))
 
 
