@@ -16,6 +16,7 @@ import mmspec
 from mmspec.app import embedded
 from mmspec.app.devices import EngineError, find_device, find_model, first_line, load_quietly
 from mmspec.app.embedded import STOCK
+from mmspec.pipelines.families import table as families
 from mmspec.registry import DRAFTERS, resolve_rule
 from mmspec.rules import Rule
 from mmspec.statistics import Stats
@@ -85,24 +86,40 @@ class Subject(Protocol):
 
 
 class ImageSubject:
-    """A LlamaGenPipeline and the arguments of its calls."""
+    """A LlamaGenPipeline and the arguments of its calls.
+
+    Attributes:
+        static: whether it has a plain loop of fixed shapes, too.
+    """
 
     plain = DrawingMethod()
+    static = True
 
     def __init__(self, pipe: Any, **settings: Any) -> None:
         self.pipe = pipe
         self.settings = {name: value for name, value in settings.items() if value is not None}
         self._loaded: dict[str, Any] = {}  # trained drafters, read from their files once
         self._rules: dict[tuple[str, float | None], Rule] = {}  # neighbours and cells of a codebook take a while
-        pipe.set_progress_bar_config(disable=True)
+        if hasattr(pipe, "set_progress_bar_config"):
+            pipe.set_progress_bar_config(disable=True)
+
+    @property
+    def model(self) -> Any:
+        """What writes the tokens."""
+        return self.pipe.transformer
 
     @property
     def device(self) -> torch.device:
-        return self.pipe.transformer.device
+        return self.model.device
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.pipe.transformer.dtype
+        return self.model.dtype
+
+    @property
+    def codes(self) -> int:
+        """How many codes a picture is made of; 0: that is not known."""
+        return self.model.config.vocab
 
     @property
     def classes(self) -> int:
@@ -138,9 +155,11 @@ class ImageSubject:
 
     def _rule(self, spec: str, budget: float | None) -> Rule:
         if (spec, budget) not in self._rules:
-            codebook = self.pipe.vqvae.codebook().detach().to(self.device)
-            table = self.pipe.transformer.tok_embeddings.weight
-            self._rules[spec, budget] = resolve_rule(spec, codebook, budget, table)
+            model = families.unwrap(self.pipe)
+            family = families.of(model)
+            codebook = family.codebook(model)
+            codebook = codebook if codebook is None else codebook.detach().to(self.device)
+            self._rules[spec, budget] = resolve_rule(spec, codebook, budget, family.embeddings(model))
         return self._rules[spec, budget]
 
     def paint(self, asked: Sequence[str] | Sequence[int], seeds: Sequence[int], **settings: Any) -> ImageResult:

@@ -26,6 +26,7 @@ SUITES = {  # name: (module with configure(parser) and measure(args, outcome), o
     "mmspec": ("mmspec.app.bench.published", "the same on the MMSpec benchmark, from its published folders"),
     "caption": ("mmspec.app.bench.caption", "many captions: static and continuous batches, with drafters and without"),
     "image": ("mmspec.app.bench.image", "pictures of an autoregressive image model, drawn plainly and with drafters"),
+    "pictures": ("mmspec.app.bench.pictures", "CLIP score, inception score and FID of folders of pictures"),
 }
 BLOCK = 10**7  # seeds of one run of pictures
 

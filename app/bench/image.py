@@ -14,16 +14,18 @@ import numpy as np
 import torch
 
 from mmspec.app import embedded
-from mmspec.app.bench import drafters, report_image
+from mmspec.app.bench import drafters, gallery, measures, report_image
 from mmspec.app.bench.command import BenchError, Outcome, batches, matching, say, seeds_of
-from mmspec.app.bench.image_methods import ImageMethod, lossless, relaxed
+from mmspec.app.bench.image_methods import Hostile, ImageMethod, lossless, relaxed
+from mmspec.app.bench.image_model import load
 from mmspec.app.bench.image_plain import ImageBench
+from mmspec.app.bench.pictures import prompts_of
 from mmspec.app.bench.report import Record
 from mmspec.app.compare import Comparison
-from mmspec.app.devices import EngineError, first_line
+from mmspec.app.devices import EngineError
 from mmspec.app.mar import draws
 from mmspec.app.options import count, from_zero, where
-from mmspec.app.painter import ImageSubject, load, sheet
+from mmspec.app.painter import ImageSubject, sheet
 from mmspec.app.provenance import provenance
 from mmspec.zoo import pictures
 
@@ -38,10 +40,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add(
         "--model",
         default=embedded.IMAGE_MODEL,
-        help="folder or name on the Hub of a LlamaGenPipeline (%(default)s)",
+        help="folder or name on the Hub of a LlamaGenPipeline, a Janus, an Emu3 or a diffusers pipeline, or a Python "
+        "file of your own with `load` and `draw` (%(default)s)",
     )
     drafters.configure(parser)
-    add("--prompts", type=Path, metavar="FILE", help="prompts of your own, one a line (default: held-out scenes)")
+    add("--prompts", type=Path, metavar="FILE", help="prompts of your own, one a line, or the captions of COCO "
+        "(.json) (default: held-out scenes)")  # fmt: skip
     add("--images", type=int, default=12, help="prompts timed side by side; 0: no timing (%(default)s)")
     add("--batch", type=count, nargs="+", default=[1, 4], help="pictures per timed call (default: 1 4)")
     add("--methods", nargs="+", metavar="PATTERN", help="ar and only these, such as 'jacobi-*' '*+scaled'")
@@ -55,6 +59,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--resume", action="store_true", help="go on with the records of an earlier run's --json")
     where(parser)
     add("--seed", type=int, default=0)
+    measures.configure(parser)
+    good = parser.add_argument_group("what is measured")
+    good.add_argument("--quality-images", type=int, default=0, metavar="N", help="pictures of each method to measure")
+    good.add_argument("--quality-batch", type=count, default=8, metavar="N", help="pictures per call (%(default)s)")
+    good.add_argument("--pictures", type=Path, metavar="FOLDER", help="keep the pictures here; a second run goes on")
 
 
 def measure(args: argparse.Namespace, outcome: Outcome, further: Further | None = None) -> Iterator[None]:
@@ -64,8 +73,13 @@ def measure(args: argparse.Namespace, outcome: Outcome, further: Further | None 
             f"{args.model} is a MAR: `mmspec generate --model {args.model} --compare` tells its speed, and in a clone "
             "`python -m benchmarks image` measures all its ways"
         )
-    if args.images == 0 and args.grid is None and further is None:
-        raise BenchError("nothing is asked for; give --images or --grid")
+    measured = measures.asked(args)
+    if measured and args.quality_images < 2:
+        raise BenchError("say of how many pictures the measures are: --quality-images N, 2 or more")
+    if args.quality_images and not measured and further is None:
+        raise BenchError("--quality-images says of how many pictures; say what is measured: --clip or --inception")
+    if args.images == 0 and args.grid is None and further is None and not measured:
+        raise BenchError("nothing is asked for; give --images, --grid, --clip or --inception")
     settings = {"guidance_scale": args.guidance, "top_k": args.top_k, "temperature": args.temperature}
     bench = ImageBench(load(args.model, args.device, args.dtype, **settings), args.seed)
     facts = {"model": args.model, "settings": bench.painter.settings, "seed": args.seed, "budget": args.budget}
@@ -85,6 +99,8 @@ def measure(args: argparse.Namespace, outcome: Outcome, further: Further | None 
         if args.grid:
             draw_sheet(bench, chosen, asked[:GRID], args.grid)
             yield
+        if measured:
+            yield from measure_pictures(bench, chosen, args, outcome)
         if further is not None:
             yield from further(bench, args, outcome)
     finally:
@@ -93,9 +109,10 @@ def measure(args: argparse.Namespace, outcome: Outcome, further: Further | None 
 
 def methods(painter: ImageSubject, args: argparse.Namespace) -> list[ImageMethod]:
     """All that could be measured."""
-    codes = painter.pipe.transformer.config.vocab
-    trained = list(drafters.read(args, trained=True, model=painter.pipe.transformer).items())
-    known = lossless(trained) + relaxed(codes, trained, args.rule, args.budget)
+    trained = list(drafters.read(args, trained=True, model=painter.model).items())
+    known = lossless(trained) + relaxed(painter.codes, trained, args.rule, args.budget)
+    if not painter.static:
+        known = [m for m in known if not m.plain and not isinstance(m.way.drafter, Hostile)]
     given, named = drafters.options(args), [drafter for _, drafter in trained]
     return [replace(m, way=replace(m.way, options={**m.way.options, **given})) if m.way.drafter in named else m
             for m in known]  # fmt: skip
@@ -104,22 +121,13 @@ def methods(painter: ImageSubject, args: argparse.Namespace) -> list[ImageMethod
 def prompts(painter: ImageSubject, args: argparse.Namespace, count: int) -> list[Any]:
     """The user's prompts, over and over; or classes, or those of held-out scenes."""
     if args.prompts is not None:
-        lines = [line.strip() for line in _text(args.prompts).splitlines() if line.strip()]
-        if not lines:
-            raise BenchError(f"{args.prompts} holds no prompt; write one a line")
+        lines = prompts_of(args.prompts)
         if painter.classes:
             raise BenchError(f"{args.model} draws classes, not prompts; leave --prompts out")
         return [lines[i % len(lines)] for i in range(count)]
     if painter.classes:
         return np.random.default_rng([HELD_OUT, args.seed]).integers(painter.classes, size=count).tolist()
     return [caption for _, caption in pictures.held_out(count, HELD_OUT + args.seed)]
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise BenchError(f"cannot read the prompts of {path}: {first_line(error)}") from error
 
 
 def take_up(path: Path | None, outcome: Outcome, facts: Record) -> None:
@@ -183,3 +191,40 @@ def draw_sheet(bench: ImageBench, chosen: list[ImageMethod], prompts: Sequence[A
     path.parent.mkdir(parents=True, exist_ok=True)
     sheet(rows).save(path)
     say(f"sheet: {path}")
+
+
+def measure_pictures(
+    bench: ImageBench, chosen: Sequence[ImageMethod], args: argparse.Namespace, outcome: Outcome
+) -> Iterator[None]:
+    """Many pictures of each method, and their measures; what an earlier run has measured is left out."""
+    if args.clip and bench.painter.classes:
+        raise BenchError(f"--clip compares with prompts, and {args.model} draws classes; leave it out")
+    ways = [m for m in chosen if not m.plain]
+    left = [m for m in ways if not there(outcome.records, suite=measures.SUITE, n=args.quality_images, method=m.name)]
+    if not left:
+        return
+    networks = measures.Measures(args, bench.painter.device)
+    asked = prompts(bench.painter, args, args.quality_images)
+    for method in left:
+        facts: Record = {"suite": measures.SUITE, "n": len(asked), **method.facts, **measures.NOTHING, "note": ""}
+        try:
+            drawn = gallery_of(bench, method, 1, asked, args)
+            facts |= networks(drawn.images, None if bench.painter.classes else asked)
+            facts |= {"compression": drawn.compression, "seconds_per_image": drawn.seconds / len(asked)}
+        except EngineError as error:
+            facts["note"] = f"failed: {str(error)[:200]}"
+        outcome.records.append(facts)
+        yield
+
+
+def gallery_of(
+    bench: ImageBench, method: ImageMethod, run: int, asked: Sequence[Any], args: argparse.Namespace
+) -> gallery.Gallery:
+    """The pictures of a method's run, one of each prompt, drawn or read from the folder that keeps them."""
+    bench.go(method)
+    keep = None if args.pictures is None else args.pictures / gallery.slug(method.name, run)
+    told = {"setting": method.setting, "settings": bench.painter.settings, "model": args.model}
+    try:
+        return gallery.fill(bench.painter, asked, seeds_of(run, len(asked), bench.seed), args.quality_batch, keep, told)
+    except gallery.GalleryError as error:
+        raise BenchError(str(error)) from error

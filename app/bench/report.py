@@ -52,7 +52,7 @@ def _identical(record: Record) -> str:
 
 OWN: dict[str, Callable[[Record], str]] = {  # fields that are shown in a way of their own
     "drafter_visual_rows": _visual,
-    "lossless": lambda r: "kept" if r["lossless"] else "bent",
+    "lossless": lambda r: {True: "kept", False: "bent", None: "-"}[r["lossless"]],
     "shares": _shares,
     "spent": _spent,
     "exact_seed": _identical,

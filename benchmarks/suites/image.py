@@ -9,11 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.suites import gallery, mar, quality
-from benchmarks.suites.gallery import Gallery
+from benchmarks.suites import mar, quality
 from benchmarks.suites.judge import ImagePrompts, Judge
 from mmspec.app.bench import image
-from mmspec.app.bench.command import BenchError, Outcome, matching, refuse, say, seeds_of
+from mmspec.app.bench.command import BenchError, Outcome, matching, refuse, say
+from mmspec.app.bench.gallery import Gallery
 from mmspec.app.bench.image_methods import BASE, ImageMethod, sweeps, with_rule
 from mmspec.app.bench.image_plain import ImageBench
 from mmspec.app.bench.report import CURVES, Record
@@ -21,7 +21,6 @@ from mmspec.app.bench.report_image import charges
 from mmspec.app.devices import EngineError
 from mmspec.app.mar import draws
 from mmspec.app.media.inputs import images
-from mmspec.app.options import count
 from mmspec.app.painter import DrawingMethod, ImageSubject
 from mmspec.media import load_image
 from mmspec.zoo import pictures
@@ -33,6 +32,7 @@ DEFAULT_QUALITY = ("ar", "jacobi-*-16", "jacobi-pac", "eagle*", "*+*")
 OF_TOKENS: dict[str, Any] = {  # flags for models that draw tokens, and what they are if nobody says anything
     "enable": [], "prompts": None, "rule": [], "budget": None, "top_k": None, "grid": None,
     "resume": False, "real": None, "quality_methods": None, "noise_runs": 2, "sweep": None, "pictures": None,
+    "clip": [], "inception": None, "reference": None,
 }  # fmt: skip
 
 
@@ -40,15 +40,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """As of `mmspec bench image`, and how many pictures are judged."""
     image.configure(parser)
     good = parser.add_argument_group("how good the pictures are")
-    good.add_argument("--quality-images", type=int, default=0, metavar="N", help="pictures per method; 0: not measured")
     good.add_argument("--quality-methods", nargs="+", metavar="PATTERN", help=f"default: {' '.join(DEFAULT_QUALITY)}")
-    good.add_argument("--quality-batch", type=count, default=8, metavar="N", help="pictures per call (%(default)s)")
     good.add_argument("--noise-runs", type=int, default=2, metavar="N", help="ar beside the reference (%(default)s)")
     good.add_argument("--backbone", default=quality.EMBEDDED, help="any timm model, or the embedded tower (default)")
     good.add_argument(
         "--sweep", nargs="*", metavar="FAMILY", help="rules at several settings, as curves (default: all)"
     )
-    good.add_argument("--pictures", type=Path, metavar="FOLDER", help="keep the pictures here; a second run goes on")
     good.add_argument("--real", type=Path, metavar="FOLDER", help="real pictures for the distance, where the prompts "
         "are your own")  # fmt: skip
 
@@ -83,7 +80,7 @@ def methods(painter: ImageSubject, args: argparse.Namespace) -> list[ImageMethod
     eagles = any(m.name.startswith("eagle") for m in known)
     wanted = args.quality_methods or args.methods or [p for p in DEFAULT_QUALITY if eagles or p != "eagle*"]
     found = [m for m in matching(known, wanted, args.without) if not m.plain]
-    codes = painter.pipe.transformer.config.vocab
+    codes = painter.codes
     return found + ([] if args.sweep is None else swept(codes, args.budget, args.sweep))
 
 
@@ -130,14 +127,7 @@ def judge_all(
         )
 
     def draw(method: ImageMethod, run: int) -> Gallery:
-        bench.go(method)
-        keep = None if args.pictures is None else args.pictures / gallery.slug(method.name, run)
-        told = {"setting": method.setting, "settings": bench.painter.settings, "model": args.model}
-        seeds = seeds_of(run, count, bench.seed)
-        try:
-            return gallery.fill(bench.painter, asked.prompts, seeds, args.quality_batch, keep, told)
-        except gallery.GalleryError as error:
-            raise BenchError(str(error)) from error
+        return image.gallery_of(bench, method, run, asked.prompts, args)
 
     runs = range(1 + max(1, args.noise_runs))
     judge = Judge(partial(draw, ImageMethod("ar")), runs, asked, args.backbone, bench.painter.device)

@@ -8,11 +8,11 @@ from functools import partial
 from typing import Any
 
 from benchmarks.suites import mar_ways
-from benchmarks.suites.gallery import Gallery
 from benchmarks.suites.judge import ImagePrompts, Judge
 from benchmarks.suites.mar_ways import BENT, HELD_OUT, KEPT, OTHER, SPEED, MarMethod, call
 from benchmarks.zoo import classes
 from mmspec.app.bench.command import Outcome, say, seeds_of
+from mmspec.app.bench.gallery import Gallery
 from mmspec.app.bench.report import CURVES, Record
 from mmspec.app.mar import OWN, MarSubject
 

@@ -12,11 +12,11 @@ import tiny_llamagen
 import torch
 from PIL import Image
 
-from benchmarks.suites import SUITES, gallery
+from benchmarks.suites import SUITES
 from benchmarks.suites import image as judged_image
 from mmspec.app.bench import command as bench
+from mmspec.app.bench import gallery, image_methods, image_plain, report, report_image
 from mmspec.app.bench import image as bench_image
-from mmspec.app.bench import image_methods, image_plain, report, report_image
 from mmspec.app.bench.command import matching
 from mmspec.app.bench.image_methods import ImageMethod
 from mmspec.app.painter import ImageResult, ImageSubject

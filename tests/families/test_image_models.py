@@ -494,48 +494,7 @@ def test_two_threads_draw_on_one_model(name: str) -> None:
 
 @pytest.fixture(scope="module")
 def glm_pipeline() -> Any:
-    import diffusers as D
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    words = {f"w{i}": i for i in range(3, 110)} | {"<pad>": 0, "<unk>": 1, "<image>": 200, "<gb>": 201, "<ge>": 202}
-    words |= {"<sop>": 120} | {str(i): 210 + i for i in range(33)}
-    raw = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    special = {"image_token": "<image>", "grid_bos_token": "<gb>", "grid_eos_token": "<ge>"}
-    tokenizer = T.PreTrainedTokenizerFast(
-        tokenizer_object=raw, pad_token="<pad>", bos_token="<sop>", unk_token="<unk>", extra_special_tokens=special
-    )
-    template = (
-        "{% for m in messages %}{% for c in m['content'] %}{% if c['type']=='image' %}<image> "
-        "{% else %}{{ c['text'] }} {% endif %}{% endfor %}{% endfor %}"
-    )
-    processor = T.GlmImageProcessor(
-        image_processor=T.GlmImageImageProcessor(patch_size=8), tokenizer=tokenizer, chat_template=template
-    )
-    torch.manual_seed(0)
-    made = D.GlmImagePipeline(
-        tokenizer=T.ByT5Tokenizer(),
-        processor=processor,
-        text_encoder=T.T5EncoderModel(
-            T.T5Config(vocab_size=384, d_model=32, d_kv=8, d_ff=37, num_layers=1, num_heads=4)
-        ),
-        vision_language_encoder=tiny_image_models.model("glm_image"),
-        vae=D.AutoencoderKL(
-            block_out_channels=(4, 8, 16, 16), down_block_types=("DownEncoderBlock2D",) * 4, latent_channels=4,
-            up_block_types=("UpDecoderBlock2D",) * 4, layers_per_block=1, norm_num_groups=4, sample_size=128,
-            use_quant_conv=False, use_post_quant_conv=False, latents_mean=[0.0] * 4, latents_std=[1.0] * 4,
-        ),
-        transformer=D.GlmImageTransformer2DModel(
-            patch_size=2, in_channels=4, out_channels=4, num_layers=1, attention_head_dim=8, num_attention_heads=2,
-            text_embed_dim=32, time_embed_dim=16, condition_dim=8, prior_vq_quantizer_codebook_size=CODES,
-        ),
-        scheduler=D.FlowMatchEulerDiscreteScheduler(),
-    )  # fmt: skip
-    made.set_progress_bar_config(disable=True)
-    return made
-
-
-CODES = tiny_image_models.CODES
+    return tiny_image_models.glm_pipeline()
 
 
 def test_a_pipeline_draws_the_same_picture_for_the_same_generator(glm_pipeline: Any) -> None:

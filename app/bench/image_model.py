@@ -1,0 +1,142 @@
+"""Models of transformers, pipelines of diffusers and a user's own file as what the image suite draws with."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmspec.app import painter
+from mmspec.app.devices import EngineError, find_device, find_model, first_line, load_quietly
+from mmspec.app.painter import DrawingMethod, ImageResult, ImageSubject
+from mmspec.pipelines.families.table import unwrap
+from mmspec.pipelines.host import image_models
+from mmspec.pipelines.host.image_models import ImageModel
+from mmspec.pipelines.patching.handle import Patch
+from mmspec.statistics import Stats
+from mmspec.types import NO_TOKEN
+
+OWN_FILE = (
+    "name a Python file with `load(device, dtype)`, which returns what mmspec.enable takes, and `draw(model, prompts, "
+    "**settings)`, which returns a picture for each prompt"
+)
+
+
+class ModelSubject(ImageSubject):
+    """A model whose pictures come of calls of `generate`. One seed is that of a call, not of a picture.
+
+    It stays in the model for good, as an attribute that notes what `generate` gives: a function that came and went
+    would make captures of the model invalid.
+    """
+
+    static = False
+
+    def __init__(self, model: ImageModel, **settings: Any) -> None:
+        self._draw, self._codes, self._way = model.draw, model.codes, DrawingMethod()
+        self._calls: list[tuple[Tensor, dict[int, float]]] = []  # tokens [B, n], and what a rule cost each row
+        super().__init__(model.target, **settings)
+        self.model.generate = self._generate
+
+    @property
+    def model(self) -> Any:
+        return unwrap(self.pipe)
+
+    @property
+    def classes(self) -> int:
+        return 0
+
+    @property
+    def codes(self) -> int:
+        return self._codes
+
+    def go(self, way: DrawingMethod) -> Any:
+        """Decode in this way from now on."""
+        self._way = way
+        return super().go(way)
+
+    def paint(self, asked: Sequence[Any], seeds: Sequence[int], **settings: Any) -> ImageResult:
+        """One picture per prompt, in one call of `draw`; the first seed is that of torch's generator.
+
+        Raises:
+            EngineError: the model refuses the prompts or the settings, or draws another number of pictures.
+        """
+        handle = super().go(self._way)  # its stats start anew
+        torch.manual_seed(seeds[0])
+        calls = self._calls = list[tuple[Tensor, dict[int, float]]]()
+        began = time.perf_counter()
+        try:
+            images = list(self._draw(list(asked), **{**self.settings, **settings}))
+        except Exception as error:  # of anybody's code: the method has failed, the others go on
+            raise EngineError(f"cannot draw: {first_line(error)}") from error
+        seconds = time.perf_counter() - began
+        if len(images) != len(asked) or not calls:
+            raise EngineError(f"{len(asked)} prompts gave {len(images)} pictures, by {len(calls)} calls of `generate`")
+        rows = [row for tokens, _ in calls for row in tokens]
+        stats = Stats() if handle is None else handle.stats
+        if handle is None:  # one token after the other
+            for tokens, _ in calls:
+                B, n = tokens.shape
+                stats.add(Stats(rounds=n - 1, tokens=B * n, row_rounds=B * (n - 1), gained=B * (n - 1)))
+        spent = [charges.get(row, 0.0) for tokens, charges in calls for row in range(len(tokens))]
+        tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=NO_TOKEN)
+        return ImageResult(images, tokens, seconds, stats, spent)
+
+    def _generate(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own, noted."""
+        out = type(self.model).generate(self.model, *args, **kwargs)
+        tokens = out if isinstance(out, Tensor) else out.sequences
+        prompt = args[0] if args else kwargs.get("input_ids", kwargs.get("inputs"))
+        if prompt is not None and torch.equal(tokens[:, : prompt.shape[1]].cpu(), prompt.cpu()):
+            tokens = tokens[:, prompt.shape[1] :]
+        patch = Patch.of(self.model)
+        self._calls.append((tokens.cpu(), {} if patch is None else dict(patch.stats.charges)))
+        return out
+
+
+def load(model: str, device: str, dtype: str, **settings: Any) -> ImageSubject:
+    """What draws: a LlamaGenPipeline, another model or pipeline, or what a Python file of the user's loads.
+
+    Raises:
+        EngineError: no such model, or one whose pictures mmspec cannot decode.
+    """
+    if model.endswith(".py"):
+        return ModelSubject(_of_file(Path(model), device, dtype), **settings)
+    load_quietly("transformers", "diffusers")
+    where, place = find_model(model), find_device(device)
+    try:
+        found = image_models.load(where, place, _kind(dtype, place))
+    except (OSError, ValueError):  # which of them is said by the pipeline that most users mean
+        found = None
+    if found is not None:
+        return ModelSubject(found, **settings)
+    try:
+        return painter.load(model, device, dtype, **settings)
+    except EngineError as error:
+        raise EngineError(f"{error}. To measure one whose pictures mmspec cannot decode, {OWN_FILE}") from error
+
+
+def _kind(dtype: str, place: torch.device) -> torch.dtype:
+    kind = {"auto": torch.float32 if place.type == "cpu" else torch.bfloat16}.get(dtype)
+    return kind or getattr(torch, dtype)  # type: ignore[no-any-return]
+
+
+def _of_file(path: Path, device: str, dtype: str) -> ImageModel:
+    """What the file's `load` gives, drawn by its `draw`."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if not path.is_file() or spec is None or spec.loader is None:
+        raise EngineError(f"no file {str(path)!r}; {OWN_FILE}")
+    module, place = importlib.util.module_from_spec(spec), find_device(device)
+    try:
+        spec.loader.exec_module(module)
+        target = module.load(place, _kind(dtype, place))
+        draw = module.draw
+    except Exception as error:  # of the user's code
+        raise EngineError(f"cannot load {str(path)!r} ({first_line(error)}); {OWN_FILE}") from error
+    vq = getattr(getattr(unwrap(target), "config", None), "vq_config", None)
+    codes = getattr(vq, "num_embeddings", 0) or getattr(vq, "codebook_size", 0)
+    return ImageModel(target, lambda prompts, **settings: draw(target, prompts, **settings), codes)

@@ -1,0 +1,195 @@
+"""Measures of the field for drawn pictures: CLIP score and preference scores, inception score, and FID."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from collections.abc import Iterable, Sequence
+from itertools import groupby, islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from mmspec.app.bench.command import BenchError
+from mmspec.app.bench.report import OWN, Record
+from mmspec.app.devices import EngineError, find_model, first_line, load_quietly
+from mmspec.app.extras import installing
+from mmspec.app.media.inputs import images
+from mmspec.media import load_image
+
+NETWORK = "inception-v3-compat"  # torch-fidelity's name of the network with which FID and IS were published
+POOLED, LOGITS = "2048", "logits_unbiased"  # its layers of FID and of the inception score
+FETCHED = ""  # of --inception without a file
+BATCH = 32
+SPLITS = 10  # of the inception score
+SUITE = "image-measures"  # of its records
+NOTHING: Record = dict.fromkeys(
+    ("clip", "inception_score", "inception_score_std", "fid", "compression", "seconds_per_image")
+)
+Statistics = dict[str, np.ndarray]  # mu [D] and sigma [D, D]
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Which measures."""
+    group = parser.add_argument_group("measures of the pictures")
+    add = group.add_argument
+    add("--clip", nargs="+", default=[], metavar="MODEL", help="score pictures and prompts by these CLIPs: folders or "
+        "names on the Hub, such as openai/clip-vit-base-patch16 or adams-story/HPSv2-hf")  # fmt: skip
+    add("--inception", nargs="?", const=FETCHED, metavar="FILE", help="inception score, by this file of the Inception "
+        "weights of torch-fidelity (without FILE they are fetched)")  # fmt: skip
+    add("--reference", type=Path, metavar="PATH", help="with --inception also FID, to a folder of pictures or to an "
+        ".npz of mu and sigma")  # fmt: skip
+
+
+def asked(args: argparse.Namespace) -> bool:
+    """Whether anything is to be measured.
+
+    Raises:
+        BenchError: a reference without the network that reads it.
+    """
+    if args.reference is not None and args.inception is None:
+        raise BenchError("--reference is for FID, which needs the Inception network; add --inception")
+    return bool(args.clip) or args.inception is not None
+
+
+class Measures:
+    """The networks and the reference that a call named, loaded once.
+
+    Raises:
+        BenchError: a model, a file or a package is not there, or is of another kind.
+    """
+
+    def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
+        self.clips = {name: _clip(name, device) for name in args.clip}
+        self.inception = None if args.inception is None else Inception(args.inception, device)
+        self.reference = None
+        if args.reference is not None:
+            assert self.inception is not None, "asked() refuses this"
+            self.reference = self.inception.reference(args.reference)
+
+    def __call__(self, pictures: Sequence[Image.Image], prompts: Sequence[str] | None) -> Record:
+        """The measures of these pictures that were asked for.
+
+        Args:
+            prompts: one for each picture; needed by CLIPs alone.
+        """
+        found: Record = {}
+        if self.clips:
+            assert prompts is not None and len(prompts) == len(pictures), "CLIPs compare with prompts"
+            found["clip"] = {name: float(score(pictures, prompts).mean()) for name, score in self.clips.items()}
+        if self.inception is not None:
+            features, logits = self.inception.read(pictures)
+            found["inception_score"], found["inception_score_std"] = self.inception.score(logits)
+            if self.reference is not None:
+                found["fid"] = self.inception.distance(features, self.reference)
+        return found
+
+
+def _clip(name: str, device: torch.device) -> Any:
+    from mmspec.pipelines.host.clip import ClipScorer
+
+    load_quietly("transformers")
+    try:
+        return ClipScorer(find_model(name), device)
+    except (OSError, ValueError, EngineError) as error:
+        raise BenchError(f"--clip {name}: {str(error).strip().partition(chr(10))[0]}") from error
+
+
+class Inception:
+    """torch-fidelity's Inception network, and its arithmetic of FID and inception score.
+
+    Args:
+        weights: the file of the network's weights; FETCHED: what torch-fidelity fetches.
+
+    Raises:
+        BenchError: torch-fidelity is not installed, or the weights cannot be read.
+    """
+
+    def __init__(self, weights: str, device: torch.device, network: str = NETWORK) -> None:
+        if importlib.util.find_spec("torch_fidelity") is None:
+            raise BenchError(f"--inception needs torch-fidelity: {installing('measures')}")
+        from torch_fidelity.utils import create_feature_extractor
+
+        try:
+            if weights:
+                torch.load(weights, map_location="cpu", weights_only=True)  # a pickle that runs code ends here
+            self.network: Any = create_feature_extractor(
+                network, [POOLED, LOGITS], cuda=False, verbose=False, feature_extractor_weights_path=weights or None
+            )
+        except Exception as error:  # no file, no network, tensors of something else: nothing can be measured
+            raise BenchError(
+                f"no Inception weights in {weights or 'the network'} ({first_line(error)[:200]}); --inception takes "
+                "the file weights-inception-2015-12-05-6726825d.pth of torch-fidelity's releases"
+            ) from error
+        self.network.to(device)
+        self.device = device
+
+    @torch.inference_mode()
+    def read(self, pictures: Iterable[Image.Image]) -> tuple[Tensor, Tensor]:
+        """Pooled features [n, D] and logits [n, C] of pictures in their own sizes, in float64.
+
+        Raises:
+            BenchError: fewer than two pictures.
+        """
+        found: list[tuple[Tensor, ...]] = []
+        for _, some in groupby(pictures, key=lambda picture: picture.size):
+            while batch := [np.asarray(picture.convert("RGB")) for picture in islice(some, BATCH)]:
+                pixels = torch.from_numpy(np.stack(batch)).permute(0, 3, 1, 2)  # [b, 3, H, W] in uint8
+                found.append(tuple(part.double().cpu() for part in self.network(pixels.to(self.device))))
+        if sum(len(part[0]) for part in found) < 2:
+            raise BenchError("FID and inception score are measures of a set; give at least 2 pictures")
+        features, logits = (torch.cat(parts) for parts in zip(*found, strict=True))
+        return features, logits
+
+    @staticmethod
+    def score(logits: Tensor) -> tuple[float, float]:
+        """Inception score (Salimans et al. 2016, arXiv 1606.03498, §4): mean and deviation over ten parts."""
+        from torch_fidelity.metric_isc import isc_features_to_metric
+
+        mean, deviation = isc_features_to_metric(logits, min(SPLITS, len(logits))).values()
+        return mean, deviation
+
+    @staticmethod
+    def distance(features: Tensor, reference: Statistics) -> float:
+        """FID (Heusel et al. 2017, arXiv 1706.08500) of features [n, D] to the statistics of a reference."""
+        from torch_fidelity.metric_fid import fid_features_to_statistics, fid_statistics_to_metric
+
+        (fid,) = fid_statistics_to_metric(fid_features_to_statistics(features), reference, verbose=False).values()
+        return float(fid)
+
+    def reference(self, where: Path) -> Statistics:
+        """The statistics of a folder of pictures, or those of an .npz.
+
+        Raises:
+            BenchError: neither of these, or statistics of another network.
+        """
+        from torch_fidelity.metric_fid import fid_features_to_statistics
+
+        if where.suffix.lower() != ".npz":
+            return fid_features_to_statistics(self.read(load_image(path) for path in images(where))[0])
+        try:
+            with np.load(where) as held:
+                found = {name: np.asarray(held[name], dtype=np.float64) for name in ("mu", "sigma")}
+        except (OSError, ValueError, KeyError) as error:
+            raise BenchError(f"{where} holds no statistics, arrays `mu` and `sigma`: {first_line(error)}") from error
+        width = self.read([Image.new("RGB", (64, 64))] * 2)[0].shape[1]
+        if found["mu"].shape != (width,) or found["sigma"].shape != (width, width):
+            raise BenchError(f"the statistics of {where} are of {found['mu'].shape[0]} features; Inception has {width}")
+        return found
+
+
+def scored(record: Record) -> str:
+    """The scores of all CLIPs, in the order in which they were named."""
+    return " ".join(f"{score:.2f}" for score in record["clip"].values()) if record["clip"] else "-"
+
+
+def inception_score(record: Record) -> str:
+    mean = record["inception_score"]
+    return "-" if mean is None else f"{mean:.2f} ± {record['inception_score_std']:.2f}"
+
+
+OWN |= {"clip": scored, "inception_score": inception_score}

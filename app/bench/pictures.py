@@ -1,0 +1,78 @@
+"""The pictures suite: the measures of the field for folders of pictures, whoever drew them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mmspec.app.bench import measures
+from mmspec.app.bench.command import BenchError, Outcome
+from mmspec.app.devices import find_device, first_line
+from mmspec.app.media.inputs import images
+from mmspec.app.options import where
+from mmspec.app.provenance import provenance
+from mmspec.media import load_image
+
+PLOTTED = False
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Which folders, and what is measured."""
+    add = parser.add_argument
+    add("folders", nargs="+", type=Path, metavar="FOLDER", help="pictures; in the order of their names, the prompts'")
+    add("--prompts", type=Path, metavar="FILE", help="what was to be drawn, one a line, or the captions of COCO "
+        "(.json); for --clip")  # fmt: skip
+    where(parser)
+    measures.configure(parser)
+
+
+def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
+    """A record for each folder; yields after each."""
+    if not measures.asked(args):
+        raise BenchError("nothing is asked for; give --clip or --inception")
+    if args.clip and args.prompts is None:
+        raise BenchError("--clip compares pictures with their prompts; name the file with --prompts")
+    asked = prompts_of(args.prompts) if args.clip else []
+    device = find_device(args.device)
+    networks = measures.Measures(args, device)
+    outcome.provenance = provenance(device, torch.float32) | {"model": "pictures"}
+    for folder in args.folders:
+        drawn = [load_image(path) for path in images(folder)]
+        if args.clip and len(asked) < len(drawn):
+            raise BenchError(f"{folder} holds {len(drawn)} pictures, {args.prompts} only {len(asked)} prompts")
+        facts: dict[str, Any] = {"suite": measures.SUITE, "method": folder.name, "lossless": None, "setting": ""}
+        facts |= measures.NOTHING | {"n": len(drawn), "folder": str(folder)}
+        outcome.records.append(facts | networks(drawn, asked[: len(drawn)] if args.clip else None))
+        yield
+
+
+def prompts_of(path: Path) -> list[str]:
+    """Prompts of a file: its lines that are not empty, or of a .json the first caption of each picture, as in COCO.
+
+    Raises:
+        BenchError: it cannot be read, or holds none.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix.lower() == ".json":
+            first: dict[Any, str] = {}
+            for one in json.loads(text)["annotations"]:
+                first.setdefault(one["image_id"], " ".join(one["caption"].split()))
+            lines = list(first.values())
+        else:
+            lines = [line.strip() for line in text.splitlines() if line.strip()]
+    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        raise BenchError(
+            f"{path} is no file of COCO captions, whose `annotations` have `image_id` and `caption`; prompts of your "
+            "own are a text file, one a line"
+        ) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise BenchError(f"cannot read the prompts of {path}: {first_line(error)}") from error
+    if not lines:
+        raise BenchError(f"{path} holds no prompt; write one a line")
+    return lines

@@ -1,0 +1,48 @@
+"""How well pictures fit their prompts, by any CLIP of transformers, those that learned preferences included."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModel, AutoProcessor
+
+BATCH = 32
+
+
+class ClipScorer:
+    """CLIP score (Hessel et al. 2021, arXiv 2104.08718) as libraries report it: 100 · max(cos, 0).
+
+    Args:
+        where: a folder or a name on the Hub. HPSv2 and PickScore are CLIPs, too, and are read alike.
+
+    Raises:
+        OSError, ValueError: there is no such model, its processor is missing, or it embeds no texts and pictures.
+    """
+
+    def __init__(self, where: str, device: torch.device) -> None:
+        model = type(AutoConfig.from_pretrained(where)).__name__.removesuffix("Config")
+        self.model: Any = AutoModel.from_pretrained(where, dtype=torch.float32).to(device).eval()
+        if not hasattr(self.model, "get_text_features") or not hasattr(self.model, "get_image_features"):
+            raise ValueError(f"a {model} embeds no texts and pictures in one space; name a CLIP or SigLIP")
+        self.processor: Any = AutoProcessor.from_pretrained(where)
+        if not hasattr(self.processor, "image_processor"):
+            raise ValueError(
+                "its processor reads no pictures; save one beside it, for a CLIP that of openai/clip-vit-base-patch32"
+            )
+
+    @torch.inference_mode()
+    def __call__(self, pictures: Sequence[Any], texts: Sequence[str]) -> Tensor:
+        """Scores [n] of pictures and their texts, in float64; a text longer than the model reads is cut."""
+        found = []
+        for start in range(0, len(pictures), BATCH):
+            some = slice(start, start + BATCH)
+            inputs = self.processor(
+                text=list(texts[some]), images=list(pictures[some]), return_tensors="pt", padding="max_length",
+                truncation=True, max_length=self.model.config.text_config.max_position_embeddings,
+            )  # fmt: skip
+            out = self.model(**inputs.to(self.model.device))
+            found.append(torch.cosine_similarity(out.image_embeds, out.text_embeds).double().cpu())
+        return 100 * torch.cat(found).clamp_min(0)

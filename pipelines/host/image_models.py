@@ -1,0 +1,157 @@
+"""Models of transformers and pipelines of diffusers that draw from prompts: loaded, called and decoded."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+from transformers import AutoConfig, AutoProcessor
+
+from mmspec.pipelines.host.loading import stock_class
+
+SIZE = "image_area"  # of a processor: how many pixels a picture has
+VAE_PARTS = 3  # end of file, end of image, end of sequence: what follows a picture of Emu3
+
+
+@dataclass(frozen=True)
+class ImageModel:
+    """What draws.
+
+    Attributes:
+        target: what `mmspec.enable` takes.
+        draw: prompts and settings → a picture each. Sampling is from torch's global generator.
+        codes: how many codes a picture is made of; 0: not known.
+    """
+
+    target: Any
+    draw: Callable[..., Sequence[Any]]
+    codes: int = 0
+
+
+def load(where: str, device: torch.device, dtype: torch.dtype) -> ImageModel | None:
+    """The model or pipeline in a folder or on the Hub; None: it is none that this file knows how to call.
+
+    Raises:
+        OSError, ValueError: there is no such model, or its processor is missing.
+    """
+    try:
+        kind = AutoConfig.from_pretrained(where).model_type
+    except (OSError, ValueError):
+        return _pipeline(where, device, dtype)
+    if kind not in CALLS:
+        return None
+    name, call = CALLS[kind]
+    model = stock_class(name).from_pretrained(where, dtype=dtype).to(device).eval()
+    processor = AutoProcessor.from_pretrained(where)
+    vq = model.config.vq_config
+    return ImageModel(
+        model,
+        lambda prompts, **settings: call(model, processor, prompts, settings),
+        getattr(vq, "num_embeddings", 0) or getattr(vq, "codebook_size", 0),
+    )
+
+
+def _pipeline(where: str, device: torch.device, dtype: torch.dtype) -> ImageModel | None:
+    import diffusers
+
+    kind = diffusers.DiffusionPipeline.load_config(where).get("_class_name")
+    if kind == "LlamaGenPipeline" or not hasattr(diffusers, str(kind)):
+        return None
+    pipe: Any = diffusers.DiffusionPipeline.from_pretrained(where, torch_dtype=dtype).to(device)
+    pipe.set_progress_bar_config(disable=True)
+
+    takes = inspect.signature(pipe.__call__).parameters
+
+    def draw(prompts: Sequence[str], **settings: Any) -> Sequence[Any]:
+        given = {name: value for name, value in settings.items() if name in takes}
+        return pipe(prompt=list(prompts), **given).images  # type: ignore[no-any-return]
+
+    return ImageModel(pipe, draw)
+
+
+def _sampling(settings: dict[str, Any]) -> dict[str, Any]:
+    """What `generate` is told of temperature, top-k and guidance; temperature 0 takes the likeliest."""
+    how = {name: settings[name] for name in ("top_k", "guidance_scale") if settings.get(name) is not None}
+    heat = settings.get("temperature")
+    return {**how, "do_sample": False} if heat == 0 else {**how, "do_sample": True, "temperature": heat or 1.0}
+
+
+def _chat(processor: Any, prompts: Sequence[str]) -> list[str]:
+    """The prompts in the form of the processor's chat template, if it has one."""
+    if not getattr(processor, "chat_template", None):
+        return list(prompts)
+    turns = [[{"role": "user", "content": [{"type": "text", "text": text}]}] for text in prompts]
+    return [processor.apply_chat_template(turn, add_generation_prompt=True, tokenize=False) for turn in turns]
+
+
+def _janus(model: Any, processor: Any, prompts: Sequence[str], settings: dict[str, Any]) -> Sequence[Any]:
+    if not hasattr(model.generation_config, "generation_kwargs"):  # releases that drop what they do not know of a file
+        model.generation_config.generation_kwargs = {"boi_token_id": processor.tokenizer.boi_token_id}
+    inputs = processor(
+        text=_chat(processor, prompts), generation_mode="image", return_tensors="pt", padding=True
+    ).to(model.device)  # fmt: skip
+    drawn = model.generate(**inputs, generation_mode="image", **_sampling(settings))
+    return _pictures(processor, model.decode_image_tokens(drawn).permute(0, 3, 1, 2))
+
+
+def _emu3(model: Any, processor: Any, prompts: Sequence[str], settings: dict[str, Any]) -> Sequence[Any]:
+    """Guided by the empty prompt, on the grid that the processor makes of `image_area`."""
+    how = {SIZE: settings[SIZE]} if settings.get(SIZE) else {}
+    both = [
+        processor(
+            text=texts, return_for_image_generation=True, return_tensors="pt", padding=True, padding_side="left", **how
+        )
+        for texts in (list(prompts), [""] * len(prompts))
+    ]  # fmt: skip
+    inputs, empty = ({name: torch.as_tensor(value).to(model.device) for name, value in one.items()} for one in both)
+    height, width = inputs.pop("image_sizes")[0].tolist()
+    sampling = {"guidance_scale": 3.0, **_sampling(settings)}
+    if sampling["guidance_scale"] > 1:
+        sampling |= {
+            "negative_prompt_ids": empty["input_ids"],
+            "negative_prompt_attention_mask": empty["attention_mask"],
+        }
+    length = height * (width + 1) + VAE_PARTS
+    drawn = model.generate(
+        **inputs,
+        **sampling,
+        max_new_tokens=length,
+        prefix_allowed_tokens_fn=_emu3_grid(model, processor, height, width),
+    )
+    tokens = drawn[:, inputs["input_ids"].shape[1] :]
+    return _pictures(processor, model.decode_image_tokens(image_tokens=tokens, height=height, width=width))
+
+
+def _pictures(processor: Any, pixels: Tensor) -> list[Image.Image]:
+    """What a decoder made, [B, 3, H, W], as pictures: the normalization of inputs undone."""
+    mean, std = (torch.tensor(getattr(processor.image_processor, name)) for name in ("image_mean", "image_std"))
+    pixels = pixels.float().cpu() * std[:, None, None] + mean[:, None, None]
+    return [Image.fromarray(one) for one in (255 * pixels).round().clamp(0, 255).byte().permute(0, 2, 3, 1).numpy()]
+
+
+def _emu3_grid(model: Any, processor: Any, height: int, width: int) -> Callable[[int, Tensor], list[int]]:
+    """What may follow: rows of `width` codes, each with an end of line, then the marks that end a picture."""
+    tokenizer = processor.tokenizer
+    codes = list(model.vocabulary_mapping.image_tokens)
+    begin, line = tokenizer.image_wrapper_token_id, model.vocabulary_mapping.eol_token_id
+    ends = [*tokenizer.convert_tokens_to_ids([processor.eof_token, processor.image_end_token]), tokenizer.eos_token_id]
+
+    def allowed(row: int, ids: Tensor) -> list[int]:
+        place = int(len(ids) - (ids == begin).nonzero()[0]) - 1  # tokens after the mark of the picture's beginning
+        if place < height * (width + 1):
+            return [line] if place % (width + 1) == width else codes
+        return [ends[min(place - height * (width + 1), VAE_PARTS - 1)]]
+
+    allowed.mmspec_pure = True  # type: ignore[attr-defined]
+    return allowed
+
+
+CALLS: dict[str, tuple[str, Callable[..., Sequence[Any]]]] = {  # config's model_type → class, and its call
+    "janus": ("JanusForConditionalGeneration", _janus),
+    "emu3": ("Emu3ForConditionalGeneration", _emu3),
+}

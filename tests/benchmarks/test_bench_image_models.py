@@ -1,0 +1,163 @@
+"""`mmspec bench image` of models that are no LlamaGen: Janus, Emu3, pipelines, and a file of one's own."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_image_models
+import tokenizers
+import torch
+import transformers as T
+from tiny_image_models import BEGIN, CLOSE, END, FIRST_CODE, LINE
+
+from mmspec.app.bench import command as bench
+from mmspec.app.bench import image_model
+from mmspec.app.devices import EngineError
+from mmspec.app.painter import DrawingMethod
+from mmspec.pipelines.host.image_models import ImageModel
+
+WINDOW = {"window": 5}
+
+
+def run(*words: object) -> int:
+    parser = argparse.ArgumentParser()
+    bench.configure(parser)
+    return bench.run(parser.parse_args(["image", *map(str, words)]))
+
+
+def tokenizer(**special: str) -> Any:
+    """Whole words as ids; the special ones where the tiny models have them."""
+    places = {
+        "image_token": 120,
+        "boi_token": BEGIN,
+        "eoi_token": 117,
+        "image_wrapper_token": BEGIN,
+        "eof_token": CLOSE,
+    }
+    vocab = {"<pad>": 0, "<s>": 1, "</s>": END, "red": 5, "blue": 6, "circle": 7, "4": 30, "*": 31, "<unk>": 32}
+    vocab |= {token: places[name] for name, token in special.items()}
+    held = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="<unk>"))
+    held.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return T.PreTrainedTokenizerFast(
+        tokenizer_object=held, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>",
+        padding_side="left", extra_special_tokens=special,
+    )  # fmt: skip
+
+
+def janus(folder: Path) -> Path:
+    tiny_image_models.model("janus").save_pretrained(folder)
+    words = tokenizer(image_token="<image>", boi_token="<begin>", eoi_token="<end>")
+    T.JanusProcessor(T.JanusImageProcessor(), words, num_image_tokens=16).save_pretrained(folder)
+    return folder
+
+
+def emu3(folder: Path) -> Path:
+    tiny_image_models.model("emu3").save_pretrained(folder)
+    words = tokenizer(
+        image_token="<image>", boi_token="<boi>", eoi_token="<eoi>", image_wrapper_token="<begin>", eof_token="<eof>"
+    )
+    T.Emu3Processor(T.Emu3ImageProcessor(), words).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {"janus": janus(tmp_path_factory.mktemp("janus")), "emu3": emu3(tmp_path_factory.mktemp("emu3"))}
+
+
+@pytest.mark.parametrize("name", ["janus", "emu3"])
+def test_a_model_draws_the_same_pictures_in_fewer_forwards(folders: dict[str, Path], name: str) -> None:
+    settings = {"temperature": 0, "guidance_scale": 2.0} | ({"image_area": 16 * 64} if name == "emu3" else {})
+    subject = image_model.load(str(folders[name]), "cpu", "float32", **settings)
+    prompts = ["red circle", "blue circle red"]
+    subject.go(DrawingMethod())
+    plain = subject.paint(prompts, [3, 4])
+    subject.go(DrawingMethod("jacobi", WINDOW))
+    drafted = subject.paint(prompts, [3, 4])
+    assert torch.equal(plain.tokens, drafted.tokens)
+    assert [a.tobytes() for a in plain.images] == [b.tobytes() for b in drafted.images]
+    assert plain.images[0].tobytes() != plain.images[1].tobytes() and plain.images[0].mode == "RGB"
+    tokens = {"janus": 16, "emu3": 4 * 5 + 3}[name]
+    assert plain.tokens.shape == (2, tokens) and plain.compression == 1.0 and drafted.compression > 1
+    assert subject.codes == {"janus": tiny_image_models.CODES, "emu3": 64}[name]
+
+
+def test_emu3s_pictures_stand_on_their_grid(folders: dict[str, Path]) -> None:
+    subject = image_model.load(str(folders["emu3"]), "cpu", "float32", image_area=16 * 64)
+    row = subject.paint(["red circle"], [0]).tokens[0].tolist()
+    assert row[4:20:5] == [LINE] * 4 and row[-3:] == [CLOSE, 117, END]
+    assert all(FIRST_CODE <= token < FIRST_CODE + 64 for i, token in enumerate(row[:20]) if i % 5 < 4)
+
+
+def test_the_bench_times_and_measures_a_janus(folders: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("red circle\nblue circle\n")
+    words = ["--model", folders["janus"], "--device", "cpu", "--prompts", tmp_path / "prompts.txt", "--images", 2]
+    words += ["--batch", 2, "--methods", "jacobi-exact-seed-16", "jacobi+scaled", "--guidance", 2]
+    assert run(*words, "--json", tmp_path / "out.json", "--grid", tmp_path / "grid.png") == 0
+    found = {r["method"]: r for r in json.loads((tmp_path / "out.json").read_text())["records"]}
+    assert set(found) == {"ar", "jacobi-exact-seed-16", "jacobi+scaled"}
+    assert found["ar"]["compression"] == 1.0 and found["jacobi-exact-seed-16"]["identical_rate"] == 1.0
+    assert found["jacobi+scaled"]["compression"] > 1 and found["jacobi+scaled"]["spent"] > 0
+    assert not any(r["note"] for r in found.values()) and (tmp_path / "grid.png").exists()
+
+
+OWN = """
+import copy, sys
+sys.path.insert(0, {support!r})
+import tiny_image_models
+from PIL import Image
+
+def load(device, dtype):
+    return copy.deepcopy(tiny_image_models.model("chameleon"))
+
+def draw(model, prompts, **settings):
+    pictures = []
+    for prompt in prompts:
+        ids = tiny_image_models.ragged([[1, *(5 + len(word) for word in prompt.split())]])
+        out = model.generate(**ids, multimodal_generation_mode="image-only", do_sample=False)
+        tokens = out[0, ids["input_ids"].shape[1]:].tolist()
+        pictures.append(Image.frombytes("L", (4, 4), bytes(tokens[:16])).convert("RGB"))
+    return pictures
+"""
+
+
+def test_a_file_of_ones_own_draws(tmp_path: Path) -> None:
+    support = Path(tiny_image_models.__file__).parent
+    (tmp_path / "anole.py").write_text(OWN.format(support=str(support)))
+    subject = image_model.load(str(tmp_path / "anole.py"), "cpu", "float32")
+    subject.go(DrawingMethod("jacobi", WINDOW | {"rule": "lantern(k=3, delta=0.4)"}))
+    drawn = subject.paint(["red circle", "a blue square"], [1, 2])
+    assert len(drawn.images) == 2 == len(drawn.spent) and drawn.tokens.shape[0] == 2
+    assert drawn.compression > 1 and subject.codes == 64 and sum(drawn.spent) > 0
+
+
+def test_a_pipeline_of_diffusers_draws(tmp_path: Path) -> None:
+    tiny_image_models.glm_pipeline().save_pretrained(tmp_path / "glm")
+    size = {"height": 64, "width": 64, "num_inference_steps": 1, "max_sequence_length": 16, "top_k": 5}
+    subject = image_model.load(str(tmp_path / "glm"), "cpu", "float32", **size)
+    plain = subject.paint(["w5 w6"], [3])
+    subject.go(DrawingMethod("jacobi", {"reproducible": True}))
+    drafted = subject.paint(["w5 w6"], [3])
+    assert drafted.images[0].tobytes() == plain.images[0].tobytes() and plain.images[0].size == (64, 64)
+    assert plain.tokens.shape == (1, 261) and plain.compression == 1.0 and drafted.compression > 1
+
+
+def test_what_cannot_draw_is_said(tmp_path: Path, folders: dict[str, Path]) -> None:
+    with pytest.raises(EngineError, match=r"no file '.*absent\.py'; name a Python file with `load"):
+        image_model.load(str(tmp_path / "absent.py"), "cpu", "float32")
+    (tmp_path / "half.py").write_text("def load(device, dtype): return 1\n")
+    with pytest.raises(EngineError, match=r"cannot load .*half\.py"):
+        image_model.load(str(tmp_path / "half.py"), "cpu", "float32")
+    T.BertConfig().save_pretrained(tmp_path / "bert")
+    with pytest.raises(EngineError, match=r"It must be a LlamaGenPipeline.*name a Python file"):
+        image_model.load(str(tmp_path / "bert"), "cpu", "float32")
+    subject = image_model.ModelSubject(
+        ImageModel(copy.deepcopy(tiny_image_models.model("janus")), lambda prompts, **how: [])
+    )
+    with pytest.raises(EngineError, match="1 prompts gave 0 pictures, by 0 calls"):
+        subject.paint(["red"], [0])
