@@ -27,7 +27,7 @@ def chat_inputs(
         before: what every row was asked before and answered; its pictures stand in the first of these turns.
     """
     clips = clips and bool(template(processor)) and getattr(processor, "video_processor", None) is not None
-    chats = [_chat(prompt, row, system, start, clips, before) for prompt, row in zip(prompts, images, strict=True)]
+    chats = [chat(prompt, row, system, start, clips, before) for prompt, row in zip(prompts, images, strict=True)]
     return inputs_of(processor, chats, bool(start))
 
 
@@ -97,20 +97,22 @@ def text_alone(processor: Any) -> bool:
 
 def chat_text(processor: Any, prompt: str, pictures: int, system: str = "", start: str = "") -> str:
     """The same turn as text, with the processor's mark in the place of each of so many pictures."""
-    chat = _chat(prompt, [None] * pictures, system, start, False, ())
+    turns = chat(prompt, [None] * pictures, system, start)
     if not template(processor):
-        return _untemplated(processor, chat)
-    for turn in chat:
+        return _untemplated(processor, turns)
+    for turn in turns:
         turn["content"] = [{k: v for k, v in part.items() if k != "image"} for part in turn["content"]]
     text = processor.apply_chat_template(
-        chat, add_generation_prompt=not start, continue_final_message=bool(start), tokenize=False
+        turns, add_generation_prompt=not start, continue_final_message=bool(start), tokenize=False
     )
     return str(text)
 
 
-def _chat(
-    prompt: str, pictures: Sequence[Image.Image | None], system: str, start: str, clips: bool, before: Turns
-) -> list[dict[str, Any]]:
+def chat(
+    prompt: str, pictures: Sequence[Image.Image | None], system: str = "", start: str = "", clips: bool = False,
+    before: Turns = (),
+) -> list[dict[str, Any]]:  # fmt: skip
+    """The turns of a row, as `inputs_of` takes them; see `chat_inputs`."""
     shown: list[dict[str, Any]] = [{"type": "image", "image": picture} for picture in pictures]
     if clips and len(pictures) > 1:
         shown = [{"type": "video", "video": list(pictures)}]

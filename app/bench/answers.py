@@ -6,7 +6,7 @@ import contextlib
 import gc
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from mmspec.app.bench.questions import Question
 from mmspec.app.bench.vlm_methods import VlmMethod
 from mmspec.app.devices import wait
 from mmspec.pipelines.host.vision import placeholders
-from mmspec.pipelines.prompts import chat_inputs
+from mmspec.pipelines.prompts import chat, inputs_of
 from mmspec.pipelines.serving.batcher import answer_length
 from mmspec.statistics import Stats
 
@@ -90,7 +90,20 @@ class VlmBench:
         """Model inputs, one question a row, on the model's device."""
         marker = str(getattr(self.processor, "image_token", "") or "")
         prompts = [q.prompt.replace(marker, "").strip() if marker else q.prompt for q in asked]
-        return chat_inputs(self.processor, prompts, [q.images for q in asked]).to(self.model.device, self.model.dtype)
+        chats = [chat(prompt, q.images, before=q.before) for prompt, q in zip(prompts, asked, strict=True)]
+        return inputs_of(self.processor, chats).to(self.model.device, self.model.dtype)
+
+    def conversations(self, some: Sequence[Question]) -> list[Question]:
+        """Every turn of each question as one of its own, behind what stock answers greedily to the turns before."""
+        found = []
+        for question in some:
+            found.append(replace(question, later=()))
+            for prompt in question.later:
+                last = found[-1]
+                said = self.call(VlmMethod("stock"), 0.0, self.inputs([last]), self.seed).answers[0]
+                (answer,) = self.processor.batch_decode([list(said)], skip_special_tokens=True)
+                found.append(replace(last, prompt=prompt, before=(*last.before, (last.prompt, answer))))
+        return found
 
     def call(self, method: VlmMethod, temperature: float, inputs: Any, seed: int) -> TimedCall:
         """One timed call; garbage is collected and the drafter enabled before the clock starts."""

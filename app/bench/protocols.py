@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import itemgetter
 from typing import Any
 
 from mmspec.app.bench.command import BenchError
@@ -39,30 +42,57 @@ def _lettered(choices: Sequence[str]) -> str:
     return "\n".join(f"{chr(ord('A') + i)}. {choice}" for i, choice in enumerate(choices))
 
 
+def _caption(row: dict[str, Any]) -> str:
+    return "Provide a one-sentence caption for the provided image."
+
+
+def _exam(row: dict[str, Any]) -> str:
+    """MMMU: the question, and where it has options, which are written as a list of Python, these by letter."""
+    if row["question_type"] == "multiple-choice":
+        return f"{row['question']}\n{_lettered(ast.literal_eval(row['options']))}\n{LETTER}"
+    return f"{row['question']}\n{SHORT}"
+
+
+def _numbered(row: dict[str, Any]) -> list[Any]:
+    """MMMU: the pictures that a question or its options name as <image N>, in the order of N."""
+    return [row[f"image_{n}"] for n in sorted(set(re.findall(r"<image (\d)>", f"{row['question']}{row['options']}")))]
+
+
 @dataclass(frozen=True)
 class Protocol:
-    """A benchmark as `lmms-eval` asks it.
+    """A benchmark as `lmms-eval` (0.7.3) asks it.
 
     Attributes:
         where: hf:owner/name[/config]:split.
         ask: a row's prompt; None: the row has fields of the usual names.
         category: the field whose values are rows of the bench's table.
+        shown: a row's picture or pictures.
+        album: the data set that has the pictures, by `id`; a row's `imageId` names one.
     """
 
     where: str
     ask: Callable[[dict[str, Any]], str] | None = None
     category: str | None = None
+    shown: Callable[[dict[str, Any]], Any] = itemgetter("image")
+    album: str | None = None
 
 
 PROTOCOLS: dict[str, Protocol] = {
-    "scienceqa": Protocol("hf:lmms-lab/ScienceQA/ScienceQA-IMG:test", _choices, "subject"),
-    "mm-vet": Protocol("hf:lmms-lab/MMVet:test", _plain),
-    "textvqa": Protocol("hf:lmms-lab/textvqa:validation", _short),
-    "mme": Protocol("hf:lmms-lab/MME:test", _short, "category"),
-    "vizwiz": Protocol("hf:lmms-lab/VizWiz-VQA:val", _short),
-    "seed-bench": Protocol("hf:lmms-lab/SEED-Bench:test", _four),
-    "chartqa": Protocol("hf:lmms-lab/ChartQA:test", _short, "type"),
-    "llava-bench": Protocol("hf:lmms-lab/llava-bench-in-the-wild:train", _plain, "category"),
+    "scienceqa": Protocol("hf:lmms-lab-encoder/ScienceQA/ScienceQA-IMG:test", _choices, "subject"),
+    "mm-vet": Protocol("hf:lmms-lab-encoder/MMVet:test", _plain),
+    "textvqa": Protocol("hf:lmms-lab-encoder/textvqa:validation", _short),
+    "mme": Protocol("hf:lmms-lab-encoder/MME:test", _short, "category"),
+    "vizwiz": Protocol("hf:lmms-lab-encoder/VizWiz-VQA:val", _short),
+    "seed-bench": Protocol("hf:lmms-lab-encoder/SEED-Bench:test", _four),
+    "chartqa": Protocol("hf:lmms-lab-encoder/ChartQA:test", _short, "type"),
+    "llava-bench": Protocol("hf:lmms-lab-encoder/llava-bench-in-the-wild:train", _plain, "category"),
+    "coco-captions": Protocol("hf:lmms-lab-encoder/COCO-Caption2017:val", _caption),
+    "gqa": Protocol(
+        "hf:lmms-lab-encoder/GQA/testdev_balanced_instructions:testdev",
+        _short,
+        album="hf:lmms-lab-encoder/GQA/testdev_balanced_images:testdev",
+    ),
+    "mmmu": Protocol("hf:lmms-lab-encoder/MMMU:validation", _exam, shown=_numbered),
 }
 
 
@@ -74,15 +104,14 @@ class HubQuestions(Sequence[dict[str, Any]]):
 
     @cached_property
     def rows(self) -> Any:
-        try:
-            parts = Dataset(self.protocol.where, Columns()).parts
-        except MediaError as error:
-            raise BenchError(str(error)) from error
-        if len(parts) > 1:
-            raise BenchError(
-                f"{self.protocol.where} has the splits {', '.join(parts)}; name one, as in owner/name:split"
-            )
-        return next(iter(parts.values()))
+        return _rows_of(self.protocol.where)
+
+    @cached_property
+    def album(self) -> tuple[Any, dict[Any, int]]:
+        """The rows that have the pictures, and the number of each by its id."""
+        assert self.protocol.album is not None, "pictures are in the rows themselves"
+        rows = _rows_of(self.protocol.album)
+        return rows, {name: number for number, name in enumerate(rows["id"])}
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -92,10 +121,23 @@ class HubQuestions(Sequence[dict[str, Any]]):
         if how.ask is None:
             return row
         try:
-            asked = {"image": row["image"], "prompt": how.ask(row)}
+            if how.album is not None:
+                rows, numbers = self.album
+                row = {**row, "image": rows[numbers[row["imageId"]]]["image"]}
+            asked = {"image": how.shown(row), "prompt": how.ask(row)}
         except KeyError as error:
             raise BenchError(f"{how.where} has no field {error}; its fields are {', '.join(row)}") from error
         return asked | ({"category": row.get(how.category)} if how.category else {})
+
+
+def _rows_of(where: str) -> Any:
+    try:
+        parts = Dataset(where, Columns()).parts
+    except MediaError as error:
+        raise BenchError(str(error)) from error
+    if len(parts) > 1:
+        raise BenchError(f"{where} has the splits {', '.join(parts)}; name one, as in owner/name:split")
+    return next(iter(parts.values()))
 
 
 def questions_of(name: str) -> HubQuestions | None:

@@ -21,7 +21,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "--data is one split of the benchmark (Shen et al. 2026, arXiv 2603.14989), such as dataset/MMSpec/testmini: "
         f"{LIST} beside images/. --images 0, the default, asks all of its questions. Of a conversation the first turn "
-        "is asked; records are by topic at batch 1."
+        "is asked, or with --all-turns every one; records are by topic at batch 1."
     )
 
 
@@ -31,11 +31,15 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
     Raises:
         BenchError: no such split, or a list of another form.
     """
-    count = check(args.data)
-    args.data = args.data / LIST
+    if args.data is not None and len(args.data) > 1:
+        raise BenchError(f"--data is one split of the benchmark; got {len(args.data)}")
+    split = args.data[0] if args.data else None
+    count = check(split)
+    assert split is not None, "check() refuses this"
+    args.data = [split / LIST]
     args.images = args.images or count - (args.tune_images if args.tune else 0)
     for _ in vlm.measure(args, outcome):
-        outcome.provenance["data"] = str(args.data)
+        outcome.provenance["data"] = str(args.data[0])
         yield
 
 

@@ -14,6 +14,7 @@ from mmspec.app.bench.command import BenchError
 from mmspec.app.bench.protocols import PROTOCOLS, questions_of
 from mmspec.app.media.inputs import images
 from mmspec.media import decode, load_image
+from mmspec.pipelines.prompts import Turns
 from mmspec.train.data import VideoError, refuse_videos
 
 FIELDS = {  # what a question list may call its fields, the first one that is filled counts
@@ -25,11 +26,18 @@ FIELDS = {  # what a question list may call its fields, the first one that is fi
 
 @dataclass(frozen=True)
 class Question:
-    """One thing to ask: pictures and a prompt; an empty prompt is filled in by the suite."""
+    """One thing to ask: pictures and a prompt; an empty prompt is filled in by the suite.
+
+    Attributes:
+        later: of a conversation, what is asked after it.
+        before: what was asked before, with its answers.
+    """
 
     images: tuple[Image.Image, ...]
     prompt: str = ""
     category: str = "all"
+    later: tuple[str, ...] = ()
+    before: Turns = ()
 
 
 def read_questions(path: Path, count: int, others: int, pictures: bool = True) -> tuple[list[Question], list[Question]]:
@@ -112,9 +120,10 @@ def _question(row: dict[str, Any], folder: Path, number: int, shown: bool) -> Qu
             f"{', '.join(FIELDS['images'])}, prompts in {', '.join(FIELDS['prompt'])}"
         )
     pictures = pictures if isinstance(pictures, list) else [] if pictures is None else [pictures]
-    prompt = prompt[0] if isinstance(prompt, list) else prompt or ""  # of a conversation, the first turn
+    first, *later = prompt if isinstance(prompt, list) else [prompt or ""]
     category = str(found["category"]) if found["category"] else "all"
-    return Question(tuple(_picture(one, folder) for one in pictures), str(prompt), category)
+    shown_ = tuple(_picture(one, folder) for one in pictures)
+    return Question(shown_, str(first), category, tuple(map(str, later)))
 
 
 def _picture(one: Any, folder: Path) -> Image.Image:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import yaml
 
+from mmspec.app.bench import by_data
 from mmspec.app.compare import over
 from mmspec.app.extras import installing
 from mmspec.statistics import Stats
@@ -174,13 +175,21 @@ def table(records: list[Record], wide: bool = False) -> str:
         if not wide and "narrow" in layout:
             columns = {name: columns[name] for name in layout["narrow"]}
         cells = [[*columns], *([cell(row, spec) for spec in columns.values()] for row in rows)]
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        lines += ["", title]
-        for row in cells:
-            padded = [text.rjust(width) for text, width in zip(row, widths, strict=True)]
-            lines.append("  ".join([row[0].ljust(widths[0]), *padded[1:]]).rstrip())
+        lines += ["", title, *_aligned(cells)]
         lines += [f"  {row['method']}: {row['note']}" for row in rows if row.get("note")]
+    for title, cells in by_data.tables(records).items():
+        lines += ["", title, *_aligned(cells)]
     return "\n".join(lines).lstrip("\n")
+
+
+def _aligned(cells: list[list[str]]) -> list[str]:
+    """Rows as lines, the first column to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = []
+    for row in cells:
+        padded = [text.rjust(width) for text, width in zip(row, widths, strict=True)]
+        lines.append("  ".join([row[0].ljust(widths[0]), *padded[1:]]).rstrip())
+    return lines
 
 
 def markdown(records: list[Record], provenance: Record, tuned: Record) -> str:
@@ -188,14 +197,19 @@ def markdown(records: list[Record], provenance: Record, tuned: Record) -> str:
     lines = ["# Benchmark", "", *(f"- {key}: {value}" for key, value in provenance.items()), ""]
     for title, rows in sections(records).items():
         columns = LAYOUTS[rows[0]["suite"]]["columns"]
-        lines += [f"## {title}", "", "| " + " | ".join(columns) + " |"]
-        lines.append("|---" + "|--:" * (len(columns) - 1) + "|")
         shown = [[cell(row, spec).replace("|", "\\|") for spec in columns.values()] for row in rows]
-        lines += ["| " + " | ".join(row) + " |" for row in shown]
+        lines += [f"## {title}", "", *_piped([[*columns], *shown])]
         lines += ["", *(f"{row['method']}: {row['note']}" for row in rows if row.get("note")), ""]
+    for title, cells in by_data.tables(records).items():
+        lines += [f"## {title}", "", *_piped(cells), ""]
     lines += ["## What the columns mean", "", *(f"- `{name}`: {text}" for name, text in meaning(records).items())]
     chosen = [f"- {cell}: {m} {found['chosen']}" for cell, methods in tuned.items() for m, found in methods.items()]
     return "\n".join([*lines, *(["", "## Tuned on other images", "", *chosen] if chosen else [])]) + "\n"
+
+
+def _piped(cells: list[list[str]]) -> list[str]:
+    head, *rows = ["| " + " | ".join(row) + " |" for row in cells]
+    return [head, "|---" + "|--:" * (len(cells[0]) - 1) + "|", *rows]
 
 
 def check_plot(path: Path) -> None:

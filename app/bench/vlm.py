@@ -13,7 +13,7 @@ import torch
 from mmspec.app import embedded
 from mmspec.app.bench import report, vlm_methods, vlm_shown
 from mmspec.app.bench.answers import TimedCall, VlmBench
-from mmspec.app.bench.command import Outcome, batches, say
+from mmspec.app.bench.command import BenchError, Outcome, batches, say
 from mmspec.app.bench.questions import Question
 from mmspec.app.bench.vlm_methods import GRIDS, VlmMethod, methods
 from mmspec.app.bench.vlm_shown import Questions, Shown, questions
@@ -45,6 +45,8 @@ class VlmCell:
 def configure(parser: argparse.ArgumentParser) -> None:
     """What is asked, of whom, and by which methods."""
     conditions(parser, [1, 4], [0.0, 1.0], 256)
+    parser.add_argument("--all-turns", action="store_true", help="of conversations every turn, not the first alone; "
+        "the model's own greedy answers stand in between")  # fmt: skip
 
 
 def conditions(parser: argparse.ArgumentParser, batch: list[int], temperature: list[float], tokens: int) -> None:
@@ -72,6 +74,10 @@ def measure(
     chosen = methods(bench.model, args)
     outcome.provenance = provenance(bench.model.device, bench.model.dtype) | {"model": args.model}
     asked, others = questions(args, not text_alone(bench.processor))
+    if args.all_turns:
+        if not any(q.later for some in asked.values() for q in some):
+            raise BenchError("--all-turns: no question has a second turn; leave it out")
+        asked, others = ({shown: bench.conversations(some) for shown, some in each.items()} for each in (asked, others))
     best: dict[str, Any] = {}
     for batch, heat in [(batch, heat) for batch in args.batch for heat in args.temperature]:
         if args.tune:

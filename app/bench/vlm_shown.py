@@ -22,7 +22,7 @@ class Shown:
     """What the questions of a cell have in common.
 
     Attributes:
-        kind: "picture", "pair", "clip" or "data".
+        kind: "picture", "pair", "clip", "data", or of several data sets the name of one.
         pictures: per question; 0: they differ.
         prompt: label of the prompts; empty where the kind has prompts of its own.
     """
@@ -46,7 +46,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "questions: a folder of pictures, a .jsonl, .json or .parquet list, a folder of MMSpec's, "
         f"hf:owner/name[:split], or one of {', '.join(PROTOCOLS)}"
     )
-    add("--data", type=Path, metavar="PATH", help=own)
+    add("--data", type=Path, nargs="+", metavar="PATH", help=f"{own}; of several also a table, a column each")
     add("--prompt", nargs="+", help="short, long, or texts of your own, a cell for each; default: short and long")
     add("--images", type=count, default=20, help="questions of a cell at batch 1 (default: %(default)s)")
     add("--seed", type=int, default=0)
@@ -72,11 +72,16 @@ def questions(args: argparse.Namespace, pictures: bool = True) -> tuple[Question
         drawn = [[Question((scenes.render(scenes.draw(np.random.default_rng([first, args.seed, i]))),))
                   for i in range(count)] for first, count in ((HELD_OUT, args.images), (TUNING, others))]  # fmt: skip
         return asking(Shown("picture", 1), drawn[0], drawn[1], args.prompt)
-    held = read_questions(args.data, args.images, others, pictures)
-    if held[0][0].prompt:
-        refuse(args, f"the questions of {args.data} have prompts of their own", prompt=None)
-        return {Shown(): held[0]}, {Shown(): held[1]}
-    return asking(Shown(), *held, args.prompt)
+    measured: Questions = {}
+    tuning: Questions = {}
+    for path in args.data:
+        some, further = read_questions(path, args.images, others, pictures)
+        if some[0].prompt:
+            refuse(args, f"the questions of {path} have prompts of their own", prompt=None)
+        shown = Shown() if len(args.data) == 1 else Shown(str(path))
+        now, later = asking(shown, some, further, args.prompt)
+        measured, tuning = measured | now, tuning | later
+    return measured, tuning
 
 
 def asking(

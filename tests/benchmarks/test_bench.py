@@ -16,12 +16,14 @@ from PIL import Image
 import mmspec
 from benchmarks.__main__ import parser as workshop
 from mmspec.app import cli, compare
+from mmspec.app.bench import by_data, report
 from mmspec.app.bench import command as bench
-from mmspec.app.bench import report
 from mmspec.app.bench import vlm as bench_vlm
 from mmspec.app.bench.answers import Clock, TimedCall, VlmBench
 from mmspec.app.bench.command import BenchError
 from mmspec.app.bench.questions import Question, read_questions
+from mmspec.app.bench.vlm_methods import VlmMethod
+from mmspec.app.engine import load as load_engine
 from mmspec.app.provenance import provenance
 from mmspec.drafters.eagle import EagleConfig, EagleDrafter
 from mmspec.statistics import Stats
@@ -275,6 +277,53 @@ def test_own_questions_are_grouped_by_category(model: Path, tmp_path: Path) -> N
     found = json.loads((tmp_path / "out" / "o.json").read_text())["records"]
     assert {(r["batch"], r["category"]) for r in found} == {(1, "all"), (1, "t0"), (1, "t1"), (2, "all")}
     assert {r["n"] for r in found if r["category"] == "t1"} == {2}
+
+
+def test_every_turn_is_asked_behind_the_models_own_answers(model: Path, tmp_path: Path) -> None:
+    (name,) = save_pictures(tmp_path, 1)
+    rows = [{"image": name, "turns": ["w5 w6", "w7", "w8 w9"]}, {"image": name, "turns": ["w9"]}]
+    (tmp_path / "list.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    words = ["--data", tmp_path / "list.jsonl", "--images", 2, "--max-new-tokens", 6, "--temperature", 0]
+    words += ["--batch", 1, "--without", "stock-static", "hf-*", "--json", tmp_path / "out.json"]
+    assert run("--model", model, *words) == 0
+    assert {r["n"] for r in json.loads((tmp_path / "out.json").read_text())["records"]} == {2}
+    assert run("--model", model, *words, "--all-turns") == 0
+    found = json.loads((tmp_path / "out.json").read_text())["records"]
+    assert {r["n"] for r in found} == {4} and all(r["identical_rate"] == 1 for r in found)
+    (tmp_path / "list.jsonl").write_text("\n".join(json.dumps(row | {"turns": row["turns"][:1]}) for row in rows))
+    assert run("--model", model, *words, "--all-turns") == 1
+
+
+def test_turns_carry_what_was_said(model: Path) -> None:
+    engine = load_engine(str(model), "none", "cpu", "float32", 6, 0)
+    bench_ = VlmBench(engine.model, engine.processor, 6, 0)
+    first, second, third = bench_.conversations([Question((), "w5 w6", later=("w7", "w8"))])
+    assert (first.before, second.prompt, third.prompt) == ((), "w7", "w8")
+    answer = bench_.call(VlmMethod("stock"), 0.0, bench_.inputs([first]), 0).answers[0]
+    assert second.before == (("w5 w6", engine.processor.decode(answer, skip_special_tokens=True)),)
+    assert third.before[:1] == second.before and len(third.before) == 2
+    ids = bench_.inputs([first, third])["input_ids"]  # rows with different pasts in one batch
+    assert ids.shape[0] == 2 and torch.equal(ids[1:], bench_.inputs([third])["input_ids"])
+
+
+def test_several_data_sets_make_a_table(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (name,) = save_pictures(tmp_path, 1)
+    for kind in ("one", "other"):
+        (tmp_path / f"{kind}.jsonl").write_text(json.dumps({"image": name, "question": f"w5 w{len(kind)}"}))
+    words = ["--data", *(tmp_path / f"{kind}.jsonl" for kind in ("one", "other")), "--images", 1, "--batch", 1]
+    words += ["--temperature", 0, "--max-new-tokens", 6, "--without", "stock-static", "hf-*"]
+    files = ["--json", tmp_path / "out.json", "--markdown", tmp_path / "out.md"]
+    assert run("--model", model, *words, *files) == 0
+    records = json.loads((tmp_path / "out.json").read_text())["records"]
+    assert [r["kind"] for r in records] == [
+        str(tmp_path / f"{kind}.jsonl") for kind in ("one", "one", "other", "other")
+    ]
+    ((title, (head, stock, ngram)),) = by_data.tables(records).items()
+    assert title == "tokens/call, speedup: batch 1, temperature 0" and head[-1] == "mean" and len(head) == 4
+    assert stock == ["stock", *["1.00, 1.00x"] * 3] and ngram[0] == "ngram" and ngram[3].endswith("x")
+    assert title in capsys.readouterr().out and f"## {title}" in (tmp_path / "out.md").read_text()
+    del records[3]
+    assert by_data.tables(records)[title][2][2:] == ["-", "-"] and by_data.tables(records[:2]) == {}
 
 
 def test_plots(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,12 +23,22 @@ FIELDS: dict[str, dict[str, Any]] = {  # a row of each data set, and nothing of 
     "seed-bench": {**{f"choice_{letter}": f"choice {letter}" for letter in "abcd"}, "image": [PICTURE, PICTURE]},
     "chartqa": {"type": "human_test"},
     "llava-bench": {"category": "detail"},
+    "coco-captions": {"answer": ["a red square"]},
+    "gqa": {"imageId": "n7"},
+    "mmmu": {
+        "question": "is <image 2> <image 1>?",
+        "question_type": "multiple-choice",
+        "options": "['yes', '<image 3>']",
+        **{f"image_{n}": PICTURE if n < 4 else None for n in range(1, 8)},
+    },
 }
 ASKED = {
     "scienceqa": f"what is it?\nA. a cat\nB. a dog{LETTER}",
     "seed-bench": f"what is it?\nA. choice a\nB. choice b\nC. choice c\nD. choice d{LETTER}",
     "mm-vet": "what is it?",
     "llava-bench": "what is it?",
+    "coco-captions": "Provide a one-sentence caption for the provided image.",
+    "mmmu": f"is <image 2> <image 1>?\nA. yes\nB. <image 3>\n{LETTER}",
 }
 
 
@@ -39,18 +49,27 @@ def test_a_row_is_asked_as_the_field_asks_it(name: str, monkeypatch: pytest.Monk
     def load(where: str, config: str | None, split: str) -> datasets.Dataset:
         asked.append((where, config, split))
         row = {"image": PICTURE, "question": "what is it?", **FIELDS[name]}
-        one = datasets.Image()
-        return datasets.Dataset.from_list([row] * 4).cast_column(
-            "image", [one] if isinstance(row["image"], list) else one
-        )
+        if config == "testdev_balanced_images":
+            row = {"id": "n7", "image": PICTURE}
+        elif name == "gqa":
+            del row["image"]
+        made, one = datasets.Dataset.from_list([row] * 4), datasets.Image()
+        for field, held in row.items():
+            if field.startswith("image") and field != "imageId":
+                made = made.cast_column(field, [one] if isinstance(held, list) else one)
+        return made
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     measured, _ = read_questions(Path(name), 3, 1)
     assert len(measured) == 3 and {q.prompt for q in measured} == {ASKED.get(name, f"what is it?{SHORT}")}
-    shown = FIELDS[name].get("image", [PICTURE])
+    shown = FIELDS[name].get("image", [PICTURE] * (3 if name == "mmmu" else 1))
     assert [picture.size for picture in measured[0].images] == [(8, 6)] * len(shown)
     assert measured[0].category == FIELDS[name].get(PROTOCOLS[name].category or "", "all")
-    assert len(asked) == 1 and f"hf:{asked[0][0]}" in PROTOCOLS[name].where and asked[0][2] in PROTOCOLS[name].where
+    assert (
+        len(asked) == 1 + (name == "gqa")
+        and f"hf:{asked[0][0]}" in PROTOCOLS[name].where
+        and asked[0][2] in PROTOCOLS[name].where
+    )
 
 
 def test_any_data_set_with_the_usual_fields(tmp_path: Path) -> None:
@@ -66,3 +85,9 @@ def test_any_data_set_with_the_usual_fields(tmp_path: Path) -> None:
         read_questions(Path(f"hf:{tmp_path / 'nowhere'}"), 1, 0)
     with pytest.raises(BenchError, match="or one of scienceqa, mm-vet, textvqa"):
         read_questions(Path("scienceqb"), 1, 0)
+
+
+def test_an_open_question_of_mmmu_has_no_options() -> None:
+    row = {"question": "how many?", "options": "[]", "question_type": "open", "image_1": PICTURE}
+    how = PROTOCOLS["mmmu"]
+    assert how.ask is not None and how.ask(row) == f"how many?\n{SHORT}"
