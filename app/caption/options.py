@@ -24,7 +24,7 @@ RARE = (  # what few people change: `--help-all` and docs/captioning.md tell of 
     "--column-image", "--column-text", "--column-tags", "--split", "--system", "--start-with",
     "--prepend", "--append", "--temperature", "--seed", "--dtype", "--fps", "--keyframes", "--max-frames",
     "--max-pixels", "--max-aspect", "--max-duration", "--timeout", "--max-bytes", "--max-memory", "--decoders",
-    "--extension", "--on-existing", "--resume", "--limit", "--dedup", "--max-errors", "--compare",
+    "--extension", "--on-existing", "--resume", "--limit", "--dedup", "--max-errors", "--ray", "--compare",
 )  # fmt: skip
 
 
@@ -139,6 +139,8 @@ class Options:
     prepend: str = _flag("TEXT", "", "put before every caption")
     append: str = _flag("TEXT", "", "put after every caption")
     json_schema: Path | None = _flag("FILE", None, "every caption is JSON of this schema (extra: json)", type=Path)
+
+    score: bool = _switch(False, "record each caption's mean log-probability")
 
     model: str = _flag("NAME", None, "name on the Hugging Face Hub, or a folder; default: the embedded one, "
         + embedded.MODEL, section="the model")

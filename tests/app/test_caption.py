@@ -572,6 +572,23 @@ def test_several_prompts_are_answered_as_if_each_was_asked_alone(
     assert truly(*WORDS[:4], "--append", "!", drafter=drafter) == OK and len(journal()) == 10
 
 
+def test_captions_are_scored(truly, photos: Path, capsys: pytest.CaptureFixture):
+    from pyarrow import parquet
+
+    shutil.copy(photos / "a.png", photos / "z.png")
+    for out, more in {"one": (), "several": WORDS[2:]}.items():
+        words = ("--prompt", SEVERAL[0], *more, "--score", "--dedup", "exact", "--format", "metadata,parquet")
+        assert truly(*words, "--out", out, drafter="ngram") == OK
+    one, several = ({r["file_name"]: r for r in lines(f"{out}/metadata.jsonl")} for out in ("one", "several"))
+    for name, record in one.items():
+        assert record["score"] < 0 and "scores" not in record and several[name]["score"] == several[name]["scores"][0]
+        assert several[name]["score"] == pytest.approx(record["score"], abs=1e-4) and len(several[name]["scores"]) == 3
+    assert one["z.png"]["score"] == one["a.png"]["score"]
+    table = parquet.read_table("several/captions.parquet")
+    assert table["scores"].to_pylist()[0] == several["a.png"]["scores"] and table["score"].to_pylist()[0] < 0
+    assert truly("--score", "--engine", "vllm") == SENSELESS and "leave --score out" in capsys.readouterr().err
+
+
 def test_a_picture_is_encoded_once_for_several_prompts(model: Path, monkeypatch: pytest.MonkeyPatch):
     from mmspec.app import engine
     from mmspec.app.caption.prompts import PromptChoice
