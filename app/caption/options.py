@@ -193,7 +193,7 @@ class Options:
     dedup: str | None = _flag(None, None, "exact: caption equal files once", choices=("exact",))
     max_errors: int | None = _flag("N", None, "give up after so many failures", type=count)
     ray: bool = _switch(False, "run the workers on Ray, one per device of its cluster (extra: ray)")
-    report: Path | None = _flag("FILE", None, "JSON with counts, speeds and acceptance", type=_report)
+    report: Path | None = _flag("FILE", None, "speeds and counts as .json, or as a page: .html", type=_report)
     compare: bool = _switch(True, "measure the speed-up over stock generate on a few of the items")
     quiet: bool = _switch(False, "do not print the captions")
     # fmt: on
@@ -202,6 +202,13 @@ class Options:
     def kinds(self) -> list[str]:
         """Of final files."""
         return (self.format or "metadata").split(",")
+
+    def limits(self, max_area: int | None = None) -> media.MediaLimits:
+        """Of what is decoded; a picture that the model sees has at most `max_area` pixels."""
+        return media.MediaLimits(
+            max_pixels=self.max_pixels, max_bytes=self.max_bytes, seconds=self.timeout, memory=self.max_memory,
+            max_duration=self.max_duration, max_aspect=self.max_aspect, max_area=max_area,
+        )  # fmt: skip
 
     @property
     def policy(self) -> str:

@@ -17,7 +17,7 @@ from mmspec.app.caption.outputs import STATE, UnwritableTextError, Writer, combi
 from mmspec.app.caption.plan import Task
 from mmspec.app.media.decoder import AHEAD, Decoder, DecoderError
 from mmspec.app.media.video import FramePolicy
-from mmspec.media import Media, MediaLimits
+from mmspec.media import Media
 
 SIZED = 4  # pictures that are seen before it is settled how many are captioned at once
 PATIENCE = 5  # items on which a model that has never answered may fail before the run is given up
@@ -111,12 +111,7 @@ class Worker:
             self._writer = Writer(job.folder, slot)
             stack.callback(self._writer.close)
             policy = FramePolicy.parse(options.policy, options.max_frames)
-            limits = MediaLimits(
-                max_pixels=options.max_pixels, max_bytes=options.max_bytes, seconds=options.timeout,
-                memory=options.max_memory, max_duration=options.max_duration,
-                max_aspect=options.max_aspect, max_area=self._area,
-            )  # fmt: skip
-            self._decoder = stack.enter_context(Decoder(self._decoders, limits, policy))
+            self._decoder = stack.enter_context(Decoder(self._decoders, options.limits(self._area), policy))
             self._close = stack.pop_all()
 
     @property
