@@ -56,6 +56,7 @@ class CaptionResult:
         finish: "stop" where the model ended it, "length" where it, or another of several, was cut off at the most
             tokens allowed.
         further: the answers to the further prompts.
+        scores: mean log-probability of a token of each answer, the first prompt's first; empty unless asked for.
         error: why there is no text; None: there is one.
     """
 
@@ -66,6 +67,7 @@ class CaptionResult:
     error: Exception | None = None
     finish: str = ""
     further: tuple[str, ...] = ()
+    scores: tuple[float, ...] = ()
 
 
 class Engine:
@@ -74,6 +76,8 @@ class Engine:
     A model that mmspec cannot accelerate captions all the same, on the stock path: `drafter` is None then and `notes`
     say why.
     """
+
+    scored = False  # whether answers come with their scores
 
     def __init__(
         self, model: Any, processor: Any, drafter: Any, max_new_tokens: int, temperature: float = 0,
@@ -127,7 +131,7 @@ class Engine:
             batches = ContinuousBatcher
             if self.drafter is None:
                 mmspec.enable(self.model, drafter=Plain(), **self.options)
-        return batches(self.model, self.processor, rows, **(self.settings | settings))
+        return batches(self.model, self.processor, rows, scored=self.scored, **(self.settings | settings))
 
     def suggest_rows(self, frames: int = 1, size: tuple[int, int] = PICTURE) -> int:
         """How many answers to write at once to begin with; a flow halves it when memory runs out all the same.
@@ -259,7 +263,8 @@ class Captioner:
             if finish == "length" and "logits_processor" in self.engine.settings:
                 error, finish = ValueError(f"no whole JSON in {len(one.tokens)} tokens; raise --max-new-tokens"), ""
             text = self._text(one.ticket, one.tokens) if error is None else ""
-            result = CaptionResult(one.ticket.ticket, text, len(one.tokens), one.seconds, error, finish)
+            scores = () if one.logprob is None else (round(one.logprob / max(1, len(one.tokens)), 6),)
+            result = CaptionResult(one.ticket.ticket, text, len(one.tokens), one.seconds, error, finish, scores=scores)
             found += self._gathered(one.ticket, result)
         return found
 
@@ -285,6 +290,7 @@ class Captioner:
                 error=next((one.error for one in results if one.error is not None), None),
                 finish="length" if any(one.finish == "length" for one in results) else results[0].finish,
                 further=tuple(one.text for one in results[1:]),
+                scores=tuple(score for one in results for score in one.scores),
             )
         ]
 

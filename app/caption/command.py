@@ -131,7 +131,7 @@ def _work(job: Job, slots: str, inputs: Inputs, outputs: Outputs, todo: Plan) ->
     failed_before = todo.failed_before + len(todo.unwritable)
     if not todo.pending:
         _finish(options, inputs, outputs)
-        _report(options, todo, RunTally(0, shown=False), [], None)
+        _report(options, inputs, outputs, todo, RunTally(0, shown=False), [], None)
         print(f"nothing to do; what there is lies in {outputs.folder}")
         return SOME_FAILED if failed_before else OK
     _keep(options, outputs, slots)
@@ -155,7 +155,7 @@ def _work(job: Job, slots: str, inputs: Inputs, outputs: Outputs, todo: Plan) ->
         _wind_up(options, inputs, outputs, todo, tally)
         raise
     made = _finish(options, inputs, outputs)
-    _report(options, todo, tally, crew.summaries, comparison)
+    _report(options, inputs, outputs, todo, tally, crew.summaries, comparison)
     if tally.failed:
         where = outputs.folder / FAILURES
         print(f"{tally.failed} failed" + f": {where} says why" * where.is_file())
@@ -175,9 +175,11 @@ def _keep(options: Options, outputs: Outputs, slots: str) -> None:
     write_whole(path, settings.dumped(options), outputs.state / f"{slots}run.partial")
 
 
-def _report(options: Options, todo: Plan, tally: RunTally, workers: list, comparison: Any) -> None:
+def _report(
+    options: Options, inputs: Inputs, outputs: Outputs, todo: Plan, tally: RunTally, workers: list, comparison: Any
+) -> None:
     if options.report:
-        report.write(options.report, options, todo, tally, workers, comparison)
+        report.write(options.report, options, todo, tally, workers, comparison, outputs.ledger, inputs.items)
 
 
 @contextlib.contextmanager
@@ -232,7 +234,10 @@ def _finish(options: Options, inputs: Inputs, outputs: Outputs) -> list[Path]:
 
 def _wind_up(options: Options, inputs: Inputs, outputs: Outputs, todo: Plan, tally: RunTally) -> None:
     """Final files and report of a run that ends early; what goes wrong here must not hide why it ends."""
-    for step in (lambda: _finish(options, inputs, outputs), lambda: _report(options, todo, tally, [], None)):
+    for step in (
+        lambda: _finish(options, inputs, outputs),
+        lambda: _report(options, inputs, outputs, todo, tally, [], None),
+    ):
         try:
             step()
         except (MediaError, OutputError, OSError) as error:

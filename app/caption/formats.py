@@ -20,10 +20,13 @@ COLUMNS = {  # of the parquet files: what a record may tell the public
         ("file_name", "text", "kind", "existing", "prompt", "system", "start", "model", "drafter", "finish"), "string"
     ),
     **dict.fromkeys(("tokens", "seed"), "int64"),
-    **dict.fromkeys(("prompts", "captions"), "list"),  # of strings, where there were several prompts
-    **dict.fromkeys(("temperature", "seconds", "length"), "float64"),
+    **dict.fromkeys(("prompts", "captions"), "strings"),  # where there were several prompts
+    "scores": "numbers",  # likewise
+    **dict.fromkeys(("temperature", "seconds", "length", "score"), "float64"),
     "content": "string",  # sha256 of the item
 }
+SHOWN = ("file_name", "text", "captions", "score", "scores")  # in metadata.jsonl
+LISTS = {"strings": "string", "numbers": "float64"}  # what they hold
 CHUNK = 4096  # records written at once
 SHARD_SIZE = 1000  # samples
 
@@ -41,7 +44,7 @@ def metadata(records: Iterable[Record], folder: Path, note: Note | None = None) 
         return []
     with replacing(path, note) as file:
         for record in some:
-            file.write(line_of({name: record[name] for name in ("file_name", "text", "captions") if name in record}))
+            file.write(line_of({name: record[name] for name in SHOWN if name in record}))
     return [path]
 
 
@@ -99,8 +102,10 @@ def replacing(path: Path, note: Note | None = None) -> Iterator[BinaryIO]:
 
 def _write_table(records: Iterable[Record], path: Path, note: Note | None = None) -> Path:
     arrow, writers = need("pyarrow", str(path)), need("pyarrow.parquet", str(path))
-    kinds = {kind: getattr(arrow, kind)() for kind in COLUMNS.values() if kind != "list"}
-    columns = {name: (kinds | {"list": arrow.list_(arrow.string())})[kind] for name, kind in COLUMNS.items()}
+    columns = {
+        name: arrow.list_(getattr(arrow, LISTS[kind])()) if kind in LISTS else getattr(arrow, kind)()
+        for name, kind in COLUMNS.items()
+    }
     schema = arrow.schema(list(columns.items()))
     rest = iter(records)
     with replacing(path, note) as file, writers.ParquetWriter(file, schema) as writer:
@@ -145,8 +150,8 @@ def cell(value: Any, kind: str) -> Any:
     """A value as its column's type; None for what is none of that."""
     if value is None:
         return None
-    if kind == "list":
-        return [cell(one, "string") for one in value] if isinstance(value, list) else None
+    if kind in LISTS:
+        return [cell(one, LISTS[kind]) for one in value] if isinstance(value, list) else None
     if kind == "string":
         return str(value).encode("utf-8", "backslashreplace").decode()
     if isinstance(value, bool) or not isinstance(value, int | float):

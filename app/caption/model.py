@@ -62,6 +62,8 @@ def load(options: Options, place: str) -> Model:
         engine: Any = loader(*asked, **told)
         if (schema := settings.schema(options)) is not None:
             engine.keep_to(schema)
+        if options.score:
+            engine.scored = True
         return engine  # type: ignore[no-any-return]
     except Exception as error:  # whatever a model or somebody's engine meets while it loads ends the run
         named = isinstance(error, FatalError) or type(error).__name__ == "EngineError"

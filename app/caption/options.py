@@ -24,7 +24,7 @@ RARE = (  # what few people change: `--help-all` and docs/captioning.md tell of 
     "--column-image", "--column-text", "--column-tags", "--split", "--system", "--start-with",
     "--prepend", "--append", "--temperature", "--seed", "--dtype", "--fps", "--keyframes", "--max-frames",
     "--max-pixels", "--max-aspect", "--max-duration", "--timeout", "--max-bytes", "--max-memory", "--decoders",
-    "--extension", "--on-existing", "--resume", "--limit", "--dedup", "--max-errors", "--compare",
+    "--extension", "--on-existing", "--resume", "--limit", "--dedup", "--max-errors", "--ray", "--compare",
 )  # fmt: skip
 
 
@@ -140,6 +140,8 @@ class Options:
     append: str = _flag("TEXT", "", "put after every caption")
     json_schema: Path | None = _flag("FILE", None, "every caption is JSON of this schema (extra: json)", type=Path)
 
+    score: bool = _switch(False, "record each caption's mean log-probability")
+
     model: str = _flag("NAME", None, "name on the Hugging Face Hub, or a folder; default: the embedded one, "
         + embedded.MODEL, section="the model")
     drafter: str = _flag("NAME", None, "name, folder, 'ngram' (needs no weights) or 'none' (plain decoding); default: "
@@ -191,7 +193,7 @@ class Options:
     dedup: str | None = _flag(None, None, "exact: caption equal files once", choices=("exact",))
     max_errors: int | None = _flag("N", None, "give up after so many failures", type=count)
     ray: bool = _switch(False, "run the workers on Ray, one per device of its cluster (extra: ray)")
-    report: Path | None = _flag("FILE", None, "JSON with counts, speeds and acceptance", type=_report)
+    report: Path | None = _flag("FILE", None, "speeds and counts as .json, or as a page: .html", type=_report)
     compare: bool = _switch(True, "measure the speed-up over stock generate on a few of the items")
     quiet: bool = _switch(False, "do not print the captions")
     # fmt: on
@@ -200,6 +202,13 @@ class Options:
     def kinds(self) -> list[str]:
         """Of final files."""
         return (self.format or "metadata").split(",")
+
+    def limits(self, max_area: int | None = None) -> media.MediaLimits:
+        """Of what is decoded; a picture that the model sees has at most `max_area` pixels."""
+        return media.MediaLimits(
+            max_pixels=self.max_pixels, max_bytes=self.max_bytes, seconds=self.timeout, memory=self.max_memory,
+            max_duration=self.max_duration, max_aspect=self.max_aspect, max_area=max_area,
+        )  # fmt: skip
 
     @property
     def policy(self) -> str:

@@ -7,23 +7,26 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from mmspec.app.caption.journal import parse, write_whole
+from mmspec.app.caption import page
+from mmspec.app.caption.journal import Ledger, parse, write_whole
 from mmspec.app.caption.options import AUTO, Options
 from mmspec.app.caption.plan import Plan
 from mmspec.app.caption.run import Result
 from mmspec.app.caption.workers import places
+from mmspec.app.media.items import Item
 
 if TYPE_CHECKING:  # torch is imported only once it is clear that there is something to caption
     from mmspec.app.caption.compare import Sampled
 
 MEGA = 2**20
+PAGES = (".html", ".htm")
 EVERY = 30.0  # seconds between lines of progress in a log
 LONGEST = 64 * MEGA  # bytes of a file that may be a report
 
@@ -115,8 +118,11 @@ def write(
     tally: RunTally,
     workers: Sequence[dict[str, Any]],
     comparison: Sampled | None,
+    ledger: Ledger,
+    items: Callable[[], Iterable[Item]],
 ) -> None:
-    """The report as JSON: counts, speeds, acceptance, and where the numbers come from."""
+    """The report as JSON: counts, speeds, acceptance, and where the numbers come from; or all this and some of the
+    items with their captions as a page, where the name ends in .html."""
     import torch
 
     from mmspec.app.devices import EngineError, find_device
@@ -154,7 +160,11 @@ def write(
         "options": {name: str(v) if isinstance(v, Path) else v for name, v in vars(options).items()},
         "provenance": provenance(device, dtype),
     }
-    write_whole(path, json.dumps(facts, indent=2, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n")
+    if path.suffix.lower() in PAGES:
+        data = page.made(facts, ledger, items(), options)
+    else:
+        data = json.dumps(facts, indent=2, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
+    write_whole(path, data)
 
 
 def replaceable(path: Path) -> bool:
@@ -164,7 +174,7 @@ def replaceable(path: Path) -> bool:
     if not path.is_file() or path.stat().st_size > LONGEST:
         return False
     data = path.read_bytes()
-    return not data or (parse(data) or {}).keys() >= {"counts", "workers", "provenance"}
+    return not data or data.startswith(page.HEAD) or (parse(data) or {}).keys() >= {"counts", "workers", "provenance"}
 
 
 def estimate(todo: Plan, tally: RunTally, workers: int, summary: dict[str, Any]) -> str:

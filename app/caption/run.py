@@ -17,7 +17,7 @@ from mmspec.app.caption.outputs import STATE, UnwritableTextError, Writer, combi
 from mmspec.app.caption.plan import Task
 from mmspec.app.media.decoder import AHEAD, Decoder, DecoderError
 from mmspec.app.media.video import FramePolicy
-from mmspec.media import Media, MediaLimits
+from mmspec.media import Media
 
 SIZED = 4  # pictures that are seen before it is settled how many are captioned at once
 PATIENCE = 5  # items on which a model that has never answered may fail before the run is given up
@@ -59,6 +59,7 @@ class Twin:
     name: str
     texts: list[str] | None = None
     finish: str = ""
+    scores: tuple[float, ...] = ()
     followers: list[tuple[Task, Media]] = field(default_factory=list)
 
 
@@ -67,7 +68,7 @@ def recorded_twins(folder: Path) -> dict[tuple[str, str], Twin]:
     with contextlib.closing(Ledger(sorted((folder / STATE).glob("*.jsonl")))) as ledger:
         return {
             (record["ask"], str(record.get("content"))): Twin(
-                str(record["file_name"]), _answers(record), record.get("finish", "")
+                str(record["file_name"]), _answers(record), record.get("finish", ""), _scores(record)
             )
             for record in ledger.all_captions() if "ask" in record
         }  # fmt: skip
@@ -76,6 +77,10 @@ def recorded_twins(folder: Path) -> dict[tuple[str, str], Twin]:
 def _answers(record: Record) -> list[str]:
     """What the model said, as recorded: kept apart where the captions are not just that."""
     return record.get("answers") or record.get("captions") or [str(record.get("answer", record["text"]))]
+
+
+def _scores(record: Record) -> tuple[float, ...]:
+    return tuple(record.get("scores") or ([record["score"]] if "score" in record else []))
 
 
 class Worker:
@@ -106,12 +111,7 @@ class Worker:
             self._writer = Writer(job.folder, slot)
             stack.callback(self._writer.close)
             policy = FramePolicy.parse(options.policy, options.max_frames)
-            limits = MediaLimits(
-                max_pixels=options.max_pixels, max_bytes=options.max_bytes, seconds=options.timeout,
-                memory=options.max_memory, max_duration=options.max_duration,
-                max_aspect=options.max_aspect, max_area=self._area,
-            )  # fmt: skip
-            self._decoder = stack.enter_context(Decoder(self._decoders, limits, policy))
+            self._decoder = stack.enter_context(Decoder(self._decoders, options.limits(self._area), policy))
             self._close = stack.pop_all()
 
     @property
@@ -207,7 +207,7 @@ class Worker:
                 self._twins[task.ask, media.content] = Twin(task.item.name)
             self._waiting.append((task, media))
         elif twin.texts is not None:
-            self._keep(task, media, twin.texts, twin_of=twin.name, finish=twin.finish)
+            self._keep(task, media, twin.texts, twin_of=twin.name, finish=twin.finish, scores=twin.scores)
         else:
             self._following += 1
             twin.followers.append((task, media))
@@ -246,9 +246,10 @@ class Worker:
         self._let_go()
         texts = twin.texts = [answer.text, *getattr(answer, "further", ())]
         twin.finish = getattr(answer, "finish", "")  # not every engine tells
-        self._keep(task, media, texts, answer.tokens, answer.seconds, finish=twin.finish)
+        twin.scores = getattr(answer, "scores", ())
+        self._keep(task, media, texts, answer.tokens, answer.seconds, finish=twin.finish, scores=twin.scores)
         for follower, its in followers:
-            self._keep(follower, its, texts, twin_of=twin.name, finish=twin.finish)
+            self._keep(follower, its, texts, twin_of=twin.name, finish=twin.finish, scores=twin.scores)
 
     def _refused(self, task: Task, content: str, error: Exception) -> None:
         lost, self._lost = self._lost, type(error).__name__ == LOST
@@ -262,7 +263,7 @@ class Worker:
 
     def _keep(
         self, task: Task, media: Media, answers: list[str], tokens: int = 0, seconds: float = 0.0, twin_of: str = "",
-        finish: str = "",
+        finish: str = "", scores: tuple[float, ...] = (),
     ) -> None:  # fmt: skip
         mode, further = self.job.options.on_existing, task.asked.further
         texts = [combined(task.existing, task.asked.caption(answer), mode) for answer in answers]
@@ -270,11 +271,12 @@ class Worker:
         facts |= facts_of(
             prompt=task.asked.text, system=task.asked.system, start=task.asked.start, existing=task.existing,
             twin_of=twin_of, length=media.seconds, seconds=round(seconds, 4), finish=finish,
-            answer=answers[0] if answers[0] != texts[0] else None,
+            answer=answers[0] if answers[0] != texts[0] else None, score=scores[0] if scores else None,
         )  # fmt: skip
         if further:
             facts |= {"prompts": [task.asked.text, *further], "captions": texts}
             facts |= {"answers": answers} if answers != texts else {}
+            facts |= {"scores": list(scores)} if scores else {}
         result = Result(
             task.item.name, " | ".join(texts), tokens, seconds, twin_of=twin_of, finish=finish, animated=media.animated
         )

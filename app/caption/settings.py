@@ -124,6 +124,8 @@ def resolve(args: argparse.Namespace) -> Options:
         raise SettingsError("--frames, --fps and --keyframes are three ways to choose frames; give one of them")
     if len(options.prompt) > 1 and options.engine != ENGINE:
         raise SettingsError(f"--engine {options.engine} takes one --prompt; got {len(options.prompt)}")
+    if options.score and options.engine != ENGINE:
+        raise SettingsError(f"--engine {options.engine} tells no scores; leave --score out")
     if options.json_schema is not None:
         schema(options)
         around = [name for name in ("start_with", "prepend", "append") if getattr(options, name)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,7 @@ class FinishedPrompt:
     Attributes:
         tokens: what was generated, the end-of-sequence token included.
         stats: of its rounds alone; empty where mmspec took no part.
+        logprob: of these tokens, natural, by the model's own logits before any processor; None unless asked for.
         seconds: since the prompt was first read; rows that run at once share the time.
         error: why there is no answer; None: there is one.
     """
@@ -38,6 +39,7 @@ class FinishedPrompt:
     seconds: float = 0.0
     error: Exception | None = None
     stats: Stats = field(default_factory=Stats)
+    logprob: float | None = None
 
 
 @dataclass(eq=False)
@@ -74,12 +76,13 @@ class Batcher:
         stats: what happened so far, where mmspec took part.
     """
 
-    def __init__(self, model: Any, processor: Any, rows: int, **generation: Any) -> None:
+    def __init__(self, model: Any, processor: Any, rows: int, scored: bool = False, **generation: Any) -> None:
         """
         Args:
             model: a transformers model, or what wraps one.
             processor: its processor; it tells what to pad with and reads `stop_strings`.
             rows: ≥ 1.
+            scored: tell the log-probability of each answer.
             **generation: as for `model.generate`.
 
         Raises:
@@ -87,7 +90,7 @@ class Batcher:
         """
         if rows < 1:
             raise ValueError(f"rows must be at least 1; got {rows}")
-        self.model, self.rows, self.stats = families.unwrap(model), rows, Stats()
+        self.model, self.rows, self.stats, self.scored = families.unwrap(model), rows, Stats(), scored
         self.generation = generation
         if (answers := self._setting("num_return_sequences") or 1) > 1:
             raise ValueError(
@@ -182,14 +185,20 @@ class Batcher:
 
     def _answer(self, group: list[QueuedPrompt]) -> None:
         """One call of `generate` from beginning to end."""
+        asked = {"return_dict_in_generate": True, "output_logits": True} if self.scored else {}
         with seeded(group[0].seed, self.model):
-            out = self._generate(group)
+            out = self._generate(group, **asked)
+        logits = torch.stack(out.logits, 1) if self.scored else None  # [B, T, V]
+        out = out.sequences if self.scored else out
         if not readable.two_parts(self.model):
             out = out[:, max(one.length for one in group) :]
         now = time.perf_counter()
-        for one, row in zip(group, out.tolist(), strict=True):
+        for b, (one, row) in enumerate(zip(group, out.tolist(), strict=True)):
             tokens = row[: answer_length(row, self._setting("eos_token_id", one))]
-            self._finished.append(FinishedPrompt(one.ticket, tokens, now - one.begun))
+            logprob = None
+            if logits is not None:  # a decoder's first token, which begins every answer, is not generated
+                logprob = float(logprobs(logits[b : b + 1], [tokens[len(row) - logits.shape[1] :]]))
+            self._finished.append(FinishedPrompt(one.ticket, tokens, now - one.begun, logprob=logprob))
 
     def _again(self, group: list[QueuedPrompt], error: Exception) -> None:
         """Prompts once more, with fewer rows, or each apart; one that was by itself already has failed."""
@@ -237,6 +246,14 @@ def seeded(seed: int, model: torch.nn.Module) -> Iterator[None]:
     with torch.random.fork_rng(sorted(devices, key=str), **kind):
         torch.manual_seed(seed)
         yield
+
+
+def logprobs(logits: Tensor, tokens: Sequence[Sequence[int]]) -> Tensor:
+    """[B], float32: log-probability of each row's tokens, the law of token i being that of logits [B, T, V] at i."""
+    most = max(map(len, tokens))
+    padded = torch.tensor([[*row, *[-1] * (most - len(row))] for row in tokens], device=logits.device)
+    found = logits[:, :most].float().log_softmax(-1).gather(2, padded.clamp(min=0)[..., None])[..., 0]
+    return torch.where(padded >= 0, found, 0.0).sum(1)
 
 
 def answer_length(row: list[int], eos: int | list[int] | None) -> int:

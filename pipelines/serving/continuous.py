@@ -18,11 +18,12 @@ from mmspec.pipelines.host.processors.stopping import Endings
 from mmspec.pipelines.host.processors.table import Processors
 from mmspec.pipelines.patching.generate import fixed_noise, obstacle
 from mmspec.pipelines.patching.handle import Patch
-from mmspec.pipelines.serving.batcher import Batcher, FinishedPrompt, QueuedPrompt, out_of_memory
+from mmspec.pipelines.serving.batcher import Batcher, FinishedPrompt, QueuedPrompt, logprobs, out_of_memory
 from mmspec.pipelines.target.request import Request, Sampler
 from mmspec.protocols import Target
 from mmspec.session import Row, Session
 from mmspec.statistics import Stats
+from mmspec.types import Round
 
 __all__ = ["ContinuousBatcher", "FinishedPrompt"]
 
@@ -33,6 +34,7 @@ class _PromptRow(Row):
 
     asked: QueuedPrompt | None = None
     stats: Stats = field(default_factory=Stats)
+    logprob: float = 0.0
 
 
 class ContinuousBatcher(Batcher):
@@ -43,13 +45,13 @@ class ContinuousBatcher(Batcher):
     run as `model.generate` runs them, one by one.
     """
 
-    def __init__(self, model: Any, processor: Any, rows: int, **generation: Any) -> None:
+    def __init__(self, model: Any, processor: Any, rows: int, scored: bool = False, **generation: Any) -> None:
         """As Batcher, on an enabled model.
 
         Raises:
             ValueError: a model that is not enabled, or one that draws torch's own noise.
         """
-        super().__init__(model, processor, rows, **generation)
+        super().__init__(model, processor, rows, scored, **generation)
         if (patch := Patch.of(self.model)) is None:
             raise ValueError(f"{type(self.model).__name__} is not enabled; call mmspec.enable(model) first")
         self._handle = patch
@@ -100,8 +102,18 @@ class ContinuousBatcher(Batcher):
             now = next(decode(self._session, self._target, drafter))
             for row, *counts in zip(self._session.rows, now.counts, now.new, now.proposed, strict=True):
                 row.stats.count(*counts)  # type: ignore[attr-defined]
+            self._score(self._session, now)
         except Exception as error:  # half of the state may have been written
             self._interrupted([], error)
+
+    def _score(self, session: Session, now: Round) -> None:
+        """Book the log-probabilities of a round's new tokens, by the logits that they were judged by."""
+        if not self.scored:
+            return
+        assert now.scores.raw is not None
+        after = now.kept[:, : max(map(len, now.new)), None].expand(-1, -1, now.scores.raw.shape[-1])
+        for row, more in zip(session.rows, logprobs(now.scores.raw.gather(1, after), now.new).tolist(), strict=True):
+            row.logprob += more  # type: ignore[attr-defined]
 
     def _collect(self) -> None:
         """Hand out the rows that have ended; they are let go before the next round."""
@@ -110,7 +122,8 @@ class ContinuousBatcher(Batcher):
             if row.done and (asked := row.asked) is not None:  # type: ignore[attr-defined]
                 row.asked = None  # type: ignore[attr-defined]
                 tokens, stats = row.tokens[row.start :], row.stats  # type: ignore[attr-defined]
-                self._finished.append(FinishedPrompt(asked.ticket, tokens, now - asked.begun, stats=stats))
+                logprob = row.logprob if self.scored else None  # type: ignore[attr-defined]
+                self._finished.append(FinishedPrompt(asked.ticket, tokens, now - asked.begun, None, stats, logprob))
         if not self.running:
             session.retire()
         self.stats.add(session.stats)
@@ -175,7 +188,9 @@ class ContinuousBatcher(Batcher):
             raise UnsupportedError("these settings hold for one prompt")
         sample = bool(config.do_sample)
         request = None if processors.private else self._shared(group[0])
-        request = request or patch.family.request(Request(Sampler(processors, sample, fixed_noise(patch, sample))))
+        request = request or patch.family.request(
+            Request(Sampler(processors, sample, fixed_noise(patch, sample)), keep=self.scored)
+        )
         most, rule = ends.limit - call.input_ids.shape[1], patch.keeps_by(call, sample)
         rows: list[Row] = []
         for one in group:  # a row's tokens are its own, without padding
@@ -187,5 +202,6 @@ class ContinuousBatcher(Batcher):
             rows.append(row)
         drafter = forced.beside(drafter, rows)
         self._target = patch.family.target(model, drafter.features, call.guidance)  # hooks may have come since
-        guest, _ = start(self._target, drafter, rows, call)
+        guest, first = start(self._target, drafter, rows, call)
+        self._score(guest, first)
         return guest

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import base64
+import io
 import json
 import os
 import re
@@ -570,6 +572,39 @@ def test_several_prompts_are_answered_as_if_each_was_asked_alone(
     assert table["tokens"].to_pylist() == [18] * 5
     assert truly(*WORDS, *more, drafter=drafter) == OK and len(journal()) == 5  # nothing is done twice
     assert truly(*WORDS[:4], "--append", "!", drafter=drafter) == OK and len(journal()) == 10
+
+
+def test_the_report_as_a_page(truly, photos: Path, capsys: pytest.CaptureFixture):
+    spoil(photos)
+    shutil.copy(photos / "a.png", photos / "<b>.png")
+    for pictures in (5, 4):  # the second replaces the first, with captions of the first
+        assert truly("--report", "report.html", "--score", drafter="ngram") == SOME_FAILED
+        text = Path("report.html").read_text()
+        assert text.count("<figure>") == 5 and text.count("data:image/jpeg;base64,") == pictures
+        assert "&lt;b&gt;.png" in text and "<b>.png" not in text and text.count("log-probability -") == 5
+        assert text.count("<li>") == 3 and ("over stock generate" in text) == (pictures == 5)
+        (photos / "d.png").unlink(missing_ok=True)
+    with Image.open(io.BytesIO(base64.b64decode(text.split("base64,")[1].split('"')[0]))) as picture:
+        assert picture.size == (40, 30)
+    Path("other.html").write_text("<!doctype html>")
+    assert truly("--report", "other.html") == FATAL and "is no report" in capsys.readouterr().err
+
+
+def test_captions_are_scored(truly, photos: Path, capsys: pytest.CaptureFixture):
+    from pyarrow import parquet
+
+    shutil.copy(photos / "a.png", photos / "z.png")
+    for out, more in {"one": (), "several": WORDS[2:]}.items():
+        words = ("--prompt", SEVERAL[0], *more, "--score", "--dedup", "exact", "--format", "metadata,parquet")
+        assert truly(*words, "--out", out, drafter="ngram") == OK
+    one, several = ({r["file_name"]: r for r in lines(f"{out}/metadata.jsonl")} for out in ("one", "several"))
+    for name, record in one.items():
+        assert record["score"] < 0 and "scores" not in record and several[name]["score"] == several[name]["scores"][0]
+        assert several[name]["score"] == pytest.approx(record["score"], abs=1e-4) and len(several[name]["scores"]) == 3
+    assert one["z.png"]["score"] == one["a.png"]["score"]
+    table = parquet.read_table("several/captions.parquet")
+    assert table["scores"].to_pylist()[0] == several["a.png"]["scores"] and table["score"].to_pylist()[0] < 0
+    assert truly("--score", "--engine", "vllm") == SENSELESS and "leave --score out" in capsys.readouterr().err
 
 
 def test_a_picture_is_encoded_once_for_several_prompts(model: Path, monkeypatch: pytest.MonkeyPatch):

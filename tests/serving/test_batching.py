@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 from collections.abc import Callable
@@ -102,6 +103,31 @@ def test_every_drafter_in_any_number_of_rows(drafter: str, rows: int) -> None:
         assert answers(flow, asked) == want
         assert flow.stats.tokens == sum(map(len, want)) == mmspec.stats(model).tokens
         assert flow.stats.row_rounds <= rows * flow.stats.rounds
+
+
+@pytest.mark.parametrize("drafter", ["plain", "ngram", "eagle tree", None])
+@pytest.mark.parametrize("warmth", [0.0, 0.7])
+def test_answers_are_scored_as_a_stock_forward_scores_them(drafter: str | None, warmth: float) -> None:
+    """Of the model itself: neither the temperature nor a penalty changes what an answer is given."""
+    model, asked = tiny_vlms.model("llava"), prompts("llava", KINDS[:4])
+    options = settings(eos_token_id=ENDS, repetition_penalty=1.3)
+    if warmth:
+        options |= {"do_sample": True, "temperature": warmth}
+    with contextlib.ExitStack() as stack:
+        if drafter is not None:
+            stack.enter_context(mmspec.enable(model, drafter=GUESTS[drafter](model)))
+        kind = StaticBatcher if drafter is None else ContinuousBatcher
+        ends = drain(kind(model, None, 2, scored=True, **options), asked, [1, 2, 3, 4])
+        assert drain(kind(model, None, 2, **options), asked, [1, 2, 3, 4])[0].logprob is None
+    for one, end in zip(asked, ends, strict=True):
+        whole = torch.cat([one["input_ids"], torch.tensor([end.tokens])], 1)
+        shown = {name: value for name, value in one.items() if name not in ("input_ids", "attention_mask")}
+        with torch.no_grad():
+            logits = model(input_ids=whole, **shown).logits
+        law = logits[0, -len(end.tokens) - 1 : -1].log_softmax(-1)
+        assert end.error is None and end.logprob == pytest.approx(
+            float(law.gather(1, torch.tensor(end.tokens)[:, None]).sum()), abs=1e-4
+        )
 
 
 @pytest.mark.parametrize(
