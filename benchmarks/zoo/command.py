@@ -126,7 +126,7 @@ def train_image(recipe: ImageRecipe, out_dir: Path, resume: bool = True, work: P
     results = {**zoo_image.score_vq(pipe.vqvae), **zoo_image.score_generator(pipe), "parameters": zoo_image.sizes(pipe)}
     results["read"] = zoo_image.faithfulness(pipe)
     out_dir.mkdir(parents=True, exist_ok=True)
-    zoo_image.sheet(pipe).save(out_dir / "samples.png")
+    zoo_image.sheet(pipe).save(out_dir / "samples.webp", quality=80)
     zoo_image.export(pipe, out_dir)
     (out_dir / "README.md").write_text(card.image_card(recipe, results, card.wall_minutes(work)))
     say(f"exported to {out_dir}")

@@ -254,7 +254,7 @@ def evaluate(recipe: MarRecipe, out_dir: Path, say: Say, count: int = 64) -> Non
         results["parameters"] = {name: sum(w.numel() for w in net.parameters()) for name, net in networks.items()}
         losses.append(results["loss"])
         drawn = build_pipeline(recipe, model, vae)
-        sheet(drawn).save(folder / "samples.png")
+        sheet(drawn).save(folder / "samples.webp", quality=80)
         if folder == out_dir:
             results |= {"psnr": score_vae(vae), "n": count, **read(drawn, count)}
             text = card.mar_card(recipe, results)
