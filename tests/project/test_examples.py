@@ -97,6 +97,19 @@ def as_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         library.logging.enable_progress_bar()
 
 
+def test_the_notebook_runs_and_says_what_it_shows(capsys: pytest.CaptureFixture) -> None:
+    cells = json.loads((EXAMPLES / "quickstart.ipynb").read_text(encoding="utf-8"))["cells"]
+    names: dict[str, Any] = {}
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            exec("".join(cell["source"]), names)
+    said = capsys.readouterr().out
+    shown = "".join(text for cell in cells for out in cell.get("outputs", ()) for text in out.get("text", ()))
+    kept = [line for line in shown.splitlines() if ": " in line and "times" not in line and "time:" not in line]
+    assert said.count("same tokens: True") == said.count("same draws: True") == 1
+    assert len(kept) > 1 and all(line in said for line in kept)
+
+
 def test_every_example_has_a_claim() -> None:
     assert set(CLAIMS) | SERVERS == {path.name for path in EXAMPLES.glob("*.py")}
 
