@@ -547,6 +547,7 @@ WORDS = [word for prompt in SEVERAL for word in ("--prompt", prompt)]
 
 
 @pytest.mark.parametrize("drafter", ["none", "ngram"])
+@pytest.mark.every(3)
 def test_several_prompts_are_answered_as_if_each_was_asked_alone(
     truly, photos: Path, drafter: str, monkeypatch: pytest.MonkeyPatch
 ):

@@ -188,6 +188,7 @@ def test_all_methods_side_by_side(model: Path, drafters: dict[str, Path], tmp_pa
     assert (tmp_path / "c.svg").stat().st_size > 1000
 
 
+@pytest.mark.full
 def test_stocks_own_path_stands_beside_a_drafter(model: Path, tmp_path: Path) -> None:
     """The model's first layers draft, in stock's own loop and in ours; where stock refuses, the cell says so."""
     words = ["--model", model, "--drafters", "model", "recycle", "--prompt", "short", "--images", 1, "--batch", 1, 2]

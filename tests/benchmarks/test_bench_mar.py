@@ -54,6 +54,7 @@ def test_drafts_of_ones_own(tmp_path):
     assert cli.main([*line, str(tmp_path / "nowhere")], workshop) == 1
 
 
+@pytest.mark.full
 def test_quality_of_few_pictures(tmp_path, monkeypatch):
     call, groups = mar.call, []
     monkeypatch.setattr(judged_mar, "call", lambda *given: groups.append(given[3]) or call(*given))

@@ -79,6 +79,7 @@ def reader() -> faithful.PictureReader:
     return faithful.PictureReader()
 
 
+@pytest.mark.full
 def test_the_true_picture_is_faithful_and_that_of_another_prompt_is_not(
     reader: faithful.PictureReader, held: list
 ) -> None:

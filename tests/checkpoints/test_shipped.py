@@ -115,7 +115,7 @@ def small(name: str, noise: float = 0.02) -> Any:
 
 @pytest.mark.parametrize("kind", ["image first", "ragged", "text only"])
 @pytest.mark.parametrize("name", ["llava", NAME])
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 def test_stock_arguments_run_in_the_loop(name: str, kind: str) -> None:
     """Also with several rows and on hybrids, where stock raises; the same tokens, and drafts of what was asked for."""
     model, inputs = tiny_vlms.model(name), tiny_vlms.prompt(name, kind)
@@ -224,7 +224,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl", NAME])
-@pytest.mark.every(10)
+@pytest.mark.every(20)
 def test_a_draft_model(name: str, options: str) -> None:
     model, draft = tiny_vlms.model(name), small(name)
     for kind in ("image last", "ragged"):
@@ -241,7 +241,7 @@ def test_a_draft_model(name: str, options: str) -> None:
 
 @pytest.mark.parametrize("name", tiny_vlms.FAMILIES)
 @pytest.mark.parametrize("kind", ["ragged", "image last"])
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 def test_the_target_itself_drafts_without_a_miss(name: str, kind: str) -> None:
     """It sees the same pictures at the same positions, and nothing that was refused."""
     model, inputs = tiny_vlms.model(name), tiny_vlms.prompt(name, kind)

@@ -153,7 +153,7 @@ DEFAULT = {*((name, "ragged") for name in RAGGED), *((name, "image first") for n
         for kind in ("ragged", "image first")
     ],
 )
-@pytest.mark.every(9)
+@pytest.mark.every(18)
 def test_captured_drafts_are_what_the_drafter_proposes(name: str, kind: str, monkeypatch: pytest.MonkeyPatch):
     model, inputs = tiny_vlms.model("llava"), tiny_vlms.prompt("llava", kind)
     make, options = CASES[name]
@@ -204,6 +204,7 @@ def test_by_the_compiler_too(name: str, monkeypatch: pytest.MonkeyPatch):
     test_captured_drafts_are_what_the_drafter_proposes(name, "image first", monkeypatch)
 
 
+@pytest.mark.full
 def test_what_grows_alike_is_captured_once():
     model, inputs, drafter = (
         tiny_vlms.model("llava"),
@@ -284,7 +285,7 @@ OTHER = below(lambda tokens: (tokens + 1) % tiny_vlms.VOCAB)
         (CHAIN | {"draws": True}, 4, lambda distribution: distribution + 1e-5, None),
     ],
 )  # fmt: skip
-@pytest.mark.every(8)
+@pytest.mark.every(24)
 def test_a_captured_draft_is_used_if_it_keeps_the_law(
     options: dict[str, Any], which: int, change: Any, why: str | None, monkeypatch: pytest.MonkeyPatch
 ):
@@ -312,6 +313,7 @@ def test_what_uses_other_weights_is_captured_anew(monkeypatch: pytest.MonkeyPatc
             tiny_vlms.generate(model, inputs, max_new_tokens=6)
 
 
+@pytest.mark.full
 def test_guided_drafts_follow_the_scale(monkeypatch: pytest.MonkeyPatch):
     model, call, beside = tiny_image_models.model("emu3"), tiny_image_models.PAINTERS["emu3"].call(2), Beside(None)
     call["max_new_tokens"] = 6

@@ -123,6 +123,7 @@ def test_weights_that_were_written_to_are_read(replays: list[int]):
     assert len(replays) == 1 + 3
 
 
+@pytest.mark.full
 def test_other_weights_are_captured_anew(replays: list[int]):
     model, calls = copy.deepcopy(tiny_vlms.model("llava")), pictures("llava", 3)
     same(model, *calls)

@@ -63,7 +63,7 @@ def test_compiled_draws_the_picture_of_the_seed(kind: str, scale: float, window:
 
 
 @pytest.mark.parametrize("options", [{"coupling": "maximal"}, {"coupling": "gumbel"}, {"proactive": (2, 3)}], ids=str)
-@pytest.mark.every(4)
+@pytest.mark.every(8)
 def test_compiled_draws_what_the_same_method_draws_uncompiled(options: dict[str, Any], quick: None) -> None:
     pipe, found = tiny_llamagen.pipeline(), []
     for compile in (False, True):
@@ -213,6 +213,7 @@ def test_other_models_that_draw_are_compiled_too(name: str, quick: None) -> None
     assert held(model) and all(held(model))
 
 
+@pytest.mark.full
 def test_text_and_pictures_of_one_shape_are_not_confused(quick: None) -> None:
     model = tiny_image_models.model("janus")
     pictures, text = PAINTERS["janus"].call(1), tiny_image_models.ragged(tiny_image_models.PROMPTS[:2])

@@ -158,6 +158,7 @@ def test_other_weights_are_captured_anew(quick: None):
             layer.up_proj = old
 
 
+@pytest.mark.full
 def test_a_drafter_in_use_forgets_other_weights(quick: None):
     model, inputs = tiny_vlms.model("llava"), tiny_vlms.prompt("llava", "text only")
     old = model.lm_head.weight
@@ -466,7 +467,7 @@ def same_drafts(always: dict[Any, list[int]], later: dict[Any, list[int]]) -> in
 
 
 @pytest.mark.parametrize("compile", [False, True])
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 def test_a_drafter_whose_drafts_were_left_out_proposes_what_it_would_have(compile: bool, quick: None):
     model, inputs, drafts = tiny_vlms.model("llava"), tiny_vlms.prompt("llava", "ragged"), []
     drafter = eagle(model, **CHAIN)

@@ -186,7 +186,7 @@ def test_why_nothing_is_captured_is_said_once(change: Callable[[Model], Undo], m
 
 
 @pytest.mark.parametrize("change", FOLLOWED, ids=lambda change: change.__name__)
-@pytest.mark.every(12)
+@pytest.mark.every(24)
 def test_what_a_forward_reads_is_captured_anew(change: Callable[[Model], Undo], model: Model) -> None:
     with mmspec.enable(model, Plain(), compile=True):
         plain = answer(model)
@@ -275,6 +275,7 @@ def test_inside_and_outside_of_autocast(first: str, drafter: Any, model: Model) 
     assert all(drafts._held and all(drafts._held.values()) for drafts in held.drafts.values())
 
 
+@pytest.mark.full
 def test_training_mode_and_back(model: Model) -> None:
     for one in model.get_decoder().layers:
         one.self_attn.attention_dropout = 0.9
@@ -313,7 +314,7 @@ def test_gradient_checkpointing_in_training_mode_is_stock(compile: bool, model: 
 @pytest.mark.parametrize("drafter", [pytest.param(lambda model: Plain(), id="plain"),
                                      pytest.param(eagle, id="eagle", marks=pytest.mark.full)])  # fmt: skip
 @pytest.mark.parametrize("whole", [False, True], ids=["wrapped", "in place"])
-@pytest.mark.every(8)
+@pytest.mark.every(16)
 def test_layers_that_are_compiled_by_themselves(compile: bool, drafter: Any, whole: bool, model: Model) -> None:
     wanted, layers = answer(model), model.get_decoder().layers
     for at, one in enumerate(layers):

@@ -462,7 +462,7 @@ def test_a_drafter_that_misstates_q_is_seen(drafts: list[tuple[int, ...]] | int)
     "spec", ["lantern(k=2, lam=3.0)", "scaled(omega=2.0)", "typical(epsilon=0.1, delta=0.5)", "pooled(cells=2)"]
 )
 @pytest.mark.parametrize("drafts", [3, SIBLINGS], ids=["chain", "siblings"])
-@pytest.mark.every(4)
+@pytest.mark.every(8)
 def test_charges_bound_the_distance_of_whole_texts(spec: str, drafts: list[tuple[int, ...]] | int) -> None:
     model = TableModel()
     noise = distance(run(model, Drawn(model, drafts), exact, ROWS)[0], model.joint(), 4)

@@ -107,6 +107,7 @@ def shipped_heads(model: Any, folder: Path) -> Any:
     [("llava", lambda model, folder: eagle(model)), ("llava", another), ("qwen3_5", shipped_heads)],
     ids=["eagle", "model", "mtp"],
 )
+@pytest.mark.every(3)
 def test_greedy_text_is_stocks(name: str, made: Any, kind: str, compile: bool, tmp_path: Path):
     model = copy.deepcopy(tiny_vlms.model(name))
     inputs = tiny_vlms.prompt(name, kind)

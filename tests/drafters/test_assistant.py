@@ -77,7 +77,7 @@ def stock_drafts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[int]]]:
 @pytest.mark.parametrize("options", [{}, {"depth": 3, "width": 3, "size": 10}, {"tree": "mc_sim_7b_63", "draws": True}])
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("attn", ["sdpa", "eager"])
-@pytest.mark.every(4)
+@pytest.mark.every(8)
 def test_the_tokens_are_the_targets(attn: str, rows: int, options: dict[str, Any]) -> None:
     model, assistant = pair(attn, centroids=rows > 1)
     inputs = prompt(rows)

@@ -411,7 +411,7 @@ def test_confidence_shortens_drafts(tmp_path):
 
 @pytest.mark.parametrize("name", ["dflash", "dspark", "dflash2", "speculators dspark"])
 @pytest.mark.parametrize("tree", ["chain", "mc_sim_7b_63"])
-@pytest.mark.every(3)
+@pytest.mark.every(6)
 def test_drawn_drafts_come_from_their_laws(tmp_path, name, tree):
     """Over many seeds a draft's first token, and the second after it, follow the distribution that was recorded."""
     from types import SimpleNamespace as Some

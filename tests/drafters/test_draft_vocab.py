@@ -142,7 +142,7 @@ RENEWALS = {
 @pytest.mark.parametrize("change", RENEWALS)
 @pytest.mark.parametrize("compile", [False, True])
 @torch.no_grad()
-@pytest.mark.every(3)
+@pytest.mark.every(6)
 def test_weights_that_change_renew_the_rows(compile: bool, change: str, drafts: list[list[Any]]) -> None:
     model, inputs = copy.deepcopy(tiny_vlms.model("llava")), tiny_vlms.prompt("llava", "text only")
     with mmspec.enable(model, eagle(model), draft_vocab=EVEN, compile=compile, **TREE):

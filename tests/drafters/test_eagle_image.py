@@ -335,7 +335,7 @@ GUESSES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("how", ["greedy", "seed-exact"])
 @pytest.mark.parametrize("guess", GUESSES)
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 def test_the_same_tokens_as_plain_decoding(how: str, guess: str) -> None:
     """Four ragged rows that end at different times, against each of them decoded plainly and alone."""
     rows = [3, 0, 11, 7]
@@ -461,7 +461,7 @@ class Biased(EagleDrafter):
         ({"tree": "mc_sim_7b_63", "draws": True}, Biased, False),
     ],
 )
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 def test_the_joint_law_of_three_tokens(options: dict[str, Any], kind: type[EagleDrafter], sound: bool) -> None:
     """All 64 texts, decoded in rounds, against the chain rule; a draft distribution that is not the true one stands
     out."""

@@ -49,6 +49,7 @@ def draw(pipe: Any, **settings: Any) -> Any:
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.0}, {"guidance_scale": 1.0}, {"top_k": 9}])
 @pytest.mark.parametrize("options", [{}, {"window": 12}, {"window": 2}, {"window": 1}, {"init": "uniform"}])
+@pytest.mark.every(3)
 def test_the_same_tokens_as_plain_drawing(settings: dict[str, Any], options: dict[str, Any]) -> None:
     pipe = pipeline()
     alone = draw(pipe, **settings).tokens

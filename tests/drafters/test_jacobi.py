@@ -168,7 +168,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("coupling", "init", "window"), CASES)
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 def test_every_coupling_and_init_keeps_the_joint_law(coupling: str, init: str, window: int) -> None:
     toy = Toy(**WEAK)
     assert surprise(toy, jacobi(toy, window=window, init=init, coupling=coupling), 5) < LOSSLESS
@@ -198,7 +198,7 @@ def test_a_proactive_tree_keeps_the_joint_law(coupling: str, proactive: Any, win
 @pytest.mark.parametrize("kind", ["two", "forced", "ties"])
 @pytest.mark.parametrize("coupling", ["none", "maximal", "gumbel"])
 @pytest.mark.parametrize("proactive", [None, (3, 2)])
-@pytest.mark.every(3)
+@pytest.mark.every(6)
 def test_hostile_laws_are_kept(kind: str, coupling: str, proactive: Any) -> None:
     """Laws with −inf entries, forced tokens, and p = q everywhere, which leaves no residual."""
     toy = Toy(vocab=3, kind=kind)

@@ -48,7 +48,7 @@ def prompts(kind: str, **more: Any) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("kind", ["image first", "ragged", "ragged video"])
-@pytest.mark.every(12)
+@pytest.mark.every(24)
 def test_the_tokens_are_the_targets(qwen: Any, options: str, kind: str) -> None:
     inputs = prompts(kind)
     full = tiny_vlms.generate(qwen, inputs)
@@ -62,7 +62,7 @@ def test_the_tokens_are_the_targets(qwen: Any, options: str, kind: str) -> None:
 
 @pytest.mark.parametrize("heads", [1, 3])
 @pytest.mark.parametrize("kind", ["image last", "several images", "text only", "ragged"])
-@pytest.mark.every(4)
+@pytest.mark.every(8)
 def test_heads_that_know_nothing_cost_no_token(heads: int, kind: str, tmp_path: Path) -> None:
     model, inputs = copy.deepcopy(tiny_vlms.model(NAME)), prompts(kind)
     published_mtp.shipped(model, tmp_path, published_mtp.qwen_heads(model, heads))
@@ -82,6 +82,7 @@ def test_draws_are_those_of_the_seed(qwen: Any) -> None:
         assert torch.equal(tiny_vlms.generate(qwen, inputs, **how), stock)
 
 
+@pytest.mark.every(3)
 def test_prompts_come_and_go(qwen: Any) -> None:
     asked = [prompts("ragged", rows=[i]) for i in range(4)]
     asked = [{**p, "input_ids": p["input_ids"][:, : p["input_ids"].shape[1]]} for p in asked]

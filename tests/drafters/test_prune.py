@@ -38,7 +38,7 @@ CASES += [("qwen2_5_vl", "ragged video", method) for method in ("eagle", "specvl
 
 
 @pytest.mark.parametrize(("name", "kind", "method"), CASES)
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 def test_every_method_drafts_on_fewer_rows_and_the_output_is_the_targets(name: str, kind: str, method: str) -> None:
     model, inputs = tiny_vlms.model(name), tiny_vlms.prompt(name, kind)
     more = {"latents": 3, "least": 1} if method == "flash" else {}

@@ -178,6 +178,7 @@ CASES = [("llava", "ragged", gate) for gate in (SELECT, *BRANCHES, "none")] + [(
 
 
 @pytest.mark.parametrize(("name", "kind", "gate"), CASES)
+@pytest.mark.every(3)
 def test_the_output_is_the_targets_and_stats_tell_the_branch(name: str, kind: str, gate: str) -> None:
     model, inputs = tiny_vlms.model(name), tiny_vlms.prompt(name, kind)
     options: dict[str, Any] = {"branches": (), "gate": SELECT} if gate == "none" else {"gate": gate}

@@ -72,7 +72,7 @@ def identical(name: str, attn: str, kind: str, drafter: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "attn", "kind", "drafter"), named(COVER))
-@pytest.mark.every(12)
+@pytest.mark.every(24)
 def test_token_identical(name: str, attn: str, kind: str, drafter: str) -> None:
     identical(name, attn, kind, drafter)
 
@@ -97,6 +97,7 @@ def test_the_targets_are_the_families_that_are_called_proved() -> None:
 
 
 @pytest.mark.parametrize("name", tiny_vlms.FAMILIES)
+@pytest.mark.every(3)
 def test_the_targets_prove_something(name: str) -> None:
     """A target that ignores its pictures or repeats one token would agree with anything."""
     model, inputs, full, *_ = tiny_vlms.model(name), *answers(name, "sdpa", "image first")

@@ -69,7 +69,7 @@ def greedy(name: str, rows: int) -> tuple[dict[str, Any], Tensor]:
 
 
 @pytest.mark.parametrize(("name", "how"), cases(PAINTERS, ["jacobi", *HOSTILE, *KNOWING]))
-@pytest.mark.every(4)
+@pytest.mark.every(8)
 def test_greedy_is_token_identical(name: str, how: str) -> None:
     model = tiny_image_models.model(name)
     for rows in (1, 3):
@@ -394,6 +394,7 @@ BENT = ["lantern(k=8, lam=3.0)", "scaled(omega=2.0)", "gsd(group=6)", "grouped(r
 
 
 @pytest.mark.parametrize(("name", "rule"), cases(["janus", "emu3", "glm_image", "chameleon guided"], BENT))
+@pytest.mark.every(3)
 def test_relaxed_rules_reach_every_model(name: str, rule: str) -> None:
     model, call = tiny_image_models.model(name), PAINTERS[name].call(2)
     with mmspec.enable(model, drafter="jacobi", rule=rule) as bent:
@@ -471,7 +472,7 @@ def test_disable_leaves_no_trace(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PAINTERS)
-@pytest.mark.every(4)
+@pytest.mark.every(8)
 def test_two_threads_draw_on_one_model(name: str) -> None:
     model, calls = tiny_image_models.model(name), [PAINTERS[name].call(rows) for rows in (1, 2, 3)]
     expected = [plain(name, call) for call in calls]

@@ -69,6 +69,7 @@ def test_the_picture_is_the_stock_picture(name: str, how: str, sample: bool) -> 
 
 
 @pytest.mark.parametrize("name", remote.MODELS)
+@pytest.mark.every(3)
 def test_one_forward_reads_a_whole_draft_in_either_stream(name: str) -> None:
     model, (expected, _) = remote.model(name), stock(name, True)
     before = forwards(name, lambda: drawn(name, do_sample=True))
@@ -196,6 +197,7 @@ def lawful(name: str, text: list[int]) -> int:
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("name", ["emu3_5", "lumina_mgpt", "lumina_mgpt 2"])
+@pytest.mark.every(4)
 def test_a_relaxed_rule_keeps_the_grid(name: str, rule: str) -> None:
     """What the processors forbid is never kept; only picture tokens cost anything."""
     model, made = remote.model(name), rule

@@ -46,7 +46,7 @@ def facts(drafter: nn.Module) -> list[Any]:
 @pytest.mark.parametrize("auto", [False, True])
 @pytest.mark.parametrize("cast", ["double", "half", "bfloat16"])
 @pytest.mark.parametrize("method", ["eagle", "flash"])
-@pytest.mark.every(4)
+@pytest.mark.every(8)
 def test_a_model_that_is_cast_after_it_was_enabled(method: str, cast: str, auto: bool) -> None:
     fast, own = model(), feature_drafter(method, model())
     before = facts(own)

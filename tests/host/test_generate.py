@@ -125,7 +125,7 @@ def sampled(model: Any, inputs: dict[str, Tensor], drafter: Any, **options: Any)
 
 @pytest.mark.parametrize("drafter", ["ngram", "random tree", "right within", "drawn", "eagle tree"])
 @pytest.mark.parametrize("how", SAMPLING)
-@pytest.mark.every(12)
+@pytest.mark.every(24)
 def test_sampling_has_the_stock_law(llava: Any, how: str, drafter: str) -> None:
     inputs, options = prompt("text only"), SAMPLING[how]
     oracle = Oracle.of(
@@ -174,7 +174,7 @@ def overflowing(model: Any, value: float, after: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("drafter", ["ngram", "right within", "random tree", "drawn", "eagle tree"])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 def test_logits_that_are_no_law_raise_as_in_stock(llava: Any, value: float, drafter: str) -> None:
     inputs = prompt("ragged")
     oracle = Oracle.of(inputs["input_ids"], tiny_vlms.generate(llava, inputs))
@@ -577,6 +577,7 @@ def anatomy(model: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", ["llava", "gemma3"])
 @pytest.mark.parametrize("drafter", ["ngram", "eagle tree", "eagle-3"])
+@pytest.mark.every(3)
 def test_disable_leaves_no_trace(name: str, drafter: str) -> None:
     model = tiny_vlms.model(name)
     tiny_vlms.generate(model, prompt(name=name))
@@ -639,7 +640,7 @@ def test_copies_are_stock(llava: Any, drafter: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
 @pytest.mark.parametrize("drafter", ["ngram", "eagle tree"])
-@pytest.mark.every(4)
+@pytest.mark.every(8)
 def test_threads_on_one_model(name: str, drafter: str) -> None:
     model = tiny_vlms.model(name)
     prompts = [

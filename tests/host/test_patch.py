@@ -54,6 +54,7 @@ LAST = ("disabled", "disabled by its handle", "left its with", "enabled again", 
 
 @pytest.mark.parametrize("drafter", ["ngram", "eagle tree"])
 @pytest.mark.parametrize("state", LAST)
+@pytest.mark.every(3)
 def test_a_model_goes_with_its_last_reference(no_collector: None, state: str, drafter: str) -> None:
     """By counting references alone, with the handle in hand once it is not in force: a GPU's memory is wanted back."""
     model = fresh()
@@ -205,7 +206,7 @@ def test_a_shallow_copy_is_a_stock_model_of_its_own(drafter: str) -> None:
 
 
 @pytest.mark.parametrize("whole", [False, True])
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 def test_a_compiled_model(whole: bool) -> None:
     """`torch.compile(model)` hands `generate` on; its own forward still gives the model's logits."""
     torch.compiler.reset()
@@ -445,6 +446,7 @@ def test_what_users_name_lies_in_the_face() -> None:
     assert issubclass(mmspec.UnsupportedError, ValueError)
 
 
+@pytest.mark.full
 def test_a_script_that_ends_while_a_model_is_enabled_says_nothing():
     code = "import mmspec, tiny_vlms, torch\nmodel = tiny_vlms.model('llava')\nhandle = mmspec.enable(model, 'ngram')"
     ended = subprocess.run(

@@ -185,7 +185,7 @@ def test_ids_on_the_cpu(drafter: str) -> None:
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 def test_without_triton_the_definitions_run_and_it_is_said_once(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made = DRAFTERS[drafter](tiny_vlms.model("llava"))
     with Pretend(), warnings.catch_warnings(record=True) as told:

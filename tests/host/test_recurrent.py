@@ -268,6 +268,7 @@ def test_a_state_that_nobody_knows_is_refused_by_name() -> None:
 
 @pytest.mark.parametrize("gate_norm", [False, True], ids=["gate in the step", "gate in the norm"])
 @pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.every(3)
 def test_a_scan_that_gates_what_it_reads(gate_norm: bool, rows: int) -> None:
     """Falcon-H1 hands the gate of a single token to its scan, and multiplies that of several by itself."""
     sizes = {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 8}

@@ -139,7 +139,7 @@ def distance(model: Any, monkeypatch: pytest.MonkeyPatch) -> float:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 def test_the_joint_law_of_three_tokens(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert distance(KINDS[kind](), monkeypatch) < 1e-5
 

@@ -222,7 +222,7 @@ RULES = ["exact", "lantern(k=10, delta=0.3)", "lantern(k=10, lam=2.0)", "gsd(gro
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("options", [{"window": 8}, {"window": 8, "proactive": (2, 3), "coupling": "none"}], ids=str)
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 def test_every_rule_draws_and_charges(rule: str, options: dict[str, Any]) -> None:
     pipe, budget = tiny_llamagen.pipeline("class"), None if rule.startswith(("exact", "grouped")) else 0.4
     how = {"class_labels": [1, 2, 9], "generator": seeded(1, 2, 3), "output_type": "latent"}
@@ -259,7 +259,7 @@ MAR: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("mode", MAR)
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 def test_pictures_of_continuous_tokens_are_drawn(mode: str) -> None:
     pipe = tiny_mar.pipeline()
     pipe.enable_speculation(**MAR[mode]())

@@ -216,7 +216,7 @@ TEXT += [("eagle auto", "one"), ("eagle", "top-p")]
 
 
 @pytest.mark.parametrize(("drafter", "call"), TEXT)
-@pytest.mark.every(9)
+@pytest.mark.every(18)
 def test_waits_of_text(drafter: str, call: str) -> None:
     name, options = OPTIONS[drafter]
     made, (kind, how) = DRAFTERS[name](tiny_vlms.model("llava")), CALLS[call]
@@ -289,7 +289,7 @@ def unless_full(cases: Iterable[Any], *dearest: Any) -> list[Any]:
 
 @pytest.mark.parametrize("call", unless_full(["one", "ragged", "sampled"], "one"))
 @pytest.mark.parametrize("drafter", unless_full(SHIPPED, "mtp, three heads"))
-@pytest.mark.every(4)
+@pytest.mark.every(8)
 def test_waits_of_what_models_ship_with(drafter: str, call: str, tmp_path: Path, no_interpreter: None) -> None:
     with Pretend() as pretended:
         (model, made), rounds = SHIPPED[drafter](tmp_path), Rounds(pretended)
@@ -302,6 +302,7 @@ def test_waits_of_what_models_ship_with(drafter: str, call: str, tmp_path: Path,
 
 
 @pytest.mark.parametrize("drafter", ["plain", "suffix", "eagle", "vispec"])
+@pytest.mark.every(3)
 def test_waits_of_continuous_batches(drafter: str, no_interpreter: None) -> None:
     """Of rounds in which no row ends, comes or is left out."""
     made = DRAFTERS[drafter](tiny_vlms.model("llava"))
@@ -379,7 +380,7 @@ def test_waits_of_continuous_pictures(drafter: str, kind: str) -> None:
 
 @pytest.mark.parametrize("rows", unless_full([1, 2], 1))
 @pytest.mark.parametrize("painter", ["janus", "emu3", "glm_image", "chameleon"])
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 def test_waits_of_models_that_draw(painter: str, rows: int, no_interpreter: None) -> None:
     call = tiny_image_models.PAINTERS[painter].call(rows)
     with Pretend() as pretended:

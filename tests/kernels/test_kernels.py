@@ -245,7 +245,7 @@ def verifiable(noise: str, shape: str) -> dict[str, Any]:
 @needs_triton
 @pytest.mark.parametrize("shape", ["tree", "chain"])
 @pytest.mark.parametrize("noise", NOISES)
-@pytest.mark.every(4)
+@pytest.mark.every(8)
 def test_verification_equals_its_definition(noise: str, shape: str, many_parts: None):
     agree("verify_point_mass", F32, verifiable(noise, shape))
 
@@ -316,6 +316,7 @@ def test_equal_logits_go_to_the_first_token(many_parts: None):
 
 @needs_triton
 @pytest.mark.parametrize("left", ["all of p", "refused", "all refused", "some rows", "equal distributions", "hashed"])
+@pytest.mark.every(3)
 def test_residual_equals_its_definition(left: str, many_parts: None):
     given = made("residual_sample", B=4, V=200)
     if left in ("all of p", "refused", "all refused"):
@@ -542,7 +543,7 @@ def test_a_tree_too_large_for_the_kernel_is_the_definitions_unless_forced(monkey
     "rule, operation",
     [("exact", "uniform"), ("lantern(k=10, lam=2.0)", "lantern_accept"), ("gsd(group=5)", "logit_window")],
 )
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 def test_pictures_are_the_same_by_kernels(rule: str, operation: str, monkeypatch: pytest.MonkeyPatch):
     """The same noise, in the same order: every token of a sampled picture, whatever rule keeps drafts."""
     pytest.importorskip("diffusers")

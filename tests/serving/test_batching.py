@@ -94,7 +94,7 @@ def test_every_family_answers_as_if_alone(name: str) -> None:
 
 @pytest.mark.parametrize("drafter", GUESTS)
 @pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 def test_every_drafter_in_any_number_of_rows(drafter: str, rows: int) -> None:
     model, asked = tiny_vlms.model("llava"), prompts("llava")
     want = [alone(model, one, eos_token_id=ENDS) for one in asked]
@@ -160,7 +160,7 @@ def test_generation_settings_hold_for_each_row(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "eagle tree", "adaptive"])
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 def test_sampled_rows_are_fixed_by_their_seeds(drafter: str) -> None:
     """Whoever the neighbours are, and whatever number of rows and order they come in."""
     model, asked = tiny_vlms.model("llava"), prompts("llava")
@@ -196,6 +196,7 @@ def slots_held(flow: ContinuousBatcher) -> int:
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "eagle tree"])
+@pytest.mark.every(3)
 def test_the_cache_does_not_grow_with_the_number_of_prompts(drafter: str) -> None:
     """Short and long answers in turn, one after the other into three rows that never run empty."""
     model = tiny_vlms.model("llava")

@@ -83,7 +83,7 @@ def valid(text: str) -> bool:
 
 
 @pytest.mark.parametrize("drafter", ["plain", "suffix", "recycle", *OWN, "ngram", "eagle chain", "adaptive"])
-@pytest.mark.every(3)
+@pytest.mark.every(6)
 def test_json_is_that_of_stock_and_forced_tokens_save_rounds(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, rounds = engine().model, []
     options = {"eagle chain": {"depth": 3, "width": 1, "size": 4}, "adaptive": {"adaptive": True, "width": 1}}

@@ -62,7 +62,7 @@ def talks(model: Any, inputs: Inputs, **options: Any) -> tuple[list[Inputs], lis
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("kind", ["image first", "ragged"])
 @pytest.mark.parametrize("name", ["llava", "qwen2_vl", "qwen3_5"])
-@pytest.mark.every(12)
+@pytest.mark.every(24)
 def test_later_questions_and_turns_are_answered_as_stock_answers_them(name: str, kind: str, drafter: str) -> None:
     model, inputs = tiny_vlms.model(name), tiny_vlms.prompt(name, kind)
     asked, want = talks(model, inputs)
@@ -78,7 +78,7 @@ def test_later_questions_and_turns_are_answered_as_stock_answers_them(name: str,
 
 
 @pytest.mark.parametrize("name", [name for name in tiny_vlms.FAMILIES if name not in ("llava", "qwen2_vl", "qwen3_5")])
-@pytest.mark.every(6)
+@pytest.mark.every(12)
 def test_every_family(name: str) -> None:
     model = tiny_vlms.model(name)
     for kind in ("several images", "ragged"):
@@ -140,6 +140,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("how", CHANGES)
+@pytest.mark.every(3)
 def test_what_other_weights_left_is_not_used(how: str) -> None:
     model = copy.deepcopy(tiny_vlms.model("llava"))
     asked = asks(tiny_vlms.prompt("llava", "image first"))

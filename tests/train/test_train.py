@@ -371,7 +371,7 @@ def test_recipe_names_are_checked() -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 def test_every_method_learns_and_the_output_stays_the_targets(method: str, questions: Path, tmp_path: Path) -> None:
     model, processor = tiny_llava.model(), tiny_llava.processor()
     model.generation_config.eos_token_id = 2
