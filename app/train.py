@@ -16,6 +16,8 @@ import torch
 
 from mmspec.app import train_block
 from mmspec.app.devices import EngineError, find_device, find_model, first_line, load_quietly
+from mmspec.app.media.clips import HELP, USUAL, VideoReader, policy
+from mmspec.app.media.video import FramePolicy
 from mmspec.app.options import count, from_zero
 from mmspec.app.train_block import BLOCKS
 from mmspec.checkpoints.save import save_drafter
@@ -40,9 +42,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--method", choices=methods, default="eagle", metavar="NAME", help=f"{', '.join(methods)} (%(default)s)")
     add("--target", required=True, help="folder or hub name of the model to draft for")
-    add("--data", required=True, help="folder of images, .jsonl with image (or images) and prompt (for a text model "
-        "prompt alone), hf:owner/name[:split], or drawn: scenes:N; for a model that draws: prompts:FILE (one per line; "
-        "class numbers for a class-conditional model) or pictures:N")  # fmt: skip
+    add("--data", required=True, help="folder of images, .jsonl with image, images or video, and prompt (for a text "
+        "model prompt alone), hf:owner/name[:split], or drawn: scenes:N; for a model that draws: prompts:FILE (one per "
+        "line; class numbers for a class-conditional model) or pictures:N")  # fmt: skip
     add("--text", help="prompts without pictures, for recipes with a stage on text: prompts:FILE, .jsonl or "
         "hf:owner/name[:split]; 'none': leave these stages out")  # fmt: skip
     add("--out", type=Path, required=True, help="folder of the run")
@@ -56,6 +58,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--answers", type=Path, help="folder of the target's answers, to share between runs")
     add("--keep", type=from_zero, default=0.0, metavar="GB", help="memory for features to use again")
     add("--limit", type=count, help="use at most so many samples")
+    add("--video-frames", type=policy, metavar="POLICY", default=USUAL, help=HELP)
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps ... (%(default)s)")
 
 
@@ -174,7 +177,7 @@ def build_for_pictures(method: str, pipe: Any, intermediate: int | None, **shape
 def train(
     model: Any, processor: Any, method: str, data: str, out: Path, recipe: Recipe, *, drafter: Any = None,
     intermediate: int | None = None, shape: dict[str, Any] | None = None, limit: int | None = None,
-    text: str | None = None, answers: Path | None = None, keep: float = 0.0,
+    text: str | None = None, answers: Path | None = None, keep: float = 0.0, frames: FramePolicy | None = None,
 ) -> Any:  # fmt: skip
     """Train a drafter for a loaded model and write it to `out`; returns it. Resumes what `out` already holds.
 
@@ -186,6 +189,7 @@ def train(
         text: a source of prompts without pictures.
         answers: a folder of the target's answers, to share between runs.
         keep: GB of memory for traces.
+        frames: which frames of a video are looked at; None: eight, evenly spread.
     """
     from mmspec.pipelines.host.training import Accelerator
     from mmspec.pipelines.image_teacher import ImageTeacher
@@ -203,14 +207,19 @@ def train(
     heads = getattr(drafter.config, "tokens", 1)
     if heads not in (1, recipe.unroll):
         raise ValueError(f"a drafter of {heads} tokens a pass learns so many steps: set unroll={heads}, or tokens")
-    samples = read(data, limit, recipe.seed)
+    frames = frames or FramePolicy.parse(USUAL)
+    clips = VideoReader(frames)
+    samples = read(data, limit, recipe.seed, clips)
     if processor is not None and text_alone(processor) and any(sample.images for sample in samples):
         raise ValueError(f"the target reads text alone, and {data} shows pictures; give a .jsonl of prompts without")
     texts = read(text, limit, recipe.seed) if text and recipe.texts else ()
     began = time.monotonic()
     features, of = drafter.features, getattr(drafter.config, "target", "") or model.config._name_or_path
-    about = f"{of} {data}"
-    with Teacher(model, processor, features) if processor else ImageTeacher(model, features) as teacher:
+    about = f"{of} {data}" + (f" {frames}" if any(sample.clip for sample in samples) else "")
+    with (
+        clips,
+        Teacher(model, processor, features) if processor else ImageTeacher(model, features) as teacher,
+    ):
         drafter.to(model.device)
         kind = HeadsTraining if drafter.method == "heads" else Distillation
         run = kind(
@@ -282,6 +291,7 @@ def run(args: argparse.Namespace) -> int:
         train(
             model, processor, args.method, args.data, args.out, recipe, intermediate=args.intermediate, shape=shape,
             limit=args.limit, text=None if args.text == "none" else args.text, answers=args.answers, keep=args.keep,
+            frames=args.video_frames,
         )  # fmt: skip
     except (ValueError, EngineError, OSError) as error:  # OSError: no such target or data set, a full disk
         print(f"mmspec train: {' '.join(str(error).split())}", file=sys.stderr)

@@ -26,7 +26,7 @@ def chat_inputs(
         clips: several pictures of a row are the frames of a clip; a processor that knows videos gets them as one.
         before: what every row was asked before and answered; its pictures stand in the first of these turns.
     """
-    clips = clips and bool(template(processor)) and getattr(processor, "video_processor", None) is not None
+    clips = clips and knows_clips(processor)
     chats = [chat(prompt, row, system, start, clips, before) for prompt, row in zip(prompts, images, strict=True)]
     return inputs_of(processor, chats, bool(start))
 
@@ -66,6 +66,11 @@ def inputs_of(processor: Any, chats: Sequence[Chat], start: bool = False) -> Any
     from mmspec.pipelines.host.loading import BatchFeature
 
     return BatchFeature(dict(found))
+
+
+def knows_clips(processor: Any) -> bool:
+    """Whether a clip can be shown as one, not as its frames."""
+    return bool(template(processor)) and getattr(processor, "video_processor", None) is not None
 
 
 def template(processor: Any) -> Any:

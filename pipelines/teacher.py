@@ -15,7 +15,7 @@ from mmspec.pipelines.host.call import TYPES
 from mmspec.pipelines.host.decoder import embedding, head
 from mmspec.pipelines.host.tapping import tap, untap
 from mmspec.pipelines.host.vision import media, placeholders
-from mmspec.pipelines.prompts import chat_inputs
+from mmspec.pipelines.prompts import chat, inputs_of, knows_clips
 from mmspec.train.data import TrainingSample
 from mmspec.train.trace import Trace
 
@@ -46,8 +46,9 @@ class Teacher:
         return made(hidden) if vocab is None else vocab.logits(made, hidden)
 
     def _inputs(self, samples: Sequence[TrainingSample]) -> Any:
-        inputs = chat_inputs(self.processor, [s.prompt for s in samples], [s.load() for s in samples])
-        return inputs.to(self.model.device)
+        clips = knows_clips(self.processor)
+        chats = [chat(sample.prompt, sample.load(), clips=sample.clip and clips) for sample in samples]
+        return inputs_of(self.processor, chats).to(self.model.device)
 
     @torch.no_grad()
     def answers(self, samples: Sequence[TrainingSample], max_new_tokens: int, temperature: float) -> list[list[int]]:

@@ -13,9 +13,9 @@ from PIL import Image
 from mmspec.app.bench.command import BenchError
 from mmspec.app.bench.protocols import PROTOCOLS, questions_of
 from mmspec.app.media.inputs import images
-from mmspec.media import decode, load_image
+from mmspec.media import MediaError, dataset_folders, decode, load_image
 from mmspec.pipelines.prompts import Turns
-from mmspec.train.data import VideoError, refuse_videos
+from mmspec.train.data import VIDEOS, Clips, VideoError, video_of
 
 FIELDS = {  # what a question list may call its fields, the first one that is filled counts
     "images": ("image", "images", "image_path", "image_paths", "image_file", "file_name", "img"),
@@ -29,6 +29,7 @@ class Question:
     """One thing to ask: pictures and a prompt; an empty prompt is filled in by the suite.
 
     Attributes:
+        clip: the pictures are the frames of a video.
         later: of a conversation, what is asked after it.
         before: what was asked before, with its answers.
     """
@@ -36,11 +37,14 @@ class Question:
     images: tuple[Image.Image, ...]
     prompt: str = ""
     category: str = "all"
+    clip: bool = False
     later: tuple[str, ...] = ()
     before: Turns = ()
 
 
-def read_questions(path: Path, count: int, others: int, pictures: bool = True) -> tuple[list[Question], list[Question]]:
+def read_questions(
+    path: Path, count: int, others: int, pictures: bool = True, clips: Clips | None = None
+) -> tuple[list[Question], list[Question]]:
     """`count` questions spread over the data, and `others` further ones to tune on.
 
     Args:
@@ -48,11 +52,14 @@ def read_questions(path: Path, count: int, others: int, pictures: bool = True) -
             killthefullmoon/MMSpec, with its `images/`), or just of pictures; or hf:owner/name[/config][:split] with
             these fields, or a name of PROTOCOLS.
         pictures: whether questions show some; those of a model that reads text alone show none.
+        clips: what decodes videos, in the place of pictures; None: they are refused.
 
     Raises:
-        BenchError: no such data, too few questions, or a list without pictures or prompts.
+        BenchError: no such data, too few questions, a list without pictures or prompts, or a video that cannot be read.
     """
     folder = path if path.is_dir() else path.parent
+    name = str(path).removeprefix("hf:").partition(":")[0]
+    videos = dataset_folders(name) if str(path).startswith("hf:") else [folder, folder / "videos"]
     rows = _rows(path)
     if len(rows) < count + others:
         raise BenchError(
@@ -62,7 +69,18 @@ def read_questions(path: Path, count: int, others: int, pictures: bool = True) -
     chosen = {i * len(rows) // count for i in range(count)}
     rest = [i for i in range(len(rows)) if i not in chosen]
     tuning = [rest[i * len(rest) // others] for i in range(others)]
-    measured, tuned = ([_question(rows[i], folder, i, pictures) for i in places] for places in (sorted(chosen), tuning))
+
+    def ask(number: int) -> Question:
+        try:
+            video = video_of(rows[number], clips is not None and pictures)
+            frames = clips(video, videos, f"question {number + 1}") if video is not None and clips is not None else None
+        except VideoError as error:
+            raise BenchError(f"question {number + 1}: {error}") from error
+        except MediaError as error:
+            raise BenchError(f"question {number + 1}: its video {error.reason}; {error.what_to_do}") from error
+        return _question(rows[number], folder, number, pictures, frames)
+
+    measured, tuned = ([ask(i) for i in places] for places in (sorted(chosen), tuning))
     return measured, tuned
 
 
@@ -104,26 +122,25 @@ def _parquet(path: Path) -> list[dict[str, Any]]:
 READERS: dict[str, Callable[[Path], list[dict[str, Any]]]] = {".jsonl": _jsonl, ".json": _json, ".parquet": _parquet}
 
 
-def _question(row: dict[str, Any], folder: Path, number: int, shown: bool) -> Question:
-    try:
-        refuse_videos(name for name in row if row[name])
-    except VideoError as error:
-        raise BenchError(f"question {number + 1}: {error}") from error
+def _question(
+    row: dict[str, Any], folder: Path, number: int, shown: bool, frames: list[Image.Image] | None = None
+) -> Question:
+    """A row's question; `frames` are those of the video that it shows in the place of pictures."""
     found = {kind: next((row[n] for n in names if row.get(n)), None) for kind, names in FIELDS.items()}
     pictures, prompt = found["images"], found["prompt"]
     if pictures is not None and not shown:
         raise BenchError(f"question {number + 1} shows a picture, and the model reads text alone; give prompts without")
-    if (pictures is None and shown) or (prompt is None and set(row) != {"image"}):
-        missing = "picture" if pictures is None else "prompt"
+    if (pictures is None and frames is None and shown) or (prompt is None and set(row) != {"image"}):
+        missing = "picture" if pictures is None and frames is None else "prompt"
         raise BenchError(
             f"question {number + 1} has no {missing}: its fields are {', '.join(row)}. Pictures are looked for in "
-            f"{', '.join(FIELDS['images'])}, prompts in {', '.join(FIELDS['prompt'])}"
+            f"{', '.join(FIELDS['images'])}, videos in {', '.join(VIDEOS)}, prompts in {', '.join(FIELDS['prompt'])}"
         )
     pictures = pictures if isinstance(pictures, list) else [] if pictures is None else [pictures]
     first, *later = prompt if isinstance(prompt, list) else [prompt or ""]
     category = str(found["category"]) if found["category"] else "all"
-    shown_ = tuple(_picture(one, folder) for one in pictures)
-    return Question(shown_, str(first), category, tuple(map(str, later)))
+    seen = frames if frames is not None else [_picture(one, folder) for one in pictures]
+    return Question(tuple(seen), str(first), category, frames is not None, tuple(map(str, later)))
 
 
 def _picture(one: Any, folder: Path) -> Image.Image:

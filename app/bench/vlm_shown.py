@@ -11,6 +11,7 @@ import numpy as np
 from mmspec.app.bench.command import BenchError, refuse
 from mmspec.app.bench.protocols import PROTOCOLS
 from mmspec.app.bench.questions import Question, read_questions
+from mmspec.app.media.clips import HELP, USUAL, VideoReader, policy
 from mmspec.app.options import count
 from mmspec.zoo import PROMPTS, scenes
 
@@ -47,6 +48,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         f"hf:owner/name[:split], or one of {', '.join(PROTOCOLS)}"
     )
     add("--data", type=Path, nargs="+", metavar="PATH", help=f"{own}; of several also a table, a column each")
+    add("--video-frames", type=policy, metavar="POLICY", default=USUAL, help=HELP)
     add("--prompt", nargs="+", help="short, long, or texts of your own, a cell for each; default: short and long")
     add("--images", type=count, default=20, help="questions of a cell at batch 1 (default: %(default)s)")
     add("--seed", type=int, default=0)
@@ -75,7 +77,8 @@ def questions(args: argparse.Namespace, pictures: bool = True) -> tuple[Question
     measured: Questions = {}
     tuning: Questions = {}
     for path in args.data:
-        some, further = read_questions(path, args.images, others, pictures)
+        with VideoReader(args.video_frames) as clips:
+            some, further = read_questions(path, args.images, others, pictures, clips)
         if some[0].prompt:
             refuse(args, f"the questions of {path} have prompts of their own", prompt=None)
         shown = Shown() if len(args.data) == 1 else Shown(str(path))

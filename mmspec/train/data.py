@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from PIL import Image
@@ -17,7 +17,7 @@ from mmspec import media
 from mmspec.media import MediaError
 
 _SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif"}
-_VIDEOS = ("video", "videos", "video_path", "video_paths")
+VIDEOS = ("video", "videos", "video_path", "video_paths")
 _PROMPTS = ("Describe this image in detail.", "What is shown in this picture? Please answer with at least 1000 words.")
 
 
@@ -26,7 +26,18 @@ class UnreadableError(ValueError):
 
 
 class VideoError(ValueError):
-    """Data that show a video, which training and benches do not read yet."""
+    """Rows with more than one video, or with one where videos are not read; the message says what to do."""
+
+
+class Clips(Protocol):
+    """Decodes videos; the decoder is the application's, which keeps it in a process of its own."""
+
+    @property
+    def count(self) -> int:
+        """Frames of a video, at most."""
+
+    def __call__(self, held: object, folders: Sequence[Path], where: str, /) -> list[Image.Image]:
+        """The frames of what a cell holds, or names below these folders; raises MediaError."""
 
 
 @dataclass(frozen=True)
@@ -35,23 +46,25 @@ class TrainingSample:
 
     load: Callable[[], list[Image.Image]]  # upright RGB; may raise UnreadableError
     prompt: str
-    images: int = 1  # how many `load` gives
+    images: int = 1  # how many `load` gives, of a clip at most
+    clip: bool = False  # they are the frames of a video
 
 
-def read(source: str, limit: int | None = None, seed: int = 0) -> Sequence[TrainingSample]:
+def read(source: str, limit: int | None = None, seed: int = 0, clips: Clips | None = None) -> Sequence[TrainingSample]:
     """Samples of a source.
 
     Args:
         source: one of
             - a folder of images;
-            - a `.jsonl` file with `prompt` (or `question`) and `image` or `images` per line, paths relative to it, of
-              files below its folder; lines without images are text alone;
+            - a `.jsonl` file with `prompt` (or `question`) and `image`, `images` or `video` per line, paths relative to
+              it, of files below its folder; lines without them are text alone;
             - `hf:owner/name[:split]`, a dataset with the same columns, or with `conversations`, of which the first
               turn is asked;
             - `scenes:N`, drawn pictures, and whatever else DRAWN names;
             - `prompts:FILE`, one per line, without images; `pictures:N`, prompts of the zoo's picture generator.
         limit: use at most so many.
         seed: of what is drawn.
+        clips: what decodes videos; None: rows with videos are refused.
 
     Raises:
         ValueError: a source of another form, or one without samples.
@@ -64,11 +77,11 @@ def read(source: str, limit: int | None = None, seed: int = 0) -> Sequence[Train
             TrainingSample(list, line.strip(), 0) for line in Path(rest).read_text().splitlines() if line.strip()
         ]
     elif kind == "hf":
-        samples = _dataset(rest)
+        samples = _dataset(rest, clips)
     elif Path(source).is_dir():
         samples = _folder(Path(source))
     elif Path(source).suffix == ".jsonl" and Path(source).is_file():
-        samples = list(_lines(Path(source)))
+        samples = list(_lines(Path(source), clips))
     else:
         raise ValueError(
             f"unknown data source {source!r}; give a folder of images, a .jsonl file, hf:owner/name[:split], "
@@ -97,18 +110,30 @@ def _open_cells(cells: Sequence[Any], folders: list[Path], where: str) -> Callab
     return lambda: [_shown(partial(media.cell, cell, folders, name), name) for cell, name in named]
 
 
+def _open_clip(held: Any, folders: list[Path], where: str, clips: Clips) -> Callable[[], list[Image.Image]]:
+    """The frames of the video that a row holds, or names below these folders."""
+
+    def frames() -> list[Image.Image]:
+        try:
+            return clips(held, folders, where)
+        except MediaError as error:
+            raise UnreadableError(f"{where}: {error.reason}") from error
+
+    return frames
+
+
 def _folder(folder: Path) -> list[TrainingSample]:
     paths = sorted(p for p in folder.rglob("*") if p.suffix.lower() in _SUFFIXES)
     return [TrainingSample(_open(path), _PROMPTS[i % len(_PROMPTS)]) for i, path in enumerate(paths)]
 
 
-def _lines(path: Path) -> Iterator[TrainingSample]:
+def _lines(path: Path, clips: Clips | None) -> Iterator[TrainingSample]:
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         if not line.strip():
             continue
         try:
             item = json.loads(line)
-            refuse_videos(name for name, held in item.items() if held)
+            video = video_of(item, clips is not None)
             images = item.get("images") or ([item["image"]] if "image" in item else [])
             prompt = item.get("prompt") or item["question"]
             if not isinstance(prompt, str) or not isinstance(images, list):
@@ -120,19 +145,36 @@ def _lines(path: Path) -> Iterator[TrainingSample]:
                 f"{path}, line {number}: a sample needs 'prompt' or 'question', and 'image' or 'images' unless it is "
                 f"text alone; {error!r}"
             ) from error
-        yield TrainingSample(_open_cells(images, [path.parent], f"{path}, line {number}"), prompt, len(images))
+        where = f"{path}, line {number}"
+        if video is not None and clips is not None:
+            yield TrainingSample(_open_clip(video, [path.parent], where, clips), prompt, clips.count, clip=True)
+        else:
+            yield TrainingSample(_open_cells(images, [path.parent], where), prompt, len(images))
 
 
-def refuse_videos(names: Iterable[str]) -> None:
-    """VideoError where one of these fields or columns holds videos; without them the text alone would be asked."""
-    found = [name for name in names if name in _VIDEOS]
-    if found:
+def video_of(row: dict[str, Any], allowed: bool) -> Any:
+    """The video that a row shows: a path or what a column of videos holds; None: it shows none.
+
+    Raises:
+        VideoError: it shows one, and none is `allowed`; it shows several, or pictures beside it.
+    """
+    found = {name: row[name] for name in VIDEOS if row.get(name)}
+    if not found:
+        return None
+    (name, held), *others = found.items()
+    if not allowed:
         raise VideoError(
-            f"{found[0]!r} holds a video, and only pictures are read here; give its frames as 'images', or leave it out"
+            f"{name!r} holds a video, and only pictures are read here; give its frames as 'images', or leave it out"
         )
+    held = held if isinstance(held, list) else [held]
+    beside = [other for other in ("image", "images") if row.get(other)] + [other for other, _ in others]
+    if len(held) > 1 or beside:
+        what = f"{len(held)} videos" if len(held) > 1 else f"a video beside {beside[0]!r}"
+        raise VideoError(f"a sample shows pictures or one video; this one shows {what}")
+    return held[0]
 
 
-def _dataset(name: str) -> list[TrainingSample]:
+def _dataset(name: str, clips: Clips | None) -> list[TrainingSample]:
     try:
         from datasets import load_dataset
     except ImportError as error:
@@ -140,11 +182,15 @@ def _dataset(name: str) -> list[TrainingSample]:
     repo, _, split = name.partition(":")
     table = load_dataset(repo, split=split or "train")
     columns = set(table.column_names)
-    refuse_videos(columns)
     pictures = next((k for k in ("images", "image") if k in columns), None)
+    videos = next((k for k in VIDEOS if k in columns), None)
+    if videos is not None:
+        video_of(dict.fromkeys(columns, True), clips is not None)  # what is wrong with the columns is wrong in each row
     words = next((k for k in ("prompt", "question", "conversations") if k in columns), None)
-    if pictures is None and words is None:
-        raise ValueError(f"{name} needs 'image', 'images', 'prompt', 'question' or 'conversations'; it has {columns}")
+    if pictures is None and videos is None and words is None:
+        raise ValueError(
+            f"{name} needs 'image', 'images', 'video', 'prompt', 'question' or 'conversations'; it has {columns}"
+        )
 
     folders = media.dataset_folders(repo)
 
@@ -152,8 +198,20 @@ def _dataset(name: str) -> list[TrainingSample]:
         found = bare[index][column][0].as_py()
         return _open_cells(found if isinstance(found, list) else [found], folders, f"hf:{name}, row {index + 1}")()
 
+    def frames(index: int) -> list[Image.Image]:
+        assert clips is not None
+        where = f"hf:{name}, row {index + 1}"
+        try:
+            video = video_of({"video": bare[index][videos][0].as_py()}, True)
+        except VideoError as error:
+            raise UnreadableError(f"{where}: {error}") from error
+        return _open_clip(video, folders, where, clips)()
+
     def sample(index: int) -> TrainingSample:
         prompt = _asked(texts[index]) if texts is not None else ""
+        if videos is not None and clips is not None:
+            asked = prompt or _PROMPTS[index % len(_PROMPTS)]
+            return TrainingSample(partial(frames, index), asked, clips.count, clip=True)
         count = 0 if pictures is None else len(bare[index][pictures][0]) if pictures == "images" else 1
         return TrainingSample(
             partial(load, index, pictures) if count and pictures else list,
