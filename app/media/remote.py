@@ -1,0 +1,138 @@
+"""Files elsewhere, by their address: s3://, gs://, hf:// and whatever else fsspec opens."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+from fsspec.core import url_to_fs
+
+from mmspec import media
+from mmspec.app.media.items import IMAGE, Item, kind_of
+from mmspec.media import COPY_AGAIN, MediaError
+
+ADDRESS = re.compile(r"[a-z][a-z0-9+.-]+(::[a-z][a-z0-9+.-]+)*://")  # of more than a letter, as a drive has
+DATED = ("ETag", "etag", "md5Hash", "blob_id", "LastModified", "last_modified", "updated", "mtime", "created")
+CHECK = "check the address, your credentials and the network"
+
+
+def is_address(name: object) -> bool:
+    """Whether this names something elsewhere, such as s3://bucket/photos."""
+    return ADDRESS.match(str(name)) is not None
+
+
+def filesystem(address: str) -> tuple[Any, str]:
+    """What opens an address, and the path in it; MediaError if no library does, or it wants other credentials."""
+    try:
+        return url_to_fs(address)  # type: ignore[no-any-return]
+    except ImportError as error:
+        raise MediaError(address, f"needs another library ({error})", "install it with pip") from error
+    except Exception as error:  # each of the libraries has errors of its own
+        raise unreachable(address, error) from error
+
+
+def unreachable(address: str, error: Exception) -> MediaError:
+    """What is said of an address that cannot be used."""
+    return MediaError(address, f"cannot be reached ({type(error).__name__}: {error})", CHECK)
+
+
+@dataclass(frozen=True)
+class RemoteSource:
+    """One such file; `stamp` changes when the file does."""
+
+    address: str
+    size: int | None = None
+    stamp: str | None = None
+    path: ClassVar[None] = None
+
+    def __str__(self) -> str:
+        return self.address
+
+    def read(self, max_bytes: int = media.MAX_BYTES) -> bytes:
+        if self.size is not None:
+            media.check_bytes(self.size, self.address, max_bytes)
+        fs, path = filesystem(self.address)
+        try:
+            with fs.open(path, "rb") as file:
+                data: bytes = file.read(max_bytes + 1)
+        except FileNotFoundError as error:
+            raise MediaError(self.address, "is missing", "was it moved or deleted?") from error
+        except Exception as error:
+            raise unreachable(self.address, error) from error
+        if not data:
+            raise MediaError(self.address, "is empty (0 bytes)", COPY_AGAIN)
+        return data
+
+
+@dataclass(frozen=True)
+class Remote:
+    """The images and videos of a folder elsewhere, in the order of their paths; or one file, or those of a pattern.
+
+    Args:
+        whole: items are called by the whole path, not by that below the folder; for several folders at once.
+    """
+
+    address: str
+    recursive: bool = False
+    whole: bool = False
+    root: ClassVar[None] = None
+    _others: Counter[str] = field(default_factory=Counter, compare=False)
+
+    @cached_property
+    def count(self) -> int:
+        return len(self._files)
+
+    def check(self) -> None:
+        """MediaError if it cannot be listed or has nothing to caption."""
+        if not self._files:
+            advice = "name pictures or videos" + ", or add --recursive for subfolders" * (not self.recursive)
+            raise MediaError(self.address, "no images or videos found", advice)
+
+    def items(self, name_of: Callable[[Path], str]) -> Iterator[Item]:
+        fs, _ = filesystem(self.address)
+        above = "" if self.whole else self._above
+        for path, facts in self._files.items():
+            dated = next((str(facts[key]) for key in DATED if facts.get(key)), None)
+            stamp = f"{facts.get('size')}-{dated}" if dated else None
+            source = RemoteSource(fs.unstrip_protocol(path), facts.get("size"), stamp)
+            parts = path.removeprefix(above).split("/")
+            name = "/".join(part for part in parts if part not in ("", ".", ".."))
+            yield Item(name, kind_of(path) or IMAGE, source)
+
+    def left_out(self) -> Counter[str]:
+        """How many files there are no image or video by their names, by extension."""
+        return self._others if self.count else Counter()
+
+    @cached_property
+    def _above(self) -> str:
+        """The folder that its items are called after."""
+        _, path = filesystem(self.address)
+        fixed = re.split(r"[*\[]", path)[0]
+        return f"{path.rstrip('/')}/" if fixed == path and path not in self._files else f"{fixed.rpartition('/')[0]}/"
+
+    @cached_property
+    def _files(self) -> dict[str, dict[str, Any]]:
+        fs, path = filesystem(self.address)
+        try:
+            if fs.isdir(path):
+                found = fs.find(path, maxdepth=None if self.recursive else 1, detail=True)
+            elif re.search(r"[*\[]", path):
+                found = fs.glob(path, detail=True)
+            else:
+                return {path: fs.info(path)}
+        except FileNotFoundError as error:
+            raise MediaError(self.address, "no such file or folder", CHECK) from error
+        except Exception as error:
+            raise unreachable(self.address, error) from error
+        files = {
+            name: facts
+            for name, facts in sorted(found.items())
+            if facts.get("type") != "directory" and "/." not in name.removeprefix(path)
+        }
+        self._others.update(Path(name).suffix.lower() for name in files if not kind_of(name))
+        return {name: facts for name, facts in files.items() if kind_of(name)}
