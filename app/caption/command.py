@@ -21,6 +21,7 @@ from mmspec.app.caption import report, settings
 from mmspec.app.caption.crew import Crew, Processes
 from mmspec.app.caption.finals import FAILURES, OutputError
 from mmspec.app.caption.journal import write_whole
+from mmspec.app.caption.mirror import Mirror, push_to_hub
 from mmspec.app.caption.model import FatalError
 from mmspec.app.caption.options import BESIDE, ENGINE, Options
 from mmspec.app.caption.outputs import Outputs
@@ -33,6 +34,7 @@ from mmspec.app.caption.workers import Alone, places
 from mmspec.app.enabling import EnableError
 from mmspec.app.media.inputs import Inputs, open_inputs
 from mmspec.app.media.items import Item
+from mmspec.app.media.remote import is_address
 from mmspec.media import MediaError
 
 OK, FATAL, SENSELESS, SOME_FAILED, INTERRUPTED, TERMINATED = 0, 1, 2, 3, 130, 143
@@ -99,7 +101,12 @@ def _caption(options: Options) -> int:
     shaping = settings.shaping(options)
     slots = f"shard-{options.shard.replace('/', '-of-')}-" if options.shard else ""
     folder, origin = _folders(options, inputs)
-    outputs = Outputs(folder, origin, slots, look_only=options.dry_run, overwrite=options.on_existing == "overwrite")
+    anew = options.on_existing == "overwrite"
+    mirror = Mirror(options.out) if is_address(options.out) else None
+    if mirror is not None:
+        folder = mirror.folder
+        mirror.pull(options.extension, anew)
+    outputs = Outputs(folder, origin, slots, look_only=options.dry_run, overwrite=anew, mirror=mirror)
     with contextlib.closing(outputs):
         listed = [getattr(place, "path", None) for place in inputs.places]  # of lists, tables and tars
         read = filter(None, [options.config, *listed])
@@ -113,7 +120,11 @@ def _caption(options: Options) -> int:
         job = Job(options, shaping, folder, outputs.origin, frames=frames, items=len(todo.pending))
         if options.dry_run:
             return _dry_run(job, todo)
-        return _work(job, slots, inputs, outputs, todo)
+        with mirror.kept_up() if mirror is not None else contextlib.nullcontext():
+            code = _work(job, slots, inputs, outputs, todo)
+        if options.push_to_hub and code in (OK, SOME_FAILED):
+            print(f"uploaded to {push_to_hub(folder, options.push_to_hub)}")
+        return code
 
 
 def _folders(options: Options, inputs: Inputs) -> tuple[Path, str]:

@@ -24,7 +24,8 @@ RARE = (  # what few people change: `--help-all` and docs/captioning.md tell of 
     "--column-image", "--column-text", "--column-tags", "--split", "--system", "--start-with",
     "--prepend", "--append", "--temperature", "--seed", "--dtype", "--fps", "--keyframes", "--max-frames",
     "--max-pixels", "--max-aspect", "--max-duration", "--timeout", "--max-bytes", "--max-memory", "--decoders",
-    "--extension", "--on-existing", "--resume", "--limit", "--dedup", "--max-errors", "--ray", "--compare",
+    "--extension", "--on-existing", "--resume", "--limit", "--dedup", "--max-errors", "--push-to-hub", "--ray",
+    "--compare",
 )  # fmt: skip
 
 
@@ -89,6 +90,12 @@ def _report(text: str) -> Path:
     return Path(text)
 
 
+def _repo(text: str) -> str:
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no name like owner/name")
+    return text
+
+
 def _engine(text: str) -> str:
     text = VLLM if text == "vllm" else text
     if not re.fullmatch(r"[\w.]+:\w+", text):
@@ -125,7 +132,8 @@ class Options:
     """What a run was told."""
 
     inputs: list[str] = _flag("INPUT", [], "folders, files, globs, lists (.txt), tables (.jsonl .csv .parquet), "
-        "webdataset tars, hf:owner/name; default: the sample drawings", section="inputs", nargs="*")
+        "webdataset tars, hf:owner/name, s3://...; default: the sample drawings", section="inputs",
+        nargs="*")
     recursive: bool = _switch(False, "look into subfolders too")
     column_image: str | None = _flag("NAME", None, "column of a table that holds paths or bytes; default: by name")
     column_text: str | None = _flag("NAME", None, "column of a table with the captions that are there already")
@@ -172,7 +180,8 @@ class Options:
         shown="2G", type=_size)
     decoders: int | None = _flag("N", None, "processes that decode, per model; default: as cores allow", type=count)
 
-    out: str = _flag("FOLDER", "captions", "for the captions, or 'beside' for beside the files", section="outputs")
+    out: str = _flag("FOLDER", "captions", "for the captions, s3://... too, or 'beside' for beside the files",
+        section="outputs")
     format: str | None = _flag("LIST", None, f"any of {','.join(OUTPUTS)}; default: metadata, and txt for items that "
         "are files of their own", type=_formats)
     extension: str = _flag(".EXT", ".txt", "of caption files", type=_extension)
@@ -193,6 +202,8 @@ class Options:
     dedup: str | None = _flag(None, None, "exact: caption equal files once", choices=("exact",))
     max_errors: int | None = _flag("N", None, "give up after so many failures", type=count)
     ray: bool = _switch(False, "run the workers on Ray, one per device of its cluster (extra: ray)")
+    push_to_hub: str | None = _flag("REPO", None, "upload the output folder as a data set owner/name in the end",
+        type=_repo)
     report: Path | None = _flag("FILE", None, "speeds and counts as .json, or as a page: .html", type=_report)
     compare: bool = _switch(True, "measure the speed-up over stock generate on a few of the items")
     quiet: bool = _switch(False, "do not print the captions")

@@ -84,11 +84,20 @@ class Outputs:
     """The output folder as the planning process sees it: locked, and with all journals read.
 
     `slots` is the beginning of the names of this run's journals; a run of a shard leaves those of other shards alone.
+    `mirror` is what keeps a folder elsewhere like this one.
     """
 
-    def __init__(self, folder: Path, origin: str, slots: str = "", look_only: bool = False, overwrite: bool = False):
+    def __init__(
+        self,
+        folder: Path,
+        origin: str,
+        slots: str = "",
+        look_only: bool = False,
+        overwrite: bool = False,
+        mirror: Any = None,
+    ):
         self.folder, self.origin, self.slots = folder, digest(os.fsencode(origin))[:16], slots
-        self.state, self.look_only = folder / STATE, look_only
+        self.state, self.look_only, self._mirror = folder / STATE, look_only, mirror
         self.finals = Finals(folder, self.state, overwrite)
         self._locks: list[int] = []
         try:
@@ -137,6 +146,8 @@ class Outputs:
         """
         if not self._alone("finish.lock", FINISHING):
             raise OutputError(f"another run is still finishing {self.folder}; run the command again")
+        if self._mirror is not None:  # for what runs of other shards have found meanwhile
+            self._mirror.fetch_logs()
         self.ledger.close()
         self.ledger = Ledger(self._journals())  # with what the workers have written since
         self.finals.refuse_strangers(kinds)

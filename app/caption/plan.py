@@ -15,6 +15,7 @@ from mmspec.app.caption.prompts import PromptChoice, Prompts
 from mmspec.app.caption.settings import ask
 from mmspec.app.media.inputs import Inputs
 from mmspec.app.media.items import VIDEO, Item
+from mmspec.app.media.remote import RemoteSource
 from mmspec.media import MediaError
 
 
@@ -160,6 +161,8 @@ def has_sidecar(item: Item, chosen: str | None) -> bool:
 
 def stamp_of(item: Item) -> str | None:
     """Size and time of the file that an item is, or lies in; what has not changed is not read again."""
+    if isinstance(item.source, RemoteSource):
+        return item.source.stamp
     for attribute in ("path", "tar", "table"):
         path = getattr(item.source, attribute, None)
         if path is not None:

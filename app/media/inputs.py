@@ -16,12 +16,13 @@ from typing import Protocol
 from mmspec.app.media import hub, tables, tars
 from mmspec.app.media.folders import Folder
 from mmspec.app.media.items import HEAD, IMAGE, Item, broken, file_item, kind_of, need, sniff
+from mmspec.app.media.remote import Remote, is_address
 from mmspec.app.media.tables import Columns
 from mmspec.media import MediaError
 
 KNOWN = (
     "images, videos, folders, globs (*.jpg), lists (.txt .lst), .jsonl .csv .tsv .parquet, webdataset .tar, "
-    "hf:owner/name"
+    "hf:owner/name, s3:// gs:// hf:// folders and files"
 )
 SAVED_DATASET = ("state.json", "dataset_dict.json")  # what `save_to_disk` leaves in a folder
 
@@ -93,7 +94,7 @@ class Inputs:
 
     def left_out(self) -> Counter[str]:
         """How many files of the folders are no image or video by their names, by extension."""
-        return sum((place.left_out() for place in self.places if isinstance(place, Folder)), Counter())
+        return sum((place.left_out() for place in self.places if isinstance(place, Folder | Remote)), Counter())
 
     def _found(self) -> Iterator[Item]:
         for place in self.places:
@@ -136,13 +137,21 @@ def open_inputs(
     """What these names stand for; MediaError if one of them stands for nothing that can be captioned."""
     columns = Columns(column_image, column_text, column_tags)
     places: list[Place] = []
+    several = sum(map(is_address, where)) > 1
     for name in map(str, where):
-        found = list(_places(name, recursive, columns, split))
+        found = [_remote(name, recursive, several)] if is_address(name) else [*_places(name, recursive, columns, split)]
         _check(found)
         places += found
     if not places:
         raise MediaError("", "nothing to caption", f"name {KNOWN}")
     return Inputs(places)
+
+
+def _remote(address: str, recursive: bool, several: bool) -> Remote:
+    ending = Path(address).suffix.lower()
+    if ending in tables.EXTENSIONS | tars.EXTENSIONS:
+        raise MediaError(address, "is a list, a table or a tar elsewhere, which is read here only", "download it first")
+    return Remote(address, recursive, several)
 
 
 def _check(places: Sequence[Place]) -> None:
