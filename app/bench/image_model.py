@@ -137,6 +137,5 @@ def _of_file(path: Path, device: str, dtype: str) -> ImageModel:
         draw = module.draw
     except Exception as error:  # of the user's code
         raise EngineError(f"cannot load {str(path)!r} ({first_line(error)}); {OWN_FILE}") from error
-    vq = getattr(getattr(unwrap(target), "config", None), "vq_config", None)
-    codes = getattr(vq, "num_embeddings", 0) or getattr(vq, "codebook_size", 0)
+    codes = image_models.codes_of(unwrap(target))
     return ImageModel(target, lambda prompts, **settings: draw(target, prompts, **settings), codes)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 from PIL import Image
 
 from mmspec import media
 from mmspec.app.media.decoder import Decoder
-from mmspec.app.media.items import VIDEO, Item
+from mmspec.app.media.items import VIDEO, BytesSource, Item
 from mmspec.app.media.video import FramePolicy
 from mmspec.media import MediaError, MediaLimits
 
@@ -26,17 +25,6 @@ def policy(text: str) -> FramePolicy:
         return FramePolicy.parse(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
-
-
-@dataclass(frozen=True)
-class _CellBytes:
-    """A source of bytes at hand."""
-
-    data: bytes
-    path: None = None
-
-    def read(self, max_bytes: int = 0) -> bytes:
-        return self.data
 
 
 class VideoReader:
@@ -73,7 +61,7 @@ class VideoReader:
         if self._decoder is None:
             assert self._open is not None, "a VideoReader works inside its `with` only"
             self._decoder = self._open.enter_context(Decoder(1, MediaLimits(), self.frames))
-        self._decoder.submit(where, Item(where, VIDEO, _CellBytes(data)))
+        self._decoder.submit(where, Item(where, VIDEO, BytesSource(data)))
         ((_, found),) = self._decoder.ready(None)
         if isinstance(found, MediaError):
             raise found

@@ -88,6 +88,17 @@ class FileSource:
 
 
 @dataclass(frozen=True)
+class BytesSource:
+    """Bytes at hand."""
+
+    data: bytes
+    path: ClassVar[None] = None
+
+    def read(self, max_bytes: int = media.MAX_BYTES) -> bytes:
+        return self.data
+
+
+@dataclass(frozen=True)
 class TarSource:
     """A member of an uncompressed tar: read by place, so the tar is never walked through again."""
 

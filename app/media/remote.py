@@ -14,7 +14,7 @@ from fsspec.core import url_to_fs
 
 from mmspec import media
 from mmspec.app.media.items import IMAGE, Item, kind_of
-from mmspec.media import COPY_AGAIN, MediaError
+from mmspec.media import MediaError
 
 ADDRESS = re.compile(r"[a-z][a-z0-9+.-]+(::[a-z][a-z0-9+.-]+)*://")  # of more than a letter, as a drive has
 DATED = ("ETag", "etag", "md5Hash", "blob_id", "LastModified", "last_modified", "updated", "mtime", "created")
@@ -64,8 +64,7 @@ class RemoteSource:
             raise MediaError(self.address, "is missing", "was it moved or deleted?") from error
         except Exception as error:
             raise unreachable(self.address, error) from error
-        if not data:
-            raise MediaError(self.address, "is empty (0 bytes)", COPY_AGAIN)
+        media.check_bytes(len(data), self.address, max_bytes)
         return data
 
 

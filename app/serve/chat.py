@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Literal
@@ -15,7 +14,7 @@ from PIL import Image
 from pydantic import BaseModel, Field, ValidationError
 
 from mmspec.app.media.decoder import Decoder
-from mmspec.app.media.items import IMAGE, Item
+from mmspec.app.media.items import IMAGE, BytesSource, Item
 from mmspec.app.media.video import FramePolicy
 from mmspec.media import MediaError, MediaLimits, read
 
@@ -132,17 +131,6 @@ class ChatRequest(BaseModel, extra="allow"):
             yield {"role": message.role.replace("developer", "system"), "content": shown}
 
 
-@dataclass(frozen=True)
-class _Bytes:
-    """A source of bytes at hand."""
-
-    data: bytes
-    path: None = None
-
-    def read(self, max_bytes: int = 0) -> bytes:
-        return self.data
-
-
 class Pictures:
     """Pictures by their addresses, decoded in processes of their own; a context manager.
 
@@ -186,7 +174,7 @@ class Pictures:
     def _decoded(self, url: str, data: bytes) -> Any:
         decoder = self._free.get()
         try:
-            decoder.submit(url, Item("picture", IMAGE, _Bytes(data)))
+            decoder.submit(url, Item("picture", IMAGE, BytesSource(data)))
             ((_, found),) = decoder.ready(None)
             return found
         finally:

@@ -48,12 +48,13 @@ def load(where: str, device: torch.device, dtype: torch.dtype) -> ImageModel | N
     name, call = CALLS[kind]
     model = stock_class(name).from_pretrained(where, dtype=dtype).to(device).eval()
     processor = AutoProcessor.from_pretrained(where)
-    vq = model.config.vq_config
-    return ImageModel(
-        model,
-        lambda prompts, **settings: call(model, processor, prompts, settings),
-        getattr(vq, "num_embeddings", 0) or getattr(vq, "codebook_size", 0),
-    )
+    return ImageModel(model, lambda prompts, **settings: call(model, processor, prompts, settings), codes_of(model))
+
+
+def codes_of(model: Any) -> int:
+    """How many codes the pictures of a model are made of, by its config; 0: it does not say."""
+    vq = getattr(getattr(model, "config", None), "vq_config", None)
+    return getattr(vq, "num_embeddings", 0) or getattr(vq, "codebook_size", 0)
 
 
 def _pipeline(where: str, device: torch.device, dtype: torch.dtype) -> ImageModel | None:

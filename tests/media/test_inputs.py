@@ -17,6 +17,7 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hostile_sources import what_it_reads
 from PIL import Image
 
 from mmspec.app.media.inputs import open_inputs
@@ -508,19 +509,12 @@ def everything(folder: Path, saved: Path) -> list[Path]:
     return [folder / "pictures", folder / "t.parquet", folder / "t.tar", saved]
 
 
-def read(item: Item) -> bytes | str:
-    try:
-        return item.source.read()
-    except MediaError as error:
-        return str(error)
-
-
 def test_all_kinds_in_one_run_are_read_alike_by_other_processes(tmp_path: Path, saved: Path):
     found = items(*everything(tmp_path, saved))
     assert len(found) == len({item.name for item in found}) == 2 + 5 + 2 + 4
     assert names(*everything(tmp_path, saved)) == [item.name for item in found]
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        assert pool.map(read, found[::-1]) == [read(item) for item in found[::-1]]
+        assert pool.map(what_it_reads, found[::-1]) == [what_it_reads(item) for item in found[::-1]]
 
 
 def test_nothing_is_read_that_is_not_asked_for(tmp_path: Path, saved: Path):

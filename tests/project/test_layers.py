@@ -233,8 +233,8 @@ def test_prose_has_short_lines(page: str):
     assert [line for line in prose if len(line) > 120] == []
 
 
-def test_three_folders_are_no_packages_of_their_own():
-    for folder in ("app", "pipelines", "kernels"):
+def test_four_folders_are_no_packages_of_their_own():
+    for folder in ("app", "pipelines", "kernels", "tests"):
         assert not list((ROOT / folder).rglob("__init__.py")), f"{folder}/__init__.py would shadow a PyPI package"
 
 

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from mmspec.media import MAX_BYTES, MediaError
 
@@ -22,6 +22,14 @@ class Memory:
 
     def read(self, max_bytes: int = MAX_BYTES) -> bytes:
         return self.data
+
+
+def what_it_reads(item: Any) -> bytes | str:
+    """What an item's source gives, or why it gives nothing."""
+    try:
+        return item.source.read()  # type: ignore[no-any-return]
+    except MediaError as error:
+        return str(error)
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,0 @@
-"""A package, so that it is found before those that installed libraries leave under this name."""
