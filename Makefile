@@ -8,7 +8,7 @@
 LOCK ?= constraints.txt
 VENV ?= $(if $(LOCK),.venv,.venv-newest)
 RUN := $(VENV)/bin
-INSTALL = $(RUN)/python -m pip install --disable-pip-version-check --no-compile \
+INSTALL = $(RUN)/python -m pip install --disable-pip-version-check \
   $(if $(LOCK),-c $(LOCK),$(if $(filter .venv-newest,$(VENV)),--upgrade --upgrade-strategy eager))
 IN ?=
 PROMPT ?= a small red striped circle left of a large blue square on a grey background
