@@ -8,8 +8,11 @@
 LOCK ?= constraints.txt
 VENV ?= $(if $(LOCK),.venv,.venv-newest)
 RUN := $(VENV)/bin
-INSTALL = $(RUN)/python -m pip install --disable-pip-version-check \
+INSTALL = $(RUN)/python -m pip install --disable-pip-version-check --no-compile \
   $(if $(LOCK),-c $(LOCK),$(if $(filter .venv-newest,$(VENV)),--upgrade --upgrade-strategy eager))
+# Bytecode is written when a module is first imported (even where the caller's shell turns that off), not at set-up
+# for the thousands of modules that no verb needs.
+export PYTHONDONTWRITEBYTECODE :=
 IN ?=
 PROMPT ?= a small red striped circle left of a large blue square on a grey background
 ARGS ?=
