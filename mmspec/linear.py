@@ -25,15 +25,19 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return found if bias is None else found + bias
 
 
+def fits(weight: Tensor) -> bool:
+    """Whether the order matters to a weight: a plain float32 tensor on a CPU, too large for its cache."""
+    plain = type(weight) in (Tensor, nn.Parameter) and weight.dtype == torch.float32
+    return _HAS_MKL and plain and weight.device.type == "cpu" and weight.numel() >= ENTRIES
+
+
 def gains(x: Tensor, weight: Tensor) -> bool:
-    """Whether the weight comes first: plain float32 tensors on a CPU, and nobody traces the product or casts it."""
+    """Whether the weight comes first: such a weight, a plain input, and nobody traces the product or casts it."""
     return (
-        _HAS_MKL
+        fits(weight)
         and type(x) is Tensor
-        and x.dtype == weight.dtype == torch.float32
-        and type(weight) in (Tensor, nn.Parameter)
-        and x.device.type == weight.device.type == "cpu"
-        and weight.numel() >= ENTRIES
+        and x.dtype == torch.float32
+        and x.device.type == "cpu"
         and torch._C._len_torch_dispatch_stack() == 0
         and not torch.is_autocast_enabled("cpu")
         and not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))

@@ -26,17 +26,18 @@ class ImageTeacher:
 
     def __init__(self, pipe: LlamaGenPipeline, features: tuple[int, ...]) -> None:
         self.pipe, self.features = pipe, features
+        self._taps = LlamaGen().taps(pipe, features)
         self.model: Any = pipe.transformer.eval().requires_grad_(False)
         self.how = pipe._settings({}, "latent", 1)
         scale = self.how["guidance_scale"]
         self.target = LlamaGenTarget(self.model, features, Guidance(scale) if scale > 1 else None)
 
     def __enter__(self) -> ImageTeacher:
-        LlamaGen().tap(self.pipe, self.features)
+        self._taps.__enter__()
         return self
 
     def __exit__(self, *_: Any) -> None:
-        LlamaGen().untap(self.pipe, self.features)
+        self._taps.__exit__()
 
     def head(self, hidden: Tensor) -> Tensor:
         """Guided logits [..., V], which are what is verified, of both streams' final features [..., S·H]."""

@@ -13,7 +13,7 @@ from mmspec.pipelines.families import table as families
 from mmspec.pipelines.host import step
 from mmspec.pipelines.host.call import TYPES
 from mmspec.pipelines.host.decoder import embedding, head
-from mmspec.pipelines.host.tapping import tap, untap
+from mmspec.pipelines.host.tapping import taps
 from mmspec.pipelines.host.vision import media, placeholders
 from mmspec.pipelines.prompts import chat, inputs_of, knows_clips
 from mmspec.train.data import TrainingSample
@@ -29,13 +29,14 @@ class Teacher:
         self.model = families.unwrap(model).eval().requires_grad_(False)
         self.processor = processor
         self.features = features
+        self._taps = taps(self.model, features)
 
     def __enter__(self) -> Teacher:
-        tap(self.model, self.features)
+        self._taps.__enter__()
         return self
 
     def __exit__(self, *_: Any) -> None:
-        untap(self.model, self.features)
+        self._taps.__exit__()
 
     def embed(self, ids: Tensor) -> Tensor:
         return embedding(self.model)(ids)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import FunctionType, MethodType
 from typing import Any
@@ -17,6 +19,7 @@ PLAIN = {bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.d
 # Attributes that are not looked at: those of every module (parameters and buffers are read apart), and of `generate`.
 _ASIDE = {*vars(nn.Module())} - {"training"}
 _ASIDE |= {"generation_config", "warnings_issued", "_previous_max_cache_length", "_output_capturing_hooks_installed"}
+_READ: ContextVar[dict[int, tuple[Any, Version]] | None] = ContextVar("mmspec_versions", default=None)
 _REFRESHED: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # how often `refresh` was called, by module
 
 
@@ -41,12 +44,34 @@ class Version:
     _alive: list[Any] = field(compare=False, repr=False)  # weak references, by whose ids it tells objects apart
 
 
+@contextmanager
+def unchanging() -> Iterator[None]:
+    """Within, the version of a module is read once: a call changes none."""
+    if _READ.get() is not None:
+        yield
+        return
+    token = _READ.set({})
+    try:
+        yield
+    finally:
+        _READ.reset(token)
+
+
 def version(root: Any, kept: bool = False) -> Version:
     """Of a module and all below it.
 
     Args:
-        kept: also tell whether tensors that are neither parameters nor buffers were replaced.
+        kept: also tell whether tensors that are neither parameters nor buffers were replaced; read anew each time.
     """
+    known = None if kept else _READ.get()
+    if known is None:
+        return _version(root, kept)
+    if id(root) not in known:
+        known[id(root)] = root, _version(root)
+    return known[id(root)][1]
+
+
+def _version(root: Any, kept: bool = False) -> Version:
     modules, alive, configs = list(each_module(root)), list[Any](), dict[int, Any]()
     classes = [stock_class(type(module)) for module in modules]  # another thread may swap them
     weights: list[Any] = []
@@ -62,8 +87,6 @@ def version(root: Any, kept: bool = False) -> Version:
         return id(alive[-1])
 
     def told(value: Any) -> Any:
-        if type(value) in PLAIN:
-            return value
         if isinstance(value, Tensor):  # no capture can use it
             return known(value) if kept else None
         if isinstance(value, list | tuple | dict | set | frozenset):
@@ -75,21 +98,27 @@ def version(root: Any, kept: bool = False) -> Version:
     for module, own in zip(modules, classes, strict=True):
         held = vars(module)
         state.append(id(own))
-        for tensors in (held["_parameters"], held["_buffers"]):
-            for t in tensors.values():
-                weights.append(t if t is None else (known(t), t.dtype, t.device, t.shape))
-                written.append(t if t is None else _written(t))
-        for name in [name for name in held if name not in _ASIDE]:
-            value = held[name]
-            if name.endswith("config") and hasattr(value, "__dict__"):
-                configs[id(value)] = value
-                value = None
-            state += [name, told(value)]
+        for t in (*held["_parameters"].values(), *held["_buffers"].values()):
+            weights += (t,) if t is None else (known(t), t.dtype, t.device, t.shape)
+            written += (t,) if t is None else _written(t)
+        for name, value in held.items():
+            if name in _ASIDE:
+                continue
+            if type(value) not in PLAIN:
+                if name.endswith("config") and hasattr(value, "__dict__"):
+                    configs[id(value)] = value
+                    value = None
+                else:
+                    value = told(value)
+            state += (name, value)
         if why is None and (found := _obstacle(module, held)) is not None:
             why = f"{_name(root, module)} {found}"
     for config in (inner for outer in configs.values() for inner in _with_those_inside(outer)):
-        state += [known(config), *((name, told(value)) for name, value in vars(config).items())]
-    state += [(known(stock), known(stock.forward)) for stock in dict.fromkeys(classes)]
+        state.append(known(config))
+        for name, value in vars(config).items():
+            state += (name, value if type(value) in PLAIN else told(value))
+    for stock in dict.fromkeys(classes):
+        state += (known(stock), known(stock.forward))
     return Version(weights, state, written, why, alive)
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,10 @@ from mmspec.drafters.options import ALL, TreeOptions, grown
 from mmspec.pipelines.families.table import unwrap
 from mmspec.pipelines.host import loading, readable
 from mmspec.pipelines.host.call import Call
-from mmspec.pipelines.host.decoder import decoder, embedding, readers
+from mmspec.pipelines.host.decoder import embedding
 from mmspec.pipelines.host.hooks import stock
 from mmspec.pipelines.host.loops import as_call
-from mmspec.pipelines.host.tapping import tap, untap
+from mmspec.pipelines.host.tapping import taps
 from mmspec.pipelines.target import captures
 from mmspec.pipelines.target.state import State
 from mmspec.pipelines.target.vlm import VlmTarget
@@ -131,12 +131,12 @@ class ModelDrafter(Growth):
     @torch.no_grad()
     def start(self, session: SessionView, target: Target, prompt: Prompt) -> DraftState:
         """Read the prompt, pictures included where the draft model knows what the call brought."""
-        with _tapped(self.model):
+        with taps(self.model, ()):
             call = _call(self.model, prompt.given, prompt).for_model(self.model)
             view = VlmTarget(self.model, ())
             view.captured = captures.of(self.model, self.compile)
             state, read, raw = view.first(call, call.input_ids.shape[1] + self.nodes + 256)
-        swaps = view.instead is not None or bool(readers(decoder(self.model)))
+        swaps = view.instead is not None or bool(view.host.readers)
         held = DraftState(view, state, (True,) * len(raw), swaps)
         if self.options.prune and prompt.visual.shape == read.ids.shape:
             stay = prune.kept(prompt.visual * prompt.valid, self.options.prune)
@@ -146,7 +146,7 @@ class ModelDrafter(Growth):
     @torch.no_grad()
     def propose(self, session: SessionView, target: Target) -> Draft:
         draws = self.options.draws and not session.last.scores.p.is_point
-        with _tapped(self.model) if session.memory.swaps else nullcontext():
+        with taps(self.model, ()) if session.memory.swaps else nullcontext():
             return self.grown(session, target, self._catch_up(session), draws)
 
     def _catch_up(self, session: SessionView) -> Tensor:
@@ -219,15 +219,6 @@ def _filled(size: int, tokens: Tensor, depth: Tensor, ancestors: Tensor) -> tupl
     own = torch.eye(size, dtype=torch.bool, device=tokens.device)
     own[:, 0] = True
     return pad(tokens, (0, missing)), pad(depth, (0, missing), value=1), pad(ancestors, (0, missing, 0, missing)) | own
-
-
-@contextmanager
-def _tapped(model: Any) -> Iterator[None]:
-    tap(model, ())
-    try:
-        yield
-    finally:
-        untap(model, ())
 
 
 def _call(model: Any, given: Mapping[str, Any], prompt: Prompt) -> Call:

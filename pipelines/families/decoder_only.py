@@ -6,24 +6,25 @@ from typing import Any
 
 from torch import Tensor
 
+from mmspec.compile.version import unchanging
 from mmspec.pipelines.drafters import own_files
-from mmspec.pipelines.host import devices, few_rows, renamed
+from mmspec.pipelines.host import devices, quantized, renamed
 from mmspec.pipelines.host.call import Call, Current, current
-from mmspec.pipelines.host.decoder import decoder, embedding, head
-from mmspec.pipelines.host.hooks import stock
+from mmspec.pipelines.host.decoder import decoder, embedding
+from mmspec.pipelines.host.hooks import Taps, stock
 from mmspec.pipelines.host.loops import like_generate, loops
-from mmspec.pipelines.host.model import HostModel, settled
+from mmspec.pipelines.host.model import HostModel
 from mmspec.pipelines.host.names import origin, translated
 from mmspec.pipelines.host.processors import followed
 from mmspec.pipelines.host.processors.guidance import Guidance
 from mmspec.pipelines.host.readable import head_shape, unsupported
 from mmspec.pipelines.host.release import advice
-from mmspec.pipelines.host.tapping import tap, untap
+from mmspec.pipelines.host.tapping import taps
 from mmspec.pipelines.patching import assisted
 from mmspec.pipelines.patching.family import Family
 from mmspec.pipelines.patching.generate import generate, obstacle, or_stock, watched
 from mmspec.pipelines.patching.handle import Patch
-from mmspec.pipelines.patching.obstacles import BEAMS, Obstacle, shared_scale
+from mmspec.pipelines.patching.obstacles import BEAMS, Obstacle
 from mmspec.pipelines.target.vlm import VlmTarget
 from mmspec.protocols import TargetInfo
 from mmspec.rules import Rule, only
@@ -40,7 +41,7 @@ def _run(model: Any, call: Call) -> tuple[Any, ...]:
         return ()
     if now is not None and now.patch in patch.asked.values():
         patch = now.patch
-    with or_stock(patch, call), settled():
+    with or_stock(patch, call), unchanging():
         why = obstacle(model, call, patch)
         if why is None:
             with patch.running(model):
@@ -113,13 +114,8 @@ class DecoderOnly(Family):
 
     mixin = DecoderOnlyPatch
 
-    def tap(self, model: Any, features: tuple[int, ...]) -> None:
-        tap(model, features)
-        few_rows.tap(decoder(model), head(model))
-
-    def untap(self, model: Any, features: tuple[int, ...]) -> None:
-        untap(model, features)
-        few_rows.untap(decoder(model), head(model))
+    def taps(self, model: Any, features: tuple[int, ...]) -> Taps:
+        return taps(model, features)
 
     def embeddings(self, model: Any) -> Tensor | None:
         table: Tensor = embedding(model).weight
@@ -135,7 +131,7 @@ class DecoderOnly(Family):
         return VlmTarget(model, features, guidance, None if patch is None else patch.prefixes)
 
     def unsupported(self, model: Any) -> str | None:
-        return unsupported(model) or shared_scale(model)
+        return unsupported(model) or quantized.shared_scale(model)
 
     def told(self, model: Any) -> str | None:
         host = HostModel.of(model)

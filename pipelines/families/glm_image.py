@@ -11,7 +11,7 @@ from mmspec.pipelines.families.decoder_only import DecoderOnly
 from mmspec.pipelines.host.exotic import pictures
 from mmspec.pipelines.host.exotic.glm_image import Listing
 from mmspec.pipelines.host.forward import Read
-from mmspec.pipelines.host.hooks import hold, release
+from mmspec.pipelines.host.hooks import Taps
 from mmspec.pipelines.host.processors.guidance import Guidance
 from mmspec.pipelines.target.state import Listed, Onward, Places
 from mmspec.pipelines.target.vlm import VlmTarget
@@ -42,13 +42,8 @@ class GlmImage(DecoderOnly):
     def target(self, model: Any, features: tuple[int, ...], guidance: Guidance | None) -> GlmTarget:
         return GlmTarget(model, features, guidance)
 
-    def tap(self, model: Any, features: tuple[int, ...]) -> None:
-        super().tap(model, features)
-        hold(model.model, Listing)
-
-    def untap(self, model: Any, features: tuple[int, ...]) -> None:
-        super().untap(model, features)
-        release(model.model)
+    def taps(self, model: Any, features: tuple[int, ...]) -> Taps:
+        return Taps([*super().taps(model, features).wanted, (model.model, Listing, {})])
 
     def codebook(self, model: Any) -> Tensor:
         return pictures.glm_image(model)

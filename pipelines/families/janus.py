@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmspec.compile.version import unchanging
 from mmspec.pipelines.families.decoder_only import DecoderOnly, DecoderOnlyPatch
 from mmspec.pipelines.host.cache import RaggedCache
 from mmspec.pipelines.host.call import output
 from mmspec.pipelines.host.exotic import janus
 from mmspec.pipelines.host.exotic.janus import Prepared
 from mmspec.pipelines.host.forward import Read, reading
-from mmspec.pipelines.host.model import settled
 from mmspec.pipelines.host.vision import media
 from mmspec.pipelines.patching import drafting, obstacles
 from mmspec.pipelines.patching.generate import rounds, row_seeds, watching
@@ -43,7 +43,7 @@ class JanusPatch(janus.UpToTheLoop, DecoderOnlyPatch):
         ready = janus.prepared(self, *given, **kwargs)
         if not isinstance(ready, Prepared):
             return ready
-        with settled():
+        with unchanging():
             why = _obstacle(self, patch, ready)
             if why is None:
                 with patch.running(self):

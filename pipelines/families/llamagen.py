@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mmspec.pipelines.host import devices
 from mmspec.pipelines.host.forward import Tap
-from mmspec.pipelines.host.hooks import hold, release, stock
+from mmspec.pipelines.host.hooks import Taps, stock
 from mmspec.pipelines.host.names import origin
 from mmspec.pipelines.llamagen.pipeline import DecodingPlan
 from mmspec.pipelines.patching.family import Family
@@ -61,15 +61,6 @@ class LlamaGen(Family):
     def embeddings(self, model: Any) -> Tensor:
         return model.transformer.tok_embeddings.weight  # type: ignore[no-any-return]
 
-    def tap(self, model: Any, features: tuple[int, ...]) -> None:
-        for i, layer in _layers(model, features).items():
-            hold(layer, Tap, _mmspec_layer=i)
-
-    def untap(self, model: Any, features: tuple[int, ...]) -> None:
-        for layer in _layers(model, features).values():
-            release(layer)
-
-
-def _layers(pipe: Any, features: tuple[int, ...]) -> dict[int, Any]:
-    """The layers whose input a drafter reads, by number."""
-    return {i: pipe.transformer.layers[i] for i in features if i >= 0}
+    def taps(self, model: Any, features: tuple[int, ...]) -> Taps:
+        layers = model.transformer.layers
+        return Taps((layers[i], Tap, {"_mmspec_layer": i}) for i in features if i >= 0)

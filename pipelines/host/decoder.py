@@ -28,11 +28,6 @@ def embedding(model: Any) -> Any:
     return model.get_input_embeddings()
 
 
-def text_and_head(model: Any) -> tuple[Any, Any]:
-    """What `get_decoder` gives, and what gives logits."""
-    return model.get_decoder(), head(model)
-
-
 def readers(text: Any) -> list[tuple[Any, type]]:
     """The modules of a decoder that read a draft in a way of their own, and what goes before the class of each."""
     ours = {module: reader for module in each_module(text) if (reader := path_readers.reader(module)) is not None}

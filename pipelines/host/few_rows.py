@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
 
-from mmspec.linear import gains, linear
+from mmspec.linear import fits, linear
 from mmspec.modes import each_module
 from mmspec.pipelines.host.forward import now
-from mmspec.pipelines.host.hooks import hold, release, stock
+from mmspec.pipelines.host.hooks import stock
 
 
 class FewRows:
@@ -24,14 +25,8 @@ class FewRows:
         return linear(input, self.weight, self.bias)
 
 
-def tap(*modules: Any) -> None:
-    """All that gain of these modules and of those below them; nothing happens on a GPU."""
+def gaining(*modules: Any) -> Iterator[Any]:
+    """All that gain of these modules and of those below them; none on a GPU."""
     for module in each_module(*(m for m in modules if m is not None)):
-        if stock(module) is nn.Linear and "forward" not in vars(module) and gains(*[module.weight.detach()] * 2):
-            hold(module, FewRows)
-
-
-def untap(*modules: Any) -> None:
-    for module in each_module(*(m for m in modules if m is not None)):
-        if isinstance(module, FewRows):
-            release(module)
+        if stock(module) is nn.Linear and "forward" not in vars(module) and fits(module.weight):
+            yield module

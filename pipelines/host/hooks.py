@@ -5,6 +5,7 @@ from __future__ import annotations
 import copyreg
 import threading
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 from mmspec.modes import stock_class
@@ -65,6 +66,32 @@ def release(instance: Any) -> None:
             type(instance)._mmspec_count = count - 1
         elif count == 1:
             restore(instance)
+
+
+class Taps:
+    """Mixins in front of the classes of some modules while anybody is inside; several calls may be at once.
+
+    Args:
+        wanted: a module, its mixin, and the attributes that this goes with.
+    """
+
+    def __init__(self, wanted: Iterable[tuple[Any, type, dict[str, Any]]]) -> None:
+        self.wanted = list(wanted)
+        self._inside = 0
+
+    def __enter__(self) -> None:
+        with _LOCK:
+            if self._inside == 0:
+                for module, mixin, attributes in self.wanted:
+                    hold(module, mixin, **attributes)
+            self._inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with _LOCK:
+            self._inside -= 1
+            if self._inside == 0:
+                for wanted in self.wanted:
+                    release(wanted[0])
 
 
 class _Swapped:

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
 from mmspec.compile.version import Version, version
-from mmspec.modes import each_module
-from mmspec.pipelines.host import reach, recurrent, renamed
-from mmspec.pipelines.host.decoder import decoder, embedding, head, more_than_states
+from mmspec.modes import Mode, each_module
+from mmspec.pipelines.host import quantized, reach, recurrent, renamed
+from mmspec.pipelines.host.decoder import decoder, embedding, head, more_than_states, readers
 from mmspec.pipelines.host.exotic import ties
+from mmspec.pipelines.host.hooks import Taps
+from mmspec.pipelines.host.modes import mode_of
 
 _KNOWN: WeakKeyDictionary[Any, tuple[Version, HostModel]] = WeakKeyDictionary()
-_settled: ContextVar[dict[int, HostModel] | None] = ContextVar("mmspec_settled", default=None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +41,10 @@ class HostModel:
         recurrent: whether layers keep a recurrent or convolutional state.
         stateful: whether layers keep more than keys, values and such states.
         cacheless: whether gradient checkpointing in training mode takes the cache away from layers.
+        readers: see `decoder.readers`.
+        shared_scale: see `quantized.shared_scale`.
+        mode: that its rounds run under.
+        taps: those that were made of it, by the features that they read; see tapping.py.
     """
 
     decoder: Any
@@ -62,18 +64,17 @@ class HostModel:
     recurrent: bool
     stateful: bool
     cacheless: bool
+    readers: list[tuple[Any, type]]
+    shared_scale: str | None
+    mode: Mode
+    taps: dict[tuple[int, ...], Taps] = field(default_factory=dict)
 
     @classmethod
     def of(cls, model: Any) -> HostModel:
         """The facts of a model as it is now."""
-        seen = _settled.get()
-        if seen is not None and (found := seen.get(id(model))) is not None:
-            return found
         kept, now = _KNOWN.get(model), version(model)
         if kept is None or kept[0] != now or not kept[1]._is_of(model):
             kept = _KNOWN[model] = now, cls._read(model)
-        if seen is not None:
-            seen[id(model)] = kept[1]
         return kept[1]
 
     @classmethod
@@ -98,6 +99,9 @@ class HostModel:
             recurrent=bool(recurrent.modules(text)),
             stateful=more_than_states(text),
             cacheless=any(map(_checkpoints, each_module(model.get_decoder()))),
+            readers=readers(text),
+            shared_scale=quantized.shared_scale(model),
+            mode=mode_of(model),
         )
 
     def _is_of(self, model: Any) -> bool:
@@ -123,16 +127,3 @@ class HostModel:
 def _checkpoints(module: Any) -> bool:
     own = vars(module)
     return bool(own.get("gradient_checkpointing") and own.get("training", True))
-
-
-@contextmanager
-def settled() -> Iterator[None]:
-    """Within, each model is looked at once: a call changes none."""
-    if _settled.get() is not None:
-        yield
-        return
-    token = _settled.set({})
-    try:
-        yield
-    finally:
-        _settled.reset(token)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
-from mmspec.pipelines.host import renamed
-from mmspec.pipelines.host.decoder import decoder, readers
+from mmspec.pipelines.host import few_rows, renamed
 from mmspec.pipelines.host.forward import Tap
-from mmspec.pipelines.host.hooks import hold, release
+from mmspec.pipelines.host.hooks import Taps
+from mmspec.pipelines.host.model import HostModel
 from mmspec.types import FINAL
 
 
@@ -26,28 +27,21 @@ def _read(own: Any, features: tuple[int, ...]) -> dict[int | None, Any]:
     return {None: own, **{i: own.layers[i] for i in features if i >= 0}}
 
 
-def tap(model: Any, features: tuple[int, ...]) -> None:
-    """Read these features of a model from now on, until `untap`.
+def taps(model: Any, features: tuple[int, ...]) -> Taps:
+    """What reads these features of a model, and its drafts; while it is entered, the model is tapped.
 
     Raises:
         ValueError: it has no such features.
     """
-    own = decoder(model)
-    heard = _read(own, features)
-    for module, reader in readers(own):
-        hold(module, reader)
-    for layer, module in heard.items():
-        hold(module, Tap, _mmspec_layer=layer)
-    for module in _renamed(own):
-        hold(module, renamed.Renamed)
+    host = HostModel.of(model)
+    if features not in host.taps:
+        host.taps[features] = Taps(_wanted(host, features))
+    return host.taps[features]
 
 
-def untap(model: Any, features: tuple[int, ...]) -> None:
-    own = decoder(model)
-    for module in (*(m for m, _ in readers(own)), *_read(own, features).values(), *_renamed(own)):
-        release(module)
-
-
-def _renamed(own: Any) -> list[Any]:
-    """The attention modules that read a draft by another implementation than a prompt."""
-    return [] if renamed.for_drafts(own) is None else renamed.modules(own)
+def _wanted(host: HostModel, features: tuple[int, ...]) -> Iterator[tuple[Any, type, dict[str, Any]]]:
+    own = host.decoder
+    yield from ((module, reader, {}) for module, reader in host.readers)  # of two mixins the first counts
+    yield from ((module, Tap, {"_mmspec_layer": layer}) for layer, module in _read(own, features).items())
+    yield from ((module, renamed.Renamed, {}) for module in (renamed.modules(own) if host.instead else ()))
+    yield from ((module, few_rows.FewRows, {}) for module in few_rows.gaining(own, host.head))

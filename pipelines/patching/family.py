@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from mmspec.pipelines.host.hooks import Taps
 from mmspec.pipelines.host.processors.guidance import Guidance
 from mmspec.pipelines.patching.obstacles import Obstacle
 from mmspec.pipelines.target.request import Request
@@ -48,15 +49,12 @@ class Family:
         """The input embedding of each token of the head, [V, H]; None: it has another vocabulary."""
         return None
 
-    def tap(self, model: Any, features: tuple[int, ...]) -> None:
-        """Record the features that a drafter reads of the model, from now on.
+    def taps(self, model: Any, features: tuple[int, ...]) -> Taps:
+        """What records the features that a drafter reads of the model.
 
         Raises:
             ValueError: it has no such features.
         """
-        raise NotImplementedError
-
-    def untap(self, model: Any, features: tuple[int, ...]) -> None:
         raise NotImplementedError
 
     # -- of one call ---------------------------------------------------------------------------------------------------

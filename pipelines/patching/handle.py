@@ -74,11 +74,8 @@ class Patch:
     @contextmanager
     def running(self, model: Any) -> Iterator[None]:
         """A call: its feature hooks stay to its end, whoever disables the model meanwhile."""
-        self.family.tap(model, self.drafter.features)
-        try:
+        with self.family.taps(model, self.drafter.features):
             yield
-        finally:
-            self.family.untap(model, self.drafter.features)
 
     def fitting(self, model: Any) -> Any:
         """What a call asks for drafts: `proposer`, fitted anew where the model was moved or cast since."""
@@ -137,16 +134,18 @@ def put_on(model: Any, patch: Patch | None) -> Patch | None:
         Exception: features that this model has not; what was there before stays.
     """
     with _switching:
-        before = Patch.of(model)
+        before, tapped = Patch.of(model), getattr(type(model), "_mmspec_taps", None)
         if patch is None:
             restore(model)
         else:
-            patch.family.tap(model, patch.drafter.features)
-            swap(model, patch.family.mixin, _mmspec_patch=patch)
-        if before is not None:
-            before.family.untap(model, before.drafter.features)
-            if (handle := before.handle()) is not None and handle is not (patch and patch.handle()):
-                handle.let_go()
+            taps = patch.family.taps(model, patch.drafter.features)
+            taps.__enter__()
+            swap(model, patch.family.mixin, _mmspec_patch=patch, _mmspec_taps=taps)
+        if tapped is not None:
+            tapped.__exit__()
+        handle = None if before is None else before.handle()
+        if handle is not None and handle is not (patch and patch.handle()):
+            handle.let_go()
     return before
 
 

@@ -19,7 +19,6 @@ from mmspec.pipelines.host.call import Call
 from mmspec.pipelines.host.exotic import by_path
 from mmspec.pipelines.host.forward import Read, during, reading
 from mmspec.pipelines.host.model import HostModel
-from mmspec.pipelines.host.modes import mode_of
 from mmspec.pipelines.host.processors.guidance import Guidance, NegativePrompt
 from mmspec.pipelines.host.vision import media
 from mmspec.pipelines.prefix import prefixes
@@ -52,7 +51,7 @@ class VlmTarget(ModelTarget):
         self.prefixes, self.recurrent = prefixes, bool(prefixes and host.recurrent)
         self.model, self.output = model, host.head
         self.device = devices.execution(host.embedding)
-        self.inference = mode_of(model)
+        self.inference = host.mode
         patch = getattr(model, "_mmspec_patch", None)
         self.captured = captures.of(model, patch.config.compile) if patch is not None else None
         self.compiles_prompts = patch is not None and patch.config.compile

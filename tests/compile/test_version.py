@@ -23,6 +23,7 @@ from torch.nn.utils import parametrize
 
 import mmspec
 from mmspec.compile import held as trusted
+from mmspec.compile import version as versions
 from mmspec.compile.capture import PiecewiseFunction
 from mmspec.compile.version import version
 from mmspec.drafters.plain import Plain
@@ -352,6 +353,20 @@ def test_it_keeps_nothing_alive() -> None:
     del model
     gc.collect()
     assert gone() is None and kept.state
+
+
+def test_a_call_reads_it_once_of_each_module(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many ask for it: facts, captures of the target and of the drafter."""
+    drafter = eagle(model)
+    with mmspec.enable(model, drafter, compile=True) as handle:
+        answer(model)
+        asked, make = [], versions._version
+        monkeypatch.setattr(versions, "_version", lambda root, kept=False: asked.append(root) or make(root, kept))
+        answer(model)
+        assert len(asked) == len(set(asked)) and model in asked
+        asked.clear()
+        answer(model)  # and each call anew
+        assert model in asked and handle.stats.rounds
 
 
 def test_it_is_made_in_a_moment() -> None:

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import mmspec
 from benchmarks import kernel_cases as cases
 from mmspec.kernels import dispatch
+from mmspec.pipelines.host import model as facts
 from mmspec.pipelines.host import tree_attention
 from mmspec.pipelines.patching.handle import Patch
 from mmspec.pipelines.target import vlm
@@ -231,10 +232,11 @@ def drafted(model: Any, drafter: Any, kind: str) -> tuple[Tensor, Repeated]:
         with rounds:
             return read(self, *given)
 
-    with pytest.MonkeyPatch.context() as patched, mmspec.enable(model, drafter):
-        patched.setattr(vlm, "mode_of", lambda model: torch.no_grad)  # in inference mode a copy may hide in a reshape
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(facts, "mode_of", lambda model: torch.no_grad)  # in inference mode a copy may hide in a reshape
         patched.setattr(vlm.VlmTarget, "read", counted)
-        return answered(model, kind, FIRST), rounds
+        with mmspec.enable(model, drafter):
+            return answered(model, kind, FIRST), rounds
 
 
 @pytest.mark.parametrize("by", ["kernel", "sdpa", "stock"])
