@@ -59,8 +59,8 @@ def inputs_of(processor: Any, chats: Sequence[Chat], start: bool = False) -> Any
         )  # fmt: skip
     else:
         texts = [_untemplated(processor, chat) for chat in chats]
-        shown = {} if alone else {"images": pictures if any(pictures) else None, "padding_side": "left"}
-        found = processor(text=texts, padding=True, return_tensors="pt", **shown)
+        images = {} if alone else {"images": pictures if any(pictures) else None, "padding_side": "left"}
+        found = processor(text=texts, padding=True, return_tensors="pt", **images)
     if not alone:
         return found
     from mmspec.pipelines.host.loading import BatchFeature
@@ -85,14 +85,24 @@ def _plain(chat: Chat) -> list[dict[str, Any]]:
 
 def _untemplated(processor: Any, chat: Chat) -> str:
     """A chat where there is no template: a line for a turn's pictures, one for each of its texts."""
-    marker = getattr(processor, "image_token", None) or ""
-    marker = str(getattr(marker, "content", marker))
+    marker = _marker(processor)
     lines = []
     for turn in chat:
         kinds = [part["type"] for part in turn["content"]]
         lines.append(marker * kinds.count("image"))
         lines += [part["text"] for part in turn["content"] if part["type"] == "text"]
     return "\n".join(filter(None, lines))
+
+
+def unmarked(processor: Any, text: str) -> str:
+    """What a data set asks, without the processor's mark of a picture, which stands where pictures are shown."""
+    marker = _marker(processor)
+    return text.replace(marker, "").strip() if marker and marker in text else text
+
+
+def _marker(processor: Any) -> str:
+    marker = getattr(processor, "image_token", None) or ""
+    return str(getattr(marker, "content", marker))
 
 
 def text_alone(processor: Any) -> bool:
@@ -118,15 +128,20 @@ def chat(
     before: Turns = (),
 ) -> list[dict[str, Any]]:  # fmt: skip
     """The turns of a row, as `inputs_of` takes them; see `chat_inputs`."""
-    shown: list[dict[str, Any]] = [{"type": "image", "image": picture} for picture in pictures]
-    if clips and len(pictures) > 1:
-        shown = [{"type": "video", "video": list(pictures)}]
+    first = shown(pictures, clips)
     turns = [("system", [_said(system)])] if system else []
     for asked, answered in (*before, (prompt, start)):
-        turns.append(("user", [*shown, _said(asked)]))
+        turns.append(("user", [*first, _said(asked)]))
         turns += [("assistant", [_said(answered)])] if answered else []
-        shown = []
+        first = []
     return [{"role": role, "content": content} for role, content in turns]
+
+
+def shown(pictures: Sequence[Image.Image | None], clip: bool = False) -> list[dict[str, Any]]:
+    """Parts of a turn: each picture, or several as the frames of one clip."""
+    if clip and len(pictures) > 1:
+        return [{"type": "video", "video": list(pictures)}]
+    return [{"type": "image", "image": picture} for picture in pictures]
 
 
 def _said(text: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from mmspec.app.bench.questions import Question
 from mmspec.app.bench.vlm_methods import VlmMethod
 from mmspec.app.devices import wait
 from mmspec.pipelines.host.vision import placeholders
-from mmspec.pipelines.prompts import chat, inputs_of, knows_clips
+from mmspec.pipelines.prompts import chat, inputs_of, knows_clips, unmarked
 from mmspec.pipelines.serving.batcher import answer_length
 from mmspec.statistics import Stats
 
@@ -88,12 +88,9 @@ class VlmBench:
 
     def inputs(self, asked: Sequence[Question]) -> Any:
         """Model inputs, one question a row, on the model's device."""
-        marker = str(getattr(self.processor, "image_token", "") or "")
-        prompts = [q.prompt.replace(marker, "").strip() if marker else q.prompt for q in asked]
         clips = knows_clips(self.processor)
         chats = [
-            chat(prompt, q.images, clips=q.clip and clips, before=q.before)
-            for prompt, q in zip(prompts, asked, strict=True)
+            chat(unmarked(self.processor, q.prompt), q.images, clips=q.clip and clips, before=q.before) for q in asked
         ]
         return inputs_of(self.processor, chats).to(self.model.device, self.model.dtype)
 

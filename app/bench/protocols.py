@@ -8,12 +8,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import itemgetter
+from pathlib import Path
 from typing import Any
 
+from mmspec.app.bench import mvbench
 from mmspec.app.bench.command import BenchError
 from mmspec.app.media.hub import Dataset
 from mmspec.app.media.tables import Columns
-from mmspec.media import MediaError
+from mmspec.media import MediaError, dataset_folders
 
 SHORT = "\nAnswer the question using a single word or phrase."
 LETTER = "\nAnswer with the option's letter from the given choices directly."
@@ -66,14 +68,14 @@ class Protocol:
         where: hf:owner/name[/config]:split.
         ask: a row's prompt; None: the row has fields of the usual names.
         category: the field whose values are rows of the bench's table.
-        shown: a row's picture or pictures.
+        shown: a row's picture or pictures; None: it has a field of videos.
         album: the data set that has the pictures, by `id`; a row's `imageId` names one.
     """
 
     where: str
     ask: Callable[[dict[str, Any]], str] | None = None
     category: str | None = None
-    shown: Callable[[dict[str, Any]], Any] = itemgetter("image")
+    shown: Callable[[dict[str, Any]], Any] | None = itemgetter("image")
     album: str | None = None
 
 
@@ -93,18 +95,31 @@ PROTOCOLS: dict[str, Protocol] = {
         album="hf:lmms-lab-encoder/GQA/testdev_balanced_images:testdev",
     ),
     "mmmu": Protocol("hf:lmms-lab-encoder/MMMU:validation", _exam, shown=_numbered),
+    "mvbench": Protocol(f"hf:{mvbench.NAME}", mvbench.ask, "task", shown=None),
 }
 
 
 class HubQuestions(Sequence[dict[str, Any]]):
     """The rows of a data set of the Hub, with the fields that questions have; read one by one."""
 
-    def __init__(self, protocol: Protocol) -> None:
-        self.protocol = protocol
+    def __init__(self, protocol: Protocol, copy: Path | None = None) -> None:
+        """`copy`: of MVBench, its files on this machine; None: those in the Hub's cache."""
+        self.protocol, self.copy = protocol, copy
 
     @cached_property
     def rows(self) -> Any:
-        return _rows_of(self.protocol.where)
+        return mvbench.rows(*self.folders) if self._of_files else _rows_of(self.protocol.where)
+
+    @cached_property
+    def folders(self) -> list[Path]:
+        """Below which files lie that rows may name."""
+        if self._of_files:
+            return [self.copy or mvbench.cached()]
+        return dataset_folders(self.protocol.where.removeprefix("hf:").partition(":")[0])
+
+    @property
+    def _of_files(self) -> bool:
+        return self.protocol is PROTOCOLS["mvbench"]
 
     @cached_property
     def album(self) -> tuple[Any, dict[Any, int]]:
@@ -124,7 +139,8 @@ class HubQuestions(Sequence[dict[str, Any]]):
             if how.album is not None:
                 rows, numbers = self.album
                 row = {**row, "image": rows[numbers[row["imageId"]]]["image"]}
-            asked = {"image": how.shown(row), "prompt": how.ask(row)}
+            shown = {"video": row["video"]} if how.shown is None else {"image": how.shown(row)}
+            asked = {**shown, "prompt": how.ask(row)}
         except KeyError as error:
             raise BenchError(f"{how.where} has no field {error}; its fields are {', '.join(row)}") from error
         return asked | ({"category": row.get(how.category)} if how.category else {})
@@ -140,7 +156,10 @@ def _rows_of(where: str) -> Any:
     return next(iter(parts.values()))
 
 
-def questions_of(name: str) -> HubQuestions | None:
-    """Those of a benchmark, or of hf:owner/name[/config][:split]; None: it is neither."""
+def questions_of(path: Path) -> HubQuestions | None:
+    """Those of a benchmark, of hf:owner/name[/config][:split], or of a folder with a copy of MVBench; else None."""
+    if path.exists():
+        return HubQuestions(PROTOCOLS["mvbench"], path) if mvbench.tasks(path) else None
+    name = str(path)
     found = PROTOCOLS.get(name) or (Protocol(name) if name.startswith("hf:") else None)
     return None if found is None else HubQuestions(found)

@@ -11,9 +11,9 @@ from typing import Any
 from PIL import Image
 
 from mmspec.app.bench.command import BenchError
-from mmspec.app.bench.protocols import PROTOCOLS, questions_of
+from mmspec.app.bench.protocols import PROTOCOLS, HubQuestions, questions_of
 from mmspec.app.media.inputs import images
-from mmspec.media import MediaError, dataset_folders, decode, load_image
+from mmspec.media import MediaError, decode, load_image
 from mmspec.pipelines.prompts import Turns
 from mmspec.train.data import VIDEOS, Clips, VideoError, video_of
 
@@ -50,7 +50,7 @@ def read_questions(
     Args:
         path: a .jsonl, .json or .parquet list with the fields of FIELDS, or a folder: of one such list (as in
             killthefullmoon/MMSpec, with its `images/`), or just of pictures; or hf:owner/name[/config][:split] with
-            these fields, or a name of PROTOCOLS.
+            these fields, a name of PROTOCOLS, or a folder with a copy of MVBench.
         pictures: whether questions show some; those of a model that reads text alone show none.
         clips: what decodes videos, in the place of pictures; None: they are refused.
 
@@ -58,9 +58,8 @@ def read_questions(
         BenchError: no such data, too few questions, a list without pictures or prompts, or a video that cannot be read.
     """
     folder = path if path.is_dir() else path.parent
-    name = str(path).removeprefix("hf:").partition(":")[0]
-    videos = dataset_folders(name) if str(path).startswith("hf:") else [folder, folder / "videos"]
     rows = _rows(path)
+    videos = rows.folders if isinstance(rows, HubQuestions) else [folder, folder / "videos"]
     if len(rows) < count + others:
         raise BenchError(
             f"{path} holds {len(rows)} questions; {count} are to be measured and {others} to be tuned on. "
@@ -85,7 +84,7 @@ def read_questions(
 
 
 def _rows(path: Path) -> Sequence[dict[str, Any]]:
-    if not path.exists() and (found := questions_of(str(path))) is not None:
+    if (found := questions_of(path)) is not None:
         return found
     if path.is_dir():
         lists = sorted(p for p in path.iterdir() if p.suffix in READERS)

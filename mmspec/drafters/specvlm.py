@@ -1,4 +1,4 @@
-"""SpecVLM: an EAGLE drafter that reads images through one of several compressors, chosen by the question."""
+"""SpecVLM: an EAGLE drafter that reads images through compressors, one chosen or several weighed by the question."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from mmspec.linear import Linear
 from mmspec.types import gather_rows
 
 BRANCHES = ("prune", "pool", "conv", "resampler", "text")
-SELECT = "select"
+SELECT, WEIGHT = "select", "weight"  # the paper's words
+WEIGHED = ("prune", "pool", "conv")  # whose rows can be summed, for at one ratio they leave as many
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,8 @@ class SpecVlmConfig(EagleConfig):
 
     Attributes:
         branches: which of BRANCHES there are; none: every visual row is kept (the paper's EagleVLM).
-        gate: "select" chooses for each prompt; the name of a branch, always that one.
+        gate: "select" chooses for each prompt; "weight" sums branches of WEIGHED, all at `conv_ratio`, by the softmax
+            of the gate's logits; the name of a branch, always that one.
         prune_ratio, pool_ratio, conv_ratio: as published; the convolution has conv_ratio · hidden² weights.
         queries: rows that the resampler leaves of an image.
         resampler_heads, resampler_width: of its attention, and the width of all heads together; 0: `hidden`.
@@ -48,8 +50,12 @@ class SpecVlmConfig(EagleConfig):
         unknown = sorted(set(self.branches) - set(BRANCHES))
         if unknown or len(set(self.branches)) < len(self.branches):
             raise ValueError(f"branches are some of {', '.join(BRANCHES)}, each once; got {self.branches!r}")
-        if self.gate not in (SELECT, *self.branches):
-            raise ValueError(f"gate is {SELECT!r} or one of the branches {self.branches!r}; got {self.gate!r}")
+        if self.gate not in (SELECT, WEIGHT, *self.branches):
+            raise ValueError(
+                f"gate is {SELECT!r}, {WEIGHT!r} or one of the branches {self.branches!r}; got {self.gate!r}"
+            )
+        if self.gate == WEIGHT and (len(self.branches) < 2 or not set(self.branches) <= set(WEIGHED)):
+            raise ValueError(f"gate {WEIGHT!r} sums two or all of the branches {WEIGHED!r}; got {self.branches!r}")
         for name in ("prune_ratio", "pool_ratio", "conv_ratio", "queries", "resampler_heads", "gate_width"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be ≥ 1; got {getattr(self, name)!r}")
@@ -112,7 +118,14 @@ class Resampler(nn.Module):
 
 
 class Gate(nn.Module):
-    """Which compressor suits a question: two layers on the mean feature of the prompt's text behind its last image."""
+    """Which compressor suits a question: two layers on the mean feature of the prompt's text behind its last image.
+
+    Attributes:
+        heat: while it learns along with the rest, the temperature of the Gumbel-softmax that a branch is drawn from;
+            None: branches are drawn evenly, and it learns afterwards.
+    """
+
+    heat: float | None = None
 
     def __init__(self, reads: int, config: SpecVlmConfig) -> None:
         super().__init__()
@@ -132,6 +145,18 @@ class Gate(nn.Module):
         """Logits [B, branches] of questions [B, F]."""
         return self.up(F.silu(self.down(asked)))
 
+    def draw(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """A branch [B] of each prompt by the Gumbel-softmax, and 1 [B, 1] with the gradient of its share.
+
+        As a factor of what attention reads of the branch's rows, this lets the gate know, to first order, how much
+        better they are than rows of zeros, and so than "text", which leaves none.
+        """
+        assert self.heat is not None, "it learns along with the rest"
+        shares = F.gumbel_softmax(logits, self.heat)
+        choice = shares.argmax(-1)
+        won = shares.gather(1, choice[:, None])
+        return choice, won - won.detach() + 1
+
 
 def question(visual: Tensor, valid: Tensor) -> Tensor:
     """bool [B, T]: text rows behind the last visual one; where there are none, all text rows.
@@ -145,12 +170,13 @@ def question(visual: Tensor, valid: Tensor) -> Tensor:
 
 
 class SpecVlmDrafter(EagleDrafter):
-    """EAGLE-2 with an elastic visual compressor (SpecVLM, arXiv 2509.11815, in its Select mode).
+    """EAGLE-2 with an elastic visual compressor (SpecVLM, arXiv 2509.11815, in its modes Select and Weight).
 
     No code was published, and nothing of the gate's shape. Ours: the paper's operators run along the rows of each image
     or frame; prune and pool work on what enters `fc`, the learned ones on what leaves it; a row that stands for several
-    takes the position of the last. While it learns, each prompt goes through a branch drawn at random, so that all
-    learn alike; the gate learns afterwards from what each branch costs (mmspec/train/gate.py).
+    takes the position of the last. While Select learns, each prompt goes through a branch drawn at random, so that all
+    learn alike; the gate learns afterwards from what each branch costs (mmspec/train/gate.py), or along with the rest
+    by a straight-through Gumbel-softmax (`Gate.heat`). The gate of Weight is part of what is summed, and learns so.
     """
 
     method = "specvlm"
@@ -163,7 +189,7 @@ class SpecVlmDrafter(EagleDrafter):
         c, reads = config, len(config.features) * (config.target_hidden or config.hidden)
         learned = {"conv": lambda: Convolution(c.hidden, c.conv_ratio), "resampler": lambda: Resampler(c)}
         self.compressors = nn.ModuleDict({name: make() for name, make in learned.items() if name in c.branches})
-        self.gate = Gate(reads, c) if c.gate == SELECT and len(c.branches) > 1 else None
+        self.gate = Gate(reads, c) if c.gate in (SELECT, WEIGHT) and len(c.branches) > 1 else None
 
     def choose(self, features: Tensor, visual: Tensor, valid: Tensor) -> Tensor:
         """The branch [B] of each prompt, by its number in `config.branches`."""
@@ -181,16 +207,25 @@ class SpecVlmDrafter(EagleDrafter):
         spans = runs(visual * valid)
         if not self.config.branches or not spans:
             return super().encode_prompt(embeds, features, visual, valid, positions)
-        choice = self.choose(features, visual, valid)
-        return self.compressed(spans, choice, embeds, features, valid, positions)
+        rows = embeds, features, valid, positions
+        if self.config.gate == WEIGHT:
+            assert self.gate is not None, "there are two branches at least"
+            return self.weighed(spans, self.gate(self.gate.asked(features, visual, valid)).softmax(-1), *rows)
+        if self.training and self.gate is not None and self.gate.heat is not None:
+            choice, weight = self.gate.draw(self.gate(self.gate.asked(features, visual, valid)))
+            return self.compressed(spans, choice, *rows, weight=weight)
+        return self.compressed(spans, self.choose(features, visual, valid), *rows)
 
     def compressed(
-        self, spans: list[Span], choice: Tensor, embeds: Tensor, features: Tensor, valid: Tensor, positions: Tensor
-    ) -> EncodedPrompt:
-        """What enters when the spans of each prompt go through its branch, `choice` [B]."""
+        self, spans: list[Span], choice: Tensor, embeds: Tensor, features: Tensor, valid: Tensor, positions: Tensor,
+        weight: Tensor | None = None,
+    ) -> EncodedPrompt:  # fmt: skip
+        """What enters when the spans of each prompt go through its branch, `choice` [B]; `weight` [B, 1] multiplies
+        what attention reads of the rows that it leaves."""
         device, names = embeds.device, self.config.branches
         length = torch.tensor([stop - start for _, start, stop in spans], device=device)
-        branch = choice[torch.tensor([b for b, _, _ in spans], device=device)]
+        owner = torch.tensor([b for b, _, _ in spans], device=device)
+        branch = choice[owner]
         counts = torch.stack([self._count(name, length) for name in names])
         count = counts.gather(0, branch[None])[0]
         first, total = count.cumsum(0) - count, int(count.sum())
@@ -204,15 +239,42 @@ class SpecVlmDrafter(EagleDrafter):
             real = step < count[which, None]
             to = (first[which, None] + step)[real]
             made[to], place[to] = rows[real].to(made), at.gather(1, last)[real]
+        chosen = choice[sorted({b for b, _, _ in spans})]
+        stats = {f"branch {name}": float((chosen == number).sum()) for number, name in enumerate(names)}
+        each = None if weight is None else weight[owner].repeat_interleave(count, 0)
+        return self._spliced(spans, count, made, place, (embeds, features, valid, positions), stats, each)
+
+    def weighed(
+        self, spans: list[Span], weights: Tensor, embeds: Tensor, features: Tensor, valid: Tensor, positions: Tensor
+    ) -> EncodedPrompt:
+        """What enters when the rows that all branches make of a span are summed, by `weights` [B, branches]."""
+        names, owner = self.config.branches, torch.tensor([b for b, _, _ in spans], device=embeds.device)
+        (e, there), (f, _), (at, _) = (spans_of(t, spans) for t in (embeds, features, positions))
+        length, ratio = there.sum(1), self.config.conv_ratio
+        count = (length + ratio - 1) // ratio
+        each = torch.stack([self._brief(name, e, f, there, count)[0] for name in names], 1)  # [R, branches, C, H]
+        rows = (weights[owner][..., None, None].to(each) * each).sum(1)
+        _, last, real = shares(length, count)
+        seen = weights[sorted({b for b, _, _ in spans})].sum(0).tolist()
+        stats = {f"weight {name}": share for name, share in zip(names, seen, strict=True)}
+        place = at.gather(1, last)[real]
+        return self._spliced(spans, count, rows[real], place, (embeds, features, valid, positions), stats)
+
+    def _spliced(
+        self, spans: list[Span], count: Tensor, made: Tensor, place: Tensor, rows: tuple[Tensor, ...],
+        stats: dict[str, float], weight: Tensor | None = None,
+    ) -> EncodedPrompt:  # fmt: skip
+        """A prompt in which `made` [M, H], `count` [R] rows of each span at `place` [M], stand for the spans."""
+        embeds, features, valid, positions = rows
         index, real, source = splice(valid, spans, count.tolist())
         own = source.clamp(min=0)  # row 0 where there is none, to be overwritten or left unread
         _, residual = self.inputs(gather_rows(embeds, own), gather_rows(features, own))
-        residual = residual.masked_scatter((real & (source < 0))[..., None], made.to(residual))
-        chosen = choice[sorted({b for b, _, _ in spans})]
-        stats = {f"branch {name}": float((chosen == number).sum()) for number, name in enumerate(names)}
-        return EncodedPrompt(
-            self.input_norm(residual), residual, spliced(positions, place, index), real, source, stats=stats
-        )
+        new = (real & (source < 0))[..., None]
+        residual = residual.masked_scatter(new, made.to(residual))
+        x = self.input_norm(residual)  # which no factor of the rows gets through
+        if weight is not None:
+            x = x * torch.ones_like(x[..., :1]).masked_scatter(new, weight.to(x))
+        return EncodedPrompt(x, residual, spliced(positions, place, index), real, source, stats=stats)
 
     def _brief(self, name: str, e: Tensor, f: Tensor, there: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
         """What a branch makes of R spans [R, n, …], `count` [R] rows of each: [R, C, H], and their places [R, C]."""

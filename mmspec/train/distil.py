@@ -229,7 +229,7 @@ class Distillation:
                 self.save()
                 saved = time.monotonic()
         steps.close()
-        if getattr(self.drafter, "gate", None) is not None:
+        if gate.learns_after(self.drafter, self.recipe):
             traces = (shown.trace([i]) for i in range(min(len(shown.samples), self.recipe.gate_samples)))
             choice = gate.learn(self.drafter, self.teacher, traces, self.recipe)
             tqdm.write("the gate chooses " + ", ".join(f"{name} {share:.0%}" for name, share in choice.items()))
@@ -259,6 +259,8 @@ class Distillation:
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = self.recipe.rate(self.step)
+        if getattr(self.drafter, "gate", None) is not None:
+            self.drafter.gate.heat = recipe.heat(self.step)
         self.network.train()
         loss, agree = losses(self.drafter, self.network, self.teacher, trace, recipe)
         self.accelerator.backward(loss)
@@ -313,7 +315,8 @@ class Distillation:
         if not self.checkpoint.exists():
             return
         state = torch.load(self.checkpoint, map_location=self.accelerator.device, weights_only=True)
-        if json.loads(state["recipe"]) != json.loads(json.dumps(asdict(self.recipe))):
+        usual, now = (json.loads(json.dumps(asdict(recipe))) for recipe in (Recipe(), self.recipe))
+        if usual | json.loads(state["recipe"]) != now:  # what it does not know yet had its usual value
             raise ValueError(f"{self.checkpoint} was made with another recipe; choose another --out, or delete it")
         self.step, self.seconds, self.curve = state["step"], state["seconds"], state.get("curve", [])
         self.accelerator.unwrap_model(self.network).load_state_dict(state["drafter"])

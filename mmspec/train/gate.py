@@ -1,4 +1,7 @@
-"""The gate of SpecVLM: once its compressors stand, it learns which of them serves which question best."""
+"""The gate of SpecVLM: once its compressors stand, it learns which of them serves which question best.
+
+With the recipe's `gate_learns="along"` it learns in every step instead (`Gate.draw` in mmspec/drafters/specvlm.py).
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmspec.drafters.specvlm import SELECT
 from mmspec.train.objective import losses
 from mmspec.train.recipes import Recipe
 from mmspec.train.trace import Teaches, Trace
+
+
+def learns_after(drafter: Any, recipe: Recipe) -> bool:
+    """Whether a drafter has a gate that chooses, and it did not learn along with the rest."""
+    chooses = getattr(drafter, "gate", None) is not None and drafter.config.gate == SELECT
+    return chooses and recipe.gate_learns == "after"
 
 
 def learn(drafter: Any, teacher: Teaches, traces: Iterable[Trace], recipe: Recipe) -> dict[str, float]:

@@ -62,7 +62,9 @@ class Recipe:
     writing: int = 16  # answers that are written at a time
     suffix: str = ""  # said after every question about pictures
     overlap: bool = False  # measure τ of a drawn chain, Σ min(p, q) per step, rather than of a greedy one
-    gate_cost: float = 0.01  # what keeping all visual rows adds to a loss, where a drafter has a gate (gate.py); ours
+    gate_learns: str = "after"  # all else, if a drafter has a gate that chooses; ours. "along" with the rest, SpecVLM
+    gate_heat: tuple[float, float] = (1.0, 0.5)  # temperature of what it then draws, from first to last step; ours
+    gate_cost: float = 0.01  # what keeping all visual rows adds to a loss, if the gate learns after all else; ours
     gate_samples: int = 200  # that the gate learns from, after all else; ours
     gate_steps: int = 100  # of its own optimizer over all of these; ours
     held_out: int = 64  # samples kept for measuring τ
@@ -76,6 +78,10 @@ class Recipe:
             raise ValueError(f"a stage changes {unknown[0]!r}, which recipes do not have; {sorted(known)}")
         if self.clip_by not in ("norm", "value"):
             raise ValueError(f"clip_by is 'norm' or 'value'; got {self.clip_by!r}")
+        if self.gate_learns not in ("after", "along"):
+            raise ValueError(f"gate_learns is 'after' or 'along'; got {self.gate_learns!r}")
+        if min(self.gate_heat) <= 0:
+            raise ValueError(f"gate_heat is two temperatures above 0; got {self.gate_heat!r}")
         if abs(sum(stage.share for stage in self.stages) - 1.0) > 1e-6:
             raise ValueError(f"the shares of the stages must add up to 1; got {[s.share for s in self.stages]}")
 
@@ -123,6 +129,11 @@ class Recipe:
         stage, first, after = self.stage(step)
         begin, end = stage.pictures
         return begin + (end - begin) * (step + 1 - first) / (after - first)
+
+    def heat(self, step: int) -> float | None:
+        """Temperature of the draws that a gate learns from in a step; None: it learns after all else."""
+        begin, end = self.gate_heat
+        return begin + (end - begin) * (step + 1) / self.steps if self.gate_learns == "along" else None
 
     @property
     def texts(self) -> bool:
@@ -181,7 +192,7 @@ FLASH = Recipe(
 
 # SpecVLM (Huang et al. 2025, arXiv 2509.11815): online-logit distillation with EAGLE's losses, AdamW at 8e-5 (7B; 5e-5
 # for 13B) without warm-up or weight decay, batches of 128, one stage. Ours: the decay to a tenth, the clip, the
-# target's own answers (there the data sets').
+# target's own answers (there the data sets'), and that the gate learns after the compressors, unless `gate_learns`.
 SPECVLM = Recipe(batch=128, lr=8e-5, warmup=0.0, floor=0.1, weight_decay=0.0, unroll=1)
 
 # DFlash (2026, arXiv 2602.06036, and z-lab's code): tokens alone, weighed exp(−(k − 1)/γ) at row k of a block of 16,

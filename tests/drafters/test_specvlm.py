@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,20 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import mmspec
-from mmspec.drafters.specvlm import BRANCHES, SELECT, Convolution, Resampler, SpecVlmConfig, SpecVlmDrafter, question
+from mmspec.checkpoints.load import load_drafter
+from mmspec.checkpoints.save import save_drafter
+from mmspec.drafters.blocks import runs
+from mmspec.drafters.specvlm import (
+    BRANCHES,
+    SELECT,
+    WEIGHED,
+    WEIGHT,
+    Convolution,
+    Resampler,
+    SpecVlmConfig,
+    SpecVlmDrafter,
+    question,
+)
 from tests.drafters.test_flash import LAYOUTS, H, norm, randomised, row, rows
 
 RATIO = {"prune_ratio": 3, "pool_ratio": 3, "conv_ratio": 2, "queries": 3, "gate_width": 8, "resampler_heads": 2}
@@ -23,15 +37,23 @@ def specvlm(**options: Any) -> SpecVlmDrafter:
     return randomised(SpecVlmDrafter(SpecVlmConfig(H, 24, 2, 2, 40, **{**RATIO, **options})))
 
 
-def brief(drafter: SpecVlmDrafter, name: str, e: Tensor, f: Tensor) -> list[tuple[Tensor, int]]:
-    """(residual, place) of every row that a branch leaves of one image's rows."""
+def brief(
+    drafter: SpecVlmDrafter, name: str, e: Tensor, f: Tensor, weights: Tensor | None = None
+) -> list[tuple[Tensor, int]]:
+    """(residual, place) of every row that a branch, or the sum of all by weights, leaves of one image's rows."""
     c, n = drafter.config, len(e)
     through = [row(drafter, e[i], f[i])[1] for i in range(n)]
+    common = -(-n // c.conv_ratio) if c.gate == WEIGHT else 0
+    if name == WEIGHT:
+        assert weights is not None
+        each = [brief(drafter, one, e, f) for one in c.branches]
+        sums = [sum(w * one[k][0] for w, one in zip(weights, each, strict=True)) for k in range(common)]
+        return [(total, place) for total, (_, place) in zip(sums, each[c.branches.index("pool")], strict=True)]
     if name == "prune":
-        C = max(1, n // c.prune_ratio)
+        C = common or max(1, n // c.prune_ratio)
         return [(through[(k + 1) * n // C - 1], (k + 1) * n // C - 1) for k in range(C)]
     if name == "pool":
-        C = max(1, n // c.pool_ratio)
+        C = common or max(1, n // c.pool_ratio)
         ends = [(k * n // C, (k + 1) * n // C) for k in range(C)]
         return [(row(drafter, e[i:j].mean(0), f[i:j].mean(0))[1], j - 1) for i, j in ends]
     if name == "conv":
@@ -55,7 +77,9 @@ def brief(drafter: SpecVlmDrafter, name: str, e: Tensor, f: Tensor) -> list[tupl
     return []
 
 
-def literal(drafter: SpecVlmDrafter, name: str, given: dict[str, Tensor], b: int) -> list[tuple[Tensor, ...]]:
+def literal(
+    drafter: SpecVlmDrafter, name: str, given: dict[str, Tensor], b: int, weights: Tensor | None = None
+) -> list[tuple[Tensor, ...]]:
     """(x, residual, position, source) of every row that enters for one sequence, row by row."""
     e, f, kind, valid = (given[k][b] for k in ("embeds", "features", "visual", "valid"))
     out, j = [], 0
@@ -66,7 +90,7 @@ def literal(drafter: SpecVlmDrafter, name: str, given: dict[str, Tensor], b: int
         elif valid[j]:
             while stop < len(e) and kind[stop] == kind[j]:
                 stop += 1
-            for residual, place in brief(drafter, name, e[j:stop], f[j:stop]):
+            for residual, place in brief(drafter, name, e[j:stop], f[j:stop], weights):
                 x = norm(residual, drafter.input_norm.weight)
                 out.append((x, residual, torch.tensor(j + place), torch.tensor(-1)))
         j = stop
@@ -174,7 +198,70 @@ def test_while_it_learns_every_branch_is_drawn_and_pruning_is_random() -> None:
     assert len({tuple(drafter.encode_prompt(**given).positions[0].tolist()) for _ in range(4)}) == 1
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_weighted_sum_is_the_formula(layout: str) -> None:
+    drafter, given = specvlm(gate=WEIGHT, branches=WEIGHED), rows(layout)
+    with torch.no_grad():
+        drafter.gate.up.weight.mul_(20)  # so that the weights differ
+        weights = drafter.gate(drafter.gate.asked(*(given[k] for k in ("features", "visual", "valid")))).softmax(-1)
+        encoded = drafter.encode_prompt(**given)
+        for b in range(len(encoded.x)):
+            same_rows(encoded, b, literal(drafter, WEIGHT, given, b, weights[b]))
+    if encoded.stats:
+        shown = (given["visual"] * given["valid"]).any(1)
+        assert list(encoded.stats.values()) == pytest.approx(weights[shown].sum(0).tolist())
+
+
+def test_weight_and_select_have_the_same_tensors(tmp_path: Path) -> None:
+    drafter = specvlm(gate=WEIGHT, branches=WEIGHED)
+    save_drafter(drafter, tmp_path)
+    read = load_drafter(tmp_path)
+    assert isinstance(read, SpecVlmDrafter) and read.config == drafter.config
+    given = rows("several")
+    with torch.no_grad():
+        assert torch.equal(read.encode_prompt(**given).x, drafter.encode_prompt(**given).x)
+    specvlm(branches=WEIGHED).load_state_dict(drafter.state_dict())
+
+
+def test_a_gate_that_learns_along_draws_by_its_logits_and_hears_of_what_it_drew() -> None:
+    drafter, given = specvlm(branches=("prune", "pool", "conv", "resampler")).train(), rows("several")
+    drafter.gate.heat, logits = 0.7, torch.tensor([1.0, 0.0, -9.0, 2.0])
+    torch.manual_seed(0)
+    choice, weight = drafter.gate.draw(logits.expand(4000, 4).requires_grad_())
+    torch.testing.assert_close(torch.bincount(choice, minlength=4) / 4000, logits.softmax(0), atol=0.03, rtol=0)
+    assert torch.equal(weight, torch.ones(4000, 1)) and weight.requires_grad
+    for step in drafter(given["embeds"], given["features"], given["visual"], given["valid"], 2):
+        step.square().sum().backward(retain_graph=True)
+    for name, parameter in drafter.gate.named_parameters():
+        assert parameter.grad is not None and bool(parameter.grad.abs().sum() > 0), name
+
+
+def test_the_weight_of_what_was_drawn_reaches_the_attention() -> None:
+    """The norm before it takes every factor out of the rows themselves."""
+    drafter, given = specvlm(), rows("ragged")
+    spans, choice = runs(given["visual"] * given["valid"]), torch.tensor([1, 2, 0, 3])
+    read = [given[k] for k in ("embeds", "features", "valid", "positions")]
+    weights = torch.tensor([[1.0], [2.0], [3.0], [0.5]])
+    with torch.no_grad():
+        plain, weighed = (drafter.compressed(spans, choice, *read, weight=w) for w in (None, weights))
+    summary = (plain.valid & (plain.source < 0))[..., None]
+    assert summary.any() and torch.equal(torch.where(summary, plain.x * weights[..., None], plain.x), weighed.x)
+
+
 CASES = [("llava", "ragged", gate) for gate in (SELECT, *BRANCHES, "none")] + [("qwen2_5_vl", "ragged video", SELECT)]
+
+
+@pytest.mark.parametrize(("name", "kind"), [("llava", "ragged"), ("qwen2_5_vl", "ragged video")])
+@pytest.mark.every(2)
+def test_the_output_of_a_weighted_sum_is_the_targets(name: str, kind: str) -> None:
+    model, inputs = tiny_vlms.model(name), tiny_vlms.prompt(name, kind)
+    shape = {**RATIO, "gate": WEIGHT, "branches": WEIGHED, "depth": 3, "width": 3, "size": 10}
+    stock = tiny_vlms.generate(model, inputs)
+    with mmspec.enable(model, drafter=feature_drafter("specvlm", model, **shape)) as handle:
+        assert torch.equal(stock, tiny_vlms.generate(model, inputs))
+        told = handle.stats.drafter
+    assert sum(told[f"weight {branch}"] for branch in WEIGHED) == pytest.approx(3), "of four prompts one has no picture"
+    assert told["visual rows"] < told["visual rows before"]
 
 
 @pytest.mark.parametrize(("name", "kind", "gate"), CASES)
@@ -201,7 +288,9 @@ def test_the_output_is_the_targets_and_stats_tell_the_branch(name: str, kind: st
     [
         ({"branches": ("pool", "crop")}, "branches are some of prune"),
         ({"branches": ("pool", "pool")}, "each once"),
-        ({"branches": ("pool",), "gate": "conv"}, "gate is 'select' or one of"),
+        ({"branches": ("pool",), "gate": "conv"}, "gate is 'select', 'weight' or one of"),
+        ({"gate": "weight"}, "sums two or all of the branches"),
+        ({"gate": "weight", "branches": ("pool",)}, "sums two or all of the branches"),
         ({"prune_ratio": 0}, "prune_ratio must be"),
         ({"resampler_heads": 3}, "does not divide"),
         ({"parallel_norm": True}, "EAGLE"),

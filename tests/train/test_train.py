@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections import Counter
@@ -562,6 +563,57 @@ def test_the_gate_learns_what_each_question_needs(questions: Path, monkeypatch: 
     shares = gate.learn(drafter, run.teacher, traces, RECIPE.with_(gate_steps=400))
     two = sum(sample.images == 2 for sample in lesson.samples) / len(lesson.samples)
     assert shares == pytest.approx({names[1]: 1 - two, names[2]: two})
+
+
+@pytest.mark.parametrize("mode", ["select", "weight"])
+def test_a_gate_learns_along_with_the_rest(mode: str, questions: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter = _made("specvlm", gate=mode, branches=("prune", "pool", "conv"))
+    before = {name: weight.detach().clone() for name, weight in drafter.gate.named_parameters()}
+    recipe = RECIPE.with_(steps=12, gate_learns="along" if mode == "select" else "after")
+    run = _run(questions.parent / f"along-{mode}", questions, recipe, drafter)
+    monkeypatch.setattr(gate, "learn", lambda *_: pytest.fail("it has learnt"))
+    heats, lost, update = [], [], run.update
+
+    def watched(trace: Trace) -> tuple[float, torch.Tensor]:
+        loss, agree = update(trace)
+        heats.append(drafter.gate.heat)
+        lost.append(loss)
+        return loss, agree
+
+    monkeypatch.setattr(run, "update", watched)
+    run.run()
+    assert max(lost[-4:]) < min(lost[:4])
+    assert all(not torch.equal(weight, before[name]) for name, weight in drafter.gate.named_parameters())
+    if mode == "select":
+        assert heats == sorted(heats, reverse=True) and 0.95 < heats[0] < 1 and heats[-1] == 0.5
+
+
+def test_the_gate_of_a_weighted_sum_lowers_the_loss_by_itself(questions: Path) -> None:
+    drafter = _made("specvlm", gate="weight", branches=("prune", "pool", "conv")).eval()
+    run = _run(questions.parent / "weighs", questions, drafter=drafter)
+    trace = run.teacher.trace(run.samples[:4], run.teacher.answers(run.samples[:4], 12, 0.0))
+    optimizer, lost = torch.optim.Adam(drafter.gate.parameters(), lr=0.01), list[float]()
+    for _ in range(12):
+        loss = losses(drafter, drafter, run.teacher, trace, RECIPE)[0]
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        lost.append(loss.item())
+    assert all(later < before for before, later in itertools.pairwise(lost))
+
+
+def test_a_run_goes_on_that_was_begun_before_the_recipe_had_a_value(questions: Path) -> None:
+    out = questions.parent / "older"
+    run = _run(out, questions)
+    run.save()
+    state = torch.load(run.checkpoint, weights_only=True)
+    recipe = json.loads(state["recipe"])
+    del recipe["gate_learns"]
+    torch.save({**state, "recipe": json.dumps(recipe), "step": 2}, run.checkpoint)
+    run.resume()
+    assert run.step == 2
+    with pytest.raises(ValueError, match="another recipe"):
+        _run(out, questions, RECIPE.with_(gate_learns="along")).resume()
 
 
 def test_a_branch_is_charged_for_the_rows_that_it_leaves(questions: Path) -> None:

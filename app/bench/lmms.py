@@ -1,0 +1,204 @@
+"""A model of lmms-eval: any of its tasks, answered by a model that mmspec is enabled on (`--model mmspec`)."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from lmms_eval.api.instance import GenerationResult, Instance, TokenCounts
+from lmms_eval.api.model import lmms
+from lmms_eval.models.model_utils.gen_metrics import log_metrics
+from PIL import Image
+from tqdm import tqdm
+
+import mmspec
+from mmspec import media
+from mmspec.app import embedded, enabling
+from mmspec.app.devices import find_device, wait
+from mmspec.app.engine import load
+from mmspec.app.media.clips import VideoReader
+from mmspec.app.media.video import FramePolicy
+from mmspec.media import MediaLimits
+from mmspec.pipelines.prompts import Chat, inputs_of, knows_clips, shown, unmarked
+from mmspec.pipelines.serving.batcher import answer_length
+
+KEPT = ("top_k", "num_beams", "repetition_penalty", "length_penalty", "no_repeat_ngram_size", "min_new_tokens")
+READ = ("until", "max_new_tokens", "do_sample", "temperature", "top_p", *KEPT)  # of a task's generation_kwargs
+
+
+class Mmspec(lmms):  # type: ignore[misc]
+    """A loaded and enabled model, and how its tasks are shown to it.
+
+    Args:
+        pretrained: a folder, a name on the Hub, or an embedded model.
+        drafter: as `mmspec.enable` takes it; "": what fits the model; "none": the stock path, to compare with.
+        device: auto, cuda, cuda:1, cpu, …; of several processes each takes the device of its own number.
+        dtype: auto, float32, bfloat16, …
+        batch_size: questions answered at once; "auto": what the device has memory for.
+        max_batch_size: the most that "auto" takes.
+        max_new_tokens: of tasks that do not say it.
+        max_num_frames: of a video, evenly spread.
+        system_prompt: a text, or a file with one.
+        options: what else `mmspec.enable` takes, such as compile or depth.
+    """
+
+    is_simple = False
+
+    def __init__(
+        self, pretrained: str = embedded.MODEL, drafter: str = "", device: str = "auto", dtype: str = "auto",
+        batch_size: int | str = 1, max_batch_size: int | None = None, max_new_tokens: int = 1024,
+        max_num_frames: int = 32, system_prompt: str = "", **options: Any,
+    ):  # fmt: skip
+        super().__init__()
+        try:
+            said = enabling.given((f"{name}={value}" for name, value in options.items()), drafter or None)
+        except enabling.EnableError as error:
+            raise ValueError(f"--model_args: {str(error).removeprefix('--enable ')}") from error
+        drafter = drafter or embedded.drafter(pretrained)
+        self.engine = load(pretrained, drafter, _own(device), dtype, max_new_tokens, 0, **said)
+        for note in self.engine.notes:
+            print(f"mmspec: {note}", file=sys.stderr)
+        automatic = str(batch_size).startswith("auto")
+        self.batch_size = self.engine.suggest_rows() if automatic else int(batch_size)
+        if automatic and max_batch_size is not None:
+            self.batch_size = min(self.batch_size, int(max_batch_size))
+        self.frames = FramePolicy("uniform", int(max_num_frames), int(max_num_frames))
+        self.system_prompt = self._resolve_system_prompt(str(system_prompt))
+        self.ignored = set[str]()  # settings of tasks that were told to have no effect
+
+    @property
+    def model(self) -> Any:
+        return self.engine.model
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self.model.device)
+
+    def generate_until(self, requests: list[Instance]) -> list[GenerationResult]:
+        """An answer to each request, in their order; those with the same settings share batches."""
+        found: dict[int, GenerationResult] = {}
+        gained, rounds = self._gained()
+        seconds, told = 0.0, tqdm(total=len(requests), disable=self.rank != 0, desc="mmspec answers")
+        with VideoReader(self.frames) as clips, told:
+            for numbers in _batches([one.args[2] for one in requests], self.batch_size):
+                some = [requests[number].args for number in numbers]
+                inputs = inputs_of(self.engine.processor, [self._chat(one, clips) for one in some])
+                began = time.perf_counter()
+                answers = self._answers(inputs.to(self.device, self.model.dtype), some[0][2])
+                seconds += time.perf_counter() - began
+                for number, (context, _, settings, *_), answer in zip(numbers, some, answers, strict=True):
+                    found[number] = answer
+                    self.cache_hook.add_partial("generate_until", (context, settings), answer.text)
+                told.update(len(numbers))
+        tokens = sum(one.token_counts.output_tokens for one in found.values())
+        now = self._gained()
+        per_forward = {"tokens_per_forward": (now[0] - gained) / (now[1] - rounds)} if now[1] > rounds else None
+        log_metrics(seconds, tokens, tokens / seconds if seconds else 0.0, per_forward)
+        return [found[number] for number in range(len(requests))]
+
+    def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
+        raise NotImplementedError(
+            "mmspec accelerates the writing of answers; a likelihood takes one forward, in which nothing is drafted. "
+            "Run tasks of loglikelihood with lmms-eval's own models, such as --model huggingface"
+        )
+
+    def generate_until_multi_round(self, requests: list[Instance]) -> list[str]:
+        raise NotImplementedError(
+            "--model mmspec answers tasks of output_type generate_until and generate_until_agentic; those of "
+            "generate_until_multi_round end by rules of their own. Run them with a model of lmms-eval that has them, "
+            "such as --model llava_onevision"
+        )
+
+    def clean(self) -> None:
+        """At the end of a run: tell what was saved, and let go of the model."""
+        if self.engine.drafter is not None:
+            print(f"mmspec: {mmspec.stats(self.model)}", file=sys.stderr)
+        del self.engine
+        super().clean()
+
+    def _gained(self) -> tuple[int, int]:
+        """Tokens that came of rounds, and the forwards of a row that these took, so far."""
+        stats = None if self.engine.drafter is None else mmspec.stats(self.model)
+        return (stats.gained, stats.row_rounds) if stats is not None else (0, 0)
+
+    def _chat(self, arguments: tuple[Any, ...], clips: VideoReader) -> Chat:
+        """The turns of a task's document, as chat templates take them."""
+        _, messages, _, number, task, split = arguments
+        turns = self._apply_system_prompt(messages(self.task_dict[task][split][number]), self.system_prompt)
+        said = [(turn["role"], turn["content"]) for turn in turns]
+        listed = [(role, [{"type": "text", "text": held}] if isinstance(held, str) else held) for role, held in said]
+        return [{"role": role, "content": [one for part in held for one in self._parts(part, clips)]}
+                for role, held in listed]  # fmt: skip
+
+    def _parts(self, part: dict[str, Any], clips: VideoReader) -> list[dict[str, Any]]:
+        """A part of a message of lmms-eval; a video is one part where the processor knows videos, else its frames."""
+        kind, held = part["type"], part["url"] if "url" in part else part["text"]
+        if kind == "text":
+            return [{"type": "text", "text": unmarked(self.engine.processor, held)}]
+        if kind == "image":
+            return shown([media.rgb(held) if isinstance(held, Image.Image) else media.load_image(held)])
+        cut = isinstance(held, dict) or part.get("start_time") is not None or part.get("end_time") is not None
+        if kind != "video" or cut:
+            what = "a part of a video" if cut else kind
+            raise ValueError(f"--model mmspec shows pictures and whole videos; this task shows {what}")
+        frames = clips(media.read(held, MediaLimits().max_bytes), (), str(held))
+        return shown(frames, knows_clips(self.engine.processor))
+
+    def _answers(self, inputs: Any, settings: dict[str, Any]) -> list[GenerationResult]:
+        """Texts up to where they are to end, with their tokens."""
+        stops, arguments = self._arguments(settings)
+        rows = self.model.generate(**inputs, **arguments)[:, inputs["input_ids"].shape[1] :].tolist()
+        wait(self.device)
+        config = self.model.generation_config
+        answers = [_written(row, config.eos_token_id, config.pad_token_id) for row in rows]
+        texts = self.engine.processor.batch_decode(answers, skip_special_tokens=True)
+        texts = [text[: min((text.find(stop) for stop in stops if stop in text), default=None)] for text in texts]
+        counts = zip(inputs["attention_mask"].sum(1).tolist(), map(len, answers), strict=True)
+        return [GenerationResult(text, TokenCounts(*count)) for text, count in zip(texts, counts, strict=True)]
+
+    def _arguments(self, settings: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
+        """Where answers end, and what `generate` is given; a temperature of 0, or none, is greedy."""
+        until = settings.get("until") or []
+        stops = [stop for stop in ([until] if isinstance(until, str) else until) if stop]
+        warmth = settings.get("temperature")
+        given = {name: settings[name] for name in KEPT if settings.get(name) is not None}
+        given["max_new_tokens"] = settings.get("max_new_tokens") or self.engine.settings["max_new_tokens"]
+        given["do_sample"] = bool(settings.get("do_sample", bool(warmth)) and warmth != 0)
+        if given["do_sample"]:
+            given |= {name: settings[name] for name in ("temperature", "top_p") if settings.get(name) is not None}
+        if stops:
+            tokenizer = getattr(self.engine.processor, "tokenizer", self.engine.processor)
+            given |= {"stop_strings": stops, "tokenizer": tokenizer}
+        for name in settings.keys() - {*READ, *self.ignored}:
+            self.ignored.add(name)
+            print(f"mmspec: {name} of this task's generation_kwargs has no effect here", file=sys.stderr)
+        return stops, given
+
+
+def _own(device: str) -> str:
+    """The device of this process: of several on one machine each has its own number."""
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    kind = find_device(device).type if device == "auto" else device
+    return f"{kind}:{os.environ.get('LOCAL_RANK', '0')}" if several and kind == "cuda" else device
+
+
+def _written(row: list[int], end: int | list[int] | None, pad: int | None) -> list[int]:
+    """A row without the padding behind its end, or behind a stop string."""
+    row = row[: answer_length(row, end)]
+    while row and row[-1] == pad != end:
+        row.pop()
+    return row
+
+
+def _batches(settings: Sequence[dict[str, Any]], most: int) -> Iterator[list[int]]:
+    """Numbers of requests, at most so many at once, all with the same settings."""
+    alike: dict[str, list[int]] = {}
+    for number, one in enumerate(settings):
+        alike.setdefault(repr(sorted(one.items())), []).append(number)
+    for numbers in alike.values():
+        for first in range(0, len(numbers), most):
+            yield numbers[first : first + most]

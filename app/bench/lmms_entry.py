@@ -1,0 +1,12 @@
+"""What lmms-eval finds of mmspec: its entry point `lmms_eval.models` names `manifest`, and nothing else is loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def manifest() -> Any:
+    """The model `mmspec`, for tasks of chat messages."""
+    from lmms_eval.models.registry_v2 import ModelManifest
+
+    return ModelManifest("mmspec", chat_class_path="mmspec.app.bench.lmms.Mmspec")
