@@ -1,0 +1,100 @@
+"""The json suite: captions that a JSON schema rules, by stock `generate`, and by forced tokens and drafters."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+
+import mmspec
+from mmspec.app import embedded
+from mmspec.app.bench import report, vlm_shown
+from mmspec.app.bench.answers import TimedCall, VlmBench, enabled
+from mmspec.app.bench.command import Outcome, say
+from mmspec.app.bench.questions import Question
+from mmspec.app.bench.vlm_methods import VlmMethod
+from mmspec.app.compare import Comparison, over
+from mmspec.app.embedded import STOCK
+from mmspec.app.engine import load
+from mmspec.app.options import count, where
+from mmspec.app.provenance import provenance
+from mmspec.drafters.plain import Plain
+
+PLOTTED = False  # a plot shows speed-ups over plain decoding
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "caption": {"type": "string", "maxLength": 200},
+        "objects": {"type": "array", "maxItems": 5, "items": {"type": "string", "maxLength": 30}},
+    },
+    "required": ["caption", "objects"],
+    "additionalProperties": False,
+}
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Of which model, and by which schema."""
+    add = parser.add_argument
+    add("--model", default=embedded.MODEL, help="folder, name on the Hub, or an embedded one (%(default)s)")
+    add("--drafter", help="name or folder; default: what fits")
+    add("--schema", type=Path, metavar="FILE", help="of the captions; default: a caption, and a list of objects")
+    add("--max-new-tokens", type=count, default=256)
+    vlm_shown.configure(parser)
+    where(parser)
+
+
+def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
+    """All cells, one after the other; yields whenever the outcome has grown."""
+    drafter = embedded.fitting(args.drafter or embedded.drafter(args.model), args.model)
+    schema = json.loads(args.schema.read_text(encoding="utf-8")) if args.schema else SCHEMA
+    engine = load(args.model, STOCK, args.device, args.dtype, args.max_new_tokens, 0)
+    bench = VlmBench(engine.model, engine.processor, args.max_new_tokens, args.seed)
+    grammar = {"logits_processor": [mmspec.json_grammar(engine.processor, schema)]}
+    outcome.provenance = provenance(engine.model.device, engine.model.dtype) | {"model": args.model, "drafter": drafter}
+    with enabled(engine.model, None if drafter == embedded.SHIPPED else embedded.resolve(drafter)) as handle:
+        made = handle.drafter
+    ways = {"stock": None, "forced tokens alone": Plain(), drafter: made}
+    methods = [VlmMethod(name, grammar, way) for name, way in ways.items()]
+
+    def run(method: VlmMethod, question: Question) -> TimedCall:
+        return bench.call(method, 0.0, bench.inputs([question]), args.seed)
+
+    args.tune = False
+    for shown, some in vlm_shown.questions(args)[0].items():
+        comparison = Comparison(methods, run)
+        comparison.warm_up(some[0], ["stock"])
+        calls = comparison.measure(some)
+        for method in comparison.able:
+            own = calls[method.name]
+            texts = engine.processor.batch_decode([list(c.answers[0]) for c in own], skip_special_tokens=True)
+            outcome.records.append(record(str(shown) or "picture", method.name, own, calls["stock"], texts, schema))
+            say(f"{shown}: {method.name} {outcome.records[-1]['valid_rate']:.1%} valid")
+        yield
+
+
+def record(
+    cell: str, name: str, made: list[TimedCall], stock: list[TimedCall], texts: list[str], schema: dict[str, Any]
+) -> report.Record:
+    """Of one method: how many captions are of the schema, and its time against stock's on the same pictures."""
+    return {
+        "suite": "json", "cell": cell, "method": name, "n": len(made), "note": "",
+        "valid_rate": statistics.fmean(valid(text, schema) for text in texts),
+        "tokens": statistics.fmean(call.tokens for call in made),
+        "tokens_per_target_call": sum(c.later for c in made) / max(1, sum(c.steps for c in made)),
+        "seconds": statistics.median(call.seconds for call in made), **report.spread("speedup", over(stock, made)),
+        "identical_rate": statistics.fmean(a.answers == b.answers for a, b in zip(made, stock, strict=True)),
+    }  # fmt: skip
+
+
+def valid(text: str, schema: dict[str, Any]) -> bool:
+    """Whether a text is JSON of this schema."""
+    try:
+        jsonschema.validate(json.loads(text), schema)
+    except (ValueError, jsonschema.ValidationError):
+        return False
+    return True
