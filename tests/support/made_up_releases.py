@@ -62,7 +62,12 @@ def _link(source: Path, place: Path, edited: dict[str, tuple[str, str]]) -> None
             text, count = re.subn(old, new, one.read_text())
             assert count, (one, old)
             (place / one.name).write_text(text)
-        elif one.name != "__pycache__":
+        elif one.name == "__pycache__":  # of what is not edited it counts here, too
+            (place / one.name).mkdir()
+            for code in one.iterdir():
+                if f"{code.name.partition('.')[0]}.py" not in edited:
+                    (place / one.name / code.name).symlink_to(code)
+        else:
             (place / one.name).symlink_to(one)
 
 
