@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mmspec.app.demo.desk import MAX_SEED, RefusedError, within
-from mmspec.app.demo.race import DONE, Side
+from mmspec.app.demo.race import DONE, RaceSide
 from mmspec.pipelines.prompts import Turns
 from mmspec.pipelines.serving.stream import Step
 
@@ -102,7 +102,7 @@ class Token:
 
 
 @dataclass
-class ShownAnswer(Side):
+class ShownAnswer(RaceSide):
     """One of the two answers."""
 
     accelerated: bool = False

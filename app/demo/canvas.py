@@ -12,14 +12,14 @@ from typing import Any
 from PIL import Image
 
 from mmspec.app import embedded
-from mmspec.app.demo.race import DONE, TIME_LIMIT, Limits, Race, Side
+from mmspec.app.demo.race import DONE, TIME_LIMIT, Limits, Race, RaceSide
 from mmspec.app.demo.wish import LOSSLESS, METHODS, TRAINED, PromptWish
 from mmspec.app.painter import DrawingMethod, ImageResult, ImageSubject
 from mmspec.pipelines.llamagen.pipeline import CLASS, TEXT
 
 
 @dataclass
-class Canvas(Side):
+class Canvas(RaceSide):
     """One of the two pictures; `at` has an entry for each place of its grid, row by row.
 
     Attributes:

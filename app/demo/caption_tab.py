@@ -77,12 +77,11 @@ class Caption(Tab):
         def looks(stop: threading.Event) -> Iterator[tuple[Any, ...]]:
             ask = replace(Ask(*values), before=before)
             said = list(before)  # a run that is stopped leaves no turn of another one
-            for turn in self.duo.run(ask, stop):
-                talk = view.talk(before, ask.prompt, turn.frames)
+            for n, turn in enumerate(self.duo.run(ask, stop)):
                 if turn.over and turn.plain.state == DONE:
                     said.append((ask.prompt, turn.plain.text))
                 shown = self.look(turn) if turn.over else (look.measuring(turn), gr.skip(), gr.skip())
-                yield *shown, talk, said
+                yield *shown, gr.skip() if n else view.talk(before, ask.prompt, turn.frames), said
 
         def refuse(message: str) -> tuple[Any, ...]:
             return look.refusal(message), *[gr.skip()] * 4

@@ -13,7 +13,7 @@ from typing import Any
 
 from PIL import Image
 
-from mmspec.app.demo.race import DONE, RUNNING, WAITING, Side
+from mmspec.app.demo.race import DONE, RUNNING, WAITING, RaceSide
 
 LONGEST = 12.0  # seconds of a replay; what took longer is replayed faster, both sides alike
 FAILED = "This could not be run: the page sent what the demo does not take. Reload the page and try again."
@@ -37,18 +37,18 @@ def stage(both: Any, sides: Sequence[tuple[str, str, str]]) -> str:
     return f'<div class="mm-race">{panes}</div>'
 
 
-def _lane(one: Side, longest: float, fast: float) -> str:
+def _lane(one: RaceSide, longest: float, fast: float) -> str:
     """Nothing before a run: an element that is there already would not move again."""
     if not one.seconds:
         return ""
     return f'<i style="--w:{100 * one.seconds / longest:.1f}%;--for:{one.seconds / fast:.3f}"></i>'
 
 
-def _clock(one: Side, fast: float) -> str:
+def _clock(one: RaceSide, fast: float) -> str:
     if one.state in (WAITING, RUNNING):
         return ""
-    how = "" if one.state == DONE else f"{one.state}, "
-    return f'<b class="mm-clock" {moment(one.seconds, fast)}>{how}{duration(one.seconds)}</b>'
+    said = duration(one.seconds) if one.state == DONE else one.state
+    return f'<b class="mm-clock" {moment(one.seconds, fast)}>{said}</b>'
 
 
 def moment(seconds: float, fast: float) -> str:

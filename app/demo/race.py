@@ -22,7 +22,7 @@ WAITING, RUNNING, DONE, STOPPED, TIMED_OUT = "", "running", "done", "stopped", "
 
 
 @dataclass
-class Side:
+class RaceSide:
     """One side as it is measured; times in seconds since it began.
 
     Attributes:

@@ -50,7 +50,7 @@ SUITES = {  # what the bench measured, by the suite of its records
     "shapes": "Shapes of published models",
     "kernels": "Kernels",
 }
-SETTINGS = {"batch": "batch {}", "rows": "{} rows", "context": "context {}", "temperature": "temperature {}",
+SETTINGS = {"batch": "batch {}", "rows": "{} rows", "context": "context {}", "temperature": "temperature {:g}",
             "prompt": "{} prompt"}  # that make a condition, where a record names none  # fmt: skip
 QUARTILES = {"p25": "lower quartile", "p75": "upper quartile"}
 MOST = 400  # records of a table

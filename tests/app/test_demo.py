@@ -573,7 +573,7 @@ def test_runs_are_shown_one_at_a_time(bench: records.ResultFolder) -> None:
     assert bench.trouble == ["b.json: it holds no records of mmspec bench"]
     assert [name for _, name in records.measures(bench.runs["a.json"]["records"])] == ["compression", "spent"]
     one, four = bench.conditions("vlm.json")
-    assert (one, four) == ("batch 1, temperature 0.0", "batch 4, temperature 0.0")
+    assert (one, four) == ("batch 1, temperature 0", "batch 4, temperature 0")
     bars, rows, notes = records.shown(bench, "vlm.json", one, "speedup_e2e")
     assert rows["method"].to_list() == ["eagle", "stock"] and rows["speed-up, end to end"].to_list() == [2, 1]
     assert rows["upper quartile"].to_list() == [2.5, 2.5] and bars.title == f"Speed-up, end to end; {one}"

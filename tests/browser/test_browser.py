@@ -262,9 +262,9 @@ def test_a_lossy_picture_is_named_so(visitor: shoot.Visitor) -> None:
 def test_the_drafters_tab_shows_a_run_at_a_time(visitor: shoot.Visitor) -> None:
     visitor.open("Drafters")
     visitor.page.wait_for_selector("#mm-bars :is(svg, canvas)")
-    visitor.page.wait_for_selector("#mm-table td:has-text('ngram')")
+    visitor.page.wait_for_selector("#mm-table :text('ngram'):visible")
     visitor.pick("Measurements", "Pictures from prompts")
-    visitor.page.wait_for_selector("#mm-table td:has-text('jacobi+scaled')")
+    visitor.page.wait_for_selector("#mm-table :text('jacobi+scaled'):visible")
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
