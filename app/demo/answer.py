@@ -1,4 +1,4 @@
-"""A question as the page asks it, and an answer while it is written: its tokens, whose each is, and when it came."""
+"""A question as the page asks it, and an answer as it was written: its tokens, whose each is, and when it came."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mmspec.app.demo.desk import MAX_SEED, RefusedError, within
+from mmspec.app.demo.race import DONE, RaceSide
 from mmspec.pipelines.prompts import Turns
 from mmspec.pipelines.serving.stream import Step
 
 MAX_PROMPT = 2000  # characters
 MAX_NEW_TOKENS = 512
-MAX_DEPTH, MAX_WIDTH, MAX_SIZE = 16, 12, 96
+SHAPE = {"depth": 16, "width": 12, "size": 96}  # of a draft, at most
 MAX_FRAMES = 16
 MAX_TURNS = 8  # of a conversation that are kept
 PICTURE, VIDEO = "image", "video"  # as app/caption calls them
 NOUNS = {PICTURE: "picture", VIDEO: "video"}
-WAITING, READING, WRITING, DONE, STOPPED, TIMED_OUT = "waiting", "reading", "writing", "done", "stopped", "timed out"
 PLAIN, DRAFTED, CORRECTED, OWN = "plain", "drafted", "corrected", "own"
 
 
@@ -30,9 +30,9 @@ class Ask:
     video: str | None
     prompt: str
     drafter: str = "ngram"
-    depth: int = 5
-    width: int = 1
-    size: int = 6
+    depth: int = 0  # of a draft, as its width and size; 0: what the drafter recommends
+    width: int = 0
+    size: int = 0
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int = 0
@@ -56,8 +56,8 @@ class Ask:
         if len(self.prompt) > MAX_PROMPT:
             raise RefusedError(f"The prompt has {len(self.prompt)} characters; {MAX_PROMPT} are allowed. Shorten it.")
         within(self, {
-            "depth": (1, MAX_DEPTH), "width": (1, MAX_WIDTH), "size": (2, MAX_SIZE), "temperature": (0, 2),
-            "top_p": (0.01, 1), "seed": (0, MAX_SEED), "max_new_tokens": (1, MAX_NEW_TOKENS), "frames": (1, MAX_FRAMES),
+            **{name: (0, most) for name, most in SHAPE.items()}, "temperature": (0, 2), "top_p": (0.01, 1),
+            "seed": (0, MAX_SEED), "max_new_tokens": (1, MAX_NEW_TOKENS), "frames": (1, MAX_FRAMES),
         })  # fmt: skip
 
     @property
@@ -75,9 +75,9 @@ class Ask:
 
     @property
     def options(self) -> dict[str, Any]:
-        """For `enable`; a tree never has more nodes than depth and width can give."""
-        made: dict[str, Any] = {"depth": self.depth, "width": self.width}
-        if self.width > 1:
+        """For `enable`; a draft whose shape is given never has more nodes than depth and width can give."""
+        made: dict[str, Any] = {name: getattr(self, name) for name in SHAPE if getattr(self, name)}
+        if len(made) == len(SHAPE):
             most = 1 + self.width + (self.depth - 1) * self.width**2
             made["size"] = max(min(self.size, most), self.depth + 1)
         held = {"compile": self.compile, "auto": self.auto}
@@ -93,44 +93,37 @@ class Ask:
 
 @dataclass
 class Token:
-    """A token of an answer: its text, whose it is, and how deep in the draft it stood (0 if it was not drafted)."""
+    """A token of an answer: its text, whose it is, and how many came with it if it was the first of a forward."""
 
     id: int
     kind: str
-    depth: int
+    begins: int = 0
     text: str = ""
 
 
 @dataclass
-class ShownAnswer:
-    """One of the two answers while it is written; times in seconds since its `generate` began."""
+class ShownAnswer(RaceSide):
+    """One of the two answers."""
 
-    accelerated: bool
-    state: str = WAITING
+    accelerated: bool = False
     tokens: list[Token] = field(default_factory=list)
-    at: list[float] = field(default_factory=list)  # when each token was there
-    gains: list[int] = field(default_factory=list)  # tokens that each target call after the prefill gave
     accepted: int = 0
     vision: float = 0.0  # of the prefill: seconds in the vision tower, 0 where that is not known
     prefill: float = 0.0
-    seconds: float = 0.0
     cut: bool = False  # off at the most tokens allowed, without an end of its own
 
     def take(self, step: Step) -> list[Token]:
         """Book a step; its tokens, whose texts are still empty."""
-        self.seconds, self.state = step.seconds, WRITING
+        self.seconds = step.seconds
         if not step.tokens:
             self.prefill = step.seconds
             return []
         if self.tokens:
-            self.gains.append(len(step.tokens))
             self.accepted += step.accepted
-        new = []
-        for n, token in enumerate(step.tokens):
-            drafted = n < step.accepted
-            own = CORRECTED if step.corrected else OWN
-            kind = (DRAFTED if drafted else own) if self.accelerated else PLAIN
-            new.append(Token(token, kind, n + 1 if drafted else 0))
+        own = PLAIN if not self.accelerated else CORRECTED if step.corrected else OWN
+        new = [Token(token, DRAFTED if n < step.accepted else own) for n, token in enumerate(step.tokens)]
+        new[0].begins = len(new)
+        self.calls.append(len(new))
         self.tokens += new
         self.at += [step.seconds] * len(new)
         return new
@@ -144,20 +137,17 @@ class ShownAnswer:
         return "".join(token.text for token in self.tokens)
 
     @property
-    def first(self) -> float:
-        return self.at[0] if self.at else 0.0
-
-    @property
-    def tokens_per_second(self) -> float:
-        return len(self.tokens) / self.at[-1] if self.at else 0.0
+    def rounds(self) -> int:
+        """Forwards after the prefill."""
+        return len(self.calls[1:])
 
     @property
     def accepted_draft_tokens_per_call(self) -> float:
-        return self.accepted / len(self.gains) if self.gains else 0.0
+        return self.accepted / self.rounds if self.rounds else 0.0
 
     @property
     def tokens_per_target_call(self) -> float:
-        return 1.0 + self.accepted_draft_tokens_per_call if self.gains else 0.0
+        return 1.0 + self.accepted_draft_tokens_per_call if self.rounds else 0.0
 
 
 @dataclass(frozen=True)
@@ -176,6 +166,11 @@ class ChatTurn:
     def compared(self) -> int:
         """Tokens that both answers have."""
         return min(len(self.plain.tokens), len(self.fast.tokens))
+
+    @property
+    def ended(self) -> bool:
+        """Whether both answers came to their ends."""
+        return self.plain.state == self.fast.state == DONE
 
     def speed_up(self, after: int = 0) -> float | None:
         """Time of the plain answer over that of the accelerated one, to the same number of tokens.

@@ -1,77 +1,101 @@
-"""One prompt drawn twice at one seed, by plain decoding and accelerated, and the token grid while it fills."""
+"""One wish drawn twice at one seed, by plain decoding and accelerated: when each place of the grid was there."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from PIL import Image
 
 from mmspec.app import embedded
-from mmspec.app.demo.answer import DONE, WAITING
-from mmspec.app.demo.race import DRAWING, TIME_LIMIT, Limits, Race, Raced, painted
+from mmspec.app.demo.race import DONE, TIME_LIMIT, Limits, Race, RaceSide
 from mmspec.app.demo.wish import LOSSLESS, METHODS, TRAINED, PromptWish
 from mmspec.app.painter import DrawingMethod, ImageResult, ImageSubject
 from mmspec.pipelines.llamagen.pipeline import CLASS, TEXT
 
 
 @dataclass
-class Canvas:
-    """One of the two pictures while it is drawn."""
+class Canvas(RaceSide):
+    """One of the two pictures; `at` has an entry for each place of its grid, row by row.
 
-    accelerated: bool
-    grid: int
-    state: str = WAITING
-    tokens: list[int] = field(default_factory=list)
-    depths: list[int] = field(default_factory=list)  # where in a draft each token stood; 0: the target's own
-    gains: list[int] = field(default_factory=list)  # tokens that each forward after the prefill gave
-    prefill: float = 0.0
-    seconds: float = 0.0  # without the time that the looks took
+    Attributes:
+        begins: of each forward, the first place that it gave.
+        made: the pipeline's own result, once it is there.
+    """
+
+    begins: list[int] = field(default_factory=list)
     image: Image.Image | None = None
-    spent: float = 0.0  # what a relaxed rule was charged, known at the end
+    made: Any = None
 
-    def take(self, _: int, tokens: list[int], seconds: float) -> None:
-        """Book a round, by all tokens that there are after it."""
-        new, self.seconds, self.state = len(tokens) - len(self.tokens), seconds, DRAWING
-        if self.tokens:
-            self.gains.append(new)
-        else:
-            self.prefill = seconds
-        self.depths += [*range(1, new), 0]
-        self.tokens = tokens
-
-    def finish(self, painting: ImageResult, seconds: float) -> None:
-        if painting.stats.accepted > self.accepted:  # the last round ended among its drafted tokens
-            self.depths[-1] = self.depths[-2] + 1
-        self.image, self.spent, self.seconds, self.state = painting.images[0], painting.spent[0], seconds, DONE
+    @classmethod
+    def empty(cls, grid: int) -> Canvas:
+        return cls(at=[0.0] * grid**2)
 
     @property
-    def accepted(self) -> int:
-        return sum(depth > 0 for depth in self.depths)
+    def grid(self) -> int:
+        return round(len(self.at) ** 0.5)
 
-    @property
-    def forwards(self) -> int:
-        """Of the target, the prefill among them."""
-        return len(self.gains) + bool(self.tokens)
+    def take(self, known: Sequence[bool], seconds: float) -> None:
+        """Book a forward, by the places that are there after it."""
+        new = [place for place, there in enumerate(known) if there and not self.at[place]]
+        for place in new:
+            self.at[place] = seconds
+        self.begins += new[:1]
+        self.calls.append(len(new))
+        self.seconds = seconds
+
+    def draw(self, paint: Callable[[Any], Any], known: Callable[[Any], Sequence[bool]], limits: Limits) -> None:
+        """Fill it.
+
+        Args:
+            paint: a call of a pipeline, which tells the callback it is given of each forward.
+            known: the places that are there, from the tokens of one picture so far.
+        """
+        began = time.perf_counter()
+
+        def seen(_: Any, __: int, ___: int, state: dict[str, Any]) -> None:
+            if limits.over:
+                raise Ended
+            self.take(known(state["tokens"][0]), time.perf_counter() - began)
+
+        with contextlib.suppress(Ended):
+            self.made = paint(seen)
+            self.image, self.seconds, self.state = self.made.images[0], self.made.seconds, DONE
+
+
+class Ended(Exception):
+    """Thrown into a call of a pipeline to end it."""
 
 
 @dataclass(frozen=True)
-class Pair(Raced):
-    """What there is to see at one moment of a run."""
+class Pair:
+    """What there is to see at one moment of a run.
+
+    Attributes:
+        rule: as it was enabled.
+        fewer: passes and seconds of plain drawing with many tokens in each, of a MAR.
+    """
 
     plain: Canvas
     fast: Canvas
-    wish: PromptWish
-    rule: str  # as it was enabled
+    wish: Any
+    rule: str
     over: bool = False
+    fewer: tuple[int, float] | None = None
+
+    @property
+    def speed_up(self) -> float | None:
+        done = self.plain.state == self.fast.state == DONE
+        return self.plain.seconds / self.fast.seconds if done else None
 
     @property
     def same(self) -> int:
         """Places of the grid where both have the same token."""
-        return sum(a == b for a, b in zip(self.plain.tokens, self.fast.tokens, strict=False))
+        return int((self.plain.made.tokens == self.fast.made.tokens).sum())
 
 
 class Easel(Race):
@@ -96,18 +120,18 @@ class Easel(Race):
 
     def begin(self, wish: PromptWish, stop: threading.Event) -> tuple[Pair, Any]:
         wish.check(self.methods)
-        pair = Pair(Canvas(False, self.grid), Canvas(True, self.grid), wish, wish.spec(self.codes))
+        pair = Pair(Canvas.empty(self.grid), Canvas.empty(self.grid), wish, wish.spec(self.codes))
         return pair, self.painter.label(wish.prompt.strip())
 
-    def side(self, both: Pair, one: Canvas, asked: Any, limits: Limits) -> Iterator[None]:
+    def side(self, both: Pair, one: Canvas, asked: Any, limits: Limits) -> None:
         wish = both.wish
-        self.painter.go(self.way(wish) if one.accelerated else self.painter.plain)
+        self.painter.go(self.way(wish) if one is both.fast else self.painter.plain)
         settings = {"guidance_scale": wish.guidance, "temperature": wish.temperature}
 
         def paint(seen: Any) -> ImageResult:
             return self.painter.paint([asked], [wish.seed], callback_on_step_end=seen, **settings)
 
-        return painted(one, paint, self._look, limits)
+        one.draw(paint, lambda tokens: [True] * len(tokens), limits)  # they come row by row
 
     def end(self, both: Pair, asked: Any, limits: Limits) -> Pair:
         return replace(both, over=True)
@@ -118,14 +142,6 @@ class Easel(Race):
     def warm_up(self, prompt: str) -> None:
         """Pay for what only the first run of a process costs."""
         self.whole(PromptWish(prompt, guidance=self.guidance))
-
-    @torch.no_grad()
-    def _look(self, tokens: list[int]) -> Image.Image:
-        """The picture so far; what is not drawn yet is filled with the last token."""
-        pipe, size = self.painter.pipe, self.grid**2
-        ids = torch.tensor([*tokens, *tokens[-1:] * (size - len(tokens))], device=self.painter.device)
-        pixels = pipe.vqvae.decode(ids.view(1, self.grid, self.grid)).float()
-        return pipe.image_processor.postprocess(pixels, "pil")[0]
 
 
 def load(model: str, drafter: str | None, device: str, dtype: str, time_limit: float) -> Easel:

@@ -45,6 +45,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", default=embedded.MODEL, help="name on the Hugging Face Hub, or a folder (%(default)s)")
     add("--drafter", help="name, folder or hub name; default: what the model ships with")
+    add("--drafters", nargs="+", default=[], metavar="NAME", help="further ones to choose from, beside all that fit")
     add("--image-model", default=embedded.IMAGE_MODEL, help="of the Image tab, LlamaGen or MAR, or none (%(default)s)")
     add("--image-drafter", metavar="NAME", help="a trained drafter for it, folder or hub name")
     add("--examples", type=Path, metavar="FOLDER", help="example pictures (default: the sample drawings)")
@@ -102,22 +103,25 @@ def examples(folder: Path | None) -> tuple[list[Path], list[Path]]:
 
 def load(args: argparse.Namespace, eyes: Any, pictures: list[Path], clips: list[Path]) -> Any:
     """The page over loaded and warmed-up models."""
+    from mmspec.app.demo import records
     from mmspec.app.demo.desk import RefusedError
     from mmspec.app.devices import EngineError
 
     try:
         duo, offer = _captions(args, eyes, pictures, clips)
-        easel, studio = _pictures(args), _classes(args)
+        bench = records.read(args.results)
+        easel, studio = _pictures(args), _classes(args, bench)
     except (EngineError, RefusedError) as error:
         raise _Fatal(str(error)) from error
-    return build(duo, offer, args.results, easel, WISHES if args.image_model == embedded.IMAGE_MODEL else (), studio)
+    wishes = WISHES if args.image_model == embedded.IMAGE_MODEL else ()
+    return build(duo, offer, bench, easel, wishes, studio, args.model)
 
 
 def _captions(args: argparse.Namespace, eyes: Any, pictures: list[Path], clips: list[Path]) -> tuple[Any, Any]:
     """What the Caption tab needs."""
     from mmspec.app import engine as engines
     from mmspec.app.demo.caption_tab import Offer
-    from mmspec.app.demo.duo import Duo
+    from mmspec.app.demo.duo import Duo, fitting
     from mmspec.zoo import scenes
 
     own = embedded.speaks(args.model)
@@ -126,7 +130,7 @@ def _captions(args: argparse.Namespace, eyes: Any, pictures: list[Path], clips: 
     engine = engines.load(args.model, drafter, args.device, args.dtype, 128, 0.0, **options)
     if engine.drafter is None:
         raise _Fatal(f"{args.model} cannot be accelerated: {'; '.join(engine.notes) or 'no drafter was given'}")
-    duo = Duo(engine, eyes, args.time_limit)
+    duo = Duo(engine, eyes, args.time_limit, fitting(engine, args.model, args.drafters))
     prompts = list(zoo.PROMPTS.values()) if own else list(PROMPTS)
     if pictures:
         duo.warm_up(str(pictures[0]), prompts[0])
@@ -147,7 +151,7 @@ def _pictures(args: argparse.Namespace) -> Any:
     return easel
 
 
-def _classes(args: argparse.Namespace) -> Any:
+def _classes(args: argparse.Namespace, bench: Any) -> Any:
     """The same for the classes of a MAR: the embedded one beside the embedded model of prompts, where it is there."""
     from mmspec.app import mar
     from mmspec.app.demo.sketch import Studio
@@ -156,18 +160,19 @@ def _classes(args: argparse.Namespace) -> Any:
     if not embedded_too and not mar.draws(args.image_model):
         return None
     model = mar.load(mar.NAME if embedded_too else args.image_model, args.device, args.dtype)
-    studio = Studio(model, args.time_limit)
+    measured = bench.quality("mar-quality", mar.NAME) if embedded_too or args.image_model in mar.OWN else {}
+    studio = Studio(model, args.time_limit, measured)
     studio.warm_up()
     return studio
 
 
 def build(
-    duo: Any, offer: Any, results: Path, easel: Any = None, wishes: Sequence[str] = (), studio: Any = None
+    duo: Any, offer: Any, bench: Any, easel: Any = None, wishes: Sequence[str] = (), studio: Any = None, model: str = ""
 ) -> Any:
     """The Blocks: a header and the tabs, which share one queue and one desk."""
     import gradio as gr
 
-    from mmspec.app.demo import caption_tab, desk, guard, image_tab, mar_tab, records
+    from mmspec.app.demo import caption_tab, desk, guard, image_tab, records
 
     one = desk.Desk()
     with guard.Page(title="mmspec", analytics_enabled=False, fill_width=True, delete_cache=(KEEP, KEEP)) as page:
@@ -176,12 +181,12 @@ def build(
             caption_tab.build(duo, one, offer, page)
         if easel is not None:
             with gr.Tab("Image"):
-                image_tab.build(easel, one, wishes, bool(wishes), page)
+                image_tab.build(easel, one, wishes, bool(wishes))
         if studio is not None:
             with gr.Tab("Image, continuous" if easel is not None else "Image"):
-                mar_tab.build(studio, one)
+                image_tab.build_classes(studio, one)
         with gr.Tab("Drafters"):
-            records.build(records.read(results), page)
+            records.build(bench, model, page)
     return page
 
 

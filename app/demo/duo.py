@@ -6,52 +6,70 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from huggingface_hub import try_to_load_from_cache
 from PIL import Image
 
 import mmspec
-from mmspec.app.demo.answer import (
-    DONE,
-    PICTURE,
-    READING,
-    VIDEO,
-    Ask,
-    ChatTurn,
-    ShownAnswer,
-    Transcript,
-)
+from mmspec.app import embedded
+from mmspec.app.demo.answer import VIDEO, Ask, ChatTurn, ShownAnswer, Transcript
 from mmspec.app.demo.desk import RefusedError
-from mmspec.app.demo.race import TIME_LIMIT, Limits, Race
+from mmspec.app.demo.race import DONE, TIME_LIMIT, Limits, Race
 from mmspec.app.demo.sight import look_at
-from mmspec.app.devices import wait
+from mmspec.app.devices import EngineError, first_line, wait
 from mmspec.app.engine import Engine
 from mmspec.app.media.decoder import Decoder
 from mmspec.config import SpecConfig, option_names
 from mmspec.pipelines.prompts import chat_inputs
 from mmspec.pipelines.serving.batcher import answer_length
 from mmspec.pipelines.serving.stream import stream
-from mmspec.registry import name_of
+from mmspec.registry import DRAFTERS, PUBLISHED, name_of
 
-REFRESH = 0.12  # seconds between two looks at an answer under way
 WARM_UP = 2  # new tokens that are thrown away first, of either answer
+OF_TEXT = [n for n, e in DRAFTERS.items() if not (e.trained or e.from_model or n in ("plain", "jacobi"))]  # no weights
+
+
+def fitting(engine: Engine, model: str, named: Sequence[str] = ()) -> dict[str, Any]:
+    """All drafters that fit a loaded model, by their methods; that of the engine is the first.
+
+    These are the ones that are named, those that come with an embedded model, one that is published for the model, if
+    it is in the hub's cache, the heads in the model's own files, and those without weights. Nothing is downloaded but
+    what is named.
+
+    Raises:
+        EngineError: one that is named does not fit.
+    """
+    found = {name_of(engine.drafter): engine.drafter}
+    published = PUBLISHED.get(model.rpartition("/")[2].lower(), "")
+    cached = [published] if published and isinstance(try_to_load_from_cache(published, "config.json"), str) else []
+    for name in (*named, *embedded.drafters(model), *cached, "mtp", *OF_TEXT):
+        try:
+            made = mmspec.enable(engine.model, drafter=embedded.resolve(embedded.fitting(name, model))).drafter
+        except (ValueError, TypeError, OSError) as error:
+            if name in named:
+                raise EngineError(f"cannot use the drafter {name!r}: {first_line(error)}") from error
+            continue
+        title = name_of(made)
+        found.setdefault(f"{title} of {name}" if name in named and title in found else title, made)
+    mmspec.disable(engine.model)
+    return found
 
 
 class Duo(Race):
     """Both paths of one loaded model; one run at a time."""
 
-    def __init__(self, engine: Engine, eyes: Decoder, time_limit: float = TIME_LIMIT) -> None:
+    def __init__(
+        self, engine: Engine, eyes: Decoder, time_limit: float = TIME_LIMIT, drafters: Mapping[str, Any] | None = None
+    ) -> None:
         self.eyes = eyes
         self.model, self.processor, self.time_limit = engine.model, engine.processor, time_limit
         self.enabled = engine.options  # by the command line; what the page has controls for, they decide
         self.options = {k: v for k, v in engine.options.items() if k not in Ask.__dataclass_fields__}
-        name = name_of(engine.drafter)
-        self.drafters: dict[str, Any] = {name: engine.drafter, "ngram": "ngram"}
-        self.name = name  # of the drafter to begin with
-        wish = getattr(engine.drafter, "options", None) or engine.drafter.config
-        self.tree = (wish.depth or 5, wish.width or 1, wish.size or 6)
+        self.name = name_of(engine.drafter)  # of the drafter to begin with
+        self.drafters = {self.name: engine.drafter, **(drafters or {})}
         mmspec.disable(self.model)
 
     def begin(self, ask: Ask, stop: threading.Event) -> tuple[ChatTurn, Any]:
@@ -62,17 +80,14 @@ class Duo(Race):
         frames = look_at(ask, self.eyes, stop)
         inputs = self._inputs(ask, frames)
         shown = frames if ask.kind == VIDEO else ()
-        return ChatTurn(ShownAnswer(False), ShownAnswer(True), ask, time.perf_counter() - began, shown), inputs
+        both = ShownAnswer(), ShownAnswer(accelerated=True)
+        return ChatTurn(*both, ask, time.perf_counter() - began, shown), inputs
 
-    def side(self, both: ChatTurn, one: ShownAnswer, asked: Any, limits: Limits) -> Iterator[None]:
+    def side(self, both: ChatTurn, one: ShownAnswer, asked: Any, limits: Limits) -> None:
         if one is both.plain:
-            one.state = READING
-            yield
-            for cold in (ShownAnswer(True), ShownAnswer(False)):  # what only a first prefill of this shape costs
-                for _ in self._answer(cold, dataclasses.replace(both.ask, max_new_tokens=WARM_UP), asked, limits):
-                    pass
-                mmspec.disable(self.model)
-        yield from self._answer(one, both.ask, asked, limits)
+            for cold in (ShownAnswer(accelerated=True), ShownAnswer()):  # what only a first prefill of this shape costs
+                self._answer(cold, dataclasses.replace(both.ask, max_new_tokens=WARM_UP), asked, limits)
+        self._answer(one, both.ask, asked, limits)
 
     def end(self, both: ChatTurn, asked: Any, limits: Limits) -> ChatTurn:
         return dataclasses.replace(both, over=True, difference=self._difference(both, asked))
@@ -82,9 +97,7 @@ class Duo(Race):
 
     def warm_up(self, image: str, prompt: str) -> None:
         """Pay for what only the first run of a process costs."""
-        depth, width, size = self.tree
-        for drafter in self.drafters:
-            self.whole(Ask(PICTURE, image, None, prompt, drafter, depth, width, size, max_new_tokens=8))
+        self.whole(Ask("image", image, None, prompt, self.name, max_new_tokens=8))
 
     def _inputs(self, ask: Ask, frames: tuple[Image.Image, ...]) -> Any:
         inputs = chat_inputs(self.processor, [ask.prompt.strip()], [frames], clips=True, before=ask.before)
@@ -97,30 +110,28 @@ class Duo(Race):
             )
         return inputs.to(self.model.device, self.model.dtype)
 
-    def _answer(self, answer: ShownAnswer, ask: Ask, inputs: Any, limits: Limits) -> Iterator[None]:
-        """Write one answer; yields when there is something new to see."""
+    def _answer(self, answer: ShownAnswer, ask: Ask, inputs: Any, limits: Limits) -> None:
+        """Write one answer."""
         if limits.over:
             return
-        answer.state = READING
-        yield
+        mmspec.disable(self.model)
         if answer.accelerated:
-            mmspec.enable(self.model, drafter=self.drafters[ask.drafter], **{**self._options(ask), **ask.options})
+            try:
+                mmspec.enable(self.model, drafter=self.drafters[ask.drafter], **{**self._options(ask), **ask.options})
+            except ValueError as error:  # a shape that this drafter cannot have
+                raise RefusedError(f"{error}.") from error
         torch.manual_seed(ask.seed)
-        transcript, shown = Transcript(self._decode), time.monotonic()
+        transcript = Transcript(self._decode)
         steps = stream(self.model, inputs, limits.stop, max_time=limits.left, **ask.settings)
         with _vision_timed(self.model, answer), contextlib.closing(steps):
             for step in steps:
                 for token in answer.take(step):
                     transcript.add(token)
-                if time.monotonic() - shown >= REFRESH:
-                    yield
-                    shown = time.monotonic()
         transcript.close()
         answer.state = limits.state if limits.over else DONE
         ends = self.model.generation_config.eos_token_id
         full = len(answer.tokens) >= ask.max_new_tokens
         answer.cut = full and answer_length([*answer.ids, -1], ends) > len(answer.tokens)
-        yield
 
     def _options(self, ask: Ask) -> dict[str, Any]:
         """What the command line said by --enable, as far as the drafter that was chosen takes it."""
@@ -135,8 +146,8 @@ class Duo(Race):
         """The first token that differs, with the gap of the two best stock logits there; None if there is none."""
         mmspec.disable(self.model)
         plain, fast, n = turn.plain.ids, turn.fast.ids, turn.compared
-        ended = turn.plain.state == turn.fast.state == DONE
-        where = next((i for i in range(n) if plain[i] != fast[i]), n if ended and len(plain) != len(fast) else None)
+        longer = n if turn.ended and len(plain) != len(fast) else None
+        where = next((i for i in range(n) if plain[i] != fast[i]), longer)
         if not turn.ask.comparable or where is None:
             return None
         torch.manual_seed(turn.ask.seed)

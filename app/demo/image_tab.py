@@ -1,4 +1,4 @@
-"""The Image tab: a prompt drawn by plain decoding and with drafts, its token grid filling in, and the lossy knob."""
+"""The image tabs: a prompt or a class drawn by plain decoding and with drafts, exactly or by a relaxed rule."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from typing import Any
 
 import gradio as gr
 
-from mmspec.app.demo import image_view
+from mmspec.app.demo import image_view, look
 from mmspec.app.demo.answer import MAX_PROMPT
 from mmspec.app.demo.canvas import Canvas, Easel, Pair
 from mmspec.app.demo.desk import Desk
-from mmspec.app.demo.tab import QUICK, Tab, tie
+from mmspec.app.demo.sketch import MAX_AHEAD, ClassWish, Studio
+from mmspec.app.demo.tab import QUICK, Tab, doors, tie
 from mmspec.app.demo.wish import (
+    COUPLED,
     FAMILIES,
     LOSSLESS,
     MAX_GUIDANCE,
@@ -25,42 +27,55 @@ from mmspec.app.demo.wish import (
 )
 from mmspec.app.painter import unknown_words
 
-PLAIN = ("Plain", "the pipeline as it is: one forward of the model for each token")
-VIEWS = ["picture", "with drafts", "drafts only"]
-TURN = "(view) => { document.getElementById('mm-paint').dataset.view = view; }"
+MARKS = "(on) => { document.getElementById('mm-paint-race').dataset.marks = on; }"
 
 
 class Image(Tab):
-    """The tab's events."""
+    """The events of the tab that draws prompts."""
 
-    wish = PromptWish
+    name, start, wish = "paint", image_view.PROMPT_START, PromptWish
 
     def __init__(self, easel: Easel, desk: Desk, own: bool) -> None:
         super().__init__(easel, desk)
-        self.grid = easel.grid
-        self.own = own  # whether it is the embedded model, which knows few words
+        self.easel, self.own = easel, own  # own: the embedded model, which knows few words
 
-    def empty(self) -> tuple[str, str]:
-        return self._panes(Canvas(False, self.grid), Canvas(True, self.grid), SEED_EXACT)
+    def empty(self) -> str:
+        return self._stage(Pair(Canvas.empty(self.easel.grid), Canvas.empty(self.easel.grid), PromptWish(""), ""))
+
+    def _stage(self, pair: Pair) -> str:
+        return image_view.stage(pair, f"{pair.wish.method}: one forward looks at many tokens", marked=True)
 
     def look(self, both: Pair) -> tuple[str, str, str]:
-        summary = image_view.summary(both, self._unknown(both.wish.prompt))
-        return summary, *self._panes(both.plain, both.fast, both.wish.method)
-
-    @staticmethod
-    def _panes(plain: Canvas, fast: Canvas, method: str) -> tuple[str, str]:
-        about = f"{method}: one forward looks at many tokens"
-        return image_view.pane(plain, *PLAIN), image_view.pane(fast, "mmspec", about)
-
-    def _unknown(self, prompt: str) -> str:
-        words = unknown_words([prompt]) if self.own else []
-        return f"This model does not know: {escape(', '.join(words))}." if words else ""
+        words = unknown_words([both.wish.prompt]) if self.own else []
+        unknown = f"This model does not know: {escape(', '.join(words))}." if words else ""
+        return image_view.headline(both, unknown), self._stage(both), image_view.figures(both)
 
 
-def build(easel: Easel, desk: Desk, prompts: Sequence[str], own: bool, page: gr.Blocks) -> Image:
-    """Lay the tab out in the page under construction and tie its events."""
+class Classes(Tab):
+    """The events of the tab that draws the classes of a MAR."""
+
+    name, wish = "class", ClassWish
+
+    def __init__(self, studio: Studio, desk: Desk) -> None:
+        super().__init__(studio, desk)
+        note = look.hint(f"Both pictures are {escape(studio.note)}.") if studio.note else ""
+        self.studio, self.start = studio, image_view.CLASS_START + note
+
+    def empty(self) -> str:
+        return self._stage(Pair(Canvas.empty(self.studio.grid), Canvas.empty(self.studio.grid), ClassWish(""), ""))
+
+    def _stage(self, pair: Pair) -> str:
+        return image_view.stage(pair, pair.wish.mode, marked=False)
+
+    def look(self, both: Pair) -> tuple[str, str, str]:
+        said = image_view.class_headline(both, self.studio.measured)
+        return said, self._stage(both), image_view.class_figures(both)
+
+
+def build(easel: Easel, desk: Desk, prompts: Sequence[str], own: bool) -> Image:
+    """Lay the tab for prompts out in the page under construction and tie its events."""
     image = Image(easel, desk, own)
-    with gr.Row(elem_id="mm-paint"):
+    with gr.Row():
         with gr.Column(scale=2, min_width=300):
             prompt = gr.Textbox(
                 prompts[0] if prompts else "", label="Prompt", lines=2, max_lines=5, max_length=MAX_PROMPT,
@@ -68,27 +83,19 @@ def build(easel: Easel, desk: Desk, prompts: Sequence[str], own: bool, page: gr.
             )  # fmt: skip
             if easel.painter.classes:
                 prompt.label = f"Class, 0 to {easel.painter.classes - 1}"
-            with gr.Row(elem_id="mm-paint-buttons"):
-                draw = gr.Button("Draw", variant="primary", elem_id="mm-draw", min_width=80)
-                stop = gr.Button("Stop", variant="stop", interactive=False, elem_id="mm-halt", min_width=80)
+            draw, stop = doors("Draw", ("mm-draw", "mm-halt"))
+            inputs = [prompt, *_method(easel), *_sampling(easel.guidance, easel.temperature)]
             if len(prompts) > 1:
                 ready = [[text] for text in prompts]
                 gr.Examples(ready, [prompt], label="Prompts", elem_id="mm-wishes", api_visibility="private")
-            inputs = [prompt, *_method(easel), *_sampling(easel)]
         with gr.Column(scale=5, min_width=320):
-            summary = gr.HTML(image_view.START, elem_id="mm-paint-summary")
-            with gr.Row(elem_id="mm-views"):
-                view = gr.Radio(VIEWS, value=VIEWS[1], show_label=False, container=False, elem_id="mm-view")
-                gr.HTML(image_view.LEGEND)
-            with gr.Row(equal_height=True):
-                first, second = image.empty()
-                plain = gr.HTML(first, elem_id="mm-plain-canvas", min_width=300)
-                fast = gr.HTML(second, elem_id="mm-fast-canvas", min_width=300)
-
-    panes = [summary, plain, fast]
+            marks = gr.Checkbox(
+                True, label="marks", container=False, scale=0, min_width=110, elem_id="mm-marks", render=False
+            )
+            panes = image.lay(image_view.LEGEND, marks)
     tie(image, [draw.click, prompt.submit], image.run, inputs, panes, panes, [draw, stop])
     stop.click(image.stop, None, None, **QUICK)
-    view.change(None, view, js=TURN, **QUICK)
+    marks.change(None, marks, js=MARKS, **QUICK)
     return image
 
 
@@ -96,29 +103,55 @@ def _method(easel: Easel) -> list[Any]:
     """How to draft, and the knob that bends the distribution: method, window, rule, boldness, budget."""
     method = gr.Dropdown(list(easel.methods), value=SEED_EXACT, label="Method", elem_id="mm-method")
     window = gr.Slider(2, MAX_WINDOW, 16, step=1, label="Window", info="tokens that one forward looks at")
-    with gr.Accordion("Relaxation (lossy)", open=False, elem_id="mm-lossy"):
-        gr.HTML('<p class="mm-small">A relaxed rule keeps more drafted tokens, which changes the distribution. What it '
-                "is charged bounds how far, and is shown with the picture.</p>")  # fmt: skip
-        rule = gr.Dropdown([LOSSLESS, *FAMILIES], value=LOSSLESS, label="Lossy rule", interactive=False)
-        boldness = gr.Slider(1, STEPS, 2, step=1, label="Boldness", info="lossy: from mild to bold", interactive=False)
-        budget = gr.Number(0, label="Budget", minimum=0, info="most total variation to spend; 0: no limit")
+    rule = gr.Dropdown(
+        [("exact: the distribution is kept", LOSSLESS), *((f"{name}, lossy", name) for name in FAMILIES)],
+        value=LOSSLESS, label="Rule", elem_id="mm-rule",
+        info="a relaxed rule keeps more drafts and changes the distribution; what it is charged is shown",
+    )  # fmt: skip
+    boldness = gr.Slider(1, STEPS, 2, step=1, label="Boldness", info="of the rule, from mild to bold", visible=False)
+    budget = gr.Number(0, label="Budget", minimum=0, info="most total variation to spend; 0: no limit", visible=False)
 
-    def chosen(name: str) -> tuple[Any, ...]:
-        bound = seed_exact(name)
-        relaxed = gr.update(interactive=False, value=LOSSLESS) if bound else gr.update(interactive=True)
-        return gr.update(interactive=name.startswith("jacobi")), relaxed
+    def by_method(name: str) -> tuple[Any, ...]:
+        kept = gr.update(value=LOSSLESS) if seed_exact(name) else gr.skip()
+        return gr.update(interactive=name.startswith("jacobi")), kept
 
-    method.change(chosen, method, [window, rule], **QUICK)
-    rule.change(lambda name: gr.update(interactive=name != LOSSLESS), rule, boldness, **QUICK)
+    def by_rule(name: str, method: str) -> tuple[Any, ...]:
+        """A seed-exact method draws plain decoding's own picture, so that another one has to take its place."""
+        shown = gr.update(visible=name != LOSSLESS)
+        return COUPLED if name != LOSSLESS and seed_exact(method) else method, shown, shown
+
+    method.input(by_method, method, [window, rule], **QUICK)
+    rule.change(by_rule, [rule, method], [method, boldness, budget], **QUICK)
     return [method, window, rule, boldness, budget]
 
 
-def _sampling(easel: Easel) -> list[Any]:
-    with gr.Accordion("Sampling", open=False, elem_id="mm-paint-options"):
-        return [
+def _sampling(guidance: float, temperature: float | None = None) -> list[Any]:
+    with gr.Accordion("Sampling", open=False):
+        found = [
             gr.Number(0, label="Seed", precision=0, minimum=0, info="of both pictures"),
-            gr.Slider(1, MAX_GUIDANCE, easel.guidance, step=0.5, label="Guidance",
-                      info="how closely to follow the prompt"),
-            gr.Slider(0, 2, easel.temperature, step=0.05, label="Temperature",
-                      info="0 takes the likeliest token"),
-        ]  # fmt: skip
+            gr.Slider(1, MAX_GUIDANCE, guidance, step=0.5, label="Guidance", info="how closely to follow the wish"),
+        ]
+        if temperature is not None:
+            found.append(gr.Slider(0, 2, temperature, step=0.05, label="Temperature",
+                                   info="0 takes the likeliest token"))  # fmt: skip
+    return found
+
+
+def build_classes(studio: Studio, desk: Desk) -> Classes:
+    """The same for the classes of a MAR."""
+    tab = Classes(studio, desk)
+    with gr.Row():
+        with gr.Column(scale=2, min_width=300):
+            names = studio.model.names
+            label = gr.Dropdown(names, value=names[0], label="Class", filterable=True, elem_id="mm-class")
+            draw, stop = doors("Draw", ("mm-sketch", "mm-sketch-halt"))
+            mode = gr.Dropdown(studio.modes, value=studio.modes[0], label="Rule and drafts", elem_id="mm-mode")
+            ahead = gr.Slider(1, MAX_AHEAD, ClassWish.ahead, step=1, label="Ahead", info="tokens drafted in a round")
+            prefill = gr.Slider(0, 1, ClassWish.prefill, step=0.05, label="Prefill",
+                                info="share that the model draws before anything is drafted")  # fmt: skip
+            inputs = [label, mode, ahead, prefill, *_sampling(studio.guidance)]
+        with gr.Column(scale=5, min_width=320):
+            panes = tab.lay("")
+    tie(tab, [draw.click], tab.run, inputs, panes, panes, [draw, stop])
+    stop.click(tab.stop, None, None, **QUICK)
+    return tab

@@ -1,88 +1,172 @@
-"""The image tab's HTML: two pictures under their token grids, numbers, the comparison; a pure function of a Pair."""
+"""What the image tabs show of a pair: both pictures and their places, headline, figures; pure functions."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from mmspec.app.demo import look
-from mmspec.app.demo.answer import DONE
 from mmspec.app.demo.canvas import Canvas, Pair
 from mmspec.app.demo.look import duration
-from mmspec.app.demo.view import calls
+from mmspec.app.demo.race import DONE
+from mmspec.app.demo.sketch import CSPD
 from mmspec.app.demo.wish import LOSSLESS
 
-LEGEND = look.legend(
-    '<span class="mm-t mm-plain">·</span> one forward each',
-    f"{look.DEPTHS} drafted and accepted, by depth",
-    '<span class="mm-t mm-own">·</span> the target\'s own',
+LEGEND = look.legend('<i class="mm-dot"></i> a forward of the model begins; it gives all places up to the next dot')
+REPLAYED = (
+    "The picture is drawn twice from the same seed, token by token and then with drafts; then both are replayed side "
+    "by side, each at the pace that was measured."
 )
-START = look.hint(
-    "Choose a prompt and press <b>Draw</b>. The picture is drawn twice from the same seed, one after the other: token "
-    "by token, then with drafts."
-)
+PROMPT_START = look.hint(f"Choose a prompt and press <b>Draw</b>. {REPLAYED}")
+CLASS_START = look.hint(f"Choose a class and press <b>Draw</b>. {REPLAYED} The exact modes keep the model's own "
+                        "distribution.")  # fmt: skip
 
 
-def pane(canvas: Canvas, title: str, about: str) -> str:
-    """One picture with its grid and numbers."""
-    body = f"{look.header(title, about, canvas.state)}{easel(canvas)}{_numbers(canvas)}"
-    return look.section(title, canvas.state, body + (calls(canvas.gains, "forwards") if canvas.accelerated else ""))
+def board(canvas: Canvas, fast: float, marked: bool) -> str:
+    """The picture, uncovered place by place; where marked, with a dot where a forward begins."""
+    begins = set(canvas.begins) if marked else set()
+    cells = "".join(
+        f"<i{' class=mm-call' * (place in begins)} {look.moment(at, fast)}></i>" if at else '<i class="mm-open"></i>'
+        for place, at in enumerate(canvas.at)
+    )
+    image = "" if canvas.image is None else f'<img src="{look.inline(canvas.image)}" alt="the picture">'
+    label = f"{canvas.count} of {len(canvas.at)} tokens drawn, in {forwards(canvas)} forwards"
+    return (
+        f'<div class="mm-canvas">{image}<div class="mm-cells" style="--n:{canvas.grid}" role="img" '
+        f'aria-label="{label}">{cells}</div></div>'
+    )
 
 
-def easel(canvas: Canvas) -> str:
-    """The picture, and above it one cell a token: whose it is, or that it is still to come."""
-    own = "mm-own" if canvas.accelerated else "mm-plain"
-    cells = [look.shade(depth) if depth else own for depth in canvas.depths]
-    total = canvas.grid**2
-    label = f"{len(cells)} of {total} tokens drawn, {canvas.accepted} of them accepted from drafts"
-    return look.canvas(canvas.image, [*cells, *[""] * (total - len(cells))], canvas.grid, label)
+def stage(pair: Pair, about: str, marked: bool) -> str:
+    fast = look.haste(pair)
+    plain = "one forward of the model for each token"
+    return look.stage(pair, (("Plain", plain, board(pair.plain, fast, False)),
+                             ("mmspec", about, board(pair.fast, fast, marked))))  # fmt: skip
 
 
-def _numbers(canvas: Canvas) -> str:
-    known, count = bool(canvas.tokens), len(canvas.tokens)
-    accepted = f"{100 * canvas.accepted / max(count, 1):.0f} % of the tokens" if canvas.accelerated else "none drafted"
-    return look.figures([
-        ("seconds", duration(canvas.seconds), known, f"{duration(canvas.prefill)} to the first token"),
-        ("forwards", str(canvas.forwards), known, "of the model"),
-        ("tokens per forward", f"{count / max(canvas.forwards, 1):.2f}", known, f"{count} tokens"),
-        ("accepted", str(canvas.accepted), known, accepted),
-    ])  # fmt: skip
+def forwards(canvas: Canvas) -> int:
+    """Those of a MAR that give nothing are counted once it is done."""
+    return getattr(canvas.made, "work", {}).get("passes", len(canvas.calls))
 
 
-def summary(pair: Pair, *notes: str) -> str:
-    """The speed-up, where the time went, and what the picture has to do with the plain one."""
-    plain, fast = pair.plain, pair.fast
-    if pair.speed_up is None:
-        about = "the accelerated picture comes after the plain one"
-    else:
-        about = (
-            f"as fast, with {plain.forwards / fast.forwards:.2f}× fewer forwards: {plain.forwards} → {fast.forwards}"
-        )
-    bars = look.times([(name, [("prefill", c.prefill), ("decode", max(0.0, c.seconds - c.prefill))])
-                       for name, c in (("plain", plain), ("mmspec", fast))])  # fmt: skip
-    return look.summary(pair.speed_up, about, bars, look.badge(*acceptance(pair), pair.over), *notes)
+def per_forward(canvas: Canvas) -> float:
+    return canvas.count / max(1, forwards(canvas))
+
+
+# -- pictures of prompts
+
+
+def headline(pair: Pair, *notes: str) -> str:
+    """The speed-up, tokens per forward, and what the picture has to do with the plain one."""
+    badge = look.badge(*acceptance(pair), pair.over)
+    lossy = _bound(pair) if pair.speed_up and pair.wish.rule != LOSSLESS else ""
+    return look.headline(pair.speed_up, per_forward(pair.fast), "forward", badge, lossy, *notes, look.pace(pair))
 
 
 def acceptance(pair: Pair) -> tuple[str, str]:
     """(same, different, chance, lossy or open; the words of the badge)."""
-    wish, fast, total = pair.wish, pair.fast, pair.fast.grid**2
-    if wish.rule != LOSSLESS and wish.temperature > 0:
-        return "lossy", f"lossy: {_distortion(pair)}"
+    wish, fast, total = pair.wish, pair.fast, len(pair.fast.at)
     if not pair.over or pair.plain.state != DONE or fast.state != DONE:
         return "open", "nothing to compare" if pair.over else "not compared yet"
+    if wish.rule != LOSSLESS and wish.temperature > 0:
+        [spent] = fast.made.spent
+        return "lossy", f"lossy: charged {spent:.2f} in total variation, {spent / total:.3f} a token"
     if pair.same == total:
         return "same", f"✓ the same picture: {total} of {total} tokens"
     if wish.same:
         return "different", f"another picture: {pair.same} of {total} tokens agree, where all should"
+    return "kept", "✓ same distribution, lossless: another picture, with noise of its own"
+
+
+def _bound(pair: Pair) -> str:
+    """What a relaxed rule's charge says."""
+    [spent] = pair.fast.made.spent
+    limit = f" of a budget of {pair.wish.budget:g}" if pair.wish.budget else ""
+    far = ": above 1 it bounds nothing for the picture as a whole" if spent > 1 else ""
     return (
-        "chance",
-        "another picture of the same distribution: lossless, but with noise of its own; seed-exact gives the same",
+        f"{pair.rule} changes the distribution. Its charge, {spent:.2f}{limit}, bounds in expectation how far, "
+        f"in total variation{far}."
     )
 
 
-def _distortion(pair: Pair) -> str:
-    """What a relaxed rule did to the distribution, as far as it is known."""
-    wish, fast = pair.wish, pair.fast
-    limit = f" of a budget of {wish.budget:g}" if wish.budget else ""
-    if fast.state != DONE:
-        return f"{pair.rule} bends the distribution{limit.replace('of', 'within')}; by how much is told at the end"
-    count = len(fast.tokens)
-    over = "; above 1 it bounds nothing for the picture as a whole" if fast.spent > 1 else ""
-    return f"{pair.rule} was charged {fast.spent:.2f}{limit} in total variation, {fast.spent / count:.3f} a token{over}"
+def figures(pair: Pair) -> str:
+    both = pair.plain, pair.fast
+    accepted = str(pair.fast.made.stats.accepted) if pair.fast.made else "–"
+    return look.table([
+        ("time", *(duration(c.seconds) for c in both)),
+        ("to the first token", *(duration(c.first) for c in both)),
+        ("tokens", *(str(c.count) for c in both)),
+        ("forwards, the prefill among them", *(str(len(c.calls)) for c in both)),
+        ("tokens per forward", *(f"{per_forward(c):.2f}" for c in both)),
+        ("tokens accepted from drafts", "–", accepted),
+    ])  # fmt: skip
+
+
+# -- pictures of a MAR's classes
+
+
+def class_headline(pair: Pair, measured: Mapping[str, Any]) -> str:
+    """The same, with what the rule keeps and what it costs."""
+    notes = (_cspd(pair, measured) if pair.wish.mode == CSPD else _exact(pair), _fewer(pair)) if pair.speed_up else ()
+    badge = ("open", "nothing to compare" if pair.over else "not compared yet")
+    if pair.speed_up is not None and pair.wish.mode == CSPD:
+        badge = "lossy", "approximate: a picture of another distribution"
+    elif pair.speed_up is not None:
+        badge = "kept", "✓ same distribution, lossless: another picture, with noise of its own"
+    shown = look.badge(*badge, pair.over)
+    return look.headline(pair.speed_up, per_forward(pair.fast), "forward", shown, *notes, look.pace(pair))
+
+
+def _exact(pair: Pair) -> str:
+    plain, fast = (canvas.made.work for canvas in (pair.plain, pair.fast))
+    small = "which leaves a small gain where both weigh alike, as on a CPU"
+    kept = f"here more than it saves, as {pair.fast.made.told['acceptance']:.0%} of the drafts are kept"
+    return (
+        f"The exact rule keeps the distribution of one token a forward. It saves forwards of the transformer "
+        f"({plain['passes']} → {fast['passes']}) and pays with evaluations of the head, which tests every draft "
+        f"({plain['evaluations']:,} → {_evaluations(fast):,}), {small if (pair.speed_up or 0) >= 1 else kept}."
+    )
+
+
+def _cspd(pair: Pair, measured: Mapping[str, Any]) -> str:
+    told = pair.fast.made.told
+    kept = f"{told['tested'] - told['refused']:.0f} of {told['tested']:.0f} drafted tokens stayed as the smaller MAR "
+    said = f"{kept}drew them, by a rule that bounds no distortion."
+    found = measured.get(f"cspd-{pair.wish.ahead}")
+    if found is None:
+        return f"{said} No record of the bench measures this setting."
+    return (
+        f"{said} Measured on {found['n']} pictures: Fréchet distance {found['fd_all']:.1f} to plain drawing, where "
+        f"two plain runs are {found['noise']:.1f} apart, and {found['fd_real']:.1f} to real pictures."
+    )
+
+
+def _fewer(pair: Pair) -> str:
+    if pair.fewer is None:
+        return ""
+    passes, seconds = pair.fewer
+    return (
+        f"Plain drawing in {passes} forwards, many tokens in each, took {duration(seconds)}. That is another "
+        "distribution; where it is good enough, it is the way to beat."
+    )
+
+
+def _evaluations(work: Mapping[str, int]) -> int:
+    return work["evaluations"] + work.get("draft_evaluations", 0)
+
+
+def class_figures(pair: Pair) -> str:
+    both = pair.plain, pair.fast
+    work = [canvas.made.work if canvas.made else {} for canvas in both]
+    told = pair.fast.made.told if pair.fast.made else {}
+    return look.table([
+        ("time", *(duration(c.seconds) for c in both)),
+        ("tokens", *(str(c.count) for c in both)),
+        ("forwards of the transformer", *(str(forwards(c)) for c in both)),
+        ("rows in them", *(f"{w.get('rows', 0):,}" for w in work)),
+        ("forwards of the smaller one", "–", f"{work[1].get('draft_passes', 0):,}"),
+        ("evaluations of the head, tokens times steps", *(f"{_evaluations(w):,}" if w else "–" for w in work)),
+        ("drafts tested", "–", f"{told.get('tested', 0):.0f}"),
+        ("drafts kept", "–", f"{told.get('tested', 0) - told.get('refused', 0):.0f}"),
+        ("mean chance to be kept", "–", f"{told.get('acceptance', 0):.0%}"),
+    ])  # fmt: skip

@@ -1,4 +1,7 @@
-"""Pieces of HTML that the tabs share: numbers, times as bars, badges, pictures; pure functions."""
+"""Pieces of HTML that the tabs share: the headline, the stage where a race is replayed, badges; pure functions.
+
+Every moving part has its time as `--t`; the style sheet shows it then, so that both sides run on one clock.
+"""
 
 from __future__ import annotations
 
@@ -10,88 +13,64 @@ from typing import Any
 
 from PIL import Image
 
-DEEPEST = 6  # drafted tokens from this depth on share one green
-STATES = {
-    "waiting": "waiting", "reading": "reading …", "writing": "writing …", "drawing": "drawing …", "done": "done",
-    "stopped": "stopped", "timed out": "time limit reached",
-}  # fmt: skip
-BUSY = ("reading", "writing", "drawing")
-DEPTHS = "".join(f'<span class="mm-t mm-d{d}">{d}{"+" * (d == DEEPEST)}</span>' for d in range(1, DEEPEST + 1))
+from mmspec.app.demo.race import DONE, RUNNING, WAITING, RaceSide
+
+LONGEST = 12.0  # seconds of a replay; what took longer is replayed faster, both sides alike
+FAILED = "This could not be run: the page sent what the demo does not take. Reload the page and try again."
+NO_FIGURES = "They come with a run."
 
 
-def shade(depth: int) -> str:
-    """The class of what was drafted at a depth ≥ 1."""
-    return f"mm-d{min(depth, DEEPEST)}"
+def haste(both: Any) -> float:
+    """How many times faster than it ran a race is replayed."""
+    return max(1.0, max(both.plain.seconds, both.fast.seconds) / LONGEST)
 
 
-def legend(*parts: str) -> str:
-    said = "".join(f"<span>{part}</span>" for part in parts)
-    return f'<div class="mm-legend" role="note" aria-label="what the colours mean">{said}</div>'
-
-
-def header(title: str, about: str, state: str) -> str:
-    return (
-        f'<header><h3>{escape(title)}</h3><span class="mm-state">{STATES[state]}</span><p>{escape(about)}</p></header>'
+def stage(both: Any, sides: Sequence[tuple[str, str, str]]) -> str:
+    """Both sides beside each other, each of (title, what it does, what it shows), under lanes on a common scale."""
+    fast = haste(both)
+    longest = max(both.plain.seconds, both.fast.seconds) or 1.0
+    panes = "".join(
+        f'<section class="mm-pane" aria-label="{escape(title)}"><header><h3>{escape(title)}</h3>{_clock(one, fast)}'
+        f'<p>{escape(about)}</p></header><div class="mm-lane">{_lane(one, longest, fast)}</div>{body}</section>'
+        for one, (title, about, body) in zip((both.plain, both.fast), sides, strict=True)
     )
+    return f'<div class="mm-race">{panes}</div>'
 
 
-def section(title: str, state: str, body: str) -> str:
-    busy = state in BUSY
-    return (
-        f'<section class="mm-pane{" mm-busy" * busy}" aria-label="{escape(title)}" aria-busy="{str(busy).lower()}">'
-        f"{body}</section>"
-    )
+def _lane(one: RaceSide, longest: float, fast: float) -> str:
+    """Nothing before a run: an element that is there already would not move again."""
+    if not one.seconds:
+        return ""
+    return f'<i style="--w:{100 * one.seconds / longest:.1f}%;--for:{one.seconds / fast:.3f}"></i>'
 
 
-def figures(rows: Iterable[tuple[str, str, Any, str]]) -> str:
-    """A grid of (name, value, whether it is known by now, note)."""
-    cells = "".join(
-        f"<div><dt>{name.replace('_', '_<wbr>')}</dt><dd>{value if known else '–'}</dd>"
-        f'<dd class="mm-note">{note if known else ""}</dd></div>'
-        for name, value, known, note in rows
-    )
-    return f'<dl class="mm-numbers">{cells}</dl>'
+def _clock(one: RaceSide, fast: float) -> str:
+    if one.state in (WAITING, RUNNING):
+        return ""
+    said = duration(one.seconds) if one.state == DONE else one.state
+    return f'<b class="mm-clock" {moment(one.seconds, fast)}>{said}</b>'
 
 
-def canvas(picture: Image.Image | None, cells: Sequence[str], side: int, label: str) -> str:
-    """The picture so far under side² cells, each of a class; those that are still to come have none."""
-    image = "" if picture is None else f'<img src="{inline(picture)}" alt="the picture so far">'
-    drawn = "".join(f'<i class="{cell}"></i>' if cell else "<i></i>" for cell in cells)
-    return (
-        f'<div class="mm-canvas">{image}<div class="mm-cells" style="--n:{side}" role="img" aria-label="{label}">'
-        f"{drawn}</div></div>"
-    )
+def moment(seconds: float, fast: float) -> str:
+    """The attribute that says when something appears in the replay."""
+    return f'style="--t:{seconds / fast:.3f}"'
 
 
-def times(rows: Sequence[tuple[str, Sequence[tuple[str, float]]]]) -> str:
-    """One bar a row on a common scale, of (name of the part, seconds); the parts' names are classes, too."""
-    most = max(sum(seconds for _, seconds in parts) for _, parts in rows) or 1.0
-    lines = []
-    for name, parts in rows:
-        total = sum(seconds for _, seconds in parts)
-        bars = "".join(
-            f'<i class="mm-{part}" style="--w:{100 * seconds / most:.2f}%" title="{part} {duration(seconds)}"></i>'
-            for part, seconds in parts
-            if seconds > 0
-        )
-        told = ", ".join(f"{part} {duration(seconds)}" for part, seconds in parts if seconds > 0)
-        lines.append(
-            f'<li aria-label="{escape(name)}: {told}"><span>{escape(name)}</span><span class="mm-lane">{bars}</span>'
-            f"<b>{duration(total) if total else '–'}</b></li>"
-        )
-    names = dict.fromkeys(part for _, parts in rows for part, _ in parts)
-    keys = "".join(f'<span><i class="mm-{part}"></i>{part}</span>' for part in names)
-    return f'<div class="mm-times"><ol>{"".join(lines)}</ol><p aria-hidden="true">{keys}</p></div>'
+def pace(both: Any) -> str:
+    """At what pace the race is replayed, if not at its own."""
+    fast = haste(both)
+    return f"Replayed {fast:.1f}× as fast as it ran." if fast > 1 else ""
 
 
-def summary(speed_up: float | None, about: str, bars: str, badge: str, *small: str) -> str:
-    """The headline, green only where it is a gain; with what it says, bars, a badge and notes."""
+def headline(speed_up: float | None, per_forward: float, of: str, badge: str, *small: str) -> str:
+    """The speed-up, green only where it is a gain; tokens per forward; whether the output is the same; and notes."""
     big = "–" if speed_up is None else f"{speed_up:.2f}×"
-    gain = " mm-gain" * (speed_up is not None and speed_up >= 1)
+    gain = ' class="mm-gain"' * (speed_up is not None and speed_up >= 1)
+    words = "the speed" if speed_up is not None and speed_up < 1 else "as fast"
     notes = "".join(f'<p class="mm-small">{note}</p>' for note in small if note)
     return (
-        f'<div class="mm-summary"><div class="mm-left"><p class="mm-speed{gain}"><strong>{big}</strong> '
-        f'<span>{about}</span></p>{badge}{notes}</div><div class="mm-right">{bars}</div></div>'
+        f'<div class="mm-summary"><p{gain}><strong>{big}</strong> {words}</p>'
+        f"<p><strong>{per_forward:.2f}</strong> tokens per {of}</p>{badge}{notes}</div>"
     )
 
 
@@ -105,15 +84,28 @@ def hint(words: str, role: str = "") -> str:
     return f'<div class="mm-summary"><p class="mm-hint"{spoken}>{words}</p></div>'
 
 
-FAILED = "This could not be run: the page sent what the demo does not take. Reload the page and try again."
-
-
 def waiting() -> str:
     return hint("Waiting for the model …", "status")
 
 
+def measuring(both: Any) -> str:
+    """A count of the run that is being measured."""
+    name, one = ("mmspec", both.fast) if both.plain.state != RUNNING else ("plain", both.plain)
+    return hint(f"Measuring {name}: {one.count} tokens in {duration(one.seconds)}. The replay follows.")
+
+
 def refusal(message: str) -> str:
     return f'<div class="mm-summary"><p class="mm-badge mm-different" role="alert">{escape(message)}</p></div>'
+
+
+def legend(*parts: str) -> str:
+    said = "".join(f"<span>{part}</span>" for part in parts)
+    return f'<div class="mm-legend" role="note" aria-label="what the colours mean">{said}</div>'
+
+
+def table(rows: Iterable[tuple[str, ...]]) -> str:
+    """Markdown of (what, plain, mmspec)."""
+    return "\n".join(["| | plain | mmspec |", "|---|--:|--:|", *(f"| {' | '.join(row)} |" for row in rows)])
 
 
 def inline(picture: Image.Image, kind: str = "PNG") -> str:
@@ -128,7 +120,3 @@ def duration(seconds: float) -> str:
     if seconds < 1:
         return f"{1000 * seconds:.0f} ms" if seconds >= 0.1 else f"{1000 * seconds:.1f} ms"
     return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.1f} s"
-
-
-def number(value: float) -> str:
-    return f"{value:.0f}" if value >= 100 else f"{value:.1f}"

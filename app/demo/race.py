@@ -1,4 +1,7 @@
-"""A race: one request answered twice on one model, plainly and then accelerated, and what there is to see meanwhile."""
+"""A race: one request answered twice on one model, plainly and then accelerated, and when each token was there.
+
+The sides are measured one after the other, while the page draws nothing but a count; it replays both afterwards.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +9,41 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass
-from queue import SimpleQueue
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from PIL import Image
-
-from mmspec.app.demo.answer import DONE, STOPPED, TIMED_OUT
 from mmspec.app.demo.desk import RefusedError
 from mmspec.app.devices import EngineError
 
 TIME_LIMIT = 120.0  # seconds for both sides together
-DRAWING = "drawing"
-REFRESH = 0.25  # seconds between two looks at a picture under way
+REFRESH = 0.25  # seconds between two counts
+WAITING, RUNNING, DONE, STOPPED, TIMED_OUT = "", "running", "done", "stopped", "time limit reached"
+
+
+@dataclass
+class RaceSide:
+    """One side as it is measured; times in seconds since it began.
+
+    Attributes:
+        at: when each token was there; 0: it is still to come.
+        calls: tokens that each forward of the model gave, that of the prompt first.
+    """
+
+    state: str = WAITING
+    seconds: float = 0.0
+    at: list[float] = field(default_factory=list)
+    calls: list[int] = field(default_factory=list)
+
+    @property
+    def count(self) -> int:
+        """Tokens that there are."""
+        return sum(self.calls)
+
+    @property
+    def first(self) -> float:
+        """When the first token was there."""
+        return min(filter(None, self.at), default=0.0)
 
 
 @dataclass(frozen=True)
@@ -55,19 +80,19 @@ class Race:
         """
         raise NotImplementedError
 
-    def side(self, both: Any, one: Any, asked: Any, limits: Limits) -> Iterator[None]:
-        """Run one of the two sides; yields when there is something new to see."""
+    def side(self, both: Any, one: Any, asked: Any, limits: Limits) -> None:
+        """Run one of the two sides to its end, or to where the limits end it."""
         raise NotImplementedError
 
     def end(self, both: Any, asked: Any, limits: Limits) -> Any:
-        """The last look."""
+        """What there is to see at the end; it is `over`."""
         raise NotImplementedError
 
     def rest(self) -> None:
         """Leave the model as transformers or diffusers made it."""
 
     def run(self, wish: Any, stop: threading.Event) -> Iterator[Any]:
-        """Looks at a run while it goes on; the last one is of its end.
+        """What there is by now, again and again; the last is of the end.
 
         Raises:
             RefusedError: the wish is not run.
@@ -77,8 +102,11 @@ class Race:
             limits = Limits(stop, time.monotonic() + self.time_limit)
             for one in (both.plain, both.fast):
                 if not limits.over:
-                    for _ in self.side(both, one, asked, limits):
-                        yield both
+                    one.state = RUNNING
+                    work = partial(self.side, both, one, asked, limits)
+                    with contextlib.closing(watched(work, stop)) as ticks:
+                        for _ in ticks:
+                            yield both
                 if one.state != DONE:
                     one.state = limits.state
             yield self.end(both, asked, limits)
@@ -93,86 +121,26 @@ class Race:
         return last
 
 
-class Raced:
-    """Two pictures, drawn one after the other."""
-
-    plain: Any
-    fast: Any
-
-    @property
-    def speed_up(self) -> float | None:
-        done = self.plain.state == self.fast.state == DONE
-        return self.plain.seconds / self.fast.seconds if done else None
-
-
-class Ended(Exception):
-    """Thrown into a call of a pipeline to end it, and put into the queue when it has ended."""
-
-
-def painted(
-    canvas: Any, paint: Callable[[Any], Any], look: Callable[[Any], Image.Image], limits: Limits
-) -> Iterator[None]:
-    """Draw one of two pictures in a thread of its own; yields when there is something new to see.
-
-    Args:
-        canvas: takes what there is after each step, and finishes with what `paint` gives.
-        paint: a call of a pipeline, which tells the callback it is given of each step.
-        look: the picture so far, of its tokens.
-    """
-
-    def work(show: Callable[[], None]) -> None:
-        began = shown = time.perf_counter()
-        spent = 0.0  # on looking, which is not the model's time
-
-        def seen(_: Any, step: int, __: int, state: dict[str, Any]) -> None:
-            nonlocal shown, spent
-            now = time.perf_counter()
-            if limits.over:
-                raise Ended
-            canvas.take(step, state["tokens"][0], now - began - spent)
-            if now - shown >= REFRESH:
-                canvas.image = look(state["tokens"][0])
-                show()
-                shown = time.perf_counter()
-                spent += shown - now
-
-        made = paint(seen)
-        canvas.finish(made, made.seconds - spent)
-
-    canvas.state = DRAWING
-    with contextlib.closing(watched(work)) as looks:
-        yield from looks
-
-
-def watched(work: Callable[[Callable[[], None]], None]) -> Generator[None, None, None]:
-    """Run `work` in a thread of its own; yields when it begins, ends, or calls what it is given.
-
-    What it calls raises Ended once nobody looks any more.
-    """
-    looks: SimpleQueue[BaseException | None] = SimpleQueue()
-    closed = threading.Event()
-
-    def show() -> None:
-        if closed.is_set():
-            raise Ended
-        looks.put(None)
+def watched(work: Callable[[], None], stop: threading.Event) -> Generator[None, None, None]:
+    """Run `work` in a thread of its own; yields now and then while it goes on. Closing it sets `stop` and waits."""
+    failed: list[BaseException] = []
 
     def whole() -> None:
         try:
-            work(show)
-            looks.put(Ended())
+            work()
         except BaseException as error:  # it belongs to whoever iterates
-            looks.put(error)
+            failed.append(error)
 
     thread = threading.Thread(target=whole, daemon=True)
     thread.start()
     try:
-        yield
-        while not isinstance(look := looks.get(), Ended):
-            if isinstance(look, BaseException):
-                raise look
+        while thread.is_alive():
             yield
-        yield
+            thread.join(REFRESH)
+    except GeneratorExit:
+        stop.set()
+        raise
     finally:
-        closed.set()
         thread.join()
+    if failed:
+        raise failed[0]

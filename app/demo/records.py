@@ -38,8 +38,21 @@ MEASURES = {  # what records may hold: (label, unit)
     "spent": ("distortion charged a picture", ""),
     "spent_per_token": ("distortion charged a token", ""),
 }
-SETTINGS = ("kernel", "batch", "rows", "context", "temperature", "prompt")  # that tell records of a run apart
-USUAL = "vlm.json"  # the run that is shown first, where it is there
+SUITES = {  # what the bench measured, by the suite of its records
+    "vlm": "Answers about pictures",
+    "caption": "Captions of many pictures",
+    "turns": "Conversations about pictures",
+    "image": "Pictures from prompts",
+    "image-quality": "How good pictures from prompts are",
+    "mar": "Pictures of continuous tokens",
+    "mar-quality": "How good pictures of continuous tokens are",
+    "round": "Where the time of a round goes",
+    "shapes": "Shapes of published models",
+    "kernels": "Kernels",
+}
+SETTINGS = {"batch": "batch {}", "rows": "{} rows", "context": "context {}", "temperature": "temperature {:g}",
+            "prompt": "{} prompt"}  # that make a condition, where a record names none  # fmt: skip
+QUARTILES = {"p25": "lower quartile", "p75": "upper quartile"}
 MOST = 400  # records of a table
 BARS = 12
 COLOURS = {"lossless": "#16a34a", "lossy": "#ea580c", "without mmspec": "#788496"}
@@ -47,7 +60,8 @@ NONE = (
     '<p class="mm-hint">No measurements yet: there is no record in <code>{}</code>. <code>mmspec bench</code> writes '
     "them; start the demo with <code>--results FOLDER</code> to show those of another folder.</p>"
 )
-Records = Sequence[dict[str, Any]]
+Record = dict[str, Any]
+Records = Sequence[Record]
 
 
 @dataclass(frozen=True)
@@ -62,17 +76,33 @@ class ResultFolder:
     runs: dict[str, dict[str, Any]]
     trouble: list[str]
 
-    @property
-    def first(self) -> str:
-        """The run that is shown first."""
-        return USUAL if USUAL in self.runs else next(iter(self.runs))
+    def first(self, model: str) -> str:
+        """The run that is shown first: of those of a model, if there are any, the one that compares most methods."""
+        own = [name for name, run in self.runs.items() if run["provenance"].get("model") == model] or list(self.runs)
+        methods = {
+            name: {r.get("method") for r in self.runs[name]["records"] if not r.get("variant_of")} for name in own
+        }
+        return max(own, key=lambda name: len(methods[name]))
 
-    def records(self, run: str) -> Records:
-        return list(self.runs[run]["records"])
+    def title(self, run: str) -> str:
+        """What was measured, on which model, and what else the name of the file says."""
+        about = str(self.runs[run]["records"][0].get("suite"))
+        model = str(self.runs[run]["provenance"].get("model", ""))
+        known = {*about.split("-"), *model.split("-")}
+        rest = ", ".join(word for word in Path(run).stem.split("-") if word not in known)
+        return SUITES.get(about, "Measurements") + f", {model}" * bool(model) + f": {rest}" * bool(rest)
 
-    def measures(self, run: str) -> list[str]:
-        """Those that a run has values of."""
-        return [name for name in MEASURES if any(r.get(name) is not None for r in self.records(run))]
+    def conditions(self, run: str) -> dict[str, Records]:
+        """The records of a run by what they were measured under."""
+        found: dict[str, list[Record]] = {}
+        for record in self.runs[run]["records"]:
+            found.setdefault(condition(record), []).append(record)
+        return dict(found)
+
+    def quality(self, suite: str, model: str) -> dict[str, Record]:
+        """The records of a suite on a model, by method."""
+        runs = [run["records"] for run in self.runs.values() if run["provenance"].get("model") == model]
+        return {r["method"]: r for rows in runs for r in rows if r.get("suite") == suite}
 
 
 def read(folder: Path) -> ResultFolder:
@@ -98,12 +128,15 @@ def kind(record: dict[str, Any]) -> str:
     return "lossless" if record.get("lossless", True) else "lossy"
 
 
-def named(records: Records) -> list[str]:
-    """The records' methods, with whatever else tells them apart."""
-    telling = [name for name in SETTINGS if len({str(r.get(name)) for r in records}) > 1]
-    words = {"batch": "batch {}", "rows": "{} rows", "context": "context {}", "temperature": "T {}"}
-    said = [[words.get(t, "{}").format(r[t]) for t in telling if r.get(t) is not None] for r in records]
-    return [" · ".join([str(r.get("method", "?")), *rest]) for r, rest in zip(records, said, strict=True)]
+def condition(record: Record) -> str:
+    """What a record was measured under, in words."""
+    said = [form.format(record[name]) for name, form in SETTINGS.items() if record.get(name) is not None]
+    return str(record.get("cell") or ", ".join(said) or "as it is")
+
+
+def measures(records: Records) -> list[tuple[str, str]]:
+    """Those that records have values of, as choices."""
+    return [(label, name) for name, (label, _) in MEASURES.items() if any(r.get(name) is not None for r in records)]
 
 
 def value(record: dict[str, Any], name: str) -> float:
@@ -112,24 +145,17 @@ def value(record: dict[str, Any], name: str) -> float:
     return float(found) if isinstance(found, (int, float)) else math.nan
 
 
-def ranked(records: Records, measure: str) -> pd.DataFrame:
-    """A row a record, the most of the measure first: who it is, its kind, the measure and its quartiles."""
-    frame = pd.DataFrame({
-        "method": named(records), "kind": list(map(kind, records)), "value": [value(r, measure) for r in records],
-        "lower quartile": [value(r, f"{measure}_p25") for r in records],
-        "upper quartile": [value(r, f"{measure}_p75") for r in records],
-    })  # fmt: skip
-    return frame[frame["value"].notna()].sort_values("value", ascending=False, kind="stable")
-
-
 def table(records: Records, measure: str) -> pd.DataFrame:
-    """All measures that the records hold; the most of the chosen one first."""
-    shown = [name for name in MEASURES if any(math.isfinite(value(r, name)) for r in records)]
-    told = [name for name in (*SETTINGS, "setting", "n") if any(r.get(name) not in (None, "") for r in records)]
-    ordered = sorted(records, key=lambda r: -value(r, measure) if math.isfinite(value(r, measure)) else math.inf)
-    rows = [{"method": str(r.get("method", "?")), "distribution": kind(r), **{name: r.get(name) for name in told},
-             **{MEASURES[name][0]: round(value(r, name), 4) for name in shown}} for r in ordered]  # fmt: skip
-    return pd.DataFrame(rows)
+    """All measures that the records hold; the chosen one comes first, with its quartiles, the most on top."""
+    there = [name for name in MEASURES if any(math.isfinite(value(r, name)) for r in records)]
+    named = {measure: MEASURES[measure][0], **{f"{measure}_{at}": name for at, name in QUARTILES.items()}}
+    named |= {name: MEASURES[name][0] for name in there if name != measure}
+    rows = [
+        {"method": str(r.get("method", "?")), "distribution": kind(r), "setting": r.get("setting"), "n": r.get("n"),
+         **{title: round(value(r, name), 4) for name, title in named.items()}} for r in records
+    ]  # fmt: skip
+    frame = pd.DataFrame(rows).sort_values(named[measure], ascending=False, kind="stable")
+    return frame.drop(columns=[c for c in frame if frame[c].isna().all() and c != named[measure]])
 
 
 def origins(bench: ResultFolder, run: str, measure: str) -> str:
@@ -143,48 +169,45 @@ def origins(bench: ResultFolder, run: str, measure: str) -> str:
         parts.append(f'<p class="mm-small">{said}</p>')
     rows = "".join(
         f"<div><dt>{escape(str(k))}</dt><dd>{escape(v if isinstance(v, str) else json.dumps(v))}</dd></div>"
-        for k, v in told["provenance"].items()
+        for k, v in {"file": run, **told["provenance"]}.items()
     )
-    summary = f"<summary>Where {escape(run)} comes from</summary>"
+    summary = "<summary>Where this comes from</summary>"
     return "".join([*parts, f'<details class="mm-origin">{summary}<dl>{rows}</dl></details>'])
 
 
-def shown(bench: ResultFolder, run: str, measure: str) -> tuple[Any, ...]:
-    """What the bars, the table and the notes show of a run."""
-    records, (label, unit) = bench.records(run)[:MOST], MEASURES[measure]
-    title = f"{label}{unit and f' in{unit}' if unit != '×' else ' (×)'}"
-    bars = gr.BarPlot(ranked(records, measure).head(BARS), y_title=title)
-    return bars, table(records, measure), origins(bench, run, measure)
+def shown(bench: ResultFolder, run: str, under: str, measure: str) -> tuple[Any, ...]:
+    """The bars, the table and the notes of one condition of a run."""
+    rows, (label, unit) = table(bench.conditions(run)[under][:MOST], measure), MEASURES[measure]
+    title = f"{label[0].upper()}{label[1:]}{f' in{unit}' if unit.strip() not in ('', '×') else ''}; {under}"
+    best = rows.rename(columns={label: "value"}).filter(["method", "distribution", "value", *QUARTILES.values()])
+    return gr.BarPlot(best[best["value"].notna()].head(BARS), title=title), rows, origins(bench, run, measure)
 
 
-def build(bench: ResultFolder, page: gr.Blocks) -> None:
-    """Lay the tab out in the page under construction."""
+def build(bench: ResultFolder, model: str, page: gr.Blocks) -> None:
+    """Lay the tab out in the page under construction; it opens with a run of this model."""
     if not bench.runs:
         gr.HTML(origins(bench, "", ""), elem_id="mm-bench")
         return
-    with gr.Row(elem_id="mm-filters"):
-        run = gr.Dropdown([(Path(name).stem, name) for name in bench.runs], value=bench.first, label="Run")
-        measure = gr.Dropdown(**_measures(bench, bench.first), label="Measure")
-    coloured: dict[str, Any] = {"color": "kind", "color_map": COLOURS, "color_title": "", "height": 420}
+    first = bench.first(model)
+    with gr.Row():
+        run = gr.Dropdown([(bench.title(name), name) for name in bench.runs], value=first, label="Measurements")
+        under, measure = gr.Dropdown(label="Condition"), gr.Dropdown(label="Measure")
+    coloured: dict[str, Any] = {"color": "distribution", "color_map": COLOURS, "color_title": "", "height": 380}
     views: list[Any] = [
-        gr.BarPlot(x="method", y="value", x_title="", sort="-y", x_label_angle=-40, tooltip="all", elem_id="mm-bars",
-                   **coloured),
-        gr.Dataframe(interactive=False, wrap=True, pinned_columns=1, show_search="filter", elem_id="mm-table"),
+        gr.BarPlot(x="method", y="value", x_title=" ", y_title=" ", sort="-y", x_label_angle=-40, tooltip="all",
+                   elem_id="mm-bars", **coloured),
+        gr.Dataframe(interactive=False, pinned_columns=1, show_search="filter", elem_id="mm-table"),
         gr.HTML("", elem_id="mm-bench"),
     ]  # fmt: skip
 
-    def redraw(run: str, measure: str) -> tuple[Any, ...]:
-        known = bench.measures(run)
-        return shown(bench, run, measure if measure in known else known[0])
+    def choices(run: str) -> tuple[Any, Any]:
+        there = bench.conditions(run)
+        named = measures(bench.runs[run]["records"])
+        return gr.update(choices=list(there), value=next(iter(there))), gr.update(choices=named, value=named[0][1])
 
-    measure.input(redraw, [run, measure], views, **QUICK)  # not .change: another run changes it
-    run.change(lambda run: gr.update(**_measures(bench, run)), run, measure, **QUICK).then(
-        redraw, [run, measure], views, **QUICK
-    )
-    page.load(redraw, [run, measure], views, **QUICK)
+    def redraw(run: str, under: str, measure: str) -> tuple[Any, ...]:
+        return shown(bench, run, under, measure)
 
-
-def _measures(bench: ResultFolder, run: str) -> dict[str, Any]:
-    """Choices and value of the control."""
-    names = bench.measures(run)
-    return {"choices": [(MEASURES[name][0], name) for name in names], "value": names[0]}
+    for chosen in (page.load, run.input):
+        chosen(choices, run, [under, measure], **QUICK).then(redraw, [run, under, measure], views, **QUICK)
+    gr.on([under.input, measure.input], redraw, [run, under, measure], views, **QUICK)

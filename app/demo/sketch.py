@@ -1,26 +1,21 @@
-"""One class drawn twice at one seed by a MAR, plainly and by exact speculation, and its places while they fill."""
+"""One class drawn twice at one seed by a MAR, plainly and by speculation, exactly or by CSpD's rule."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-from PIL import Image
-from torch import Tensor
-
-from mmspec.app.demo.answer import DONE, WAITING
+from mmspec.app.demo.canvas import Canvas, Pair
 from mmspec.app.demo.desk import MAX_SEED, RefusedError, within
-from mmspec.app.demo.race import TIME_LIMIT, Limits, Race, Raced, painted
+from mmspec.app.demo.race import TIME_LIMIT, Limits, Race
+from mmspec.app.demo.wish import MAX_GUIDANCE
 from mmspec.app.mar import MarImages, MarSubject
 
 MAX_AHEAD = 16
-MAX_GUIDANCE = 20
 FEWER = 4  # times fewer passes than tokens: how such models are drawn where exactness is not asked
-ITSELF, SMALLER = "its own drafts", "drafts of a smaller MAR"
-CSPD = "drafts of a smaller MAR by CSpD's rule, approximate"
+ITSELF, SMALLER, CSPD = "exact, own drafts", "exact, drafts of a smaller MAR", "CSpD, approximate"
 
 
 @dataclass(frozen=True)
@@ -35,76 +30,42 @@ class ClassWish:
     guidance: float = 3.0
 
 
-@dataclass
-class Sketch:
-    """One of the two pictures while it is drawn.
+class Studio(Race):
+    """Both ways to draw of one loaded MAR; one run at a time.
 
     Attributes:
-        known: of every place, the pass that drew it; 0: none yet.
-        seconds: without the time that the looks took.
-        work, told: see `MAROutput`; known at the end.
+        measured: the bench's records of how good this model's pictures are, by method.
     """
 
-    grid: int
-    known: list[int]
-    state: str = WAITING
-    passes: int = 0
-    seconds: float = 0.0
-    image: Image.Image | None = None
-    work: dict[str, int] = field(default_factory=dict)
-    told: dict[str, float] = field(default_factory=dict)
-
-    def take(self, step: int, tokens: Tensor, seconds: float) -> None:
-        """Book a pass, by the tokens [grid², channels] after it."""
-        self.passes, self.seconds = step + 1, seconds
-        self.known = [was or (step + 1) * now for was, now in zip(self.known, tokens.any(1).tolist(), strict=True)]
-
-    def finish(self, made: MarImages, seconds: float) -> None:
-        self.image, self.work, self.told = made.images[0], made.work, made.told
-        self.passes, self.seconds, self.state = made.work["passes"], seconds, DONE
-
-
-@dataclass(frozen=True)
-class Two(Raced):
-    """What there is to see at one moment of a run."""
-
-    plain: Sketch
-    fast: Sketch
-    wish: ClassWish
-    over: bool = False
-    fewer: tuple[int, float] | None = None  # passes and seconds of plain drawing with many tokens in each
-
-
-class Studio(Race):
-    """Both ways to draw of one loaded MAR; one run at a time."""
-
-    def __init__(self, model: MarSubject, time_limit: float = TIME_LIMIT) -> None:
-        self.model, self.time_limit = model, time_limit
+    def __init__(
+        self, model: MarSubject, time_limit: float = TIME_LIMIT, measured: Mapping[str, Any] | None = None
+    ) -> None:
+        self.model, self.time_limit, self.measured = model, time_limit, measured or {}
         self.note = model.singly()  # for both alike
         self.grid = model.pipe.transformer.config.grid
         self.guidance = model.settings.get("guidance_scale", model.pipe.config.defaults.get("guidance_scale", 3.0))
         self.modes = [ITSELF] + [SMALLER, CSPD] * (model.draft is not None)
 
-    def begin(self, wish: ClassWish, stop: threading.Event) -> tuple[Two, int]:
+    def begin(self, wish: ClassWish, stop: threading.Event) -> tuple[Pair, int]:
         within(wish, {"ahead": (1, MAX_AHEAD), "prefill": (0, 1), "seed": (0, MAX_SEED), "guidance": (1, MAX_GUIDANCE)})
         if wish.mode not in self.modes:
-            raise RefusedError(f"No mode {wish.mode!r} here; choose from {', '.join(self.modes)}.")
-        return Two(self.blank(), self.blank(), wish), self.model.label(wish.label)
+            raise RefusedError(f"No mode {wish.mode!r} here; choose from {'; '.join(self.modes)}.")
+        rule = "cspd" if wish.mode == CSPD else "exact"
+        return Pair(Canvas.empty(self.grid), Canvas.empty(self.grid), wish, rule), self.model.label(wish.label)
 
-    def side(self, both: Two, one: Sketch, asked: int, limits: Limits) -> Iterator[None]:
+    def side(self, both: Pair, one: Canvas, asked: int, limits: Limits) -> None:
         wish = both.wish
         how: dict[str, Any] = {"ahead": wish.ahead, "prefill": wish.prefill}
         how |= {} if wish.mode == ITSELF else {"draft": self.model.draft}
         how |= {"rule": "cspd"} if wish.mode == CSPD else {}
-        settings = {"guidance_scale": wish.guidance}
 
         def paint(seen: Any) -> MarImages:
             way = how if one is both.fast else self.model.plain
-            return self.model.draw([asked], [wish.seed], way, callback_on_step_end=seen, **settings)
+            return self.model.draw([asked], [wish.seed], way, callback_on_step_end=seen, guidance_scale=wish.guidance)
 
-        return painted(one, paint, self._look, limits)
+        one.draw(paint, lambda tokens: tokens.any(1).tolist(), limits)
 
-    def end(self, both: Two, asked: int, limits: Limits) -> Two:
+    def end(self, both: Pair, asked: int, limits: Limits) -> Pair:
         """With plain drawing in fewer passes beside them."""
         fewer = None
         if both.speed_up is not None and not limits.over:
@@ -113,14 +74,6 @@ class Studio(Race):
             fewer = made.work["passes"], made.seconds
         return replace(both, over=True, fewer=fewer)
 
-    def blank(self) -> Sketch:
-        return Sketch(self.grid, [0] * self.model.tokens)
-
     def warm_up(self) -> None:
         """Pay for what only the first run of a process costs."""
         self.whole(ClassWish("0", guidance=self.guidance))
-
-    @torch.no_grad()
-    def _look(self, tokens: Tensor) -> Image.Image:
-        """The picture so far."""
-        return self.model.pipe.picture(tokens[None], "pil")[0]

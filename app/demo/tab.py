@@ -1,4 +1,4 @@
-"""What the tabs with a run have in common: how it begins and ends, and how their events are queued."""
+"""What the tabs with a run have in common: how it begins and ends, what it shows, and how their events are queued."""
 
 from __future__ import annotations
 
@@ -14,36 +14,40 @@ from mmspec.app.demo.race import Race
 
 # A phone shows the answers below the question: go there when a run starts.
 SHOW = "() => {{ if (innerWidth < 640) document.getElementById('{}').scrollIntoView({{behavior: 'smooth'}}) }}"
+REPLAY = (  # from the beginning, at this rate of the measured pace
+    "() => document.getElementById('{}').getAnimations({{subtree: true}}).forEach(a => {{ a.playbackRate = {}; "
+    "a.currentTime = 0; a.play() }})"
+)
+RATES = {"Replay": 1, "Replay slowly": 0.25}
 QUIET = {"show_progress": "hidden", "api_visibility": "private"}
 QUICK: dict[str, Any] = {"queue": False, **QUIET}
 IN_TURN: dict[str, Any] = {"concurrency_id": QUEUE, "concurrency_limit": 1, **QUIET}
 
 
 class Tab:
-    """Events of a tab that shows a summary and two panes of a race."""
+    """Events of a tab that replays a race."""
 
+    name: str  # in the ids of its parts
+    start: str  # what stands in the headline's place before a run
     wish: Callable[..., Any]  # what is asked, from the fields of the page in their order
 
     def __init__(self, race: Race, desk: Desk) -> None:
         self.race, self.desk = race, desk
 
-    def empty(self) -> tuple[str, str]:
-        """Both panes before a run."""
+    def empty(self) -> str:
+        """The stage before a run."""
         raise NotImplementedError
 
     def look(self, both: Any) -> tuple[str, str, str]:
-        """Summary and both panes at one moment of a run."""
+        """Headline, stage and figures of a run that has ended."""
         raise NotImplementedError
 
     def run(self, request: gr.Request, *values: Any) -> Iterator[tuple[Any, ...]]:
-        """Summary and both panes, again and again; what is as it was is left alone."""
+        """Headline, stage and figures; all but the headline are left alone until the run has ended."""
 
         def looks(stop: threading.Event) -> Iterator[tuple[Any, ...]]:
-            shown = ("", "", "")
             for both in self.race.run(self.wish(*values), stop):
-                now = self.look(both)
-                yield tuple(new if new != old else gr.skip() for new, old in zip(now, shown, strict=True))
-                shown = now
+                yield self.look(both) if both.over else (look.measuring(both), gr.skip(), gr.skip())
 
         def refuse(message: str) -> tuple[Any, ...]:
             return look.refusal(message), gr.skip(), gr.skip()
@@ -51,12 +55,26 @@ class Tab:
         yield from self.desk.serve(visitor(request), looks, refuse)  # gradio knows a generator by its function
 
     def begin(self, request: gr.Request) -> tuple[Any, ...]:
-        """Before the queue: end an earlier run of this visitor and clear the panes."""
+        """Before the queue: end an earlier run of this visitor and clear what it left."""
         self.desk.begin(visitor(request))
-        return look.waiting(), *self.empty(), *buttons(running=True)
+        return look.waiting(), self.empty(), look.NO_FIGURES, *buttons(running=True)
 
     def stop(self, request: gr.Request) -> None:
         self.desk.stop(visitor(request))
+
+    def lay(self, legend: str, *more: Any) -> list[Any]:
+        """Headline, stage and figures in the page under construction, with what replays the race."""
+        told = gr.HTML(self.start, elem_id=f"mm-{self.name}-summary")
+        stage = gr.HTML(self.empty(), elem_id=f"mm-{self.name}-race")
+        with gr.Row(elem_classes="mm-replay"):
+            gr.HTML(legend)
+            for one in more:
+                one.render()
+            for label, rate in RATES.items():
+                gr.Button(label, size="sm", scale=0).click(None, js=REPLAY.format(stage.elem_id, rate), **QUICK)
+        with gr.Accordion("Figures", open=False, elem_id=f"mm-{self.name}-figures"):
+            figures = gr.Markdown(look.NO_FIGURES)
+        return [told, stage, figures]
 
 
 def tie(
@@ -67,7 +85,7 @@ def tie(
 
     Args:
         given, shown: what `work` takes and gives.
-        panes: the summary and both panes, which `begin` clears.
+        panes: headline, stage and figures, which `begin` clears.
         doors: the buttons that start and stop a run.
     """
     started = gr.on(triggers, tab.begin, None, [*panes, *doors], **QUICK)
@@ -80,3 +98,13 @@ def tie(
 def buttons(running: bool) -> tuple[Any, Any]:
     """Of those that start and stop a run, which can be pressed."""
     return gr.update(interactive=not running), gr.update(interactive=running)
+
+
+def doors(start: str, ids: Sequence[str], *more: Any) -> list[Any]:
+    """The buttons that start and stop a run, in a row, and others beside them."""
+    with gr.Row():
+        run = gr.Button(start, variant="primary", elem_id=ids[0], min_width=80)
+        stop = gr.Button("Stop", variant="stop", interactive=False, elem_id=ids[1], min_width=80)
+        for button in more:
+            button.render()
+    return [run, stop]

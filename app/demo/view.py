@@ -1,4 +1,4 @@
-"""The caption tab's HTML: coloured tokens, live numbers, the comparison; a pure function of what there is to see."""
+"""What the Caption tab shows of a turn: both texts, the headline, the figures; pure functions."""
 
 from __future__ import annotations
 
@@ -8,95 +8,79 @@ from html import escape
 from PIL import Image
 
 from mmspec.app.demo import look
-from mmspec.app.demo.answer import CORRECTED, DONE, DRAFTED, OWN, PLAIN, ChatTurn, ShownAnswer, Token, Turns
-from mmspec.app.demo.look import duration, number
+from mmspec.app.demo.answer import CORRECTED, DRAFTED, OWN, PLAIN, ChatTurn, ShownAnswer, Token, Turns
+from mmspec.app.demo.look import duration
 
 THUMB = 96  # pixels of the longer side of a frame
-OTHERS = {  # tokens that were not drafted: (class, what they are)
-    CORRECTED: ("mm-corrected", "corrected: the target's own, where the draft had another"),
-    OWN: ("mm-own", "the target's own, after the draft"),
-    PLAIN: ("mm-plain", "plain"),
+KINDS = {  # of tokens
+    PLAIN: "one call of the model",
+    DRAFTED: "drafted, and accepted",
+    CORRECTED: "corrected: the model's own, where the draft had another",
+    OWN: "the model's own, after the draft",
 }
 LEGEND = look.legend(
-    '<span class="mm-t mm-plain">plain</span> one call each',
-    f"{look.DEPTHS} drafted and accepted, by depth",
+    '<span class="mm-t mm-own mm-call" data-n="5">a call begins</span> and gives 5 tokens',
+    '<span class="mm-t mm-drafted">drafted</span> and accepted',
+    '<span class="mm-t mm-own">own</span> the model\'s, after the draft',
     '<span class="mm-t mm-corrected">corrected</span> draft refused',
-    '<span class="mm-t mm-own">own</span> draft used up',
 )
 EMPTY = '<p class="mm-hint">The answer appears here, token by token.</p>'
 START = look.hint(
-    "Choose a picture and press <b>Run</b>. The same question is answered twice, one after the other: by stock "
-    "<code>generate</code>, then with mmspec."
+    "Choose a picture and press <b>Run</b>. Stock <code>generate</code> and mmspec answer the same question, one after "
+    "the other; then both answers are replayed side by side, each at the pace that was measured."
 )
 
 
-def token(one: Token) -> str:
+def token(one: Token, at: float = 0.0, fast: float = 1.0) -> str:
     """One token in its colour, the blanks before it left white; one without text, such as the last, still counts."""
-    if one.kind == DRAFTED:
-        shade, about = look.shade(one.depth), f"drafted, depth {one.depth}"
-    else:
-        shade, about = OTHERS[one.kind]
     seen = one.text.lstrip()
     silent = " mm-silent" * (not seen)
     blanks = one.text[: len(one.text) - len(seen)]
-    return f'{blanks}<span class="mm-t {shade}{silent}" title="{about}">{escape(seen)}</span>'
+    call = f' mm-call" data-n="{one.begins}' if one.begins and one.kind != PLAIN else ""
+    return (
+        f'{blanks}<span class="mm-t mm-{one.kind}{silent}{call}" title="{KINDS[one.kind]}" '
+        f"{look.moment(at, fast)}>{escape(seen)}</span>"
+    )
 
 
-def pane(answer: ShownAnswer, title: str, about: str) -> str:
-    """One answer with its numbers."""
-    body = "".join(map(token, answer.tokens)) if answer.tokens else EMPTY
-    return look.section(title, answer.state, (
-        f"{look.header(title, about, answer.state)}{_numbers(answer)}"
-        f'<div class="mm-text" tabindex="0" role="region" aria-label="{escape(title)}: text">{body}</div>'
-        f"{calls(answer.gains, 'model calls') if answer.accelerated else ''}"
+def text(answer: ShownAnswer, title: str, fast: float) -> str:
+    body = "".join(token(one, at, fast) for one, at in zip(answer.tokens, answer.at, strict=True)) or EMPTY
+    return f'<div class="mm-text" tabindex="0" role="region" aria-label="{title}: text">{body}</div>'
+
+
+def stage(turn: ChatTurn) -> str:
+    fast = look.haste(turn)
+    return look.stage(turn, (
+        ("Plain", "stock generate: one call of the model for each token", text(turn.plain, "Plain", fast)),
+        ("mmspec", f"{turn.ask.drafter} drafts ahead; one call checks the whole draft",
+         text(turn.fast, "mmspec", fast)),
     ))  # fmt: skip
 
 
-def _numbers(answer: ShownAnswer) -> str:
-    rounds, known, count = len(answer.gains), bool(answer.at), len(answer.tokens)
-    read = f"{duration(answer.prefill - answer.vision)} prefill" + " incl. vision" * (not answer.vision)
-    seen = f"{duration(answer.vision)} vision + " if answer.vision else ""
-    first = f"{seen}{read} + {duration(answer.first - answer.prefill)} for the token"
-    drafted = f"{answer.accepted} accepted" if answer.accelerated else "nothing is drafted"
-    return look.figures([
-        ("tokens/s", number(answer.tokens_per_second), known, "prefill included"),
-        ("all tokens", duration(answer.seconds), known, f"{count} token{'s' * (count != 1)}{', cut off' * answer.cut}"),
-        ("time to first token", duration(answer.first), known, first),
-        ("tokens per model call", f"{answer.tokens_per_target_call:.2f}", rounds, "own token included"),
-        ("drafted tokens accepted per call", f"{answer.accepted_draft_tokens_per_call:.2f}", rounds, drafted),
-        ("model calls", str(rounds), rounds, "after the prefill"),
+def headline(turn: ChatTurn) -> str:
+    """The speed-up to the last token that both have, tokens per forward, and whether the output is the same."""
+    cut = f"Cut off at {turn.ask.max_new_tokens} tokens; New tokens in the options allows more." * turn.plain.cut
+    badge = look.badge(*acceptance(turn), turn.over)
+    return look.headline(turn.speed_up(), turn.fast.tokens_per_target_call, "forward", badge, cut, look.pace(turn))
+
+
+def figures(turn: ChatTurn) -> str:
+    """Where the time went, and what the drafts gave."""
+    both = turn.plain, turn.fast
+    decode = turn.speed_up(after=1)
+    return look.table([
+        ("tokens", *(f"{len(a.tokens)}{', cut off' * a.cut}" for a in both)),
+        ("whole answer", *(duration(a.seconds) for a in both)),
+        ("to the first token", *(duration(a.first) for a in both)),
+        ("of it the vision tower", *(duration(a.vision) if a.vision else "–" for a in both)),
+        ("of it the rest of the prefill", *(duration(max(0.0, a.prefill - a.vision)) for a in both)),
+        ("tokens/s, prefill included", *(f"{len(a.tokens) / a.at[-1]:.1f}" if a.at else "–" for a in both)),
+        ("speed-up without the wait for the first token", "1", f"{decode:.2f}×" if decode else "–"),
+        ("forwards after the prefill", *(str(a.rounds) for a in both)),
+        ("tokens per forward, its own included", *(f"{a.tokens_per_target_call:.2f}" for a in both)),
+        ("drafted tokens accepted per forward", "–", f"{turn.fast.accepted_draft_tokens_per_call:.2f}"),
+        (f"{turn.ask.noun} and prompt prepared, once for both", *[duration(turn.prepared)] * 2),
     ])  # fmt: skip
-
-
-def calls(gains: Sequence[int], name: str) -> str:
-    """A column for each target call: as high as the tokens it gave."""
-    if not gains:
-        return ""
-    most = max(gains)
-    columns = "".join(f'<i style="--h:{gain / most:.2f}"></i>' for gain in gains)
-    label = f"tokens from each of {len(gains)} {name}, {most} at most"
-    return f'<figure class="mm-calls"><div aria-hidden="true">{columns}</div><figcaption>{label}</figcaption></figure>'
-
-
-def summary(turn: ChatTurn) -> str:
-    """The speed-up, where the time went, and whether the output is the same."""
-    total, decode = turn.speed_up(), turn.speed_up(after=1)
-    if total is None:
-        about = "the accelerated answer comes after the plain one"
-    else:
-        n = turn.compared
-        about = f"{'as fast' if total >= 1 else 'the speed'} to token {n}"
-        about += f"; {decode:.2f}× without the wait for the first" if decode else ""
-    ready = f"Preparing {turn.ask.noun} and prompt, once for both, took {duration(turn.prepared)} more."
-    cut = f"Cut off at {turn.ask.max_new_tokens} tokens; New tokens in the options allows more."
-    bars = look.times([("plain", _parts(turn.plain)), ("mmspec", _parts(turn.fast))])
-    return look.summary(total, about, bars, look.badge(*acceptance(turn), turn.over), cut * turn.plain.cut, ready)
-
-
-def _parts(answer: ShownAnswer) -> list[tuple[str, float]]:
-    """Where the time of an answer went so far."""
-    read = answer.prefill - answer.vision if answer.prefill else 0.0
-    return [("vision", answer.vision), ("prefill", read), ("decode", max(0.0, answer.seconds - answer.prefill))]
 
 
 def acceptance(turn: ChatTurn) -> tuple[str, str]:
@@ -113,7 +97,7 @@ def acceptance(turn: ChatTurn) -> tuple[str, str]:
         return "different", f"First difference at token {where + 1}{near}"
     if not turn.over:
         return "open", "not compared yet"
-    if turn.plain.state == turn.fast.state == DONE:
+    if turn.ended:
         return "same", f"✓ identical output: {n} of {n} tokens"
     if n == 0:
         return "open", "nothing to compare"

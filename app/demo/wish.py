@@ -11,13 +11,13 @@ from mmspec.app.demo.desk import MAX_SEED, RefusedError, within
 
 MAX_WINDOW = 64
 MAX_GUIDANCE = 20
-LOSSLESS = "off"
+LOSSLESS = "exact"
 FAMILIES = tuple(sweeps(1024))  # of rules that bend the distribution, each with settings from mild to bold
 STEPS = 5  # of boldness
-SEED_EXACT = "jacobi, seed-exact"
+SEED_EXACT, COUPLED = "jacobi, seed-exact", "jacobi, maximal coupling"
 METHODS: dict[str, dict[str, Any]] = {  # options of the Jacobi drafter; the window comes from the page
     SEED_EXACT: {"reproducible": True},
-    "jacobi, maximal coupling": {"coupling": "maximal"},
+    COUPLED: {"coupling": "maximal"},
     "jacobi, gumbel coupling": {"coupling": "gumbel"},
     "jacobi, uncoupled (SJD)": {"coupling": "none"},
     "jacobi, proactive tree (SJD-PAC)": {"coupling": "maximal", "proactive": (3, 3)},
@@ -60,7 +60,7 @@ class PromptWish:
         if self.seed_exact and self.rule != LOSSLESS:
             raise RefusedError(
                 f"{self.method} draws plain decoding's own picture, which a relaxed rule would change. Choose another "
-                "method, or set the rule back to off."
+                "method, or set the rule back to exact."
             )
 
     @property

@@ -32,24 +32,13 @@ from benchmarks.suites.faithful import PictureReader
 from mmspec.app import embedded, engine
 from mmspec.app.demo import caption_tab, guard, image_tab, image_view, look, records, sight, view
 from mmspec.app.demo import command as demo
-from mmspec.app.demo.answer import (
-    CORRECTED,
-    DONE,
-    DRAFTED,
-    OWN,
-    PLAIN,
-    STOPPED,
-    TIMED_OUT,
-    Ask,
-    ChatTurn,
-    ShownAnswer,
-    Token,
-    Transcript,
-)
+from mmspec.app.demo.answer import CORRECTED, DRAFTED, OWN, PLAIN, Ask, ChatTurn, ShownAnswer, Token, Transcript
 from mmspec.app.demo.canvas import Easel
 from mmspec.app.demo.desk import QUEUE, Desk, RefusedError
-from mmspec.app.demo.duo import Duo
+from mmspec.app.demo.duo import Duo, fitting
+from mmspec.app.demo.race import DONE, STOPPED, TIMED_OUT
 from mmspec.app.demo.wish import METHODS, SEED_EXACT, PromptWish
+from mmspec.app.devices import EngineError
 from mmspec.app.embedded import SHIPPED
 from mmspec.app.engine import Engine
 from mmspec.app.media.decoder import Decoder
@@ -179,26 +168,37 @@ def test_a_run_colours_every_token_once_and_its_counts_add_up(duo: Duo, picture:
     own = [token for token in fast.tokens if token.kind in (OWN, CORRECTED)]
     assert len(drafted) + len(own) == 48 and 0 < len(drafted) <= fast.accepted
     assert {OWN, CORRECTED} == {token.kind for token in own}
-    assert 1 + sum(fast.gains) == 48 == 1 + sum(plain.gains) and plain.accepted == 0
-    assert fast.tokens_per_target_call == 1 + fast.accepted / len(fast.gains)
+    assert sum(fast.calls) == 48 == sum(plain.calls) and plain.accepted == 0
+    assert fast.tokens_per_target_call == 1 + fast.accepted / fast.rounds
     assert plain.tokens_per_target_call == 1
     assert 0 < fast.vision < fast.prefill <= fast.first <= fast.at[-1] and fast.at == sorted(fast.at)
     assert view.acceptance(turn) == ("same", "✓ identical output: 48 of 48 tokens")
-    for answer in (plain, fast):
-        html = view.pane(answer, "title", "about")
-        text = re.search(r'<div class="mm-text"[^>]*>(.*?)</div>', html, re.S)
-        assert text is not None and unescape(re.sub(r"<[^>]*>", "", text[1])) == answer.text
-        assert text[1].count('<span class="mm-t ') == len(answer.tokens)
+    texts = re.findall(r'<div class="mm-text"[^>]*>(.*?)</div>', view.stage(turn), re.S)
+    for answer, text in zip((plain, fast), texts, strict=True):
+        assert unescape(re.sub(r"<[^>]*>", "", text)) == answer.text
+        assert text.count('<span class="mm-t ') == len(answer.tokens)
+        shown = [float(at) for at in re.findall(r'style="--t:([\d.]+)"', text)]
+        assert shown == pytest.approx(answer.at, abs=1e-3)  # each token is replayed at its own moment, on one clock
+    assert [int(n) for n in re.findall(r'data-n="(\d+)"', texts[1])] == fast.calls and "data-n" not in texts[0]
     assert not hasattr(type(duo.model), "_mmspec_patch")
 
 
-def test_depths_follow_each_other() -> None:
-    answer = ShownAnswer(True)
+def test_a_call_begins_where_its_first_token_stands() -> None:
+    answer = ShownAnswer(accelerated=True)
     for tokens, accepted in (((), 0), ((1,), 0), ((2, 3, 4), 2), ((5,), 3)):  # the last draft was cut by the end
         answer.take(Step(tokens, accepted, 1.0, corrected=accepted == 2))
-    kinds = [(OWN, 0), (DRAFTED, 1), (DRAFTED, 2), (CORRECTED, 0), (DRAFTED, 1)]
-    assert [(t.kind, t.depth) for t in answer.tokens] == kinds
-    assert (answer.gains, answer.accepted, answer.accepted_draft_tokens_per_call) == ([3, 1], 5, 2.5)
+    kinds = [(OWN, 1), (DRAFTED, 3), (DRAFTED, 0), (CORRECTED, 0), (DRAFTED, 1)]
+    assert [(t.kind, t.begins) for t in answer.tokens] == kinds
+    assert (answer.calls, answer.accepted, answer.accepted_draft_tokens_per_call) == ([1, 3, 1], 5, 2.5)
+
+
+def test_both_sides_are_measured_before_anything_is_shown_and_a_long_race_is_replayed_faster() -> None:
+    plain, fast = ShownAnswer(at=[1.0, 30.0], seconds=30.0, state=DONE), ShownAnswer(at=[6.0], seconds=6.0, state=DONE)
+    turn = ChatTurn(plain, fast, about(None), 0.0)
+    plain.tokens, fast.tokens = [Token(1, PLAIN, 1, "a"), Token(2, PLAIN, 1, "b")], [Token(1, OWN, 1, "a")]
+    assert re.findall(r"mm-t [^>]*--t:([\d.]+)", view.stage(turn)) == ["0.400", "12.000", "2.400"]
+    assert re.findall(r"--w:([\d.]+)%;--for:([\d.]+)", view.stage(turn)) == [("100.0", "12.000"), ("20.0", "2.400")]
+    assert "Replayed 2.5× as fast as it ran." in view.headline(turn)
 
 
 def test_the_first_prefill_does_not_inflate_the_headline(duo: Duo, picture: str) -> None:
@@ -219,17 +219,17 @@ def test_the_first_prefill_does_not_inflate_the_headline(duo: Duo, picture: str)
 def test_an_answer_that_was_cut_off_says_so(duo: Duo, picture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     turn = last(duo.run(about(picture, max_new_tokens=8), threading.Event()))
     assert turn.plain.cut and turn.fast.cut
-    assert "Cut off at 8 tokens" in view.summary(turn) and "8 tokens, cut off" in view.pane(turn.fast, "mmspec", "")
+    assert "Cut off at 8 tokens" in view.headline(turn) and "8, cut off | 8, cut off" in view.figures(turn)
     monkeypatch.setattr(duo.model.generation_config, "eos_token_id", turn.plain.ids[3])
     turn = last(duo.run(about(picture, max_new_tokens=8), threading.Event()))
-    assert len(turn.plain.tokens) <= 4 and not turn.plain.cut and "Cut off" not in view.summary(turn)
+    assert len(turn.plain.tokens) <= 4 and not turn.plain.cut and "Cut off" not in view.headline(turn)
 
 
 def test_only_a_gain_is_green() -> None:
-    assert "mm-gain" in look.summary(1.2, "", "", "") and "1.20×" in look.summary(1.2, "", "", "")
-    assert "mm-gain" not in look.summary(0.9, "", "", "") and "mm-gain" not in look.summary(None, "", "", "")
-    style = demo.STYLE.read_text()
-    assert not re.search(r"\.mm-speed[^}]*color", style) and re.search(r"\.mm-gain[^}]*color", style)
+    gain, loss, none = (look.headline(much, 2.0, "forward", "") for much in (1.2, 0.9, None))
+    assert "mm-gain" in gain and "1.20×</strong> as fast" in gain and "2.00</strong> tokens per forward" in gain
+    assert "mm-gain" not in loss + none and "0.90×</strong> the speed" in loss
+    assert re.search(r"\.mm-gain[^}]*color", demo.STYLE.read_text())
 
 
 def test_photos_of_phones_are_made_smaller(eyes: Decoder, tmp_path: Path) -> None:
@@ -305,13 +305,24 @@ def test_stop_and_the_time_limit_end_both_answers(duo: Duo, picture: str) -> Non
 
 
 @pytest.mark.parametrize("named, name", [(SHIPPED, USUAL), ("recycle", "recycle")])
-def test_drafters_without_weights_have_a_name_and_a_tree_that_the_page_allows(
-    named: str, name: str, eyes: Decoder, picture: str
-) -> None:
-    """What a model drafts with that ships with nothing."""
-    both = Duo(Engine(tiny_llava.model(), tiny_llava.processor(), named, 32), eyes)
-    assert both.name == name and list(both.drafters) == [name, "ngram"]
-    both.warm_up(picture, PROMPT)
+def test_all_drafters_that_fit_can_be_chosen(named: str, name: str, eyes: Decoder, picture: str) -> None:
+    """Of a model that ships with nothing, and whose files hold no heads: those without weights."""
+    made = Engine(tiny_llava.model(), tiny_llava.processor(), named, 32)
+    both = Duo(made, eyes, drafters=fitting(made, "somebody/tiny"))
+    assert both.name == next(iter(both.drafters)) == name and set(both.drafters) == {"ngram", "recycle", "suffix"}
+    for drafter in both.drafters:
+        assert view.acceptance(both.whole(about(picture, drafter=drafter, max_new_tokens=8)))[0] == "same"
+    with pytest.raises(RefusedError, match="width must be at most 8"):
+        both.whole(about(picture, drafter="recycle", width=12))
+    with pytest.raises(EngineError, match="needs weights"):
+        fitting(made, "somebody/tiny", ["eagle"])
+
+
+@pytest.mark.full
+def test_the_embedded_drafters_fit_the_embedded_model() -> None:
+    made = engine.load(embedded.MODEL, embedded.DRAFTER, "cpu", "float32", 8, 0.0)
+    own = {"eagle", "msd", "vispec", "flash", "specvlm", "block"}
+    assert set(fitting(made, embedded.MODEL)) == own | {"ngram", "recycle", "suffix"}
 
 
 def test_letters_of_several_tokens() -> None:
@@ -321,7 +332,7 @@ def test_letters_of_several_tokens() -> None:
     for text in ("aé€🙂b".encode(), "aé€🙂".encode()[:-1], b""):  # the second breaks off inside a letter
         transcript = Transcript(decode)
         for byte in text:
-            transcript.add(Token(byte, OWN, 0))
+            transcript.add(Token(byte, OWN))
         transcript.close()
         assert "".join(token.text for token in transcript.tokens) == decode(list(text))
 
@@ -332,7 +343,7 @@ REFUSED = {
     "no picture": ({"image": None}, "no picture"),
     "no prompt": ({"prompt": "  "}, "prompt is empty"),
     "long prompt": ({"prompt": "w" * 2001}, "2000 are allowed"),
-    "depth": ({"depth": 99}, "between 1 and 16"),
+    "depth": ({"depth": 99}, "between 0 and 16"),
     "tokens": ({"max_new_tokens": 10**6}, "between 1 and 512"),
     "heat": ({"temperature": float("nan")}, "between 0 and 2"),
     "drafter": ({"drafter": "vispc"}, "choose from ngram"),
@@ -365,7 +376,8 @@ def test_pictures_that_are_none(duo: Duo, tmp_path: Path) -> None:
 
 def test_trees_fit_their_depth_and_width() -> None:
     rest = {"reproducible": False, "compile": False, "auto": False}
-    assert about(None, "", depth=4, width=1, size=96).options == {"depth": 4, "width": 1} | rest
+    assert about(None).options == rest  # as the drafter recommends
+    assert about(None, "", depth=4, width=1, size=96).options == {"depth": 4, "width": 1, "size": 5} | rest
     assert about(None, "", depth=1, width=2, size=32).options == {"depth": 1, "width": 2, "size": 3} | rest
     assert about(None, "", depth=5, width=8, size=2).options == {"depth": 5, "width": 8, "size": 6} | rest
 
@@ -373,25 +385,26 @@ def test_trees_fit_their_depth_and_width() -> None:
 # ------------------------------------------------------------------------------------------------ the tab
 
 
-VALUES = (PROMPT, "ngram", 5, 1, 6, 0, 1, 0, True, 8, 4, False, False)  # Ask's fields after the media
+VALUES = (PROMPT, "ngram", 5, 0, 0, 0, 1, 0, True, 8, 4, False, False)  # Ask's fields after the media
 
 
 def test_the_tabs_events(duo: Duo, picture: str) -> None:
     tab = caption_tab.Caption(duo, Desk())
     assert len(tab.begin(VISIT)) == 5
     looks = list(tab.run(VISIT, "image", picture, None, *VALUES))
-    assert "identical output: 8 of 8" in looks[-1][1] and tab.desk._ends == {}
+    assert "identical output: 8 of 8" in looks[-1][0] and tab.desk._ends == {}
+    assert all("Measuring" in look[0] and not isinstance(look[1], str) for look in looks[:-1])  # then both at once
     said = looks[-1][4]
     assert [asked for asked, _ in said] == [PROMPT]
     *_, end = tab.go_on(VISIT, said, "w9", "image", picture, None, *VALUES)
     assert [asked for asked, _ in end[4]] == [PROMPT, "w9"]
     assert next(tab.run(VISIT, "image", picture, None, *VALUES))[4] == []  # stopped, it leaves no earlier conversation
     (refused,) = list(tab.run(VISIT, "image", None, None, *VALUES))
-    assert 'role="alert"' in refused[1] and tab.desk._ends == {}
+    assert 'role="alert"' in refused[0] and tab.desk._ends == {}
     tab.begin(VISIT)
     tab.stop(VISIT)  # pressed while the run waits for its turn
     *_, end = tab.run(VISIT, "image", picture, None, *VALUES)
-    assert 'role="alert"' in end[1] or "nothing to compare" in end[1]
+    assert 'role="alert"' in end[0] or "nothing to compare" in end[0]
     assert len(tab.clear(VISIT)) == 9
 
 
@@ -403,8 +416,8 @@ def test_a_failing_model_is_reported_and_not_fatal(duo: Duo, picture: str, monke
     with monkeypatch.context() as patch:
         patch.setattr(duo.model, "generate", fail)
         looks = list(tab.run(VISIT, "image", picture, None, *VALUES))
-    assert "MemoryError: &lt;b&gt;no room" in looks[-1][1]
-    assert "identical" in list(tab.run(VISIT, "image", picture, None, *VALUES))[-1][1]
+    assert "MemoryError: &lt;b&gt;no room" in looks[-1][0]
+    assert "identical" in list(tab.run(VISIT, "image", picture, None, *VALUES))[-1][0]
 
 
 def test_the_desk_serves_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -441,7 +454,7 @@ def test_a_stopped_run_frees_its_memory(duo: Duo, easel: Easel, picture: str) ->
         sizes = []
         for _ in range(2):  # the first leaves what all others need, too
             looks = desk.serve("ann", run, str)
-            next(looks), next(looks)
+            next(looks)
             desk.stop("ann")
             assert last(looks).over
             del looks
@@ -456,24 +469,27 @@ def test_a_stopped_run_frees_its_memory(duo: Duo, easel: Easel, picture: str) ->
 def test_a_picture_fills_its_grid_and_the_counts_add_up(easel: Easel, method: str) -> None:
     pair = last(easel.run(PromptWish("a small circle", method, window=4, seed=5), threading.Event()))
     for drawn in (pair.plain, pair.fast):
-        assert drawn.state == DONE and len(drawn.tokens) == len(drawn.depths) == 64 and drawn.image is not None
-        assert sum(drawn.gains) == 63 and 0 < drawn.prefill < drawn.seconds
-    assert pair.plain.accepted == 0 and pair.plain.forwards == 64
-    assert pair.fast.accepted > 0 and pair.fast.accepted + pair.fast.forwards in (64, 65)  # the last may end in a draft
+        assert drawn.state == DONE and drawn.count == len(drawn.at) == 64 and drawn.image is not None
+        assert len(drawn.calls) == len(drawn.begins) == drawn.made.forwards and 0 < drawn.first < drawn.seconds
+        assert drawn.at == sorted(drawn.at) and max(drawn.at) <= drawn.seconds
+    assert pair.plain.made.stats.accepted == 0 and len(pair.plain.calls) == 64
+    accepted = pair.fast.made.stats.accepted
+    assert accepted > 0 and accepted + len(pair.fast.calls) in (64, 65)  # the last may end in a draft
     assert easel.painter.pipe._plan(True).reproducible  # plain again
-    html = image_view.pane(pair.fast, "mmspec", "about")
-    assert html.count('<i class="mm-d') == pair.fast.accepted and html.count('<i class="mm-') == 64
+    html = image_view.stage(pair, "about", marked=True)
+    assert html.count("mm-call") == len(pair.fast.calls) and html.count("--t:") == 128 + 2 and "mm-open" not in html
     kind, words = image_view.acceptance(pair)
-    assert kind == ("same" if method == SEED_EXACT or pair.same == 64 else "chance"), words
+    assert kind == ("same" if method == SEED_EXACT or pair.same == 64 else "kept"), words
 
 
 def test_a_lossy_picture_tells_its_distortion(easel: Easel) -> None:
     wish = PromptWish("a small circle", "jacobi, maximal coupling", window=4, rule="scaled", boldness=5, seed=2)
     pair = last(easel.run(wish, threading.Event()))
     kind, words = image_view.acceptance(pair)
-    assert pair.fast.spent > 0 and kind == "lossy" and f"{pair.fast.spent:.2f}" in words and pair.rule in words
+    [spent] = pair.fast.made.spent
+    assert spent > 0 and kind == "lossy" and f"{spent:.2f}" in words and pair.rule in image_view.headline(pair)
     limited = last(easel.run(PromptWish(**{**vars(wish), "budget": 0.25}), threading.Event()))
-    assert 0 < limited.fast.spent <= 0.25 + 1e-9 and "budget of 0.25" in image_view.acceptance(limited)[1]
+    assert 0 < limited.fast.made.spent[0] <= 0.25 + 1e-9 and "budget of 0.25" in image_view.headline(limited)
 
 
 WRONG = {
@@ -498,7 +514,7 @@ def test_a_picture_can_be_stopped(easel: Easel) -> None:
     next(run)
     stop.set()
     pair = last(run)
-    assert pair.plain.state == pair.fast.state == STOPPED and len(pair.plain.tokens) < 64
+    assert pair.plain.state == pair.fast.state == STOPPED and pair.plain.count < 64
     assert image_view.acceptance(pair) == ("open", "nothing to compare")
     assert threads() <= before
     slow = Easel(easel.painter, time_limit=0.0)
@@ -508,10 +524,10 @@ def test_a_picture_can_be_stopped(easel: Easel) -> None:
 def test_the_image_tabs_events(easel: Easel) -> None:
     tab = image_tab.Image(easel, Desk(), own=True)
     assert len(tab.begin(VISIT)) == 5
-    values = ("a zebra circle", SEED_EXACT, 4, "off", 1, 0, 7, 3.0, 1.0)
+    values = ("a zebra circle", SEED_EXACT, 4, "exact", 1, 0, 7, 3.0, 1.0)
     looks = list(tab.run(VISIT, *values))
     assert "the same picture: 64 of 64" in looks[-1][0] and "does not know: zebra" in looks[-1][0]
-    assert 'src="data:image/png;base64,' in next(look[2] for look in reversed(looks) if isinstance(look[2], str))
+    assert looks[-1][1].count('src="data:image/png;base64,') == 2 and "tokens per forward | 1.00 |" in looks[-1][2]
     (refused,) = list(tab.run(VISIT, "", *values[1:]))
     assert 'role="alert"' in refused[0]
 
@@ -551,24 +567,41 @@ def bench(tmp_path: Path) -> records.ResultFolder:
 
 
 def test_runs_are_shown_one_at_a_time(bench: records.ResultFolder) -> None:
-    assert list(bench.runs) == ["a.json", "vlm.json"] and bench.first == "vlm.json"
+    assert list(bench.runs) == ["a.json", "vlm.json"] and bench.first("scenes") == "vlm.json" == bench.first(
+        "another model"
+    )
     assert bench.trouble == ["b.json: it holds no records of mmspec bench"]
-    assert bench.measures("a.json") == ["compression", "spent"]
-    _, rows, notes = records.shown(bench, "vlm.json", "speedup_e2e")
-    assert rows["method"].to_list() == ["eagle", "stock", "<i>"] and rows["speed-up, end to end"][0] == 2
+    assert [name for _, name in records.measures(bench.runs["a.json"]["records"])] == ["compression", "spent"]
+    one, four = bench.conditions("vlm.json")
+    assert (one, four) == ("batch 1, temperature 0", "batch 4, temperature 0")
+    bars, rows, notes = records.shown(bench, "vlm.json", one, "speedup_e2e")
+    assert rows["method"].to_list() == ["eagle", "stock"] and rows["speed-up, end to end"].to_list() == [2, 1]
+    assert rows["upper quartile"].to_list() == [2.5, 2.5] and bars.title == f"Speed-up, end to end; {one}"
     assert "c0ffee" in notes and "wall time" in notes and bench.trouble[0] in notes
-    assert records.shown(bench, "a.json", "spent")[1]["distribution"].to_list() == ["lossy", "without mmspec"]
+    assert records.shown(bench, "vlm.json", four, "speedup_e2e")[1]["method"].to_list() == ["<i>"]  # not measured there
+    assert records.shown(bench, "a.json", "as it is", "spent")[1]["distribution"].to_list() == [
+        "lossy",
+        "without mmspec",
+    ]
+    assert bench.quality("image", "scenes")["ar"]["compression"] == 1 and bench.quality("image", "other") == {}
+
+
+def test_a_run_has_a_title_in_words(bench: records.ResultFolder) -> None:
+    assert bench.title("vlm.json") == "Answers about pictures, scenes"
+    assert bench.title("a.json") == "Pictures from prompts, scenes: a"
+    own = records.read(demo.RESULTS)
+    titles = [own.title(run) for run in own.runs]
+    assert len(set(titles)) == len(titles) and not any(".json" in title or "-short" in title for title in titles)
+    assert "scenes-video" in own.title(own.first(embedded.MODEL))
 
 
 def test_of_many_bars_the_best_are_shown(bench: records.ResultFolder) -> None:
-    bars = records.ranked(bench.records("vlm.json"), "speedup_e2e")
-    assert bars[["method", "kind", "value"]].values.tolist() == [
-        ["eagle · batch 1", "lossless", 2.0],
-        ["stock · batch 1", "without mmspec", 1.0],
-    ]
-    assert bars["upper quartile"].to_list() == [2.5, 2.5]
     many = [{**RECORD, "method": f"eagle-{n}", "speedup_e2e": 1 + n / 10} for n in range(30)]
-    best = records.ranked(many, "speedup_e2e").head(records.BARS)["method"].to_list()
+    run = {"many.json": {"records": many, "provenance": {}, "meaning": {}}}
+    bars, *_ = records.shown(
+        records.ResultFolder(Path(), run, []), "many.json", records.condition(RECORD), "speedup_e2e"
+    )
+    best = [row[0] for row in bars.value["data"]]
     assert len(best) == records.BARS <= 12 and best[0] == "eagle-29" and "eagle-17" not in best
 
 
@@ -596,7 +629,7 @@ def served(duo: Duo, easel: Easel, picture: str, tmp_path_factory: pytest.TempPa
     offer = caption_tab.Offer(
         [Path(picture)], [PROMPT, "w9"], note="knows drawn scenes only", hard="w9", draw=scenes.drawn
     )
-    page = demo.build(duo, offer, tmp_path_factory.mktemp("none"), easel)
+    page = demo.build(duo, offer, records.read(tmp_path_factory.mktemp("none")), easel)
     with pytest.MonkeyPatch.context() as patch:  # gradio gives up when its first page takes three seconds
         patch.setattr(networking, "url_ok", lambda url: httpx.head(url, trust_env=False, timeout=PATIENCE).is_success)
         _, address, _ = demo.launch(page, "127.0.0.1", None, None, prevent_thread_lock=True, quiet=True)
@@ -645,7 +678,9 @@ def test_an_example_is_chosen_and_the_note_stands_where_one_uploads(served: Any,
     named = parts(served.page)
     assert Path(named["mm-image"].value["path"]).read_bytes() == Path(picture).read_bytes()
     order = list(named)
-    assert order.index("mm-image") < order.index("mm-note") < order.index("mm-prompt") < order.index("mm-summary")
+    assert (
+        order.index("mm-image") < order.index("mm-note") < order.index("mm-prompt") < order.index("mm-caption-summary")
+    )
     assert "drawn scenes only" in named["mm-note"].value
 
 
@@ -665,6 +700,7 @@ def test_the_embedded_model_is_asked_what_it_knows(monkeypatch: pytest.MonkeyPat
     demo.configure(parser)
     monkeypatch.setattr(engine, "load", lambda *_, **__: SimpleNamespace(drafter=object(), notes=[]))
     monkeypatch.setattr("mmspec.app.demo.duo.Duo", lambda *_: SimpleNamespace(warm_up=lambda *_: None))
+    monkeypatch.setattr("mmspec.app.demo.duo.fitting", lambda *_: {})
     _, offer = demo._captions(parser.parse_args([]), None, [], [])
     assert offer.prompts == ["Describe this image.", "Describe this image in detail."]
     assert offer.hard == offer.prompts[1]

@@ -21,7 +21,7 @@ FLAGS = [
     "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync",
 ]  # fmt: skip
-LAPTOP, PHONE = {"width": 1280, "height": 800}, {"width": 390, "height": 844}
+LAPTOP, SMALL, PHONE = ({"width": w, "height": h} for w, h in ((1440, 844), (1366, 768), (390, 844)))
 PATIENCE = 180  # seconds; a busy machine must not fail a test
 
 
@@ -143,7 +143,7 @@ class Visitor:
         self.page.fill("#mm-prompt textarea", prompt)
 
     def press(self, name: str) -> None:
-        """One of run, stop, clear, send; draw, halt."""
+        """One of run, stop, clear, send; draw, halt; sketch."""
         self.page.click(f"#mm-{name}")
 
     def wait_for(self, selector: str) -> str:
@@ -151,14 +151,30 @@ class Visitor:
         return str(self.page.wait_for_selector(selector).inner_text())
 
     def text(self, pane: str) -> str:
-        """What stands in the plain or the fast pane, letter by letter."""
-        return str(self.page.locator(f"#mm-{pane}-pane .mm-text").text_content())
+        """What stands in the pane of that title, letter by letter."""
+        return str(self.page.locator(f"#mm-caption-race [aria-label='{pane}'] .mm-text").text_content())
 
     def count(self, selector: str) -> int:
         return int(self.page.locator(selector).count())
 
     def wait_idle(self) -> None:
-        self.page.wait_for_function("!document.querySelector('#mm-run[disabled], #mm-draw[disabled]')")
+        self.page.wait_for_function(
+            "!document.querySelector('#mm-run[disabled], #mm-draw[disabled], #mm-sketch[disabled]')"
+        )
+
+    def replay(self) -> None:
+        """Let the replay come to its end."""
+        self.page.evaluate("document.getAnimations().forEach(one => one.finish())")
+
+    def bottom(self, selector: str) -> float:
+        """Where it ends, in pixels from the top of the page."""
+        box = self.page.locator(selector).bounding_box()
+        return float(box["y"] + box["height"])
+
+    def take(self, path: Path, whole: bool = False) -> Path:
+        """A picture of what is in sight, or of the whole page."""
+        self.page.screenshot(path=str(path), full_page=whole)
+        return path
 
     @property
     def too_wide(self) -> bool:
@@ -166,23 +182,26 @@ class Visitor:
         return bool(self.page.evaluate("document.documentElement.scrollWidth > window.innerWidth"))
 
 
-VIEWS = (("laptop-light", LAPTOP, False), ("laptop-dark", LAPTOP, True), ("phone", PHONE, False))
-DONE = ":is(.mm-same, .mm-different, .mm-chance, .mm-lossy)[role=status]"
+VIEWS = (("laptop-light", LAPTOP, False), ("small-dark", SMALL, True), ("phone", PHONE, False))
+DONE = ":is(.mm-same, .mm-kept, .mm-different, .mm-chance, .mm-lossy)[role=status]"
 
 
 def shoot(address: str, folder: Path, prompt: str | None = None) -> list[Path]:
-    """Every tab after it was used, on a laptop, light and dark, and on a phone."""
+    """Every tab as it opens, in the middle of a replay and after it, on two laptops and a phone."""
     folder.mkdir(parents=True, exist_ok=True)
     taken = []
     with browser() as running:
         for name, size, dark in VIEWS:
             visitor = Visitor(running, address, size, dark)
-            for tab, use in (("", _ask), ("image-", _draw), ("drafters-", _look)):
+            taken.append(visitor.take(folder / f"demo-opened-{name}.png"))
+            for tab, use in (("", _ask), ("image-", _draw), ("continuous-", _sketch), ("drafters-", _look)):
                 use(visitor, prompt, dark)
+                taken.append(visitor.take(folder / f"demo-{tab}race-{name}.png"))
+                visitor.wait_idle()
+                visitor.replay()
                 visitor.page.evaluate("scrollTo(0, 0)")
                 visitor.page.wait_for_timeout(400)  # transitions
-                taken.append(folder / f"demo-{tab}{name}.png")
-                visitor.page.screenshot(path=str(taken[-1]), full_page=size == PHONE)
+                taken.append(visitor.take(folder / f"demo-{tab}{name}.png", whole=size == PHONE))
             if visitor.outside or visitor.errors:
                 raise RuntimeError(f"asked others for {visitor.outside}; errors in the page: {visitor.errors}")
             visitor.close()
@@ -194,26 +213,34 @@ def _ask(visitor: Visitor, prompt: str | None, dark: bool) -> None:
     if prompt is not None:
         visitor.ask(prompt)
     visitor.press("run")
-    visitor.wait_for(f"#mm-summary {DONE}")
-    visitor.wait_idle()
+    visitor.wait_for(f"#mm-caption-summary {DONE}")
+    visitor.page.wait_for_timeout(250)
 
 
 def _draw(visitor: Visitor, prompt: str | None, dark: bool) -> None:
-    """By light the seed-exact method, by dark a lossy one."""
+    """By light the seed-exact method, by dark a lossy rule."""
     visitor.open("Image")
     if dark:
-        visitor.pick("Method", "jacobi, maximal coupling")
-        visitor.page.get_by_role("button", name="Relaxation (lossy)").click()
-        visitor.page.wait_for_selector("input[aria-label='Lossy rule']:not([disabled])")
-        visitor.pick("Lossy rule", "scaled")
+        visitor.pick("Rule", "lantern, lossy")
     visitor.press("draw")
     visitor.wait_for(f"#mm-paint-summary {DONE}")
-    visitor.wait_idle()
+    visitor.page.wait_for_timeout(250)
+
+
+def _sketch(visitor: Visitor, prompt: str | None, dark: bool) -> None:
+    """By light the exact rule, by dark CSpD's."""
+    visitor.open("Image, continuous")
+    if dark:
+        visitor.pick("Rule and drafts", "CSpD, approximate")
+    visitor.press("sketch")
+    visitor.wait_for(f"#mm-class-summary {DONE}")
+    visitor.page.wait_for_timeout(250)
 
 
 def _look(visitor: Visitor, prompt: str | None, dark: bool) -> None:
     visitor.open("Drafters")
-    visitor.wait_for("#mm-bench")
+    visitor.page.wait_for_selector("#mm-bars :is(svg, canvas)")
+    visitor.page.wait_for_timeout(500)
 
 
 def main() -> int:

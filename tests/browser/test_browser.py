@@ -72,11 +72,45 @@ def test_a_run_fills_both_panes_and_says_that_they_are_the_same(visitor: shoot.V
     visitor.choose()
     visitor.ask("w5 w6 w7 w5 w6")
     visitor.press("run")
-    assert "identical output: 128 of 128" in visitor.wait_for("#mm-summary .mm-same")
+    assert "identical output: 128 of 128" in visitor.wait_for("#mm-caption-summary .mm-same")
     visitor.wait_idle()
-    assert visitor.text("plain") == visitor.text("fast") != ""
-    assert visitor.count("#mm-plain-pane .mm-text .mm-plain") == 128
-    assert visitor.count("#mm-fast-pane .mm-text .mm-own") > 0 < visitor.count("#mm-fast-pane .mm-text .mm-d1")
+    assert visitor.text("Plain") == visitor.text("mmspec") != ""
+    plain, fast = (f"#mm-caption-race [aria-label='{title}'] .mm-text " for title in ("Plain", "mmspec"))
+    assert visitor.count(plain + ".mm-plain") == 128 and visitor.count(plain + ".mm-call") == 0
+    assert visitor.count(fast + ".mm-own") > 0 < visitor.count(fast + ".mm-drafted")
+    gains = visitor.page.locator(fast + ".mm-call").evaluate_all("all => all.map(one => Number(one.dataset.n))")
+    assert sum(gains) == 128 and len(gains) < 128
+
+
+def test_both_sides_move_in_one_view_and_can_be_replayed(visitor: shoot.Visitor) -> None:
+    visitor.choose()
+    visitor.press("run")
+    visitor.wait_for("#mm-caption-summary .mm-same")
+    moving = "document.getElementById('mm-caption-race').getAnimations({subtree: true}).map(one => one."
+    assert visitor.page.evaluate("new Set(" + moving + "playState)).size") > 0
+    starts = visitor.page.evaluate("[...new Set(" + moving + "effect.getTiming().delay))].length")
+    assert starts > 10  # tokens appear at moments of their own
+    visitor.replay()
+    assert visitor.page.evaluate(moving + "playState).every(state => state == 'finished')")
+    visitor.page.get_by_role("button", name="Replay slowly").first.click()
+    assert visitor.page.evaluate(moving + "playbackRate).every(rate => rate == .25)")
+    assert visitor.page.evaluate(moving + "playState).some(state => state == 'running')")
+    assert (
+        visitor.page.locator("#mm-caption-figures table").count() == 0
+        or not visitor.page.locator("#mm-caption-figures table").is_visible()
+    )  # the figures are folded away
+    visitor.page.get_by_role("button", name="Figures").first.click()
+    visitor.page.wait_for_selector("#mm-caption-figures td:has-text('tokens per forward')")
+
+
+@pytest.mark.parametrize("size", [shoot.LAPTOP, shoot.SMALL, shoot.PHONE], ids=["844", "768", "phone"])
+def test_run_is_in_sight(chromium: object, address: str, size: dict[str, int]) -> None:
+    visiting = shoot.Visitor(chromium, address, size)
+    visiting.page.wait_for_selector("#mm-image img")
+    assert visiting.bottom("#mm-run") <= size["height"]
+    visiting.open("Image")
+    assert visiting.bottom("#mm-draw") <= size["height"]
+    visiting.close()
 
 
 def test_stop_ends_a_run_and_the_next_one_works(visitor: shoot.Visitor) -> None:
@@ -85,25 +119,25 @@ def test_stop_ends_a_run_and_the_next_one_works(visitor: shoot.Visitor) -> None:
     visitor.set("New tokens", 480)
     visitor.ask("w5 w6")
     visitor.press("run")
-    visitor.page.wait_for_selector("#mm-plain-pane .mm-text .mm-t")
+    visitor.page.wait_for_selector("#mm-caption-summary :text('Measuring plain')")
     visitor.press("stop")
-    visitor.page.wait_for_selector("#mm-fast-pane .mm-state:text('stopped')")
+    visitor.page.wait_for_selector("#mm-caption-race .mm-clock:text('stopped')")
     visitor.wait_idle()
     visitor.set("New tokens", 8)
     visitor.press("run")
-    assert "8 of 8" in visitor.wait_for("#mm-summary .mm-same")
+    assert "8 of 8" in visitor.wait_for("#mm-caption-summary .mm-same")
 
 
 def test_mistakes_are_explained(visitor: shoot.Visitor, tmp_path: Path) -> None:
     visitor.press("clear")  # the page opens with an example
     visitor.page.wait_for_selector("#mm-image img", state="detached")
     visitor.press("run")
-    assert "no picture" in visitor.wait_for("#mm-summary [role=alert]")
+    assert "no picture" in visitor.wait_for("#mm-caption-summary [role=alert]")
     visitor.wait_idle()
     visitor.choose()
     visitor.ask("")
     visitor.press("run")
-    visitor.wait_for("#mm-summary [role=alert]:text('prompt is empty')")
+    visitor.wait_for("#mm-caption-summary [role=alert]:text('prompt is empty')")
     visitor.wait_idle()
     visitor.press("clear")
     visitor.page.wait_for_selector("#mm-image img", state="detached")
@@ -112,7 +146,7 @@ def test_mistakes_are_explained(visitor: shoot.Visitor, tmp_path: Path) -> None:
     visitor.upload(huge)
     visitor.ask("w5")
     visitor.press("run")
-    assert "pixels" in visitor.wait_for("#mm-summary [role=alert]:text('picture')")
+    assert "pixels" in visitor.wait_for("#mm-caption-summary [role=alert]:text('picture')")
 
 
 def test_an_example_then_a_file_that_is_no_picture(visitor: shoot.Visitor, tmp_path: Path) -> None:
@@ -125,13 +159,13 @@ def test_an_example_then_a_file_that_is_no_picture(visitor: shoot.Visitor, tmp_p
     visitor.upload(pretender)
     visitor.ask("w5")
     visitor.press("run")
-    assert "This picture" in visitor.wait_for("#mm-summary [role=alert]")
+    assert "This picture" in visitor.wait_for("#mm-caption-summary [role=alert]")
     visitor.wait_idle()
 
 
 def test_one_click_shows_the_effect(visitor: shoot.Visitor) -> None:
     visitor.press("run")
-    visitor.wait_for("#mm-summary .mm-same")
+    visitor.wait_for("#mm-caption-summary .mm-same")
 
 
 def test_the_keyboard_is_enough(visitor: shoot.Visitor) -> None:
@@ -141,7 +175,7 @@ def test_the_keyboard_is_enough(visitor: shoot.Visitor) -> None:
     visitor.page.locator("#mm-prompt textarea").focus()
     visitor.page.keyboard.type(" w9")
     visitor.page.keyboard.press("Enter")
-    visitor.wait_for("#mm-summary .mm-same")
+    visitor.wait_for("#mm-caption-summary .mm-same")
 
 
 def test_a_conversation_goes_on_until_the_picture_changes(visitor: shoot.Visitor) -> None:
@@ -149,14 +183,14 @@ def test_a_conversation_goes_on_until_the_picture_changes(visitor: shoot.Visitor
     visitor.choose()
     visitor.ask("w5 w6")
     visitor.press("run")
-    visitor.wait_for("#mm-summary .mm-same")
+    visitor.wait_for("#mm-caption-summary .mm-same")
     visitor.wait_idle()
-    first = visitor.text("plain")
+    first = visitor.text("Plain")
     visitor.page.fill("#mm-further textarea:not([disabled])", "w9")
     visitor.page.locator("#mm-further textarea").press("Enter")
     visitor.page.wait_for_selector("#mm-talk .mm-asked >> nth=1")
     assert visitor.page.locator("#mm-talk li").all_inner_texts() == ["w5 w6", first.strip(), "w9"]
-    visitor.wait_for("#mm-summary .mm-same")
+    visitor.wait_for("#mm-caption-summary .mm-same")
     visitor.wait_idle()
     visitor.choose(1)
     visitor.page.wait_for_selector("#mm-talk li", state="detached")
@@ -176,7 +210,7 @@ def test_a_video_shows_the_frames_that_are_read(visitor: shoot.Visitor, tmp_path
     visitor.set("New tokens", 8)
     visitor.ask("w5")
     visitor.press("run")
-    assert "8 of 8" in visitor.wait_for("#mm-summary .mm-same")
+    assert "8 of 8" in visitor.wait_for("#mm-caption-summary .mm-same")
     assert visitor.count("#mm-talk .mm-frames img") == 5
 
 
@@ -186,11 +220,11 @@ def test_chance_is_compared_where_the_draws_are_the_same(visitor: shoot.Visitor)
     visitor.set("Temperature", 1)
     visitor.set("New tokens", 8)
     visitor.press("run")
-    assert "8 of 8" in visitor.wait_for("#mm-summary .mm-same")
+    assert "8 of 8" in visitor.wait_for("#mm-caption-summary .mm-same")
     visitor.wait_idle()
     visitor.page.get_by_label("Same draws").uncheck()
     visitor.press("run")
-    assert "Drawn at random" in visitor.wait_for("#mm-summary .mm-chance")
+    assert "Drawn at random" in visitor.wait_for("#mm-caption-summary .mm-chance")
 
 
 def test_a_picture_is_drawn_twice_and_its_grid_fills(visitor: shoot.Visitor) -> None:
@@ -199,36 +233,38 @@ def test_a_picture_is_drawn_twice_and_its_grid_fills(visitor: shoot.Visitor) -> 
     visitor.press("draw")
     assert "the same picture: 64 of 64" in visitor.wait_for("#mm-paint-summary .mm-same")
     visitor.wait_idle()
-    assert visitor.count("#mm-plain-canvas .mm-cells i.mm-plain") == 64
-    drafted = visitor.count("#mm-fast-canvas .mm-cells i[class^=mm-d]")
-    assert 0 < drafted == 64 - visitor.count("#mm-fast-canvas .mm-cells i.mm-own")
-    pictures = [visitor.page.locator(f"#mm-{which}-canvas img").get_attribute("src") for which in ("plain", "fast")]
+    plain, fast = (f"#mm-paint-race [aria-label='{title}'] " for title in ("Plain", "mmspec"))
+    assert visitor.count(plain + ".mm-cells i") == 64 and visitor.count(plain + ".mm-call") == 0
+    assert 0 < visitor.count(fast + ".mm-call") < 64 == visitor.count(fast + ".mm-cells i")
+    pictures = [visitor.page.locator(f"{which} img").get_attribute("src") for which in (plain, fast)]
     assert pictures[0] == pictures[1] and str(pictures[0]).startswith("data:image/png")
-    shown = "getComputedStyle(document.querySelector('#mm-fast-canvas .mm-own'), '::after').display"
-    assert visitor.page.evaluate(shown) == "block"
-    visitor.page.get_by_label("picture", exact=True).check()
-    visitor.page.wait_for_function(f"{shown} === 'none'")
+    mark = "getComputedStyle(document.querySelector('#mm-paint-race .mm-call'), '::after')"
+    cell = "document.querySelector('#mm-paint-race .mm-call').getBoundingClientRect().width"
+    assert visitor.page.evaluate(f"(parseFloat({mark}.width) / {cell}) ** 2") < 0.1  # the picture is seen around it
+    visitor.page.get_by_label("marks", exact=True).uncheck()
+    visitor.page.wait_for_function(f"{mark}.display === 'none'")
 
 
 def test_a_lossy_picture_is_named_so(visitor: shoot.Visitor) -> None:
     visitor.open("Image")
     visitor.page.fill("#mm-wish textarea", "a small circle")
-    visitor.page.get_by_role("button", name="Relaxation (lossy)").click()
-    visitor.page.wait_for_selector("input[aria-label='Lossy rule'][disabled]")  # the seed-exact method bends nothing
-    visitor.pick("Method", "jacobi, maximal coupling")
-    visitor.page.wait_for_selector("input[aria-label='Lossy rule']:not([disabled])")
-    visitor.pick("Lossy rule", "scaled")
-    visitor.press("draw")
-    visitor.wait_for("#mm-paint-summary .mm-lossy[role=status]")
-    assert "in total variation" in visitor.page.locator("#mm-paint-summary .mm-lossy").inner_text()
+    for rule in ("lantern", "gsd"):
+        visitor.pick("Rule", f"{rule}, lossy")  # the seed-exact method bends nothing: another one takes its place
+        visitor.page.wait_for_function(
+            "document.querySelector('#mm-method input').value === 'jacobi, maximal coupling'"
+        )
+        visitor.press("draw")
+        visitor.wait_for(f"#mm-paint-summary:has(:text('{rule}(')) .mm-lossy[role=status]")
+        assert "in total variation" in visitor.page.locator("#mm-paint-summary .mm-lossy").inner_text()
+        visitor.wait_idle()
 
 
 def test_the_drafters_tab_shows_a_run_at_a_time(visitor: shoot.Visitor) -> None:
     visitor.open("Drafters")
-    visitor.wait_for("#mm-bars :is(svg, canvas)")
-    visitor.page.wait_for_selector("#mm-table td:has-text('ngram')")
-    visitor.pick("Run", "image")
-    visitor.page.wait_for_selector("#mm-table td:has-text('jacobi+scaled')")
+    visitor.page.wait_for_selector("#mm-bars :is(svg, canvas)")
+    visitor.page.wait_for_selector("#mm-table :text('ngram'):visible")
+    visitor.pick("Measurements", "Pictures from prompts")
+    visitor.page.wait_for_selector("#mm-table :text('jacobi+scaled'):visible")
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
@@ -236,15 +272,18 @@ def test_a_phone_needs_no_scrolling_sideways(chromium: object, address: str, dar
     visiting = shoot.Visitor(chromium, address, shoot.PHONE, dark)
     visiting.choose()
     visiting.press("run")
-    visiting.wait_for("#mm-summary .mm-same")
+    visiting.wait_for("#mm-caption-summary .mm-same")
     assert not visiting.too_wide
+    top = "[...document.querySelectorAll('#mm-caption-race .mm-pane')].map(one => one.getBoundingClientRect().top)"
+    plain, fast = visiting.page.evaluate(top)
+    assert fast < plain  # of the two, a phone shows mmspec's first
     visiting.open("Image")
     visiting.page.fill("#mm-wish textarea", "a small circle")
     visiting.press("draw")
     visiting.wait_for("#mm-paint-summary .mm-same")
     assert not visiting.too_wide
     visiting.open("Drafters")
-    visiting.wait_for("#mm-bars :is(svg, canvas)")
+    visiting.page.wait_for_selector("#mm-bars :is(svg, canvas)")
     assert not visiting.too_wide
     assert visiting.outside == [] and visiting.errors == []
     visiting.close()
