@@ -16,8 +16,8 @@ MARKER = "<!-- every verb with its options -->"
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """The measured tables are pages too, so that links to them work."""
-    for path in sorted((ROOT / "benchmarks" / "results").glob("*.md")):
+    """The measured tables are pages too, and their raw numbers files, so that links to them work."""
+    for path in sorted((ROOT / "benchmarks" / "results").glob("*.*")):
         name = path.relative_to(ROOT).as_posix()
         files.append(File.generated(config, name, content=path.read_text(encoding="utf-8")))
     return files
