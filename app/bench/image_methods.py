@@ -17,7 +17,8 @@ WINDOWS = (8, 16, 32)
 COUPLINGS = ("none", "maximal", "gumbel")
 INITS = ("horizontal", "vertical", "mixture")
 BASE = {"window": 16, "coupling": "maximal"}  # the Jacobi drafter under every relaxed rule
-STATIC = {"tree": "naive_extend_57", "draws": True}  # the tree of LANTERN++, filled by drawing
+# A feature drafter with its own tree, and with shapes that are filled by drawing: LANTERN++'s, and a chain.
+SHAPES = {"": {}, "-static": {"tree": "naive_extend_57", "draws": True}, "-chain": {"tree": "chain", "draws": True}}
 PUBLISHED_CODES = 16384  # that lantern's published k is a share of
 
 
@@ -150,9 +151,9 @@ def _split(drafters: Sequence[tuple[str, Any]]) -> tuple[list[tuple[str, Any]], 
 
 
 def _feature(drafters: Sequence[tuple[str, Any]]) -> list[tuple[str, DrawingMethod]]:
-    """Each feature drafter with its own tree and with a static one."""
+    """Each feature drafter with each of SHAPES."""
     return [(f"{name}{kind}", DrawingMethod(drafter, options)) for name, drafter in _split(drafters)[0]
-            for kind, options in (("", {}), ("-static", STATIC))]  # fmt: skip
+            for kind, options in SHAPES.items()]  # fmt: skip
 
 
 def relaxed(

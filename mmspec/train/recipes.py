@@ -237,6 +237,11 @@ SCENES_VIDEO = {
 # that the target draws the pictures itself, at its own guidance scale and settings, that both streams are learnt with
 # the guided distribution that is verified, and that the drafter also sees its own outputs, as above.
 IMAGE_EAGLE = Recipe(lr=1e-4, batch=4, noise=0.1, unroll=4, sampled=1.0, overlap=True)
+# For `scenes-llamagen`: small enough for Muon and a high rate; what counts is the guided distribution of a token.
+SCENES_IMAGE_EAGLE = IMAGE_EAGLE.with_(
+    steps=1500, batch=8, lr=1e-3, muon=True, noise=0.0, unroll=3, feature_weight=0.2, token_weight=1.0, writing=32,
+    held_out=16,
+)  # fmt: skip
 # A batch is of rounds here, each with all positions of a window; `writing` pictures are drawn at a time.
 IMAGE_HEADS = Recipe(
     steps=2400, batch=96, lr=1e-3, betas=(0.9, 0.999), clip=1.0, feature_weight=0.0, law_weight=1.0, writing=8,
@@ -257,5 +262,6 @@ RECIPES = {
     "scenes-mtp": SCENES_MTP,
     **SCENES_VIDEO,
     "eagle-image": IMAGE_EAGLE,
+    "scenes-eagle-image": SCENES_IMAGE_EAGLE,
     "heads-image": IMAGE_HEADS,
 }

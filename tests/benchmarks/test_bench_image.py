@@ -110,7 +110,7 @@ def test_methods_are_chosen_by_pattern() -> None:
     assert len({m.name for m in known}) == len(known)
     windows = [f"jacobi-{coupling}-8" for coupling in ("none", "maximal", "gumbel")]
     assert [m.name for m in matching(known, ["jacobi-*-8"])] == ["ar", *windows]
-    rules = {f"{base}+scaled" for base in ("jacobi", "eagle", "eagle-static")}
+    rules = {f"{base}+scaled" for base in ("jacobi", "eagle", "eagle-static", "eagle-chain")}
     assert {m.name for m in matching(known, ["*+scaled"])} == {"ar", *rules}
     assert "ar-compiled" not in {m.name for m in matching(known, None, ["ar-*"])}
     with pytest.raises(bench.BenchError, match=r"no method matches 'jacoby-\*'; choose from ar, ar-static"):
