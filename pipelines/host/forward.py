@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
+from mmspec.modes import stock_class
 from mmspec.pipelines.host.call import PICTURES, TYPES, Call
-from mmspec.pipelines.host.hooks import stock
 from mmspec.pipelines.host.names import CACHE
 from mmspec.types import FINAL
 
@@ -87,7 +87,7 @@ class Tap:
     _mmspec_layer: int | None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        under_way, run = now(), partial(stock(self).__call__, self)
+        under_way, run = now(), partial(stock_class(type(self)).__call__, self)
         read, layer = under_way.read, self._mmspec_layer
         if read is None:
             return run(*args, **kwargs)
