@@ -17,8 +17,8 @@ from mmspec.config import chosen
 from mmspec.drafters.likely import LEAST, likeliest, worth
 from mmspec.drafters.options import ChainOptions, sized
 from mmspec.modes import lasting
-from mmspec.prices import Price, Prices
 from mmspec.protocols import PerRow, SessionView, Target, TargetInfo
+from mmspec.switch import Price, Prices
 from mmspec.tree import chain, from_paths, in_order, lone
 from mmspec.types import LIKELIEST, NO_TOKEN, RANKS, Draft, Prompt, Round, Tree
 
