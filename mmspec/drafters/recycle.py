@@ -269,18 +269,13 @@ class RecycleDrafter:
         for row, (place, path, proposed) in enumerate(zip(places, last.path, last.proposed, strict=True)):
             streak: int | None = None
             now = place.streak
-            if place.shape is not None and proposed and _lies(path, place.shape):
+            if place.shape is not None and proposed and path[-1] < place.shape.tree.size:  # else others drafted
                 streak = known.tested(place.shape, path, now)
                 now = _onward(place.shape, path, now)
             if streak is None:
                 streak = now if before is None else known.compared(before[row], pending[row], now)
             streaks.append(streak)
         return streaks
-
-
-def _lies(path: Sequence[int], shape: Shape) -> bool:
-    """Whether a path may be one of this tree: others may have drafted instead."""
-    return path[-1] < shape.tree.size and all(onward in shape.below[node] for node, onward in pairwise(path))
 
 
 def _onward(shape: Shape, path: Sequence[int], streak: int) -> int:
