@@ -203,7 +203,7 @@ def _refused(
         strict[at], chance = chances(rule, trial)
         if rule.relaxed is not None:
             f[at], charge[at] = chance, _charge(rule, trial, strict[at], chance)
-        rest = rule.residual(trial)
+        rest = trial.once(rule.residual)
         torch.where(real[at][..., None], rest / rest.sum(-1, keepdim=True), now, out=now)
     return p, strict, f, charge
 
@@ -230,7 +230,7 @@ def chances(rule: Rule, trial: Trial) -> tuple[Tensor, Tensor]:
     strict = rule.ratio(trial.p_x, trial.q_x)
     if rule.relaxed is None:
         return strict, strict
-    return strict, torch.where(trial.p_x > 0, rule.relaxed(trial), 0.0)
+    return strict, torch.where(trial.p_x > 0, trial.once(rule.relaxed), 0.0)
 
 
 def _afforded(rule: Rule, strict: Tensor, f: Tensor, spent: Tensor) -> Tensor:

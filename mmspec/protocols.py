@@ -204,4 +204,7 @@ class Drafter(Protocol):
         `session.last` (the round before, the prefill's at first), `target.embed` and `target.head`. NO_TOKEN stands
         where a row has nothing to propose. A draft drawn at random must bring the distribution it was drawn from, as it
         was then.
+
+        What is verified may be another draft: nothing but the root, or one whose first nodes are these, with the same
+        parents, some of their tokens taken out or replaced, and nodes of others behind them.
         """

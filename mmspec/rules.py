@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -48,6 +48,13 @@ class Trial:
     depth: Tensor  # [...], 1 for the first draft after the pending token
     p: Masses
     q: Masses
+    _made: dict[Callable[[Trial], Tensor], Tensor] = field(default_factory=dict, repr=False, compare=False)
+
+    def once(self, part: Callable[[Trial], Tensor]) -> Tensor:
+        """What a part of a rule makes of this trial: its residual is read by its charge as well."""
+        if part not in self._made:
+            self._made[part] = part(self)
+        return self._made[part]
 
     @cached_property
     def p_x(self) -> Tensor:
@@ -198,8 +205,8 @@ def lantern(
         return ops.emptied_residual(trial.p.all, trial.q.all, around, borrows, trial.q_x == 1)
 
     def charge(trial: Trial) -> Tensor:
-        strict, f = ops.exact_ratio(trial.p_x, trial.q_x), torch.where(trial.p_x > 0, relaxed(trial), 0.0)
-        a, b = published(trial), ordinary(trial)
+        strict, f = ops.exact_ratio(trial.p_x, trial.q_x), torch.where(trial.p_x > 0, trial.once(relaxed), 0.0)
+        a, b = trial.once(published), ordinary(trial)
         apart = (a / a.sum(-1, keepdim=True) - b / b.sum(-1, keepdim=True)).abs().sum(-1) / 2
         return f - strict + (1 - f) * apart
 

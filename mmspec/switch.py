@@ -1,4 +1,4 @@
-"""`auto=True`: turns drafting off where it costs more than it gains, and tries it again now and then.
+"""`auto=True`: what rounds cost, measured, and a switch that turns drafting off where that is more than it gains.
 
 A drafter that knows how much a draft promises is not turned off: it is told what drafts cost, and weighs each of them.
 """
@@ -6,31 +6,97 @@ A drafter that knows how much a draft promises is not turned off: it is told wha
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections import Counter, defaultdict, deque
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
 from torch import Tensor
 
-from mmspec.prices import DOUBT, MARGIN, Prices
 from mmspec.protocols import Drafter, Target, reported
 from mmspec.session import Session
 from mmspec.statistics import Stats
 from mmspec.tree import lone
 from mmspec.types import Draft, Prompt
 
+Price = Callable[[int], float]  # of a draft by its nodes: the tokens that a row has to gain from it
+
+KEPT = 9  # rounds of a size whose median counts, the latest
+SURE = 3  # of them, before they count
+STALE = 64  # rounds until the oldest measured round of every size is forgotten, so that one that was disturbed fades
+MARGIN = 0.1  # what a draft has to promise beyond its price, as a share of it
+DOUBT = 0.5  # the same while what was drafted lately did not pay
+
 LOOK, PLAIN = 8, 3  # rounds with a draft, and before them without one, until a batch size is judged
-KEPT = 32  # drafted rounds that a judgement looks at, the latest
+JUDGED = 32  # drafted rounds that a judgement looks at, the latest
 AGAIN = 128  # drafted rounds until one without a draft is timed again: the machine may have been busy before
 GAIN, TRIALS = 0.02, 0.01  # what drafting has to gain, and what trials of it may lose: shares of the time
+
+
+def _usual(nodes: int, device: str) -> float:
+    """Before anything was measured: a CPU takes longer with every node, a GPU hardly."""
+    if nodes == 1:
+        return 1.0
+    return 1.1 + 0.06 * nodes if device == "cpu" else 1.0 + 0.01 * nodes
+
+
+class Prices:
+    """Seconds of rounds by batch size and nodes, and what follows for the price of a draft."""
+
+    def __init__(self) -> None:
+        self._seconds: defaultdict[tuple[int, int], deque[float]] = defaultdict(lambda: deque(maxlen=KEPT))
+        self._rounds = 0
+        self.margin = MARGIN
+
+    def book(self, batch: int, nodes: int, seconds: float) -> None:
+        """One round; where nothing was drafted, `nodes` is 1."""
+        self._seconds[batch, nodes].append(seconds)
+        self._rounds += 1
+        if self._rounds % STALE == 0:
+            for (_, size), held in self._seconds.items():
+                if size > 1 and held:
+                    held.popleft()
+
+    def cost(self, batch: int, nodes: int, device: str = "cpu") -> float:
+        """How many rounds without a draft a round of so many nodes takes; what was not measured follows the usual
+        costs, from the size next to it."""
+        plain = list(self._seconds[batch, 1])
+        if nodes == 1 or len(plain) < SURE:
+            return _usual(nodes, device)
+        known = {
+            size: median(list(held)) / median(plain)
+            for (rows, size), held in list(self._seconds.items())
+            if rows == batch and size > 1 and len(held) >= SURE
+        }
+        if nodes in known or not known:
+            return known.get(nodes, _usual(nodes, device))
+        sizes = sorted(known)
+        place = bisect_left(sizes, nodes)
+        if 0 < place < len(sizes):
+            low, high = sizes[place - 1], sizes[place]
+            return known[low] + (known[high] - known[low]) * (nodes - low) / (high - low)
+        near = sizes[min(place, len(sizes) - 1)]
+        return known[near] * _usual(nodes, device) / _usual(near, device)
+
+    def of(self, batch: int, device: str) -> Price:
+        """What drafts of rows of this batch size cost, with the margin that they have to promise beyond it."""
+        costs: dict[int, float] = {}
+
+        def price(nodes: int) -> float:
+            if nodes not in costs:
+                costs[nodes] = self.cost(batch, nodes, device) * (1 + self.margin * (nodes > 1))
+            return costs[nodes]
+
+        return price
 
 
 class Known:
     """What rounds of one drafter on one target cost and gain, by batch size: sizes up to a power of two are one."""
 
     def __init__(self) -> None:
-        self.drafted: defaultdict[int, deque[tuple[float, float]]] = defaultdict(lambda: deque(maxlen=KEPT))
+        self.drafted: defaultdict[int, deque[tuple[float, float]]] = defaultdict(lambda: deque(maxlen=JUDGED))
         self.plain: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=2 * PLAIN - 1))
         self.since: Counter[int] = Counter()  # drafted rounds since a plain one was timed
         self.seconds = self.lost = 0.0  # of all rounds; of those, by drafting

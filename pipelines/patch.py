@@ -44,8 +44,9 @@ def enable(model_or_pipe: Any, drafter: Any = None, **options: Any) -> Handle:
             the distribution, within `budget`; for models that both write and draw, only that of pictures.
 
     Returns:
-        A Handle, which is also a context manager: on leaving it the model is as it was before. Enabling again replaces
-            the settings; calls that run in other threads keep those that they began with.
+        A Handle, which is also a context manager: on leaving it the model is as it was before, unless something else
+            was enabled since. Enabling again replaces the settings; calls that run in other threads keep those that
+            they began with.
 
     Raises:
         UnsupportedError: the model cannot be accelerated; with `on_unsupported="fallback"` it is left as it is, with a

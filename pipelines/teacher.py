@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mmspec.drafters.draft_vocab import DraftVocab
 from mmspec.pipelines.families import table as families
-from mmspec.pipelines.host import step
+from mmspec.pipelines.host import forward
 from mmspec.pipelines.host.call import TYPES
 from mmspec.pipelines.host.decoder import embedding, head
 from mmspec.pipelines.host.tapping import taps
@@ -83,7 +83,7 @@ class Teacher:
             for name, t in types.items():
                 t[b, :n] = inputs[name][b, mask[b]]
                 t[b, n:] = inputs[name][b, -1]
-        read = step.cacheless(self.model, ids, valid, {**arguments, **types})
+        read = forward.cacheless(self.model, ids, valid, {**arguments, **types})
         final, found = read.final, read.features(self.features)
         embeds = read.told.get("inputs_embeds")
         embeds = self.embed(ids) if embeds is None else embeds

@@ -12,6 +12,7 @@ from mmspec.app.caption.journal import Journal, lines_of, parse
 from mmspec.app.media.items import need
 
 FAILURES = "failed.jsonl"  # made by every run in which anything failed
+LOG = "finals.log"  # among the journals
 SHARD = re.compile(r"webdataset/\d+\.tar")
 
 
@@ -27,7 +28,7 @@ class Finals:
     """
 
     def __init__(self, folder: Path, state: Path, overwrite: bool = False):
-        self.folder, self._log, self._overwrite = folder, state / "finals.log", overwrite
+        self.folder, self._log, self._overwrite = folder, state / LOG, overwrite
         self.reserved: set[str] = set()  # names in the folder that no caption file may have
 
     def claim(self, kinds: Collection[str], read: Iterable[Path], report: Path | None) -> None:
@@ -55,8 +56,8 @@ class Finals:
         if "webdataset" in kinds:
             shards = [f"webdataset/{path.name}" for path in sorted((self.folder / "webdataset").glob("*"))]
             there += [name for name in shards if SHARD.fullmatch(name)]
-        noted = self._noted()  # read last: what another shard's run puts there meanwhile, it notes first
-        if strange := [name for name in there if name not in noted]:
+        ours = noted(self._log)  # read last: what another shard's run puts there meanwhile, it notes first
+        if strange := [name for name in there if name not in ours]:
             raise OutputError(
                 f"{', '.join(strange)} in {self.folder} would be replaced, but no run made it; move it away, choose "
                 "another --out, or say --on-existing overwrite"
@@ -65,13 +66,13 @@ class Finals:
     def note(self, path: Path) -> None:
         """Write down what is about to be put at `path`; one run at a time does."""
         name = path.relative_to(self.folder).as_posix()
-        if name not in self._noted():
+        if name not in noted(self._log):
             with Journal(self._log) as log:
                 log.append({"file": name})
 
     def drop_shards(self, made: Collection[Path]) -> None:
         """Remove tars of a time when there were more captions, and no others."""
-        for name in self._noted():
+        for name in noted(self._log):
             if SHARD.fullmatch(name) and self.folder / name not in made:
                 (self.folder / name).unlink(missing_ok=True)
 
@@ -85,8 +86,10 @@ class Finals:
         place, folder = path.resolve(), self.folder.resolve()
         return place.relative_to(folder).as_posix() if place.is_relative_to(folder) else ""
 
-    def _noted(self) -> set[str]:
-        return {str(line.get("file")) for line in map(parse, lines_of(self._log)) if line is not None}
+
+def noted(log: Path) -> set[str]:
+    """The names that runs have noted in such a log."""
+    return {str(line.get("file")) for line in map(parse, lines_of(log)) if line is not None}
 
 
 def _names(kinds: Iterable[str]) -> list[str]:

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from mmspec.app.caption.finals import FAILURES, SHARD, OutputError
+from mmspec.app.caption.finals import FAILURES, LOG, SHARD, OutputError, noted
 from mmspec.app.caption.formats import NAMES
 from mmspec.app.caption.journal import digest, write_whole
 from mmspec.app.caption.outputs import STATE
@@ -58,7 +58,8 @@ class Mirror:
                 self._there[name] = _stamp(path)
         tars = [name for name in sizes if SHARD.fullmatch(name)]  # not fetched: a run that makes some makes all anew
         self._there |= dict.fromkeys(tars, "")
-        if (strange := [name for name in tars if name not in self._noted()]) and not overwrite:
+        ours = noted(self.folder / STATE / LOG)
+        if (strange := [name for name in tars if name not in ours]) and not overwrite:
             raise OutputError(
                 f"{', '.join(strange)} in {self.address} may be replaced, but no run made it; move it away, choose "
                 "another --out, or say --on-existing overwrite"
@@ -103,8 +104,10 @@ class Mirror:
                         folders.add(folder)
                     self.fs.put_file(str(here[name]), place)
                     self._there[name] = stamp
-            for name in [name for name in self._there if name not in here and not _log(name)]:
-                if not SHARD.fullmatch(name) or name in self._noted():
+            gone = [name for name in self._there if name not in here and not _log(name)]
+            ours = noted(self.folder / STATE / LOG) if gone else set()
+            for name in gone:
+                if not SHARD.fullmatch(name) or name in ours:
                     self.fs.rm_file(f"{self.root}/{name}")
                 del self._there[name]
         except Exception as error:  # each of the libraries has errors of its own
@@ -163,15 +166,11 @@ class Mirror:
             write_whole(path, theirs)
             self._there[name] = _stamp(path)
         elif path.suffix == ".log":  # names, each of which may be there twice
-            write_whole(path, theirs + ours)
+            write_whole(path, theirs.removesuffix(b"\n") + b"\n" + ours)
         else:  # a journal is known by what is in it, not by its name
             write_whole(path.with_stem(f"{path.stem}-{digest(ours)[:8]}"), ours)
             write_whole(path, theirs)
             self._there[name] = _stamp(path)
-
-    def _noted(self) -> str:
-        log = self.folder / STATE / "finals.log"
-        return log.read_text(encoding="utf-8") if log.is_file() else ""
 
 
 def _log(name: str) -> bool:

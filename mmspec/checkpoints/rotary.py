@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from reprlib import repr as briefly
 from typing import Any
 
-from mmspec.drafters.rope import KINDS, Rope
+from mmspec.drafters.blocks import ROPE_KINDS, Rope
 
 _SAID = {"rope_factor": "factor", "rope_trained": "original_max_position_embeddings"}
 _BOUNDS = {"llama3": ("low_freq_factor", "high_freq_factor", 1.0, 4.0), "yarn": ("beta_slow", "beta_fast", 1.0, 32.0)}
@@ -42,7 +42,7 @@ def read(flat: Mapping[str, Any], axes: bool) -> dict[str, Any]:
     """
     said = scaling(flat)
     kind = kind_of(said)
-    found: dict[str, Any] = {"rope_kind": kind} if kind in KINDS and kind != "default" else {}
+    found: dict[str, Any] = {"rope_kind": kind} if kind in ROPE_KINDS and kind != "default" else {}
     share = said.get("partial_rotary_factor", flat.get("partial_rotary_factor"))
     if share not in (None, 1):
         found["rope_share"] = share

@@ -12,8 +12,8 @@ from typing import Any, TypeGuard
 from mmspec.checkpoints import dflash, rotary
 from mmspec.checkpoints.layouts import Layout, layout_named
 from mmspec.drafters.block_config import BlockConfig
+from mmspec.drafters.blocks import ROPE_KINDS
 from mmspec.drafters.eagle import EagleConfig
-from mmspec.drafters.rope import KINDS
 from mmspec.registry import DRAFTERS
 from mmspec.types import FINAL
 
@@ -240,7 +240,7 @@ def refuse(name: str, config: Mapping[str, Any], shapes: Mapping[str, Shape]) ->
     needs += [f"{why} ({part}*)" for part, why in keys.items() if any(part in key for key in shapes)]
     scaling = rotary.scaling(flat)
     rope = rotary.kind_of(scaling)
-    if rope not in KINDS:
+    if rope not in ROPE_KINDS:
         needs.append(f"rotary positions scaled by {rope!r}")
     if name == "eagle" and (lantern := [key for key in _LANTERN if key in config]):
         needs.append(

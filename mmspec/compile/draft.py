@@ -14,8 +14,8 @@ from mmspec.attention import LayerAttention
 from mmspec.compile.capture import PiecewiseFunction, Uncapturable
 from mmspec.compile.held import Held
 from mmspec.drafters import static_trees
-from mmspec.drafters.blocks import Decided, FeatureMemory, path_after
 from mmspec.drafters.draft_vocab import Head
+from mmspec.drafters.feature import Decided, FeatureMemory, path_after
 from mmspec.kernels import reference as ops
 from mmspec.modes import lasting
 from mmspec.protocols import SessionView, Target

@@ -1,27 +1,18 @@
-"""What feature drafters are built of: one Llama-style layer, the tree-shaped decoding around them."""
+"""The layer that drafters are built of: Llama's, with rotary positions as drafters are published with."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from functools import partial
-from itertools import pairwise
-from typing import Any, NamedTuple
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils.rnn import pad_sequence
 
-from mmspec.attention import cut, sdpa
-from mmspec.drafters.rope import Rope, rotate
+from mmspec.attention import sdpa
 from mmspec.linear import Linear, linear
-from mmspec.protocols import SessionView
-from mmspec.ragged_cache import Lengths, RaggedBuffer, visibility
-from mmspec.types import gather_rows
 
-KeysValues = tuple[Tensor, Tensor]  # [B, heads, n, D] each
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v [B, heads, n, D] → [B, heads, n, D]
 
 
@@ -87,195 +78,153 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
     return sdpa(q, k, v, None if mask is None else mask[:, None], scale)
 
 
-Span = tuple[int, int, int]  # a row of the batch, and where something begins and ends in it
+# -- rotary positions -------------------------------------------------------------------------------------------------
 
 
-def runs(visual: Tensor, merge: bool = False) -> list[Span]:
-    """Where the media of a batch stand, row by row from left to right.
+@dataclass(frozen=True, kw_only=True)
+class Rope:
+    """How positions turn queries and keys; a drafter's config is one.
+
+    Attributes:
+        rope: "1d", or "2d" for pictures: row and column of the token fed, zero before the picture.
+        grid: with "2d", tokens along a side of the picture.
+        rope_theta: base of the frequencies.
+        rope_share: of each head's dimensions, the first ones, that turn.
+        rope_kind: how the frequencies are scaled, one of ROPE_KINDS.
+        rope_factor: by which they are scaled at most.
+        rope_low, rope_high: where scaling begins and ends: llama3's low and high frequency factors, YaRN's β_slow and
+            β_fast.
+        rope_trained: length that the unscaled frequencies were trained for.
+        rope_truncate: YaRN's bounds are whole dimensions.
+        rope_gain: factor of cosine and sine (YaRN's attention factor).
+        mrope: frequencies that turn with time, height and width, as many as each says (M-RoPE); (): one axis for all.
+        mrope_interleaved: the axes take turns (Qwen3-VL), rather than one after the other (Qwen2-VL).
+    """
+
+    rope: str = "1d"
+    grid: int = 0
+    rope_theta: float = 10000.0
+    rope_share: float = 1.0
+    rope_kind: str = "default"
+    rope_factor: float = 1.0
+    rope_low: float = 1.0
+    rope_high: float = 32.0
+    rope_trained: int = 0
+    rope_truncate: bool = True
+    rope_gain: float = 1.0
+    mrope: tuple[int, ...] = ()
+    mrope_interleaved: bool = False
+
+    def check(self, width: int) -> None:
+        """Refuse what heads of so many dimensions cannot turn by.
+
+        Raises:
+            ValueError: with the reason.
+        """
+        if self.rope not in ("1d", "2d") or (self.rope == "2d") is not (self.grid > 0):
+            raise ValueError(f"rope is '1d' with grid 0, or '2d' with a grid ≥ 1; got {self.rope!r}, {self.grid!r}")
+        if self.rope == "2d" and width % 4:
+            raise ValueError(f"rope '2d' turns quarters of a head, so head_dim must be a multiple of 4; it is {width}")
+        if self.rope_kind not in ROPE_KINDS:
+            raise ValueError(f"rope_kind must be one of {', '.join(ROPE_KINDS)}; got {self.rope_kind!r}")
+        if self.rope_kind in ("llama3", "yarn") and not self.rope_trained:
+            raise ValueError(f"rope_kind {self.rope_kind!r} needs rope_trained, the length that it was trained for")
+        turned = self.turned(width)
+        if turned < 2 or turned % 2:
+            raise ValueError(f"rope_share {self.rope_share} of heads of {width} is no even number of dimensions")
+        if self.mrope and (len(self.mrope) != 3 or sum(self.mrope) != turned // 2):
+            raise ValueError(f"the three sections of mrope must add up to {turned // 2}; got {list(self.mrope)}")
+
+    def turned(self, width: int) -> int:
+        """Dimensions of a head that turn."""
+        return int(width * self.rope_share)
+
+    def frequencies(self, turned: int, device: torch.device) -> Tensor:
+        """float32 [turned / 2]."""
+        plain = self.rope_theta ** (torch.arange(0, turned, 2, device=device, dtype=torch.float32) / -turned)
+        return ROPE_KINDS[self.rope_kind](self, plain, turned)
+
+    def angles(self, positions: Tensor, turned: int) -> Tensor:
+        """[B, n, turned / 2] of positions [B, n], or [B, n, 3] of M-RoPE; text has the same on all three axes."""
+        if self.grid:
+            place, frequency = positions.clamp(0, self.grid**2 - 1), self.frequencies(turned // 2, positions.device)
+            axes = (place // self.grid, place % self.grid)
+            return torch.cat([axis[..., None].float() * frequency for axis in axes], -1)
+        frequency = self.frequencies(turned, positions.device)
+        if positions.dim() == 2:
+            return positions[..., None].float() * frequency
+        return positions[..., self._axes(positions.device)].float() * frequency
+
+    def _axes(self, device: torch.device) -> Tensor:
+        """The axis [D/2] that each frequency turns with."""
+        if not self.mrope_interleaved:
+            axes = [axis for axis, many in enumerate(self.mrope) for _ in range(many)]
+        else:
+            axes = [i % 3 if i % 3 and i < 3 * self.mrope[i % 3] else 0 for i in range(sum(self.mrope))]
+        return torch.tensor(axes, device=device)
+
+
+Turn = tuple[Tensor, Tensor]  # cosines and sines [B, 1, n, turned / 2]
+
+
+def turn(positions: Tensor, rope: Rope, width: int, dtype: torch.dtype) -> Turn:
+    """By how much rows at these positions turn, for heads of `width`; tables in fp32, whatever they are rounded to.
+
+    On a grid the first half of the angles turns with the row, the second with the column, and what stands before the
+    picture becomes zero, so that it weighs the same to everybody (LlamaGen, Sun et al. 2024, and its published code).
 
     Args:
-        visual: int64 [B, L]: k ≥ 1 at the tokens of the k-th medium of a row, 0 at all others.
-        merge: take media that touch for one.
+        positions: [B, n] (or [1, n]), or [B, n, 3]; on a grid, places in reading order: below 0 before it, clamped at
+            its end.
     """
-    visual = visual.cpu()
-    kind = (visual > 0).to(visual.dtype) if merge else visual
-    found = []
-    for b, line in enumerate(F.pad(kind, (1, 1)).diff(dim=1).ne(0)):
-        at = line.nonzero()[:, 0].tolist()
-        found += [(b, i, j) for i, j in pairwise(at) if kind[b, i]]
-    return found
+    angle = rope.angles(positions, rope.turned(width))[:, None]
+    cos, sin = angle.cos(), angle.sin()
+    if rope.rope_gain != 1.0:
+        cos, sin = cos * rope.rope_gain, sin * rope.rope_gain
+    if rope.grid:
+        there = (positions >= 0)[:, None, :, None]
+        cos, sin = cos * there, sin * there
+    return cos.to(dtype), sin.to(dtype)
 
 
-def spans_of(x: Tensor, spans: Sequence[Span]) -> tuple[Tensor, Tensor]:
-    """Spans of rows of x [B, L, H] side by side, padded at their ends: [R, longest, H], and where they are real."""
-    parts = [x[b, i:j] for b, i, j in spans]
-    lengths = torch.tensor([len(part) for part in parts], device=x.device)
-    padded = pad_sequence(parts, batch_first=True)
-    return padded, torch.arange(padded.shape[1], device=x.device) < lengths[:, None]
+def turned(x: Tensor, by: Turn) -> Tensor:
+    """Rotary position embedding of x [B, heads, n, D], halves convention (Su et al. 2021)."""
+    (cos, sin), half = by, by[0].shape[-1]
+    a, b = x[..., :half], x[..., half : 2 * half]
+    parts = [a * cos - b * sin, b * cos + a * sin]
+    return torch.cat(parts if 2 * half == x.shape[-1] else [*parts, x[..., 2 * half :]], -1)
 
 
-def splice(valid: Tensor, spans: Sequence[Span], counts: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """How a batch is laid out after spans of its rows were replaced by new rows.
-
-    Args:
-        valid: bool [B, L], false on padding.
-        spans: as `runs` gives them.
-        counts: how many rows take the place of each span.
-
-    Returns:
-        Indices [B, n] into the B·L rows of the batch followed by the new ones, span by span; whether each is real, bool
-        [B, n]; and which row of its sequence it is, int64 [B, n], −1 at new rows and padding. What is left of padding
-        stands on the left.
-    """
-    (B, L), new = valid.shape, sum(counts)
-    real, every = torch.cat([valid.flatten().cpu(), torch.ones(new, dtype=torch.bool)]), torch.arange(B * L + new)
-    lines: list[list[Tensor]] = [[] for _ in range(B)]
-    reached, first = [0] * B, B * L
-    for (b, start, stop), count in zip(spans, counts, strict=True):
-        lines[b] += [every[b * L + reached[b] : b * L + start], every[first : first + count]]
-        reached[b], first = stop, first + count
-    whole = [torch.cat([*line, every[b * L + reached[b] : b * L + L]]) for b, line in enumerate(lines)]
-    index = pad_sequence([line[real[line]] for line in whole], True, -1, padding_side="left").to(valid.device)
-    source = torch.where((index >= 0) & (index < B * L), index % max(L, 1), -1)
-    return index.clamp(min=0), index >= 0, source
+def rotate(x: Tensor, positions: Tensor, rope: Rope) -> Tensor:
+    """`turned` at positions as `turn` takes them."""
+    return turned(x, turn(positions, rope, x.shape[-1], x.dtype))
 
 
-def spliced(x: Tensor, new: Tensor, index: Tensor) -> Tensor:
-    """[B, n, …] of rows x [B, L, …] and new ones [M, …], by the indices [B, n] of `splice`."""
-    return torch.cat([x.flatten(0, 1), new.to(x.dtype)])[index]
+def _llama3(r: Rope, f: Tensor, turned: int) -> Tensor:
+    """Long waves are stretched, short ones stay, between them it goes over (Llama 3.1's code)."""
+    turns = r.rope_trained * f / (2 * math.pi)  # within the trained length
+    share = ((turns - r.rope_low) / (r.rope_high - r.rope_low)).clamp(0, 1)
+    return share * f + (1 - share) * f / r.rope_factor
 
 
-def shares(length: Tensor, count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Spans of `length` [R] rows cut into `count` [R] shares that differ by one row at most; 1 ≤ count ≤ length.
+def _yarn(r: Rope, f: Tensor, turned: int) -> Tensor:
+    """The same by dimension (Peng et al. 2023, YaRN, §3.2, and its code)."""
 
-    Returns:
-        First and last row of each share, [R, C], within its span; and bool [R, C], which shares there are.
-    """
-    share = torch.arange(int(count.max()), device=count.device).expand(len(count), -1)
-    real = share < count[:, None]
-    share = share.minimum(count[:, None] - 1)
-    first, after = ((share + i) * length[:, None] // count[:, None] for i in (0, 1))
-    return first, after - 1, real
+    def dimension(turns: float) -> float:
+        return turned * math.log(r.rope_trained / (turns * 2 * math.pi)) / (2 * math.log(r.rope_theta))
 
-
-@dataclass
-class FeatureMemory:
-    """A feature drafter's state: keys and values of the rows it has read, per sequence; streams are further heads."""
-
-    slots: RaggedBuffer
-    lengths: Lengths  # rows read, per sequence
-    positions: Tensor  # [B], of the next row
-    open_slots: Tensor  # bool [B, L], false at padding
-    padded: bool  # whether any slot is closed, as the host knows it
-    context: Tensor | None = None  # [B, 1, C], what else `inputs` wants at the rows to come
-    stats: dict[str, float] = field(default_factory=dict)  # for `Stats.drafter`, right after the prompt was read
-    more: tuple[RaggedBuffer, ...] = ()  # of the layers after the first
-
-    def _buffers(self) -> tuple[RaggedBuffer, ...]:
-        return (self.slots, *self.more)
-
-    def select(self, rows: Tensor) -> FeatureMemory:
-        order = rows.tolist()
-        for slots in self._buffers():
-            slots.select(rows, order, self.lengths.longest)
-        return replace(
-            self,
-            lengths=self.lengths.select(rows, order),
-            positions=self.positions[rows],
-            open_slots=self.open_slots[rows],
-            context=None if self.context is None else self.context[rows],
-        )
-
-    def join(self, other: FeatureMemory) -> FeatureMemory:
-        for mine, others in zip(self._buffers(), other._buffers(), strict=True):
-            mine.join(others, self.lengths.longest)
-        longest = max(self.open_slots.shape[1], other.open_slots.shape[1])
-        open_slots = [F.pad(m.open_slots, (0, longest - m.open_slots.shape[1]), value=True) for m in (self, other)]
-        positions = torch.cat([self.positions, other.positions])
-        both = None if self.context is None or other.context is None else torch.cat([self.context, other.context])
-        lengths, padded = self.lengths.join(other.lengths), self.padded or other.padded
-        held: dict[str, Any] = {"lengths": lengths, "positions": positions, "padded": padded}
-        return replace(self, **held, open_slots=torch.cat(open_slots), context=both)
-
-    def attend(
-        self, at: Lengths, ancestors: Tensor | None, slots: RaggedBuffer | None = None, scale: float | None = None
-    ) -> Attend:
-        """Attention over the rows read and the ones since; the last M columns of `ancestors` [B, n, ≥ M] say it of the
-        M rows after the first `self.lengths`, of which the last n are being appended at `at`; None: all is visible."""
-
-        def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            keys, values = (slots or self.slots).append(k, v, at)
-            return attention(q, keys, values, self.visible(at, q.shape[2], ancestors), scale)
-
-        return run
-
-    def over(self, layer: int, ahead: KeysValues, at: Lengths, run: Callable[..., Tensor]) -> Attend:
-        """Attention of rows that see what a layer holds once `ahead` is appended at `at`; `run` is given its slots."""
-        slots = self._buffers()[layer]
-        slots.append(*ahead, at)
-        return partial(run, slots)
-
-    def state(self) -> list[Tensor]:
-        """What a captured draft reads of it besides keys and values."""
-        return [self.positions, *([] if self.context is None else [self.context])]
-
-    @contextmanager
-    def passing(self, state: Sequence[Tensor]) -> Iterator[Any]:
-        """For a capture: a memory of these rows that began empty, with this state. Its attentions are cuts, numbered by
-        how far in they append."""
-        yield PassThroughMemory(*state)
-
-    def visible(self, at: Lengths, n: int, ancestors: Tensor | None) -> Tensor | None:
-        """The mask, bool [B, n, T], of n rows that are appended at `at`, as `attend` says; None: all is visible."""
-        if ancestors is None and not self.padded and at.even:
-            return None
-        M = at.longest + n - self.lengths.longest
-        some = torch.ones(len(at.device), n, M, dtype=torch.bool, device=at.device.device)
-        return visibility(self.lengths, self.open_slots, some if ancestors is None else ancestors[..., -M:])
+    first, last = dimension(r.rope_high), dimension(r.rope_low)
+    if r.rope_truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, turned - 1)
+    place = torch.arange(turned // 2, device=f.device, dtype=torch.float32)
+    share = 1 - ((place - first) / ((last - first) or 0.001)).clamp(0, 1)
+    return share * f + (1 - share) * f / r.rope_factor
 
 
-class PassThroughMemory:
-    """See `FeatureMemory.passing`."""
-
-    more = ()  # drafters that grow are captured with one layer only
-
-    def __init__(self, positions: Tensor, context: Tensor | None = None) -> None:
-        self.positions, self.context = positions, context
-        self.lengths = Lengths.of([0] * len(positions), positions.device)
-
-    def attend(self, at: Lengths, seen: Tensor | None) -> Attend:
-        return lambda q, k, v: cut(at.longest, q.shape[-1] ** -0.5, q, k, v, seen)
-
-    def over(self, layer: int, ahead: KeysValues, at: Lengths, run: Callable[..., Tensor]) -> Attend:
-        """What is ahead stands before the rows' own keys and values, which whoever replays it takes apart."""
-
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            both = [torch.cat([first, mine], 2) for first, mine in zip(ahead, (k, v), strict=True)]
-            return cut(layer, q.shape[-1] ** -0.5, q, both[0], both[1])
-
-        return attend
-
-
-class Decided(NamedTuple):
-    """What a round decided, for a drafter to read; entries past a row's number are meaningless."""
-
-    hidden: Tensor  # [B, W, F], features of the accepted nodes
-    follow: Tensor  # [B, W], the token that follows each; the pending one follows the last
-    number: Tensor  # [B], how many
-    counts: tuple[int, ...]  # the same on the host
-
-
-def path_after(session: SessionView) -> Decided:
-    """What the last round decided.
-
-    Raises:
-        ValueError: without features of the target.
-    """
-    last = session.last
-    if last.scores.hidden is None:
-        raise ValueError("the target handed over no features; the drafter must name them in `features`")
-    kept, count = last.kept, last.acceptance.count
-    tokens = gather_rows(last.draft.tokens, kept).clamp(min=0)
-    follow = torch.cat([tokens[:, 1:], last.acceptance.next_token[:, None]], 1)
-    follow = follow.scatter(1, (count - 1)[:, None], last.acceptance.next_token[:, None])
-    return Decided(gather_rows(last.scores.hidden, kept), follow, count, last.counts)
+ROPE_KINDS: dict[str, Callable[[Rope, Tensor, int], Tensor]] = {
+    "default": lambda r, f, turned: f,
+    "linear": lambda r, f, turned: f / r.rope_factor,
+    "llama3": _llama3,
+    "yarn": _yarn,
+}

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from mmspec.attention import LayerAttention
 from mmspec.drafters import static_trees
 from mmspec.drafters.block_config import NO_CAP, BlockConfig, BlockOptions
-from mmspec.drafters.blocks import Attend, Decided, FeatureMemory, RMSNorm, attention, path_after
+from mmspec.drafters.blocks import Attend, RMSNorm, Turn, attention, turn
 from mmspec.drafters.dflash_layer import BlockLayer, ConfidenceHead, MarkovHead, Selector
 from mmspec.drafters.draft_vocab import head_of
+from mmspec.drafters.feature import Decided, FeatureMemory, path_after
 from mmspec.drafters.layer import at_source, going
 from mmspec.drafters.options import ALL, grown
-from mmspec.drafters.rope import Turn, turn
 from mmspec.drafters.trained import check_fit, placed
 from mmspec.kernels import reference as ops
 from mmspec.linear import Linear

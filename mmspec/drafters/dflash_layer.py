@@ -6,8 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mmspec.drafters.blocks import Attend, RMSNorm
-from mmspec.drafters.rope import Turn, turned
+from mmspec.drafters.blocks import Attend, RMSNorm, Turn, turned
 from mmspec.linear import Linear, linear
 
 MARKOV = ("vanilla", "gated", "rnn")

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from mmspec.attention import LayerAttention
+from mmspec.attention import LayerAttention, cut
 from mmspec.drafters import prune
-from mmspec.drafters.blocks import Decided, FeatureMemory, beside, path_after
+from mmspec.drafters.blocks import Attend, attention, beside
 from mmspec.drafters.growth import Growth
 from mmspec.drafters.layer import FeatureLayer
 from mmspec.protocols import SessionView, Target
-from mmspec.ragged_cache import Lengths, RaggedBuffer
+from mmspec.ragged_cache import Lengths, RaggedBuffer, visibility
 from mmspec.tree import chain
 from mmspec.types import Draft, Prompt, fold, gather_rows, unfold
+
+KeysValues = tuple[Tensor, Tensor]  # [B, heads, n, D] each
 
 
 class FeatureDrafter(Growth, FeatureLayer):
@@ -178,3 +187,129 @@ def _embed(target: Target, ids: Tensor) -> Tensor:
     """Embeddings [B, n, S·H] of ids [B, n]: every stream reads the same tokens."""
     embeds, S = target.embed(ids), target.streams
     return embeds if S == 1 else embeds.repeat(1, 1, S)
+
+
+# -- what a drafter remembers, and what it reads of a round -----------------------------------------------------------
+
+
+@dataclass
+class FeatureMemory:
+    """A feature drafter's state: keys and values of the rows it has read, per sequence; streams are further heads."""
+
+    slots: RaggedBuffer
+    lengths: Lengths  # rows read, per sequence
+    positions: Tensor  # [B], of the next row
+    open_slots: Tensor  # bool [B, L], false at padding
+    padded: bool  # whether any slot is closed, as the host knows it
+    context: Tensor | None = None  # [B, 1, C], what else `inputs` wants at the rows to come
+    stats: dict[str, float] = field(default_factory=dict)  # for `Stats.drafter`, right after the prompt was read
+    more: tuple[RaggedBuffer, ...] = ()  # of the layers after the first
+
+    def _buffers(self) -> tuple[RaggedBuffer, ...]:
+        return (self.slots, *self.more)
+
+    def select(self, rows: Tensor) -> FeatureMemory:
+        order = rows.tolist()
+        for slots in self._buffers():
+            slots.select(rows, order, self.lengths.longest)
+        return replace(
+            self,
+            lengths=self.lengths.select(rows, order),
+            positions=self.positions[rows],
+            open_slots=self.open_slots[rows],
+            context=None if self.context is None else self.context[rows],
+        )
+
+    def join(self, other: FeatureMemory) -> FeatureMemory:
+        for mine, others in zip(self._buffers(), other._buffers(), strict=True):
+            mine.join(others, self.lengths.longest)
+        longest = max(self.open_slots.shape[1], other.open_slots.shape[1])
+        open_slots = [pad(m.open_slots, (0, longest - m.open_slots.shape[1]), value=True) for m in (self, other)]
+        positions = torch.cat([self.positions, other.positions])
+        both = None if self.context is None or other.context is None else torch.cat([self.context, other.context])
+        lengths, padded = self.lengths.join(other.lengths), self.padded or other.padded
+        held: dict[str, Any] = {"lengths": lengths, "positions": positions, "padded": padded}
+        return replace(self, **held, open_slots=torch.cat(open_slots), context=both)
+
+    def attend(
+        self, at: Lengths, ancestors: Tensor | None, slots: RaggedBuffer | None = None, scale: float | None = None
+    ) -> Attend:
+        """Attention over the rows read and the ones since; the last M columns of `ancestors` [B, n, ≥ M] say it of the
+        M rows after the first `self.lengths`, of which the last n are being appended at `at`; None: all is visible."""
+
+        def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            keys, values = (slots or self.slots).append(k, v, at)
+            return attention(q, keys, values, self.visible(at, q.shape[2], ancestors), scale)
+
+        return run
+
+    def over(self, layer: int, ahead: KeysValues, at: Lengths, run: Callable[..., Tensor]) -> Attend:
+        """Attention of rows that see what a layer holds once `ahead` is appended at `at`; `run` is given its slots."""
+        slots = self._buffers()[layer]
+        slots.append(*ahead, at)
+        return partial(run, slots)
+
+    def state(self) -> list[Tensor]:
+        """What a captured draft reads of it besides keys and values."""
+        return [self.positions, *([] if self.context is None else [self.context])]
+
+    @contextmanager
+    def passing(self, state: Sequence[Tensor]) -> Iterator[Any]:
+        """For a capture: a memory of these rows that began empty, with this state. Its attentions are cuts, numbered by
+        how far in they append."""
+        yield PassThroughMemory(*state)
+
+    def visible(self, at: Lengths, n: int, ancestors: Tensor | None) -> Tensor | None:
+        """The mask, bool [B, n, T], of n rows that are appended at `at`, as `attend` says; None: all is visible."""
+        if ancestors is None and not self.padded and at.even:
+            return None
+        M = at.longest + n - self.lengths.longest
+        some = torch.ones(len(at.device), n, M, dtype=torch.bool, device=at.device.device)
+        return visibility(self.lengths, self.open_slots, some if ancestors is None else ancestors[..., -M:])
+
+
+class PassThroughMemory:
+    """See `FeatureMemory.passing`."""
+
+    more = ()  # drafters that grow are captured with one layer only
+
+    def __init__(self, positions: Tensor, context: Tensor | None = None) -> None:
+        self.positions, self.context = positions, context
+        self.lengths = Lengths.of([0] * len(positions), positions.device)
+
+    def attend(self, at: Lengths, seen: Tensor | None) -> Attend:
+        return lambda q, k, v: cut(at.longest, q.shape[-1] ** -0.5, q, k, v, seen)
+
+    def over(self, layer: int, ahead: KeysValues, at: Lengths, run: Callable[..., Tensor]) -> Attend:
+        """What is ahead stands before the rows' own keys and values, which whoever replays it takes apart."""
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            both = [torch.cat([first, mine], 2) for first, mine in zip(ahead, (k, v), strict=True)]
+            return cut(layer, q.shape[-1] ** -0.5, q, both[0], both[1])
+
+        return attend
+
+
+class Decided(NamedTuple):
+    """What a round decided, for a drafter to read; entries past a row's number are meaningless."""
+
+    hidden: Tensor  # [B, W, F], features of the accepted nodes
+    follow: Tensor  # [B, W], the token that follows each; the pending one follows the last
+    number: Tensor  # [B], how many
+    counts: tuple[int, ...]  # the same on the host
+
+
+def path_after(session: SessionView) -> Decided:
+    """What the last round decided.
+
+    Raises:
+        ValueError: without features of the target.
+    """
+    last = session.last
+    if last.scores.hidden is None:
+        raise ValueError("the target handed over no features; the drafter must name them in `features`")
+    kept, count = last.kept, last.acceptance.count
+    tokens = gather_rows(last.draft.tokens, kept).clamp(min=0)
+    follow = torch.cat([tokens[:, 1:], last.acceptance.next_token[:, None]], 1)
+    follow = follow.scatter(1, (count - 1)[:, None], last.acceptance.next_token[:, None])
+    return Decided(gather_rows(last.scores.hidden, kept), follow, count, last.counts)

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mmspec.drafters.blocks import RMSNorm, runs, shares, spans_of, splice, spliced
+from mmspec.drafters.blocks import RMSNorm
 from mmspec.drafters.eagle import EagleConfig, EagleDrafter
 from mmspec.drafters.layer import EncodedPrompt
 from mmspec.drafters.options import TreeOptions
+from mmspec.drafters.spans import runs, shares, spans_of, splice, spliced
 from mmspec.linear import Linear
 from mmspec.protocols import SessionView, Target
 

@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
-from mmspec.prices import Price
+from mmspec.switch import Price
 
 _WORTH = 0.05  # how likely a node has to be, for one row; every row more makes nodes dearer by an eighth of it
 _ON_CPU = 0.15  # the same where a node costs a tenth of a forward, and not next to nothing

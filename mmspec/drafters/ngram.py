@@ -12,8 +12,8 @@ import torch
 from mmspec.config import chosen
 from mmspec.drafters.likely import worthwhile
 from mmspec.drafters.options import ChainOptions, sized
-from mmspec.prices import Price, Prices
 from mmspec.protocols import PerRow, SessionView, Target, TargetInfo
+from mmspec.switch import Price, Prices
 from mmspec.tree import chain
 from mmspec.types import NO_TOKEN, Draft, Prompt
 

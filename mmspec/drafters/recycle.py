@@ -17,8 +17,8 @@ from mmspec.config import chosen
 from mmspec.drafters.likely import LEAST, likeliest, worth
 from mmspec.drafters.options import ChainOptions, sized
 from mmspec.modes import lasting
-from mmspec.prices import Price, Prices
 from mmspec.protocols import PerRow, SessionView, Target, TargetInfo
+from mmspec.switch import Price, Prices
 from mmspec.tree import chain, from_paths, in_order, lone
 from mmspec.types import LIKELIEST, NO_TOKEN, RANKS, Draft, Prompt, Round, Tree
 
@@ -269,18 +269,13 @@ class RecycleDrafter:
         for row, (place, path, proposed) in enumerate(zip(places, last.path, last.proposed, strict=True)):
             streak: int | None = None
             now = place.streak
-            if place.shape is not None and proposed and _lies(path, place.shape):
+            if place.shape is not None and proposed and path[-1] < place.shape.tree.size:  # else others drafted
                 streak = known.tested(place.shape, path, now)
                 now = _onward(place.shape, path, now)
             if streak is None:
                 streak = now if before is None else known.compared(before[row], pending[row], now)
             streaks.append(streak)
         return streaks
-
-
-def _lies(path: Sequence[int], shape: Shape) -> bool:
-    """Whether a path may be one of this tree: others may have drafted instead."""
-    return path[-1] < shape.tree.size and all(onward in shape.below[node] for node, onward in pairwise(path))
 
 
 def _onward(shape: Shape, path: Sequence[int], streak: int) -> int:

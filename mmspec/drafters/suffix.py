@@ -17,8 +17,8 @@ from mmspec.config import chosen, whole
 from mmspec.drafters.automaton import SuffixAutomaton
 from mmspec.drafters.likely import LEAST, filled, likeliest, worth
 from mmspec.drafters.options import ChainOptions, sized
-from mmspec.prices import Price, Prices
 from mmspec.protocols import PerRow, SessionView, Target, TargetInfo
+from mmspec.switch import Price, Prices
 from mmspec.tree import chain, from_parents, lone
 from mmspec.types import NO_TOKEN, Draft, Prompt
 

@@ -8,9 +8,9 @@ from typing import Any, ClassVar, Self
 
 from torch import nn
 
+from mmspec.drafters.blocks import Rope
 from mmspec.drafters.draft_vocab import DraftVocab, TargetHead
 from mmspec.drafters.options import ALL, TreeOptions
-from mmspec.drafters.rope import Rope
 from mmspec.protocols import TargetInfo
 from mmspec.types import FINAL
 

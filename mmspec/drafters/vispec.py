@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mmspec.drafters.blocks import attention, runs, spans_of, splice, spliced
+from mmspec.drafters.blocks import attention
 from mmspec.drafters.eagle import EagleConfig, EagleDrafter
 from mmspec.drafters.layer import EncodedPrompt
+from mmspec.drafters.spans import runs, spans_of, splice, spliced
 from mmspec.linear import Linear, linear
 from mmspec.types import gather_rows
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmspec.drafters.blocks import path_after
 from mmspec.drafters.draft_vocab import ModelHead
+from mmspec.drafters.feature import path_after
 from mmspec.drafters.growth import Growth
 from mmspec.drafters.options import ALL, TreeOptions, grown
 from mmspec.pipelines.host.exotic import gemma4_assistant as gemma

@@ -35,7 +35,8 @@ def beside(drafter: Any, rows: Sequence[Row]) -> Any:
 class Forced:
     """Where the grammar forces a row's next tokens, these are its draft; else they follow its drafter's best path.
 
-    They are point masses, verified as all drafts are, so that nothing about the output depends on them.
+    They are point masses, verified as all drafts are, so that nothing about the output depends on them. The drafter's
+    nodes keep their numbers and parents; what is forced stands behind them, or in a chain in their places.
     """
 
     def __init__(self, drafter: Drafter) -> None:

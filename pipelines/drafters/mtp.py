@@ -15,9 +15,8 @@ from torch.nn import functional as F
 
 from mmspec.compile import capture
 from mmspec.drafters import prune
-from mmspec.drafters.blocks import FeatureMemory, PassThroughMemory
 from mmspec.drafters.draft_vocab import head_of
-from mmspec.drafters.feature import FeatureDrafter, prompt_stats
+from mmspec.drafters.feature import FeatureDrafter, FeatureMemory, PassThroughMemory, prompt_stats
 from mmspec.drafters.options import ALL, TreeOptions, grown
 from mmspec.drafters.trained import placed
 from mmspec.pipelines.drafters import mtp_files

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from mmspec.config import UnsupportedError
 from mmspec.pipelines.families.decoder_only import DecoderOnly, DecoderOnlyPatch
-from mmspec.pipelines.host.call import Call
+from mmspec.pipelines.host.call import Call, calling, picture
 from mmspec.pipelines.host.exotic import pictures
 from mmspec.pipelines.host.forward import Read
 from mmspec.pipelines.host.hooks import stock
@@ -75,9 +74,6 @@ class PictureTokens:
         return out
 
 
-_picture: ContextVar[PictureTokens | None] = ContextVar("mmspec_chameleon", default=None)
-
-
 class ChameleonTarget(VlmTarget):
     """The model with its head read directly."""
 
@@ -85,8 +81,8 @@ class ChameleonTarget(VlmTarget):
         return self.output(read.final).to(self.device)
 
     def _grid(self, read: Read) -> tuple[int, int] | None:
-        picture = _picture.get()
-        return None if picture is None else (picture.side, picture.side)
+        drawn = picture(PictureTokens)
+        return None if drawn is None else (drawn.side, drawn.side)
 
 
 class ChameleonPatch(DecoderOnlyPatch):
@@ -107,14 +103,11 @@ class ChameleonPatch(DecoderOnlyPatch):
         ids = kwargs.get("input_ids") if inputs is None else inputs
         if ids is None:
             raise ValueError("a picture needs a prompt of token ids; pass input_ids")
-        picture = PictureTokens.of(self, ids)
+        drawn = PictureTokens.of(self, ids)
         asked = kwargs.get("max_new_tokens")
-        kwargs["max_new_tokens"] = picture.length if asked is None else min(asked, picture.length)
-        token = _picture.set(picture)
-        try:
+        kwargs["max_new_tokens"] = drawn.length if asked is None else min(asked, drawn.length)
+        with calling(picture=drawn):
             return stock(self).generate(self, inputs, *args, **kwargs)
-        finally:
-            _picture.reset(token)
 
 
 class Chameleon(DecoderOnly):
@@ -124,21 +117,21 @@ class Chameleon(DecoderOnly):
     guided = True
 
     def target(self, model: Any, features: tuple[int, ...], guidance: Guidance | None) -> VlmTarget:
-        return (VlmTarget if _picture.get() is None else ChameleonTarget)(model, features, guidance)
+        return (VlmTarget if picture(PictureTokens) is None else ChameleonTarget)(model, features, guidance)
 
     def request(self, request: Request) -> Request:
         """Only what a picture may hold."""
-        picture = _picture.get()
-        return request if picture is None else replace(request, allowed=picture.allowed)
+        drawn = picture(PictureTokens)
+        return request if drawn is None else replace(request, allowed=drawn.allowed)
 
     def rule(self, asked: Rule, call: Call) -> Rule:
         """A relaxed rule is for pictures, of the image mode or of Lumina-mGPT's processors: text stays exact."""
-        if _picture.get() is not None:
+        if picture(PictureTokens) is not None:
             return asked
         return exact if followed.picture_tokens(call.logits_processor) is None else super().rule(asked, call)
 
     def decline(self, patch: Any, why: Obstacle) -> None:
-        if _picture.get() is not None:
+        if picture(PictureTokens) is not None:
             raise UnsupportedError(
                 f"stock has no image mode that this call could run on, and mmspec cannot: {why.reason}"
             )

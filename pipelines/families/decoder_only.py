@@ -9,7 +9,7 @@ from torch import Tensor
 from mmspec.compile.version import unchanging
 from mmspec.pipelines.drafters import own_files
 from mmspec.pipelines.host import devices, quantized, renamed
-from mmspec.pipelines.host.call import Call, Current, current
+from mmspec.pipelines.host.call import Call, calling, current
 from mmspec.pipelines.host.decoder import decoder, embedding
 from mmspec.pipelines.host.hooks import Taps, stock
 from mmspec.pipelines.host.loops import like_generate, loops
@@ -76,14 +76,9 @@ class DecoderOnlyPatch(loops(_run, _leave, _keeps)):  # type: ignore[misc]
         patch, drafts = Patch.of(self), assisted.asked(self, kwargs)
         if patch is not None and drafts is not None:
             patch, kwargs = assisted.patch_for(self, patch, drafts[0]), drafts[1]
-        around = current.get()
         given = {**dict(zip(("inputs",), args, strict=False)), **kwargs}
-        call = Current(given, patch, None if around is None else around.custom)
-        token = current.set(call)
-        try:
+        with calling(given=given, patch=patch, reached=False) as call:
             found = super().generate(*args, **kwargs)  # type: ignore[misc]
-        finally:
-            current.reset(token)
         if patch is not None and custom is None and not call.reached:
             patch.say(f"mmspec had no part in this call: generate did not come to the loop it replaces. {advice()}")
         return found

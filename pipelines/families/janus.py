@@ -17,7 +17,7 @@ from mmspec.pipelines.host.exotic.janus import Prepared
 from mmspec.pipelines.host.forward import Read, reading
 from mmspec.pipelines.host.vision import media
 from mmspec.pipelines.patching import drafting, obstacles
-from mmspec.pipelines.patching.generate import rounds, row_seeds, watching
+from mmspec.pipelines.patching.generate import rounds, row_seeds
 from mmspec.pipelines.patching.handle import Patch
 from mmspec.pipelines.patching.obstacles import Obstacle
 from mmspec.pipelines.target.noise import TorchNoise
@@ -139,7 +139,7 @@ def _draw(model: Any, patch: Patch, ready: Prepared) -> Any:
     seeds = row_seeds(model, count, config.do_sample and noise is None)
     rows = [Row([], 0, limit, seed, index=b, rule=patch.rule, request=request) for b, seed in enumerate(seeds)]
     with torch.no_grad():
-        for session, _ in rounds(target, drafter, list(rows), ready, watching.get()):
+        for session, _ in rounds(target, drafter, list(rows), ready):
             stats = session.stats
     if noise is not None:
         noise.close(limit)

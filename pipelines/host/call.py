@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
@@ -17,6 +19,9 @@ from mmspec.pipelines.host.names import CACHE
 from mmspec.pipelines.host.processors import guidance as guided
 from mmspec.pipelines.host.processors.guidance import Guidance, NegativePrompt
 from mmspec.pipelines.host.processors.stopping import Endings
+from mmspec.types import Round
+
+T = TypeVar("T")
 
 # what a call tells of each token, of which generated ones have the last one's
 TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids", "cross_attention_mask", "image_attention_mask")
@@ -40,15 +45,34 @@ class Custom:
 
 @dataclass
 class Current:
-    """A call of `generate` under way on an enabled model."""
+    """A call of `generate` under way on an enabled model, and what those around it know of it."""
 
-    given: dict[str, Any]  # what the user gave it, by name
-    patch: Any  # of the model, or of the drafter that the call names
+    given: dict[str, Any] = field(default_factory=dict)  # what the user gave it, by name
+    patch: Any = None  # of the model, or of the drafter that the call names
     custom: Custom | None = None  # of a `custom_generate`, or of one around it
     reached: bool = False  # whether stock has handed over to a loop of ours
+    watch: Callable[[Round], None] | None = None  # is given every round
+    picture: Any = None  # where the call is to draw one in a mode of the model's own: what its family has to know
 
 
 current: ContextVar[Current | None] = ContextVar("mmspec_current", default=None)
+
+
+@contextmanager
+def calling(**known: Any) -> Iterator[Current]:
+    """Within, this is known of the call under way, beside what was known before."""
+    around = current.get()
+    token = current.set(now := Current(**known) if around is None else replace(around, **known))
+    try:
+        yield now
+    finally:
+        current.reset(token)
+
+
+def picture(kind: type[T]) -> T | None:
+    """What a family knows of the picture that the call is to draw, where it is of this kind."""
+    now = current.get()
+    return now.picture if now is not None and isinstance(now.picture, kind) else None
 
 
 @dataclass

@@ -13,9 +13,9 @@ from mmspec.checkpoints.load import drafter_of, load_drafter
 from mmspec.compile.draft import CapturedDraft
 from mmspec.compile.held import Held, weights
 from mmspec.config import SpecConfig, option_names
-from mmspec.drafters import adaptive
 from mmspec.drafters.dflash import BlockDrafter
 from mmspec.drafters.feature import FeatureDrafter
+from mmspec.drafters.growth import Adaptive, variants
 from mmspec.drafters.heads import HeadsDrafter
 from mmspec.pipelines.host import devices, hooks, loading
 from mmspec.pipelines.target import captures
@@ -130,8 +130,8 @@ def proposer(model: Any, drafter: Any, config: SpecConfig, target: TargetInfo, d
         )
     compile = config.compile if drafts or isinstance(drafter, HeadsDrafter) else False
     if getattr(getattr(drafter, "options", None), "adaptive", False):
-        depth, each = drafter.options.depth, adaptive.variants(drafter)
-        ready: Any = adaptive.Adaptive({n: _captured(model, one, compile, target, depth) for n, one in each.items()})
+        depth, each = drafter.options.depth, variants(drafter)
+        ready: Any = Adaptive({n: _captured(model, one, compile, target, depth) for n, one in each.items()})
     else:
         ready = _captured(model, drafter, compile, target)
     auto = config.auto if config.auto is not None else drafts and _costs_no_seed(model, drafter, config)

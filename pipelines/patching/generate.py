@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from itertools import chain
 from typing import Any
 
@@ -34,8 +33,6 @@ from mmspec.protocols import Drafter, Target
 from mmspec.session import Row, Session
 from mmspec.statistics import Stats
 from mmspec.types import Round
-
-watching: ContextVar[Callable[[Round], None] | None] = ContextVar("mmspec_watching", default=None)  # see stream.py
 
 
 def _stateful(model: Any, host: HostModel, call: Call, patch: Patch) -> Obstacle | None:
@@ -133,10 +130,10 @@ def generate(model: Any, handle: Patch, call: Call) -> tuple[Any, Stats]:
     drafter = forced.beside(drafter, rows)
     target = handle.family.target(model, drafter.features, ours.guidance)
     collected = _Collected(call, ends, keep)
-    state, watch = None, watching.get()
+    state = None
     with torch.no_grad():
-        for session, round_ in rounds(target, drafter, rows, ours, watch):
-            call.begun = call.begun or watch is not None
+        for session, round_ in rounds(target, drafter, rows, ours):
+            call.begun = call.begun or session.watched
             collected.take(session, round_)
             state = session.cache
     if isinstance(noise, TorchNoise):
@@ -173,10 +170,9 @@ def fixed_noise(patch: Patch, sample: bool) -> Noise | None:
     return CounterNoise() if getattr(patch.drafter, "shares", False) and patch.rule.lossless else None
 
 
-def rounds(
-    target: Target, drafter: Drafter, rows: list[Row], inputs: Any, watch: Callable[[Round], None] | None
-) -> Iterator[tuple[Session, Round]]:
-    """The prefill's round and all that follow; `watch` gets each of them."""
+def rounds(target: Target, drafter: Drafter, rows: list[Row], inputs: Any) -> Iterator[tuple[Session, Round]]:
+    """The prefill's round and all that follow; whoever watches the call is given each of them."""
+    watch = None if (now := current.get()) is None else now.watch
     session, first = start(target, drafter, rows, inputs)
     session.watched = watch is not None
     for round_ in chain([first], decode(session, target, drafter)):

@@ -39,8 +39,6 @@ class Patch:
         asked: patches for calls that ask for another drafter, by what they ask for (see assisted.py).
         prefixes: what is kept of prompts and answers; None: nothing.
         keeps: what such a patch was asked for, kept alive.
-        before: the one that this one has replaced for the length of a `with`.
-        open: whether such a `with` has begun, and has not ended; None before it begins.
         handle: what the user holds of it; None once that is gone.
     """
 
@@ -60,8 +58,6 @@ class Patch:
         self.asked: dict[Any, Patch] = {}
         self.prefixes = PrefixStore(config.kept_bytes) if config.kept_bytes else None
         self.keeps: Any = None
-        self.before: Patch | None = None
-        self.open: bool | None = None
         self.handle: Callable[[], Handle | None] = lambda: None
         self._lock = threading.Lock()
         self._warned: set[str] = set()
@@ -152,8 +148,8 @@ def put_on(model: Any, patch: Patch | None) -> Patch | None:
 class Handle:
     """An enabled model, as `enable` returns it.
 
-    As a context manager it leaves the model as it was before `enable`: with what was enabled then, or stock. It keeps
-    the model alive no longer than it is in force.
+    As a context manager it leaves the model as it was before `enable`, with what was enabled then, or stock; a model
+    for which it is no longer in force stays as it is. It keeps the model alive while it is in force, and in its `with`.
 
     Attributes:
         drafter: the one in use, fitted to the model; None where the model was left as it is.
@@ -166,7 +162,7 @@ class Handle:
 
     def __init__(self, model: Any, patch: Patch, before: Patch | None) -> None:
         self._model = weakref.ref(model)
-        self._patch, self._before, self._held = patch, before, model
+        self._patch, self._before, self._held, self._inside = patch, before, model, False
         patch.handle = weakref.ref(self)
         self.config, self.given, self.rule, self.stats = patch.config, patch.given, patch.rule, patch.stats
 
@@ -204,25 +200,18 @@ class Handle:
 
     def let_go(self) -> None:
         """Drop the reference to the model, unless inside a `with` block."""
-        if not self._patch.open:
+        if not self._inside:
             self._held = None
 
     def __enter__(self) -> Handle:
-        self._held = self.model
-        self._patch.before, self._patch.open = self._before, True
+        self._held, self._inside = self.model, True
         return self
 
     def __exit__(self, *_: Any) -> None:
-        model, self._held = self._held, None
+        model, self._held, self._inside = self._held, None, False
         with _switching:
-            self._patch.open = False
-            now = Patch.of(model)
-            if now is None or (now is not self._patch and now.open):  # disabled inside, or a `with` that goes on longer
-                return
-            before = self._patch.before
-            while before is not None and before.open is False:
-                before = before.before
-            put_on(model, before)
+            if Patch.of(model) is self._patch:
+                put_on(model, self._before)
 
     def __repr__(self) -> str:
         model = self._model()

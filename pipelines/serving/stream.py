@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from mmspec.pipelines.families import table as families
+from mmspec.pipelines.host.call import calling
 from mmspec.pipelines.host.streaming import StepStreamer, Stopped
-from mmspec.pipelines.patching.generate import watching
 from mmspec.types import Round
 
 
@@ -89,11 +89,10 @@ class _Relay:
         self._thread, self._began = threading.get_ident(), time.perf_counter()
         criteria = [*(settings.get("stopping_criteria") or ()), Stopped(self._ends)]
         self._hook = model.register_forward_hook(self._read)
-        watching.set(self._round)
+        told = {**settings, "streamer": StepStreamer(self._streamed), "stopping_criteria": criteria}
         try:
-            model.generate(
-                **inputs, **{**settings, "streamer": StepStreamer(self._streamed), "stopping_criteria": criteria}
-            )
+            with calling(watch=self._round):
+                model.generate(**inputs, **told)
             self.steps.put(None)
         except BaseException as error:  # it belongs to whoever iterates
             self.steps.put(error)

@@ -41,10 +41,14 @@ class Sampler:
         self.sample = sample
         self.noise: Noise | None = noise if sample else None
 
-    def realised(self, processed: Tensor, session: Group, draft: Draft) -> Categorical:
-        """p after each node, from logits that the processors have seen."""
+    def realised(self, processed: Tensor, session: Group, draft: Draft, relaxed: bool) -> Categorical:
+        """p after each node, from logits that the processors have seen.
+
+        Args:
+            relaxed: whether the rule looks at the logits of what takes the likeliest token.
+        """
         if not self.sample:
-            return Categorical(None if session.rows[0].rule.greedy is None else processed, ops.likeliest(processed))
+            return Categorical(processed if relaxed else None, ops.likeliest(processed))
         if self.noise is None:
             return Categorical(processed)
         return Categorical(ids=self.noise.draw(processed, session, draft))
@@ -94,7 +98,8 @@ class Request:
             logits: [B, N, V], guided.
             raw: [B, N, V], of the conditional stream.
         """
-        bare = self.bare and rows.rows[0].rule.greedy is None
+        relaxed = rows.rows[0].rule.greedy is not None
+        bare = self.bare and not relaxed
         wide = logits.to(torch.float32) if self.widen and not bare else logits
         if self.allowed is not None:
             wide = self.allowed(wide, rows.emitted[:, None] + draft.tree.depth)
@@ -102,4 +107,4 @@ class Request:
             return Scores(Categorical(ids=ops.likeliest(wide)), hidden)
         processed = self.sampler.process(wide, rows, draft)
         kept = (processed, raw.to(torch.float32)) if self.keep else (None, None)
-        return Scores(self.sampler.realised(processed, rows, draft), hidden, *kept)
+        return Scores(self.sampler.realised(processed, rows, draft, relaxed), hidden, *kept)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.nn.functional import pad
 
 from mmspec.drafters.draft_vocab import DraftVocab
-from mmspec.pipelines.host import devices, reach, step, tree_attention
+from mmspec.pipelines.host import devices, forward, reach, tree_attention
 from mmspec.pipelines.host.cache import RaggedCache
 from mmspec.pipelines.host.call import Call
 from mmspec.pipelines.host.exotic import by_path
@@ -119,15 +119,15 @@ class VlmTarget(ModelTarget):
         valid = ids.new_ones(len(ids), past + read, dtype=torch.bool) if mask is None else mask.bool()
         visual = media(new, self.model.config, arguments)
         decode = captured_prompt.reader(self, slots, valid)
-        given, out, arguments = step.prefill(self.model, call, slots, decode, self.shares)
+        given, out, arguments = forward.prefill(self.model, call, slots, decode, self.shares)
         _check(slots, given.final.shape[1], read)
         embeds, hidden = self._embeds(given, new), self._features(given)
         if self.prefixes is not None and hidden is not None and self.streams == 1:
             slots.tell(hidden, embeds)
         slots.advance(read)
-        positions = step.next_positions(self.model, ids, arguments)
+        positions = forward.next_positions(self.model, ids, arguments)
         places = self._places(positions, given, past + read)
-        types, arguments = step.split(arguments)
+        types, arguments = forward.split(arguments)
         state = State(slots, places, valid, types, arguments, padded=not bool(valid.all()))
         if self.prefixes is not None:
             state.cuts = prefixes.cuts(given.told, valid, past)
@@ -149,7 +149,7 @@ class VlmTarget(ModelTarget):
         """The same with the negative prompt beside: for a drafter the streams end together, on the feature axis."""
         ids, mask = negative.ids, negative.mask
         slots = RaggedCache(len(ids), ids.device, reserve)
-        read, out = step.plain(self.model, ids, mask, slots)
+        read, out = forward.plain(self.model, ids, mask, slots)
         slots.advance(ids.shape[1])
         first = torch.full_like(prompt.ids[:, :1], slots.lengths.longest)
         both = interleaved(state, State(slots, Onward(first), mask.bool(), state.types))
@@ -202,7 +202,7 @@ class VlmTarget(ModelTarget):
     def _forward(self, state: State, ids: Tensor, places: Tensor, mask: Any) -> Any:
         """The model's own decoding step, over nodes [B·S, N]."""
         with nullcontext() if mask is None or self.instead is None else during(attention=self.instead):
-            return step.step(self.model, state.arguments, state.types, state.cache, ids, places, mask)
+            return forward.step(self.model, state.arguments, state.types, state.cache, ids, places, mask)
 
     def reads(self, tree: Tree, lengths: Lengths) -> AbstractContextManager[None]:
         if not self.by_tree:

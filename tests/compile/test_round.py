@@ -43,11 +43,10 @@ from mmspec.pipelines.host.tree_attention import NAME
 from mmspec.pipelines.patching import drafting
 from mmspec.pipelines.serving.continuous import ContinuousBatcher
 from mmspec.pipelines.target import captures
-from mmspec.prices import Prices
 from mmspec.rules import typical
 from mmspec.session import Session
 from mmspec.statistics import Stats
-from mmspec.switch import LOOK, PLAIN, Known, Switch
+from mmspec.switch import LOOK, PLAIN, Known, Prices, Switch
 from mmspec.tree import lone
 
 FULL = pytest.mark.full

@@ -129,6 +129,15 @@ def test_a_tree_is_walked_as_one_child_after_the_other(spec: str, budget: float 
     assert deepest > 3
 
 
+def test_a_residual_that_is_charged_for_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Tensor] = []
+    stock = ops.emptied_residual
+    monkeypatch.setattr(ops, "emptied_residual", lambda *given: made.append(stock(*given)) or made[-1])
+    draft, distribution, u, _ = random_draft(1, drawn=True)
+    verify_tree(draft, distribution, rule_of("lantern(k=3, lam=4.0, residual='published')"), u)
+    assert draft.tree.families is not None and len(made) == len(draft.tree.families) > 1
+
+
 def test_rows_that_do_not_fit_at_once_are_walked_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     for spec, seed in itertools.product(("exact", "scaled(omega=1.7)"), range(6)):
         draft, distribution, u, spent = random_draft(seed, drawn=True)

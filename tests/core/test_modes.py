@@ -16,9 +16,9 @@ from torch import Tensor, nn
 import mmspec
 from mmspec.app.bench.image_methods import Hostile
 from mmspec.modes import each_in
+from mmspec.pipelines.host.call import calling
 from mmspec.pipelines.host.modes import mode_of
 from mmspec.pipelines.host.names import CACHE
-from mmspec.pipelines.patching import generate
 from mmspec.pipelines.target import vlm
 from mmspec.protocols import TargetInfo
 from mmspec.tree import chain
@@ -64,12 +64,9 @@ def test_the_mode_that_rounds_run_in(change: Any, mode: Any) -> None:
         change(model)
     assert mode_of(model) is mode_of(nn.Linear(1, 1), model) is mode
     modes: list[bool] = []
-    told = generate.watching.set(lambda round_: modes.append(round_.scores.p.ids.is_inference()))
-    try:
-        with mmspec.enable(model, drafter=Scripted(_random)):
-            assert torch.equal(tiny_vlms.generate(model, inputs), stock)
-    finally:
-        generate.watching.reset(told)
+    watch = calling(watch=lambda round_: modes.append(round_.scores.p.ids.is_inference()))
+    with watch, mmspec.enable(model, drafter=Scripted(_random)):
+        assert torch.equal(tiny_vlms.generate(model, inputs), stock)
     assert modes[0] is False  # the prefill's, in which a model may keep something for itself
     assert len(modes) > 1 and set(modes[1:]) == {mode is torch.inference_mode}
 

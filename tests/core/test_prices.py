@@ -9,7 +9,7 @@ import torch
 
 from mmspec.drafters.likely import worthwhile
 from mmspec.drafters.ngram import NgramDrafter
-from mmspec.prices import KEPT, STALE, SURE, Prices
+from mmspec.switch import KEPT, STALE, SURE, Prices
 
 
 def test_what_was_measured_counts_and_what_was_not_follows_it() -> None:

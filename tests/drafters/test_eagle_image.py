@@ -18,8 +18,8 @@ import mmspec
 from mmspec.app import cli
 from mmspec.app.train import build_for_pictures
 from mmspec.drafters import static_trees
+from mmspec.drafters.blocks import Rope, rotate
 from mmspec.drafters.eagle import EagleConfig, EagleDrafter
-from mmspec.drafters.rope import Rope, rotate
 from mmspec.kernels import reference as ops
 from mmspec.loop import decode, start
 from mmspec.models import llamagen

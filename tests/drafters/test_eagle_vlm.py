@@ -29,8 +29,8 @@ from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as qwen2
 from transformers.models.qwen3_vl import modeling_qwen3_vl as qwen3
 
 import mmspec
+from mmspec.drafters.blocks import Rope, rotate
 from mmspec.drafters.eagle import EagleConfig, EagleDrafter
-from mmspec.drafters.rope import Rope, rotate
 
 
 @pytest.mark.parametrize("said", [

@@ -13,8 +13,8 @@ from hostile_drafters import feature_drafter
 from torch import Tensor
 
 import mmspec
-from mmspec.drafters.blocks import shares
 from mmspec.drafters.flash_vlm import FlashConfig, FlashDrafter, LatentCompressor
+from mmspec.drafters.spans import shares
 from mmspec.ragged_cache import Lengths, RaggedBuffer
 from mmspec.tree import from_parents
 from tests.host.test_generate import EXCESS, excess, joint_law, sampled
@@ -176,7 +176,7 @@ def test_heads_begin_as_the_layer_itself_and_then_differ() -> None:
 @pytest.mark.parametrize("layout", ["several", "training", "text"])
 def test_every_head_of_every_row_is_what_drafting_from_there_computes(layout: str) -> None:
     """Packed training against a prompt that ends at the row, read into a memory and drafted from."""
-    from mmspec.drafters.blocks import FeatureMemory
+    from mmspec.drafters.feature import FeatureMemory
 
     drafter, given = flash(), rows(layout)
     e, f, visual, valid = (given[k] for k in ("embeds", "features", "visual", "valid"))

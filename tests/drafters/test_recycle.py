@@ -15,7 +15,7 @@ import mmspec
 from mmspec.accept import along_path
 from mmspec.drafters.likely import filled, likeliest
 from mmspec.drafters.recycle import RecycleDrafter, RecycleOptions, Successors, _Place, shaped
-from mmspec.pipelines.patching import generate
+from mmspec.pipelines.host.call import calling
 from mmspec.pipelines.serving.continuous import ContinuousBatcher
 from mmspec.protocols import TargetInfo
 from mmspec.tree import lone
@@ -134,11 +134,8 @@ def test_what_is_drafted_follows_from_what_came_true() -> None:
 def watched(model: Any, kind: str, **how: Any) -> tuple[Any, list[Round]]:
     """What a call gives, and its rounds."""
     seen: list[Round] = []
-    told = generate.watching.set(seen.append)
-    try:
+    with calling(watch=seen.append):
         return tiny_vlms.generate(model, inputs(kind), **how), seen
-    finally:
-        generate.watching.reset(told)
 
 
 @pytest.mark.parametrize("how", [{}, {"do_sample": True, "temperature": 0.7, "top_k": 5}], ids=["greedy", "sampled"])

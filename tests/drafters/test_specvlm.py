@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import mmspec
 from mmspec.checkpoints.load import load_drafter
 from mmspec.checkpoints.save import save_drafter
-from mmspec.drafters.blocks import runs
+from mmspec.drafters.spans import runs
 from mmspec.drafters.specvlm import (
     BRANCHES,
     SELECT,

@@ -14,7 +14,7 @@ from torch import Tensor
 import mmspec
 from mmspec.drafters.automaton import SuffixAutomaton
 from mmspec.drafters.suffix import Phrases, SuffixDrafter, SuffixOptions
-from mmspec.pipelines.patching import generate
+from mmspec.pipelines.host.call import calling
 from mmspec.pipelines.serving.continuous import ContinuousBatcher
 from mmspec.protocols import TargetInfo
 from mmspec.session import Row, Session
@@ -214,13 +214,10 @@ def test_threads_take_turns() -> None:
 
 def test_no_placeholder_is_drafted_on_a_model() -> None:
     model, seen = fresh(), set()
-    with mmspec.enable(model, "suffix"):
-        told = generate.watching.set(lambda round_: seen.update(round_.draft.tokens[:, 1:].flatten().tolist()))
-        try:
-            for _ in range(2):
-                tiny_vlms.generate(model, inputs("several images"))
-        finally:
-            generate.watching.reset(told)
+    watch = calling(watch=lambda round_: seen.update(round_.draft.tokens[:, 1:].flatten().tolist()))
+    with mmspec.enable(model, "suffix"), watch:
+        for _ in range(2):
+            tiny_vlms.generate(model, inputs("several images"))
     assert seen - {NO_TOKEN} and tiny_vlms.IMAGE not in seen
 
 

@@ -137,7 +137,7 @@ def test_leaving_an_inner_with_gives_back_the_outer_one() -> None:
 
 
 def test_a_with_gives_back_what_stood_there_however() -> None:
-    """An `enable` without `with` comes back after one; what was disabled inside of a `with` stays disabled."""
+    """An `enable` without `with` comes back after one; what was disabled or enabled inside of a `with` stays so."""
     model = fresh()
     plain = mmspec.enable(model, depth=2)
     with mmspec.enable(model, depth=3):
@@ -147,15 +147,16 @@ def test_a_with_gives_back_what_stood_there_however() -> None:
         mmspec.disable(model)
     assert type(model) is T.LlavaForConditionalGeneration
     with mmspec.enable(model, depth=4) as handle:
-        mmspec.enable(model, depth=5)
-    assert type(model) is T.LlavaForConditionalGeneration
+        plain = mmspec.enable(model, depth=5)
+    assert mmspec.stats(model) is plain.stats
+    mmspec.disable(model)
     with pytest.raises(ZeroDivisionError), mmspec.enable(model), mmspec.enable(model):
         _ = handle.stats.tokens / 0
     assert type(model) is T.LlavaForConditionalGeneration
 
 
 def test_withs_that_end_in_another_order() -> None:
-    """As those of two threads may: the one that goes on longer stays, and nothing comes back that has ended."""
+    """As those of two threads may: the last one wins, and leaves what was there when it was enabled."""
     model = fresh()
     first, second = mmspec.enable(model, depth=2), None
     first.__enter__()
@@ -164,7 +165,7 @@ def test_withs_that_end_in_another_order() -> None:
     first.__exit__()
     assert mmspec.stats(model) is second.stats
     second.__exit__()
-    assert type(model) is T.LlavaForConditionalGeneration
+    assert mmspec.stats(model) is first.stats
 
 
 def test_a_patch_that_cannot_be_put_on_leaves_the_one_before() -> None:

@@ -30,7 +30,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import mmspec
 from mmspec.kernels import dispatch
-from mmspec.pipelines.patching import generate
+from mmspec.pipelines.host.call import calling
 from mmspec.pipelines.serving.continuous import ContinuousBatcher
 from tests.checkpoints import test_shipped
 from tests.drafters import test_assistant, test_block, test_eagle_image, test_heads
@@ -169,11 +169,8 @@ class Rounds:
     @contextmanager
     def of_generate(self) -> Iterator[None]:
         """Marks each round of the calls of `generate` within."""
-        told = generate.watching.set(lambda round_: self(len(round_.new)))
-        try:
+        with calling(watch=lambda round_: self(len(round_.new))):
             yield
-        finally:
-            generate.watching.reset(told)
 
     def most(self) -> Waits:
         pairs = [(a, b) for a, b in itertools.pairwise(self.marks[1:]) if a[0] == b[0]]

@@ -30,7 +30,6 @@ INSIDE = {  # the order inside mmspec/: each part imports only its own rank and 
     "registry": 0,
     "ragged_cache": 0,
     "prefix_store": 0,
-    "prices": 0,
     "attention": 0,
     "compile": 3,  # of a drafter's pass and of MAR's head, too
     "loop": 1,

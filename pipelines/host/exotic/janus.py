@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers.generation.logits_process import ClassifierFreeGuidanceLogitsProcessor, LogitsProcessorList
 
+from mmspec.pipelines.host.call import calling, picture
 from mmspec.pipelines.host.hooks import stock
 from mmspec.pipelines.host.names import CACHE
 from mmspec.pipelines.host.processors.guidance import Guidance
@@ -49,7 +49,12 @@ class Prepared(Exception):
         return [type(p).__name__ for p in self.processors if type(p) not in known]
 
 
-_preparing: ContextVar[dict[str, Any] | None] = ContextVar("mmspec_janus", default=None)
+@dataclass
+class Preparation:
+    """What stock has made so far of the arguments of a call for pictures."""
+
+    processors: Any = None
+    config: Any = None
 
 
 def stock_generate(model: Any, inputs: Any, attention_mask: Any, logits_processor: Any, **kwargs: Any) -> Any:
@@ -59,13 +64,11 @@ def stock_generate(model: Any, inputs: Any, attention_mask: Any, logits_processo
 
 def prepared(model: Any, *args: Any, **kwargs: Any) -> Prepared | Any:
     """What stock makes of the arguments of a call for pictures; or what it returns, disabled since."""
-    token = _preparing.set({})
-    try:
-        return stock_generate(model, *args, **kwargs)  # an argument that stock refuses
-    except Prepared as found:
-        return found.with_traceback(None)  # which would hold on to all of stock's tensors
-    finally:
-        _preparing.reset(token)
+    with calling(picture=Preparation()):
+        try:
+            return stock_generate(model, *args, **kwargs)  # an argument that stock refuses
+        except Prepared as found:
+            return found.with_traceback(None)  # which would hold on to all of stock's tensors
 
 
 class UpToTheLoop:
@@ -73,22 +76,21 @@ class UpToTheLoop:
 
     def _get_logits_processor(self, *args: Any, **kwargs: Any) -> Any:
         made = stock(self)._get_logits_processor(self, *args, **kwargs)
-        seen = _preparing.get()
-        if seen is not None:
-            seen.update(processors=made, config=kwargs["generation_config"])
+        if (call := picture(Preparation)) is not None:
+            call.processors, call.config = made, kwargs["generation_config"]
         return made
 
     def _prepare_static_cache(self, *args: Any, **kwargs: Any) -> Any:
         """No cache of stock's own while it prepares; some versions cannot even make theirs."""
-        if _preparing.get() is not None:
+        if picture(Preparation) is not None:
             return None
         return stock(self)._prepare_static_cache(self, *args, **kwargs)
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
-        seen = _preparing.get()
-        if seen is None:
+        if (call := picture(Preparation)) is None:
             return stock(self).prepare_inputs_for_generation(self, *args, **kwargs)
-        raise Prepared(kwargs.pop("input_ids"), kwargs.pop("inputs_embeds"), kwargs, **seen)
+        ids, embeds = kwargs.pop("input_ids"), kwargs.pop("inputs_embeds")
+        raise Prepared(ids, embeds, kwargs, call.processors, call.config)
 
 
 def prefill(model: Any, ids: Tensor, embeds: Tensor, arguments: dict[str, Any], slots: Any) -> Any:

@@ -1,0 +1,81 @@
+"""Where pictures stand in a batch of prompts, and how other rows take their places."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
+
+Span = tuple[int, int, int]  # a row of the batch, and where something begins and ends in it
+
+
+def runs(visual: Tensor, merge: bool = False) -> list[Span]:
+    """Where the media of a batch stand, row by row from left to right.
+
+    Args:
+        visual: int64 [B, L]: k ≥ 1 at the tokens of the k-th medium of a row, 0 at all others.
+        merge: take media that touch for one.
+    """
+    visual = visual.cpu()
+    kind = (visual > 0).to(visual.dtype) if merge else visual
+    found = []
+    for b, line in enumerate(F.pad(kind, (1, 1)).diff(dim=1).ne(0)):
+        at = line.nonzero()[:, 0].tolist()
+        found += [(b, i, j) for i, j in pairwise(at) if kind[b, i]]
+    return found
+
+
+def spans_of(x: Tensor, spans: Sequence[Span]) -> tuple[Tensor, Tensor]:
+    """Spans of rows of x [B, L, H] side by side, padded at their ends: [R, longest, H], and where they are real."""
+    parts = [x[b, i:j] for b, i, j in spans]
+    lengths = torch.tensor([len(part) for part in parts], device=x.device)
+    padded = pad_sequence(parts, batch_first=True)
+    return padded, torch.arange(padded.shape[1], device=x.device) < lengths[:, None]
+
+
+def splice(valid: Tensor, spans: Sequence[Span], counts: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """How a batch is laid out after spans of its rows were replaced by new rows.
+
+    Args:
+        valid: bool [B, L], false on padding.
+        spans: as `runs` gives them.
+        counts: how many rows take the place of each span.
+
+    Returns:
+        Indices [B, n] into the B·L rows of the batch followed by the new ones, span by span; whether each is real, bool
+        [B, n]; and which row of its sequence it is, int64 [B, n], −1 at new rows and padding. What is left of padding
+        stands on the left.
+    """
+    (B, L), new = valid.shape, sum(counts)
+    real, every = torch.cat([valid.flatten().cpu(), torch.ones(new, dtype=torch.bool)]), torch.arange(B * L + new)
+    lines: list[list[Tensor]] = [[] for _ in range(B)]
+    reached, first = [0] * B, B * L
+    for (b, start, stop), count in zip(spans, counts, strict=True):
+        lines[b] += [every[b * L + reached[b] : b * L + start], every[first : first + count]]
+        reached[b], first = stop, first + count
+    whole = [torch.cat([*line, every[b * L + reached[b] : b * L + L]]) for b, line in enumerate(lines)]
+    index = pad_sequence([line[real[line]] for line in whole], True, -1, padding_side="left").to(valid.device)
+    source = torch.where((index >= 0) & (index < B * L), index % max(L, 1), -1)
+    return index.clamp(min=0), index >= 0, source
+
+
+def spliced(x: Tensor, new: Tensor, index: Tensor) -> Tensor:
+    """[B, n, …] of rows x [B, L, …] and new ones [M, …], by the indices [B, n] of `splice`."""
+    return torch.cat([x.flatten(0, 1), new.to(x.dtype)])[index]
+
+
+def shares(length: Tensor, count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Spans of `length` [R] rows cut into `count` [R] shares that differ by one row at most; 1 ≤ count ≤ length.
+
+    Returns:
+        First and last row of each share, [R, C], within its span; and bool [R, C], which shares there are.
+    """
+    share = torch.arange(int(count.max()), device=count.device).expand(len(count), -1)
+    real = share < count[:, None]
+    share = share.minimum(count[:, None] - 1)
+    first, after = ((share + i) * length[:, None] // count[:, None] for i in (0, 1))
+    return first, after - 1, real
