@@ -74,6 +74,8 @@ DRAFTERS: dict[str, Entry] = {
     ),
 }
 
+# those of text that need no weights, for any model: the demo offers them, the tests hold them to stock's tokens
+OF_TEXT = [n for n, e in DRAFTERS.items() if not (e.trained or e.from_model or n in ("plain", "jacobi"))]
 USUAL = "suffix"  # what drafts for text where nobody says, and the model ships with nothing
 
 # Name of a model, in small letters and without its owner → a drafter published for it, on the hub. It is suggested

@@ -26,10 +26,9 @@ from mmspec.config import SpecConfig, option_names
 from mmspec.pipelines.prompts import chat_inputs
 from mmspec.pipelines.serving.batcher import answer_length
 from mmspec.pipelines.serving.stream import stream
-from mmspec.registry import DRAFTERS, PUBLISHED, name_of
+from mmspec.registry import OF_TEXT, PUBLISHED, name_of
 
 WARM_UP = 2  # new tokens that are thrown away first, of either answer
-OF_TEXT = [n for n, e in DRAFTERS.items() if not (e.trained or e.from_model or n in ("plain", "jacobi"))]  # no weights
 
 
 def fitting(engine: Engine, model: str, named: Sequence[str] = ()) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from mmspec.registry import DRAFTERS, USUAL, drafter_class
 from mmspec.switch import Known, Switch
 
 SWITCHED = True  # whether drafters without weights are turned off where nobody asks for it and they do not pay
+_ASKED = ("features", "nodes", "fit", "start", "propose")  # of any drafter
 # By model and by the drafter's layer, or its class where it has none: what is known outlives `disable`.
 _KNOWN: WeakKeyDictionary[Any, WeakKeyDictionary[Any, dict[Any, Known]]] = WeakKeyDictionary()
 
@@ -64,8 +65,10 @@ def resolve(drafter: Any, given: Mapping[str, Any], target: TargetInfo, model: A
         TypeError: an option that no drafter has.
     """
     made = _made(USUAL if drafter is None else drafter, target, model)
-    if not hasattr(made, "fit"):
-        raise ValueError(f"a drafter has start, propose and fit; {type(made).__name__} has not")
+    if isinstance(made, type):
+        raise ValueError(f"drafter={made.__name__} is a class; pass a drafter made of it, as {made.__name__}()")
+    if lacking := [name for name in _ASKED if not hasattr(made, name)]:
+        raise ValueError(f"a drafter has {', '.join(_ASKED)}; {type(made).__name__} has no {', '.join(lacking)}")
     own = option_names(getattr(made, "options", None))
     others = [name for name in given if name not in own]
     if others and (unknown := set(others) - {name for one in DRAFTERS for name in _names(one)}):

@@ -46,7 +46,7 @@ from mmspec.app.painter import ImageSubject
 from mmspec.app.painter import load as load_painter
 from mmspec.pipelines.prompts import chat_inputs
 from mmspec.pipelines.serving.stream import Step, stream
-from mmspec.registry import USUAL
+from mmspec.registry import OF_TEXT, USUAL
 from mmspec.zoo import scenes
 
 PROMPT = "w5 w6 w7 w5 w6 w7"
@@ -309,7 +309,7 @@ def test_all_drafters_that_fit_can_be_chosen(named: str, name: str, eyes: Decode
     """Of a model that ships with nothing, and whose files hold no heads: those without weights."""
     made = Engine(tiny_llava.model(), tiny_llava.processor(), named, 32)
     both = Duo(made, eyes, drafters=fitting(made, "somebody/tiny"))
-    assert both.name == next(iter(both.drafters)) == name and set(both.drafters) == {"ngram", "recycle", "suffix"}
+    assert both.name == next(iter(both.drafters)) == name and set(both.drafters) == set(OF_TEXT)
     for drafter in both.drafters:
         assert view.acceptance(both.whole(about(picture, drafter=drafter, max_new_tokens=8)))[0] == "same"
     with pytest.raises(RefusedError, match="width must be at most 8"):
@@ -322,7 +322,7 @@ def test_all_drafters_that_fit_can_be_chosen(named: str, name: str, eyes: Decode
 def test_the_embedded_drafters_fit_the_embedded_model() -> None:
     made = engine.load(embedded.MODEL, embedded.DRAFTER, "cpu", "float32", 8, 0.0)
     own = {"eagle", "msd", "vispec", "flash", "specvlm", "block"}
-    assert set(fitting(made, embedded.MODEL)) == own | {"ngram", "recycle", "suffix"}
+    assert set(fitting(made, embedded.MODEL)) == own | set(OF_TEXT)
 
 
 def test_letters_of_several_tokens() -> None:

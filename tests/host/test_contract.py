@@ -64,6 +64,10 @@ def test_a_row_says_who_leans_on_it(row: Assumption):
     assert row.how in source.CHECKS and row.who and row.why[:1].isupper() and not row.why.endswith(".")
     missing = [name for name in row.who.split() if not (ROOT / "pipelines" / f"{name}.py").is_file()]
     assert not missing, f"{row.what}: {missing} are no modules of pipelines/"
+    words = re.findall(r"\w+", f"{row.what.rpartition('.')[2]} {row.names}")
+    spelt = re.compile(rf"\b({'|'.join(words)})\b")
+    silent = [name for name in row.who.split() if not spelt.search((ROOT / "pipelines" / f"{name}.py").read_text())]
+    assert not silent, f"{row.what}: {silent} spell none of its names"
 
 
 def test_no_row_stands_twice():

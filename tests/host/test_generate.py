@@ -27,6 +27,7 @@ from transformers.generation.streamers import BaseStreamer
 import mmspec
 from mmspec.pipelines.host.names import CACHE
 from mmspec.pipelines.patch import UnsupportedError
+from mmspec.registry import OF_TEXT
 from mmspec.types import Categorical, Draft
 
 VOCAB = tiny_vlms.VOCAB
@@ -414,7 +415,7 @@ def test_max_time_ends_the_call(llava: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["image first", "ragged"])
-@pytest.mark.parametrize("drafter", ["ngram", "right within", "always right"])
+@pytest.mark.parametrize("drafter", ["right within", "always right", *OF_TEXT])
 def test_scores_and_logits_come_back_as_stock_gives_them(llava: Any, drafter: str, kind: str) -> None:
     eos = int(tiny_vlms.generate(llava, prompt(kind))[-1, -10])
     told = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, "repetition_penalty": 1.2}
@@ -865,7 +866,8 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a policy that is none": ({"on_unsupported": "maybe"}, ValueError, "error, fallback.*'maybe'"),
     "unknown drafter": ({"drafter": "vispc"}, ValueError, "unknown drafter 'vispc'; choose from .*ngram"),
     "a drafter that needs weights": ({"drafter": "eagle"}, ValueError, "needs weights"),
-    "something that is no drafter": ({"drafter": 3}, ValueError, "start, propose and fit"),
+    "something that is no drafter": ({"drafter": 3}, ValueError, "int has no features, nodes, fit, start, propose"),
+    "a drafter's class": ({"drafter": Scripted}, ValueError, r"pass a drafter made of it, as Scripted\(\)"),
 }
 
 

@@ -29,6 +29,7 @@ from mmspec.pipelines.host import model as facts
 from mmspec.pipelines.host import tree_attention
 from mmspec.pipelines.patching.handle import Patch
 from mmspec.pipelines.target import vlm
+from mmspec.registry import OF_TEXT
 from mmspec.types import Draft, Tree
 from tests.drafters import test_eagle_image
 
@@ -41,9 +42,7 @@ ROWS = {"one": ("image first", None), "ragged": ("ragged", [0, 3])}  # kinds of 
 SEEING = ("vispec", "msd", "flash", "specvlm")  # the dearest
 DRAFTERS: dict[str, Callable[[Any], Any]] = {
     "plain": lambda model: "plain",
-    "ngram": lambda model: "ngram",
-    "suffix": lambda model: "suffix",
-    "recycle": lambda model: "recycle",
+    **{name: lambda model, name=name: name for name in OF_TEXT},
     "jacobi": lambda model: "jacobi",
     "eagle": lambda model: hostile_drafters.eagle(model, depth=4, width=3, size=14),
     **{name: partial(hostile_drafters.DRAFTERS[name], oracle=None) for name in SEEING},

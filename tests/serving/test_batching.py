@@ -30,13 +30,12 @@ from mmspec.pipelines.serving import batcher as intake
 from mmspec.pipelines.serving import continuous as batching
 from mmspec.pipelines.serving.batcher import Batcher, StaticBatcher
 from mmspec.pipelines.serving.continuous import ContinuousBatcher, FinishedPrompt
+from mmspec.registry import OF_TEXT
 
 KINDS = ("image first", "image first", "text only", "several images", "image last", "image first", "image last")
 GUESTS: dict[str, Callable[[Any], Any]] = {
     "plain": lambda model: Plain(),
-    "ngram": lambda model: "ngram",
-    "suffix": lambda model: "suffix",
-    "recycle": lambda model: "recycle",
+    **{name: lambda model, name=name: name for name in OF_TEXT},
     "eagle chain": lambda model: eagle(model, depth=3, width=1, size=4),
     "eagle tree": lambda model: eagle(model, depth=3, width=3, size=9),
     "adaptive": lambda model: eagle(model, depth=8, width=1, size=9, adaptive=True),

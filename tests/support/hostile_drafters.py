@@ -11,7 +11,7 @@ from tiny_vlms import HIDDEN, IMAGE, VOCAB
 from torch import Tensor
 
 from mmspec.drafters.eagle import EagleDrafter
-from mmspec.registry import drafter_class
+from mmspec.registry import OF_TEXT, drafter_class
 from mmspec.tree import chain, from_parents
 from mmspec.types import NO_TOKEN, Categorical, Draft
 
@@ -182,9 +182,7 @@ def eagle(target: Any, nan: bool = False, **options: Any) -> EagleDrafter:
 
 # name → drafter for (target, oracle)
 DRAFTERS: dict[str, Callable[[Any, Oracle], Any]] = {
-    "ngram": lambda target, oracle: "ngram",
-    "suffix": lambda target, oracle: "suffix",
-    "recycle": lambda target, oracle: "recycle",
+    **{name: lambda target, oracle, name=name: name for name in OF_TEXT},
     "random tree": lambda target, oracle: Scripted(_random),
     "specials": lambda target, oracle: Scripted(_specials),
     "always wrong": lambda target, oracle: Scripted(_wrong(oracle)),

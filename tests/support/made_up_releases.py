@@ -31,7 +31,7 @@ RELEASES: dict[str, tuple[tuple[str, ...], str, str]] = {
     "a layer of the cache": ((_CACHES,), r"\bDynamicLayer\b", "GrowingLayer"),
     "a list of inputs": ((_UTILS,), r"\bMULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL\b", "ONLY_FOR_PREFILL"),
     "the scan of a recurrence": ((_QWEN,), r"\btorch_chunk_gated_delta_rule\b", "chunked_delta"),
-    "the logits to keep": ((_QWEN,), r"\blogits_to_keep\b", "kept_logits"),
+    "the logits to keep": ((_UTILS, _QWEN), r"\blogits_to_keep\b", "kept_logits"),
     "the pad token": ((_UTILS,), r"\b_pad_token_tensor\b", "_padding_token"),
     "the mark of a user's cache": ((_UTILS,), r"\b_is_user_defined\b", "_from_user"),
     "the preparation of pictures": (
