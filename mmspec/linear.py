@@ -18,6 +18,8 @@ _HAS_MKL = torch.backends.mkl.is_available()
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear` of x [..., K] with a weight [N, K]; sums may round otherwise in their last digits."""
+    if torch.compiler.is_compiling():  # the compiler chooses an order of its own
+        return F.linear(x, weight, bias)
     rows = x.numel() // x.shape[-1] if x.numel() else 0
     if not (1 < rows <= (ROWS if torch.get_num_threads() > 1 else ROWS_OF_ONE_THREAD) and gains(x, weight)):
         return F.linear(x, weight, bias)

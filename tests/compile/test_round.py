@@ -626,7 +626,7 @@ def test_the_bench_says_where_a_round_goes(tmp_path: Path, quick: None, monkeypa
     assert 0 < found["plain"]["least_ms"] <= eagle_["least_ms"]
     for record in found.values():
         forward = record["parts_ms"].get("verify", record["step_ms"])
-        assert record["share_of_limit"] == pytest.approx(record["least_ms"] / forward)
+        assert record["share_of_limit"] == pytest.approx(record["least_ms"] / forward, rel=1e-5)  # six digits are kept
 
 
 def test_more_nodes_take_longer_at_least_once_the_weights_are_not_what_takes_the_time():

@@ -103,3 +103,11 @@ def test_the_bench_of_few_rows_times_both_ways_behind_the_same_cache(monkeypatch
         for way in few_rows.WAYS.values():
             assert few_rows.seconds(model, ids[:, 4:], cache, way) > 0
             assert cache.get_seq_length() == 4 and type(model.lm_head) is way
+
+
+def test_a_compiler_reads_it_as_one_graph() -> None:
+    one = Linear(K, N)
+    x = torch.randn(1, 4, K)
+    compiled = torch.compile(one, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(x), F.linear(x, one.weight, one.bias))
+    torch._dynamo.reset()
