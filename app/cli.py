@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import mmspec
-from mmspec.app.options import meant
+from mmspec.app.options import Pairs, meant
 
 UNSAID = ("DeprecationWarning", "PendingDeprecationWarning", "FutureWarning")  # of libraries, to their developers
 COMMANDS = {  # verb: (module with configure(parser) and run(args) -> exit code, one line of help)
@@ -58,9 +58,15 @@ def quiet() -> None:
         os.environ.setdefault(name, "error")
     os.environ.setdefault("PYTHONWARNINGS", ",".join(f"ignore::{kind}" for kind in UNSAID))
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # of compilers that nobody asked for
+    warnings.formatwarning = _told
     if not sys.warnoptions:
         for kind in UNSAID:
             warnings.filterwarnings("ignore", category=getattr(builtins, kind))
+
+
+def _told(message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:
+    """A warning as a user of the command reads it: without the place in the source."""
+    return f"warning: {message}\n"
 
 
 class Parser(argparse.ArgumentParser):
@@ -72,8 +78,15 @@ class Parser(argparse.ArgumentParser):
             self.exit(2)
         found, strange = super().parse_known_args(args, namespace)
         if strange:
-            self.error(f"unrecognized arguments: {' '.join(strange)}{meant(strange[0], self._option_string_actions)}")
+            near = meant(strange[0], self._option_string_actions) or self._value(strange[0])
+            self.error(f"unrecognized arguments: {' '.join(strange)}{near}")
         return found, strange
+
+    def _value(self, word: str) -> str:
+        """A question after NAME=VALUE, where a word that is no flag is a name that one takes."""
+        name = word.lstrip("-").partition("=")[0].replace("-", "_")
+        takes = (each for each in self._actions if isinstance(each, Pairs) and name in each.names())
+        return "".join(f"; did you mean {each.option_strings[0]} {name}=VALUE?" for each in takes)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if isinstance(action, argparse._SubParsersAction) and value not in action.choices:

@@ -10,6 +10,7 @@ import huggingface_hub
 import torch
 
 from mmspec.app import embedded
+from mmspec.app.options import meant
 from mmspec.compile.products import spare_memory
 
 
@@ -59,9 +60,23 @@ def find_model(name: str) -> str:
         raise EngineError(f"cannot load the model {name!r}. {error}") from error
     if not Path(where).exists():
         if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
-            raise EngineError(f"no folder {name!r}; a name on the Hub has the form owner/name")
+            raise EngineError(f"no folder {name!r}{_near(name)}; a name on the Hub has the form owner/name")
         _look_for_hub()
     return where
+
+
+def unloadable(name: str, error: Exception) -> EngineError:
+    """That a model cannot be loaded, and why; of a name that is no folder, also which one may be meant."""
+    missing = isinstance(error, OSError) and not Path(embedded.resolve(name)).exists()
+    here = f"There is no folder {name!r} here{_near(name) or '.'} " if missing else ""
+    return EngineError(f"cannot load the model {name!r}. {here}{first_line(error)}")
+
+
+def _near(name: str) -> str:
+    """A question after an embedded model, or a folder beside it, whose name this one misspells."""
+    beside = Path(name).parent
+    folders = [str(beside / one.name) for one in beside.iterdir() if one.is_dir()] if beside.is_dir() else []
+    return meant(name, [*embedded.DRAFTERS, *folders])
 
 
 def _look_for_hub() -> None:

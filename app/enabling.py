@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from mmspec import zoo
-from mmspec.app.embedded import SHIPPED, STOCK
-from mmspec.app.options import meant
+from mmspec.app.embedded import SHIPPED, STOCK, resolve
+from mmspec.app.options import Pairs, meant
 
+_DRAFT = "the smaller model that drafts: its folder, or its name in the Hub's cache"
 WORDS = {"true": True, "false": False, "none": None, "on": True, "off": False, "yes": True, "no": False}
 PLAIN = "plain"  # the registry's name of no drafter
+OF_MODEL = ("model", "assistant")  # the drafters that are a model of their own
+DRAFT = "draft"  # what names that model
 LIST = "help"  # in the place of NAME=VALUE: what there is to say
 DRAWN = ("rule", "budget", "reproducible")  # those that change what is generated, or drawn; all others change the speed
 
@@ -23,14 +26,20 @@ class EnableError(ValueError):
     """What was said by --enable cannot be meant; the message says what can be."""
 
 
-class _Said(argparse.Action):
-    """Collects the words; for LIST it prints what there is to say and ends."""
+class _Said(Pairs):
+    """For LIST it prints what there is to say and ends."""
+
+    @staticmethod
+    def names() -> list[str]:
+        from mmspec.config import SpecConfig
+
+        return [DRAFT, *(name for kind in (SpecConfig(), *kinds_of(None)) for name in _names(kind))]
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
         if values == [LIST]:
             print(told(getattr(namespace, "drafter", None)))
             parser.exit()
-        setattr(namespace, self.dest, [*(getattr(namespace, self.dest, None) or []), *values])
+        super().__call__(parser, namespace, values, option_string)
 
 
 FLAG: dict[str, Any] = {
@@ -70,6 +79,10 @@ def given(said: Iterable[str], drafter: Any = None) -> dict[str, Any]:
     """
     _known(drafter)
     words = dict(_pairs(said))
+    if drafter in OF_MODEL:
+        if DRAFT not in words:
+            raise EnableError(f"--drafter {drafter} needs --enable {DRAFT}=FOLDER, {_DRAFT}")
+        words[DRAFT] = resolve(str(words[DRAFT]))
     if not words:  # nothing of this needs torch to be imported
         return {}
     from mmspec.config import SpecConfig
@@ -77,6 +90,7 @@ def given(said: Iterable[str], drafter: Any = None) -> dict[str, Any]:
     found: dict[str, Any] = {}
     kinds = kinds_of(drafter)
     known = [name for kind in (SpecConfig(), *kinds) for name in _names(kind)]
+    known += [DRAFT] if drafter in OF_MODEL else []
     for name, value in words.items():
         if name not in known:
             whose = f" with the drafter {drafter}" if drafter and len(kinds) == 1 else ""
@@ -121,6 +135,7 @@ def told(drafter: Any = None) -> str:
     from mmspec.registry import DRAFTERS
 
     lines = ["of every drafter:", *_described(SpecConfig())]
+    lines += [] if drafter not in (None, *OF_MODEL) else [f"of {', '.join(OF_MODEL)}:", f"  {DRAFT}=  {_DRAFT}"]
     for kind in kinds_of(drafter):
         users = [name for name in DRAFTERS if type(_options(name)) is type(kind)]
         own = _described(kind)

@@ -6,13 +6,14 @@ import contextlib
 import warnings
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 from PIL import Image
 
 import mmspec
 from mmspec.app import embedded
-from mmspec.app.devices import EngineError, find_device, find_model, first_line, free_memory, load_quietly
+from mmspec.app.devices import EngineError, find_device, find_model, first_line, free_memory, load_quietly, unloadable
 from mmspec.app.embedded import STOCK
 from mmspec.app.preparing import THREADS, Preparing, ProcessorThreads
 from mmspec.compile.held import settled
@@ -176,6 +177,7 @@ class Engine:
             named = None if self.drafter == embedded.SHIPPED else self.drafter
             handle = mmspec.enable(self.model, drafter=named, **{"on_unsupported": "fallback", **self.options})
         self.drafter = handle.drafter  # loaded once, however often the stock path is compared
+        self.options.pop("draft", None)
         heard = [str(note.message) for note in said if issubclass(note.category, UserWarning)]
         self.notes += [note for note in heard if note not in self.notes]
 
@@ -322,11 +324,13 @@ def load(
     load_quietly("transformers")
     where, place = find_model(model), find_device(device)
     kind = ("float32" if place.type == "cpu" else "auto") if dtype == "auto" else dtype
+    if (Path(where) / "model_index.json").is_file():
+        raise EngineError(f"{model!r} is a pipeline that draws; see `mmspec generate --help` and `mmspec bench image`")
     try:
         network, processor = model_and_processor(where, kind)
         network = network.to(place)
     except Exception as error:  # a missing folder, no network, an unknown architecture, too little memory: all fatal
-        raise EngineError(f"cannot load the model {model!r}. {first_line(error)}") from error
+        raise unloadable(model, error) from error
     try:
         chosen = None if drafter == STOCK else embedded.resolve(embedded.fitting(drafter, model))
         return Engine(network, processor, chosen, max_new_tokens, temperature, options)

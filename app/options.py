@@ -7,7 +7,7 @@ import difflib
 import ipaddress
 import math
 import socket
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 CLOSE = 0.75  # how alike two names are, from 0 to 1, for one to be a misspelling of the other
@@ -67,6 +67,15 @@ def _number(text: str, allowed: str, open_end: bool) -> float:
     if not (0 < value < math.inf or (value == 0 and not open_end)):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number {allowed}")
     return value
+
+
+class Pairs(argparse.Action):
+    """Collects words NAME=VALUE, however often the flag is said."""
+
+    names: Callable[[], Iterable[str]] = staticmethod(lambda: ())  # that may be said to it
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        setattr(namespace, self.dest, [*(getattr(namespace, self.dest, None) or []), *values])
 
 
 def where(parser: Any) -> None:

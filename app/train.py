@@ -18,7 +18,7 @@ from mmspec.app import train_block
 from mmspec.app.devices import EngineError, find_device, find_model, first_line, load_quietly
 from mmspec.app.media.clips import HELP, USUAL, VideoReader, policy
 from mmspec.app.media.video import FramePolicy
-from mmspec.app.options import count, from_zero
+from mmspec.app.options import Pairs, count, from_zero
 from mmspec.app.train_block import BLOCKS
 from mmspec.checkpoints.save import save_drafter
 from mmspec.drafters.heads import HeadsConfig, HeadsDrafter
@@ -42,16 +42,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--method", choices=methods, default="eagle", metavar="NAME", help=f"{', '.join(methods)} (%(default)s)")
     add("--target", required=True, help="folder or hub name of the model to draft for")
-    add("--data", required=True, help="folder of images, .jsonl with image, images or video, and prompt (for a text "
-        "model prompt alone), hf:owner/name[:split], or drawn: scenes:N; for a model that draws: prompts:FILE (one per "
-        "line; class numbers for a class-conditional model) or pictures:N")  # fmt: skip
+    add("--data", required=True, help="folder of images (subfolders too), .jsonl with image, images or video, and "
+        "prompt (for a text model prompt alone), hf:owner/name[:split], or drawn: scenes:N; for a model that draws: "
+        "prompts:FILE (one per line; class numbers for a class-conditional model) or pictures:N")  # fmt: skip
     add("--text", help="prompts without pictures, for recipes with a stage on text: prompts:FILE, .jsonl or "
         "hf:owner/name[:split]; 'none': leave these stages out")  # fmt: skip
     add("--out", type=Path, required=True, help="folder of the run")
     add("--recipe", choices=sorted(RECIPES), metavar="NAME", help="default: the published recipe of the method; of "
         f"{', '.join(sorted(RECIPES))}")  # fmt: skip
-    sets: dict[str, Any] = {"nargs": "*", "default": [], "metavar": "NAME=VALUE"}
-    add("--set", help="change values of the recipe, such as steps=200 held_out=8", **sets)
+    sets: dict[str, Any] = {"nargs": "*", "default": [], "metavar": "NAME=VALUE", "action": Pairs}
+    recipe = add("--set", help="change values of the recipe, such as steps=200 held_out=8", **sets)
+    recipe.names = lambda: [one.name for one in fields(Recipe)]  # type: ignore[attr-defined]
     add("--intermediate", type=count, help="width of the drafter's MLP; default: the target's")
     add("--shape", help="other values of the drafter's config, such as draft_vocab=8192 (a head of its own, for the "
         "most frequent tokens of the answers), num_q=4 or depth=6", **sets)  # fmt: skip

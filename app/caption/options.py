@@ -19,6 +19,8 @@ from mmspec.config import size_in_bytes
 BESIDE, AUTO = "beside", "auto"
 ENGINE, VLLM = "mmspec.app.engine:load", "mmspec.app.caption.vllm_engine:load"
 ON_EXISTING = ("skip", "overwrite", "append")
+PAGES = (".html", ".htm")
+REPORTS = (".json", ".jsonl", *PAGES)
 OUTPUTS = ("txt", "metadata", "parquet", "webdataset")
 RARE = (  # what few people change: `--help-all` and docs/captioning.md tell of them, and --config holds them
     "--column-image", "--column-text", "--column-tags", "--split", "--system", "--start-with",
@@ -87,6 +89,8 @@ def _extension(text: str) -> str:
 def _report(text: str) -> Path:
     if kind_of(text):  # as the shell makes of `--report photos/*.png`
         raise argparse.ArgumentTypeError(f"{text!r} is the name of a picture or video; give a name like report.json")
+    if Path(text).suffix.lower() not in REPORTS:
+        raise argparse.ArgumentTypeError(f"{text!r} is no name of a report; give one like report.json or report.html")
     return Path(text)
 
 

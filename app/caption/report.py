@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from mmspec.app.caption import page
 from mmspec.app.caption.journal import Ledger, parse, write_whole
-from mmspec.app.caption.options import AUTO, Options
+from mmspec.app.caption.options import AUTO, PAGES, Options
 from mmspec.app.caption.plan import Plan
 from mmspec.app.caption.run import Result
 from mmspec.app.caption.workers import places
@@ -26,7 +26,6 @@ if TYPE_CHECKING:  # torch is imported only once it is clear that there is somet
     from mmspec.app.caption.compare import Sampled
 
 MEGA = 2**20
-PAGES = (".html", ".htm")
 EVERY = 30.0  # seconds between lines of progress in a log
 LONGEST = 64 * MEGA  # bytes of a file that may be a report
 

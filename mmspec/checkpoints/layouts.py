@@ -364,8 +364,10 @@ def detect(config: Mapping[str, Any], keys: Collection[str]) -> str:
         if marked == name or (marked not in LAYOUTS and layout.seen(config, keys)):
             return name
     shown = ", ".join(sorted(keys)[:6]) or "none"
+    kinds = config.get("architectures")
+    whole = f"if it is a whole model ({kinds[0]}), name it so: drafter='model', draft=…; " if kinds else ""
     raise ValueError(
         f"no known drafter layout fits these tensors ({shown}{', …' if len(keys) > 6 else ''}); "
-        f"known: {', '.join(f'{name} ({layout.about})' for name, layout in LAYOUTS.items())}. "
+        f"{whole}known: {', '.join(f'{name} ({layout.about})' for name, layout in LAYOUTS.items())}. "
         "If it is one of them, pass layout="
     )

@@ -55,7 +55,7 @@ def read(source: str, limit: int | None = None, seed: int = 0, clips: Clips | No
 
     Args:
         source: one of
-            - a folder of images;
+            - a folder of images, with its subfolders, but for hidden files;
             - a `.jsonl` file with `prompt` (or `question`) and `image`, `images` or `video` per line, paths relative to
               it, of files below its folder; lines without them are text alone;
             - `hf:owner/name[:split]`, a dataset with the same columns, or with `conversations`, of which the first
@@ -123,7 +123,8 @@ def _open_clip(held: Any, folders: list[Path], where: str, clips: Clips) -> Call
 
 
 def _folder(folder: Path) -> list[TrainingSample]:
-    paths = sorted(p for p in folder.rglob("*") if p.suffix.lower() in _SUFFIXES)
+    found = (p for p in folder.rglob("*") if p.suffix.lower() in _SUFFIXES)
+    paths = sorted(p for p in found if not any(part.startswith(".") for part in p.relative_to(folder).parts))
     return [TrainingSample(_open(path), _PROMPTS[i % len(_PROMPTS)]) for i, path in enumerate(paths)]
 
 

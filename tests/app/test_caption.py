@@ -895,6 +895,7 @@ def test_fatal_errors_say_what_to_do(caption, truly, photos: Path, capsys: pytes
         ("--temperature -1", "'-1' is not a number from 0 on"),
         ("--shard 4/4", "'4/4' is not I/N"),
         ("--format xls", "unknown 'xls'"),
+        ("--report out.pdf", "give one like report.json or report.html"),
         ("--fps 2000", "2000"),
         ("--devices ,", "',' names no device"),
         ("--max-bytes 2X", "'2X' is no size"),

@@ -49,6 +49,7 @@ def test_words_become_values(word: str, drafter: str | None, value: Any) -> None
         ("compile=maybe", None, "compile must be True or False; got 'maybe'. Write True"),
         ("budget=-1", None, "budget must be a distance ≥ 0"),
         ("depth", None, "takes NAME=VALUE, such as depth=6; got 'depth'"),
+        ("depth=2", "model", "--drafter model needs --enable draft=FOLDER, the smaller model"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_meant_says_what_can(word: str, drafter: str | None, said: str) -> None:
@@ -132,6 +133,8 @@ def test_a_wrong_word_ends_a_verb_before_its_model_is_loaded(
     [
         (["caption", "--modle", "x"], "mmspec caption: error: unrecognized arguments: --modle; did you mean --model?"),
         (["bench", "vlm", "--drafers=eagle"], "bench vlm: error: unrecognized arguments: --drafers=eagle; did you"),
+        (["verify", "a.png", "--depth", "6"], "unrecognized arguments: --depth 6; did you mean --enable depth=VALUE?"),
+        (["train", "--target", "a", "--data", "b", "--out", "c", "--steps=2"], "--steps=2; did you mean --set steps=V"),
         (["bench", "vlm", "--repeats", "2"], "bench vlm: error: unrecognized arguments: --repeats 2\n"),
         (["captoin"], "there is no VERB 'captoin'; did you mean caption? Choose from caption, generate"),
         (["bench", "list"], "there is no SUITE 'list'. Choose from vlm"),

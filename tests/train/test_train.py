@@ -363,6 +363,13 @@ def test_drawn_scenes_and_folders_are_sources(questions: Path) -> None:
     assert len(data.read(str(questions.parent), limit=5)) == 5
 
 
+def test_hidden_files_of_a_folder_are_left_out(tmp_path: Path) -> None:
+    for name in ("a.png", "below/b.JPG", "below/._b.JPG", ".cache/c.png", "notes.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    assert len(data.read(str(tmp_path))) == 2
+
+
 def test_recipe_names_are_checked() -> None:
     with pytest.raises(ValueError, match="unknown recipe value 'speed'"):
         RECIPE.with_(speed=2)
