@@ -60,7 +60,8 @@ def find_model(name: str) -> str:
         raise EngineError(f"cannot load the model {name!r}. {error}") from error
     if not Path(where).exists():
         if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
-            raise EngineError(f"no folder {name!r}{_near(name)}; a name on the Hub has the form owner/name")
+            near = _near(name) or "."
+            raise EngineError(f"there is no folder {name!r}{near} A name on the Hub has the form owner/name")
         _look_for_hub()
     return where
 

@@ -69,8 +69,12 @@ def inputs_of(processor: Any, chats: Sequence[Chat], start: bool = False) -> Any
 
 
 def knows_clips(processor: Any) -> bool:
-    """Whether a clip can be shown as one, not as its frames."""
-    return bool(template(processor)) and getattr(processor, "video_processor", None) is not None
+    """Whether a clip can be shown as one, not as its frames: its template says where one stands."""
+    if not template(processor) or getattr(processor, "video_processor", None) is None:
+        return False
+    turns = ([{"role": "user", "content": [*clip, _said("?")]}] for clip in ([{"type": "video"}], []))
+    shown, none = (processor.apply_chat_template(turn, tokenize=False) for turn in turns)
+    return bool(shown != none)
 
 
 def template(processor: Any) -> Any:

@@ -12,8 +12,9 @@ import torch
 from mmspec import registry
 from mmspec.app.bench import drafters
 from mmspec.app.bench.assisted import ASSISTED
-from mmspec.app.bench.command import matching, say
+from mmspec.app.bench.command import BenchError, matching, say
 from mmspec.app.options import count
+from mmspec.pipelines.families import table as families
 from mmspec.pipelines.host.loading import CompileConfig
 
 GRIDS: dict[str, tuple[dict[str, int], ...]] = {  # what --tune tries
@@ -94,7 +95,12 @@ def methods(
     ]
     flags = {k: v for k in ("depth", "width", "size", "draft_vocab") if (v := getattr(args, k)) is not None}
     flags |= drafters.options(args)
+    target = families.of(model).describe(model)
     for title, drafter in drafters.read(args, model=model).items():
+        try:
+            drafter.fit(target, {})
+        except ValueError as error:
+            raise BenchError(f"--drafters: {error}") from error
         if title == "ngram":  # it is there already, and has the options where it is named
             found = [replace(m, options=drafters.options(args)) if m.name == title else m for m in found]
             continue

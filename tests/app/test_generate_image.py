@@ -140,7 +140,7 @@ def test_what_is_no_pipeline(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert run(PROMPT, "--model", tmp_path) == 1
     assert "It must be a LlamaGenPipeline" in capsys.readouterr().err
     assert run(PROMPT, "--model", "nowhere") == 1
-    assert "no folder 'nowhere'; a name on the Hub has the form owner/name" in capsys.readouterr().err
+    assert "no folder 'nowhere'. A name on the Hub has the form owner/name" in capsys.readouterr().err
 
 
 def test_pictures_that_are_there_stay_when_a_later_one_fails(

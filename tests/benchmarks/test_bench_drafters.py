@@ -140,6 +140,11 @@ def test_methods_are_left_out_by_patterns(drafters: dict[str, Path]) -> None:
     assert [m.name for m in ablations.methods(tiny_llava.model(), arguments(*words))] == ["stock", "ngram", "vispec"]
 
 
+def test_a_drafter_of_another_model_is_refused_before_anything_is_measured() -> None:
+    with pytest.raises(BenchError, match="--drafters: this drafter was made for scenes-video and does not fit"):
+        ablations.methods(tiny_llava.model(), arguments("--drafters", "scenes-video-eagle"))
+
+
 @pytest.mark.parametrize("method", sorted(ablations.ABLATIONS))
 def test_a_variant_has_the_same_weights_and_one_other_switch(method: str, drafters: dict[str, Path]) -> None:
     whole = mmspec.load_drafter(drafters[method])

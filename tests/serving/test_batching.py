@@ -17,9 +17,10 @@ from hostile_drafters import eagle, feature_drafter
 from PIL import Image
 from tiny_vlms import FAMILIES, IMAGE
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
+from transformers import AutoProcessor, GenerationConfig, LogitsProcessor, StoppingCriteria
 
 import mmspec
+from mmspec import zoo
 from mmspec.app import engine as engines
 from mmspec.app.engine import Engine
 from mmspec.drafters.plain import Plain
@@ -550,13 +551,18 @@ def test_frames_are_a_clip_where_the_processor_knows_clips() -> None:
     class Template:
         chat_template, image_processor, video_processor = "there is one", object(), object()
 
-        def apply_chat_template(self, chats: Any, **_: Any) -> None:
-            shown.append([part["type"] for part in chats[0][-1]["content"]])
+        def apply_chat_template(self, chats: Any, tokenize: bool, **_: Any) -> str:
+            if tokenize:
+                shown.append([part["type"] for part in chats[0][-1]["content"]])
+            return str(chats)
 
     for frames in (1, 3):
         chat_inputs(Template(), ["what?"], [[picture(n) for n in range(frames)]], clips=True)
     chat_inputs(Template(), ["what?"], [[picture(n) for n in range(3)]])
     assert shown == [["image", "text"], ["video", "text"], ["image", "image", "image", "text"]]
+    hybrid = AutoProcessor.from_pretrained(zoo.path("scenes-hybrid"))  # reads videos, and its template shows none
+    made = chat_inputs(hybrid, ["what?"], [[picture(n) for n in range(3)]], clips=True)
+    assert len(made["image_grid_thw"]) == 3
 
 
 def test_each_prompt_has_settings_of_its_own() -> None:
