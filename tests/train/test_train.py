@@ -337,7 +337,7 @@ def test_pictures_are_turned_as_they_were_taken(tmp_path: Path) -> None:
     ("words", "told"),
     [
         (["--device", "foo"], "no device 'foo' here"),
-        (["--target", "nosuch"], "no folder 'nosuch'; a name on the Hub has the form owner/name"),
+        (["--target", "nosuch"], "no folder 'nosuch'. A name on the Hub has the form owner/name"),
         (["--shape", "bogus=1"], "--shape: there is no 'bogus'; choose from adaptive, depth, draft_vocab"),
         (["--shape", "depth=deep"], "--shape: depth is a whole number, such as 5; got 'depth=deep'"),
         (["--set", "steps=1e3"], "--set: steps is a whole number, such as 20000; got 'steps=1e3'"),
