@@ -14,7 +14,7 @@ import jsonschema
 import mmspec
 from mmspec.app import embedded
 from mmspec.app.bench import report, vlm_shown
-from mmspec.app.bench.answers import TimedCall, VlmBench, enabled
+from mmspec.app.bench.answers import TimedCall, VlmBench
 from mmspec.app.bench.command import Outcome, say
 from mmspec.app.bench.questions import Question
 from mmspec.app.bench.vlm_methods import VlmMethod
@@ -56,7 +56,7 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
     bench = VlmBench(engine.model, engine.processor, args.max_new_tokens, args.seed)
     grammar = {"logits_processor": [mmspec.json_grammar(engine.processor, schema)]}
     outcome.provenance = provenance(engine.model.device, engine.model.dtype) | {"model": args.model, "drafter": drafter}
-    with enabled(engine.model, None if drafter == embedded.SHIPPED else embedded.resolve(drafter)) as handle:
+    with mmspec.enable(engine.model, None if drafter == embedded.SHIPPED else embedded.resolve(drafter)) as handle:
         made = handle.drafter
     ways = {"stock": None, "forced tokens alone": Plain(), drafter: made}
     methods = [VlmMethod(name, grammar, way) for name, way in ways.items()]

@@ -87,6 +87,8 @@ def _version(root: Any, kept: bool = False) -> Version:
         return id(alive[-1])
 
     def told(value: Any) -> Any:
+        if type(value) in PLAIN:
+            return value
         if isinstance(value, Tensor):  # no capture can use it
             return known(value) if kept else None
         if isinstance(value, list | tuple | dict | set | frozenset):
@@ -104,19 +106,16 @@ def _version(root: Any, kept: bool = False) -> Version:
         for name, value in held.items():
             if name in _ASIDE:
                 continue
-            if type(value) not in PLAIN:
-                if name.endswith("config") and hasattr(value, "__dict__"):
-                    configs[id(value)] = value
-                    value = None
-                else:
-                    value = told(value)
-            state += (name, value)
+            if name.endswith("config") and hasattr(value, "__dict__"):
+                configs[id(value)] = value
+                value = None
+            state += (name, told(value))
         if why is None and (found := _obstacle(module, held)) is not None:
             why = f"{_name(root, module)} {found}"
     for config in (inner for outer in configs.values() for inner in _with_those_inside(outer)):
         state.append(known(config))
         for name, value in vars(config).items():
-            state += (name, value if type(value) in PLAIN else told(value))
+            state += (name, told(value))
     for stock in dict.fromkeys(classes):
         state += (known(stock), known(stock.forward))
     return Version(weights, state, written, why, alive)

@@ -208,13 +208,18 @@ def shoot(address: str, folder: Path, prompt: str | None = None) -> list[Path]:
     return taken
 
 
+def _finish(visitor: Visitor, button: str, race: str) -> None:
+    """Press a button, and wait until the race that it starts has been replayed."""
+    visitor.press(button)
+    visitor.wait_for(f"#mm-{race}-summary {DONE}")
+    visitor.page.wait_for_timeout(250)
+
+
 def _ask(visitor: Visitor, prompt: str | None, dark: bool) -> None:
     visitor.choose(1)
     if prompt is not None:
         visitor.ask(prompt)
-    visitor.press("run")
-    visitor.wait_for(f"#mm-caption-summary {DONE}")
-    visitor.page.wait_for_timeout(250)
+    _finish(visitor, "run", "caption")
 
 
 def _draw(visitor: Visitor, prompt: str | None, dark: bool) -> None:
@@ -222,9 +227,7 @@ def _draw(visitor: Visitor, prompt: str | None, dark: bool) -> None:
     visitor.open("Image")
     if dark:
         visitor.pick("Rule", "lantern, lossy")
-    visitor.press("draw")
-    visitor.wait_for(f"#mm-paint-summary {DONE}")
-    visitor.page.wait_for_timeout(250)
+    _finish(visitor, "draw", "paint")
 
 
 def _sketch(visitor: Visitor, prompt: str | None, dark: bool) -> None:
@@ -232,9 +235,7 @@ def _sketch(visitor: Visitor, prompt: str | None, dark: bool) -> None:
     visitor.open("Image, continuous")
     if dark:
         visitor.pick("Rule and drafts", "CSpD, approximate")
-    visitor.press("sketch")
-    visitor.wait_for(f"#mm-class-summary {DONE}")
-    visitor.page.wait_for_timeout(250)
+    _finish(visitor, "sketch", "class")
 
 
 def _look(visitor: Visitor, prompt: str | None, dark: bool) -> None:
