@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import mmspec
 from benchmarks.suites import drawn
 from mmspec.app import embedded, enabling
 from mmspec.app.bench import report, vlm_shown
@@ -89,7 +90,7 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
     engine = load(args.model, STOCK, args.device, args.dtype, args.max_new_tokens, 0)
     bench = VlmBench(engine.model, engine.processor, args.max_new_tokens, args.seed)
     named = None if drafter == embedded.SHIPPED else embedded.resolve(drafter)
-    with enabled(bench.model, named or "suffix", **options) as handle:
+    with mmspec.enable(bench.model, drafter=named, **options) as handle:
         made = handle.drafter
     outcome.provenance = provenance(bench.model.device, bench.model.dtype) | {"model": args.model, "drafter": drafter}
     kept = {"prefix_cache": KEPT} | options

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL, GenerateDecoderOnlyOutput
 
-from mmspec.pipelines.host.names import CACHE
+from mmspec.pipelines.host.names import CACHE, LOGITS
 from mmspec.pipelines.host.processors import guidance as guided
 from mmspec.pipelines.host.processors.guidance import Guidance, NegativePrompt
 from mmspec.pipelines.host.processors.stopping import Endings
@@ -27,7 +27,7 @@ T = TypeVar("T")
 TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids", "cross_attention_mask", "image_attention_mask")
 BOTH_WAYS = (*TYPES, "block_sequence_ids")  # what may make a decoder read in both directions
 ENCODED = "mm_encoder_outputs"  # what became of pictures that were encoded before the prefill
-ONCE = ("logits_to_keep", "use_cache")  # what does not change what a forward computes of a token
+ONCE = (LOGITS, "use_cache")  # what does not change what a forward computes of a token
 # what a prefill alone reads
 PICTURES = (
     *("image_pixel_values", "flattened_patches", "audio_input_features", "audio_embed_sizes", "audio_attention_mask"),

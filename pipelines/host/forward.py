@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mmspec.modes import stock_class
 from mmspec.pipelines.host.call import PICTURES, TYPES, Call
-from mmspec.pipelines.host.names import CACHE
+from mmspec.pipelines.host.names import CACHE, FEATURES, LOGITS
 from mmspec.types import FINAL
 
 
@@ -95,7 +95,7 @@ class Tap:
             read.layers[layer] = args[0] if args else kwargs["hidden_states"]
             return run(*args, **kwargs)
         output = run(*args, **kwargs) if under_way.decode is None else under_way.decode(run, *args, **kwargs)
-        final = getattr(output, "last_hidden_state", None)
+        final = getattr(output, FEATURES, None)
         read.told, read.final = kwargs, output[0] if final is None else final
         return output
 
@@ -116,8 +116,8 @@ def prefill(
         What was read off it, its output, and the arguments of the next step.
     """
     ids, config, arguments = call.input_ids, call.generation_config, {**call.arguments, CACHE: slots}
-    if every and "logits_to_keep" in arguments:  # a number would make the decoder drop all other features
-        arguments["logits_to_keep"] = ids.new_full((1,), -1)
+    if every and LOGITS in arguments:  # a number would make the decoder drop all other features
+        arguments[LOGITS] = ids.new_full((1,), -1)
     config.prefill_chunk_size, chunk = None, config.prefill_chunk_size
     try:
         with reading(decode) as read:
@@ -151,8 +151,8 @@ def step(
     inputs["attention_mask"] = mask
     if inputs.get("position_ids") is None:  # GLM-Image drops them, and would take a draft for a prompt
         inputs["position_ids"] = places
-    if "logits_to_keep" in inputs:
-        inputs["logits_to_keep"] = 0
+    if LOGITS in inputs:
+        inputs[LOGITS] = 0
     return model(**inputs, return_dict=True)
 
 
@@ -166,5 +166,5 @@ def plain(model: Any, ids: Tensor, mask: Tensor, slots: Any) -> tuple[Read, Any]
 def cacheless(model: Any, ids: Tensor, valid: Tensor, arguments: dict[str, Any]) -> Read:
     """What is read off a forward over whole texts [B, L], which keeps nothing."""
     with reading() as read:
-        model(input_ids=ids, attention_mask=valid.long(), use_cache=False, logits_to_keep=1, **arguments)
+        model(input_ids=ids, attention_mask=valid.long(), use_cache=False, **{LOGITS: 1}, **arguments)
     return read

@@ -34,6 +34,7 @@ if not CACHE:
 CACHED = "cache_length" if CACHE == "cache" else "past_key_values_length"
 
 FEATURES = "last_hidden_state"  # of what a decoder gives
+LOGITS = "logits_to_keep"  # of which tokens a forward gives logits: a number of last ones (0: all), or a list
 
 
 def origin(model: Any) -> tuple[str, str | None]:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import mmspec
-from mmspec.pipelines.host import contract
+from mmspec.pipelines.host import contract, names
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("benchmarks", "app", "pipelines", "mmspec", "kernels")  # each imports itself and what stands to its right
@@ -46,8 +46,10 @@ INSIDE = {  # the order inside mmspec/: each part imports only its own rank and 
 FACE = "mmspec/__init__.py"  # imports upwards, but lazily and by name
 DIFFUSERS = ("mmspec/models/", "pipelines/")
 HOST = "pipelines/host/"
+ONE_PLACE = ("/names.py", "/contract.py")  # where a name that a release may change stands
 HOSTS = {"transformers", "peft", "accelerate"}
 UNSTABLE = contract.unstable()
+RENAMED = {*names._CACHES[1:], names.CACHED, names.FEATURES, names.LOGITS}  # "cache" means much else
 SPELLED_BELOW = {  # by the core, of modules that accelerate or transformers have hooked
     "mmspec/modes.py": {"transformers.utils.output_capturing"},
     "mmspec/compile/version.py": {"_hf_hook", "accelerate.hooks"},
@@ -187,6 +189,13 @@ def test_only_the_host_looks_into_configs(source: str):
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "hasattr"):
             of = ast.unparse(node.args[0])
             assert not of.endswith("config"), f"{source}:{node.lineno} looks into {of}; ask HostModel"
+
+
+@pytest.mark.parametrize("source", [s for s in SOURCES if s.startswith(HOST) and not s.endswith(ONE_PLACE)])
+def test_a_name_of_the_cache_or_the_logits_stands_in_one_file(source: str):
+    """What 5.24 renamed, and what the next release may: a rename is mended in names.py, and its row in contract.py."""
+    for word, line in spelled(source):
+        assert word not in RENAMED, f"{source}:{line} spells {word!r}; import it from host/names.py"
 
 
 def test_the_host_has_names_of_its_own_to_keep():

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mmspec.pipelines.host.decoder import decoder
+from mmspec.pipelines.host.names import FEATURES, LOGITS
 
 CLASSES = ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM")
 
@@ -39,7 +40,7 @@ def read(
 ) -> Tensor:
     """Features [B, n, H + H_a] of embeddings beside features [B, n, 2·H]: the next one's, and its head's."""
     known = inspect.signature(model.model.forward).parameters
-    every = {"logits_to_keep": torch.arange(x.shape[1], device=x.device)} if "logits_to_keep" in known else {}
+    every = {LOGITS: torch.arange(x.shape[1], device=x.device)} if LOGITS in known else {}
     out = model.model(
         inputs_embeds=model.pre_projection(x),
         attention_mask=masks,
@@ -47,7 +48,7 @@ def read(
         shared_kv_states=shared,
         use_cache=False,
         **every,  # and not the last
-    ).last_hidden_state
+    )[FEATURES]
     return torch.cat([model.post_projection(out), out], -1)
 
 

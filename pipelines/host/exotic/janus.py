@@ -11,7 +11,7 @@ from transformers.generation.logits_process import ClassifierFreeGuidanceLogitsP
 
 from mmspec.pipelines.host.call import calling, picture
 from mmspec.pipelines.host.hooks import stock
-from mmspec.pipelines.host.names import CACHE
+from mmspec.pipelines.host.names import CACHE, FEATURES
 from mmspec.pipelines.host.processors.guidance import Guidance
 from mmspec.pipelines.host.processors.table import POINTWISE
 
@@ -97,14 +97,14 @@ def prefill(model: Any, ids: Tensor, embeds: Tensor, arguments: dict[str, Any], 
     """Stock's first forward, into this cache: the features [2B, L, H] of its language model."""
     arguments = arguments | {CACHE: slots}
     given = model.prepare_inputs_for_generation(input_ids=ids, inputs_embeds=embeds, **arguments)
-    return model.model.language_model(**given).last_hidden_state
+    return model.model.language_model(**given)[FEATURES]
 
 
 def step(model: Any, embeds: Tensor, places: Tensor, mask: Any, slots: Any) -> Tensor:
     """The features [2B, N, H] of one forward of the language model."""
     return model.model.language_model(
         inputs_embeds=embeds, position_ids=places, attention_mask=mask, **{CACHE: slots}, use_cache=True
-    ).last_hidden_state
+    )[FEATURES]
 
 
 def grid(model: Any) -> tuple[int, int]:
