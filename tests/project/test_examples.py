@@ -28,6 +28,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 SERVERS = {"serve.py"}  # they run until they are stopped, and have tests of their own below
 WORDS: dict[str, list[str]] = {  # for what would take long by default
     "caption_pipeline.py": [str(zoo.samples() / "scene-02.png")],
+    "watch_drafts.py": [str(zoo.samples() / "scene-02.png"), "--prompt", zoo.PROMPTS["short"], "--svg", "drafts.svg"],
     "train_drafter.py": ["--steps", "2", "--samples", "8", "--batch", "2", "--max-new-tokens", "12", "--out", "run"],
 }
 PATIENCE = 300  # seconds, for what a busy machine may delay
@@ -76,6 +77,14 @@ def trained(said: str, here: Path) -> bool:
     return "identical to stock" in said and mmspec.load_drafter(here / "run" / "drafter").config.vocab == 2048
 
 
+def coloured(said: str, here: Path) -> bool:
+    (tokens,), (calls,) = numbers(said, "# tokens in"), numbers(said, "in # calls")
+    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in said.splitlines()]
+    drawn = (here / "drafts.svg").read_text(encoding="utf-8")
+    same = SCENE_2 in "".join(lines) and len(lines) == calls + 1
+    return same and 2 * calls < tokens == drawn.count("<rect") and f"call {calls:.0f}<" in drawn
+
+
 CLAIMS: dict[str, Callable[[str, Path], bool]] = {  # of what was printed, and the folder it ran in
     "caption_pipeline.py": lambda said, _: SCENE_2 in said and numbers(said, "tokens_per_target_call #")[0] > 2,
     "caption_folder.py": captions,
@@ -84,6 +93,7 @@ CLAIMS: dict[str, Callable[[str, Path], bool]] = {  # of what was printed, and t
     "own_rule.py": rules,
     "loop.py": rounds,
     "train_drafter.py": trained,
+    "watch_drafts.py": coloured,
 }
 
 
@@ -123,7 +133,7 @@ def test_it_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
     assert CLAIMS[name](said.out, tmp_path), said.out
     bars = [line for line in said.err.splitlines() if "%|" in line and "answers (" not in line and "train:" not in line]
     assert not bars and "deprecated" not in said.err  # the noise of libraries; training shows how far it is
-    assert {path.name for path in tmp_path.iterdir()} <= {"picture.png", "run"}
+    assert {path.name for path in tmp_path.iterdir()} <= {"picture.png", "run", "drafts.svg"}
 
 
 def test_every_example_is_on_its_page() -> None:
