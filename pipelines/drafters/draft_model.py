@@ -200,7 +200,7 @@ class ModelDrafter(Growth):
         memory.tree = torch.cat([held, tokens], 1), depth, torch.cat([above, mine], 1)
         return self._logits(memory, *memory.tree, (session.emitted - 1)[:, None])[:, -n:]
 
-    def logits(self, hidden: Tensor, target: Any) -> Tensor:
+    def logits(self, hidden: Tensor, target: Target) -> Tensor:
         """Its logits at the target's tokens: rows that only one of them has are padding of a vocabulary."""
         assert self.own is not None
         more = self.own.vocab - hidden.shape[-1]

@@ -27,7 +27,7 @@ def parse_of(row: Row) -> Parse | None:
     return None if grammar is None else grammar.parse(row)
 
 
-def beside(drafter: Any, rows: Sequence[Row]) -> Any:
+def beside(drafter: Drafter, rows: Sequence[Row]) -> Any:
     """The drafter; with forced tokens beside its own where any of the rows has a grammar."""
     return Forced(drafter) if any(parse_of(row) is not None for row in rows) else drafter
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from mmspec.pipelines.patching.obstacles import Obstacle
 from mmspec.pipelines.target.request import Request
 from mmspec.pipelines.target.vlm import VlmTarget
 from mmspec.rules import Rule, exact
+
+if TYPE_CHECKING:
+    from mmspec.pipelines.patching.handle import Patch
 
 MODES = ("text-only", "image-only")
 _BEGIN, _END = "<racm3:break>", "<eoss>"  # what the family calls the marks around a picture
@@ -130,7 +133,7 @@ class Chameleon(DecoderOnly):
             return asked
         return exact if followed.picture_tokens(call.logits_processor) is None else super().rule(asked, call)
 
-    def decline(self, patch: Any, why: Obstacle) -> None:
+    def decline(self, patch: Patch, why: Obstacle) -> None:
         if picture(PictureTokens) is not None:
             raise UnsupportedError(
                 f"stock has no image mode that this call could run on, and mmspec cannot: {why.reason}"

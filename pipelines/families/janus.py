@@ -11,7 +11,7 @@ from torch import Tensor
 from mmspec.compile.version import unchanging
 from mmspec.pipelines.families.decoder_only import DecoderOnly, DecoderOnlyPatch
 from mmspec.pipelines.host.cache import RaggedCache
-from mmspec.pipelines.host.call import output
+from mmspec.pipelines.host.call import Call, output
 from mmspec.pipelines.host.exotic import janus
 from mmspec.pipelines.host.exotic.janus import Prepared
 from mmspec.pipelines.host.forward import Read, reading
@@ -160,7 +160,7 @@ class Janus(DecoderOnly):
 
     mixin = JanusPatch
 
-    def rule(self, asked: Rule, call: Any) -> Rule:
+    def rule(self, asked: Rule, call: Call) -> Rule:
         """A relaxed rule is for pictures: text stays exact."""
         return exact
 

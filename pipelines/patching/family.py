@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -12,6 +12,10 @@ from mmspec.pipelines.patching.obstacles import Obstacle
 from mmspec.pipelines.target.request import Request
 from mmspec.protocols import Target, TargetInfo
 from mmspec.rules import Rule
+
+if TYPE_CHECKING:
+    from mmspec.pipelines.host.call import Call
+    from mmspec.pipelines.patching.handle import Patch
 
 
 class Family:
@@ -67,10 +71,10 @@ class Family:
         """What this kind of model adds to what a call asks of its logits."""
         return request
 
-    def rule(self, asked: Rule, call: Any) -> Rule:
+    def rule(self, asked: Rule, call: Call) -> Rule:
         """What is kept of a draft in this call; `asked` by `enable`."""
         return asked
 
-    def decline(self, patch: Any, why: Obstacle) -> None:
+    def decline(self, patch: Patch, why: Obstacle) -> None:
         """Let a call run on the stock path, or raise."""
         patch.decline(why)

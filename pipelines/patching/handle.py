@@ -7,7 +7,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mmspec.config import SpecConfig, UnsupportedError
 from mmspec.pipelines.host import devices
@@ -19,6 +19,9 @@ from mmspec.prefix_store import PrefixStore
 from mmspec.protocols import TargetInfo
 from mmspec.rules import Rule, exact
 from mmspec.statistics import Stats
+
+if TYPE_CHECKING:
+    from mmspec.pipelines.host.call import Call
 
 _switching = threading.RLock()  # enable and disable may come from any thread
 
@@ -87,7 +90,7 @@ class Patch:
         with self._lock:
             self.stats.add(stats)
 
-    def keeps_by(self, call: Any, sample: bool) -> Rule:
+    def keeps_by(self, call: Call, sample: bool) -> Rule:
         """The rule of a call; it is said once where that is `exact`, though `enable` named another."""
         rule = self.family.rule(self.rule, call)
         self.relaxes(sample)

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,11 +25,14 @@ from mmspec.pipelines.host.recurrent_state import RecurrentLayers
 from mmspec.pipelines.target import masks
 from mmspec.pipelines.target.state import State
 
+if TYPE_CHECKING:
+    from mmspec.pipelines.target.model import ModelTarget
+
 
 class Forward(Held):
     """Captured forwards of one model, by shape."""
 
-    def read(self, target: Any, state: State, tokens: Tensor, places: Tensor, mask: Any) -> tuple[Tensor, ...]:
+    def read(self, target: ModelTarget, state: State, tokens: Tensor, places: Tensor, mask: Any) -> tuple[Tensor, ...]:
         """As `target.read`: raw logits [S·B, N, V], and the features [S·B, N, F] where the drafter asked for some."""
         shapes = tokens.shape, places.shape
         constants = tuple((name, v) for name, v in state.arguments.items() if type(v) in PLAIN)
@@ -72,7 +75,7 @@ def _inputs(state: State, tokens: Tensor, places: Tensor) -> list[Tensor]:
     return [t.contiguous() for t in found]
 
 
-def capturable(target: Any) -> None:
+def capturable(target: ModelTarget) -> None:
     """Uncapturable, with the reason, for a model whose forward is not captured at all."""
     if target.eager:
         raise Uncapturable("its attention is 'eager'; load it with attn_implementation='sdpa'")
@@ -82,7 +85,7 @@ def capturable(target: Any) -> None:
         raise Uncapturable("it has adapters, which may be switched at any time; merge them first")
 
 
-def _capture(target: Any, state: State, tokens: Tensor, places: Tensor) -> PiecewiseFunction:
+def _capture(target: ModelTarget, state: State, tokens: Tensor, places: Tensor) -> PiecewiseFunction:
     """The forward over nodes of this shape, which must not depend on how much is cached."""
     own = weights(target.model)
 
@@ -104,10 +107,10 @@ def _capture(target: Any, state: State, tokens: Tensor, places: Tensor) -> Piece
         return PiecewiseFunction(read, inputs, own, variants=(37, 53))
 
 
-def _attending(target: Any, state: State, mask: Any) -> LayerAttention:
+def _attending(target: ModelTarget, state: State, mask: Any) -> LayerAttention:
     """What stands for the attentions in one forward: the new keys and values go into the cache, the mask as it is."""
     cache, tree = state.cache, target.tree
-    kinds = target.host.kinds if isinstance(mask, dict) else None
+    kinds = target.kinds if isinstance(mask, dict) else None
     masks = mask if isinstance(mask, dict) else {None: mask}
 
     def attend(layer: int, scale: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

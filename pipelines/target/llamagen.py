@@ -17,6 +17,7 @@ from mmspec.pipelines.target.captures import Forward
 from mmspec.pipelines.target.masks import additive
 from mmspec.pipelines.target.model import ModelTarget
 from mmspec.pipelines.target.state import Onward, State, each_stream
+from mmspec.protocols import SessionView
 from mmspec.ragged_cache import visibility
 from mmspec.session import Session
 from mmspec.tree import lone
@@ -69,7 +70,7 @@ class LlamaGenTarget(ModelTarget):
     def logits(self, hidden: Tensor, vocab: Any = None) -> Tensor:
         return self.model.head(hidden)
 
-    def weigh(self, logits: Tensor, session: Any, position: Tensor) -> Tensor:
+    def weigh(self, logits: Tensor, session: SessionView, position: Tensor) -> Tensor:
         return session.rows[0].request.sampler.weighed(logits, session, position)
 
     def prefix(self, what: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 from mmspec.modes import Mode
 from mmspec.pipelines.host.processors.guidance import Guidance
 from mmspec.pipelines.target.state import State, each_stream
+from mmspec.protocols import SessionView
 from mmspec.ragged_cache import Lengths
 from mmspec.session import Group, Session
 from mmspec.types import FINAL, LIKELIEST, RANKS, Draft, Round, Scores, Tree, fold, unfold
@@ -32,6 +33,7 @@ class ModelTarget:
         ranks: whether the drafter asked for LIKELIEST.
         stateful: whether layers keep more than keys, values and recurrent states, which is not captured.
         eager, tree, mixed: how its decoder attends, as far as masks and captures depend on it.
+        kinds: the type of each layer, where masks differ by it.
     """
 
     model: Any
@@ -40,6 +42,7 @@ class ModelTarget:
     features: tuple[int, ...]
     captured: Any = None
     last: int | None = None
+    kinds: tuple[str, ...] = ()
     weighs = stateful = eager = tree = mixed = False
 
     def __init__(self, features: tuple[int, ...], guidance: Guidance | None = None) -> None:
@@ -72,7 +75,7 @@ class ModelTarget:
         raw = self.logits(fold(hidden, self.streams), vocab)
         return self.guided(raw, hidden.new_zeros(1, 1, dtype=torch.long)).to(hidden.device)
 
-    def weigh(self, logits: Tensor, session: Any, position: Tensor) -> Tensor:
+    def weigh(self, logits: Tensor, session: SessionView, position: Tensor) -> Tensor:
         """A drafter's logits [B, n, V] of the tokens at `position` [B, n], weighed as this target weighs its own."""
         return logits
 

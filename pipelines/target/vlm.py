@@ -62,7 +62,7 @@ class VlmTarget(ModelTarget):
         name = host.instead or host.attention
         self.eager, self.tree = name == "eager", name == tree_attention.NAME
         self.masks = masks.Masks.of(host, name)
-        self.mixed = self.masks.mixed
+        self.mixed, self.kinds = self.masks.mixed, host.kinds
         # the decoder's own FlashAttention reads a chain of one row, which is the end of its text
         self.flash = host.flash and self.last is None and self.masks.kinds <= set(tree_attention.KINDS)
 
