@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,13 +16,11 @@ from mmspec.pipelines.host.forward import Read
 from mmspec.pipelines.host.hooks import stock
 from mmspec.pipelines.host.processors import followed
 from mmspec.pipelines.host.processors.guidance import Guidance
+from mmspec.pipelines.patching.handle import Patch
 from mmspec.pipelines.patching.obstacles import Obstacle
 from mmspec.pipelines.target.request import Request
 from mmspec.pipelines.target.vlm import VlmTarget
 from mmspec.rules import Rule, exact
-
-if TYPE_CHECKING:
-    from mmspec.pipelines.patching.handle import Patch
 
 MODES = ("text-only", "image-only")
 _BEGIN, _END = "<racm3:break>", "<eoss>"  # what the family calls the marks around a picture

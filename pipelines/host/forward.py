@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -18,9 +18,6 @@ from mmspec.modes import stock_class
 from mmspec.pipelines.host.call import PICTURES, TYPES, Call
 from mmspec.pipelines.host.names import CACHE, FEATURES, LOGITS
 from mmspec.types import FINAL
-
-if TYPE_CHECKING:
-    from mmspec.pipelines.host.recurrent import Reading
 
 
 @dataclass
@@ -58,7 +55,7 @@ class ForwardContext:
 
     read: Read | None = None
     decode: Callable[..., Any] | None = None
-    draft: Reading | None = None
+    draft: Any = None
     paths: Any = None
     attention: str | None = None
 

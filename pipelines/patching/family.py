@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
+from mmspec.pipelines.host.call import Call
 from mmspec.pipelines.host.hooks import Taps
 from mmspec.pipelines.host.processors.guidance import Guidance
 from mmspec.pipelines.patching.obstacles import Obstacle
 from mmspec.pipelines.target.request import Request
 from mmspec.protocols import Target, TargetInfo
 from mmspec.rules import Rule
-
-if TYPE_CHECKING:
-    from mmspec.pipelines.host.call import Call
-    from mmspec.pipelines.patching.handle import Patch
 
 
 class Family:
@@ -75,6 +72,6 @@ class Family:
         """What is kept of a draft in this call; `asked` by `enable`."""
         return asked
 
-    def decline(self, patch: Patch, why: Obstacle) -> None:
+    def decline(self, patch: Any, why: Obstacle) -> None:
         """Let a call run on the stock path, or raise."""
         patch.decline(why)

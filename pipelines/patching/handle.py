@@ -7,10 +7,11 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mmspec.config import SpecConfig, UnsupportedError
 from mmspec.pipelines.host import devices
+from mmspec.pipelines.host.call import Call
 from mmspec.pipelines.host.hooks import restore, swap
 from mmspec.pipelines.patching import drafting
 from mmspec.pipelines.patching.family import Family
@@ -19,9 +20,6 @@ from mmspec.prefix_store import PrefixStore
 from mmspec.protocols import TargetInfo
 from mmspec.rules import Rule, exact
 from mmspec.statistics import Stats
-
-if TYPE_CHECKING:
-    from mmspec.pipelines.host.call import Call
 
 _switching = threading.RLock()  # enable and disable may come from any thread
 

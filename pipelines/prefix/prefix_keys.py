@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,9 +20,6 @@ from mmspec.modes import ambient
 from mmspec.pipelines.host.call import ENCODED, ONCE, PICTURES, TYPES, Call
 from mmspec.pipelines.host.names import CACHE
 from mmspec.pipelines.host.vision import by_row, encoded, media
-
-if TYPE_CHECKING:
-    from mmspec.pipelines.target.vlm import VlmTarget
 
 LEAST = 8  # tokens that a prompt has to share, or all of it is read
 # arguments that are told apart token by token, or that do not change what a forward computes of a token
@@ -86,7 +83,7 @@ _WHOLE: tuple[tuple[Callable[[Any, Call], Any], str], ...] = (
 )
 
 
-def texts(target: VlmTarget, call: Call) -> tuple[list[Text], str | None]:
+def texts(target: Any, call: Call) -> tuple[list[Text], str | None]:
     """The rows' prompts; or why all of them is read."""
     why = next((why for holds, why in _WHOLE if holds(target, call)), None)
     model, ids, arguments = target.model, call.input_ids, call.arguments

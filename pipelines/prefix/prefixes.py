@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import reduce
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,9 +27,6 @@ from mmspec.session import Session
 from mmspec.tree import chain
 from mmspec.types import Prompt, Round, gather_rows
 
-if TYPE_CHECKING:
-    from mmspec.pipelines.target.vlm import VlmTarget
-
 MOST = 64  # tokens of text that are read like a draft, for all rows at once
 FILLED = (
     16  # where forwards are captured, such a text is filled up to a multiple of so many, so that few shapes come up
@@ -37,7 +34,7 @@ FILLED = (
 Found = list[tuple[int, Segment | None]]  # of each row: how many tokens are kept, and what has them
 
 
-def read(target: VlmTarget, session: Session, call: Call, reserve: int) -> tuple[State, Prompt, Tensor]:
+def read(target: Any, session: Session, call: Call, reserve: int) -> tuple[State, Prompt, Tensor]:
     """As `target.first`: what is kept of the session's rows is not read again, and what was read is kept."""
     store, stats, B = target.prefixes, session.stats, len(call.input_ids)
     texts, why = prefix_keys.texts(target, call)
@@ -57,7 +54,6 @@ def read(target: VlmTarget, session: Session, call: Call, reserve: int) -> tuple
         texts = [text for text, *_ in parts]
     else:
         state, prompt, raw = target.first(call, reserve)
-        assert state.cuts is not None
         texts = [replace(text, cuts=state.cuts[text.row, text.pad :]) for text in texts]
     if alone:
         prompt = _prompt(target, call, state, [text.pad for text in texts])
@@ -75,7 +71,7 @@ def read(target: VlmTarget, session: Session, call: Call, reserve: int) -> tuple
     return state, prompt, raw
 
 
-def follow(target: VlmTarget, session: Session, round_: Round) -> None:
+def follow(target: Any, session: Session, round_: Round) -> None:
     """Before a round is committed: tell the cache what drafters read of it; keep the answers of rows that ended."""
     cache = session.cache.cache
     if cache.told is not None:
@@ -88,7 +84,7 @@ def follow(target: VlmTarget, session: Session, round_: Round) -> None:
             session.stats.kept_bytes = target.prefixes.bytes
 
 
-def _keep(target: VlmTarget, state: State, text: Text, key: Tensor, cuts: Any) -> None:
+def _keep(target: Any, state: State, text: Text, key: Tensor, cuts: Any) -> None:
     """What the row holds of the tokens of this key."""
     cache, row, first = state.cache, text.row, text.pad
     held = lambda start: cache.held(row, first + start, first + len(key))  # noqa: E731
@@ -96,7 +92,7 @@ def _keep(target: VlmTarget, state: State, text: Text, key: Tensor, cuts: Any) -
 
 
 def _resumed(
-    target: VlmTarget, call: Call, text: Text, reserve: int, at: int, kept: Segment | None
+    target: Any, call: Call, text: Text, reserve: int, at: int, kept: Segment | None
 ) -> tuple[Text, State, Tensor]:
     """One row, read from its token number `at` on: its text with all cuts, its state, and raw logits [1, 1, V]."""
     slots, cuts = RaggedCache(1, call.input_ids.device, reserve), torch.ones(1, dtype=torch.bool)
@@ -108,7 +104,6 @@ def _resumed(
         cuts = cuts.new_ones(at + 1)
         _keep(target, state, replace(text, row=0, pad=0), text.key[:at], cuts)
     state, _, raw = target.first(_row(target, call, text, at, len(text.key)), reserve, slots)
-    assert state.cuts is not None
     return replace(text, cuts=torch.cat([cuts, state.cuts[0, 1:]])), state, raw
 
 
@@ -119,7 +114,7 @@ def _short(text: Text, at: int, kept: Segment | None) -> bool:
 
 
 def _drafted(
-    target: VlmTarget, session: Session, call: Call, texts: list[Text], found: Found, reserve: int
+    target: Any, session: Session, call: Call, texts: list[Text], found: Found, reserve: int
 ) -> tuple[State, Tensor]:
     """The rest of all rows in one forward, as a draft that stands whole; the state, and raw logits [B, 1, V]."""
     ids, B, caches = call.input_ids, len(texts), []
@@ -154,18 +149,18 @@ def _drafted(
     return state, gather_rows(raw, count[:, None] - 1).clone()
 
 
-def _stop(target: VlmTarget, text: Text) -> int:
+def _stop(target: Any, text: Text) -> int:
     """Where a prompt is read in two pieces: behind what it shares with another text, else behind its pictures."""
     return max(text.behind if text.allowed[text.behind] else 0, _shared(target, text))
 
 
-def _shared(target: VlmTarget, text: Text) -> int:
+def _shared(target: Any, text: Text) -> int:
     """Of layers with a recurrence: how many tokens another text shares, where this one could have been resumed."""
     at = target.prefixes.shared(text.age, text.key) if target.recurrent else 0
     return at if text.allowed[at] else 0
 
 
-def _row(target: VlmTarget, call: Call, text: Text, begin: int, end: int) -> Call:
+def _row(target: Any, call: Call, text: Text, begin: int, end: int) -> Call:
     """The call of one row up to its token number `end`, of which `begin` are cached."""
     row, B, tower = text.row, len(call.input_ids), encoded(target.model)
     one, part = slice(row, row + 1), slice(text.pad, text.pad + end)
@@ -182,7 +177,7 @@ def _row(target: VlmTarget, call: Call, text: Text, begin: int, end: int) -> Cal
     return replace(call, input_ids=ids, arguments=arguments)
 
 
-def _prompt(target: VlmTarget, call: Call, state: State, pads: list[int]) -> Prompt:
+def _prompt(target: Any, call: Call, state: State, pads: list[int]) -> Prompt:
     """What a drafter may know of the prompts, whose padding the rows of the state do not have."""
     ids, told = call.input_ids, state.cache.told
     place = torch.arange(ids.shape[1], device=ids.device) - torch.tensor(pads, device=ids.device)[:, None]

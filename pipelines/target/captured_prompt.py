@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -28,9 +28,6 @@ from mmspec.pipelines.target.captures import Forward, capturable
 from mmspec.ragged_cache import RaggedBuffer
 from mmspec.types import FINAL
 
-if TYPE_CHECKING:
-    from mmspec.pipelines.target.vlm import VlmTarget
-
 MOST = 4  # shapes of prompts that are captured of a model
 AGAIN = 2  # times that a shape has come up when it is captured
 _MASK = "attention_mask"
@@ -47,7 +44,7 @@ class _Shapes:
 _OF: WeakKeyDictionary[Forward, _Shapes] = WeakKeyDictionary()
 
 
-def reader(target: VlmTarget, slots: RaggedCache, valid: Tensor) -> Callable[..., Any] | None:
+def reader(target: Any, slots: RaggedCache, valid: Tensor) -> Callable[..., Any] | None:
     """What is called in a prefill in the place of the decoder, with the decoder's own call before its arguments.
 
     None: the decoder reads by itself, such as prompts with padding, or what follows a text that is cached.
@@ -63,7 +60,7 @@ def reader(target: VlmTarget, slots: RaggedCache, valid: Tensor) -> Callable[...
     return partial(_read, target, slots) if bool(valid.all()) else None
 
 
-def _read(target: VlmTarget, slots: RaggedCache, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _read(target: Any, slots: RaggedCache, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """As `run`: from a capture where there is one, else by itself; of a shape that is seen again a capture is made."""
     given = {name: value for name, value in kwargs.items() if name not in (CACHE, _MASK)}
     leaves, spec = tree_flatten(given)
@@ -96,9 +93,7 @@ def _read(target: VlmTarget, slots: RaggedCache, run: Callable[..., Any], *args:
     return out
 
 
-def _replayed(
-    target: VlmTarget, slots: RaggedCache, kind: type, captured: PiecewiseFunction, tensors: list[Tensor]
-) -> Any:
+def _replayed(target: Any, slots: RaggedCache, kind: type, captured: PiecewiseFunction, tensors: list[Tensor]) -> Any:
     """What the decoder would give, of this class, its layers' inputs noted."""
     hidden, *features = captured(_attending(slots), *tensors)
     if (read := now().read) is not None:
@@ -107,7 +102,7 @@ def _replayed(
 
 
 def _checked(
-    target: VlmTarget, slots: RaggedCache, run: Callable[..., Any], given: dict[str, Any], final: Tensor
+    target: Any, slots: RaggedCache, run: Callable[..., Any], given: dict[str, Any], final: Tensor
 ) -> PiecewiseFunction:
     """The decoder's call, captured, if it gives `final` and the keys and values that `slots` hold now."""
     leaves, spec = tree_flatten(given)
@@ -136,7 +131,7 @@ def _both(held: RaggedBuffer) -> list[Tensor]:
     return [t for t in (held.keys, held.values) if t is not None]
 
 
-def _layers(target: VlmTarget) -> list[int]:
+def _layers(target: Any) -> list[int]:
     """The layers whose input the drafter reads."""
     return [i for i in target.features if i != FINAL]
 

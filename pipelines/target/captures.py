@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,10 +23,8 @@ from mmspec.pipelines.host.cache import PassThroughCache
 from mmspec.pipelines.host.forward import now
 from mmspec.pipelines.host.recurrent_state import RecurrentLayers
 from mmspec.pipelines.target import masks
+from mmspec.pipelines.target.model import ModelTarget
 from mmspec.pipelines.target.state import State
-
-if TYPE_CHECKING:
-    from mmspec.pipelines.target.model import ModelTarget
 
 
 class Forward(Held):
