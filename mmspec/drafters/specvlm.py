@@ -1,4 +1,4 @@
-"""SpecVLM: an EAGLE drafter that reads images through compressors, one chosen or several weighed by the question."""
+"""SpecVLM: an EAGLE drafter that reads images through compressors: one that suits the question, a sum, or all."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mmspec.linear import Linear
 from mmspec.types import gather_rows
 
 BRANCHES = ("prune", "pool", "conv", "resampler", "text")
-SELECT, WEIGHT = "select", "weight"  # the paper's words
+SELECT, WEIGHT, CONCAT = "select", "weight", "concat"  # the paper's words
 WEIGHED = ("prune", "pool", "conv")  # whose rows can be summed, for at one ratio they leave as many
 
 
@@ -27,7 +27,8 @@ class SpecVlmConfig(EagleConfig):
     Attributes:
         branches: which of BRANCHES there are; none: every visual row is kept (the paper's EagleVLM).
         gate: "select" chooses for each prompt; "weight" sums branches of WEIGHED, all at `conv_ratio`, by the softmax
-            of the gate's logits; the name of a branch, always that one.
+            of the gate's logits; "concat" keeps the rows of every branch, in the order of `branches` (the paper goes
+            from the coarse to the fine); the name of a branch, always that one.
         prune_ratio, pool_ratio, conv_ratio: as published; the convolution has conv_ratio · hidden² weights.
         queries: rows that the resampler leaves of an image.
         resampler_heads, resampler_width: of its attention, and the width of all heads together; 0: `hidden`.
@@ -51,10 +52,9 @@ class SpecVlmConfig(EagleConfig):
         unknown = sorted(set(self.branches) - set(BRANCHES))
         if unknown or len(set(self.branches)) < len(self.branches):
             raise ValueError(f"branches are some of {', '.join(BRANCHES)}, each once; got {self.branches!r}")
-        if self.gate not in (SELECT, WEIGHT, *self.branches):
-            raise ValueError(
-                f"gate is {SELECT!r}, {WEIGHT!r} or one of the branches {self.branches!r}; got {self.gate!r}"
-            )
+        if self.gate not in (SELECT, WEIGHT, CONCAT, *self.branches):
+            modes = f"{SELECT!r}, {WEIGHT!r}, {CONCAT!r}"
+            raise ValueError(f"gate is {modes} or one of the branches {self.branches!r}; got {self.gate!r}")
         if self.gate == WEIGHT and (len(self.branches) < 2 or not set(self.branches) <= set(WEIGHED)):
             raise ValueError(f"gate {WEIGHT!r} sums two or all of the branches {WEIGHED!r}; got {self.branches!r}")
         for name in ("prune_ratio", "pool_ratio", "conv_ratio", "queries", "resampler_heads", "gate_width"):
@@ -171,13 +171,14 @@ def question(visual: Tensor, valid: Tensor) -> Tensor:
 
 
 class SpecVlmDrafter(EagleDrafter):
-    """EAGLE-2 with an elastic visual compressor (SpecVLM, arXiv 2509.11815, in its modes Select and Weight).
+    """EAGLE-2 with an elastic visual compressor (SpecVLM, arXiv 2509.11815, in its modes Select, Weight and Concat).
 
     No code was published, and nothing of the gate's shape. Ours: the paper's operators run along the rows of each image
     or frame; prune and pool work on what enters `fc`, the learned ones on what leaves it; a row that stands for several
     takes the position of the last. While Select learns, each prompt goes through a branch drawn at random, so that all
     learn alike; the gate learns afterwards from what each branch costs (mmspec/train/gate.py), or along with the rest
     by a straight-through Gumbel-softmax (`Gate.heat`). The gate of Weight is part of what is summed, and learns so.
+    Concat has no gate.
     """
 
     method = "specvlm"
@@ -212,38 +213,44 @@ class SpecVlmDrafter(EagleDrafter):
         if self.config.gate == WEIGHT:
             assert self.gate is not None, "there are two branches at least"
             return self.weighed(spans, self.gate(self.gate.asked(features, visual, valid)).softmax(-1), *rows)
+        if self.config.gate == CONCAT:
+            return self.compressed(spans, None, *rows)
         if self.training and self.gate is not None and self.gate.heat is not None:
             choice, weight = self.gate.draw(self.gate(self.gate.asked(features, visual, valid)))
             return self.compressed(spans, choice, *rows, weight=weight)
         return self.compressed(spans, self.choose(features, visual, valid), *rows)
 
     def compressed(
-        self, spans: list[Span], choice: Tensor, embeds: Tensor, features: Tensor, valid: Tensor, positions: Tensor,
-        weight: Tensor | None = None,
+        self, spans: list[Span], choice: Tensor | None, embeds: Tensor, features: Tensor, valid: Tensor,
+        positions: Tensor, weight: Tensor | None = None,
     ) -> EncodedPrompt:  # fmt: skip
-        """What enters when the spans of each prompt go through its branch, `choice` [B]; `weight` [B, 1] multiplies
-        what attention reads of the rows that it leaves."""
+        """What enters when the spans of each prompt go through its branch, `choice` [B], or through all of them (None);
+        `weight` [B, 1] multiplies what attention reads of the rows that a branch leaves."""
         device, names = embeds.device, self.config.branches
         length = torch.tensor([stop - start for _, start, stop in spans], device=device)
         owner = torch.tensor([b for b, _, _ in spans], device=device)
-        branch = choice[owner]
+        R, every = len(spans), torch.arange(len(names), device=device)
+        # a span and one of its branches, in the order in which their rows enter
+        span = torch.arange(R, device=device) if choice is not None else torch.arange(R * len(names)) // len(names)
+        branch = choice[owner] if choice is not None else every.repeat(R)
         counts = torch.stack([self._count(name, length) for name in names])
-        count = counts.gather(0, branch[None])[0]
+        count = counts[branch, span]
         first, total = count.cumsum(0) - count, int(count.sum())
         made, place = embeds.new_zeros(total, self.config.hidden), positions.new_zeros(total)
         for number in branch[count > 0].unique().tolist():
             which = (branch == number).nonzero()[:, 0]
-            some = [spans[i] for i in which.tolist()]
+            some = [spans[i] for i in span[which].tolist()]
             (e, there), (f, _), (at, _) = (spans_of(t, some) for t in (embeds, features, positions))
             rows, last = self._brief(names[number], e, f, there, count[which])
             step = torch.arange(rows.shape[1], device=device)
             real = step < count[which, None]
             to = (first[which, None] + step)[real]
             made[to], place[to] = rows[real].to(made), at.gather(1, last)[real]
-        chosen = choice[sorted({b for b, _, _ in spans})]
-        stats = {f"branch {name}": float((chosen == number).sum()) for number, name in enumerate(names)}
-        each = None if weight is None else weight[owner].repeat_interleave(count, 0)
-        return self._spliced(spans, count, made, place, (embeds, features, valid, positions), stats, each)
+        went = {(int(b), number) for b, number in zip(owner[span].tolist(), branch.tolist(), strict=True)}
+        stats = {f"branch {name}": float(sum(n == number for _, n in went)) for number, name in enumerate(names)}
+        left = torch.zeros_like(length).index_add_(0, span, count)
+        each = None if weight is None else weight[owner].repeat_interleave(left, 0)
+        return self._spliced(spans, left, made, place, (embeds, features, valid, positions), stats, each)
 
     def weighed(
         self, spans: list[Span], weights: Tensor, embeds: Tensor, features: Tensor, valid: Tensor, positions: Tensor

@@ -19,6 +19,7 @@ from mmspec.checkpoints.save import save_drafter
 from mmspec.drafters.spans import runs
 from mmspec.drafters.specvlm import (
     BRANCHES,
+    CONCAT,
     SELECT,
     WEIGHED,
     WEIGHT,
@@ -49,6 +50,8 @@ def brief(
         each = [brief(drafter, one, e, f) for one in c.branches]
         sums = [sum(w * one[k][0] for w, one in zip(weights, each, strict=True)) for k in range(common)]
         return [(total, place) for total, (_, place) in zip(sums, each[c.branches.index("pool")], strict=True)]
+    if name == CONCAT:
+        return [each for one in c.branches for each in brief(drafter, one, e, f)]
     if name == "prune":
         C = common or max(1, n // c.prune_ratio)
         return [(through[(k + 1) * n // C - 1], (k + 1) * n // C - 1) for k in range(C)]
@@ -105,7 +108,7 @@ def same_rows(encoded: Any, b: int, wanted: list[tuple[Tensor, ...]]) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", BRANCHES)
+@pytest.mark.parametrize("name", [*BRANCHES, CONCAT])
 def test_what_enters_is_the_formula(name: str, layout: str) -> None:
     drafter, given = specvlm(gate=name), rows(layout)
     with torch.no_grad():
@@ -248,7 +251,9 @@ def test_the_weight_of_what_was_drawn_reaches_the_attention() -> None:
     assert summary.any() and torch.equal(torch.where(summary, plain.x * weights[..., None], plain.x), weighed.x)
 
 
-CASES = [("llava", "ragged", gate) for gate in (SELECT, *BRANCHES, "none")] + [("qwen2_5_vl", "ragged video", SELECT)]
+CASES = [("llava", "ragged", gate) for gate in (SELECT, CONCAT, *BRANCHES, "none")] + [
+    ("qwen2_5_vl", "ragged video", SELECT)
+]
 
 
 @pytest.mark.parametrize(("name", "kind"), [("llava", "ragged"), ("qwen2_5_vl", "ragged video")])
@@ -278,9 +283,10 @@ def test_the_output_is_the_targets_and_stats_tell_the_branch(name: str, kind: st
     if gate == "none":
         assert not branches and told["visual rows"] == told["visual rows before"]
     else:
-        assert sum(branches.values()) == 3, "of four prompts one has no picture"
-        assert told["visual rows"] < told["visual rows before"]
-        assert gate == SELECT or branches[f"branch {gate}"] == 3
+        ways = len(BRANCHES) if gate == CONCAT else 1
+        assert sum(branches.values()) == 3 * ways, "of four prompts one has no picture"
+        assert gate == CONCAT or told["visual rows"] < told["visual rows before"], "these pictures are of a few rows"
+        assert gate == SELECT or branches[f"branch {'pool' if gate == CONCAT else gate}"] == 3
 
 
 @pytest.mark.parametrize(
@@ -288,7 +294,7 @@ def test_the_output_is_the_targets_and_stats_tell_the_branch(name: str, kind: st
     [
         ({"branches": ("pool", "crop")}, "branches are some of prune"),
         ({"branches": ("pool", "pool")}, "each once"),
-        ({"branches": ("pool",), "gate": "conv"}, "gate is 'select', 'weight' or one of"),
+        ({"branches": ("pool",), "gate": "conv"}, "gate is 'select', 'weight', 'concat' or one of"),
         ({"gate": "weight"}, "sums two or all of the branches"),
         ({"gate": "weight", "branches": ("pool",)}, "sums two or all of the branches"),
         ({"prune_ratio": 0}, "prune_ratio must be"),
