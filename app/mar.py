@@ -128,7 +128,7 @@ class MarSubject:
             took = time.perf_counter() - began
         except (ValueError, TypeError, OSError) as error:
             raise EngineError(str(error)) from error
-        return MarImages(took, out.images, out.tokens, out.work, out.told.summary() if out.told else {})
+        return MarImages(took, out.images, out.tokens, out.work, out.stats.summary() if out.stats else {})
 
 
 def load(model: str, device: str, dtype: str, **settings: Any) -> MarSubject:

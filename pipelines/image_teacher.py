@@ -46,14 +46,14 @@ class ImageTeacher:
     def embed(self, ids: Tensor) -> Tensor:
         return self.target.embed(ids)
 
-    def _asked(self, samples: Sequence[TrainingSample]) -> dict[str, Any]:
+    def _conditions(self, samples: Sequence[TrainingSample]) -> dict[str, Any]:
         prompts = [sample.prompt for sample in samples]
         return {"class_labels": [int(p) for p in prompts]} if self.model.config.classes else {"prompt": prompts}
 
     @torch.no_grad()
     def answers(self, samples: Sequence[TrainingSample], max_new_tokens: int, temperature: float) -> list[list[int]]:
         """Token ids of one whole picture per prompt, drawn as a plain call of the pipeline would; nothing is cut."""
-        made: Any = self.pipe(**self._asked(samples), output_type="latent")
+        made: Any = self.pipe(**self._conditions(samples), output_type="latent")
         ids: list[list[int]] = made.tokens.flatten(1).tolist()
         return ids
 
@@ -64,7 +64,7 @@ class ImageTeacher:
         """A picture for each sample, by its seed, with this drafter: token ids, and how many of one a forward gave."""
         with enable(self.pipe, drafter=drafter, reproducible=True):
             made: Any = self.pipe(
-                **self._asked(samples), generator=[torch.Generator().manual_seed(seed) for seed in seeds],
+                **self._conditions(samples), generator=[torch.Generator().manual_seed(seed) for seed in seeds],
                 output_type="latent",
             )  # fmt: skip
         ids: list[list[int]] = made.tokens.flatten(1).tolist()
@@ -73,9 +73,9 @@ class ImageTeacher:
     @torch.no_grad()
     def trace(self, samples: Sequence[TrainingSample], answers: Sequence[Sequence[int]]) -> Trace:
         """One forward of both streams over prefixes and pictures."""
-        asked, S = self._asked(samples), self.target.streams
+        conditions, S = self._conditions(samples), self.target.streams
         condition, valid = self.pipe._condition(
-            asked.get("prompt"), asked.get("class_labels"), self.how["clean_caption"]
+            conditions.get("prompt"), conditions.get("class_labels"), self.how["clean_caption"]
         )
         B, P = valid.shape
         ids = torch.tensor(answers, device=valid.device)

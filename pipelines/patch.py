@@ -77,7 +77,7 @@ def enable(model_or_pipe: Any, drafter: Any = None, **options: Any) -> Handle:
     rule = resolve_rule(config.rule, codes, config.budget, table)
     proposer = drafting.proposer(model, ready, config, target, family.captures_drafts)
     patch = Patch(family, ready, config, rule, proposer, given, target)
-    if (note := family.told(model)) is not None:
+    if (note := family.note(model)) is not None:
         _log.warning("mmspec: %s", note)
     return Handle(model, patch, put_on(model, patch))
 

@@ -134,9 +134,9 @@ def chat(
     """The turns of a row, as `inputs_of` takes them; see `chat_inputs`."""
     first = shown(pictures, clips)
     turns = [("system", [_said(system)])] if system else []
-    for asked, answered in (*before, (prompt, start)):
-        turns.append(("user", [*first, _said(asked)]))
-        turns += [("assistant", [_said(answered)])] if answered else []
+    for question, answer in (*before, (prompt, start)):
+        turns.append(("user", [*first, _said(question)]))
+        turns += [("assistant", [_said(answer)])] if answer else []
         first = []
     return [{"role": role, "content": content} for role, content in turns]
 

@@ -85,12 +85,12 @@ class Teacher:
                 t[b, n:] = inputs[name][b, -1]
         read = forward.cacheless(self.model, ids, valid, {**arguments, **types})
         final, found = read.final, read.features(self.features)
-        embeds = read.told.get("inputs_embeds")
+        embeds = read.arguments.get("inputs_embeds")
         embeds = self.embed(ids) if embeds is None else embeds
         visual = media(ids, self.model.config, inputs)
-        told = read.told.get("position_ids")
-        told = torch.arange(longest, device=device).expand_as(ids) if told is None else told
-        positions = told.movedim(0, -1) if told.dim() == 3 else told[..., None]
+        places = read.arguments.get("position_ids")
+        places = torch.arange(longest, device=device).expand_as(ids) if places is None else places
+        positions = places.movedim(0, -1) if places.dim() == 3 else places[..., None]
         positions = positions.expand(*ids.shape, -1)
         return Trace(ids, embeds, torch.cat(found, -1), final, valid, answered, visual, positions)
 

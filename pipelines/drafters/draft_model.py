@@ -175,7 +175,7 @@ class ModelDrafter(Growth):
         """[B, n, V], of the draft model, after nodes [B, n] on what it has committed; `first` [B, 1] numbers the root
         among the generated tokens."""
         view, state, home, n = memory.view, memory.state, memory.view.device, tokens.shape[1]
-        asked = tokens.device
+        device = tokens.device
         if view.captured is not None:  # one capture serves all levels
             tokens, depth, ancestors = _filled(max(n, self._most), tokens, depth, ancestors)
         tokens, depth, ancestors, first = (t.to(home) for t in (tokens, depth, ancestors, first))
@@ -183,7 +183,7 @@ class ModelDrafter(Growth):
         places, tokens = places if view.last is None else places.clamp(max=view.last), _known(self.model, tokens)
         with view.reads(Tree(_parents(depth, ancestors), depth, ancestors), state.cache.lengths):
             raw, *_ = view.reader(state, tokens, places, view.mask(state, ancestors, depth))
-        return raw[:, :n].to(asked)
+        return raw[:, :n].to(device)
 
     def step(
         self, session: SessionView, target: Target, tokens: Tensor, f: Tensor, appended: int, ahead: Tensor,

@@ -72,9 +72,9 @@ def heads(model: Any, where: Path | None = None) -> MtpHeads:
     where = where or own_files.folder(model)
     names = found(model, where)
     if not names:
-        told = f"the files in {where} have none" if where else "its own files are not on this machine"
+        why = f"the files in {where} have none" if where else "its own files are not on this machine"
         raise ValueError(
-            f"drafter='mtp' needs the multi-token-prediction heads of {type(model).__name__}, and {told}; they are "
+            f"drafter='mtp' needs the multi-token-prediction heads of {type(model).__name__}, and {why}; they are "
             "tensors called mtp.… or layers.N.eh_proj… beside the model's. Load the model from its whole checkpoint"
         )
     layers, source = len(decoder(model).layers), own_files.tensors(names)

@@ -105,8 +105,8 @@ class ChameleonPatch(DecoderOnlyPatch):
         if ids is None:
             raise ValueError("a picture needs a prompt of token ids; pass input_ids")
         drawn = PictureTokens.of(self, ids)
-        asked = kwargs.get("max_new_tokens")
-        kwargs["max_new_tokens"] = drawn.length if asked is None else min(asked, drawn.length)
+        limit = kwargs.get("max_new_tokens")
+        kwargs["max_new_tokens"] = drawn.length if limit is None else min(limit, drawn.length)
         with calling(picture=drawn):
             return stock(self).generate(self, inputs, *args, **kwargs)
 
@@ -125,11 +125,11 @@ class Chameleon(DecoderOnly):
         drawn = picture(PictureTokens)
         return request if drawn is None else replace(request, allowed=drawn.allowed)
 
-    def rule(self, asked: Rule, call: Call) -> Rule:
+    def rule(self, named: Rule, call: Call) -> Rule:
         """A relaxed rule is for pictures, of the image mode or of Lumina-mGPT's processors: text stays exact."""
         if picture(PictureTokens) is not None:
-            return asked
-        return exact if followed.picture_tokens(call.logits_processor) is None else super().rule(asked, call)
+            return named
+        return exact if followed.picture_tokens(call.logits_processor) is None else super().rule(named, call)
 
     def decline(self, patch: Patch, why: Obstacle) -> None:
         if picture(PictureTokens) is not None:

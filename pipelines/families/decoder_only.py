@@ -39,7 +39,7 @@ def _run(model: Any, call: Call) -> tuple[Any, ...]:
     patch, now = Patch.of(model), current.get()
     if patch is None:  # disabled since this call began
         return ()
-    if now is not None and now.patch in patch.asked.values():
+    if now is not None and now.patch in patch.by_request.values():
         patch = now.patch
     with or_stock(patch, call), unchanging():
         why = obstacle(model, call, patch)
@@ -73,7 +73,7 @@ class DecoderOnlyPatch(loops(_run, _leave, _keeps)):  # type: ignore[misc]
         custom = kwargs.get("custom_generate")
         if callable(custom) and not str(getattr(custom, "__module__", "")).startswith("mmspec."):
             kwargs["custom_generate"] = watched(custom, type(self)._mmspec_patch)
-        patch, drafts = Patch.of(self), assisted.asked(self, kwargs)
+        patch, drafts = Patch.of(self), assisted.requested(self, kwargs)
         if patch is not None and drafts is not None:
             patch, kwargs = assisted.patch_for(self, patch, drafts[0]), drafts[1]
         given = {**dict(zip(("inputs",), args, strict=False)), **kwargs}
@@ -116,10 +116,10 @@ class DecoderOnly(Family):
         table: Tensor = embedding(model).weight
         return table if len(table) == self.describe(model).vocab else None
 
-    def rule(self, asked: Rule, call: Call) -> Rule:
+    def rule(self, named: Rule, call: Call) -> Rule:
         """Where a call's processors know which tokens are a picture's, a relaxed rule is for these."""
-        tokens = None if asked.lossless else followed.picture_tokens(call.logits_processor)
-        return asked if tokens is None else only(asked, tokens)
+        tokens = None if named.lossless else followed.picture_tokens(call.logits_processor)
+        return named if tokens is None else only(named, tokens)
 
     def target(self, model: Any, features: tuple[int, ...], guidance: Guidance | None) -> VlmTarget:
         patch = Patch.of(model)
@@ -128,7 +128,7 @@ class DecoderOnly(Family):
     def unsupported(self, model: Any) -> str | None:
         return unsupported(model) or quantized.shared_scale(model)
 
-    def told(self, model: Any) -> str | None:
+    def note(self, model: Any) -> str | None:
         host = HostModel.of(model)
         instead, name = host.instead, host.attention
         if instead is None:

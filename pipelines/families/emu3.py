@@ -18,9 +18,9 @@ class Emu3(DecoderOnly):
 
     guided = True
 
-    def rule(self, asked: Rule, call: Call) -> Rule:
+    def rule(self, named: Rule, call: Call) -> Rule:
         """A relaxed rule is for pictures, which a grammar keeps on their grid: text stays exact."""
-        return asked if constrained(call.logits_processor) else exact
+        return named if constrained(call.logits_processor) else exact
 
     def codebook(self, model: Any) -> Tensor:
         return pictures.emu3(model)

@@ -22,7 +22,7 @@ class GlmTarget(VlmTarget):
         listed = read.listed
         if listed is not None:
             return Listed(listed)
-        embeds = read.told["inputs_embeds"]  # without grids stock counts the slots of the cache
+        embeds = read.arguments["inputs_embeds"]  # without grids stock counts the slots of the cache
         return Onward(torch.full((3, len(embeds), 1), length, device=embeds.device))
 
     def _grid(self, read: Read) -> tuple[int, int] | None:

@@ -96,7 +96,7 @@ class JanusTarget(VlmTarget):
         with reading() as read:
             out = janus.prefill(self.model, inputs.ids[order], embeds, arguments, slots)
         slots.advance(L)
-        given = read.told.get("position_ids")  # without any, stock counts the slots of the cache
+        given = read.arguments.get("position_ids")  # without any, stock counts the slots of the cache
         first = inputs.ids.new_full((rows, 1), L) if given is None else given[:, -1:] + 1
         valid, ids = arguments["attention_mask"].bool(), inputs.ids[: rows // 2]
         session.cache = State(slots, Onward(first), valid, {}, {}, 2)
@@ -160,7 +160,7 @@ class Janus(DecoderOnly):
 
     mixin = JanusPatch
 
-    def rule(self, asked: Rule, call: Call) -> Rule:
+    def rule(self, named: Rule, call: Call) -> Rule:
         """A relaxed rule is for pictures: text stays exact."""
         return exact
 

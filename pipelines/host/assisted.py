@@ -44,7 +44,7 @@ def drafted(model: Any) -> int | None:
     return setting("num_assistant_tokens", getattr(model, "generation_config", None))  # type: ignore[no-any-return]
 
 
-def asked(model: Any, kwargs: Mapping[str, Any]) -> tuple[Assistance, dict[str, Any]] | None:
+def requested(model: Any, kwargs: Mapping[str, Any]) -> tuple[Assistance, dict[str, Any]] | None:
     """What a call of `generate` asks to draft with, and its arguments without that; None: nothing, or only stock knows.
 
     Stock alone drafts with a model of other tokens (`assistant_tokenizer`) or with its own first layers
@@ -54,8 +54,8 @@ def asked(model: Any, kwargs: Mapping[str, Any]) -> tuple[Assistance, dict[str, 
     assistant = kwargs.get("assistant_model")
 
     def value(name: str) -> Any:
-        told = kwargs.get(name)
-        return setting(name, config) if told is None else told
+        value = kwargs.get(name)
+        return setting(name, config) if value is None else value
 
     stocks = value("assistant_early_exit") or kwargs.get("assistant_tokenizer") is not None
     if stocks or (value("num_beams") or 1) > 1:

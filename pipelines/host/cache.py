@@ -15,7 +15,7 @@ from mmspec.pipelines.host.recurrent_state import AcceptedPath, RecurrentLayer, 
 from mmspec.prefix_store import Held
 from mmspec.ragged_cache import Lengths, RaggedBuffer, stacked
 
-_TOLD = -1  # under which what drafters read is held, beside the layers
+_FEATURES = -1  # under which what drafters read is held, beside the layers
 _POSITIONS = -1  # under which positions are held, among the keys of indexers
 
 
@@ -34,7 +34,7 @@ class RaggedCache(Cache):
         self.indexed: dict[int, RaggedBuffer] = {}  # keys by which a layer's indexer chooses what its attention sees
         self.recurrent = RecurrentLayers()  # those that keep a state of another kind
         self.pictures: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values, by layer that looks at nothing else
-        self.told: RaggedBuffer | None = None  # of each token what a drafter reads: features, and what was embedded
+        self.features: RaggedBuffer | None = None  # of each token what a drafter reads: features, and its embedding
         self.looking = frozenset(looking)
         self.end = 0  # slots in use, with those of the forward under way
         self.lengths = Lengths.of([0] * batch, device)
@@ -112,7 +112,7 @@ class RaggedCache(Cache):
         return -1
 
     def _attending(self) -> list[RaggedBuffer]:
-        return [*self.slots, *self.indexed.values(), *([] if self.told is None else [self.told])]
+        return [*self.slots, *self.indexed.values(), *([] if self.features is None else [self.features])]
 
     @property
     def is_initialized(self) -> bool:
@@ -126,14 +126,14 @@ class RaggedCache(Cache):
         """All `count` tokens of the last forward stay, in every row."""
         self.lengths = Lengths(tuple(n + count for n in self.lengths.host), self.lengths.device + count)
 
-    def tell(self, features: Tensor, embeds: Tensor) -> None:
+    def keep_features(self, features: Tensor, embeds: Tensor) -> None:
         """Keep what a drafter reads of the tokens of the forward under way, [B, n, F] and [B, n, H]."""
-        self.told = RaggedBuffer(self.reserve) if self.told is None else self.told
-        self.told.append(features[:, None], embeds[:, None], self.lengths)
+        self.features = RaggedBuffer(self.reserve) if self.features is None else self.features
+        self.features.append(features[:, None], embeds[:, None], self.lengths)
 
     def held(self, row: int, begin: int, end: int) -> Held:
         """A view of what some slots of a row hold."""
-        places = [*enumerate(self.slots), *([] if self.told is None else [(_TOLD, self.told)])]
+        places = [*enumerate(self.slots), *([] if self.features is None else [(_FEATURES, self.features)])]
         both = ((index, name, getattr(layer, name)) for index, layer in places for name in ("keys", "values"))
         return {(index, name): t[row, :, begin:end] for index, name, t in both if t is not None}
 
@@ -145,7 +145,7 @@ class RaggedCache(Cache):
         """Begin the only row with what `held` and `states` of another cache gave."""
         for index in {index for index, _ in held}:
             keys, values = held[index, "keys"][None], held[index, "values"][None]
-            self.tell(keys[:, 0], values[:, 0]) if index == _TOLD else self.update(keys, values, index)
+            self.keep_features(keys[:, 0], values[:, 0]) if index == _FEATURES else self.update(keys, values, index)
         self.recurrent = (states or self.recurrent).copied(slice(None))
         self.advance(next(iter(held.values())).shape[1])
 
@@ -312,6 +312,6 @@ class CacheLayer:
         return None if keys is None else keys[:, 0, : self.cache.lengths.longest].permute(2, 0, 1)
 
     @indexer_position_ids.setter
-    def indexer_position_ids(self, told: Tensor) -> None:
-        new = told if self.indexer_position_ids is None else told[..., self.cache.lengths.longest :]
+    def indexer_position_ids(self, positions: Tensor) -> None:
+        new = positions if self.indexer_position_ids is None else positions[..., self.cache.lengths.longest :]
         self.cache.update_indexer(new.permute(1, 2, 0), _POSITIONS)

@@ -40,7 +40,7 @@ class Custom:
     """A `custom_generate` under way."""
 
     cache: Any  # that it was given: it may look at it once a call has filled it
-    asked: bool = False  # whether it has made any call
+    called: bool = False  # whether it has made any call
 
 
 @dataclass
@@ -91,7 +91,7 @@ class Call:
 
     def __post_init__(self) -> None:
         if (now := current.get()) is not None and now.custom is not None:
-            now.custom.asked = True
+            now.custom.called = True
 
     @cached_property
     def _split(self) -> tuple[Guidance | None, NegativePrompt | None, LogitsProcessorList]:

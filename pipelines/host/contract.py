@@ -79,7 +79,7 @@ ROWS: tuple[Assumption, ...] = tuple(Assumption(*row) for row in (
     ("transformers.generation.utils.GenerationMixin._prefill", "takes", "input_ids generation_config model_kwargs is_first_iteration", "The prompt is read by the model's own prefill", "host/forward"),
     ("transformers.generation.utils.GenerationMixin._prefill", "says", "cache|past_key_values prefill_chunk_size _mask_length get_seq_length", "It fills the cache of its model_kwargs, in one piece where prefill_chunk_size is None", "host/forward host/call"),
     ("transformers.generation.utils.GenerationMixin.prepare_inputs_for_generation", "takes", "input_ids next_sequence_length cache|past_key_values attention_mask inputs_embeds is_first_iteration", "Each draft becomes the arguments of a forward by it", "host/forward host/exotic/janus host/names"),
-    ("transformers.generation.utils.GenerationMixin._supports_logits_to_keep", "says", "logits_to_keep", "Of a draft every node's logits are asked for by this name", "host/forward host/call"),
+    ("transformers.generation.utils.GenerationMixin._supports_logits_to_keep", "says", "logits_to_keep", "Of a draft every node's logits are asked for by this name", "host/names"),
     ("transformers.generation.utils.GenerationMixin._update_model_kwargs_for_generation", "takes", "outputs model_kwargs is_encoder_decoder", "It gives the arguments of the step after the prefill", "host/forward"),
     ("transformers.generation.utils.GenerationMixin._maybe_prepare_encoder_kwargs_for_generation", "order", "inputs_tensor model_kwargs model_input_name generation_config", "It is overridden, so that kept prompts need no vision tower", "host/loops"),
     ("transformers.generation.utils.GenerationMixin._prepare_cache_for_generation", "says", "_is_user_defined", "A cache of the caller's own is told from one that generate made", "host/call"),
@@ -120,7 +120,7 @@ ROWS: tuple[Assumption, ...] = tuple(Assumption(*row) for row in (
     ("transformers.models.llama.modeling_llama.LlamaModel.forward", "takes", "input_ids attention_mask position_ids cache|past_key_values inputs_embeds", "Decoders take explicit positions and a 4-D mask", "host/forward host/readable", "LlamaModel"),
     ("transformers.models.llama.modeling_llama.LlamaDecoderLayer.forward", "order", "hidden_states", "Features are what enters a layer", "host/forward", "LlamaDecoderLayer"),
     ("transformers.models.llama.modeling_llama.LlamaRotaryEmbedding", "holds", "rope_type original_max_seq_len", "Frequencies that change with the length are found by these", "host/reach", "LlamaRotaryEmbedding"),
-    ("transformers.modeling_outputs.BaseModelOutputWithPast", "holds", "last_hidden_state", "The decoder's features are read from its output", "host/forward"),
+    ("transformers.modeling_outputs.BaseModelOutputWithPast", "holds", "last_hidden_state", "The decoder's features are read from its output", "host/names"),
     ("transformers.modeling_outputs.CausalLMOutputWithPast", "holds", "logits cache|past_key_values", "A forward gives logits; the reader in a processor's copy returns one", "target/vlm host/processors/reader"),
     ("transformers.modeling_utils.PreTrainedModel", "holds", "get_decoder config _is_stateful _supports_sdpa base_model", "The decoder, and what it supports, are found by these", "host/decoder host/readable host/renamed host/vision"),
     ("transformers.modeling_utils.PreTrainedModel.tp_size", "says", "_tp_size", "Whether several processes share a model's weights is read from it", "host/devices"),
@@ -313,13 +313,13 @@ def _instead(row: Assumption, where: Path | None) -> str:
 def _ranges() -> dict[str, str]:
     """Of each package the releases that mmspec asks for, from pyproject.toml in a checkout, else as installed."""
     project = Path(__file__).resolve().parents[2] / "pyproject.toml"
-    asked: list[str] = []
+    lines: list[str] = []
     if project.is_file():
-        asked = tomllib.loads(project.read_text(encoding="utf-8"))["project"]["dependencies"]
+        lines = tomllib.loads(project.read_text(encoding="utf-8"))["project"]["dependencies"]
     else:
-        asked = [line for line in metadata.requires("mmspec") or [] if ";" not in line]
-    names = (len(line) - len(line.lstrip("abcdefghijklmnopqrstuvwxyz0123456789-_.")) for line in asked)
-    return {line[:n]: line[n:].strip() for line, n in zip(asked, names, strict=True)}
+        lines = [line for line in metadata.requires("mmspec") or [] if ";" not in line]
+    names = (len(line) - len(line.lstrip("abcdefghijklmnopqrstuvwxyz0123456789-_.")) for line in lines)
+    return {line[:n]: line[n:].strip() for line, n in zip(lines, names, strict=True)}
 
 
 TESTED = _ranges()  # package → the releases that mmspec is tested with; "": any

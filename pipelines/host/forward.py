@@ -1,6 +1,6 @@
-"""The forwards that stock's loop makes, what is read off them, and what the model's modules are told meanwhile.
+"""The forwards that stock's loop makes, what is read off them, and what the model's modules have to know meanwhile.
 
-What modules are told is kept in one context variable, so that several threads may run the same model.
+What modules have to know is kept in one context variable, so that several threads may run the same model.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class Read:
     """What one forward gave.
 
     Attributes:
-        told: what the decoder was called with, by name.
+        arguments: what the decoder was called with, by name.
         final: its output features [B·S, N, H].
         layers: what entered a layer, by its number, [B·S, N, H].
         listed: positions of the tokens to come, where the model lists them itself (GLM-Image).
     """
 
-    told: dict[str, Any] = field(default_factory=dict)
+    arguments: dict[str, Any] = field(default_factory=dict)
     final: Tensor = None  # type: ignore[assignment]  # until the decoder has run
     layers: dict[int, Tensor] = field(default_factory=dict)
     listed: Tensor | None = None
@@ -43,7 +43,7 @@ class Read:
 
 @dataclass(frozen=True)
 class ForwardContext:
-    """What the modules of a model are told in a forward.
+    """What the modules of a model have to know in a forward.
 
     Attributes:
         read: is filled by the modules that are tapped.
@@ -65,9 +65,9 @@ now = _forward.get
 
 
 @contextmanager
-def during(**told: Any) -> Iterator[ForwardContext]:
-    """Within, forwards tell their modules this as well."""
-    token = _forward.set(made := replace(now(), **told))
+def during(**context: Any) -> Iterator[ForwardContext]:
+    """Within, modules know this as well."""
+    token = _forward.set(made := replace(now(), **context))
     try:
         yield made
     finally:
@@ -96,7 +96,7 @@ class Tap:
             return run(*args, **kwargs)
         output = run(*args, **kwargs) if under_way.decode is None else under_way.decode(run, *args, **kwargs)
         final = getattr(output, FEATURES, None)
-        read.told, read.final = kwargs, output[0] if final is None else final
+        read.arguments, read.final = kwargs, output[0] if final is None else final
         return output
 
 

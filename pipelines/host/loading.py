@@ -104,8 +104,8 @@ def load_drafter(
         ValueError: an unknown layout, missing, extra or misshapen tensors, a damaged file, a network we do not have.
     """
     known = target is None or isinstance(target, TargetInfo)
-    told = target if known else partial(_number, target)
-    made = load.load_drafter(name_or_path, target=told, revision=revision, allow_pickle=allow_pickle, layout=layout)
+    info = target if known else partial(_number, target)
+    made = load.load_drafter(name_or_path, target=info, revision=revision, allow_pickle=allow_pickle, layout=layout)
     if isinstance(target, (str, Path)):
         made.config = replace(made.config, target=str(target))
     return made

@@ -35,11 +35,11 @@ def loops(
             """Not for prompts that are never kept, nor for stock's prefill in pieces, which does not take pictures."""
             prepare = stock(self)._maybe_prepare_encoder_kwargs_for_generation
             if keeps(self) and not self.config.is_encoder_decoder:  # type: ignore[attr-defined]
-                told = bound(prepare, *args, **kwargs)
-                config = told["generation_config"]
+                arguments = bound(prepare, *args, **kwargs)
+                config = arguments["generation_config"]
                 one = max(config.num_beams or 1, config.num_return_sequences or 1) == 1
-                if one and told["model_input_name"] != "inputs_embeds" and config.prefill_chunk_size is None:
-                    return told["model_kwargs"]
+                if one and arguments["model_input_name"] != "inputs_embeds" and config.prefill_chunk_size is None:
+                    return arguments["model_kwargs"]
             return prepare(self, *args, **kwargs)
 
         def _sample(

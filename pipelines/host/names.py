@@ -48,12 +48,12 @@ def own_setting(model: Any, name: str) -> Any:
     return getattr(model.config, name, None)
 
 
-def translated(told: Mapping[str, Any]) -> dict[str, Any]:
+def translated(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """A user's keyword arguments, the KV cache under the name of the installed release.
 
     An older name is warned of at the caller's caller, as stock would.
     """
-    found = dict(told)
+    found = dict(kwargs)
     for old in _CACHES[1:]:
         if old in found and old != CACHE and CACHE not in found:
             what = f"`{old}` is deprecated in the installed transformers; use `{CACHE}` instead."
@@ -65,9 +65,9 @@ def translated(told: Mapping[str, Any]) -> dict[str, Any]:
 def bound(method: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
     """What each parameter of a stock method gets in this call, by name, without `self`; further keywords beside."""
     which = signature(method)
-    told = which.bind(None, *args, **kwargs)
-    told.apply_defaults()
-    found = dict(list(told.arguments.items())[1:])
+    call = which.bind(None, *args, **kwargs)
+    call.apply_defaults()
+    found = dict(list(call.arguments.items())[1:])
     for name, parameter in which.parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:
             found |= found.pop(name)

@@ -59,8 +59,8 @@ def changed(error: Exception) -> str:
     while last is not None and last.tb_next is not None:
         last = last.tb_next
     where = "" if last is None else f" in {last.tb_frame.f_code.co_name}"
-    told = f"{type(error).__name__}: {error}{where}"
-    return broken() or f"{told}. {advice()}"
+    what = f"{type(error).__name__}: {error}{where}"
+    return broken() or f"{what}. {advice()}"
 
 
 class Untouched:

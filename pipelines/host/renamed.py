@@ -48,11 +48,11 @@ def for_drafts(decoder: Any) -> str | None:
 
 def unfit(text: Any) -> str | None:
     """Why the attention that a decoder's config names cannot read a tree, nor another in its place; or None."""
-    asked = text.config._attn_implementation
-    if asked in TREES or for_drafts(text) is not None:
+    name = text.config._attn_implementation
+    if name in TREES or for_drafts(text) is not None:
         return None
     return (
-        f"its attention is {asked!r}, which takes no tree mask; load it with attn_implementation='sdpa', or call "
+        f"its attention is {name!r}, which takes no tree mask; load it with attn_implementation='sdpa', or call "
         f"model.set_attn_implementation('sdpa') (allowed: {', '.join(sorted(TREES))}, and FlashAttention and "
         "flex_attention, for which sdpa reads the drafts)"
     )

@@ -101,8 +101,8 @@ def flash_serves(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether torch has flash attention for these, where no mask is needed."""
     if not query.is_cuda:
         return False
-    asked = torch.backends.cuda.SDPAParams(query, key, value, None, 0.0, False, query.shape[1] != key.shape[1])
-    return torch.backends.cuda.can_use_flash_attention(asked)
+    params = torch.backends.cuda.SDPAParams(query, key, value, None, 0.0, False, query.shape[1] != key.shape[1])
+    return torch.backends.cuda.can_use_flash_attention(params)
 
 
 def _shape(query: Tensor, key: Tensor, value: Tensor) -> tuple[Any, ...]:

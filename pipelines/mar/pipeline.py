@@ -44,13 +44,13 @@ class MAROutput(BaseOutput):
         images: PIL pictures, or an array or tensor of them, or the tokens for `output_type="latent"`.
         tokens: fp32 [B, grid², channels], in reading order.
         work: forwards of the trunk, rows in them, and evaluations of the head; `draft_` ones are those of a draft.
-        told: what happened to drafted tokens, by turn; None without speculation.
+        stats: what happened to drafted tokens, by turn; None without speculation.
     """
 
     images: Any
     tokens: Tensor | None = None
     work: dict[str, int] | None = None
-    told: MarStats | None = None
+    stats: MarStats | None = None
 
 
 class MARPipeline(DiffusionPipeline):
@@ -137,24 +137,24 @@ class MARPipeline(DiffusionPipeline):
         how = self._settings(given, output_type)
         labels = self._labels(class_labels)
         devices.wake(self.transformer)
-        runner, speculation, told = self._runner(how, fast_head, compile), self._speculation, None
+        runner, speculation, stats = self._runner(how, fast_head, compile), self._speculation, None
         draft_runner = runner
         if speculation is not None:
-            told = tally(self.transformer.tokens)
+            stats = tally(self.transformer.tokens)
             if speculation.draft is not None:
                 draft_runner = replace(runner, model=speculation.draft)
         drawn = canvas(self.transformer, labels, seeds(generator, len(labels)))
-        if speculation is None or told is None:
+        if speculation is None or stats is None:
             rounds = plain(runner, drawn)
         else:
-            rounds = draw(runner, drawn, speculation, draft_runner, told)
+            rounds = draw(runner, drawn, speculation, draft_runner, stats)
         self._follow(mode_of(runner.model, draft_runner.model), rounds, callback_on_step_end)
         images = drawn.tokens if output_type == "latent" else self.picture(drawn.tokens, output_type)
         self.maybe_free_model_hooks()
         work = runner.work()
         if draft_runner is not runner:
             work |= {f"draft_{name}": n for name, n in draft_runner.work().items()}
-        return MAROutput(images, drawn.tokens, work, told) if return_dict else (images,)
+        return MAROutput(images, drawn.tokens, work, stats) if return_dict else (images,)
 
     def _follow(self, mode: Mode, rounds: Iterator[MarState], callback: Callable[..., Any] | None) -> None:
         """Draw to the end, with a bar and the caller's callback, which is outside of the mode."""

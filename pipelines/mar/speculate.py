@@ -93,18 +93,18 @@ def _verify(
     one of the M.
     """
     L, drafted = drawn.order.shape[1], list(zip(here.rows, here.turns, strict=True))
-    asked = [cell for cell, draft in zip(drafted, drafts, strict=True) if not draft.certain]
+    cells = [cell for cell, draft in zip(drafted, drafts, strict=True) if not draft.certain]
     if isinstance(drafter, SelfDrafter):  # one more, to draft the next tokens from
-        asked += [(b, n) for b, n in {b: turn + 1 for b, turn in drafted}.items() if n < L]
-    at, parts = {cell: i for i, cell in enumerate(asked)}, []
-    if asked:
+        cells += [(b, n) for b, n in {b: turn + 1 for b, turn in drafted}.items() if n < L]
+    at, parts = {cell: i for i, cell in enumerate(cells)}, []
+    if cells:
         seen = replace(drawn, tokens=drawn.tokens.clone())
         seen.put(here.of, here.at, x)
-        (b,) = indices(here.of.device, [b for b, _ in asked])
-        parts.append(runner.read(seen.tokens[b], drawn.order[b], [n for _, n in asked], drawn.labels[b]))
+        (b,) = indices(here.of.device, [b for b, _ in cells])
+        parts.append(runner.read(seen.tokens[b], drawn.order[b], [n for _, n in cells], drawn.labels[b]))
     if isinstance(drafter, SelfDrafter):
         known, current = drafter.known()
-        at |= {(b, drawn.counts[b]): len(asked) + b for b in current}
+        at |= {(b, drawn.counts[b]): len(cells) + b for b in current}
         parts.append(known)
     source = torch.cat(parts, 1)
     (known_by,) = indices(source.device, [at[cell] for cell in drafted])

@@ -29,10 +29,10 @@ class DraftRequest:
     given: Mapping[str, Any]
 
 
-def asked(model: Any, kwargs: Mapping[str, Any]) -> tuple[DraftRequest, dict[str, Any]] | None:
+def requested(model: Any, kwargs: Mapping[str, Any]) -> tuple[DraftRequest, dict[str, Any]] | None:
     """What a call of `generate` asks to draft with, and its arguments without that; None: nothing, or only stock
     knows."""
-    found = assisted.asked(model, kwargs)
+    found = assisted.requested(model, kwargs)
     return None if found is None else (_request(found[0]), found[1])
 
 
@@ -53,7 +53,7 @@ def patch_for(model: Any, patch: Patch, what: DraftRequest) -> Patch:
         UnsupportedError: it does not fit this model; where `on_unsupported` is "fallback", a warning, and the model's
             own patch drafts: the tokens are the same.
     """
-    made = patch.asked.get(what.key)
+    made = patch.by_request.get(what.key)
     if made is None:
         target = patch.family.describe(model)
         try:
@@ -65,5 +65,5 @@ def patch_for(model: Any, patch: Patch, what: DraftRequest) -> Patch:
         proposer = drafting.proposer(model, ready, patch.config, target, patch.family.captures_drafts)
         made = Patch(patch.family, ready, patch.config, patch.rule, proposer, given, target)
         made.stats, made.keeps = patch.stats, what.drafter
-        patch.asked[what.key] = made
+        patch.by_request[what.key] = made
     return made

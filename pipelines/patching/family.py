@@ -34,7 +34,7 @@ class Family:
         """Why this model cannot be accelerated; None: it can."""
         return None
 
-    def told(self, model: Any) -> str | None:
+    def note(self, model: Any) -> str | None:
         """A note for the log on how this model reads drafts; None: nothing to say."""
         return None
 
@@ -68,9 +68,9 @@ class Family:
         """What this kind of model adds to what a call asks of its logits."""
         return request
 
-    def rule(self, asked: Rule, call: Call) -> Rule:
-        """What is kept of a draft in this call; `asked` by `enable`."""
-        return asked
+    def rule(self, named: Rule, call: Call) -> Rule:
+        """What is kept of a draft in this call; `named` is that of `enable`."""
+        return named
 
     def decline(self, patch: Any, why: Obstacle) -> None:
         """Let a call run on the stock path, or raise."""

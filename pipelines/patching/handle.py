@@ -37,9 +37,9 @@ class Patch:
         target: what the drafter was fitted to; None where the model was left as it is.
         fitted: proposers for what a model draws beside its text, by what they have to fit.
         stats: what all calls did so far.
-        asked: patches for calls that ask for another drafter, by what they ask for (see assisted.py).
+        by_request: patches for calls that name another drafter, by what they name (see assisted.py).
         prefixes: what is kept of prompts and answers; None: nothing.
-        keeps: what such a patch was asked for, kept alive.
+        keeps: what such a patch was made of, kept alive.
         handle: what the user holds of it; None once that is gone.
     """
 
@@ -56,7 +56,7 @@ class Patch:
         self.target = target
         self.fitted: dict[TargetInfo, Any] = {}
         self.stats = Stats()
-        self.asked: dict[Any, Patch] = {}
+        self.by_request: dict[Any, Patch] = {}
         self.prefixes = PrefixStore(config.kept_bytes) if config.kept_bytes else None
         self.keeps: Any = None
         self.handle: Callable[[], Handle | None] = lambda: None
@@ -75,7 +75,7 @@ class Patch:
             yield
 
     def fitting(self, model: Any) -> Any:
-        """What a call asks for drafts: `proposer`, fitted anew where the model was moved or cast since."""
+        """What drafts for a call: `proposer`, fitted anew where the model was moved or cast since."""
         now = self.family.describe(model)
         with self._lock:
             if self.target is not None and devices.moved(self.target, now):

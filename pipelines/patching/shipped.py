@@ -51,8 +51,8 @@ def _folders(model: Any, where: Path | None) -> list[Path]:
     """Folders that may hold a drafter: the one that the model's config names, then those of usual names."""
     if where is None:
         return []
-    told = own_setting(model, "drafter")
-    names = [told] if isinstance(told, str) else []
+    named = own_setting(model, "drafter")
+    names = [named] if isinstance(named, str) else []
     inside = [
         Path(name) for name in (*names, *FOLDERS) if not Path(name).is_absolute() and ".." not in Path(name).parts
     ]

@@ -120,15 +120,15 @@ def _text(key: Tensor, visual: Tensor, padding: int, pictures: Mapping[str, Any]
 
 def _digest(values: Mapping[str, Any]) -> list[int]:
     """Two numbers of 64 bits, alike for what is alike byte by byte."""
-    told = hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(digest_size=16)
     for name in sorted(values):
         value = values[name]
         if isinstance(value, Tensor):
-            told.update(f"{name} {value.dtype} {tuple(value.shape)} ".encode())
-            told.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+            digest.update(f"{name} {value.dtype} {tuple(value.shape)} ".encode())
+            digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
         else:
-            told.update(f"{name} {value!r} ".encode())
-    both = told.digest()
+            digest.update(f"{name} {value!r} ".encode())
+    both = digest.digest()
     return [int.from_bytes(part, "little", signed=True) for part in (both[:8], both[8:])]
 
 

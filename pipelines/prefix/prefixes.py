@@ -72,10 +72,10 @@ def read(target: Any, session: Session, call: Call, reserve: int) -> tuple[State
 
 
 def follow(target: Any, session: Session, round_: Round) -> None:
-    """Before a round is committed: tell the cache what drafters read of it; keep the answers of rows that ended."""
+    """Before a round is committed: the cache keeps what drafters read of it; keep the answers of rows that ended."""
     cache = session.cache.cache
-    if cache.told is not None:
-        cache.tell(round_.scores.hidden, target.embed(round_.draft.tokens.clamp(min=0)))
+    if cache.features is not None:
+        cache.keep_features(round_.scores.hidden, target.embed(round_.draft.tokens.clamp(min=0)))
     for b, row in enumerate(session.rows):
         if row.done and row.text is not None:
             answer = cache.lengths.host[b] - row.text.pad - len(row.text.key)
@@ -141,7 +141,7 @@ def _drafted(
     with target.inference(), target.reads(tree, cache.lengths):
         raw, *hidden = target.reader(state, tokens, where, target.mask(state, tree.ancestors, tree.depth, True))
     if hidden:
-        cache.tell(hidden[0], target.embed(tokens))
+        cache.keep_features(hidden[0], target.embed(tokens))
     cache.commit(torch.arange(N, device=ids.device).expand(B, N), tuple(counts), count, True)
     for b, (text, (at, kept)) in enumerate(zip(texts, found, strict=True)):
         assert kept is not None
@@ -179,11 +179,11 @@ def _row(target: Any, call: Call, text: Text, begin: int, end: int) -> Call:
 
 def _prompt(target: Any, call: Call, state: State, pads: list[int]) -> Prompt:
     """What a drafter may know of the prompts, whose padding the rows of the state do not have."""
-    ids, told = call.input_ids, state.cache.told
+    ids, kept = call.input_ids, state.cache.features
     place = torch.arange(ids.shape[1], device=ids.device) - torch.tensor(pads, device=ids.device)[:, None]
     embeds, hidden = None, None
-    if told is not None and told.keys is not None and told.values is not None:
-        hidden, embeds = (gather_rows(t[:, 0], place.clamp(min=0)) for t in (told.keys, told.values))
+    if kept is not None and kept.keys is not None and kept.values is not None:
+        hidden, embeds = (gather_rows(t[:, 0], place.clamp(min=0)) for t in (kept.keys, kept.values))
     return Prompt(
         ids=ids,
         embeds=embeds,
@@ -197,18 +197,18 @@ def _prompt(target: Any, call: Call, state: State, pads: list[int]) -> Prompt:
     )
 
 
-def cuts(told: Mapping[str, Any], valid: Tensor, past: int) -> Tensor:
+def cuts(arguments: Mapping[str, Any], valid: Tensor, past: int) -> Tensor:
     """bool [B, n + 1], on the CPU: after how many of the n tokens of a forward the text before knows nothing of that
     behind it. Not so within a picture whose tokens see each other, and nowhere in a prompt that is read both ways.
 
     Args:
-        told: the decoder's arguments. A mask that it makes by itself is causal, if it is told of no blocks.
+        arguments: the decoder's arguments. A mask that it makes by itself is causal, if nothing speaks of blocks.
         valid: bool [B, past + n], false on padding.
     """
     B, n = len(valid), valid.shape[1] - past
-    mask, place = told.get("attention_mask"), torch.arange(past, past + n, device=valid.device)
+    mask, place = arguments.get("attention_mask"), torch.arange(past, past + n, device=valid.device)
     furthest = place.expand(B, n)
-    if any(told.get(name) is not None for name in BOTH_WAYS):
+    if any(arguments.get(name) is not None for name in BOTH_WAYS):
         furthest = furthest + n
     for one in mask.values() if isinstance(mask, dict) else [mask]:
         if isinstance(one, Tensor) and one.dim() == 4:

@@ -170,9 +170,9 @@ class Batcher:
     def _setting(self, name: str, prompt: QueuedPrompt | None = None) -> Any:
         """A setting of `generate`, as it is given here, in a configuration given here, or in the model's own."""
         given = self.generation | (prompt.settings if prompt else {})
-        told = given.get(name)
+        value = given.get(name)
         own = (given.get("generation_config"), self.model.generation_config)
-        return setting(name, *own) if told is None else told
+        return setting(name, *own) if value is None else value
 
     def _generate(self, group: list[QueuedPrompt], **how: Any) -> Any:
         own = self.model.generation_config.pad_token_id
@@ -185,9 +185,9 @@ class Batcher:
 
     def _answer(self, group: list[QueuedPrompt]) -> None:
         """One call of `generate` from beginning to end."""
-        asked = {"return_dict_in_generate": True, "output_logits": True} if self.scored else {}
+        more = {"return_dict_in_generate": True, "output_logits": True} if self.scored else {}
         with seeded(group[0].seed, self.model):
-            out = self._generate(group, **asked)
+            out = self._generate(group, **more)
         logits = torch.stack(out.logits, 1) if self.scored else None  # [B, T, V]
         out = out.sequences if self.scored else out
         if not readable.two_parts(self.model):
@@ -217,9 +217,9 @@ class Batcher:
                 one.apart = True
         self._waiting = [*group, *self._waiting]
 
-    def _fail(self, asked: QueuedPrompt, error: Exception) -> None:
+    def _fail(self, prompt: QueuedPrompt, error: Exception) -> None:
         error.__traceback__ = None  # its frames hold the tensors of the broken call
-        self._finished.append(FinishedPrompt(asked.ticket, [], time.perf_counter() - asked.begun, error))
+        self._finished.append(FinishedPrompt(prompt.ticket, [], time.perf_counter() - prompt.begun, error))
 
 
 class StaticBatcher(Batcher):

@@ -32,7 +32,7 @@ __all__ = ["ContinuousBatcher", "FinishedPrompt"]
 class _PromptRow(Row):
     """A row that knows what it answers, until it has."""
 
-    asked: QueuedPrompt | None = None
+    prompt: QueuedPrompt | None = None
     stats: Stats = field(default_factory=Stats)
     logprob: float = 0.0
 
@@ -67,20 +67,20 @@ class ContinuousBatcher(Batcher):
 
     @property
     def running(self) -> list[QueuedPrompt]:
-        return [row.asked for row in self._session.rows if row.asked is not None]  # type: ignore[attr-defined]
+        return [row.prompt for row in self._session.rows if row.prompt is not None]  # type: ignore[attr-defined]
 
     def cancel(self, ticket: Hashable) -> None:
         super().cancel(ticket)
         for row in self._session.rows:
-            if row.asked is not None and row.asked.ticket == ticket:  # type: ignore[attr-defined]
-                row.asked, row.done = None, True  # type: ignore[attr-defined]
+            if row.prompt is not None and row.prompt.ticket == ticket:  # type: ignore[attr-defined]
+                row.prompt, row.done = None, True  # type: ignore[attr-defined]
         if not self.running:  # nobody may ask for another step
             self._session.retire()
 
     def written(self) -> Iterator[tuple[Hashable, list[int], Stats]]:
         for row in self._session.rows:
-            if row.asked is not None:  # type: ignore[attr-defined]
-                yield row.asked.ticket, row.tokens[row.start :], row.stats  # type: ignore[attr-defined]
+            if row.prompt is not None:  # type: ignore[attr-defined]
+                yield row.prompt.ticket, row.tokens[row.start :], row.stats  # type: ignore[attr-defined]
 
     def step(self) -> list[FinishedPrompt]:
         """Read waiting prompts into free rows, then one round of all rows; returns what has finished."""
@@ -119,11 +119,11 @@ class ContinuousBatcher(Batcher):
         """Hand out the rows that have ended; they are let go before the next round."""
         now, session = time.perf_counter(), self._session
         for row in session.rows:
-            if row.done and (asked := row.asked) is not None:  # type: ignore[attr-defined]
-                row.asked = None  # type: ignore[attr-defined]
+            if row.done and (prompt := row.prompt) is not None:  # type: ignore[attr-defined]
+                row.prompt = None  # type: ignore[attr-defined]
                 tokens, stats = row.tokens[row.start :], row.stats  # type: ignore[attr-defined]
                 logprob = row.logprob if self.scored else None  # type: ignore[attr-defined]
-                self._finished.append(FinishedPrompt(asked.ticket, tokens, now - asked.begun, None, stats, logprob))
+                self._finished.append(FinishedPrompt(prompt.ticket, tokens, now - prompt.begun, None, stats, logprob))
         if not self.running:
             session.retire()
         self.stats.add(session.stats)
@@ -157,8 +157,8 @@ class ContinuousBatcher(Batcher):
         def processing(one: QueuedPrompt) -> dict[str, Any]:
             return {name: value for name, value in one.settings.items() if name != "max_new_tokens"}
 
-        alike = (row for row in self._session.rows if processing(row.asked or prompt) == processing(prompt))  # type: ignore[attr-defined]
-        return next((row.request for row in alike if row.asked is not None), None)  # type: ignore[attr-defined]
+        alike = (row for row in self._session.rows if processing(row.prompt or prompt) == processing(prompt))  # type: ignore[attr-defined]
+        return next((row.request for row in alike if row.prompt is not None), None)  # type: ignore[attr-defined]
 
     def _interrupted(self, group: list[QueuedPrompt], error: Exception) -> None:
         """Rows are left half written: all of them start again from their prompts, and so does the group."""
@@ -197,7 +197,7 @@ class ContinuousBatcher(Batcher):
             tokens = one.inputs["input_ids"][0].tolist()
             limit, stop = len(tokens) + most, ends.of(0)
             row = _PromptRow(
-                tokens, len(tokens), limit, one.seed, ends.eos, stop, rule=rule, request=request, asked=one
+                tokens, len(tokens), limit, one.seed, ends.eos, stop, rule=rule, request=request, prompt=one
             )
             rows.append(row)
         drafter = forced.beside(drafter, rows)

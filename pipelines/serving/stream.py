@@ -89,10 +89,10 @@ class _Relay:
         self._thread, self._began = threading.get_ident(), time.perf_counter()
         criteria = [*(settings.get("stopping_criteria") or ()), Stopped(self._ends)]
         self._hook = model.register_forward_hook(self._read)
-        told = {**settings, "streamer": StepStreamer(self._streamed), "stopping_criteria": criteria}
+        arguments = {**settings, "streamer": StepStreamer(self._streamed), "stopping_criteria": criteria}
         try:
             with calling(watch=self._round):
-                model.generate(**inputs, **told)
+                model.generate(**inputs, **arguments)
             self.steps.put(None)
         except BaseException as error:  # it belongs to whoever iterates
             self.steps.put(error)

@@ -144,7 +144,7 @@ def _attending(slots: RaggedCache) -> LayerAttention:
     return attend
 
 
-def _causal(told: dict[str, Any]) -> bool:
-    """Whether a decoder that is told this reads from left to right: any mask knows of padding alone."""
-    mask = told.get(_MASK)
-    return (mask is None or mask.dim() == 2) and all(told.get(name) is None for name in BOTH_WAYS)
+def _causal(arguments: dict[str, Any]) -> bool:
+    """Whether a decoder that is called with these reads from left to right: any mask knows of padding alone."""
+    mask = arguments.get(_MASK)
+    return (mask is None or mask.dim() == 2) and all(arguments.get(name) is None for name in BOTH_WAYS)

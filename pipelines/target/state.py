@@ -68,22 +68,22 @@ class Listed:
         return Listed(torch.cat(tables))
 
 
-def positions_read(told: Tensor | None, places: Places, begin: Tensor, read: int) -> Tensor:
+def positions_read(given: Tensor | None, places: Places, begin: Tensor, read: int) -> Tensor:
     """Position ids [B, A, L + 1] of the prompt that the decoder has read, on A axes, and of the token after it.
 
     Args:
-        told: what the decoder was given, [A, B or 1, L] or [B or 1, L]; None: it counted by itself.
+        given: what the decoder was given, [A, B or 1, L] or [B or 1, L]; None: it counted by itself.
         places: of the tokens to come.
         begin: zeros [B, 1].
         read: L.
     """
     onward = places.at(begin)
     onward = onward[None] if onward.dim() == 2 else onward
-    if told is None:
-        told = onward[:1] + torch.arange(-read, 0, device=onward.device)
-    told = told[None] if told.dim() == 2 else told
-    onward = onward if len(onward) == len(told) else onward[-1:].expand(len(told), -1, -1)
-    return torch.cat([told.to(onward.device).expand(-1, len(begin), -1), onward], -1).transpose(0, 1)
+    if given is None:
+        given = onward[:1] + torch.arange(-read, 0, device=onward.device)
+    given = given[None] if given.dim() == 2 else given
+    onward = onward if len(onward) == len(given) else onward[-1:].expand(len(given), -1, -1)
+    return torch.cat([given.to(onward.device).expand(-1, len(begin), -1), onward], -1).transpose(0, 1)
 
 
 @dataclass

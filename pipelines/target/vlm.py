@@ -123,14 +123,14 @@ class VlmTarget(ModelTarget):
         _check(slots, given.final.shape[1], read)
         embeds, hidden = self._embeds(given, new), self._features(given)
         if self.prefixes is not None and hidden is not None and self.streams == 1:
-            slots.tell(hidden, embeds)
+            slots.keep_features(hidden, embeds)
         slots.advance(read)
         positions = forward.next_positions(self.model, ids, arguments)
         places = self._places(positions, given, past + read)
         types, arguments = forward.split(arguments)
         state = State(slots, places, valid, types, arguments, padded=not bool(valid.all()))
         if self.prefixes is not None:
-            state.cuts = prefixes.cuts(given.told, valid, past)
+            state.cuts = prefixes.cuts(given.arguments, valid, past)
         prompt = Prompt(
             ids=new,
             embeds=embeds,
@@ -138,7 +138,7 @@ class VlmTarget(ModelTarget):
             visual=visual,
             valid=valid[:, past:],
             grid=self._grid(given),
-            positions=positions_read(given.told.get("position_ids"), places, ids.new_zeros(len(ids), 1), read),
+            positions=positions_read(given.arguments.get("position_ids"), places, ids.new_zeros(len(ids), 1), read),
             given=call.given,
         )
         return state, prompt, self._logits(out, given)[:, -1:]
@@ -173,12 +173,12 @@ class VlmTarget(ModelTarget):
         """
         if positions is not None:
             return Onward(positions[..., -1:])
-        given, rows = read.told.get("position_ids"), len(read.final)
+        given, rows = read.arguments.get("position_ids"), len(read.final)
         first = torch.tensor([[length]], device=self.model.device) if given is None else given[..., -1:] + 1
         return Onward(first.expand(*first.shape[:-2], rows, 1))
 
     def _embeds(self, read: Read, ids: Tensor) -> Tensor:
-        embeds = read.told.get("inputs_embeds")
+        embeds = read.arguments.get("inputs_embeds")
         return self.embed(ids) if embeds is None else embeds.to(self.device)
 
     def _features(self, read: Read) -> Tensor | None:

@@ -266,7 +266,7 @@ def test_pictures_of_continuous_tokens_are_drawn(mode: str) -> None:
     with LikeMps():
         alone = pipe([2], generator=tiny_mar.seeded(7), guidance_scale=1.5, output_type="latent")
         among = pipe([0, 2], generator=tiny_mar.seeded(1, 7), guidance_scale=1.5, output_type="pt")
-    assert alone.tokens.isfinite().all() and alone.told.summary()["tested"] > 0
+    assert alone.tokens.isfinite().all() and alone.stats.summary()["tested"] > 0
     torch.testing.assert_close(among.tokens[1], alone.tokens[0], atol=5e-3, rtol=1e-3)
 
 
@@ -276,7 +276,7 @@ def test_the_model_as_its_own_draft_is_always_kept(steps: str) -> None:
     pipe.enable_speculation(draft=tiny_mar.transformer(0), ahead=4, eta=1.0)
     with LikeMps():
         out = pipe([0, 1], generator=tiny_mar.seeded(1, 2), output_type="latent", fast_head=steps == "fast")
-    assert out.told.summary()["acceptance"] > 0.99 and out.work["passes"] == 4
+    assert out.stats.summary()["acceptance"] > 0.99 and out.work["passes"] == 4
 
 
 def test_continuous_tokens_have_the_law_of_plain_drawing(monkeypatch: pytest.MonkeyPatch) -> None:

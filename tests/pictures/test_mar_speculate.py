@@ -205,7 +205,7 @@ def test_rows_accept_for_themselves():
     finally:
         canvas.put = original
     assert any(len(set(now)) > 2 for now in counts)
-    assert out.work["passes"] < 16 and out.told.summary()["tested"] > 10
+    assert out.work["passes"] < 16 and out.stats.summary()["tested"] > 10
 
 
 @pytest.mark.parametrize("scale", [1.0, 2.0])
@@ -213,7 +213,7 @@ def test_the_model_as_its_own_draft_is_always_kept(scale):
     pipe = tiny.pipeline()
     pipe.enable_speculation(draft=tiny.transformer(0), ahead=4, eta=1.0)
     out = pipe([0, 1], generator=tiny.seeded(1, 2), output_type="latent", guidance_scale=scale)
-    told = out.told.summary()
+    told = out.stats.summary()
     assert told["acceptance"] > 0.99 and abs(told["divergence"]) < 1e-3 and told["rounds"] == 4
     assert out.work["passes"] == 4 and out.work["draft_passes"] == 16
 
@@ -223,10 +223,10 @@ def test_speculation_is_switched_on_and_off():
     want = pipe([1], generator=tiny.seeded(3), output_type="latent").tokens
     pipe.enable_speculation()
     out = pipe([1], generator=tiny.seeded(3), output_type="latent")
-    assert out.told is not None and out.work["passes"] < 16
+    assert out.stats is not None and out.work["passes"] < 16
     pipe.disable_speculation()
     again = pipe([1], generator=tiny.seeded(3), output_type="latent")
-    assert again.told is None and torch.equal(again.tokens, want)
+    assert again.stats is None and torch.equal(again.tokens, want)
 
 
 def test_cspds_passes_do_not_depend_on_what_is_kept():
@@ -235,7 +235,7 @@ def test_cspds_passes_do_not_depend_on_what_is_kept():
         pipe.enable_speculation(draft=tiny.transformer(2), rule="cspd", ahead=4, prefill=0.15, width=width)
         out = pipe([0, 1], generator=tiny.seeded(1, 2), output_type="latent")
         passes.append(out.work["passes"])
-        assert out.told.rounds == 4 and out.work["draft_passes"] == 13  # ⌊0.15 · 16⌋ + 1 tokens before
+        assert out.stats.rounds == 4 and out.work["draft_passes"] == 13  # ⌊0.15 · 16⌋ + 1 tokens before
     assert passes == [7, 7]
 
 
@@ -247,8 +247,8 @@ def test_cspd_draws_by_a_schedule_of_several_tokens():
     pipe.enable_speculation(draft=tiny.transformer(2), rule="cspd", ahead=2, prefill=0.3)
     out = pipe([0, 1], generator=tiny.seeded(1, 2), **settings)
     first = mar_loop.distribution(16, 4, 3.0, "linear", 9, "linear", 1.0).turns[1][1]  # ⌊0.3 · 4⌋ + 1 iterations before
-    assert out.work["passes"] == 3 and out.work["draft_passes"] == 2 and out.told.rounds == 1
-    assert sum(out.told.tested) == 2 * (16 - first) and out.told.tested[first - 1] == 0
+    assert out.work["passes"] == 3 and out.work["draft_passes"] == 2 and out.stats.rounds == 1
+    assert sum(out.stats.tested) == 2 * (16 - first) and out.stats.tested[first - 1] == 0
     pipe.enable_speculation()
     with pytest.raises(ValueError, match=r"the exact rule keeps .*pass num_inference_steps=16 \(got 4\)"):
         pipe([0], num_inference_steps=4)
@@ -269,7 +269,7 @@ def test_cspd_keeps_nothing_by_a_chance_that_is_no_number(monkeypatch):
     monkeypatch.setattr(cspd, "log_chance", lambda x, *args: torch.full((len(x),), float("nan")))
     pipe = tiny.pipeline()
     pipe.enable_speculation(draft=tiny.transformer(2), rule="cspd")
-    assert pipe([0], generator=tiny.seeded(1), output_type="latent").told.refused == 16
+    assert pipe([0], generator=tiny.seeded(1), output_type="latent").stats.refused == 16
 
 
 class Copies(TorchFunctionMode):
@@ -293,7 +293,7 @@ def test_no_tensor_is_indexed_by_a_list(draft):
     pipe.enable_speculation(draft=None if draft is None else tiny.transformer(draft), ahead=3)
     with Copies() as copies:
         out = pipe([0, 1, 2], generator=tiny.seeded(1, 2, 3), output_type="latent", num_diffusion_steps=(8, 4))
-    assert out.told.refused > 0 and copies.lists == []
+    assert out.stats.refused > 0 and copies.lists == []
 
 
 @pytest.mark.parametrize(("settings", "message"), [

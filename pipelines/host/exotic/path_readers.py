@@ -23,9 +23,9 @@ class _Blocks:
         own, paths = stock(self), by_path.paths()
         if paths is None:
             return own.forward(self, *args, **kwargs)
-        told = _by_row(own.forward, paths, ("hidden_states", "position_ids"), *args, **kwargs)
-        told["position_embeddings"] = tuple(paths.fold(t) for t in told["position_embeddings"])
-        chosen = own.forward(self, **told)
+        arguments = _by_row(own.forward, paths, ("hidden_states", "position_ids"), *args, **kwargs)
+        arguments["position_embeddings"] = tuple(paths.fold(t) for t in arguments["position_embeddings"])
+        chosen = own.forward(self, **arguments)
         return paths.unfold(chosen.transpose(1, 2)).transpose(1, 2)  # [B, h, n, blocks], by places
 
     def build_block_mask(self, block_indices: Tensor, attention_mask: Tensor, key_length: int, *more: Any) -> Tensor:
@@ -57,9 +57,9 @@ class _Pools:
         own, paths = stock(self), by_path.paths()
         if paths is None:
             return own.forward(self, *args, **kwargs)
-        told = _by_row(own.forward, paths, ("hidden_states", "q_resid", "attention_mask"), *args, **kwargs)
+        arguments = _by_row(own.forward, paths, ("hidden_states", "q_resid", "attention_mask"), *args, **kwargs)
         with by_path.Choosing(self._chosen):
-            chosen = paths.unfold(own.forward(self, **told))  # [B, n, k], by places
+            chosen = paths.unfold(own.forward(self, **arguments))  # [B, n, k], by places
         slots = paths.slot().to(chosen.device).gather(2, chosen.clamp(min=0).long())
         return slots.where(chosen >= 0, -1).to(chosen.dtype)
 
@@ -84,16 +84,18 @@ class _VisibleBlocks:
         own, paths = stock(self), by_path.paths()
         if paths is None:
             return own.forward(self, *args, **kwargs)
-        told = _by_row(own.forward, paths, ("hidden_states",), *args, **kwargs)
+        arguments = _by_row(own.forward, paths, ("hidden_states",), *args, **kwargs)
         nodes, B = paths.lengths.longest, len(paths.depth)
-        told["position_embeddings"] = tuple(  # of all positions; those of the nodes come last, in a row the node's own
-            torch.cat([paths.rows(t.expand(B, -1, -1), nodes), paths.fold(t[:, nodes:])], 1)
-            for t in told["position_embeddings"]
+        arguments["position_embeddings"] = (
+            tuple(  # of all positions; those of the nodes come last, in a row the node's own
+                torch.cat([paths.rows(t.expand(B, -1, -1), nodes), paths.fold(t[:, nodes:])], 1)
+                for t in arguments["position_embeddings"]
+            )
         )
-        mask = told["attention_mask"]
+        mask = arguments["attention_mask"]
         seen = mask if mask.dtype == torch.bool else mask == 0
-        told["attention_mask"] = (paths.fold(seen[:, 0].gather(2, paths.slot())) & paths.live)[:, None]
-        return paths.real(paths.unfold(own.forward(self, **told)[:, 0])[:, None])
+        arguments["attention_mask"] = (paths.fold(seen[:, 0].gather(2, paths.slot())) & paths.live)[:, None]
+        return paths.real(paths.unfold(own.forward(self, **arguments)[:, 0])[:, None])
 
 
 class _Distances:
@@ -118,8 +120,10 @@ class _DistanceBias:
         own, paths = stock(self), by_path.paths()
         if paths is None:
             return own.forward(self, *args, **kwargs)
-        told = bound(own.forward, *args, **kwargs)
-        return own.forward(self, **told | {"relative_distance": paths.distance.to(told["hidden_states"].device)})
+        arguments = bound(own.forward, *args, **kwargs)
+        return own.forward(
+            self, **arguments | {"relative_distance": paths.distance.to(arguments["hidden_states"].device)}
+        )
 
 
 class _Tokens:
@@ -127,13 +131,15 @@ class _Tokens:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         own, paths = stock(self), by_path.paths()
-        told = bound(own.forward, *args, **kwargs)
-        name, ids = cache_name(own.forward), told["input_ids"]
+        arguments = bound(own.forward, *args, **kwargs)
+        name, ids = cache_name(own.forward), arguments["input_ids"]
         if paths is None:
-            return own.forward(self, **told | {name: None if told[name] is None else OneChannel(told[name])})
+            return own.forward(
+                self, **arguments | {name: None if arguments[name] is None else OneChannel(arguments[name])}
+            )
         rows = paths.fold(ids)
-        told |= {"input_ids": rows, name: OneChannel(RowCache(told[name], paths, rows[:, None]))}
-        return paths.unfold(own.forward(self, **told))
+        arguments |= {"input_ids": rows, name: OneChannel(RowCache(arguments[name], paths, rows[:, None]))}
+        return paths.unfold(own.forward(self, **arguments))
 
 
 class _SpacedConvolution:
@@ -155,26 +161,26 @@ class _OwnTaps:
         own, paths = stock(self), by_path.paths()
         if paths is None:
             return own.forward(self, *args, **kwargs)
-        told = _by_row(own.forward, paths, ("hidden_states", "dynamic_input"), *args, **kwargs)
-        return paths.unfold(own.forward(self, **told | {"conv_mask": None}))  # nodes are no padding
+        arguments = _by_row(own.forward, paths, ("hidden_states", "dynamic_input"), *args, **kwargs)
+        return paths.unfold(own.forward(self, **arguments | {"conv_mask": None}))  # nodes are no padding
 
 
 class _SlotPositions:
     """The positions of Kosmos: a slot, counted from behind the number of the padding token, which has that itself."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        own, told = stock(self), bound(stock(self).forward, *args, **kwargs)
+        own, arguments = stock(self), bound(stock(self).forward, *args, **kwargs)
         if by_path.paths() is not None:
-            ids, place = told["input_ids"], told["position_ids"] + 1
+            ids, place = arguments["input_ids"], arguments["position_ids"] + 1
             place = place if ids is None else place * (ids != self.padding_idx)  # type: ignore[attr-defined]
-            told["position_ids"] = place + self.padding_idx  # type: ignore[attr-defined]
-        return own.forward(self, **told)
+            arguments["position_ids"] = place + self.padding_idx  # type: ignore[attr-defined]
+        return own.forward(self, **arguments)
 
 
 def _by_row(method: Any, paths: Paths, nodes: tuple[str, ...], *args: Any, **kwargs: Any) -> dict[str, Any]:
     """The arguments of a stock method, those named `nodes` folded into rows, the KV cache as that of these rows."""
-    told, name = bound(method, *args, **kwargs), cache_name(method)
-    return told | {each: paths.fold(told[each]) for each in nodes} | {name: RowCache(told[name], paths)}
+    arguments, name = bound(method, *args, **kwargs), cache_name(method)
+    return arguments | {each: paths.fold(arguments[each]) for each in nodes} | {name: RowCache(arguments[name], paths)}
 
 
 READERS: dict[str, type] = {

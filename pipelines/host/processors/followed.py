@@ -99,13 +99,13 @@ class Followed:
         text = torch.tensor([row.tokens], device=scores.device)
         tokens, parents = torch.stack([draft.tokens, draft.tree.parents])[:, 0].tolist()
         begin = self._after[tuple(row.tokens[self._length : -1])] if self._after else self._first
-        out, asked, after = scores.clone(), list[tuple[list[int], bool, list[Any]] | None](), {}
+        out, nodes, after = scores.clone(), list[tuple[list[int], bool, list[Any]] | None](), {}
         for n, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
             line, broken, before = list[int](), False, begin
             if n:
-                above = asked[parent]
+                above = nodes[parent]
                 if token == NO_TOKEN or above is None:
-                    asked.append(None)
+                    nodes.append(None)
                     continue
                 line, broken, before = above
                 lawful = bool(out[0, parent, token] > -torch.inf)
@@ -120,7 +120,7 @@ class Followed:
             if broken:  # nothing is drawn here but guesses, and these from something
                 here = torch.where(here.amax(-1, keepdim=True) > -torch.inf, here, 0.0)
             out[:, n] = here
-            asked.append((line, broken, own))
+            nodes.append((line, broken, own))
             if not broken:
                 after[tuple(line)] = own
         self._length, self._after = len(row.tokens), after

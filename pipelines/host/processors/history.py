@@ -197,13 +197,13 @@ def grammar(processor: Any, scores: Tensor, before: Prefixes) -> Tensor:
     for b, row in enumerate(before.session.rows):
         text = before.text[b, : len(row.tokens)]
 
-        def asked(line: list[int], text: Tensor = text, place: int = row.index) -> list[int]:
+        def allowed_after(line: list[int], text: Tensor = text, place: int = row.index) -> list[int]:
             with lasting():
                 answer = allow(place, torch.cat([text, text.new_tensor(line)]))
             return answer.tolist() if isinstance(answer, Tensor) else list(answer)
 
         lines: list[list[int] | None] = [[]]
-        allowed = [asked([])]
+        allowed = [allowed_after([])]
         for token, parent in zip(tokens[b][1:], parents[b][1:], strict=True):
             line, lawful = lines[parent], allowed[parent]
             if token == NO_TOKEN or line is None or not lawful:
@@ -211,7 +211,7 @@ def grammar(processor: Any, scores: Tensor, before: Prefixes) -> Tensor:
                 allowed.append([0])
                 continue
             lines.append([*line, token if token in lawful else lawful[0]])
-            allowed.append(asked(lines[-1] or []))
+            allowed.append(allowed_after(lines[-1] or []))
         found += allowed
     stock = PrefixConstrainedLogitsProcessor(lambda i, _: found[i], 1)
     return stock(before.last(1).flatten(0, 1), scores.flatten(0, 1)).view_as(scores)
