@@ -14,7 +14,7 @@ from mmspec.config import SpecConfig, UnsupportedError
 from mmspec.pipelines import untested
 from mmspec.pipelines.families import table as families
 from mmspec.pipelines.host import adapters, release
-from mmspec.pipelines.patching import drafting, shipped
+from mmspec.pipelines.patching import choose, drafting
 from mmspec.pipelines.patching.handle import Handle, Patch, put_on
 from mmspec.registry import resolve_rule
 from mmspec.statistics import Stats
@@ -66,13 +66,11 @@ def enable(model_or_pipe: Any, drafter: Any = None, **options: Any) -> Handle:
             raise UnsupportedError(f"mmspec cannot accelerate {type(model).__name__}: {why}")
         warnings.warn(f"mmspec leaves {type(model).__name__} as it is: {why}", stacklevel=2)
         return Handle(model, Patch(family, None, config), Patch.of(model))
-    drafter = family.drafter if drafter is None else drafter
-    drafter, given = drafting.named(drafter, given)
     target = family.describe(model)
-    drafter = shipped.drafter(model, target) if drafter is None else drafter
     if target.device.type == "mps" and torch.__version__ < MPS:
         warnings.warn(f"torch {torch.__version__} may attend wrongly on MPS; use torch {MPS} or newer", stacklevel=2)
-    ready = drafting.resolve(drafter, given, target, model)  # may fail: what was enabled before stays
+    drafter = family.drafter if drafter is None else drafter
+    ready, given = choose.chosen(drafter, given, target, model)  # may fail: what was enabled before stays
     codes, table = (None, None) if config.rule == "exact" else (family.codebook(model), family.embeddings(model))
     rule = resolve_rule(config.rule, codes, config.budget, table)
     proposer = drafting.proposer(model, ready, config, target, family.captures_drafts)

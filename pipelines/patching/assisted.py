@@ -9,7 +9,7 @@ from typing import Any
 from mmspec.drafters.ngram import NgramDrafter
 from mmspec.pipelines.host import assisted
 from mmspec.pipelines.host.assisted import Assistance
-from mmspec.pipelines.patching import drafting
+from mmspec.pipelines.patching import choose, drafting
 from mmspec.pipelines.patching.handle import Patch
 from mmspec.pipelines.patching.obstacles import Obstacle
 
@@ -57,8 +57,7 @@ def patch_for(model: Any, patch: Patch, what: DraftRequest) -> Patch:
     if made is None:
         target = patch.family.describe(model)
         try:
-            drafter, given = drafting.named(what.drafter, what.given)
-            ready = drafting.resolve(drafter, given, target, model)
+            ready, given = choose.chosen(what.drafter, what.given, target, model)
         except (ValueError, OSError) as error:
             patch.decline(Obstacle(str(error)))
             return patch

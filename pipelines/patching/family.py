@@ -20,7 +20,7 @@ class Family:
 
     Attributes:
         mixin: goes in front of the model's class.
-        drafter: what drafts unless `enable` is told otherwise; None: what the model ships with (see shipped.py).
+        drafter: what drafts unless `enable` is told otherwise; None: what the model ships with (see choose.py).
         captures_drafts: whether `compile` captures what drafters do.
         guided: whether the forward of a negative prompt (`guidance_scale`) may share a batch with the prompt's.
     """

@@ -21,7 +21,7 @@ from mmspec.drafters.eagle import EagleDrafter
 from mmspec.drafters.suffix import SuffixDrafter
 from mmspec.pipelines.drafters.draft_model import ModelDrafter
 from mmspec.pipelines.drafters.mtp import MtpDrafter
-from mmspec.pipelines.patching import shipped
+from mmspec.pipelines.patching import choose
 from mmspec.registry import PUBLISHED
 
 NAME = "qwen3_5"
@@ -33,7 +33,7 @@ def fresh(name: str = NAME) -> Any:
 
 @pytest.fixture
 def said(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    shipped._fell_back.cache_clear()
+    choose._fell_back.cache_clear()
     caplog.set_level(logging.INFO, logger="mmspec")
     return caplog
 

@@ -16,7 +16,7 @@ from mmspec.config import SpecConfig
 from mmspec.drafters.jacobi import JacobiDrafter, WindowOptions, _branched, _keep_or_redraw, layout
 from mmspec.kernels import reference as ops
 from mmspec.loop import decode, start
-from mmspec.pipelines.patching.drafting import resolve
+from mmspec.pipelines.patching.choose import fitted
 from mmspec.protocols import TargetInfo
 from mmspec.session import Row, Session
 from mmspec.switch import Known, Switch
@@ -567,7 +567,7 @@ def test_couplings_save_calls_and_a_tree_saves_more() -> None:
 )
 def test_bad_options_are_refused_with_what_is_allowed(options: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message.replace("(", r"\(")):
-        resolve("jacobi", SpecConfig.split(options)[1], TargetInfo("toy", 4, 1, 1, 1, CPU, torch.float32))
+        fitted("jacobi", SpecConfig.split(options)[1], TargetInfo("toy", 4, 1, 1, 1, CPU, torch.float32))
 
 
 @pytest.mark.parametrize(
@@ -582,12 +582,12 @@ def test_bad_options_are_refused_with_what_is_allowed(options: Any, message: str
 def test_ngram_refuses_what_it_cannot_do(options: Any, useless: str) -> None:
     message = f"the ngram drafter has no use for {useless}; its options are depth, width, size"
     with pytest.raises(ValueError, match=message):
-        resolve("ngram", options, TargetInfo("toy", 4, 1, 1, 1, CPU, torch.float32))
+        fitted("ngram", options, TargetInfo("toy", 4, 1, 1, 1, CPU, torch.float32))
 
 
 def test_plain_decoding_refuses_to_draft() -> None:
     with pytest.raises(ValueError, match="plain decoding has no use for depth; it has no options of its own"):
-        resolve("plain", {"depth": 3}, TargetInfo("toy", 4, 1, 1, 1, CPU, torch.float32))
+        fitted("plain", {"depth": 3}, TargetInfo("toy", 4, 1, 1, 1, CPU, torch.float32))
 
 
 @pytest.mark.parametrize("init", ["vertical", "mixture"])

@@ -1,0 +1,193 @@
+"""Which drafter: from what the user names, or what a model ships with, to one that is fitted to the model."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from mmspec.checkpoints.files import CONFIG, locate, read_config
+from mmspec.checkpoints.load import drafter_of, load_drafter
+from mmspec.config import SpecConfig, option_names
+from mmspec.pipelines.drafters import own_files
+from mmspec.pipelines.host import hooks, loading
+from mmspec.pipelines.host.names import own_setting
+from mmspec.protocols import TargetInfo
+from mmspec.registry import DRAFTERS, PUBLISHED, USUAL, drafter_class
+
+FOLDERS = ("drafter", "mtp", "dflash", "eagle", "eagle3", "assistant", "speculator")  # beside a model's own files
+_NEEDED = ("features", "nodes", "fit", "start", "propose")  # of any drafter
+_log = logging.getLogger("mmspec")
+
+
+def chosen(drafter: Any, given: Mapping[str, Any], target: TargetInfo, model: Any) -> tuple[Any, dict[str, Any]]:
+    """A drafter fitted to the target, and the options that it was given.
+
+    Args:
+        drafter: a registered name, a folder, a hub name, an instance, a model that drafts, or None: what the model
+            ships with.
+        given: the options that the user gave, by name.
+        model: the target's, for drafters that are made of it.
+
+    Raises:
+        ValueError: an unknown name, a name that needs weights, a drafter made for another target, or an option that
+            it has no use for.
+        TypeError: an option that no drafter has.
+    """
+    named, rest = _instance(drafter, given)
+    return fitted(_shipped(model, target) if named is None else named, rest, target, model), rest
+
+
+# -- what the user names ----------------------------------------------------------------------------------------------
+
+
+def _instance(drafter: Any, given: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The drafter that a model of transformers is made into, anything else as it is; and the options that are left.
+
+    Raises:
+        ValueError: drafter="model" without the model, or something that cannot draft.
+    """
+    rest = dict(given)
+    if drafter in ("model", "assistant"):
+        if "draft" not in rest:
+            raise ValueError(f"drafter={drafter!r} needs draft=…: a loaded model of transformers, or its folder")
+        drafter = rest.pop("draft")
+    elif not loading.is_model(drafter):
+        return drafter, rest
+    if loading.is_model(drafter) and not hasattr(drafter, "generate"):  # a network of a layout that we read
+        return drafter_of(drafter.config.to_dict(), drafter.state_dict()), rest
+    from mmspec.pipelines.drafters import assistant, draft_model
+    from mmspec.pipelines.host.exotic import gemma4_assistant
+
+    made = draft_model.ModelDrafter.of(drafter)
+    kind = hooks.stock(made.model).__name__
+    return (assistant.AssistantDrafter(made.model) if kind in gemma4_assistant.CLASSES else made), rest
+
+
+def fitted(drafter: Any, given: Mapping[str, Any], target: TargetInfo, model: Any = None) -> Any:
+    """A drafter fitted to the target, with the errors of `chosen`; see there."""
+    made = _made(drafter, target, model)
+    if isinstance(made, type):
+        raise ValueError(f"drafter={made.__name__} is a class; pass a drafter made of it, as {made.__name__}()")
+    if lacking := [name for name in _NEEDED if not hasattr(made, name)]:
+        raise ValueError(f"a drafter has {', '.join(_NEEDED)}; {type(made).__name__} has no {', '.join(lacking)}")
+    own = option_names(getattr(made, "options", None))
+    others = [name for name in given if name not in own]
+    if others and (unknown := set(others) - {name for one in DRAFTERS for name in _names(one)}):
+        shared = option_names(SpecConfig)
+        raise TypeError(f"unknown option {min(unknown)!r}; choose from {', '.join([*own, *shared])}")
+    return made.fit(target, given)
+
+
+def _made(drafter: Any, target: TargetInfo, model: Any) -> Any:
+    """The drafter that is named; an instance names itself."""
+    if not isinstance(drafter, (str, Path)):
+        return drafter
+    if isinstance(drafter, str) and drafter in DRAFTERS:
+        if DRAFTERS[drafter].trained:
+            raise ValueError(
+                f"the drafter {drafter!r} needs weights; pass its folder or hub name, or train one with "
+                f"`mmspec train --method {drafter} --target {target.name}`"
+            )
+        return drafter_class(drafter).of_model(model) if DRAFTERS[drafter].from_model else drafter_class(drafter)()
+    if isinstance(drafter, str) and "/" not in drafter and not Path(drafter).exists():
+        raise ValueError(
+            f"unknown drafter {drafter!r}; choose from {', '.join(DRAFTERS)}, or pass a folder or owner/name on the hub"
+        )
+    return _opened(Path(drafter), target, model) if Path(drafter).is_dir() else load_drafter(drafter, target=target)
+
+
+def _opened(folder: Path, target: TargetInfo, model: Any) -> Any:
+    """The drafter in a folder: heads of the model's own classes, or a network of ours.
+
+    Raises:
+        FileNotFoundError, ValueError: it is neither; see `load_drafter`.
+    """
+    from mmspec.pipelines.drafters import mtp, mtp_files
+
+    folder = locate(folder)
+    if mtp_files.saved(folder):
+        return mtp.MtpDrafter.of_model(model, folder)
+    return load_drafter(folder, target=target)
+
+
+def _names(name: str) -> list[str]:
+    return option_names(getattr(drafter_class(name), "options", None))
+
+
+# -- what a model ships with -----------------------------------------------------------------------------------------
+
+
+def _shipped(model: Any, target: TargetInfo) -> Any:
+    """What `enable` drafts with where nobody says: what the model ships with, else registry's USUAL.
+
+    One line of the log says what, and why; where a drafter is published for this model, by which name. Nothing is
+    downloaded.
+    """
+    where, name = own_files.folder(model), target.name
+    for folder in _folders(model, where):
+        try:
+            found = _in_folder(folder, target, model)
+        except (ValueError, OSError) as error:
+            _log.warning("mmspec leaves the drafter in %s alone: %s", folder, error)
+            continue
+        _log.info("mmspec drafts for %s with the drafter in %s", name, folder)
+        return found
+    if where is not None:
+        try:
+            found = _heads(model)
+        except (ValueError, OSError) as error:
+            _log.warning("mmspec leaves the multi-token-prediction heads of %s alone: %s", name, error)
+            found = None
+        if found is not None:
+            _log.info("mmspec drafts for %s with the multi-token-prediction heads in its own files", name)
+            return found
+    _fell_back(name)
+    return USUAL
+
+
+def _folders(model: Any, where: Path | None) -> list[Path]:
+    """Folders that may hold a drafter: the one that the model's config names, then those of usual names."""
+    if where is None:
+        return []
+    named = own_setting(model, "drafter")
+    names = [named] if isinstance(named, str) else []
+    inside = [
+        Path(name) for name in (*names, *FOLDERS) if not Path(name).is_absolute() and ".." not in Path(name).parts
+    ]
+    return [where / name for name in inside if (where / name / CONFIG).is_file()]
+
+
+def _in_folder(folder: Path, target: TargetInfo, model: Any) -> Any:
+    """A drafter that mmspec reads, or a model of transformers that drafts.
+
+    Raises:
+        ValueError, OSError: it is neither.
+    """
+    kinds = read_config(folder).get("architectures")
+    if loading.generates(kinds if isinstance(kinds, list) else []):
+        return _instance("model", {"draft": folder})[0].fit(target, {})
+    return _opened(folder, target, model).fit(target, {})
+
+
+def _heads(model: Any) -> Any:
+    """The model's multi-token-prediction heads, or None."""
+    from mmspec.pipelines.drafters import mtp, mtp_files
+
+    return mtp.MtpDrafter.of_model(model) if mtp_files.found(model) else None
+
+
+@lru_cache(maxsize=256)
+def _fell_back(name: str) -> None:
+    """Once for each model."""
+    base = name.rstrip("/").rpartition("/")[2].lower()
+    known = PUBLISHED.get(base)
+    if known is None:
+        _log.info("mmspec drafts for %s with %r: it ships with no drafter, and none is known here", name, USUAL)
+    else:
+        _log.warning(
+            "mmspec drafts for %s with %r; a drafter for it is published: mmspec.enable(model, drafter=%r)",
+            name, USUAL, known,
+        )  # fmt: skip
