@@ -28,6 +28,7 @@ class Segment:
             resumed; empty: that is not known; None: there are none, and a text may be resumed at every cut.
         before: the segment that this one follows.
         used: the time of its last use.
+        after: the segments that follow this one, by their first token.
     """
 
     key: Tensor
@@ -37,6 +38,7 @@ class Segment:
     state: Any = None
     before: Segment | None = None
     used: int = 0
+    after: dict[bytes, list[Segment]] = field(default_factory=dict)
 
     @property
     def end(self) -> int:
@@ -57,10 +59,10 @@ class Segment:
             one = one.before
 
     def common(self, key: Tensor) -> int:
-        """How many tokens it and another text [T', C] begin with alike."""
+        """How many tokens it and another text [T', C], which has those before it, begin with alike."""
         n = min(len(key), self.end)
-        differ = (self.key[:n] != key[:n]).any(1) if self.key.shape[1] == key.shape[1] else torch.ones(n)
-        return int(differ.int().argmax()) if bool(differ.any()) else n
+        differ = (self.key[self.start : n] != key[self.start : n]).any(1)
+        return self.start + int(differ.int().argmax()) if bool(differ.any()) else n
 
     def first(self, count: int) -> Held:
         """What the first `count` tokens of the text left, `count` ≤ `end`."""
@@ -75,6 +77,9 @@ class Segment:
 class PrefixStore:
     """Segments of all texts that were read, shared by all calls and threads; the least recently used go first.
 
+    They form a tree (as in SGLang's RadixAttention, Zheng et al. 2024): a text is followed from its first token on, so
+    that it does not matter how many others are kept.
+
     Attributes:
         budget: bytes that may be kept.
         bytes: that are kept.
@@ -84,7 +89,7 @@ class PrefixStore:
     budget: int
     bytes: int = 0
     age: int = 0
-    _segments: list[Segment] = field(default_factory=list, repr=False)
+    _root: Segment = field(default_factory=lambda: _root(), repr=False)
     _world: Any = field(default=None, repr=False)
     _clock: int = 0
     _lock: Any = field(default_factory=threading.RLock, repr=False)
@@ -97,7 +102,7 @@ class PrefixStore:
         """
         with self._lock:
             if world != self._world:
-                self._world, self._segments, self.bytes, self.age = world, [], 0, self.age + 1
+                self._world, self._root, self.bytes, self.age = world, _root(), 0, self.age + 1
             return self.age
 
     def find(self, age: int, key: Tensor, allowed: Tensor) -> tuple[int, Segment | None]:
@@ -109,8 +114,7 @@ class PrefixStore:
         """
         with self._lock:
             best: tuple[int, Segment | None] = (0, None)
-            for one in self._segments if age == self.age else []:
-                n = one.common(key)
+            for one, n in self._along(key) if age == self.age else ():
                 if one.state is None:
                     fit = (one.cuts[: n + 1] & allowed[: n + 1]).nonzero()
                     n = int(fit[-1]) if len(fit) else 0
@@ -125,7 +129,7 @@ class PrefixStore:
     def shared(self, age: int, key: Tensor) -> int:
         """How many tokens this text begins with as another one does, whether it can be resumed there or not."""
         with self._lock:
-            return max((one.common(key) for one in self._segments if age == self.age), default=0)
+            return max((n for _, n in self._along(key)), default=0) if age == self.age else 0
 
     def keep(self, age: int, key: Tensor, cuts: Tensor, held: Callable[[int], Held], state: Any = None) -> None:
         """Keep a copy of what a text left that is not kept yet, as far as the budget goes.
@@ -138,7 +142,7 @@ class PrefixStore:
             if age != self.age:
                 return
             before, start = self._followed(key, cuts)
-            whole = [one for one in self._segments if one.end == start and one.common(key) == len(key)]
+            whole = [one for one, n in self._along(key) if n == one.end == len(key)]
             if start == len(key) and (not state or any(one.state for one in whole)):
                 self._touch(whole[0] if whole else before)
                 return
@@ -147,17 +151,33 @@ class PrefixStore:
                 return
             if before is not None and start < before.end:
                 new.before = self._cut(before, start)
-            self._add(_copied(new))
-            self._touch(self._segments[-1])
+            self._add(new := _copied(new))
+            self._touch(new)
             while self.bytes > self.budget:
-                followed = {id(one.before) for one in self._segments}
-                self._drop(min((one for one in self._segments if id(one) not in followed), key=lambda one: one.used))
+                self._drop(min((one for one in self._each() if not one.after), key=lambda one: one.used))
+
+    def _along(self, key: Tensor) -> Iterator[tuple[Segment, int]]:
+        """Segments whose texts begin as this one [T, C] does, and how many tokens are alike."""
+        pending = [self._root]
+        for one in pending:
+            here = one.after.get(_token(key, one.end), ()) if one.end < len(key) else ()
+            for other in (*here, *one.after.get(b"", ())):
+                n = other.common(key)
+                yield other, n
+                if n == other.end:
+                    pending.append(other)
+
+    def _each(self) -> Iterator[Segment]:
+        pending = [self._root]
+        for one in pending:
+            found = [other for others in one.after.values() for other in others]
+            yield from found
+            pending += found
 
     def _followed(self, key: Tensor, cuts: Tensor) -> tuple[Segment | None, int]:
         """The segment that a text follows longest, and after how many tokens of all."""
         best: tuple[int, Segment | None] = (0, None)
-        for one in self._segments:
-            n = one.common(key)
+        for one, n in self._along(key):
             fit = (one.cuts[: n + 1] & cuts[: n + 1]).nonzero()
             n = int(fit[-1]) if len(fit) else 0
             if n > max(best[0], one.start):
@@ -173,12 +193,12 @@ class PrefixStore:
         head = _copied(Segment(one.key[:at], one.cuts[: at + 1], one.start, first, state, one.before, one.used))
         rest = {name: t[:, n:] for name, t in one.held.items()}
         tail = _copied(Segment(one.key, one.cuts, at, rest, one.state, head, one.used))
-        for other in self._segments:
-            if other.before is one:
-                other.before = head if other.start <= at else tail
         self._drop(one)
         self._add(head)
         self._add(tail)
+        tail.after = one.after
+        for other in (other for others in tail.after.values() for other in others):
+            other.before = tail
         return head
 
     def _touch(self, segment: Segment | None) -> None:
@@ -187,12 +207,26 @@ class PrefixStore:
             one.used = self._clock
 
     def _add(self, segment: Segment) -> None:
-        self._segments.append(segment)
+        around = (segment.before or self._root).after
+        around.setdefault(_token(segment.key, segment.start), []).append(segment)
         self.bytes += segment.bytes
 
     def _drop(self, segment: Segment) -> None:
-        self._segments = [one for one in self._segments if one is not segment]
+        around, token = (segment.before or self._root).after, _token(segment.key, segment.start)
+        around[token] = [one for one in around[token] if one is not segment]
+        if not around[token]:
+            del around[token]
         self.bytes -= segment.bytes
+
+
+def _root() -> Segment:
+    """What all texts follow: no token."""
+    return Segment(torch.empty(0, 0, dtype=torch.long), torch.ones(1, dtype=torch.bool), 0, {})
+
+
+def _token(key: Tensor, at: int) -> bytes:
+    """What tells the token at a place from others; nothing behind the last one."""
+    return key[at].numpy().tobytes() if at < len(key) else b""
 
 
 def _copied(one: Segment) -> Segment:
