@@ -360,13 +360,87 @@ def test_a_call_reads_it_once_of_each_module(model: Model, monkeypatch: pytest.M
     drafter = eagle(model)
     with mmspec.enable(model, drafter, compile=True) as handle:
         answer(model)
-        asked, make = [], versions._version
-        monkeypatch.setattr(versions, "_version", lambda root, kept=False: asked.append(root) or make(root, kept))
+        asked, make = [], versions._latest
+        monkeypatch.setattr(versions, "_latest", lambda root: asked.append(root) or make(root))
         answer(model)
         assert len(asked) == len(set(asked)) and model in asked
         asked.clear()
         answer(model)  # and each call anew
         assert model in asked and handle.stats.rounds
+
+
+class Settings:
+    """A configuration with another one inside."""
+
+    def __init__(self) -> None:
+        self.width, self.text_config = 3, types.SimpleNamespace(scale=0.5)
+
+
+class Toy(nn.Module):
+    """Modules with everything that a version looks at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.Dropout())
+        self.scale, self.names, self.table, self.act = 0.123, ["a"], {"x": 1}, torch.tanh
+        self.config = Settings()
+        self.register_buffer("mean", torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+def hook(*_: Any) -> None: ...
+
+
+MUTATIONS: dict[str, Callable[[Toy], Any]] = {  # by what changes; each is done twice, for a value that gets an old id
+    "a number": lambda m: setattr(m, "scale", m.scale * 1.5),
+    "a number below": lambda m: setattr(m.second[1], "p", m.second[1].p / 2),
+    "a list": lambda m: m.names.append("b"),
+    "a dict": lambda m: m.table.update(x=m.table["x"] + 1),
+    "a new attribute": lambda m: setattr(m, f"more{len(vars(m))}", 1),
+    "a function": lambda m: setattr(m, "act", lambda x: x),
+    "a configuration": lambda m: setattr(m.config, "width", m.config.width + 1000),
+    "one inside it": lambda m: setattr(m.config.text_config, "scale", m.config.text_config.scale / 3),
+    "a parameter": lambda m: setattr(m.first, "weight", nn.Parameter(torch.rand(2, 2))),
+    "its values": lambda m: m.first.weight.add_(1),
+    "its data": lambda m: setattr(m.first.weight, "data", torch.rand(2, 2)),
+    "its shape": lambda m: setattr(m.mean, "data", m.mean.data.view(1, *m.mean.shape)),
+    "its dtype": lambda m: m.first.double() if m.first.weight.dtype == torch.float32 else m.first.float(),
+    "a buffer": lambda m: setattr(m, "mean", torch.rand(2)),
+    "a child": lambda m: setattr(m, "first", nn.Linear(2, 2)),
+    "a child more": lambda m: m.second.append(nn.ReLU()),
+    "the mode": lambda m: m.second.train(not m.second.training),
+    "a hook": lambda m: m.second.register_forward_hook(hook),
+    "a forward": lambda m: setattr(m.second[0], "forward", lambda x: x),
+    "a refresh": lambda m: versions.refresh(m.first),
+    "the class": lambda m: setattr(m.second[0], "__class__", type("Other", (nn.Linear,), {})),
+}
+
+
+@pytest.mark.parametrize("what", MUTATIONS)
+def test_what_stands_is_what_would_be_read(what: str) -> None:
+    model = Toy()
+    before = version(model)
+    assert version(model) is before, "it is found again"
+    for _ in range(2):
+        with torch.no_grad():
+            MUTATIONS[what](model)
+        now = version(model)
+        assert now == versions._version(model)
+        assert now != before or (what == "a hook" and now.why), "a second hook says no more than the first"
+        before = now
+
+
+def test_what_does_not_matter_is_not_read_anew() -> None:
+    model = Toy()
+    before = version(model)
+    model(torch.zeros(1, 2))
+    model.warnings_issued = {"once": True}
+    assert version(model) == before
+    found = version(model)
+    model.warnings_issued["twice"] = True
+    assert version(model) == found == before
 
 
 def test_it_is_made_in_a_moment() -> None:
