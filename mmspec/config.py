@@ -104,7 +104,7 @@ def chosen(defaults: T, given: Mapping[str, Any], drafter: str) -> T:
 
 def option_names(options: Any) -> list[str]:
     """The names of a drafter's options; none where it brings none."""
-    return [f.name for f in fields(options)] if hasattr(options, "__dataclass_fields__") else []
+    return [f.name for f in fields(options) if f.init] if hasattr(options, "__dataclass_fields__") else []
 
 
 def size_in_bytes(value: Any) -> int:

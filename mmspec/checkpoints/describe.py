@@ -103,7 +103,12 @@ def _normed(c: EagleConfig) -> dict[str, Any]:
 
 
 def _speculators(c: EagleConfig) -> dict[str, Any]:
-    greedy = {"proposal_type": "greedy", "speculative_tokens": c.depth, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+    greedy = {
+        "proposal_type": "greedy",
+        "speculative_tokens": c.shape.depth,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
     return {
         "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "peagle" if c.parallel else "eagle3",
@@ -175,5 +180,5 @@ def card(name: str, method: str, c: EagleConfig) -> str:
         layout=f"{name} ({layout_named(name).about})",
         shapes=f"Hidden size {c.hidden}, vocabulary {c.vocab}, {getattr(c, 'draft_vocab', 0) or 'no'} rows of an own "
         "output head.",
-        drafts=(_TREE if hasattr(c, "depth") else _WINDOW).format(c=c),
+        drafts=_TREE.format(c=c.shape) if hasattr(c, "shape") else _WINDOW.format(c=c),
     )

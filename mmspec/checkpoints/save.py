@@ -108,8 +108,9 @@ def _check(name: str, said: dict[str, Any], shapes: dict[str, tuple[int, ...]], 
         raise ValueError(f"the layout {name!r} cannot hold this drafter: {error}. Use layout 'mmspec'") from error
     plain = {"head_dim": (0, config.hidden // config.heads), "target_hidden": (0, config.hidden)}  # 0: this very one
     lost = []
+    back = found.to_dict()
     for key, value in config.to_dict().items():
-        read = getattr(found, key)
+        read = back[key]
         alike = key in plain and {read, value} <= {*plain[key]}
         several = isinstance(read, tuple) and isinstance(value, tuple) and {*read} == {*value} and len({*read}) == 1
         if read != value and not alike and not several:

@@ -11,20 +11,17 @@ from typing import Any, TypeGuard
 
 from mmspec.checkpoints import dflash, rotary
 from mmspec.checkpoints.layouts import Layout, layout_named
+from mmspec.config import option_names
 from mmspec.drafters.block_config import BlockConfig
 from mmspec.drafters.blocks import ROPE_KINDS
 from mmspec.drafters.eagle import EagleConfig
+from mmspec.drafters.shape import USUAL
 from mmspec.registry import DRAFTERS
 from mmspec.types import FINAL
 
 Shape = tuple[int, ...]
 LARGEST, MANY = 2**24, 64  # of any number in config.json; entries of a list there
-MOST = {
-    "depth": 128,
-    "width": 256,
-    "size": 4096,
-    "tokens": 128,
-}  # of what is done one after the other, or kept for each
+MOST = {"tokens": 128}  # of what is done one after the other
 # What no published layout has a place for: our own writer notes it beside.
 RECORDED = ("target", "target_revision", "depth", "width", "size", "tree", "draws", "media")
 _SWITCHES = {  # setting: the tensor whose presence says it, in the layouts that may lack that one
@@ -84,9 +81,8 @@ def read(
     )
     verifier = _part(_part(config, "speculators_config"), "verifier").get("name_or_path")
     recorded = {"target": verifier, **_part(config, "mmspec")}
-    said = {key: recorded[key] for key in RECORDED if recorded.get(key) is not None and hasattr(found, key)}
-    _check_kinds(type(found), said)
-    return replace(found, **said)
+    said = {key: recorded[key] for key in RECORDED if recorded.get(key) is not None and key in found.usual()}
+    return made(type(found), {**found.to_dict(), **said})
 
 
 def _eagle(
@@ -103,8 +99,7 @@ def _eagle(
         values["parallel"] = values.get("parallel") or flat.get("speculators_model_type") == "peagle"
     if values.get("parallel"):
         values["mask_token"] = flat.get("mask_token_id", flat.get("ptd_token_id"))
-    _check_kinds(kind, values)
-    return _features(kind(**values), config, shapes, partial(target, "layers"))
+    return _features(made(kind, values), config, shapes, partial(target, "layers"))
 
 
 def _block(
@@ -115,8 +110,7 @@ def _block(
         flat = {**flat, "vocab_size": target("vocab")}
     fc = "encoder.fc.weight" if name == "muse-glimmer" else "fc.weight"
     values = dflash.settings(name, flat, shapes, _layer(flat, shapes, "layers.0", fc))
-    _check_kinds(BlockConfig, values)
-    return BlockConfig(**values)
+    return made(BlockConfig, values)
 
 
 def layers(config: Mapping[str, Any]) -> int:
@@ -174,14 +168,26 @@ def _own(config: Mapping[str, Any], kind: type[EagleConfig]) -> EagleConfig:
     wrong = [f"{name} = {briefly(config.get(name))}" for name in shapes if not _is_count(config.get(name))]
     if wrong:
         raise ValueError(f"config.json must give whole numbers from 1 to {LARGEST}; it gives {', '.join(wrong)}")
-    values = {key: value for key, value in config.items() if key != "mmspec"}
+    return made(kind, {key: value for key, value in config.items() if key != "mmspec"})
+
+
+def made(kind: type[Any], values: Mapping[str, Any]) -> Any:
+    """A config of such values.
+
+    Raises:
+        ValueError: values of another kind than its own, or out of bounds.
+    """
     _check_kinds(kind, values)
-    return kind.of(values)
+    try:
+        return kind.of(dict(values))
+    except ValueError as error:
+        raise ValueError(f"config.json: {error}") from error
 
 
 def _check_kinds(made: type[Any], values: Mapping[str, Any]) -> None:
     """ValueError for values of another kind than those of a config, or out of bounds."""
-    usual = {f.name: 0 if f.default is MISSING else f.default for f in fields(made)}
+    own = {name for name, value in made.usual().items() if name not in option_names(USUAL)}  # which says its own
+    usual = {name: 0 if value is MISSING else value for name, value in made.usual().items() if name in own}
     allowed = {name: _allowed(name, usual[name]) for name in usual}
     wrong = [
         f"{name} is {briefly(value)}, expected {allowed[name]}"

@@ -17,7 +17,7 @@ from mmspec.drafters.dflash_layer import BlockLayer, ConfidenceHead, MarkovHead,
 from mmspec.drafters.draft_vocab import head_of
 from mmspec.drafters.feature import Decided, FeatureMemory, path_after
 from mmspec.drafters.layer import at_source, going
-from mmspec.drafters.options import ALL, grown
+from mmspec.drafters.shape import ALL
 from mmspec.drafters.trained import check_fit, placed
 from mmspec.kernels import reference as ops
 from mmspec.linear import Linear
@@ -96,7 +96,7 @@ class BlockDrafter(nn.Module):
         c = self.config
         if "prune" in given:
             raise ValueError("a block drafter has no use for prune: it holds no embeddings of images")
-        options = grown(c, given, self.method, BlockOptions())
+        options = BlockOptions.like(c.shape).with_(given, self.method)
         if options.depth > c.most:
             raise ValueError(
                 f"a block of {c.block} drafts {c.most} tokens, so depth is at most that; got {options.depth}"

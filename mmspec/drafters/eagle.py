@@ -9,11 +9,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from mmspec.drafters import static_trees
 from mmspec.drafters.blocks import Attend, Block, RMSNorm
 from mmspec.drafters.draft_vocab import head_of
 from mmspec.drafters.feature import FeatureDrafter
-from mmspec.drafters.options import ALL, TreeOptions, grown
+from mmspec.drafters.shape import ALL, TreeOptions
 from mmspec.drafters.trained import TrainedConfig, check_fit, placed
 from mmspec.linear import Linear
 from mmspec.protocols import SessionView, Target, TargetInfo
@@ -56,10 +55,6 @@ class EagleConfig(TrainedConfig):
     proposes: tuple[int, ...] = ()
     fc_bias: bool = True
     qkv_bias: bool = False
-    depth: int = 5
-    width: int = 8
-    size: int = 32
-    tree: str = static_trees.DYNAMIC
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -132,7 +127,7 @@ class EagleDrafter(FeatureDrafter):
             ValueError: an option that it does not have, or values that do not go together or not with its head.
         """
         c, told = self.config, {"draft_vocab": self.config.proposes} if self.config.proposes else {}
-        options = grown(c, {**told, **given}, self.method, TreeOptions())
+        options = TreeOptions.like(c.shape).with_({**told, **given}, self.method)
         if options.draft_vocab != ALL and c.draft_vocab:
             raise ValueError(f"this drafter has a head of its own, with {c.draft_vocab} rows; leave draft_vocab out")
         if options.draws and c.draft_vocab:

@@ -13,12 +13,13 @@ from torch.nn import functional as F
 from mmspec.drafters.blocks import RMSNorm
 from mmspec.drafters.eagle import EagleConfig, EagleDrafter
 from mmspec.drafters.layer import EncodedPrompt
-from mmspec.drafters.options import TreeOptions
+from mmspec.drafters.shape import Shape, TreeOptions
 from mmspec.drafters.spans import runs, shares, spans_of, splice, spliced
 from mmspec.linear import Linear
 from mmspec.protocols import SessionView, Target
 
 PUBLISHED = "published"
+_STATIC = Shape(tree="mc_sim_7b_63")
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class FlashConfig(EagleConfig):
     """
 
     input_norm: bool = True
-    tree: str = "mc_sim_7b_63"
+    shape: Shape = _STATIC
     tokens: int = 5
     head_width: int = 0
     latents: int = 64

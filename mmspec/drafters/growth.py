@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mmspec.drafters import static_trees
 from mmspec.drafters.draft_vocab import Head
-from mmspec.drafters.options import TreeOptions
+from mmspec.drafters.shape import TreeOptions
 from mmspec.kernels import reference as ops
 from mmspec.protocols import Drafter, SessionView, Target, reported
 from mmspec.tree import Expand, chain, grow, marginal
@@ -81,7 +81,7 @@ class Growth:
         o, q = self.options, None
         if o.tree == static_trees.DYNAMIC:
             below, tree = self._tree(session, target, f)
-        elif o.tree == "chain" and not draws:
+        elif o.tree == static_trees.CHAIN and not draws:
             below, tree = self._chain(session, target, f)
         else:
             below, tree, q = self._static(session, target, f, draws)

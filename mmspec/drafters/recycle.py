@@ -13,9 +13,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from mmspec.config import chosen
 from mmspec.drafters.likely import LEAST, likeliest, worth
-from mmspec.drafters.options import ChainOptions, sized
+from mmspec.drafters.shape import Sizes
 from mmspec.modes import lasting
 from mmspec.protocols import PerRow, SessionView, Target, TargetInfo
 from mmspec.switch import Price, Prices
@@ -33,13 +32,11 @@ Path = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class RecycleOptions(ChainOptions):
+class RecycleOptions(Sizes):
     """How far a draft goes.
 
     Attributes:
-        depth: longest drafted path, in tokens (≥ 1).
         width: how many of the successors of a token are drafted at most, up to 8; 1 drafts a chain.
-        size: nodes sent to the target in a round at most, the root included.
     """
 
     depth: int = 8
@@ -56,7 +53,7 @@ _USUAL = RecycleOptions()
 
 
 @dataclass(frozen=True)
-class Shape:
+class RankTree:
     """A static tree by ranks: node 0 is the root, a child of rank r the r-th likeliest successor of its parent."""
 
     tree: Tree  # [1, N]
@@ -66,7 +63,7 @@ class Shape:
 
 @lru_cache(maxsize=64)
 @lasting()
-def shaped(paths: tuple[Path, ...], device: torch.device) -> Shape:
+def shaped(paths: tuple[Path, ...], device: torch.device) -> RankTree:
     """The tree of paths of ranks."""
     order = in_order(paths)
     place = {path: node for node, path in enumerate(order)}
@@ -79,7 +76,7 @@ def shaped(paths: tuple[Path, ...], device: torch.device) -> Shape:
         parents, ranks = [place[path[:-1]] for path in here], [path[-1] for path in here]
         levels.append((torch.tensor(parents, device=device), torch.tensor(ranks, device=device)))
     below = tuple({place[path]: path[-1] for path in order[1:] if path[:-1] == above} for above in order)
-    return Shape(tree, tuple(levels), below)
+    return RankTree(tree, tuple(levels), below)
 
 
 class Successors:
@@ -126,7 +123,7 @@ class Successors:
         self.table.copy_(torch.where(new >= 0, moved, self.table))
         self.table[-1] = NO_TOKEN
 
-    def tested(self, shape: Shape, path: Sequence[int], streak: int = 0) -> int | None:
+    def tested(self, shape: RankTree, path: Sequence[int], streak: int = 0) -> int | None:
         """Which of the nodes below those of an accepted path came true.
 
         Returns:
@@ -183,7 +180,7 @@ class Successors:
         self._shapes[key] = used + 1, paths
         return paths
 
-    def filled(self, shape: Shape, pending: Tensor) -> Tensor:
+    def filled(self, shape: RankTree, pending: Tensor) -> Tensor:
         """Tokens [B, N] of a shape below pending tokens [B]; NO_TOKEN where nothing is known yet."""
         tokens = pending[:, None]
         for parents, ranks in shape.levels:
@@ -195,7 +192,7 @@ class Successors:
 class _Place:
     """Of a row: the shape of its last draft, if it had one, and how often the likeliest token came in a row."""
 
-    shape: Shape | None = None
+    shape: RankTree | None = None
     streak: int = 0
 
 
@@ -229,7 +226,7 @@ class RecycleDrafter:
         Raises:
             ValueError: an option of another drafter, or more successors than are remembered.
         """
-        options = replace(chosen(_USUAL, given, "the recycle drafter"), **sized(_USUAL, given))
+        options = _USUAL.with_(given, "the recycle drafter")
         return replace(self, options=options, successors=Successors(target.vocab, target.device))
 
     def start(self, session: SessionView, target: Target, prompt: Prompt) -> PerRow[_Place]:
@@ -278,7 +275,7 @@ class RecycleDrafter:
         return streaks
 
 
-def _onward(shape: Shape, path: Sequence[int], streak: int) -> int:
+def _onward(shape: RankTree, path: Sequence[int], streak: int) -> int:
     """The streak at the last node of a path."""
     for node, onward in pairwise(path):
         streak = 0 if shape.below[node][onward] else streak + 1

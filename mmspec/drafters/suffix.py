@@ -13,10 +13,10 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from mmspec.config import chosen, whole
+from mmspec.config import whole
 from mmspec.drafters.automaton import SuffixAutomaton
 from mmspec.drafters.likely import LEAST, filled, likeliest, worth
-from mmspec.drafters.options import ChainOptions, sized
+from mmspec.drafters.shape import Sizes
 from mmspec.protocols import PerRow, SessionView, Target, TargetInfo
 from mmspec.switch import Price, Prices
 from mmspec.tree import chain, from_parents, lone
@@ -28,13 +28,10 @@ _LATEST = 400  # tests after which a rate forgets half of them
 
 
 @dataclass(frozen=True)
-class SuffixOptions(ChainOptions):
+class SuffixOptions(Sizes):
     """How far a draft goes, and how much is remembered.
 
     Attributes:
-        depth: longest drafted path, in tokens (≥ 1).
-        width: branches per node; 1 drafts a chain.
-        size: nodes sent to the target in a round at most, the root included.
         memory: tokens of prompts and answers that are remembered at most, the latest; 131072 take some 50 MB at most.
     """
 
@@ -214,7 +211,7 @@ class SuffixDrafter:
         Raises:
             ValueError: an option of another drafter.
         """
-        options = replace(chosen(_USUAL, given, "the suffix drafter"), **sized(_USUAL, given))
+        options = _USUAL.with_(given, "the suffix drafter")
         return replace(self, options=options, phrases=Phrases(options.memory))
 
     def start(self, session: SessionView, target: Target, prompt: Prompt) -> PerRow[_Cursor]:

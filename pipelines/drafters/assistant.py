@@ -11,7 +11,7 @@ from torch import Tensor
 from mmspec.drafters.draft_vocab import ModelHead
 from mmspec.drafters.feature import path_after
 from mmspec.drafters.growth import Growth
-from mmspec.drafters.options import ALL, TreeOptions, grown
+from mmspec.drafters.shape import ALL, TreeOptions
 from mmspec.pipelines.host.exotic import gemma4_assistant as gemma
 from mmspec.pipelines.host.hooks import stock
 from mmspec.pipelines.target.masks import additive
@@ -19,7 +19,7 @@ from mmspec.pipelines.target.state import State
 from mmspec.protocols import SessionView, Target, TargetInfo
 from mmspec.types import FINAL, Draft, Prompt, gather_rows
 
-_USUAL = TreeOptions(depth=4, width=1, size=5, tree="chain")  # how it recommends to draft
+_USUAL = TreeOptions.chain(4)  # how it recommends to draft
 
 
 class AssistantDrafter(Growth):
@@ -37,7 +37,7 @@ class AssistantDrafter(Growth):
     head = ModelHead()
 
     def __init__(self, model: Any) -> None:
-        self.model, self.options = model, grown(_USUAL, {}, "the assistant", TreeOptions())
+        self.model, self.options = model, _USUAL
 
     def __repr__(self) -> str:
         return f"AssistantDrafter({stock(self.model).__name__}, {self.options})"
@@ -48,7 +48,7 @@ class AssistantDrafter(Growth):
         Raises:
             ValueError: made for another target, or an option that it has no use for.
         """
-        options = grown(_USUAL, given, "the assistant", TreeOptions())
+        options = _USUAL.with_(given, "the assistant")
         if options.draft_vocab != ALL or options.prune:
             what = "an assistant has a head of its own and reads the target's cache"
             raise ValueError(f"{what}; leave draft_vocab and prune out")

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from mmspec.drafters import prune, static_trees
 from mmspec.drafters.draft_vocab import ModelHead
 from mmspec.drafters.growth import Growth
-from mmspec.drafters.options import ALL, TreeOptions, grown
+from mmspec.drafters.shape import ALL, TreeOptions
 from mmspec.pipelines.families.table import unwrap
 from mmspec.pipelines.host import loading, readable
 from mmspec.pipelines.host.call import Call
@@ -34,7 +34,7 @@ from mmspec.types import Draft, Prompt, Tree, gather_rows
 
 _PADDED = 1.1  # models of one family and tokenizer have a few more rows here and there: Qwen2.5 151936 and 152064
 _NOT_ITS_OWN = ("input_ids", "inputs_embeds", "labels")  # of what a call gives, what is said to it otherwise or not
-_USUAL = TreeOptions(depth=5, width=1, size=6, tree="chain")  # a chain, as long as stock's assistants begin with
+_USUAL = TreeOptions.chain(5)  # a chain, as long as stock's assistants begin with
 
 
 @dataclass
@@ -72,7 +72,7 @@ class ModelDrafter(Growth):
     compile: bool = False  # whether its forwards are captured, as a target's are
 
     def __init__(self, model: Any) -> None:
-        self.model, self.options = model, grown(_USUAL, {}, "the model drafter", TreeOptions())
+        self.model, self.options = model, _USUAL
         self.own: TargetInfo | None = None
 
     def __repr__(self) -> str:
@@ -97,7 +97,7 @@ class ModelDrafter(Growth):
         Raises:
             ValueError: another vocabulary, a model that cannot read drafts, or an option that it has no use for.
         """
-        options = grown(_USUAL, given, "the model drafter", TreeOptions())
+        options = _USUAL.with_(given, "the model drafter")
         if options.draft_vocab != ALL:
             raise ValueError("a draft model has a head of its own; leave draft_vocab out")
         name = stock(self.model).__name__
