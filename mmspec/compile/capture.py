@@ -18,8 +18,8 @@ from torch.fx.passes.split_module import split_module
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from mmspec.attention import LayerAttention, attend, cut
 from mmspec.compile import graphs, products
+from mmspec.functional import LayerAttention, attend, cut
 from mmspec.modes import uncast
 
 Compile = Callable[[fx.GraphModule, list[Tensor]], Callable[..., Any]]  # a graph and example inputs → a function

@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mmspec.attention import LayerAttention
 from mmspec.compile.capture import PiecewiseFunction, Uncapturable
 from mmspec.compile.held import Held
 from mmspec.drafters import static_trees
-from mmspec.drafters.draft_vocab import Head
-from mmspec.drafters.feature import Decided, FeatureMemory, path_after
+from mmspec.drafters.feature import FeatureMemory
+from mmspec.drafters.growth import Head, draws
+from mmspec.functional import LayerAttention
 from mmspec.kernels import reference as ops
 from mmspec.modes import lasting
 from mmspec.protocols import SessionView, Target
 from mmspec.session import Row
 from mmspec.tree import bounds, chain, from_parents
-from mmspec.types import NO_TOKEN, Categorical, Draft, Prompt, Round, Tree
+from mmspec.types import NO_TOKEN, Categorical, Decided, Draft, Prompt, Round, Tree, decided
 
 _TIE = 1e-3  # how much less likely a token may be than the one drawn: rounding, of log-probabilities and noise
 
@@ -50,12 +50,11 @@ class Capturable(Protocol):
 
     def start(self, session: SessionView, target: Target, prompt: Prompt) -> Any: ...
     def propose(self, session: SessionView, target: Target) -> Draft: ...
-    def drawing(self, session: SessionView) -> bool: ...
     def logits(self, hidden: Tensor, target: Target) -> Tensor: ...
     def parameters(self) -> Iterator[Tensor]: ...
     def buffers(self) -> Iterator[Tensor]: ...
 
-    def draft(self, session: SessionView, target: Target, decided: Decided, draws: bool) -> Draft:
+    def draft(self, session: SessionView, target: Target, path: Decided, drawn: bool) -> Draft:
         """See `FeatureDrafter.draft`."""
 
     def attending(self, before: FeatureMemory, after: FeatureMemory, rows: int) -> LayerAttention:
@@ -116,27 +115,27 @@ class CapturedDraft:
         if weighed or session.last.kept.shape[1] > self.rows:
             return self.drafter.propose(session, target)
         memory: FeatureMemory = session.memory
-        hidden, follow, count, counts = path_after(session)
+        hidden, follow, count, counts = decided(session.last)
         missing = self.rows - follow.shape[1]  # rows past `count` mean nothing, and are written over
         inputs = [pad(hidden, (0, 0, 0, missing)), pad(follow, (0, missing)), count]
         inputs += [session.pending, session.emitted, session.seeds, *memory.state()]
         inputs = [t.contiguous() for t in inputs]  # such as counts that stand for all rows at once
         after = memory.lengths.plus(counts, count)
         attend = self.drafter.attending(memory, replace(memory, lengths=after), self.rows)
-        o, draws = self.drafter.options, self.drafter.drawing(session)
+        o, drawn = self.drafter.options, draws(self.drafter.options, session)
         key = (
             o.tree,
             o.depth,
             o.width,
             o.size,
             self.drafter.head.vocab,
-            draws,
+            drawn,
             target.guidance,
             *(t.shape for t in inputs),
         )
 
         def made() -> PiecewiseFunction:
-            captured = self._capture(target, draws, inputs, memory)
+            captured = self._capture(target, drawn, inputs, memory)
             check(self._draft(captured(attend, *inputs)), session, self.vocab)
             return captured
 
@@ -158,16 +157,16 @@ class CapturedDraft:
         tree = Tree(parents, depth, ancestors, o.tree == "chain", families)
         return Draft(tokens, tree, Categorical(*distribution) if distribution else None)
 
-    def _capture(self, target: Target, draws: bool, inputs: list[Tensor], memory: FeatureMemory) -> PiecewiseFunction:
+    def _capture(self, target: Target, drawn: bool, inputs: list[Tensor], memory: FeatureMemory) -> PiecewiseFunction:
         drafter, o, device = self.drafter, self.drafter.options, inputs[0].device
         static = o.tree != static_trees.DYNAMIC
         fixed = [chain(self.rows, device), static_trees.plan(o.tree, o.depth, device) if static else None]
 
         def run(hidden: Tensor, follow: Tensor, count: Tensor, *state: Tensor) -> list[Tensor]:
             pending, emitted, seeds, *rest = state
-            decided = Decided(hidden, follow, count, (self.rows,) * len(count))
+            path = Decided(hidden, follow, count, (self.rows,) * len(count))
             with memory.passing(rest) as empty:
-                draft = drafter.draft(_Within(pending, emitted, seeds, empty), target, decided, draws)
+                draft = drafter.draft(_Within(pending, emitted, seeds, empty), target, path, drawn)
             tree = draft.tree
             return [draft.tokens, tree.parents, tree.depth, tree.ancestors, *_tensors(draft.q and draft.q.logits)]
 

@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mmspec.attention import LayerAttention
 from mmspec.drafters import static_trees
 from mmspec.drafters.block_config import NO_CAP, BlockConfig, BlockOptions
 from mmspec.drafters.blocks import Attend, RMSNorm, Turn, attention, turn
 from mmspec.drafters.dflash_layer import BlockLayer, ConfidenceHead, MarkovHead, Selector
-from mmspec.drafters.draft_vocab import head_of
-from mmspec.drafters.feature import Decided, FeatureMemory, path_after
+from mmspec.drafters.feature import FeatureMemory
+from mmspec.drafters.growth import Noise, draws, filled, gumbel, head_of
 from mmspec.drafters.layer import at_source, going
 from mmspec.drafters.shape import ALL
 from mmspec.drafters.trained import check_fit, placed
-from mmspec.kernels import reference as ops
-from mmspec.linear import Linear
+from mmspec.functional import LayerAttention, Linear
 from mmspec.protocols import SessionView, Target, TargetInfo
 from mmspec.ragged_cache import Lengths, RaggedBuffer, visibility
-from mmspec.tree import Expand, chain, grow
-from mmspec.types import NO_TOKEN, Categorical, Draft, Prompt, gather_rows
+from mmspec.tree import Expand, chain
+from mmspec.types import NO_TOKEN, Categorical, Decided, Draft, Prompt, decided, gather_rows
 
 
 class BlockDrafter(nn.Module):
@@ -152,16 +150,12 @@ class BlockDrafter(nn.Module):
 
     @torch.no_grad()
     def propose(self, session: SessionView, target: Target) -> Draft:
-        return self.draft(session, target, path_after(session), self.drawing(session))
+        return self.draft(session, target, decided(session.last), draws(self.options, session))
 
-    def drawing(self, session: SessionView) -> bool:
-        """Whether the next draft is drawn at random; where p is a point mass (greedy, seed-exact) it is not."""
-        return self.options.draws and not session.last.scores.p.is_point
-
-    def draft(self, session: SessionView, target: Target, decided: Decided, draws: bool) -> Draft:
+    def draft(self, session: SessionView, target: Target, path: Decided, drawn: bool) -> Draft:
         """Read what the last round decided, then draft a block; arguments as those of `FeatureDrafter.draft`."""
         o, memory, at = self.options, session.memory, session.memory.lengths
-        hidden, _, count, counts = decided
+        hidden, _, count, counts = path
         context = self.hidden_norm(self.fc(hidden.to(self.fc.weight.dtype)))
         ahead = torch.arange(max(context.shape[1], self.config.block), device=context.device)
         read = self._turn(memory.positions[:, None] + ahead[: context.shape[1]])
@@ -172,7 +166,7 @@ class BlockDrafter(nn.Module):
         for i, layer in enumerate(self.layers):
             x = layer(x, by, memory.over(i, layer.keys_values(context, read), at, partial(self._attend, memory, i)))
         rows = self.out_norm(x)[:, n - o.depth :]
-        return self._drafted(session, rows, self.logits(rows, target), draws)
+        return self._drafted(session, rows, self.logits(rows, target), drawn)
 
     def attending(self, before: FeatureMemory, after: FeatureMemory, rows: int) -> LayerAttention:
         """As `FeatureDrafter.attending`: what the last round decided stands before a block's own keys and values."""
@@ -236,35 +230,19 @@ class BlockDrafter(nn.Module):
 
     # -- from rows to a draft ----------------------------------------------------------------------------------------
 
-    def _drafted(self, session: SessionView, hidden: Tensor, logits: Tensor, draws: bool) -> Draft:
-        o, pending = self.options, session.pending[:, None]
-        noise = self._noise(session, logits.shape[-1]) if draws else None
-        distributions = None
-        if o.tree == "chain":
-            below, distributions, depth = self._chain(pending, hidden, logits, noise)
+    def _drafted(self, session: SessionView, hidden: Tensor, logits: Tensor, drawn: bool) -> Draft:
+        pending, q = session.pending[:, None], None
+        noise = gumbel(session, logits.shape[-1]) if drawn else None
+        if self.options.tree == static_trees.CHAIN:
+            below, q, depth = self._chain(pending, hidden, logits, noise)
             tree = chain(depth + 1, below.device).expand(len(below))
-        elif o.tree == static_trees.DYNAMIC:
-            first, expand = self._growth(pending, hidden, logits)
-            size = min(o.size, 1 + o.width + (o.depth - 1) * o.width**2)
-            below, tree = grow(first, expand, o.width, o.depth, size)
-            below = self.head.to_target(below)
         else:
-            plan = static_trees.plan(o.tree, o.depth, hidden.device)
-            first, expand = self._growth(pending, hidden, logits)
-            below, distributions = static_trees.fill(first, expand, plan, noise)
-            below, tree = (
-                torch.where(below == NO_TOKEN, NO_TOKEN, self.head.to_target(below.clamp(min=0))),
-                plan.tree.expand(len(below)),
-            )
-        distribution = None if distributions is None else Categorical(self._spread(distributions, session))
+            below, tree, q = filled(self.options, self.head, *self._growth(pending, hidden, logits), noise)
+        distribution = None if q is None else Categorical(self._spread(q, session))
         return Draft(torch.cat([pending, below], 1), tree, distribution)
 
-    def _noise(self, session: SessionView, vocab: int) -> Callable[[int], Tensor]:
-        seeds = ops.stream(session.seeds, ops.FRESH)
-        return lambda level: ops.gumbel(seeds, session.emitted[:, None] + level, vocab)
-
     def _chain(
-        self, pending: Tensor, hidden: Tensor, logits: Tensor, noise: Callable[[int], Tensor] | None
+        self, pending: Tensor, hidden: Tensor, logits: Tensor, noise: Noise | None
     ) -> tuple[Tensor, Tensor | None, int]:
         """Tokens [B, depth] below the root, log-distributions [B, 1 + depth, V_d] that they were drawn from (the root's
         means nothing) or None, and the depth."""

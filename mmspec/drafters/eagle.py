@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from mmspec.drafters.blocks import Attend, Block, RMSNorm
-from mmspec.drafters.draft_vocab import head_of
 from mmspec.drafters.feature import FeatureDrafter
+from mmspec.drafters.growth import head_of
 from mmspec.drafters.shape import ALL, TreeOptions
 from mmspec.drafters.trained import TrainedConfig, check_fit, placed
-from mmspec.linear import Linear
+from mmspec.functional import Linear
 from mmspec.protocols import SessionView, Target, TargetInfo
 from mmspec.tree import chain
 from mmspec.types import FINAL

@@ -12,10 +12,11 @@ from torch.nn import functional as F
 
 from mmspec.drafters.blocks import RMSNorm
 from mmspec.drafters.eagle import EagleConfig, EagleDrafter
+from mmspec.drafters.growth import weighed
 from mmspec.drafters.layer import EncodedPrompt
 from mmspec.drafters.shape import Shape, TreeOptions
 from mmspec.drafters.spans import runs, shares, spans_of, splice, spliced
-from mmspec.linear import Linear
+from mmspec.functional import Linear
 from mmspec.protocols import SessionView, Target
 
 PUBLISHED = "published"
@@ -193,7 +194,7 @@ class FlashDrafter(EagleDrafter):
         if self.config.tokens == 1:
             return super().levels(session, target, f)
         depth = self.options.depth
-        return self._weighed(session, target, self.ahead(f)[:, 0, :depth], torch.arange(depth, device=f.device))
+        return weighed(self, session, target, self.ahead(f)[:, 0, :depth], torch.arange(depth, device=f.device))
 
     # -- training ----------------------------------------------------------------------------------------------------
 

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from mmspec.config import chosen
 from mmspec.drafters.jacobi import ALONE, JacobiDrafter, WindowMemory, WindowOptions
 from mmspec.drafters.trained import FileConfig, beside
+from mmspec.functional import Linear
 from mmspec.kernels import reference as ops
-from mmspec.linear import Linear
 from mmspec.protocols import SessionView, Target, TargetInfo
 from mmspec.types import FINAL, NO_TOKEN, Draft, Prompt, Round
 

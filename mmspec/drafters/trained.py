@@ -9,7 +9,8 @@ from typing import Any, ClassVar, Self
 from torch import nn
 
 from mmspec.drafters.blocks import Rope
-from mmspec.drafters.draft_vocab import DraftVocab, TargetHead
+from mmspec.drafters.draft_vocab import DraftVocab
+from mmspec.drafters.growth import TargetHead
 from mmspec.drafters.shape import ALL, USUAL, Shape, TreeOptions
 from mmspec.protocols import TargetInfo
 from mmspec.types import FINAL

@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mmspec.drafters import prune, static_trees
-from mmspec.drafters.draft_vocab import ModelHead
-from mmspec.drafters.growth import Growth
+from mmspec.drafters.growth import ModelHead, draws, grown
 from mmspec.drafters.shape import ALL, TreeOptions
 from mmspec.pipelines.families.table import unwrap
 from mmspec.pipelines.host import loading, readable
@@ -56,7 +55,7 @@ class DraftState:
         return replace(self, state=self.state.join(other.state), fresh=self.fresh + other.fresh, tree=None)
 
 
-class ModelDrafter(Growth):
+class ModelDrafter:
     """Drafts with a model that has the target's tokens (Leviathan et al. 2023; Chen et al. 2023).
 
     Its cache holds what stands before the pending token. Every level reads the pending token and all nodes so far, so
@@ -121,6 +120,10 @@ class ModelDrafter(Growth):
         return made
 
     @property
+    def nodes(self) -> int:
+        return self.options.size
+
+    @property
     def _most(self) -> int:
         """Nodes that it reads at once, at most: what a round kept and the pending one, or all but the last level."""
         o = self.options
@@ -145,9 +148,8 @@ class ModelDrafter(Growth):
 
     @torch.no_grad()
     def propose(self, session: SessionView, target: Target) -> Draft:
-        draws = self.options.draws and not session.last.scores.p.is_point
         with taps(self.model, ()) if session.memory.swaps else nullcontext():
-            return self.grown(session, target, self._catch_up(session), draws)
+            return grown(self, session, target, self._catch_up(session), draws(self.options, session))
 
     def _catch_up(self, session: SessionView) -> Tensor:
         """Read what the last round kept and the pending token, commit the former; logits [B, 1, V] after the latter.
@@ -200,7 +202,13 @@ class ModelDrafter(Growth):
         memory.tree = torch.cat([held, tokens], 1), depth, torch.cat([above, mine], 1)
         return self._logits(memory, *memory.tree, (session.emitted - 1)[:, None])[:, -n:]
 
-    def logits(self, hidden: Tensor, target: Any) -> Tensor:
+    def levels(self, session: SessionView, target: Target, f: Tensor) -> None:
+        """There is a step for each."""
+
+    def at_level(self, f: Tensor, level: int | Tensor) -> Tensor:
+        return f
+
+    def logits(self, hidden: Tensor, target: Target) -> Tensor:
         """Its logits at the target's tokens: rows that only one of them has are padding of a vocabulary."""
         assert self.own is not None
         more = self.own.vocab - hidden.shape[-1]

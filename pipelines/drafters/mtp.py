@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 from mmspec.compile import capture
 from mmspec.drafters import prune
-from mmspec.drafters.draft_vocab import head_of
 from mmspec.drafters.feature import FeatureDrafter, FeatureMemory, PassThroughMemory, prompt_stats
+from mmspec.drafters.growth import head_of
 from mmspec.drafters.shape import ALL, Shape, TreeOptions
 from mmspec.drafters.trained import placed
 from mmspec.pipelines.drafters import mtp_files
@@ -214,9 +214,6 @@ class MtpDrafter(FeatureDrafter):
             raise ValueError("draws=True needs all of the target's head; leave draft_vocab out, or give draws=False")
         fitted: MtpDrafter = placed(self, target, options)
         return fitted
-
-    def logits(self, hidden: Tensor, target: Target) -> Tensor:
-        return self.head.logits(hidden, target)
 
     def forward(
         self, embeds: Tensor, features: Tensor, visual: Tensor, valid: Tensor, steps: int, start: int = 0,

@@ -13,9 +13,9 @@ from mmspec.checkpoints.load import drafter_of, load_drafter
 from mmspec.compile.draft import CapturedDraft
 from mmspec.compile.held import Held, weights
 from mmspec.config import SpecConfig, option_names
+from mmspec.drafters.adaptive import Adaptive, variants
 from mmspec.drafters.dflash import BlockDrafter
 from mmspec.drafters.feature import FeatureDrafter
-from mmspec.drafters.growth import Adaptive, variants
 from mmspec.drafters.heads import HeadsDrafter
 from mmspec.pipelines.host import devices, hooks, loading
 from mmspec.pipelines.target import captures
