@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from reprlib import repr as briefly
-from typing import Any
 
 from mmspec.checkpoints import llama, rotary
-from mmspec.checkpoints.layout import Json, Keys, Layout, Published, has, verified
+from mmspec.checkpoints.files import Json, Settings
+from mmspec.checkpoints.layout import Keys, Layout, Published, has, verified
 from mmspec.checkpoints.llama import SLIDING, Needs
 from mmspec.checkpoints.values import LARGEST, MANY, is_list, part
 from mmspec.drafters.block_config import NO_CAP, BlockConfig
@@ -59,7 +59,7 @@ _PARTS = frozenset(
 )
 
 
-def _nested(files: Published) -> dict[str, Any]:
+def _nested(files: Published) -> Settings:
     """The settings with those of `dflash_config` laid open."""
     return {**files.flat, **part(files.flat, "dflash_config")}
 
@@ -74,7 +74,7 @@ Causal = Callable[[Json, list[bool]], list[bool]]  # of the settings, and which 
 def _read(
     layout: Layout, files: Published, listed: str = "target_layer_ids", ahead: int = 1, extra: int = 0,
     causal: Causal = lambda said, sliding: sliding,
-) -> dict[str, Any]:  # fmt: skip
+) -> Settings:  # fmt: skip
     """The values of a BlockConfig.
 
     Args:
@@ -123,7 +123,7 @@ def _whole(said: Json, key: str, usual: int | None = None, least: int = 1) -> in
     return value
 
 
-def _heads(said: Json, files: Published, hidden: int) -> dict[str, Any]:
+def _heads(said: Json, files: Published, hidden: int) -> Settings:
     """Of the heads and the convolution; where a file lacks their tensors config.json says what is missing."""
     shapes = files.shapes
     conf, kernel = shapes.get("confidence_head.proj.weight"), shapes.get("layers.0.attention_conv.base_kernel")
@@ -143,7 +143,7 @@ def _heads(said: Json, files: Published, hidden: int) -> dict[str, Any]:
     }
 
 
-def _windows(said: Json, layers: int, extra: int, causal: Causal) -> dict[str, Any]:
+def _windows(said: Json, layers: int, extra: int, causal: Causal) -> Settings:
     """How far each layer sees, and whether rows of a block see those after them."""
     kinds, window = said.get("layer_types"), said.get("sliding_window")
     sliding = [kind == SLIDING for kind in kinds] if isinstance(kinds, list) else [False] * layers
@@ -170,7 +170,7 @@ def _or_true(said: Json, sliding: list[bool]) -> list[bool]:
     return _as_said(said, sliding) if any(sliding) else [said.get("is_causal") is True]
 
 
-def _read_speculators(layout: Layout, files: Published) -> dict[str, Any]:
+def _read_speculators(layout: Layout, files: Published) -> Settings:
     """speculators counts the layers whose input is read; its windows begin at the anchor."""
 
     def causal(said: Json, sliding: list[bool]) -> list[bool]:
@@ -183,7 +183,7 @@ def _read_speculators(layout: Layout, files: Published) -> dict[str, Any]:
 # -- and back ----------------------------------------------------------------------------------------------------------
 
 
-def _layer(c: BlockConfig) -> dict[str, Any]:
+def _layer(c: BlockConfig) -> Settings:
     """What a Qwen3-like config.json says of the layers."""
     windows = _per_layer(c.windows, c.layers)
     return {
@@ -192,9 +192,9 @@ def _layer(c: BlockConfig) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _own(c: BlockConfig) -> dict[str, Any]:
+def _own(c: BlockConfig) -> Settings:
     """What it says of block drafters alone."""
-    own: dict[str, Any] = {"mask_token_id": c.mask_token}
+    own: Settings = {"mask_token_id": c.mask_token}
     if c.markov_rank:
         own |= {"markov_rank": c.markov_rank, "markov_head_type": c.markov}
         own |= {"enable_confidence_head": c.confidence, "confidence_head_with_markov": c.confidence_markov}
@@ -217,7 +217,7 @@ def _kind(c: BlockConfig) -> str:
     return "dspark" if c.markov_rank else "dflash2" if c.taps or c.selector_rank else "dflash"
 
 
-def _write(c: BlockConfig) -> dict[str, Any]:
+def _write(c: BlockConfig) -> Settings:
     own, causal, more = _own(c), sorted({*_per_layer(c.causal, c.layers)}), {}
     own |= {"target_layer_ids": [i - 1 for i in c.features], "sample_from_anchor": c.anchored}
     if causal != [0]:
@@ -229,7 +229,7 @@ def _write(c: BlockConfig) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _write_muse(c: BlockConfig) -> dict[str, Any]:
+def _write_muse(c: BlockConfig) -> Settings:
     layer = {k: v for k, v in _layer(c).items() if k not in ("rope_theta", "rope_scaling", "use_sliding_window")}
     layer["rope_parameters"] = {"rope_type": "default", "rope_theta": c.rope_theta}
     layer["sliding_window"] = max(c.windows) - 1 if any(c.windows) else 2048
@@ -237,7 +237,7 @@ def _write_muse(c: BlockConfig) -> dict[str, Any]:
     return {"architectures": ["MuseGlimmerAssistantModel"], **layer, "model_type": "muse_glimmer_assistant", **own}
 
 
-def _write_speculators(c: BlockConfig) -> dict[str, Any]:
+def _write_speculators(c: BlockConfig) -> Settings:
     kind = _kind(c)
     return {
         "architectures": [_CLASSES[kind]],

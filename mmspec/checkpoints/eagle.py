@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from mmspec.checkpoints import llama, rotary
+from mmspec.checkpoints.files import Settings
 from mmspec.checkpoints.layout import Keys, Layout, Published, has, made_by
 from mmspec.checkpoints.llama import Needs
 from mmspec.drafters.eagle import EagleConfig
@@ -49,22 +48,22 @@ def switches(layout: Layout, files: Published) -> dict[str, bool]:
     return {key: layout.present(files, ours) for key, ours in _SWITCHES.items() if ours in layout.optional}
 
 
-def read(layout: Layout, files: Published) -> dict[str, Any]:
+def read(layout: Layout, files: Published) -> Settings:
     """The settings of a layer that continues the target's final feature."""
     found = {**switches(layout, files), **llama.read(layout, files), **rotary.read(files.flat, False)}
     wide = files.shapes[layout.fc][1] - found["hidden"]
     return {**found, "target_hidden": 0 if wide == found["hidden"] else max(wide, 0)}
 
 
-def layer(c: EagleConfig) -> dict[str, Any]:
+def layer(c: EagleConfig) -> Settings:
     return {**llama.write(c), "mlp_bias": False}
 
 
-def write(c: EagleConfig) -> dict[str, Any]:
+def write(c: EagleConfig) -> Settings:
     return {"architectures": ["LlamaForCausalLM"], **layer(c), "bias": c.fc_bias, "qkv_bias": c.qkv_bias}
 
 
-def nemo(architecture: str, c: EagleConfig) -> dict[str, Any]:
+def nemo(architecture: str, c: EagleConfig) -> Settings:
     """As NeMo writes it."""
     return {
         "architectures": [architecture], **layer(c), "draft_num_hidden_layers": 1,

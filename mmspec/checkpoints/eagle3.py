@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from reprlib import repr as briefly
-from typing import Any
 
 from mmspec.checkpoints import eagle, llama, rotary
+from mmspec.checkpoints.files import Json, Settings
 from mmspec.checkpoints.layout import Keys, Layout, Published, has, verified
 from mmspec.checkpoints.values import MANY, is_list, part
 from mmspec.drafters.eagle import EagleConfig
@@ -37,7 +36,7 @@ _THREE = {"parallel_norm": True, "input_norm": False, "fc_bias": False, "rope": 
 _LISTED = "eagle_aux_hidden_state_layer_ids"
 
 
-def _read(layout: Layout, files: Published) -> dict[str, Any]:
+def _read(layout: Layout, files: Published) -> Settings:
     flat = files.flat
     found = {**eagle.switches(layout, files), **llama.read(layout, files), **rotary.read(flat, True)}
     for name in ("fc_norm", "norm_before_fc"):  # a tensor that config.json tells of and the file lacks is missing
@@ -54,7 +53,7 @@ def _read(layout: Layout, files: Published) -> dict[str, Any]:
     return {**found, "features": features, "target_hidden": 0 if wide == found["hidden"] else wide}
 
 
-def _listed(config: Mapping[str, Any]) -> tuple[int, ...]:
+def _listed(config: Json) -> tuple[int, ...]:
     """Layers whose input is read. Published in the wild count in two ways: see sgl-project/sglang#25454."""
     listed, nested = config.get(_LISTED), part(config, "eagle_config").get(_LISTED)
     for said in filter(None, (listed, nested)):
@@ -86,13 +85,13 @@ def _needs(layout: Layout, files: Published) -> list[str]:
     return [*found, f"more than one layer under the name midlayer (num_hidden_layers = {layers})"] if several else found
 
 
-def _later(c: EagleConfig) -> dict[str, Any]:
+def _later(c: EagleConfig) -> Settings:
     """What came after EAGLE-3, where a drafter has it."""
     names = ("fc_norm", "norm_before_fc", "norm_output")
     return {name: True for name in names if getattr(c, name)}
 
 
-def _write(c: EagleConfig) -> dict[str, Any]:
+def _write(c: EagleConfig) -> Settings:
     own = {"target_hidden_size": c.target_hidden} if c.target_hidden else {}
     return {
         "architectures": ["LlamaForCausalLMEagle3"], **eagle.layer(c), "qkv_bias": c.qkv_bias,
@@ -100,7 +99,7 @@ def _write(c: EagleConfig) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _write_speculators(c: EagleConfig) -> dict[str, Any]:
+def _write_speculators(c: EagleConfig) -> Settings:
     return {
         "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "peagle" if c.parallel else "eagle3",

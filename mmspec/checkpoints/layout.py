@@ -6,10 +6,10 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from mmspec.checkpoints.files import Json, Settings
 from mmspec.drafters.trained import TrainedConfig
 
 Keys = Mapping[str, tuple[str, ...]]  # our tensor: theirs, stacked along the first axis in this order
-Json = Mapping[str, Any]
 Seen = Callable[[Json, Collection[str]], bool]  # of config.json and the tensors' names
 _IN_FILES = {"head.weight": "lm_head.weight", "head.ids": "draft_ids"}  # our tensors: their names in our own files
 
@@ -56,8 +56,8 @@ class Layout:
 
     about: str
     seen: Seen
-    read: Callable[[Layout, Published], dict[str, Any]]
-    write: Callable[[Any], dict[str, Any]]
+    read: Callable[[Layout, Published], Settings]
+    write: Callable[[Any], Settings]
     needs: Callable[[Layout, Published], list[str]]
     method: str = "eagle"
     layer: str = "layers.0"
@@ -111,7 +111,7 @@ def made_by(name: str) -> Seen:
     return seen
 
 
-def verified(c: TrainedConfig, algorithm: str, tokens: int) -> dict[str, Any]:
+def verified(c: TrainedConfig, algorithm: str, tokens: int) -> Settings:
     """What speculators' config.json says of how a drafter is to be used."""
     greedy = {"proposal_type": "greedy", "speculative_tokens": tokens, "verifier_accept_k": 1, "accept_tolerance": 0.0}
     return {

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from reprlib import repr as briefly
-from typing import Any
 
 from mmspec.checkpoints import block, eagle, eagle3, msd, vispec
+from mmspec.checkpoints.files import Json
 from mmspec.checkpoints.layout import Layout
 from mmspec.drafters.trained import FileConfig
 
@@ -32,7 +32,7 @@ LAYOUTS: dict[str, Layout] = {  # the first that is seen is it
 }
 
 
-def _marked(config: Mapping[str, Any]) -> str | None:
+def _marked(config: Json) -> str | None:
     """The layout that our own writer recorded in config.json."""
     marker = config.get("mmspec")
     if not isinstance(marker, Mapping):
@@ -54,7 +54,7 @@ def layout_named(name: str) -> Layout:
     return LAYOUTS[name]
 
 
-def detect(config: Mapping[str, Any], keys: Collection[str]) -> str:
+def detect(config: Json, keys: Collection[str]) -> str:
     """Which layout a file has. MSD's tensors have EAGLE's names and shapes: there config.json decides, and a caller who
     knows better names the layout.
 

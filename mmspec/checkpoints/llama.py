@@ -6,6 +6,7 @@ from reprlib import repr as briefly
 from typing import Any
 
 from mmspec.checkpoints import rotary
+from mmspec.checkpoints.files import Json, Settings
 from mmspec.checkpoints.layout import Keys, Layout, Published
 from mmspec.checkpoints.values import LARGEST, MANY, checked, is_count, part
 from mmspec.drafters.blocks import ROPE_KINDS
@@ -33,7 +34,7 @@ def block(at: str) -> Keys:
     }
 
 
-def layers(flat: Any) -> int:
+def layers(flat: Json) -> int:
     """How many layers config.json gives its drafter.
 
     Raises:
@@ -47,7 +48,7 @@ def layers(flat: Any) -> int:
     return count or 1
 
 
-def needed(said: Any, wanted: Needs) -> list[str]:
+def needed(said: Json, wanted: Needs) -> list[str]:
     """Which settings ask for more than our network computes."""
     return [f"{why} ({k} = {said[k]!r})" for k, (fine, why) in wanted.items() if said.get(k) not in fine]
 
@@ -64,7 +65,7 @@ def needs(files: Published, kinds: tuple[str, ...]) -> list[str]:
     return found if rope in ROPE_KINDS else [*found, f"rotary positions scaled by {rope!r}"]
 
 
-def read(layout: Layout, files: Published) -> dict[str, Any]:
+def read(layout: Layout, files: Published) -> Settings:
     """The settings that a Llama-like config.json and the decoder layer's tensors give, but for rotary scaling.
 
     Raises:
@@ -116,7 +117,7 @@ def _vocab(files: Published) -> int:
     return size
 
 
-def write(c: TrainedConfig, kind: str = "llama") -> dict[str, Any]:
+def write(c: TrainedConfig, kind: str = "llama") -> Settings:
     """config.json of such a layer."""
     return {
         "model_type": kind, "hidden_act": "silu", "num_hidden_layers": c.layers, "vocab_size": c.vocab,

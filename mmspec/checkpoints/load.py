@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
 from mmspec.checkpoints import files, llama, settings, weights
+from mmspec.checkpoints.files import Settings
 from mmspec.checkpoints.layout import Published
 from mmspec.checkpoints.layouts import detect, layout_named
 from mmspec.drafters.feature import FeatureDrafter
@@ -43,7 +43,7 @@ def load_drafter(
 
 
 def drafter_of(
-    config: dict[str, Any], tensors: dict[str, Tensor], *, target: Sizes | None = None, layout: str | None = None
+    config: Settings, tensors: dict[str, Tensor], *, target: Sizes | None = None, layout: str | None = None
 ) -> FeatureDrafter:
     """The same from what a file holds, or a module of somebody else: its config, and its tensors by name.
 

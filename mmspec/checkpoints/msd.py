@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection
 
 from mmspec.checkpoints import eagle
 from mmspec.checkpoints.eagle import BARE, BIASES, FINAL_ONLY, NEMO, NORMED, NORMS
+from mmspec.checkpoints.files import Json, Settings
 from mmspec.checkpoints.layout import Layout, made_by
 from mmspec.drafters.msd import MsdConfig
 
 
-def _seen(config: Mapping[str, Any], keys: Collection[str]) -> bool:
+def _seen(config: Json, keys: Collection[str]) -> bool:
     """The tensors are EAGLE's, but config.json is that of the target: LLaVA's with its mm_* fields, or Qwen2-VL's."""
     kind, authors = config.get("model_type"), any(field.startswith("mm_") for field in config)
     normed = "layers.0.input_layernorm.weight" in keys  # MSD's layer for Qwen2-VL is Qwen2's; EAGLE's has no such norm
     return "fc.weight" in keys and ((kind == "qwen2_vl" and normed) or (kind == "llava" and authors))
 
 
-def _write(c: MsdConfig) -> dict[str, Any]:
+def _write(c: MsdConfig) -> Settings:
     """The model type chooses the authors' layer: Qwen2-VL's has biases and an input norm, LLaVA's has neither."""
     if c.input_norm is not c.qkv_bias:
         raise ValueError("the layout 'msd' has input_norm and qkv_bias both or neither. Use layout 'mmspec'")

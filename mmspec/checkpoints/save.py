@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from mmspec.checkpoints import settings, weights
 from mmspec.checkpoints.card import card
-from mmspec.checkpoints.files import CONFIG, WEIGHTS
+from mmspec.checkpoints.files import CONFIG, WEIGHTS, Settings
 from mmspec.checkpoints.layout import Published
 from mmspec.checkpoints.layouts import layout_named
 
@@ -96,7 +96,7 @@ def push_drafter(
     return str(address)
 
 
-def _check(name: str, said: dict[str, Any], shapes: dict[str, tuple[int, ...]], config: Any) -> None:
+def _check(name: str, said: Settings, shapes: dict[str, tuple[int, ...]], config: Any) -> None:
     """Refuse a layout that would lose a setting: what it writes has to be read as it was.
 
     Raises:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import warnings
 from reprlib import repr as briefly
-from typing import Any
 
 from mmspec import __version__
 from mmspec.checkpoints import rotary, values
-from mmspec.checkpoints.layout import Json, Published
+from mmspec.checkpoints.files import Json, Settings
+from mmspec.checkpoints.layout import Published
 from mmspec.checkpoints.layouts import layout_named
 from mmspec.checkpoints.values import part
 from mmspec.drafters.trained import FileConfig
@@ -18,7 +18,7 @@ from mmspec.registry import DRAFTERS
 RECORDED = ("target", "target_revision", "depth", "width", "size", "tree", "draws", "media")
 
 
-def opened(config: Json) -> dict[str, Any]:
+def opened(config: Json) -> Settings:
     """config.json with the object in which speculators keeps the decoder layer's settings laid open.
 
     NeMo's number of layers stands beside that of the target, from whose config its own is copied.
@@ -74,7 +74,7 @@ def read(name: str, files: Published, kind: type[values.Made]) -> values.Made:
     return values.made(kind, {**found, **noted})
 
 
-def describe(name: str, method: str, config: FileConfig) -> dict[str, Any]:
+def describe(name: str, method: str, config: FileConfig) -> Settings:
     """config.json of a drafter in a layout.
 
     Raises:

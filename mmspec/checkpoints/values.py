@@ -7,6 +7,7 @@ from dataclasses import MISSING
 from reprlib import repr as briefly
 from typing import Any, TypeGuard, TypeVar
 
+from mmspec.checkpoints.files import Json, Settings
 from mmspec.config import option_names
 from mmspec.drafters.shape import USUAL
 from mmspec.drafters.trained import FileConfig
@@ -17,7 +18,7 @@ MOST = {"tokens": 128}  # of what is done one after the other
 Made = TypeVar("Made", bound=FileConfig)
 
 
-def made(kind: type[Made], values: Mapping[str, Any]) -> Made:
+def made(kind: type[Made], values: Json) -> Made:
     """A config of such values.
 
     Raises:
@@ -30,7 +31,7 @@ def made(kind: type[Made], values: Mapping[str, Any]) -> Made:
         raise ValueError(f"config.json: {error}") from error
 
 
-def own(kind: type[Made], config: Mapping[str, Any]) -> Made:
+def own(kind: type[Made], config: Json) -> Made:
     """The config that our own writer put into config.json."""
     needed = [name for name, usual in kind.usual().items() if usual is MISSING]
     wrong = [f"{name} = {briefly(config.get(name))}" for name in needed if not is_count(config.get(name))]
@@ -39,7 +40,7 @@ def own(kind: type[Made], config: Mapping[str, Any]) -> Made:
     return made(kind, {key: value for key, value in config.items() if key != "mmspec"})
 
 
-def checked(kind: type[FileConfig], values: Mapping[str, Any]) -> dict[str, Any]:
+def checked(kind: type[FileConfig], values: Json) -> Settings:
     """The values, if they are of the kinds and within the bounds of a config's; a shape checks its own.
 
     Raises:
@@ -57,7 +58,7 @@ def checked(kind: type[FileConfig], values: Mapping[str, Any]) -> dict[str, Any]
     return dict(values)
 
 
-def part(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+def part(config: Json, key: str) -> Json:
     """An object inside config.json, empty where it is absent."""
     found = config.get(key)
     if found is not None and not isinstance(found, Mapping):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from mmspec.checkpoints import eagle
 from mmspec.checkpoints.eagle import BARE, BIASES, FINAL_ONLY, NEMO, NORMS, PLAIN
+from mmspec.checkpoints.files import Settings
 from mmspec.checkpoints.layout import Keys, Layout, Published, has
 from mmspec.drafters.vispec import ViSpecConfig
 
@@ -25,12 +24,12 @@ def _adaptor(at: str, queries: str) -> Keys:
     }
 
 
-def _read(layout: Layout, files: Published) -> dict[str, Any]:
+def _read(layout: Layout, files: Published) -> Settings:
     [queries] = layout.theirs("adaptor.q")
     return {**eagle.read(layout, files), "num_q": (*files.shapes[queries], 0)[0]}
 
 
-def _nemo(c: ViSpecConfig) -> dict[str, Any]:
+def _nemo(c: ViSpecConfig) -> Settings:
     return {**eagle.nemo("VispecDraftModel", c), "vispec_num_query_tokens": c.num_q}
 
 

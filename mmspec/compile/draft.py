@@ -48,13 +48,13 @@ class Capturable(Protocol):
     @property
     def nodes(self) -> int: ...
 
-    def start(self, session: SessionView, target: Target, prompt: Prompt) -> Any: ...
-    def propose(self, session: SessionView, target: Target) -> Draft: ...
+    def start(self, session: SessionView[FeatureMemory], target: Target, prompt: Prompt) -> Any: ...
+    def propose(self, session: SessionView[FeatureMemory], target: Target) -> Draft: ...
     def logits(self, hidden: Tensor, target: Target) -> Tensor: ...
     def parameters(self) -> Iterator[Tensor]: ...
     def buffers(self) -> Iterator[Tensor]: ...
 
-    def draft(self, session: SessionView, target: Target, path: Decided, drawn: bool) -> Draft:
+    def draft(self, session: SessionView[FeatureMemory], target: Target, path: Decided, drawn: bool) -> Draft:
         """See `FeatureDrafter.draft`."""
 
     def attending(self, before: FeatureMemory, after: FeatureMemory, rows: int) -> LayerAttention:
@@ -100,7 +100,7 @@ class CapturedDraft:
         self.features, self.nodes = drafter.features, drafter.nodes
         self.rows = 1 + (depth or drafter.options.depth)  # that a round can hand over, if the one before drafted
 
-    def start(self, session: SessionView, target: Target, prompt: Prompt) -> Any:
+    def start(self, session: SessionView[FeatureMemory], target: Target, prompt: Prompt) -> Any:
         self.held.check(self.drafter)
         if (
             self.drafter.head.vocab is not None
@@ -110,11 +110,11 @@ class CapturedDraft:
         return self.drafter.start(session, target, prompt)
 
     @torch.no_grad()
-    def propose(self, session: SessionView, target: Target) -> Draft:
+    def propose(self, session: SessionView[FeatureMemory], target: Target) -> Draft:
         weighed = target.weighs and not self.drafter.head.own
         if weighed or session.last.kept.shape[1] > self.rows:
             return self.drafter.propose(session, target)
-        memory: FeatureMemory = session.memory
+        memory = session.memory
         hidden, follow, count, counts = decided(session.last)
         missing = self.rows - follow.shape[1]  # rows past `count` mean nothing, and are written over
         inputs = [pad(hidden, (0, 0, 0, missing)), pad(follow, (0, missing)), count]
@@ -176,7 +176,7 @@ class CapturedDraft:
             return PiecewiseFunction(run, [t.clone() for t in inputs], own)
 
 
-def check(draft: Draft, session: SessionView, vocab: int) -> None:
+def check(draft: Draft, session: SessionView[FeatureMemory], vocab: int) -> None:
     """Refuse a captured draft that would not keep the distribution or not fit the target; any other draft costs time at
     most.
 

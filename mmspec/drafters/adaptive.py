@@ -67,12 +67,12 @@ class Adaptive:
         self.drafter = self.by_depth[max(by_depth)]
         self.features, self.nodes = self.drafter.features, self.drafter.nodes
 
-    def start(self, session: SessionView, target: Target, prompt: Prompt) -> _Lengths:
+    def start(self, session: SessionView[_Lengths], target: Target, prompt: Prompt) -> _Lengths:
         usual = list(self.by_depth)[len(self.by_depth) // 2]
         return _Lengths(self.drafter.start(session, target, prompt), [usual] * len(session.rows))
 
-    def propose(self, session: SessionView, target: Target) -> Draft:
-        memory: _Lengths = session.memory
+    def propose(self, session: SessionView[_Lengths], target: Target) -> Draft:
+        memory = session.memory
         last = session.last
         memory.depths = [
             self._next(depth, count - 1, proposed)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from mmspec.config import Options
 from mmspec.drafters.blocks import Attend, Block, RMSNorm
-from mmspec.drafters.feature import FeatureDrafter
+from mmspec.drafters.feature import FeatureDrafter, FeatureMemory
 from mmspec.drafters.growth import head_of
 from mmspec.drafters.shape import ALL, TreeOptions
 from mmspec.drafters.trained import TrainedConfig, check_fit, placed
@@ -107,7 +107,7 @@ class EagleDrafter(FeatureDrafter):
         self.out_norm = _norm(c, c.out_norm or c.draft_vocab > 0)
         self.head = head_of(c.hidden, c.draft_vocab)
 
-    def fit(self, target: TargetInfo, given: Mapping[str, Any]) -> EagleDrafter:
+    def fit(self, target: TargetInfo, given: Options) -> EagleDrafter:
         """The same weights with the user's options, on the target's device.
 
         Raises:
@@ -120,7 +120,7 @@ class EagleDrafter(FeatureDrafter):
         fitted: EagleDrafter = placed(self, target, options)
         return fitted
 
-    def chosen(self, given: Mapping[str, Any]) -> TreeOptions:
+    def chosen(self, given: Options) -> TreeOptions:
         """What the user gave, elsewhere what its config recommends.
 
         Raises:
@@ -165,7 +165,7 @@ class EagleDrafter(FeatureDrafter):
 
     # -- mask rows ---------------------------------------------------------------------------------------------------
 
-    def levels(self, session: SessionView, target: Target, f: Tensor) -> Tensor | None:
+    def levels(self, session: SessionView[FeatureMemory], target: Target, f: Tensor) -> Tensor | None:
         """Of f [B, 1, H], and of rows of masks."""
         if self.mask_hidden is None:
             return None

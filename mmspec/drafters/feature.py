@@ -51,7 +51,7 @@ class FeatureDrafter(FeatureLayer):
     # -- drafting ----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def start(self, session: SessionView, target: Target, prompt: Prompt) -> FeatureMemory:
+    def start(self, session: SessionView[FeatureMemory], target: Target, prompt: Prompt) -> FeatureMemory:
         """Read the prompt: row j pairs the features at j with the embedding at j + 1; the last waits for its token.
 
         Raises:
@@ -104,15 +104,9 @@ class FeatureDrafter(FeatureLayer):
         return unfold(self.carry(self._through(memory, x, residual, positions, at, seen, S)), S)
 
     def _through(
-        self,
-        memory: FeatureMemory,
-        x: Tensor,
-        residual: Tensor,
-        positions: Tensor,
-        at: Lengths,
-        seen: Tensor | None,
+        self, memory: FeatureMemory, x: Tensor, residual: Tensor, positions: Tensor, at: Lengths, seen: Tensor | None,
         S: int,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """The output of the layers, whose keys and values are appended at `at`."""
         z = self.block(x, residual, positions, beside(memory.attend(at, seen), S))
         for layer, slots in zip(self.more.values(), memory.more, strict=True):
@@ -130,10 +124,10 @@ class FeatureDrafter(FeatureLayer):
         """Called after each catching up, with the features [B, 1, F] of the last row that the target has read."""
 
     @torch.no_grad()
-    def propose(self, session: SessionView, target: Target) -> Draft:
+    def propose(self, session: SessionView[FeatureMemory], target: Target) -> Draft:
         return self.draft(session, target, decided(session.last), draws(self.options, session))
 
-    def draft(self, session: SessionView, target: Target, path: Decided, drawn: bool) -> Draft:
+    def draft(self, session: SessionView[FeatureMemory], target: Target, path: Decided, drawn: bool) -> Draft:
         """Catch up with what the last round decided, then grow what the options ask for.
 
         No value of a tensor is looked at, so that it can be captured.
@@ -143,7 +137,7 @@ class FeatureDrafter(FeatureLayer):
             path: what the last round decided.
             drawn: whether the draft is drawn at random.
         """
-        memory: FeatureMemory = session.memory
+        memory = session.memory
         hidden, follow, count, counts = path
         W = follow.shape[1]
         seen = None if W == 1 else chain(W, follow.device).ancestors.expand(len(follow), W, W)
@@ -169,17 +163,17 @@ class FeatureDrafter(FeatureLayer):
         return attend
 
     def step(
-        self, session: SessionView, target: Target, tokens: Tensor, f: Tensor, appended: int, ahead: Tensor,
-        seen: Tensor | None, level: int,
+        self, session: SessionView[FeatureMemory], target: Target, tokens: Tensor, f: Tensor, appended: int,
+        ahead: Tensor, seen: Tensor | None, level: int,
     ) -> Tensor:  # fmt: skip
-        memory: FeatureMemory = session.memory
+        memory = session.memory
         at = memory.lengths.further(appended)
         return self._read(memory, _embed(target, tokens), f, at, ahead, seen, level)
 
     def logits(self, hidden: Tensor, target: Target) -> Tensor:
         return self.head.logits(hidden, target)
 
-    def levels(self, session: SessionView, target: Target, f: Tensor) -> Tensor | None:
+    def levels(self, session: SessionView[FeatureMemory], target: Target, f: Tensor) -> Tensor | None:
         return None
 
     def at_level(self, f: Tensor, level: int | Tensor) -> Tensor:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mmspec.config import Options
 from mmspec.drafters.blocks import RMSNorm
 from mmspec.drafters.eagle import EagleConfig, EagleDrafter
+from mmspec.drafters.feature import FeatureMemory
 from mmspec.drafters.growth import weighed
 from mmspec.drafters.layer import EncodedPrompt
 from mmspec.drafters.shape import Shape, TreeOptions
@@ -152,7 +152,7 @@ class FlashDrafter(EagleDrafter):
         elif c.tokens > 1:
             self.heads = SarHeads(c.hidden, c.head_width or c.hidden // 2, c.tokens)
 
-    def chosen(self, given: Mapping[str, Any]) -> TreeOptions:
+    def chosen(self, given: Options) -> TreeOptions:
         options = super().chosen(given)
         if self.config.tokens > 1 and options.depth > self.config.tokens:
             raise ValueError(
@@ -189,7 +189,7 @@ class FlashDrafter(EagleDrafter):
         """The features [B, n, K, H] of the K next rows, from the layer's output [B, n, H]."""
         return super().carry(self.heads(h))
 
-    def levels(self, session: SessionView, target: Target, f: Tensor) -> Tensor | None:
+    def levels(self, session: SessionView[FeatureMemory], target: Target, f: Tensor) -> Tensor | None:
         """From the last row's output f [B, 1, H], by a head each."""
         if self.config.tokens == 1:
             return super().levels(session, target, f)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
+from mmspec.config import Options
 from mmspec.drafters.likely import worthwhile
 from mmspec.drafters.shape import Sizes
 from mmspec.protocols import PerRow, SessionView, Target, TargetInfo
@@ -74,7 +74,7 @@ class NgramDrafter:
     def nodes(self) -> int:
         return self.options.size
 
-    def fit(self, target: TargetInfo, given: Mapping[str, Any]) -> NgramDrafter:
+    def fit(self, target: TargetInfo, given: Options) -> NgramDrafter:
         """Any target will do; where several branches are asked for, a chain of that depth is drafted.
 
         Raises:
@@ -83,10 +83,10 @@ class NgramDrafter:
         depth = _USUAL.with_(given, "the ngram drafter").depth
         return replace(self, options=Sizes(depth, 1, depth + 1), hits=Hits())
 
-    def start(self, session: SessionView, target: Target, prompt: Prompt) -> PerRow[Index]:
+    def start(self, session: SessionView[PerRow[Index]], target: Target, prompt: Prompt) -> PerRow[Index]:
         return PerRow([Index() for _ in session.rows])
 
-    def propose(self, session: SessionView, target: Target) -> Draft:
+    def propose(self, session: SessionView[PerRow[Index]], target: Target) -> Draft:
         price = None if self.prices is None else self.prices.of(len(session.rows), session.pending.device.type)
         found = [
             self._continuation(index, row.tokens, price)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from mmspec.config import Options
 from mmspec.drafters.likely import LEAST, likeliest, worth
 from mmspec.drafters.shape import Sizes
 from mmspec.modes import lasting
@@ -220,7 +221,7 @@ class RecycleDrafter:
     def nodes(self) -> int:
         return self.options.size
 
-    def fit(self, target: TargetInfo, given: Mapping[str, Any]) -> RecycleDrafter:
+    def fit(self, target: TargetInfo, given: Options) -> RecycleDrafter:
         """Any target will do.
 
         Raises:
@@ -229,7 +230,7 @@ class RecycleDrafter:
         options = _USUAL.with_(given, "the recycle drafter")
         return replace(self, options=options, successors=Successors(target.vocab, target.device))
 
-    def start(self, session: SessionView, target: Target, prompt: Prompt) -> PerRow[_Place]:
+    def start(self, session: SessionView[PerRow[_Place]], target: Target, prompt: Prompt) -> PerRow[_Place]:
         """Read the prompts' text tokens; those of pictures are left out."""
         known = self.successors
         assert known is not None
@@ -237,7 +238,7 @@ class RecycleDrafter:
             known.read(torch.where((prompt.visual == 0) & prompt.valid, prompt.ids, NO_TOKEN))
         return PerRow([_Place() for _ in session.rows])
 
-    def propose(self, session: Any, target: Target) -> Draft:
+    def propose(self, session: SessionView[PerRow[_Place]], target: Target) -> Draft:
         known, places, pending = self.successors, session.memory.values, session.pending
         assert known is not None
         rows, device = len(session.rows), pending.device.type

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from reprlib import repr as briefly
 from typing import Any, Literal, Self
 
-from mmspec.config import chosen, is_whole, option_names
+from mmspec.config import Options, chosen, is_whole, option_names
 from mmspec.drafters.static_trees import CHAIN, DYNAMIC, SHAPES, Paths, own_paths, paths_of
 
 ALL: Literal["all"] = "all"
@@ -65,7 +65,7 @@ class Shape:
         """The most children that a node has."""
         return self.width if self.tree == DYNAMIC else 1 + max(path[-1] for path in paths_of(self.tree))
 
-    def with_(self, given: Mapping[str, Any], drafter: str) -> Self:
+    def with_(self, given: Options, drafter: str) -> Self:
         """What was given, elsewhere what is recommended here, with sizes that agree with each other.
 
         Args:

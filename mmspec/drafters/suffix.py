@@ -5,15 +5,15 @@ from __future__ import annotations
 import heapq
 import threading
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from operator import itemgetter
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 
-from mmspec.config import whole
+from mmspec.config import Options, whole
 from mmspec.drafters.automaton import SuffixAutomaton
 from mmspec.drafters.likely import LEAST, filled, likeliest, worth
 from mmspec.drafters.shape import Sizes
@@ -205,7 +205,7 @@ class SuffixDrafter:
     def nodes(self) -> int:
         return self.options.size
 
-    def fit(self, target: TargetInfo, given: Mapping[str, Any]) -> SuffixDrafter:
+    def fit(self, target: TargetInfo, given: Options) -> SuffixDrafter:
         """Any target will do.
 
         Raises:
@@ -214,7 +214,7 @@ class SuffixDrafter:
         options = _USUAL.with_(given, "the suffix drafter")
         return replace(self, options=options, phrases=Phrases(options.memory))
 
-    def start(self, session: SessionView, target: Target, prompt: Prompt) -> PerRow[_Cursor]:
+    def start(self, session: SessionView[PerRow[_Cursor]], target: Target, prompt: Prompt) -> PerRow[_Cursor]:
         """Read the prompts' text tokens; those of pictures are left out."""
         words = torch.where((prompt.visual == 0) & prompt.valid, prompt.ids, NO_TOKEN).tolist()
         with self.phrases.lock:
@@ -224,7 +224,7 @@ class SuffixDrafter:
             ]
         return PerRow(found)
 
-    def propose(self, session: SessionView, target: Target) -> Draft:
+    def propose(self, session: SessionView[PerRow[_Cursor]], target: Target) -> Draft:
         price = None if self.prices is None else self.prices.of(len(session.rows), session.pending.device.type)
         least = worth(len(session.rows)) if price is None else LEAST
         with self.phrases.lock:
