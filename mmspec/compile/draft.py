@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,9 +13,9 @@ from torch.nn.functional import pad
 from mmspec.compile.capture import PiecewiseFunction, Uncapturable
 from mmspec.compile.held import Held
 from mmspec.drafters import static_trees
-from mmspec.drafters.feature import FeatureMemory
-from mmspec.drafters.growth import Head, draws
-from mmspec.functional import LayerAttention
+from mmspec.drafters.dflash import BlockDrafter
+from mmspec.drafters.feature import FeatureDrafter, FeatureMemory
+from mmspec.drafters.growth import draws
 from mmspec.kernels import reference as ops
 from mmspec.modes import lasting
 from mmspec.protocols import SessionView, Target
@@ -26,39 +26,7 @@ from mmspec.types import NO_TOKEN, Categorical, Decided, Draft, Prompt, Round, T
 _TIE = 1e-3  # how much less likely a token may be than the one drawn: rounding, of log-probabilities and noise
 
 
-class Capturable(Protocol):
-    """A drafter on features whose draft may be a function of tensors and of attentions over its memory alone.
-
-    Attributes:
-        capturable: whether it is one, with these options.
-        block: what stands for its weights, however often they are fitted.
-        head: what makes its logits; the target weighs none that come from a head of the drafter's own.
-    """
-
-    options: Any
-
-    @property
-    def capturable(self) -> bool: ...
-    @property
-    def block(self) -> Any: ...
-    @property
-    def head(self) -> Head: ...
-    @property
-    def features(self) -> tuple[int, ...]: ...
-    @property
-    def nodes(self) -> int: ...
-
-    def start(self, session: SessionView[FeatureMemory], target: Target, prompt: Prompt) -> Any: ...
-    def propose(self, session: SessionView[FeatureMemory], target: Target) -> Draft: ...
-    def logits(self, hidden: Tensor, target: Target) -> Tensor: ...
-    def parameters(self) -> Iterator[Tensor]: ...
-    def buffers(self) -> Iterator[Tensor]: ...
-
-    def draft(self, session: SessionView[FeatureMemory], target: Target, path: Decided, drawn: bool) -> Draft:
-        """See `FeatureDrafter.draft`."""
-
-    def attending(self, before: FeatureMemory, after: FeatureMemory, rows: int) -> LayerAttention:
-        """See `FeatureDrafter.attending`."""
+Capturable = FeatureDrafter | BlockDrafter  # whose draft is a function of tensors, and of attentions over its memory
 
 
 @dataclass
@@ -68,7 +36,7 @@ class _Within:
     pending: Tensor
     emitted: Tensor
     seeds: Tensor
-    memory: Any
+    memory: FeatureMemory
     rows: Sequence[Row] = ()
 
     @property
@@ -100,7 +68,7 @@ class CapturedDraft:
         self.features, self.nodes = drafter.features, drafter.nodes
         self.rows = 1 + (depth or drafter.options.depth)  # that a round can hand over, if the one before drafted
 
-    def start(self, session: SessionView[FeatureMemory], target: Target, prompt: Prompt) -> Any:
+    def start(self, session: SessionView[FeatureMemory], target: Target, prompt: Prompt) -> FeatureMemory:
         self.held.check(self.drafter)
         if (
             self.drafter.head.vocab is not None
@@ -146,7 +114,7 @@ class CapturedDraft:
         memory.lengths, memory.positions = after, memory.positions + count
         return draft
 
-    def _draft(self, found: list[Tensor]) -> Draft:
+    def _draft(self, found: Sequence[Tensor]) -> Draft:
         tokens, parents, depth, ancestors, *distribution = found
         o = self.drafter.options
         if o.tree == static_trees.DYNAMIC:

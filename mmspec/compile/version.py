@@ -19,8 +19,9 @@ PLAIN = {bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.d
 # Attributes that are not looked at: those of every module (parameters and buffers are read apart), and of `generate`.
 _ASIDE = {*vars(nn.Module())} - {"training"}
 _ASIDE |= {"generation_config", "warnings_issued", "_previous_max_cache_length", "_output_capturing_hooks_installed"}
-_READ: ContextVar[dict[int, tuple[Any, Version]] | None] = ContextVar("mmspec_versions", default=None)
-_REFRESHED: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # how often `refresh` was called, by module
+Marks = list[Any]  # of anything that can be told apart from others
+_READ: ContextVar[dict[int, tuple[nn.Module, Version]] | None] = ContextVar("mmspec_versions", default=None)
+_REFRESHED: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # how often `refresh` was called, by module
 
 
 @dataclass(frozen=True)
@@ -37,11 +38,11 @@ class Version:
         why: what keeps a capture from standing for the model's forward, such as hooks; None: nothing.
     """
 
-    weights: list[Any]
-    state: list[Any]
-    written: list[Any]
+    weights: Marks
+    state: Marks
+    written: Marks
     why: str | None
-    _alive: list[Any] = field(compare=False, repr=False)  # weak references, by whose ids it tells objects apart
+    _alive: list[ref[Any]] = field(compare=False, repr=False)  # weak references, by whose ids it tells objects apart
 
 
 @contextmanager
@@ -57,7 +58,7 @@ def unchanging() -> Iterator[None]:
         _READ.reset(token)
 
 
-def version(root: Any, kept: bool = False) -> Version:
+def version(root: nn.Module, kept: bool = False) -> Version:
     """Of a module and all below it.
 
     Args:
@@ -71,12 +72,12 @@ def version(root: Any, kept: bool = False) -> Version:
     return known[id(root)][1]
 
 
-def _version(root: Any, kept: bool = False) -> Version:
-    modules, alive, configs = list(each_module(root)), list[Any](), dict[int, Any]()
+def _version(root: nn.Module, kept: bool = False) -> Version:
+    modules, alive, configs = list(each_module(root)), list[ref[Any]](), dict[int, Any]()
     classes = [stock_class(type(module)) for module in modules]  # another thread may swap them
-    weights: list[Any] = []
-    written: list[Any] = []
-    state: list[Any] = [sum(_REFRESHED.get(module, 0) for module in modules) if _REFRESHED else 0]
+    weights: Marks = []
+    written: Marks = []
+    state: Marks = [sum(_REFRESHED.get(module, 0) for module in modules) if _REFRESHED else 0]
 
     def known(thing: Any) -> int:
         """A number that no other object has while this version is held."""
@@ -121,7 +122,7 @@ def _version(root: Any, kept: bool = False) -> Version:
     return Version(weights, state, written, why, alive)
 
 
-def refresh(*models: Any) -> None:
+def refresh(*models: nn.Module) -> None:
     """Make what was captured and kept of these modules, and of those around and below them, invalid."""
     for module in each_module(*models):
         _REFRESHED[module] = _REFRESHED.get(module, 0) + 1
@@ -139,7 +140,7 @@ def _with_those_inside(config: Any) -> Iterator[Any]:
             yield from _with_those_inside(value)
 
 
-def _obstacle(module: Any, held: dict[str, Any]) -> str | None:
+def _obstacle(module: nn.Module, held: dict[str, Any]) -> str | None:
     """What runs with a module's forward and cannot be seen to be the same at the next call, or None."""
     if hooked(module):
         return "has forward hooks"
@@ -157,5 +158,5 @@ def _obstacle(module: Any, held: dict[str, Any]) -> str | None:
     return "has a forward of its own"
 
 
-def _name(root: Any, module: Any) -> str:
+def _name(root: nn.Module, module: nn.Module) -> str:
     return next((name for name, found in root.named_modules() if found is module and name), type(module).__name__)
