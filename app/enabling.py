@@ -157,7 +157,7 @@ def kinds_of(drafter: Any) -> list[Any]:
 
 def _options(name: str) -> Any:
     from mmspec.drafters.block_config import BlockOptions
-    from mmspec.drafters.options import TreeOptions
+    from mmspec.drafters.shape import TreeOptions
     from mmspec.registry import DRAFTERS, drafter_class
 
     if DRAFTERS[name].trained or DRAFTERS[name].from_model:  # theirs come with what they are made of
@@ -166,7 +166,7 @@ def _options(name: str) -> Any:
 
 
 def _names(kind: Any) -> list[str]:
-    return [one.name for one in fields(kind)] if is_dataclass(kind) else []
+    return [one.name for one in fields(kind) if one.init] if is_dataclass(kind) else []
 
 
 def _value(text: str) -> Any:
@@ -211,7 +211,7 @@ def _described(kind: Any) -> list[str]:
         return []
     about = _attributes(type(kind))
     lines = []
-    for one in fields(kind):
+    for one in (field for field in fields(kind) if field.init):
         usual = one.default if one.default is not MISSING else ""
         lines.append(f"  {one.name}={usual}  {about.get(one.name, '')}".rstrip())
     return lines

@@ -121,7 +121,7 @@ def vispec(name: str = "qwen2.5-vl-7b") -> ExpectedRound:
     """ViSpec's published tree at the shapes of Qwen2.5-VL-7B."""
     shape, numbers = MODELS[name], on_paper(MODELS[name], REAL)
     assert isinstance(shape, Chat)
-    c = shape.feature_drafter("vispec", TOY).config
+    c = shape.feature_drafter("vispec", TOY).config.shape
     with torch.device("meta"):
         parts = shape.feature_drafter("vispec", REAL).named_parameters()
         own = sum(p.numel() for part, p in parts if part.startswith(("fc", "block")))

@@ -24,7 +24,7 @@ from real import loaded  # noqa: E402
 from transformers import DynamicCache  # noqa: E402
 
 from mmspec.app.provenance import load_average, provenance  # noqa: E402
-from mmspec.linear import Linear  # noqa: E402
+from mmspec.functional import Linear  # noqa: E402
 
 ROWS = (1, 2, 4, 5, 8, 9)
 WAYS = {"as nn.Linear multiplies": torch.nn.Linear, "weight first": Linear}

@@ -5,9 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from mmspec.rules import Rule
 
 ON_UNSUPPORTED = ("error", "fallback")
+Options = Mapping[str, Any]  # what was said to `enable`, by name
 T = TypeVar("T")
 
 
@@ -41,7 +45,7 @@ class SpecConfig:
             warns once and runs the stock path, whose output is the same.
     """
 
-    rule: Any = "exact"
+    rule: str | Rule = "exact"
     budget: float | None = None
     reproducible: bool = False
     auto: bool | None = None
@@ -76,14 +80,14 @@ class SpecConfig:
         return size_in_bytes(self.prefix_cache or 0)
 
     @classmethod
-    def split(cls, options: Mapping[str, Any]) -> tuple[SpecConfig, dict[str, Any]]:
+    def split(cls, options: Options) -> tuple[SpecConfig, dict[str, Any]]:
         """Split keyword arguments into these options and the drafter's; of the drafter's, None is left out."""
         shared = [f.name for f in fields(cls)]
         own = {name: value for name, value in options.items() if name not in shared and value is not None}
         return cls(**{name: value for name, value in options.items() if name in shared}), own
 
 
-def chosen(defaults: T, given: Mapping[str, Any], drafter: str) -> T:
+def chosen(defaults: T, given: Options, drafter: str) -> T:
     """A drafter's options with the user's values in place of the defaults; the class of the options checks them.
 
     Args:
@@ -104,7 +108,7 @@ def chosen(defaults: T, given: Mapping[str, Any], drafter: str) -> T:
 
 def option_names(options: Any) -> list[str]:
     """The names of a drafter's options; none where it brings none."""
-    return [f.name for f in fields(options)] if hasattr(options, "__dataclass_fields__") else []
+    return [f.name for f in fields(options) if f.init] if hasattr(options, "__dataclass_fields__") else []
 
 
 def size_in_bytes(value: Any) -> int:

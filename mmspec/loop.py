@@ -12,7 +12,7 @@ from mmspec.tree import lone
 from mmspec.types import Round
 
 
-def start(target: Target, drafter: Drafter, rows: list[Row], inputs: Any) -> tuple[Session, Round]:
+def start(target: Target, drafter: Drafter[Any], rows: list[Row], inputs: Any) -> tuple[Session, Round]:
     """A session of these rows once their prompts are read, and the round of that: an empty draft under the last token.
 
     Args:
@@ -29,7 +29,7 @@ def start(target: Target, drafter: Drafter, rows: list[Row], inputs: Any) -> tup
     return session, round_
 
 
-def decode(session: Session, target: Target, drafter: Drafter) -> Iterator[Round]:
+def decode(session: Session, target: Target, drafter: Drafter[Any]) -> Iterator[Round]:
     """Rounds until every row has ended. Rows may be admitted between two rounds; ended rows are dropped."""
     session.retire()
     while session.rows:

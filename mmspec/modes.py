@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 from torch.nn.modules import module as everywhere
 
 T = TypeVar("T")
@@ -27,12 +28,12 @@ def each_module(*models: Any) -> Iterator[Any]:
                 pending.append(child)
 
 
-def stock_class(kind: type) -> Any:
+def stock_class(kind: type[T]) -> type[T]:
     """The class that a swap put another in front of (`pipelines/host/hooks.py`); of any other class itself."""
     return getattr(kind, "_mmspec_stock", None) or kind
 
 
-def hooked(module: Any) -> bool:
+def hooked(module: nn.Module) -> bool:
     """Whether hooks run before or after its forward."""
     if not (module._forward_pre_hooks or module._forward_hooks):
         return False
@@ -45,7 +46,7 @@ def hooked_everywhere() -> bool:
     return bool(everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks)
 
 
-def ambient() -> tuple[Any, ...]:
+def ambient() -> tuple[Hashable, ...]:
     """What changes operations from around them: autocast, by type of device, and the dtype of what is made new."""
     on = [
         (kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", *_accelerators()) if torch.is_autocast_enabled(kind)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, Protocol, Self, TypeVar, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from mmspec.config import Options
 from mmspec.modes import Mode
 from mmspec.session import Row, Session
 from mmspec.types import Draft, Prompt, Round, Scores
 
 T = TypeVar("T")
+Memory = TypeVar("Memory")
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,8 @@ class TargetInfo:
     rope_theta: float = 0.0
 
 
-class SessionView(Protocol):
-    """What a drafter reads of a session; of it all it changes is `memory`, its own.
+class SessionView(Protocol[Memory]):
+    """What a drafter reads of a session; of it all it changes is `memory`, its own, of a type that it knows.
 
     Attributes:
         rows: the sequences under way, with their tokens.
@@ -55,7 +57,7 @@ class SessionView(Protocol):
         last: the round before, the prefill's at first.
     """
 
-    memory: Any
+    memory: Memory
 
     @property
     def rows(self) -> Sequence[Row]: ...
@@ -72,9 +74,9 @@ class SessionView(Protocol):
 class Rows(Protocol):
     """State with one entry per row: it can lose rows and take in the rows of another."""
 
-    def select(self, rows: Tensor) -> Any: ...
+    def select(self, rows: Tensor) -> Self: ...
 
-    def join(self, other: Any) -> Any: ...
+    def join(self, other: Self) -> Self: ...
 
 
 @dataclass
@@ -101,13 +103,21 @@ class Reporting(Protocol):
 class Compilable(Protocol):
     """A drafter that has a forward of its own to capture and compile, as a target's is."""
 
-    def compiled(self, compile: bool) -> Any:
+    def compiled(self, compile: bool) -> Self:
         """The same drafter, with its forwards captured."""
 
 
-def reported(memory: Any) -> dict[str, float]:
+def reported(memory: object) -> dict[str, float]:
     """What goes into `Stats.drafter`: nothing, unless the memory is `Reporting`."""
     return dict(memory.stats) if isinstance(memory, Reporting) else {}
+
+
+class Vocabulary(Protocol):
+    """The tokens that a drafter on the target's head proposes from; see DraftVocab."""
+
+    ids: Tensor  # [V_d], the target's
+
+    def logits(self, head: nn.Module, hidden: Tensor) -> Tensor: ...
 
 
 class Target(Protocol):
@@ -149,17 +159,25 @@ class Target(Protocol):
     def embed(self, ids: Tensor) -> Tensor:
         """Input embeddings [..., H] of token ids; all streams read the same tokens."""
 
-    def head(self, hidden: Tensor, vocab: Any = None) -> Tensor:
+    def head(self, hidden: Tensor, vocab: Vocabulary | None = None) -> Tensor:
         """Raw logits [B, n, V] of final features [B, n, S·H]; of a DraftVocab's tokens alone where one is given.
 
         One is given on the option `draft_vocab`, which needs a target that says which tokens end an answer.
         """
 
-    def weigh(self, logits: Tensor, session: SessionView, position: Tensor) -> Tensor:
+    def weigh(self, logits: Tensor, session: SessionView[Any], position: Tensor) -> Tensor:
         """A drafter's logits [B, n, V] of the tokens at `position` [B, n], weighed as the target weighs its own."""
 
 
-class Drafter(Protocol):
+@runtime_checkable
+class BareEmbedding(Protocol):
+    """A target that has its embeddings, too, as they are before a norm that belongs to their table."""
+
+    def bare_embed(self, ids: Tensor) -> Tensor:
+        """Input embeddings [..., H] of token ids without that norm."""
+
+
+class Drafter(Protocol[Memory]):
     """Proposes drafts. It depends on no target's class, and changes only its own memory in the session.
 
     Whatever it proposes, rule `exact` keeps the target's distribution: a bad drafter costs time, never quality. The
@@ -182,14 +200,14 @@ class Drafter(Protocol):
     @property
     def nodes(self) -> int: ...
 
-    def fit(self, target: TargetInfo, given: Mapping[str, Any]) -> Drafter:
+    def fit(self, target: TargetInfo, given: Options) -> Drafter[Memory]:
         """Itself for this target, with the options that the user gave (`config.chosen` puts them into `options`).
 
         Raises:
             ValueError: it was made for another target, has no use for an option, or a value makes no sense.
         """
 
-    def start(self, session: SessionView, target: Target, prompt: Prompt) -> Any:
+    def start(self, session: SessionView[Memory], target: Target, prompt: Prompt) -> Memory:
         """Memory for these rows, filled from the prompt; the loop keeps it as `session.memory`.
 
         Returns:
@@ -197,7 +215,7 @@ class Drafter(Protocol):
             that remembers nothing.
         """
 
-    def propose(self, session: SessionView, target: Target) -> Draft:
+    def propose(self, session: SessionView[Memory], target: Target) -> Draft:
         """The next draft [B, N] for the rows under way, node 0 being `session.pending`.
 
         To be read: `session.rows[b].tokens` (prompt and answer so far, the pending token last), `session.memory`,

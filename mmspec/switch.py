@@ -173,7 +173,7 @@ class Switch:
         known: of this drafter on this target, from earlier calls.
     """
 
-    def __init__(self, drafter: Drafter, known: Known) -> None:
+    def __init__(self, drafter: Drafter[Any], known: Known) -> None:
         self.weighs = hasattr(drafter, "prices")
         self.drafter: Any = replace(drafter, prices=known.prices) if self.weighs else drafter  # type: ignore[type-var]
         self.known = known

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -170,6 +170,29 @@ class Round:
 
 
 _PER_ROW = ("path", "new", "proposed", "refused")
+
+
+class Decided(NamedTuple):
+    """What a round decided, for a drafter on features to read; entries past a row's number are meaningless."""
+
+    hidden: Tensor  # [B, W, F], features of the accepted nodes
+    follow: Tensor  # [B, W], the token that follows each; the pending one follows the last
+    number: Tensor  # [B], how many
+    counts: tuple[int, ...]  # the same on the host
+
+
+def decided(last: Round) -> Decided:
+    """What a drafter on features reads of a round.
+
+    Raises:
+        ValueError: without features of the target.
+    """
+    if last.scores.hidden is None:
+        raise ValueError("the target handed over no features; the drafter must name them in `features`")
+    count, after = last.acceptance.count, last.acceptance.next_token[:, None]
+    tokens = gather_rows(last.draft.tokens, last.kept).clamp(min=0)
+    follow = torch.cat([tokens[:, 1:], after], 1).scatter(1, (count - 1)[:, None], after)
+    return Decided(gather_rows(last.scores.hidden, last.kept), follow, count, last.counts)
 
 
 @dataclass(frozen=True)

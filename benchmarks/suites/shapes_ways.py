@@ -73,7 +73,7 @@ class ChatWays:
             how, most = list(hows.items())[-1]
             hows[f"{how} {ROWS} rows"] = most | {"draft_vocab": ROWS}
         for (name, drafter), attend, (how, more) in product(self.drafters.items(), (SDPA, TREE), hows.items()):
-            c, title = drafter.config, f"{name}{' tree attention' if attend == TREE else ''}{how}"
+            c, title = drafter.config.shape, f"{name}{' tree attention' if attend == TREE else ''}{how}"
             if c.width == 1 and attend == TREE:
                 continue  # a chain is no tree
             options = {"depth": c.depth, "width": c.width, "size": c.size, **more}

@@ -146,8 +146,9 @@ def train_drafter(recipe: DrafterRecipe, out_dir: Path, work: Path) -> None:
         model, processor, recipe.method, recipe.data, work, how, intermediate=recipe.intermediate, shape=recipe.shape,
         answers=work.parent / f"{recipe.target}-answers", keep=0.0 if draws else TRACES,
     )  # fmt: skip
-    tree = {"depth": recipe.depth, "width": recipe.width, "size": recipe.size, "adaptive": recipe.adaptive}
-    drafter.config = replace(drafter.config, target=recipe.target, **({} if recipe.method == "heads" else tree))
+    drafter.config = replace(
+        drafter.config, target=recipe.target, **({} if recipe.method == "heads" else {"shape": recipe.drafts})
+    )
     out_dir.mkdir(parents=True, exist_ok=True)
     (out_dir / "README.md").write_text(card.drafter_card(recipe, json.loads((work / "report.json").read_text())))
     save_drafter(drafter.to(torch.bfloat16), out_dir)

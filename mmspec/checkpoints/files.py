@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from collections.abc import Mapping
 from pathlib import Path
 from reprlib import repr as briefly
 from typing import Any
@@ -15,6 +16,8 @@ from torch import Tensor
 CONFIG, WEIGHTS, INDEX, PICKLE = "config.json", "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
 TRAINED = "drafter"  # where `mmspec train --out FOLDER` puts it, in FOLDER
 LONGEST = 2**26  # bytes of a JSON file; the index of the largest checkpoints has a tenth of it
+Json = Mapping[str, Any]  # an object of config.json, in which anything may stand
+Settings = dict[str, Any]  # the same while it is made, or the values of a config by name
 _SAFE = [CONFIG, WEIGHTS, INDEX, "model-*-of-*.safetensors"]
 
 
@@ -46,7 +49,7 @@ def locate(name_or_path: str | Path, revision: str | None = None) -> Path:
     return folder
 
 
-def read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> Settings:
     """config.json of a folder, or beside a file."""
     config = (path if path.is_dir() else path.parent) / CONFIG
     if not config.is_file():
@@ -79,7 +82,7 @@ def read_tensors(path: Path, allow_pickle: bool = False) -> dict[str, Tensor]:
     raise FileNotFoundError(f"{path} holds no weights; a drafter's folder has {WEIGHTS}, {INDEX} or {PICKLE}")
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _json(path: Path) -> Settings:
     if path.stat().st_size > LONGEST:
         raise ValueError(
             f"{path.name} has {path.stat().st_size} bytes, over {LONGEST}; it is no {path.name} of a model"

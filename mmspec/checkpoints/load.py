@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
-from mmspec.checkpoints import files, settings, weights
+from mmspec.checkpoints import files, llama, settings, weights
+from mmspec.checkpoints.files import Settings
+from mmspec.checkpoints.layout import Published
 from mmspec.checkpoints.layouts import detect, layout_named
 from mmspec.drafters.feature import FeatureDrafter
 from mmspec.protocols import TargetInfo
@@ -42,7 +43,7 @@ def load_drafter(
 
 
 def drafter_of(
-    config: dict[str, Any], tensors: dict[str, Tensor], *, target: Sizes | None = None, layout: str | None = None
+    config: Settings, tensors: dict[str, Tensor], *, target: Sizes | None = None, layout: str | None = None
 ) -> FeatureDrafter:
     """The same from what a file holds, or a module of somebody else: its config, and its tensors by name.
 
@@ -53,13 +54,14 @@ def drafter_of(
         name = detect(config, tensors) if layout is None else layout
         table = layout_named(name)
         shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
+        told = target if callable(target) else partial(_of, target)
+        found = Published(config, settings.opened(config), shapes, told)
         if table.keys:  # not our own names
-            settings.refuse(name, config, shapes)
-            table = table.over(settings.layers(config))
+            settings.refuse(name, found)
+            table = table.over(llama.layers(found.flat))
             weights.check_keys(table, tensors)
         made = drafter_class(settings.method_of(name, config))
-        found = settings.read(name, config, shapes, target if callable(target) else partial(_of, target), made.Config)
-        drafter = weights.build(table, tensors, made, found)
+        drafter = weights.build(table, tensors, made, settings.read(name, found, made.Config))
     except (TypeError, ArithmeticError, AttributeError, LookupError, RuntimeError, MemoryError) as error:
         # what a setting or a tensor that nobody thought of does to the arithmetic of shapes
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]

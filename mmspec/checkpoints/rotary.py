@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from reprlib import repr as briefly
 from typing import Any
 
+from mmspec.checkpoints.files import Json, Settings
 from mmspec.drafters.blocks import ROPE_KINDS, Rope
 
 _SAID = {"rope_factor": "factor", "rope_trained": "original_max_position_embeddings"}
 _BOUNDS = {"llama3": ("low_freq_factor", "high_freq_factor", 1.0, 4.0), "yarn": ("beta_slow", "beta_fast", 1.0, 32.0)}
 
 
-def scaling(flat: Mapping[str, Any]) -> Mapping[str, Any]:
+def scaling(flat: Json) -> Json:
     """The object that says how positions are scaled, empty where there is none.
 
     Raises:
@@ -28,13 +29,13 @@ def scaling(flat: Mapping[str, Any]) -> Mapping[str, Any]:
     return {}
 
 
-def kind_of(said: Mapping[str, Any]) -> Any:
+def kind_of(said: Json) -> Any:
     """How frequencies are scaled; M-RoPE, which only says what they turn with, scales nothing."""
     kind = said.get("rope_type") or said.get("type") or "default"
     return "default" if kind == "mrope" else kind
 
 
-def read(flat: Mapping[str, Any], axes: bool) -> dict[str, Any]:
+def read(flat: Json, axes: bool) -> Settings:
     """Values of a Rope but its theta, of a config.json laid open.
 
     Args:
@@ -42,7 +43,7 @@ def read(flat: Mapping[str, Any], axes: bool) -> dict[str, Any]:
     """
     said = scaling(flat)
     kind = kind_of(said)
-    found: dict[str, Any] = {"rope_kind": kind} if kind in ROPE_KINDS and kind != "default" else {}
+    found: Settings = {"rope_kind": kind} if kind in ROPE_KINDS and kind != "default" else {}
     share = said.get("partial_rotary_factor", flat.get("partial_rotary_factor"))
     if share not in (None, 1):
         found["rope_share"] = share
@@ -63,7 +64,7 @@ def read(flat: Mapping[str, Any], axes: bool) -> dict[str, Any]:
     return found
 
 
-def _gain(said: Mapping[str, Any]) -> Any:
+def _gain(said: Json) -> Any:
     """YaRN's factor of cosine and sine, as transformers makes it where the file says none."""
     factor, given = said.get("factor", 1.0), said.get("attention_factor")
     if given is not None or not isinstance(factor, int | float):
@@ -78,7 +79,7 @@ def _gain(said: Mapping[str, Any]) -> Any:
     return gain(1.0)
 
 
-def describe(c: Rope) -> dict[str, Any]:
+def describe(c: Rope) -> Settings:
     """`rope_theta`, `rope_scaling` and `partial_rotary_factor` of a drafter's config.
 
     Raises:
@@ -86,7 +87,7 @@ def describe(c: Rope) -> dict[str, Any]:
     """
     if c.rope != "1d":
         raise ValueError("positions on a grid have no place in this layout. Use layout 'mmspec'")
-    said: dict[str, Any] = {}
+    said: Settings = {}
     if c.rope_kind != "default":
         said = {"rope_type": c.rope_kind, "factor": c.rope_factor}
         if c.rope_kind in _BOUNDS:

@@ -13,8 +13,9 @@ from typing import Any
 from safetensors.torch import save_file
 
 from mmspec.checkpoints import settings, weights
-from mmspec.checkpoints.describe import card, describe
-from mmspec.checkpoints.files import CONFIG, WEIGHTS
+from mmspec.checkpoints.card import card
+from mmspec.checkpoints.files import CONFIG, WEIGHTS, Settings
+from mmspec.checkpoints.layout import Published
 from mmspec.checkpoints.layouts import layout_named
 
 CARD = "README.md"
@@ -35,7 +36,7 @@ def save_drafter(drafter: Any, folder: str | Path, layout: str = "mmspec") -> No
     table = layout_named(layout)
     if not hasattr(drafter, "state_dict"):
         raise TypeError(f"only a drafter with weights can be saved; a {type(drafter).__name__} has none")
-    said = describe(layout, drafter.method, drafter.config)
+    said = settings.describe(layout, drafter.method, drafter.config)
     config = json.dumps(said, indent=2) + "\n"
     tensors = weights.split(table.over(getattr(drafter.config, "layers", 1)), drafter)
     if table.keys:
@@ -95,7 +96,7 @@ def push_drafter(
     return str(address)
 
 
-def _check(name: str, said: dict[str, Any], shapes: dict[str, tuple[int, ...]], config: Any) -> None:
+def _check(name: str, said: Settings, shapes: dict[str, tuple[int, ...]], config: Any) -> None:
     """Refuse a layout that would lose a setting: what it writes has to be read as it was.
 
     Raises:
@@ -103,13 +104,14 @@ def _check(name: str, said: dict[str, Any], shapes: dict[str, tuple[int, ...]], 
     """
     known = {"vocab": config.vocab}
     try:
-        found = settings.read(name, said, shapes, known.get, type(config))
+        found = settings.read(name, Published(said, settings.opened(said), shapes, known.get), type(config))
     except ValueError as error:
         raise ValueError(f"the layout {name!r} cannot hold this drafter: {error}. Use layout 'mmspec'") from error
     plain = {"head_dim": (0, config.hidden // config.heads), "target_hidden": (0, config.hidden)}  # 0: this very one
     lost = []
+    back = found.to_dict()
     for key, value in config.to_dict().items():
-        read = getattr(found, key)
+        read = back[key]
         alike = key in plain and {read, value} <= {*plain[key]}
         several = isinstance(read, tuple) and isinstance(value, tuple) and {*read} == {*value} and len({*read}) == 1
         if read != value and not alike and not several:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor
 
-from mmspec.checkpoints.layouts import Layout
+from mmspec.checkpoints.layout import Layout
 from mmspec.drafters.eagle import EagleConfig
 from mmspec.drafters.feature import FeatureDrafter
 

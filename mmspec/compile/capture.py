@@ -18,12 +18,13 @@ from torch.fx.passes.split_module import split_module
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from mmspec.attention import LayerAttention, attend, cut
 from mmspec.compile import graphs, products
+from mmspec.compile.graphs import Function
+from mmspec.functional import LayerAttention, attend, cut
 from mmspec.modes import uncast
 
-Compile = Callable[[fx.GraphModule, list[Tensor]], Callable[..., Any]]  # a graph and example inputs → a function
-Place = Callable[[fx.GraphModule, Callable[..., Any]], Callable[..., Any]]  # a piece and its function → what runs there
+Compile = Callable[[fx.GraphModule, list[Tensor]], Function]  # a graph and example inputs → a function
+Place = Callable[[fx.GraphModule, Function], Function]  # a piece and its function → what runs there
 
 _making = threading.RLock()
 
@@ -97,11 +98,11 @@ class PiecewiseFunction:
     @_alone
     def __init__(
         self,
-        function: Callable[..., Any],
+        function: Function,
         inputs: Sequence[Tensor],
         own: Iterable[Tensor],
         compile: Compile | None = None,
-        variants: Sequence[Any] = (),
+        variants: Sequence[int] = (),
         graphed: bool = True,
     ) -> None:
         given, self._device = list(own), inputs[0].device
@@ -122,7 +123,7 @@ class PiecewiseFunction:
             self(attend, *inputs)  # records them, so that the first call in earnest, which may be checked, is a replay
         PiecewiseFunction.made += 1
 
-    def __call__(self, attend: LayerAttention, *inputs: Tensor) -> list[Tensor]:
+    def __call__(self, attend: LayerAttention, *inputs: Tensor) -> Sequence[Tensor]:
         if self._cast is None:
             return self._replay(attend, *inputs)
         with uncast(self._device):  # what autocast casts is written in the pieces, and so is what it leaves alone
@@ -133,18 +134,18 @@ class PiecewiseFunction:
         for copy in self.copies:
             copy.renew()
 
-    def _replay(self, attend: LayerAttention, *inputs: Tensor) -> list[Tensor]:
+    def _replay(self, attend: LayerAttention, *inputs: Tensor) -> Sequence[Tensor]:
         if self._graphs is not None:
             return self._graphs.run(self._run, inputs, self._weights, attend)
         return self._run(*inputs, *self._weights, attend)
 
 
-def _cast(attend: LayerAttention, kind: str, dtype: torch.dtype, *args: Any) -> Tensor:
+def _cast(attend: LayerAttention, kind: str, dtype: torch.dtype, *args: Tensor | float | None) -> Tensor:
     with torch.autocast(kind, dtype):
         return attend(*args)
 
 
-def inductor(piece: fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
+def inductor(piece: fx.GraphModule, examples: list[Tensor]) -> Function:
     """torch.compile's back end for a graph that needs no guards, since its shapes never change."""
     import torch._inductor as backend
 
@@ -166,14 +167,12 @@ def _own_casts() -> Iterator[None]:
         torch.set_autocast_cache_enabled(before)
 
 
-def _one_mode() -> AbstractContextManager[Any]:
+def _one_mode() -> AbstractContextManager[TracingContext | None]:
     """The fake tensors that a trace notes are all of one mode: else torch makes one for each, a third of the time."""
     return tracing(TracingContext(FakeTensorMode(allow_fallback_kernels=True)))
 
 
-def _traced(
-    function: Callable[..., Any], inputs: Sequence[Tensor], own: Iterable[Tensor]
-) -> tuple[fx.GraphModule, list[Tensor]]:
+def _traced(function: Function, inputs: Sequence[Tensor], own: Iterable[Tensor]) -> tuple[fx.GraphModule, list[Tensor]]:
     """The graph of `function` with the weights that it uses as further inputs, and those weights."""
     try:
         with _own_casts(), _one_mode():
@@ -222,7 +221,7 @@ def _joined(
     return whole, takes, list(copies.values())
 
 
-def _cut(graph: fx.GraphModule, compile: Compile, place: Place | None) -> tuple[Callable[..., Any], int]:
+def _cut(graph: fx.GraphModule, compile: Compile, place: Place | None) -> tuple[Function, int]:
     """A function that runs the pieces one after the other and asks its last argument to attend; how many differ.
 
     `place` is given a piece and its compiled function, and returns what runs at this place, such as a CUDA graph. It is
@@ -238,7 +237,7 @@ def _cut(graph: fx.GraphModule, compile: Compile, place: Place | None) -> tuple[
     *_, last = whole.graph.find_nodes(op="placeholder")
     with whole.graph.inserting_after(last):
         attention = whole.graph.placeholder("attention")
-    ready: dict[str, Callable[..., Any]] = {}
+    ready: dict[str, Function] = {}
     nodes = whole.graph.find_nodes(op="call_module")
     for node in nodes:
         piece = getattr(whole, node.target)
@@ -271,11 +270,11 @@ def _in_a_tuple(whole: fx.GraphModule, node: fx.Node, piece: fx.GraphModule) -> 
     node.replace_all_uses_with(only, delete_user_cb=lambda user: user is not only)
 
 
-def _attended(attention: LayerAttention, *args: Any) -> Tensor:
+def _attended(attention: LayerAttention, *args: Tensor | float | None) -> Tensor:
     return attention(*args)
 
 
-def _ready(piece: fx.GraphModule, ready: dict[str, Callable[..., Any]], compile: Compile) -> Callable[..., Any]:
+def _ready(piece: fx.GraphModule, ready: dict[str, Function], compile: Compile) -> Function:
     """The compiled function of a piece, or that of an earlier piece with the same code and shapes."""
     for number, node in enumerate(piece.graph.nodes):
         node.name = f"n{number}"

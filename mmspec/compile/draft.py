@@ -2,64 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mmspec.attention import LayerAttention
 from mmspec.compile.capture import PiecewiseFunction, Uncapturable
 from mmspec.compile.held import Held
 from mmspec.drafters import static_trees
-from mmspec.drafters.draft_vocab import Head
-from mmspec.drafters.feature import Decided, FeatureMemory, path_after
+from mmspec.drafters.dflash import BlockDrafter
+from mmspec.drafters.feature import FeatureDrafter, FeatureMemory
+from mmspec.drafters.growth import draws
 from mmspec.kernels import reference as ops
 from mmspec.modes import lasting
 from mmspec.protocols import SessionView, Target
 from mmspec.session import Row
 from mmspec.tree import bounds, chain, from_parents
-from mmspec.types import NO_TOKEN, Categorical, Draft, Prompt, Round, Tree
+from mmspec.types import NO_TOKEN, Categorical, Decided, Draft, Prompt, Round, Tree, decided
 
 _TIE = 1e-3  # how much less likely a token may be than the one drawn: rounding, of log-probabilities and noise
 
 
-class Capturable(Protocol):
-    """A drafter on features whose draft may be a function of tensors and of attentions over its memory alone.
-
-    Attributes:
-        capturable: whether it is one, with these options.
-        block: what stands for its weights, however often they are fitted.
-        head: what makes its logits; the target weighs none that come from a head of the drafter's own.
-    """
-
-    options: Any
-
-    @property
-    def capturable(self) -> bool: ...
-    @property
-    def block(self) -> Any: ...
-    @property
-    def head(self) -> Head: ...
-    @property
-    def features(self) -> tuple[int, ...]: ...
-    @property
-    def nodes(self) -> int: ...
-
-    def start(self, session: SessionView, target: Target, prompt: Prompt) -> Any: ...
-    def propose(self, session: SessionView, target: Target) -> Draft: ...
-    def drawing(self, session: SessionView) -> bool: ...
-    def logits(self, hidden: Tensor, target: Target) -> Tensor: ...
-    def parameters(self) -> Iterator[Tensor]: ...
-    def buffers(self) -> Iterator[Tensor]: ...
-
-    def draft(self, session: SessionView, target: Target, decided: Decided, draws: bool) -> Draft:
-        """See `FeatureDrafter.draft`."""
-
-    def attending(self, before: FeatureMemory, after: FeatureMemory, rows: int) -> LayerAttention:
-        """See `FeatureDrafter.attending`."""
+Capturable = FeatureDrafter | BlockDrafter  # whose draft is a function of tensors, and of attentions over its memory
 
 
 @dataclass
@@ -69,7 +36,7 @@ class _Within:
     pending: Tensor
     emitted: Tensor
     seeds: Tensor
-    memory: Any
+    memory: FeatureMemory
     rows: Sequence[Row] = ()
 
     @property
@@ -101,7 +68,7 @@ class CapturedDraft:
         self.features, self.nodes = drafter.features, drafter.nodes
         self.rows = 1 + (depth or drafter.options.depth)  # that a round can hand over, if the one before drafted
 
-    def start(self, session: SessionView, target: Target, prompt: Prompt) -> Any:
+    def start(self, session: SessionView[FeatureMemory], target: Target, prompt: Prompt) -> FeatureMemory:
         self.held.check(self.drafter)
         if (
             self.drafter.head.vocab is not None
@@ -111,32 +78,32 @@ class CapturedDraft:
         return self.drafter.start(session, target, prompt)
 
     @torch.no_grad()
-    def propose(self, session: SessionView, target: Target) -> Draft:
+    def propose(self, session: SessionView[FeatureMemory], target: Target) -> Draft:
         weighed = target.weighs and not self.drafter.head.own
         if weighed or session.last.kept.shape[1] > self.rows:
             return self.drafter.propose(session, target)
-        memory: FeatureMemory = session.memory
-        hidden, follow, count, counts = path_after(session)
+        memory = session.memory
+        hidden, follow, count, counts = decided(session.last)
         missing = self.rows - follow.shape[1]  # rows past `count` mean nothing, and are written over
         inputs = [pad(hidden, (0, 0, 0, missing)), pad(follow, (0, missing)), count]
         inputs += [session.pending, session.emitted, session.seeds, *memory.state()]
         inputs = [t.contiguous() for t in inputs]  # such as counts that stand for all rows at once
         after = memory.lengths.plus(counts, count)
         attend = self.drafter.attending(memory, replace(memory, lengths=after), self.rows)
-        o, draws = self.drafter.options, self.drafter.drawing(session)
+        o, drawn = self.drafter.options, draws(self.drafter.options, session)
         key = (
             o.tree,
             o.depth,
             o.width,
             o.size,
             self.drafter.head.vocab,
-            draws,
+            drawn,
             target.guidance,
             *(t.shape for t in inputs),
         )
 
         def made() -> PiecewiseFunction:
-            captured = self._capture(target, draws, inputs, memory)
+            captured = self._capture(target, drawn, inputs, memory)
             check(self._draft(captured(attend, *inputs)), session, self.vocab)
             return captured
 
@@ -147,7 +114,7 @@ class CapturedDraft:
         memory.lengths, memory.positions = after, memory.positions + count
         return draft
 
-    def _draft(self, found: list[Tensor]) -> Draft:
+    def _draft(self, found: Sequence[Tensor]) -> Draft:
         tokens, parents, depth, ancestors, *distribution = found
         o = self.drafter.options
         if o.tree == static_trees.DYNAMIC:
@@ -158,16 +125,16 @@ class CapturedDraft:
         tree = Tree(parents, depth, ancestors, o.tree == "chain", families)
         return Draft(tokens, tree, Categorical(*distribution) if distribution else None)
 
-    def _capture(self, target: Target, draws: bool, inputs: list[Tensor], memory: FeatureMemory) -> PiecewiseFunction:
+    def _capture(self, target: Target, drawn: bool, inputs: list[Tensor], memory: FeatureMemory) -> PiecewiseFunction:
         drafter, o, device = self.drafter, self.drafter.options, inputs[0].device
         static = o.tree != static_trees.DYNAMIC
         fixed = [chain(self.rows, device), static_trees.plan(o.tree, o.depth, device) if static else None]
 
         def run(hidden: Tensor, follow: Tensor, count: Tensor, *state: Tensor) -> list[Tensor]:
             pending, emitted, seeds, *rest = state
-            decided = Decided(hidden, follow, count, (self.rows,) * len(count))
+            path = Decided(hidden, follow, count, (self.rows,) * len(count))
             with memory.passing(rest) as empty:
-                draft = drafter.draft(_Within(pending, emitted, seeds, empty), target, decided, draws)
+                draft = drafter.draft(_Within(pending, emitted, seeds, empty), target, path, drawn)
             tree = draft.tree
             return [draft.tokens, tree.parents, tree.depth, tree.ancestors, *_tensors(draft.q and draft.q.logits)]
 
@@ -177,7 +144,7 @@ class CapturedDraft:
             return PiecewiseFunction(run, [t.clone() for t in inputs], own)
 
 
-def check(draft: Draft, session: SessionView, vocab: int) -> None:
+def check(draft: Draft, session: SessionView[FeatureMemory], vocab: int) -> None:
     """Refuse a captured draft that would not keep the distribution or not fit the target; any other draft costs time at
     most.
 

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from mmspec.functional import LayerAttention
 from mmspec.modes import lasting
 
 VARIABLE = "MMSPEC_GRAPHS"
@@ -69,7 +70,7 @@ class Graphs:
         still: stands for the attentions while the pieces are recorded.
     """
 
-    def __init__(self, inputs: Sequence[Tensor], still: Any) -> None:
+    def __init__(self, inputs: Sequence[Tensor], still: LayerAttention) -> None:
         with lasting():
             self._places = [t.clone() for t in inputs]
         self._still = still
@@ -88,7 +89,9 @@ class Graphs:
             return function
         return partial(self._call, next(self._numbers), function)
 
-    def run(self, whole: Function, inputs: Sequence[Tensor], weights: Sequence[Tensor], attend: Any) -> list[Tensor]:
+    def run(
+        self, whole: Function, inputs: Sequence[Tensor], weights: Sequence[Tensor], attend: LayerAttention
+    ) -> list[Tensor]:
         """`whole` of all these, with pieces in their places; recorded anew if weights lie elsewhere than before."""
         with self._turn, torch.no_grad():
             at = [weight.data_ptr() for weight in weights]
@@ -236,7 +239,7 @@ def proved(device: torch.device) -> bool:
     return not wrong
 
 
-def _wrong(device: torch.device, recorder: Callable[[torch.device], Any]) -> str:
+def _wrong(device: torch.device, recorder: type[Recorder]) -> str:
     """What is wrong with the graphs of such recorders; empty: nothing."""
     weight = torch.randn(4096, 256, device=device, dtype=torch.bfloat16)  # long sums of few rows: cuBLAS splits them
 

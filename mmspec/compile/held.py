@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Self
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmspec.compile import graphs
 from mmspec.compile.capture import PiecewiseFunction, Uncapturable
@@ -35,8 +35,8 @@ class Held:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.drafts: WeakKeyDictionary[Any, Held] = WeakKeyDictionary()
-        self._held: dict[Any, PiecewiseFunction | None] = {}
+        self.drafts: WeakKeyDictionary[nn.Module, Held] = WeakKeyDictionary()
+        self._held: dict[Hashable, PiecewiseFunction | None] = {}
         self._seen: Version | None = None  # that captures are valid for
         self._wish = ""  # whether graphs were recorded
         self._drops = 0
@@ -45,7 +45,7 @@ class Held:
         self._making, self._checking = threading.Lock(), threading.RLock()
 
     @classmethod
-    def of(cls, module: Any, compile: bool = True) -> Self | None:
+    def of(cls, module: nn.Module, compile: bool = True) -> Self | None:
         """What is captured of a module, which outlives every call, checked for this one; None without `compile`."""
         if not compile:
             return None
@@ -53,11 +53,11 @@ class Held:
         found.check(module)
         return found
 
-    def beside(self, weights: Any, name: str) -> Held:
+    def beside(self, weights: nn.Module, name: str) -> Held:
         """What is captured of a drafter with these weights, which reads this module's, too."""
         return self.drafts.setdefault(weights, Held(name))
 
-    def check(self, module: Any) -> None:
+    def check(self, module: nn.Module) -> None:
         """At the start of a call: drop what was captured of another version of the module."""
         wish, now = graphs.wish(), version(module)
         with self._checking:
@@ -86,15 +86,17 @@ class Held:
         for held in list(self.drafts.values()):
             held.renew()
 
-    def known(self, key: Any) -> PiecewiseFunction | None:
+    def known(self, key: Hashable) -> PiecewiseFunction | None:
         """What is held for a key."""
         return self._held.get((key, ambient())) if self._why is None else None
 
-    def failed(self, key: Any) -> bool:
+    def failed(self, key: Hashable) -> bool:
         """Whether a capture for a key was tried in vain, or would be."""
         return self._why is not None or self._held.get((key, ambient()), ...) is None
 
-    def get(self, key: Any, make: Callable[[], PiecewiseFunction], quiet: bool = False) -> PiecewiseFunction | None:
+    def get(
+        self, key: Hashable, make: Callable[[], PiecewiseFunction], quiet: bool = False
+    ) -> PiecewiseFunction | None:
         """What is held for a key; at its first call what `make` gives, which raises where that is not to be trusted.
 
         Args:
@@ -112,7 +114,7 @@ class Held:
                     held[key] = self._made(make, quiet)
         return held.get(key)
 
-    def forward(self, module: Any, inputs: Sequence[Tensor]) -> PiecewiseFunction | None:
+    def forward(self, module: nn.Module, inputs: Sequence[Tensor]) -> PiecewiseFunction | None:
         """The forward of a module without attentions, captured for inputs of these shapes."""
 
         def made() -> PiecewiseFunction:
@@ -132,7 +134,7 @@ class Held:
         return None
 
 
-_OF: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+_OF: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +17,9 @@ from mmspec.modes import computed_in, lasting
 class Steps(Held):
     """Compiled steps of one head, by shape."""
 
-    def draw(self, net: Any, chain: denoising.Chain, noise: Tensor, temperature: float = 1.0) -> denoising.Path:
+    def draw(
+        self, net: denoising.Net, chain: denoising.Chain, noise: Tensor, temperature: float = 1.0
+    ) -> denoising.Path:
         """As `denoising.draw`; the tokens are filled up to a power of two, so that few shapes come up."""
         if not isinstance(net, Denoiser):
             return denoising.draw(net, chain, noise, temperature)
@@ -77,5 +78,5 @@ def _function(net: Denoiser) -> Callable[..., list[Tensor]]:
     return step
 
 
-def _unattended(*_: Any) -> Tensor:
+def _unattended(*_: Tensor) -> Tensor:
     raise AssertionError("the head of a MAR has no attention")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import lru_cache
 from itertools import count
 from pathlib import Path
@@ -12,6 +12,8 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, fx
+from torch._ops import OpOverload
+from torch.fx.node import Argument
 from torch.nn import Parameter
 
 from mmspec.modes import lasting
@@ -28,7 +30,7 @@ class Part(NamedTuple):
     """A matrix [K, N] of a product: a weight, and the operations of views that lead from it to the matrix."""
 
     weight: Tensor
-    views: tuple[tuple[Any, tuple[Any, ...]], ...]
+    views: tuple[tuple[OpOverload, tuple[int, ...]], ...]
 
     def matrix(self) -> Tensor:
         found = self.weight
@@ -74,7 +76,9 @@ class Joined:
 
 _NUMBERS = count()
 _PACKED: WeakValueDictionary[int, Joined] = WeakValueDictionary()
-_HELD: WeakValueDictionary[Any, Joined] = WeakValueDictionary()  # by the weights, which it keeps; functions share them
+_HELD: WeakValueDictionary[Hashable, Joined] = (
+    WeakValueDictionary()
+)  # by the weights, which it keeps; functions share them
 
 
 @torch.library.custom_op("mmspec::times_packed", mutates_args=())
@@ -125,7 +129,7 @@ def spare_memory() -> int | None:
     return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")), None)
 
 
-def _key(parts: Sequence[Part], packed: bool) -> Any:
+def _key(parts: Sequence[Part], packed: bool) -> Hashable:
     return (packed, *((id(part.weight), part.views) for part in parts))
 
 
@@ -158,7 +162,7 @@ def join(graph: fx.Graph, weights: dict[fx.Node, Tensor]) -> dict[fx.Node, Joine
         weights: by the placeholders that stand for them.
     """
     parts, written = _parts(graph, weights), _Written(graph)
-    groups: dict[Any, list[fx.Node]] = {}
+    groups: dict[Hashable, list[fx.Node]] = {}
     for target in (_MM, _ADDMM):
         for node in graph.find_nodes(op="call_function", target=target):
             if node.args[-1] in parts and not node.kwargs and not written.into(node, node.args[-2]):
@@ -204,8 +208,8 @@ class _Written:
     """Which tensors of a graph are written into, by themselves or through a view."""
 
     def __init__(self, graph: fx.Graph) -> None:
-        self._base: dict[Any, Any] = {}  # of a node the one of which it is a view
-        self._bases: set[Any] = set()  # of what is written into
+        self._base: dict[Argument, Argument] = {}  # of a node the one of which it is a view
+        self._bases: set[Argument] = set()  # of what is written into
         for node in graph.nodes:
             schema = getattr(node.target, "_schema", None) if node.op == "call_function" else None
             if node.target is operator.getitem or node.target is torch.ops.aten._unsafe_view.default:
@@ -213,7 +217,7 @@ class _Written:
             elif schema is not None:
                 self._read(node, schema)
 
-    def _read(self, node: fx.Node, schema: Any) -> None:
+    def _read(self, node: fx.Node, schema: torch.FunctionSchema) -> None:
         given = [*zip(schema.arguments, node.args, strict=False)]
         given += [(one, node.kwargs[one.name]) for one in schema.arguments if one.name in node.kwargs]
         for one, value in given:
@@ -222,24 +226,24 @@ class _Written:
                 if one.alias_info.is_write:
                     self._bases.add(self._of(value))
 
-    def _of(self, node: Any) -> Any:
+    def _of(self, node: Argument) -> Argument:
         return self._base.get(node, node)
 
-    def into(self, *nodes: Any) -> bool:
+    def into(self, *nodes: Argument) -> bool:
         """Whether any of these is."""
         return any(self._of(node) in self._bases for node in nodes)
 
 
-def _rows(node: Any) -> Any:
+def _rows(node: Any) -> Hashable:
     """What tells the same rows from others: every `nn.Linear` takes a view of its own of what it is given."""
     if node.target is torch.ops.aten.view.default:
         return (node.args[0], tuple(node.args[1]))
     return node
 
 
-def _parts(graph: fx.Graph, weights: dict[fx.Node, Tensor]) -> dict[Any, Part]:
+def _parts(graph: fx.Graph, weights: dict[fx.Node, Tensor]) -> dict[Argument, Part]:
     """The matrices that are views of weights, by node."""
-    found: dict[Any, Part] = {
+    found: dict[Argument, Part] = {
         node: Part(weight, ())
         for node, weight in weights.items()
         if isinstance(weight, Parameter) and weight.device.type == "cpu" and weight.dtype in _DTYPES

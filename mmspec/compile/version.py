@@ -20,12 +20,13 @@ PLAIN = {bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.d
 # Attributes that are not looked at: those of every module (parameters and buffers are read apart), and of `generate`.
 _ASIDE = {*vars(nn.Module())} - {"training"}
 _ASIDE |= {"generation_config", "warnings_issued", "_previous_max_cache_length", "_output_capturing_hooks_installed"}
-_READ: ContextVar[dict[int, tuple[Any, Version]] | None] = ContextVar("mmspec_versions", default=None)
+Marks = list[Any]  # of anything that can be told apart from others
+_READ: ContextVar[dict[int, tuple[nn.Module, Version]] | None] = ContextVar("mmspec_versions", default=None)
 _CONTAINERS = (list, tuple, dict, set, frozenset)
 _BARE = tuple(vars(nn.Module()))  # attributes of every module, in this order
 _INSIDE = ("_parameters", "_buffers", "_modules", "_forward_pre_hooks", "_forward_hooks")  # those that are looked into
-_SEEN: WeakKeyDictionary[Any, _Seen] = WeakKeyDictionary()  # what was read last, by module
-_REFRESHED: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # how often `refresh` was called, by module
+_SEEN: WeakKeyDictionary[nn.Module, _Seen] = WeakKeyDictionary()  # what was read last, by module
+_REFRESHED: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # how often `refresh` was called, by module
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,11 @@ class Version:
         why: what keeps a capture from standing for the model's forward, such as hooks; None: nothing.
     """
 
-    weights: list[Any]
-    state: list[Any]
-    written: list[Any]
+    weights: Marks
+    state: Marks
+    written: Marks
     why: str | None
-    _alive: list[Any] = field(compare=False, repr=False)  # weak references, by whose ids it tells objects apart
+    _alive: list[ref[Any]] = field(compare=False, repr=False)  # weak references, by whose ids it tells objects apart
 
 
 @contextmanager
@@ -62,7 +63,7 @@ def unchanging() -> Iterator[None]:
         _READ.reset(token)
 
 
-def version(root: Any, kept: bool = False) -> Version:
+def version(root: nn.Module, kept: bool = False) -> Version:
     """Of a module and all below it.
 
     Args:
@@ -78,7 +79,7 @@ def version(root: Any, kept: bool = False) -> Version:
     return known[id(root)][1]
 
 
-def _latest(root: Any) -> Version:
+def _latest(root: nn.Module) -> Version:
     """The version that was read last where nothing of it has changed, else another."""
     seen = _SEEN.get(root)
     if seen is None or not seen.stands():
@@ -86,12 +87,12 @@ def _latest(root: Any) -> Version:
     return seen.version
 
 
-def _version(root: Any, kept: bool = False) -> Version:
-    modules, alive, configs = list(each_module(root)), list[Any](), dict[int, Any]()
+def _version(root: nn.Module, kept: bool = False) -> Version:
+    modules, alive, configs = list(each_module(root)), list[ref[Any]](), dict[int, Any]()
     classes = [stock_class(type(module)) for module in modules]  # another thread may swap them
-    weights: list[Any] = []
-    written: list[Any] = []
-    state: list[Any] = [sum(_REFRESHED.get(module, 0) for module in modules) if _REFRESHED else 0]
+    weights: Marks = []
+    written: Marks = []
+    state: Marks = [sum(_REFRESHED.get(module, 0) for module in modules) if _REFRESHED else 0]
 
     def known(thing: Any) -> int:
         """A number that no other object has while this version is held."""
@@ -148,7 +149,7 @@ class _Seen:
     plain values and configurations are held here, of modules, tensors and functions a weak reference is asked.
     """
 
-    def __init__(self, root: Any) -> None:
+    def __init__(self, root: nn.Module) -> None:
         modules, self.version = list(each_module(root)), _version(root)
         self._modules = list(map(ref, modules))
         self._skipped = [len(_BARE) * (tuple(islice(vars(m), len(_BARE))) == _BARE) for m in modules]
@@ -193,7 +194,7 @@ class _Seen:
         )
 
 
-def refresh(*models: Any) -> None:
+def refresh(*models: nn.Module) -> None:
     """Make what was captured and kept of these modules, and of those around and below them, invalid."""
     for module in each_module(*models):
         _REFRESHED[module] = _REFRESHED.get(module, 0) + 1
@@ -215,7 +216,7 @@ def _with_those_inside(config: Any) -> Iterator[Any]:
             yield from _with_those_inside(value)
 
 
-def _obstacle(module: Any, held: dict[str, Any]) -> str | None:
+def _obstacle(module: nn.Module, held: dict[str, Any]) -> str | None:
     """What runs with a module's forward and cannot be seen to be the same at the next call, or None."""
     if hooked(module):
         return "has forward hooks"
@@ -233,5 +234,5 @@ def _obstacle(module: Any, held: dict[str, Any]) -> str | None:
     return "has a forward of its own"
 
 
-def _name(root: Any, module: Any) -> str:
+def _name(root: nn.Module, module: nn.Module) -> str:
     return next((name for name, found in root.named_modules() if found is module and name), type(module).__name__)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from mmspec.drafters.dflash_layer import MARKOV
-from mmspec.drafters.options import TreeOptions
+from mmspec.drafters.shape import MOST, Shape, TreeOptions
 from mmspec.drafters.trained import TrainedConfig
 
 NO_CAP = 1e9  # as `softcap`: logits stay as they are
+
+_WHOLE = replace(Shape.chain(MOST["depth"]), draws=True)  # as deep as a block is
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class BlockConfig(TrainedConfig):
         confidence, confidence_markov: a confidence head; it reads the Markov head's embedding, too.
         taps, group: of DFlash2's convolutions, rows that one mixes and channels that share a weight; 0: none.
         selector_rank, selector_top: of DFlash2's selector; 0: none.
+        shape: a deeper one than a block drafts is as deep as that.
     """
 
     named: ClassVar[str] = "a block config"
@@ -57,7 +60,7 @@ class BlockConfig(TrainedConfig):
     group: int = 1
     selector_rank: int = 0
     selector_top: int = 16
-    draws: bool = True
+    shape: Shape = _WHOLE
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -78,8 +81,8 @@ class BlockConfig(TrainedConfig):
                 wrong.append(f"{name} needs one number, or one for each of {self.layers} layers")
         if wrong:
             raise ValueError(f"a block drafter cannot be so: {'; '.join(wrong)}")
-        for name, usual in (("depth", most), ("size", 1 + (self.depth or most))):
-            object.__setattr__(self, name, getattr(self, name) or usual)
+        if self.shape.depth > most:
+            object.__setattr__(self, "shape", replace(self.shape, depth=most, size=min(self.shape.size, 1 + most)))
 
     @property
     def most(self) -> int:
@@ -101,7 +104,6 @@ class BlockOptions(TreeOptions):
             probability; 0: never.
     """
 
-    width: int = 1
     confidence: float = 0.0
 
     def __post_init__(self) -> None:

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mmspec.attention import sdpa
-from mmspec.linear import Linear, linear
+from mmspec.functional import Linear, linear, sdpa
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v [B, heads, n, D] → [B, heads, n, D]
 

@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mmspec.attention import LayerAttention
+from mmspec.config import Options
 from mmspec.drafters import static_trees
-from mmspec.drafters.block_config import NO_CAP, BlockConfig, BlockOptions
-from mmspec.drafters.blocks import Attend, RMSNorm, Turn, attention, turn
-from mmspec.drafters.dflash_layer import BlockLayer, ConfidenceHead, MarkovHead, Selector
-from mmspec.drafters.draft_vocab import head_of
-from mmspec.drafters.feature import Decided, FeatureMemory, path_after
-from mmspec.drafters.layer import at_source, going
-from mmspec.drafters.options import ALL, grown
+from mmspec.drafters.block_config import BlockConfig, BlockOptions
+from mmspec.drafters.block_network import BlockNetwork, within
+from mmspec.drafters.blocks import attention
+from mmspec.drafters.feature import FeatureMemory
+from mmspec.drafters.growth import Noise, draws, filled, gumbel
+from mmspec.drafters.shape import ALL
 from mmspec.drafters.trained import check_fit, placed
-from mmspec.kernels import reference as ops
-from mmspec.linear import Linear
-from mmspec.protocols import SessionView, Target, TargetInfo
+from mmspec.functional import LayerAttention
+from mmspec.protocols import BareEmbedding, SessionView, Target, TargetInfo
 from mmspec.ragged_cache import Lengths, RaggedBuffer, visibility
-from mmspec.tree import Expand, chain, grow
-from mmspec.types import NO_TOKEN, Categorical, Draft, Prompt, gather_rows
+from mmspec.tree import Expand, chain
+from mmspec.types import NO_TOKEN, Categorical, Decided, Draft, Prompt, decided, gather_rows
 
 
-class BlockDrafter(nn.Module):
+class BlockDrafter(BlockNetwork):
     """A block of the pending token and mask tokens, denoised in one pass (DFlash, 2026, z-lab; DSpark; DFlash2).
 
     The target's features at `config.features`, normed and mixed by `fc`, give every layer keys and values, kept as its
@@ -42,29 +38,10 @@ class BlockDrafter(nn.Module):
     Config = BlockConfig
     options = BlockOptions()
     masked, positioned = True, False  # its training wants the embedding of the mask token
-    layers: Any  # of BlockLayer
 
     def __init__(self, config: BlockConfig) -> None:
-        super().__init__()
-        self.config = c = config
+        super().__init__(config)
         self.options = self.chosen({})
-        width, reads = c.head_dim or c.hidden // c.heads, len(c.features) * (c.target_hidden or c.hidden)
-        self.fc = Linear(reads, c.hidden, bias=False)
-        self.hidden_norm = RMSNorm(c.hidden, c.norm_eps)
-        self.layers: Any = nn.ModuleList(  # of BlockLayers, which torch's type does not say
-            BlockLayer(
-                c.hidden, c.intermediate, c.heads, c.kv_heads, width, c.norm_eps, bias=c.bias, qk_norm=c.qk_norm,
-                rope_first=c.rope_first, taps=c.taps, group=c.group,
-            )
-            for _ in range(c.layers)
-        )  # fmt: skip
-        self.out_norm = RMSNorm(c.hidden, c.norm_eps)
-        rows = c.draft_vocab or c.vocab
-        self.markov = MarkovHead(c.vocab, rows, c.hidden, c.markov_rank, c.markov) if c.markov_rank else None
-        read = c.hidden + c.markov_rank * c.confidence_markov
-        self.confidence = ConfidenceHead(read) if c.confidence else None
-        self.selector = Selector(c.vocab, c.hidden, c.selector_rank, c.selector_top) if c.selector_rank else None
-        self.head = head_of(c.hidden, c.draft_vocab)
 
     # -- what `enable` asks ------------------------------------------------------------------------------------------
 
@@ -87,7 +64,7 @@ class BlockDrafter(nn.Module):
         """The module by which captures are found: fitted copies of a drafter share it."""
         return self.layers[0]  # type: ignore[no-any-return]
 
-    def chosen(self, given: Mapping[str, Any]) -> BlockOptions:
+    def chosen(self, given: Options) -> BlockOptions:
         """What the user gave, elsewhere what its config recommends.
 
         Raises:
@@ -96,7 +73,7 @@ class BlockDrafter(nn.Module):
         c = self.config
         if "prune" in given:
             raise ValueError("a block drafter has no use for prune: it holds no embeddings of images")
-        options = grown(c, given, self.method, BlockOptions())
+        options = BlockOptions.like(c.shape).with_(given, self.method)
         if options.depth > c.most:
             raise ValueError(
                 f"a block of {c.block} drafts {c.most} tokens, so depth is at most that; got {options.depth}"
@@ -109,7 +86,7 @@ class BlockDrafter(nn.Module):
             raise ValueError(f"the selector knows {c.selector_top} tokens for a row; lower width")
         return options
 
-    def fit(self, target: TargetInfo, given: Mapping[str, Any]) -> BlockDrafter:
+    def fit(self, target: TargetInfo, given: Options) -> BlockDrafter:
         """The same weights with the user's options, on the target's device.
 
         Raises:
@@ -125,7 +102,7 @@ class BlockDrafter(nn.Module):
     # -- drafting ----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def start(self, session: SessionView, target: Target, prompt: Prompt) -> FeatureMemory:
+    def start(self, session: SessionView[FeatureMemory], target: Target, prompt: Prompt) -> FeatureMemory:
         """Read the prompt's features but the last one's, as far as the layers see.
 
         Raises:
@@ -151,17 +128,13 @@ class BlockDrafter(nn.Module):
         return memory
 
     @torch.no_grad()
-    def propose(self, session: SessionView, target: Target) -> Draft:
-        return self.draft(session, target, path_after(session), self.drawing(session))
+    def propose(self, session: SessionView[FeatureMemory], target: Target) -> Draft:
+        return self.draft(session, target, decided(session.last), draws(self.options, session))
 
-    def drawing(self, session: SessionView) -> bool:
-        """Whether the next draft is drawn at random; where p is a point mass (greedy, seed-exact) it is not."""
-        return self.options.draws and not session.last.scores.p.is_point
-
-    def draft(self, session: SessionView, target: Target, decided: Decided, draws: bool) -> Draft:
+    def draft(self, session: SessionView[FeatureMemory], target: Target, path: Decided, drawn: bool) -> Draft:
         """Read what the last round decided, then draft a block; arguments as those of `FeatureDrafter.draft`."""
         o, memory, at = self.options, session.memory, session.memory.lengths
-        hidden, _, count, counts = decided
+        hidden, _, count, counts = path
         context = self.hidden_norm(self.fc(hidden.to(self.fc.weight.dtype)))
         ahead = torch.arange(max(context.shape[1], self.config.block), device=context.device)
         read = self._turn(memory.positions[:, None] + ahead[: context.shape[1]])
@@ -172,7 +145,7 @@ class BlockDrafter(nn.Module):
         for i, layer in enumerate(self.layers):
             x = layer(x, by, memory.over(i, layer.keys_values(context, read), at, partial(self._attend, memory, i)))
         rows = self.out_norm(x)[:, n - o.depth :]
-        return self._drafted(session, rows, self.logits(rows, target), draws)
+        return self._drafted(session, rows, self.logits(rows, target), drawn)
 
     def attending(self, before: FeatureMemory, after: FeatureMemory, rows: int) -> LayerAttention:
         """As `FeatureDrafter.attending`: what the last round decided stands before a block's own keys and values."""
@@ -184,18 +157,14 @@ class BlockDrafter(nn.Module):
 
         return attend
 
-    def _masked(self, target: Any, anchors: Tensor, n: int) -> Tensor:
+    def _masked(self, target: Target, anchors: Tensor, n: int) -> Tensor:
         """Embeddings [B, n, H] of the anchors [B] with masks behind them."""
         ids = torch.full((len(anchors), n), self.config.mask_token, device=anchors.device)
         ids[:, 0] = anchors
-        embed = target.bare_embed if self.config.bare_embeds else target.embed
-        return embed(ids).to(self.fc.weight.dtype)  # type: ignore[no-any-return]
-
-    def _turn(self, positions: Tensor) -> Turn:
-        return turn(positions, self.config, self.layers[0].head_dim, self.fc.weight.dtype)
-
-    def _each(self, values: tuple[int, ...]) -> tuple[int, ...]:
-        return values if len(values) == self.config.layers else values * self.config.layers
+        if not self.config.bare_embeds:
+            return target.embed(ids).to(self.fc.weight.dtype)
+        assert isinstance(target, BareEmbedding)
+        return target.bare_embed(ids).to(self.fc.weight.dtype)
 
     def _attend(self, memory: FeatureMemory, i: int, slots: RaggedBuffer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention of a block's rows over what layer i remembers and themselves, within its window."""
@@ -213,58 +182,21 @@ class BlockDrafter(nn.Module):
             keys, values, mask = keys[:, :, first:], values[:, :, first:], mask[..., first:]
         return attention(q, keys, values, mask)
 
-    def logits(self, hidden: Tensor, target: Any) -> Tensor:
-        """Logits [..., V_d] of every row by itself."""
-        c = self.config
-        found = self.head.logits(hidden, target).float() * c.logit_scale
-        return found if c.softcap >= NO_CAP else (found / c.softcap).tanh() * c.softcap
-
-    def after(
-        self, logits: Tensor, hidden: Tensor, before: Tensor, state: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Logits [B, k, V_d] of a row after each of the target's tokens `before` [B, k], and what the next row wants.
-
-        Args:
-            logits, hidden: [B, 1 or k, …] of the row.
-        """
-        hidden = hidden.expand(-1, before.shape[1], -1)
-        logits = logits.expand(-1, before.shape[1], -1)
-        if self.markov is not None:
-            added, state = self.markov(before, hidden, state)
-            logits = logits + added.float()
-        return logits if self.selector is None else self.selector(logits, before, hidden), state
-
     # -- from rows to a draft ----------------------------------------------------------------------------------------
 
-    def _drafted(self, session: SessionView, hidden: Tensor, logits: Tensor, draws: bool) -> Draft:
-        o, pending = self.options, session.pending[:, None]
-        noise = self._noise(session, logits.shape[-1]) if draws else None
-        distributions = None
-        if o.tree == "chain":
-            below, distributions, depth = self._chain(pending, hidden, logits, noise)
+    def _drafted(self, session: SessionView[FeatureMemory], hidden: Tensor, logits: Tensor, drawn: bool) -> Draft:
+        pending, q = session.pending[:, None], None
+        noise = gumbel(session, logits.shape[-1]) if drawn else None
+        if self.options.tree == static_trees.CHAIN:
+            below, q, depth = self._chain(pending, hidden, logits, noise)
             tree = chain(depth + 1, below.device).expand(len(below))
-        elif o.tree == static_trees.DYNAMIC:
-            first, expand = self._growth(pending, hidden, logits)
-            size = min(o.size, 1 + o.width + (o.depth - 1) * o.width**2)
-            below, tree = grow(first, expand, o.width, o.depth, size)
-            below = self.head.to_target(below)
         else:
-            plan = static_trees.plan(o.tree, o.depth, hidden.device)
-            first, expand = self._growth(pending, hidden, logits)
-            below, distributions = static_trees.fill(first, expand, plan, noise)
-            below, tree = (
-                torch.where(below == NO_TOKEN, NO_TOKEN, self.head.to_target(below.clamp(min=0))),
-                plan.tree.expand(len(below)),
-            )
-        distribution = None if distributions is None else Categorical(self._spread(distributions, session))
+            below, tree, q = filled(self.options, self.head, *self._growth(pending, hidden, logits), noise)
+        distribution = None if q is None else Categorical(self._spread(q, session))
         return Draft(torch.cat([pending, below], 1), tree, distribution)
 
-    def _noise(self, session: SessionView, vocab: int) -> Callable[[int], Tensor]:
-        seeds = ops.stream(session.seeds, ops.FRESH)
-        return lambda level: ops.gumbel(seeds, session.emitted[:, None] + level, vocab)
-
     def _chain(
-        self, pending: Tensor, hidden: Tensor, logits: Tensor, noise: Callable[[int], Tensor] | None
+        self, pending: Tensor, hidden: Tensor, logits: Tensor, noise: Noise | None
     ) -> tuple[Tensor, Tensor | None, int]:
         """Tokens [B, depth] below the root, log-distributions [B, 1 + depth, V_d] that they were drawn from (the root's
         means nothing) or None, and the depth."""
@@ -290,17 +222,6 @@ class BlockDrafter(nn.Module):
         drawn = torch.cat([distributions[0], *distributions[:depth]], 1) if distributions else None
         return below[:, :depth], drawn, depth
 
-    def trust(self, hidden: Tensor, before: Tensor) -> Tensor:
-        """How likely the token at rows [..., H] is to be accepted after tokens [...].
-
-        Raises:
-            ValueError: it has no confidence head.
-        """
-        if self.confidence is None:
-            raise ValueError("this drafter has no confidence head")
-        told = self.markov.w1(before) if self.config.confidence_markov and self.markov is not None else None
-        return self.confidence(hidden, told)  # type: ignore[no-any-return]
-
     def _growth(self, pending: Tensor, hidden: Tensor, logits: Tensor) -> tuple[Tensor, Expand]:
         """Log-probabilities [B, V_d] after the root, and the way to those after a frontier."""
         levels = iter(range(1, logits.shape[1]))
@@ -319,7 +240,7 @@ class BlockDrafter(nn.Module):
 
         return at(0, pending)[:, 0], expand
 
-    def _spread(self, distributions: Tensor, session: SessionView) -> Tensor:
+    def _spread(self, distributions: Tensor, session: SessionView[FeatureMemory]) -> Tensor:
         """Distributions [B, N, V_d] over the draft vocabulary as distributions over the target's."""
         if (ids := self.head.ids) is None:
             return distributions
@@ -327,62 +248,3 @@ class BlockDrafter(nn.Module):
         assert p is not None
         whole = distributions.new_full((*distributions.shape[:2], p.shape[-1]), -torch.inf)
         return whole.index_copy(2, ids, distributions)
-
-    # -- training ----------------------------------------------------------------------------------------------------
-
-    def forward(
-        self, embeds: Tensor, features: Tensor, visual: Tensor, valid: Tensor, steps: int, start: int = 0,
-        rows: Tensor | None = None, mask: Tensor | None = None,
-    ) -> list[Tensor]:  # fmt: skip
-        """What blocks at many anchors would predict; arguments and results as those of `FeatureLayer.forward`.
-
-        Row j of `embeds` is the anchor at j + 1, whose block sees the features up to j; entry i predicts what the
-        target's final feature is i + 1 rows later.
-
-        Args:
-            mask: [H], embedding of the mask token.
-
-        Raises:
-            ValueError: more steps than a block drafts, or no mask.
-        """
-        c, (B, T, _) = self.config, embeds.shape
-        if mask is None or steps > c.most:
-            raise ValueError(f"a block of {c.block} learns {c.most} steps, with the mask's embedding; got {steps}")
-        place = torch.arange(T, device=embeds.device)
-        go, source = going(torch.where(valid, place, -1), rows)
-        m, n = go.shape[1], steps + (not c.anchored)
-        x = torch.cat([gather_rows(embeds, go)[:, :, None], mask.expand(B, m, n - 1, -1)], 2).flatten(1, 2)
-        row = torch.arange(n, device=embeds.device)
-        by, whole = self._turn((start + 1 + go[:, :, None] + row).flatten(1)), self._turn((start + place).expand(B, T))
-        context = self.hidden_norm(self.fc(features))
-        for i, layer in enumerate(self.layers):
-            x = layer(x, by, self._among(layer.keys_values(context, whole), go, valid, n, i), m)
-        found = self.out_norm(x).unflatten(1, (m, n))[:, :, n - steps :]
-        return [at_source(z, source, T) for z in found.unbind(2)]
-
-    def _among(self, held: tuple[Tensor, Tensor], go: Tensor, valid: Tensor, n: int, i: int) -> Attend:
-        """Attention of blocks side by side, each over the features up to its anchor's row and over itself."""
-        c, (B, m), T = self.config, go.shape, valid.shape[1]
-        window, causal = self._each(c.windows)[i], self._each(c.causal)[i]
-        row = torch.arange(n, device=go.device)
-        there = (torch.arange(T, device=go.device) - go[:, :, None] - 1)[:, :, None]  # [B, m, 1, T], from the anchor
-        past = (
-            (there < 0)
-            & valid[:, None, None]
-            & (within(window, there, row[:, None], c.from_anchor) if window else True)
-        )
-        inside = torch.ones(n, n, dtype=torch.bool, device=go.device)
-        inside = inside.tril() if causal else inside
-        own = torch.block_diag(*[inside] * m).expand(B, m * n, m * n)
-        mask = torch.cat([past.expand(B, m, n, T).flatten(1, 2), own], 2)
-
-        def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return attention(q, torch.cat([held[0], k], 2), torch.cat([held[1], v], 2), mask)
-
-        return run
-
-
-def within(window: int, there: Tensor, row: Tensor, from_anchor: bool) -> Tensor:
-    """Whether keys at `there` (0 at the anchor, below 0 before it) are near enough to a block's rows."""
-    near = (there >= -window) if from_anchor else ((row - there).abs() < window)
-    return near | (there >= 0) if from_anchor else near

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mmspec.drafters.blocks import Attend, RMSNorm, Turn, turned
-from mmspec.linear import Linear, linear
+from mmspec.functional import Linear, linear
 
 MARKOV = ("vanilla", "gated", "rnn")
 

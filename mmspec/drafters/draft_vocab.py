@@ -1,4 +1,4 @@
-"""The vocabulary that a drafter proposes from, and its head: one of its own, or the target's, whole or cut out once."""
+"""The vocabulary that a drafter on the target's head proposes from; its rows of the head are cut out once."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from mmspec.linear import Linear, linear
+from mmspec.functional import Linear, linear
 from mmspec.modes import lasting, stock_class
-from mmspec.protocols import Target, TargetInfo
+from mmspec.protocols import TargetInfo
 
 _MADE: WeakValueDictionary[tuple[tuple[int, ...], torch.device], DraftVocab] = WeakValueDictionary()
 
@@ -79,70 +79,6 @@ class DraftVocab:
             rows = fresh
             self._cut[head] = (state, rows)
         return rows
-
-
-class TargetHead:
-    """What makes logits of a drafter's features: the target's head, or only its rows of `vocab`.
-
-    Attributes:
-        own: whether the head is the drafter's, so that the target does not weigh its logits.
-        ids: [V_d], the target's id of each row of the logits; None: they are the target's own.
-    """
-
-    own = False
-
-    def __init__(self, vocab: DraftVocab | None = None) -> None:
-        self.vocab = vocab
-
-    @property
-    def ids(self) -> Tensor | None:
-        return None if self.vocab is None else self.vocab.ids
-
-    def logits(self, hidden: Tensor, target: Target) -> Tensor:
-        """Logits [..., V_d] over the draft vocabulary of features [..., F]."""
-        return target.head(hidden) if self.vocab is None else target.head(hidden, self.vocab)
-
-    def to_target(self, ids: Tensor) -> Tensor:
-        """Ids of the draft vocabulary as the target's."""
-        return ids if self.vocab is None else self.vocab.ids[ids]
-
-    def to_draft(self, logits: Tensor) -> Tensor:
-        """The target's logits [..., V] at the vocabulary that the drafter is trained on."""
-        return logits if self.vocab is None else logits[..., self.vocab.ids]
-
-
-class ModelHead(TargetHead):
-    """That of a model which drafts: it makes logits over the target's tokens by itself."""
-
-    own = True
-
-
-class OwnHead(Linear):
-    """A trained head over a vocabulary of its own; its members are those of a TargetHead."""
-
-    own, vocab = True, None
-    ids: Tensor
-
-    def __init__(self, hidden: int, rows: int) -> None:
-        super().__init__(hidden, rows, bias=False)
-        self.register_buffer("ids", torch.arange(rows))
-
-    def logits(self, hidden: Tensor, target: Target) -> Tensor:
-        return self(hidden)  # type: ignore[no-any-return]
-
-    def to_target(self, ids: Tensor) -> Tensor:
-        return self.ids[ids]
-
-    def to_draft(self, logits: Tensor) -> Tensor:
-        return logits[..., self.ids]
-
-
-Head = TargetHead | OwnHead
-
-
-def head_of(hidden: int, rows: int) -> Head:
-    """A head of its own with so many rows; 0: the target's."""
-    return OwnHead(hidden, rows) if rows else TargetHead()
 
 
 def _plain(head: nn.Module) -> bool:

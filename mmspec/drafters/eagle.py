@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from mmspec.drafters import static_trees
+from mmspec.config import Options
 from mmspec.drafters.blocks import Attend, Block, RMSNorm
-from mmspec.drafters.draft_vocab import head_of
-from mmspec.drafters.feature import FeatureDrafter
-from mmspec.drafters.options import ALL, TreeOptions, grown
+from mmspec.drafters.feature import FeatureDrafter, FeatureMemory
+from mmspec.drafters.growth import head_of
+from mmspec.drafters.shape import ALL, TreeOptions
 from mmspec.drafters.trained import TrainedConfig, check_fit, placed
-from mmspec.linear import Linear
+from mmspec.functional import Linear
 from mmspec.protocols import SessionView, Target, TargetInfo
 from mmspec.tree import chain
 from mmspec.types import FINAL
@@ -56,10 +55,6 @@ class EagleConfig(TrainedConfig):
     proposes: tuple[int, ...] = ()
     fc_bias: bool = True
     qkv_bias: bool = False
-    depth: int = 5
-    width: int = 8
-    size: int = 32
-    tree: str = static_trees.DYNAMIC
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -112,7 +107,7 @@ class EagleDrafter(FeatureDrafter):
         self.out_norm = _norm(c, c.out_norm or c.draft_vocab > 0)
         self.head = head_of(c.hidden, c.draft_vocab)
 
-    def fit(self, target: TargetInfo, given: Mapping[str, Any]) -> EagleDrafter:
+    def fit(self, target: TargetInfo, given: Options) -> EagleDrafter:
         """The same weights with the user's options, on the target's device.
 
         Raises:
@@ -125,14 +120,14 @@ class EagleDrafter(FeatureDrafter):
         fitted: EagleDrafter = placed(self, target, options)
         return fitted
 
-    def chosen(self, given: Mapping[str, Any]) -> TreeOptions:
+    def chosen(self, given: Options) -> TreeOptions:
         """What the user gave, elsewhere what its config recommends.
 
         Raises:
             ValueError: an option that it does not have, or values that do not go together or not with its head.
         """
         c, told = self.config, {"draft_vocab": self.config.proposes} if self.config.proposes else {}
-        options = grown(c, {**told, **given}, self.method, TreeOptions())
+        options = TreeOptions.like(c.shape).with_({**told, **given}, self.method)
         if options.draft_vocab != ALL and c.draft_vocab:
             raise ValueError(f"this drafter has a head of its own, with {c.draft_vocab} rows; leave draft_vocab out")
         if options.draws and c.draft_vocab:
@@ -170,7 +165,7 @@ class EagleDrafter(FeatureDrafter):
 
     # -- mask rows ---------------------------------------------------------------------------------------------------
 
-    def levels(self, session: SessionView, target: Target, f: Tensor) -> Tensor | None:
+    def levels(self, session: SessionView[FeatureMemory], target: Target, f: Tensor) -> Tensor | None:
         """Of f [B, 1, H], and of rows of masks."""
         if self.mask_hidden is None:
             return None

@@ -6,35 +6,42 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mmspec.attention import LayerAttention, cut
 from mmspec.drafters import prune
 from mmspec.drafters.blocks import Attend, attention, beside
-from mmspec.drafters.growth import Growth
+from mmspec.drafters.growth import Head, draws, grown
 from mmspec.drafters.layer import FeatureLayer
+from mmspec.drafters.shape import TreeOptions
+from mmspec.functional import LayerAttention, cut
 from mmspec.protocols import SessionView, Target
 from mmspec.ragged_cache import Lengths, RaggedBuffer, visibility
 from mmspec.tree import chain
-from mmspec.types import Draft, Prompt, fold, gather_rows, unfold
+from mmspec.types import Decided, Draft, Prompt, decided, fold, gather_rows, unfold
 
 KeysValues = tuple[Tensor, Tensor]  # [B, heads, n, D] each
 
 
-class FeatureDrafter(Growth, FeatureLayer):
+class FeatureDrafter(FeatureLayer):
     """Drafts with one such layer, whose keys and values of the rows read so far are its memory."""
 
     method: str
+    options = TreeOptions()  # of an instance: its own
+    head: Head
     masked = positioned = False  # see mmspec.train.trace.Learns
     sees = False  # whether it treats visual rows in a way of its own
 
     @property
     def features(self) -> tuple[int, ...]:
         return self.config.features
+
+    @property
+    def nodes(self) -> int:
+        return self.options.size
 
     @property
     def capturable(self) -> bool:
@@ -44,7 +51,7 @@ class FeatureDrafter(Growth, FeatureLayer):
     # -- drafting ----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def start(self, session: SessionView, target: Target, prompt: Prompt) -> FeatureMemory:
+    def start(self, session: SessionView[FeatureMemory], target: Target, prompt: Prompt) -> FeatureMemory:
         """Read the prompt: row j pairs the features at j with the embedding at j + 1; the last waits for its token.
 
         Raises:
@@ -97,15 +104,9 @@ class FeatureDrafter(Growth, FeatureLayer):
         return unfold(self.carry(self._through(memory, x, residual, positions, at, seen, S)), S)
 
     def _through(
-        self,
-        memory: FeatureMemory,
-        x: Tensor,
-        residual: Tensor,
-        positions: Tensor,
-        at: Lengths,
-        seen: Tensor | None,
+        self, memory: FeatureMemory, x: Tensor, residual: Tensor, positions: Tensor, at: Lengths, seen: Tensor | None,
         S: int,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """The output of the layers, whose keys and values are appended at `at`."""
         z = self.block(x, residual, positions, beside(memory.attend(at, seen), S))
         for layer, slots in zip(self.more.values(), memory.more, strict=True):
@@ -123,21 +124,21 @@ class FeatureDrafter(Growth, FeatureLayer):
         """Called after each catching up, with the features [B, 1, F] of the last row that the target has read."""
 
     @torch.no_grad()
-    def propose(self, session: SessionView, target: Target) -> Draft:
-        return self.draft(session, target, path_after(session), self.drawing(session))
+    def propose(self, session: SessionView[FeatureMemory], target: Target) -> Draft:
+        return self.draft(session, target, decided(session.last), draws(self.options, session))
 
-    def draft(self, session: SessionView, target: Target, decided: Decided, draws: bool) -> Draft:
+    def draft(self, session: SessionView[FeatureMemory], target: Target, path: Decided, drawn: bool) -> Draft:
         """Catch up with what the last round decided, then grow what the options ask for.
 
         No value of a tensor is looked at, so that it can be captured.
 
         Args:
             session: of it `memory`, `pending`, `emitted` and `seeds` are read.
-            decided: by the last round, as `path_after` gives it.
-            draws: see `drawing`.
+            path: what the last round decided.
+            drawn: whether the draft is drawn at random.
         """
-        memory: FeatureMemory = session.memory
-        hidden, follow, count, counts = decided
+        memory = session.memory
+        hidden, follow, count, counts = path
         W = follow.shape[1]
         seen = None if W == 1 else chain(W, follow.device).ancestors.expand(len(follow), W, W)
         out = self._read(memory, _embed(target, follow), hidden, memory.lengths, 0, seen)
@@ -145,7 +146,7 @@ class FeatureDrafter(Growth, FeatureLayer):
         memory.positions = memory.positions + count
         f = gather_rows(out, count[:, None] - 1)  # [B, 1, S·H]
         self.settle(memory, f)
-        return self.grown(session, target, f, draws)
+        return grown(self, session, target, f, drawn)
 
     def attending(self, before: FeatureMemory, after: FeatureMemory, rows: int) -> LayerAttention:
         """What stands for the attentions of a captured `draft`: of catching up on the memory as it was, then of the
@@ -162,12 +163,21 @@ class FeatureDrafter(Growth, FeatureLayer):
         return attend
 
     def step(
-        self, session: SessionView, target: Target, tokens: Tensor, f: Tensor, appended: int, ahead: Tensor,
-        seen: Tensor | None, level: int,
+        self, session: SessionView[FeatureMemory], target: Target, tokens: Tensor, f: Tensor, appended: int,
+        ahead: Tensor, seen: Tensor | None, level: int,
     ) -> Tensor:  # fmt: skip
-        memory: FeatureMemory = session.memory
+        memory = session.memory
         at = memory.lengths.further(appended)
         return self._read(memory, _embed(target, tokens), f, at, ahead, seen, level)
+
+    def logits(self, hidden: Tensor, target: Target) -> Tensor:
+        return self.head.logits(hidden, target)
+
+    def levels(self, session: SessionView[FeatureMemory], target: Target, f: Tensor) -> Tensor | None:
+        return None
+
+    def at_level(self, f: Tensor, level: int | Tensor) -> Tensor:
+        return f
 
 
 def prompt_stats(visual: Tensor, valid: Tensor, kept: Tensor, size: int) -> dict[str, float]:
@@ -189,7 +199,7 @@ def _embed(target: Target, ids: Tensor) -> Tensor:
     return embeds if S == 1 else embeds.repeat(1, 1, S)
 
 
-# -- what a drafter remembers, and what it reads of a round -----------------------------------------------------------
+# -- what a drafter remembers -----------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -288,28 +298,3 @@ class PassThroughMemory:
             return cut(layer, q.shape[-1] ** -0.5, q, both[0], both[1])
 
         return attend
-
-
-class Decided(NamedTuple):
-    """What a round decided, for a drafter to read; entries past a row's number are meaningless."""
-
-    hidden: Tensor  # [B, W, F], features of the accepted nodes
-    follow: Tensor  # [B, W], the token that follows each; the pending one follows the last
-    number: Tensor  # [B], how many
-    counts: tuple[int, ...]  # the same on the host
-
-
-def path_after(session: SessionView) -> Decided:
-    """What the last round decided.
-
-    Raises:
-        ValueError: without features of the target.
-    """
-    last = session.last
-    if last.scores.hidden is None:
-        raise ValueError("the target handed over no features; the drafter must name them in `features`")
-    kept, count = last.kept, last.acceptance.count
-    tokens = gather_rows(last.draft.tokens, kept).clamp(min=0)
-    follow = torch.cat([tokens[:, 1:], last.acceptance.next_token[:, None]], 1)
-    follow = follow.scatter(1, (count - 1)[:, None], last.acceptance.next_token[:, None])
-    return Decided(gather_rows(last.scores.hidden, kept), follow, count, last.counts)

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mmspec.config import Options
 from mmspec.drafters.blocks import RMSNorm
 from mmspec.drafters.eagle import EagleConfig, EagleDrafter
+from mmspec.drafters.feature import FeatureMemory
+from mmspec.drafters.growth import weighed
 from mmspec.drafters.layer import EncodedPrompt
-from mmspec.drafters.options import TreeOptions
+from mmspec.drafters.shape import Shape, TreeOptions
 from mmspec.drafters.spans import runs, shares, spans_of, splice, spliced
-from mmspec.linear import Linear
+from mmspec.functional import Linear
 from mmspec.protocols import SessionView, Target
 
 PUBLISHED = "published"
+_STATIC = Shape(tree="mc_sim_7b_63")
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class FlashConfig(EagleConfig):
     """
 
     input_norm: bool = True
-    tree: str = "mc_sim_7b_63"
+    shape: Shape = _STATIC
     tokens: int = 5
     head_width: int = 0
     latents: int = 64
@@ -150,7 +152,7 @@ class FlashDrafter(EagleDrafter):
         elif c.tokens > 1:
             self.heads = SarHeads(c.hidden, c.head_width or c.hidden // 2, c.tokens)
 
-    def chosen(self, given: Mapping[str, Any]) -> TreeOptions:
+    def chosen(self, given: Options) -> TreeOptions:
         options = super().chosen(given)
         if self.config.tokens > 1 and options.depth > self.config.tokens:
             raise ValueError(
@@ -187,12 +189,12 @@ class FlashDrafter(EagleDrafter):
         """The features [B, n, K, H] of the K next rows, from the layer's output [B, n, H]."""
         return super().carry(self.heads(h))
 
-    def levels(self, session: SessionView, target: Target, f: Tensor) -> Tensor | None:
+    def levels(self, session: SessionView[FeatureMemory], target: Target, f: Tensor) -> Tensor | None:
         """From the last row's output f [B, 1, H], by a head each."""
         if self.config.tokens == 1:
             return super().levels(session, target, f)
         depth = self.options.depth
-        return self._weighed(session, target, self.ahead(f)[:, 0, :depth], torch.arange(depth, device=f.device))
+        return weighed(self, session, target, self.ahead(f)[:, 0, :depth], torch.arange(depth, device=f.device))
 
     # -- training ----------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mmspec.config import chosen
-from mmspec.drafters.jacobi import ALONE, JacobiDrafter, WindowMemory, WindowOptions
+from mmspec.config import Options, chosen
+from mmspec.drafters.jacobi import JacobiDrafter
 from mmspec.drafters.trained import FileConfig, beside
+from mmspec.drafters.window import ALONE, WindowMemory, WindowOptions
+from mmspec.functional import Linear
 from mmspec.kernels import reference as ops
-from mmspec.linear import Linear
 from mmspec.protocols import SessionView, Target, TargetInfo
 from mmspec.types import FINAL, NO_TOKEN, Draft, Prompt, Round
 
@@ -126,7 +127,7 @@ class HeadsDrafter(nn.Module):
     def nodes(self) -> int:
         return self.jacobi.nodes
 
-    def fit(self, target: TargetInfo, given: Mapping[str, Any]) -> HeadsDrafter:
+    def fit(self, target: TargetInfo, given: Options) -> HeadsDrafter:
         """The same heads with the user's options, on the target's device.
 
         Raises:
@@ -155,7 +156,7 @@ class HeadsDrafter(nn.Module):
         found.held = held
         return found
 
-    def start(self, session: SessionView, target: Target, prompt: Prompt) -> HeadsMemory:
+    def start(self, session: SessionView[HeadsMemory], target: Target, prompt: Prompt) -> HeadsMemory:
         """What these rows carry.
 
         Raises:
@@ -175,13 +176,13 @@ class HeadsDrafter(nn.Module):
         return HeadsMemory(window.decided, window.ends, window.init, window.q, zeros)
 
     @torch.no_grad()
-    def propose(self, session: SessionView, target: Target) -> Draft:
+    def propose(self, session: SessionView[HeadsMemory], target: Target) -> Draft:
         draft = self.jacobi.propose(session, target)
         if draft.q is not None or draft.tree.size == 1:
             return draft
         return self.better(draft, self.view(session, draft), session, target)
 
-    def better(self, draft: Draft, view: View, session: SessionView, target: Target) -> Draft:
+    def better(self, draft: Draft, view: View, session: SessionView[HeadsMemory], target: Target) -> Draft:
         """A draft in which the heads' guesses take the place of those that are not the target's own."""
         guess = draft.tokens[:, 1:]
         position = session.emitted[:, None] + torch.arange(guess.shape[1], device=guess.device)
@@ -190,7 +191,7 @@ class HeadsDrafter(nn.Module):
         better = torch.where(view.own | (guess == NO_TOKEN), guess, better)
         return replace(draft, tokens=torch.cat([draft.tokens[:, :1], better], 1))
 
-    def view(self, session: SessionView, draft: Draft) -> View:
+    def view(self, session: SessionView[HeadsMemory], draft: Draft) -> View:
         """What the heads see of a draft with a window's guesses."""
         last, memory, C = session.last, session.memory, draft.tokens.shape[1] - 1
         column, size = torch.arange(C, device=draft.tokens.device), last.draft.tree.size

@@ -3,130 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
-from itertools import product
-from typing import Any
+from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mmspec.config import chosen, is_whole, one_of, whole
+from mmspec.config import Options, chosen
+from mmspec.drafters.window import ALONE, NEAR, SHARES, USUAL, WindowLayout, WindowMemory, WindowOptions, layout
 from mmspec.kernels import reference as ops
-from mmspec.modes import lasting
 from mmspec.protocols import SessionView, Target, TargetInfo
-from mmspec.tree import chain, from_paths, in_order, lone
-from mmspec.types import NO_TOKEN, Categorical, Draft, Prompt, Round, Tree
-
-_SHARES = {
-    "uniform": (0.0, 0.0),
-    "horizontal": (1.0, 0.0),
-    "vertical": (0.0, 1.0),
-    "mixture": (0.5, 0.5),
-}  # left, above
-NEAR = "neighbours"
-INITS = (*_SHARES, NEAR)
-COUPLINGS = ("none", "maximal", "gumbel")
-ALONE = (1, 1)  # one branch on one level: no tree
-
-
-@dataclass(frozen=True)
-class WindowOptions:
-    """How a window of guesses is made and refined.
-
-    Attributes:
-        window: positions looked at in a round, the pending token's included; 1 drafts nothing.
-        init: where first guesses come from: "uniform" (anywhere), "horizontal" (the token to the left), "vertical" (the
-            one above), "mixture" (either of these), or "neighbours" (either as far as the target has a grid; the left
-            one where every token is fixed beforehand, since the other is no better there).
-        coupling: how a guess is redrawn from the target's new distribution: "none", "maximal" or "gumbel".
-        proactive: (K, D): the next D − 1 positions get a tree with K branches per node (K, D ≥ 2); (1, 1): none.
-    """
-
-    window: int = 16
-    init: str = NEAR
-    coupling: str = "maximal"
-    proactive: tuple[int, int] = ALONE
-
-    def __post_init__(self) -> None:
-        whole("window", self.window)
-        one_of("init", self.init, INITS)
-        one_of("coupling", self.coupling, COUPLINGS)
-        pair = self.proactive
-        if pair != ALONE and not (isinstance(pair, tuple) and len(pair) == 2 and all(is_whole(n, 2) for n in pair)):
-            raise ValueError(f"proactive must be (branches, levels), both whole numbers ≥ 2, or None; got {pair!r}")
-        if self.window < pair[1]:
-            raise ValueError(
-                f"proactive={pair} needs window ≥ {pair[1]}, got window={self.window}; raise the window or ask for "
-                "fewer levels"
-            )
-
-
-@dataclass
-class WindowMemory:
-    """What rows carry to their next round beside the round itself; C = window − 1 positions are guessed in each."""
-
-    decided: Tensor  # [B, G], the tokens decided last, NO_TOKEN where there are fewer; G: width of the grid
-    ends: Tensor  # [B], tokens after the prompt at which the row ends
-    init: str
-    q: Tensor | None = (
-        None  # [B, C, V], log q of the guesses on the main line; None: none were drawn from a distribution
-    )
-
-    def append(self, last: Round) -> None:
-        """Take in what a round decided: the accepted tokens, then the drawn one."""
-        token, count = last.acceptance.next_token[:, None], last.acceptance.count[:, None]
-        path = torch.cat([last.draft.tokens.gather(1, last.kept)[:, 1:], token], 1).scatter(1, count - 1, token)
-        here = count + torch.arange(self.decided.shape[1], device=path.device)
-        self.decided = torch.cat([self.decided, path], 1).gather(1, here)
-
-    def select(self, rows: Tensor) -> WindowMemory:
-        distribution = None if self.q is None else self.q[rows]
-        return replace(self, decided=self.decided[rows], ends=self.ends[rows], q=distribution)
-
-    def join(self, other: WindowMemory) -> WindowMemory:
-        distribution = self.q if self.q is not None else other.q
-        if distribution is not None:  # where there are no guesses, what fills their place is never read
-            distributions = [
-                distribution.new_zeros(len(m.ends), *distribution.shape[1:]) if m.q is None else m.q
-                for m in (self, other)
-            ]
-            distribution = torch.cat(distributions)
-        decided, ends = torch.cat([self.decided, other.decided]), torch.cat([self.ends, other.ends])
-        return replace(self, decided=decided, ends=ends, q=distribution)
-
-
-@dataclass(frozen=True)
-class WindowLayout:
-    """The nodes of all drafts of a session: `levels` levels of a tree with `ranks` branches per node, then a chain."""
-
-    tree: Tree  # [1, N]
-    line: Tensor  # [N, C + 1]: below a node, its first descendant on each level; where there is none, the root's
-    entry: Tensor  # [N], a node's place in the list: root, (level, rank) in the tree, the chain below its first leaf
-    ranks: int = 1
-    levels: int = 0
-
-
-@lru_cache(maxsize=16)
-@lasting()
-def layout(window: int, proactive: tuple[int, int], device: torch.device) -> WindowLayout:
-    """A chain; with proactive = (K, D) its first D − 1 levels have all K branches of every node."""
-    nodes = torch.arange(window, device=device)
-    if proactive == ALONE:
-        return WindowLayout(chain(window, device), nodes.expand(window, window), nodes)
-    K, levels = proactive[0], proactive[1] - 1
-    paths = [*product(range(K), repeat=levels), (0,) * (window - 1)]
-    place = {path: n for n, path in enumerate(in_order(paths))}
-    main, lines, entry = [place[(0,) * d] for d in range(window)], [], []
-    for path in place:
-        d = len(path)
-        below = [place[down] for more in range(1, window - d) if (down := path + (0,) * more) in place]
-        lines.append([*main[: d + 1], *below, *main[d + 1 + len(below) :]])
-        entry.append((d - 1) * K + path[-1] + 1 if 0 < d <= levels else (levels * (K - 1) + d) * (d > 0))
-    line, at = (torch.tensor(table, device=device) for table in (lines, entry))
-    return WindowLayout(from_paths(paths, device)[0], line, at, K, levels)
+from mmspec.tree import lone
+from mmspec.types import NO_TOKEN, Categorical, Draft, Prompt
 
 
 @dataclass(frozen=True)
@@ -146,7 +37,7 @@ class JacobiDrafter:
     """
 
     vocab: int = 0
-    options: WindowOptions = WindowOptions()
+    options: WindowOptions = USUAL
     copy: float = 0.3
     features: tuple[int, ...] = ()
 
@@ -156,15 +47,15 @@ class JacobiDrafter:
         K, D = self.options.proactive
         return self.options.window + sum(K**level - 1 for level in range(1, D))
 
-    def fit(self, target: TargetInfo, given: Mapping[str, Any]) -> JacobiDrafter:
+    def fit(self, target: TargetInfo, given: Options) -> JacobiDrafter:
         """Any target will do.
 
         Raises:
             ValueError: an option of another drafter, or a wrong value.
         """
-        return replace(self, vocab=target.vocab, options=chosen(WindowOptions(), given, "the jacobi drafter"))
+        return replace(self, vocab=target.vocab, options=chosen(USUAL, given, "the jacobi drafter"))
 
-    def start(self, session: SessionView, target: Target, prompt: Prompt) -> WindowMemory:
+    def start(self, session: SessionView[Window], target: Target, prompt: Prompt) -> WindowMemory:
         """What these rows carry.
 
         Raises:
@@ -172,7 +63,7 @@ class JacobiDrafter:
         """
         grid, init = prompt.grid, self.options.init
         init = ("mixture" if grid else "horizontal") if init == NEAR else init
-        if grid is None and _SHARES[init][1]:
+        if grid is None and SHARES[init][1]:
             raise ValueError(
                 f"init={init!r} copies the token above, but {type(target).__name__} has no grid; "
                 "choose init='uniform' or 'horizontal'"
@@ -182,14 +73,14 @@ class JacobiDrafter:
         decided = torch.full((B, grid[1] if grid else 1), NO_TOKEN, device=device)
         return WindowMemory(decided, ends, init)
 
-    def propose(self, session: SessionView, target: Target) -> Draft:
+    def propose(self, session: SessionView[Window], target: Target) -> Draft:
         if self.options.window == 1:
             return lone(session.pending[:, None])
         session.memory.append(session.last)
         return self._guess(session)
 
     @torch.no_grad()
-    def _guess(self, session: SessionView) -> Draft:
+    def _guess(self, session: SessionView[Window]) -> Draft:
         memory, distribution, pending = session.memory, session.last.scores.p, session.pending
         shape = layout(self.options.window, self.options.proactive, pending.device)
         tree = shape.tree.expand(len(pending))
@@ -222,7 +113,7 @@ class JacobiDrafter:
         return Draft(tokens, tree, Categorical(logits if tree.is_chain else logits[:, shape.entry]))
 
     def _carried(
-        self, session: SessionView, column: Tensor, coins: Tensor | None, noise: Noise
+        self, session: SessionView[Window], column: Tensor, coins: Tensor | None, noise: Noise
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """The positions that the last round gave a distribution to, a prefix of each row: which, the new guesses, log
         p."""
@@ -249,11 +140,12 @@ class JacobiDrafter:
         below = (level + 1).clamp(max=C)
         x = last.draft.tokens.gather(1, below if self.options.proactive == ALONE else line.gather(1, below))
         x = torch.where(known & (level < C), x, NO_TOKEN)
+        assert session.memory.q is not None
         q = session.memory.q[rows, level.clamp(max=C - 1)].exp() * (x != NO_TOKEN)[..., None]
         return known, _keep_or_redraw(log_p.exp(), q, x, coins), log_p
 
     def _first(
-        self, session: SessionView, known: Tensor, token: Tensor, coins: Tensor | None, vocab: int
+        self, session: SessionView[Window], known: Tensor, token: Tensor, coins: Tensor | None, vocab: int
     ) -> tuple[Tensor, Callable[[], Tensor]]:
         """First guesses [B, C], and log q [B, C, V] when asked for: with chance `copy` a neighbour's token, or uniform.
 
@@ -267,7 +159,7 @@ class JacobiDrafter:
             return left, partial(torch.empty, 0)
         above = memory.decided[:, torch.arange(C, device=coins.device) % memory.decided.shape[1]]
         near = torch.stack([left, torch.where(above == NO_TOKEN, left, above)], -1)
-        share = coins.new_tensor(_SHARES[memory.init]) * (1.0 if session.last.scores.p.is_point else self.copy)
+        share = coins.new_tensor(SHARES[memory.init]) * (1.0 if session.last.scores.p.is_point else self.copy)
         copied = share.sum()
         flat = ((coins - copied) / (1 - copied) * vocab).nan_to_num().clamp(0, vocab - 1).long()
         token = torch.where(coins < share[0], near[..., 0], near[..., 1])
@@ -280,6 +172,7 @@ class JacobiDrafter:
 
 
 Noise = Callable[[int], Tensor]
+Window = TypeVar("Window", bound=WindowMemory)
 
 
 def _keep_or_redraw(p: Tensor, q: Tensor, x: Tensor, u: Tensor) -> Tensor:

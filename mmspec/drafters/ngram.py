@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
-from mmspec.config import chosen
+from mmspec.config import Options
 from mmspec.drafters.likely import worthwhile
-from mmspec.drafters.options import ChainOptions, sized
+from mmspec.drafters.shape import Sizes
 from mmspec.protocols import PerRow, SessionView, Target, TargetInfo
 from mmspec.switch import Price, Prices
 from mmspec.tree import chain
 from mmspec.types import NO_TOKEN, Draft, Prompt
 
-_USUAL = ChainOptions(7, 1, 8)
+_USUAL = Sizes(7, 1, 8)
 _RUNS = 5  # how many tokens in a row were guessed right before is told apart up to here, less one
 _DOUBT = 4.0  # tests that a first guess of a rate is worth
 _FIRST = 0.4  # that guess
@@ -65,7 +64,7 @@ class NgramDrafter:
     """
 
     orders: tuple[int, ...] = (3, 2, 1)
-    options: ChainOptions = _USUAL
+    options: Sizes = _USUAL
     features: tuple[int, ...] = ()
     shares: ClassVar[bool] = True  # whether it drafts may depend on the clock, see `SpecConfig.auto`
     hits: Hits = field(default_factory=Hits, repr=False, compare=False)
@@ -75,20 +74,19 @@ class NgramDrafter:
     def nodes(self) -> int:
         return self.options.size
 
-    def fit(self, target: TargetInfo, given: Mapping[str, Any]) -> NgramDrafter:
+    def fit(self, target: TargetInfo, given: Options) -> NgramDrafter:
         """Any target will do; where several branches are asked for, a chain of that depth is drafted.
 
         Raises:
             ValueError: an option of another drafter.
         """
-        chosen(_USUAL, given, "the ngram drafter")
-        depth = sized(_USUAL, given)["depth"]
-        return replace(self, options=ChainOptions(depth, 1, depth + 1), hits=Hits())
+        depth = _USUAL.with_(given, "the ngram drafter").depth
+        return replace(self, options=Sizes(depth, 1, depth + 1), hits=Hits())
 
-    def start(self, session: SessionView, target: Target, prompt: Prompt) -> PerRow[Index]:
+    def start(self, session: SessionView[PerRow[Index]], target: Target, prompt: Prompt) -> PerRow[Index]:
         return PerRow([Index() for _ in session.rows])
 
-    def propose(self, session: SessionView, target: Target) -> Draft:
+    def propose(self, session: SessionView[PerRow[Index]], target: Target) -> Draft:
         price = None if self.prices is None else self.prices.of(len(session.rows), session.pending.device.type)
         found = [
             self._continuation(index, row.tokens, price)

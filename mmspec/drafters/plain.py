@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from mmspec.config import chosen
+from mmspec.config import Options, chosen
 from mmspec.protocols import SessionView, Target, TargetInfo
 from mmspec.tree import lone
 from mmspec.types import Draft, Prompt
@@ -24,7 +22,7 @@ class Plain:
     nodes = 1
     options = NoOptions()
 
-    def fit(self, target: TargetInfo, given: Mapping[str, Any]) -> Plain:
+    def fit(self, target: TargetInfo, given: Options) -> Plain:
         """Any target will do.
 
         Raises:
@@ -33,8 +31,8 @@ class Plain:
         chosen(self.options, given, "plain decoding")
         return self
 
-    def start(self, session: SessionView, target: Target, prompt: Prompt) -> None:
+    def start(self, session: SessionView[None], target: Target, prompt: Prompt) -> None:
         return None
 
-    def propose(self, session: SessionView, target: Target) -> Draft:
+    def propose(self, session: SessionView[None], target: Target) -> Draft:
         return lone(session.pending[:, None])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -13,9 +13,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from mmspec.config import chosen
+from mmspec.config import Options
 from mmspec.drafters.likely import LEAST, likeliest, worth
-from mmspec.drafters.options import ChainOptions, sized
+from mmspec.drafters.shape import Sizes
 from mmspec.modes import lasting
 from mmspec.protocols import PerRow, SessionView, Target, TargetInfo
 from mmspec.switch import Price, Prices
@@ -33,13 +33,11 @@ Path = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class RecycleOptions(ChainOptions):
+class RecycleOptions(Sizes):
     """How far a draft goes.
 
     Attributes:
-        depth: longest drafted path, in tokens (≥ 1).
         width: how many of the successors of a token are drafted at most, up to 8; 1 drafts a chain.
-        size: nodes sent to the target in a round at most, the root included.
     """
 
     depth: int = 8
@@ -56,7 +54,7 @@ _USUAL = RecycleOptions()
 
 
 @dataclass(frozen=True)
-class Shape:
+class RankTree:
     """A static tree by ranks: node 0 is the root, a child of rank r the r-th likeliest successor of its parent."""
 
     tree: Tree  # [1, N]
@@ -66,7 +64,7 @@ class Shape:
 
 @lru_cache(maxsize=64)
 @lasting()
-def shaped(paths: tuple[Path, ...], device: torch.device) -> Shape:
+def shaped(paths: tuple[Path, ...], device: torch.device) -> RankTree:
     """The tree of paths of ranks."""
     order = in_order(paths)
     place = {path: node for node, path in enumerate(order)}
@@ -79,7 +77,7 @@ def shaped(paths: tuple[Path, ...], device: torch.device) -> Shape:
         parents, ranks = [place[path[:-1]] for path in here], [path[-1] for path in here]
         levels.append((torch.tensor(parents, device=device), torch.tensor(ranks, device=device)))
     below = tuple({place[path]: path[-1] for path in order[1:] if path[:-1] == above} for above in order)
-    return Shape(tree, tuple(levels), below)
+    return RankTree(tree, tuple(levels), below)
 
 
 class Successors:
@@ -126,7 +124,7 @@ class Successors:
         self.table.copy_(torch.where(new >= 0, moved, self.table))
         self.table[-1] = NO_TOKEN
 
-    def tested(self, shape: Shape, path: Sequence[int], streak: int = 0) -> int | None:
+    def tested(self, shape: RankTree, path: Sequence[int], streak: int = 0) -> int | None:
         """Which of the nodes below those of an accepted path came true.
 
         Returns:
@@ -183,7 +181,7 @@ class Successors:
         self._shapes[key] = used + 1, paths
         return paths
 
-    def filled(self, shape: Shape, pending: Tensor) -> Tensor:
+    def filled(self, shape: RankTree, pending: Tensor) -> Tensor:
         """Tokens [B, N] of a shape below pending tokens [B]; NO_TOKEN where nothing is known yet."""
         tokens = pending[:, None]
         for parents, ranks in shape.levels:
@@ -195,7 +193,7 @@ class Successors:
 class _Place:
     """Of a row: the shape of its last draft, if it had one, and how often the likeliest token came in a row."""
 
-    shape: Shape | None = None
+    shape: RankTree | None = None
     streak: int = 0
 
 
@@ -223,16 +221,16 @@ class RecycleDrafter:
     def nodes(self) -> int:
         return self.options.size
 
-    def fit(self, target: TargetInfo, given: Mapping[str, Any]) -> RecycleDrafter:
+    def fit(self, target: TargetInfo, given: Options) -> RecycleDrafter:
         """Any target will do.
 
         Raises:
             ValueError: an option of another drafter, or more successors than are remembered.
         """
-        options = replace(chosen(_USUAL, given, "the recycle drafter"), **sized(_USUAL, given))
+        options = _USUAL.with_(given, "the recycle drafter")
         return replace(self, options=options, successors=Successors(target.vocab, target.device))
 
-    def start(self, session: SessionView, target: Target, prompt: Prompt) -> PerRow[_Place]:
+    def start(self, session: SessionView[PerRow[_Place]], target: Target, prompt: Prompt) -> PerRow[_Place]:
         """Read the prompts' text tokens; those of pictures are left out."""
         known = self.successors
         assert known is not None
@@ -240,7 +238,7 @@ class RecycleDrafter:
             known.read(torch.where((prompt.visual == 0) & prompt.valid, prompt.ids, NO_TOKEN))
         return PerRow([_Place() for _ in session.rows])
 
-    def propose(self, session: Any, target: Target) -> Draft:
+    def propose(self, session: SessionView[PerRow[_Place]], target: Target) -> Draft:
         known, places, pending = self.successors, session.memory.values, session.pending
         assert known is not None
         rows, device = len(session.rows), pending.device.type
@@ -278,7 +276,7 @@ class RecycleDrafter:
         return streaks
 
 
-def _onward(shape: Shape, path: Sequence[int], streak: int) -> int:
+def _onward(shape: RankTree, path: Sequence[int], streak: int) -> int:
     """The streak at the last node of a path."""
     for node, onward in pairwise(path):
         streak = 0 if shape.below[node][onward] else streak + 1

@@ -12,7 +12,7 @@ from mmspec.drafters.blocks import RMSNorm
 from mmspec.drafters.eagle import EagleConfig, EagleDrafter
 from mmspec.drafters.layer import EncodedPrompt
 from mmspec.drafters.spans import Span, runs, shares, spans_of, splice, spliced
-from mmspec.linear import Linear
+from mmspec.functional import Linear
 from mmspec.types import gather_rows
 
 BRANCHES = ("prune", "pool", "conv", "resampler", "text")

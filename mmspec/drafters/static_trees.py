@@ -17,12 +17,12 @@ from mmspec.tree import Expand, chain, from_paths, in_order
 from mmspec.types import NO_TOKEN, Tree
 
 EXAMPLE, MOST = "[[0], [0, 0], [1]]", 4096  # nodes of a tree
-DYNAMIC = "dynamic"  # no static shape: EAGLE-2's growth
+DYNAMIC, CHAIN = "dynamic", "chain"  # no static shape: EAGLE-2's growth; one as deep as is asked for
 Paths = tuple[tuple[int, ...], ...]  # a shape of the user's own: paths of child ranks
-Shape = dict[str, int]  # path of the parent, one digit per rank: number of its children
+Children = dict[str, int]  # path of the parent, one digit per rank: number of its children
 
 # EAGLE-1 (Li et al. 2024) and LANTERN++ (Park et al. 2025, arXiv 2502.06352), as their code lists them.
-SHAPES: dict[str, Shape] = {
+SHAPES: dict[str, Children] = {
     "chain": {"": 1, "0": 1, "00": 1, "000": 1, "0000": 1},
     "mc_sim_7b_63": {
         "": 4, "0": 3, "1": 2, "2": 2, "3": 1,
@@ -67,20 +67,7 @@ class TreePlan:
         return len(self.levels)
 
 
-def shape_named(name: str) -> Shape:
-    """The shape registered under a name.
-
-    Raises:
-        ValueError: an unknown name; the message lists the known ones.
-    """
-    if name not in SHAPES:
-        raise ValueError(
-            f"unknown tree {name!r}; choose from {', '.join([DYNAMIC, *SHAPES])}, or give a list of paths: {EXAMPLE}"
-        )
-    return SHAPES[name]
-
-
-def own_shape(given: Any) -> Paths:
+def own_paths(given: Any) -> Paths:
     """The nodes below the root of a tree that is given as a list of paths, in order; prefixes may be left out.
 
     Raises:
@@ -100,23 +87,31 @@ def own_shape(given: Any) -> Paths:
     return found
 
 
-def nodes(shape: Shape) -> list[tuple[int, ...]]:
+def nodes(shape: Children) -> list[tuple[int, ...]]:
     """Paths of child ranks of all nodes below the root."""
     return [(*map(int, parent), rank) for parent, count in shape.items() for rank in range(count)]
 
 
 def paths_of(tree: str | Paths) -> Sequence[tuple[int, ...]]:
-    """Those of a name, or of a shape of the user's own."""
-    return nodes(shape_named(tree)) if isinstance(tree, str) else tree
+    """Those of a name, or of a shape of the user's own.
+
+    Raises:
+        ValueError: an unknown name; the message lists the known ones.
+    """
+    if isinstance(tree, str) and tree not in SHAPES:
+        raise ValueError(
+            f"unknown tree {tree!r}; choose from {', '.join([DYNAMIC, *SHAPES])}, or give a list of paths: {EXAMPLE}"
+        )
+    return nodes(SHAPES[tree]) if isinstance(tree, str) else tree
 
 
 @lru_cache(maxsize=32)
 @lasting()
 def plan(name: str | Paths, depth: int, device: torch.device) -> TreePlan:
     """A shape, ready to be filled; a chain is as deep as asked for, the others as they are published or given."""
-    paths = [(0,) * depth] if name == "chain" else paths_of(name)
+    paths = [(0,) * depth] if name == CHAIN else paths_of(name)
     tree, ranks = from_paths(paths, device)
-    if name == "chain":
+    if name == CHAIN:
         tree = chain(depth + 1, device)
     parent, at = tree.parents[0].tolist(), tree.depth[0].tolist()
     levels, expanded = [], [0]

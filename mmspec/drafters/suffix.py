@@ -5,18 +5,18 @@ from __future__ import annotations
 import heapq
 import threading
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from operator import itemgetter
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 
-from mmspec.config import chosen, whole
+from mmspec.config import Options, whole
 from mmspec.drafters.automaton import SuffixAutomaton
 from mmspec.drafters.likely import LEAST, filled, likeliest, worth
-from mmspec.drafters.options import ChainOptions, sized
+from mmspec.drafters.shape import Sizes
 from mmspec.protocols import PerRow, SessionView, Target, TargetInfo
 from mmspec.switch import Price, Prices
 from mmspec.tree import chain, from_parents, lone
@@ -28,13 +28,10 @@ _LATEST = 400  # tests after which a rate forgets half of them
 
 
 @dataclass(frozen=True)
-class SuffixOptions(ChainOptions):
+class SuffixOptions(Sizes):
     """How far a draft goes, and how much is remembered.
 
     Attributes:
-        depth: longest drafted path, in tokens (≥ 1).
-        width: branches per node; 1 drafts a chain.
-        size: nodes sent to the target in a round at most, the root included.
         memory: tokens of prompts and answers that are remembered at most, the latest; 131072 take some 50 MB at most.
     """
 
@@ -208,16 +205,16 @@ class SuffixDrafter:
     def nodes(self) -> int:
         return self.options.size
 
-    def fit(self, target: TargetInfo, given: Mapping[str, Any]) -> SuffixDrafter:
+    def fit(self, target: TargetInfo, given: Options) -> SuffixDrafter:
         """Any target will do.
 
         Raises:
             ValueError: an option of another drafter.
         """
-        options = replace(chosen(_USUAL, given, "the suffix drafter"), **sized(_USUAL, given))
+        options = _USUAL.with_(given, "the suffix drafter")
         return replace(self, options=options, phrases=Phrases(options.memory))
 
-    def start(self, session: SessionView, target: Target, prompt: Prompt) -> PerRow[_Cursor]:
+    def start(self, session: SessionView[PerRow[_Cursor]], target: Target, prompt: Prompt) -> PerRow[_Cursor]:
         """Read the prompts' text tokens; those of pictures are left out."""
         words = torch.where((prompt.visual == 0) & prompt.valid, prompt.ids, NO_TOKEN).tolist()
         with self.phrases.lock:
@@ -227,7 +224,7 @@ class SuffixDrafter:
             ]
         return PerRow(found)
 
-    def propose(self, session: SessionView, target: Target) -> Draft:
+    def propose(self, session: SessionView[PerRow[_Cursor]], target: Target) -> Draft:
         price = None if self.prices is None else self.prices.of(len(session.rows), session.pending.device.type)
         least = worth(len(session.rows)) if price is None else LEAST
         with self.phrases.lock:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from typing import Any, ClassVar, Self
 
 from torch import nn
 
 from mmspec.drafters.blocks import Rope
-from mmspec.drafters.draft_vocab import DraftVocab, TargetHead
-from mmspec.drafters.options import ALL, TreeOptions
+from mmspec.drafters.draft_vocab import DraftVocab
+from mmspec.drafters.growth import TargetHead
+from mmspec.drafters.shape import ALL, USUAL, Shape, TreeOptions
 from mmspec.protocols import TargetInfo
 from mmspec.types import FINAL
 
@@ -19,7 +20,7 @@ _PADDED = 1.01  # some targets have a few more embeddings than others: LLaVA 320
 
 @dataclass(frozen=True)
 class FileConfig:
-    """A config that is written to a file, and read from it."""
+    """A config that is written to a file, and read from it: flat, what its parts say beside its own."""
 
     named: ClassVar[str]  # in messages
 
@@ -30,15 +31,34 @@ class FileConfig:
         Raises:
             ValueError: fields that it does not have, or values that cannot be.
         """
-        known = {f.name for f in fields(cls)}
-        unknown = sorted(set(values) - known)
+        known = cls.usual()
+        unknown = sorted(set(values) - set(known))
         if unknown:
             raise ValueError(f"config.json has unknown fields {', '.join(unknown)}; {cls.named} has {sorted(known)}")
         frozen: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+        for name, part in cls._parts().items():
+            own = {f.name: frozen.pop(f.name) for f in fields(part) if f.name in frozen}
+            frozen |= {name: replace(part, **own)} if own else {}
         return cls(**frozen)
 
+    @classmethod
+    def _parts(cls) -> dict[str, Any]:
+        """What is a dataclass of its own, as it is usually."""
+        return {f.name: f.default for f in fields(cls) if is_dataclass(f.default)}
+
+    @classmethod
+    def usual(cls) -> dict[str, Any]:
+        """What it holds as a file has it: by name, with the default of each; MISSING where a file must say it."""
+        parts = cls._parts()
+        own = {f.name: f.default for f in fields(cls) if f.name not in parts}
+        return own | {name: value for part in parts.values() for name, value in vars(part).items()}
+
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """Itself as a file has it."""
+        held = asdict(self)
+        return {k: v for k, v in held.items() if not isinstance(v, dict)} | {
+            name: value for part in held.values() if isinstance(part, dict) for name, value in part.items()
+        }
 
 
 @dataclass(frozen=True)
@@ -52,7 +72,7 @@ class TrainedConfig(FileConfig, Rope):
         layers: how many.
         draft_vocab: rows of the drafter's own head; 0: the target's head is used.
         target, target_revision: what it was trained for.
-        depth, width, size, tree, draws, adaptive: how it recommends to draft (see TreeOptions).
+        shape: how it recommends to draft.
     """
 
     hidden: int
@@ -68,12 +88,7 @@ class TrainedConfig(FileConfig, Rope):
     draft_vocab: int = 0
     target: str = ""
     target_revision: str = ""
-    depth: int = 0
-    width: int = 1
-    size: int = 0
-    tree: str = "chain"
-    draws: bool = False
-    adaptive: bool = False
+    shape: Shape = USUAL
 
     def __post_init__(self) -> None:
         self.check(self.head_dim or self.hidden // self.heads)

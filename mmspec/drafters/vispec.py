@@ -12,7 +12,7 @@ from mmspec.drafters.blocks import attention
 from mmspec.drafters.eagle import EagleConfig, EagleDrafter
 from mmspec.drafters.layer import EncodedPrompt
 from mmspec.drafters.spans import runs, spans_of, splice, spliced
-from mmspec.linear import Linear, linear
+from mmspec.functional import Linear, linear
 from mmspec.types import gather_rows
 
 MEDIA = ("merge", "split")

@@ -10,7 +10,7 @@ from diffusers.configuration_utils import register_to_config
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mmspec.linear import Linear
+from mmspec.functional import Linear
 
 PREFIX = -1  # the position of a prefix token
 

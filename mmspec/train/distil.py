@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from mmspec.drafters.draft_vocab import DraftVocab, TargetHead
+from mmspec.drafters.draft_vocab import DraftVocab
+from mmspec.drafters.growth import TargetHead
 from mmspec.train import gate
 from mmspec.train.data import TrainingSample, UnreadableError, batches, lengths_sorted
 from mmspec.train.muon import Muon

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from mmspec.config import Options
 from mmspec.drafters.heads import HeadsDrafter, View
 from mmspec.protocols import SessionView, Target, TargetInfo
 from mmspec.train.data import TrainingSample
@@ -54,7 +55,7 @@ class WindowRecorder:
     def nodes(self) -> int:
         return self.heads.config.columns + 1
 
-    def fit(self, target: TargetInfo, given: Mapping[str, Any]) -> WindowRecorder:
+    def fit(self, target: TargetInfo, given: Options) -> WindowRecorder:
         return WindowRecorder(self.heads.fit(target, {"window": self.nodes}), self.note, self.silent)
 
     def start(self, session: SessionView, target: Target, prompt: Prompt) -> Any:

@@ -8,21 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmspec.drafters.draft_vocab import ModelHead
-from mmspec.drafters.feature import path_after
-from mmspec.drafters.growth import Growth
-from mmspec.drafters.options import ALL, TreeOptions, grown
+from mmspec.drafters.growth import ModelHead, draws, grown
+from mmspec.drafters.shape import ALL, TreeOptions
 from mmspec.pipelines.host.exotic import gemma4_assistant as gemma
 from mmspec.pipelines.host.hooks import stock
 from mmspec.pipelines.target.masks import additive
 from mmspec.pipelines.target.state import State
 from mmspec.protocols import SessionView, Target, TargetInfo
-from mmspec.types import FINAL, Draft, Prompt, gather_rows
+from mmspec.types import FINAL, Draft, Prompt, decided, gather_rows
 
-_USUAL = TreeOptions(depth=4, width=1, size=5, tree="chain")  # how it recommends to draft
+_USUAL = TreeOptions.chain(4)  # how it recommends to draft
 
 
-class AssistantDrafter(Growth):
+class AssistantDrafter:
     """Drafts with transformers' own assistant, which reads the target's cache and keeps nothing.
 
     Each node is the embedding of its token beside the feature of its parent; all stand at the position of the pending
@@ -37,10 +35,14 @@ class AssistantDrafter(Growth):
     head = ModelHead()
 
     def __init__(self, model: Any) -> None:
-        self.model, self.options = model, grown(_USUAL, {}, "the assistant", TreeOptions())
+        self.model, self.options = model, _USUAL
 
     def __repr__(self) -> str:
         return f"AssistantDrafter({stock(self.model).__name__}, {self.options})"
+
+    @property
+    def nodes(self) -> int:
+        return self.options.size
 
     def fit(self, target: TargetInfo, given: Mapping[str, Any]) -> AssistantDrafter:
         """The same assistant with the user's options.
@@ -48,7 +50,7 @@ class AssistantDrafter(Growth):
         Raises:
             ValueError: made for another target, or an option that it has no use for.
         """
-        options = grown(_USUAL, given, "the assistant", TreeOptions())
+        options = _USUAL.with_(given, "the assistant")
         if options.draft_vocab != ALL or options.prune:
             what = "an assistant has a head of its own and reads the target's cache"
             raise ValueError(f"{what}; leave draft_vocab and prune out")
@@ -71,9 +73,9 @@ class AssistantDrafter(Growth):
 
     @torch.no_grad()
     def propose(self, session: SessionView, target: Any) -> Draft:
-        hidden, _, count, _ = path_after(session)
+        hidden, _, count, _ = decided(session.last)
         f = self._read(session, target, session.pending[:, None], gather_rows(hidden, count[:, None] - 1))
-        return self.grown(session, target, f, self.drawing(session))
+        return grown(self, session, target, f, draws(self.options, session))
 
     def step(
         self, session: SessionView, target: Target, tokens: Tensor, f: Tensor, appended: int, ahead: Tensor,
@@ -109,7 +111,13 @@ class AssistantDrafter(Growth):
             return {kind: additive(mask, self.model.dtype) for kind, mask in masks.items()}
         return masks
 
-    def logits(self, hidden: Tensor, target: Any) -> Tensor:
+    def levels(self, session: SessionView, target: Target, f: Tensor) -> None:
+        """There is a step for each."""
+
+    def at_level(self, f: Tensor, level: int | Tensor) -> Tensor:
+        return f
+
+    def logits(self, hidden: Tensor, target: Target) -> Tensor:
         return gemma.logits(self.model, hidden).to(hidden.device)
 
 

@@ -15,9 +15,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mmspec.drafters import prune, static_trees
-from mmspec.drafters.draft_vocab import ModelHead
-from mmspec.drafters.growth import Growth
-from mmspec.drafters.options import ALL, TreeOptions, grown
+from mmspec.drafters.growth import ModelHead, draws, grown
+from mmspec.drafters.shape import ALL, TreeOptions
 from mmspec.pipelines.families.table import unwrap
 from mmspec.pipelines.host import loading, readable
 from mmspec.pipelines.host.call import Call
@@ -34,7 +33,7 @@ from mmspec.types import Draft, Prompt, Tree, gather_rows
 
 _PADDED = 1.1  # models of one family and tokenizer have a few more rows here and there: Qwen2.5 151936 and 152064
 _NOT_ITS_OWN = ("input_ids", "inputs_embeds", "labels")  # of what a call gives, what is said to it otherwise or not
-_USUAL = TreeOptions(depth=5, width=1, size=6, tree="chain")  # a chain, as long as stock's assistants begin with
+_USUAL = TreeOptions.chain(5)  # a chain, as long as stock's assistants begin with
 
 
 @dataclass
@@ -56,7 +55,7 @@ class DraftState:
         return replace(self, state=self.state.join(other.state), fresh=self.fresh + other.fresh, tree=None)
 
 
-class ModelDrafter(Growth):
+class ModelDrafter:
     """Drafts with a model that has the target's tokens (Leviathan et al. 2023; Chen et al. 2023).
 
     Its cache holds what stands before the pending token. Every level reads the pending token and all nodes so far, so
@@ -72,7 +71,7 @@ class ModelDrafter(Growth):
     compile: bool = False  # whether its forwards are captured, as a target's are
 
     def __init__(self, model: Any) -> None:
-        self.model, self.options = model, grown(_USUAL, {}, "the model drafter", TreeOptions())
+        self.model, self.options = model, _USUAL
         self.own: TargetInfo | None = None
 
     def __repr__(self) -> str:
@@ -97,7 +96,7 @@ class ModelDrafter(Growth):
         Raises:
             ValueError: another vocabulary, a model that cannot read drafts, or an option that it has no use for.
         """
-        options = grown(_USUAL, given, "the model drafter", TreeOptions())
+        options = _USUAL.with_(given, "the model drafter")
         if options.draft_vocab != ALL:
             raise ValueError("a draft model has a head of its own; leave draft_vocab out")
         name = stock(self.model).__name__
@@ -119,6 +118,10 @@ class ModelDrafter(Growth):
         made = copy.copy(self)
         made.compile = compile
         return made
+
+    @property
+    def nodes(self) -> int:
+        return self.options.size
 
     @property
     def _most(self) -> int:
@@ -145,9 +148,8 @@ class ModelDrafter(Growth):
 
     @torch.no_grad()
     def propose(self, session: SessionView, target: Target) -> Draft:
-        draws = self.options.draws and not session.last.scores.p.is_point
         with taps(self.model, ()) if session.memory.swaps else nullcontext():
-            return self.grown(session, target, self._catch_up(session), draws)
+            return grown(self, session, target, self._catch_up(session), draws(self.options, session))
 
     def _catch_up(self, session: SessionView) -> Tensor:
         """Read what the last round kept and the pending token, commit the former; logits [B, 1, V] after the latter.
@@ -199,6 +201,12 @@ class ModelDrafter(Growth):
         depth = torch.cat([depth, depth.new_full((B, n), level)], 1)
         memory.tree = torch.cat([held, tokens], 1), depth, torch.cat([above, mine], 1)
         return self._logits(memory, *memory.tree, (session.emitted - 1)[:, None])[:, -n:]
+
+    def levels(self, session: SessionView, target: Target, f: Tensor) -> None:
+        """There is a step for each."""
+
+    def at_level(self, f: Tensor, level: int | Tensor) -> Tensor:
+        return f
 
     def logits(self, hidden: Tensor, target: Target) -> Tensor:
         """Its logits at the target's tokens: rows that only one of them has are padding of a vocabulary."""

@@ -15,9 +15,9 @@ from torch.nn import functional as F
 
 from mmspec.compile import capture
 from mmspec.drafters import prune
-from mmspec.drafters.draft_vocab import head_of
 from mmspec.drafters.feature import FeatureDrafter, FeatureMemory, PassThroughMemory, prompt_stats
-from mmspec.drafters.options import ALL, TreeOptions, grown
+from mmspec.drafters.growth import head_of
+from mmspec.drafters.shape import ALL, Shape, TreeOptions
 from mmspec.drafters.trained import placed
 from mmspec.pipelines.drafters import mtp_files
 from mmspec.pipelines.host import tree_attention
@@ -40,22 +40,14 @@ class MtpConfig:
     Attributes:
         hidden, vocab: of the target.
         heads: K, how many tokens ahead they were trained for.
-        depth, width, size, tree, draws, adaptive: how it recommends to draft (see TreeOptions).
+        shape: how it recommends to draft.
     """
 
     hidden: int
     vocab: int
     heads: int
-    depth: int
-    width: int = 1
-    size: int = 0
-    tree: str = "chain"
-    draws: bool = False
-    adaptive: bool = False
+    shape: Shape
     features: tuple[int, ...] = (FINAL,)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "size", self.depth + 1)
 
 
 @dataclass
@@ -163,14 +155,14 @@ class MtpDrafter(FeatureDrafter):
 
     method = "mtp"
     positioned = True  # trained with the target's own position ids
-    options = TreeOptions(depth=4, width=1, size=5, tree="chain")
+    options = TreeOptions.chain(4)
 
     def __init__(self, heads: MtpHeads, vocab: int, hidden: int, depth: int = DEPTH) -> None:
         super().__init__()
         self.head = head_of(hidden, 0)
         self.heads, K = heads, len(heads.layers)
-        self.config = MtpConfig(hidden, vocab, K, depth=K if K > 1 else depth)
-        self.options = grown(self.config, {}, "the mtp drafter", TreeOptions())
+        self.config = MtpConfig(hidden, vocab, K, Shape.chain(K if K > 1 else depth))
+        self.options = TreeOptions.like(self.config.shape)
         self.eager, self.kinds, self.windows = heads.attention == "eager", heads.kinds, heads.windows
         self.plain = K == 1 and self.windows == [None]  # masks need not know which row a slot holds
         self.by_kind = "layer_type" in inspect.signature(heads.rotary.forward).parameters if heads.rotary else False
@@ -212,7 +204,7 @@ class MtpDrafter(FeatureDrafter):
         Raises:
             ValueError: an option that it has no use for, or another target's width.
         """
-        options = grown(self.config, given, "the mtp drafter", TreeOptions())
+        options = TreeOptions.like(self.config.shape).with_(given, "the mtp drafter")
         if self.config.hidden != target.hidden:
             raise ValueError(
                 f"these heads are of a model of width {self.config.hidden}; {target.name} has {target.hidden}. Use "
@@ -222,9 +214,6 @@ class MtpDrafter(FeatureDrafter):
             raise ValueError("draws=True needs all of the target's head; leave draft_vocab out, or give draws=False")
         fitted: MtpDrafter = placed(self, target, options)
         return fitted
-
-    def logits(self, hidden: Tensor, target: Target) -> Tensor:
-        return self.head.logits(hidden, target)
 
     def forward(
         self, embeds: Tensor, features: Tensor, visual: Tensor, valid: Tensor, steps: int, start: int = 0,

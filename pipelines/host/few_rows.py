@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mmspec.linear import fits, linear
+from mmspec.functional import fits, linear
 from mmspec.modes import each_module
 from mmspec.pipelines.host.forward import now
 from mmspec.pipelines.host.hooks import stock

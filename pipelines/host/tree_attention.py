@@ -19,7 +19,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
-from mmspec.attention import sdpa
+from mmspec.functional import sdpa
 from mmspec.kernels import dispatch, smoke
 from mmspec.kernels import reference as ops
 

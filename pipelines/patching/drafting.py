@@ -9,9 +9,9 @@ from weakref import WeakKeyDictionary
 from mmspec.compile.draft import CapturedDraft
 from mmspec.compile.held import Held, weights
 from mmspec.config import SpecConfig
+from mmspec.drafters.adaptive import Adaptive, variants
 from mmspec.drafters.dflash import BlockDrafter
 from mmspec.drafters.feature import FeatureDrafter
-from mmspec.drafters.growth import Adaptive, variants
 from mmspec.drafters.heads import HeadsDrafter
 from mmspec.pipelines.host import devices
 from mmspec.pipelines.target import captures

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from mmspec.attention import LayerAttention, sdpa
 from mmspec.compile import capture
 from mmspec.compile.capture import PiecewiseFunction, Uncapturable
 from mmspec.compile.held import compare, weights
 from mmspec.compile.version import PLAIN, version
+from mmspec.functional import LayerAttention, sdpa
 from mmspec.modes import computed_in, lasting
 from mmspec.pipelines.host.cache import PassThroughCache, RaggedCache
 from mmspec.pipelines.host.call import BOTH_WAYS

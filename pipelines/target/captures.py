@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmspec.attention import LayerAttention, sdpa
 from mmspec.compile import capture
 from mmspec.compile.capture import PiecewiseFunction, Uncapturable
 from mmspec.compile.held import Held, compare, weights
 from mmspec.compile.version import PLAIN, version
+from mmspec.functional import LayerAttention, sdpa
 from mmspec.kernels import reference
 from mmspec.modes import computed_in, lasting
 from mmspec.pipelines.host import adapters, recurrent, tree_attention

@@ -1,7 +1,6 @@
 """Every method in every layout: written and read back the same, or refused; by function, command and `enable`."""
 
 import json
-from dataclasses import fields
 
 import pytest
 import tiny_vlms
@@ -24,7 +23,7 @@ def drafter_of(method, **changes):
     """A drafter of any method with random weights, small."""
     shapes = {"hidden": H, "intermediate": 48, "heads": HEADS, "kv_heads": 2, "vocab": V, "target": "somebody/target"}
     torch.manual_seed(3)
-    drafter = drafter_class(method)(drafter_class(method).Config(**{**shapes, **changes})).eval()
+    drafter = drafter_class(method)(drafter_class(method).Config.of({**shapes, **changes})).eval()
     for p in drafter.parameters():
         torch.nn.init.normal_(p, std=0.2)
     return drafter
@@ -47,11 +46,11 @@ def test_our_own_layout_holds_every_method(tmp_path, method):
 
 OTHER = {bool: lambda value: not value, int: lambda value: value * 2 + 2, float: lambda value: value * 2 + 1}
 SWITCHED = [
-    (method, f.name)
+    (method, name)
     for method in METHODS
-    for f in fields(drafter_class(method).Config)
-    if f.type in ("bool", "float")
-    or f.name
+    for name, usual in drafter_class(method).Config.usual().items()
+    if type(usual) in (bool, float)
+    or name
     in (
         "head_dim",
         "num_q",
@@ -74,10 +73,10 @@ SWITCHED = [
 @pytest.mark.every(4)
 def test_a_setting_is_kept_or_the_layout_refuses(tmp_path, method, name):
     """No layout loses a setting in silence: what it writes reads back the same, or nothing is written."""
-    plain = drafter_of(method).config
+    plain = drafter_of(method).config.to_dict()
     value = {"causal": (1,), "windows": (5,), "media": "merge", "tree": "chain", "gate": "pool"}.get(name) or OTHER[
-        type(getattr(plain, name))
-    ](getattr(plain, name))
+        type(plain[name])
+    ](plain[name])
     try:
         drafter = drafter_of(method, **{name: value})
     except ValueError:  # the method itself has no use for it

@@ -292,7 +292,9 @@ def test_numbers_of_our_own_config(tmp_path, name, odd):
     save.save_drafter(ours(), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, name: odd}))
-    with pytest.raises(ValueError, match=rf"config.json.*{name} (=|is) .*" if name != "norm_eps" else "norm_eps is"):
+    with pytest.raises(
+        ValueError, match=rf"config.json.*{name} (=|is|must be) .*" if name != "norm_eps" else "norm_eps is"
+    ):
         load(tmp_path)
 
 
@@ -301,10 +303,10 @@ def test_recommendations_that_would_run_for_ever(tmp_path, name, most):
     save.save_drafter(ours(), tmp_path)
     own = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**own, name: 20_000}))
-    with pytest.raises(ValueError, match=f"{name} is 20000, expected a whole number from 0 to {most}"):
+    with pytest.raises(ValueError, match=f"config.json: {name} must be a whole number from 1 to {most}, .*; got 20000"):
         load(tmp_path)
     theirs, t = speculators()
-    with pytest.raises(ValueError, match=f"{name} is 20000, expected a whole number from 0 to {most}"):
+    with pytest.raises(ValueError, match=f"config.json: {name} must be a whole number from 1 to {most}, .*; got 20000"):
         load(put(tmp_path, {**theirs, "mmspec": {"layout": "speculators", name: 20_000}}, t))
 
 

@@ -115,7 +115,7 @@ class Beside:
 def block(model: Model, **config: Any) -> BlockDrafter:
     """Of random weights, whose distributions are nearly flat."""
     sizes = {"hidden": 64, "intermediate": 48, "heads": 4, "kv_heads": 2, "vocab": tiny_vlms.VOCAB, "layers": 2}
-    drafter = BlockDrafter(BlockConfig(**{**sizes, "features": (1, -1), "block": 5, "mask_token": 5, **config}))
+    drafter = BlockDrafter(BlockConfig.of({**sizes, "features": (1, -1), "block": 5, "mask_token": 5, **config}))
     with torch.no_grad():
         for weight in drafter.parameters():
             weight.copy_(0.05 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(2)))

@@ -13,8 +13,7 @@ import uncompiled
 
 import mmspec
 from mmspec.compile.capture import PiecewiseFunction
-from mmspec.drafters.growth import Growth
-from mmspec.pipelines.drafters.draft_model import ModelDrafter
+from mmspec.pipelines.drafters import draft_model as drafting
 from mmspec.pipelines.target import captures
 from mmspec.types import Draft
 from tests.compile.test_captured import as_it_is
@@ -43,13 +42,13 @@ def draft_of(model: Any) -> Any:
 def proposed(monkeypatch: pytest.MonkeyPatch) -> list[Draft]:
     """Every draft from now on."""
     found: list[Draft] = []
-    grown = Growth.grown
+    grown = drafting.grown
 
-    def told(self: Any, *args: Any) -> Draft:
-        found.append(grown(self, *args))
+    def told(*args: Any) -> Draft:
+        found.append(grown(*args))
         return found[-1]
 
-    monkeypatch.setattr(ModelDrafter, "grown", told)
+    monkeypatch.setattr(drafting, "grown", told)
     return found
 
 

@@ -20,6 +20,7 @@ from mmspec.app.compare import Reads
 from mmspec.compile import capture
 from mmspec.compile import held as trusted
 from mmspec.drafters.eagle import EagleConfig, EagleDrafter
+from mmspec.drafters.shape import Shape
 from mmspec.pipelines.patching import drafting
 from mmspec.pipelines.target import captures
 from mmspec.pipelines.target.llamagen import LlamaGenTarget
@@ -101,8 +102,9 @@ def test_auto_draws_the_picture_of_the_seed(rows: int, options: dict[str, Any], 
 @pytest.mark.parametrize("drafter", ["eagle chain", "eagle tree"])
 def test_auto_draws_the_picture_of_the_seed_with_features(drafter: str, restless: None) -> None:
     pipe = tiny_llamagen.pipeline()
-    shape = {"width": 1, "depth": 4, "size": 5} if drafter == "eagle chain" else {"width": 3, "depth": 3, "size": 12}
-    made = EagleDrafter(EagleConfig(32, 32, 2, 2, 64, rope="2d", grid=tiny_llamagen.SIZES["grid"], **shape))
+    shape = Shape.chain(4) if drafter == "eagle chain" else Shape(3, 3, 12)
+    grid = {"rope": "2d", "grid": tiny_llamagen.SIZES["grid"]}
+    made = EagleDrafter(EagleConfig(32, 32, 2, 2, 64, **grid, shape=shape))
     plain = draw(pipe)
     with mmspec.enable(pipe, made, reproducible=True, auto=True) as handle:
         for _ in range(3):

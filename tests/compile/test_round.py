@@ -39,6 +39,7 @@ from mmspec.compile.held import Held
 from mmspec.drafters.eagle import EagleConfig, EagleDrafter
 from mmspec.drafters.ngram import NgramDrafter
 from mmspec.drafters.plain import Plain
+from mmspec.drafters.shape import Shape
 from mmspec.pipelines.host.tree_attention import NAME
 from mmspec.pipelines.patching import drafting
 from mmspec.pipelines.serving.continuous import ContinuousBatcher
@@ -582,7 +583,7 @@ def test_a_chain_has_depth_and_one_nodes(drafter: str):
 
 def test_the_bench_sets_a_drafter_of_random_weights_beside_each(tmp_path: Path):
     torch.manual_seed(7)
-    mine = EagleDrafter(EagleConfig(64, 32, 2, 2, 128, depth=3, width=1, size=4))
+    mine = EagleDrafter(EagleConfig(64, 32, 2, 2, 128, shape=Shape.chain(3)))
     mmspec.save_drafter(mine, tmp_path)
     parser = argparse.ArgumentParser()
     bench_round.configure(parser)
@@ -599,7 +600,7 @@ def test_the_bench_sets_a_drafter_of_random_weights_beside_each(tmp_path: Path):
 def test_the_bench_says_where_a_round_goes(tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(compare, "PEAKS", 1)
     folder = tiny_llava.save(tmp_path / "model")
-    mmspec.save_drafter(EagleDrafter(EagleConfig(64, 32, 2, 2, 128, depth=3, width=1, size=4)), tmp_path / "drafter")
+    mmspec.save_drafter(EagleDrafter(EagleConfig(64, 32, 2, 2, 128, shape=Shape.chain(3))), tmp_path / "drafter")
     parser = argparse.ArgumentParser()
     bench.configure(parser, SUITES)
     words = ["--images", "2", "--prompt", "short", "--max-new-tokens", "12", "--profile"]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mmspec.attention import folded, sdpa
+from mmspec.functional import folded, sdpa
 from mmspec.pipelines.target.masks import additive
 
 MASKS = ("bool", "additive", "none")

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import mmspec
-from mmspec import linear as few
-from mmspec.linear import Linear, linear
+from mmspec import functional as few
+from mmspec.functional import Linear, linear
 
 N, K = 384, 256
 

@@ -14,7 +14,7 @@ import torch
 from hostile_drafters import Scripted, eagle
 
 import mmspec
-from mmspec.drafters.growth import Adaptive, lengths
+from mmspec.drafters.adaptive import Adaptive, lengths
 from mmspec.tree import chain
 from mmspec.types import NO_TOKEN, Draft
 from tests.host import test_recurrent_law

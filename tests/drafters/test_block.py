@@ -424,7 +424,7 @@ def test_drawn_drafts_come_from_their_laws(tmp_path, name, tree):
         last=Some(scores=Some(p=Some(is_point=False, logits=torch.zeros(1, 1, V)))),
     )  # fmt: skip
     with torch.no_grad():
-        draft = drafter._drafted(session, hidden.expand(rows, -1, -1), logits.expand(rows, -1, -1), draws=True)
+        draft = drafter._drafted(session, hidden.expand(rows, -1, -1), logits.expand(rows, -1, -1), drawn=True)
     first = draft.tokens[:, 1]
     q = draft.q.logits[0, 1].softmax(-1)
     got = torch.bincount(first, minlength=V) / rows

@@ -21,7 +21,7 @@ from mmspec.compile.capture import PiecewiseFunction
 from mmspec.compile.draft import CapturedDraft
 from mmspec.drafters.draft_vocab import DraftVocab
 from mmspec.drafters.eagle import EagleDrafter
-from mmspec.drafters.options import TreeOptions
+from mmspec.drafters.shape import TreeOptions
 from mmspec.pipelines.families import decoder_only
 from mmspec.pipelines.target import captures
 from mmspec.types import Draft

@@ -47,7 +47,7 @@ def drafter(seed: int = 0, **options: Any) -> EagleDrafter:
     torch.manual_seed(seed)
     shape = {"hidden": 32, "intermediate": 48, "heads": 4, "kv_heads": 2, "vocab": 64}
     fixed = {"rope": "2d", "grid": GRID, "embed_norm": True, "input_norm": True, "out_norm": True}
-    made = EagleDrafter(EagleConfig(**{**shape, **fixed, **options}))  # type: ignore[arg-type]
+    made = EagleDrafter(EagleConfig.of({**shape, **fixed, **options}))
     with torch.no_grad():
         for weight in made.parameters():
             weight.mul_(2.0 if weight.dim() > 1 else 1.0)

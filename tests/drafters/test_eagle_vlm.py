@@ -31,6 +31,7 @@ from transformers.models.qwen3_vl import modeling_qwen3_vl as qwen3
 import mmspec
 from mmspec.drafters.blocks import Rope, rotate
 from mmspec.drafters.eagle import EagleConfig, EagleDrafter
+from mmspec.drafters.shape import Shape
 
 
 @pytest.mark.parametrize("said", [
@@ -167,7 +168,7 @@ def made(**changes) -> EagleDrafter:
     torch.manual_seed(0)
     c = EagleConfig(
         hidden=tiny_vlms.HIDDEN, intermediate=64, heads=4, kv_heads=2, vocab=tiny_vlms.VOCAB, features=(1, 2),
-        parallel_norm=True, fc_bias=False, draft_vocab=V_D, depth=3, width=3, size=9,
+        parallel_norm=True, fc_bias=False, draft_vocab=V_D, shape=Shape(3, 3, 9),
     )  # fmt: skip
     drafter = EagleDrafter(replace(c, **changes)).eval().requires_grad_(False)
     drafter.head.ids.copy_(torch.randperm(tiny_vlms.VOCAB)[:V_D].sort().values)
@@ -221,7 +222,7 @@ def test_positions_are_the_targets_own(monkeypatch):
 
 def test_trees_that_the_authors_use(tmp_path):
     c = load(put(tmp_path, *eagle())).config
-    assert (c.depth, c.width, c.size) == (6, 8, 63)
+    assert c.shape == Shape(6, 8, 63)
 
 
 def test_an_eagle_file_for_qwen2_vl_is_no_msd(tmp_path):

@@ -20,6 +20,7 @@ from mmspec.tree import from_parents
 from tests.host.test_generate import EXCESS, excess, joint_law, sampled
 
 H = 16
+SIZES = {"hidden": H, "intermediate": 24, "heads": 2, "kv_heads": 2, "vocab": 40}
 
 # name → the number of the medium at each row, rows of one batch; −1: padding
 LAYOUTS: dict[str, list[list[int]]] = {
@@ -56,7 +57,7 @@ def randomised(drafter: Any, seed: int = 5) -> Any:
 
 def flash(**options: Any) -> FlashDrafter:
     config = {"tree": "dynamic", "depth": 3, "latents": 6, "least": 2, "ratio": 2.0, "tokens": 3, **options}
-    return randomised(FlashDrafter(FlashConfig(H, 24, 2, 2, 40, **config)))
+    return randomised(FlashDrafter(FlashConfig.of({**SIZES, **config})))
 
 
 def norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:

@@ -13,7 +13,8 @@ from torch import Tensor
 
 import mmspec
 from mmspec.config import SpecConfig
-from mmspec.drafters.jacobi import JacobiDrafter, WindowOptions, _branched, _keep_or_redraw, layout
+from mmspec.drafters.jacobi import JacobiDrafter, _branched, _keep_or_redraw
+from mmspec.drafters.window import WindowOptions, layout
 from mmspec.kernels import reference as ops
 from mmspec.loop import decode, start
 from mmspec.pipelines.patching.choose import fitted

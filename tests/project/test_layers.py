@@ -18,7 +18,6 @@ from mmspec.pipelines.host import contract, names
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("benchmarks", "app", "pipelines", "mmspec", "kernels")  # each imports itself and what stands to its right
 INSIDE = {  # the order inside mmspec/: each part imports only its own rank and lower ones
-    "linear": 0,
     "modes": 0,
     "media": 0,
     "types": 0,
@@ -30,7 +29,7 @@ INSIDE = {  # the order inside mmspec/: each part imports only its own rank and 
     "registry": 0,
     "ragged_cache": 0,
     "prefix_store": 0,
-    "attention": 0,
+    "functional": 0,
     "compile": 3,  # of a drafter's pass and of MAR's head, too
     "loop": 1,
     "switch": 1,

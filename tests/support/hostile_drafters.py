@@ -161,7 +161,8 @@ def feature_drafter(method: str, target: Any, **options: Any) -> EagleDrafter:
     """A feature drafter of any method, with random weights, that fits the target."""
     head = target.get_output_embeddings().weight
     torch.manual_seed(7)
-    made = drafter_class(method)(drafter_class(method).Config(HIDDEN, 96, 4, 2, head.shape[0], **options))
+    sizes = {"hidden": HIDDEN, "intermediate": 96, "heads": 4, "kv_heads": 2, "vocab": head.shape[0]}
+    made = drafter_class(method)(drafter_class(method).Config.of({**sizes, **options}))
     with torch.no_grad():
         for weight in made.parameters():
             weight.mul_(3.0)

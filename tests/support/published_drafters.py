@@ -173,7 +173,7 @@ def ours(**changes) -> EagleDrafter:
         "size": 17,
     }
     c |= {"target": "somebody/target", "target_revision": "abc", "norm_eps": 1e-5, "rope_theta": 1e6}
-    drafter = EagleDrafter(EagleConfig(**{**c, **changes}))
+    drafter = EagleDrafter(EagleConfig.of({**c, **changes}))
     if drafter.head.own:
         drafter.head.ids.copy_(torch.randperm(V)[: drafter.config.draft_vocab].sort().values)
     return drafter.eval()

@@ -21,9 +21,9 @@ from benchmarks.zoo import sources
 from mmspec.app import cli
 from mmspec.app.train import build, train
 from mmspec.checkpoints.save import save_drafter
-from mmspec.drafters.draft_vocab import TargetHead
 from mmspec.drafters.eagle import EagleDrafter
 from mmspec.drafters.feature import FeatureDrafter
+from mmspec.drafters.growth import TargetHead
 from mmspec.pipelines.host.training import Accelerator
 from mmspec.pipelines.prompts import chat_inputs
 from mmspec.pipelines.teacher import Teacher

@@ -78,7 +78,7 @@ def test_the_recipe_of_the_zoo_fits_its_drafter_and_its_size():
     recipe = DRAFTERS["scenes-video-block"]
     made = build(recipe.method, tiny_llava.model(), recipe.intermediate, **recipe.shape)
     train_block.check(made, RECIPES[recipe.recipe])
-    assert RECIPES[recipe.recipe].unroll == made.config.most == recipe.depth
+    assert RECIPES[recipe.recipe].unroll == made.config.most == recipe.drafts.depth
     whole = {"hidden": 192, "heads": 3, "kv_heads": 3, "head_dim": 64, "vocab": 2048}
     assert 2 * sum(p.numel() for p in BlockDrafter(replace(made.config, **whole)).parameters()) <= 2**21
 

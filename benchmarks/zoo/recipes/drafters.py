@@ -1,15 +1,18 @@
 """Recipes of the drafters: for which model, from which prompts, in which shape."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+from mmspec.drafters.shape import Shape
+
+_CHAIN = Shape.chain(8)
 
 
 @dataclass(frozen=True)
 class DrafterRecipe:
     """An embedded drafter: for which model, from which prompts, in which shape; `mmspec.train.recipes` says how.
 
-    `depth`, `width`, `size` and `adaptive` are how it recommends to draft, chosen on scenes of their own: sizes
-    by `mmspec bench vlm --tune`.
+    `drafts` is how it recommends to draft, chosen on scenes of their own: sizes by `mmspec bench vlm --tune`.
     """
 
     name: str
@@ -18,10 +21,7 @@ class DrafterRecipe:
     method: str = "eagle"
     shape: dict[str, Any] = field(default_factory=dict)  # of its config, where it is not the method's own
     intermediate: int = 512
-    depth: int = 8
-    width: int = 1
-    size: int = 9
-    adaptive: bool = False
+    drafts: Shape = _CHAIN
     recipe: str = "scenes-eagle"  # in mmspec.train.recipes
 
 
@@ -33,7 +33,7 @@ _VIDEO: dict[str, dict[str, Any]] = {
     "eagle": {},
     "msd": {},
     "vispec": {},
-    "flash": {"tokens": 6, "tree": "dynamic"},
+    "flash": {"tokens": 6},
     "specvlm": {"gate_width": 32, "resampler_width": 64},
     "block": {"layers": 2, "features": (12, 22, -1), "block": 8, "anchored": True, "markov_rank": 32},
 }
@@ -43,8 +43,8 @@ _DEPTH = {**{method: shape.get("tokens", 8) for method, shape in _VIDEO.items()}
 SCENES_VIDEO_DRAFTERS = tuple(
     DrafterRecipe(
         f"scenes-video-{method}", target="scenes-video", data="zoo:1800", method=method,
-        intermediate=_MLP.get(method, 512), shape=shape, depth=_DEPTH[method],
-        size=_DEPTH[method] + 1, adaptive=method in _LONGEST, recipe=f"scenes-video-{method}",
+        intermediate=_MLP.get(method, 512), shape=shape,
+        drafts=replace(Shape.chain(_DEPTH[method]), adaptive=method in _LONGEST), recipe=f"scenes-video-{method}",
     )
     for method, shape in _VIDEO.items()
 )  # fmt: skip

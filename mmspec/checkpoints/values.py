@@ -1,0 +1,108 @@
+"""Values of a config.json that anybody may have written: of which kind they are, and within which bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import MISSING
+from reprlib import repr as briefly
+from typing import Any, TypeGuard, TypeVar
+
+from mmspec.checkpoints.files import Json, Settings
+from mmspec.config import option_names
+from mmspec.drafters.shape import USUAL
+from mmspec.drafters.trained import FileConfig
+from mmspec.types import FINAL
+
+LARGEST, MANY = 2**24, 64  # of any number in config.json; entries of a list there
+MOST = {"tokens": 128}  # of what is done one after the other
+Made = TypeVar("Made", bound=FileConfig)
+
+
+def made(kind: type[Made], values: Json) -> Made:
+    """A config of such values.
+
+    Raises:
+        ValueError: values of another kind than its own, or out of bounds.
+    """
+    found = checked(kind, values)
+    try:
+        return kind.of(found)
+    except ValueError as error:
+        raise ValueError(f"config.json: {error}") from error
+
+
+def own(kind: type[Made], config: Json) -> Made:
+    """The config that our own writer put into config.json."""
+    needed = [name for name, usual in kind.usual().items() if usual is MISSING]
+    wrong = [f"{name} = {briefly(config.get(name))}" for name in needed if not is_count(config.get(name))]
+    if wrong:
+        raise ValueError(f"config.json must give whole numbers from 1 to {LARGEST}; it gives {', '.join(wrong)}")
+    return made(kind, {key: value for key, value in config.items() if key != "mmspec"})
+
+
+def checked(kind: type[FileConfig], values: Json) -> Settings:
+    """The values, if they are of the kinds and within the bounds of a config's; a shape checks its own.
+
+    Raises:
+        ValueError: what is wrong, and what is expected.
+    """
+    shaped = option_names(USUAL)
+    usual = {name: 0 if one is MISSING else one for name, one in kind.usual().items() if name not in shaped}
+    wrong = [
+        f"{name} is {briefly(value)}, expected {_allowed(name, usual[name])}"
+        for name, value in values.items()
+        if name in usual and not _is_allowed(name, value, usual[name])
+    ]
+    if wrong:
+        raise ValueError(f"config.json: {'; '.join(wrong)}. Correct it, or fetch the drafter again")
+    return dict(values)
+
+
+def part(config: Json, key: str) -> Json:
+    """An object inside config.json, empty where it is absent."""
+    found = config.get(key)
+    if found is not None and not isinstance(found, Mapping):
+        raise ValueError(f"{key} in config.json must be an object; it is {briefly(found)}")
+    return found or {}
+
+
+def is_count(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= LARGEST
+
+
+def is_list(value: Any, least: int = 0) -> TypeGuard[list[int]]:
+    """Whether it is a list of numbers of layers, at least so many."""
+    fine = isinstance(value, list) and least <= len(value) <= MANY
+    return fine and all(_like(one, 0) and one >= 0 for one in value)
+
+
+def _is_allowed(name: str, value: Any, usual: Any) -> bool:
+    if isinstance(usual, tuple):
+        return (
+            isinstance(value, list | tuple)
+            and (name == "features") <= len(value) <= MANY
+            and all(_like(one, usual[0] if usual else 0) for one in value)
+            and all(type(one) is not int or one >= _least(name) for one in value)
+        )
+    if type(usual) is int:
+        return _like(value, usual) and 0 <= value <= MOST.get(name, LARGEST)
+    return _like(value, usual)
+
+
+def _least(name: str) -> int:
+    """The smallest whole number in a list: a layer's number, or FINAL."""
+    return FINAL if name == "features" else 0
+
+
+def _like(value: Any, usual: Any) -> bool:
+    if type(usual) is float:
+        return type(value) in (int, float) and 0 < value < LARGEST**2
+    return type(value) is type(usual) and (type(value) is not int or abs(value) <= LARGEST)
+
+
+def _allowed(name: str, usual: Any) -> str:
+    kinds = {bool: "true or false", float: "a number above 0", str: "a text"}
+    if isinstance(usual, tuple):
+        whole, some = isinstance((*usual, 0)[0], int), "1 to" if name == "features" else "at most"
+        return f"a list of {some} {MANY} " + (f"whole numbers from {_least(name)}" if whole else "texts")
+    return kinds.get(type(usual), f"a whole number from 0 to {MOST.get(name, LARGEST)}")

@@ -1,0 +1,99 @@
+"""Chains of adaptive length: longer ones for rows whose drafts were accepted whole, shorter ones elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import copy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmspec.protocols import Drafter, SessionView, Target, reported
+from mmspec.types import NO_TOKEN, Draft, Prompt
+
+LENGTHS = 3  # that a chain of adaptive length may have: the longest, half of it and a quarter of it
+
+
+def lengths(depth: int) -> list[int]:
+    """Those of chains of up to `depth` tokens, from the shortest."""
+    return sorted({max(1, depth >> i) for i in range(LENGTHS)})
+
+
+def variants(drafter: Any) -> dict[int, Any]:
+    """The drafter at each length, with the same weights."""
+    found = {}
+    for depth in lengths(drafter.options.depth):
+        found[depth] = copy(drafter)
+        found[depth].options = replace(drafter.options, depth=depth, size=depth + 1)
+    return found
+
+
+@dataclass
+class _Lengths:
+    """The drafter's memory of some rows, and how long the next draft of each is."""
+
+    inner: Any
+    depths: list[int]
+
+    @property
+    def stats(self) -> dict[str, float]:
+        return reported(self.inner)
+
+    def select(self, rows: Tensor) -> _Lengths:
+        return _Lengths(
+            None if self.inner is None else self.inner.select(rows), [self.depths[i] for i in rows.tolist()]
+        )
+
+    def join(self, other: _Lengths) -> _Lengths:
+        return _Lengths(None if self.inner is None else self.inner.join(other.inner), self.depths + other.depths)
+
+
+class Adaptive:
+    """Proposes chains of one of a few lengths: doubled for a row whose draft was accepted whole, halved where most was
+    rejected.
+
+    The length is chosen before any token of the draft is known, so the accepted tokens have the target's distribution.
+    Where tokens are drawn, it depends on the row's own last drafts only, so that a row's text depends on no other row;
+    greedy rows share the median length.
+
+    Args:
+        by_depth: the same drafter at each length, with a memory that knows nothing of lengths.
+    """
+
+    def __init__(self, by_depth: Mapping[int, Drafter]) -> None:
+        self.by_depth = dict(sorted(by_depth.items()))
+        self.drafter = self.by_depth[max(by_depth)]
+        self.features, self.nodes = self.drafter.features, self.drafter.nodes
+
+    def start(self, session: SessionView[_Lengths], target: Target, prompt: Prompt) -> _Lengths:
+        usual = list(self.by_depth)[len(self.by_depth) // 2]
+        return _Lengths(self.drafter.start(session, target, prompt), [usual] * len(session.rows))
+
+    def propose(self, session: SessionView[_Lengths], target: Target) -> Draft:
+        memory = session.memory
+        last = session.last
+        memory.depths = [
+            self._next(depth, count - 1, proposed)
+            for depth, count, proposed in zip(memory.depths, last.counts, last.proposed, strict=True)
+        ]
+        greedy = last.scores.p.is_point  # then neighbours may share a length: no length changes what is decided
+        depth = sorted(memory.depths)[(len(memory.depths) - 1) // 2] if greedy else max(memory.depths)
+        session.memory = memory.inner
+        try:
+            draft = self.by_depth[depth].propose(session, target)
+        finally:
+            session.memory = memory
+        if greedy or min(memory.depths) == depth:
+            return draft
+        own = torch.tensor(memory.depths, device=draft.tokens.device)
+        return replace(draft, tokens=draft.tokens.masked_fill(draft.tree.depth > own[:, None], NO_TOKEN))
+
+    def _next(self, depth: int, accepted: int, proposed: int) -> int:
+        """The next length after a draft of which so many tokens were accepted; unchanged where nothing was proposed."""
+        depths = list(self.by_depth)
+        place = depths.index(depth)
+        if proposed and accepted >= depth:
+            return depths[min(place + 1, len(depths) - 1)]
+        return depths[max(place - 1, 0)] if 2 * accepted < proposed else depth

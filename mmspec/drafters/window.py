@@ -1,0 +1,126 @@
+"""The window of a Jacobi drafter: its options, its nodes, and what rows carry to the next round."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from mmspec.config import is_whole, one_of, whole
+from mmspec.modes import lasting
+from mmspec.tree import chain, from_paths, in_order
+from mmspec.types import Round, Tree
+
+SHARES = {
+    "uniform": (0.0, 0.0),
+    "horizontal": (1.0, 0.0),
+    "vertical": (0.0, 1.0),
+    "mixture": (0.5, 0.5),
+}  # left, above
+NEAR = "neighbours"
+INITS = (*SHARES, NEAR)
+COUPLINGS = ("none", "maximal", "gumbel")
+ALONE = (1, 1)  # one branch on one level: no tree
+
+
+@dataclass(frozen=True)
+class WindowOptions:
+    """How a window of guesses is made and refined.
+
+    Attributes:
+        window: positions looked at in a round, the pending token's included; 1 drafts nothing.
+        init: where first guesses come from: "uniform" (anywhere), "horizontal" (the token to the left), "vertical" (the
+            one above), "mixture" (either of these), or "neighbours" (either as far as the target has a grid; the left
+            one where every token is fixed beforehand, since the other is no better there).
+        coupling: how a guess is redrawn from the target's new distribution: "none", "maximal" or "gumbel".
+        proactive: (K, D): the next D − 1 positions get a tree with K branches per node (K, D ≥ 2); (1, 1): none.
+    """
+
+    window: int = 16
+    init: str = NEAR
+    coupling: str = "maximal"
+    proactive: tuple[int, int] = ALONE
+
+    def __post_init__(self) -> None:
+        whole("window", self.window)
+        one_of("init", self.init, INITS)
+        one_of("coupling", self.coupling, COUPLINGS)
+        pair = self.proactive
+        if pair != ALONE and not (isinstance(pair, tuple) and len(pair) == 2 and all(is_whole(n, 2) for n in pair)):
+            raise ValueError(f"proactive must be (branches, levels), both whole numbers ≥ 2, or None; got {pair!r}")
+        if self.window < pair[1]:
+            raise ValueError(
+                f"proactive={pair} needs window ≥ {pair[1]}, got window={self.window}; raise the window or ask for "
+                "fewer levels"
+            )
+
+
+USUAL = WindowOptions()
+
+
+@dataclass
+class WindowMemory:
+    """What rows carry to their next round beside the round itself; C = window − 1 positions are guessed in each."""
+
+    decided: Tensor  # [B, G], the tokens decided last, NO_TOKEN where there are fewer; G: width of the grid
+    ends: Tensor  # [B], tokens after the prompt at which the row ends
+    init: str
+    q: Tensor | None = (
+        None  # [B, C, V], log q of the guesses on the main line; None: none were drawn from a distribution
+    )
+
+    def append(self, last: Round) -> None:
+        """Take in what a round decided: the accepted tokens, then the drawn one."""
+        token, count = last.acceptance.next_token[:, None], last.acceptance.count[:, None]
+        path = torch.cat([last.draft.tokens.gather(1, last.kept)[:, 1:], token], 1).scatter(1, count - 1, token)
+        here = count + torch.arange(self.decided.shape[1], device=path.device)
+        self.decided = torch.cat([self.decided, path], 1).gather(1, here)
+
+    def select(self, rows: Tensor) -> WindowMemory:
+        distribution = None if self.q is None else self.q[rows]
+        return replace(self, decided=self.decided[rows], ends=self.ends[rows], q=distribution)
+
+    def join(self, other: WindowMemory) -> WindowMemory:
+        distribution = self.q if self.q is not None else other.q
+        if distribution is not None:  # where there are no guesses, what fills their place is never read
+            distributions = [
+                distribution.new_zeros(len(m.ends), *distribution.shape[1:]) if m.q is None else m.q
+                for m in (self, other)
+            ]
+            distribution = torch.cat(distributions)
+        decided, ends = torch.cat([self.decided, other.decided]), torch.cat([self.ends, other.ends])
+        return replace(self, decided=decided, ends=ends, q=distribution)
+
+
+@dataclass(frozen=True)
+class WindowLayout:
+    """The nodes of all drafts of a session: `levels` levels of a tree with `ranks` branches per node, then a chain."""
+
+    tree: Tree  # [1, N]
+    line: Tensor  # [N, C + 1]: below a node, its first descendant on each level; where there is none, the root's
+    entry: Tensor  # [N], a node's place in the list: root, (level, rank) in the tree, the chain below its first leaf
+    ranks: int = 1
+    levels: int = 0
+
+
+@lru_cache(maxsize=16)
+@lasting()
+def layout(window: int, proactive: tuple[int, int], device: torch.device) -> WindowLayout:
+    """A chain; with proactive = (K, D) its first D − 1 levels have all K branches of every node."""
+    nodes = torch.arange(window, device=device)
+    if proactive == ALONE:
+        return WindowLayout(chain(window, device), nodes.expand(window, window), nodes)
+    K, levels = proactive[0], proactive[1] - 1
+    paths = [*product(range(K), repeat=levels), (0,) * (window - 1)]
+    place = {path: n for n, path in enumerate(in_order(paths))}
+    main, lines, entry = [place[(0,) * d] for d in range(window)], [], []
+    for path in place:
+        d = len(path)
+        below = [place[down] for more in range(1, window - d) if (down := path + (0,) * more) in place]
+        lines.append([*main[: d + 1], *below, *main[d + 1 + len(below) :]])
+        entry.append((d - 1) * K + path[-1] + 1 if 0 < d <= levels else (levels * (K - 1) + d) * (d > 0))
+    line, at = (torch.tensor(table, device=device) for table in (lines, entry))
+    return WindowLayout(from_paths(paths, device)[0], line, at, K, levels)
