@@ -18,7 +18,7 @@ from typing import Any
 from mmspec import zoo
 from mmspec.app import embedded
 from mmspec.app.caption import report, settings
-from mmspec.app.caption.crew import Crew, Processes
+from mmspec.app.caption.crew import Crew
 from mmspec.app.caption.finals import FAILURES, OutputError
 from mmspec.app.caption.journal import write_whole
 from mmspec.app.caption.mirror import Mirror, push_to_hub
@@ -195,17 +195,9 @@ def _report(
 
 @contextlib.contextmanager
 def _crew(job: Job, slots: str, todo: Plan) -> Iterator[Any]:
-    """Who works: Ray, a process per device, or this process; they are told to stop in the end, whatever happens."""
-    options = job.options
-    if options.ray:
-        from mmspec.app.caption.ray_run import OnRay
-
-        ray = OnRay()
-        crew: Any = Crew(job, ray, ray.places(options.devices), slots)
-    elif len(where := places(options.devices)) > 1:
-        crew = Crew(job, Processes(), where, slots)
-    else:
-        crew = Alone(job, where[0], slots, len(todo.pending))
+    """Who works: a process per device, or this process; they are told to stop in the end, whatever happens."""
+    where = places(job.options.devices)
+    crew: Any = Crew(job, where, slots) if len(where) > 1 else Alone(job, where[0], slots, len(todo.pending))
     try:
         yield crew
     finally:
@@ -223,7 +215,7 @@ def _dry_run(job: Job, todo: Plan) -> int:
             print(f"{what}: {plain(text)}")
     workers = places(job.options.devices)
     with tempfile.TemporaryDirectory() as folder:
-        chosen = replace(job.options, devices=workers[0], ray=False, compare=False, compile=False)
+        chosen = replace(job.options, devices=workers[0], compare=False, compile=False)
         trial = replace(job, folder=Path(folder), options=chosen)
         with _crew(trial, "", Plan(todo.pending[:1])) as crew:
             crew.run(todo.pending[:1], RunTally(1, quiet=True, shown=False).add)

@@ -26,8 +26,7 @@ RARE = (  # what few people change: `--help-all` and docs/captioning.md tell of 
     "--column-image", "--column-text", "--column-tags", "--split", "--system", "--start-with",
     "--prepend", "--append", "--temperature", "--seed", "--dtype", "--fps", "--keyframes", "--max-frames",
     "--max-pixels", "--max-aspect", "--max-duration", "--timeout", "--max-bytes", "--max-memory", "--decoders",
-    "--extension", "--on-existing", "--resume", "--limit", "--dedup", "--max-errors", "--push-to-hub", "--ray",
-    "--compare",
+    "--extension", "--on-existing", "--resume", "--limit", "--dedup", "--max-errors", "--push-to-hub", "--compare",
 )  # fmt: skip
 
 
@@ -205,7 +204,6 @@ class Options:
         "of the pictures", type=_batch)
     dedup: str | None = _flag(None, None, "exact: caption equal files once", choices=("exact",))
     max_errors: int | None = _flag("N", None, "give up after so many failures", type=count)
-    ray: bool = _switch(False, "run the workers on Ray, one per device of its cluster (extra: ray)")
     push_to_hub: str | None = _flag("REPO", None, "upload the output folder as a data set owner/name in the end",
         type=_repo)
     report: Path | None = _flag("FILE", None, "speeds and counts as .json, or as a page: .html", type=_report)

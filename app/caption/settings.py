@@ -15,7 +15,6 @@ from mmspec.app import embedded, enabling
 from mmspec.app.caption.journal import key
 from mmspec.app.caption.options import AUTO, BESIDE, ENGINE, RARE, VLLM, Options
 from mmspec.app.media import video
-from mmspec.app.media.remote import is_address
 from mmspec.app.options import meant
 
 PROMPT = "Describe this image in two or three sentences."  # for models other than the embedded one
@@ -127,8 +126,6 @@ def resolve(args: argparse.Namespace) -> Options:
         raise SettingsError(f"--engine {options.engine} takes one --prompt; got {len(options.prompt)}")
     if options.push_to_hub and options.out == BESIDE:
         raise SettingsError("--push-to-hub uploads a whole folder; give --out one that holds nothing but captions")
-    if options.ray and is_address(options.out):
-        raise SettingsError(f"--ray needs an --out that all nodes share; {options.out} is kept on this disk first")
     if options.score and options.engine != ENGINE:
         raise SettingsError(f"--engine {options.engine} tells no scores; leave --score out")
     if options.json_schema is not None:

@@ -8,7 +8,6 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -102,13 +101,6 @@ class TableRows:
     def root(self) -> Path:
         return self.path.parent
 
-    @cached_property
-    def count(self) -> int | None:
-        if self.path.suffix.lower() in SHEETS:  # a cell may hold line breaks
-            return None
-        with open(self.path, "rb") as file:
-            return sum(1 for _ in _lines(file))
-
     def check(self) -> None:
         """MediaError if the file cannot be read, is empty or lacks a column."""
         try:
@@ -201,10 +193,6 @@ class Parquet:
     @property
     def root(self) -> Path:
         return self.path.parent
-
-    @cached_property
-    def count(self) -> int | None:
-        return self._open().metadata.num_rows
 
     def check(self) -> None:
         """MediaError if the file cannot be read or has no such column."""

@@ -70,7 +70,7 @@ def away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str
 def test_files_elsewhere_are_listed_and_read(bucket, where: list[str], recursive: bool, names: list[str]):
     found = open_inputs(where, recursive=recursive)
     items = list(found.items())
-    assert [item.name for item in items] == names and found.count == len(names)
+    assert [item.name for item in items] == names
     assert all(f"b/{item.source.read().decode()}".endswith(item.name) and item.source.stamp for item in items)
     assert found.left_out() == ({".doc": 1} if where[0].rstrip("/").endswith("p") else {})
 
@@ -213,6 +213,5 @@ def test_the_output_is_uploaded_as_a_data_set(caption, photos: Path, monkeypatch
     assert caption("--push-to-hub", "not-mine/captions") == FATAL
     assert "cannot upload to not-mine/captions (401)" in capsys.readouterr().err
     assert caption("--push-to-hub", "me/captions", "--out", "beside") == SENSELESS
-    assert caption("--ray", "--out", "s3://b/out") == SENSELESS
     with pytest.raises(SystemExit):
         caption("--push-to-hub", "captions")
