@@ -21,7 +21,7 @@ from mmspec.app.caption import report, settings
 from mmspec.app.caption.crew import Crew
 from mmspec.app.caption.finals import FAILURES, OutputError
 from mmspec.app.caption.journal import write_whole
-from mmspec.app.caption.mirror import Mirror, push_to_hub
+from mmspec.app.caption.mirror import Mirror
 from mmspec.app.caption.model import FatalError
 from mmspec.app.caption.options import BESIDE, ENGINE, Options
 from mmspec.app.caption.outputs import Outputs
@@ -121,10 +121,7 @@ def _caption(options: Options) -> int:
         if options.dry_run:
             return _dry_run(job, todo)
         with mirror.kept_up() if mirror is not None else contextlib.nullcontext():
-            code = _work(job, slots, inputs, outputs, todo)
-        if options.push_to_hub and code in (OK, SOME_FAILED):
-            print(f"uploaded to {push_to_hub(folder, options.push_to_hub)}")
-        return code
+            return _work(job, slots, inputs, outputs, todo)
 
 
 def _folders(options: Options, inputs: Inputs) -> tuple[Path, str]:

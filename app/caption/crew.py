@@ -170,7 +170,8 @@ class Crew:
                 if record.get("status") == FAILED:
                     yield Result(name, error=str(record["error"]), message=str(record["message"]))
                 else:
-                    yield Result(name, str(record["text"]), int(record.get("tokens", 0)))
+                    texts = record.get("captions") or [str(record["text"])]
+                    yield Result(name, " | ".join(texts), len(texts), int(record.get("tokens", 0)))
 
     def _blamed(self, slot: str, task: Task) -> Result:
         """Record, in a journal beside that of the dead worker, that an item kills who works on it."""

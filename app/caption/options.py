@@ -26,7 +26,7 @@ RARE = (  # what few people change: `--help-all` and docs/captioning.md tell of 
     "--column-image", "--column-text", "--column-tags", "--split", "--system", "--start-with",
     "--prepend", "--append", "--temperature", "--seed", "--dtype", "--fps", "--keyframes", "--max-frames",
     "--max-pixels", "--max-aspect", "--max-duration", "--timeout", "--max-bytes", "--max-memory", "--decoders",
-    "--extension", "--on-existing", "--resume", "--limit", "--dedup", "--max-errors", "--push-to-hub", "--compare",
+    "--extension", "--on-existing", "--resume", "--limit", "--dedup", "--max-errors", "--compare",
 )  # fmt: skip
 
 
@@ -93,10 +93,13 @@ def _report(text: str) -> Path:
     return Path(text)
 
 
-def _repo(text: str) -> str:
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no name like owner/name")
-    return text
+class _Once(argparse.Action):
+    """Stores a value; a second one is an error, not a silent change of mind."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        if hasattr(namespace, self.dest):
+            parser.error(f"{option_string} is said twice, {getattr(namespace, self.dest)} and {values}; name one")
+        setattr(namespace, self.dest, values)
 
 
 def _engine(text: str) -> str:
@@ -204,9 +207,8 @@ class Options:
         "of the pictures", type=_batch)
     dedup: str | None = _flag(None, None, "exact: caption equal files once", choices=("exact",))
     max_errors: int | None = _flag("N", None, "give up after so many failures", type=count)
-    push_to_hub: str | None = _flag("REPO", None, "upload the output folder as a data set owner/name in the end",
-        type=_repo)
-    report: Path | None = _flag("FILE", None, "speeds and counts as .json, or as a page: .html", type=_report)
+    report: Path | None = _flag("FILE", None, "speeds and counts as .json, or as a page: .html", type=_report,
+        action=_Once)
     compare: bool = _switch(True, "measure the speed-up over stock generate on a few of the items")
     quiet: bool = _switch(False, "do not print the captions")
     # fmt: on

@@ -43,7 +43,8 @@ class RunTally:
     max_errors: int | None = None
     shown: bool = True
     items: int = 0  # that are done, well or not
-    captions: int = 0
+    captioned: int = 0  # of these
+    captions: int = 0  # one for each prompt
     tokens: int = 0
     twins: int = 0
     failed: int = 0
@@ -67,7 +68,8 @@ class RunTally:
         """One item is done; it is on the disk already. TooManyErrorsError if it was one failure too many."""
         self.seconds = time.perf_counter() - self._begun
         self.items += 1
-        self.captions += bool(result.text) or not result.error  # an answer may be empty
+        self.captioned += bool(result.captions)
+        self.captions += result.captions
         self.tokens += result.tokens
         self.twins += bool(result.twin_of)
         self.cut += result.finish == "length"
@@ -100,10 +102,11 @@ class RunTally:
 
     @property
     def counted(self) -> str:
-        return f"{self.captions} caption{'s' * (self.captions != 1)}"
+        of = f" of {self.captioned} item{'s' * (self.captioned != 1)}" if self.captions != self.captioned else ""
+        return f"{self.captions} caption{'s' * (self.captions != 1)}{of}"
 
     def __str__(self) -> str:
-        pace = f"{self.captions / max(self.seconds, 1e-9):.2f} items/s" if self.captions else ""
+        pace = f"{self.captioned / max(self.seconds, 1e-9):.2f} items/s" if self.captioned else ""
         same = f"{self.twins} of them copied from one that is the same" if self.twins else ""
         cut = f"{self.cut} cut off at --max-new-tokens" if self.cut else ""
         first = f"{self.animated} by the first frame of an animation" if self.animated else ""
@@ -137,7 +140,8 @@ def write(
     facts = {
         "counts": {
             "items": todo.items,
-            "captioned": tally.captions,
+            "captioned": tally.captioned,
+            "captions": tally.captions,
             "copied_from_twins": tally.twins,
             "cut_off_at_max_new_tokens": tally.cut,
             "first_frame_of_an_animation": tally.animated,
@@ -150,7 +154,7 @@ def write(
         },
         "failures": dict(tally.errors),
         "seconds": round(tally.seconds, 3),
-        "items_per_second": round(tally.captions / seconds, 4),
+        "items_per_second": round(tally.captioned / seconds, 4),
         "tokens": tally.tokens,
         "tokens_per_second": round(tally.tokens / seconds, 2),
         "acceptance": _acceptance(workers),
@@ -178,13 +182,13 @@ def replaceable(path: Path) -> bool:
 
 def estimate(todo: Plan, tally: RunTally, workers: int, summary: dict[str, Any]) -> str:
     """What a whole run will take, from the few items of a dry run."""
-    if not tally.captions:
+    if not tally.captioned:
         return "no estimate: nothing could be captioned"
-    each = tally.seconds / tally.captions
+    each = tally.seconds / tally.captioned
     memory = summary.get("peak_memory")
     held = f"; memory per worker up to {memory / MEGA:,.0f} MiB at {summary['rows']} at once" if memory else ""
     return (
-        f"measured on {tally.captions}: {each:.2f} s each, so {len(todo.pending)} take about "
+        f"measured on {tally.captioned}: {each:.2f} s each, so {len(todo.pending)} take about "
         f"{_duration(len(todo.pending) * each / workers)} with {workers} worker{'s' * (workers != 1)}{held}"
     )
 

@@ -43,6 +43,7 @@ class Result:
 
     name: str
     text: str = ""
+    captions: int = 0  # one for each prompt
     tokens: int = 0
     seconds: float = 0.0
     error: str = ""  # class of the error; there may be a text all the same that could not be written beside the item
@@ -278,8 +279,9 @@ class Worker:
             facts |= {"answers": answers} if answers != texts else {}
             facts |= {"scores": list(scores)} if scores else {}
         result = Result(
-            task.item.name, " | ".join(texts), tokens, seconds, twin_of=twin_of, finish=finish, animated=media.animated
-        )
+            task.item.name, " | ".join(texts), len(texts), tokens, seconds, twin_of=twin_of, finish=finish,
+            animated=media.animated,
+        )  # fmt: skip
         try:
             self._writer.write(task.item.name, texts[0], task.sidecar, facts)
         except UnwritableTextError as error:

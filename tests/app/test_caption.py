@@ -549,7 +549,7 @@ WORDS = [word for prompt in SEVERAL for word in ("--prompt", prompt)]
 @pytest.mark.parametrize("drafter", ["none", "ngram"])
 @pytest.mark.every(3)
 def test_several_prompts_are_answered_as_if_each_was_asked_alone(
-    truly, photos: Path, drafter: str, monkeypatch: pytest.MonkeyPatch
+    truly, photos: Path, drafter: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ):
     from pyarrow import parquet
 
@@ -561,6 +561,7 @@ def test_several_prompts_are_answered_as_if_each_was_asked_alone(
         alone.append(captions(f"alone-{number}"))
     more = ("--append", "!", "--format", "txt,metadata,parquet", "--report", "report.json", "--no-compare")
     assert truly(*WORDS, *more, drafter=drafter) == OK
+    assert "15 captions of 5 items, " in capsys.readouterr().out.splitlines()[-1]
     [worker] = json.loads(Path("report.json").read_text())["workers"]
     assert worker["prefix"]["prompts"] == 15 and worker["prefix"]["reused tokens"] >= 10 * 4  # of a picture
     found = {record["file_name"]: record for record in lines("captions/metadata.jsonl")}
@@ -895,6 +896,7 @@ def test_fatal_errors_say_what_to_do(caption, truly, photos: Path, capsys: pytes
         ("--temperature -1", "'-1' is not a number from 0 on"),
         ("--shard 4/4", "'4/4' is not I/N"),
         ("--format xls", "unknown 'xls'"),
+        ("--report a.json --report b.html", "--report is said twice, a.json and b.html; name one"),
         ("--report out.pdf", "give one like report.json or report.html"),
         ("--fps 2000", "2000"),
         ("--devices ,", "',' names no device"),
