@@ -23,7 +23,6 @@ from mmspec.media import MediaError
 T = TypeVar("T")
 SUITES = {  # name: (module with configure(parser) and measure(args, outcome), one line of help)
     "vlm": ("mmspec.app.bench.vlm", "answers of a vision-language model, stock paths and drafters side by side"),
-    "mmspec": ("mmspec.app.bench.published", "the same on the MMSpec benchmark, from its published folders"),
     "caption": ("mmspec.app.bench.caption", "many captions: static and continuous batches, with drafters and without"),
     "image": ("mmspec.app.bench.image", "pictures of an autoregressive image model, drawn plainly and with drafters"),
     "pictures": ("mmspec.app.bench.pictures", "CLIP score, inception score and FID of folders of pictures"),
