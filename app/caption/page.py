@@ -16,12 +16,11 @@ from mmspec.app.caption.options import Options
 from mmspec.app.media.decoder import Decoder, DecoderError
 from mmspec.app.media.items import Item
 from mmspec.app.media.video import FramePolicy
-from mmspec.media import Media
+from mmspec.media import MediaError
 
 HEAD = b"<!doctype html><!-- mmspec caption report -->"
 SHOWN, SIDE = 48, 320  # pictures, and pixels of their longer side
 FAILED = 20  # failures that are told
-PATIENCE = 0.5  # seconds between two looks at what is decoded
 STYLE = """
 :root{color-scheme:light dark;font:16px/1.5 system-ui,sans-serif}
 body{max-width:76rem;margin:2rem auto;padding:0 1rem}
@@ -92,17 +91,12 @@ def _figure(record: Record, picture: Image.Image | None) -> str:
 def _pictures(items: list[Item], options: Options) -> dict[str, Image.Image]:
     """The first frame of each item by its name, small; without those that can no more be read."""
     found: dict[str, Image.Image] = {}
-    waiting, inside = list(items), 0
     with Decoder(1, options.limits(), FramePolicy.parse("uniform:1", 1), SIDE) as decoder:
-        while waiting or inside:
-            while waiting and decoder.room:
-                item = waiting.pop()
-                decoder.submit(item.name, item)
-                inside += 1
+        for item in items:
             try:
-                ready = decoder.ready(PATIENCE)
+                found[item.name] = decoder.one(item).frames[0]
+            except MediaError:
+                continue
             except DecoderError:  # the captions are there; a page without pictures is still one
-                return found
-            inside -= len(ready)
-            found |= {str(name): media.frames[0] for name, media in ready if isinstance(media, Media)}
+                break
     return found

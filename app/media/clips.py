@@ -13,7 +13,7 @@ from mmspec import media
 from mmspec.app.media.decoder import Decoder
 from mmspec.app.media.items import VIDEO, BytesSource, Item
 from mmspec.app.media.video import FramePolicy
-from mmspec.media import MediaError, MediaLimits
+from mmspec.media import MediaLimits
 
 USUAL = "uniform:8"  # frames of a video, evenly spread
 HELP = "frames of a video in the data: uniform:N, fps:R or keyframes (%(default)s)"
@@ -61,8 +61,4 @@ class VideoReader:
         if self._decoder is None:
             assert self._open is not None, "a VideoReader works inside its `with` only"
             self._decoder = self._open.enter_context(Decoder(1, MediaLimits(), self.frames))
-        self._decoder.submit(where, Item(where, VIDEO, BytesSource(data)))
-        ((_, found),) = self._decoder.ready(None)
-        if isinstance(found, MediaError):
-            raise found
-        return list(found.frames)
+        return list(self._decoder.one(Item(where, VIDEO, BytesSource(data))).frames)

@@ -32,7 +32,7 @@ from benchmarks.suites.faithful import PictureReader
 from mmspec.app import embedded, engine
 from mmspec.app.demo import caption_tab, guard, image_tab, image_view, look, records, sight, view
 from mmspec.app.demo import command as demo
-from mmspec.app.demo.answer import CORRECTED, DRAFTED, OWN, PLAIN, Ask, ChatTurn, ShownAnswer, Token, Transcript
+from mmspec.app.demo.answer import CORRECTED, DRAFTED, OWN, PLAIN, Ask, ChatTurn, ShownAnswer, Token, cut
 from mmspec.app.demo.desk import QUEUE, Desk, RefusedError
 from mmspec.app.demo.duo import Duo, fitting
 from mmspec.app.demo.easel import METHODS, SEED_EXACT, Easel, Wish
@@ -329,11 +329,9 @@ def test_letters_of_several_tokens() -> None:
         return bytes(ids).decode("utf-8", errors="replace")
 
     for text in ("aé€🙂b".encode(), "aé€🙂".encode()[:-1], b""):  # the second breaks off inside a letter
-        transcript = Transcript(decode)
-        for byte in text:
-            transcript.add(Token(byte, OWN))
-        transcript.close()
-        assert "".join(token.text for token in transcript.tokens) == decode(list(text))
+        tokens = [Token(byte, OWN) for byte in text]
+        cut(tokens, decode)
+        assert "".join(token.text for token in tokens) == decode(list(text))
 
 
 # ------------------------------------------------------------------------------------------------ refusals
