@@ -84,6 +84,9 @@ class Crew:
                     with contextlib.suppress(OSError):  # it has just ended, which is heard of next
                         hand.line.send(self._next(hand, said["room"]))
 
+    def compared(self, ready: Callable[[], None]) -> None:
+        """Each worker has a model of its own, and none is compared."""
+
     def stop(self) -> None:
         """Let them end and collect their summaries."""
         give_up = time.monotonic() + GOODBYE

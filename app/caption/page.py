@@ -18,7 +18,6 @@ from mmspec.app.media.items import Item
 from mmspec.app.media.video import FramePolicy
 from mmspec.media import MediaError
 
-HEAD = b"<!doctype html><!-- mmspec caption report -->"
 SHOWN, SIDE = 48, 320  # pictures, and pixels of their longer side
 FAILED = 20  # failures that are told
 STYLE = """
@@ -47,7 +46,7 @@ def made(facts: Mapping[str, Any], ledger: Ledger, items: Iterable[Item], option
     figures = [_figure(ledger.get(name) or {}, pictures.get(name)) for name in sorted(chosen)]
     failed = [f"<li>{escape(str(record.get('message')))}</li>" for record in ledger.all_failures()]
     parts = [
-        HEAD.decode(), f"<meta charset=utf-8><title>Captions by mmspec</title><style>{STYLE}</style><h1>Captions</h1>",
+        f"<!doctype html><meta charset=utf-8><title>Captions by mmspec</title><style>{STYLE}</style><h1>Captions</h1>",
         f"<dl>{''.join(_number(*number) for number in _numbers(facts))}</dl>",
         *(f"<p>{escape(prompt)}</p>" for prompt in options.prompt),
         f"<p><small>{len(figures)} of {len(names)}</small></p><main>{''.join(figures)}</main>",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections import Counter
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from mmspec.app.caption import page
-from mmspec.app.caption.journal import Ledger, parse, write_whole
+from mmspec.app.caption.journal import Ledger, write_whole
 from mmspec.app.caption.options import AUTO, PAGES, Options
 from mmspec.app.caption.plan import Plan
 from mmspec.app.caption.run import Result
@@ -27,7 +26,6 @@ if TYPE_CHECKING:  # torch is imported only once it is clear that there is somet
 
 MEGA = 2**20
 EVERY = 30.0  # seconds between lines of progress in a log
-LONGEST = 64 * MEGA  # bytes of a file that may be a report
 
 
 class TooManyErrorsError(Exception):
@@ -114,7 +112,6 @@ class RunTally:
 
 
 def write(
-    path: Path,
     options: Options,
     todo: Plan,
     tally: RunTally,
@@ -163,21 +160,13 @@ def write(
         "options": {name: str(v) if isinstance(v, Path) else v for name, v in vars(options).items()},
         "provenance": provenance(device, dtype),
     }
+    path = options.report
+    assert path is not None, "nobody asks for a report"
     if path.suffix.lower() in PAGES:
         data = page.made(facts, ledger, items(), options)
     else:
         data = json.dumps(facts, indent=2, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
     write_whole(path, data)
-
-
-def replaceable(path: Path) -> bool:
-    """Whether nothing is there, or a report of an earlier run."""
-    if not os.path.lexists(path):
-        return True
-    if not path.is_file() or path.stat().st_size > LONGEST:
-        return False
-    data = path.read_bytes()
-    return not data or data.startswith(page.HEAD) or (parse(data) or {}).keys() >= {"counts", "workers", "provenance"}
 
 
 def estimate(todo: Plan, tally: RunTally, workers: int, summary: dict[str, Any]) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -173,16 +172,6 @@ def dumped(options: Options) -> bytes:
     }
     plain["prompt"] = options.prompt[0] if len(options.prompt) == 1 else options.prompt
     return HEAD + yaml.safe_dump(plain, sort_keys=False, allow_unicode=True).encode()
-
-
-def replaceable(path: Path) -> bool:
-    """Whether nothing is there, or the settings of an earlier run."""
-    if not os.path.lexists(path):
-        return True
-    if path.is_symlink() or not path.is_file():
-        return False
-    with open(path, "rb") as file:
-        return file.read(len(HEAD)) == HEAD
 
 
 def shaping(options: Options) -> dict[str, Any]:

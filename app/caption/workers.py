@@ -50,6 +50,16 @@ class Alone:
             for result in results:
                 report(result)
 
+    def compared(self, ready: Callable[[], None]) -> Any:
+        """The comparison with stock generate, measured now; `ready` is called before it says so."""
+        if self.comparison is not None:
+            if self.comparison.kept:
+                ready()
+                kept = len(self.comparison.kept)
+                print(f"comparing with stock generate on {kept} of them (--no-compare spares it)", flush=True)
+            self.comparison.measure(self.worker.engine, getattr(self.worker.flow, "rows", 1))
+        return self.comparison
+
     def stop(self) -> None:
         self.summaries.append(self.worker.summary())
         self.worker.close()

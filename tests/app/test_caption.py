@@ -589,7 +589,7 @@ def test_the_report_as_a_page(truly, photos: Path, capsys: pytest.CaptureFixture
     with Image.open(io.BytesIO(base64.b64decode(text.split("base64,")[1].split('"')[0]))) as picture:
         assert picture.size == (40, 30)
     Path("other.html").write_text("<!doctype html>")
-    assert truly("--report", "other.html") == FATAL and "is no report" in capsys.readouterr().err
+    assert truly("--report", "other.html") == FATAL and "no run made" in capsys.readouterr().err
 
 
 def test_captions_are_scored(truly, photos: Path, capsys: pytest.CaptureFixture):
@@ -789,9 +789,10 @@ def test_the_settings_of_a_run_lie_beside_its_captions(caption, capsys: pytest.C
     capsys.readouterr()
     assert cli.main(["caption", "--config", str(kept)]) == OK  # the same run again
     assert "4 done before" in capsys.readouterr().out and yaml.safe_load(kept.read_text()) == held
-    kept.write_text("somebody: else")
-    assert caption("--no-resume") == OK and kept.read_text() == "somebody: else"
-    assert Path("captions/.mmspec/run.yaml").exists()
+    Path("other").mkdir()
+    Path("other/run.yaml").write_text("somebody: else")
+    assert caption("--out", "other") == OK and Path("other/run.yaml").read_text() == "somebody: else"
+    assert Path("other/.mmspec/run.yaml").exists()
 
 
 def test_a_listed_file_that_is_missing_is_in_the_list_of_failures(caption, photos: Path, capsys: pytest.CaptureFixture):
