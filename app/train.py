@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import ast
 import json
-import os
 import sys
 import time
 from dataclasses import MISSING, asdict, fields
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 
 from mmspec.app import train_block
+from mmspec.app.caption.journal import write_whole
 from mmspec.app.devices import EngineError, find_device, find_model, first_line, load_quietly
 from mmspec.app.media.clips import HELP, USUAL, VideoReader, policy
 from mmspec.app.media.video import FramePolicy
@@ -239,9 +239,7 @@ def train(
             "data": data,
             "samples": len(samples),
         }
-        part = out / "report.json.part"
-        part.write_text(json.dumps(report, indent=2))
-        os.replace(part, out / "report.json")
+        write_whole(out / "report.json", json.dumps(report, indent=2).encode())
         chain = "drawn chain" if recipe.overlap else "chain"
         what = "window" if drafter.method == "heads" else f"{chain} of {recipe.unroll}"
         print(f"held-out tau {tau:.2f} ({what}, bonus token included); drafter in {out / 'drafter'}")

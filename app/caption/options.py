@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,12 +38,8 @@ def _fps(text: str) -> float:
     return value
 
 
-def _batch(text: str) -> int | str:
-    return text if text == AUTO else count(text)
-
-
-def _area(text: str) -> int | str:
-    return text if text in (AUTO, "none") else count(text)
+def _count_or(*words: str) -> Callable[[str], int | str]:
+    return lambda text: text if text in words else count(text)
 
 
 def _devices(text: str) -> str:
@@ -165,7 +162,7 @@ class Options:
     max_new_tokens: int = _flag("N", 128, "longest caption, in tokens", type=count)
     temperature: float = _flag("T", 0.0, "0 takes the likeliest token", type=from_zero)
     max_pixels_per_image: int | str = _flag("N", AUTO, "larger pictures are made smaller; auto: as suits the model, "
-        "none: never", type=_area)
+        "none: never", type=_count_or(AUTO, "none"))
     seed: int = _flag("N", 0, "of draws at a temperature above 0", type=int)
     dtype: str = _flag(None, AUTO, "of the weights", choices=DTYPES)
     engine: str = _flag("NAME", ENGINE, "vllm: vLLM's offline engine (extra: vllm); or MODULE:FUNCTION, your own",
@@ -204,7 +201,7 @@ class Options:
     devices: str = _flag("LIST", AUTO, "auto, cpu, cuda, mps, or one worker each: 0,1 or cuda:0,cuda:1 or cpu,cpu",
         names=("--device",), type=_devices)
     batch_size: int | str = _flag("N", AUTO, "items at work at once on a device; auto: as many as fit, by the sizes "
-        "of the pictures", type=_batch)
+        "of the pictures", type=_count_or(AUTO))
     dedup: str | None = _flag(None, None, "exact: caption equal files once", choices=("exact",))
     max_errors: int | None = _flag("N", None, "give up after so many failures", type=count)
     report: Path | None = _flag("FILE", None, "speeds and counts as .json, or as a page: .html", type=_report,

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from mmspec.app.caption import page
 from mmspec.app.caption.journal import Ledger, write_whole
-from mmspec.app.caption.options import AUTO, PAGES, Options
+from mmspec.app.caption.options import PAGES, Options
 from mmspec.app.caption.plan import Plan
 from mmspec.app.caption.run import Result
 from mmspec.app.caption.workers import places
@@ -124,15 +124,14 @@ def write(
     items with their captions as a page, where the name ends in .html."""
     import torch
 
-    from mmspec.app.devices import EngineError, find_device
+    from mmspec.app.devices import EngineError, find_device, find_dtype
     from mmspec.app.provenance import provenance
 
     try:
         device = find_device(places(options.devices)[0])
     except EngineError:
         device = torch.device("cpu")
-    usual = options.dtype if options.dtype != AUTO else "float32" if device.type == "cpu" else "bfloat16"
-    dtype = getattr(torch, next((worker["dtype"] for worker in workers if "dtype" in worker), usual))
+    dtype = find_dtype(next((worker["dtype"] for worker in workers if "dtype" in worker), options.dtype), device)
     seconds = max(tally.seconds, 1e-9)
     facts = {
         "counts": {

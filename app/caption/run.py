@@ -15,6 +15,7 @@ from mmspec.app.caption.model import Answers, FatalError, area_for, compiles, dt
 from mmspec.app.caption.options import Options
 from mmspec.app.caption.outputs import STATE, UnwritableTextError, Writer, combined, facts_of
 from mmspec.app.caption.plan import Task
+from mmspec.app.extras import cores
 from mmspec.app.media.decoder import AHEAD, Decoder, DecoderError
 from mmspec.app.media.video import FramePolicy
 from mmspec.media import Media
@@ -310,8 +311,3 @@ def about(task: Task, content: str, job: Job) -> Record:
         key=key(content, ask=task.ask), ask=task.ask, content=content, stamp=task.stamp, folder=job.origin,
         kind=task.item.kind, path=os.path.abspath(path) if path is not None else None,
     )  # fmt: skip
-
-
-def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -70,18 +70,16 @@ class Flags:
             if dest == "inputs" or value is None:
                 continue
             takes, (flag,) = OPTIONS[dest].metadata["takes"], spelled(dest)
-            if takes.get("action") is argparse.BooleanOptionalAction:
-                if not isinstance(value, bool):
-                    raise SettingsError(f"{origin}: {name} is true or false; got {value!r}")
-                words.append(flag if value else flag.replace("--", "--no-"))
-            elif isinstance(value, list) and takes.get("action") == "append":
-                words += [f"{flag}={one}" for one in value]
-            elif isinstance(value, list) and "nargs" in takes:
-                words += [flag, *map(str, value)] if value else []
-            elif isinstance(value, list | dict):
+            switch = takes.get("action") is argparse.BooleanOptionalAction
+            if switch != isinstance(value, bool):
+                raise SettingsError(f"{origin}: {name} is{' not' * (not switch)} true or false; got {value!r}")
+            several = takes.get("action") == "append" or "nargs" in takes
+            if isinstance(value, dict) or (isinstance(value, list) and not several):
                 raise SettingsError(f"{origin}: {name} takes one value; got {value!r}")
+            if switch:
+                words.append(flag if value else flag.replace("--", "--no-"))
             else:
-                words.append(f"{flag}={value}")
+                words += [f"{flag}={one}" for one in (value if isinstance(value, list) else [value])]
         inputs = said.get("inputs") or []
         return [*words, "--", *([inputs] if isinstance(inputs, str) else map(str, inputs))]
 

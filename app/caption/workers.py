@@ -15,8 +15,9 @@ from typing import Any
 from mmspec.app.caption.model import FatalError
 from mmspec.app.caption.options import AUTO
 from mmspec.app.caption.plan import Task
-from mmspec.app.caption.run import Job, Result, Worker, cores
+from mmspec.app.caption.run import Job, Result, Worker
 from mmspec.app.cli import quiet
+from mmspec.app.extras import cores
 
 POLL = 0.03  # seconds
 Report = Callable[[Result], None]

@@ -568,7 +568,7 @@ def test_runs_are_shown_one_at_a_time(bench: records.ResultFolder) -> None:
         "another model"
     )
     assert bench.trouble == ["b.json: it holds no records of mmspec bench"]
-    assert [name for _, name in records.measures(bench.runs["a.json"]["records"])] == ["compression", "spent"]
+    assert records.measures(bench.runs["a.json"]["records"]) == ["compression", "spent"]
     one, four = bench.conditions("vlm.json")
     assert (one, four) == ("batch 1, temperature 0", "batch 4, temperature 0")
     bars, rows, notes = records.shown(bench, "vlm.json", one, "speedup_e2e")
