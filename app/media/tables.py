@@ -17,19 +17,10 @@ from mmspec.media import COPY_AGAIN, MediaError, OutsideError
 
 LISTS, LINES, SHEETS, PARQUETS = {".txt", ".lst"}, {".jsonl", ".ndjson"}, {".csv", ".tsv"}, {".parquet"}
 EXTENSIONS = LISTS | LINES | SHEETS | PARQUETS
-USUAL: tuple[str, ...] = (
-    "image",
-    "video",
-    "file_name",
-    "path",
-    "image_path",
-    "video_path",
-    "filepath",
-    "filename",
-    "file",
-    "img",
+USUAL = (  # columns that are tried, in this order, when none is named
+    *("image", "video", "file_name", "path", "image_path", "video_path", "filepath", "filename", "file", "img"),
+    *("jpg", "png", "mp4", "picture"),
 )
-USUAL += ("jpg", "png", "mp4", "picture")  # columns that are tried, in this order, when none is named
 FORM = dict.fromkeys(LINES, "write one JSON object with a path a line")
 NAME_IT = "name the column of paths or bytes with --column-image"
 CHUNK = 4096  # rows of small columns read at once
