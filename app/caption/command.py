@@ -244,7 +244,7 @@ class Run:
     def _report(self, tally: RunTally, workers: Sequence[dict[str, Any]] = (), comparison: Any = None) -> None:
         if self.options.report:
             self.outputs.finals.note(self.options.report)
-            report.write(self.options, self.todo, tally, workers, comparison, self.outputs.ledger, self.inputs.items)
+            report.write(self.options.report, self.options, self.todo, tally, workers, comparison)
 
     def _wind_up(self, tally: RunTally) -> None:
         """Final files and report of a run that ends early; what goes wrong here must not hide why it ends."""

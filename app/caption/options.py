@@ -20,8 +20,7 @@ from mmspec.config import size_in_bytes
 BESIDE, AUTO = "beside", "auto"
 ENGINE, VLLM = "mmspec.app.engine:load", "mmspec.app.caption.vllm_engine:load"
 ON_EXISTING = ("skip", "overwrite", "append")
-PAGES = (".html", ".htm")
-REPORTS = (".json", ".jsonl", *PAGES)
+REPORTS = (".json", ".jsonl")
 OUTPUTS = ("txt", "metadata", "parquet", "webdataset")
 RARE = (  # what few people change: `--help-all` and docs/captioning.md tell of them, and --config holds them
     "--column-image", "--column-text", "--column-tags", "--split", "--system", "--start-with",
@@ -86,7 +85,7 @@ def _report(text: str) -> Path:
     if kind_of(text):  # as the shell makes of `--report photos/*.png`
         raise argparse.ArgumentTypeError(f"{text!r} is the name of a picture or video; give a name like report.json")
     if Path(text).suffix.lower() not in REPORTS:
-        raise argparse.ArgumentTypeError(f"{text!r} is no name of a report; give one like report.json or report.html")
+        raise argparse.ArgumentTypeError(f"{text!r} is no name of a report; give one like report.json")
     return Path(text)
 
 
@@ -204,7 +203,7 @@ class Options:
         "of the pictures", type=_count_or(AUTO))
     dedup: str | None = _flag(None, None, "exact: caption equal files once", choices=("exact",))
     max_errors: int | None = _flag("N", None, "give up after so many failures", type=count)
-    report: Path | None = _flag("FILE", None, "speeds and counts as .json, or as a page: .html", type=_report,
+    report: Path | None = _flag("FILE", None, "speeds and counts, as .json", type=_report,
         action=_Once)
     compare: bool = _switch(True, "measure the speed-up over stock generate on a few of the items")
     quiet: bool = _switch(False, "do not print the captions")
