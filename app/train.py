@@ -131,14 +131,8 @@ def build(method: str, model: Any, intermediate: int | None, **shape: Any) -> An
     """
     from mmspec.pipelines.families import table as families
 
-    c, info = model.get_decoder().config, families.of(model).describe(model)
-    theta = (getattr(c, "rope_parameters", None) or {}).get("rope_theta", 10000.0)
-    return _made(
-        method, info, shape, intermediate=intermediate or c.intermediate_size, heads=c.num_attention_heads,
-        head_dim=getattr(c, "head_dim", None) or info.hidden // c.num_attention_heads, rope_theta=float(theta),
-        norm_eps=float(getattr(c, "rms_norm_eps", 1e-6)),
-        target_revision=getattr(model.config, "_commit_hash", None) or "",
-    )  # fmt: skip
+    info = families.of(model).describe(model)
+    return _made(method, info, shape, **train_block.layer_of(model, info.hidden, intermediate))
 
 
 def _heads(method: str, model: Any, intermediate: int | None, **shape: Any) -> Any:

@@ -105,7 +105,7 @@ def _caption(options: Options) -> int:
     mirror = Mirror(options.out) if is_address(options.out) else None
     if mirror is not None:
         folder = mirror.folder
-        mirror.pull(options.extension, anew)
+        mirror.pull(options.extension)
     outputs = Outputs(folder, origin, slots, look_only=options.dry_run, overwrite=anew, mirror=mirror)
     with contextlib.closing(outputs):
         listed = [getattr(place, "path", None) for place in inputs.places]  # of lists, tables and tars

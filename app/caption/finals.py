@@ -25,10 +25,11 @@ class Finals:
 
     Args:
         overwrite: whether files of others may be replaced.
+        elsewhere: tars that are where the folder is put, and not in it.
     """
 
-    def __init__(self, folder: Path, state: Path, overwrite: bool = False):
-        self.folder, self._log, self._overwrite = folder, state / LOG, overwrite
+    def __init__(self, folder: Path, state: Path, overwrite: bool = False, elsewhere: Collection[str] = ()):
+        self.folder, self._log, self._overwrite, self._elsewhere = folder, state / LOG, overwrite, elsewhere
         self.reserved: set[str] = set()  # names in the folder that no caption file may have
 
     def claim(self, kinds: Collection[str], read: Iterable[Path], report: Path | None) -> None:
@@ -59,7 +60,7 @@ class Finals:
         there = [name for name in _names(kinds) if os.path.lexists(self.folder / name)]
         if "webdataset" in kinds:
             shards = [f"webdataset/{path.name}" for path in sorted((self.folder / "webdataset").glob("*"))]
-            there += [name for name in shards if SHARD.fullmatch(name)]
+            there += sorted({name for name in (*shards, *self._elsewhere) if SHARD.fullmatch(name)})
         ours = noted(self._log)  # read last: what another shard's run puts there meanwhile, it notes first
         if strange := [name for name in there if name not in ours]:
             raise OutputError(

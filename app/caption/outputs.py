@@ -97,7 +97,7 @@ class Outputs:
     ):
         self.folder, self.origin, self.slots = folder, digest(os.fsencode(origin))[:16], slots
         self.state, self.look_only, self._mirror = folder / STATE, look_only, mirror
-        self.finals = Finals(folder, self.state, overwrite)
+        self.finals = Finals(folder, self.state, overwrite, mirror.tars if mirror is not None else ())
         self._locks: list[int] = []
         try:
             if not look_only:
