@@ -112,7 +112,7 @@ def _caption(options: Options) -> int:
         outputs.finals.claim(options.kinds, filter(None, [options.config, *listed]), options.report)
         todo = Planner(options, shaping, prompts, outputs).plan(inputs)
         todo.pending = todo.pending[: options.limit]
-        frames = todo.frames(options.policy, options.max_frames)
+        frames = todo.frames(options.policy)
         job = Job(options, shaping, folder, outputs.origin, frames=frames, items=len(todo.pending))
         run = Run(options, inputs, outputs, todo, job)
         run.say_plan()

@@ -13,6 +13,7 @@ from typing import Any
 from mmspec import media
 from mmspec.app import embedded, enabling
 from mmspec.app.media import video
+from mmspec.app.media.clips import policy
 from mmspec.app.media.items import kind_of
 from mmspec.app.options import DTYPES, above_zero, count, from_zero
 from mmspec.config import size_in_bytes
@@ -24,17 +25,15 @@ REPORTS = (".json", ".jsonl")
 OUTPUTS = ("txt", "metadata", "parquet", "webdataset")
 RARE = (  # what few people change: `--help-all` and docs/captioning.md tell of them, and --config holds them
     "--column-image", "--column-text", "--column-tags", "--split", "--system", "--start-with",
-    "--prepend", "--append", "--temperature", "--seed", "--dtype", "--fps", "--keyframes", "--max-frames",
+    "--prepend", "--append", "--temperature", "--seed", "--dtype", "--max-frames",
     "--max-pixels", "--max-aspect", "--max-duration", "--timeout", "--max-bytes", "--max-memory", "--decoders",
     "--extension", "--on-existing", "--resume", "--limit", "--dedup", "--max-errors", "--compare",
 )  # fmt: skip
 
 
-def _fps(text: str) -> float:
-    value = above_zero(text)
-    if value > video.MAX_RATE:
-        raise argparse.ArgumentTypeError(f"{text!r} is more than {video.MAX_RATE} frames a second")
-    return value
+def _frames(text: str) -> str:
+    policy(text)
+    return text
 
 
 def _count_or(*words: str) -> Callable[[str], int | str]:
@@ -167,10 +166,8 @@ class Options:
     engine: str = _flag("NAME", ENGINE, "vllm: vLLM's offline engine (extra: vllm); or MODULE:FUNCTION, your own",
         shown="", type=_engine)
 
-    frames: int | None = _flag("N", None, "frames of a video, evenly spread (8 unless --fps or --keyframes)",
-        type=count, section="videos, and limits for hostile files")
-    fps: float | None = _flag("F", None, "frames of a video per second of it", type=_fps)
-    keyframes: bool = _switch(False, "take the key frames of a video")
+    frames: str = _flag("POLICY", "8", "of a video: N evenly spread, fps:R for R a second, or keyframes", type=_frames,
+        section="videos, and limits for hostile files")
     max_frames: int = _flag("N", video.MAX_FRAMES, "at most, however they are chosen", type=count)
     max_pixels: int = _flag("N", media.MAX_PIXELS, "largest picture or frame", type=count)
     max_aspect: float = _flag("N", media.MAX_ASPECT, "longest picture, in widths", type=above_zero)
@@ -222,8 +219,6 @@ class Options:
         )  # fmt: skip
 
     @property
-    def policy(self) -> str:
-        """How the frames of a video are chosen, as FramePolicy.parse reads it."""
-        if self.keyframes:
-            return "keyframes"
-        return f"fps:{self.fps:g}" if self.fps else f"uniform:{min(self.frames or 8, self.max_frames)}"
+    def policy(self) -> video.FramePolicy:
+        """How the frames of a video are chosen."""
+        return video.FramePolicy.parse(self.frames, self.max_frames)

@@ -17,7 +17,6 @@ from mmspec.app.caption.outputs import STATE, UnwritableTextError, Writer, combi
 from mmspec.app.caption.plan import Task
 from mmspec.app.extras import cores
 from mmspec.app.media.decoder import AHEAD, Decoder, DecoderError
-from mmspec.app.media.video import FramePolicy
 from mmspec.media import Media
 
 SIZED = 4  # pictures that are seen before it is settled how many are captioned at once
@@ -112,8 +111,7 @@ class Worker:
         with contextlib.ExitStack() as stack:
             self._writer = Writer(job.folder, slot)
             stack.callback(self._writer.close)
-            policy = FramePolicy.parse(options.policy, options.max_frames)
-            self._decoder = stack.enter_context(Decoder(self._decoders, options.limits(self._area), policy))
+            self._decoder = stack.enter_context(Decoder(self._decoders, options.limits(self._area), options.policy))
             self._close = stack.pop_all()
 
     @property

@@ -22,9 +22,7 @@ FILE = "run.yaml"  # beside the captions
 HEAD = b"# Repeat this run by: mmspec caption --config FILE\n"
 SAID_LATER = "config"  # the one flag that a config file cannot hold
 ONCE = (SAID_LATER, "retry_failed")  # what a run says for itself alone
-# One of these on the command line undoes the others of a config file.
 KEPT = "1GB"  # prefix_cache where several prompts are asked about a picture
-RIVALS = ("frames", "fps", "keyframes")
 SHAPING = ("model", "drafter", "max_new_tokens", "temperature", "dtype", "engine", "max_pixels_per_image")
 
 
@@ -114,11 +112,7 @@ def resolve(args: argparse.Namespace) -> Options:
     held: dict[str, Any] = {}
     if said.get("config"):
         held = _held(said["config"], flags)
-    if any(said.get(name, False) is not False for name in RIVALS):
-        held = {name: value for name, value in held.items() if name not in RIVALS}
     options = Options(**(held | said))
-    if sum(map(bool, (options.frames, options.fps, options.keyframes))) > 1:
-        raise SettingsError("--frames, --fps and --keyframes are three ways to choose frames; give one of them")
     if len(options.prompt) > 1 and options.engine != ENGINE:
         raise SettingsError(f"--engine {options.engine} takes one --prompt; got {len(options.prompt)}")
     if options.score and options.engine != ENGINE:

@@ -16,7 +16,7 @@ from mmspec.app.media.video import FramePolicy
 from mmspec.media import MediaLimits
 
 USUAL = "uniform:8"  # frames of a video, evenly spread
-HELP = "frames of a video in the data: uniform:N, fps:R or keyframes (%(default)s)"
+HELP = "frames of a video in the data: N evenly spread, fps:R or keyframes (%(default)s)"
 
 
 def policy(text: str) -> FramePolicy:
@@ -31,14 +31,11 @@ class VideoReader:
     """Reads one video at a time, as the captioner does, with its limits; a context manager.
 
     The process starts with the first video.
-
-    Attributes:
-        count: frames of a video at most.
     """
 
     def __init__(self, frames: FramePolicy) -> None:
         self.frames = frames
-        self.count = int(min(frames.rate, frames.max_frames)) if frames.kind == "uniform" else frames.max_frames
+        self.count = frames.most
         self._open: ExitStack | None = None
         self._decoder: Decoder | None = None
 

@@ -525,7 +525,7 @@ def test_a_video_and_its_frames(caption, photos: Path):
     assert caption("--frames", "5", "--max-frames", "3", "--prompt", "of {name}") == OK
     assert captions()["film.mp4"].split()[1] == "3"
     for most in ("9", "1"):
-        assert caption("--keyframes", "--max-frames", most, "--prompt", "of {name}") == OK
+        assert caption("--frames", "keyframes", "--max-frames", most, "--prompt", "of {name}") == OK
     assert captions()["film.mp4"].split()[1] == "1" and len(journal()) == 9
 
 
@@ -685,7 +685,8 @@ def test_tables_and_tars(caption, photos: Path):
 
 
 @pytest.mark.parametrize(
-    ("words", "frames"), [((), 8), (("--frames", "3"), 3), (("--fps", "1", "--max-frames", "5"), 5), (("pictures",), 1)]
+    ("words", "frames"),
+    [((), 8), (("--frames", "3"), 3), (("--frames", "fps:1", "--max-frames", "5"), 5), (("pictures",), 1)],
 )
 def test_rows_are_suggested_for_as_many_frames_as_an_item_may_have(
     words: tuple[str, ...], frames: int, caption, photos: Path, monkeypatch: pytest.MonkeyPatch
@@ -822,7 +823,7 @@ def test_config(caption, photos: Path, capsys: pytest.CaptureFixture):
     assert cli.main(["caption", "--config", "two/run.yaml", "--limit", "9"]) == OK  # the same run again
     assert len(captions("two")) == 4 and len(journal("two")) == 4
     Path("frames.yaml").write_text("frames: 3")
-    assert caption("--config", "frames.yaml", "--fps", "1") == OK
+    assert caption("--config", "frames.yaml", "--frames", "fps:1") == OK
     wrong = {"promt: x": "did you mean prompt?", "resume: 1": "true or false", "[": "YAML", "limit: [1]": "one value"}
     for text, reason in wrong.items():
         Path("wrong.yaml").write_text(text)
@@ -881,13 +882,12 @@ def test_fatal_errors_say_what_to_do(caption, truly, photos: Path, capsys: pytes
         ("--format xls", "unknown 'xls'"),
         ("--report a.json --report b.json", "--report is said twice, a.json and b.json; name one"),
         ("--report out.pdf", "give one like report.json"),
-        ("--fps 2000", "2000"),
+        ("--frames fps:2000", "unknown frame policy"),
         ("--devices ,", "',' names no device"),
         ("--max-bytes 2X", "'2X' is no size"),
         ("--max-memory 0", "'0' is no size"),
         ("--extension .png", "'.png' is the extension of pictures"),
         ("--report photos/a.png", "'photos/a.png' is the name of a picture or video"),
-        ("--frames 3 --fps 2", "give one of them"),
         ("--prompt {nam}", "unknown variable {nam}"),
         ("--config no.yaml", "no.yaml cannot be read"),
     ],
