@@ -183,7 +183,7 @@ class Run:
         if not pending:
             return OK
         asked = pending[0].asked
-        prompts = (("prompt", text) for text in (asked.text, *asked.further))
+        prompts = (("prompt", text) for text in asked.asked)
         for what, text in (("system", asked.system), *prompts, ("answers begin", asked.start)):
             if text:
                 print(f"{what}: {plain(text)}")

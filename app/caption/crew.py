@@ -39,6 +39,7 @@ class Hand:
     barren: int  # starts before this one, in a row, in which nothing was finished
     tasks: dict[str, Task] = field(default_factory=dict)  # that it has in hand, by name
     alone: bool = False  # with one item that a killed worker had in hand
+    loaded: bool = False
     worked: bool = False
     trouble: str = ""  # why it cannot go on, if it says so itself
 
@@ -90,16 +91,20 @@ class Crew:
     def stop(self) -> None:
         """Let them end and collect their summaries."""
         give_up = time.monotonic() + GOODBYE
-        for hand in self.hands:
-            with contextlib.suppress(OSError):
-                hand.line.send(None)
-        for hand in self.hands:
-            with contextlib.suppress(EOFError, OSError):
-                while hand.line.poll(max(0.0, give_up - time.monotonic())):
-                    self._hear(hand, hand.line.recv())
-            self._end(hand)
+        try:
+            for hand in self.hands:
+                with contextlib.suppress(OSError):
+                    hand.line.send(None)
+            for hand in self.hands:
+                with contextlib.suppress(EOFError, OSError):
+                    while hand.loaded and hand.line.poll(max(0.0, give_up - time.monotonic())):
+                        self._hear(hand, hand.line.recv())
+        finally:
+            for hand in self.hands:
+                self._end(hand)
 
     def _hear(self, hand: Hand, said: dict[str, Any]) -> None:
+        hand.loaded |= "notes" in said
         notes = said.get("notes", ())
         say([note for note in notes if note not in self._said])
         self._said |= {*notes}
