@@ -6,6 +6,7 @@ import string
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
+from typing import Any
 
 from mmspec.app.media.items import Item
 
@@ -56,7 +57,7 @@ class Prompts(PromptChoice):
         place = PurePosixPath(item.name)
         folder = "" if place.parent == PurePosixPath() else place.parent.as_posix()
         values = {"name": place.stem, "dir": folder, "tags": ", ".join(item.tags), "existing": item.existing or ""}
-        filled = {
+        filled: dict[str, Any] = {
             what: text.format_map(values) if isinstance(text, str) else tuple(one.format_map(values) for one in text)
             for what, text in vars(self).items()
         }

@@ -136,7 +136,8 @@ class Pair:
 class Easel(Race):
     """Both ways to draw prompts of one loaded pipeline; one run at a time."""
 
-    asks = ("prompt", "method", "window", "rule", "boldness", "budget", "seed", "guidance", "temperature")  # on a page
+    # Fields of a wish that the page has, in its order.
+    asks = tuple("prompt method window rule boldness budget seed guidance temperature".split())
     windows = (2, MAX_WINDOW)
     usual = SEED_EXACT
     ordered = True  # places come row by row
@@ -224,7 +225,7 @@ class Studio(Easel):
         measured: the bench's records of how good this model's pictures are, by method.
     """
 
-    asks = ("prompt", "method", "window", "prefill", "seed", "guidance")
+    asks = tuple("prompt method window prefill seed guidance".split())
     windows = (1, MAX_AHEAD)
     usual = ITSELF
     ordered = False
