@@ -137,7 +137,7 @@ class Easel(Race):
     """Both ways to draw prompts of one loaded pipeline; one run at a time."""
 
     # Fields of a wish that the page has, in its order.
-    asks = tuple("prompt method window rule boldness budget seed guidance temperature".split())
+    asks = ["prompt", "method", "window", "rule", "boldness", "budget", "seed", "guidance", "temperature"]
     windows = (2, MAX_WINDOW)
     usual = SEED_EXACT
     ordered = True  # places come row by row
@@ -225,7 +225,7 @@ class Studio(Easel):
         measured: the bench's records of how good this model's pictures are, by method.
     """
 
-    asks = tuple("prompt method window prefill seed guidance".split())
+    asks = ["prompt", "method", "window", "prefill", "seed", "guidance"]
     windows = (1, MAX_AHEAD)
     usual = ITSELF
     ordered = False
